@@ -174,6 +174,7 @@ class AsyncLLM:
     def shutdown(self) -> None:
         """End all requests and free the model. May be called twice."""
         self._is_closing = True
+        self.session.engine.cancel_restart()
         self.session.wake()
         self._has_work.set()
         self._thread.join()

@@ -73,6 +73,10 @@ class Engine(Protocol):
         """Make a `step` that waits, or else the next one that would, return. Any thread may call this."""
         ...
 
+    def cancel_restart(self) -> None:
+        """Let a restart after a failure fail soon: the engine is to end. Any thread may call this."""
+        ...
+
     def collect_load(self) -> None:
         """Start to collect all ranks' expert loads since the last collection. `take_loads` returns them.
 

@@ -88,6 +88,9 @@ class EngineCore:
     def wake(self) -> None:
         self._wake_up.wake()
 
+    def cancel_restart(self) -> None:
+        """Do nothing: an engine of one rank in this process is not restarted."""
+
     def collect_load(self) -> None:
         self._require_open()
         self._awaits_load = True

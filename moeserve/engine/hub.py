@@ -1,54 +1,76 @@
 """`EngineHub`: one engine that several processes share.
 
-The engine stays in one process, with restarts and all that concerns its ranks. Each of the other processes has a
-`RemoteEngine`: it tokenizes, makes texts of tokens and speaks to clients, which is most of the work outside the ranks.
-The hub passes requests and updates on as they are.
+The hub's process owns the engine and restarts it. Each of the others tokenizes, detokenizes and serves its clients
+through a `RemoteEngine`; the hub passes its requests and their updates on as they are.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from moeserve.engine.base import Engine
 from moeserve.engine.protocol import Drain, EngineState, FromHub, Leave, Load, Note, ToHub, Updates
 from moeserve.errors import EngineError
+from moeserve.processes.channel import frame
 from moeserve.processes.failures import as_error, root_cause
-from moeserve.processes.supervision import ProcessPoll, WatchedProcess, collect_failures
+from moeserve.processes.supervision import ProcessPoll, WatchedProcess
+from moeserve.processes.wake_up import WakeUp
 from moeserve.protocol import AbortRequest, AddRequest, RequestUpdate
 from moeserve.telemetry.observer import LoadObserver
 
-# Interval in which the hub looks whether the engine's state has changed, and at an idle engine. Seconds.
+logger = logging.getLogger(__name__)
+
+# Seconds between reports of the engine's state, and between looks at an idle engine.
 SECONDS_BETWEEN_CHECKS = 0.25
+# A process that ends unexpectedly is replaced, unless this many did so within a minute.
+MAX_FAILURES_PER_MINUTE = 3
 
 
 class EngineHub:
     """Passes requests of several processes to an engine, and its updates back."""
 
-    def __init__(self, engine: Engine, observer: LoadObserver, processes: Sequence[WatchedProcess[ToHub]]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        observer: LoadObserver,
+        start_process: Callable[[int], WatchedProcess[ToHub]],
+        num_processes: int,
+    ) -> None:
         """
         Args:
-            processes: those that share the engine, by their `SharedEngine.index`.
+            start_process: starts a process that shares the engine, as the one with this `SharedEngine.index`.
         """
         self._engine, self._observer = engine, observer
-        self._processes = processes
+        self._start_process = start_process
+        self._processes = {index: start_process(index) for index in range(num_processes)}  # those that run
+        self._num_started = num_processes
+        self._in_flight: dict[str, None] = {}  # requests that have not ended
         self._for_engine: deque[AddRequest | AbortRequest] = deque()
         self._has_messages = threading.Event()
         self._has_ended = threading.Event()
+        self._listener_wake_up = WakeUp()
         self._failure: BaseException | None = None
-        self._must_drain = False
+        self._failure_times: deque[float] = deque(maxlen=MAX_FAILURES_PER_MINUTE)
+        self._drain: Drain | None = None  # requested
+        self._sent_drain: Drain | None = None
+        self._notes: dict[int, Note] = {}  # the last one of each process, also of those that have ended
+        self._state: EngineState | None = None  # as it was sent last
+        self._state_sent_s = 0.0
 
-    def drain(self) -> None:
-        """Tell all processes to end, soon. A signal handler may call this."""
-        self._must_drain = True
+    def drain(self, *, at_once: bool = False) -> None:
+        """Request all processes to end: after their requests, or at once. A signal handler may call this."""
+        self._drain = Drain(at_once)
 
     def run(self) -> None:
         """Run the engine until all processes have ended.
 
         Raises:
-            EngineError: one of the processes failed.
+            EngineError: too many of the processes failed.
         """
         listener = threading.Thread(target=self._listen, name="hub", daemon=True)
         listener.start()
@@ -57,6 +79,8 @@ class EngineHub:
         listener.join()
         if self._failure is not None:
             raise self._failure
+
+    # In the thread that runs the engine
 
     def _step(self) -> None:
         while self._for_engine:
@@ -74,72 +98,123 @@ class EngineHub:
         if isinstance(message, AbortRequest):
             self._engine.abort(message.request_id)
             return
+        names = [each.request_id for each in message.requests]
         try:
             self._engine.add(message.request, message.samples)
+            self._in_flight.update(dict.fromkeys(names))
         except EngineError as error:
-            names = [each.request_id for each in message.requests]
             self._send([RequestUpdate(request_id=name, finish_reason="abort", error=str(error)) for name in names])
 
     def _send(self, updates: Sequence[RequestUpdate]) -> None:
-        by_process: dict[str, list[RequestUpdate]] = {}
+        by_process: dict[int, list[RequestUpdate]] = {}
         for update in updates:
-            by_process.setdefault(update.request_id.partition("/")[0], []).append(update)
+            if update.finish_reason is not None:
+                self._in_flight.pop(update.request_id, None)
+            by_process.setdefault(_owner(update.request_id), []).append(update)
         for index, concerned in by_process.items():
-            self._processes[int(index)].channel.send(Updates(concerned))
+            process = self._processes.get(index)
+            if process is not None:
+                process.channel.send(Updates(concerned))
+                if process.channel.has_unsent:
+                    self._listener_wake_up.wake()
 
     def _send_all(self, message: FromHub) -> None:
-        for process in self._processes:
-            process.channel.send(message)
+        data = frame(message)
+        for process in list(self._processes.values()):
+            process.channel.send_frame(data)
+
+    # In the listener's thread
 
     def _listen(self) -> None:
-        """Receive the messages of all processes, and send them the engine's state, until they have ended."""
+        """Receive messages of the processes, report to them, and replace those that fail, until all have ended."""
         try:
-            running, leaving, state = list(self._processes), set(), None
-            while running:
-                poll = ProcessPoll(running)
-                while not any(process.has_ended for process in running):
+            leaving: set[int] = set()  # those that have sent their last message
+            while self._processes:
+                index_of = {process: index for index, process in self._processes.items()}
+                poll = ProcessPoll(list(index_of), self._listener_wake_up.fd)
+                while not any(process.has_ended for process in index_of):
                     for process in poll.ready(SECONDS_BETWEEN_CHECKS):
-                        leaving |= self._receive(process)
-                    state = self._report(state)
-                for process in running:
-                    leaving |= self._receive(process)
-                ended = [process for process in running if process.has_ended]
-                if not leaving.issuperset(ended):
-                    reports = collect_failures([process for process in ended if process not in leaving])
-                    raise as_error(root_cause(reports), "the server ended")
-                running = [process for process in running if process not in ended]
+                        if self._receive(process):
+                            leaving.add(index_of[process])
+                    self._listener_wake_up.take()
+                    self._report()
+                for process, index in index_of.items():
+                    if process.has_ended:
+                        has_left = self._receive(process) or index in leaving
+                        self._remove(index, has_left=has_left and self._sent_drain is not None)
         except BaseException as error:
             self._failure = error
         self._has_ended.set()
+        self._engine.cancel_restart()
         self._wake()
 
-    def _receive(self, process: WatchedProcess[ToHub]) -> set[WatchedProcess[ToHub]]:
-        """Take the messages of a process. Return it if it has sent its last one."""
+    def _receive(self, process: WatchedProcess[ToHub]) -> bool:
+        """Take the messages of a process. Return True if it has sent its last one."""
         messages = process.receive()
+        has_left = False
         for message in messages:
             if isinstance(message, Note):
-                for other in self._processes:
-                    if other is not process:
-                        other.channel.send(message)
-            elif not isinstance(message, Leave):
+                self._notes[message.sender] = message
+                self._send_all(message)
+            elif isinstance(message, Leave):
+                has_left = True
+            else:
                 self._for_engine.append(message)
         if messages:
             self._wake()
-        return {process for message in messages if isinstance(message, Leave)}
+        return has_left
 
-    def _report(self, last: EngineState | None) -> EngineState:
-        """Send the engine's state if it differs from the last one, and the signal to end."""
-        engine = self._engine
-        state = EngineState(
-            refusal=engine.refusal, has_failed=engine.has_failed, replica_stats=list(engine.replica_stats)
-        )
-        if state != last:
-            self._send_all(state)
-        if self._must_drain:
-            self._must_drain = False
-            self._send_all(Drain())
-        return state
+    def _remove(self, index: int, *, has_left: bool) -> None:
+        """Forget a process that has ended, and replace it if it should not have."""
+        process = self._processes.pop(index)
+        if not has_left:
+            self._for_engine += [AbortRequest(name) for name in list(self._in_flight) if _owner(name) == index]
+            self._wake()
+            cause = root_cause(process.failures())
+            self._failure_times.append(time.monotonic())
+            if self._sent_drain is None and not self._fails_often():
+                logger.error("%s; another one replaces it", cause)
+                self._add(self._num_started)
+            else:
+                self._failure = self._failure or as_error(cause, "the server ended")
+                self.drain(at_once=True)
+        process.close()
+
+    def _fails_often(self) -> bool:
+        return len(self._failure_times) == MAX_FAILURES_PER_MINUTE and time.monotonic() - self._failure_times[0] < 60
+
+    def _add(self, index: int) -> None:
+        process = self._start_process(index)
+        for note in self._notes.values():
+            process.channel.send(note)
+        if self._state is not None:
+            process.channel.send(self._state)
+        self._processes[index] = process
+        self._num_started += 1
+
+    def _report(self) -> None:
+        """Send the engine's state if it has changed, and the request to end."""
+        engine, last, now = self._engine, self._state, time.monotonic()
+        is_urgent = last is None or (last.refusal, last.has_failed) != (engine.refusal, engine.has_failed)
+        if is_urgent or now - self._state_sent_s >= SECONDS_BETWEEN_CHECKS:
+            self._state = EngineState(
+                refusal=engine.refusal,
+                has_failed=engine.has_failed,
+                replica_stats=list(engine.replica_stats),
+                num_blocks=engine.num_blocks,
+            )
+            self._state_sent_s = now
+            if self._state != last:
+                self._send_all(self._state)
+        if self._drain != self._sent_drain and self._drain is not None:
+            self._sent_drain = self._drain
+            self._send_all(self._drain)
 
     def _wake(self) -> None:
         self._has_messages.set()
         self._engine.wake()
+
+
+def _owner(request_id: str) -> int:
+    """Return the index of the process that a request is of: see `RemoteEngine`."""
+    return int(request_id.partition("/")[0])

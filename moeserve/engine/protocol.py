@@ -59,6 +59,7 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
     refusal: str  # as in `Engine`
     has_failed: bool
     replica_stats: list[ReplicaStats]
+    num_blocks: int
 
 
 class Load(msgspec.Struct, frozen=True, tag="load"):
@@ -75,7 +76,9 @@ class Note(msgspec.Struct, frozen=True, tag="note"):
 
 
 class Drain(msgspec.Struct, frozen=True, tag="drain"):
-    """Sent to all processes that share an engine: end soon."""
+    """Sent to all processes that share an engine: end after the requests in flight."""
+
+    at_once: bool = False  # or now, with an error for them
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave"):

@@ -21,11 +21,11 @@ from moeserve.telemetry.expert_load import LoadWindow
 class RemoteEngine:
     """See `Engine`. A failure of the hub's process ends this process too."""
 
-    def __init__(self, channel: Channel[FromHub], engine: SharedEngine, on_drain: Callable[[], None]) -> None:
+    def __init__(self, channel: Channel[FromHub], engine: SharedEngine, on_drain: Callable[[bool], None]) -> None:
         """
         Args:
             channel: to the hub.
-            on_drain: called, in the thread that uses the engine, when the hub wants this process to end.
+            on_drain: called with `Drain.at_once`, in the thread that uses the engine, when the hub sends `Drain`.
         """
         # With a seed of its own: requests without a seed must not get the random numbers of another process's.
         self.config = dataclasses.replace(engine.config, seed=(engine.config.seed + engine.index) % 2**64)
@@ -78,6 +78,9 @@ class RemoteEngine:
     def wake(self) -> None:
         self._wake_up.wake()
 
+    def cancel_restart(self) -> None:
+        """Do nothing: the hub decides whether the engine is restarted."""
+
     def collect_load(self) -> None:
         """Refused: the process of the hub collects expert loads, for all."""
         raise EngineError("expert loads are collected by the process that runs the engine")
@@ -118,13 +121,13 @@ class RemoteEngine:
                     self._undelivered += map(self._own, message.updates)
                 case EngineState():
                     self._refusal, self.has_failed = message.refusal, message.has_failed
-                    self.replica_stats = message.replica_stats
+                    self.replica_stats, self.num_blocks = message.replica_stats, message.num_blocks
                 case Load():
                     self._loads.append(message.window)
-                case Note():
+                case Note() if message.sender != self._index:
                     self.notes[message.sender] = message.body
                 case Drain():
-                    self._on_drain()
+                    self._on_drain(message.at_once)
 
     def _own(self, update: RequestUpdate) -> RequestUpdate:
         _, _, request_id = update.request_id.partition("/")

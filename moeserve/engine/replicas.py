@@ -39,6 +39,8 @@ SECONDS_TO_END = 5.0
 # Time in which the resources of a failed worker group must be back. Seconds.
 SECONDS_TO_RESTART = 110.0
 SECONDS_BETWEEN_STARTS = 1.0
+# Interval in which a start looks whether the engine is to end. Seconds.
+SECONDS_BETWEEN_LOOKS = 0.2
 # Time for ranks that have loaded the model to name those that have not. Seconds.
 SECONDS_TO_NAME_A_RANK = 10.0
 # Restarts without a new token of a request, after which the next failure ends it: it may be the cause.
@@ -103,6 +105,7 @@ class Replicas:
         self._last_message_s = 0.0  # or the first request, if that was later
         self._failure = ""  # why there are no processes; empty while they run
         self._is_shut_down = False
+        self._is_ending = False  # no restart should go on
         try:
             num_blocks = self._start()
         except BaseException:
@@ -163,6 +166,9 @@ class Replicas:
 
     def wake(self) -> None:
         self._wake_up.wake()
+
+    def cancel_restart(self) -> None:
+        self._is_ending = True
 
     def collect_load(self) -> None:
         self._ownership.require()
@@ -238,7 +244,7 @@ class Replicas:
                     self._request_load()
                 return
             except (EngineError, ValueError, OSError) as error:  # a node that comes back may be incomplete for a while
-                if time.monotonic() > deadline:
+                if time.monotonic() > deadline or self._is_ending:
                     raise EngineError(f"the engine could not be restarted: {error}") from error
                 logger.warning("restarting failed, trying again: %s", error)
                 with interrupts_allowed():
@@ -249,12 +255,14 @@ class Replicas:
         waiting = {engine.name: None for engine in self._group.engines}
         num_blocks = 0
         while waiting:
+            if self._is_ending:
+                raise EngineError("the engine was shut down while it restarted")
             if time.monotonic() >= deadline:
                 raise EngineError(
                     f"{', '.join(waiting)}: the model was not loaded within {self.config.load_timeout} s; raise "
                     "load_timeout if it needs more"
                 )
-            wait_for_messages(self._group.members, deadline - time.monotonic())
+            wait_for_messages(self._group.members, min(deadline - time.monotonic(), SECONDS_BETWEEN_LOOKS))
             for engine in self._group.engines:
                 for message in engine.receive():
                     if isinstance(message, Ready):  # a replica that is ready may send an empty delivery

@@ -12,12 +12,13 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator, Mapping
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import msgspec
 
 from moeserve.api.async_llm import AsyncLLM
-from moeserve.api.startup import StartedEngine, open_session, read_texts, start_engine
+from moeserve.api.startup import open_session, read_texts, start_engine
 from moeserve.config.environment import environment_of_rank
 from moeserve.config.validation import parse_settings
 from moeserve.engine.hub import EngineHub
@@ -34,7 +35,8 @@ from moeserve.server.totals import Totals
 from moeserve.telemetry.observer import LoadObserver
 
 SECONDS_BETWEEN_TOTALS = 1.0
-SECONDS_TO_END = 5.0
+
+_TOTALS_DECODER = msgspec.msgpack.Decoder(Totals)
 
 
 class _Start(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,80 +46,74 @@ class _Start(msgspec.Struct, frozen=True, kw_only=True):
     engine: SharedEngine
 
 
-def serve_from_processes(settings: ServerSettings, engine_settings: Mapping[str, Any], listener: socket.socket) -> None:
+def serve_from_processes(settings: ServerSettings, engine_settings: Mapping[str, Any]) -> None:
     """Start the engine here and processes that speak HTTP, and run them until SIGTERM or Ctrl-C.
 
-    Args:
-        listener: a socket with the server's address. It is closed, and the processes listen there.
-
     Raises:
-        SettingsError, CheckpointError, EngineError: as `serve`; a process has failed.
+        SettingsError, CheckpointError, EngineError: as `serve`; processes that speak HTTP fail again and again.
     """
-    started = start_engine(parse_settings(dict(engine_settings)), show_progress=True)
-    processes: list[WatchedProcess[ToHub]] = []
-    try:
-        with _reserved(listener) as (host, port):
-            settings = dataclasses.replace(settings, host=host, port=port)
-            for index in range(settings.api_server_count):
-                processes.append(_start_process(index, settings, started))
-            hub = EngineHub(started.engine, started.observer, processes)
+    with contextlib.closing(_bound(settings.host, settings.port)) as reserved:
+        settings = dataclasses.replace(settings, port=reserved.getsockname()[1])
+        started = start_engine(parse_settings(dict(engine_settings)), show_progress=True)
+        processes: list[WatchedProcess[ToHub]] = []
+
+        def start_api_process(index: int) -> WatchedProcess[ToHub]:
+            engine = SharedEngine(index=index, config=started.engine.config, num_blocks=started.engine.num_blocks)
+            process = start_process(
+                f"{__name__}:run",
+                f"API process {index}",
+                _Start(settings=settings, engine=engine),
+                ToHub,
+                # The environment of ranks, so that one fork server starts both.
+                environment=environment_of_rank(engine.config, usable_cores()),
+            )
+            processes.append(process)
+            return process
+
+        try:
+            hub = EngineHub(started.engine, started.observer, start_api_process, settings.api_server_count)
             with _draining_on_signals(hub):
                 hub.run()
-    finally:
-        end_all(processes, patience_s=SECONDS_TO_END)
-        started.observer.close()
-        started.engine.shutdown()
+        finally:
+            end_all([process for process in processes if not process.channel.is_closed])
+            started.observer.close()
+            started.engine.shutdown()
 
 
 def run(parent: Parent) -> None:
     """Serve HTTP from this process."""
     start = parent.config(_Start)
-    must_end = threading.Event()
-    engine = RemoteEngine(parent.channel(FromHub), start.engine, must_end.set)
+    drains: SimpleQueue[bool] = SimpleQueue()  # of `Drain.at_once`
+    engine = RemoteEngine(parent.channel(FromHub), start.engine, drains.put)
     texts = read_texts(engine.config)
     llm = AsyncLLM.of_session(open_session(engine, LoadObserver(None, None), texts), texts)
     try:
         server = DrainingServer(
-            llm, start.settings, lambda: [_TOTALS.decode(note) for note in list(engine.notes.values())]
+            llm, start.settings, lambda: [_TOTALS_DECODER.decode(note) for note in list(engine.notes.values())]
         )
         with contextlib.closing(_bound(start.settings.host, start.settings.port)) as listener:
             listener.listen(2048)
             if start.engine.index == 0:
                 announce(start.settings, listener)
-            threading.Thread(target=_share_totals, args=(server, engine, must_end), daemon=True).start()
+            threading.Thread(target=_watch, args=(server, engine, drains), daemon=True).start()
             server.answer(listener)
     finally:
         llm.shutdown()
 
 
-_TOTALS = msgspec.msgpack.Decoder(Totals)
-
-
-def _share_totals(server: DrainingServer, engine: RemoteEngine, must_end: threading.Event) -> None:
-    """Send the totals of this process to the others now and then, and end the server when all are to end."""
-    while not must_end.wait(SECONDS_BETWEEN_TOTALS):
-        engine.send_note(msgspec.msgpack.encode(server.service.own_totals))
-    server.should_exit = True
-
-
-def _start_process(index: int, settings: ServerSettings, started: StartedEngine) -> WatchedProcess[ToHub]:
-    engine = SharedEngine(index=index, config=started.engine.config, num_blocks=started.engine.num_blocks)
-    return start_process(
-        f"{__name__}:run",
-        f"API process {index}",
-        _Start(settings=settings, engine=engine),
-        ToHub,
-        environment=environment_of_rank(engine.config, usable_cores()),  # as ranks have it: then they fork together
-    )
-
-
-@contextlib.contextmanager
-def _reserved(listener: socket.socket) -> Iterator[tuple[str, int]]:
-    """Close a listener, and keep its address for several sockets that listen there."""
-    host, port = listener.getsockname()[:2]
-    listener.close()
-    with contextlib.closing(_bound(host, port)):
-        yield host, port
+def _watch(server: DrainingServer, engine: RemoteEngine, drains: SimpleQueue[bool]) -> None:
+    """Send the totals of this process to the others now and then, and end the server when it should or must end."""
+    while True:
+        try:
+            at_once = drains.get(timeout=SECONDS_BETWEEN_TOTALS)
+        except Empty:
+            engine.send_note(msgspec.msgpack.encode(server.service.own_totals))
+            server.should_exit |= (
+                not server.service.llm.is_running
+            )  # its thread has failed: another process replaces this
+        else:
+            server.should_exit = True
+            server.force_exit |= at_once
 
 
 def _bound(host: str, port: int) -> socket.socket:
@@ -135,12 +131,13 @@ def _bound(host: str, port: int) -> socket.socket:
 
 @contextlib.contextmanager
 def _draining_on_signals(hub: EngineHub) -> Iterator[None]:
-    """Let requests in flight finish after the first SIGTERM or Ctrl-C. The second one ends everything."""
+    """Let requests in flight finish after the first SIGTERM or Ctrl-C. The second one ends them at once."""
+    num_signals = 0
 
     def handle(number: int, frame: Any) -> None:
-        for each in before:
-            signal.signal(each, signal.default_int_handler)
-        hub.drain()
+        nonlocal num_signals
+        num_signals += 1
+        hub.drain(at_once=num_signals > 1)
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
     try:

@@ -6,6 +6,7 @@ import contextlib
 import math
 import signal
 import socket
+import ssl
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -42,7 +43,8 @@ class DrainingServer(uvicorn.Server):
         self.service = Service(
             llm,
             settings.served_model_name,
-            max_waiting=math.ceil(settings.max_waiting / settings.api_server_count),
+            max_waiting=settings.max_waiting,
+            num_processes=settings.api_server_count,
             parser=settings.answer_parser,
             others=others,
             tracing=open_tracing(settings.otlp_traces_endpoint),
@@ -94,6 +96,13 @@ def listen(settings: ServerSettings) -> socket.socket:
         path = getattr(settings, name)
         if path is not None and not Path(path).is_file():
             raise SettingsError(f"{name}={path!r} is no file")
+    if settings.ssl_certfile is not None:
+        try:
+            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
+                settings.ssl_certfile, settings.ssl_keyfile
+            )
+        except (ssl.SSLError, OSError) as error:
+            raise SettingsError(f"ssl_certfile={settings.ssl_certfile!r} or its key cannot be used: {error}") from None
     try:
         family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
         return socket.create_server((settings.host, settings.port), family=family, backlog=2048)

@@ -14,6 +14,7 @@ from moeserve.api.async_llm import AsyncLLM
 from moeserve.config.settings import DEFAULT_LOAD_WINDOW
 from moeserve.config.validation import parse_settings
 from moeserve.models import registry
+from moeserve.parsers.families import find_parser
 from moeserve.server.api_processes import serve_from_processes
 from moeserve.server.http_server import DrainingServer, announce, listen
 from moeserve.server.keys import Keys
@@ -33,14 +34,15 @@ def serve(settings: ServerSettings, engine_settings: Mapping[str, Any]) -> None:
     """
     Keys.read(settings.api_key or (), settings.api_key_file)
     check_tracing(settings.otlp_traces_endpoint)
+    find_parser(settings.answer_parser, model_type="", chat_template=None)  # now: loading takes long
     with contextlib.closing(listen(settings)) as listener:  # before the model is loaded: the port may be in use
         engine_settings = _with_expert_load(_in_own_processes(engine_settings))
         if settings.served_model_name is None:
             settings = dataclasses.replace(settings, served_model_name=[_name(engine_settings.get("model"))])
-        if settings.api_server_count > 1:
-            serve_from_processes(settings, engine_settings, listener)
-        else:
+        if settings.api_server_count == 1:
             _serve_here(AsyncLLM(**engine_settings), settings, listener)
+            return
+    serve_from_processes(settings, engine_settings)
 
 
 def _serve_here(llm: AsyncLLM, settings: ServerSettings, listener: socket.socket) -> None:
@@ -54,14 +56,14 @@ def _serve_here(llm: AsyncLLM, settings: ServerSettings, listener: socket.socket
 
 
 def _in_own_processes(engine_settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the engine's settings, with a single rank in a process too: it then shares no interpreter with HTTP."""
+    """Return the engine's settings, with a single rank in a process too: it then does not share the GIL with HTTP."""
     parallel = parse_settings(engine_settings).parallel
     chooses_mp = parallel.executor == "auto" and parallel.num_ranks == 1
     return {**engine_settings, "executor": "mp"} if chooses_mp else dict(engine_settings)
 
 
 def _with_expert_load(engine_settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the engine's settings, by which it reports the load of experts now and then if the model has experts."""
+    """Return the engine's settings, with periodic load windows if the model has experts."""
     folder = engine_settings.get("model")
     facts = default_model.FACTS if folder is None else registry.read_facts(folder)
     window = {"expert_load_window": DEFAULT_LOAD_WINDOW} if facts.num_sparse_layers else {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import math
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -47,6 +48,7 @@ class Service:
         model_names: list[str],
         *,
         max_waiting: int,
+        num_processes: int = 1,
         parser: str | None = None,
         others: Callable[[], Iterable[Totals]] = tuple,
         tracing: Tracing | None = None,
@@ -54,7 +56,8 @@ class Service:
         """
         Args:
             model_names: names that requests may give; answers give the first.
-            max_waiting: as for `Admission`.
+            max_waiting: as for `Admission`, of all processes together.
+            num_processes: that serve the engine. Each has an equal share of its places and of the queue.
             parser: of tool calls and reasoning; None: that of the checkpoint's family.
             others: returns the totals of each other process of the server.
             tracing: sends a span for each prompt; None: no spans are made. It is closed by `drain`.
@@ -70,7 +73,8 @@ class Service:
         self.parser = find_parser(parser, model_type=_model_type(llm.config.model_path), chat_template=template)
         config = llm.config
         max_running = config.max_num_seqs * config.data_parallel_size
-        self.admission = Admission(max_running + int(AHEAD * max_running), max_waiting)
+        num_admitted = math.ceil((max_running + int(AHEAD * max_running)) / num_processes)
+        self.admission = Admission(num_admitted, math.ceil(max_waiting / num_processes))
         self._others = others
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
 import time
@@ -70,8 +71,37 @@ def test_one_service(server: ServerProcess) -> None:
     wait_until(lambda: metric(server, "num_requests_running") == 0)
 
 
-def test_an_api_process_that_is_killed_is_named(server: ServerProcess) -> None:
+def api_processes(server: ServerProcess) -> dict[str, psutil.Process]:
     children = psutil.Process(server.pid).children(recursive=True)
-    next(each for each in children if each.name() == "API process 1").send_signal(signal.SIGKILL)
+    return {each.name(): each for each in children if each.name().startswith("API process")}
+
+
+def test_an_api_process_that_is_killed_is_replaced(server: ServerProcess) -> None:
+    before = api_processes(server)
+    body = {"model": MODEL, "prompt": [3], "max_tokens": 500, "stream": True, "ignore_eos": True}
+    with ThreadPoolExecutor(8) as threads, contextlib.ExitStack() as streams:
+        for _ in range(8):  # some of them to each process
+            answer = streams.enter_context(httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60))
+            next(answer.iter_lines())
+        before["API process 1"].send_signal(signal.SIGKILL)
+        wait_until(lambda: "API process 2" in api_processes(server))
+        assert len(set(threads.map(lambda _: try_to_ask(server), range(NUM_REQUESTS))) - {None}) > 1
+    wait_until(lambda: metric(server, "num_requests_running") == 0)
+    wait_until(lambda: len({try_to_ask(server) for _ in range(NUM_REQUESTS)} - {None}) == NUM_REQUESTS)
+    assert api_processes(server).keys() == {"API process 0", "API process 2"}
+
+
+def try_to_ask(server: ServerProcess) -> str | None:
+    """Return the text of an answer; None if the connection was that of a process that died."""
+    try:
+        return ask(server)
+    except openai.APIConnectionError:
+        return None
+
+
+def test_a_server_whose_api_processes_fail_again_and_again_ends(server: ServerProcess) -> None:
+    for index in range(1, 4):
+        wait_until(lambda name=f"API process {index}": name in api_processes(server))
+        api_processes(server)[f"API process {index}"].send_signal(signal.SIGKILL)
     assert server.wait(20) == 1
-    assert "API process 1: killed by SIGKILL" in server.errors()
+    assert "API process 3: killed by SIGKILL" in server.errors()

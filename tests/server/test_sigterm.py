@@ -125,8 +125,9 @@ def test_each_request_is_answered_or_ends_with_an_error(
         assert ends["length"] < NUM_STREAMS
 
 
-def test_a_second_sigterm_ends_the_server_at_once(checkpoint: Path) -> None:
-    with loaded_server(checkpoint, "--drain-timeout", "300") as (server, streams):
+@pytest.mark.parametrize("flags", [(), ("--api-server-count", "2")], ids=["one process", "several processes"])
+def test_a_second_sigterm_ends_the_server_at_once(checkpoint: Path, flags: tuple[str, ...]) -> None:
+    with loaded_server(checkpoint, "--drain-timeout", "300", *flags) as (server, streams):
         children = psutil.Process(server.pid).children(recursive=True)
         server.send_signal(signal.SIGTERM)
         server.wait_for_readiness(503, SECONDS_TO_CLOSE)

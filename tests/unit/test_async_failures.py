@@ -57,6 +57,9 @@ class Engine:
     def wake(self) -> None:
         pass
 
+    def cancel_restart(self) -> None:
+        pass
+
     def step(self) -> list[RequestUpdate]:
         if self.crash is not None:
             raise self.crash
