@@ -154,7 +154,7 @@ class Replicas:
         self._ownership.require()
         self._wake_sleepers()
         self._receive()
-        if self._failure and self.config.on_failure == "restart" and not self._is_shut_down:
+        if self._failure and self.config.on_failure == "restart" and not (self._is_shut_down or self._is_ending):
             self._undelivered += self._resume()  # without requests too: the next one should find an engine
         while not self._undelivered and self._in_flight and not self._wake_up.take():
             self._wait()

@@ -193,6 +193,20 @@ def test_a_poisonous_request_alone_ends_before_the_next_restart(engine: Replicas
     assert machine.engines[-1].received == ["healthy"]
 
 
+def test_a_restart_ends_soon_if_the_engine_is_to_end(
+    engine: Replicas, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replicas, "SECONDS_TO_RESTART", 1000.0)
+    engine.add(request("begun"))
+    machine.engines[0].kill()
+    machine.lasting_fault = EngineError("no resources")
+    engine.cancel_restart()  # as another thread does
+    (end,) = engine.step()
+    assert end.finish_reason == "abort"
+    assert "no resources" in str(end.error)
+    assert machine.num_starts == 2
+
+
 def test_ctrl_c_during_a_restart_loses_nothing(engine: Replicas, machine: Machine) -> None:
     engine.add(request("begun"))
     machine.engines[0].send(RequestUpdate(request_id="begun", token_ids=[5, 6]))
