@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import Depends, FastAPI, Request
@@ -175,17 +176,27 @@ async def _answer_moeserve_error(request: Request, error: Exception) -> Response
 
 async def _answer_invalid_body(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    path = [str(part) for part in first["loc"][1:]]
-    name = ".".join(path)
-    if first["type"] == "json_invalid":
+    errors = error.errors()
+    # Of a union, each branch has its errors. Those of the branch that fits best lie deepest.
+    wrong = max(errors, key=lambda each: (each["type"] == "extra_forbidden", len(each["loc"])))
+    path = _path(wrong["loc"][1:], error.body, ends_in_new_field=wrong["type"] == "missing")
+    name, param = ".".join(path)[:200], path[0][:200] if path else None
+    if wrong["type"] == "json_invalid":
         return await _answer_api_error(request, ApiError(400, "the request is no valid JSON"))
-    if first["type"] == "extra_forbidden":
-        message = f"{name[:200]} is not supported here"
-        unsupported = ApiError(400, message, param=path[0][:200], code="unsupported_parameter")
+    if wrong["type"] == "extra_forbidden":
+        unsupported = ApiError(400, f"{name} is not supported here", param=param, code="unsupported_parameter")
         return await _answer_api_error(request, unsupported)
-    message = f"{name[:200] or 'the request'}: {first['msg']}"
-    return await _answer_api_error(request, ApiError(400, message, param=path[0][:200] if path else None))
+    return await _answer_api_error(request, ApiError(400, f"{name or 'the request'}: {wrong['msg']}", param=param))
+
+
+def _path(location: Sequence[int | str], body: Any, *, ends_in_new_field: bool) -> list[str]:
+    """Return the path of an error in the body, without the branches of unions, which pydantic names in locations."""
+    path = []
+    for part in location:
+        if isinstance(body, list) if isinstance(part, int) else isinstance(body, dict) and part in body:
+            path.append(str(part))
+            body = body[part]
+    return [*path, str(location[-1])] if ends_in_new_field and location else path
 
 
 async def _answer_http_error(request: Request, error: Exception) -> Response:

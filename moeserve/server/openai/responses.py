@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from moeserve.config.settings import LIMITS
 from moeserve.sampling_params import SamplingParams
@@ -66,7 +66,18 @@ class ReasoningItem(Body):
     status: str | None = None
 
 
-Item: TypeAlias = MessageItem | CallItem | CallOutputItem | ReasoningItem
+def _item_type(item: Any) -> Any:
+    """Return the type of an item, which messages may leave out."""
+    return item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
+
+
+Item: TypeAlias = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[CallItem, Tag("function_call")]
+    | Annotated[CallOutputItem, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")],
+    Discriminator(_item_type),
+]
 
 
 class FlatTool(Body):
