@@ -25,6 +25,15 @@ class CheckpointError(MoeserveError, ValueError):
 class RequestError(MoeserveError, ValueError):
     """A prompt or a sampling parameter cannot be served. The engine is unchanged and continues."""
 
+    def __init__(self, message: str, *, parameter: str | None = None, code: str | None = None) -> None:
+        """
+        Args:
+            parameter: name of the sampling parameter that is wrong, or "prompt".
+            code: stable name of the error, for programs.
+        """
+        super().__init__(message)
+        self.parameter, self.code = parameter, code
+
 
 class CacheTooSmallError(SettingsError):
     """The KV cache cannot hold one request of max_model_len tokens."""

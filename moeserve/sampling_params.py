@@ -232,12 +232,17 @@ class SamplingParams:
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in _CHECKS:
             raise RequestError(f"unknown sampling parameter {name!r}: {nearest(name, _CHECKS)}")
-        object.__setattr__(self, name, _CHECKS[name](name, value))
+        try:
+            object.__setattr__(self, name, _CHECKS[name](name, value))
+        except RequestError as error:
+            error.parameter = name
+            raise
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
-                f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}; raise max_tokens"
+                f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}; raise max_tokens",
+                parameter="min_tokens",
             )
 
     def copy(self) -> SamplingParams:

@@ -18,6 +18,8 @@ from moeserve.worker.grammars import Grammars
 Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
 Prompts: TypeAlias = "Prompt | Sequence[Prompt]"
 
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"  # code of the error, as OpenAI names it
+
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 
@@ -127,7 +129,7 @@ class PromptEncoder:
                 "pass token ids, or name the folder of one as tokenizer"
             )
         elif not text:
-            raise RequestError(f"{name} is empty; pass at least one character")
+            raise RequestError(f"{name} is empty; pass at least one character", parameter="prompt")
         else:
             self.check_length(name, text)
             token_ids = self._checked(name, self._codec.encode(text))
@@ -144,7 +146,9 @@ class PromptEncoder:
         if num_tokens > self._max_model_len - 1:
             raise RequestError(
                 f"{name} has {len(text)} characters, which are at least {num_tokens} tokens, and max_model_len="
-                f"{self._max_model_len} leaves room for {self._max_model_len - 1} and one to generate; shorten it"
+                f"{self._max_model_len} leaves room for {self._max_model_len - 1} and one to generate; shorten it",
+                parameter="prompt",
+                code=CONTEXT_LENGTH_EXCEEDED,
             )
 
     def check_prompt_logprobs(self, name: str, num_tokens: int, params: SamplingParams) -> None:
@@ -154,7 +158,8 @@ class PromptEncoder:
             raise RequestError(
                 f"prompt_logprobs={params.prompt_logprobs} for the {num_tokens} tokens of {name} are "
                 f"{num_tokens * width} entries; at most {LIMITS.max_prompt_logprobs_entries} are allowed. Shorten the "
-                "prompt, or lower prompt_logprobs"
+                "prompt, or lower prompt_logprobs",
+                parameter="prompt_logprobs",
             )
 
     def check_params(self, params: SamplingParams) -> None:
@@ -162,21 +167,27 @@ class PromptEncoder:
         if params.stop and self._codec is None:
             raise RequestError(
                 f"stop={shown(params.stop)} needs a text, but there is no tokenizer; "
-                "use stop_token_ids, or name the folder of a tokenizer"
+                "use stop_token_ids, or name the folder of a tokenizer",
+                parameter="stop",
             )
         for parameter, token_ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
             for token_id in token_ids:
                 if token_id >= self._vocab_size:
-                    raise RequestError(f"{parameter} names token {token_id}, {self._outside_vocabulary()}")
+                    raise RequestError(
+                        f"{parameter} names token {token_id}, {self._outside_vocabulary()}", parameter=parameter
+                    )
         stop_ids = {*params.stop_token_ids, *([] if params.ignore_eos else self._eos_token_ids)}
         if params.min_tokens and len(stop_ids) >= self._vocab_size:
             raise RequestError(
                 f"min_tokens={params.min_tokens} excludes the {len(stop_ids)} tokens that end an output, which are all "
-                f"{self._vocab_size} of the vocabulary; give fewer stop_token_ids, or min_tokens=0"
+                f"{self._vocab_size} of the vocabulary; give fewer stop_token_ids, or min_tokens=0",
+                parameter="min_tokens",
             )
         for parameter, number in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
             if number is not None and number > self._vocab_size:
-                raise RequestError(f"{parameter}={number}, but the vocabulary has only {self._vocab_size} tokens")
+                raise RequestError(
+                    f"{parameter}={number}, but the vocabulary has only {self._vocab_size} tokens", parameter=parameter
+                )
         if params.structured_outputs is not None:
             self._check_structured_outputs(params, params.structured_outputs)
 
@@ -187,7 +198,8 @@ class PromptEncoder:
         if params.min_tokens:
             raise RequestError(
                 f"min_tokens={params.min_tokens} contradicts structured_outputs, which may be complete before; leave "
-                "min_tokens out, and let the grammar demand a length"
+                "min_tokens out, and let the grammar demand a length",
+                parameter="min_tokens",
             )
         if not params.stop_token_ids and (params.ignore_eos or not self._eos_token_ids):
             why = "ignore_eos=True" if params.ignore_eos else "this model has no end-of-sequence token"
@@ -201,17 +213,24 @@ class PromptEncoder:
         if isinstance(token_ids, (str, bytes)) or not isinstance(token_ids, Sequence):
             raise RequestError(f"{name}: prompt_token_ids={shown(token_ids)} must be a list of token ids")
         if not token_ids:
-            raise RequestError(f"{name} is empty; pass at least one token")
+            raise RequestError(f"{name} is empty; pass at least one token", parameter="prompt")
         if len(token_ids) > self._max_model_len - 1:
             raise RequestError(
                 f"{name} has {len(token_ids)} tokens, and max_model_len={self._max_model_len} leaves room for "
-                f"{self._max_model_len - 1} and one to generate; shorten it, or raise max_model_len if the model allows"
+                f"{self._max_model_len - 1} and one to generate; shorten it, or raise max_model_len if the model "
+                "allows",
+                parameter="prompt",
+                code=CONTEXT_LENGTH_EXCEEDED,
             )
         for place, token_id in enumerate(token_ids):
             if not _is_integer(token_id):
-                raise RequestError(f"{name}: token {place} is {shown(token_id)}; token ids are integers")
+                raise RequestError(
+                    f"{name}: token {place} is {shown(token_id)}; token ids are integers", parameter="prompt"
+                )
             if not 0 <= token_id < self._vocab_size:
-                raise RequestError(f"{name}: token {place} is {token_id}, {self._outside_vocabulary()}")
+                raise RequestError(
+                    f"{name}: token {place} is {token_id}, {self._outside_vocabulary()}", parameter="prompt"
+                )
         return [int(token_id) for token_id in token_ids]
 
     def _outside_vocabulary(self) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -50,6 +51,7 @@ class Conversation:
     """A conversation and the functions that the model may call."""
 
     messages: list[dict[str, Any]]  # in OpenAI's form
+    field_of_messages: str = "messages"  # in the request, for errors
     tools: Sequence[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     has_parallel_calls: bool = True
@@ -63,7 +65,7 @@ class Conversation:
         """The functions that the model may call.
 
         Raises:
-            ApiError: the one that it must call is none of the tools.
+            ApiError: the one that it must call is none of the tools, or it must call one and there is none.
         """
         if self.tool_choice == "none":
             return []
@@ -75,6 +77,8 @@ class Conversation:
                 raise ApiError(
                     400, f"tool_choice names {name[:100]!r}, which is none of the tools", param="tool_choice"
                 )
+        if self.tool_choice == "required" and not functions:
+            raise ApiError(400, "tool_choice requires a call, but there are no tools", param="tool_choice")
         return functions
 
     async def prompt(self, service: Service) -> list[int]:
@@ -89,18 +93,30 @@ class Conversation:
         error: ApiError | None = None
         for messages in template_messages(self.messages, template or ""):
             try:
-                return await service.chat_prompt(
-                    messages, given, self.template_arguments, add_generation_prompt=self.add_generation_prompt
-                )
+                with self.prompt_errors():
+                    return await service.chat_prompt(
+                        messages, given, self.template_arguments, add_generation_prompt=self.add_generation_prompt
+                    )
             except ApiError as refusal:
                 error = error or refusal
         assert error is not None
         raise error
 
+    @contextlib.contextmanager
+    def prompt_errors(self) -> Iterator[None]:
+        """Make errors about the prompt name the field of the request from which it was made."""
+        try:
+            yield
+        except ApiError as error:
+            if error.param == "prompt":
+                error.param = self.field_of_messages
+            raise
+
 
 def template_messages(messages: Sequence[dict[str, Any]], template: str) -> list[list[dict[str, Any]]]:
     """Return messages in the forms that a chat template may read: the second if it refuses the first.
 
+    Developer messages are system messages for a template that does not know the role.
     Most templates read the arguments of calls as objects, and some, such as DeepSeek's, as JSON. A message without text
     has an empty one, or null beside calls if the template looks for that.
 
@@ -108,6 +124,10 @@ def template_messages(messages: Sequence[dict[str, Any]], template: str) -> list
         ApiError: the arguments of a call are no JSON.
     """
     empty = None if NULL_CONTENT.search(template) else ""
+    if "developer" not in template:
+        messages = [
+            {**message, "role": "system"} if message["role"] == "developer" else message for message in messages
+        ]
     forms = []
     for call_form in (_with_object, dict):
         form = []
@@ -162,20 +182,22 @@ async def turn_deltas(
         },
     )
     parsers: dict[int, _OutputParser] = {}  # by output
-    async for output in service.generate(client, prompt, params, cache_salt):
-        for each in output.outputs:
-            if each.index not in parsers:
-                parsers[each.index] = _OutputParser(service, conversation, functions, starts_in_reasoning)
-            parsed = parsers[each.index].parsed(each)
-            yield TurnDelta(
-                output=each,
-                content=parsed.content,
-                reasoning=parsed.reasoning if conversation.with_reasoning else "",
-                tool_calls=parsed.tool_calls,
-                finish_reason=parsers[each.index].finish_reason(each),
-                num_prompt=len(output.prompt_token_ids),
-                num_cached=output.num_cached_tokens,
-            )
+    outputs = service.generate(client, prompt, params, cache_salt)
+    with conversation.prompt_errors():
+        async for output in outputs:
+            for each in output.outputs:
+                if each.index not in parsers:
+                    parsers[each.index] = _OutputParser(service, conversation, functions, starts_in_reasoning)
+                parsed = parsers[each.index].parsed(each)
+                yield TurnDelta(
+                    output=each,
+                    content=parsed.content,
+                    reasoning=parsed.reasoning if conversation.with_reasoning else "",
+                    tool_calls=parsed.tool_calls,
+                    finish_reason=parsers[each.index].finish_reason(each),
+                    num_prompt=len(output.prompt_token_ids),
+                    num_cached=output.num_cached_tokens,
+                )
 
 
 class _OutputParser:

@@ -79,7 +79,9 @@ def api_error(error: MoeserveError) -> ApiError:
     The text of an engine's failure stays in the server's log: it may name paths and addresses of the host.
     """
     match error:
-        case RequestError() | SettingsError():  # settings: a package for what is requested is not installed
+        case RequestError():
+            return ApiError(400, str(error), param=error.parameter, code=error.code)
+        case SettingsError():  # a package for what is requested is not installed
             return ApiError(400, str(error))
         case QueueFullError():
             return ApiError(429, "too many requests are in flight; try again later", headers={"Retry-After": "1"})

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from moeserve.config.settings import LIMITS
 from moeserve.errors import RequestError
 from moeserve.sampling_params import SamplingParams
-from moeserve.server.errors import ApiError
+from moeserve.server.errors import api_error
 
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
@@ -115,7 +115,7 @@ def given_params(defaults: SamplingParams, given: Mapping[str, Any]) -> Sampling
     try:
         return dataclasses.replace(defaults, **given)
     except RequestError as error:
-        raise ApiError(400, str(error), param=str(error).partition("=")[0]) from None
+        raise api_error(error) from None
 
 
 _SAMPLING_NAMES = SamplingFields.model_fields.keys() & {field.name for field in dataclasses.fields(SamplingParams)}

@@ -58,3 +58,74 @@ def test_the_field_of_a_request_that_is_wrong(
 def test_the_field_of_a_message_that_is_wrong(tiny_server: RunningServer) -> None:
     body = {"max_tokens": 1, "messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]}
     assert refusal(tiny_server, MESSAGES, body)["message"].startswith("messages.0.content.0.text: ")
+
+
+LONG = "a" * 5000  # the context of the tiny model has 64 tokens, and its longest token 9 characters
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (COMPLETIONS, {"prompt": LONG}, "prompt"),
+        (COMPLETIONS, {"prompt": [5] * 64}, "prompt"),
+        (CHAT, {"messages": [{"role": "user", "content": LONG}]}, "messages"),
+        (CHAT, {"messages": [{"role": "user", "content": LONG}], "stream": True}, "messages"),
+        (CHAT, {"messages": [{"role": "user", "content": "\N{GRINNING FACE}" * 12}]}, "messages"),
+        (RESPONSES, {"input": LONG}, "input"),
+        ("/tokenize", {"messages": [{"role": "user", "content": LONG}]}, "messages"),
+    ],
+)
+def test_prompts_that_are_too_long(tiny_server: RunningServer, path: str, body: dict[str, Any], param: str) -> None:
+    error = refusal(tiny_server, path, body)
+    assert (error["param"], error["code"]) == (param, "context_length_exceeded")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"max_tokens": 3, "min_tokens": 4}, "min_tokens"),
+        ({"stop": ["a"] * 1000}, "stop"),
+        ({"logit_bias": {str(number): 1 for number in range(2000)}}, "logit_bias"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"5000": 1}}, "logit_bias"),
+        ({"stop_token_ids": [5000]}, "stop_token_ids"),
+        ({"prompt": [5000]}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+    ],
+)
+def test_the_sampling_parameter_that_is_wrong(tiny_server: RunningServer, fields: dict[str, Any], param: str) -> None:
+    assert refusal(tiny_server, COMPLETIONS, {"prompt": "a"} | fields)["param"] == param
+
+
+FLAT_CHOICE = {"type": "function", "name": "f"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": QUESTION, "tool_choice": "required"}),
+        (CHAT, {"messages": QUESTION, "tool_choice": "required", "tools": [], "stream": True}),
+        (CHAT, {"messages": QUESTION, "tool_choice": {"type": "function", "function": {"name": "f"}}}),
+        (RESPONSES, {"input": "Hi", "tool_choice": "required"}),
+        (RESPONSES, {"input": "Hi", "tool_choice": FLAT_CHOICE}),
+        (MESSAGES, {"messages": QUESTION, "max_tokens": 1, "tool_choice": {"type": "any"}}),
+        (MESSAGES, {"messages": QUESTION, "max_tokens": 1, "tool_choice": {"type": "tool", "name": "f"}}),
+    ],
+)
+def test_a_call_that_must_be_made_needs_tools(tiny_server: RunningServer, path: str, body: dict[str, Any]) -> None:
+    error = refusal(tiny_server, path, body)
+    assert "tool_choice" in error["message"]
+    assert path == MESSAGES or error["param"] == "tool_choice"  # Anthropic's form has no such field
+
+
+@pytest.mark.parametrize("choice", ["none", "auto"])
+def test_other_choices_need_no_tools(tiny_server: RunningServer, choice: str) -> None:
+    bodies = {
+        CHAT: {"messages": QUESTION, "max_tokens": 1, "tool_choice": choice},
+        RESPONSES: {"input": "Hi", "max_output_tokens": 1, "tool_choice": choice},
+        MESSAGES: {"messages": QUESTION, "max_tokens": 1, "tool_choice": {"type": choice}},
+    }
+    with tiny_server.http() as http:
+        for path, body in bodies.items():
+            assert http.post(path, json={"model": MODEL} | body).status_code == 200

@@ -134,7 +134,7 @@ class CountRequest(Body):
         return Conversation(
             messages=messages,
             tools=tools or None,
-            tool_choice=self._choice() if tools else None,
+            tool_choice=self._choice(),
             has_parallel_calls=not (self.tool_choice and self.tool_choice.disable_parallel_tool_use),
             template_arguments=arguments,
             outputs=None if schema is None else outputs_of_schema("output_config", schema.schema_),

@@ -147,8 +147,9 @@ class ResponsesRequest(Body):
         effort = None if self.reasoning is None else self.reasoning.effort
         return Conversation(
             messages=messages,
+            field_of_messages="input",
             tools=tools or None,
-            tool_choice=self._choice() if tools else None,
+            tool_choice=self._choice(),
             has_parallel_calls=self.parallel_tool_calls is not False,
             template_arguments={} if effort is None else {"reasoning_effort": effort},
             outputs=outputs_of_schema("text", wanted.schema_)
@@ -323,11 +324,10 @@ def _messages(items: Sequence[Item]) -> list[dict[str, Any]]:
     for item in items:
         match item:
             case MessageItem():
-                role = "system" if item.role == "developer" else item.role
-                if role == "assistant":
+                if item.role == "assistant":
                     _assistant(messages, "content")["content"] = _text(item.content)
                 else:
-                    messages.append({"role": role, "content": _text(item.content)})
+                    messages.append({"role": item.role, "content": _text(item.content)})
             case CallItem():
                 function = {"name": item.name, "arguments": item.arguments}
                 call = {"id": item.call_id, "type": "function", "function": function}
