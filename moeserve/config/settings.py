@@ -328,11 +328,15 @@ class Limits:
     max_grammar_length: int = 2**17  # characters of a schema, regular expression or grammar
     max_choices: int = 2048
     max_nesting: int = 128  # of arrays and objects in the JSON of a request
+    max_containers: int = 2**16  # arrays and objects in the JSON of a request
     max_prompts: int = 1024  # of one call
     max_outputs: int = 1024  # of all prompts of a call together
     max_messages: int = 4096
+    max_parts: int = 4096  # of the content of a message; also calls of a message
     max_tools: int = 512
-    max_token_ids: int = 2**20  # to be turned into text
+    max_fields: int = 1024  # of an object, and entries of lists that have no limit of their own
+    max_token_ids: int = 2**20  # of a prompt, or to be turned into text
+    max_text_length: int = 2**20  # characters to be turned into tokens
 
 
 LIMITS = Limits()

@@ -1,4 +1,4 @@
-"""The limit on the nesting of JSON, which is checked before anything parses it."""
+"""The limits on the arrays and objects of JSON, which are checked before anything parses it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ _STEPS[list(b"]}")] = -1
 
 
 def require_nesting(body: bytearray) -> None:
-    """Raise ApiError for JSON with more levels than parsers, templates and grammars should follow."""
+    """Raise ApiError for JSON with more levels or parts than parsers, templates and grammars should follow."""
     if body.count(b"[") + body.count(b"{") <= LIMITS.max_nesting:
         return
     brackets = np.frombuffer(_STRING.sub(b"", body), np.uint8)
-    if np.cumsum(_STEPS[brackets], dtype=np.int32).max(initial=0) > LIMITS.max_nesting:
+    steps = _STEPS[brackets]
+    if np.cumsum(steps, dtype=np.int32).max(initial=0) > LIMITS.max_nesting:
         raise ApiError(400, f"the JSON of the request has more than {LIMITS.max_nesting} levels")
+    if np.count_nonzero(steps > 0) > LIMITS.max_containers:
+        raise ApiError(400, f"the JSON of the request has more than {LIMITS.max_containers} arrays and objects")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from moeserve.config.settings import LIMITS
 from moeserve.errors import RequestError
@@ -17,10 +19,42 @@ TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 
 
+@dataclass(frozen=True)
+class Bounded:
+    """Bounds the length of a list or an object of a request.
+
+    A list is read until its first wrong element, and the length of an object is checked before its elements. Otherwise,
+    pydantic would make an error for each element, and a request of some megabytes would fill gigabytes.
+    """
+
+    max_length: int
+    min_length: int = 0
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema = {**handler(source), "max_length": self.max_length, "min_length": self.min_length}
+        if schema["type"] == "list":
+            return schema | {"fail_fast": True}
+        return core_schema.no_info_before_validator_function(self.require_length, schema)
+
+    def require_length(self, value: Any) -> Any:
+        """Return a value, unless it is too long an object."""
+        if isinstance(value, dict) and len(value) > self.max_length:
+            raise PydanticCustomError("too_long", f"has {len(value)} entries; at most {self.max_length} are allowed")
+        return value
+
+
 class Body(BaseModel):
     """A part of a request. Unknown fields are refused by name."""
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _require_few_fields(cls, fields: Any) -> Any:
+        return Bounded(LIMITS.max_fields).require_length(fields)
+
+
+Metadata = Annotated[dict[str, str], Bounded(LIMITS.max_fields)]  # notes of the client
 
 
 class TextFormat(Body):
@@ -51,7 +85,7 @@ class StructuredOutputs(Body):
 
     json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Annotated[list[str], Bounded(LIMITS.max_choices)] | None = None
     grammar: str | None = None
     json_object: bool | None = None
     disable_any_whitespace: bool | None = None
@@ -69,17 +103,17 @@ class SamplingFields(Body):
     top_p: float | None = None
     n: Annotated[int, Field(ge=1, le=LIMITS.max_n)] | None = None
     seed: Seed | None = None
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], Bounded(LIMITS.max_stop_strings)] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float], Bounded(LIMITS.max_logit_bias)] | None = None
     response_format: ResponseFormat | None = None
     # As in vLLM.
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: int | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: Annotated[list[TokenId], Bounded(LIMITS.max_stop_token_ids)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
@@ -89,7 +123,7 @@ class SamplingFields(Body):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
 

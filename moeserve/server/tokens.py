@@ -5,22 +5,22 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated, Any
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 
 from moeserve.api.tokenizer import TextCodec
 from moeserve.config.settings import LIMITS
 from moeserve.server.conversation import Conversation, FunctionTool
 from moeserve.server.errors import ApiError
 from moeserve.server.openai.chat import Message
-from moeserve.server.schema import Body, TokenId
+from moeserve.server.schema import Body, Bounded, TokenId
 from moeserve.server.service import Service
 
 
 class TokenizeRequest(Body):
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=LIMITS.max_messages)] | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=LIMITS.max_tools)] | None = None
+    messages: Annotated[list[Message], Bounded(LIMITS.max_messages, min_length=1)] | None = None
+    tools: Annotated[list[FunctionTool], Bounded(LIMITS.max_tools)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None  # by default to a prompt, and not to messages, whose template writes them
     add_generation_prompt: bool = True
@@ -36,7 +36,7 @@ class Tokenized(BaseModel):
 
 class DetokenizeRequest(Body):
     model: str | None = None
-    tokens: Annotated[list[TokenId], Field(max_length=LIMITS.max_token_ids)]
+    tokens: Annotated[list[TokenId], Bounded(LIMITS.max_token_ids)]
 
 
 class Detokenized(BaseModel):

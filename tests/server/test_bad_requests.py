@@ -28,7 +28,7 @@ from moeserve.server.keys import Keys
 
 SECONDS = 1.0  # until a bad request is answered; the fastest of three, because other processes use the cores too
 MAX_MODEL_LEN = 512
-MAX_BODY = 4 * 2**20  # bytes
+MAX_BODY = 8 * 2**20  # bytes
 VOCAB = 264
 COMPLETIONS, CHAT, RESPONSES, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"
 HOST = re.compile(r"Traceback|File \"|0x[0-9a-f]{6}|127\.0\.0\.1|\.py\b|/(root|tmp|home|usr|work)/")
@@ -102,6 +102,30 @@ REFUSED: dict[str, list[tuple[str, Any]]] = {
         text(prompt=[5] * MAX_MODEL_LEN),
         text(prompt=""),
         turn(messages=[{"role": "user", "content": "a" * 900_000}]),
+    ],
+    # By each of these, pydantic would make an error for each element, unless the first one ends it.
+    "wrong elements": [
+        text(prompt=[None] * 10**6),
+        text(prompt=[[]] * 10**6),
+        text(stop=[None] * 10**6),
+        text(stop_token_ids=[None] * 10**6),
+        text(metadata=dict.fromkeys(map(str, range(500_000)))),
+        text(logit_bias=dict.fromkeys(map(str, range(500_000)))),
+        text(**dict.fromkeys(map(str, range(500_000)))),
+        turn(messages=[None] * 10**6),
+        turn(messages=[{"role": "user", "content": [None] * 10**6}]),
+        turn(messages=[{"role": "user", "content": [{}] * 10**6}]),
+        turn(messages=[{"role": "user", "content": [{"type": "text", "text": ""}] * 200_000}]),
+        turn(messages=[{"role": "assistant", "tool_calls": [None] * 10**6}]),
+        turn(tools=[None] * 10**6),
+        turn(modalities=[None] * 10**6),
+        (RESPONSES, {"input": [None] * 10**6}),
+        (RESPONSES, {"input": [{"role": "user", "content": [None] * 10**6}]}),
+        (RESPONSES, {"input": "a", "include": [None] * 10**6}),
+        message([None] * 10**6),
+        message("a", system=[None] * 10**6),
+        message("a", stop_sequences=[None] * 10**6),
+        ("/detokenize", {"tokens": [None] * 10**6}),
     ],
     "n": [text(n=each) for each in (LIMITS.max_n + 1, 10**9, 0, -1, 1.5, "2", True)],
     "best_of": [text(best_of=each) for each in (2, 10**9, 0, -1)],

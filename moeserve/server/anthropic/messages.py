@@ -15,7 +15,7 @@ from moeserve.server.conversation import Conversation, Function, FunctionName, F
 from moeserve.server.errors import anthropic_body
 from moeserve.server.output_format import outputs_of_schema
 from moeserve.server.reply import EVENTS, JSON, Reply, encode_json, event
-from moeserve.server.schema import Body, given_params
+from moeserve.server.schema import Body, Bounded, given_params
 from moeserve.server.service import Client, Service
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -35,6 +35,9 @@ class TextBlock(Body):
     citations: None = None
 
 
+TextBlocks = Annotated[list[TextBlock], Bounded(LIMITS.max_parts)]
+
+
 class ThinkingBlock(Body):
     type: Literal["thinking"]
     thinking: str
@@ -52,7 +55,7 @@ class ToolUseBlock(Body):
 class ToolResultBlock(Body):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[TextBlock] = ""
+    content: str | TextBlocks = ""
     is_error: bool = False
     cache_control: CacheControl | None = None
 
@@ -62,7 +65,7 @@ InputBlock = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBloc
 
 class InputMessage(Body):
     role: Literal["user", "assistant", "system"]
-    content: str | list[InputBlock]
+    content: str | Annotated[list[InputBlock], Bounded(LIMITS.max_parts)]
 
 
 class Tool(Body):
@@ -108,9 +111,9 @@ class CountRequest(Body):
     """A conversation, without the parameters of its answer."""
 
     model: str
-    messages: Annotated[list[InputMessage], Field(min_length=1, max_length=LIMITS.max_messages)]
-    system: str | list[TextBlock] | None = None
-    tools: Annotated[list[Tool], Field(max_length=LIMITS.max_tools)] | None = None
+    messages: Annotated[list[InputMessage], Bounded(LIMITS.max_messages, min_length=1)]
+    system: str | TextBlocks | None = None
+    tools: Annotated[list[Tool], Bounded(LIMITS.max_tools)] | None = None
     tool_choice: Annotated[AnyToolChoice | NamedToolChoice, Field(discriminator="type")] | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -152,7 +155,7 @@ class CountRequest(Body):
 
 class MessagesRequest(CountRequest):
     max_tokens: Annotated[int, Field(ge=1)]
-    stop_sequences: list[str] | None = None
+    stop_sequences: Annotated[list[str], Bounded(LIMITS.max_stop_strings)] | None = None
     stream: bool = False
     temperature: float | None = None
     top_p: float | None = None
@@ -290,7 +293,7 @@ def _object(arguments: str) -> Any:
     return found if isinstance(found, dict) else {}
 
 
-def _text(content: str | list[TextBlock]) -> str:
+def _text(content: str | TextBlocks) -> str:
     return content if isinstance(content, str) else "\n".join(block.text for block in content)
 
 

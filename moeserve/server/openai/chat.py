@@ -15,7 +15,7 @@ from moeserve.server.conversation import Conversation, FunctionTool, NamedTool, 
 from moeserve.server.errors import ApiError
 from moeserve.server.output_format import requested_outputs
 from moeserve.server.reply import EVENTS, JSON, Reply, encode_json, event
-from moeserve.server.schema import Body, SamplingFields, StreamOptions, Usage, usage
+from moeserve.server.schema import Body, Bounded, SamplingFields, StreamOptions, Usage, usage
 from moeserve.server.service import Client, Service
 
 
@@ -41,25 +41,25 @@ class Message(Body):
     model_config = ConfigDict(extra="allow", strict=True)
 
     role: Annotated[str, Field(min_length=1)]
-    content: str | list[TextPart] | None = None
-    tool_calls: list[ToolCall] | None = None
+    content: str | Annotated[list[TextPart], Bounded(LIMITS.max_parts)] | None = None
+    tool_calls: Annotated[list[ToolCall], Bounded(LIMITS.max_parts)] | None = None
     tool_call_id: str | None = None
     name: str | None = None
 
 
 class ChatRequest(SamplingFields):
     model: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=LIMITS.max_messages)]
+    messages: Annotated[list[Message], Bounded(LIMITS.max_messages, min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None  # the older name
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=LIMITS.max_logprobs)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=LIMITS.max_tools)] | None = None
+    tools: Annotated[list[FunctionTool], Bounded(LIMITS.max_tools)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]], Bounded(LIMITS.max_fields)] | None = None
     # As in vLLM.
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None

@@ -14,15 +14,16 @@ from moeserve.sampling_params import SamplingParams
 from moeserve.server.errors import ApiError
 from moeserve.server.output_format import requested_outputs
 from moeserve.server.reply import EVENTS, JSON, Reply, encode_json, event, merged
-from moeserve.server.schema import SamplingFields, StreamOptions, TokenId, Usage, usage
+from moeserve.server.schema import Bounded, SamplingFields, StreamOptions, TokenId, Usage, usage
 from moeserve.server.service import Client, Service
 
-TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+TokenIds = Annotated[list[TokenId], Bounded(LIMITS.max_token_ids, min_length=1)]
+SEVERAL = Bounded(LIMITS.max_prompts, min_length=1)
 
 
 class CompletionRequest(SamplingFields):
     model: str | None = None
-    prompt: str | TokenIds | Annotated[list[str], Field(min_length=1)] | Annotated[list[TokenIds], Field(min_length=1)]
+    prompt: str | TokenIds | Annotated[list[str], SEVERAL] | Annotated[list[TokenIds], SEVERAL]
     max_tokens: Annotated[int, Field(ge=0)] | None = 16
     echo: bool = False
     logprobs: Annotated[int, Field(ge=0, le=LIMITS.max_logprobs)] | None = None

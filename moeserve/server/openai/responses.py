@@ -16,8 +16,10 @@ from moeserve.server.output_format import outputs_of_schema, requested_outputs
 from moeserve.server.reply import EVENTS, JSON, Reply, encode_json, event
 from moeserve.server.schema import (
     Body,
+    Bounded,
     JsonObjectFormat,
     JsonSchema,
+    Metadata,
     TextFormat,
     given_params,
 )
@@ -31,10 +33,13 @@ class InputText(Body):
     text: str
 
 
+InputTexts: TypeAlias = Annotated[list[InputText], Bounded(LIMITS.max_parts)]
+
+
 class MessageItem(Body):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[InputText]
+    content: str | InputTexts
     id: str | None = None
     status: str | None = None
     phase: str | None = None
@@ -52,7 +57,7 @@ class CallItem(Body):
 class CallOutputItem(Body):
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[InputText]
+    output: str | InputTexts
     id: str | None = None
     status: str | None = None
 
@@ -60,8 +65,8 @@ class CallOutputItem(Body):
 class ReasoningItem(Body):
     type: Literal["reasoning"]
     id: str | None = None
-    summary: Annotated[list[InputText], Field(default_factory=list)]
-    content: list[InputText] | None = None
+    summary: Annotated[InputTexts, Field(default_factory=list)]
+    content: InputTexts | None = None
     encrypted_content: None = None
     status: str | None = None
 
@@ -113,7 +118,7 @@ class ResponsesRequest(Body):
         str
         | Annotated[
             list[Item],
-            Field(min_length=1, max_length=LIMITS.max_messages),
+            Bounded(LIMITS.max_messages, min_length=1),
         ]
     )
     instructions: str | None = None
@@ -121,19 +126,19 @@ class ResponsesRequest(Body):
     temperature: float | None = None
     top_p: float | None = None
     stream: bool | None = None
-    tools: Annotated[list[FlatTool], Field(max_length=LIMITS.max_tools)] | None = None
+    tools: Annotated[list[FlatTool], Bounded(LIMITS.max_tools)] | None = None
     tool_choice: Literal["none", "auto", "required"] | FlatToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     text: TextOptions | None = None
-    include: list[str] | None = None
+    include: Annotated[list[str], Bounded(LIMITS.max_fields)] | None = None
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
     store: bool | None = None  # accepted, although nothing is stored
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
     service_tier: Literal["auto", "default"] | None = None
 
     def conversation(self) -> Conversation:
