@@ -34,6 +34,11 @@ class Admission:
         self.is_closed = False
         self.waits = Histogram.empty(LONG_S)
 
+    @property
+    def max_outputs(self) -> int:
+        """Most outputs that run or wait."""
+        return self._max_running + self._max_waiting
+
     @contextlib.asynccontextmanager
     async def admitted(self, client: str, num_outputs: int) -> AsyncIterator[None]:
         """Wait for room, and hold it within the context.

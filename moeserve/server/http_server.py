@@ -26,6 +26,7 @@ from moeserve.server.totals import Totals
 from moeserve.server.tracing import open_tracing
 
 SECONDS_TO_CLOSE = 1
+OTHER_CONNECTIONS = 4096  # beside those whose outputs run or wait; further ones are answered with status 503
 
 
 class DrainingServer(uvicorn.Server):
@@ -60,6 +61,7 @@ class DrainingServer(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 ws="none",
+                limit_concurrency=self.service.admission.max_outputs + OTHER_CONNECTIONS,
                 ssl_certfile=settings.ssl_certfile,
                 ssl_keyfile=settings.ssl_keyfile,
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import secrets
@@ -21,8 +22,9 @@ access_log = logging.getLogger("moeserve.access")
 
 ACCESS_FORMAT, TIME_FORMAT = "%(asctime)s %(message)s", "%Y-%m-%dT%H:%M:%S%z"
 
-# Paths that need no key: monitors read them.
+# Paths that need no key and take no body: monitors read them.
 OPEN_PATHS = frozenset(["/", "/health", "/ready", "/version"])
+BODY_TIMEOUT_S = 60.0  # from the headers of a request to the end of its body
 ALLOWED_ID = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
 
 
@@ -38,8 +40,9 @@ def start_access_log() -> None:
 class Entrance:
     """Refuses requests without a key or with a large or deep body, and logs one line for each request."""
 
-    def __init__(self, app: ASGIApp, keys: Keys, max_body_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, keys: Keys, max_body_bytes: int, body_timeout_s: float = BODY_TIMEOUT_S) -> None:
         self._app, self._keys, self._max_body_bytes = app, keys, max_body_bytes
+        self._body_timeout_s = body_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -60,7 +63,7 @@ class Entrance:
         try:
             name = self._client_name(scope, headers)
             scope.setdefault("state", {})["client"] = Client(name, request_id, scope["path"], headers)
-            await self._app(scope, await self._received(headers, receive), send_with_id)
+            await self._app(scope, await self._received(scope, headers, receive), send_with_id)
         except ApiError as error:
             if not status:
                 await error_answer(error, scope["path"])(scope, receive, send_with_id)
@@ -85,16 +88,16 @@ class Entrance:
             name = ""
         return name
 
-    async def _received(self, headers: Headers, receive: Receive) -> Receive:
+    async def _received(self, scope: Scope, headers: Headers, receive: Receive) -> Receive:
         """Receive the body, and return a function that gives it, and then what comes after it."""
+        most = 0 if scope["path"] in OPEN_PATHS else self._max_body_bytes
         length = headers.get("content-length", "")
-        self._require_size(int(length) if length.isdecimal() else 0)
-        body, is_complete = bytearray(), False
-        while not is_complete:
-            message = await receive()
-            body += message.get("body", b"")
-            self._require_size(len(body))
-            is_complete = not message.get("more_body", False)
+        _require_size(int(length) if length.isdecimal() else 0, most)
+        try:
+            body = await asyncio.wait_for(_body(receive, most), self._body_timeout_s)
+        except asyncio.TimeoutError:
+            message = f"the request's body did not arrive within {self._body_timeout_s:g} s"
+            raise ApiError(408, message, headers={"Connection": "close"}) from None
         require_nesting(body)
         given = deque([{"type": "http.request", "body": bytes(body), "more_body": False}])
 
@@ -103,6 +106,17 @@ class Entrance:
 
         return next_message
 
-    def _require_size(self, num_bytes: int) -> None:
-        if num_bytes > self._max_body_bytes:
-            raise ApiError(413, f"the request has more than {self._max_body_bytes} bytes, the most that are allowed")
+
+async def _body(receive: Receive, most: int) -> bytearray:
+    body, is_complete = bytearray(), False
+    while not is_complete:
+        message = await receive()
+        body += message.get("body", b"")
+        _require_size(len(body), most)
+        is_complete = not message.get("more_body", False)
+    return body
+
+
+def _require_size(num_bytes: int, most: int) -> None:
+    if num_bytes > most:
+        raise ApiError(413, f"the request's body has more than {most} bytes, the most that this path allows")
