@@ -43,13 +43,21 @@ class Turn:
     num_prompt: int = 0  # tokens
     num_cached: int = 0
     num_output: int = 0
+    num_reasoning: int = 0  # of the output, with the marker before them
 
 
 async def block_events(deltas: AsyncIterator[TurnDelta], turn: Turn) -> AsyncGenerator[BlockEvent, None]:
     """Yield the events of a turn, which this updates. An answer without any text has no blocks."""
+    num_unread = 0  # tokens whose text is held back or part of a marker
     async for delta in deltas:
         turn.num_prompt, turn.num_cached = delta.num_prompt, delta.num_cached
         turn.num_output += len(delta.output.token_ids)
+        num_unread += len(delta.output.token_ids)
+        if delta.content or delta.tool_calls:
+            num_unread = 0
+        elif delta.reasoning:
+            turn.num_reasoning += num_unread
+            num_unread = 0
         turn.finish_reason, turn.stop_reason = delta.finish_reason, delta.output.stop_reason
         pieces: list[tuple[Kind, str]] = [("reasoning", delta.reasoning), ("text", delta.content)]
         for kind, piece in pieces:

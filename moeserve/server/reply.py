@@ -41,14 +41,14 @@ class Reply(Response):
         media_type: str,
         *,
         error_body: Callable[[ApiError], Any] = lambda error: error.body,
-        error_event: str | None = None,
+        error_event: Callable[[ApiError], bytes] = lambda error: event(error.body),
     ) -> None:
         """
         Args:
             chunks: closed if the client hangs up.
             media_type: `JSON` or `EVENTS`.
-            error_body: form of errors.
-            error_event: name of the event that reports an error.
+            error_body: form of errors before the first chunk.
+            error_event: form of later ones, as an event.
         """
         super().__init__(media_type=media_type)
         self._chunks, self._error_body, self._error_event = chunks, error_body, error_event
@@ -80,11 +80,11 @@ class Reply(Response):
         except Exception:
             logger.exception("a request failed")
             failure = ApiError(500, "the request failed; the server's log says why")
-        body = self._error_body(failure)
         if not has_begun:
+            body = self._error_body(failure)
             await Response(encode_json(body), failure.status, failure.headers, JSON)(scope, receive, send)
         else:
-            await send({"type": "http.response.body", "body": event(body, self._error_event), "more_body": False})
+            await send({"type": "http.response.body", "body": self._error_event(failure), "more_body": False})
 
     def _event_headers(self) -> list[tuple[bytes, bytes]]:
         assert self.media_type is not None

@@ -204,7 +204,12 @@ def answer(service: Service, client: Client, body: MessagesRequest) -> Reply:
     params = given_params(service.llm.get_default_sampling_params(), given)
     turn = _Answer(service, client, body.conversation(), params, model)
     chunks = turn.events() if body.stream else turn.whole()
-    return Reply(chunks, EVENTS if body.stream else JSON, error_body=anthropic_body, error_event="error")
+    return Reply(
+        chunks,
+        EVENTS if body.stream else JSON,
+        error_body=anthropic_body,
+        error_event=lambda error: event(anthropic_body(error), "error"),
+    )
 
 
 class _Answer:

@@ -12,6 +12,7 @@ from moeserve.config.settings import LIMITS
 from moeserve.sampling_params import SamplingParams
 from moeserve.server.blocks import Block, BlockEvent, Turn, block_events
 from moeserve.server.conversation import Conversation, Function, FunctionName, FunctionTool, NamedTool, turn_deltas
+from moeserve.server.errors import ApiError
 from moeserve.server.output_format import outputs_of_schema, requested_outputs
 from moeserve.server.reply import EVENTS, JSON, Reply, encode_json, event
 from moeserve.server.schema import (
@@ -24,6 +25,10 @@ from moeserve.server.schema import (
     given_params,
 )
 from moeserve.server.service import Client, Service
+
+
+# What an answer has anyway: its reasoning is plain text, and may be sent back in the next request.
+INCLUDED = ("reasoning.encrypted_content",)
 
 
 class InputText(Body):
@@ -185,11 +190,14 @@ def answer(service: Service, client: Client, body: ResponsesRequest) -> Reply:
         ApiError: the conversation or a parameter cannot be served.
     """
     model = service.require_model(body.model)
+    for name in body.include or ():
+        if name not in INCLUDED:
+            raise ApiError(400, f"include={name[:100]!r} is not supported here", param="include")
     sampling = {"temperature": body.temperature, "top_p": body.top_p}
     given = {name: value for name, value in sampling.items() if value is not None}
     params = given_params(service.llm.get_default_sampling_params(), given | {"max_tokens": body.max_output_tokens})
     turn = _Answer(service, client, body, params, model)
-    return Reply(turn.events(), EVENTS) if body.stream else Reply(turn.whole(), JSON)
+    return Reply(turn.events(), EVENTS, error_event=turn.error_event) if body.stream else Reply(turn.whole(), JSON)
 
 
 class _Answer:
@@ -228,18 +236,26 @@ class _Answer:
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         has_begun = False
-        begun = {**self._head, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
         async for part in self._events:
             if not has_begun:
-                yield self._sent("response.created", response=begun) + self._sent(
-                    "response.in_progress", response=begun
-                )
+                yield self._begin()
                 has_begun = True
             yield self._event(part)
         if not has_begun:
-            yield self._sent("response.created", response=begun)
+            yield self._begin()
         response = self._response()
         yield self._sent(f"response.{response['status']}", response=response)
+
+    def error_event(self, error: ApiError) -> bytes:
+        """Return the event that ends the stream with an error."""
+        return self._sent("error", code=error.code or error.type, message=error.message, param=error.param)
+
+    def _begin(self) -> bytes:
+        begun = {**self._head, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
+        return b"".join(self._sent(f"response.{kind}", response=begun) for kind in ("created", "in_progress"))
+
+    def _is_cut(self, block: Block) -> bool:
+        return self._turn.finish_reason == "length" and block is self._turn.blocks[-1]
 
     def _response(self) -> dict[str, Any]:
         is_cut = self._turn.finish_reason == "length"
@@ -247,15 +263,12 @@ class _Answer:
             **self._head,
             "status": "incomplete" if is_cut else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-            "output": [
-                _item(block, is_last and is_cut)
-                for block, is_last in zip(self._turn.blocks, _last_is_true(self._turn.blocks), strict=True)
-            ],
+            "output": [_item(block, self._is_cut(block)) for block in self._turn.blocks],
             "usage": {
                 "input_tokens": self._turn.num_prompt,
                 "input_tokens_details": {"cached_tokens": self._turn.num_cached},
                 "output_tokens": self._turn.num_output,
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": self._turn.num_reasoning},
                 "total_tokens": self._turn.num_prompt + self._turn.num_output,
             },
         }
@@ -284,7 +297,7 @@ class _Answer:
                 else:
                     sent = self._sent(f"response.{name}.done", **in_part, text=block.text, **logprobs)
                     sent += self._sent("response.content_part.done", **in_part, part=_content(block))
-                item = _item(block, False)
+                item = _item(block, self._is_cut(block))
                 return sent + self._sent("response.output_item.done", output_index=block.index, item=item)
 
     def _sent(self, kind: str, **data: Any) -> bytes:
@@ -313,10 +326,6 @@ def _item(block: Block, is_cut: bool) -> dict[str, Any]:
         case "call":
             call = {"call_id": block.call_id, "name": block.name, "arguments": block.text}
             return {**head, "type": "function_call", **call}
-
-
-def _last_is_true(blocks: list[Block]) -> list[bool]:
-    return [place == len(blocks) - 1 for place in range(len(blocks))]
 
 
 def _plain(part: str | Body | None) -> Any:
