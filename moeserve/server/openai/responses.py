@@ -26,7 +26,6 @@ from moeserve.server.schema import (
 )
 from moeserve.server.service import Client, Service
 
-
 # What an answer has anyway: its reasoning is plain text, and may be sent back in the next request.
 INCLUDED = ("reasoning.encrypted_content",)
 
