@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import AsyncIterator
 
 from moeserve.server.errors import ApiError, shutting_down
@@ -17,19 +17,25 @@ RATE_WINDOW = 64  # ends of outputs over which their rate is measured
 
 
 class Admission:
-    """Admits as many outputs as the engine can run at once. Others wait, and clients with waiting ones take turns."""
+    """Admits as many outputs as the engine can run at once. Others wait, and clients get equal shares of the room.
+
+    Start-time fair queueing (Goyal, Vin and Cheng, 1996): a client's next request is tagged with the outputs that it
+    had since clients began to wait, and the lowest tag is next. A new client's tag is the tag that was served last.
+    """
 
     def __init__(self, max_running: int, max_waiting: int) -> None:
         """
         Args:
-            max_running: most outputs that are admitted at a time. A request with more is admitted alone.
+            max_running: while fewer outputs run, the next request is admitted, with all of its outputs.
             max_waiting: most outputs that wait.
         """
         self._max_running, self._max_waiting = max_running, max_waiting
         self.num_running = 0
         self.num_waiting = 0
-        # By client, in the order of their next turns. Clients without a waiting request are not listed.
-        self._queues: OrderedDict[str, deque[tuple[int, asyncio.Future[None]]]] = OrderedDict()
+        # By client, in the order of their last turns. Clients without a waiting request are not listed.
+        self._queues: dict[str, deque[tuple[int, asyncio.Future[None]]]] = {}
+        self._tags: dict[str, int] = {}  # of each client's next request
+        self._served_tag = 0
         self._ends: deque[float] = deque(maxlen=RATE_WINDOW)
         self.is_closed = False
         self.waits = Histogram.empty(LONG_S)
@@ -48,7 +54,7 @@ class Admission:
         """
         self.require_open()
         arrival_s = time.monotonic()
-        if self._queues or not self._has_room(num_outputs):
+        if self._queues or not self._has_room():
             await self._wait(client, num_outputs)
         else:
             self.num_running += num_outputs
@@ -83,7 +89,10 @@ class Admission:
             )
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         waiting = (num_outputs, turn)
-        self._queues.setdefault(client, deque()).append(waiting)
+        if client not in self._queues:
+            self._queues[client] = deque()
+            self._tags[client] = max(self._tags.get(client, 0), self._served_tag)
+        self._queues[client].append(waiting)
         self.num_waiting += num_outputs
         try:
             await turn
@@ -99,24 +108,25 @@ class Admission:
             raise
 
     def _admit(self) -> None:
-        """Admit waiting requests, one of each client in turn, while there is room for the next."""
-        while self._queues:
-            client, queue = next(iter(self._queues.items()))
+        """Admit waiting requests, each of the client with the lowest tag, while there is room."""
+        while self._queues and self._has_room():
+            client = min(self._queues, key=self._tags.__getitem__)
+            queue = self._queues[client]
             num_outputs, turn = queue[0]
             if turn.done():  # cancelled: its task removes it
                 return
-            if not self._has_room(num_outputs):
-                return
             queue.popleft()
+            self._served_tag = self._tags[client]
+            self._tags[client] += num_outputs
             self.num_waiting -= num_outputs
             self.num_running += num_outputs
             del self._queues[client]
             if queue:
-                self._queues[client] = queue  # behind the others
+                self._queues[client] = queue  # behind others with the same tag
             turn.set_result(None)
 
-    def _has_room(self, num_outputs: int) -> bool:
-        return not self.num_running or self.num_running + num_outputs <= self._max_running
+    def _has_room(self) -> bool:
+        return self.num_running < self._max_running
 
     def _retry_after_s(self) -> int:
         """Return the seconds in which about half of the queue is served, at the rate at which outputs ended lately."""
