@@ -185,10 +185,17 @@ class _Answer:
         for token_id, position in zip(output.token_ids, output.logprobs, strict=True):
             likely = sorted(position.items(), key=lambda item: item[1].rank)[: self._body.top_logprobs or 0]
             content.append(
-                _token_logprob(token_id, position[token_id])
-                | {"top_logprobs": [_token_logprob(other, logprob) for other, logprob in likely]}
+                self._token_logprob(token_id, position[token_id])
+                | {"top_logprobs": [self._token_logprob(other, logprob) for other, logprob in likely]}
             )
         return {"content": content}
+
+    def _token_logprob(self, token_id: int, logprob: Logprob) -> dict[str, Any]:
+        """Return one token. Its bytes are known if the vocabulary is byte-level."""
+        codec = self._service.llm.codec
+        token = f"token_id:{token_id}" if logprob.decoded_token is None else logprob.decoded_token
+        content = list(codec.token_bytes(token_id)) if codec is not None and codec.is_byte_level else None
+        return {"token": token, "logprob": logprob.logprob, "bytes": content}
 
     def _usage(self) -> dict[str, Any]:
         return usage(self._num_prompt, self._num_cached, self._num_output)
@@ -221,8 +228,3 @@ def _extend(message: dict[str, Any], part: dict[str, Any]) -> None:
             calls.append({"id": call["id"], "type": "function", "function": call["function"]})
         else:
             calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
-
-
-def _token_logprob(token_id: int, logprob: Logprob) -> dict[str, Any]:
-    token = f"token_id:{token_id}" if logprob.decoded_token is None else logprob.decoded_token
-    return {"token": token, "logprob": logprob.logprob, "bytes": list(token.encode())}
