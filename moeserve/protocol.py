@@ -130,8 +130,30 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     load: LoadWindow | None = None  # of earlier steps, if a collection was agreed
 
 
+# How a store behind the KV cache names a block: by its place, or by the digest of its tokens and all before them.
+StoreKey: TypeAlias = int | bytes
 # The number of tokens and of blocks of a request, and a checksum of both. See `scheduling/rank_state.py`.
 RequestDigest: TypeAlias = tuple[int, int, int]
+
+
+class BlockTransfer(msgspec.Struct, frozen=True, kw_only=True, tag="transfer"):
+    """A copy of KV cache blocks to or from the store behind the cache. Sent to every rank of a replica.
+
+    No plan names the blocks that are written meanwhile, nor are blocks written that are read.
+    """
+
+    number: int  # of the transfer, in the order in which they are sent
+    is_load: bool  # from the store to the cache; False: the other way
+    block_ids: list[int]  # of the cache
+    store_keys: list[StoreKey]  # of the same blocks in the store
+
+
+class TransferOutcome(msgspec.Struct, frozen=True, kw_only=True, tag="transferred"):
+    """The end of a transfer: on one rank, or on all ranks of a replica."""
+
+    number: int
+    num_copied: int  # blocks from the first on; fewer than all if one could not be copied
+    seconds: float
 
 
 class RankReport(msgspec.Struct, frozen=True):
@@ -197,3 +219,6 @@ class ReplicaStats(msgspec.Struct, frozen=True, kw_only=True):
     num_rounds: int  # that have ended; grows even while all replicas idle
     num_preemptions: int = 0  # so far
     steps: StepTotals = msgspec.field(default_factory=StepTotals)
+    num_loaded_tokens: int = 0  # whose keys and values came from the store behind the KV cache, so far
+    num_saved_blocks: int = 0  # to this store
+    num_failed_blocks: int = 0  # that could not be loaded or saved

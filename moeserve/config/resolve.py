@@ -9,6 +9,7 @@ from typing import Literal, cast
 from moeserve.config.environment import is_inside_ray
 from moeserve.config.settings import (
     DEFAULT_LOAD_WINDOW,
+    CacheSettings,
     DispatcherName,
     DtypeName,
     EngineConfig,
@@ -102,6 +103,7 @@ def resolve(
             f"({checkpoint.max_position_embeddings}); choose at most that"
         )
     executor = _choose_executor(parallel, machine.cores_of_nodes)
+    _check_kv_store(cache)
     # Tokens are sampled on the last stage, and the first needs them: no step can be planned ahead of its tokens.
     plans_ahead = scheduler.async_scheduling and len(pipeline_layers) == 1
     return EngineConfig(
@@ -123,6 +125,10 @@ def resolve(
         if cache.kv_cache_memory is None
         else parse_bytes("kv_cache_memory", cache.kv_cache_memory),
         enable_prefix_caching=cache.enable_prefix_caching,
+        kv_host_memory=parse_bytes("kv_host_memory", cache.kv_host_memory, least=0),
+        kv_file=cache.kv_file,
+        kv_folder=cache.kv_folder,
+        kv_folder_size=parse_bytes("kv_folder_size", cache.kv_folder_size),
         max_num_seqs=scheduler.max_num_seqs or (64 if device == "cpu" else 256),
         max_num_batched_tokens=scheduler.max_num_batched_tokens or (2048 if device == "cpu" else 8192),
         max_prefill_tokens=scheduler.max_prefill_tokens,
@@ -388,3 +394,16 @@ def _on_failure(parallel: ParallelSettings, executor: str) -> Literal["end", "re
     if parallel.on_failure != "auto":
         return parallel.on_failure
     return "restart" if executor == "ray" else "end"
+
+
+def _check_kv_store(cache: CacheSettings) -> None:
+    """Raise SettingsError if the settings of the store behind the KV cache contradict each other."""
+    if cache.kv_folder is not None and cache.kv_host_memory != 0:
+        raise SettingsError(
+            f"kv_folder={cache.kv_folder!r} and kv_host_memory={shown(cache.kv_host_memory)} exclude each other; "
+            "choose one store behind the KV cache"
+        )
+    if cache.kv_file is not None and cache.kv_host_memory == 0:
+        raise SettingsError(f"kv_file={cache.kv_file!r} needs the size of the file: kv_host_memory")
+    if not cache.enable_prefix_caching and (cache.kv_folder is not None or cache.kv_host_memory != 0):
+        raise SettingsError("kv_host_memory and kv_folder keep blocks of the prefix cache: enable_prefix_caching=True")

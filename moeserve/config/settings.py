@@ -75,6 +75,22 @@ class CacheSettings:
     enable_prefix_caching: bool = setting(
         True, "keep the blocks of finished requests, for prompts that begin with the same tokens"
     )
+    kv_host_memory: int | str = setting(
+        0,
+        "size of a store behind the KV cache of each rank, in the host's memory, as bytes or like 4GiB: blocks that "
+        "the cache has lost come back from it instead of being computed again; 0: none",
+    )
+    kv_file: str | None = setting(
+        None, "folder for that store: it is then a file without a name, on a disk that is faster than computing"
+    )
+    kv_folder: str | None = setting(
+        None,
+        "folder of KV cache blocks that other engines share and that outlives this one, instead of kv_host_memory; "
+        "only this user may write there",
+    )
+    kv_folder_size: int | str = setting(
+        "16GiB", "most bytes that the blocks of each rank take in kv_folder, as bytes or like 16GiB"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,6 +268,10 @@ class EngineConfig:
     block_size: int
     kv_cache_memory: int | None  # bytes; None: a profiling run measures it
     enable_prefix_caching: bool
+    kv_host_memory: int  # bytes of the store behind the KV cache of each rank; 0: none
+    kv_file: str | None  # folder of the store's file; None: it is in memory
+    kv_folder: str | None  # of shared blocks; None: none
+    kv_folder_size: int  # bytes, for each rank
     max_num_seqs: int
     max_num_batched_tokens: int
     max_prefill_tokens: int

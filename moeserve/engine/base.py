@@ -7,17 +7,23 @@ import logging
 import os
 import secrets
 from collections.abc import Container, Iterable, Sequence
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
 from moeserve.config.settings import EngineConfig
 from moeserve.errors import EngineError, RequestError
+from moeserve.private_folder import secret_of
 from moeserve.protocol import ReplicaStats, Request, RequestUpdate, Sample
+from moeserve.scheduling.kv_connector import FolderTier, HostTier, KVConnector
 from moeserve.scheduling.scheduler import Scheduler, SchedulerConfig
 from moeserve.telemetry.expert_load import LoadWindow
+from moeserve.worker.protocol import BLOCK_FILE_ENDING, StoreFacts
 
 logger = logging.getLogger(__name__)
+
+SALT_BYTES = 32
 
 
 class Engine(Protocol):
@@ -139,8 +145,25 @@ def stats_at_start(num_blocks: int) -> ReplicaStats:
     return ReplicaStats(num_free_blocks=num_blocks, num_waiting=0, num_running=0, num_rounds=0)
 
 
-def new_scheduler(config: EngineConfig, num_blocks: int) -> Scheduler:
-    """Return a scheduler without requests, with a random salt of its own for the prefix cache."""
+def new_scheduler(config: EngineConfig, num_blocks: int, store: StoreFacts | None = None) -> Scheduler:
+    """Return a scheduler without requests.
+
+    The prefix cache has a random salt of its own, or that of the folder where its blocks are kept.
+
+    Args:
+        store: behind the KV cache of the ranks; None: there is none.
+
+    Raises:
+        SettingsError: the folder cannot be used.
+    """
+    connector: KVConnector | None = None
+    salt = secrets.token_bytes(SALT_BYTES)
+    if config.kv_folder is not None and store is not None and store.folder is not None:
+        folder = Path(store.folder)
+        connector = FolderTier(lambda digest: (folder / f"{digest.hex()}{BLOCK_FILE_ENDING}").exists())
+        salt = secret_of("kv_folder", Path(config.kv_folder))
+    elif store is not None and store.num_host_blocks:
+        connector = HostTier(store.num_host_blocks)
     return Scheduler(
         SchedulerConfig(
             num_blocks=num_blocks,
@@ -153,7 +176,8 @@ def new_scheduler(config: EngineConfig, num_blocks: int) -> Scheduler:
             plans_ahead=config.async_scheduling,
             num_batches=1 if config.async_scheduling else config.max_concurrent_batches,
         ),
-        secrets.token_bytes(32),
+        salt,
+        connector,
     )
 
 

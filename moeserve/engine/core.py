@@ -34,7 +34,7 @@ class EngineCore:
         self.config = fit_to_cache(config, self.executor.num_blocks)
         log_lowered_length(config, self.config)
         self._replica = Replica(
-            new_scheduler(self.config, self.executor.num_blocks),
+            new_scheduler(self.config, self.executor.num_blocks, self.executor.store),
             max_rounds=self.config.max_concurrent_batches,
             load_window=self.config.expert_load_window,
         )
@@ -121,24 +121,25 @@ class EngineCore:
         """Wait for something to happen, and let the replica handle it. A failure ends all requests."""
         assert self._driver.wait is not None
         try:
-            outcomes = self._driver.outcomes()
-            if not self._inbox and not outcomes:
+            ended = self._driver.ended()
+            if not self._inbox and not ended:
                 poll = select.poll()
                 self.executor.register(poll)
                 poll.register(self._wake_up.fd, select.POLLIN)
                 with interrupts_allowed():
                     poll.poll(self.config.step_timeout * 1000 if self._driver.has_rounds else None)
-                outcomes = self._driver.outcomes()
+                ended = self._driver.ended()
             messages, self._inbox = self._inbox, []
-            self._driver.handle(messages, outcomes, self._receive)
+            self._driver.handle(messages, ended, self._receive)
         except Exception as error:
             if isinstance(error, StepTimeoutError):
                 self.executor.abandon()
             cause = f"{type(error).__name__}: {error}"
             self.refusal = f"the engine has failed and takes no requests; make a new one. The failure: {cause}"
             self._receive(self._replica.end_all_requests(cause))
-            ended = [RequestUpdate(request_id=name, finish_reason="abort", error=cause) for name in self._in_flight]
-            self._undelivered += ended
+            self._undelivered += [
+                RequestUpdate(request_id=name, finish_reason="abort", error=cause) for name in self._in_flight
+            ]
             self._in_flight = {}
             self.executor.shutdown()
 

@@ -6,16 +6,28 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 
 from moeserve.errors import DistributedError
 from moeserve.executor.base import Executor
-from moeserve.protocol import ReplicaMessage
+from moeserve.protocol import ReplicaMessage, TransferOutcome
 from moeserve.scheduling.lockstep import Outcome
-from moeserve.scheduling.replica import Deliver, Events, Replica, Submit, Wait
+from moeserve.scheduling.replica import Deliver, Events, Replica, Submit, Transfer, Wait
 
 
 class StepTimeoutError(DistributedError):
     """The ranks have not finished a step within `step_timeout`."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Rounds, in their order, and transfers that have ended."""
+
+    outcomes: list[Outcome]
+    transfers: list[TransferOutcome]
+
+    def __bool__(self) -> bool:
+        return bool(self.outcomes or self.transfers)
 
 
 class Driver:
@@ -33,6 +45,7 @@ class Driver:
         self._step_timeout_s = step_timeout_s
         self._loop = replica.run()
         self._futures: deque[Future[Outcome]] = deque()  # of the rounds in flight
+        self._transfers: list[Future[TransferOutcome]] = []  # in flight
         self._last_outcome_s = time.monotonic()  # or the first round in flight, if that was later
         self.wait = self._perform(None, deliver)  # None: the loop has ended
 
@@ -41,26 +54,26 @@ class Driver:
         """True if rounds are in flight."""
         return bool(self._futures)
 
-    def outcomes(self) -> list[Outcome]:
-        """Return the outcomes that have arrived. Raises the error of a failed round."""
+    def ended(self) -> Ended:
+        """Return what has ended since the last call. Raises the error of a failed round."""
         self._executor.progress()
-        return completed(self._futures)
+        transfers = [future.result() for future in self._transfers if future.done()]
+        self._transfers = [future for future in self._transfers if not future.done()]
+        return Ended(completed(self._futures), transfers)
 
-    def handle(
-        self, messages: list[ReplicaMessage], outcomes: list[Outcome], deliver: Callable[[Deliver], None]
-    ) -> None:
+    def handle(self, messages: list[ReplicaMessage], ended: Ended, deliver: Callable[[Deliver], None]) -> None:
         """Hand events to the replica's loop, and do what it asks for until it waits again.
 
         Raises:
             StepTimeoutError: rounds are in flight, and none has ended for too long.
         """
-        if outcomes or not self._futures:
+        if ended.outcomes or not self._futures:
             self._last_outcome_s = time.monotonic()
         elif time.monotonic() - self._last_outcome_s > self._step_timeout_s:
             raise StepTimeoutError(
                 f"{self._executor.name}: no step was finished for {self._step_timeout_s} s (step_timeout)"
             )
-        self.wait = self._perform(Events(messages, outcomes), deliver)
+        self.wait = self._perform(Events(messages, ended.outcomes, ended.transfers), deliver)
 
     def _perform(self, events: Events | None, deliver: Callable[[Deliver], None]) -> Wait | None:
         answer = events
@@ -73,6 +86,8 @@ class Driver:
             match effect:
                 case Submit(work=work):
                     self._futures.append(self._executor.submit(work))
+                case Transfer(work=transfer):
+                    self._transfers.append(self._executor.transfer(transfer))
                 case Deliver():
                     deliver(effect)
                 case Wait():

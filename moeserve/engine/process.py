@@ -43,7 +43,7 @@ def serve(channel: Channel[ReplicaMessage], start: RankStart, executor: Executor
     """
     config = fit_to_cache(start.config, executor.num_blocks)
     replica = Replica(
-        new_scheduler(config, executor.num_blocks),
+        new_scheduler(config, executor.num_blocks, executor.store),
         index=start.dp_index,
         num_replicas=config.data_parallel_size,
         max_rounds=config.max_concurrent_batches,
@@ -62,15 +62,15 @@ def drive(replica: Replica, user: User, executor: Executor, step_timeout_s: floa
     """
     driver = Driver(replica, executor, user.deliver, step_timeout_s)
     while driver.wait is not None:
-        messages, outcomes = user.receive(), driver.outcomes()
-        if not messages and not outcomes:
+        messages, ended = user.receive(), driver.ended()
+        if not messages and not ended:
             poll = select.poll()
             user.register(poll)
             executor.register(poll)
             timeout_s = step_timeout_s if driver.has_rounds else user.sleep_s(heartbeat=driver.wait.heartbeat)
             poll.poll(None if timeout_s is None else timeout_s * 1000)
-            messages, outcomes = user.receive(), driver.outcomes()
-        driver.handle(messages, outcomes, user.deliver)
+            messages, ended = user.receive(), driver.ended()
+        driver.handle(messages, ended, user.deliver)
 
 
 class User:

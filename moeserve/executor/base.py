@@ -6,7 +6,9 @@ import select
 from concurrent.futures import Future
 from typing import Protocol
 
+from moeserve.protocol import BlockTransfer, TransferOutcome
 from moeserve.scheduling.lockstep import Outcome, Round
+from moeserve.worker.protocol import StoreFacts
 
 
 class Executor(Protocol):
@@ -14,6 +16,7 @@ class Executor(Protocol):
 
     name: str  # of its ranks, for error messages
     num_blocks: int  # KV cache blocks of each rank
+    store: StoreFacts  # of the rank that samples
 
     def submit(self, work: Round) -> Future[Outcome]:
         """Send a round to all ranks, and return at once. They run rounds in order.
@@ -21,6 +24,14 @@ class Executor(Protocol):
         The future is completed by `progress`, with the outcome from the rank that samples or with the error that ends
         this executor. With `EngineConfig.gathers_reports` it is completed when all ranks have answered, and the outcome
         has the reports of all.
+        """
+        ...
+
+    def transfer(self, work: BlockTransfer) -> Future[TransferOutcome]:
+        """Send a transfer to all ranks, and return at once. They run transfers in order, beside rounds.
+
+        The future is completed by `progress` when all ranks have ended it: with the blocks that all have copied, and
+        the time of the slowest.
         """
         ...
 

@@ -13,10 +13,12 @@ import msgspec
 from moeserve.config.environment import environment_of_rank
 from moeserve.config.settings import EngineConfig
 from moeserve.errors import DistributedError
+from moeserve.executor.outcomes import TransferAnswers
 from moeserve.machine import usable_cores
 from moeserve.processes.channel import frame
 from moeserve.processes.local import start_process
 from moeserve.processes.supervision import SECONDS_TO_EXIT, WatchedProcess, end_all, register, wait_for_messages
+from moeserve.protocol import BlockTransfer, TransferOutcome
 from moeserve.scheduling.lockstep import Outcome, Round, gathered
 from moeserve.worker.protocol import FromRank, Leave, Loaded, RankStart, rank_name, sampling_rank
 
@@ -58,15 +60,17 @@ class MultiprocExecutor:
         self._pending: deque[Future[Outcome]] = deque()
         self._num_answering = len(ranks) if config.gathers_reports else 1
         self._answers: list[deque[Outcome]] = [deque() for _ in ranks]  # to the oldest rounds, in order
-        loaded: dict[str, int] = {}
+        self._transfers = TransferAnswers(len(ranks))
+        loaded: dict[str, Loaded] = {}
         while len(loaded) < len(ranks):
             wait_for_messages(ranks, None)
             self._require_alive()
             for rank in ranks:
                 for message in rank.receive():
                     assert isinstance(message, Loaded), message
-                    loaded[rank.name] = message.num_blocks
-        (self.num_blocks,) = set(loaded.values())
+                    loaded[rank.name] = message
+        (self.num_blocks,) = {each.num_blocks for each in loaded.values()}
+        self.store = loaded[self._ranks[0].name].store
 
     def submit(self, work: Round) -> Future[Outcome]:
         data = frame(work)
@@ -75,12 +79,22 @@ class MultiprocExecutor:
         self._pending.append(Future())
         return self._pending[-1]
 
+    def transfer(self, work: BlockTransfer) -> Future[TransferOutcome]:
+        data = frame(work)
+        for rank in self._ranks:
+            rank.channel.send_frame(data)
+        return self._transfers.expect(work.number)
+
     def register(self, poll: select.poll) -> None:
         register(self._ranks, poll)
 
     def progress(self) -> None:
         for rank, answers in zip(self._ranks, self._answers, strict=True):
-            answers += rank.receive()  # also sends what could not be sent before
+            for message in rank.receive():  # also sends what could not be sent before
+                if isinstance(message, TransferOutcome):
+                    self._transfers.add(message)
+                else:
+                    answers.append(message)
         answering = self._answers[: self._num_answering]
         if not all(answering):  # else the next call raises: an outcome that has arrived is never lost
             self._require_alive()

@@ -1,4 +1,4 @@
-"""`OutcomeQueue`: carries the ends of rounds from the thread that awaits them to the thread that runs the engine."""
+"""Ends of rounds and of transfers, on their way to the thread that runs the engine."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections import deque
 from concurrent.futures import Future
 
 from moeserve.processes.wake_up import WakeUp
+from moeserve.protocol import TransferOutcome
 from moeserve.scheduling.lockstep import Outcome
 
 
@@ -32,6 +33,10 @@ class OutcomeQueue:
         self._ended.append(ended)
         self._wake_up.wake()
 
+    def wake(self) -> None:
+        """Make the file descriptor readable. Any thread may call this."""
+        self._wake_up.wake()
+
     def complete(self) -> None:
         """Complete the futures of rounds whose ends were added."""
         self._wake_up.take()  # first: an end that is added from now on wakes again
@@ -41,3 +46,31 @@ class OutcomeQueue:
                 future.set_result(ended)
             else:
                 future.set_exception(ended)
+
+
+class TransferAnswers:
+    """Completes the future of a transfer when all ranks of the replica have ended it."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._futures: dict[int, Future[TransferOutcome]] = {}
+        self._answers: dict[int, list[TransferOutcome]] = {}  # by transfer
+
+    def expect(self, number: int) -> Future[TransferOutcome]:
+        """Return the future of a transfer that was sent to all ranks."""
+        self._futures[number], self._answers[number] = Future(), []
+        return self._futures[number]
+
+    def add(self, answer: TransferOutcome) -> None:
+        """Add the answer of a rank."""
+        answers = self._answers[answer.number]
+        answers.append(answer)
+        if len(answers) == self._num_ranks:
+            del self._answers[answer.number]
+            self._futures.pop(answer.number).set_result(
+                TransferOutcome(
+                    number=answer.number,
+                    num_copied=min(each.num_copied for each in answers),
+                    seconds=max(each.seconds for each in answers),
+                )
+            )

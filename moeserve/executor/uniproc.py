@@ -11,8 +11,10 @@ from queue import Empty, SimpleQueue
 
 from moeserve.config.settings import EngineConfig
 from moeserve.distributed.groups import groups_of_one_rank
-from moeserve.executor.outcomes import OutcomeQueue
+from moeserve.executor.outcomes import OutcomeQueue, TransferAnswers
+from moeserve.protocol import BlockTransfer, TransferOutcome
 from moeserve.scheduling.lockstep import Outcome, Round
+from moeserve.worker.kv_store import TransferThread
 from moeserve.worker.worker import Worker
 
 IDLE_SECONDS = 0.05  # without a round, after which the rank captures steps: longer than between two steps of a request
@@ -25,6 +27,8 @@ class UniprocExecutor:
         self.name = "rank 0"
         self._work: SimpleQueue[Round | None] = SimpleQueue()  # None: the thread ends
         self._outcomes = OutcomeQueue()
+        self._ended_transfers: SimpleQueue[TransferOutcome] = SimpleQueue()
+        self._answers = TransferAnswers(1)
         loaded: Future[Worker] = Future()
         thread = threading.Thread(
             target=_run,
@@ -40,7 +44,14 @@ class UniprocExecutor:
         except BaseException:
             self.shutdown()
             raise
-        self.num_blocks = self.worker.num_blocks
+        self.num_blocks, self.store = self.worker.num_blocks, self.worker.store_facts
+        store, ended, outcomes = self.worker.store, self._ended_transfers, self._outcomes
+
+        def end_transfer(outcome: TransferOutcome) -> None:  # does not refer to the executor, which may be deleted
+            ended.put(outcome)
+            outcomes.wake()
+
+        self._transfers = None if store is None else TransferThread(store, end_transfer)
 
     def submit(self, work: Round) -> Future[Outcome]:
         assert self.worker is not None, "submit after shutdown"
@@ -48,11 +59,19 @@ class UniprocExecutor:
         self._work.put(work)
         return future
 
+    def transfer(self, work: BlockTransfer) -> Future[TransferOutcome]:
+        assert self._transfers is not None
+        future = self._answers.expect(work.number)
+        self._transfers.submit(work)
+        return future
+
     def register(self, poll: select.poll) -> None:
         poll.register(self._outcomes.fd, select.POLLIN)
 
     def progress(self) -> None:
         self._outcomes.complete()
+        while not self._ended_transfers.empty():
+            self._answers.add(self._ended_transfers.get())
 
     def abandon(self) -> None:
         """Let a thread that hangs end by itself, if it ever does: nothing can end it, and `shutdown` must not wait."""

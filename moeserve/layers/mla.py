@@ -83,6 +83,11 @@ class LatentCache:
 
     latents: Tensor
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that a block holds; the first dimension is the block."""
+        return (self.latents,)
+
     def clear(self) -> None:
         self.latents.zero_()
 

@@ -356,6 +356,11 @@ class KeyValueCache:
     keys: Tensor
     values: Tensor
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that a block holds; the first dimension is the block."""
+        return self.keys, self.values
+
     def clear(self) -> None:
         self.keys.zero_()
         self.values.zero_()

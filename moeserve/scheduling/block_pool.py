@@ -30,6 +30,9 @@ class BlockPool:
     def is_free(self, block_id: int) -> bool:
         return block_id in self._free
 
+    def num_holders(self, block_id: int) -> int:
+        return self._num_holders[block_id]
+
     def allocate(self, num_blocks: int) -> list[int]:
         """Take blocks off the free list for one holder, and evict their digests."""
         assert num_blocks <= self.num_free, f"{num_blocks} blocks needed, {self.num_free} free"

@@ -23,7 +23,7 @@ go on, because a rank has failed, drops the generator and calls `end_all_request
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -33,6 +33,7 @@ from moeserve.errors import DistributedError, RequestError
 from moeserve.protocol import (
     AbortRequest,
     AddRequest,
+    BlockTransfer,
     CollectLoad,
     ReplicaMessage,
     ReplicaStats,
@@ -40,6 +41,7 @@ from moeserve.protocol import (
     RequestUpdate,
     Shutdown,
     StepPlan,
+    TransferOutcome,
     Wake,
 )
 from moeserve.scheduling.lockstep import Intent, IntentFlags, Outcome, Round, make_row
@@ -54,6 +56,7 @@ class Events:
 
     messages: list[ReplicaMessage]  # in order of arrival
     outcomes: list[Outcome]  # of the oldest rounds in flight, in their order
+    transfers: Sequence[TransferOutcome] = ()  # those that have ended
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,13 @@ class Submit:
 
 
 @dataclass(frozen=True)
+class Transfer:
+    """Send a transfer to the ranks of the replica, which run it beside their rounds. The answer is None."""
+
+    work: BlockTransfer
+
+
+@dataclass(frozen=True)
 class Deliver:
     """Send updates to the client. The answer is None. Yielded before each `Wait`, even if empty, and at the end."""
 
@@ -80,7 +90,7 @@ class Deliver:
     answers: bool = False  # the load answers a `CollectLoad` that came before it was collected
 
 
-Effect: TypeAlias = Wait | Submit | Deliver
+Effect: TypeAlias = Wait | Submit | Transfer | Deliver
 
 
 @dataclass(frozen=True)
@@ -140,6 +150,8 @@ class Replica:
         while True:
             while (work := self._next_round()) is not None:
                 yield Submit(work)
+            for transfer in self._new_transfers():
+                yield Transfer(transfer)
             yield self._deliver()
             events: Events = yield Wait(heartbeat=self._num_replicas > 1 and not self._rounds)
             self._is_awake |= self._num_replicas > 1 and not self._rounds
@@ -152,6 +164,8 @@ class Replica:
                     yield self._deliver()
                     return
                 self._guard(self._finish_round, ended, outcome)
+            for transferred in events.transfers:
+                self._guard(self._scheduler.end_transfer, transferred)
             for message in events.messages:
                 self._guard(self._handle, message)
 
@@ -203,6 +217,9 @@ class Replica:
         self._num_sent += 1
         self._rounds.append(_RoundInFlight(plan, requests_load))
         return work
+
+    def _new_transfers(self) -> list[BlockTransfer]:
+        return [] if self._failure is not None else self._scheduler.take_transfers()
 
     def _must_request_load(self) -> bool:
         if any(each.requests_load for each in self._rounds):
@@ -277,6 +294,7 @@ class Replica:
         load, self._load = self._load, None
         answers = load is not None and self._load_answers_request
         self._load_answers_request &= not answers
+        transfers = self._scheduler.transfers
         stats = ReplicaStats(
             num_free_blocks=self._scheduler.num_free_blocks,
             num_waiting=self._scheduler.num_waiting,
@@ -284,5 +302,8 @@ class Replica:
             num_rounds=self._num_sent - len(self._rounds),
             num_preemptions=self._scheduler.num_preemptions,
             steps=self._totals,
+            num_loaded_tokens=transfers.num_loaded_blocks * self._scheduler.config.block_size if transfers else 0,
+            num_saved_blocks=transfers.num_saved_blocks if transfers else 0,
+            num_failed_blocks=transfers.num_failed_blocks if transfers else 0,
         )
         return Deliver(updates, stats, load, answers)

@@ -29,6 +29,7 @@ class LiveRequest:
     num_sent: int = 0  # known tokens, when it was last planned; if the ranks do not sample, they have these
     num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache when it was first admitted
     num_passed: int = 0  # requests that were admitted before this one though they came later
+    may_load: bool = True  # blocks from a store behind the cache, if it has some; once each time it is admitted
     ended: bool = False
     _digests: list[bytes] = field(default_factory=list)  # of its first full blocks, computed on demand
     _prompt_logprobs: list[LogprobRows] = field(default_factory=list)  # collected until the first token
@@ -137,4 +138,5 @@ class LiveRequest:
         self.block_ids = []
         self.slot = NO_SLOT
         self.is_registered = False
+        self.may_load = True
         self._prompt_logprobs = []  # not sent yet, so all of them will be computed again

@@ -16,8 +16,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moeserve.errors import RequestError
-from moeserve.protocol import ChunkResult, RankReport, Registration, Request, RequestUpdate, StepPlan, StepResult
+from moeserve.protocol import (
+    BlockTransfer,
+    ChunkResult,
+    RankReport,
+    Registration,
+    Request,
+    RequestUpdate,
+    StepPlan,
+    StepResult,
+    TransferOutcome,
+)
 from moeserve.scheduling.block_pool import BlockPool, num_blocks_for, root_digest
+from moeserve.scheduling.block_transfers import BlockTransfers
+from moeserve.scheduling.kv_connector import KVConnector
 from moeserve.scheduling.rank_state import ExpectedState, check_reports
 from moeserve.scheduling.request import NO_SLOT, LiveRequest
 
@@ -103,10 +115,11 @@ class Scheduler:
     follow from the calls made so far; there is no clock and no randomness.
     """
 
-    def __init__(self, config: SchedulerConfig, cache_salt: bytes) -> None:
+    def __init__(self, config: SchedulerConfig, cache_salt: bytes, connector: KVConnector | None = None) -> None:
         """
         Args:
             cache_salt: secret of this engine, mixed into every digest of the prefix cache.
+            connector: to a store behind the KV cache; None: there is none.
         """
         assert config.num_blocks * config.block_size >= config.max_model_len, config
         assert config.max_num_seqs >= 1, config
@@ -115,9 +128,11 @@ class Scheduler:
         self.num_preemptions = 0
         self._cache_salt = cache_salt
         self._pool = BlockPool(config.num_blocks)
+        self._transfers = None if connector is None else BlockTransfers(connector, self._pool)
         self._running: dict[str, LiveRequest] = {}  # in order of admission
         self._waiting: OrderedDict[str, LiveRequest] = OrderedDict()  # in order of arrival
-        self._num_waiting_tokens = 0  # known tokens of waiting requests
+        self._loading: dict[str, LiveRequest] = {}  # wait for blocks from the store
+        self._num_waiting_tokens = 0  # known tokens of waiting and loading requests
         self._prefilling: set[LiveRequest] = set()  # running requests that lack more than a token
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._num_arrived = 0
@@ -129,7 +144,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """True if there is a request that has not ended."""
-        return bool(self._running or self._waiting)
+        return bool(self._running or self._waiting or self._loading)
 
     @property
     def num_plans(self) -> int:
@@ -139,7 +154,7 @@ class Scheduler:
     @property
     def live_request_ids(self) -> list[str]:
         """Requests that have not ended."""
-        return [*self._running, *self._waiting]
+        return [*self._running, *self._waiting, *self._loading]
 
     @property
     def num_running(self) -> int:
@@ -147,7 +162,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + len(self._loading)
 
     @property
     def num_decoding(self) -> int:
@@ -164,6 +179,11 @@ class Scheduler:
         """Blocks that no request holds, including those kept for the prefix cache."""
         return self._pool.num_free
 
+    @property
+    def transfers(self) -> BlockTransfers | None:
+        """Transfers to and from the store behind the KV cache; None: there is no store."""
+        return self._transfers
+
     def add(self, request: Request) -> None:
         """Queue a request behind all others. An accepted request can always finish.
 
@@ -171,7 +191,7 @@ class Scheduler:
             RequestError: the prompt is empty or too long, or the request id is in use. Nothing has changed.
         """
         name, num_tokens = f"request {request.request_id!r}", len(request.prompt_token_ids)
-        if request.request_id in self._running or request.request_id in self._waiting:
+        if self._find(request.request_id) is not None:
             raise RequestError(f"{name} is still being served; give each request an id of its own")
         if num_tokens == 0:
             raise RequestError(f"{name}: the prompt has no tokens; it must have at least one")
@@ -187,10 +207,8 @@ class Scheduler:
 
     def abort(self, request_id: str) -> RequestUpdate | None:
         """End a request and free its blocks. Return None if there is no such request."""
-        request = self._running.get(request_id) or self._waiting.get(request_id)
-        if request is None:
-            return None
-        return self._abort(request)
+        request = self._find(request_id)
+        return None if request is None else self._abort(request)
 
     def abort_all(self) -> list[RequestUpdate]:
         """End every request. Results of plans in flight must still be committed, and are dropped."""
@@ -217,7 +235,8 @@ class Scheduler:
             self._admit_waiting(planned, budget)
             self._extend_prompts(planned, new_blocks, budget)
         if not planned:
-            assert self._plans or not self.has_work, "there are requests, but none of them can run"
+            is_stuck = self.has_work and not self._plans and not (self._transfers and self._transfers.are_in_flight)
+            assert not is_stuck, "there are requests, but none of them can run"
             return None
         self._step += 1
         plan = StepPlan(
@@ -255,6 +274,22 @@ class Scheduler:
         check_reports(step, expected, reports)
         return updates
 
+    def take_transfers(self) -> list[BlockTransfer]:
+        """Return the transfers that begin now. Each is ended by `end_transfer`, in any order."""
+        return [] if self._transfers is None else self._transfers.take_new()
+
+    def end_transfer(self, outcome: TransferOutcome) -> None:
+        """End a transfer. The request that waited for it can be admitted, with the blocks that were loaded."""
+        assert self._transfers is not None
+        request = self._transfers.end(outcome)
+        if request is None:
+            return
+        self._pool.release(request.block_ids)  # now it is in the prefix cache, in which admission looks
+        request.block_ids = []
+        if not request.ended:
+            del self._loading[request.request_id]
+            self._requeue(request)
+
     def abort_step(self) -> list[RequestUpdate]:
         """End the requests of the oldest plan, and no others. Nothing of that step is kept."""
         chunks = self._plans.popleft()
@@ -272,7 +307,7 @@ class Scheduler:
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the bookkeeping is inconsistent. For tests and debugging: visits every block."""
-        live = [*self._running.values(), *self._waiting.values()]
+        live = [*self._running.values(), *self._waiting.values(), *self._loading.values()]
         waiting_arrivals = [request.arrival for request in self._waiting.values()]
         assert waiting_arrivals == sorted(set(waiting_arrivals)), "requests do not wait in order of arrival"
         assert len(self._running) <= self.config.max_num_seqs, f"{len(self._running)} requests run"
@@ -290,13 +325,15 @@ class Scheduler:
             assert len(request.block_ids) == num_blocks_for(request.num_planned, self.config.block_size), request
         prefilling = {request for request in self._running.values() if request.is_prefilling}
         assert self._prefilling == prefilling, f"prefills are lost: {self._prefilling ^ prefilling}"
-        waiting_tokens = sum(len(request.token_ids) for request in self._waiting.values())
+        unplanned = [*self._waiting.values(), *self._loading.values()]
+        waiting_tokens = sum(len(request.token_ids) for request in unplanned)
         assert self._num_waiting_tokens == waiting_tokens, f"{self._num_waiting_tokens} are not {waiting_tokens} tokens"
         for request in self._waiting.values():
             assert request.num_planned == len(request.block_ids) == 0, request
             assert request.slot == NO_SLOT, request
-        holders = [*live, *self._ended_in_flight]
-        self._pool.check_invariants(block_id for request in holders for block_id in request.block_ids)
+        holders = [*self._running.values(), *self._waiting.values(), *self._ended_in_flight]
+        held = [block_id for request in holders for block_id in request.block_ids]
+        self._pool.check_invariants(held + ([] if self._transfers is None else self._transfers.held_blocks()))
 
     def _continue_running(
         self, planned: list[tuple[LiveRequest, int]], new_blocks: list[tuple[int, list[int]]], budget: _Budget
@@ -370,6 +407,8 @@ class Scheduler:
         while self._num_new_blocks(request, num_tokens) > self._pool.num_free:
             if self._ended_in_flight:  # their blocks come back with the results of plans in flight
                 return False
+            if self._transfers and self._transfers.hold_blocks_alone:  # they come back soon
+                return False
             newest = next(reversed(self._running.values()))
             if newest.num_plans:
                 return False
@@ -383,12 +422,16 @@ class Scheduler:
         del self._running[request.request_id]
         self._release(request)
         request.reset_computed()
+        self._num_waiting_tokens += len(request.token_ids)
+        self._requeue(request)
+        self.num_preemptions += 1
+
+    def _requeue(self, request: LiveRequest) -> None:
+        """Put a request at its place in the queue."""
         later = [other for other in self._waiting.values() if other.arrival > request.arrival]
         self._waiting[request.request_id] = request
-        self._num_waiting_tokens += len(request.token_ids)
         for other in later:
             self._waiting.move_to_end(other.request_id)
-        self.num_preemptions += 1
 
     def _admit_waiting(self, planned: list[tuple[LiveRequest, int]], budget: _Budget) -> None:
         """Admit waiting requests, oldest first. A few may pass those that do not fit yet."""
@@ -396,7 +439,7 @@ class Scheduler:
         share = self._share_of_plan(min(len(self._running) + len(self._waiting), self.config.max_num_seqs))
         num_promised = sum(map(self._num_missing_blocks, self._prefilling))
         for request in list(self._waiting.values()):
-            is_full = len(planned) >= share or len(self._running) == self.config.max_num_seqs
+            is_full = len(planned) >= share or len(self._running) + len(self._loading) >= self.config.max_num_seqs
             if is_full or budget.num_left_for_prompts == 0:
                 return
             prefix = self._cached_prefix(request)
@@ -404,6 +447,8 @@ class Scheduler:
                 passed.append(request)
                 if request.num_passed == MAX_PASSED or len(passed) == MAX_PASSED:
                     return
+                continue
+            if self._begin_load(request, prefix):
                 continue
             for other in passed:
                 other.num_passed += 1
@@ -436,6 +481,25 @@ class Scheduler:
                 break
             prefix.append(block_id)
         return prefix
+
+    def _begin_load(self, request: LiveRequest, prefix: list[int]) -> bool:
+        """Begin to load the blocks behind a request's cached prefix from the store. Return False if it has none."""
+        if self._transfers is None or not request.may_load or request.needs_every_prompt_row:
+            return False
+        size = self.config.block_size
+        behind = range(len(prefix), (len(request.token_ids) - 1) // size)
+        digests = [request.digest(index, size) for index in behind]
+        digests = digests[: self._transfers.num_loadable(digests)]
+        if not digests:
+            return False
+        request.may_load = False
+        self._pool.share(prefix)
+        block_ids = self._pool.allocate(len(digests))
+        request.block_ids = prefix + block_ids
+        del self._waiting[request.request_id]
+        self._loading[request.request_id] = request
+        self._transfers.load(request, digests, block_ids)
+        return True
 
     def _has_room(self, request: LiveRequest, prefix: list[int], num_promised: int) -> bool:
         """True if all known tokens of a request fit, leaving one block for each running request to grow.
@@ -499,7 +563,10 @@ class Scheduler:
         if self.config.enable_prefix_caching:
             first_block = (request.num_computed - chunk.num_tokens) // self.config.block_size
             for index in range(first_block, request.num_computed // self.config.block_size):
-                self._pool.register(request.block_ids[index], request.digest(index, self.config.block_size))
+                block_id, digest = request.block_ids[index], request.digest(index, self.config.block_size)
+                self._pool.register(block_id, digest)
+                if self._transfers is not None:
+                    self._transfers.note_computed(digest, block_id)
         request.collect_prompt_logprobs(result.prompt_logprobs)
         if result.token_id is None:
             return None
@@ -507,6 +574,9 @@ class Scheduler:
         if update.finish_reason is not None:
             self._end(request)
         return update
+
+    def _find(self, request_id: str) -> LiveRequest | None:
+        return self._running.get(request_id) or self._waiting.get(request_id) or self._loading.get(request_id)
 
     def _abort(self, request: LiveRequest, error: str | None = None) -> RequestUpdate:
         self._end(request)
@@ -521,6 +591,9 @@ class Scheduler:
         request.ended = True
         if request.request_id in self._waiting:
             del self._waiting[request.request_id]
+            self._num_waiting_tokens -= len(request.token_ids)
+        elif request.request_id in self._loading:  # its blocks come back with the end of the transfer
+            del self._loading[request.request_id]
             self._num_waiting_tokens -= len(request.token_ids)
         else:
             del self._running[request.request_id]

@@ -48,6 +48,18 @@ REPLICA_COUNTERS: dict[str, tuple[str, Callable[[ReplicaStats], float]]] = {
         "Requests that lost their KV cache to older ones.",
         lambda stats: stats.num_preemptions,
     ),
+    "moeserve_external_prefix_cache_hits": (
+        "Tokens whose keys and values came from the store behind the KV cache.",
+        lambda stats: stats.num_loaded_tokens,
+    ),
+    "moeserve_kv_store_saved_blocks": (
+        "Blocks saved to the store behind the KV cache.",
+        lambda stats: stats.num_saved_blocks,
+    ),
+    "moeserve_kv_store_failed_blocks": (
+        "Blocks that could not be loaded from the store behind the KV cache, or saved to it.",
+        lambda stats: stats.num_failed_blocks,
+    ),
     "moeserve_rounds": ("Rounds of a replica, idle ones included.", lambda stats: stats.num_rounds),
     "moeserve_replica_idle_steps": (
         "Steps in which other replicas had tokens, and this one none.",

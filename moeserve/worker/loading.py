@@ -34,6 +34,8 @@ from moeserve.ops.select import select_kernels
 
 logger = logging.getLogger(__name__)
 
+STORED_BLOCKS_VERSION = 1  # of the format of KV cache blocks in folders
+
 MIN_CACHED_BYTES = 64 * 2**20  # of a rank's weights: smaller ones are loaded about as fast from the checkpoint
 
 
@@ -158,4 +160,20 @@ def _cache_key(config: EngineConfig, model: Decoder, placements: Sequence[Placem
         model.context.kernels.instruction_set,
         [groups.mesh.tp, groups.mesh.dp, groups.rank, model.stage.start, model.stage.stop],
         [placement.logical_of_slot[groups.ep.rank_in_group] for placement in placements],
+    )
+
+
+def store_key(config: EngineConfig, model: Decoder) -> str:
+    """Return the name of this rank's KV cache blocks in a folder: of all that decides their contents but the tokens."""
+    files = [path for path in Path(config.model_path).iterdir() if path.suffix in (".json", ".safetensors", ".gguf")]
+    groups = model.groups
+    return hash_key(
+        STORED_BLOCKS_VERSION,
+        fingerprint(files),
+        config.dtype,
+        config.quantization,
+        config.device,
+        model.context.kernels.instruction_set,
+        config.block_size,
+        [groups.mesh.tp, groups.tp.rank_in_group, model.stage.start, model.stage.stop],
     )

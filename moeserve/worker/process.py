@@ -13,6 +13,8 @@ from moeserve.distributed.groups import Groups
 from moeserve.errors import SettingsError
 from moeserve.numa import bind_thread, nodes_of_rank, usable_nodes
 from moeserve.processes.child import Parent
+from moeserve.protocol import BlockTransfer
+from moeserve.worker.kv_store import TransferThread
 from moeserve.worker.protocol import Leave, Loaded, RankStart, ToRank, mesh_of
 from moeserve.worker.worker import Worker
 
@@ -24,13 +26,18 @@ def run(parent: Parent) -> None:
     start = parent.config(RankStart)
     channel = parent.channel(ToRank)
     worker = Worker(start.config, join(start), show_progress=start.show_progress)
-    channel.send(Loaded(worker.num_blocks))
+    channel.send(Loaded(worker.num_blocks, worker.store_facts))
+    transfers = None if worker.store is None else TransferThread(worker.store, channel.send)
     has_ended = False  # by agreement: later rounds are not run on any rank
     while True:
         for message in channel.receive(None):
             if isinstance(message, Leave):
                 return
             if has_ended:
+                continue
+            if isinstance(message, BlockTransfer):
+                assert transfers is not None
+                transfers.submit(message)
                 continue
             outcome = worker.execute(message)
             if start.answers:

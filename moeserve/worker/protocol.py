@@ -9,6 +9,7 @@ import msgspec
 from moeserve.addresses import StoreAddress
 from moeserve.config.settings import EngineConfig
 from moeserve.distributed.mesh import Mesh
+from moeserve.protocol import BlockTransfer, TransferOutcome
 from moeserve.scheduling.lockstep import Outcome, Round
 
 
@@ -39,16 +40,27 @@ class Leave(msgspec.Struct, frozen=True, tag="leave"):
     """Exit. Sent after a round in which all replicas agreed to end."""
 
 
-ToRank: TypeAlias = Round | Leave
+ToRank: TypeAlias = Round | BlockTransfer | Leave
+
+
+BLOCK_FILE_ENDING = ".safetensors"  # of a KV cache block in a folder, whose name is the digest of the block
+
+
+class StoreFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """The store behind the KV cache of a rank, if it has one."""
+
+    num_host_blocks: int = 0  # in memory or a file without a name; the same on all ranks
+    folder: str | None = None  # of the blocks of this rank
 
 
 class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
     """Sent by a rank once, when it has loaded its part of the model."""
 
     num_blocks: int  # of KV cache, the same on all ranks
+    store: StoreFacts = StoreFacts()
 
 
-FromRank: TypeAlias = Loaded | Outcome
+FromRank: TypeAlias = Loaded | Outcome | TransferOutcome
 
 
 def rank_name(config: EngineConfig, rank: int) -> str:

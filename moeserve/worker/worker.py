@@ -6,6 +6,7 @@ import functools
 import logging
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -26,9 +27,12 @@ from moeserve.telemetry.expert_load import LoadWindow
 from moeserve.worker.cpu_graphs import MEMORY_BYTES, CpuGraphs
 from moeserve.worker.cuda_graphs import CudaGraphs, TorchCapture, graph_sizes, memory_of_graphs
 from moeserve.worker.grammars import grammars_of
-from moeserve.worker.loading import load_model
+from moeserve.worker.kv_folder import FolderStore
+from moeserve.worker.kv_store import HostStore, KVStore
+from moeserve.worker.loading import load_model, store_key
 from moeserve.worker.model_runner import ModelRunner
 from moeserve.worker.profiling import make_probe, profile_blocks, run_all_sizes
+from moeserve.worker.protocol import StoreFacts
 from moeserve.worker.request_table import RequestTable
 from moeserve.worker.step_replay import EagerSteps, ReplayFactory, StepContext
 
@@ -75,6 +79,7 @@ class Worker:
         if kernels.needs_finite_caches:  # an external kernel may multiply what lies behind a context by zero
             for cache in caches:
                 cache.clear()
+        self.store, self.store_facts = self._open_store(config, model, caches)
         table = RequestTable(config.max_num_seqs, context.max_blocks)
         self.runner = ModelRunner(
             model,
@@ -90,6 +95,18 @@ class Worker:
         logger.info("KV cache: %d blocks, %d tokens", self.num_blocks, self.num_blocks * config.block_size)
         if groups.rank == 0 and (note := note_on_bytes(config, model.config, kernels)):
             (logger.warning if config.device == "cpu" else logger.info)(note)
+
+    def _open_store(
+        self, config: EngineConfig, model: Decoder, caches: Sequence[Any]
+    ) -> tuple[KVStore | None, StoreFacts]:
+        """Open the store behind the KV cache that the config asks for. Collective: all ranks."""
+        if config.kv_folder is not None:
+            folder = Path(config.kv_folder) / store_key(config, model)
+            return FolderStore(caches, folder, config.kv_folder_size), StoreFacts(folder=str(folder))
+        num_blocks = config.kv_host_memory // (model.cache_bytes_per_token * config.block_size)
+        num_blocks = self.groups.world.all_reduce_minimum(num_blocks)  # collective: all ranks
+        store = HostStore(caches, num_blocks, config.kv_file) if num_blocks else None
+        return store, StoreFacts(num_host_blocks=num_blocks)
 
     @torch.inference_mode()
     def capture_ahead(self) -> bool:

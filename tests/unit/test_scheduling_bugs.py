@@ -9,11 +9,13 @@ import msgspec
 import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
-from test_scheduling_states import SchedulerMachine
+from test_scheduling_states import SchedulerMachine, run_with_store
 
-from moeserve.protocol import Request, RequestUpdate
+from moeserve.protocol import BlockTransfer, Request, RequestUpdate, TransferOutcome
+from moeserve.scheduling.block_transfers import BlockTransfers
+from moeserve.scheduling.kv_connector import KVConnector
 from moeserve.scheduling.request import LiveRequest
-from moeserve.scheduling.scheduler import Scheduler
+from moeserve.scheduling.scheduler import Scheduler, SchedulerConfig
 
 
 class FreesBlocksOfPlansInFlight(Scheduler):
@@ -129,6 +131,58 @@ class PreemptsToTheEndOfTheQueue(Scheduler):
         self._waiting.move_to_end(request.request_id)
 
 
+class SchedulerWithTransfers(Scheduler):
+    transfers_class: type[BlockTransfers]
+
+    def __init__(self, config: SchedulerConfig, cache_salt: bytes, connector: KVConnector | None = None) -> None:
+        super().__init__(config, cache_salt, connector)
+        if connector is not None:
+            self._transfers = self.transfers_class(connector, self._pool)
+
+
+class SavesBlocksOfOthers(SchedulerWithTransfers):
+    """It gives blocks to others while they are saved."""
+
+    class transfers_class(BlockTransfers):
+        def take_new(self) -> list[BlockTransfer]:
+            new = super().take_new()
+            for transfer in new:
+                if not transfer.is_load:
+                    self._pool.release(transfer.block_ids)
+                    self._in_flight[transfer.number].block_ids.clear()
+            return new
+
+
+class LoadsIntoBlocksOfOthers(Scheduler):
+    """It gives blocks to others when the request that waits for them is aborted."""
+
+    def _end(self, request: LiveRequest) -> None:
+        if request.request_id in self._loading:
+            self._pool.release(request.block_ids)
+            request.block_ids = []
+        super()._end(request)
+
+
+class SharesBlocksThatWereNotLoaded(SchedulerWithTransfers):
+    """It takes a load for whole that has failed."""
+
+    class transfers_class(BlockTransfers):
+        def end(self, outcome: TransferOutcome) -> LiveRequest | None:
+            num_blocks = len(self._in_flight[outcome.number].block_ids)
+            return super().end(msgspec.structs.replace(outcome, num_copied=num_blocks))
+
+
+class LoadsForEver(Scheduler):
+    """It loads the blocks of a request again and again, if they cannot be loaded."""
+
+    def end_transfer(self, outcome: TransferOutcome) -> None:
+        assert self._transfers is not None
+        is_load = self._transfers._in_flight[outcome.number].request is not None
+        super().end_transfer(msgspec.structs.replace(outcome, num_copied=0) if is_load else outcome)
+        for request in self._waiting.values():
+            request.may_load = True
+
+
 BUGS: Sequence[type[Scheduler]] = [
     FreesBlocksOfPlansInFlight,
     LosesBlocksOfPlansInFlight,
@@ -144,6 +198,12 @@ BUGS: Sequence[type[Scheduler]] = [
     IgnoresSalts,
     PreemptsToTheEndOfTheQueue,
 ]
+BUGS_OF_TRANSFERS: Sequence[type[Scheduler]] = [
+    LoadsIntoBlocksOfOthers,
+    SharesBlocksThatWereNotLoaded,
+    LoadsForEver,
+    SavesBlocksOfOthers,
+]
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=[bug.__name__ for bug in BUGS])
@@ -152,3 +212,10 @@ def test_planted_bug_is_found(bug: type[Scheduler]) -> None:
     generated = settings(max_examples=2000, stateful_step_count=50, phases=[Phase.generate])
     with pytest.raises((AssertionError, LookupError, StopIteration)):
         run_state_machine_as_test(machine, settings=generated)
+
+
+@pytest.mark.parametrize("bug", BUGS_OF_TRANSFERS, ids=[bug.__name__ for bug in BUGS_OF_TRANSFERS])
+def test_planted_bug_of_transfers_is_found(bug: type[Scheduler]) -> None:
+    machine = type("Machine", (SchedulerMachine,), {"scheduler_class": bug})
+    with pytest.raises((AssertionError, LookupError, StopIteration)):
+        sum(run_with_store(machine(), seed) for seed in range(40))

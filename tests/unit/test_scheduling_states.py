@@ -8,6 +8,7 @@ preempted or aborted, an attended position must hold exactly the prefix of the r
 from __future__ import annotations
 
 import math
+import random
 import zlib
 from collections import deque
 from dataclasses import dataclass, field
@@ -19,9 +20,21 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from logprob_rows import packed, unpacked
 
 from moeserve.errors import RequestError
-from moeserve.protocol import ChunkResult, RankReport, Request, RequestUpdate, StepPlan, StepResult, TokenLogprobs
+from moeserve.protocol import (
+    BlockTransfer,
+    ChunkResult,
+    RankReport,
+    Request,
+    RequestUpdate,
+    StepPlan,
+    StepResult,
+    StoreKey,
+    TokenLogprobs,
+    TransferOutcome,
+)
 from moeserve.sampling_params import RequestParams
 from moeserve.scheduling.block_pool import BlockPool
+from moeserve.scheduling.kv_connector import HostTier
 from moeserve.scheduling.scheduler import Scheduler, SchedulerConfig
 from moeserve.worker.request_table import Chunk, RequestTable
 
@@ -108,6 +121,8 @@ class BlockPoolMachine(RuleBasedStateMachine):
 NUM_TOKEN_IDS = 12
 EOS, STOP = 10, 11
 Contents = tuple[str, tuple[int, ...]]  # of a cache position: the salt, and all tokens up to its own
+Block = list[Contents]
+GARBAGE: Contents = ("garbage", ())
 
 
 @dataclass(eq=False)
@@ -206,6 +221,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         enable_prefix_caching=st.sampled_from([True, True, False]),
         max_plans=st.sampled_from([2, 2, 1, 3]),
         plans_ahead=st.sampled_from([True, True, False]),
+        num_host_blocks=st.sampled_from([0, 0, 30, 6, 1]),
     )
     def start(
         self,
@@ -217,6 +233,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         enable_prefix_caching: bool,
         max_plans: int,
         plans_ahead: bool,
+        num_host_blocks: int,
     ) -> None:
         self.block_size = block_size
         self.max_model_len = max_model_len
@@ -232,7 +249,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             plans_ahead=plans_ahead,
             num_batches=1 if plans_ahead else max_plans,
         )
-        self.scheduler = self.scheduler_class(self.config, b"engine")
+        self.tier = HostTier(num_host_blocks) if num_host_blocks else None
+        self.scheduler = self.scheduler_class(self.config, b"engine", self.tier)
         self.new_table = lambda: RequestTable(max_num_seqs, max_blocks)
         self.table = self.new_table()
         self.live: list[Expected] = []  # in order of arrival
@@ -242,6 +260,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.cache: dict[tuple[int, int], Contents] = {}  # by block id and offset
         self.plans: deque[PlanInFlight] = deque()
         self.last_step = 0
+        self.store: dict[StoreKey, Block] = {}  # behind the cache
+        self.transfers: list[tuple[BlockTransfer, list[Block]]] = []  # in flight, with what they read
 
     @rule(
         base=st.sampled_from([0, 1]),
@@ -344,8 +364,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def schedule(self) -> None:
         plan = self.scheduler.schedule()
+        self.begin_transfers()
         if plan is None:
-            assert self.plans or not self.live, "with nothing in flight, the oldest request must move on"
+            assert self.plans or self.transfers or not self.live, "the oldest request must move on"
             return
         assert plan.step == self.last_step + 1
         self.last_step = plan.step
@@ -383,7 +404,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert self.cache.get(self.place(chunk, position)) == known.contents(position), "attends before"
         for known, chunk in zip(each.requests, chunks, strict=True):
             for position in range(chunk.start, chunk.end):
-                contents = ("garbage", ()) if known.is_garbage else known.contents(position)
+                contents = GARBAGE if known.is_garbage else known.contents(position)
                 self.cache[self.place(chunk, position)] = contents
         for known, chunk in zip(each.requests, chunks, strict=True):
             for position in range(0 if known.is_garbage else chunk.end):
@@ -417,6 +438,42 @@ class SchedulerMachine(RuleBasedStateMachine):
         for update in updates:
             self.take_update(update)
 
+    def begin_transfers(self) -> None:
+        for transfer in self.scheduler.take_transfers():
+            assert len(transfer.block_ids) == len(transfer.store_keys) > 0
+            if transfer.is_load:
+                blocks = [self.store[key] for key in transfer.store_keys]
+                for block_id in transfer.block_ids:
+                    self.write_block(block_id, [GARBAGE] * self.block_size)
+            else:
+                blocks = [self.read_block(block_id) for block_id in transfer.block_ids]
+                self.store.update(dict.fromkeys(transfer.store_keys, [GARBAGE] * self.block_size))
+            self.transfers.append((transfer, blocks))
+
+    @precondition(lambda self: self.transfers)
+    @rule(pick=picks, num_failed=st.sampled_from([0, 0, 0, 1, 2]))
+    def end_transfer(self, pick: int = 0, num_failed: int = 0) -> None:
+        """End any transfer. What it reads must not have changed, and nobody may have written where it writes."""
+        transfer, blocks = self.transfers.pop(pick % len(self.transfers))
+        num_copied = max(0, len(blocks) - num_failed)
+        for index, (block_id, key, block) in enumerate(
+            zip(transfer.block_ids, transfer.store_keys, blocks, strict=True)
+        ):
+            cached, stored = self.read_block(block_id), self.store[key]
+            assert (stored if transfer.is_load else cached) == block, "changed while it was read"
+            assert (cached if transfer.is_load else stored) == [GARBAGE] * self.block_size, "written meanwhile"
+            if index < num_copied and transfer.is_load:
+                self.write_block(block_id, block)
+            elif index < num_copied:
+                self.store[key] = block
+        self.scheduler.end_transfer(TransferOutcome(number=transfer.number, num_copied=num_copied, seconds=0.0))
+
+    def read_block(self, block_id: int) -> Block:
+        return [self.cache[block_id, offset] for offset in range(self.block_size)]
+
+    def write_block(self, block_id: int, block: Block) -> None:
+        self.cache.update({(block_id, offset): contents for offset, contents in enumerate(block)})
+
     @precondition(lambda self: not self.plans)
     @rule()
     def ranks_lose_their_state(self) -> None:
@@ -433,6 +490,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             if self.plans:
                 self.finish_oldest()
                 self.check_bookkeeping()
+            if self.transfers:
+                self.end_transfer()
+                self.check_bookkeeping()
 
     def finish_oldest(self) -> None:
         if self.plans[0].result is None:
@@ -445,7 +505,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.scheduler.num_plans == len(self.plans)
         assert self.scheduler.num_running + self.scheduler.num_waiting == len(self.live)
         assert self.scheduler.has_work == bool(self.live)
-        if not self.live and not self.plans:
+        if self.tier is not None:
+            self.tier.check_invariants()
+        if not self.live and not self.plans and not self.transfers:
             assert self.scheduler.num_free_blocks == self.config.num_blocks
 
     def teardown(self) -> None:
@@ -457,6 +519,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.schedule()
             if self.plans:
                 self.finish_oldest()
+            while self.transfers:
+                self.end_transfer()
         assert not self.live, "requests did not finish"
         self.check_bookkeeping()
         for known in self.past:
@@ -521,6 +585,49 @@ class SchedulerMachine(RuleBasedStateMachine):
             targets = request.prompt_token_ids[1:] if has_rows else []
             assert given[0] == [prompt_row(target, position) for position, target in enumerate(targets)]
             assert not any(given[1:])
+
+
+def run_with_store(machine: SchedulerMachine, seed: int) -> int:
+    """Run a history in which few prompts return often, and blocks that the cache has lost are loaded.
+
+    Returns:
+        The number of blocks that were loaded.
+    """
+    chance = random.Random(seed)
+    machine.start(
+        block_size=2,
+        max_model_len=32,
+        num_spare_blocks=chance.choice([0, 8]),
+        max_num_seqs=4,
+        max_num_batched_tokens=chance.choice([8, 32]),
+        enable_prefix_caching=True,
+        max_plans=2,
+        plans_ahead=chance.choice([True, False]),
+        num_host_blocks=chance.choice([100, 6]),
+    )
+    bases = [[chance.randrange(NUM_TOKEN_IDS) for _ in range(12)] for _ in range(4)]
+    for _ in range(400):
+        action = chance.random()
+        if action < 0.1 and len(machine.live) < 6:
+            prompt = [*chance.choice(bases)[: chance.randint(5, 12)], chance.randrange(3)]
+            machine.add_prompt(prompt, RequestParams(max_tokens=chance.randint(1, 8)), False, "", False, 0)
+        elif action < 0.12 and machine.live:
+            machine.abort(chance.randrange(6), True)
+        elif action < 0.5 and len(machine.plans) < machine.max_plans:
+            machine.schedule()
+        elif action < 0.8 and machine.plans:
+            machine.finish_oldest()
+        elif machine.transfers:
+            machine.end_transfer(chance.randrange(6), chance.choice([0, 0, 1, 3]))
+        machine.check_bookkeeping()
+    machine.teardown()
+    assert machine.scheduler.transfers is not None
+    return machine.scheduler.transfers.num_loaded_blocks
+
+
+def test_blocks_that_the_cache_has_lost_come_back_from_the_store() -> None:
+    num_loaded = [run_with_store(SchedulerMachine(), seed) for seed in range(40)]
+    assert sum(map(bool, num_loaded)) > 20, num_loaded
 
 
 BlockPoolMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40)

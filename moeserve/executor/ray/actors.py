@@ -33,8 +33,9 @@ from moeserve.processes.channel import Channel
 from moeserve.processes.failures import report_of
 from moeserve.processes.supervision import SECONDS_TO_EXIT, WatchedProcess, send_failures
 from moeserve.processes.wake_up import WakeUp
+from moeserve.protocol import BlockTransfer
 from moeserve.scheduling.lockstep import Round
-from moeserve.worker.protocol import RankStart
+from moeserve.worker.protocol import Loaded, RankStart
 
 # An actor that has not answered for this long has failed.
 SECONDS_OF_SILENCE = 7.0
@@ -125,8 +126,8 @@ class RankActor(ActorProcess):
             self._store = start_store(host)
             return msgspec.msgpack.encode(self._store.address)
 
-    def start(self, data: bytes, *, show_progress: bool) -> int:
-        """Meet the other ranks and load the model. Return the KV cache blocks of each rank."""
+    def start(self, data: bytes, *, show_progress: bool) -> bytes:
+        """Meet the other ranks and load the model. Return `Loaded`."""
         with self._reporting_failures():
             from moeserve.worker.process import join
             from moeserve.worker.worker import Worker
@@ -134,7 +135,12 @@ class RankActor(ActorProcess):
             start = msgspec.msgpack.decode(data, type=RankStart)
             self._num_threads, self._answers = start.config.num_threads, start.answers
             self._worker = Worker(start.config, join(start), show_progress=show_progress)
-            return int(self._worker.num_blocks)
+            return msgspec.msgpack.encode(Loaded(self._worker.num_blocks, self._worker.store_facts))
+
+    def transfer(self, data: bytes) -> bytes:
+        """Run one transfer of KV cache blocks, in a thread beside that of rounds. Return its outcome."""
+        outcome = self._worker.store.run(msgspec.msgpack.decode(data, type=BlockTransfer))
+        return msgspec.msgpack.encode(outcome)
 
     def execute(self, data: bytes) -> bytes:
         """Run one round. Return the outcome, or nothing from a rank that need not answer, or after the last round."""

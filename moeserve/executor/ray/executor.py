@@ -15,11 +15,12 @@ import ray
 from ray.exceptions import RayError
 
 from moeserve.errors import DistributedError
-from moeserve.executor.outcomes import OutcomeQueue
+from moeserve.executor.outcomes import OutcomeQueue, TransferAnswers
 from moeserve.executor.ray.actors import SECONDS_OF_SILENCE
 from moeserve.executor.ray.errors import first_line
+from moeserve.protocol import BlockTransfer, TransferOutcome
 from moeserve.scheduling.lockstep import Outcome, Round, gathered
-from moeserve.worker.protocol import RankStart, rank_name, sampling_rank
+from moeserve.worker.protocol import Loaded, RankStart, rank_name, sampling_rank
 
 logger = logging.getLogger(__name__)
 
@@ -43,13 +44,16 @@ class RayExecutor:
             for rank, start in zip(ranks, starts, strict=True)
         ]
         try:
-            self.num_blocks = int(ray.get(loading)[0])
+            answers = [msgspec.msgpack.decode(answer, type=Loaded) for answer in ray.get(loading)]
         except RayError as error:
             raise DistributedError(f"{self.name}: a rank of the replica did not start ({first_line(error)})") from None
+        self.num_blocks, self.store = answers[first].num_blocks, answers[first].store
         num_in_flight = config.max_concurrent_batches
         self._graph = _compiled(self._ranks, self._timeout_s, num_in_flight) if config.ray_compiled_graph else None
         self._sent: SimpleQueue[Any] = SimpleQueue()  # answers to rounds, to be waited for; None: the end
         self._outcomes = OutcomeQueue()
+        self._transfers = TransferAnswers(len(ranks))
+        self._ended_transfers: SimpleQueue[TransferOutcome] = SimpleQueue()
         threading.Thread(target=self._await_answers, name="await-answers", daemon=True).start()
 
     def submit(self, work: Round) -> Future[Outcome]:
@@ -65,11 +69,25 @@ class RayExecutor:
         self._sent.put(answers)
         return future
 
+    def transfer(self, work: BlockTransfer) -> Future[TransferOutcome]:
+        future, data = self._transfers.expect(work.number), msgspec.msgpack.encode(work)
+        for rank in self._ranks:
+            rank.transfer.remote(data).future().add_done_callback(self._end_transfer)
+        return future
+
     def register(self, poll: select.poll) -> None:
         poll.register(self._outcomes.fd, select.POLLIN)
 
     def progress(self) -> None:
         self._outcomes.complete()
+        while not self._ended_transfers.empty():
+            self._transfers.add(self._ended_transfers.get())
+
+    def _end_transfer(self, answer: Future[bytes]) -> None:
+        """Keep the answer of a rank. One that has failed is noticed by its rounds, and ends the replica."""
+        if answer.exception() is None:
+            self._ended_transfers.put(msgspec.msgpack.decode(answer.result(), type=TransferOutcome))
+            self._outcomes.wake()
 
     def _await_answers(self) -> None:
         """Wait for the answers to rounds, in order, in a thread of its own."""
