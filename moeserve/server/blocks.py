@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -46,33 +47,34 @@ class Turn:
     num_reasoning: int = 0  # of the output, with the marker before them
 
 
-async def block_events(deltas: AsyncIterator[TurnDelta], turn: Turn) -> AsyncGenerator[BlockEvent, None]:
+async def block_events(deltas: AsyncGenerator[TurnDelta, None], turn: Turn) -> AsyncGenerator[BlockEvent, None]:
     """Yield the events of a turn, which this updates. An answer without any text has no blocks."""
     num_unread = 0  # tokens whose text is held back or part of a marker
-    async for delta in deltas:
-        turn.num_prompt, turn.num_cached = delta.num_prompt, delta.num_cached
-        turn.num_output += len(delta.output.token_ids)
-        num_unread += len(delta.output.token_ids)
-        if delta.content or delta.tool_calls:
-            num_unread = 0
-        elif delta.reasoning:
-            turn.num_reasoning += num_unread
-            num_unread = 0
-        turn.finish_reason, turn.stop_reason = delta.finish_reason, delta.output.stop_reason
-        pieces: list[tuple[Kind, str]] = [("reasoning", delta.reasoning), ("text", delta.content)]
-        for kind, piece in pieces:
-            if piece:
-                if not turn.blocks or turn.blocks[-1].kind != kind:
-                    for event in _next_block(turn, Block(len(turn.blocks), kind)):
+    async with contextlib.aclosing(deltas):
+        async for delta in deltas:
+            turn.num_prompt, turn.num_cached = delta.num_prompt, delta.num_cached
+            turn.num_output += len(delta.output.token_ids)
+            num_unread += len(delta.output.token_ids)
+            if delta.content or delta.tool_calls:
+                num_unread = 0
+            elif delta.reasoning:
+                turn.num_reasoning += num_unread
+                num_unread = 0
+            turn.finish_reason, turn.stop_reason = delta.finish_reason, delta.output.stop_reason
+            pieces: list[tuple[Kind, str]] = [("reasoning", delta.reasoning), ("text", delta.content)]
+            for kind, piece in pieces:
+                if piece:
+                    if not turn.blocks or turn.blocks[-1].kind != kind:
+                        for event in _next_block(turn, Block(len(turn.blocks), kind)):
+                            yield event
+                    yield _extended(turn, piece)
+            for call in delta.tool_calls:
+                if call.id is not None:
+                    new = Block(len(turn.blocks), "call", call_id=call.id, name=call.name or "")
+                    for event in _next_block(turn, new):
                         yield event
-                yield _extended(turn, piece)
-        for call in delta.tool_calls:
-            if call.id is not None:
-                new = Block(len(turn.blocks), "call", call_id=call.id, name=call.name or "")
-                for event in _next_block(turn, new):
-                    yield event
-            if call.arguments:
-                yield _extended(turn, call.arguments)
+                if call.arguments:
+                    yield _extended(turn, call.arguments)
     if turn.blocks:
         yield BlockEvent("end", turn.blocks[-1])
 

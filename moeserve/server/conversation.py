@@ -182,22 +182,22 @@ async def turn_deltas(
         },
     )
     parsers: dict[int, _OutputParser] = {}  # by output
-    outputs = service.generate(client, prompt, params, cache_salt)
     with conversation.prompt_errors():
-        async for output in outputs:
-            for each in output.outputs:
-                if each.index not in parsers:
-                    parsers[each.index] = _OutputParser(service, conversation, functions, starts_in_reasoning)
-                parsed = parsers[each.index].parsed(each)
-                yield TurnDelta(
-                    output=each,
-                    content=parsed.content,
-                    reasoning=parsed.reasoning if conversation.with_reasoning else "",
-                    tool_calls=parsed.tool_calls,
-                    finish_reason=parsers[each.index].finish_reason(each),
-                    num_prompt=len(output.prompt_token_ids),
-                    num_cached=output.num_cached_tokens,
-                )
+        async with contextlib.aclosing(service.generate(client, prompt, params, cache_salt)) as outputs:
+            async for output in outputs:
+                for each in output.outputs:
+                    if each.index not in parsers:
+                        parsers[each.index] = _OutputParser(service, conversation, functions, starts_in_reasoning)
+                    parsed = parsers[each.index].parsed(each)
+                    yield TurnDelta(
+                        output=each,
+                        content=parsed.content,
+                        reasoning=parsed.reasoning if conversation.with_reasoning else "",
+                        tool_calls=parsed.tool_calls,
+                        finish_reason=parsers[each.index].finish_reason(each),
+                        num_prompt=len(output.prompt_token_ids),
+                        num_cached=output.num_cached_tokens,
+                    )
 
 
 class _OutputParser:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import AsyncGenerator, Mapping
 from typing import Annotated, Any, Literal
@@ -223,18 +224,20 @@ class _Answer:
         self._head = {"id": f"msg_{client.request_id}", "type": "message", "role": "assistant", "model": model}
 
     async def whole(self) -> AsyncGenerator[bytes, None]:
-        async for _ in self._events:
-            pass
+        async with contextlib.aclosing(self._events):
+            async for _ in self._events:
+                pass
         content = [_block(block) for block in self._turn.blocks]
         yield encode_json({**self._head, "content": content, **self._end(), "usage": self._usage()})
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         has_begun = False
-        async for part in self._events:
-            if not has_begun:
-                yield self._start()
-                has_begun = True
-            yield _sent(_event(part))
+        async with contextlib.aclosing(self._events):
+            async for part in self._events:
+                if not has_begun:
+                    yield self._start()
+                    has_begun = True
+                yield _sent(_event(part))
         if not has_begun:
             yield self._start()
         yield _sent({"type": "message_delta", "delta": self._end(), "usage": self._usage()})

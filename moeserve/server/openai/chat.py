@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import AsyncGenerator
 from typing import Annotated, Any, Literal
@@ -137,16 +138,17 @@ class _Answer:
 
     async def whole(self) -> AsyncGenerator[bytes, None]:
         choices: dict[int, dict[str, Any]] = {}
-        async for index, delta, finish, logprobs in self._pieces():
-            choice = choices.setdefault(
-                index,
-                {"index": index, "message": {"role": "assistant", "content": None}, "logprobs": None},
-            )
-            _extend(choice["message"], delta)
-            if logprobs is not None:
-                choice["logprobs"] = choice["logprobs"] or {"content": []}
-                choice["logprobs"]["content"] += logprobs["content"]
-            choice |= finish
+        async with contextlib.aclosing(self._pieces()) as pieces:
+            async for index, delta, finish, logprobs in pieces:
+                choice = choices.setdefault(
+                    index,
+                    {"index": index, "message": {"role": "assistant", "content": None}, "logprobs": None},
+                )
+                _extend(choice["message"], delta)
+                if logprobs is not None:
+                    choice["logprobs"] = choice["logprobs"] or {"content": []}
+                    choice["logprobs"]["content"] += logprobs["content"]
+                choice |= finish
         for choice in choices.values():
             if choice["message"]["content"] is None and "tool_calls" not in choice["message"]:
                 choice["message"]["content"] = ""
@@ -157,26 +159,28 @@ class _Answer:
         options = self._body.stream_options or StreamOptions()
         head = {**self._head, "object": "chat.completion.chunk"}
         begun: set[int] = set()
-        async for index, delta, finish, logprobs in self._pieces():
-            if index not in begun:
-                begun.add(index)
-                delta = {"role": "assistant", "content": ""} | delta
-            elif not delta and finish["finish_reason"] is None and logprobs is None:
-                continue
-            so_far = {"usage": self._usage()} if options.continuous_usage_stats else {}
-            choice = {"index": index, "delta": delta, "logprobs": logprobs, **finish}
-            yield event({**head, "choices": [choice]} | so_far)
+        async with contextlib.aclosing(self._pieces()) as pieces:
+            async for index, delta, finish, logprobs in pieces:
+                if index not in begun:
+                    begun.add(index)
+                    delta = {"role": "assistant", "content": ""} | delta
+                elif not delta and finish["finish_reason"] is None and logprobs is None:
+                    continue
+                so_far = {"usage": self._usage()} if options.continuous_usage_stats else {}
+                choice = {"index": index, "delta": delta, "logprobs": logprobs, **finish}
+                yield event({**head, "choices": [choice]} | so_far)
         if options.include_usage:
             yield event({**head, "choices": [], "usage": self._usage()})
         yield b"data: [DONE]\n\n"
 
     async def _pieces(self) -> AsyncGenerator[tuple[int, dict[str, Any], dict[str, Any], dict[str, Any] | None], None]:
         """Yield what choices gain: the index, a part of the message, how it ended, and log-probabilities."""
-        async for delta in self._deltas:
-            self._num_prompt, self._num_cached = delta.num_prompt, delta.num_cached
-            self._num_output += len(delta.output.token_ids)
-            finish = {"finish_reason": delta.finish_reason, "stop_reason": delta.output.stop_reason}
-            yield delta.output.index, _message_part(delta), finish, self._logprobs(delta.output)
+        async with contextlib.aclosing(self._deltas):
+            async for delta in self._deltas:
+                self._num_prompt, self._num_cached = delta.num_prompt, delta.num_cached
+                self._num_output += len(delta.output.token_ids)
+                finish = {"finish_reason": delta.finish_reason, "stop_reason": delta.output.stop_reason}
+                yield delta.output.index, _message_part(delta), finish, self._logprobs(delta.output)
 
     def _logprobs(self, output: CompletionOutput) -> dict[str, Any] | None:
         if output.logprobs is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import AsyncGenerator
 from typing import Annotated, Any, Literal
@@ -105,22 +106,24 @@ class _Answer:
 
     async def whole(self, prompts: list[str | list[int]]) -> AsyncGenerator[bytes, None]:
         choices: dict[int, dict[str, Any]] = {}
-        async for piece in self._pieces(prompts):
-            choice = choices.setdefault(piece["index"], piece)
-            if choice is not piece:
-                choice["text"] += piece["text"]
-                choice |= {name: piece[name] for name in ("finish_reason", "stop_reason")}
-                if piece["logprobs"] is not None:
-                    for name, values in piece["logprobs"].items():
-                        choice["logprobs"][name] += values
+        async with contextlib.aclosing(self._pieces(prompts)) as pieces:
+            async for piece in pieces:
+                choice = choices.setdefault(piece["index"], piece)
+                if choice is not piece:
+                    choice["text"] += piece["text"]
+                    choice |= {name: piece[name] for name in ("finish_reason", "stop_reason")}
+                    if piece["logprobs"] is not None:
+                        for name, values in piece["logprobs"].items():
+                            choice["logprobs"][name] += values
         ordered = [choices[index] for index in sorted(choices)]
         yield encode_json({**self._head, "choices": ordered, "usage": self._usage()})
 
     async def events(self, prompts: list[str | list[int]]) -> AsyncGenerator[bytes, None]:
         options = self._body.stream_options or StreamOptions()
-        async for piece in self._pieces(prompts):
-            so_far = {"usage": self._usage()} if options.continuous_usage_stats else {}
-            yield event({**self._head, "choices": [piece]} | so_far)
+        async with contextlib.aclosing(self._pieces(prompts)) as pieces:
+            async for piece in pieces:
+                so_far = {"usage": self._usage()} if options.continuous_usage_stats else {}
+                yield event({**self._head, "choices": [piece]} | so_far)
         if options.include_usage:
             yield event({**self._head, "choices": [], "usage": self._usage()})
         yield b"data: [DONE]\n\n"
@@ -132,10 +135,11 @@ class _Answer:
             self._service.generate(self._client, prompt, each, self._body.cache_salt)
             for prompt, each in zip(prompts, params, strict=True)
         ]
-        async for place, output in merged(streams):
-            self._lengths[place] = (len(output.prompt_token_ids), output.num_cached_tokens)
-            for each in output.outputs:
-                yield self._piece(place * self._params.n + each.index, prompts[place], output, each)
+        async with contextlib.aclosing(merged(streams)) as outputs:
+            async for place, output in outputs:
+                self._lengths[place] = (len(output.prompt_token_ids), output.num_cached_tokens)
+                for each in output.outputs:
+                    yield self._piece(place * self._params.n + each.index, prompts[place], output, each)
 
     def _piece(
         self, index: int, prompt: str | list[int], output: RequestOutput, gained: CompletionOutput

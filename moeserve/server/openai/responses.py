@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Annotated, Any, Literal, TypeAlias
@@ -229,17 +230,19 @@ class _Answer:
         }
 
     async def whole(self) -> AsyncGenerator[bytes, None]:
-        async for _ in self._events:
-            pass
+        async with contextlib.aclosing(self._events):
+            async for _ in self._events:
+                pass
         yield encode_json(self._response())
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         has_begun = False
-        async for part in self._events:
-            if not has_begun:
-                yield self._begin()
-                has_begun = True
-            yield self._event(part)
+        async with contextlib.aclosing(self._events):
+            async for part in self._events:
+                if not has_begun:
+                    yield self._begin()
+                    has_begun = True
+                yield self._event(part)
         if not has_begun:
             yield self._begin()
         response = self._response()
