@@ -71,6 +71,16 @@ class Admission:
         if self.is_closed:
             raise shutting_down()
 
+    def require_room(self, num_outputs: int) -> None:
+        """Raise ApiError if too many outputs wait for a request to join them."""
+        if self.num_waiting + num_outputs > self._max_waiting and self.num_waiting:
+            raise ApiError(
+                429,
+                f"{self.num_waiting} outputs wait for the engine, and at most {self._max_waiting} may; try again later",
+                code="queue_full",
+                headers={"Retry-After": str(self._retry_after_s())},
+            )
+
     def close(self) -> None:
         """Refuse further requests, and those that wait."""
         self.is_closed = True
@@ -80,13 +90,7 @@ class Admission:
                     turn.set_exception(shutting_down())
 
     async def _wait(self, client: str, num_outputs: int) -> None:
-        if self.num_waiting + num_outputs > self._max_waiting and self.num_waiting:
-            raise ApiError(
-                429,
-                f"{self.num_waiting} outputs wait for the engine, and at most {self._max_waiting} may; try again later",
-                code="queue_full",
-                headers={"Retry-After": str(self._retry_after_s())},
-            )
+        self.require_room(num_outputs)
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         waiting = (num_outputs, turn)
         if client not in self._queues:

@@ -142,12 +142,12 @@ def _add_model_routes(app: FastAPI, service: Service) -> None:
         return messages.answer(service, client, body)
 
     @app.post("/v1/messages/count_tokens", responses=ANTHROPIC_ERRORS)
-    async def count_tokens(body: messages.CountRequest) -> messages.TokenCount:
-        return await messages.count_tokens(service, body)
+    async def count_tokens(body: messages.CountRequest, client: RequestClient) -> messages.TokenCount:
+        return await messages.count_tokens(service, client, body)
 
-    @app.post("/tokenize")
-    async def tokenize(body: tokens.TokenizeRequest) -> tokens.Tokenized:
-        return await tokens.tokenize(service, body)
+    @app.post("/tokenize", response_model=tokens.Tokenized)
+    async def tokenize(body: tokens.TokenizeRequest, client: RequestClient) -> Response:
+        return await tokens.tokenize(service, client, body)
 
     @app.post("/detokenize")
     async def detokenize(body: tokens.DetokenizeRequest) -> tokens.Detokenized:

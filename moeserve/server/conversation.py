@@ -81,12 +81,16 @@ class Conversation:
             raise ApiError(400, "tool_choice requires a call, but there are no tools", param="tool_choice")
         return functions
 
-    async def prompt(self, service: Service) -> list[int]:
-        """Render the conversation.
+    async def prompt(self, service: Service, client: Client) -> list[int]:
+        """Render the conversation when it is the client's turn.
 
         Raises:
-            ApiError: the chat template refuses it, or there is none.
+            ApiError: the chat template refuses it, there is none, or too many conversations wait.
         """
+        async with service.preparation.admitted(client.name, 1):
+            return await self._render(service)
+
+    async def _render(self, service: Service) -> list[int]:
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
         given = None if self.tool_choice == "none" else tools or None
         template = None if service.llm.codec is None else service.llm.codec.chat_template
@@ -162,7 +166,8 @@ async def turn_deltas(
     functions = conversation.functions
     if functions and service.parser is None:
         raise ApiError(400, "how this model writes tool calls is not known; start the server with --answer-parser")
-    prompt = await conversation.prompt(service)
+    service.admission.require_room(params.n)
+    prompt = await conversation.prompt(service, client)
     codec = service.llm.codec
     assert codec is not None, "a conversation was rendered"
     end = codec.decode(prompt[-TOKENS_OF_MARKER:], skip_special_tokens=False)

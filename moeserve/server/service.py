@@ -25,6 +25,7 @@ from moeserve.server.tracing import Tracing
 
 # Share of requests beyond those that run, which wait inside the engine so that it always has a next one.
 AHEAD = 0.25
+MAX_PREPARED = 2  # prompts that are rendered and tokenized at a time
 # For requests that are ended to send their errors; after the second signal.
 SECONDS_TO_END, SECONDS_TO_END_AT_ONCE = 5.0, 1.0
 
@@ -75,6 +76,8 @@ class Service:
         max_running = config.max_num_seqs * config.data_parallel_size
         num_admitted = math.ceil((max_running + int(AHEAD * max_running)) / num_processes)
         self.admission = Admission(num_admitted, math.ceil(max_waiting / num_processes))
+        # Prompts of conversations before they are sent to the engine. Long ones take a while, so keys take turns.
+        self.preparation = Admission(MAX_PREPARED, self.admission.max_outputs)
         self._others = others
 
     @property
@@ -197,6 +200,7 @@ class Service:
             is_forced: true once those that run are to end at once.
         """
         self.admission.close()
+        self.preparation.close()
         ends_at = time.monotonic() + timeout_s
         while self.admission.num_running and time.monotonic() < ends_at and not is_forced():
             await asyncio.sleep(0.05)

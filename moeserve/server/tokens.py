@@ -5,20 +5,22 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated, Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
+from starlette.responses import Response
 
 from moeserve.api.tokenizer import TextCodec
 from moeserve.config.settings import LIMITS
 from moeserve.server.conversation import Conversation, FunctionTool
 from moeserve.server.errors import ApiError
 from moeserve.server.openai.chat import Message
+from moeserve.server.reply import JSON, encode_json
 from moeserve.server.schema import Body, Bounded, TokenId
-from moeserve.server.service import Service
+from moeserve.server.service import Client, Service
 
 
 class TokenizeRequest(Body):
     model: str | None = None
-    prompt: str | None = None
+    prompt: Annotated[str, Field(max_length=LIMITS.max_text_length)] | None = None
     messages: Annotated[list[Message], Bounded(LIMITS.max_messages, min_length=1)] | None = None
     tools: Annotated[list[FunctionTool], Bounded(LIMITS.max_tools)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -43,8 +45,8 @@ class Detokenized(BaseModel):
     prompt: str
 
 
-async def tokenize(service: Service, body: TokenizeRequest) -> Tokenized:
-    """Return the tokens of a text or a conversation.
+async def tokenize(service: Service, client: Client, body: TokenizeRequest) -> Response:
+    """Return the tokens of a text or a conversation, in the form of `Tokenized`.
 
     Raises:
         ApiError: neither or both are given, the tokenizer refuses them, or there is none.
@@ -53,6 +55,12 @@ async def tokenize(service: Service, body: TokenizeRequest) -> Tokenized:
     codec = _codec(service)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give either prompt or messages", param="prompt")
+
+    def tokenized(token_ids: list[int]) -> bytes:
+        texts = [codec.token(token_id) for token_id in token_ids] if body.return_token_strs else None
+        answer = {"count": len(token_ids), "max_model_len": service.max_model_len}
+        return encode_json(answer | {"tokens": token_ids, "token_strs": texts})
+
     if body.messages is not None:
         if body.add_special_tokens:
             raise ApiError(400, "the chat template adds special tokens to messages", param="add_special_tokens")
@@ -62,13 +70,14 @@ async def tokenize(service: Service, body: TokenizeRequest) -> Tokenized:
             template_arguments=body.chat_template_kwargs or {},
             add_generation_prompt=body.add_generation_prompt,
         )
-        token_ids = await conversation.prompt(service)
-    else:
-        token_ids = await asyncio.to_thread(
-            codec.encode, body.prompt or "", add_special_tokens=body.add_special_tokens is not False
-        )
-    texts = [codec.token(token_id) for token_id in token_ids] if body.return_token_strs else None
-    return Tokenized(count=len(token_ids), max_model_len=service.max_model_len, tokens=token_ids, token_strs=texts)
+        token_ids = await conversation.prompt(service, client)
+        return Response(await asyncio.to_thread(tokenized, token_ids), media_type=JSON)
+
+    def encode() -> bytes:
+        return tokenized(codec.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False))
+
+    async with service.preparation.admitted(client.name, 1):
+        return Response(await asyncio.to_thread(encode), media_type=JSON)
 
 
 async def detokenize(service: Service, body: DetokenizeRequest) -> Detokenized:

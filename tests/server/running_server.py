@@ -50,6 +50,9 @@ class RunningServer:
     def anthropic(self, **options: Any) -> anthropic.Anthropic:
         return anthropic.Anthropic(base_url=self.url, **{"api_key": "none", "max_retries": 0} | options)
 
+    def async_anthropic(self, **options: Any) -> anthropic.AsyncAnthropic:
+        return anthropic.AsyncAnthropic(base_url=self.url, **{"api_key": "none", "max_retries": 0} | options)
+
     def token_totals(self) -> tuple[int, int]:
         """Return the tokens of prompts and the generated ones so far, as /metrics counts them."""
         with self.http() as http:

@@ -161,6 +161,7 @@ REFUSED: dict[str, list[tuple[str, Any]]] = {
         text(stop_token_ids=list(range(LIMITS.max_stop_token_ids + 1))),
         ("/detokenize", {"tokens": [5] * (LIMITS.max_token_ids + 1)}),
         ("/detokenize", {"tokens": [-1]}),
+        ("/tokenize", {"prompt": "a" * (LIMITS.max_text_length + 1), "return_token_strs": True}),
     ],
     "sampling": [
         text(**{name: value})

@@ -76,6 +76,36 @@ def test_a_full_queue_is_answered_at_once(llm: AsyncLLM) -> None:
         assert all(1 <= each <= 60 for each in seconds if each)
 
 
+def test_long_conversations_of_one_key_do_not_hold_up_another(llm: AsyncLLM) -> None:
+    """Each is refused, but only after it was rendered."""
+    num_long = 30
+    long = {"model": MODEL, "messages": QUESTION * 1000, "max_tokens": 1}
+    num_ended, has_ended = 0, []
+
+    async def run(server: RunningServer) -> None:
+        nonlocal num_ended
+        async with server.async_openai(api_key="first") as first:
+
+            async def ask() -> None:
+                nonlocal num_ended
+                with pytest.raises(openai.BadRequestError):
+                    await first.chat.completions.create(**long)
+                num_ended += 1
+
+            asked = [asyncio.create_task(ask()) for _ in range(num_long)]
+            while server.service.preparation.num_waiting < num_long // 2:
+                await asyncio.sleep(0.001)
+            before = num_ended
+            async with server.async_anthropic(api_key="second") as second:
+                await second.messages.count_tokens(model=MODEL, messages=QUESTION)
+            has_ended.append(num_ended - before)
+            await asyncio.gather(*asked)
+
+    with running(llm, api_key=["first", "second"]) as server:
+        asyncio.run(run(server))
+    assert has_ended[0] < num_long // 2
+
+
 def test_clients_take_turns() -> None:
     order = []
 

@@ -187,10 +187,10 @@ class TokenCount(BaseModel):
     input_tokens: int
 
 
-async def count_tokens(service: Service, body: CountRequest) -> TokenCount:
+async def count_tokens(service: Service, client: Client, body: CountRequest) -> TokenCount:
     """Return the number of tokens of a conversation."""
     service.require_model(body.model)
-    return TokenCount(input_tokens=len(await body.conversation().prompt(service)))
+    return TokenCount(input_tokens=len(await body.conversation().prompt(service, client)))
 
 
 def answer(service: Service, client: Client, body: MessagesRequest) -> Reply:
