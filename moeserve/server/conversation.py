@@ -165,7 +165,10 @@ async def turn_deltas(
     """
     functions = conversation.functions
     if functions and service.parser is None:
-        raise ApiError(400, "how this model writes tool calls is not known; start the server with --answer-parser")
+        raise ApiError(
+            400,
+            "how this model writes tool calls is not known; start the server with --answer-parser NAME, such as hermes (docs/tool_calling.md)",
+        )
     service.admission.require_room(params.n)
     prompt = await conversation.prompt(service, client)
     codec = service.llm.codec
