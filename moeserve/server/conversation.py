@@ -167,7 +167,8 @@ async def turn_deltas(
     if functions and service.parser is None:
         raise ApiError(
             400,
-            "how this model writes tool calls is not known; start the server with --answer-parser NAME, such as hermes (docs/tool_calling.md)",
+            "how this model writes tool calls is not known; start the server with --answer-parser NAME, such as hermes "
+            "(docs/tool_calling.md)",
         )
     service.admission.require_room(params.n)
     prompt = await conversation.prompt(service, client)
