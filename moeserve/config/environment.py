@@ -24,6 +24,11 @@ def ray_temporary_folder() -> str:
     return os.environ.get("RAY_TMPDIR", "")
 
 
+def names_traced_service() -> bool:
+    """Return True if OTEL_SERVICE_NAME names the service in traces."""
+    return "OTEL_SERVICE_NAME" in os.environ
+
+
 def is_inside_ray() -> bool:
     """Return True if this process is connected to a Ray cluster, or RAY_ADDRESS names one."""
     ray = sys.modules.get("ray")

@@ -7,12 +7,12 @@ usual variables of OpenTelemetry apply, such as OTEL_SERVICE_NAME and OTEL_TRACE
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import AsyncGenerator, Callable
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from moeserve.config.environment import names_traced_service
 from moeserve.errors import SettingsError, missing_extra, shown
 from moeserve.outputs import RequestOutput
 from moeserve.sampling_params import SamplingParams
@@ -54,7 +54,7 @@ class Tracing:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-        resource = Resource.create({} if "OTEL_SERVICE_NAME" in os.environ else {SERVICE_NAME: "moeserve"})
+        resource = Resource.create({} if names_traced_service() else {SERVICE_NAME: "moeserve"})
         self._provider = TracerProvider(resource=resource)
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
         self._tracer = self._provider.get_tracer("moeserve")

@@ -90,7 +90,9 @@ def test_replicas_have_metrics_of_their_own(two_replicas: RunningServer) -> None
             )
             for number in range(5)
         ]
-        return [answer.usage.prompt_tokens + answer.usage.completion_tokens for answer in await asyncio.gather(*made)]
+        answers = await asyncio.gather(*made)
+        answers.append(await client.completions.create(model=MODEL, prompt=[7], max_tokens=3))  # the other one is idle
+        return [answer.usage.prompt_tokens + answer.usage.completion_tokens for answer in answers]
 
     num_tokens = sum(asyncio.run(answers()))
     found = samples(two_replicas)
@@ -108,10 +110,10 @@ def test_replicas_have_metrics_of_their_own(two_replicas: RunningServer) -> None
         found = samples(two_replicas)
     (steps,) = num_steps()
     assert steps >= 3 + 2 * 4
-    assert sum(of_replicas("replica_idle_steps_total")) > 0  # the longest request runs alone at last
+    assert sum(of_replicas("replica_idle_steps_total")) > 0
     assert sum(of_replicas("prompt_tokens_total") + of_replicas("generation_tokens_total")) == num_tokens
     for name in ("prompt_tokens_total", "time_to_first_token_seconds_count", "agreement_seconds_total"):
         assert all(of_replicas(name)), name
     # Each token is in a step, except for the last one of each output.
-    assert sum(of_replicas("iteration_tokens_total_sum")) == num_tokens - 5
+    assert sum(of_replicas("iteration_tokens_total_sum")) == num_tokens - 6
     assert of_replicas("replica_padding_tokens_total") == [0, 0]  # nothing is padded on a CPU

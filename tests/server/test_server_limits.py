@@ -103,7 +103,7 @@ def test_long_conversations_of_one_key_do_not_hold_up_another(llm: AsyncLLM) -> 
 
     with running(llm, api_key=["first", "second"]) as server:
         asyncio.run(run(server))
-    assert has_ended[0] < num_long // 2
+    assert has_ended[0] < num_long - 5  # about all of them without turns
 
 
 def test_clients_take_turns() -> None:
