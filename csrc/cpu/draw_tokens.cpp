@@ -18,8 +18,8 @@ namespace moeserve {
 
 namespace {
 
-// Scores of a bucket differ by 1/32 of the temperature. The last bucket has all whose probability is below e^-32 of the
-// largest, together with those that are minus infinity.
+// Scores of a bucket differ by 1/32 of the temperature. The last bucket has all tokens less likely than e^-32 times the
+// likeliest, those of score minus infinity among them.
 constexpr int kBucketsPerUnit = 32;
 constexpr int kNumBuckets = 32 * kBucketsPerUnit + 1;
 

@@ -158,11 +158,13 @@ def new_scheduler(config: EngineConfig, num_blocks: int, store: StoreFacts | Non
     """
     connector: KVConnector | None = None
     salt = secrets.token_bytes(SALT_BYTES)
-    if config.kv_folder is not None and store is not None and store.folder is not None:
+    store = store or StoreFacts()
+    if store.folder is not None:
+        assert config.kv_folder is not None, "a rank has opened a folder"
         folder = Path(store.folder)
         connector = FolderTier(lambda digest: (folder / f"{digest.hex()}{BLOCK_FILE_ENDING}").exists())
         salt = secret_of("kv_folder", Path(config.kv_folder))
-    elif store is not None and store.num_host_blocks:
+    elif store.num_host_blocks:
         connector = HostTier(store.num_host_blocks)
     return Scheduler(
         SchedulerConfig(

@@ -47,8 +47,8 @@ class EngineHub:
         """
         self._engine, self._observer = engine, observer
         self._start_process = start_process
-        self._processes = {index: start_process(index) for index in range(num_processes)}  # those that run
-        self._num_started = num_processes
+        self._processes: dict[int, WatchedProcess[ToHub]] = {}  # those that run
+        self._num_started = 0
         self._in_flight: dict[str, None] = {}  # requests that have not ended
         self._for_engine: deque[AddRequest | AbortRequest] = deque()
         self._has_messages = threading.Event()
@@ -61,6 +61,8 @@ class EngineHub:
         self._notes: dict[int, Note] = {}  # the last one of each process, also of those that have ended
         self._state: EngineState | None = None  # as it was sent last
         self._state_sent_s = 0.0
+        for _ in range(num_processes):
+            self._add_process()
 
     def drain(self, *, at_once: bool = False) -> None:
         """Request all processes to end: after their requests, or at once. A signal handler may call this."""
@@ -174,7 +176,7 @@ class EngineHub:
             self._failure_times.append(time.monotonic())
             if self._sent_drain is None and not self._fails_often():
                 logger.error("%s; another one replaces it", cause)
-                self._add(self._num_started)
+                self._add_process()
             else:
                 self._failure = self._failure or as_error(cause, "the server ended")
                 self.drain(at_once=True)
@@ -183,13 +185,14 @@ class EngineHub:
     def _fails_often(self) -> bool:
         return len(self._failure_times) == MAX_FAILURES_PER_MINUTE and time.monotonic() - self._failure_times[0] < 60
 
-    def _add(self, index: int) -> None:
-        process = self._start_process(index)
+    def _add_process(self) -> None:
+        """Start a process, and tell it what the others know."""
+        process = self._start_process(self._num_started)
         for note in self._notes.values():
             process.channel.send(note)
         if self._state is not None:
             process.channel.send(self._state)
-        self._processes[index] = process
+        self._processes[self._num_started] = process
         self._num_started += 1
 
     def _report(self) -> None:

@@ -10,44 +10,6 @@ from moeserve.protocol import TransferOutcome
 from moeserve.scheduling.lockstep import Outcome
 
 
-class OutcomeQueue:
-    """Completes the futures of rounds, in order, in the thread that calls `complete`."""
-
-    def __init__(self) -> None:
-        self._pending: deque[Future[Outcome]] = deque()
-        self._ended: deque[Outcome | BaseException] = deque()  # of the oldest rounds, in order
-        self._wake_up = WakeUp()
-
-    @property
-    def fd(self) -> int:
-        """Readable when `complete` has something to do."""
-        return self._wake_up.fd
-
-    def expect(self) -> Future[Outcome]:
-        """Return the future of the next round."""
-        self._pending.append(Future())
-        return self._pending[-1]
-
-    def add(self, ended: Outcome | BaseException) -> None:
-        """Add the end of the oldest round without one. Any thread may call this."""
-        self._ended.append(ended)
-        self._wake_up.wake()
-
-    def wake(self) -> None:
-        """Make the file descriptor readable. Any thread may call this."""
-        self._wake_up.wake()
-
-    def complete(self) -> None:
-        """Complete the futures of rounds whose ends were added."""
-        self._wake_up.take()  # first: an end that is added from now on wakes again
-        while self._ended:
-            future, ended = self._pending.popleft(), self._ended.popleft()
-            if isinstance(ended, Outcome):
-                future.set_result(ended)
-            else:
-                future.set_exception(ended)
-
-
 class TransferAnswers:
     """Completes the future of a transfer when all ranks of the replica have ended it."""
 
@@ -74,3 +36,54 @@ class TransferAnswers:
                     seconds=max(each.seconds for each in answers),
                 )
             )
+
+
+class OutcomeQueue:
+    """Completes the futures of rounds, in order, in the thread that calls `complete`."""
+
+    def __init__(self, num_ranks: int = 1) -> None:
+        """
+        Args:
+            num_ranks: that answer each transfer.
+        """
+        self._pending: deque[Future[Outcome]] = deque()
+        self._ended: deque[Outcome | BaseException] = deque()  # of the oldest rounds, in order
+        self._transfers = TransferAnswers(num_ranks)
+        self._ended_transfers: deque[TransferOutcome] = deque()  # on one rank each
+        self._wake_up = WakeUp()
+
+    @property
+    def fd(self) -> int:
+        """Readable when `complete` has something to do."""
+        return self._wake_up.fd
+
+    def expect(self) -> Future[Outcome]:
+        """Return the future of the next round."""
+        self._pending.append(Future())
+        return self._pending[-1]
+
+    def add(self, ended: Outcome | BaseException) -> None:
+        """Add the end of the oldest round without one. Any thread may call this."""
+        self._ended.append(ended)
+        self._wake_up.wake()
+
+    def expect_transfer(self, number: int) -> Future[TransferOutcome]:
+        """Return the future of a transfer that is about to be sent to all ranks."""
+        return self._transfers.expect(number)
+
+    def add_transfer(self, ended: TransferOutcome) -> None:
+        """Add the end of a transfer on one rank. Any thread may call this."""
+        self._ended_transfers.append(ended)
+        self._wake_up.wake()
+
+    def complete(self) -> None:
+        """Complete the futures of rounds whose ends were added, and of transfers that all ranks have ended."""
+        self._wake_up.take()  # first: an end that is added from now on wakes again
+        while self._ended:
+            future, ended = self._pending.popleft(), self._ended.popleft()
+            if isinstance(ended, Outcome):
+                future.set_result(ended)
+            else:
+                future.set_exception(ended)
+        while self._ended_transfers:
+            self._transfers.add(self._ended_transfers.popleft())

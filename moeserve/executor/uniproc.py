@@ -11,7 +11,7 @@ from queue import Empty, SimpleQueue
 
 from moeserve.config.settings import EngineConfig
 from moeserve.distributed.groups import groups_of_one_rank
-from moeserve.executor.outcomes import OutcomeQueue, TransferAnswers
+from moeserve.executor.outcomes import OutcomeQueue
 from moeserve.protocol import BlockTransfer, TransferOutcome
 from moeserve.scheduling.lockstep import Outcome, Round
 from moeserve.worker.kv_store import TransferThread
@@ -27,8 +27,6 @@ class UniprocExecutor:
         self.name = "rank 0"
         self._work: SimpleQueue[Round | None] = SimpleQueue()  # None: the thread ends
         self._outcomes = OutcomeQueue()
-        self._ended_transfers: SimpleQueue[TransferOutcome] = SimpleQueue()
-        self._answers = TransferAnswers(1)
         loaded: Future[Worker] = Future()
         thread = threading.Thread(
             target=_run,
@@ -45,13 +43,8 @@ class UniprocExecutor:
             self.shutdown()
             raise
         self.num_blocks, self.store = self.worker.num_blocks, self.worker.store_facts
-        store, ended, outcomes = self.worker.store, self._ended_transfers, self._outcomes
-
-        def end_transfer(outcome: TransferOutcome) -> None:  # does not refer to the executor, which may be deleted
-            ended.put(outcome)
-            outcomes.wake()
-
-        self._transfers = None if store is None else TransferThread(store, end_transfer)
+        store = self.worker.store
+        self._transfers = None if store is None else TransferThread(store, self._outcomes.add_transfer)
 
     def submit(self, work: Round) -> Future[Outcome]:
         assert self.worker is not None, "submit after shutdown"
@@ -61,7 +54,7 @@ class UniprocExecutor:
 
     def transfer(self, work: BlockTransfer) -> Future[TransferOutcome]:
         assert self._transfers is not None
-        future = self._answers.expect(work.number)
+        future = self._outcomes.expect_transfer(work.number)
         self._transfers.submit(work)
         return future
 
@@ -70,8 +63,6 @@ class UniprocExecutor:
 
     def progress(self) -> None:
         self._outcomes.complete()
-        while not self._ended_transfers.empty():
-            self._answers.add(self._ended_transfers.get())
 
     def abandon(self) -> None:
         """Let a thread that hangs end by itself, if it ever does: nothing can end it, and `shutdown` must not wait."""

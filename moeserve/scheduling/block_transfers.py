@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moeserve.protocol import BlockTransfer, TransferOutcome
+from moeserve.protocol import BlockTransfer, StoreKey, TransferOutcome
 from moeserve.scheduling.block_pool import BlockPool
 from moeserve.scheduling.kv_connector import KVConnector
 from moeserve.scheduling.request import LiveRequest
@@ -57,10 +57,7 @@ class BlockTransfers:
         Args:
             block_ids: of the cache, allocated for these blocks.
         """
-        keys = self._connector.begin_load(digests)
-        self._begin(_Transfer(block_ids, digests, request), BlockTransfer(
-            number=self._num_begun, is_load=True, block_ids=block_ids, store_keys=keys
-        ))  # fmt: skip
+        self._begin(_Transfer(block_ids, digests, request), self._connector.begin_load(digests))
 
     def take_new(self) -> list[BlockTransfer]:
         """Return the transfers that begin now. One save at a time takes all blocks that were computed meanwhile."""
@@ -72,9 +69,7 @@ class BlockTransfers:
                 self._is_saving = True
                 block_ids = [kept[digest] for digest in keys]
                 self._pool.share(block_ids)
-                self._begin(_Transfer(block_ids, list(keys), None), BlockTransfer(
-                    number=self._num_begun, is_load=False, block_ids=block_ids, store_keys=list(keys.values())
-                ))  # fmt: skip
+                self._begin(_Transfer(block_ids, list(keys), None), list(keys.values()))
         new, self._new = self._new, []
         return new
 
@@ -98,7 +93,13 @@ class BlockTransfers:
             self._pool.register(block_id, digest)
         return transfer.request
 
-    def _begin(self, transfer: _Transfer, message: BlockTransfer) -> None:
+    def _begin(self, transfer: _Transfer, keys: list[StoreKey]) -> None:
+        message = BlockTransfer(
+            number=self._num_begun,
+            is_load=transfer.request is not None,
+            block_ids=transfer.block_ids,
+            store_keys=keys,
+        )
         self._in_flight[message.number] = transfer
         self._new.append(message)
         self._num_begun += 1

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import signal
 import socket
 import threading
 from collections.abc import Iterator, Mapping
@@ -29,7 +28,7 @@ from moeserve.machine import usable_cores
 from moeserve.processes.child import Parent
 from moeserve.processes.local import start_process
 from moeserve.processes.supervision import WatchedProcess, end_all
-from moeserve.server.http_server import DrainingServer, announce
+from moeserve.server.http_server import DrainingServer, announce, ends_handled_by
 from moeserve.server.settings import ServerSettings
 from moeserve.server.totals import Totals
 from moeserve.telemetry.observer import LoadObserver
@@ -108,9 +107,8 @@ def _watch(server: DrainingServer, engine: RemoteEngine, drains: SimpleQueue[boo
             at_once = drains.get(timeout=SECONDS_BETWEEN_TOTALS)
         except Empty:
             engine.send_note(msgspec.msgpack.encode(server.service.own_totals))
-            server.should_exit |= (
-                not server.service.llm.is_running
-            )  # its thread has failed: another process replaces this
+            # If its thread has failed, another process replaces this one.
+            server.should_exit |= not server.service.llm.is_running
         else:
             server.should_exit = True
             server.force_exit |= at_once
@@ -139,9 +137,5 @@ def _draining_on_signals(hub: EngineHub) -> Iterator[None]:
         num_signals += 1
         hub.drain(at_once=num_signals > 1)
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
+    with ends_handled_by(handle):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

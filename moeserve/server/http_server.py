@@ -69,7 +69,8 @@ class DrainingServer(uvicorn.Server):
 
     def answer(self, listener: socket.socket) -> None:
         """Serve until SIGTERM, Ctrl-C, or `should_exit`."""
-        with _ends_without_error():
+        # uvicorn raises the signals again that it has handled: ignored, so that the process exits with 0.
+        with ends_handled_by(lambda *_: None):
             self.run(sockets=[listener])
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -122,9 +123,9 @@ def announce(settings: ServerSettings, listener: socket.socket) -> None:
 
 
 @contextlib.contextmanager
-def _ends_without_error() -> Iterator[None]:
-    """Ignore the signals that uvicorn raises again after it has handled them, so that the process exits with 0."""
-    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)}
+def ends_handled_by(handle: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """Handle SIGTERM and Ctrl-C by a function, in the main thread."""
+    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:

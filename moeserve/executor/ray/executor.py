@@ -15,7 +15,7 @@ import ray
 from ray.exceptions import RayError
 
 from moeserve.errors import DistributedError
-from moeserve.executor.outcomes import OutcomeQueue, TransferAnswers
+from moeserve.executor.outcomes import OutcomeQueue
 from moeserve.executor.ray.actors import SECONDS_OF_SILENCE
 from moeserve.executor.ray.errors import first_line
 from moeserve.protocol import BlockTransfer, TransferOutcome
@@ -51,9 +51,7 @@ class RayExecutor:
         num_in_flight = config.max_concurrent_batches
         self._graph = _compiled(self._ranks, self._timeout_s, num_in_flight) if config.ray_compiled_graph else None
         self._sent: SimpleQueue[Any] = SimpleQueue()  # answers to rounds, to be waited for; None: the end
-        self._outcomes = OutcomeQueue()
-        self._transfers = TransferAnswers(len(ranks))
-        self._ended_transfers: SimpleQueue[TransferOutcome] = SimpleQueue()
+        self._outcomes = OutcomeQueue(len(ranks))
         threading.Thread(target=self._await_answers, name="await-answers", daemon=True).start()
 
     def submit(self, work: Round) -> Future[Outcome]:
@@ -70,7 +68,7 @@ class RayExecutor:
         return future
 
     def transfer(self, work: BlockTransfer) -> Future[TransferOutcome]:
-        future, data = self._transfers.expect(work.number), msgspec.msgpack.encode(work)
+        future, data = self._outcomes.expect_transfer(work.number), msgspec.msgpack.encode(work)
         for rank in self._ranks:
             rank.transfer.remote(data).future().add_done_callback(self._end_transfer)
         return future
@@ -80,14 +78,11 @@ class RayExecutor:
 
     def progress(self) -> None:
         self._outcomes.complete()
-        while not self._ended_transfers.empty():
-            self._transfers.add(self._ended_transfers.get())
 
     def _end_transfer(self, answer: Future[bytes]) -> None:
-        """Keep the answer of a rank. One that has failed is noticed by its rounds, and ends the replica."""
+        """Add the answer of a rank. One that has failed is noticed by its rounds, and ends the replica."""
         if answer.exception() is None:
-            self._ended_transfers.put(msgspec.msgpack.decode(answer.result(), type=TransferOutcome))
-            self._outcomes.wake()
+            self._outcomes.add_transfer(msgspec.msgpack.decode(answer.result(), type=TransferOutcome))
 
     def _await_answers(self) -> None:
         """Wait for the answers to rounds, in order, in a thread of its own."""
