@@ -7,6 +7,7 @@ import threading
 from concurrent.futures import Future
 
 from moeserve.executor.outcomes import OutcomeQueue
+from moeserve.protocol import TransferOutcome
 from moeserve.scheduling.lockstep import Intent, Outcome, agree, make_row
 
 NUM_ROUNDS = 20_000
@@ -40,3 +41,16 @@ def test_all_ends_arrive_in_order() -> None:
     assert futures[-1].exception() is error
     queue.complete()
     assert not poll.poll(0)  # else the engine would not sleep
+
+
+def test_a_transfer_ends_when_all_ranks_have_ended_it() -> None:
+    queue = OutcomeQueue(num_ranks=2)
+    first, second = queue.expect_transfer(0), queue.expect_transfer(1)
+    queue.add_transfer(TransferOutcome(number=1, num_copied=5, seconds=1.0))
+    queue.add_transfer(TransferOutcome(number=0, num_copied=5, seconds=1.0))
+    queue.complete()
+    assert not first.done()
+    queue.add_transfer(TransferOutcome(number=0, num_copied=3, seconds=0.5))
+    queue.complete()
+    assert first.result() == TransferOutcome(number=0, num_copied=3, seconds=1.0)  # what all have; the slowest
+    assert not second.done()

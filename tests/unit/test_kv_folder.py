@@ -1,0 +1,35 @@
+"""Files of KV cache blocks: what was changed is not loaded."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from moeserve.protocol import BlockTransfer
+from moeserve.worker.kv_folder import FolderStore
+
+
+def transfer(*digests: bytes, is_load: bool) -> BlockTransfer:
+    return BlockTransfer(number=0, is_load=is_load, block_ids=list(range(len(digests))), store_keys=list(digests))
+
+
+def test_a_changed_bit_anywhere_is_noticed(tmp_path: Path) -> None:
+    cache = torch.randn(3, 2, 4, 8)
+    store = FolderStore([SimpleNamespace(tensors=(cache, cache[..., 0].contiguous()))], tmp_path / "rank", 2**20)
+    saved, chance = cache.clone(), random.Random(0)
+    for _ in range(100):
+        cache.copy_(saved)
+        assert store.run(transfer(b"a", b"b", is_load=False)).num_copied == 2
+        path = tmp_path / "rank" / f"{b'b'.hex()}.safetensors"
+        data = bytearray(path.read_bytes())
+        place = chance.randrange(len(data) - cache[0].nbytes, len(data))  # in the tensors
+        data[place] ^= 1 << chance.randrange(8)
+        path.write_bytes(data)
+        cache.zero_()
+        assert store.run(transfer(b"a", b"b", is_load=True)).num_copied == 1
+        assert torch.equal(cache[0], saved[0])
+        assert not cache[1].any()
+        assert not path.exists()  # and will be saved again
