@@ -116,7 +116,7 @@ def test_a_folder_outlives_the_engine_and_is_shared(
     with engine(model, kv_folder=str(tmp_path)) as first, engine(model, kv_folder=str(tmp_path)) as second:
         expected, num_cached = run(first, [prompt])
         assert num_cached == 0
-        for _ in range(2):  # the first engine saves its blocks when it next has something to do
+        while len(list(tmp_path.glob("*/*.safetensors"))) < 7:  # an engine saves blocks while it has something to do
             first.generate([{"prompt_token_ids": [1]}], PARAMS)
         assert run(second, [prompt]) == (expected, 7 * BLOCK)
     with engine(model, kv_folder=str(tmp_path)) as third:
