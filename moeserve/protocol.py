@@ -22,6 +22,14 @@ class Sample(msgspec.Struct, frozen=True):
     seed: int
 
 
+class PeerBlocks(msgspec.Struct, frozen=True, kw_only=True):
+    """The first blocks of a prompt in the KV cache of another engine, which keeps them for a while."""
+
+    handle: str  # their name there, which nobody can guess
+    addresses: list[str]  # "host:port" of each rank of the replica that has them, in order
+    num_blocks: int
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence to generate. A prompt with `n` > 1 becomes n requests."""
 
@@ -32,6 +40,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: list[int] = []  # empty where params.ignore_eos
     cache_salt: str = ""  # requests share cached prefixes only if their salts are equal
     output_token_ids: list[int] = []  # generated elsewhere before: the request continues after them
+    kv_handle: str = ""  # if not empty, the prompt's blocks are kept under this name for another engine
+    kv_source: PeerBlocks | None = None  # where the prompt's blocks are, if another engine has computed them
 
     def resampled(self, sample: Sample) -> Request:
         """Return the request of a further output. It shares the prompt, and computes no prompt log-probabilities."""
@@ -175,6 +185,7 @@ class RequestUpdate(msgspec.Struct, frozen=True, kw_only=True):
     num_cached_tokens: int = 0  # prompt tokens whose keys and values came from the prefix cache
     error: str | None = None  # why it ended early; finish_reason is then "abort"
     replica: int = 0  # index of the one that runs the request
+    kv_blocks: PeerBlocks | None = None  # that are kept for another engine, with the end of the request
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag="add"):
