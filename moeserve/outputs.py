@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -42,3 +42,4 @@ class RequestOutput:
     finished: bool
     prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None  # by position; the dicts are made when read
     num_cached_tokens: int = 0
+    kv_transfer_params: dict[str, Any] | None = None  # for the engine that continues; see `SamplingParams`

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from numbers import Integral, Real
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -19,6 +19,7 @@ from moeserve.structured_outputs import OutputGrammar, StructuredOutputsParams, 
 T = TypeVar("T")
 Check = Callable[[str, Any], Any]  # takes a parameter's name and value; returns the normalised value
 MAX_INTEGER = 2**63 - 1
+KvAddress = Annotated[str, msgspec.Meta(pattern=r"^[^\s/@]+:[0-9]{1,5}\Z", max_length=255)]  # "host:port" of a rank
 
 
 class RequestOutputKind(Enum):
@@ -51,6 +52,16 @@ class RequestParams(msgspec.Struct, frozen=True, kw_only=True):
     def has_penalties(self) -> bool:
         """True if choosing a token needs the tokens before it."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+
+class KvTransferParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The exchange of the keys and values of a prompt, in vLLM's terms: one of the first two."""
+
+    do_remote_decode: bool = False  # compute them, and keep them for another engine
+    do_remote_prefill: bool = False  # load them from another engine, which keeps them
+    remote_handle: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_-]{0,128}\Z")] = ""
+    remote_addresses: Annotated[list[KvAddress], msgspec.Meta(max_length=LIMITS.max_kv_addresses)] = []
+    remote_num_blocks: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = 0
 
 
 def _number(low: float, high: float, *, above: bool = False) -> Check:
@@ -124,6 +135,25 @@ def _logit_bias(name: str, value: Any) -> dict[int, float]:
     return checked
 
 
+def _kv_transfer_params(name: str, value: Any) -> dict[str, Any] | None:
+    if value is None:
+        return None
+    try:
+        transfer = msgspec.convert(value, KvTransferParams)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"{name}={shown(value)}: {error}") from None
+    if transfer.do_remote_decode == transfer.do_remote_prefill:
+        raise RequestError(f"{name}={shown(value)} must have either do_remote_decode or do_remote_prefill as true")
+    blocks = (transfer.remote_handle, transfer.remote_addresses, transfer.remote_num_blocks)
+    if transfer.do_remote_decode and any(blocks):
+        raise RequestError(f"{name}={shown(value)}: do_remote_decode takes no blocks; leave the keys remote_* out")
+    if transfer.do_remote_prefill and not all(blocks):
+        raise RequestError(
+            f"{name}={shown(value)}: do_remote_prefill needs remote_handle, remote_addresses and remote_num_blocks"
+        )
+    return {key: each for key, each in msgspec.to_builtins(transfer).items() if each}
+
+
 def _as_list(name: str, values: Any, of_what: str, most: int) -> list[Any]:
     if values is None:
         return []
@@ -177,6 +207,10 @@ class SamplingParams:
     are excluded while below `min_tokens`, and tokens that `structured_outputs` does not allow; temperature; `min_p`;
     `top_k`; `top_p`. Log-probabilities are those of the model itself, before any of that.
 
+    One engine may compute a prompt and another one its output. With `kv_transfer_params={"do_remote_decode": True}`,
+    the first one computes the prompt and one token, and keeps the prompt's keys and values for a while. The
+    `kv_transfer_params` of its `RequestOutput`, given to the second one with the same prompt, name them.
+
     Raises:
         RequestError: an unknown parameter, or a value out of its range.
     """
@@ -228,6 +262,12 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | None = _parameter(
         None, checked, 'the texts that an output may be, as a dict such as {"choice": ["yes", "no"]}'
     )
+    kv_transfer_params: dict[str, Any] | None = _parameter(
+        None,
+        _kv_transfer_params,
+        'keep the keys and values of the prompt for another engine ({"do_remote_decode": true}), or load those that '
+        "another one keeps (the kv_transfer_params of its output)",
+    )
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in _CHECKS:
@@ -252,6 +292,19 @@ class SamplingParams:
             RequestError: values do not fit each other, or a list was changed in place to a wrong value.
         """
         return dataclasses.replace(self)
+
+    @property
+    def kv_transfer(self) -> KvTransferParams | None:
+        """The value of `kv_transfer_params`."""
+        if self.kv_transfer_params is None:
+            return None
+        return msgspec.convert(self.kv_transfer_params, KvTransferParams)
+
+    def for_prompt(self) -> SamplingParams:
+        """Return parameters with which the prompt is computed, and one token that nobody reads."""
+        return SamplingParams(
+            max_tokens=1, seed=self.seed, output_kind=self.output_kind, kv_transfer_params=self.kv_transfer_params
+        )
 
     def for_engine(self) -> RequestParams:
         """Return what the engine needs of these parameters."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import secrets
 import time
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from moeserve.api.logprobs import PromptLogprobs, logprob_of_token
 from moeserve.api.output_text import OutputText
@@ -15,8 +16,8 @@ from moeserve.api.prompts import EncodedPrompt, PromptEncoder, Prompts, pair_pro
 from moeserve.api.tokenizer import TextCodec
 from moeserve.errors import RequestError
 from moeserve.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
-from moeserve.protocol import Request, RequestUpdate, Sample
-from moeserve.sampling_params import RequestOutputKind, SamplingParams
+from moeserve.protocol import PeerBlocks, Request, RequestUpdate, Sample
+from moeserve.sampling_params import KvTransferParams, RequestOutputKind, SamplingParams
 from moeserve.telemetry.request_stats import RequestStats
 from moeserve.worker.grammars import Grammars
 
@@ -46,6 +47,7 @@ class Frontend:
         engine_seed: int,
         num_replicas: int = 1,
         grammars: Grammars | None = None,
+        kv_block_size: int | None = None,
     ) -> None:
         """
         Args:
@@ -56,6 +58,7 @@ class Frontend:
             engine_seed: seed for prompts without one; each gets a different seed derived from it.
             num_replicas: of the engine, for the statistics of each.
             grammars: for structured outputs; None: they are refused.
+            kv_block_size: tokens of the blocks that the engine exchanges with others; None: it exchanges none.
         """
         self._codec = codec
         self._encoder = PromptEncoder(
@@ -67,6 +70,7 @@ class Frontend:
         )
         self._eos_token_ids = list(eos_token_ids)
         self._engine_seed = engine_seed
+        self._kv_block_size = kv_block_size
         self._num_prompts = 0
         self._prompts: dict[str, _PromptInFlight] = {}
         self._unfinished_prompts: set[str] = set()
@@ -96,11 +100,33 @@ class Frontend:
         pairs = pair_prompts(prompts, sampling_params)
         encoded = []
         for index, (prompt, params) in enumerate(pairs):
+            if _is_for_other_engine(params):
+                params = params.for_prompt()
             self._encoder.check_params(params)
             name = "prompt" if len(pairs) == 1 else f"prompt {index}"
             encoded.append((self._encoder.encode(name, prompt), params))
-            self._encoder.check_prompt_logprobs(name, len(encoded[-1][0].token_ids), params)
+            num_tokens = len(encoded[-1][0].token_ids)
+            self._encoder.check_prompt_logprobs(name, num_tokens, params)
+            if params.kv_transfer is not None:
+                self._check_kv_transfer(name, num_tokens, params.kv_transfer)
         return encoded
+
+    def _check_kv_transfer(self, name: str, num_tokens: int, transfer: KvTransferParams) -> None:
+        """Raise RequestError for blocks that this engine does not exchange, or that a prompt does not have."""
+        if self._kv_block_size is None:
+            raise RequestError(
+                "kv_transfer_params are not supported, because this engine exchanges no keys and values with others; "
+                "set kv_transfer_address",
+                parameter="kv_transfer_params",
+                code="unsupported_parameter",
+            )
+        if transfer.remote_num_blocks > num_tokens // self._kv_block_size:
+            raise RequestError(
+                f"remote_num_blocks={transfer.remote_num_blocks}, but the {num_tokens} tokens of {name} fill only "
+                f"{num_tokens // self._kv_block_size} blocks of {self._kv_block_size}; both engines must get the same "
+                "prompt and have the same block_size",
+                parameter="kv_transfer_params",
+            )
 
     def check_conversation(self, text: str) -> None:
         """Raise RequestError for a rendered conversation that is too long for this model. Thread-safe."""
@@ -203,6 +229,8 @@ class Frontend:
             seed=first.seed,
             eos_token_ids=[] if params.ignore_eos else self._eos_token_ids,
             cache_salt=prompt.cache_salt,
+            kv_handle=secrets.token_hex(16) if _is_for_other_engine(params) else "",
+            kv_source=_source(params),
         )
         outputs = [
             _OutputInFlight(each.request_id, index, params, self._codec) for index, each in enumerate([first, *samples])
@@ -281,6 +309,7 @@ class _PromptInFlight:
         self._needs_logprobs = params.prompt_logprobs is not None
         self._logprobs: PromptLogprobs | None = None
         self._num_cached_tokens = 0
+        self._kv_transfer_params: dict[str, Any] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -293,6 +322,8 @@ class _PromptInFlight:
     def update(self, update: RequestUpdate, codec: TextCodec | None) -> None:
         """Apply the parts of the first output's update that describe the prompt."""
         self._num_cached_tokens = max(self._num_cached_tokens, update.num_cached_tokens)
+        if update.kv_blocks is not None:
+            self._kv_transfer_params = _kv_transfer_params(update.kv_blocks)
         if self._needs_logprobs and self._logprobs is None and update.token_ids:
             self._logprobs = PromptLogprobs(update.prompt_logprobs, codec)
 
@@ -319,7 +350,33 @@ class _PromptInFlight:
             finished=self.finished,
             prompt_logprobs=self._logprobs,
             num_cached_tokens=self._num_cached_tokens,
+            kv_transfer_params=self._kv_transfer_params,
         )
+
+
+def _is_for_other_engine(params: SamplingParams) -> bool:
+    return params.kv_transfer is not None and params.kv_transfer.do_remote_decode
+
+
+def _source(params: SamplingParams) -> PeerBlocks | None:
+    """Return the blocks that another engine keeps for a request."""
+    transfer = params.kv_transfer
+    # Log-probabilities of a prompt need its hidden states, so all of it is computed.
+    if transfer is None or not transfer.do_remote_prefill or params.prompt_logprobs is not None:
+        return None
+    return PeerBlocks(
+        handle=transfer.remote_handle, addresses=transfer.remote_addresses, num_blocks=transfer.remote_num_blocks
+    )
+
+
+def _kv_transfer_params(blocks: PeerBlocks) -> dict[str, Any]:
+    """Return the parameters with which another engine loads these blocks."""
+    return {
+        "do_remote_prefill": True,
+        "remote_handle": blocks.handle,
+        "remote_addresses": blocks.addresses,
+        "remote_num_blocks": blocks.num_blocks,
+    }
 
 
 def _request_seed(seed: int | None, engine_seed: int, prompt_number: int, index: int) -> int:

@@ -36,8 +36,8 @@ def add_arguments(command: Parser) -> None:
         metavar="TOKENS",
         help=f"most tokens to generate (default: {MAX_TOKENS})",
     )
-    # One text is printed, so there is one output. --seed is the engine's.
-    without = {"max_tokens", "n", "logprobs", "prompt_logprobs", "seed", "output_kind"}
+    # One text is printed, so there is one output, from one engine. --seed is the engine's.
+    without = {"max_tokens", "n", "logprobs", "prompt_logprobs", "seed", "output_kind", "kv_transfer_params"}
     add_flags(sampling, SamplingParams, without, shows_defaults=False)
     add_engine_flags(command)
 

@@ -345,6 +345,7 @@ class Limits:
     max_stop_string_length: int = 1024  # characters
     max_stop_token_ids: int = 1024
     max_logit_bias: int = 4096
+    max_kv_addresses: int = 64  # of the ranks of another engine
     max_grammar_length: int = 2**17  # characters of a schema, regular expression or grammar
     max_choices: int = 2048
     max_nesting: int = 128  # of arrays and objects in the JSON of a request

@@ -18,12 +18,13 @@ from moeserve import __version__
 from moeserve.errors import MoeserveError
 from moeserve.server import tokens
 from moeserve.server.anthropic import messages
+from moeserve.server.client import Client
 from moeserve.server.errors import TYPE_OF_STATUS, ApiError, api_error, error_answer
 from moeserve.server.keys import Keys
 from moeserve.server.metrics import Metrics
 from moeserve.server.middleware import Entrance
 from moeserve.server.openai import chat, completions, responses
-from moeserve.server.service import Client, Service
+from moeserve.server.service import Service
 from moeserve.server.settings import ServerSettings
 from moeserve.server.status import Status, StatusReader
 

@@ -15,10 +15,11 @@ from moeserve.outputs import CompletionOutput
 from moeserve.parsers.answers import AnswerParser
 from moeserve.parsers.deltas import ParsedDelta, ToolCallDelta
 from moeserve.sampling_params import SamplingParams
+from moeserve.server.client import Client
 from moeserve.server.errors import ApiError
 from moeserve.server.output_format import answer_grammar
 from moeserve.server.schema import Body, given_params
-from moeserve.server.service import Client, Service
+from moeserve.server.service import Service
 from moeserve.structured_outputs import StructuredOutputsParams
 
 NULL_CONTENT = re.compile(r"\bcontent['\"]?\]? is (not )?none")  # in a chat template

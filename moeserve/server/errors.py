@@ -57,6 +57,18 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
 
+class PromptKept(Exception):
+    """A request has ended with its prompt, which the engine keeps for another one: an answer in every API."""
+
+    def __init__(self, kv_transfer_params: dict[str, Any] | None) -> None:
+        """
+        Args:
+            kv_transfer_params: of the request to the other engine; None: the prompt is too short for a block.
+        """
+        super().__init__()
+        self.body = {"kv_transfer_params": kv_transfer_params}
+
+
 def shutting_down() -> ApiError:
     """Return the answer to requests that come, wait or still run when the server ends."""
     return ApiError(503, "the server is shutting down", headers={"Retry-After": str(SECONDS_UNTIL_RESTART)})

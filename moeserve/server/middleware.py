@@ -13,10 +13,10 @@ from urllib.parse import quote
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from moeserve.server.client import Client
 from moeserve.server.errors import ApiError, error_answer
 from moeserve.server.keys import Keys
 from moeserve.server.nesting import require_nesting
-from moeserve.server.service import Client
 
 access_log = logging.getLogger("moeserve.access")
 

@@ -12,7 +12,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from moeserve.server.errors import ApiError
+from moeserve.server.errors import ApiError, PromptKept
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +74,9 @@ class Reply(Response):
                         has_begun = True
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
+            return
+        except PromptKept as kept:  # nothing has been sent, and there is nothing to stream
+            await Response(encode_json(kept.body), media_type=JSON)(scope, receive, send)
             return
         except ApiError as error:
             failure = error

@@ -96,7 +96,13 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = False  # usage so far with every event, as in vLLM
 
 
-class SamplingFields(Body):
+class TransferFields(Body):
+    """The exchange of keys and values between engines, as in vLLM. `SamplingParams` checks it."""
+
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+class SamplingFields(TransferFields):
     """Sampling parameters, which are those of `SamplingParams`; null: the default of the checkpoint."""
 
     temperature: float | None = None

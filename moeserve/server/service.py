@@ -8,7 +8,6 @@ import hashlib
 import math
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,8 @@ from moeserve.outputs import RequestOutput
 from moeserve.parsers.families import find_parser
 from moeserve.sampling_params import RequestOutputKind, SamplingParams
 from moeserve.server.admission import Admission
-from moeserve.server.errors import ApiError, api_error, shutting_down
+from moeserve.server.client import Client
+from moeserve.server.errors import ApiError, PromptKept, api_error, shutting_down
 from moeserve.server.totals import Totals
 from moeserve.server.tracing import Tracing
 
@@ -28,16 +28,6 @@ AHEAD = 0.25
 MAX_PREPARED = 2  # prompts that are rendered and tokenized at a time
 # For requests that are ended to send their errors; after the second signal.
 SECONDS_TO_END, SECONDS_TO_END_AT_ONCE = 5.0, 1.0
-
-
-@dataclass(frozen=True)
-class Client:
-    """Who sent a request, and how."""
-
-    name: str  # of its key
-    request_id: str
-    path: str
-    headers: Mapping[str, str]
 
 
 class Service:
@@ -159,7 +149,15 @@ class Service:
 
         Raises:
             ApiError: the request cannot be served, or failed.
+            PromptKept: instead of any output, if the request ends with its prompt.
         """
+        if params.kv_transfer is not None and params.kv_transfer.do_remote_decode:
+            return _kept(self._traced(client, prompt, params.for_prompt(), cache_salt))
+        return self._traced(client, prompt, params, cache_salt)
+
+    def _traced(
+        self, client: Client, prompt: str | list[int], params: SamplingParams, cache_salt: str | None
+    ) -> AsyncGenerator[RequestOutput, None]:
         if self._tracing is None:
             return self._generate(client, prompt, params, cache_salt)
 
@@ -211,6 +209,17 @@ class Service:
             await asyncio.sleep(0.02)
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close)
+
+
+async def _kept(outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[RequestOutput, None]:
+    """Raise PromptKept at the end of the only output, which is one token."""
+    params = None
+    async with contextlib.aclosing(outputs):
+        async for output in outputs:
+            params = output.kv_transfer_params
+            if not output.finished:
+                yield output
+    raise PromptKept(params)
 
 
 def _model_type(folder: str) -> str:

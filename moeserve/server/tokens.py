@@ -10,12 +10,13 @@ from starlette.responses import Response
 
 from moeserve.api.tokenizer import TextCodec
 from moeserve.config.settings import LIMITS
+from moeserve.server.client import Client
 from moeserve.server.conversation import Conversation, FunctionTool
 from moeserve.server.errors import ApiError
 from moeserve.server.openai.chat import Message
 from moeserve.server.reply import JSON, encode_json
 from moeserve.server.schema import Body, Bounded, TokenId
-from moeserve.server.service import Client, Service
+from moeserve.server.service import Service
 
 
 class TokenizeRequest(Body):

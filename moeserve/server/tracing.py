@@ -21,7 +21,7 @@ from moeserve.server.errors import ApiError
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
-    from moeserve.server.service import Client
+    from moeserve.server.client import Client
 
 
 def open_tracing(endpoint: str | None) -> Tracing | None:

@@ -10,9 +10,9 @@ import pytest
 from running_server import MODEL, RunningServer
 
 from moeserve.server.anthropic import messages
+from moeserve.server.client import Client
 from moeserve.server.openai import chat, completions, responses
 from moeserve.server.reply import Reply
-from moeserve.server.service import Client
 
 QUESTION = [{"role": "user", "content": "Hi"}]
 

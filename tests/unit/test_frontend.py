@@ -19,7 +19,7 @@ from moeserve.api.tokenizer import TextCodec
 from moeserve.errors import RequestError
 from moeserve.models.tokenizer_files import LoadedTokenizer
 from moeserve.outputs import Logprob, RequestOutput
-from moeserve.protocol import AddRequest, Request, RequestUpdate, TokenLogprobs
+from moeserve.protocol import AddRequest, PeerBlocks, Request, RequestUpdate, TokenLogprobs
 from moeserve.sampling_params import SamplingParams
 
 EOS = 256
@@ -368,3 +368,49 @@ def test_outputs_do_not_depend_on_how_tokens_are_divided_into_updates(
     assert results[0].finished
     cut = min((text.index(part) for part in stop if part in text), default=len(text))
     assert results[0].outputs[0].text.startswith(text[:cut])
+
+
+BLOCKS = {"do_remote_prefill": True, "remote_handle": "ab12", "remote_addresses": ["[::1]:5", "h:6"]}
+KEPT = PeerBlocks(handle="ab12", addresses=["[::1]:5", "h:6"], num_blocks=2)
+
+
+def exchanging_frontend(**settings: Any) -> Frontend:
+    return Frontend(CODEC, vocab_size=300, max_model_len=100, eos_token_ids=[7], engine_seed=0, **settings)
+
+
+def test_a_prompt_for_another_engine_ends_after_one_token_and_names_its_blocks() -> None:
+    frontend = exchanging_frontend(kv_block_size=4)
+    params = SamplingParams(
+        n=3, max_tokens=50, min_tokens=9, stop="x", logprobs=2, kv_transfer_params={"do_remote_decode": True}
+    )
+    first, second = (requests_of(frontend, [1] * 9, params)[0] for _ in range(2))
+    assert (first.params.max_tokens, first.params.min_tokens, first.params.logprobs) == (1, 0, None)
+    assert first.kv_source is None
+    assert len({first.kv_handle, second.kv_handle, ""}) == 3
+    assert frontend.num_requests == 2  # `n` is that of the other engine
+    send(frontend, first.request_id, "x", finish_reason="length", kv_blocks=KEPT)
+    assert frontend.output("0").kv_transfer_params == {**BLOCKS, "remote_num_blocks": 2}
+    assert frontend.output("1").kv_transfer_params is None
+
+
+def test_the_output_of_one_engine_names_the_blocks_that_another_loads() -> None:
+    frontend = exchanging_frontend(kv_block_size=4)
+    params = SamplingParams(n=2, max_tokens=50, kv_transfer_params={**BLOCKS, "remote_num_blocks": 2})
+    [submission] = frontend.register(frontend.encode([1] * 9, params))
+    assert submission.request.kv_source == KEPT
+    assert submission.request.kv_handle == ""
+    assert (len(submission.samples), submission.request.params.max_tokens) == (1, 50)
+    params.prompt_logprobs = 1  # which need the whole prompt
+    assert requests_of(frontend, [1] * 9, params)[0].kv_source is None
+
+
+@pytest.mark.parametrize("block_size", [None, 5])
+def test_blocks_that_cannot_be_of_the_prompt_are_refused(block_size: int | None) -> None:
+    frontend = exchanging_frontend(kv_block_size=block_size)
+    params = SamplingParams(kv_transfer_params={**BLOCKS, "remote_num_blocks": 2})
+    with pytest.raises(
+        RequestError, match="kv_transfer_address" if block_size is None else "remote_num_blocks=2"
+    ) as error:
+        frontend.encode([1] * 9, params)
+    assert error.value.parameter == "kv_transfer_params"
+    assert not frontend.unfinished_prompts

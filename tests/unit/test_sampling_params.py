@@ -68,7 +68,16 @@ VALUES: dict[str, tuple[list[Any], list[Any]]] = {
     "stop": ([5, True, b"end", {"end": 1}], [["a", "b"]]),
     "stop_token_ids": ([5, "ab", b"ab", {1: 2}], [[0, 2**63 - 1]]),
     "logit_bias": ([5, [1], "1"], [{1: 100.0, 2: -100}]),
+    "kv_transfer_params": ([5, "do_remote_decode", {}, {"do_remote_decode": 1}], [None, {"do_remote_decode": True}]),
     "structured_outputs": ([5, True, "yes|no", ["yes", "no"]], [None, StructuredOutputsParams(choice=["yes", "no"])]),
+}
+
+
+PEER_BLOCKS = {
+    "do_remote_prefill": True,
+    "remote_handle": "ab12",
+    "remote_addresses": ["10.0.0.1:9000", "[::1]:9001"],
+    "remote_num_blocks": 3,
 }
 
 
@@ -149,6 +158,30 @@ def test_values_inside_lists_and_pairs_are_refused(params: dict[str, Any], messa
         SamplingParams(**params)
     assert str(refusal.value).startswith(message), refusal.value
     assert len(str(refusal.value)) < 200
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"do_remote_decode": False}, "either do_remote_decode or do_remote_prefill"),
+        (PEER_BLOCKS | {"do_remote_decode": True}, "either do_remote_decode or"),
+        ({"do_remote_decode": True, "remote_handle": "a"}, "do_remote_decode takes no blocks"),
+        ({"do_remote_prefill": True, "remote_handle": "a"}, "remote_num_blocks"),
+        (PEER_BLOCKS | {"remote_engine_id": "x"}, "unknown field `remote_engine_id`"),
+        (PEER_BLOCKS | {"remote_handle": "a b"}, "remote_handle"),
+        (PEER_BLOCKS | {"remote_handle": "a\n"}, "remote_handle"),
+        (PEER_BLOCKS | {"remote_addresses": ["host"]}, "$.remote_addresses[0]"),
+        (PEER_BLOCKS | {"remote_addresses": ["h" * 255 + ":1"]}, "$.remote_addresses[0]"),
+        (PEER_BLOCKS | {"remote_addresses": ["h:1"] * 65}, "remote_addresses"),
+        (PEER_BLOCKS | {"remote_num_blocks": -1}, "remote_num_blocks"),
+        (PEER_BLOCKS | {"remote_num_blocks": True}, "remote_num_blocks"),
+    ],
+)
+def test_wrong_kv_transfer_params_are_refused(value: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=r"^kv_transfer_params=") as refusal:
+        SamplingParams(kv_transfer_params=value)
+    assert message in str(refusal.value)
+    assert refusal.value.parameter == "kv_transfer_params"
 
 
 def test_an_unknown_name_is_an_error_with_the_nearest_name() -> None:

@@ -12,12 +12,13 @@ from pydantic import BaseModel, Field
 from moeserve.config.settings import LIMITS
 from moeserve.sampling_params import SamplingParams
 from moeserve.server.blocks import Block, BlockEvent, Turn, block_events
+from moeserve.server.client import Client
 from moeserve.server.conversation import Conversation, Function, FunctionName, FunctionTool, NamedTool, turn_deltas
 from moeserve.server.errors import anthropic_body
 from moeserve.server.output_format import outputs_of_schema
 from moeserve.server.reply import EVENTS, JSON, Reply, encode_json, event
-from moeserve.server.schema import Body, Bounded, given_params
-from moeserve.server.service import Client, Service
+from moeserve.server.schema import Body, Bounded, TransferFields, given_params
+from moeserve.server.service import Service
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -154,7 +155,7 @@ class CountRequest(Body):
                 return "required" if choice.type == "any" else choice.type
 
 
-class MessagesRequest(CountRequest):
+class MessagesRequest(CountRequest, TransferFields):
     max_tokens: Annotated[int, Field(ge=1)]
     stop_sequences: Annotated[list[str], Bounded(LIMITS.max_stop_strings)] | None = None
     stream: bool = False
@@ -200,7 +201,8 @@ def answer(service: Service, client: Client, body: MessagesRequest) -> Reply:
         ApiError: the conversation or a parameter cannot be served.
     """
     model = service.require_model(body.model)
-    sampling = {name: getattr(body, name) for name in ("temperature", "top_p", "top_k", "max_tokens")}
+    names = ("temperature", "top_p", "top_k", "max_tokens", "kv_transfer_params")
+    sampling = {name: getattr(body, name) for name in names}
     given = {name: value for name, value in sampling.items() if value is not None} | {"stop": body.stop_sequences}
     params = given_params(service.llm.get_default_sampling_params(), given)
     turn = _Answer(service, client, body.conversation(), params, model)

@@ -12,12 +12,13 @@ from pydantic import BaseModel, ConfigDict, Field
 from moeserve.config.settings import LIMITS
 from moeserve.outputs import CompletionOutput, Logprob
 from moeserve.sampling_params import SamplingParams
+from moeserve.server.client import Client
 from moeserve.server.conversation import Conversation, FunctionTool, NamedTool, TurnDelta, turn_deltas
 from moeserve.server.errors import ApiError
 from moeserve.server.output_format import requested_outputs
 from moeserve.server.reply import EVENTS, JSON, Reply, encode_json, event
 from moeserve.server.schema import Body, Bounded, SamplingFields, StreamOptions, Usage, usage
-from moeserve.server.service import Client, Service
+from moeserve.server.service import Service
 
 
 class TextPart(Body):

@@ -12,11 +12,12 @@ from pydantic import BaseModel, Field
 from moeserve.config.settings import LIMITS
 from moeserve.outputs import CompletionOutput, Logprob, RequestOutput
 from moeserve.sampling_params import SamplingParams
+from moeserve.server.client import Client
 from moeserve.server.errors import ApiError
 from moeserve.server.output_format import requested_outputs
 from moeserve.server.reply import EVENTS, JSON, Reply, encode_json, event, merged
 from moeserve.server.schema import Bounded, SamplingFields, StreamOptions, TokenId, Usage, usage
-from moeserve.server.service import Client, Service
+from moeserve.server.service import Service
 
 TokenIds = Annotated[list[TokenId], Bounded(LIMITS.max_token_ids, min_length=1)]
 SEVERAL = Bounded(LIMITS.max_prompts, min_length=1)
@@ -85,6 +86,8 @@ def complete(service: Service, client: Client, body: CompletionRequest) -> Reply
             f"{LIMITS.max_prompts} prompts and {LIMITS.max_outputs} outputs",
             param="prompt",
         )
+    if params.kv_transfer is not None and len(prompts) > 1:
+        raise ApiError(400, "kv_transfer_params are those of one prompt", param="kv_transfer_params")
     answer = _Answer(service, client, body, params, model)
     if body.stream:
         return Reply(answer.events(prompts), EVENTS)

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 from moeserve.config.settings import LIMITS
 from moeserve.sampling_params import SamplingParams
 from moeserve.server.blocks import Block, BlockEvent, Turn, block_events
+from moeserve.server.client import Client
 from moeserve.server.conversation import Conversation, Function, FunctionName, FunctionTool, NamedTool, turn_deltas
 from moeserve.server.errors import ApiError
 from moeserve.server.output_format import outputs_of_schema, requested_outputs
@@ -23,9 +24,10 @@ from moeserve.server.schema import (
     JsonSchema,
     Metadata,
     TextFormat,
+    TransferFields,
     given_params,
 )
-from moeserve.server.service import Client, Service
+from moeserve.server.service import Service
 
 # What an answer has anyway: its reasoning is plain text, and may be sent back in the next request.
 INCLUDED = ("reasoning.encrypted_content",)
@@ -117,7 +119,7 @@ class Reasoning(Body):
     summary: Literal["auto", "concise", "detailed"] | None = None
 
 
-class ResponsesRequest(Body):
+class ResponsesRequest(TransferFields):
     model: str | None = None
     input: (
         str
@@ -193,7 +195,7 @@ def answer(service: Service, client: Client, body: ResponsesRequest) -> Reply:
     for name in body.include or ():
         if name not in INCLUDED:
             raise ApiError(400, f"include={name[:100]!r} is not supported here", param="include")
-    sampling = {"temperature": body.temperature, "top_p": body.top_p}
+    sampling = {name: getattr(body, name) for name in ("temperature", "top_p", "kv_transfer_params")}
     given = {name: value for name, value in sampling.items() if value is not None}
     params = given_params(service.llm.get_default_sampling_params(), given | {"max_tokens": body.max_output_tokens})
     turn = _Answer(service, client, body, params, model)
