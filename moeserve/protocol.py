@@ -158,6 +158,29 @@ class BlockTransfer(msgspec.Struct, frozen=True, kw_only=True, tag="transfer"):
     store_keys: list[StoreKey]  # of the same blocks in the store
 
 
+class KeepBlocks(msgspec.Struct, frozen=True, kw_only=True, tag="keep"):
+    """Keep KV cache blocks until another engine has read them, or for as long as `kv_transfer_timeout`.
+
+    Sent to every rank of a replica.
+    """
+
+    number: int  # of the transfer, as in `BlockTransfer`
+    handle: str  # the name under which they can be read
+    block_ids: list[int]
+
+
+class ReceiveBlocks(msgspec.Struct, frozen=True, kw_only=True, tag="receive"):
+    """Read blocks from another engine into the KV cache, and let it forget them. Sent to every rank of a replica."""
+
+    number: int  # of the transfer, as in `BlockTransfer`
+    source: PeerBlocks
+    first: int  # of the source's blocks that is read
+    block_ids: list[int]  # of the cache, to be written; empty: nothing is read
+
+
+Transfer: TypeAlias = BlockTransfer | KeepBlocks | ReceiveBlocks
+
+
 class TransferOutcome(msgspec.Struct, frozen=True, kw_only=True, tag="transferred"):
     """The end of a transfer: on one rank, or on all ranks of a replica."""
 

@@ -129,6 +129,9 @@ def resolve(
         kv_file=cache.kv_file,
         kv_folder=cache.kv_folder,
         kv_folder_size=parse_bytes("kv_folder_size", cache.kv_folder_size),
+        kv_transfer_address=cache.kv_transfer_address,
+        kv_transfer_key_file=cache.kv_transfer_key_file,
+        kv_transfer_timeout=cache.kv_transfer_timeout,
         max_num_seqs=scheduler.max_num_seqs or (64 if device == "cpu" else 256),
         max_num_batched_tokens=scheduler.max_num_batched_tokens or (2048 if device == "cpu" else 8192),
         max_prefill_tokens=scheduler.max_prefill_tokens,
@@ -405,5 +408,19 @@ def _check_kv_store(cache: CacheSettings) -> None:
         )
     if cache.kv_file is not None and cache.kv_host_memory == 0:
         raise SettingsError(f"kv_file={cache.kv_file!r} needs the size of the file: kv_host_memory")
-    if not cache.enable_prefix_caching and (cache.kv_folder is not None or cache.kv_host_memory != 0):
-        raise SettingsError("kv_host_memory and kv_folder keep blocks of the prefix cache: enable_prefix_caching=True")
+    uses_prefixes = (cache.kv_folder, cache.kv_transfer_address) != (None, None) or cache.kv_host_memory != 0
+    if not cache.enable_prefix_caching and uses_prefixes:
+        raise SettingsError(
+            "kv_host_memory, kv_folder and kv_transfer_address need the prefix cache: enable_prefix_caching=True"
+        )
+    if cache.kv_transfer_address is not None:
+        _, colon, port = cache.kv_transfer_address.partition(":")
+        if colon and not (port.isdecimal() and 0 < int(port) < 2**16):
+            raise SettingsError(
+                f"kv_transfer_address={shown(cache.kv_transfer_address)}: {port!r} is not a port; an example is "
+                "10.0.0.1:7000"
+            )
+    elif cache.kv_transfer_key_file is not None:
+        raise SettingsError(
+            f"kv_transfer_key_file={shown(cache.kv_transfer_key_file)} is for engines with a kv_transfer_address"
+        )

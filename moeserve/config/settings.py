@@ -91,6 +91,16 @@ class CacheSettings:
     kv_folder_size: int | str = setting(
         "16GiB", "most bytes that the blocks of each rank take in kv_folder, as bytes or like 16GiB"
     )
+    kv_transfer_address: str | None = setting(
+        None,
+        "let other engines read KV cache blocks of prompts that they ask for, and read theirs: address, interface or "
+        "subnet on which the ranks listen, like 127.0.0.1 or eth1, or with the port of the first rank, like "
+        "10.0.0.1:7000",
+    )
+    kv_transfer_key_file: str | None = setting(
+        None, "file with a key that these engines share, needed if they run on several machines"
+    )
+    kv_transfer_timeout: PositiveInt = setting(60, "seconds for which blocks are kept until another engine reads them")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,6 +282,9 @@ class EngineConfig:
     kv_file: str | None  # folder of the store's file; None: it is in memory
     kv_folder: str | None  # of shared blocks; None: none
     kv_folder_size: int  # bytes, for each rank
+    kv_transfer_address: str | None  # on which ranks give blocks to other engines; None: they do not
+    kv_transfer_key_file: str | None
+    kv_transfer_timeout: int  # seconds
     max_num_seqs: int
     max_num_batched_tokens: int
     max_prefill_tokens: int

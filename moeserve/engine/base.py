@@ -19,7 +19,7 @@ from moeserve.protocol import ReplicaStats, Request, RequestUpdate, Sample
 from moeserve.scheduling.kv_connector import FolderTier, HostTier, KVConnector
 from moeserve.scheduling.scheduler import Scheduler, SchedulerConfig
 from moeserve.telemetry.expert_load import LoadWindow
-from moeserve.worker.protocol import BLOCK_FILE_ENDING, StoreFacts
+from moeserve.worker.protocol import BLOCK_FILE_ENDING, Loaded, sampling_rank
 
 logger = logging.getLogger(__name__)
 
@@ -145,20 +145,20 @@ def stats_at_start(num_blocks: int) -> ReplicaStats:
     return ReplicaStats(num_free_blocks=num_blocks, num_waiting=0, num_running=0, num_rounds=0)
 
 
-def new_scheduler(config: EngineConfig, num_blocks: int, store: StoreFacts | None = None) -> Scheduler:
+def new_scheduler(config: EngineConfig, loaded: Sequence[Loaded]) -> Scheduler:
     """Return a scheduler without requests.
 
     The prefix cache has a random salt of its own, or that of the folder where its blocks are kept.
 
     Args:
-        store: behind the KV cache of the ranks; None: there is none.
+        loaded: by each rank of the replica, in order.
 
     Raises:
         SettingsError: the folder cannot be used.
     """
     connector: KVConnector | None = None
     salt = secrets.token_bytes(SALT_BYTES)
-    store = store or StoreFacts()
+    store = loaded[sampling_rank(config)].store  # the ranks' folders have the same blocks, each its own part of them
     if store.folder is not None:
         assert config.kv_folder is not None, "a rank has opened a folder"
         folder = Path(store.folder)
@@ -168,7 +168,7 @@ def new_scheduler(config: EngineConfig, num_blocks: int, store: StoreFacts | Non
         connector = HostTier(store.num_host_blocks)
     return Scheduler(
         SchedulerConfig(
-            num_blocks=num_blocks,
+            num_blocks=loaded[0].num_blocks,
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -180,6 +180,7 @@ def new_scheduler(config: EngineConfig, num_blocks: int, store: StoreFacts | Non
         ),
         salt,
         connector,
+        [rank.address for rank in loaded if rank.address],
     )
 
 

@@ -31,10 +31,11 @@ class EngineCore:
 
     def __init__(self, config: EngineConfig, *, show_progress: bool) -> None:
         self.executor = UniprocExecutor(config, show_progress=show_progress)
-        self.config = fit_to_cache(config, self.executor.num_blocks)
+        self.num_blocks = self.executor.loaded[0].num_blocks
+        self.config = fit_to_cache(config, self.num_blocks)
         log_lowered_length(config, self.config)
         self._replica = Replica(
-            new_scheduler(self.config, self.executor.num_blocks, self.executor.store),
+            new_scheduler(self.config, self.executor.loaded),
             max_rounds=self.config.max_concurrent_batches,
             load_window=self.config.expert_load_window,
         )
@@ -45,7 +46,6 @@ class EngineCore:
         self._undelivered: list[RequestUpdate] = []  # not returned by `step` yet
         self._loads: list[LoadWindow] = []  # not returned by `take_loads` yet
         self._awaits_load = False
-        self.num_blocks = self.executor.num_blocks
         self.replica_stats = [stats_at_start(self.num_blocks)]
         self.refusal = ""  # why no requests are accepted
         self._driver = Driver(self._replica, self.executor, self._receive, self.config.step_timeout)

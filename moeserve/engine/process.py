@@ -41,15 +41,16 @@ def serve(channel: Channel[ReplicaMessage], start: RankStart, executor: Executor
     Raises:
         EngineError: a rank, another replica or the user's process has failed.
     """
-    config = fit_to_cache(start.config, executor.num_blocks)
+    num_blocks = executor.loaded[0].num_blocks
+    config = fit_to_cache(start.config, num_blocks)
     replica = Replica(
-        new_scheduler(config, executor.num_blocks, executor.store),
+        new_scheduler(config, executor.loaded),
         index=start.dp_index,
         num_replicas=config.data_parallel_size,
         max_rounds=config.max_concurrent_batches,
         load_window=config.expert_load_window,
     )
-    channel.send(Ready(executor.num_blocks))
+    channel.send(Ready(num_blocks))
     drive(replica, User(channel, config.max_concurrent_batches), executor, config.step_timeout)
 
 

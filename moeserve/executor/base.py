@@ -6,17 +6,16 @@ import select
 from concurrent.futures import Future
 from typing import Protocol
 
-from moeserve.protocol import BlockTransfer, TransferOutcome
+from moeserve.protocol import Transfer, TransferOutcome
 from moeserve.scheduling.lockstep import Outcome, Round
-from moeserve.worker.protocol import StoreFacts
+from moeserve.worker.protocol import Loaded
 
 
 class Executor(Protocol):
     """Runs the ranks of one replica. Its constructor returns when they have loaded the model and sized the KV cache."""
 
     name: str  # of its ranks, for error messages
-    num_blocks: int  # KV cache blocks of each rank
-    store: StoreFacts  # of the rank that samples
+    loaded: list[Loaded]  # by each rank of the replica, in order
 
     def submit(self, work: Round) -> Future[Outcome]:
         """Send a round to all ranks, and return at once. They run rounds in order.
@@ -27,8 +26,8 @@ class Executor(Protocol):
         """
         ...
 
-    def transfer(self, work: BlockTransfer) -> Future[TransferOutcome]:
-        """Send a transfer to all ranks, and return at once. They run transfers in order, beside rounds.
+    def transfer(self, work: Transfer) -> Future[TransferOutcome]:
+        """Send a transfer to all ranks, and return at once. They run transfers beside rounds.
 
         The future is completed by `progress` when all ranks have ended it: with the blocks that all have copied, and
         the time of the slowest.

@@ -18,7 +18,7 @@ from moeserve.machine import usable_cores
 from moeserve.processes.channel import frame
 from moeserve.processes.local import start_process
 from moeserve.processes.supervision import SECONDS_TO_EXIT, WatchedProcess, end_all, register, wait_for_messages
-from moeserve.protocol import BlockTransfer, TransferOutcome
+from moeserve.protocol import Transfer, TransferOutcome
 from moeserve.scheduling.lockstep import Outcome, Round, gathered
 from moeserve.worker.protocol import FromRank, Leave, Loaded, RankStart, rank_name, sampling_rank
 
@@ -69,8 +69,7 @@ class MultiprocExecutor:
                 for message in rank.receive():
                     assert isinstance(message, Loaded), message
                     loaded[rank.name] = message
-        (self.num_blocks,) = {each.num_blocks for each in loaded.values()}
-        self.store = loaded[self._ranks[0].name].store
+        self.loaded = [loaded[rank.name] for rank in ranks]
 
     def submit(self, work: Round) -> Future[Outcome]:
         data = frame(work)
@@ -79,7 +78,7 @@ class MultiprocExecutor:
         self._pending.append(Future())
         return self._pending[-1]
 
-    def transfer(self, work: BlockTransfer) -> Future[TransferOutcome]:
+    def transfer(self, work: Transfer) -> Future[TransferOutcome]:
         data = frame(work)
         for rank in self._ranks:
             rank.channel.send_frame(data)

@@ -12,9 +12,8 @@ from queue import Empty, SimpleQueue
 from moeserve.config.settings import EngineConfig
 from moeserve.distributed.groups import groups_of_one_rank
 from moeserve.executor.outcomes import OutcomeQueue
-from moeserve.protocol import BlockTransfer, TransferOutcome
+from moeserve.protocol import Transfer, TransferOutcome
 from moeserve.scheduling.lockstep import Outcome, Round
-from moeserve.worker.kv_store import TransferThread
 from moeserve.worker.worker import Worker
 
 IDLE_SECONDS = 0.05  # without a round, after which the rank captures steps: longer than between two steps of a request
@@ -42,9 +41,8 @@ class UniprocExecutor:
         except BaseException:
             self.shutdown()
             raise
-        self.num_blocks, self.store = self.worker.num_blocks, self.worker.store_facts
-        store = self.worker.store
-        self._transfers = None if store is None else TransferThread(store, self._outcomes.add_transfer)
+        self.loaded = [self.worker.facts]
+        self._transfers = self.worker.start_transfers(self._outcomes.add_transfer)
 
     def submit(self, work: Round) -> Future[Outcome]:
         assert self.worker is not None, "submit after shutdown"
@@ -52,8 +50,7 @@ class UniprocExecutor:
         self._work.put(work)
         return future
 
-    def transfer(self, work: BlockTransfer) -> Future[TransferOutcome]:
-        assert self._transfers is not None
+    def transfer(self, work: Transfer) -> Future[TransferOutcome]:
         future = self._outcomes.expect_transfer(work.number)
         self._transfers.submit(work)
         return future
@@ -110,6 +107,7 @@ def _run(
         if rounds.empty():
             hand_over()
     hand_over()
+    worker.close()
 
 
 def _next_round(rounds: SimpleQueue[Round | None], worker: Worker) -> Round | None:

@@ -4,31 +4,51 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from moeserve.protocol import BlockTransfer, StoreKey, TransferOutcome
+import msgspec
+
+from moeserve.protocol import (
+    BlockTransfer,
+    KeepBlocks,
+    PeerBlocks,
+    ReceiveBlocks,
+    RequestUpdate,
+    Transfer,
+    TransferOutcome,
+)
 from moeserve.scheduling.block_pool import BlockPool
 from moeserve.scheduling.kv_connector import KVConnector
 from moeserve.scheduling.request import LiveRequest
 
 
 @dataclass(frozen=True)
-class _Transfer:
+class _InFlight:
+    kind: Literal["save", "load", "keep", "receive"]
     block_ids: list[int]
-    digests: list[bytes]
-    request: LiveRequest | None  # that waits for a load; None: a save
+    digests: list[bytes]  # of blocks that are saved, loaded or received
+    request: LiveRequest | None = None  # that waits for the end
+    handle: str = ""  # of blocks that are kept or received
 
 
 class BlockTransfers:
-    """Saves blocks that were computed, and loads blocks for requests that wait.
+    """Copies of blocks beside the steps, to and from the store behind the cache, and between engines.
+
+    Blocks that were computed are saved, and those that a waiting request begins with are loaded. Another engine may
+    compute a prompt: it keeps the prompt's blocks until this one has received them.
 
     A block of a transfer in flight has a holder, so it is not given to others.
     """
 
-    def __init__(self, connector: KVConnector, pool: BlockPool) -> None:
-        self._connector, self._pool = connector, pool
+    def __init__(self, connector: KVConnector, pool: BlockPool, addresses: Sequence[str] = ()) -> None:
+        """
+        Args:
+            addresses: where other engines can read blocks of each rank of this replica; none: they cannot.
+        """
+        self._connector, self._pool, self._addresses = connector, pool, list(addresses)
         self._computed: dict[bytes, int] = {}  # blocks to be saved, unless they are evicted before
-        self._new: list[BlockTransfer] = []
-        self._in_flight: dict[int, _Transfer] = {}
+        self._new: list[Transfer] = []
+        self._in_flight: dict[int, _InFlight] = {}
         self._is_saving = False
         self._num_begun = 0
         self.num_loaded_blocks = self.num_saved_blocks = self.num_failed_blocks = 0
@@ -39,8 +59,8 @@ class BlockTransfers:
 
     @property
     def hold_blocks_alone(self) -> bool:
-        """True if blocks become free when transfers in flight have ended."""
-        transfers = self._in_flight.values()
+        """True if blocks become free soon, when transfers in flight have ended."""
+        transfers = [each for each in self._in_flight.values() if each.kind != "keep"]
         return any(self._pool.num_holders(block) == 1 for transfer in transfers for block in transfer.block_ids)
 
     def note_computed(self, digest: bytes, block_id: int) -> None:
@@ -57,9 +77,41 @@ class BlockTransfers:
         Args:
             block_ids: of the cache, allocated for these blocks.
         """
-        self._begin(_Transfer(block_ids, digests, request), self._connector.begin_load(digests))
+        transfer = BlockTransfer(
+            number=self._num_begun, is_load=True, block_ids=block_ids, store_keys=self._connector.begin_load(digests)
+        )
+        self._begin(transfer, _InFlight("load", block_ids, digests, request))
 
-    def take_new(self) -> list[BlockTransfer]:
+    def keep(self, request: LiveRequest, update: RequestUpdate, num_blocks: int) -> RequestUpdate:
+        """Keep the first blocks of a request that ends, for another engine. Return its update, which says so."""
+        handle, block_ids = request.request.kv_handle, request.block_ids[:num_blocks]
+        if not block_ids or not self._addresses:
+            return update
+        self._pool.share(block_ids)
+        keep = KeepBlocks(number=self._num_begun, handle=handle, block_ids=block_ids)
+        self._begin(keep, _InFlight("keep", block_ids, [], handle=handle))
+        source = PeerBlocks(handle=handle, addresses=self._addresses, num_blocks=num_blocks)
+        return msgspec.structs.replace(update, kv_blocks=source)
+
+    def is_receiving(self, handle: str) -> bool:
+        """True while blocks with this handle are on their way."""
+        return any(each.kind == "receive" and each.handle == handle for each in self._in_flight.values())
+
+    def receive(
+        self, source: PeerBlocks, first: int, digests: list[bytes], block_ids: list[int], request: LiveRequest | None
+    ) -> None:
+        """Read blocks that another engine has kept, and let it forget them.
+
+        Args:
+            first: of the source's blocks.
+            digests: of the blocks that are read; none: they are not needed.
+            block_ids: of the cache, allocated for these blocks.
+            request: that waits for them; None: nobody does.
+        """
+        receive = ReceiveBlocks(number=self._num_begun, source=source, first=first, block_ids=block_ids)
+        self._begin(receive, _InFlight("receive", block_ids, digests, request, source.handle))
+
+    def take_new(self) -> list[Transfer]:
         """Return the transfers that begin now. One save at a time takes all blocks that were computed meanwhile."""
         if self._computed and not self._is_saving:
             computed, self._computed = self._computed, {}
@@ -69,37 +121,37 @@ class BlockTransfers:
                 self._is_saving = True
                 block_ids = [kept[digest] for digest in keys]
                 self._pool.share(block_ids)
-                self._begin(_Transfer(block_ids, list(keys), None), list(keys.values()))
+                transfer = BlockTransfer(
+                    number=self._num_begun, is_load=False, block_ids=block_ids, store_keys=list(keys.values())
+                )
+                self._begin(transfer, _InFlight("save", block_ids, list(keys)))
         new, self._new = self._new, []
         return new
 
     def end(self, outcome: TransferOutcome) -> LiveRequest | None:
-        """End a transfer. Blocks that were loaded can be found in the pool from now on.
+        """End a transfer. Blocks that were loaded or received can be found in the pool from now on.
 
         Returns:
-            The request that waited for it; None after a save.
+            The request that waited for it, if one did.
         """
-        transfer = self._in_flight.pop(outcome.number)
-        self.num_failed_blocks += len(transfer.block_ids) - outcome.num_copied
-        if transfer.request is None:
-            self._is_saving = False
-            self._connector.end_save(transfer.digests, outcome.num_copied)
-            self.num_saved_blocks += outcome.num_copied
+        transfer, num_copied = self._in_flight.pop(outcome.number), outcome.num_copied
+        self.num_failed_blocks += len(transfer.block_ids) - num_copied
+        match transfer.kind:
+            case "save":
+                self._is_saving = False
+                self._connector.end_save(transfer.digests, num_copied)
+                self.num_saved_blocks += num_copied
+            case "load":
+                self._connector.end_load(transfer.digests, num_copied)
+        if transfer.kind in ("load", "receive"):
+            self.num_loaded_blocks += num_copied
+            for digest, block_id in list(zip(transfer.digests, transfer.block_ids, strict=True))[:num_copied]:
+                self._pool.register(block_id, digest)
+        else:
             self._pool.release(transfer.block_ids)
-            return None
-        self._connector.end_load(transfer.digests, outcome.num_copied)
-        self.num_loaded_blocks += outcome.num_copied
-        for digest, block_id in list(zip(transfer.digests, transfer.block_ids, strict=True))[: outcome.num_copied]:
-            self._pool.register(block_id, digest)
         return transfer.request
 
-    def _begin(self, transfer: _Transfer, keys: list[StoreKey]) -> None:
-        message = BlockTransfer(
-            number=self._num_begun,
-            is_load=transfer.request is not None,
-            block_ids=transfer.block_ids,
-            store_keys=keys,
-        )
+    def _begin(self, message: Transfer, transfer: _InFlight) -> None:
         self._in_flight[message.number] = transfer
         self._new.append(message)
         self._num_begun += 1

@@ -29,11 +29,11 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from moeserve import protocol
 from moeserve.errors import DistributedError, RequestError
 from moeserve.protocol import (
     AbortRequest,
     AddRequest,
-    BlockTransfer,
     CollectLoad,
     ReplicaMessage,
     ReplicaStats,
@@ -77,7 +77,7 @@ class Submit:
 class Transfer:
     """Send a transfer to the ranks of the replica, which run it beside their rounds. The answer is None."""
 
-    work: BlockTransfer
+    work: protocol.Transfer
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ class Replica:
         self._rounds.append(_RoundInFlight(plan, requests_load))
         return work
 
-    def _new_transfers(self) -> list[BlockTransfer]:
+    def _new_transfers(self) -> list[protocol.Transfer]:
         return [] if self._failure is not None else self._scheduler.take_transfers()
 
     def _must_request_load(self) -> bool:

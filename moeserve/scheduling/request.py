@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from moeserve.outputs import FinishReason
-from moeserve.protocol import LogprobRows, Registration, Request, RequestUpdate, TokenLogprobs
+from moeserve.protocol import LogprobRows, PeerBlocks, Registration, Request, RequestUpdate, TokenLogprobs
 from moeserve.scheduling.block_pool import block_digests
 
 NO_SLOT = -1  # of a request that is not running
@@ -30,11 +30,13 @@ class LiveRequest:
     num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache when it was first admitted
     num_passed: int = 0  # requests that were admitted before this one though they came later
     may_load: bool = True  # blocks from a store behind the cache, if it has some; once each time it is admitted
+    kv_source: PeerBlocks | None = field(init=False)  # blocks to be received before it is admitted
     ended: bool = False
     _digests: list[bytes] = field(default_factory=list)  # of its first full blocks, computed on demand
     _prompt_logprobs: list[LogprobRows] = field(default_factory=list)  # collected until the first token
 
     def __post_init__(self) -> None:
+        self.kv_source = self.request.kv_source
         self.token_ids = self.request.prompt_token_ids  # samples share it until they have tokens of their own
         if self.request.output_token_ids:
             self.token_ids = self.request.prompt_token_ids + self.request.output_token_ids

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 from moeserve.errors import RequestError
 from moeserve.protocol import (
-    BlockTransfer,
     ChunkResult,
     RankReport,
     Registration,
@@ -25,11 +24,12 @@ from moeserve.protocol import (
     RequestUpdate,
     StepPlan,
     StepResult,
+    Transfer,
     TransferOutcome,
 )
 from moeserve.scheduling.block_pool import BlockPool, num_blocks_for, root_digest
 from moeserve.scheduling.block_transfers import BlockTransfers
-from moeserve.scheduling.kv_connector import KVConnector
+from moeserve.scheduling.kv_connector import HostTier, KVConnector
 from moeserve.scheduling.rank_state import ExpectedState, check_reports
 from moeserve.scheduling.request import NO_SLOT, LiveRequest
 
@@ -115,11 +115,19 @@ class Scheduler:
     follow from the calls made so far; there is no clock and no randomness.
     """
 
-    def __init__(self, config: SchedulerConfig, cache_salt: bytes, connector: KVConnector | None = None) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache_salt: bytes,
+        connector: KVConnector | None = None,
+        peer_addresses: Sequence[str] = (),
+    ) -> None:
         """
         Args:
             cache_salt: secret of this engine, mixed into every digest of the prefix cache.
             connector: to a store behind the KV cache; None: there is none.
+            peer_addresses: where other engines can read blocks of each rank of this replica. None: they cannot, and
+                blocks of others are not read.
         """
         assert config.num_blocks * config.block_size >= config.max_model_len, config
         assert config.max_num_seqs >= 1, config
@@ -128,10 +136,13 @@ class Scheduler:
         self.num_preemptions = 0
         self._cache_salt = cache_salt
         self._pool = BlockPool(config.num_blocks)
-        self._transfers = None if connector is None else BlockTransfers(connector, self._pool)
+        self._transfers: BlockTransfers | None = None
+        if connector is not None or peer_addresses:
+            store = HostTier(0) if connector is None else connector
+            self._transfers = BlockTransfers(store, self._pool, peer_addresses)
         self._running: dict[str, LiveRequest] = {}  # in order of admission
         self._waiting: OrderedDict[str, LiveRequest] = OrderedDict()  # in order of arrival
-        self._loading: dict[str, LiveRequest] = {}  # wait for blocks from the store
+        self._loading: dict[str, LiveRequest] = {}  # wait for blocks from the store or another engine
         self._num_waiting_tokens = 0  # known tokens of waiting and loading requests
         self._prefilling: set[LiveRequest] = set()  # running requests that lack more than a token
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
@@ -181,7 +192,7 @@ class Scheduler:
 
     @property
     def transfers(self) -> BlockTransfers | None:
-        """Transfers to and from the store behind the KV cache; None: there is no store."""
+        """Transfers to and from the store behind the KV cache and other engines; None: there are neither."""
         return self._transfers
 
     def add(self, request: Request) -> None:
@@ -274,12 +285,12 @@ class Scheduler:
         check_reports(step, expected, reports)
         return updates
 
-    def take_transfers(self) -> list[BlockTransfer]:
+    def take_transfers(self) -> list[Transfer]:
         """Return the transfers that begin now. Each is ended by `end_transfer`, in any order."""
         return [] if self._transfers is None else self._transfers.take_new()
 
     def end_transfer(self, outcome: TransferOutcome) -> None:
-        """End a transfer. The request that waited for it can be admitted, with the blocks that were loaded."""
+        """End a transfer. The request that waited for it can be admitted, with the blocks that were copied."""
         assert self._transfers is not None
         request = self._transfers.end(outcome)
         if request is None:
@@ -448,7 +459,7 @@ class Scheduler:
                 if request.num_passed == MAX_PASSED or len(passed) == MAX_PASSED:
                     return
                 continue
-            if self._begin_load(request, prefix):
+            if self._must_wait_for_blocks(request, prefix):
                 continue
             for other in passed:
                 other.num_passed += 1
@@ -482,24 +493,36 @@ class Scheduler:
             prefix.append(block_id)
         return prefix
 
-    def _begin_load(self, request: LiveRequest, prefix: list[int]) -> bool:
-        """Begin to load the blocks behind a request's cached prefix from the store. Return False if it has none."""
-        if self._transfers is None or not request.may_load or request.needs_every_prompt_row:
+    def _must_wait_for_blocks(self, request: LiveRequest, prefix: list[int]) -> bool:
+        """Begin to load or receive the blocks behind a request's cached prefix. Return False if it need not wait."""
+        transfers = self._transfers
+        if transfers is None or request.needs_every_prompt_row:
             return False
-        size = self.config.block_size
-        behind = range(len(prefix), (len(request.token_ids) - 1) // size)
-        digests = [request.digest(index, size) for index in behind]
-        digests = digests[: self._transfers.num_loadable(digests)]
-        if not digests:
+        size, first = self.config.block_size, len(prefix)
+        digests = [request.digest(index, size) for index in range(first, (len(request.token_ids) - 1) // size)]
+        if request.kv_source is not None:
+            if transfers.is_receiving(request.kv_source.handle):  # for another output of the same prompt
+                return True
+            source, request.kv_source = request.kv_source, None
+            wanted = digests[: max(source.num_blocks - first, 0)]
+            block_ids = self._begin_to_wait(request, prefix, len(wanted)) if wanted else []
+            transfers.receive(source, first, wanted, block_ids, request if wanted else None)
+            if wanted:
+                return True
+        if not request.may_load or not (num_loadable := transfers.num_loadable(digests)):
             return False
         request.may_load = False
+        transfers.load(request, digests[:num_loadable], self._begin_to_wait(request, prefix, num_loadable))
+        return True
+
+    def _begin_to_wait(self, request: LiveRequest, prefix: list[int], num_blocks: int) -> list[int]:
+        """Give a waiting request its cached prefix and blocks for what will be copied, and return these blocks."""
         self._pool.share(prefix)
-        block_ids = self._pool.allocate(len(digests))
+        block_ids = self._pool.allocate(num_blocks)
         request.block_ids = prefix + block_ids
         del self._waiting[request.request_id]
         self._loading[request.request_id] = request
-        self._transfers.load(request, digests, block_ids)
-        return True
+        return block_ids
 
     def _has_room(self, request: LiveRequest, prefix: list[int], num_promised: int) -> bool:
         """True if all known tokens of a request fit, leaving one block for each running request to grow.
@@ -572,6 +595,8 @@ class Scheduler:
             return None
         update = request.append(result.token_id, result.logprobs, self.config.max_model_len)
         if update.finish_reason is not None:
+            if self._transfers is not None and request.request.kv_handle:
+                update = self._transfers.keep(request, update, request.num_prompt_tokens // self.config.block_size)
             self._end(request)
         return update
 

@@ -11,11 +11,9 @@ import mmap
 import os
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any, Protocol
 
 import torch
@@ -84,26 +82,6 @@ class HostStore:
                 target.index_copy_(0, written.to(target.device), blocks.to(target.device))
         if self._stream is not None:
             self._stream.synchronize()
-
-
-class TransferThread:
-    """Runs the transfers of a rank beside its steps, one after the other."""
-
-    def __init__(self, store: KVStore, send: Callable[[TransferOutcome], None]) -> None:
-        """
-        Args:
-            send: takes the end of each transfer, in the thread.
-        """
-        self._queue: SimpleQueue[BlockTransfer] = SimpleQueue()
-        threading.Thread(target=self._run, args=(store, send), name="kv transfers", daemon=True).start()
-
-    def submit(self, transfer: BlockTransfer) -> None:
-        self._queue.put(transfer)
-
-    def _run(self, store: KVStore, send: Callable[[TransferOutcome], None]) -> None:
-        torch.set_num_threads(1)  # of this thread: the others compute
-        while True:
-            send(store.run(self._queue.get()))
 
 
 def _file(folder: Path, num_bytes: int) -> mmap.mmap:

@@ -15,7 +15,7 @@ from moeserve.distributed.groups import Groups
 from moeserve.distributed.mesh import share_sizes
 from moeserve.errors import CheckpointError
 from moeserve.expert_placement.placement import Placement
-from moeserve.layers.attention import AttentionConfig
+from moeserve.layers.attention import Attention, AttentionConfig
 from moeserve.layers.context import ModelContext
 from moeserve.layers.weights import allocate_parameters
 from moeserve.machine import free_memory, shown_bytes
@@ -31,6 +31,7 @@ from moeserve.models.weight_mapping import destinations
 from moeserve.moe.dispatch.factory import DispatcherFactory, DispatchShape, TorchDispatchers, open_dispatchers
 from moeserve.ops.interfaces import Kernels
 from moeserve.ops.select import select_kernels
+from moeserve.worker.kv_wire import CacheShare, LayerShare
 
 logger = logging.getLogger(__name__)
 
@@ -165,8 +166,23 @@ def _cache_key(config: EngineConfig, model: Decoder, placements: Sequence[Placem
 
 def store_key(config: EngineConfig, model: Decoder) -> str:
     """Return the name of this rank's KV cache blocks in a folder: of all that decides their contents but the tokens."""
-    files = [path for path in Path(config.model_path).iterdir() if path.suffix in (".json", ".safetensors", ".gguf")]
     groups = model.groups
+    layout = [groups.mesh.tp, groups.tp.rank_in_group, model.stage.start, model.stage.stop]
+    return hash_key(_contents_key(config, model), config.block_size, layout)
+
+
+def cache_share(config: EngineConfig, model: Decoder) -> CacheShare:
+    """Return what this rank's KV cache holds, for ranks of other engines."""
+    layers = []
+    for number, layer in enumerate(model.layers, start=model.stage.start):
+        heads = layer.attention.kv_heads if isinstance(layer.attention, Attention) else slice(0, 0)
+        layers.append(LayerShare(number, heads.start, heads.stop - heads.start))
+    return CacheShare(contents=_contents_key(config, model), block_size=config.block_size, layers=layers)
+
+
+def _contents_key(config: EngineConfig, model: Decoder) -> str:
+    """Return a digest of all that decides what keys and values tokens have."""
+    files = [path for path in Path(config.model_path).iterdir() if path.suffix in (".json", ".safetensors", ".gguf")]
     return hash_key(
         STORED_BLOCKS_VERSION,
         fingerprint(files),
@@ -174,6 +190,4 @@ def store_key(config: EngineConfig, model: Decoder) -> str:
         config.quantization,
         config.device,
         model.context.kernels.instruction_set,
-        config.block_size,
-        [groups.mesh.tp, groups.tp.rank_in_group, model.stage.start, model.stage.stop],
     )

@@ -13,9 +13,8 @@ from moeserve.distributed.groups import Groups
 from moeserve.errors import SettingsError
 from moeserve.numa import bind_thread, nodes_of_rank, usable_nodes
 from moeserve.processes.child import Parent
-from moeserve.protocol import BlockTransfer
-from moeserve.worker.kv_store import TransferThread
-from moeserve.worker.protocol import Leave, Loaded, RankStart, ToRank, mesh_of
+from moeserve.scheduling.lockstep import Round
+from moeserve.worker.protocol import Leave, RankStart, ToRank, mesh_of
 from moeserve.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -26,8 +25,8 @@ def run(parent: Parent) -> None:
     start = parent.config(RankStart)
     channel = parent.channel(ToRank)
     worker = Worker(start.config, join(start), show_progress=start.show_progress)
-    channel.send(Loaded(worker.num_blocks, worker.store_facts))
-    transfers = None if worker.store is None else TransferThread(worker.store, channel.send)
+    channel.send(worker.facts)
+    transfers = worker.start_transfers(channel.send)
     has_ended = False  # by agreement: later rounds are not run on any rank
     while True:
         for message in channel.receive(None):
@@ -35,8 +34,7 @@ def run(parent: Parent) -> None:
                 return
             if has_ended:
                 continue
-            if isinstance(message, BlockTransfer):
-                assert transfers is not None
+            if not isinstance(message, Round):
                 transfers.submit(message)
                 continue
             outcome = worker.execute(message)

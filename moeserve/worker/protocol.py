@@ -9,7 +9,7 @@ import msgspec
 from moeserve.addresses import StoreAddress
 from moeserve.config.settings import EngineConfig
 from moeserve.distributed.mesh import Mesh
-from moeserve.protocol import BlockTransfer, TransferOutcome
+from moeserve.protocol import Transfer, TransferOutcome
 from moeserve.scheduling.lockstep import Outcome, Round
 
 
@@ -40,7 +40,7 @@ class Leave(msgspec.Struct, frozen=True, tag="leave"):
     """Exit. Sent after a round in which all replicas agreed to end."""
 
 
-ToRank: TypeAlias = Round | BlockTransfer | Leave
+ToRank: TypeAlias = Round | Transfer | Leave
 
 
 BLOCK_FILE_ENDING = ".safetensors"  # of a KV cache block in a folder, whose name is the digest of the block
@@ -58,6 +58,7 @@ class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
 
     num_blocks: int  # of KV cache, the same on all ranks
     store: StoreFacts = StoreFacts()
+    address: str = ""  # "host:port" where other engines can read its KV cache blocks; empty: they cannot
 
 
 FromRank: TypeAlias = Loaded | Outcome | TransferOutcome

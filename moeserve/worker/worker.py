@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +21,22 @@ from moeserve.models.model_config import ModelConfig
 from moeserve.moe.dispatch.factory import DispatcherFactory
 from moeserve.ops.interfaces import Kernels
 from moeserve.ops.threads import set_num_threads
-from moeserve.protocol import RankReport, StepPlan, StepResult
+from moeserve.protocol import RankReport, StepPlan, StepResult, TransferOutcome
 from moeserve.scheduling.lockstep import Agreement, Outcome, Round, agree
 from moeserve.telemetry.expert_load import LoadWindow
 from moeserve.worker.cpu_graphs import MEMORY_BYTES, CpuGraphs
 from moeserve.worker.cuda_graphs import CudaGraphs, TorchCapture, graph_sizes, memory_of_graphs
 from moeserve.worker.grammars import grammars_of
 from moeserve.worker.kv_folder import FolderStore
+from moeserve.worker.kv_receiver import BlockReceiver
+from moeserve.worker.kv_sender import BlockSender
 from moeserve.worker.kv_store import HostStore, KVStore
-from moeserve.worker.loading import load_model, store_key
+from moeserve.worker.kv_transfers import Transfers
+from moeserve.worker.kv_wire import listening_address, read_key
+from moeserve.worker.loading import cache_share, load_model, store_key
 from moeserve.worker.model_runner import ModelRunner
 from moeserve.worker.profiling import make_probe, profile_blocks, run_all_sizes
-from moeserve.worker.protocol import StoreFacts
+from moeserve.worker.protocol import Loaded, StoreFacts
 from moeserve.worker.request_table import RequestTable
 from moeserve.worker.step_replay import EagerSteps, ReplayFactory, StepContext
 
@@ -79,7 +83,9 @@ class Worker:
         if kernels.needs_finite_caches:  # an external kernel may multiply what lies behind a context by zero
             for cache in caches:
                 cache.clear()
-        self.store, self.store_facts = self._open_store(config, model, caches)
+        self._store, store_facts = self._open_store(config, model, caches)
+        self._sender, self._receiver = self._open_to_peers(config, model, caches)
+        self.facts = Loaded(self.num_blocks, store_facts, self._sender.address if self._sender else "")
         table = RequestTable(config.max_num_seqs, context.max_blocks)
         self.runner = ModelRunner(
             model,
@@ -107,6 +113,30 @@ class Worker:
         num_blocks = self.groups.world.all_reduce_minimum(num_blocks)  # collective: all ranks
         store = HostStore(caches, num_blocks, config.kv_file) if num_blocks else None
         return store, StoreFacts(num_host_blocks=num_blocks)
+
+    def _open_to_peers(
+        self, config: EngineConfig, model: Decoder, caches: Sequence[Any]
+    ) -> tuple[BlockSender | None, BlockReceiver | None]:
+        """Let other engines read blocks of this rank, and read theirs, if the config asks for it."""
+        if config.kv_transfer_address is None:
+            return None, None
+        share, key, timeout_s = (
+            cache_share(config, model),
+            read_key(config.kv_transfer_key_file),
+            config.kv_transfer_timeout,
+        )
+        rank, num_ranks = self.groups.rank, config.ranks_per_replica
+        sender = BlockSender(caches, share, listening_address(config, rank), key, timeout_s)
+        receiver = BlockReceiver(caches, share, key, timeout_s, reader=rank % num_ranks, num_readers=num_ranks)
+        return sender, receiver
+
+    def start_transfers(self, send: Callable[[TransferOutcome], None]) -> Transfers:
+        """Return what runs transfers of KV cache blocks from now on.
+
+        Args:
+            send: takes the end of each transfer, in any thread.
+        """
+        return Transfers(self._store, self._sender, self._receiver, send)
 
     @torch.inference_mode()
     def capture_ahead(self) -> bool:
@@ -183,7 +213,12 @@ class Worker:
         return rows
 
     def close(self) -> None:
-        """Release what all ranks hold together, at an orderly end. May be called twice. Collective: all ranks."""
+        """Release sockets and what all ranks hold together, at an orderly end. May be called twice.
+
+        Collective: all ranks.
+        """
+        if self._sender is not None:
+            self._sender.close()
         dispatchers, self._dispatchers = self._dispatchers, None
         if dispatchers is not None:
             dispatchers.close()

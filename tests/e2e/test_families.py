@@ -6,7 +6,7 @@ import functools
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,7 @@ from moeserve.config.settings import EngineConfig
 from moeserve.engine import core
 from moeserve.engine.base import new_scheduler
 from moeserve.scheduling.scheduler import Scheduler
-from moeserve.worker.protocol import StoreFacts
+from moeserve.worker.protocol import Loaded
 
 NUM_TOKENS = 24
 LENGTHS = (1, 5, 17, 40)
@@ -85,8 +85,8 @@ def test_preemption(llm: LLM, reference: Reference, expected: list[list[int]], m
     memory = bytes_per_token * block_size * (-(-max_len // block_size) + 6)
     made: list[Scheduler] = []
 
-    def recorded(config: EngineConfig, num_blocks: int, store: StoreFacts) -> Scheduler:
-        made.append(new_scheduler(config, num_blocks, store))
+    def recorded(config: EngineConfig, loaded: Sequence[Loaded]) -> Scheduler:
+        made.append(new_scheduler(config, loaded))
         return made[-1]
 
     monkeypatch.setattr(core, "new_scheduler", recorded)

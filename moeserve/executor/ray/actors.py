@@ -16,6 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any, ClassVar
 
 import msgspec
@@ -33,9 +34,9 @@ from moeserve.processes.channel import Channel
 from moeserve.processes.failures import report_of
 from moeserve.processes.supervision import SECONDS_TO_EXIT, WatchedProcess, send_failures
 from moeserve.processes.wake_up import WakeUp
-from moeserve.protocol import BlockTransfer
+from moeserve.protocol import Transfer, TransferOutcome
 from moeserve.scheduling.lockstep import Round
-from moeserve.worker.protocol import Loaded, RankStart
+from moeserve.worker.protocol import RankStart
 
 # An actor that has not answered for this long has failed.
 SECONDS_OF_SILENCE = 7.0
@@ -44,6 +45,7 @@ SECONDS_UNTIL_ORPHANED = 30.0
 SECONDS_OF_A_READ = 1.0
 SECONDS_TO_START = 180.0  # for the process of an actor, which imports torch
 PIECE_BYTES = 2**20
+TRANSFERS_AT_ONCE = 32  # of a rank; further ones wait
 
 
 class ActorProcess:
@@ -113,6 +115,8 @@ class RankActor(ActorProcess):
         self._worker: Any = None
         self._thread = threading.local()
         self._num_threads, self._answers = 1, False
+        self._transfers: Any = None
+        self._ends: dict[int, Future[TransferOutcome]] = {}  # of transfers
 
     def facts(self, model: str) -> bytes:
         """Return the `NodeFacts` of the actor's node."""
@@ -135,11 +139,18 @@ class RankActor(ActorProcess):
             start = msgspec.msgpack.decode(data, type=RankStart)
             self._num_threads, self._answers = start.config.num_threads, start.answers
             self._worker = Worker(start.config, join(start), show_progress=show_progress)
-            return msgspec.msgpack.encode(Loaded(self._worker.num_blocks, self._worker.store_facts))
+            self._transfers = self._worker.start_transfers(lambda ended: self._ends[ended.number].set_result(ended))
+            return msgspec.msgpack.encode(self._worker.facts)
 
+    @ray.method(concurrency_group="transfers")
     def transfer(self, data: bytes) -> bytes:
-        """Run one transfer of KV cache blocks, in a thread beside that of rounds. Return its outcome."""
-        outcome = self._worker.store.run(msgspec.msgpack.decode(data, type=BlockTransfer))
+        """Run one transfer of KV cache blocks. Return its outcome."""
+        transfer = msgspec.msgpack.decode(data, type=Transfer)
+        end: Future[TransferOutcome] = Future()
+        self._ends[transfer.number] = end
+        self._transfers.submit(transfer)
+        outcome = end.result()
+        del self._ends[transfer.number]
         return msgspec.msgpack.encode(outcome)
 
     def execute(self, data: bytes) -> bytes:
@@ -245,7 +256,9 @@ class _SilenceError(Exception):
 
 def start_actor(kind: type[ActorProcess], name: str, place: Place, resources: dict[str, Any]) -> WatchedProcess[Any]:
     """Start an actor at a place, with options of Ray for its resources."""
-    actor_class: Any = ray.remote(concurrency_groups={"tunnel": 3}, max_restarts=0, max_task_retries=0)(kind)
+    actor_class: Any = ray.remote(
+        concurrency_groups={"tunnel": 3, "transfers": TRANSFERS_AT_ONCE}, max_restarts=0, max_task_retries=0
+    )(kind)
     actor = actor_class.options(
         scheduling_strategy=PlacementGroupSchedulingStrategy(
             placement_group=place.group, placement_group_bundle_index=place.bundle

@@ -18,7 +18,7 @@ from moeserve.errors import DistributedError
 from moeserve.executor.outcomes import OutcomeQueue
 from moeserve.executor.ray.actors import SECONDS_OF_SILENCE
 from moeserve.executor.ray.errors import first_line
-from moeserve.protocol import BlockTransfer, TransferOutcome
+from moeserve.protocol import Transfer, TransferOutcome
 from moeserve.scheduling.lockstep import Outcome, Round, gathered
 from moeserve.worker.protocol import Loaded, RankStart, rank_name, sampling_rank
 
@@ -44,10 +44,9 @@ class RayExecutor:
             for rank, start in zip(ranks, starts, strict=True)
         ]
         try:
-            answers = [msgspec.msgpack.decode(answer, type=Loaded) for answer in ray.get(loading)]
+            self.loaded = [msgspec.msgpack.decode(answer, type=Loaded) for answer in ray.get(loading)]
         except RayError as error:
             raise DistributedError(f"{self.name}: a rank of the replica did not start ({first_line(error)})") from None
-        self.num_blocks, self.store = answers[first].num_blocks, answers[first].store
         num_in_flight = config.max_concurrent_batches
         self._graph = _compiled(self._ranks, self._timeout_s, num_in_flight) if config.ray_compiled_graph else None
         self._sent: SimpleQueue[Any] = SimpleQueue()  # answers to rounds, to be waited for; None: the end
@@ -67,7 +66,7 @@ class RayExecutor:
         self._sent.put(answers)
         return future
 
-    def transfer(self, work: BlockTransfer) -> Future[TransferOutcome]:
+    def transfer(self, work: Transfer) -> Future[TransferOutcome]:
         future, data = self._outcomes.expect_transfer(work.number), msgspec.msgpack.encode(work)
         for rank in self._ranks:
             rank.transfer.remote(data).future().add_done_callback(self._end_transfer)

@@ -1,0 +1,209 @@
+"""Messages between ranks of different engines, one of which reads KV cache blocks of the other.
+
+The reader connects. Both sides prove that they know the same key, if they were given one; without a key, ranks listen
+and connect on the loopback interface only. Then the sender describes its cache, and answers each `Read` with the raw
+bytes of the blocks. Nothing is encrypted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import ipaddress
+import secrets
+import socket
+import struct
+import time
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
+
+import msgspec
+import torch
+from torch import Tensor
+
+from moeserve.addresses import address_on, is_loopback
+from moeserve.config.settings import EngineConfig
+from moeserve.errors import SettingsError
+
+NONCE_BYTES = 32
+MIN_KEY_CHARACTERS = 16
+MAX_MESSAGE_BYTES = 2**20
+_LENGTH = struct.Struct("!I")
+
+
+class LayerShare(msgspec.Struct, frozen=True):
+    """The part of a layer's blocks that a rank has."""
+
+    layer: int  # of the model
+    first_head: int  # key-value heads that it has
+    num_heads: int  # 0: blocks of this layer are not divided by heads, and every tp rank has them whole
+
+
+class CacheShare(msgspec.Struct, frozen=True, kw_only=True):
+    """The KV cache of a rank, as it describes itself to ranks of other engines."""
+
+    contents: (
+        str  # digest of all that decides the contents of a block, beside its tokens and the ranks it is divided over
+    )
+    block_size: int
+    layers: list[LayerShare]
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """Heads of a layer, by their index in the sender's cache. No heads: all of a layer that is not divided."""
+
+    layer: int  # index in the sender's `CacheShare.layers`
+    first_head: int
+    num_heads: int
+
+
+class Read(msgspec.Struct, frozen=True, tag="read"):
+    """Send blocks, piece by piece: of each tensor of the piece's layer, these heads of all blocks."""
+
+    handle: str
+    first: int  # of the blocks with this handle
+    num_blocks: int
+    pieces: list[Piece]
+
+
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    """The reader needs no more blocks with this handle. The last of all readers sets them free."""
+
+    handle: str
+    reader: int  # index among the ranks of the reader's replica
+    num_readers: int
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """Comes before the bytes of a `Read`."""
+
+    error: str = ""  # why no bytes follow
+
+
+FromReader: TypeAlias = Read | Done
+T = TypeVar("T")
+
+
+class PeerError(Exception):
+    """The other side of a connection cannot be used."""
+
+
+def listening_address(config: EngineConfig, rank: int) -> tuple[str, int]:
+    """Return the host and port on which a rank listens for other engines. Port 0: any that is free.
+
+    Raises:
+        SettingsError: kv_transfer_address is not an address of this host, or needs a key.
+    """
+    assert config.kv_transfer_address is not None
+    host, _, port = config.kv_transfer_address.partition(":")
+    try:
+        ipaddress.IPv4Address(host)
+    except ValueError:
+        host = address_on(host)
+    if not is_loopback(host) and config.kv_transfer_key_file is None:
+        raise SettingsError(
+            f"kv_transfer_address={config.kv_transfer_address!r} can be reached from other machines and needs a key "
+            "that all engines share: kv_transfer_key_file"
+        )
+    return host, int(port) + rank if port else 0
+
+
+def read_key(path: str | None) -> bytes:
+    """Return the key of a file; empty without one.
+
+    Raises:
+        SettingsError: it cannot be read, or is too short.
+    """
+    if path is None:
+        return b""
+    try:
+        key = Path(path).read_bytes().strip()
+    except OSError as error:
+        raise SettingsError(f"kv_transfer_key_file={path!r} cannot be read: {error}") from None
+    if len(key) < MIN_KEY_CHARACTERS:
+        raise SettingsError(
+            f"kv_transfer_key_file={path!r} has {len(key)} characters; at least {MIN_KEY_CHARACTERS} are needed, for "
+            "example those of `openssl rand -hex 32`"
+        )
+    return key
+
+
+class Connection:
+    """A connection to a rank of another engine. Whatever goes wrong is an OSError or a PeerError."""
+
+    def __init__(self, connected: socket.socket, deadline: float) -> None:
+        """
+        Args:
+            deadline: of all that is sent and received, by `time.monotonic`.
+        """
+        self._socket, self.deadline = connected, deadline
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def prove(self, key: bytes, *, connects: bool) -> None:
+        """Show that this side knows the key, and require the same of the other.
+
+        The side that was connected to asks first, so a stranger learns nothing from it.
+        """
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        self.send(nonce)
+        other = self.receive(NONCE_BYTES)
+        own_role, other_role = (b"reader", b"sender") if connects else (b"sender", b"reader")
+        own_proof = hmac.digest(key, own_role + nonce + other, "sha256")
+        if connects:
+            self.send(own_proof)
+        expected = hmac.digest(key, other_role + other + nonce, "sha256")
+        if not hmac.compare_digest(self.receive(NONCE_BYTES), expected):
+            raise PeerError("it has another key (kv_transfer_key_file)")
+        if not connects:
+            self.send(own_proof)
+
+    def send(self, data: Any) -> None:
+        self._limit_time()
+        self._socket.sendall(data)
+
+    def receive(self, num_bytes: int) -> bytearray:
+        data = bytearray(num_bytes)
+        self.receive_into(memoryview(data))
+        return data
+
+    def receive_into(self, view: memoryview) -> None:
+        """Fill the view."""
+        while view:
+            self._limit_time()
+            num_bytes = self._socket.recv_into(view)
+            if num_bytes == 0:
+                raise PeerError("it has closed the connection")
+            view = view[num_bytes:]
+
+    def send_message(self, message: Any) -> None:
+        data = msgspec.msgpack.encode(message)
+        self.send(_LENGTH.pack(len(data)) + data)
+
+    def receive_message(self, kind: type[T] | Any) -> T:
+        (length,) = _LENGTH.unpack(self.receive(_LENGTH.size))
+        if length > MAX_MESSAGE_BYTES:
+            raise PeerError(f"it has sent a message of {length} bytes")
+        try:
+            message: T = msgspec.msgpack.decode(self.receive(length), type=kind)
+        except msgspec.DecodeError as error:
+            raise PeerError(f"it has sent something else than a message: {error}") from None
+        return message
+
+    def close(self) -> None:
+        """Close the connection, also while another thread uses it."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _limit_time(self) -> None:
+        self._socket.settimeout(max(self.deadline - time.monotonic(), 0.001))
+
+
+def select_heads(tensor: Tensor, first_head: int, num_heads: int) -> Tensor:
+    """Return some heads of cached keys or values [num_blocks, G, block_size, H]; no heads: the whole tensor."""
+    return tensor.narrow(1, first_head, num_heads) if num_heads else tensor
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor on the CPU."""
+    return tensor.view(torch.uint8).view(-1).numpy().data

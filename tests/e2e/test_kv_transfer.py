@@ -1,0 +1,248 @@
+"""Prompts that one engine computes and another continues: the same tokens, whatever happens to the blocks between."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from reference_models import Reference
+
+from moeserve import LLM, SamplingParams, SettingsError
+from moeserve.protocol import PeerBlocks, Request, RequestUpdate, Sample
+
+BLOCK = 16
+NUM_BLOCKS = 5  # full ones of the prompt
+PROMPT = [random.Random(1).randrange(100) for _ in range(NUM_BLOCKS * BLOCK + 3)]
+PARAMS = SamplingParams(max_tokens=8, temperature=1.0, ignore_eos=True).for_engine()
+LAYOUTS = {"1": (1, 1), "tp 2": (2, 1), "pp 2": (1, 2)}
+request_ids = map(str, itertools.count())
+
+
+@contextmanager
+def engine(model: Path, layout: str = "1", **settings: Any) -> Iterator[LLM]:
+    tp, pp = LAYOUTS[layout]
+    defaults = dict(kv_transfer_address="127.0.0.1", num_threads=1, kv_cache_memory="1MiB", dtype="float32")
+    sizes = dict(tensor_parallel_size=tp, pipeline_parallel_size=pp, max_model_len=128, block_size=BLOCK)
+    llm = LLM(model, show_progress=False, **{**defaults, **sizes, **settings})
+    try:
+        yield llm
+    finally:
+        llm.shutdown()
+
+
+def serve(llm: LLM, num_samples: int = 1, **fields: Any) -> list[RequestUpdate]:
+    """Return the last update of each output of the prompt, with all of its tokens."""
+    request = Request(
+        **{"request_id": next(request_ids), "prompt_token_ids": PROMPT, "params": PARAMS, "seed": 3, **fields}
+    )
+    samples = [Sample(next(request_ids), 3) for _ in range(num_samples - 1)]
+    llm.core.add(request, samples)
+    tokens: dict[str, list[int]] = {}
+    last = {}
+    while llm.core.has_work:
+        for update in llm.core.step():
+            tokens.setdefault(update.request_id, []).extend(update.token_ids)
+            if update.finish_reason is not None:
+                last[update.request_id] = msgspec.structs.replace(update, token_ids=tokens[update.request_id])
+    return list(last.values())
+
+
+def compute_prompt(llm: LLM) -> PeerBlocks:
+    """Let an engine compute the prompt and keep its blocks."""
+    params = msgspec.structs.replace(PARAMS, max_tokens=1)
+    (update,) = serve(llm, params=params, kv_handle=secrets.token_hex(16))
+    assert update.kv_blocks is not None
+    return update.kv_blocks
+
+
+def require_all_free(llm: LLM) -> None:
+    """Fail unless all blocks become free."""
+    deadline = time.monotonic() + 30
+    while any(stats.num_free_blocks < llm.core.num_blocks for stats in llm.core.replica_stats):
+        assert time.monotonic() < deadline, "blocks were not set free"
+        serve(llm, prompt_token_ids=[1])  # engines without requests look at nothing
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", ["mixtral-three-layers", "deepseek-v3-four-heads"])
+@pytest.mark.parametrize("layouts", [("1", "1"), ("1", "tp 2"), ("tp 2", "1"), ("pp 2", "tp 2"), ("1", "pp 2")])
+def test_another_engine_continues(
+    name: str, layouts: tuple[str, str], reference_named: Callable[[str], Reference]
+) -> None:
+    model = reference_named(name).folder
+    with engine(model, layouts[0]) as prefill, engine(model, layouts[1]) as decode:
+        (expected,) = serve(prefill)
+        assert expected.kv_blocks is None
+        source = compute_prompt(prefill)
+        assert source.num_blocks == NUM_BLOCKS
+        assert len(source.addresses) == prefill.core.config.ranks_per_replica
+        before = decode.core.replica_stats[0].steps.num_tokens
+        (found,) = serve(decode, kv_source=source)
+        assert (found.token_ids, found.num_cached_tokens) == (expected.token_ids, NUM_BLOCKS * BLOCK)
+        (stats,) = decode.core.replica_stats
+        assert stats.steps.num_tokens - before == len(PROMPT) + len(found.token_ids) - 1 - NUM_BLOCKS * BLOCK
+        assert (stats.num_loaded_tokens, stats.num_failed_blocks) == (NUM_BLOCKS * BLOCK, 0)
+        require_all_free(prefill)
+        require_all_free(decode)
+        assert prefill.core.replica_stats[0].num_failed_blocks == 0  # which counts those that nobody has read
+
+
+def test_blocks_that_are_cached_are_not_read_again(reference_named: Callable[[str], Reference]) -> None:
+    model = reference_named("mixtral").folder
+    with engine(model) as prefill, engine(model) as decode:
+        (expected,) = serve(decode, prompt_token_ids=PROMPT[: 2 * BLOCK + 1])  # of which two blocks stay cached
+        first, second = compute_prompt(prefill), compute_prompt(prefill)
+        (expected,) = serve(prefill)
+        found = serve(decode, kv_source=first, num_samples=3)
+        assert [each.token_ids for each in found] == [expected.token_ids] * 3
+        assert decode.core.replica_stats[0].num_loaded_tokens == 3 * BLOCK
+        serve(decode, kv_source=second)
+        assert decode.core.replica_stats[0].num_loaded_tokens == 3 * BLOCK
+        require_all_free(prefill)
+        require_all_free(decode)
+        assert prefill.core.replica_stats[0].num_failed_blocks == 0
+
+
+def test_blocks_that_nobody_reads_are_set_free(reference_named: Callable[[str], Reference]) -> None:
+    model = reference_named("mixtral").folder
+    with engine(model, kv_transfer_timeout=1) as prefill, engine(model) as decode:
+        source = compute_prompt(prefill)
+        require_all_free(prefill)
+        (expected,) = serve(prefill)
+        (found,) = serve(decode, kv_source=source)  # at once: the sender remembers that they are gone
+        assert (found.token_ids, found.num_cached_tokens) == (expected.token_ids, 0)
+        assert decode.core.replica_stats[0].num_failed_blocks == NUM_BLOCKS
+        unknown = PeerBlocks(handle="unknown", addresses=source.addresses, num_blocks=NUM_BLOCKS)
+        (found,) = serve(prefill, kv_source=unknown, cache_salt="other")
+        assert found.token_ids == expected.token_ids
+        require_all_free(decode)
+
+
+class CutConnection:
+    """Passes bytes on to an address, and closes the connection after some of those that come back."""
+
+    def __init__(self, address: str, num_bytes: int) -> None:
+        self._target, self._num_left = address.split(":"), num_bytes
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = "{}:{}".format(*self._listener.getsockname())
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        near, _ = self._listener.accept()
+        far = socket.create_connection((self._target[0], int(self._target[1])))
+        threading.Thread(target=self._forward, args=(near, far), daemon=True).start()
+        while self._num_left > 0 and (data := far.recv(min(4096, self._num_left))):
+            self._num_left -= len(data)
+            near.sendall(data)
+        for each in (near, far, self._listener):
+            each.close()
+
+    @staticmethod
+    def _forward(source: socket.socket, target: socket.socket) -> None:
+        try:
+            while data := source.recv(4096):
+                target.sendall(data)
+        except OSError:
+            pass
+
+
+def test_a_connection_that_is_cut(reference_named: Callable[[str], Reference]) -> None:
+    model = reference_named("mixtral").folder
+    num_threads = threading.active_count()
+    with engine(model, kv_transfer_timeout=2) as prefill, engine(model, kv_transfer_timeout=2) as decode:
+        (expected,) = serve(prefill)
+        for num_bytes in (0, 16, 40, 100, 300, 1000, 10_000, 15_000):
+            source = compute_prompt(prefill)
+            (address,) = source.addresses
+            cut = PeerBlocks(
+                handle=source.handle,
+                addresses=[CutConnection(address, num_bytes).address],
+                num_blocks=source.num_blocks,
+            )
+            failed_before = decode.core.replica_stats[0].num_failed_blocks
+            (found,) = serve(decode, kv_source=cut, cache_salt=str(num_bytes))
+            assert (found.token_ids, found.num_cached_tokens) == (expected.token_ids, 0)
+            assert decode.core.replica_stats[0].num_failed_blocks - failed_before == NUM_BLOCKS
+        require_all_free(decode)
+        require_all_free(prefill)
+    deadline = time.monotonic() + 30
+    while threading.active_count() > num_threads + 12:  # threads of transfers sleep until this process ends
+        assert time.monotonic() < deadline, threading.enumerate()
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("other", [{"block_size": 32}, {"quantization": "int8"}, {"kv_transfer_key_file": "wrong key"}])
+def test_engines_that_do_not_match(
+    other: dict[str, Any], reference_named: Callable[[str], Reference], tmp_path: Path
+) -> None:
+    model = reference_named("mixtral").folder
+    if "kv_transfer_key_file" in other:
+        other = {"kv_transfer_key_file": str(tmp_path / "key")}
+        (tmp_path / "key").write_text(secrets.token_hex(16))
+    with engine(model, kv_transfer_timeout=5) as prefill, engine(model, **other) as decode:
+        (expected,) = serve(decode)
+        (found,) = serve(decode, kv_source=compute_prompt(prefill), cache_salt="other")
+        assert (found.token_ids, found.num_cached_tokens) == (expected.token_ids, 0)
+        require_all_free(decode)
+
+
+def test_a_key_that_both_know(reference_named: Callable[[str], Reference], tmp_path: Path) -> None:
+    model = reference_named("mixtral").folder
+    (tmp_path / "key").write_text(secrets.token_hex(16))
+    settings = dict(kv_transfer_key_file=str(tmp_path / "key"), kv_transfer_address="0.0.0.0")
+    with engine(model, **settings) as prefill, engine(model, **settings) as decode:
+        (found,) = serve(decode, kv_source=compute_prompt(prefill))
+        assert found.num_cached_tokens == NUM_BLOCKS * BLOCK
+
+
+def test_strangers(reference_named: Callable[[str], Reference]) -> None:
+    """Whatever connects and sends junk is disconnected, and harms nobody."""
+    model, chance = reference_named("mixtral").folder, random.Random(0)
+    with engine(model) as prefill, engine(model) as decode:
+        (expected,) = serve(prefill)
+        source = compute_prompt(prefill)
+        host, _, port = source.addresses[0].partition(":")
+        for num_bytes in (0, 1, 31, 32, 64, 100, 5000):
+            with socket.create_connection((host, int(port))) as stranger:
+                stranger.sendall(chance.randbytes(num_bytes))
+                stranger.shutdown(socket.SHUT_WR)
+                received = b""
+                while data := stranger.recv(4096):
+                    received += data
+                assert len(received) <= 32  # a random challenge
+        (found,) = serve(decode, kv_source=source)
+        assert (found.token_ids, found.num_cached_tokens) == (expected.token_ids, NUM_BLOCKS * BLOCK)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kv_transfer_address": "127.0.0.1:x"}, "not a port"),
+        ({"kv_transfer_address": "0.0.0.0"}, "needs a key"),
+        ({"kv_transfer_address": "nowhere0"}, "no such interface"),
+        ({"kv_transfer_address": "192.0.2.1", "kv_transfer_key_file": "key"}, "cannot listen"),
+        ({"kv_transfer_address": "127.0.0.1", "kv_transfer_key_file": "missing"}, "cannot be read"),
+        ({"kv_transfer_address": "127.0.0.1", "kv_transfer_key_file": "short"}, "has 5 characters"),
+        ({"kv_transfer_address": None, "kv_transfer_key_file": "key"}, "kv_transfer_address"),
+        ({"kv_transfer_address": "127.0.0.1", "enable_prefix_caching": False}, "prefix cache"),
+    ],
+)
+def test_settings_that_cannot_work(
+    settings: dict[str, Any], message: str, reference_named: Callable[[str], Reference], tmp_path: Path
+) -> None:
+    (tmp_path / "key").write_text(secrets.token_hex(16))
+    (tmp_path / "short").write_text("short")
+    if "kv_transfer_key_file" in settings:
+        settings = {**settings, "kv_transfer_key_file": str(tmp_path / settings["kv_transfer_key_file"])}
+    with pytest.raises(SettingsError, match=message), engine(reference_named("mixtral").folder, **settings):
+        pass
