@@ -49,10 +49,10 @@ class BlockPool:
         return self._block_of_digest.get(digest)
 
     def share(self, block_ids: Iterable[int]) -> None:
-        """Add a holder to registered blocks."""
+        """Add a holder to blocks that are registered or held."""
         for block_id in block_ids:
-            assert block_id in self._digest_of_block, f"block {block_id} is not registered"
             if self._num_holders[block_id] == 0:
+                assert block_id in self._digest_of_block, f"block {block_id} is neither registered nor held"
                 del self._free[block_id]
             self._num_holders[block_id] += 1
 

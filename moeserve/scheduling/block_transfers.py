@@ -54,6 +54,11 @@ class BlockTransfers:
         self.num_loaded_blocks = self.num_saved_blocks = self.num_failed_blocks = 0
 
     @property
+    def has_peers(self) -> bool:
+        """True if blocks can be read from other engines, and by them."""
+        return bool(self._addresses)
+
+    @property
     def are_in_flight(self) -> bool:
         return bool(self._in_flight)
 
@@ -85,7 +90,7 @@ class BlockTransfers:
     def keep(self, request: LiveRequest, update: RequestUpdate, num_blocks: int) -> RequestUpdate:
         """Keep the first blocks of a request that ends, for another engine. Return its update, which says so."""
         handle, block_ids = request.request.kv_handle, request.block_ids[:num_blocks]
-        if not block_ids or not self._addresses:
+        if not block_ids or not self.has_peers:
             return update
         self._pool.share(block_ids)
         keep = KeepBlocks(number=self._num_begun, handle=handle, block_ids=block_ids)

@@ -500,7 +500,7 @@ class Scheduler:
             return False
         size, first = self.config.block_size, len(prefix)
         digests = [request.digest(index, size) for index in range(first, (len(request.token_ids) - 1) // size)]
-        if request.kv_source is not None:
+        if request.kv_source is not None and transfers.has_peers:
             if transfers.is_receiving(request.kv_source.handle):  # for another output of the same prompt
                 return True
             source, request.kv_source = request.kv_source, None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,9 +10,9 @@ import msgspec
 import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
-from test_scheduling_states import SchedulerMachine, run_with_store
+from test_scheduling_states import SchedulerMachine, run_histories
 
-from moeserve.protocol import BlockTransfer, Request, RequestUpdate, TransferOutcome
+from moeserve.protocol import BlockTransfer, KeepBlocks, Request, RequestUpdate, Transfer, TransferOutcome
 from moeserve.scheduling.block_transfers import BlockTransfers
 from moeserve.scheduling.kv_connector import KVConnector
 from moeserve.scheduling.request import LiveRequest
@@ -134,22 +135,45 @@ class PreemptsToTheEndOfTheQueue(Scheduler):
 class SchedulerWithTransfers(Scheduler):
     transfers_class: type[BlockTransfers]
 
-    def __init__(self, config: SchedulerConfig, cache_salt: bytes, connector: KVConnector | None = None) -> None:
-        super().__init__(config, cache_salt, connector)
-        if connector is not None:
-            self._transfers = self.transfers_class(connector, self._pool)
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache_salt: bytes,
+        connector: KVConnector | None = None,
+        peer_addresses: Sequence[str] = (),
+    ) -> None:
+        super().__init__(config, cache_salt, connector, peer_addresses)
+        assert connector is not None
+        self._transfers = self.transfers_class(connector, self._pool, peer_addresses)
 
 
 class SavesBlocksOfOthers(SchedulerWithTransfers):
     """It gives blocks to others while they are saved."""
 
     class transfers_class(BlockTransfers):
-        def take_new(self) -> list[BlockTransfer]:
+        def take_new(self) -> list[Transfer]:
             new = super().take_new()
             for transfer in new:
-                if not transfer.is_load:
+                if isinstance(transfer, BlockTransfer) and not transfer.is_load:
                     self._pool.release(transfer.block_ids)
-                    self._in_flight[transfer.number].block_ids.clear()
+                    self._in_flight[transfer.number] = dataclasses.replace(
+                        self._in_flight[transfer.number], block_ids=[]
+                    )
+            return new
+
+
+class SharesKeptBlocks(SchedulerWithTransfers):
+    """It gives blocks to others that it keeps for another engine."""
+
+    class transfers_class(BlockTransfers):
+        def take_new(self) -> list[Transfer]:
+            new = super().take_new()
+            for transfer in new:
+                if isinstance(transfer, KeepBlocks):
+                    self._pool.release(transfer.block_ids)
+                    self._in_flight[transfer.number] = dataclasses.replace(
+                        self._in_flight[transfer.number], block_ids=[]
+                    )
             return new
 
 
@@ -203,6 +227,7 @@ BUGS_OF_TRANSFERS: Sequence[type[Scheduler]] = [
     SharesBlocksThatWereNotLoaded,
     LoadsForEver,
     SavesBlocksOfOthers,
+    SharesKeptBlocks,
 ]
 
 
@@ -218,4 +243,4 @@ def test_planted_bug_is_found(bug: type[Scheduler]) -> None:
 def test_planted_bug_of_transfers_is_found(bug: type[Scheduler]) -> None:
     machine = type("Machine", (SchedulerMachine,), {"scheduler_class": bug})
     with pytest.raises((AssertionError, LookupError, StopIteration)):
-        sum(run_with_store(machine(), seed) for seed in range(40))
+        run_histories(machine)

@@ -11,6 +11,7 @@ import math
 import random
 import zlib
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -23,13 +24,17 @@ from moeserve.errors import RequestError
 from moeserve.protocol import (
     BlockTransfer,
     ChunkResult,
+    KeepBlocks,
+    PeerBlocks,
     RankReport,
+    ReceiveBlocks,
     Request,
     RequestUpdate,
     StepPlan,
     StepResult,
     StoreKey,
     TokenLogprobs,
+    Transfer,
     TransferOutcome,
 )
 from moeserve.sampling_params import RequestParams
@@ -222,6 +227,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_plans=st.sampled_from([2, 2, 1, 3]),
         plans_ahead=st.sampled_from([True, True, False]),
         num_host_blocks=st.sampled_from([0, 0, 30, 6, 1]),
+        has_peers=st.booleans(),
     )
     def start(
         self,
@@ -234,6 +240,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_plans: int,
         plans_ahead: bool,
         num_host_blocks: int,
+        has_peers: bool = False,
     ) -> None:
         self.block_size = block_size
         self.max_model_len = max_model_len
@@ -250,7 +257,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_batches=1 if plans_ahead else max_plans,
         )
         self.tier = HostTier(num_host_blocks) if num_host_blocks else None
-        self.scheduler = self.scheduler_class(self.config, b"engine", self.tier)
+        self.peer_addresses = ["127.0.0.1:1"] if has_peers else []
+        self.scheduler = self.scheduler_class(self.config, b"engine", self.tier, self.peer_addresses)
         self.new_table = lambda: RequestTable(max_num_seqs, max_blocks)
         self.table = self.new_table()
         self.live: list[Expected] = []  # in order of arrival
@@ -261,7 +269,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.plans: deque[PlanInFlight] = deque()
         self.last_step = 0
         self.store: dict[StoreKey, Block] = {}  # behind the cache
-        self.transfers: list[tuple[BlockTransfer, list[Block]]] = []  # in flight, with what they read
+        self.transfers: list[tuple[Transfer, list[Block]]] = []  # in flight, with what they read
+        self.computed_elsewhere: dict[str, Expected] = {}  # requests whose blocks another engine has, by handle
+        self.num_loaded = self.num_received = self.num_kept = 0  # blocks
 
     @rule(
         base=st.sampled_from([0, 1]),
@@ -272,6 +282,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt=st.sampled_from(["", "", "tenant"]),
         old_id=st.booleans(),
         num_resumed=st.sampled_from([0, 0, 0, 1, 3]),
+        kept=st.booleans(),
+        computed_elsewhere=st.booleans(),
     )
     def add(
         self,
@@ -283,8 +295,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt: str,
         old_id: bool,
         num_resumed: int,
+        kept: bool,
+        computed_elsewhere: bool,
     ) -> None:
-        self.add_prompt([base] * length + tail, params, has_eos, salt, old_id, num_resumed)
+        self.add_prompt([base] * length + tail, params, has_eos, salt, old_id, num_resumed, kept, computed_elsewhere)
 
     @precondition(lambda self: self.live or self.past)
     @rule(pick=picks, length=st.integers(1, 32), params=params())
@@ -301,23 +315,38 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.add_prompt(other.prompt_token_ids, params, True, other.cache_salt, False, 0)
 
     def add_prompt(
-        self, prompt: list[int], params: RequestParams, has_eos: bool, salt: str, old_id: bool, num_resumed: int
+        self,
+        prompt: list[int],
+        params: RequestParams,
+        has_eos: bool,
+        salt: str,
+        old_id: bool,
+        num_resumed: int,
+        kept: bool = False,
+        computed_elsewhere: bool = False,
     ) -> None:
         live_ids = {known.request.request_id for known in self.live}
         free_ids = [o.request.request_id for o in self.past if o.request.request_id not in live_ids]
         number = len(self.live) + len(self.past)
+        prompt = prompt if len(prompt) < self.max_model_len else prompt[: self.max_model_len - 1]
+        source = PeerBlocks(
+            handle=f"of others {number}", addresses=["127.0.0.1:2"], num_blocks=len(prompt) // self.block_size
+        )
         request = Request(
             request_id=free_ids[-1] if old_id and free_ids else f"request {number}",
-            prompt_token_ids=prompt if len(prompt) < self.max_model_len else prompt[: self.max_model_len - 1],
+            prompt_token_ids=prompt,
             params=params,
             seed=number,  # tells requests apart
             eos_token_ids=[EOS] if has_eos else [],
             cache_salt=salt,
+            kv_handle=f"kept {number}" if kept else "",
+            kv_source=source if computed_elsewhere else None,
         )
         whole, _, _ = whole_output(request, self.max_model_len)
         given = whole[: min(num_resumed, len(whole) - 1)]
         self.scheduler.add(msgspec.structs.replace(request, output_token_ids=given))
         self.live.append(Expected(request, num_output=len(given)))
+        self.computed_elsewhere[source.handle] = self.live[-1]
 
     @rule(length=st.integers(0, 3), uses_live_id=st.booleans())
     def add_refused(self, length: int, uses_live_id: bool) -> None:
@@ -440,14 +469,25 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def begin_transfers(self) -> None:
         for transfer in self.scheduler.take_transfers():
-            assert len(transfer.block_ids) == len(transfer.store_keys) > 0
-            if transfer.is_load:
-                blocks = [self.store[key] for key in transfer.store_keys]
-                for block_id in transfer.block_ids:
-                    self.write_block(block_id, [GARBAGE] * self.block_size)
-            else:
-                blocks = [self.read_block(block_id) for block_id in transfer.block_ids]
-                self.store.update(dict.fromkeys(transfer.store_keys, [GARBAGE] * self.block_size))
+            blocks: list[Block] = []
+            match transfer:
+                case BlockTransfer(is_load=True):
+                    blocks = [self.store[key] for key in transfer.store_keys]
+                    self.num_loaded += len(blocks)
+                    self.destroy_blocks(transfer.block_ids)
+                case BlockTransfer(is_load=False):
+                    blocks = [self.read_block(block_id) for block_id in transfer.block_ids]
+                    self.store.update(dict.fromkeys(transfer.store_keys, [GARBAGE] * self.block_size))
+                case KeepBlocks():
+                    blocks = [self.read_block(block_id) for block_id in transfer.block_ids]
+                    self.num_kept += len(blocks)
+                case ReceiveBlocks(source=source, first=first, block_ids=block_ids):
+                    known = self.computed_elsewhere.pop(source.handle)  # which gives blocks only once
+                    assert first + len(block_ids) <= source.num_blocks
+                    blocks = [self.block_of(known, first + index) for index in range(len(block_ids))]
+                    self.destroy_blocks(block_ids)
+                    self.num_received += len(blocks)
+            assert len(transfer.block_ids) == len(blocks)
             self.transfers.append((transfer, blocks))
 
     @precondition(lambda self: self.transfers)
@@ -456,17 +496,27 @@ class SchedulerMachine(RuleBasedStateMachine):
         """End any transfer. What it reads must not have changed, and nobody may have written where it writes."""
         transfer, blocks = self.transfers.pop(pick % len(self.transfers))
         num_copied = max(0, len(blocks) - num_failed)
-        for index, (block_id, key, block) in enumerate(
-            zip(transfer.block_ids, transfer.store_keys, blocks, strict=True)
-        ):
-            cached, stored = self.read_block(block_id), self.store[key]
-            assert (stored if transfer.is_load else cached) == block, "changed while it was read"
-            assert (cached if transfer.is_load else stored) == [GARBAGE] * self.block_size, "written meanwhile"
-            if index < num_copied and transfer.is_load:
-                self.write_block(block_id, block)
-            elif index < num_copied:
-                self.store[key] = block
+        for index, (block_id, block) in enumerate(zip(transfer.block_ids, blocks, strict=True)):
+            cached = self.read_block(block_id)
+            if isinstance(transfer, BlockTransfer):
+                key = transfer.store_keys[index]
+                assert self.store[key] == (block if transfer.is_load else [GARBAGE] * self.block_size), "overwritten"
+                if index < num_copied and not transfer.is_load:
+                    self.store[key] = block
+            if isinstance(transfer, KeepBlocks) or (isinstance(transfer, BlockTransfer) and not transfer.is_load):
+                assert cached == block, "changed while it was read"
+            else:
+                assert cached == [GARBAGE] * self.block_size, "written meanwhile"
+                if index < num_copied:
+                    self.write_block(block_id, block)
         self.scheduler.end_transfer(TransferOutcome(number=transfer.number, num_copied=num_copied, seconds=0.0))
+
+    def block_of(self, known: Expected, index: int) -> Block:
+        return [known.contents(position) for position in range(index * self.block_size, (index + 1) * self.block_size)]
+
+    def destroy_blocks(self, block_ids: Sequence[int]) -> None:
+        for block_id in block_ids:
+            self.write_block(block_id, [GARBAGE] * self.block_size)
 
     def read_block(self, block_id: int) -> Block:
         return [self.cache[block_id, offset] for offset in range(self.block_size)]
@@ -507,7 +557,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.scheduler.has_work == bool(self.live)
         if self.tier is not None:
             self.tier.check_invariants()
-        if not self.live and not self.plans and not self.transfers:
+        transfers = self.scheduler.transfers
+        if not self.live and not self.plans and not (transfers and transfers.are_in_flight):
             assert self.scheduler.num_free_blocks == self.config.num_blocks
 
     def teardown(self) -> None:
@@ -560,6 +611,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         (known,) = (known for known in self.live if known.request.request_id == update.request_id)
         assert update.num_cached_tokens == known.num_cached
         known.updates.append(update)
+        num_kept = 0
+        if known.request.kv_handle and self.peer_addresses and update.finish_reason in ("stop", "length"):
+            num_kept = len(known.request.prompt_token_ids) // self.block_size
+        assert num_kept == (update.kv_blocks.num_blocks if update.kv_blocks else 0)
         if known.ended:
             self.live.remove(known)
             self.past.append(known)
@@ -587,11 +642,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert not any(given[1:])
 
 
-def run_with_store(machine: SchedulerMachine, seed: int) -> int:
-    """Run a history in which few prompts return often, and blocks that the cache has lost are loaded.
+def run_with_transfers(machine: SchedulerMachine, seed: int) -> tuple[int, int, int]:
+    """Run a history in which few prompts return often, and some were computed elsewhere or are continued elsewhere.
 
     Returns:
-        The number of blocks that were loaded.
+        The number of blocks that were loaded, received and kept.
     """
     chance = random.Random(seed)
     machine.start(
@@ -604,13 +659,18 @@ def run_with_store(machine: SchedulerMachine, seed: int) -> int:
         max_plans=2,
         plans_ahead=chance.choice([True, False]),
         num_host_blocks=chance.choice([100, 6]),
+        has_peers=chance.choice([True, False]),
     )
     bases = [[chance.randrange(NUM_TOKEN_IDS) for _ in range(12)] for _ in range(4)]
     for _ in range(400):
         action = chance.random()
         if action < 0.1 and len(machine.live) < 6:
             prompt = [*chance.choice(bases)[: chance.randint(5, 12)], chance.randrange(3)]
-            machine.add_prompt(prompt, RequestParams(max_tokens=chance.randint(1, 8)), False, "", False, 0)
+            params, kept, elsewhere = (
+                RequestParams(max_tokens=chance.randint(1, 8)),
+                *chance.choices([True, False], k=2),
+            )
+            machine.add_prompt(prompt, params, False, "", False, 0, kept, elsewhere)
         elif action < 0.12 and machine.live:
             machine.abort(chance.randrange(6), True)
         elif action < 0.5 and len(machine.plans) < machine.max_plans:
@@ -621,13 +681,17 @@ def run_with_store(machine: SchedulerMachine, seed: int) -> int:
             machine.end_transfer(chance.randrange(6), chance.choice([0, 0, 1, 3]))
         machine.check_bookkeeping()
     machine.teardown()
-    assert machine.scheduler.transfers is not None
-    return machine.scheduler.transfers.num_loaded_blocks
+    return machine.num_loaded, machine.num_received, machine.num_kept
 
 
-def test_blocks_that_the_cache_has_lost_come_back_from_the_store() -> None:
-    num_loaded = [run_with_store(SchedulerMachine(), seed) for seed in range(40)]
-    assert sum(map(bool, num_loaded)) > 20, num_loaded
+def run_histories(machine: Callable[[], SchedulerMachine]) -> list[tuple[int, int, int]]:
+    return [run_with_transfers(machine(), seed) for seed in range(40)]
+
+
+def test_blocks_come_back_from_the_store_and_from_other_engines() -> None:
+    histories = run_histories(SchedulerMachine)
+    assert sum(num_loaded > 0 for num_loaded, _, _ in histories) > 20, histories
+    assert sum(num_received > 0 and num_kept > 0 for _, num_received, num_kept in histories) > 10, histories
 
 
 BlockPoolMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40)
