@@ -3,22 +3,49 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from moeserve.cli.parser import Parser, add_engine_flags, add_flags, engine_settings, given
-from moeserve.errors import missing_extra
-from moeserve.server.settings import ServerSettings
+from moeserve.errors import SettingsError, missing_extra
+from moeserve.server.settings import RouterSettings, ServerSettings
+
+# Of the server's settings, those that a router has too.
+SETTINGS_OF_ROUTER = frozenset(
+    ["host", "port", "max_body_bytes", "drain_timeout", "cors_origin", "ssl_certfile", "ssl_keyfile"]
+)
 
 
 def add_arguments(command: Parser) -> None:
-    command.usage = "moeserve serve [MODEL] [flags]"
+    command.usage = "moeserve serve [MODEL] [flags]\n       moeserve serve --prefill URL --decode URL [flags]"
     add_flags(command.add_argument_group(ServerSettings.__doc__), ServerSettings)
+    add_flags(command.add_argument_group(RouterSettings.__doc__), RouterSettings)
     add_engine_flags(command)
 
 
 def run(options: argparse.Namespace) -> None:
-    settings = engine_settings(options)
+    settings, engine = ServerSettings(**given(options, ServerSettings)), engine_settings(options)
+    routes = given(options, RouterSettings)
+    if routes:
+        others = [name for name in given(options, ServerSettings) if name not in SETTINGS_OF_ROUTER]
+        _require_router(routes, [*others, *engine])
     try:
-        from moeserve.server.run import serve
+        if routes:
+            from moeserve.server.router_server import route
+
+            route(settings, RouterSettings(**routes))
+        else:
+            from moeserve.server.run import serve
+
+            serve(settings, engine)
     except ImportError as error:
-        raise missing_extra("the server needs FastAPI and uvicorn", "server", error) from None
-    serve(ServerSettings(**given(options, ServerSettings)), settings)
+        raise missing_extra("the server needs FastAPI, uvicorn and others", "server", error) from None
+
+
+def _require_router(routes: dict[str, Any], others: list[str]) -> None:
+    """Raise SettingsError for a router without servers, or with settings that only a server with an engine has."""
+    for name in ("prefill", "decode"):
+        if name not in routes:
+            raise SettingsError(f"a router needs --{name} URL; give --prefill and --decode, each once or several times")
+    if others:
+        flag = "MODEL" if others[0] == "model" else f"--{others[0].replace('_', '-')}"
+        raise SettingsError(f"{flag} is of a server with an engine; give it to the servers behind the router")

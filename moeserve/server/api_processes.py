@@ -28,7 +28,9 @@ from moeserve.machine import usable_cores
 from moeserve.processes.child import Parent
 from moeserve.processes.local import start_process
 from moeserve.processes.supervision import WatchedProcess, end_all
+from moeserve.server.engine_server import open_service
 from moeserve.server.http_server import DrainingServer, announce, ends_handled_by
+from moeserve.server.service import Service
 from moeserve.server.settings import ServerSettings
 from moeserve.server.totals import Totals
 from moeserve.telemetry.observer import LoadObserver
@@ -87,28 +89,28 @@ def run(parent: Parent) -> None:
     texts = read_texts(engine.config)
     llm = AsyncLLM.of_session(open_session(engine, LoadObserver(None, None), texts), texts)
     try:
-        server = DrainingServer(
+        server, service = open_service(
             llm, start.settings, lambda: [_TOTALS_DECODER.decode(note) for note in list(engine.notes.values())]
         )
         with contextlib.closing(_bound(start.settings.host, start.settings.port)) as listener:
             listener.listen(2048)
             if start.engine.index == 0:
-                announce(start.settings, listener)
-            threading.Thread(target=_watch, args=(server, engine, drains), daemon=True).start()
+                announce(f"serving {service.model_names[0]}", start.settings, listener)
+            threading.Thread(target=_watch, args=(server, service, engine, drains), daemon=True).start()
             server.answer(listener)
     finally:
         llm.shutdown()
 
 
-def _watch(server: DrainingServer, engine: RemoteEngine, drains: SimpleQueue[bool]) -> None:
+def _watch(server: DrainingServer, service: Service, engine: RemoteEngine, drains: SimpleQueue[bool]) -> None:
     """Send the totals of this process to the others now and then, and end the server when it should or must end."""
     while True:
         try:
             at_once = drains.get(timeout=SECONDS_BETWEEN_TOTALS)
         except Empty:
-            engine.send_note(msgspec.msgpack.encode(server.service.own_totals))
+            engine.send_note(msgspec.msgpack.encode(service.own_totals))
             # If its thread has failed, another process replaces this one.
-            server.should_exit |= not server.service.llm.is_running
+            server.should_exit |= not service.llm.is_running
         else:
             server.should_exit = True
             server.force_exit |= at_once

@@ -1,8 +1,7 @@
-"""The web application: routes, and the form of errors that no endpoint makes."""
+"""The web application: routes, and the form of errors about bodies."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -11,15 +10,13 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
-from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from moeserve import __version__
-from moeserve.errors import MoeserveError
 from moeserve.server import tokens
 from moeserve.server.anthropic import messages
 from moeserve.server.client import Client
-from moeserve.server.errors import TYPE_OF_STATUS, ApiError, api_error, error_answer
+from moeserve.server.errors import EXCEPTION_HANDLERS, TYPE_OF_STATUS, ApiError, error_answer
 from moeserve.server.keys import Keys
 from moeserve.server.metrics import Metrics
 from moeserve.server.middleware import Entrance
@@ -27,8 +24,6 @@ from moeserve.server.openai import chat, completions, responses
 from moeserve.server.service import Service
 from moeserve.server.settings import ServerSettings
 from moeserve.server.status import Status, StatusReader
-
-logger = logging.getLogger(__name__)
 
 
 class ErrorDetail(BaseModel):
@@ -70,11 +65,9 @@ def build_app(service: Service, settings: ServerSettings, keys: Keys) -> FastAPI
     app = FastAPI(title="moeserve", version=__version__, responses=ERRORS, docs_url=None, redoc_url=None)
     _add_status_routes(app, service)
     _add_model_routes(app, service)
-    app.add_exception_handler(ApiError, _answer_api_error)
-    app.add_exception_handler(MoeserveError, _answer_moeserve_error)
+    for kind, handler in EXCEPTION_HANDLERS.items():
+        app.add_exception_handler(kind, handler)
     app.add_exception_handler(RequestValidationError, _answer_invalid_body)
-    app.add_exception_handler(HTTPException, _answer_http_error)
-    app.add_exception_handler(Exception, _answer_failure)
     app.add_middleware(Entrance, keys=keys, max_body_bytes=settings.max_body_bytes)
     if settings.cors_origin:
         app.add_middleware(CORSMiddleware, allow_origins=settings.cors_origin, allow_methods=["*"], allow_headers=["*"])
@@ -165,29 +158,22 @@ def _model_card(service: Service, name: str) -> dict[str, Any]:
     }
 
 
-async def _answer_api_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return error_answer(error, request.url.path)
-
-
-async def _answer_moeserve_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, MoeserveError)
-    return await _answer_api_error(request, api_error(error))
-
-
 async def _answer_invalid_body(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
+    return error_answer(_invalid_body(error), request.url.path)
+
+
+def _invalid_body(error: RequestValidationError) -> ApiError:
     errors = error.errors()
     # Of a union, each branch has its errors. Those of the branch that fits best lie deepest.
     wrong = max(errors, key=lambda each: (each["type"] == "extra_forbidden", len(each["loc"])))
     path = _path(wrong["loc"][1:], error.body, ends_in_new_field=wrong["type"] == "missing")
     name, param = ".".join(path)[:200], path[0][:200] if path else None
     if wrong["type"] == "json_invalid":
-        return await _answer_api_error(request, ApiError(400, "the request is no valid JSON"))
+        return ApiError(400, "the request is no valid JSON")
     if wrong["type"] == "extra_forbidden":
-        unsupported = ApiError(400, f"{name} is not supported here", param=param, code="unsupported_parameter")
-        return await _answer_api_error(request, unsupported)
-    return await _answer_api_error(request, ApiError(400, f"{name or 'the request'}: {wrong['msg']}", param=param))
+        return ApiError(400, f"{name} is not supported here", param=param, code="unsupported_parameter")
+    return ApiError(400, f"{name or 'the request'}: {wrong['msg']}", param=param)
 
 
 def _path(location: Sequence[int | str], body: Any, *, ends_in_new_field: bool) -> list[str]:
@@ -198,17 +184,3 @@ def _path(location: Sequence[int | str], body: Any, *, ends_in_new_field: bool) 
             path.append(str(part))
             body = body[part]
     return [*path, str(location[-1])] if ends_in_new_field and location else path
-
-
-async def _answer_http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    status = error.status_code if error.status_code in (404, 405) else 400
-    messages = {404: "there is no such path", 405: "this path does not serve this method"}
-    headers = dict(error.headers or {})
-    message = messages.get(status, "the request cannot be read")
-    return await _answer_api_error(request, ApiError(status, message, headers=headers))
-
-
-async def _answer_failure(request: Request, error: Exception) -> Response:
-    logger.error("a request failed", exc_info=error)
-    return await _answer_api_error(request, ApiError(500, "the request failed; the server's log says why"))

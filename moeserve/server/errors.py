@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from starlette.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from moeserve.errors import EngineError, MoeserveError, QueueFullError, RequestError, SettingsError
+
+logger = logging.getLogger(__name__)
 
 TYPE_OF_STATUS = {
     400: "invalid_request_error",
@@ -102,3 +107,36 @@ def api_error(error: MoeserveError) -> ApiError:
             headers = {"Retry-After": str(SECONDS_UNTIL_RESTART)}
             return ApiError(503, "the engine failed while it served this request; try again later", headers=headers)
     return ApiError(500, "the request could not be served")
+
+
+async def _answer_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error_answer(error, request.url.path)
+
+
+async def _answer_moeserve_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, MoeserveError)
+    return error_answer(api_error(error), request.url.path)
+
+
+async def _answer_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    status = error.status_code if error.status_code in (404, 405) else 400
+    messages = {404: "there is no such path", 405: "this path does not serve this method"}
+    headers = dict(error.headers or {})
+    message = messages.get(status, "the request cannot be read")
+    return error_answer(ApiError(status, message, headers=headers), request.url.path)
+
+
+async def _answer_failure(request: Request, error: Exception) -> Response:
+    logger.error("a request failed", exc_info=error)
+    return error_answer(ApiError(500, "the request failed; the server's log says why"), request.url.path)
+
+
+# Of an application, by the errors that they answer.
+EXCEPTION_HANDLERS: dict[type[Exception], Callable[[Request, Exception], Awaitable[Response]]] = {
+    ApiError: _answer_api_error,
+    MoeserveError: _answer_moeserve_error,
+    HTTPException: _answer_http_error,
+    Exception: _answer_failure,
+}

@@ -9,51 +9,45 @@ import socket
 import ssl
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Protocol
 
 import uvicorn
+from starlette.types import ASGIApp
 
-from moeserve.api.async_llm import AsyncLLM
 from moeserve.errors import SettingsError
-from moeserve.server.app import build_app
-from moeserve.server.keys import Keys
 from moeserve.server.middleware import start_access_log
-from moeserve.server.service import Service
 from moeserve.server.settings import ServerSettings
-from moeserve.server.totals import Totals
-from moeserve.server.tracing import open_tracing
 
 SECONDS_TO_CLOSE = 1
-OTHER_CONNECTIONS = 4096  # beside those whose outputs run or wait; further ones are answered with status 503
+
+
+class Drained(Protocol):
+    """An application's requests, which end before the server does."""
+
+    async def drain(self, timeout_s: float, is_forced: Callable[[], bool]) -> None:
+        """Refuse new requests, and wait until those that run have ended; after a time, end them with an error.
+
+        Args:
+            is_forced: true once those that run are to end at once.
+        """
 
 
 class DrainingServer(uvicorn.Server):
     """Answers requests in flight before it closes connections."""
 
-    def __init__(self, llm: AsyncLLM, settings: ServerSettings, others: Callable[[], Iterable[Totals]] = tuple) -> None:
+    def __init__(self, app: ASGIApp, requests: Drained, settings: ServerSettings, max_connections: int | None) -> None:
         """
         Args:
-            others: as for `Service`.
-
-        Raises:
-            SettingsError: a setting cannot be used.
+            requests: those of the application.
+            max_connections: further ones are answered with status 503; None: any number.
         """
-        assert settings.served_model_name is not None
-        self.service = Service(
-            llm,
-            settings.served_model_name,
-            max_waiting=settings.max_waiting,
-            num_processes=settings.api_server_count,
-            parser=settings.answer_parser,
-            others=others,
-            tracing=open_tracing(settings.otlp_traces_endpoint),
-        )
         start_access_log()
+        self._requests = requests
         self._drain_timeout_s = settings.drain_timeout
         self._has_signal = False
-        app = build_app(self.service, settings, Keys.read(settings.api_key or (), settings.api_key_file))
         super().__init__(
             uvicorn.Config(
                 app,
@@ -61,7 +55,7 @@ class DrainingServer(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 ws="none",
-                limit_concurrency=self.service.admission.max_outputs + OTHER_CONNECTIONS,
+                limit_concurrency=max_connections,
                 ssl_certfile=settings.ssl_certfile,
                 ssl_keyfile=settings.ssl_keyfile,
             )
@@ -81,7 +75,7 @@ class DrainingServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         ends_at = time.monotonic() + self._drain_timeout_s
-        await self.service.drain(self._drain_timeout_s, lambda: self.force_exit)
+        await self._requests.drain(self._drain_timeout_s, lambda: self.force_exit)
         # For clients that have yet to read the rest of their answers. Some never do.
         self.config.timeout_graceful_shutdown = max(SECONDS_TO_CLOSE, math.ceil(ends_at - time.monotonic()))
         await super().shutdown(sockets)
@@ -113,13 +107,12 @@ def listen(settings: ServerSettings) -> socket.socket:
         raise SettingsError(f"cannot listen on {settings.host}, port {settings.port}: {error}") from None
 
 
-def announce(settings: ServerSettings, listener: socket.socket) -> None:
-    """Print where the server is."""
-    assert settings.served_model_name is not None
+def announce(what: str, settings: ServerSettings, listener: socket.socket) -> None:
+    """Print what the server does, and where it is."""
     scheme = "http" if settings.ssl_certfile is None else "https"
     host, port = listener.getsockname()[:2]
     address = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}/v1"
-    print(f"serving {settings.served_model_name[0]} at {address}", file=sys.stderr, flush=True)
+    print(f"{what} at {address}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

@@ -54,14 +54,9 @@ class Reply(Response):
         self._chunks, self._error_body, self._error_event = chunks, error_body, error_event
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sending = asyncio.create_task(self._send(scope, receive, send))
-        hang_up = asyncio.create_task(_hang_up(receive))
         try:
-            await asyncio.wait({sending, hang_up}, return_when=asyncio.FIRST_COMPLETED)
+            await until_hang_up(asyncio.create_task(self._send(scope, receive, send)), receive)
         finally:
-            for task in (sending, hang_up):
-                task.cancel()
-            await asyncio.gather(sending, hang_up, return_exceptions=True)
             await self._chunks.aclose()
 
     async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -93,6 +88,19 @@ class Reply(Response):
         assert self.media_type is not None
         no_cache = [(b"cache-control", b"no-cache")] if self.media_type == EVENTS else []
         return [(b"content-type", self.media_type.encode()), *no_cache]
+
+
+async def until_hang_up(sending: asyncio.Task[None], receive: Receive) -> None:
+    """Wait for a task, and cancel it when the client hangs up. Raises what the task raises."""
+    hang_up = asyncio.create_task(_hang_up(receive))
+    try:
+        await asyncio.wait({sending, hang_up}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in (sending, hang_up):
+            task.cancel()
+        await asyncio.gather(sending, hang_up, return_exceptions=True)
+    if not sending.cancelled():
+        sending.result()
 
 
 async def _hang_up(receive: Receive) -> None:

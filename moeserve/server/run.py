@@ -16,7 +16,8 @@ from moeserve.config.validation import parse_settings
 from moeserve.models import registry
 from moeserve.parsers.families import find_parser
 from moeserve.server.api_processes import serve_from_processes
-from moeserve.server.http_server import DrainingServer, announce, listen
+from moeserve.server.engine_server import open_service
+from moeserve.server.http_server import announce, listen
 from moeserve.server.keys import Keys
 from moeserve.server.settings import ServerSettings
 from moeserve.server.tracing import check_tracing
@@ -48,8 +49,8 @@ def serve(settings: ServerSettings, engine_settings: Mapping[str, Any]) -> None:
 def _serve_here(llm: AsyncLLM, settings: ServerSettings, listener: socket.socket) -> None:
     """Serve HTTP from this process until SIGTERM or Ctrl-C, and then end the engine."""
     try:
-        server = DrainingServer(llm, settings)
-        announce(settings, listener)
+        server, service = open_service(llm, settings)
+        announce(f"serving {service.model_names[0]}", settings, listener)
         server.answer(listener)
     finally:
         llm.shutdown()

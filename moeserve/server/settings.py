@@ -1,9 +1,9 @@
-"""Settings of the HTTP server, beside those of the engine."""
+"""Settings of the HTTP server, beside those of the engine, and of the router."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
 import msgspec
 
@@ -41,3 +41,21 @@ class ServerSettings:
     cors_origin: list[str] | None = setting(None, "origin of web pages that may send requests, or *; none: no others")
     ssl_certfile: str | None = setting(None, "certificate for TLS, with its chain, as a PEM file")
     ssl_keyfile: str | None = setting(None, "private key of the certificate, as a PEM file")
+
+
+def _required(help: str) -> Any:
+    return field(metadata={"help": help})
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterSettings:
+    """Router, which passes requests on to other servers and has no engine"""
+
+    prefill: list[str] = _required("URL of a server that computes long prompts, such as http://10.0.0.1:8000")
+    decode: list[str] = _required("URL of a server that generates, and computes short prompts")
+    min_remote_prefill: PositiveInt = setting(
+        1024, "tokens from which prompts are sent to a prefill server; a token is estimated as 4 bytes of text"
+    )
+    prefill_timeout: Annotated[float, msgspec.Meta(gt=0, le=86400)] = setting(
+        60.0, "seconds after which a prompt is no longer waited for, and a decode server computes it"
+    )

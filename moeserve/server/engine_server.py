@@ -1,0 +1,41 @@
+"""The HTTP server of one process that has an engine, or shares one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from moeserve.api.async_llm import AsyncLLM
+from moeserve.server.app import build_app
+from moeserve.server.http_server import DrainingServer
+from moeserve.server.keys import Keys
+from moeserve.server.service import Service
+from moeserve.server.settings import ServerSettings
+from moeserve.server.totals import Totals
+from moeserve.server.tracing import open_tracing
+
+OTHER_CONNECTIONS = 4096  # beside those whose outputs run or wait
+
+
+def open_service(
+    llm: AsyncLLM, settings: ServerSettings, others: Callable[[], Iterable[Totals]] = tuple
+) -> tuple[DrainingServer, Service]:
+    """Return a server of a model, and its service.
+
+    Args:
+        others: as for `Service`.
+
+    Raises:
+        SettingsError: a setting cannot be used.
+    """
+    assert settings.served_model_name is not None
+    service = Service(
+        llm,
+        settings.served_model_name,
+        max_waiting=settings.max_waiting,
+        num_processes=settings.api_server_count,
+        parser=settings.answer_parser,
+        others=others,
+        tracing=open_tracing(settings.otlp_traces_endpoint),
+    )
+    app = build_app(service, settings, Keys.read(settings.api_key or (), settings.api_key_file))
+    return DrainingServer(app, service, settings, service.admission.max_outputs + OTHER_CONNECTIONS), service

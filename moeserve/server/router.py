@@ -1,0 +1,366 @@
+"""`Router`: passes requests on to servers that compute long prompts, and to servers that generate."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import aiohttp
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Message, Receive, Scope, Send
+from yarl import URL
+
+from moeserve.server.errors import ApiError, shutting_down
+from moeserve.server.reply import until_hang_up
+from moeserve.server.settings import RouterSettings
+from moeserve.server.upstreams import CONNECT_S, Pool, Upstream, answer_headers, open_client, request_headers
+from moeserve.telemetry.request_stats import LONG_S
+
+logger = logging.getLogger(__name__)
+
+BYTES_PER_TOKEN = 4  # of text, about
+# The fields of a request that become its prompt, by path.
+PROMPT_FIELDS = {
+    "/v1/completions": ("prompt",),
+    "/v1/chat/completions": ("messages", "tools"),
+    "/v1/responses": ("instructions", "input", "tools"),
+    "/v1/messages": ("system", "messages", "tools"),
+}
+REMOTE_DECODE = {"do_remote_decode": True}
+PASSED_STATUSES = (400, 401, 403, 404, 413, 422)  # of prefill servers: a decode server would answer the same
+REFUSALS = (429, 503)
+READY_S = 2.0  # for a decode server to say that it is ready
+SECONDS_TO_END = 1.0  # for requests that are cut off
+
+
+class Router:
+    """Requests and the servers behind them."""
+
+    def __init__(self, settings: RouterSettings) -> None:
+        """
+        Raises:
+            SettingsError: a URL cannot be used.
+        """
+        self._settings = settings
+        self._prefill, self._decode = Pool("prefill", settings.prefill), Pool("decode", settings.decode)
+        self._client: aiohttp.ClientSession | None = None  # of the event loop
+        self._metrics = _Metrics()
+        self._running: set[asyncio.Task[None]] = set()
+        self._is_closed = False
+
+    @contextlib.asynccontextmanager
+    async def connected(self) -> AsyncIterator[None]:
+        """Hold the connections to the servers, in an event loop."""
+        async with open_client() as self._client:
+            yield
+
+    async def generate(self, request: Request) -> Response:
+        """Answer a request for generated text."""
+        body = await request.body()
+        num_tokens = _prompt_tokens(request.url.path, body)
+
+        async def answer(send: Send) -> None:
+            path = "direct"
+            passed = body
+            if num_tokens >= self._settings.min_remote_prefill:
+                computed = await self._compute(request, body)
+                if isinstance(computed, Response):
+                    await computed(request.scope, request.receive, send)
+                    return
+                path = "fallback" if computed is None else "remote"
+                passed = body if computed is None else _with_transfer(body, computed)
+            self._metrics.requests.labels(path).inc()
+            await self._pass_on(request, passed, send)
+
+        return self._answer(answer)
+
+    async def forward(self, request: Request) -> Response:
+        """Answer any other request by a decode server."""
+        body = await request.body()
+        return self._answer(lambda send: self._pass_on(request, body, send))
+
+    async def health(self, request: Request) -> Response:
+        """Answer while the router's process lives."""
+        return JSONResponse({"status": "alive"})
+
+    async def ready(self, request: Request) -> Response:
+        """Answer with status 200 if a decode server is ready."""
+        if self._is_closed:
+            raise shutting_down()
+        if not any(await asyncio.gather(*map(self._is_ready, self._decode.servers))):
+            raise ApiError(503, "no decode server is ready", headers={"Retry-After": "10"})
+        return JSONResponse({"status": "ready"})
+
+    async def metrics(self, request: Request) -> Response:
+        """Return what Prometheus reads."""
+        return Response(generate_latest(self._metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def drain(self, timeout_s: float, is_forced: Callable[[], bool]) -> None:
+        """Refuse new requests, and wait until those that run have ended; after a time, cut them off.
+
+        Args:
+            is_forced: true once those that run are to end at once.
+        """
+        self._is_closed = True
+        ends_at = time.monotonic() + timeout_s
+        while self._running and time.monotonic() < ends_at and not is_forced():
+            await asyncio.sleep(0.05)
+        if self._running:
+            for task in self._running:
+                task.cancel()
+            await asyncio.wait(self._running, timeout=SECONDS_TO_END)
+
+    def _answer(self, answer: Callable[[Send], Awaitable[None]]) -> Response:
+        if self._is_closed:
+            raise shutting_down()
+        return _Answer(answer, self._running)
+
+    async def _compute(self, request: Request, body: bytes) -> dict[str, Any] | Response | None:
+        """Send a prompt to a prefill server.
+
+        Returns:
+            The parameters with which a decode server loads what was computed, or the error for the client; None: the
+            decode server is to compute the prompt.
+        """
+        server = self._prefill.by_load()[0]
+        try:
+            return await self._computed_by(server, request, _with_transfer(body, REMOTE_DECODE))
+        except _PrefillFailure as failure:
+            self._metrics.prefill_failures.labels(failure.reason).inc()
+            if failure.cause:
+                logger.warning("the prefill server %s failed: %s", server.url, failure.cause)
+            return None
+
+    async def _computed_by(self, server: Upstream, request: Request, body: bytes) -> dict[str, Any] | Response | None:
+        """See `_compute`.
+
+        Raises:
+            _PrefillFailure: the server has computed nothing.
+        """
+        if server.is_avoided:  # and so are all others
+            raise _PrefillFailure("unreachable")
+        began_s = time.monotonic()
+        timeout = aiohttp.ClientTimeout(total=self._settings.prefill_timeout, sock_connect=CONNECT_S)
+        try:
+            with server.loaded(len(body)):
+                async with self._request(server, request, body, timeout=timeout) as answer:
+                    content = await answer.read()
+        except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
+            server.avoid()
+            is_late = isinstance(error, asyncio.TimeoutError) and not isinstance(error, aiohttp.ClientError)
+            raise _PrefillFailure("timeout" if is_late else "unreachable", _shown(error)) from None
+        if answer.status == 200:
+            try:
+                kept = msgspec.json.decode(content, type=_Kept)
+            except msgspec.DecodeError as error:
+                raise _PrefillFailure("error", _shown(error)) from None
+            self._metrics.prefill_seconds.observe(time.monotonic() - began_s)
+            return kept.kv_transfer_params
+        if answer.status in REFUSALS:
+            raise _PrefillFailure("refused")
+        if answer.status not in PASSED_STATUSES or b"kv_transfer" in content:  # not what the client has sent is wrong
+            raise _PrefillFailure("error", f"status {answer.status}: {content[:300]!r}")
+        self._metrics.requests.labels("refused").inc()
+        refusal = Response(content, answer.status)
+        refusal.raw_headers = answer_headers(answer)
+        return refusal
+
+    async def _pass_on(self, request: Request, body: bytes, send: Send) -> None:
+        """Send a request to a decode server, and its answer to the client.
+
+        Another server is tried if one is unreachable, ends the connection before its answer, or refuses the request.
+
+        Raises:
+            ApiError: no server has answered.
+        """
+        began_s = time.monotonic()
+        servers = self._decode.by_load()
+        for server in servers:
+            try:
+                with server.loaded(1):
+                    async with self._request(server, request, body) as answer:
+                        if answer.status not in REFUSALS or server is servers[-1]:
+                            self._metrics.answer_seconds.observe(time.monotonic() - began_s)
+                            await _send_answer(answer, send)
+                            return
+            except (aiohttp.ClientError, OSError) as error:
+                server.avoid()
+                logger.warning("the decode server %s failed: %s", server.url, _shown(error))
+            self._metrics.decode_failures.inc()
+        raise ApiError(503, "no decode server can be reached; try again later", headers={"Retry-After": "1"})
+
+    def _request(self, server: Upstream, request: Request, body: bytes, **options: Any) -> Any:
+        """Return the context of a server's answer to a client's request."""
+        assert self._client is not None
+        query = request.scope["query_string"]
+        path = request.scope["raw_path"] + (b"?" + query if query else b"")
+        return self._client.request(
+            request.method,
+            URL(server.url + path.decode("latin-1"), encoded=True),
+            data=body or None,
+            headers=request_headers(request.headers, request.state.client.request_id),
+            allow_redirects=False,
+            **options,
+        )
+
+    async def _is_ready(self, server: Upstream) -> bool:
+        assert self._client is not None
+        timeout = aiohttp.ClientTimeout(total=READY_S)
+        try:
+            async with self._client.get(f"{server.url}/ready", timeout=timeout) as answer:
+                return answer.status == 200
+        except (aiohttp.ClientError, OSError, asyncio.TimeoutError):
+            return False
+
+
+class _Answer(Response):
+    """An answer that is sent while it comes, and ended when the client hangs up."""
+
+    def __init__(self, answer: Callable[[Send], Awaitable[None]], running: set[asyncio.Task[None]]) -> None:
+        """
+        Args:
+            answer: sends it.
+            running: the tasks of all answers. One that is cancelled there is cut off.
+        """
+        super().__init__()
+        self._answer, self._running = answer, running
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_begun = False
+
+        async def send_noted(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        async def answer() -> None:
+            await self._answer(send_noted)
+
+        task = asyncio.create_task(answer())
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        await until_hang_up(task, receive)
+        if task.cancelled() and not has_begun:  # by the end of the router; a client that hung up does not read this
+            raise shutting_down()
+
+
+class _PrefillFailure(Exception):
+    """A prompt that a prefill server has not computed."""
+
+    def __init__(self, reason: str, cause: str = "") -> None:
+        """
+        Args:
+            reason: "unreachable", "timeout", "refused" or "error".
+            cause: for the log; empty: it is nothing unusual.
+        """
+        super().__init__(cause)
+        self.reason, self.cause = reason, cause
+
+
+class _Kept(msgspec.Struct):
+    """The answer of a prefill server."""
+
+    kv_transfer_params: dict[str, Any] | None
+
+
+class _Metrics:
+    """The metrics of one router."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "moeserve_router_requests",
+            "Requests for generated text: to a decode server alone (direct), after a prefill server (remote), without "
+            "the prefill server that failed (fallback), or refused by a prefill server (refused).",
+            ["path"],
+            registry=self.registry,
+        )
+        self.prefill_failures = Counter(
+            "moeserve_router_prefill_failures",
+            "Prompts that a prefill server should have computed: it was unreachable, refused (status 429 or 503), was "
+            "too slow (timeout), or answered otherwise (error).",
+            ["reason"],
+            registry=self.registry,
+        )
+        self.decode_failures = Counter(
+            "moeserve_router_decode_failures",
+            "Decode servers that were unreachable or refused a request.",
+            registry=self.registry,
+        )
+        self.prefill_seconds = Histogram(
+            "moeserve_router_prefill_seconds",
+            "Time in which prefill servers computed a prompt.",
+            buckets=LONG_S,
+            registry=self.registry,
+        )
+        self.answer_seconds = Histogram(
+            "moeserve_router_answer_seconds",
+            "Time from a request to decode servers to the begin of the answer.",
+            buckets=LONG_S,
+            registry=self.registry,
+        )
+
+
+async def _send_answer(answer: aiohttp.ClientResponse, send: Send) -> None:
+    """Send a server's answer to the client as it comes. If it breaks off, so does the client's."""
+    await send({"type": "http.response.start", "status": answer.status, "headers": answer_headers(answer)})
+    try:
+        async for chunk in answer.content.iter_any():
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+    except (aiohttp.ClientError, OSError) as error:
+        logger.warning("an answer of %s broke off: %s", answer.url.origin(), _shown(error))
+        return
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _shown(error: BaseException) -> str:
+    return str(error) or type(error).__name__
+
+
+def _with_transfer(body: bytes, params: dict[str, Any]) -> bytes:
+    """Return the JSON of a request with `kv_transfer_params`. All else keeps its bytes."""
+    before, brace, rest = body.partition(b"{")
+    return b"".join([before, brace, b'"kv_transfer_params":', msgspec.json.encode(params), b",", rest])
+
+
+def _prompt_tokens(path: str, body: bytes) -> int:
+    """Estimate the tokens of a request's prompt; 0 if a decode server should compute it in any case.
+
+    Raises:
+        ApiError: the request has `kv_transfer_params`.
+    """
+    try:
+        fields = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return 0
+    if not isinstance(fields, dict):
+        return 0
+    if "kv_transfer_params" in fields:  # only the router says which addresses servers connect to
+        name = "kv_transfer_params"
+        raise ApiError(400, f"{name} is not supported here", param=name, code="unsupported_parameter")
+    prompt = fields.get("prompt")
+    has_several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
+    if has_several or fields.get("echo") or fields.get("prompt_logprobs") is not None:
+        return 0
+    return sum(_num_bytes(fields.get(name)) for name in PROMPT_FIELDS[path]) // BYTES_PER_TOKEN
+
+
+def _num_bytes(part: Any) -> int:
+    """Return the bytes of all texts in a part of a request. A token counts as its average bytes."""
+    match part:
+        case str():
+            return len(part.encode())
+        case [int(), *_]:
+            return BYTES_PER_TOKEN * len(part)
+        case list():
+            return sum(map(_num_bytes, part))
+        case dict():
+            return sum(map(_num_bytes, part.values()))
+    return 0

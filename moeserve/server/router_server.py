@@ -1,0 +1,71 @@
+"""`serve --prefill URL --decode URL`: the HTTP server of a router. It has no engine, and imports none."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route
+
+from moeserve.server.errors import EXCEPTION_HANDLERS
+from moeserve.server.http_server import DrainingServer, announce, listen
+from moeserve.server.keys import Keys
+from moeserve.server.middleware import Entrance
+from moeserve.server.router import PROMPT_FIELDS, Router
+from moeserve.server.settings import RouterSettings, ServerSettings
+
+MAX_CONNECTIONS = 8192
+# Requests that any decode server answers.
+FORWARDED = {
+    "/v1/models": "GET",
+    "/v1/models/{name:path}": "GET",
+    "/v1/messages/count_tokens": "POST",
+    "/tokenize": "POST",
+    "/detokenize": "POST",
+    "/version": "GET",
+    "/openapi.json": "GET",
+}
+
+
+def route(settings: ServerSettings, routes: RouterSettings) -> None:
+    """Pass requests on until SIGTERM or Ctrl-C.
+
+    Raises:
+        SettingsError: a setting cannot be used.
+    """
+    router = Router(routes)
+    with contextlib.closing(listen(settings)) as listener:
+        server = DrainingServer(build_router_app(router, settings), router, settings, MAX_CONNECTIONS)
+        what = f"routing to {len(routes.prefill)} prefill and {len(routes.decode)} decode servers"
+        announce(what, settings, listener)
+        server.answer(listener)
+
+
+def build_router_app(router: Router, settings: ServerSettings) -> Starlette:
+    """Return the application that routes. The servers behind it check API keys."""
+
+    @contextlib.asynccontextmanager
+    async def connected(app: Starlette) -> AsyncIterator[None]:
+        async with router.connected():
+            yield
+
+    middleware = [Middleware(Entrance, keys=Keys([]), max_body_bytes=settings.max_body_bytes)]
+    if settings.cors_origin:
+        allowed: dict[str, Any] = {"allow_methods": ["*"], "allow_headers": ["*"]}
+        middleware.insert(0, Middleware(CORSMiddleware, allow_origins=settings.cors_origin, **allowed))
+    return Starlette(
+        routes=[
+            Route("/health", router.health),
+            Route("/ready", router.ready),
+            Route("/metrics", router.metrics),
+            *(Route(path, router.generate, methods=["POST"]) for path in PROMPT_FIELDS),
+            *(Route(path, router.forward, methods=[method]) for path, method in FORWARDED.items()),
+        ],
+        middleware=middleware,
+        exception_handlers=EXCEPTION_HANDLERS,
+        lifespan=connected,
+    )

@@ -1,0 +1,115 @@
+"""Servers behind the router, and the requests that they have."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Iterable, Iterator
+from urllib.parse import urlsplit
+
+import aiohttp
+from starlette.datastructures import Headers
+
+from moeserve.errors import SettingsError, shown
+
+CONNECT_S = 3.0  # a host that does not answer by then is unreachable
+AVOID_S = 5.0  # after a failure, other servers are tried first
+# Shorter than the time after which servers close idle connections, so that none is used while it closes.
+IDLE_S = 2.0
+KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # to notice that a host is gone
+
+CONNECTION_HEADERS = frozenset(
+    ["connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade"]
+)
+OWN_REQUEST_HEADERS = CONNECTION_HEADERS | {"host", "content-length", "accept-encoding", "expect", "x-request-id"}
+OWN_ANSWER_HEADERS = frozenset(name.encode() for name in CONNECTION_HEADERS | {"date", "server", "x-request-id"})
+
+
+class Upstream:
+    """One server."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.load = 0  # of the requests that it has
+        self._avoided_until = 0.0
+
+    @property
+    def is_avoided(self) -> bool:
+        return time.monotonic() < self._avoided_until
+
+    def avoid(self) -> None:
+        """Prefer other servers for a while: a request has failed."""
+        self._avoided_until = time.monotonic() + AVOID_S
+
+    @contextlib.contextmanager
+    def loaded(self, amount: int) -> Iterator[None]:
+        """Count a request's amount of work while the server has it."""
+        self.load += amount
+        try:
+            yield
+        finally:
+            self.load -= amount
+
+
+class Pool:
+    """Servers that do the same."""
+
+    def __init__(self, name: str, urls: Iterable[str]) -> None:
+        """
+        Args:
+            name: of the setting, for errors.
+
+        Raises:
+            SettingsError: a URL cannot be used.
+        """
+        self.servers = [Upstream(_base_url(name, url)) for url in urls]
+
+    def by_load(self) -> list[Upstream]:
+        """Return the servers, the one with the least work first, and behind them those that have failed."""
+        return sorted(self.servers, key=lambda server: (server.is_avoided, server.load))
+
+
+def open_client() -> aiohttp.ClientSession:
+    """Return a client that passes bodies on as they are, and keeps nothing of one request for another."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S, socket_factory=_watched_socket),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+        auto_decompress=False,
+        skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
+    )
+
+
+def request_headers(headers: Headers, request_id: str) -> list[tuple[str, str]]:
+    """Return the headers of a client's request as a server gets them, the API key included."""
+    passed = [(name, value) for name, value in headers.items() if name not in OWN_REQUEST_HEADERS]
+    return [*passed, ("x-request-id", request_id)]
+
+
+def answer_headers(answer: aiohttp.ClientResponse) -> list[tuple[bytes, bytes]]:
+    """Return the headers of a server's answer as the client gets them."""
+    return [(name, value) for name, value in answer.raw_headers if name.lower() not in OWN_ANSWER_HEADERS]
+
+
+def _base_url(name: str, url: str) -> str:
+    base = url.rstrip("/").removesuffix("/v1")  # servers print their address with it
+    try:
+        parts = urlsplit(base)
+        is_usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of the host or the port
+        is_usable = False
+    if not is_usable or parts.path or parts.query or parts.fragment or parts.username:
+        raise SettingsError(f"{name}={shown(url)} is no URL of a server; give one such as http://10.0.0.1:8000")
+    return base
+
+
+def _watched_socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    """Return a socket that fails if its peer's host is gone, however long an answer may take."""
+    family, kind, protocol, _, _ = address
+    opened = socket.socket(family, kind, protocol)
+    opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in KEEPALIVE.items():
+        if hasattr(socket, option):  # not on macOS
+            opened.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    return opened

@@ -1,0 +1,360 @@
+"""The router: which servers get a request, what they and the client get, and what follows when one fails."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import threading
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+from stand_in_servers import (
+    KEPT,
+    Behaviour,
+    Received,
+    StandIn,
+    answering,
+    generate,
+    keep,
+    routing,
+    standing_in,
+    unreachable,
+    waiting_for_hang_up,
+)
+from starlette.responses import Response, StreamingResponse
+
+from moeserve.server.settings import ServerSettings
+
+TOKENS = 100  # from which prompts are computed by a prefill server
+LONG = "x" * 4 * TOKENS
+SECONDS = 10.0  # for anything that should happen at once
+
+LONG_BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": LONG},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": [{"type": "text", "text": LONG}]}]},
+    "/v1/responses": {"instructions": LONG[:200], "input": LONG[200:]},
+    "/v1/messages": {"system": LONG[:200], "messages": [{"role": "user", "content": LONG[200:]}], "max_tokens": 3},
+}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A prefill server, a decode server, and a client of the router before them."""
+
+    prefill: StandIn
+    decode: StandIn
+    http: httpx.Client
+
+    def metric(self, name: str, **labels: str) -> float:
+        named = ",".join(f'{label}="{value}"' for label, value in labels.items())
+        begin = f"moeserve_router_{name}{{{named}}} " if named else f"moeserve_router_{name} "
+        values = [line[len(begin) :] for line in self.http.get("/metrics").text.splitlines() if line.startswith(begin)]
+        return float(values[0]) if values else 0.0
+
+    def post_long(self, **fields: Any) -> httpx.Response:
+        return self.http.post("/v1/completions", json={"prompt": LONG, **fields})
+
+
+@pytest.fixture
+def setup() -> Iterator[Setup]:
+    with (
+        standing_in(keep, generate) as (prefill, decode),
+        routing([prefill.url], [f"{decode.url}/v1/"], min_remote_prefill=TOKENS, prefill_timeout=2.0) as http,
+    ):
+        yield Setup(prefill, decode, http)
+
+
+# --- which servers get what
+
+
+@pytest.mark.parametrize("path", list(LONG_BODIES))
+def test_a_long_prompt_is_computed_by_one_server_and_continued_by_another(setup: Setup, path: str) -> None:
+    content = json.dumps({**LONG_BODIES[path], "temperature": 1e-3, "seed": 2**62 + 1}, indent=1).encode()
+    headers = {"Authorization": "Bearer key", "X-Api-Key": "other", "X-Request-Id": "mine", "traceparent": "00-1"}
+    answer = setup.http.post(f"{path}?a=b%20c", content=content, headers=headers)
+    assert (answer.status_code, answer.json()) == (200, {"text": "generated"})
+    assert answer.headers["x-request-id"] == "mine"
+    for server, params in [(setup.prefill, {"do_remote_decode": True}), (setup.decode, KEPT)]:
+        received = server.take()
+        assert received.path == f"{path}?a=b%20c"
+        assert received.fields == json.loads(content) | {"kv_transfer_params": params}
+        assert received.body.endswith(content[1:])  # as the client wrote it
+        assert {name: received.headers[name.lower()] for name in headers} == headers
+    assert setup.metric("requests_total", path="remote") == 1
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": LONG[1:]},
+        {"prompt": [7] * (TOKENS - 1)},
+        {"prompt": "ö" * (TOKENS * 2 - 1)},  # two bytes each
+        {"prompt": [LONG, LONG]},  # keys and values are exchanged for one prompt
+        {"prompt": [[7] * TOKENS, [8]]},
+        {"prompt": LONG, "echo": True, "logprobs": 1},  # needs the whole prompt
+        {"prompt": LONG, "prompt_logprobs": 0},
+        {"prompt": LONG, "messages": None, "x": "\ud800"},
+        {"messages": LONG},
+    ],
+    ids=str,
+)
+def test_other_requests_reach_a_decode_server_as_they_are(setup: Setup, fields: dict[str, Any]) -> None:
+    if fields.get("x"):  # half of a character, which is no valid JSON text
+        fields["prompt"] = LONG[1:]
+    content = json.dumps(fields).encode()
+    assert setup.http.post("/v1/completions", content=content).json() == {"text": "generated"}
+    assert setup.decode.take().body == content
+    assert not setup.prefill.received
+    assert setup.metric("requests_total", path="direct") == 1
+
+
+@pytest.mark.parametrize(
+    "prompt", [[7] * TOKENS, "ö" * TOKENS * 2, [LONG], [[7] * TOKENS]], ids=lambda each: str(each)[:9]
+)
+def test_the_length_of_a_prompt_is_that_of_its_tokens_or_bytes(setup: Setup, prompt: Any) -> None:
+    setup.http.post("/v1/completions", json={"prompt": prompt})
+    assert len(setup.prefill.received) == 1
+
+
+@pytest.mark.parametrize("content", [b"", b"[", b"[1]", b'"text"', b'\xff{"prompt": 1}', b'{"prompt": NaN}'])
+def test_a_decode_server_answers_what_is_no_request(setup: Setup, content: bytes) -> None:
+    setup.decode.behaviour = answering(400, b'{"error": 1}')
+    assert setup.http.post("/v1/completions", content=content).json() == {"error": 1}
+    assert setup.decode.take().body == content
+
+
+def test_a_prompt_without_a_block_is_computed_by_the_decode_server(setup: Setup) -> None:
+    setup.prefill.behaviour = answering(200, b'{"kv_transfer_params": null}')
+    assert setup.post_long().status_code == 200
+    assert setup.decode.take().fields == {"prompt": LONG}
+
+
+def test_clients_do_not_choose_the_addresses_that_servers_connect_to(setup: Setup) -> None:
+    answer = setup.http.post("/v1/completions", json={"prompt": "x", "kv_transfer_params": KEPT})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "kv_transfer_params")
+    assert not setup.prefill.received + setup.decode.received
+
+
+def test_the_server_with_the_least_work_is_chosen() -> None:
+    """One of two prefill servers has a prompt of 3 parts; prompts of 1 part go to the other, until it has more."""
+    release = threading.Event()
+
+    async def keep_later(received: Received) -> Response:
+        await asyncio.to_thread(release.wait, SECONDS)
+        return await keep(received)
+
+    async def generate_later(received: Received) -> Response:
+        await asyncio.to_thread(release.wait, SECONDS)
+        return await generate(received)
+
+    with standing_in(keep_later, keep_later, generate_later, generate_later) as (first, second, third, fourth):
+        prefill, decode = [first, second], [third, fourth]
+        with (
+            routing([server.url for server in prefill], [server.url for server in decode]) as http,
+            ThreadPoolExecutor(10) as threads,
+        ):
+            answers = []
+
+            def send(prompt: str, servers: list[StandIn]) -> tuple[int, ...]:
+                """Send a request. Return how many requests each server has, when it has arrived at one of them."""
+                before = sum(len(server.received) for server in servers)
+                answers.append(threads.submit(http.post, "/v1/completions", json={"prompt": prompt}))
+                for _ in range(int(SECONDS / 0.01)):
+                    if sum(len(server.received) for server in servers) > before:
+                        break
+                    threading.Event().wait(0.01)
+                return tuple(len(server.received) for server in servers)
+
+            part = 4 * 2000
+            assert send("x" * 3 * part, prefill) == (1, 0)
+            assert send("x" * part, prefill) == (1, 1)
+            assert send("x" * part, prefill) == (1, 2)
+            assert send("x" * part * 3, prefill) == (1, 3)
+            assert send("x" * part, prefill) == (2, 3)
+            assert send("short", decode) == (1, 0)
+            assert send("short" * 99, decode) == (1, 1)
+            assert send("short", decode) == (2, 1)
+            release.set()
+            assert [answer.result(SECONDS).status_code for answer in answers] == [200] * len(answers)
+
+
+# --- what the client gets
+
+
+def test_a_stream_is_passed_on_byte_for_byte_as_it_comes(setup: Setup) -> None:
+    chance = random.Random(3)
+    chunks = [chance.randbytes(chance.choice([1, 7, 1000, 100_000])) for _ in range(20)]
+    has_come = [threading.Event() for _ in chunks]
+
+    async def stream(received: Received) -> Response:
+        async def sent() -> AsyncIterator[bytes]:
+            for chunk, come in zip(chunks, has_come, strict=True):
+                yield chunk
+                assert await asyncio.to_thread(come.wait, SECONDS)  # the next one only after this one has come
+
+        headers = {"content-type": "text/event-stream", "cache-control": "no-cache", "content-encoding": "gzip"}
+        return StreamingResponse(sent(), 200, headers)
+
+    setup.decode.behaviour = stream
+    got = b""
+    ends = [sum(map(len, chunks[: number + 1])) for number in range(len(chunks))]
+    with setup.http.stream("POST", "/v1/completions", json={"prompt": LONG, "stream": True}) as answer:
+        assert answer.headers["content-type"] == "text/event-stream"
+        assert answer.headers["cache-control"] == "no-cache"
+        for part in answer.iter_raw():
+            got += part
+            for end, come in zip(ends, has_come, strict=True):
+                if len(got) >= end:
+                    come.set()
+    assert got == b"".join(chunks)
+
+
+def test_the_status_and_headers_of_an_answer_are_passed_on(setup: Setup) -> None:
+    setup.decode.behaviour = answering(429, b'{"full": 1}', **{"retry-after": "17", "x-request-id": "theirs"})
+    answer = setup.http.post("/v1/completions", json={"prompt": "x"}, headers={"x-request-id": "mine"})
+    assert (answer.status_code, answer.content) == (429, b'{"full": 1}')
+    assert answer.headers["retry-after"] == "17"
+    assert answer.headers["content-length"] == "11"
+    assert answer.headers.get_list("x-request-id") == ["mine"]
+    assert len(answer.headers.get_list("date")) == 1
+
+
+def test_an_answer_that_breaks_off_is_not_taken_for_a_complete_one(setup: Setup) -> None:
+    async def break_off(received: Received) -> Response:
+        async def sent() -> AsyncIterator[bytes]:
+            yield b"begin"
+            raise ConnectionError("breaks off")
+
+        return StreamingResponse(sent())
+
+    setup.decode.behaviour = break_off
+    with pytest.raises(httpx.RemoteProtocolError):
+        setup.http.post("/v1/completions", json={"prompt": "x"})
+    assert len(setup.decode.received) == 1  # not sent again: the client has a part of the answer
+
+
+def test_other_paths_are_those_of_a_decode_server(setup: Setup) -> None:
+    assert setup.http.get("/v1/models/a/b", headers={"Authorization": "Bearer k"}).json() == {"text": "generated"}
+    received = setup.decode.take()
+    assert (received.method, received.path, received.headers["authorization"]) == ("GET", "/v1/models/a/b", "Bearer k")
+    assert setup.http.post("/tokenize", json={"prompt": LONG}).status_code == 200
+    assert setup.decode.take().fields == {"prompt": LONG}
+    assert setup.http.get("/health").json() == {"status": "alive"}
+    assert not setup.prefill.received + setup.decode.received
+    for path in ("/status", "/v1/messages/x"):
+        answer = setup.http.get(path)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (404, "not_found_error")
+    assert setup.http.get("/v1/completions").status_code == 405
+
+
+def test_the_router_is_ready_if_a_decode_server_is() -> None:
+    with standing_in(answering(503), answering(200)) as (starting, ready), unreachable() as gone:
+        for decode, status in [([starting.url, gone], 503), ([gone, ready.url], 200)]:
+            with routing([gone], decode) as http:
+                assert http.get("/ready").status_code == status
+
+
+def test_a_large_body_is_refused_by_the_router() -> None:
+    with (
+        standing_in(generate) as (decode,),
+        routing([decode.url], [decode.url], ServerSettings(max_body_bytes=99)) as http,
+    ):
+        answer = http.post("/v1/messages", json={"messages": LONG})
+        assert (answer.status_code, answer.json()["type"]) == (413, "error")
+        assert not decode.received
+
+
+# --- failures
+
+
+FAILURES: dict[str, tuple[Behaviour, str]] = {
+    "full": (answering(429), "refused"),
+    "shutting down": (answering(503), "refused"),
+    "internal error": (answering(500), "error"),
+    "no transfers": (answering(400, b'{"error": {"param": "kv_transfer_params"}}'), "error"),
+    "no JSON": (answering(200, b"<html>"), "error"),
+    "other JSON": (answering(200, b'{"choices": []}'), "error"),
+    "redirect": (answering(307, location="http://192.0.2.1/"), "error"),
+}
+
+
+@pytest.mark.parametrize("name", list(FAILURES))
+def test_a_decode_server_computes_what_a_prefill_server_does_not(setup: Setup, name: str) -> None:
+    setup.prefill.behaviour, reason = FAILURES[name]
+    assert setup.post_long(seed=5).json() == {"text": "generated"}
+    assert setup.decode.take().body == setup.prefill.take().body.replace(
+        b'"kv_transfer_params":{"do_remote_decode":true},', b""
+    )
+    assert setup.metric("requests_total", path="fallback") == 1
+    assert setup.metric("prefill_failures_total", reason=reason) == 1
+
+
+def test_a_slow_prefill_server_is_not_waited_for(setup: Setup) -> None:
+    setup.prefill.behaviour = waiting_for_hang_up(setup.prefill)
+    assert setup.post_long().status_code == 200
+    assert setup.prefill.hang_ups.acquire(timeout=SECONDS)  # so its request has ended
+    assert setup.metric("prefill_failures_total", reason="timeout") == 1
+    assert setup.post_long().status_code == 200  # at once, without that server
+    assert len(setup.prefill.received) == 1
+
+
+def test_a_prefill_server_that_is_gone_is_left_out() -> None:
+    with (
+        unreachable() as gone,
+        standing_in(keep, generate) as (prefill, decode),
+        routing([gone, prefill.url], [decode.url], min_remote_prefill=TOKENS) as http,
+    ):
+        for has_params in (False, True, True):
+            assert http.post("/v1/completions", json={"prompt": LONG}).status_code == 200
+            assert ("kv_transfer_params" in decode.take().fields) == has_params
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 413, 422])
+def test_a_wrong_request_is_answered_by_the_prefill_server(setup: Setup, status: int) -> None:
+    setup.prefill.behaviour = answering(status, b'{"error": {"param": "top_p"}}', **{"www-authenticate": "Bearer"})
+    answer = setup.post_long(stream=True)
+    assert (answer.status_code, answer.json()) == (status, {"error": {"param": "top_p"}})
+    assert answer.headers["www-authenticate"] == "Bearer"
+    assert answer.headers["content-type"] == "application/json"
+    assert not setup.decode.received
+
+
+@pytest.mark.parametrize("status", [None, 429, 503])
+def test_another_decode_server_answers_if_one_does_not(status: int | None) -> None:
+    """The first server is unreachable, or refuses the request."""
+    with (
+        unreachable() as gone,
+        standing_in(answering(status or 200), generate) as (refusing, serving),
+        routing([gone], [refusing.url if status else gone, serving.url]) as http,
+    ):
+        for _ in range(2):
+            assert http.post("/v1/completions", json={"prompt": "x"}).json() == {"text": "generated"}
+        assert len(refusing.received) == (2 if status else 0)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
+def test_without_a_decode_server_clients_get_an_error_of_their_api(path: str) -> None:
+    with unreachable() as gone, routing([gone], [gone, gone]) as http:
+        answer = http.post(path, json={"prompt": "x"})
+        assert answer.status_code == 503
+        assert answer.headers["retry-after"] == "1"
+        kind = "overloaded_error" if path == "/v1/messages" else "service_unavailable_error"
+        assert answer.json()["error"]["type"] == kind
+
+
+@pytest.mark.parametrize("stage", ["prefill", "decode", "stream"])
+def test_a_client_that_hangs_up_ends_its_request(setup: Setup, stage: str) -> None:
+    server = setup.prefill if stage == "prefill" else setup.decode
+    server.behaviour = waiting_for_hang_up(server, b"first" if stage == "stream" else b"")
+    with pytest.raises(httpx.ReadTimeout), httpx.Client(base_url=setup.http.base_url, timeout=1.0) as http:
+        http.post("/v1/completions", json={"prompt": LONG})
+    assert server.hang_ups.acquire(timeout=SECONDS)
+    server.behaviour = keep if stage == "prefill" else generate
+    assert setup.post_long().status_code == 200
+    if stage == "prefill":
+        assert len(setup.decode.received) == 1  # of the second request alone
