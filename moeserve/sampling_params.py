@@ -19,7 +19,9 @@ from moeserve.structured_outputs import OutputGrammar, StructuredOutputsParams, 
 T = TypeVar("T")
 Check = Callable[[str, Any], Any]  # takes a parameter's name and value; returns the normalised value
 MAX_INTEGER = 2**63 - 1
-KvAddress = Annotated[str, msgspec.Meta(pattern=r"^[^\s/@]+:[0-9]{1,5}\Z", max_length=255)]  # "host:port" of a rank
+# "host:port" of a rank; the port is below 2**16.
+PORT = r"(?:[0-9]{1,4}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
+KvAddress = Annotated[str, msgspec.Meta(pattern=rf"^[A-Za-z0-9_.:%\[\]-]+:{PORT}\Z", max_length=255)]
 
 
 class RequestOutputKind(Enum):

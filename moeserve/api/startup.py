@@ -130,6 +130,7 @@ def open_session(engine: Engine, observer: LoadObserver, texts: TextParts) -> Se
         engine_seed=config.seed,
         num_replicas=config.data_parallel_size,
         grammars=None if texts.codec is None else grammars_of(config.tokenizer_path, config.vocab_size),
+        kv_block_size=None if config.kv_transfer_address is None else config.block_size,
     )
     return Session(engine, frontend, observer, max_requests=config.max_requests_in_flight)
 

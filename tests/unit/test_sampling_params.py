@@ -171,6 +171,8 @@ def test_values_inside_lists_and_pairs_are_refused(params: dict[str, Any], messa
         (PEER_BLOCKS | {"remote_handle": "a b"}, "remote_handle"),
         (PEER_BLOCKS | {"remote_handle": "a\n"}, "remote_handle"),
         (PEER_BLOCKS | {"remote_addresses": ["host"]}, "$.remote_addresses[0]"),
+        (PEER_BLOCKS | {"remote_addresses": ["h:65535", "h:65536"]}, "$.remote_addresses[1]"),
+        (PEER_BLOCKS | {"remote_addresses": ["h\0:1"]}, "$.remote_addresses[0]"),
         (PEER_BLOCKS | {"remote_addresses": ["h" * 255 + ":1"]}, "$.remote_addresses[0]"),
         (PEER_BLOCKS | {"remote_addresses": ["h:1"] * 65}, "remote_addresses"),
         (PEER_BLOCKS | {"remote_num_blocks": -1}, "remote_num_blocks"),
