@@ -15,7 +15,6 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, H
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
-from yarl import URL
 
 from moeserve.server.errors import ApiError, shutting_down
 from moeserve.server.reply import until_hang_up
@@ -203,7 +202,7 @@ class Router:
         path = request.scope["raw_path"] + (b"?" + query if query else b"")
         return self._client.request(
             request.method,
-            URL(server.url + path.decode("latin-1"), encoded=True),
+            server.url + path.decode("latin-1"),
             data=body or None,
             headers=request_headers(request.headers, request.state.client.request_id),
             allow_redirects=False,
