@@ -20,6 +20,10 @@ EXPECTED = {
         "",
         ["before: placement epoch 0, fullest", "after: ", "started again: placement epoch 0, fullest"],
     ),
+    "disaggregated/serve_and_ask.py": (
+        "",
+        ["449 tokens: The capital of England", '"remote"} 1.0', "} 432.0"],
+    ),
 }
 
 
@@ -27,7 +31,8 @@ ELSEWHERE = {"lm_eval_moeserve.py"}  # in tests/server/test_lm_eval.py
 
 
 def test_every_example_is_tested() -> None:
-    assert {path.name for path in EXAMPLES.glob("*.py")} == set(EXPECTED) | ELSEWHERE
+    programs = [*EXAMPLES.glob("*.py"), *EXAMPLES.glob("disaggregated/*.py")]
+    assert {path.relative_to(EXAMPLES).as_posix() for path in programs} == set(EXPECTED) | ELSEWHERE
 
 
 @pytest.mark.parametrize("name", list(EXPECTED))
