@@ -6,17 +6,26 @@ They need root and iproute2. What a host runs ends with it.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import fcntl
 import os
+import random
 import secrets
+import select
 import shutil
 import signal
+import struct
 import subprocess
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 SUBNET = "10.77.0"
+CLONE_NEWNET = 0x40000000
+TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x1, 0x1000
 # Folders that a host has for itself.
 OWN_FOLDERS = ("/tmp/ray", "/dev/shm")
 
@@ -114,6 +123,63 @@ def hosts(count: int) -> Iterator[list[Host]]:
             made.append(_host(name, f"{SUBNET}.{number}", bridge, in_bridge))
             ending.callback(made[-1].end)
         yield made
+
+
+class LossyCable:
+    """A cable between two hosts, 10.78.0.1 and 10.78.0.2, that loses packets at random."""
+
+    def __init__(self, ends: Sequence[Host], loss: float) -> None:
+        """
+        Args:
+            loss: share of the packets that are lost.
+        """
+        self.num_passed = self.num_lost = 0
+        self._chance, self._loss = random.Random(0), loss
+        self._devices = [self._connect(host, number) for number, host in enumerate(ends, start=1)]
+        self._closed, self._closing = os.pipe()
+        self._thread = threading.Thread(target=self._carry, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        os.close(self._closing)
+        self._thread.join()
+        for fd in (*self._devices, self._closed):
+            os.close(fd)
+
+    def _carry(self) -> None:
+        poll = select.poll()
+        for fd in (*self._devices, self._closed):
+            poll.register(fd, select.POLLIN)
+        other = dict(zip(self._devices, reversed(self._devices), strict=True))
+        while True:
+            for fd, _ in poll.poll():
+                if fd == self._closed:
+                    return
+                packet = os.read(fd, 2**16)
+                if self._chance.random() < self._loss:
+                    self.num_lost += 1
+                else:
+                    self.num_passed += 1
+                    os.write(other[fd], packet)
+
+    @staticmethod
+    def _connect(host: Host, number: int) -> int:
+        """Make the host's end of the cable, and return the device that gives its packets."""
+        with ThreadPoolExecutor(1) as thread:  # which enters the host's network
+            device = thread.submit(_open_tun, f"/proc/{host.init_pid}/ns/net", "lossy").result()
+        for command in (f"address add 10.78.0.{number}/24 dev lossy", "link set lossy up"):
+            subprocess.run(host.command(["ip", *command.split()]), check=True, capture_output=True)
+        return device
+
+
+def _open_tun(network: str, name: str) -> int:
+    """Let this thread enter a network for good, make an interface there, and return the device that has its packets."""
+    with open(network) as namespace:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), f"{network} cannot be entered")
+    device = os.open("/dev/net/tun", os.O_RDWR)
+    fcntl.ioctl(device, TUNSETIFF, struct.pack("16sH", name.encode(), IFF_TUN | IFF_NO_PI))
+    return device
 
 
 def _add_namespace(name: str, ending: contextlib.ExitStack) -> None:

@@ -19,6 +19,7 @@ from moeserve.protocol import (
 )
 from moeserve.scheduling.block_pool import BlockPool
 from moeserve.scheduling.kv_connector import KVConnector
+from moeserve.scheduling.load_rates import LoadRates
 from moeserve.scheduling.request import LiveRequest
 
 
@@ -40,9 +41,10 @@ class BlockTransfers:
     A block of a transfer in flight has a holder, so it is not given to others.
     """
 
-    def __init__(self, connector: KVConnector, pool: BlockPool, addresses: Sequence[str] = ()) -> None:
+    def __init__(self, connector: KVConnector, pool: BlockPool, block_size: int, addresses: Sequence[str] = ()) -> None:
         """
         Args:
+            block_size: tokens.
             addresses: where other engines can read blocks of each rank of this replica; none: they cannot.
         """
         self._connector, self._pool, self._addresses = connector, pool, list(addresses)
@@ -50,6 +52,7 @@ class BlockTransfers:
         self._new: list[Transfer] = []
         self._in_flight: dict[int, _InFlight] = {}
         self._is_saving = False
+        self._rates = LoadRates(block_size)
         self._num_begun = 0
         self.num_loaded_blocks = self.num_saved_blocks = self.num_failed_blocks = 0
 
@@ -72,9 +75,14 @@ class BlockTransfers:
         """Save a block with the next transfer."""
         self._computed[digest] = block_id
 
+    def note_step(self, num_tokens: int, seconds: float) -> None:
+        """A step of this many tokens has ended."""
+        self._rates.note_step(num_tokens, seconds)
+
     def num_loadable(self, digests: Sequence[bytes]) -> int:
-        """Return how many of these consecutive blocks, from the first on, can be loaded."""
-        return self._connector.get_num_new_matched_blocks(digests)
+        """Return how many of these consecutive blocks, from the first on, should be loaded: none if that is slower."""
+        num_blocks = self._connector.get_num_new_matched_blocks(digests)
+        return num_blocks if num_blocks and self._rates.pays() else 0
 
     def load(self, request: LiveRequest, digests: list[bytes], block_ids: list[int]) -> None:
         """Load blocks of a request that waits for them.
@@ -148,6 +156,7 @@ class BlockTransfers:
                 self.num_saved_blocks += num_copied
             case "load":
                 self._connector.end_load(transfer.digests, num_copied)
+                self._rates.note_load(num_copied, outcome.seconds)
         if transfer.kind in ("load", "receive"):
             self.num_loaded_blocks += num_copied
             for digest, block_id in list(zip(transfer.digests, transfer.block_ids, strict=True))[:num_copied]:

@@ -102,6 +102,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True, tag="outcome"):
     error: str = ""  # of a step that failed on the only rank, which can go on; the result is then empty
     num_padding_tokens: int = 0  # rows that this rank computed beside the tokens of its replica
     agreement_seconds: float = 0.0  # until the rows of all replicas were there
+    step_seconds: float = 0.0  # of the step after that
     reports: list[RankReport] = []  # of this rank, then of all ranks of the replica; empty unless they are requested
 
 

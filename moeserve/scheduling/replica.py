@@ -251,6 +251,8 @@ class Replica:
         assert result is not None, f"step {ended.plan.step} has no result"
         for update in self._scheduler.commit(result, outcome.reports):
             self._queue_update(update)
+        if self._scheduler.transfers is not None:
+            self._scheduler.transfers.note_step(ended.plan.num_tokens, outcome.step_seconds)
 
     def _handle(self, message: ReplicaMessage) -> None:
         match message:

@@ -139,7 +139,7 @@ class Scheduler:
         self._transfers: BlockTransfers | None = None
         if connector is not None or peer_addresses:
             store = HostTier(0) if connector is None else connector
-            self._transfers = BlockTransfers(store, self._pool, peer_addresses)
+            self._transfers = BlockTransfers(store, self._pool, config.block_size, peer_addresses)
         self._running: dict[str, LiveRequest] = {}  # in order of admission
         self._waiting: OrderedDict[str, LiveRequest] = OrderedDict()  # in order of arrival
         self._loading: dict[str, LiveRequest] = {}  # wait for blocks from the store or another engine

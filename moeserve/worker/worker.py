@@ -184,6 +184,7 @@ class Worker:
             error=error,
             num_padding_tokens=num_padding_tokens,
             agreement_seconds=started - arrived,
+            step_seconds=time.perf_counter() - started,
             reports=reports,
         )
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,10 +18,17 @@ import pytest
 from reference_models import Reference
 
 from moeserve import LLM, SamplingParams, SettingsError
+from moeserve.scheduling.load_rates import LoadRates
 
 BLOCK = 16
 NUM_BLOCKS = 20  # of KV cache: not enough for the prompts below
 PARAMS = SamplingParams(max_tokens=8, temperature=1.0, seed=3, ignore_eos=True)
+
+
+@pytest.fixture(autouse=True)
+def always_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Load blocks though it may take longer than computing a tiny model."""
+    monkeypatch.setattr(LoadRates, "pays", lambda _: True)
 
 
 def prompts_that_return(seed: int = 0, num: int = 40) -> list[dict[str, list[int]]]:
@@ -32,9 +41,8 @@ def prompts_that_return(seed: int = 0, num: int = 40) -> list[dict[str, list[int
 
 @contextmanager
 def engine(model: Path, **settings: Any) -> Iterator[LLM]:
-    llm = LLM(
-        model, dtype="float32", max_model_len=128, max_num_seqs=3, block_size=BLOCK, show_progress=False, **settings
-    )
+    defaults = dict(dtype="float32", max_model_len=128, max_num_seqs=3, block_size=BLOCK, show_progress=False)
+    llm = LLM(model, **defaults | settings)
     try:
         yield llm
     finally:
@@ -123,6 +131,25 @@ def test_a_folder_outlives_the_engine_and_is_shared(
         assert run(third, [prompt]) == (expected, 7 * BLOCK)
     with engine(model, kv_folder=str(tmp_path), quantization="int8") as other:  # whose blocks have other contents
         assert run(other, [prompt])[1] == 0
+
+
+def test_a_long_prefix_is_computed_once(reference_named: Callable[[str], Reference], tmp_path: Path) -> None:
+    model, prefix = tmp_path / "model", random.Random(0).choices(range(100), k=4096)
+    shutil.copytree(reference_named("mixtral").folder, model)
+    values = json.loads((model / "config.json").read_text()) | {"max_position_embeddings": 8192}
+    (model / "config.json").write_text(json.dumps(values))
+    settings = dict(kv_folder=str(tmp_path / "blocks"), max_model_len=4352, kv_cache_memory="16MiB")
+    with engine(model, **settings) as first, engine(model, **settings) as second:
+        expected, num_cached = run(first, [{"prompt_token_ids": [*prefix, 1]}])
+        assert num_cached == 0
+        while len(list(tmp_path.glob("blocks/*/*.safetensors"))) < 4096 // BLOCK:
+            first.generate([{"prompt_token_ids": [1]}], PARAMS)
+        assert run(second, [{"prompt_token_ids": [*prefix, 1]}]) == (expected, 4096)
+    with engine(model, **settings) as third:
+        found, num_cached = run(third, [{"prompt_token_ids": [*prefix, 2]}])
+    with engine(model, **settings | {"kv_folder": None}) as without:
+        assert run(without, [{"prompt_token_ids": [*prefix, 2]}]) == (found, 0)
+    assert num_cached == 4096
 
 
 def test_damaged_and_lost_blocks_are_computed(reference_named: Callable[[str], Reference], tmp_path: Path) -> None:

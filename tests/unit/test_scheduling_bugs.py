@@ -144,7 +144,7 @@ class SchedulerWithTransfers(Scheduler):
     ) -> None:
         super().__init__(config, cache_salt, connector, peer_addresses)
         assert connector is not None
-        self._transfers = self.transfers_class(connector, self._pool, peer_addresses)
+        self._transfers = self.transfers_class(connector, self._pool, config.block_size, peer_addresses)
 
 
 class SavesBlocksOfOthers(SchedulerWithTransfers):

@@ -1,0 +1,37 @@
+"""The choice between loading blocks from the store behind the KV cache and computing them, by the rates so far."""
+
+from __future__ import annotations
+
+MIN_PROMPT_TOKENS = 32  # of a step whose time tells what tokens of prompts take
+WEIGHT = 0.25  # of the newest measurement
+TRIES = 16  # one of this many loads is made though it seems not to pay, so that a rate that was too low is corrected
+
+
+class LoadRates:
+    """The time that a loaded and a computed block take, as averages in which older measurements fade."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size  # tokens
+        self._load_seconds = self._compute_seconds = 0.0  # of a block; 0: not measured yet
+        self._num_passed = 0  # loads that seemed not to pay, since the last one that was made all the same
+
+    def note_load(self, num_blocks: int, seconds: float) -> None:
+        """A load of whole blocks has ended."""
+        if num_blocks:
+            self._load_seconds = _average(self._load_seconds, seconds / num_blocks)
+
+    def note_step(self, num_tokens: int, seconds: float) -> None:
+        """A step of this many tokens has ended."""
+        if num_tokens >= MIN_PROMPT_TOKENS:
+            self._compute_seconds = _average(self._compute_seconds, seconds / num_tokens * self._block_size)
+
+    def pays(self) -> bool:
+        """Return True if blocks should be loaded now rather than computed."""
+        if not self._compute_seconds or self._load_seconds <= self._compute_seconds:
+            return True
+        self._num_passed = (self._num_passed + 1) % TRIES
+        return self._num_passed == 0
+
+
+def _average(before: float, newest: float) -> float:
+    return before + WEIGHT * (newest - before) if before else newest
