@@ -1,12 +1,13 @@
 """A cost model of steps on accelerators, made of formulas that can be shown with their numbers.
 
 This is arithmetic, not measurement. Each part of a layer takes as long as the slower of reading its weights or cache
-and computing its products, at the shares of the hardware's peaks that `Assumptions` gives; parts follow each other. All
+and computing its products, at the shares of the hardware's peaks in a `Calibration`; parts follow each other. All
 ranks wait for each other in every layer, so the replica with the most tokens determines the time of attention, and the
 rank with the most rows the time of experts and of the exchange.
 
-Not counted: norms, rotary positions, the embedding, sampling, kernel launches, agreement between replicas, reading a
-prompt's cache while it is computed, scales of fp8 rows, and padding of tiles.
+Not counted: the embedding, sampling, agreement between replicas, reading a prompt's cache while it is computed, scales
+of fp8 rows, padding of tiles; and, at the optimum, the work between products (norms, rotary positions, quantising,
+sorting rows) with its launches.
 """
 
 from __future__ import annotations
@@ -15,12 +16,25 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
-from moeserve.layers.attention import AttentionConfig
-from moeserve.layers.mla import LatentAttentionConfig
 from moeserve.models.registry import Description
 from moeserve.moe.layer import MoEConfig
+from moeserve.planner.calibration import calibration_of
+from moeserve.planner.cost_formulas import (
+    ATTENTION,
+    BALANCE,
+    EXCHANGE,
+    EXPERTS,
+    GATHER,
+    HANDOVER,
+    ON_CORES,
+    PRODUCTS,
+    VALUES,
+    attention_values,
+    operations_of_pair,
+    rows_that_leave,
+)
 from moeserve.planner.formula import Formula
 from moeserve.planner.hardware import Hardware
 from moeserve.planner.layout import BYTES_OF_DTYPE, Layout, Layouts, Stage
@@ -61,7 +75,9 @@ class StepLoad(NamedTuple):
         )
 
 
-Kind: TypeAlias = Literal["layers", "exchange", "head"]
+# "before" and "after" are the layers before and after the positions of the cache are read; shared experts and dense
+# networks count to "before".
+Kind: TypeAlias = Literal["before", "after", "experts", "dispatch", "combine", "head"]
 
 
 @dataclass(frozen=True)
@@ -78,19 +94,37 @@ class Term:
         return self.formula.value * self.count
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of a step. With overlap, the shorter of layers and exchange is hidden behind the longer."""
+    """Seconds of a step by kind of work; with overlap, the shorter of what runs at the same time is hidden."""
 
-    layers: float  # computing and reading in all layers
-    exchange: float
+    before: float
+    after: float
+    experts: float
+    dispatch: float
+    combine: float
     head: float
     has_overlap: bool
+    is_paired: bool  # dispatch hides behind `before` only, and combine behind `after`
+
+    @property
+    def layers(self) -> float:
+        """Computing and reading in all layers."""
+        return self.before + self.after + self.experts
+
+    @property
+    def exchange(self) -> float:
+        """Dispatch and combine, and what tp ranks and pipeline stages exchange."""
+        return self.dispatch + self.combine
 
     @property
     def formula(self) -> Formula:
-        template = "max({layers}, {exchange}) + {head}" if self.has_overlap else "{layers} + {exchange} + {head}"
-        return Formula("step", template, vars(self))
+        template = "{layers} + {exchange} + {head}"
+        if self.is_paired:
+            template = "max({before}, {dispatch}) + {experts} + max({after}, {combine}) + {head}"
+        elif self.has_overlap:
+            template = "max({layers}, {exchange}) + {head}"
+        return Formula("step", template, {**vars(self), "layers": self.layers, "exchange": self.exchange})
 
     @property
     def seconds(self) -> float:
@@ -105,7 +139,7 @@ class _Part:
     template: str
     constants: Mapping[str, float]
     count: int
-    kind: Kind = "layers"
+    kind: Kind
 
     def term(self, stage: int, factor: int, **quantities: float) -> Term:
         formula = Formula(self.name, self.template, {**self.constants, **quantities})
@@ -120,35 +154,12 @@ class _StageParts:
     of_own_rows: list[_Part]
     attention: dict[int | None, _Part]  # by window
     experts: _Part
-    exchange: _Part
+    of_expert_rows: list[_Part]
+    exchange: list[_Part]
+    on_cores: list[_Part]
     gather: _Part
     head: _Part | None  # only in the last stage
     handover: _Part | None  # not in the last stage
-
-
-PRODUCTS = "max({parameters} x {bytes} / {memory_bandwidth}, 2 x {parameters} x {tokens} / {rate})"
-# Decoding reads the cache of every pair. A prompt has many pairs for each position it reads, so it only computes.
-ATTENTION = (
-    "max({decode_pairs} x {cache_bytes} / {memory_bandwidth}, {decode_pairs} x {decode_operations} / {rate}) "
-    "+ {prompt_pairs} x {prompt_operations} / {rate}"
-)
-# Only weights of chosen experts are read. A token misses a slot with probability 1 - chosen / all slots.
-EXPERTS = (
-    "max({slots} x (1 - (1 - {chosen} / {all_slots}) ^ {tokens}) x {parameters} x {bytes} / {memory_bandwidth}"
-    ", 2 x {parameters} x {tokens} x {chosen} / {ranks} x {imbalance} / {rate})"
-)
-# Both kinds of links work at the same time. The latency counts for dispatch and for combine.
-EXCHANGE = (
-    "{tokens} x max({node_rows} x {width} x {bytes} / {node_bandwidth}, "
-    "{network_rows} x {width} x {bytes} / {network_bandwidth}) x {imbalance} + 2 x {latency}"
-)
-# An all-gather of a replica's rows over its tp ranks before a part of a layer, and a reduce-scatter after it.
-GATHER = "2 x ({tokens} x (1 - 1 / {tp}) x {width} x {bytes} / {bandwidth} + {latency})"
-# The residual stream, from each rank of a stage to one of the next.
-HANDOVER = "{tokens} x {width} x {bytes} / {bandwidth} + {latency}"
-# If tokens choose independently, a rank's rows vary about as a Poisson distribution: by the square root of their mean.
-# The largest of n independent normal values lies about z deviations above their mean (Blom, 1958).
-BALANCE = "max({placement}, min({placement} + {z} x ({placement} / {mean_rows}) ^ 0.5, {highest}))"
 
 
 class LayoutCosts:
@@ -166,6 +177,7 @@ class LayoutCosts:
         config = description.model
         moe = config.first_moe
         self.assumptions = assumptions
+        calibration = calibration_of(assumptions)
         self.num_parts = 2 if assumptions.overlap else 1  # halves of a step
         self.tp, self.dp, self.pp = layout.tp, layout.dp, layout.pp
         self.num_ranks = layout.tp * layout.dp  # of a stage
@@ -176,22 +188,40 @@ class LayoutCosts:
         self.num_sparse_layers = config.num_sparse_layers
         self.top_k = moe.router.top_k if moe else 0
         self.has_exchange = self.num_ranks > 1 and moe is not None
-        self.node_bandwidth = hardware.node_bandwidth * assumptions.link_efficiency
-        self.network_bandwidth = hardware.network_bandwidth * assumptions.link_efficiency
+        self.node_bandwidth = hardware.node_bandwidth * calibration.node_links
+        is_direct = assumptions.exchange == "direct"
+        network = calibration.direct_network if is_direct else calibration.forwarding_network
+        self.network_bandwidth = hardware.network_bandwidth * network
+        # How two halves overlap:
+        self.is_paired = calibration.is_paired and self.has_exchange and assumptions.overlap and is_direct
         self._slots = layout.experts_per_rank[1]
         self._fullest_rank = layout.fullest_rank
 
         value_bytes = BYTES_OF_DTYPE[found.dtype]
         weight_bytes = 1 if self.is_fp8 else value_bytes
-        memory = {"memory_bandwidth": hardware.memory_bandwidth * assumptions.memory_efficiency}
-        plain = {**memory, "bytes": value_bytes, "rate": hardware.bf16_rate * assumptions.compute_efficiency}
+        takes_cores = self.has_exchange and assumptions.overlap and not is_direct
+        cores = 1 - calibration.forwarding_cores if takes_cores else 1.0  # share that is left to the layers
+        memory_bandwidth = hardware.memory_bandwidth * calibration.memory
+        plain = {
+            "memory_bandwidth": memory_bandwidth,
+            "bytes": value_bytes,
+            "rate": hardware.bf16_rate * calibration.products * cores,
+        }
         weights = {**plain, "bytes": weight_bytes}
         if self.is_fp8:
-            weights["rate"] = hardware.fp8_rate * assumptions.compute_efficiency
+            weights["rate"] = hardware.fp8_rate * calibration.products * cores
         experts_per_rank = sum(_parameters(stage)["routed experts"] for stage in layout.stages)
         self.expert_bytes = experts_per_rank / max(1, self.num_sparse_layers * self._slots) * weight_bytes
-        decode_operations, prompt_operations = _operations(config.layers[0].attention, layout.tp)
-        attention = {"decode_operations": decode_operations, "prompt_operations": prompt_operations, **plain}
+        decode_operations, prompt_operations = operations_of_pair(config.layers[0].attention, layout.tp)
+        attention = {
+            "decode_operations": decode_operations,
+            "prompt_operations": prompt_operations,
+            "memory_bandwidth": hardware.memory_bandwidth * calibration.cache,
+            "rate": hardware.bf16_rate * calibration.attention * cores,
+        }
+        values = {"passes": calibration.passes, "bytes": value_bytes, "memory_bandwidth": memory_bandwidth}
+        projected, outputs = attention_values(config.layers[0].attention, layout.tp)
+        expert_values = config.hidden_size + 2 * (moe.expert_width if moe else 0)  # of gate, up and down
         experts = {
             "slots": self._slots,
             "all_slots": sum(len(holder.experts) for holder in layout.holders if holder.stage == 0),
@@ -206,13 +236,12 @@ class LayoutCosts:
             "node_rows": node_rows,
             "network_rows": network_rows,
             "width": config.hidden_size,
-            "bytes": weight_bytes + value_bytes,  # dispatched and returned
             "node_bandwidth": self.node_bandwidth,
             "network_bandwidth": self.network_bandwidth,
-            "latency": assumptions.exchange_latency,
+            "latency": calibration.exchange_latency,
         }
-        self.sent_bytes_per_token = (node_rows + network_rows) * config.hidden_size * exchange["bytes"]
-        rows = {"width": config.hidden_size, "bytes": value_bytes, "latency": assumptions.exchange_latency}
+        self.sent_bytes_per_token = (node_rows + network_rows) * config.hidden_size * (weight_bytes + value_bytes)
+        rows = {"width": config.hidden_size, "bytes": value_bytes, "latency": calibration.exchange_latency}
         slower = min(self.node_bandwidth, self.network_bandwidth)
         gather = {"tp": layout.tp, "bandwidth": self.node_bandwidth if layout.tp <= ranks_per_node else slower, **rows}
         is_in_node = ranks_per_node % ranks_of_replica == 0
@@ -225,35 +254,60 @@ class LayoutCosts:
             num_dense = len(layers) - num_sparse
             is_last = stage is layout.stages[-1]
 
-            def products(name: str, part: str, count: int, format: Mapping[str, float]) -> list[_Part]:
-                each = parameters[part] / max(1, count)
-                return [_Part(name, PRODUCTS, {"parameters": each, **format}, count)] if each else []
+            def products(name: str, total: float, count: int, format: Mapping[str, float], kind: Kind) -> list[_Part]:
+                each = total / max(1, count)
+                return [_Part(name, PRODUCTS, {"parameters": each, **format}, count, kind)] if each else []
 
+            def passes(name: str, values_of_row: float, count: int, kind: Kind) -> list[_Part]:
+                has_passes = calibration.passes and count
+                return [_Part(name, VALUES, {"values": values_of_row, **values}, count, kind)] if has_passes else []
+
+            def exchanged(name: str, value_size: int, kind: Kind) -> _Part:
+                return _Part(name, EXCHANGE, {"bytes": value_size, **exchange}, num_sparse, kind)
+
+            def on_cores(name: str, kind: Kind) -> list[_Part]:
+                constants = {"seconds": calibration.exchange_on_cores}
+                return [_Part(name, ON_CORES, constants, num_sparse, kind)] if self.is_paired and num_sparse else []
+
+            output_projections = outputs * config.hidden_size * len(layers)
+            projections = parameters["attention"] - output_projections
             cache = {"cache_bytes": stage.cache_bytes_per_token / len(layers), **attention}
             windows = Counter(getattr(layer.attention, "window", None) for layer in layers)
             # A tied head of the only stage shares the embedding.
             head = {"parameters": parameters["output head"] or parameters["embedding"], **plain}
             return _StageParts(
                 of_replica_rows=[
-                    *products("projections of attention", "attention", len(layers), weights),
-                    *products("dense networks", "dense networks", num_dense, weights),
+                    *products("projections of attention", projections, len(layers), weights, "before"),
+                    *products("output projection of attention", output_projections, len(layers), weights, "after"),
+                    *products("dense networks", parameters["dense networks"], num_dense, weights, "before"),
+                    *passes("values of queries, keys and values", projected, len(layers), "before"),
+                    *passes("values of attention's outputs", outputs, len(layers), "after"),
                 ],
                 of_own_rows=[
-                    *products("router", "routers", num_sparse, plain),
-                    *products("shared experts", "shared experts", num_sparse, weights),
+                    *products("router", parameters["routers"], num_sparse, plain, "after"),
+                    *products("shared experts", parameters["shared experts"], num_sparse, weights, "before"),
                 ],
                 attention={
                     window: _Part(
-                        "attention" if window is None else f"attention to {window} positions", ATTENTION, cache, count
+                        "attention" if window is None else f"attention to {window} positions",
+                        ATTENTION,
+                        cache,
+                        count,
+                        "after",
                     )
                     for window, count in windows.items()
                 },
-                experts=_Part("routed experts", EXPERTS, experts, num_sparse),
-                exchange=_Part("dispatch and combine", EXCHANGE, exchange, num_sparse, "exchange"),
+                experts=_Part("routed experts", EXPERTS, experts, num_sparse, "experts"),
+                of_expert_rows=passes("values of experts", expert_values, num_sparse, "experts"),
+                exchange=[
+                    exchanged("dispatch", weight_bytes, "dispatch"),
+                    exchanged("combine", value_bytes, "combine"),
+                ],
+                on_cores=[*on_cores("dispatch on cores", "before"), *on_cores("combine on cores", "after")],
                 # Around attention, and around dense networks.
-                gather=_Part("gather and scatter of tp ranks", GATHER, gather, len(layers) + num_dense, "exchange"),
+                gather=_Part("gather and scatter of tp ranks", GATHER, gather, len(layers) + num_dense, "dispatch"),
                 head=_Part("output head", PRODUCTS, head, 1, "head") if is_last else None,
-                handover=None if is_last else _Part("hand-over to the next stage", HANDOVER, handover, 1, "exchange"),
+                handover=None if is_last else _Part("hand-over to the next stage", HANDOVER, handover, 1, "dispatch"),
             )
 
         self._stages = tuple(map(parts_of, layout.stages))
@@ -273,10 +327,10 @@ class LayoutCosts:
         return [self._step_time(of_stage).seconds for of_stage in stages]
 
     def _step_time(self, terms: Iterable[Term]) -> StepTime:
-        seconds: dict[Kind, float] = {"layers": 0.0, "exchange": 0.0, "head": 0.0}
+        seconds: dict[Kind, float] = dict.fromkeys(get_args(Kind), 0.0)
         for term in terms:
             seconds[term.kind] += term.seconds
-        return StepTime(**seconds, has_overlap=self.assumptions.overlap)
+        return StepTime(**seconds, has_overlap=self.assumptions.overlap, is_paired=self.is_paired)
 
     def terms(self, load: StepLoad, imbalance: float | None = None) -> Iterator[Term]:
         """Yield the terms of a step with tokens. See `step_seconds`."""
@@ -297,11 +351,17 @@ class LayoutCosts:
                 yield product.term(stage, parts, tokens=tokens / self.tp)
             if work.experts.count:
                 yield work.experts.term(stage, parts, tokens=part.num_tokens, imbalance=imbalance)
-            if self.has_exchange and work.exchange.count:
+                for values in work.of_expert_rows:
+                    rows = part.num_tokens * self.top_k / self.num_ranks * imbalance
+                    yield values.term(stage, parts, tokens=rows)
+            if self.has_exchange and work.experts.count:
                 # The rank sends its own rows, which do not depend on the balance of experts. The fullest rank receives
                 # its rows, whose number does not depend on the balance of replicas.
                 exchanged = max(tokens / self.tp / imbalance, part.num_tokens / self.num_ranks)
-                yield work.exchange.term(stage, parts, tokens=exchanged, imbalance=imbalance)
+                for exchange in work.exchange:
+                    yield exchange.term(stage, parts, tokens=exchanged, imbalance=imbalance)
+                for constant in work.on_cores:
+                    yield constant.term(stage, parts)
             if self.tp > 1:
                 yield work.gather.term(stage, parts, tokens=tokens)
             if work.handover:
@@ -318,12 +378,15 @@ class LayoutCosts:
         """
         placement = self._fullest_rank if placement is None else placement
         chosen = self.top_k or 1
+        # A token chooses each of a rank's experts at most once.
+        highest = min(chosen, self._slots or 1) * self.num_ranks / chosen
+        if self.assumptions.speed == "calibrated":
+            placement = max(placement, min(self.assumptions.expert_imbalance, highest))
         numbers = {
             "placement": placement,
             "z": NormalDist().inv_cdf((self.num_ranks - 0.375) / (self.num_ranks + 0.25)),
             "mean_rows": num_tokens / self.num_parts * chosen / self.num_ranks,
-            # A token chooses each of a rank's experts at most once.
-            "highest": min(chosen, self._slots or 1) * self.num_ranks / chosen,
+            "highest": highest,
         }
         return Formula("rows of the fullest rank / mean", BALANCE, numbers, unit="")
 
@@ -335,40 +398,8 @@ def _parameters(stage: Stage) -> Counter[str]:
     return parameters
 
 
-def rows_that_leave(exchange: str, num_ranks: int, ranks_per_node: int, chosen: int) -> tuple[Formula, Formula]:
-    """Return the rows that leave a rank for each of its tokens: to other ranks of its node, and to other nodes.
-
-    All experts are chosen equally often. With "by_node", a row enters a node at one rank, which forwards it once for
-    each expert on another of its ranks.
-    """
-    in_node = min(num_ranks, ranks_per_node)
-    numbers = {"chosen": chosen, "ranks_of_a_node": in_node, "ranks": num_ranks, "nodes": num_ranks / in_node}
-    if exchange == "direct":
-        inside = "{chosen} x ({ranks_of_a_node} - 1) / {ranks}"
-        outside = "{chosen} x ({ranks} - {ranks_of_a_node}) / {ranks}"
-    else:
-        inside = "{chosen} x ({ranks_of_a_node} - 1) / {ranks_of_a_node}"
-        outside = "({nodes} - 1) x (1 - (1 - 1 / {nodes}) ^ {chosen})"
-    return (
-        Formula("rows inside the node, per token", inside, numbers, unit="rows"),
-        Formula("rows to other nodes, per token", outside, numbers, unit="rows"),
-    )
-
-
 def is_fp8(description: Description, assumptions: Assumptions) -> bool:
     """Return True if the estimates assume weights in fp8."""
     if assumptions.weights == "auto":
         return "fp8" in (description.weight_format.stored_as or "")
     return assumptions.weights == "fp8"
-
-
-def _operations(attention: AttentionConfig | LatentAttentionConfig, tp: int) -> tuple[float, float]:
-    """Return the operations of a pair of token and position on one tp rank, in decoding and in a prompt."""
-    heads = attention.num_heads / tp
-    match attention:
-        case AttentionConfig():
-            return heads * 4 * attention.head_dim, heads * 4 * attention.head_dim
-        case LatentAttentionConfig():
-            absorbed = attention.cached_size + attention.latent_size
-            expanded = attention.query_dim + attention.value_dim
-            return heads * 2 * absorbed, heads * 2 * expanded

@@ -6,7 +6,7 @@ The figures follow from the hardware and from `Assumptions` on how well an engin
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moeserve.machine import shown_bytes
 from moeserve.models.registry import describe
@@ -14,7 +14,7 @@ from moeserve.planner.costs import LayoutCosts, ReplicaLoad, StepLoad, is_fp8
 from moeserve.planner.formula import Formula, shown_seconds
 from moeserve.planner.hardware import Hardware
 from moeserve.planner.layout import Layout, Layouts, Stage
-from moeserve.planner.settings import Assumptions
+from moeserve.planner.settings import Assumptions, Speed
 from moeserve.planner.traffic import Lengths, Traffic
 
 DECODE_REQUESTS = 128
@@ -28,12 +28,16 @@ class PhaseEstimate:
     """Steps that only decode, or only compute prompts. All replicas have equally many tokens."""
 
     tokens_per_replica: int  # of one step
+    # At the optimum, and calibrated:
     step_s: float  # from the first pipeline stage to the last
+    tokens_per_s: float  # sum of all replicas
+    calibrated_step_s: float
+    calibrated_tokens_per_s: float
+    # At `Assumptions.speed`:
     slowest_stage_s: float  # a step begins and ends in each such time
     exchange_s: float  # dispatch and combine, in one layer that has experts
     sent_bytes: float  # bytes that a rank sends to others in one such layer
     fullest_rank: float  # rows of the fullest rank over the mean
-    tokens_per_s: float  # sum of all replicas
     formulas: tuple[str, ...]
 
 
@@ -93,7 +97,16 @@ def estimate_layouts(
     lengths = traffic.lengths
 
     def estimate(layout: Layout) -> Estimate:
-        costs = LayoutCosts(description, found, layout, hardware, assumptions, ranks_per_node)
+        def costs_at(speed: Speed) -> LayoutCosts:
+            at_speed = replace(assumptions, speed=speed)
+            return LayoutCosts(description, found, layout, hardware, at_speed, ranks_per_node)
+
+        optimum, calibrated = costs_at("optimum"), costs_at("calibrated")
+        costs = calibrated if assumptions.speed == "calibrated" else optimum
+
+        def phase(load: ReplicaLoad) -> PhaseEstimate:
+            return _phase(costs, optimum, calibrated, load)
+
         weights, cache, requests = memory_formulas(layout, costs, hardware, lengths)
         cache_tokens, cache_requests = int(cache.value), int(requests.value)
         decoding = -(-min(decode_requests, cache_requests) // layout.pp)
@@ -110,8 +123,8 @@ def estimate_layouts(
             cache_requests=cache_requests,
             refusal=None if cache_requests else _shortage(weights.value, usable_bytes),
             memory_formulas=(weights.as_text(), cache.as_text(), requests.as_text()),
-            decode=_phase(costs, decode) if decoding else None,
-            prefill=_phase(costs, prefill) if prefilling else None,
+            decode=phase(decode) if decoding else None,
+            prefill=phase(prefill) if prefilling else None,
         )
 
     return Estimates(
@@ -164,7 +177,7 @@ def as_text(found: Estimates) -> str:
         f"Estimates for {found.num_nodes} x {found.ranks_per_node} {found.hardware}, weights in {found.weights}, and "
         f"requests of {lengths.prompt_tokens:.0f} + {lengths.output_tokens:.0f} tokens ({note}"
         f"{lengths.decode_context:.0f} in the cache while they decode)",
-        f"Assumed: {_assumed(found.assumptions)}",
+        *_assumed(found.assumptions),
         *_pipeline_lines(found.layouts),
         "",
         f"{'tp':>4}{'dp':>5}{'weights':>11}{'KV cache of a replica':>23}" + _PHASE_HEADS[0].format("requests decoded"),
@@ -202,39 +215,45 @@ def _pipeline_lines(layouts: Sequence[Estimate]) -> list[str]:
 
 
 _PHASE_HEADS = (
-    f"{{:>19}}{'step':>11}{'tokens/s':>10}{'a layer with experts:':>24}{'fullest':>10}",
-    f"{{:>19}}{'':>11}{'':>10}{'exchange':>12}{'sent':>12}{'rank':>10}",
+    f"{{:>19}}{'optimum:':>12}{'':>10}{'calibrated:':>14}{'':>10}{'a layer with experts:':>24}{'fullest':>10}",
+    f"{{:>19}}{'step':>12}{'tokens/s':>10}{'step':>14}{'tokens/s':>10}{'exchange':>12}{'sent':>12}{'rank':>10}",
 )
 
 
 def _phase_text(phase: PhaseEstimate) -> str:
     return (
-        f"{phase.tokens_per_replica:>19}{shown_seconds(phase.step_s):>11}{phase.tokens_per_s:>10.0f}"
+        f"{phase.tokens_per_replica:>19}{shown_seconds(phase.step_s):>12}{phase.tokens_per_s:>10.0f}"
+        f"{shown_seconds(phase.calibrated_step_s):>14}{phase.calibrated_tokens_per_s:>10.0f}"
         f"{shown_seconds(phase.exchange_s):>12}{shown_bytes(round(phase.sent_bytes)):>12}{phase.fullest_rank:>10.2f}"
     )
 
 
-def _assumed(assumptions: Assumptions) -> str:
+def _assumed(assumptions: Assumptions) -> list[str]:
     overlap = "halves of a step overlap" if assumptions.overlap else "no overlap"
-    return (
-        f"{assumptions.memory_efficiency:g} of the memory bandwidth, {assumptions.compute_efficiency:g} of the rate of "
-        f"products, {assumptions.link_efficiency:g} of the links, {shown_seconds(assumptions.exchange_latency)} for an "
-        f"exchange, {assumptions.exchange} exchange, {overlap}"
-    )
+    return [
+        f"Optimum: {assumptions.memory_efficiency:g} of the memory bandwidth, {assumptions.compute_efficiency:g} of "
+        f"the rate of products, {assumptions.link_efficiency:g} of the links, "
+        f"{shown_seconds(assumptions.exchange_latency)} for an exchange",
+        f"Calibrated: terms of published kernels and engines, fullest rank at least {assumptions.expert_imbalance:g}",
+        f"Both: {assumptions.exchange} exchange, {overlap}. Exchange and fullest rank below: {assumptions.speed}",
+    ]
 
 
-def _phase(costs: LayoutCosts, of_replica: ReplicaLoad) -> PhaseEstimate:
+def _phase(costs: LayoutCosts, optimum: LayoutCosts, calibrated: LayoutCosts, of_replica: ReplicaLoad) -> PhaseEstimate:
+    """Estimate a step. `costs` is that of the other two whose details are shown."""
     load = StepLoad.of((of_replica,) * costs.dp)
-    of_stages = costs.stage_seconds(load)
-    exchange = (term for term in costs.terms(load) if term.formula.name == "dispatch and combine")
+    best, expected = optimum.stage_seconds(load), calibrated.stage_seconds(load)
+    exchange = (term for term in costs.terms(load) if term.formula.name in ("dispatch", "combine"))
     return PhaseEstimate(
         tokens_per_replica=round(load.most_tokens),
-        step_s=sum(of_stages),
-        slowest_stage_s=max(of_stages),
+        step_s=sum(best),
+        tokens_per_s=load.num_tokens / max(best),
+        calibrated_step_s=sum(expected),
+        calibrated_tokens_per_s=load.num_tokens / max(expected),
+        slowest_stage_s=max(costs.stage_seconds(load)),
         exchange_s=sum(term.seconds for term in exchange) / max(1, costs.num_sparse_layers),
         sent_bytes=costs.sent_bytes_per_token * load.most_tokens / costs.tp,
         fullest_rank=costs.imbalance(load.num_tokens).value,
-        tokens_per_s=load.num_tokens / max(of_stages),
         formulas=tuple(_formulas(costs, load)),
     )
 

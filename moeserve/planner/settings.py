@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
 from moeserve.config.settings import PositiveInt, setting
 
 _Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
+Speed: TypeAlias = Literal["optimum", "calibrated"]
 _Factor = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
 
 
@@ -17,6 +18,16 @@ _Factor = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
 class Assumptions:
     """Assumptions of the estimates"""
 
+    speed: Speed = setting(
+        "optimum",
+        "times of steps; optimum: as the hardware allows, by the efficiencies and the latency below; calibrated: as in "
+        "published engines, by fitted terms instead (`plan` always shows both, and the formulas of this one)",
+    )
+    expert_imbalance: Annotated[float, msgspec.Meta(ge=1, le=1e4)] = setting(
+        1.27,
+        "calibrated only: least expected rows of the fullest rank over the mean, as of real text whose experts were "
+        "placed by counted loads; 1: even loads are even",
+    )
     memory_efficiency: _Share = setting(0.8, "share of the peak memory bandwidth that is reached")
     compute_efficiency: _Share = setting(0.6, "share of the peak rate that matrix products reach")
     link_efficiency: _Share = setting(0.8, "share of a link's peak bandwidth that exchanges reach")

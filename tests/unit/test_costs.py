@@ -14,11 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moeserve.models.registry import describe
-from moeserve.planner.costs import EXCHANGE, EXPERTS, LayoutCosts, ReplicaLoad, StepLoad, rows_that_leave
+from moeserve.planner.cost_formulas import EXCHANGE, EXPERTS, rows_that_leave
+from moeserve.planner.costs import LayoutCosts, ReplicaLoad, StepLoad, StepTime
 from moeserve.planner.formula import Formula, shown_seconds
 from moeserve.planner.hardware import TABLE
 from moeserve.planner.layout import find_layouts
-from moeserve.planner.settings import Assumptions
+from moeserve.planner.settings import Assumptions, Speed
 
 PUBLISHED: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "published_configs.json").read_text())
 H800 = TABLE["h800"]
@@ -147,7 +148,7 @@ def test_the_busiest_replica_determines_attention_and_all_tokens_the_experts(tmp
     assert uneven["routed experts"] == even["routed experts"]
     full = seconds_of(costs, decoding(3000, 3000), imbalance=1.5)
     assert full["routed experts"] == pytest.approx(1.5 * even["routed experts"])
-    exchange = "dispatch and combine"
+    exchange = "combine"
     assert full[exchange] == pytest.approx(1.5 * even[exchange])
     # The busiest sender and the fullest receiver do not add up.
     assert uneven[exchange] == pytest.approx(4 / 3 * even[exchange])
@@ -171,11 +172,35 @@ def test_tp_ranks_exchange_their_own_share_and_gather_all(tmp_path: Path) -> Non
     gathered = 4 * 2 * 10 * (1 / 2) * 4096 * 2  # bytes of rows of 4 layers, each way
     assert near["gather and scatter of tp ranks"] == pytest.approx(gathered / 200e9)
     assert far["gather and scatter of tp ranks"] == pytest.approx(gathered / 50e9)
-    assert near["dispatch and combine"] == pytest.approx(4 * 5 * 2 * (1 / 2) * 4096 * 4 / 200e9)
+    for name in ("dispatch", "combine"):
+        assert near[name] == pytest.approx(4 * 5 * 2 * (1 / 2) * 4096 * 2 / 200e9)
 
 
-def test_one_rank_exchanges_nothing(tmp_path: Path) -> None:
-    assert costs_of(tmp_path, 1, exchange_latency=1).step_seconds(decoding(10)).exchange == 0
+@pytest.mark.parametrize("speed", ["optimum", "calibrated"])
+def test_one_rank_exchanges_nothing_and_is_even(speed: Speed, tmp_path: Path) -> None:
+    costs = costs_of(tmp_path, 1, exchange_latency=1, speed=speed, overlap=True)
+    assert costs.step_seconds(decoding(10)).exchange == 0
+    assert costs.imbalance(10).value == 1
+
+
+def test_a_calibrated_exchange_hides_behind_its_own_part_of_a_layer_or_takes_cores(tmp_path: Path) -> None:
+    load = decoding(*[512] * 16)
+
+    def times(exchange: str, *, overlap: bool) -> tuple[StepTime, dict[str, float]]:
+        costs = costs_of(tmp_path, 16, speed="calibrated", overlap=overlap, exchange=exchange)
+        return costs.step_seconds(load), seconds_of(costs, load)
+
+    direct, terms = times("direct", overlap=True)
+    hidden = max(direct.before, direct.dispatch) + max(direct.after, direct.combine)
+    assert direct.seconds == pytest.approx(hidden + direct.experts + direct.head)
+    assert terms["dispatch on cores"] == terms["combine on cores"] == pytest.approx(2 * 4 * 60e-6)
+    forwarding, slower = times("by_node", overlap=True)
+    assert forwarding.seconds == max(forwarding.layers, forwarding.exchange) + forwarding.head
+    # Two halves compute as much as one batch, on 108 of 132 cores.
+    plain, terms = times("by_node", overlap=False)
+    assert plain.seconds == plain.layers + plain.exchange + plain.head
+    assert slower["routed experts"] == pytest.approx(terms["routed experts"] * 132 / 108)
+    assert "dispatch on cores" not in slower.keys() | terms.keys()
 
 
 def test_stages_take_the_time_of_their_layers(tmp_path: Path) -> None:

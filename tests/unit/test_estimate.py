@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -17,7 +17,7 @@ from moeserve.planner.estimate import Estimate, as_text, estimate_layouts
 from moeserve.planner.formula import shown_seconds
 from moeserve.planner.hardware import TABLE, Hardware
 from moeserve.planner.layout import find_layouts
-from moeserve.planner.settings import Assumptions
+from moeserve.planner.settings import Assumptions, Speed
 from moeserve.planner.traffic import fixed_traffic
 
 PUBLISHED: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "published_configs.json").read_text())
@@ -192,7 +192,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert cli.main(["plan", folder, "--nodes", "4", "--hardware", "h200", "--tp", "1", "--traffic", "4096:512"]) == 0
     text = capsys.readouterr().out
     assert "that come with moeserve" not in text
-    for wanted in ("Memory:", "A step of decode:", "A step of prefill:", "dispatch and combine: ", "tokens per second"):
+    for wanted in ("Memory:", "A step of decode:", "A step of prefill:", "dispatch: ", "tokens per second"):
         assert wanted in text
 
 
@@ -207,6 +207,21 @@ def test_the_command_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert estimates["assumptions"]["overlap"] is True
     assert estimates["assumptions"]["compute_efficiency"] == 0.5
     assert {each["decode"]["tokens_per_replica"] for each in estimates["layouts"]} == {4}
+    for step in (each[phase] for each in estimates["layouts"] for phase in ("decode", "prefill")):
+        assert step["tokens_per_s"] / step["calibrated_tokens_per_s"] == pytest.approx(
+            step["calibrated_step_s"] / step["step_s"]
+        )
+        assert not any("passes" in formula for formula in step["formulas"])
+
+
+def test_formulas_of_the_calibrated_estimate(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, "Mixtral-8x7B")
+    optimum, calibrated = (estimate(folder, 8, assumptions=Assumptions(speed=speed)) for speed in get_args(Speed))
+    assert optimum.decode is not None
+    assert calibrated.decode is not None
+    assert optimum.decode.step_s == calibrated.decode.step_s < calibrated.decode.calibrated_step_s
+    assert optimum.decode.fullest_rank < calibrated.decode.fullest_rank
+    assert any("passes" in formula for formula in calibrated.decode.formulas)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,79 @@
+"""The formulas of the cost model, and what they count in a layer."""
+
+from __future__ import annotations
+
+from moeserve.layers.attention import AttentionConfig
+from moeserve.layers.mla import LatentAttentionConfig
+from moeserve.planner.formula import Formula
+
+PRODUCTS = "max({parameters} x {bytes} / {memory_bandwidth}, 2 x {parameters} x {tokens} / {rate})"
+# Decoding reads the cache of every pair. A prompt has many pairs for each position it reads, so it only computes.
+ATTENTION = (
+    "max({decode_pairs} x {cache_bytes} / {memory_bandwidth}, {decode_pairs} x {decode_operations} / {rate}) "
+    "+ {prompt_pairs} x {prompt_operations} / {rate}"
+)
+# Only weights of chosen experts are read. A token misses a slot with probability 1 - chosen / all slots.
+EXPERTS = (
+    "max({slots} x (1 - (1 - {chosen} / {all_slots}) ^ {tokens}) x {parameters} x {bytes} / {memory_bandwidth}"
+    ", 2 x {parameters} x {tokens} x {chosen} / {ranks} x {imbalance} / {rate})"
+)
+# Values that products write, and other kernels read and write: norms, rotary positions, quantising, sorting rows.
+VALUES = "{passes} x {tokens} x {values} x {bytes} / {memory_bandwidth}"
+# What a direct exchange's kernels do on the cores while nothing else runs on them.
+ON_CORES = "{seconds}"
+# Dispatch, or combine. Both kinds of links work at the same time.
+EXCHANGE = (
+    "{tokens} x max({node_rows} x {width} x {bytes} / {node_bandwidth}, "
+    "{network_rows} x {width} x {bytes} / {network_bandwidth}) x {imbalance} + {latency}"
+)
+# An all-gather of a replica's rows over its tp ranks before a part of a layer, and a reduce-scatter after it.
+GATHER = "2 x ({tokens} x (1 - 1 / {tp}) x {width} x {bytes} / {bandwidth} + {latency})"
+# The residual stream, from each rank of a stage to one of the next.
+HANDOVER = "{tokens} x {width} x {bytes} / {bandwidth} + {latency}"
+# If tokens choose independently, a rank's rows vary about as a Poisson distribution: by the square root of their mean.
+# The largest of n independent normal values lies about z deviations above their mean (Blom, 1958).
+BALANCE = "max({placement}, min({placement} + {z} x ({placement} / {mean_rows}) ^ 0.5, {highest}))"
+
+
+def rows_that_leave(exchange: str, num_ranks: int, ranks_per_node: int, chosen: int) -> tuple[Formula, Formula]:
+    """Return the rows that leave a rank for each of its tokens: to other ranks of its node, and to other nodes.
+
+    All experts are chosen equally often. With "by_node", a row enters a node at one rank, which forwards it once for
+    each expert on another of its ranks.
+    """
+    in_node = min(num_ranks, ranks_per_node)
+    numbers = {"chosen": chosen, "ranks_of_a_node": in_node, "ranks": num_ranks, "nodes": num_ranks / in_node}
+    if exchange == "direct":
+        inside = "{chosen} x ({ranks_of_a_node} - 1) / {ranks}"
+        outside = "{chosen} x ({ranks} - {ranks_of_a_node}) / {ranks}"
+    else:
+        inside = "{chosen} x ({ranks_of_a_node} - 1) / {ranks_of_a_node}"
+        outside = "({nodes} - 1) x (1 - (1 - 1 / {nodes}) ^ {chosen})"
+    return (
+        Formula("rows inside the node, per token", inside, numbers, unit="rows"),
+        Formula("rows to other nodes, per token", outside, numbers, unit="rows"),
+    )
+
+
+def operations_of_pair(attention: AttentionConfig | LatentAttentionConfig, tp: int) -> tuple[float, float]:
+    """Return the operations of a pair of token and position on one tp rank, in decoding and in a prompt."""
+    heads = attention.num_heads / tp
+    match attention:
+        case AttentionConfig():
+            return heads * 4 * attention.head_dim, heads * 4 * attention.head_dim
+        case LatentAttentionConfig():
+            absorbed = attention.cached_size + attention.latent_size
+            expanded = attention.query_dim + attention.value_dim
+            return heads * 2 * absorbed, heads * 2 * expanded
+
+
+def attention_values(attention: AttentionConfig | LatentAttentionConfig, tp: int) -> tuple[float, float]:
+    """Return the values of a token on one tp rank: of its queries, keys and values, and of attention's outputs."""
+    match attention:
+        case AttentionConfig():
+            outputs = attention.num_heads * attention.head_dim
+            projected = outputs + 2 * attention.num_kv_heads * attention.head_dim
+        case LatentAttentionConfig():
+            outputs = attention.num_heads * attention.value_dim
+            projected = outputs + attention.num_heads * 2 * attention.query_dim
+    return projected / tp, outputs / tp
