@@ -131,6 +131,7 @@ def resolve(
         kv_folder_size=parse_bytes("kv_folder_size", cache.kv_folder_size),
         kv_transfer_address=cache.kv_transfer_address,
         kv_transfer_key_file=cache.kv_transfer_key_file,
+        kv_transfer_backend=cache.kv_transfer_backend,
         kv_transfer_timeout=cache.kv_transfer_timeout,
         max_num_seqs=scheduler.max_num_seqs or (64 if device == "cpu" else 256),
         max_num_batched_tokens=scheduler.max_num_batched_tokens or (2048 if device == "cpu" else 8192),

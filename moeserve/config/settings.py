@@ -100,6 +100,9 @@ class CacheSettings:
     kv_transfer_key_file: str | None = setting(
         None, "file with a key that these engines share, needed if they run on several machines"
     )
+    kv_transfer_backend: Literal["tcp", "nixl"] = setting(
+        "tcp", "how blocks travel between engines; nixl: by NIXL (InfiniBand, NVLink, shared memory), else tcp"
+    )
     kv_transfer_timeout: PositiveInt = setting(60, "seconds for which blocks are kept until another engine reads them")
 
 
@@ -284,6 +287,7 @@ class EngineConfig:
     kv_folder_size: int  # bytes, for each rank
     kv_transfer_address: str | None  # on which ranks give blocks to other engines; None: they do not
     kv_transfer_key_file: str | None
+    kv_transfer_backend: Literal["tcp", "nixl"]
     kv_transfer_timeout: int  # seconds
     max_num_seqs: int
     max_num_batched_tokens: int

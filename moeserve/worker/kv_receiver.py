@@ -7,17 +7,22 @@ import logging
 import socket
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from moeserve.addresses import is_loopback
 from moeserve.protocol import ReceiveBlocks, TransferOutcome
+from moeserve.worker.kv_nixl import NixlMemory, ranges
 from moeserve.worker.kv_wire import (
     Answer,
     CacheShare,
     Connection,
     Done,
+    HasRead,
+    NixlShare,
     PeerError,
     Piece,
     Read,
@@ -26,6 +31,15 @@ from moeserve.worker.kv_wire import (
 )
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A piece of a sender's cache, and where it belongs in this rank's."""
+
+    piece: Piece
+    layer: int  # index in this rank's `CacheShare.layers`
+    first_head: int
 
 
 class BlockReceiver:
@@ -40,6 +54,7 @@ class BlockReceiver:
         *,
         reader: int,
         num_readers: int,
+        nixl: NixlMemory | None = None,
     ) -> None:
         """
         Args:
@@ -48,9 +63,10 @@ class BlockReceiver:
             key: that senders must know; empty: only those on this host are read.
             timeout_s: of a transfer.
             reader: index of this rank in its replica, of `num_readers`.
+            nixl: to read memory of senders that have it too.
         """
         self._caches, self._share, self._key, self._timeout_s = caches, share, key, timeout_s
-        self._reader, self._num_readers = reader, num_readers
+        self._reader, self._num_readers, self._nixl = reader, num_readers, nixl
         self._stream = torch.cuda.Stream() if caches[0].tensors[0].is_cuda else None
 
     def run(self, transfer: ReceiveBlocks) -> TransferOutcome:
@@ -98,7 +114,11 @@ class BlockReceiver:
             if (theirs.contents, theirs.block_size) != (self._share.contents, self._share.block_size):
                 raise PeerError("it has another model, dtype, quantization or block_size")
             if pieces := self._pieces(theirs, missing):
-                self._read_pieces(sender, transfer, theirs, pieces)
+                parts = [self._part(theirs, piece) for piece in pieces]
+                if self._nixl is not None and theirs.nixl is not None:
+                    self._read_by_nixl(self._nixl, sender, transfer, theirs.nixl, parts)
+                else:
+                    self._read_pieces(sender, transfer, parts)
         if lacking := [layer for layer, heads in missing.items() if heads]:
             raise PeerError(f"no rank has all of layers {lacking}")
 
@@ -116,25 +136,44 @@ class BlockReceiver:
                 pieces.append(Piece(index, wanted[0] - share.first_head, num_heads))
         return pieces
 
-    def _read_pieces(
-        self, sender: Connection, transfer: ReceiveBlocks, theirs: CacheShare, pieces: list[Piece]
-    ) -> None:
-        num_blocks = len(transfer.block_ids)
-        sender.send_message(Read(transfer.source.handle, transfer.first, num_blocks, pieces))
-        answer: Answer = sender.receive_message(Answer)
-        if answer.error:
-            raise PeerError(answer.error)
-        block_ids = torch.tensor(transfer.block_ids)
-        own = {share.layer: index for index, share in enumerate(self._share.layers)}
+    def _part(self, theirs: CacheShare, piece: Piece) -> _Part:
+        share = theirs.layers[piece.layer]
+        (index,) = (index for index, own in enumerate(self._share.layers) if own.layer == share.layer)
+        return _Part(piece, index, share.first_head + piece.first_head - self._share.layers[index].first_head)
+
+    def _read_pieces(self, sender: Connection, transfer: ReceiveBlocks, parts: Sequence[_Part]) -> None:
+        """Read blocks over the connection."""
+        num_blocks, block_ids = len(transfer.block_ids), torch.tensor(transfer.block_ids)
+        self._ask(sender, Read(transfer.source.handle, transfer.first, num_blocks, [part.piece for part in parts]))
         with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            for piece in pieces:
-                share = theirs.layers[piece.layer]
-                index = own[share.layer]
-                first_head = share.first_head + piece.first_head - self._share.layers[index].first_head
-                for tensor in self._caches[index].tensors:
-                    heads = select_heads(tensor, first_head, piece.num_heads)
+            for part in parts:
+                for tensor in self._caches[part.layer].tensors:
+                    heads = select_heads(tensor, part.first_head, part.piece.num_heads)
                     blocks = torch.empty((num_blocks, *heads.shape[1:]), dtype=tensor.dtype)
                     sender.receive_into(bytes_of(blocks))
                     heads.index_copy_(0, block_ids.to(heads.device), blocks.to(heads.device))
         if self._stream is not None:
             self._stream.synchronize()
+
+    def _read_by_nixl(
+        self, nixl: NixlMemory, sender: Connection, transfer: ReceiveBlocks, theirs: NixlShare, parts: Sequence[_Part]
+    ) -> None:
+        """Read blocks from the sender's memory. They are right only if they were kept until the end."""
+        handle, num_blocks = transfer.source.handle, len(transfer.block_ids)
+        answer = self._ask(sender, Read(handle, transfer.first, num_blocks, []))
+        copies = []
+        for part in parts:
+            piece = part.piece
+            for here, there in zip(nixl.share.tensors[part.layer], theirs.tensors[piece.layer], strict=True):
+                source = ranges(there, answer.block_ids, piece.first_head, piece.num_heads)
+                target = ranges(here, transfer.block_ids, part.first_head, piece.num_heads)
+                copies.append(np.concatenate([source[:, :1], target], axis=1))
+        nixl.read(theirs, copies, sender.deadline)
+        self._ask(sender, HasRead())
+
+    def _ask(self, sender: Connection, message: Read | HasRead) -> Answer:
+        sender.send_message(message)
+        answer: Answer = sender.receive_message(Answer)
+        if answer.error:
+            raise PeerError(answer.error)
+        return answer

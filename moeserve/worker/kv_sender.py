@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from moeserve.errors import SettingsError
 from moeserve.protocol import KeepBlocks, TransferOutcome
@@ -22,7 +23,9 @@ from moeserve.worker.kv_wire import (
     Connection,
     Done,
     FromReader,
+    HasRead,
     PeerError,
+    Piece,
     Read,
     bytes_of,
     select_heads,
@@ -136,10 +139,13 @@ class BlockSender:
             connection.send_message(self._share)
             while True:
                 message: FromReader = connection.receive_message(FromReader)
-                if isinstance(message, Done):
-                    self._note_done(message)
-                else:
-                    self._send(connection, message)
+                match message:
+                    case Read():
+                        self._send(connection, message)
+                    case HasRead():
+                        raise PeerError("it has read nothing")
+                    case Done():
+                        self._note_done(message)
         except (OSError, PeerError) as error:
             logger.debug("a reader of KV cache blocks has left: %s", error)
         finally:
@@ -158,12 +164,18 @@ class BlockSender:
 
     def _send(self, connection: Connection, read: Read) -> None:
         error, kept = self._begin_reading(read)
-        connection.send_message(Answer(error))
         if kept is None:
+            connection.send_message(Answer(error))
             return
+        block_ids = kept.message.block_ids[read.first : read.first + read.num_blocks]
         try:
-            with torch.inference_mode():
-                self._send_blocks(connection, read, kept)
+            connection.send_message(Answer(block_ids=block_ids))
+            if read.pieces:
+                with torch.inference_mode():
+                    self._send_blocks(connection, read.pieces, torch.tensor(block_ids))
+            else:
+                connection.receive_message(HasRead)
+                connection.send_message(Answer())
         finally:
             with self._changed:
                 kept.num_reading -= 1
@@ -195,10 +207,9 @@ class BlockSender:
                 return False
         return True
 
-    def _send_blocks(self, connection: Connection, read: Read, kept: _Kept) -> None:
-        block_ids = torch.tensor(kept.message.block_ids[read.first : read.first + read.num_blocks])
+    def _send_blocks(self, connection: Connection, pieces: Sequence[Piece], block_ids: Tensor) -> None:
         with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            for piece in read.pieces:
+            for piece in pieces:
                 for tensor in self._caches[piece.layer].tensors:
                     heads = select_heads(tensor, piece.first_head, piece.num_heads)
                     blocks = heads.index_select(0, block_ids.to(heads.device))

@@ -39,6 +39,22 @@ class LayerShare(msgspec.Struct, frozen=True):
     num_heads: int  # 0: blocks of this layer are not divided by heads, and every tp rank has them whole
 
 
+class TensorPlace(msgspec.Struct, frozen=True):
+    """Where the blocks of one tensor lie in a rank's memory."""
+
+    address: int
+    block_bytes: int  # between blocks
+    head_bytes: int  # between heads of a block, if it has heads
+
+
+class NixlShare(msgspec.Struct, frozen=True, kw_only=True):
+    """How other ranks can read a rank's memory by NIXL. See `kv_nixl.py`."""
+
+    agent: bytes  # metadata of its agent
+    device: int
+    tensors: list[list[TensorPlace]]  # of each layer
+
+
 class CacheShare(msgspec.Struct, frozen=True, kw_only=True):
     """The KV cache of a rank, as it describes itself to ranks of other engines."""
 
@@ -47,6 +63,7 @@ class CacheShare(msgspec.Struct, frozen=True, kw_only=True):
     )
     block_size: int
     layers: list[LayerShare]
+    nixl: NixlShare | None = None  # None: blocks are sent over the connection
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -58,12 +75,19 @@ class Piece(msgspec.Struct, frozen=True):
 
 
 class Read(msgspec.Struct, frozen=True, tag="read"):
-    """Send blocks, piece by piece: of each tensor of the piece's layer, these heads of all blocks."""
+    """Send blocks, piece by piece: of each tensor of the piece's layer, these heads of all blocks.
+
+    Without pieces: the reader reads them by NIXL, and then sends `HasRead`.
+    """
 
     handle: str
     first: int  # of the blocks with this handle
     num_blocks: int
     pieces: list[Piece]
+
+
+class HasRead(msgspec.Struct, frozen=True, tag="has-read"):
+    """The reader has read blocks by NIXL. Only an `Answer` without an error says that they were still kept."""
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
@@ -75,12 +99,13 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """Comes before the bytes of a `Read`."""
+    """The answer to a `Read`, before the bytes that were asked for, and to `HasRead`."""
 
-    error: str = ""  # why no bytes follow
+    error: str = ""  # why the blocks cannot be read
+    block_ids: list[int] = []  # of the sender's cache
 
 
-FromReader: TypeAlias = Read | Done
+FromReader: TypeAlias = Read | HasRead | Done
 T = TypeVar("T")
 
 

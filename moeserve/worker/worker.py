@@ -28,6 +28,7 @@ from moeserve.worker.cpu_graphs import MEMORY_BYTES, CpuGraphs
 from moeserve.worker.cuda_graphs import CudaGraphs, TorchCapture, graph_sizes, memory_of_graphs
 from moeserve.worker.grammars import grammars_of
 from moeserve.worker.kv_folder import FolderStore
+from moeserve.worker.kv_nixl import NixlMemory
 from moeserve.worker.kv_receiver import BlockReceiver
 from moeserve.worker.kv_sender import BlockSender
 from moeserve.worker.kv_store import HostStore, KVStore
@@ -120,14 +121,15 @@ class Worker:
         """Let other engines read blocks of this rank, and read theirs, if the config asks for it."""
         if config.kv_transfer_address is None:
             return None, None
-        share, key, timeout_s = (
-            cache_share(config, model),
-            read_key(config.kv_transfer_key_file),
-            config.kv_transfer_timeout,
-        )
+        key, timeout_s = read_key(config.kv_transfer_key_file), config.kv_transfer_timeout
         rank, num_ranks = self.groups.rank, config.ranks_per_replica
-        sender = BlockSender(caches, share, listening_address(config, rank), key, timeout_s)
-        receiver = BlockReceiver(caches, share, key, timeout_s, reader=rank % num_ranks, num_readers=num_ranks)
+        host, port = listening_address(config, rank)
+        nixl = NixlMemory(caches, host) if config.kv_transfer_backend == "nixl" else None
+        share = msgspec.structs.replace(cache_share(config, model), nixl=nixl.share if nixl else None)
+        sender = BlockSender(caches, share, (host, port), key, timeout_s)
+        receiver = BlockReceiver(
+            caches, share, key, timeout_s, reader=rank % num_ranks, num_readers=num_ranks, nixl=nixl
+        )
         return sender, receiver
 
     def start_transfers(self, send: Callable[[TransferOutcome], None]) -> Transfers:

@@ -21,13 +21,16 @@ from moeserve.protocol import PeerBlocks
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("backend", ["tcp", "nixl"])
 @pytest.mark.parametrize("name", ["mixtral-three-layers", "deepseek-v3-four-heads"])
 @pytest.mark.parametrize("layouts", [("1", "1"), ("1", "tp 2"), ("tp 2", "1"), ("pp 2", "tp 2"), ("1", "pp 2")])
 def test_another_engine_continues(
-    name: str, layouts: tuple[str, str], reference_named: Callable[[str], Reference]
+    name: str, backend: str, layouts: tuple[str, str], reference_named: Callable[[str], Reference]
 ) -> None:
-    model = reference_named(name).folder
-    with engine(model, layouts[0]) as prefill, engine(model, layouts[1]) as decode:
+    if backend == "nixl":
+        pytest.importorskip("nixl", reason="install it with: pip install -e '.[nixl]'")
+    model, settings = reference_named(name).folder, {"kv_transfer_backend": backend}
+    with engine(model, layouts[0], **settings) as prefill, engine(model, layouts[1], **settings) as decode:
         (expected,) = serve(prefill)
         assert expected.kv_blocks is None
         source = compute_prompt(prefill)

@@ -1,0 +1,111 @@
+"""KV cache blocks read straight from another rank's memory by NIXL: over InfiniBand, NVLink, shared memory or TCP.
+
+The connection between the ranks (`kv_wire.py`) still says which blocks may be read, and until when.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from moeserve.addresses import own_addresses
+from moeserve.config.environment import set_for_libraries
+from moeserve.errors import SettingsError, missing_extra
+from moeserve.worker.kv_wire import NixlShare, PeerError, TensorPlace
+
+SECONDS_BETWEEN_LOOKS = 0.0002
+
+
+class NixlMemory:
+    """This rank's KV cache, which agents of other ranks may read."""
+
+    def __init__(self, caches: Sequence[Any], host: str) -> None:
+        """
+        Args:
+            caches: of the layers; each has `tensors` whose first dimension is the block.
+            host: address of this host. NIXL uses the interface that has it, unless UCX_NET_DEVICES names others.
+
+        Raises:
+            SettingsError: NIXL is not installed, or does not work here.
+        """
+        interfaces = [name for name, address in own_addresses().items() if address == host]
+        set_for_libraries({"UCX_NET_DEVICES": interfaces[0] if interfaces else "all"})
+        try:
+            from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
+        except ImportError as error:
+            raise SettingsError(missing_extra("kv_transfer_backend='nixl'", "nixl", error)) from None
+        tensors = [tensor for cache in caches for tensor in cache.tensors]
+        try:
+            sync = nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+            self._agent = nixl_agent(secrets.token_hex(16), nixl_agent_config(backends=["UCX"], sync_mode=sync))
+            self._agent.register_memory(tensors)
+        except Exception as error:  # NIXL raises many kinds
+            raise SettingsError(f"kv_transfer_backend='nixl': NIXL does not work here: {error}") from None
+        self._kind = "VRAM" if tensors[0].is_cuda else "DRAM"
+        self._device = max(tensors[0].get_device(), 0)
+        self._remote_agents: dict[bytes, str] = {}  # by their metadata
+        self._lock = threading.Lock()
+        self.share = NixlShare(
+            agent=self._agent.get_agent_metadata(),
+            device=self._device,
+            tensors=[[place_of(tensor) for tensor in cache.tensors] for cache in caches],
+        )
+
+    def read(self, theirs: NixlShare, copies: Sequence[np.ndarray], deadline: float) -> None:
+        """Copy ranges of another rank's memory into this rank's.
+
+        Args:
+            copies: rows of an address there, an address here, and a number of bytes.
+            deadline: by `time.monotonic`.
+
+        Raises:
+            PeerError: something went wrong, or the time is up. Nothing is written any more.
+        """
+        rows = np.concatenate(copies)
+        columns = [np.full(len(rows), device, np.uint64) for device in (theirs.device, self._device)]
+        there = np.stack([rows[:, 0], rows[:, 2], columns[0]], axis=1)
+        here = np.stack([rows[:, 1], rows[:, 2], columns[1]], axis=1)
+        try:
+            with self._lock:
+                if theirs.agent not in self._remote_agents:
+                    self._remote_agents[theirs.agent] = self._agent.add_remote_agent(theirs.agent)
+            agent, of = self._remote_agents[theirs.agent], self._agent.get_xfer_descs
+            handle = self._agent.initialize_xfer("READ", of(here, self._kind), of(there, self._kind), agent)
+            state = self._agent.transfer(handle)
+            while state == "PROC" and time.monotonic() < deadline:
+                time.sleep(SECONDS_BETWEEN_LOOKS)
+                state = self._agent.check_xfer_state(handle)
+        except Exception as error:  # NIXL raises many kinds
+            raise PeerError(f"NIXL: {error}") from None
+        self._end(handle)
+        if state != "DONE":
+            raise PeerError("NIXL: " + ("the time is up" if state == "PROC" else "the transfer has failed"))
+
+    def _end(self, handle: Any) -> None:
+        """Release a transfer. One that cannot be cancelled may still write, so its end is waited for."""
+        while True:
+            with contextlib.suppress(Exception):  # NIXL raises many kinds
+                self._agent.release_xfer_handle(handle)
+                return
+            time.sleep(SECONDS_BETWEEN_LOOKS)
+
+
+def place_of(tensor: Tensor) -> TensorPlace:
+    """Return where a tensor of blocks lies: [num_blocks, G, block_size, H], or [num_blocks, ...] without heads."""
+    size = tensor.element_size()
+    return TensorPlace(tensor.data_ptr(), tensor.stride(0) * size, tensor.stride(1) * size)
+
+
+def ranges(place: TensorPlace, block_ids: Sequence[int], first_head: int, num_heads: int) -> np.ndarray:
+    """Return the first address of some heads of each block, and the number of bytes; no heads: of whole blocks."""
+    starts = place.address + np.asarray(block_ids, np.uint64) * np.uint64(place.block_bytes)
+    num_bytes = num_heads * place.head_bytes if num_heads else place.block_bytes
+    starts += np.uint64(first_head * place.head_bytes)
+    return np.stack([starts, np.full(len(block_ids), num_bytes, np.uint64)], axis=1)
