@@ -78,6 +78,10 @@ def test_blocks_that_nobody_reads_are_set_free(reference_named: Callable[[str], 
         require_all_free(decode)
 
 
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
 class CutConnection:
     """Passes bytes on to an address, and closes the connection after some of those that come back."""
 
@@ -111,6 +115,8 @@ def test_a_connection_that_is_cut(reference_named: Callable[[str], Reference]) -
     num_threads = threading.active_count()
     with engine(model, kv_transfer_timeout=2) as prefill, engine(model, kv_transfer_timeout=2) as decode:
         (expected,) = serve(prefill)
+        serve(decode, kv_source=compute_prompt(prefill), cache_salt="whole")
+        files = open_files()
         for num_bytes in (0, 16, 40, 100, 300, 1000, 10_000, 15_000):
             source = compute_prompt(prefill)
             (address,) = source.addresses
@@ -125,6 +131,10 @@ def test_a_connection_that_is_cut(reference_named: Callable[[str], Reference]) -
             assert decode.core.replica_stats[0].num_failed_blocks - failed_before == NUM_BLOCKS
         require_all_free(decode)
         require_all_free(prefill)
+        deadline = time.monotonic() + 30
+        while open_files() > files:  # a sender may notice the end of a connection a little later
+            assert time.monotonic() < deadline, f"{open_files()} files are open; {files} were before"
+            time.sleep(0.05)
     deadline = time.monotonic() + 30
     while threading.active_count() > num_threads + 12:  # threads of transfers sleep until this process ends
         assert time.monotonic() < deadline, threading.enumerate()
