@@ -11,9 +11,10 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from moeserve.protocol import AddRequest, ReplicaMessage, StepPlan, StepResult
+from moeserve import protocol
+from moeserve.protocol import AddRequest, ReplicaMessage, StepPlan, StepResult, TransferOutcome
 from moeserve.scheduling.lockstep import Agreement, Intent, Outcome, Round, agree, make_row
-from moeserve.scheduling.replica import Deliver, Effect, Events, Replica, Submit
+from moeserve.scheduling.replica import Deliver, Effect, Events, Replica, Submit, Transfer
 from moeserve.scheduling.scheduler import Scheduler
 
 _NUMBER = 1  # index of the round's number in a row
@@ -27,10 +28,13 @@ class Step:
     agreement: Agreement
     plans: Mapping[int, StepPlan]  # by replica
     planned_after: int  # rounds that had ended when the last of the plans was sent; 0 without plans
+    woken: Sequence[tuple[int, Deliver]] = ()  # replicas that were woken, and their deliveries
 
 
 class LockstepGroup:
     """Drives replicas round by round: `send` messages, `begin`, run the plans, `finish`.
+
+    Transfers of KV cache blocks run beside the rounds: `take_transfers`, copy, `end_transfer`.
 
     A replica is created when it is first driven, so those that never get a request take no memory.
     """
@@ -38,13 +42,14 @@ class LockstepGroup:
     def __init__(
         self,
         num_replicas: int,
-        make_scheduler: Callable[[], Scheduler],
+        make_scheduler: Callable[[int], Scheduler],
         *,
         max_rounds: int = 2,
         drives_all: bool = False,
     ) -> None:
         """
         Args:
+            make_scheduler: returns the scheduler of the replica with an index.
             max_rounds: rounds of each replica in flight at once.
             drives_all: drive every replica in every round. The results are the same; tests compare them.
         """
@@ -59,6 +64,7 @@ class LockstepGroup:
         self._rows_of_sleepers = [make_row(_NOTHING, number=0, replica=index) for index in range(num_replicas)]
         self._agreement: Agreement | None = None
         self._recent: deque[Agreement] = deque(maxlen=max_rounds)  # newest last
+        self._new_transfers: list[tuple[int, protocol.Transfer]] = []
 
     @property
     def num_preemptions(self) -> int:
@@ -73,9 +79,20 @@ class LockstepGroup:
         self._member(index).inbox.append(request)
         self._woken.add(index)
 
+    def take_transfers(self) -> list[tuple[int, protocol.Transfer]]:
+        """Return each transfer that replicas have begun since the last call, with its replica."""
+        begun = self._new_transfers.copy()
+        self._new_transfers.clear()
+        return begun
+
+    def end_transfer(self, index: int, outcome: TransferOutcome) -> None:
+        """End a transfer of a replica, which takes note of it before it plans another round."""
+        self._member(index).inbox.append(outcome)
+        self._woken.add(index)
+
     def begin(self) -> Step:
         """Begin a round: all replicas agree on the plans that they sent first. In an idle one there are none."""
-        self._wake()
+        woken = self._wake()
         for row in self._rows_of_sleepers:
             row[_NUMBER] = self.num_rounds
         rows = self._rows_of_sleepers.copy()
@@ -83,7 +100,7 @@ class LockstepGroup:
         planned_after = 0
         for member in self._awake:
             if not member.rounds and self._drives_all:
-                member.handle([], self.num_rounds)  # its sleep ends
+                woken.append((member.index, member.handle([], self.num_rounds)))  # its sleep ends
             if not member.rounds:  # it has nothing to run
                 continue
             first = member.rounds[0]
@@ -95,13 +112,14 @@ class LockstepGroup:
                 planned_after = max(planned_after, first.num_ended)
         self._agreement = agree(rows, number=self.num_rounds, num_replicas=self.num_replicas)
         self.num_rounds += 1
-        return Step(self._agreement, plans, planned_after)
+        return Step(self._agreement, plans, planned_after, woken)
 
-    def finish(self, results: Mapping[int, StepResult]) -> list[tuple[int, Deliver]]:
+    def finish(self, results: Mapping[int, StepResult], step_seconds: float = 0.0) -> list[tuple[int, Deliver]]:
         """End the round, and return each replica that took part with its delivery.
 
         Args:
             results: the results of the plans, by replica.
+            step_seconds: time of the step.
         """
         assert self._agreement is not None
         self._recent.append(self._agreement)
@@ -112,7 +130,7 @@ class LockstepGroup:
             if member.rounds:
                 member.rounds.popleft()
                 result = None if self._agreement.is_idle else results.get(member.index, StepResult(step=0, chunks=[]))
-                outcomes.append(Outcome(agreement=self._agreement, result=result))
+                outcomes.append(Outcome(agreement=self._agreement, result=result, step_seconds=step_seconds))
             deliveries.append((member.index, member.handle(outcomes, self.num_rounds)))
             if member.scheduler.has_work or self._drives_all or member.announces_work:
                 still_awake.append(member)
@@ -121,23 +139,26 @@ class LockstepGroup:
         self._awake = still_awake
         return deliveries
 
-    def _wake(self) -> None:
-        for index in self._woken:
+    def _wake(self) -> list[tuple[int, Deliver]]:
+        woken = []
+        for index in sorted(self._woken):
             member = self._member(index)
             if not member.is_awake:
                 member.is_awake = True
                 self._awake.append(member)
-                member.catch_up(self._recent, self.num_rounds)
-                member.handle([], self.num_rounds)
+                if self.num_replicas > 1:  # a single replica sends no rounds without a plan
+                    member.catch_up(self._recent, self.num_rounds)
+                woken.append((index, member.handle([], self.num_rounds)))
         if self._woken:
             self._woken.clear()
             self._awake.sort(key=lambda member: member.index)
+        return woken
 
     def _member(self, index: int) -> _Member:
         if index not in self._members:
-            scheduler = self._make_scheduler()
+            scheduler = self._make_scheduler(index)
             replica = Replica(scheduler, index=index, num_replicas=self.num_replicas, max_rounds=self._max_rounds)
-            self._members[index] = _Member(index, scheduler, replica.run())
+            self._members[index] = _Member(index, scheduler, replica.run(), self._new_transfers)
         return self._members[index]
 
 
@@ -154,7 +175,8 @@ class _Member:
     index: int
     scheduler: Scheduler
     loop: Generator[Effect, Any, None]
-    inbox: list[ReplicaMessage] = field(default_factory=list)
+    transfers: list[tuple[int, protocol.Transfer]]  # of all replicas, to which it adds those that it begins
+    inbox: list[ReplicaMessage | TransferOutcome] = field(default_factory=list)
     rounds: deque[_Sent] = field(default_factory=deque)  # in flight
     num_ended: int = 0  # rounds, when it was last driven
     is_awake: bool = False
@@ -173,7 +195,9 @@ class _Member:
             self.has_started = True
             self._run(None)
         inbox, self.inbox = self.inbox, []
-        return self._run(Events(inbox, outcomes))
+        transfers = [each for each in inbox if isinstance(each, TransferOutcome)]
+        messages = [each for each in inbox if not isinstance(each, TransferOutcome)]
+        return self._run(Events(messages, outcomes, transfers))
 
     def catch_up(self, recent: Sequence[Agreement], num_ended: int) -> None:
         """Take part in the last rounds without a plan. Its messages arrive with the outcome of the last one.
@@ -206,6 +230,8 @@ class _Member:
             match effect:
                 case Submit(work=work):
                     self.rounds.append(_Sent(work, self.num_ended))
+                case Transfer(work=transfer):
+                    self.transfers.append((self.index, transfer))
                 case Deliver():
                     assert delivery is None, "two deliveries without a wait between them"
                     delivery = effect

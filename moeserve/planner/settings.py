@@ -12,6 +12,7 @@ from moeserve.config.settings import PositiveInt, setting
 _Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 Speed: TypeAlias = Literal["optimum", "calibrated"]
 _Factor = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
+_Bandwidth = Annotated[float, msgspec.Meta(gt=0, le=1e15)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +65,24 @@ class SimulationSettings:
     max_prefill_tokens: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = setting(
         512, "most of these that belong to prompts while any replica decodes; 0: all"
     )
+    kv_host_memory: int | str = setting(
+        0, "size of a store behind the KV cache of each rank, in the host's memory, like 64GiB; 0: none"
+    )
+    host_bandwidth: _Bandwidth = setting(
+        64e9, "peak bandwidth between a rank and its host's memory, one direction; the default is PCIe 5.0 x16"
+    )
+    first_token_limit: _Factor | None = setting(
+        None, "most seconds to the first token of a request that counts as good"
+    )
+    output_token_limit: _Factor | None = setting(
+        None, "most seconds per output token, the mean after the first, of a request that counts as good"
+    )
+    start_time: Annotated[float, msgspec.Meta(ge=0, le=1e9)] = setting(
+        60.0, "seconds in which the replicas of a new size start, while the old ones serve"
+    )
+    switch_time: Annotated[float, msgspec.Meta(ge=0, le=1e9)] = setting(
+        1.0, "seconds without steps, when a new size takes over"
+    )
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = setting(0, "seed of the experts' loads and their drift")
 
 
@@ -88,3 +107,21 @@ class ExpertSettings:
     )
     rebalance_window: _Factor = setting(60.0, "seconds of virtual time in which loads are counted")
     rebalance_horizon: _Factor = setting(600.0, "seconds of steps for which counted loads are assumed to last")
+
+
+@dataclass(frozen=True)
+class Resize:
+    """A change of the number of ranks while serving."""
+
+    at_s: float  # virtual time at which it is asked for
+    num_ranks: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterSize:
+    """The ranks of a simulated cluster, in whole nodes."""
+
+    ranks_per_node: int
+    serving: tuple[int, ...]  # ranks of each pool that generates tokens; a pool runs in lockstep
+    prefill: tuple[int, ...] = ()  # ranks of each pool that computes prompts for those; empty: they compute them
+    resizes: tuple[Resize, ...] = ()  # of the only pool

@@ -29,30 +29,44 @@ class Percentiles:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """Results of serving the traffic. Times are in virtual seconds."""
+class TransferTotals:
+    """Copies of KV cache blocks of one kind, by all replicas of a pool."""
 
-    num_finished: int
-    prompt_tokens: int  # prompt tokens of finished requests; the next two fields also count finished requests only
-    cached_tokens: int  # prompt tokens found in the prefix cache when the request was first admitted
-    output_tokens: int
-    seconds: float  # from the first arrival to the last end
+    num_transfers: int
+    num_tokens: int
+    num_bytes: int  # on one rank of each replica
+    busy_s: float  # sum of the times in which links carried them
+    takes_s: Percentiles  # from the scheduler's decision to the end of a transfer, with the wait for the link
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolOutcome:
+    """Replicas that step in lockstep, from their start to their end."""
+
+    name: str  # "prefill" or "decode", with a number if there are several; empty: it does both
+    num_nodes: int
+    dp: int
+    cache_tokens: int  # capacity of a replica
+    starts_at: float  # virtual time
+    seconds: float  # to the end
     busy_s: float  # the part of these in which steps ran
+    output_tokens: int
     output_tokens_per_s: float
-    first_token_s: Percentiles  # after the arrival
-    gap_s: Percentiles  # between one token of a request and the next; of all tokens
-    output_token_s: Percentiles  # between tokens after the first; mean of each request with several
     num_steps: int
     step_s: Percentiles  # on the accelerators, from the first pipeline stage to the last
     decode_only_share: float  # of the steps
     host_s: float  # work of the host for all steps
     host_waited_s: float  # the part of it in which the accelerators waited; the rest was hidden
     fullest_rank: Percentiles  # rows over the mean in each step, by placement and chance
+    tokens_run: int
     tokens_per_step: float
     idle_step_share: float  # share of all replicas' steps in which one had nothing to run while another had
     num_replicas_used: int
     num_preemptions: int
     cache_used_most: float  # maximum share of one replica's blocks
+    loaded: TransferTotals  # from the host's memory
+    saved: TransferTotals  # to it
+    received: TransferTotals  # from replicas of another pool
     # Expected rows of the fullest rank over the mean, by the placements; mean of the layers, without chance:
     balance_at_start: float
     balance_mean: float  # mean of the time in which steps ran
@@ -61,58 +75,148 @@ class Outcome:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Switch:
+    """A change of the number of nodes."""
+
+    asked_s: float
+    at_s: float  # the last step of the old size ended
+    nodes_before: int
+    nodes_after: int
+    num_resumed: int  # requests that the new size continued
+    pause_s: float  # from `at_s` to the first token of a request that had some
+    gap_s: Percentiles  # between the last token before and the first one after the switch, of each such request
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Results of serving the traffic. Times are in virtual seconds."""
+
+    num_finished: int
+    prompt_tokens: int  # of finished requests, as the following numbers of tokens
+    repeated_tokens: int  # prompt tokens that an earlier prompt begins with: no cache could find more
+    # Prompt tokens found in the KV cache when the request was first admitted by the last pool that computed its prompt.
+    # Those that were loaded from the host's memory just before are found there too.
+    cached_tokens: int
+    output_tokens: int
+    seconds: float  # from the first arrival to the last end
+    output_tokens_per_s: float
+    first_token_s: Percentiles  # after the arrival
+    gap_s: Percentiles  # between one token of a request and the next; of all tokens
+    output_token_s: Percentiles  # between tokens after the first; mean of each request with several
+    num_good: int  # requests within the limits of the settings
+    good_output_tokens_per_s: float  # of these
+    pools: tuple[PoolOutcome, ...]
+    switches: tuple[Switch, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Simulation:
     """The layout and the traffic of a simulation, and its outcome."""
 
     hardware: str
-    num_nodes: int
     ranks_per_node: int
     tp: int
-    dp: int
     pp: int
-    cache_tokens: int  # capacity of a replica
     num_requests: int
     requests_per_s: float
+    first_token_limit: float | None
+    output_token_limit: float | None
     outcome: Outcome
 
 
 def as_text(found: Simulation) -> str:
     """Return the results as tables."""
     outcome = found.outcome
-    pp = f", pp {found.pp}" if found.pp > 1 else ""
-    hidden = 1 - outcome.host_waited_s / outcome.host_s if outcome.host_s else 1.0
+    repeated = outcome.repeated_tokens / outcome.prompt_tokens
     lines = [
-        f"{found.num_nodes} x {found.ranks_per_node} {found.hardware}, tp {found.tp}, dp {found.dp}{pp}, "
-        f"{found.cache_tokens} tokens in the KV cache of a replica",
+        *_heads(found),
         f"{found.num_requests} requests, {found.requests_per_s:.2f} in a second",
         "",
-        f"{'finished requests':<28}{outcome.num_finished}, in {outcome.seconds:.2f} s, with steps in "
-        f"{outcome.busy_s:.2f} s of them",
-        f"{'prompt tokens':<28}{outcome.prompt_tokens} ({outcome.cached_tokens} from the prefix cache)",
+        f"{'finished requests':<28}{outcome.num_finished}, in {outcome.seconds:.2f} s",
+        f"{'prompt tokens':<28}{outcome.prompt_tokens} ({outcome.cached_tokens} from the prefix cache; {repeated:.1%} "
+        f"repeat an earlier prompt)",
         f"{'output tokens':<28}{outcome.output_tokens}, {outcome.output_tokens_per_s:.0f} in a second",
-        f"{'steps':<28}{outcome.num_steps}, of {outcome.tokens_per_step:.1f} tokens; "
-        f"{outcome.decode_only_share:.1%} only decode",
-        f"{'work of the host':<28}{outcome.host_s:.2f} s, {hidden:.1%} hidden behind steps",
-        f"{'idle steps':<28}{outcome.idle_step_share:.1%}; {outcome.num_replicas_used} of {found.dp} replicas served",
-        f"{'KV cache in use':<28}at most {outcome.cache_used_most:.1%} of a replica's; "
-        f"{outcome.num_preemptions} preemptions",
+        *_goodput(found),
         "",
         f"{'':<28}{'p50':>12}{'p90':>12}{'p99':>12}",
         _times("time to the first token", outcome.first_token_s),
         _times("between two tokens", outcome.gap_s),
         _times("time per output token", outcome.output_token_s),
-        _times("step", outcome.step_s),
-        f"{'fullest rank in a step':<28}" + "".join(f"{value:>12.2f}" for value in vars(outcome.fullest_rank).values()),
-        "",
-        f"{'fullest rank by placement':<28}{outcome.balance_at_start:.2f} at the start, "
-        f"{outcome.balance_mean:.2f} on average, {outcome.balance_at_end:.2f} at the end",
     ]
-    if outcome.rebalances:
-        lines += ["", f"{'rebalanced at':>13}{'layers':>8}{'moved':>12}{'takes':>12}{'balance':>16}"]
-        lines += map(_rebalance_line, outcome.rebalances[:MAX_LISTED])
-        if len(outcome.rebalances) > MAX_LISTED:
-            lines.append(f"{'':>13}and {len(outcome.rebalances) - MAX_LISTED} more, which --json shows")
+    for pool in outcome.pools:
+        lines += ["", *_pool_lines(pool, is_one=len(outcome.pools) == 1)]
+    if outcome.switches:
+        lines += ["", f"{'size asked at':>13}{'taken over at':>15}{'nodes':>12}{'resumed':>9}{'pause':>12}"]
+        lines[-1] += f"{'between tokens, p50':>21}{'p99':>12}"
+        lines += map(_switch_line, outcome.switches)
     return "\n".join(lines)
+
+
+def _heads(found: Simulation) -> list[str]:
+    pp = f", pp {found.pp}" if found.pp > 1 else ""
+    return [
+        f"{f'{pool.name}: ' if pool.name else ''}{pool.num_nodes} x {found.ranks_per_node} {found.hardware}, "
+        f"tp {found.tp}, dp {pool.dp}{pp}, {pool.cache_tokens} tokens in the KV cache of a replica"
+        for pool in found.outcome.pools
+    ]
+
+
+def _goodput(found: Simulation) -> list[str]:
+    limits = {"to the first token": found.first_token_limit, "per output token": found.output_token_limit}
+    asked = [f"{shown_seconds(limit)} {name}" for name, limit in limits.items() if limit is not None]
+    if not asked:
+        return []
+    outcome = found.outcome
+    return [
+        f"{'within the limits':<28}{outcome.num_good} requests, {outcome.num_good / outcome.num_finished:.1%}; "
+        f"{outcome.good_output_tokens_per_s:.0f} output tokens in a second ({', '.join(asked)})"
+    ]
+
+
+def _pool_lines(pool: PoolOutcome, *, is_one: bool) -> list[str]:
+    hidden = 1 - pool.host_waited_s / pool.host_s if pool.host_s else 1.0
+    head = f"{pool.name or 'pool'} of {pool.num_nodes} nodes"
+    copies = {"loaded from the host": pool.loaded, "saved to the host": pool.saved, "received": pool.received}
+    lines = [
+        f"{'steps' if is_one else head:<28}{pool.num_steps}, of {pool.tokens_per_step:.1f} tokens, in "
+        f"{pool.busy_s:.2f} s; {pool.decode_only_share:.1%} only decode",
+        f"{'work of the host':<28}{pool.host_s:.2f} s, {hidden:.1%} hidden behind steps",
+        f"{'idle steps':<28}{pool.idle_step_share:.1%}; {pool.num_replicas_used} of {pool.dp} replicas served",
+        f"{'KV cache in use':<28}at most {pool.cache_used_most:.1%} of a replica's; {pool.num_preemptions} preemptions",
+        *(_copies_line(name, totals) for name, totals in copies.items() if totals.num_transfers),
+    ]
+    if not is_one:
+        lines.append(
+            f"{'output tokens':<28}{pool.output_tokens}, {pool.output_tokens_per_s:.0f} in a second, from "
+            f"{pool.starts_at:.2f} s to {pool.starts_at + pool.seconds:.2f} s"
+        )
+    lines += [
+        _times("step", pool.step_s),
+        f"{'fullest rank in a step':<28}" + "".join(f"{value:>12.2f}" for value in vars(pool.fullest_rank).values()),
+        f"{'fullest rank by placement':<28}{pool.balance_at_start:.2f} at the start, "
+        f"{pool.balance_mean:.2f} on average, {pool.balance_at_end:.2f} at the end",
+    ]
+    if pool.rebalances:
+        lines += ["", f"{'rebalanced at':>13}{'layers':>8}{'moved':>12}{'takes':>12}{'balance':>16}"]
+        lines += map(_rebalance_line, pool.rebalances[:MAX_LISTED])
+        if len(pool.rebalances) > MAX_LISTED:
+            lines.append(f"{'':>13}and {len(pool.rebalances) - MAX_LISTED} more, which --json shows")
+    return lines
+
+
+def _copies_line(name: str, totals: TransferTotals) -> str:
+    return (
+        f"{name:<28}{totals.num_tokens} tokens, {shown_bytes(totals.num_bytes)}, in {totals.num_transfers} transfers: "
+        f"{shown_seconds(totals.takes_s.p50)} the median, {shown_seconds(totals.takes_s.p99)} p99"
+    )
+
+
+def _switch_line(each: Switch) -> str:
+    nodes = f"{each.nodes_before} -> {each.nodes_after}"
+    return (
+        f"{each.asked_s:>11.0f} s{each.at_s:>13.2f} s{nodes:>12}{each.num_resumed:>9}{shown_seconds(each.pause_s):>12}"
+        f"{shown_seconds(each.gap_s.p50):>21}{shown_seconds(each.gap_s.p99):>12}"
+    )
 
 
 def _rebalance_line(each: Rebalance) -> str:

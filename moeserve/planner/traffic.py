@@ -100,6 +100,27 @@ class Lengths:
         )
 
 
+def repeated_tokens(traffic: Traffic, block_size: int) -> int:
+    """Return how many prompt tokens are in blocks that an earlier prompt begins with, by the order of arrival.
+
+    Nothing could find more in a cache. A prompt's last token is always computed.
+    """
+    ends: dict[tuple[int, int], list[int]] = {}  # by the parent and the id of a recorded block: its number, and its end
+    total = 0
+    for request in traffic.requests:
+        parent = shared = end = 0
+        is_known = True
+        for block in request.prefix_blocks:
+            end = min(end + traffic.tokens_per_block, request.prompt_tokens)
+            node = ends.setdefault((parent, block), [len(ends) + 1, 0])
+            if is_known:
+                shared = max(shared, min(node[1], end))
+                is_known = node[1] == end
+            parent, node[1] = node[0], max(node[1], end)
+        total += min(shared, request.prompt_tokens - 1) // block_size * block_size
+    return total
+
+
 def choose_traffic(text: str | None) -> Traffic:
     """Return the traffic for a file name, "4096:512" (tokens of prompt and output), or None (the sample).
 

@@ -65,7 +65,7 @@ class Group:
 
     def __post_init__(self) -> None:
         config = CONFIG if self.plans_ahead else SchedulerConfig(**{**vars(CONFIG), "plans_ahead": False})
-        self.group = LockstepGroup(self.num_replicas, lambda: Scheduler(config, b""), max_rounds=self.max_rounds)
+        self.group = LockstepGroup(self.num_replicas, lambda _: Scheduler(config, b""), max_rounds=self.max_rounds)
         self.waiting = [0] * self.num_replicas  # prompt tokens; not exact to one for each request
         self.tables = [RequestTable(CONFIG.max_num_seqs, 1000) for _ in range(self.num_replicas)]
 

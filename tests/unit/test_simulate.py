@@ -15,9 +15,10 @@ from moeserve.planner.costs import LayoutCosts, ReplicaLoad, StepLoad
 from moeserve.planner.expert_balance import ExpertBalance, draw_loads
 from moeserve.planner.hardware import TABLE
 from moeserve.planner.layout import find_layouts
+from moeserve.planner.pool import PoolPlan
+from moeserve.planner.serving import ClusterPlan, prompt_of, serve
 from moeserve.planner.settings import Assumptions, ExpertSettings, SimulationSettings
-from moeserve.planner.simulate import prompt_of, serve
-from moeserve.planner.simulation_report import Outcome, Percentiles
+from moeserve.planner.simulation_report import Outcome, Percentiles, PoolOutcome
 from moeserve.planner.traffic import RecordedRequest, Traffic, sample_traffic
 
 PUBLISHED: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "published_configs.json").read_text())
@@ -65,8 +66,24 @@ def drawn_traffic(seed: int, num_requests: int, seconds: float, *, prompt: int =
 SMALL = SimulationSettings(max_num_seqs=4, max_num_batched_tokens=128, host_time=0.0)
 
 
+def pool_of(costs: LayoutCosts, *, cache_tokens: int = 4000, balance: ExpertBalance | None = None) -> PoolPlan:
+    return PoolPlan(
+        num_nodes=1,
+        costs=costs,
+        balance=balance or balance_of(costs),
+        cache_tokens=cache_tokens,
+        cache_bytes_per_token=2 * 2 * 8 * 128 * 2,  # keys and values of two layers with 8 heads, in bfloat16
+    )
+
+
 def served(traffic: Traffic, costs: LayoutCosts, *, cache_tokens: int = 4000, **options: Any) -> Outcome:
-    return serve(traffic, costs, balance_of(costs), SMALL, cache_tokens=cache_tokens, **options)
+    plan = ClusterPlan(serving=(pool_of(costs, cache_tokens=cache_tokens),))
+    return serve(traffic, plan, SMALL, **options)
+
+
+def only_pool(found: Outcome) -> PoolOutcome:
+    (pool,) = found.pools
+    return pool
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -76,7 +93,7 @@ def test_driving_all_replicas_gives_the_same_outcome(costs: LayoutCosts, seed: i
     fast = served(traffic, costs, cache_tokens=640)
     assert fast == served(traffic, costs, cache_tokens=640, drives_all=True)
     assert fast.cached_tokens
-    assert fast.idle_step_share
+    assert only_pool(fast).idle_step_share
     sparse = drawn_traffic(seed, 10, seconds=30)
     assert served(sparse, costs) == served(sparse, costs, drives_all=True)
 
@@ -87,8 +104,8 @@ def test_every_request_ends_once_with_its_output_length(costs: LayoutCosts) -> N
     assert found.num_finished == 300
     assert found.output_tokens == sum(each.output_tokens for each in traffic.requests)
     assert found.prompt_tokens == sum(each.prompt_tokens for each in traffic.requests)
-    assert found.num_preemptions
-    assert 0 < found.cache_used_most <= 1
+    assert only_pool(found).num_preemptions
+    assert 0 < only_pool(found).cache_used_most <= 1
 
 
 def test_time_is_the_sum_of_step_times(costs: LayoutCosts, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,18 +137,18 @@ def test_the_host_is_hidden_behind_steps(costs: LayoutCosts) -> None:
     traffic = Traffic(tuple(RecordedRequest(0.0, 20, 30, ()) for _ in range(NUM_REPLICAS)), 1)
 
     def run(**settings: Any) -> Outcome:
-        return serve(traffic, costs, balance_of(costs), SimulationSettings(**settings), cache_tokens=4000)
+        return serve(traffic, ClusterPlan(serving=(pool_of(costs),)), SimulationSettings(**settings))
 
     free = run(host_time=0.0)
-    host_time = free.seconds / free.num_steps / 2
+    host_time = free.seconds / only_pool(free).num_steps / 2
     off, on, slow = run(async_scheduling=False, host_time=host_time), run(host_time=host_time), run(host_time=1.0)
-    assert free.num_steps == off.num_steps == on.num_steps == 30
+    assert only_pool(free).num_steps == only_pool(off).num_steps == only_pool(on).num_steps == 30
     assert off.seconds == pytest.approx(free.seconds + 30 * host_time)
-    assert off.host_waited_s == pytest.approx(off.host_s) == pytest.approx(30 * host_time)
+    assert only_pool(off).host_waited_s == pytest.approx(only_pool(off).host_s) == pytest.approx(30 * host_time)
     assert on.seconds == pytest.approx(free.seconds + host_time)  # only the first step waits
-    assert on.host_waited_s == pytest.approx(host_time)
+    assert only_pool(on).host_waited_s == pytest.approx(host_time)
     # A host that is slower than the steps sets their pace.
-    assert slow.seconds == pytest.approx(30 * 1.0 + slow.step_s.p50, rel=1e-2)
+    assert slow.seconds == pytest.approx(30 * 1.0 + only_pool(slow).step_s.p50, rel=1e-2)
 
 
 def test_pipeline_stages_work_at_the_same_time(folder: Path) -> None:
@@ -143,11 +160,12 @@ def test_pipeline_stages_work_at_the_same_time(folder: Path) -> None:
 
     def run(num_requests: int) -> Outcome:
         traffic = Traffic((RecordedRequest(0.0, 20, 200, ()),) * num_requests, 1)
-        return serve(traffic, costs, balance, settings, cache_tokens=100_000)
+        plan = ClusterPlan(serving=(pool_of(costs, cache_tokens=100_000, balance=balance),))
+        return serve(traffic, plan, settings)
 
     one, two = run(1), run(2 * costs.dp)
-    assert one.num_steps == 200
-    assert one.seconds == pytest.approx(200 * one.step_s.p50, rel=0.05)
+    assert only_pool(one).num_steps == 200
+    assert one.seconds == pytest.approx(200 * only_pool(one).step_s.p50, rel=0.05)
     load = StepLoad.of([ReplicaLoad(num_decoding=1, decode_pairs=120)] * costs.dp)
     of_stages = costs.stage_seconds(load)
     assert two.seconds == pytest.approx(400 * max(of_stages), rel=0.1)
@@ -158,7 +176,7 @@ def test_time_passes_between_requests(costs: LayoutCosts) -> None:
     alone = served(Traffic((RecordedRequest(0.0, 20, 5, ()),), 1), costs)
     both = served(Traffic((RecordedRequest(0.0, 20, 5, ()), RecordedRequest(100.0, 20, 5, ())), 1), costs)
     assert both.seconds == pytest.approx(100 + alone.seconds)
-    assert both.busy_s == pytest.approx(2 * alone.seconds)
+    assert only_pool(both).busy_s == pytest.approx(2 * alone.seconds)
     assert both.first_token_s.p99 == pytest.approx(alone.first_token_s.p99)
 
 
@@ -173,17 +191,22 @@ def test_rebalancing_helps_a_skewed_router(costs: LayoutCosts) -> None:
     traffic = drawn_traffic(0, 400, seconds=0.01, prompt=2000, output=60)
     settings = SimulationSettings(max_num_seqs=32)
     moving: dict[str, Any] = dict(rebalance_window=0.02, rebalance_horizon=1000.0)
-    off, auto = (
-        serve(traffic, costs, balance_of(costs, skew=1.2, rebalance=mode, **moving), settings, cache_tokens=100_000)
-        for mode in ("off", "auto")
-    )
+
+    def run(balance: ExpertBalance) -> Outcome:
+        plan = ClusterPlan(serving=(pool_of(costs, cache_tokens=100_000, balance=balance),))
+        return serve(traffic, plan, settings)
+
+    off, auto = (run(balance_of(costs, skew=1.2, rebalance=mode, **moving)) for mode in ("off", "auto"))
     assert auto.output_tokens_per_s > 1.05 * off.output_tokens_per_s
-    assert auto.balance_at_end < off.balance_at_end == off.balance_at_start
-    assert not off.rebalances
+    assert only_pool(auto).balance_at_end < only_pool(off).balance_at_end == only_pool(off).balance_at_start
+    assert not only_pool(off).rebalances
     # The loads do not drift, so one rebalance of both layers is enough.
-    (rebalance,) = auto.rebalances
+    (rebalance,) = only_pool(auto).rebalances
     assert rebalance.num_layers == 2
-    assert (rebalance.balance_before, rebalance.balance_after) == (off.balance_at_start, auto.balance_at_end)
+    assert (rebalance.balance_before, rebalance.balance_after) == (
+        only_pool(off).balance_at_start,
+        only_pool(auto).balance_at_end,
+    )
     # Moves take the time of their bytes on the links.
     num_moves = rebalance.num_bytes / (3 * 4096 * 14336 * 2)
     assert num_moves == round(num_moves) > 0
@@ -194,7 +217,8 @@ def test_rebalancing_helps_a_skewed_router(costs: LayoutCosts) -> None:
 def test_unprofitable_moves_are_not_made(costs: LayoutCosts) -> None:
     traffic = drawn_traffic(0, 200, seconds=0.01)
     balance = balance_of(costs, skew=1.2, rebalance="auto", rebalance_window=0.02, rebalance_horizon=1e-6)
-    assert serve(traffic, costs, balance, SMALL, cache_tokens=4000).rebalances == ()
+    found = serve(traffic, ClusterPlan(serving=(pool_of(costs, balance=balance),)), SMALL)
+    assert only_pool(found).rebalances == ()
 
 
 def test_rebalancing_follows_drift(costs: LayoutCosts) -> None:
@@ -246,7 +270,7 @@ class TestCommand:
         for placement, fullest in (("even", 8.0), ("loads", 4.0)):
             arguments = ("--loads", str(path), "--placement", placement, "--json")
             assert cli.main(["simulate", str(folder), *self.ARGUMENTS, *arguments]) == 0
-            found = json.loads(capsys.readouterr().out)["outcome"]
+            (found,) = json.loads(capsys.readouterr().out)["outcome"]["pools"]
             assert found["balance_at_start"] == pytest.approx(fullest)
 
     @pytest.mark.parametrize(
@@ -273,9 +297,10 @@ def test_320_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     traffic = ["--seconds", "10", "--length", "0.02", "--rate", "20"]
     cli.main(["simulate", str(tmp_path), *arguments, *traffic, "--json"])
     found = json.loads(capsys.readouterr().out)
-    assert (found["dp"], found["outcome"]["num_finished"]) == (320, found["num_requests"])
+    (pool,) = found["outcome"]["pools"]
+    assert (pool["dp"], found["outcome"]["num_finished"]) == (320, found["num_requests"])
     # One slot for each rank: experts without a copy get 1 / 256 of the rows.
-    assert found["outcome"]["balance_at_start"] == pytest.approx(320 / 256)
+    assert pool["balance_at_start"] == pytest.approx(320 / 256)
 
 
 def test_weights_that_do_not_fit_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,381 @@
+"""One pool of a simulated cluster: replicas that step in lockstep, in virtual time, and their transfers of blocks.
+
+Copies between the KV cache and the host's memory share one link of each rank, as do those that leave it for other
+replicas, and those that arrive. A link carries one copy at a time. All ranks of a replica copy alike.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from array import array
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from moeserve.planner.clock import Clock
+from moeserve.planner.costs import LayoutCosts, ReplicaLoad, StepLoad
+from moeserve.planner.expert_balance import ExpertBalance
+from moeserve.planner.lockstep_group import LockstepGroup, Step
+from moeserve.planner.settings import SimulationSettings
+from moeserve.planner.simulation_report import Percentiles, PoolOutcome, TransferTotals
+from moeserve.protocol import (
+    AddRequest,
+    BlockTransfer,
+    ChunkResult,
+    KeepBlocks,
+    ReceiveBlocks,
+    Request,
+    RequestUpdate,
+    StepPlan,
+    StepResult,
+    TransferOutcome,
+)
+from moeserve.scheduling.kv_connector import HostTier
+from moeserve.scheduling.replica import Deliver
+from moeserve.scheduling.scheduler import Scheduler, SchedulerConfig
+
+BLOCK_SIZE = 16  # tokens per block of the KV cache
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolPlan:
+    """The layout of a pool before it runs."""
+
+    num_nodes: int
+    costs: LayoutCosts
+    balance: ExpertBalance
+    cache_tokens: int  # capacity of a replica's KV cache
+    cache_bytes_per_token: int  # of a rank
+
+    def config(self, settings: SimulationSettings, *, max_model_len: int, finds_prefixes: bool) -> SchedulerConfig:
+        """Return the limits of each replica's scheduling."""
+        return SchedulerConfig(
+            num_blocks=self.cache_tokens // BLOCK_SIZE,
+            block_size=BLOCK_SIZE,
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            max_prefill_tokens=settings.max_prefill_tokens,
+            max_model_len=max_model_len,
+            enable_prefix_caching=finds_prefixes,
+            plans_ahead=settings.async_scheduling and self.costs.pp == 1,
+            num_batches=self.costs.pp,
+        )
+
+
+@dataclass(eq=False)
+class _Link:
+    """A link that carries one copy at a time."""
+
+    free_at: float = 0.0
+
+    def carry(self, now: float, seconds: float) -> float:
+        """Carry a copy that could begin now. Return when it ends."""
+        self.free_at = max(now, self.free_at) + seconds
+        return self.free_at
+
+
+class Report(NamedTuple):
+    """The state of a replica after a round."""
+
+    replica: int
+    num_free_blocks: int
+    updates: list[RequestUpdate]
+
+
+@dataclass(frozen=True)
+class KeptBlocks:
+    """Blocks that a replica keeps for another pool."""
+
+    pool: Pool
+    index: int  # of the replica
+    number: int  # of its transfer
+
+
+class Pool:
+    """Replicas in lockstep.
+
+    `next_s` is the virtual time of its next event. Then `finish` ends the step in flight, and `begin` begins another.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        plan: PoolPlan,
+        config: SchedulerConfig,
+        settings: SimulationSettings,
+        kept: dict[str, KeptBlocks],
+        *,
+        host_blocks: int = 0,
+        shares_blocks: bool = False,
+        starts_at: float = 0.0,
+        drives_all: bool = False,
+    ) -> None:
+        """
+        Args:
+            kept: blocks that replicas of any pool keep for others, by handle. All pools share it.
+            host_blocks: of a store behind the KV cache of each replica, in the host's memory; 0: none.
+            shares_blocks: replicas keep blocks for other pools, or read theirs.
+            starts_at: virtual time of the first step at the earliest.
+            drives_all: see `LockstepGroup`.
+        """
+        self.name, self.plan = name, plan
+        self._config, self._kept = config, kept
+        self._host_blocks, self._shares_blocks = host_blocks, shares_blocks
+        self.num_replicas = plan.costs.dp
+        self._max_rounds = 2 if config.plans_ahead else plan.costs.pp
+        self._group = LockstepGroup(
+            self.num_replicas, self._new_scheduler, max_rounds=self._max_rounds, drives_all=drives_all
+        )
+        self._clock = Clock(plan.costs.pp, settings.host_time)
+        self._clock.rest_until(starts_at)
+        self._starts_at = starts_at
+        self._balance = plan.balance
+        self._step: Step | None = None  # in flight
+        self._wakes_at = math.inf  # to begin a round
+        self._ranks = defaultdict[int, _Ranks](_Ranks)  # by replica
+        # Transfers in flight: when they end, a number that orders equal times, the replica, and the end.
+        self._transfers: list[tuple[float, int, int, TransferOutcome]] = []
+        self._num_ends = 0
+        self._host_links = defaultdict[int, _Link](_Link)  # by replica, as the next two
+        self._sending_links = defaultdict[int, _Link](_Link)
+        self._receiving_links = defaultdict[int, _Link](_Link)
+        block_bytes = BLOCK_SIZE * plan.cache_bytes_per_token
+        self._block_bytes = block_bytes
+        efficiency = plan.costs.assumptions.link_efficiency
+        self._host_s_per_block = block_bytes / (settings.host_bandwidth * efficiency)
+        self._network_s_per_block = block_bytes / plan.costs.network_bandwidth
+        # Statistics:
+        self._used: set[int] = set()  # replicas
+        self._loaded, self._saved, self._received = _Copies(), _Copies(), _Copies()
+        self._num_decode_only = self._tokens_run = self._idle_steps = self._max_blocks_used = self._output_tokens = 0
+        self._step_s, self._fullest = array("d"), array("d")
+        self._balance_at_start = plan.balance.expected
+        self._balance_s = 0.0  # expected balance times seconds of steps
+
+    @property
+    def next_s(self) -> float:
+        """Time of the next event; infinite if there is none."""
+        if self._step is not None:
+            return self._clock.now
+        ends_at = self._transfers[0][0] if self._transfers else math.inf
+        return max(self._starts_at, min(self._wakes_at, ends_at))
+
+    @property
+    def is_running(self) -> bool:
+        """True while a step is in flight."""
+        return self._step is not None
+
+    def send(self, index: int, request: Request, now: float) -> None:
+        """Send a request to a replica."""
+        self._used.add(index)
+        self._group.send(index, AddRequest(request))
+        self._wakes_at = min(self._wakes_at, now)
+
+    def finish(self, now: float) -> list[Report]:
+        """End the step and the transfers that end now."""
+        while self._transfers and self._transfers[0][0] <= now:
+            _, _, index, outcome = heapq.heappop(self._transfers)
+            self._group.end_transfer(index, outcome)
+            self._wakes_at = now
+        if self._step is None:
+            return []
+        plans, self._step = self._step.plans, None
+        self._wakes_at = now
+        return self._end_round({rank: self._ranks[rank].run(plan) for rank, plan in plans.items()})
+
+    def begin(self, now: float) -> list[Report]:
+        """Begin a step, unless the pool rests or no replica has anything to run."""
+        if self._step is not None or self._wakes_at > now or self._starts_at > now:
+            return []
+        reports: list[Report] = []
+        self._wakes_at = math.inf
+        if now > self._clock.now:
+            self._balance.rest(now - self._clock.now)
+            self._clock.rest_until(now)
+        # Replicas that got work have rounds without a plan in flight before.
+        for _ in range(self._max_rounds + 1):
+            step = self._group.begin()
+            reports += map(_report, step.woken)
+            if not step.agreement.is_idle:
+                self._run(step)
+                break
+            reports += self._end_round({})
+            self._clock.skip()
+        self._begin_transfers(now)
+        return reports
+
+    def end_kept(self, index: int, number: int, at_s: float) -> None:
+        """Forget blocks that were kept for another pool, which has read them by then."""
+        self._add_end(index, TransferOutcome(number=number, num_copied=0, seconds=0.0), at_s)
+
+    def sending_link(self, index: int) -> _Link:
+        """Return the link on which blocks leave each rank of a replica for other pools."""
+        return self._sending_links[index]
+
+    def _new_scheduler(self, index: int) -> Scheduler:
+        tier = HostTier(self._host_blocks) if self._host_blocks else None
+        return Scheduler(self._config, b"", tier, [f"{self.name} {index}"] if self._shares_blocks else [])
+
+    def _end_round(self, results: dict[int, StepResult]) -> list[Report]:
+        deliveries = self._group.finish(results, self._step_s[-1] if results else 0.0)
+        self._output_tokens += sum(len(update.token_ids) for _, each in deliveries for update in each.updates)
+        return list(map(_report, deliveries))
+
+    def _run(self, step: Step) -> None:
+        """Begin a step of all replicas: virtual time is then the time of its end."""
+        plans, costs = step.plans, self.plan.costs
+        load = StepLoad.of([load_of(plan) for plan in plans.values()])
+        expected = self._balance.expected
+        fullest = costs.imbalance(load.num_tokens, expected).value
+        of_stages = costs.stage_seconds(load, fullest)
+        moving_s = self._balance.advance(load, max(of_stages))
+        seconds = self._clock.run(of_stages, moving_s, step.planned_after)
+        self._step = step
+
+        self._step_s.append(sum(of_stages) + moving_s)
+        self._num_decode_only += not load.num_prefill
+        self._fullest.append(fullest)
+        self._balance_s += expected * seconds
+        self._tokens_run += round(load.num_tokens)
+        self._idle_steps += self.num_replicas - len(plans)
+        used = [self._config.num_blocks - self._group.num_free_blocks(rank) for rank in plans]
+        self._max_blocks_used = max(self._max_blocks_used, *used)
+
+    def _begin_transfers(self, now: float) -> None:
+        for index, transfer in sorted(self._group.take_transfers(), key=lambda begun: begun[0]):
+            match transfer:
+                case BlockTransfer(number=number, block_ids=block_ids):
+                    seconds = len(block_ids) * self._host_s_per_block
+                    ends_at = self._host_links[index].carry(now, seconds)
+                    copies = self._loaded if transfer.is_load else self._saved
+                case KeepBlocks(number=number, handle=handle):
+                    self._kept[handle] = KeptBlocks(self, index, number)
+                    continue
+                case ReceiveBlocks(number=number, block_ids=block_ids):
+                    kept = self._kept.pop(transfer.source.handle)
+                    seconds, ends_at = len(block_ids) * self._network_s_per_block, now
+                    if block_ids:
+                        sending, receiving = kept.pool.sending_link(kept.index), self._receiving_links[index]
+                        ends_at = receiving.carry(max(now, sending.free_at), seconds)
+                        sending.free_at = ends_at
+                    kept.pool.end_kept(kept.index, kept.number, ends_at)
+                    copies = self._received
+            copies.add(len(block_ids), seconds, ends_at - now)
+            outcome = TransferOutcome(number=number, num_copied=len(block_ids), seconds=seconds)
+            self._add_end(index, outcome, ends_at)
+
+    def _add_end(self, index: int, outcome: TransferOutcome, at_s: float) -> None:
+        self._num_ends += 1
+        heapq.heappush(self._transfers, (at_s, self._num_ends, index, outcome))
+
+    def outcome(self, ended_at: float) -> PoolOutcome:
+        """Return the statistics of the pool.
+
+        Args:
+            ended_at: virtual time of its end.
+        """
+        clock, num_steps = self._clock, max(1, len(self._step_s))
+        seconds = ended_at - self._starts_at
+        return PoolOutcome(
+            name=self.name,
+            num_nodes=self.plan.num_nodes,
+            dp=self.num_replicas,
+            cache_tokens=self.plan.cache_tokens,
+            starts_at=self._starts_at,
+            seconds=seconds,
+            busy_s=clock.busy_s,
+            output_tokens=self._output_tokens,
+            output_tokens_per_s=self._output_tokens / seconds if seconds else 0.0,
+            num_steps=len(self._step_s),
+            step_s=Percentiles.of(self._step_s),
+            decode_only_share=self._num_decode_only / num_steps,
+            host_s=clock.host_s,
+            host_waited_s=clock.host_waited_s,
+            fullest_rank=Percentiles.of(self._fullest),
+            tokens_run=self._tokens_run,
+            tokens_per_step=self._tokens_run / num_steps,
+            idle_step_share=self._idle_steps / (num_steps * self.num_replicas),
+            num_replicas_used=len(self._used),
+            num_preemptions=self._group.num_preemptions,
+            cache_used_most=self._max_blocks_used / self._config.num_blocks,
+            loaded=self._loaded.totals(self._block_bytes),
+            saved=self._saved.totals(self._block_bytes),
+            received=self._received.totals(self._block_bytes),
+            balance_at_start=self._balance_at_start,
+            balance_mean=self._balance_s / clock.busy_s if clock.busy_s else self._balance_at_start,
+            balance_at_end=self._balance.expected,
+            rebalances=tuple(self._balance.rebalances),
+        )
+
+
+class _Copies:
+    """Counts transfers of one kind."""
+
+    def __init__(self) -> None:
+        self.num_blocks = 0
+        self.busy_s = 0.0
+        self.ends_after_s = array("d")
+
+    def add(self, num_blocks: int, busy_s: float, ends_after_s: float) -> None:
+        self.num_blocks += num_blocks
+        self.busy_s += busy_s
+        if num_blocks:
+            self.ends_after_s.append(ends_after_s)
+
+    def totals(self, block_bytes: int) -> TransferTotals:
+        return TransferTotals(
+            num_transfers=len(self.ends_after_s),
+            num_tokens=self.num_blocks * BLOCK_SIZE,
+            num_bytes=self.num_blocks * block_bytes,
+            busy_s=self.busy_s,
+            takes_s=Percentiles.of(self.ends_after_s),
+        )
+
+
+def _report(delivery: tuple[int, Deliver]) -> Report:
+    index, delivered = delivery
+    return Report(index, delivered.stats.num_free_blocks, delivered.updates)
+
+
+def load_of(plan: StepPlan) -> ReplicaLoad:
+    """Return the load of a plan. A chunk of a single token counts as decoding, longer ones as prompts."""
+    num_decoding = decode_pairs = num_prefill = prefill_pairs = 0
+    for start, num_tokens in zip(plan.starts, plan.lengths, strict=True):
+        if num_tokens == 1:
+            num_decoding += 1
+            decode_pairs += start + 1
+        else:
+            num_prefill += num_tokens
+            prefill_pairs += num_tokens * start + num_tokens * (num_tokens + 1) // 2
+    return ReplicaLoad(
+        num_decoding=num_decoding, decode_pairs=decode_pairs, num_prefill=num_prefill, prefill_pairs=prefill_pairs
+    )
+
+
+def own_token(number: int) -> int:
+    """Return the token id of request `number` that no block has."""
+    return -1 - number
+
+
+class _Ranks:
+    """The ranks of a replica, as far as its scheduler needs them: they sample a request's own token."""
+
+    def __init__(self) -> None:
+        self._request_of_slot: dict[int, tuple[int, int]] = {}  # its number, and how many tokens are known
+
+    def run(self, plan: StepPlan) -> StepResult:
+        for new in plan.registrations:
+            self._request_of_slot[new.slot] = new.seed, len(new.token_ids)
+        chunks = []
+        for slot, start, length in zip(plan.slots, plan.starts, plan.lengths, strict=True):
+            number, num_known = self._request_of_slot[slot]
+            if start + length < num_known:
+                chunks.append(_NO_TOKEN)
+            else:
+                self._request_of_slot[slot] = number, num_known + 1
+                chunks.append(ChunkResult(token_id=own_token(number)))
+        return StepResult(step=plan.step, chunks=chunks)
+
+
+_NO_TOKEN = ChunkResult()
