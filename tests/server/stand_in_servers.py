@@ -164,3 +164,22 @@ def unreachable() -> Iterator[str]:
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         yield f"http://127.0.0.1:{bound.getsockname()[1]}"
+
+
+@contextlib.contextmanager
+def closing_connections() -> Iterator[str]:
+    """Return the URL of a server that reads the begin of each request, and then closes the connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def close_all() -> None:
+            with contextlib.suppress(OSError):  # the listener is closed
+                while True:
+                    connection, _ = listener.accept()
+                    with connection:
+                        connection.recv(100)
+
+        thread = threading.Thread(target=close_all)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
+    thread.join()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
+import random
 import re
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +22,7 @@ from tiny_model import save_tiny_model
 BLOCK_SIZE = 4
 MIN_TOKENS = 30
 KEY = "secret"
+KEPT_S = 2  # seconds for which blocks are kept
 LONG = "Once upon a time, there was a prompt of more than thirty tokens. " * 4
 SAMPLING = {"max_tokens": 12, "temperature": 1.0, "seed": 3, "ignore_eos": True, "logprobs": 1}
 BODIES: dict[str, dict[str, Any]] = {
@@ -42,6 +47,7 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
     folder = save_tiny_model(tmp_path_factory.mktemp("tiny"))
     flags = ["--dtype", "float32", "--max-model-len", "512", "--block-size", str(BLOCK_SIZE), "--num-threads", "1"]
     flags += ["--kv-cache-memory", "16MiB", "--kv-transfer-address", "127.0.0.1", "--api-key", KEY]
+    flags += ["--kv-transfer-timeout", str(KEPT_S)]
     with (
         serving(str(folder), *flags) as prefill,
         serving(str(folder), *flags) as decode,
@@ -51,11 +57,15 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
         yield Setup(prefill, decode, http)
 
 
+def metric(server: ServerProcess, name: str) -> float:
+    text = httpx.get(f"{server.url}/metrics", headers={"x-api-key": KEY}).text
+    (value,) = re.findall(rf"^moeserve_{name}{{.*}} (.*)$", text, re.MULTILINE)
+    return float(value)
+
+
 def loaded_tokens(server: ServerProcess) -> int:
     """Return the tokens whose keys and values a server has had from another one."""
-    text = httpx.get(f"{server.url}/metrics", headers={"x-api-key": KEY}).text
-    (value,) = re.findall(r"^moeserve_external_prefix_cache_hits_total{.*} (.*)$", text, re.MULTILINE)
-    return int(float(value))
+    return int(metric(server, "external_prefix_cache_hits_total"))
 
 
 def outputs_of(answer: httpx.Response) -> list[tuple[str, list[float], str]]:
@@ -102,6 +112,33 @@ def test_a_wrong_key_or_parameter_is_answered_by_the_prefill_server(setup: Setup
     assert setup.http.post("/v1/completions", json=body).json()["error"]["param"] == "top_p"
     answer = setup.http.post("/v1/completions", json=body, headers={"authorization": "Bearer wrong"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+
+
+def test_nothing_remains_of_requests_that_hang_up(setup: Setup) -> None:
+    """Clients hang up in prefill, in between, while blocks are read, and while tokens are generated."""
+    chance = random.Random(6)
+    before = loaded_tokens(setup.decode)
+
+    async def send(http: httpx.AsyncClient, number: int) -> None:
+        body = salted("/v1/completions", f"churn {number}") | {"max_tokens": 40, "stream": True}
+        timeout = chance.choice([0.02, 0.1, 0.3, 1.0, 60.0])
+        with contextlib.suppress(httpx.TimeoutException, asyncio.TimeoutError):
+            await asyncio.wait_for(http.post("/v1/completions", json=body), timeout)
+
+    async def send_all() -> None:
+        async with httpx.AsyncClient(base_url=setup.http.base_url, headers=setup.http.headers, timeout=60) as http:
+            for number in range(0, 60, 6):
+                await asyncio.gather(*(send(http, each) for each in range(number, number + 6)))
+
+    asyncio.run(send_all())
+    assert loaded_tokens(setup.decode) > before
+    deadline = time.monotonic() + KEPT_S + 20
+    for server in (setup.prefill, setup.decode):
+        while metric(server, "kv_cache_usage_perc") > 0:
+            assert time.monotonic() < deadline
+            body = {"prompt": "x", "max_tokens": 1}  # engines without requests look at nothing
+            httpx.post(f"{server.url}/v1/completions", json=body, headers={"x-api-key": KEY})
+            time.sleep(0.1)
 
 
 def test_requests_are_served_after_the_prefill_server_was_killed(setup: Setup) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import random
 import threading
@@ -19,6 +20,7 @@ from stand_in_servers import (
     Received,
     StandIn,
     answering,
+    closing_connections,
     generate,
     keep,
     routing,
@@ -26,7 +28,7 @@ from stand_in_servers import (
     unreachable,
     waiting_for_hang_up,
 )
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from moeserve.server.settings import ServerSettings
 
@@ -181,6 +183,9 @@ def test_the_server_with_the_least_work_is_chosen() -> None:
             assert send("short", decode) == (2, 1)
             release.set()
             assert [answer.result(SECONDS).status_code for answer in answers] == [200] * len(answers)
+            for _ in range(3):  # all have ended, so both have no work
+                assert http.post("/v1/completions", json={"prompt": "x" * part}).status_code == 200
+            assert [len(server.received) for server in prefill] == [5, 3]
 
 
 # --- what the client gets
@@ -358,3 +363,66 @@ def test_a_client_that_hangs_up_ends_its_request(setup: Setup, stage: str) -> No
     assert setup.post_long().status_code == 200
     if stage == "prefill":
         assert len(setup.decode.received) == 1  # of the second request alone
+
+
+def test_every_answer_is_whole_and_of_its_own_prompt_whatever_fails() -> None:
+    """Servers answer, refuse, fail, wait or close connections at random, and some clients hang up."""
+    chance = random.Random(8)
+    failures = [answering(status) for status in (429, 500, 503)]
+
+    async def keep_or_fail(received: Received) -> Response:
+        await asyncio.sleep(chance.random() / 50)
+        if chance.random() < 0.5:
+            return await chance.choice(failures)(received)
+        name = hashlib.sha256(received.fields["prompt"].encode()).hexdigest()
+        return JSONResponse({"kv_transfer_params": {**KEPT, "remote_handle": name}})
+
+    async def generate_or_refuse(received: Received) -> Response:
+        await asyncio.sleep(chance.random() / 50)
+        if chance.random() < 0.3:
+            return await failures[0](received)
+        prompt, params = received.fields["prompt"], received.fields.get("kv_transfer_params")
+        assert params is None or params["remote_handle"] == hashlib.sha256(prompt.encode()).hexdigest()
+
+        async def chunks() -> AsyncIterator[bytes]:
+            for place in range(0, len(prompt), 1000):
+                yield prompt[place : place + 1000].encode()
+                await asyncio.sleep(0)
+
+        return StreamingResponse(chunks())
+
+    async def send(http: httpx.AsyncClient, number: int) -> int | None:
+        """Send a request. Return the status of the answer, or None after hanging up."""
+        prompt = f"{number} " * chance.randrange(1, chance.choice([50, 2000]))
+        timeout = chance.choice([0.01, 30, 30])
+        try:
+            answer = await http.post("/v1/completions", json={"prompt": prompt}, timeout=timeout)
+        except httpx.TimeoutException:
+            return None
+        assert answer.status_code in (200, 429, 503)
+        assert answer.status_code != 200 or answer.text == prompt
+        return int(answer.status_code)
+
+    async def send_all(url: str) -> list[int | None]:
+        limits = httpx.Limits(max_connections=None)
+        at_once = asyncio.Semaphore(20)
+
+        async def one(number: int) -> int | None:
+            async with at_once:
+                return await send(http, number)
+
+        async with httpx.AsyncClient(base_url=url, limits=limits) as http:
+            return await asyncio.gather(*map(one, range(200)))
+
+    with (
+        closing_connections() as closing,
+        standing_in(keep_or_fail, generate_or_refuse, generate_or_refuse) as (prefill, first, second),
+        routing([prefill.url], [closing, first.url, second.url], min_remote_prefill=TOKENS) as http,
+    ):
+        statuses = asyncio.run(send_all(str(http.base_url)))
+        assert statuses.count(200) > 100
+        setup = Setup(prefill, first, http)
+        assert setup.metric("prefill_failures_total", reason="refused") > 10
+        assert setup.metric("decode_failures_total") > 10
+        for path in ("direct", "remote", "fallback"):
+            assert setup.metric("requests_total", path=path) > 5
