@@ -5,9 +5,10 @@
 - *one engine*: `moeserve serve` with all threads. *prefill and decode*: two servers with half of the threads each, and
   a router (docs/server.md). All run at once, and only one side has requests, in turns.
 - *load*: short prompts every --short-every seconds, and long ones every --long-every seconds, whether or not earlier
-  ones have ended. Prompts are random token ids, different in every request. Both sides get the same.
+  ones have ended. Prompts are random token ids, different in every request; times and lengths are the same for both.
 - *first token*: from sending a request to its first text, over all requests of all rounds. *speed-up*: the 99th
-  percentile of short prompts with one engine, over this one's.
+  percentile of short prompts with one engine, over this one's, as the median over the rounds. A round before them is
+  not counted.
 """
 
 from __future__ import annotations
@@ -105,19 +106,23 @@ def measure(model: Path, clients: Load, num_rounds: int, num_threads: int) -> li
             answers, _ = asyncio.run(load(f"{url}/v1", requests, prompts, arrivals=arrivals))
             return answers
 
-        rounds = interleave({ONE: lambda: one_round(one), TWO: lambda: one_round(router)}, num_rounds)
-    answers = {name: [answer for each in found for answer in each] for name, found in rounds.items()}
-    slowest = {name: waits(found, clients.short_tokens)["p99"] for name, found in answers.items()}
-    return [
-        {
+        sides = {ONE: lambda: one_round(one), TWO: lambda: one_round(router)}
+        rounds = interleave(sides, num_rounds, warms_up=True)
+    slowest = {name: [waits(each, clients.short_tokens)["p99"] for each in found] for name, found in rounds.items()}
+    rows = []
+    for name, found in rounds.items():
+        answers = [answer for each in found for answer in each]
+        speed_ups = [before / after for before, after in zip(slowest[ONE], slowest[name], strict=True)]
+        row = {
             "engine": name,
-            "short": waits(found, clients.short_tokens),
-            "long": waits(found, clients.long_tokens),
-            "failed": sum(answer.error is not None for answer in found),
-            "speed_up": slowest[ONE] / slowest[name],
+            "short": waits(answers, clients.short_tokens),
+            "long": waits(answers, clients.long_tokens),
+            "failed": sum(answer.error is not None for answer in answers),
+            "speed_up": statistics.median(speed_ups),
+            "p99_of_rounds": slowest[name],
         }
-        for name, found in answers.items()
-    ]
+        rows.append(row)
+    return rows
 
 
 def waits(answers: Sequence[Answer], prompt_tokens: int) -> Row:
