@@ -74,7 +74,9 @@ def measure(model: str, num_conversations: int, num_turns: int, num_rounds: int,
         for number in range(-1, num_rounds):  # the first one is not counted
             tokens = {}
             for name in sorted(engines, reverse=bool(number % 2)):
-                tokens[name], done = converse(engines[name], num_conversations, num_turns, random.Random(f"round {number}"))
+                tokens[name], done = converse(
+                    engines[name], num_conversations, num_turns, random.Random(f"round {number}")
+                )
                 if number >= 0:
                     rounds[name].append(done)
             if tokens["memory"] != tokens["recomputation"]:

@@ -41,8 +41,11 @@ def own_addresses() -> dict[str, str]:
     return addresses
 
 
-def address_on(interface: str) -> str:
+def address_on(interface: str, setting: str = "network_interface") -> str:
     """Return this machine's address on an interface, given by its name ("eth1") or a subnet ("10.1.0.0/16").
+
+    Args:
+        setting: that names the interface, for errors.
 
     Raises:
         SettingsError: there is no such interface.
@@ -53,16 +56,14 @@ def address_on(interface: str) -> str:
             subnet = ipaddress.ip_network(interface, strict=False)
         except ValueError as error:
             raise SettingsError(
-                f"network_interface={interface!r} is not a subnet ({error}); an example is 10.1.0.0/16"
+                f"{setting}={interface!r} is not a subnet ({error}); an example is 10.1.0.0/16"
             ) from None
         found = [address for address in addresses.values() if ipaddress.ip_address(address) in subnet]
     else:
         found = [addresses[interface]] if interface in addresses else []
     if not found:
         existing = ", ".join(f"{name} ({address})" for name, address in addresses.items()) or "none with IPv4"
-        raise SettingsError(
-            f"network_interface={interface!r}: {socket.gethostname()} has no such interface; it has {existing}"
-        )
+        raise SettingsError(f"{setting}={interface!r}: {socket.gethostname()} has no such interface; it has {existing}")
     return found[0]
 
 

@@ -166,14 +166,17 @@ class KeepBlocks(msgspec.Struct, frozen=True, kw_only=True, tag="keep"):
 
     number: int  # of the transfer, as in `BlockTransfer`
     handle: str  # the name under which they can be read
+    tokens: bytes  # digest of the tokens in these blocks
     block_ids: list[int]
 
 
 class ReceiveBlocks(msgspec.Struct, frozen=True, kw_only=True, tag="receive"):
-    """Read blocks from another engine into the KV cache, and let it forget them. Sent to every rank of a replica."""
+    """Read blocks from another engine into the KV cache, and set them free there. Sent to every rank of a replica."""
 
     number: int  # of the transfer, as in `BlockTransfer`
+    receiver: str  # random name of this transfer, the same for all ranks
     source: PeerBlocks
+    tokens: bytes  # digest of the tokens that all blocks of the source must have
     first: int  # of the source's blocks that is read
     block_ids: list[int]  # of the cache, to be written; empty: nothing is read
 
@@ -255,4 +258,4 @@ class ReplicaStats(msgspec.Struct, frozen=True, kw_only=True):
     steps: StepTotals = msgspec.field(default_factory=StepTotals)
     num_loaded_tokens: int = 0  # whose keys and values came from the store behind the KV cache, so far
     num_saved_blocks: int = 0  # to this store
-    num_failed_blocks: int = 0  # that could not be loaded or saved
+    num_failed_blocks: int = 0  # that could not be loaded or saved, or that no other engine has read in time

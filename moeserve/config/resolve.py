@@ -421,6 +421,10 @@ def _check_kv_store(cache: CacheSettings) -> None:
                 f"kv_transfer_address={shown(cache.kv_transfer_address)}: {port!r} is not a port; an example is "
                 "10.0.0.1:7000"
             )
+        if cache.kv_transfer_backend == "nixl" and cache.kv_transfer_key_file is None:
+            raise SettingsError(
+                "kv_transfer_backend='nixl' lets others read this engine's memory and needs a key: kv_transfer_key_file"
+            )
     elif cache.kv_transfer_key_file is not None:
         raise SettingsError(
             f"kv_transfer_key_file={shown(cache.kv_transfer_key_file)} is for engines with a kv_transfer_address"

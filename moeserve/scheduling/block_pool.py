@@ -115,3 +115,8 @@ def block_digests(parent: bytes, token_ids: Sequence[int], block_size: int) -> l
         parent = hashlib.sha256(parent + packed[end - size : end]).digest()
         digests.append(parent)
     return digests
+
+
+def tokens_digest(token_ids: Sequence[int]) -> bytes:
+    """Return the SHA-256 of tokens, without a salt: the same in all engines."""
+    return hashlib.sha256(struct.pack(f"<{len(token_ids)}q", *token_ids)).digest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -17,7 +18,7 @@ from moeserve.protocol import (
     Transfer,
     TransferOutcome,
 )
-from moeserve.scheduling.block_pool import BlockPool
+from moeserve.scheduling.block_pool import BlockPool, tokens_digest
 from moeserve.scheduling.kv_connector import KVConnector
 from moeserve.scheduling.load_rates import LoadRates
 from moeserve.scheduling.request import LiveRequest
@@ -29,7 +30,7 @@ class _InFlight:
     block_ids: list[int]
     digests: list[bytes]  # of blocks that are saved, loaded or received
     request: LiveRequest | None = None  # that waits for the end
-    handle: str = ""  # of blocks that are kept or received
+    handle: str = ""  # of blocks that are received
 
 
 class BlockTransfers:
@@ -52,6 +53,7 @@ class BlockTransfers:
         self._new: list[Transfer] = []
         self._in_flight: dict[int, _InFlight] = {}
         self._is_saving = False
+        self._block_size = block_size
         self._rates = LoadRates(block_size)
         self._num_begun = 0
         self.num_loaded_blocks = self.num_saved_blocks = self.num_failed_blocks = 0
@@ -68,7 +70,7 @@ class BlockTransfers:
     @property
     def hold_blocks_alone(self) -> bool:
         """True if blocks become free soon, when transfers in flight have ended."""
-        transfers = [each for each in self._in_flight.values() if each.kind != "keep"]
+        transfers = [each for each in self._in_flight.values() if each.kind in ("save", "load")]
         return any(self._pool.num_holders(block) == 1 for transfer in transfers for block in transfer.block_ids)
 
     def note_computed(self, digest: bytes, block_id: int) -> None:
@@ -95,34 +97,53 @@ class BlockTransfers:
         )
         self._begin(transfer, _InFlight("load", block_ids, digests, request))
 
-    def keep(self, request: LiveRequest, update: RequestUpdate, num_blocks: int) -> RequestUpdate:
-        """Keep the first blocks of a request that ends, for another engine. Return its update, which says so."""
-        handle, block_ids = request.request.kv_handle, request.block_ids[:num_blocks]
-        if not block_ids or not self.has_peers:
+    def keep(self, request: LiveRequest, update: RequestUpdate) -> RequestUpdate:
+        """Keep the full blocks of the prompt of a request that ends, for another engine.
+
+        Nothing is kept if half of the cache is kept already: others must be able to run.
+
+        Returns:
+            Its update, which says what is kept.
+        """
+        num_blocks = request.num_prompt_tokens // self._block_size
+        num_kept = sum(len(each.block_ids) for each in self._in_flight.values() if each.kind == "keep")
+        if not self.has_peers or not num_blocks or num_kept + num_blocks > self._pool.num_blocks // 2:
             return update
+        handle, block_ids = request.request.kv_handle, request.block_ids[:num_blocks]
         self._pool.share(block_ids)
-        keep = KeepBlocks(number=self._num_begun, handle=handle, block_ids=block_ids)
-        self._begin(keep, _InFlight("keep", block_ids, [], handle=handle))
+        keep = KeepBlocks(
+            number=self._num_begun,
+            handle=handle,
+            tokens=tokens_digest(request.token_ids[: num_blocks * self._block_size]),
+            block_ids=block_ids,
+        )
+        self._begin(keep, _InFlight("keep", block_ids, []))
         source = PeerBlocks(handle=handle, addresses=self._addresses, num_blocks=num_blocks)
         return msgspec.structs.replace(update, kv_blocks=source)
 
     def is_receiving(self, handle: str) -> bool:
         """True while blocks with this handle are on their way."""
-        return any(each.kind == "receive" and each.handle == handle for each in self._in_flight.values())
+        return any(each.block_ids and each.handle == handle for each in self._in_flight.values())
 
-    def receive(
-        self, source: PeerBlocks, first: int, digests: list[bytes], block_ids: list[int], request: LiveRequest | None
-    ) -> None:
-        """Read blocks that another engine has kept, and let it forget them.
+    def receive(self, request: LiveRequest, first: int, digests: list[bytes], block_ids: list[int]) -> None:
+        """Read blocks of a request's `kv_source`, and set all of them free there. The source is used only once.
 
         Args:
-            first: of the source's blocks.
-            digests: of the blocks that are read; none: they are not needed.
+            first: of the source's blocks that is read.
+            digests: of the blocks that are read; none: they are not needed, and the request does not wait.
             block_ids: of the cache, allocated for these blocks.
-            request: that waits for them; None: nobody does.
         """
-        receive = ReceiveBlocks(number=self._num_begun, source=source, first=first, block_ids=block_ids)
-        self._begin(receive, _InFlight("receive", block_ids, digests, request, source.handle))
+        source, request.kv_source = request.kv_source, None
+        assert source is not None
+        receive = ReceiveBlocks(
+            number=self._num_begun,
+            receiver=secrets.token_hex(8),
+            source=source,
+            tokens=tokens_digest(request.token_ids[: source.num_blocks * self._block_size]),
+            first=first,
+            block_ids=block_ids,
+        )
+        self._begin(receive, _InFlight("receive", block_ids, digests, request if digests else None, source.handle))
 
     def take_new(self) -> list[Transfer]:
         """Return the transfers that begin now. One save at a time takes all blocks that were computed meanwhile."""

@@ -297,6 +297,8 @@ class Scheduler:
             return
         self._pool.release(request.block_ids)  # now it is in the prefix cache, in which admission looks
         request.block_ids = []
+        if request.kv_source is None:
+            self._drop_source(request)  # other outputs of its prompt find the blocks in the prefix cache
         if not request.ended:
             del self._loading[request.request_id]
             self._requeue(request)
@@ -459,7 +461,7 @@ class Scheduler:
                 if request.num_passed == MAX_PASSED or len(passed) == MAX_PASSED:
                     return
                 continue
-            if self._must_wait_for_blocks(request, prefix):
+            if self._start_receive_or_load(request, prefix):
                 continue
             for other in passed:
                 other.num_passed += 1
@@ -493,27 +495,47 @@ class Scheduler:
             prefix.append(block_id)
         return prefix
 
-    def _must_wait_for_blocks(self, request: LiveRequest, prefix: list[int]) -> bool:
-        """Begin to load or receive the blocks behind a request's cached prefix. Return False if it need not wait."""
+    def _start_receive_or_load(self, request: LiveRequest, prefix: list[int]) -> bool:
+        """Begin to copy the blocks behind a request's cached prefix, from another engine or from the store.
+
+        Return False if it need not wait for any.
+        """
         transfers = self._transfers
-        if transfers is None or request.needs_every_prompt_row:
+        if transfers is None:
             return False
         size, first = self.config.block_size, len(prefix)
-        digests = [request.digest(index, size) for index in range(first, (len(request.token_ids) - 1) // size)]
+        num_full = 0 if request.needs_every_prompt_row else (len(request.token_ids) - 1) // size
+        digests = [request.digest(index, size) for index in range(first, num_full)]
         if request.kv_source is not None and transfers.has_peers:
             if transfers.is_receiving(request.kv_source.handle):  # for another output of the same prompt
                 return True
-            source, request.kv_source = request.kv_source, None
-            wanted = digests[: max(source.num_blocks - first, 0)]
-            block_ids = self._begin_to_wait(request, prefix, len(wanted)) if wanted else []
-            transfers.receive(source, first, wanted, block_ids, request if wanted else None)
+            wanted = digests[: max(request.kv_source.num_blocks - first, 0)]
             if wanted:
+                transfers.receive(request, first, wanted, self._begin_to_wait(request, prefix, len(wanted)))
                 return True
+            self._drop_source(request)
         if not request.may_load or not (num_loadable := transfers.num_loadable(digests)):
             return False
         request.may_load = False
         transfers.load(request, digests[:num_loadable], self._begin_to_wait(request, prefix, num_loadable))
         return True
+
+    def _drop_source(self, request: LiveRequest) -> None:
+        """Set the blocks of a request's source free, which no output of its prompt needs any more."""
+        assert self._transfers is not None
+        for other in self._waiting_for_source(request):
+            other.kv_source = None
+        if request.kv_source is not None:
+            self._transfers.receive(request, 0, [], [])
+
+    def _waiting_for_source(self, request: LiveRequest) -> list[LiveRequest]:
+        """Return other waiting requests that have the same source as this one had at first."""
+        source = request.request.kv_source
+        return [
+            other
+            for other in self._waiting.values()
+            if source is not None and other.kv_source == source and other is not request
+        ]
 
     def _begin_to_wait(self, request: LiveRequest, prefix: list[int], num_blocks: int) -> list[int]:
         """Give a waiting request its cached prefix and blocks for what will be copied, and return these blocks."""
@@ -596,7 +618,7 @@ class Scheduler:
         update = request.append(result.token_id, result.logprobs, self.config.max_model_len)
         if update.finish_reason is not None:
             if self._transfers is not None and request.request.kv_handle:
-                update = self._transfers.keep(request, update, request.num_prompt_tokens // self.config.block_size)
+                update = self._transfers.keep(request, update)
             self._end(request)
         return update
 
@@ -617,6 +639,9 @@ class Scheduler:
         if request.request_id in self._waiting:
             del self._waiting[request.request_id]
             self._num_waiting_tokens -= len(request.token_ids)
+            has_source = request.kv_source is not None and self._transfers is not None and self._transfers.has_peers
+            if has_source and not self._waiting_for_source(request):
+                self._drop_source(request)
         elif request.request_id in self._loading:  # its blocks come back with the end of the transfer
             del self._loading[request.request_id]
             self._num_waiting_tokens -= len(request.token_ids)

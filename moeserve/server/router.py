@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -336,8 +337,8 @@ def _prompt_tokens(path: str, body: bytes) -> int:
         ApiError: the request has `kv_transfer_params`.
     """
     try:
-        fields = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        fields = json.loads(body)  # as the servers: what they accept must not pass unseen
+    except (ValueError, RecursionError):
         return 0
     if not isinstance(fields, dict):
         return 0
@@ -355,7 +356,7 @@ def _num_bytes(part: Any) -> int:
     """Return the bytes of all texts in a part of a request. A token counts as its average bytes."""
     match part:
         case str():
-            return len(part.encode())
+            return len(part.encode(errors="surrogatepass"))
         case [int(), *_]:
             return BYTES_PER_TOKEN * len(part)
         case list():

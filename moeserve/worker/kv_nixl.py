@@ -1,6 +1,7 @@
 """KV cache blocks read straight from another rank's memory by NIXL: over InfiniBand, NVLink, shared memory or TCP.
 
-The connection between the ranks (`kv_wire.py`) still says which blocks may be read, and until when.
+The connection between the ranks (`kv_wire.py`) still says which blocks may be read, and until when. But whoever can
+reach NIXL's own ports and knows what it sends to receivers can read and write this rank's whole cache.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ import secrets
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from moeserve.addresses import own_addresses
+from moeserve.addresses import is_loopback, own_addresses
 from moeserve.config.environment import set_for_libraries
 from moeserve.errors import SettingsError, missing_extra
 from moeserve.worker.kv_wire import NixlShare, PeerError, TensorPlace
@@ -33,10 +35,16 @@ class NixlMemory:
             host: address of this host. NIXL uses the interface that has it, unless UCX_NET_DEVICES names others.
 
         Raises:
-            SettingsError: NIXL is not installed, or does not work here.
+            SettingsError: NIXL is not installed or does not work here, or no interface has this address.
         """
-        interfaces = [name for name, address in own_addresses().items() if address == host]
-        set_for_libraries({"UCX_NET_DEVICES": interfaces[0] if interfaces else "all"})
+        interface = "lo" if is_loopback(host) else ""
+        interface = interface or next((name for name, address in own_addresses().items() if address == host), "")
+        if not interface:
+            raise SettingsError(
+                f"kv_transfer_backend='nixl': {host} is not the first address of an interface; name the interface as "
+                "kv_transfer_address"
+            )
+        set_for_libraries({"UCX_NET_DEVICES": ",".join([*infiniband_devices(interface), interface])})
         try:
             from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
         except ImportError as error:
@@ -78,13 +86,15 @@ class NixlMemory:
                     self._remote_agents[theirs.agent] = self._agent.add_remote_agent(theirs.agent)
             agent, of = self._remote_agents[theirs.agent], self._agent.get_xfer_descs
             handle = self._agent.initialize_xfer("READ", of(here, self._kind), of(there, self._kind), agent)
-            state = self._agent.transfer(handle)
-            while state == "PROC" and time.monotonic() < deadline:
-                time.sleep(SECONDS_BETWEEN_LOOKS)
-                state = self._agent.check_xfer_state(handle)
+            try:
+                state = self._agent.transfer(handle)
+                while state == "PROC" and time.monotonic() < deadline:
+                    time.sleep(SECONDS_BETWEEN_LOOKS)
+                    state = self._agent.check_xfer_state(handle)
+            finally:
+                self._end(handle)
         except Exception as error:  # NIXL raises many kinds
             raise PeerError(f"NIXL: {error}") from None
-        self._end(handle)
         if state != "DONE":
             raise PeerError("NIXL: " + ("the time is up" if state == "PROC" else "the transfer has failed"))
 
@@ -95,6 +105,12 @@ class NixlMemory:
                 self._agent.release_xfer_handle(handle)
                 return
             time.sleep(SECONDS_BETWEEN_LOOKS)
+
+
+def infiniband_devices(interface: str) -> list[str]:
+    """Return the InfiniBand or RoCE devices of an interface, as UCX names them."""
+    folder = Path("/sys/class/net") / interface / "device" / "infiniband"
+    return [f"{device.name}:1" for device in sorted(folder.iterdir())] if folder.is_dir() else []
 
 
 def place_of(tensor: Tensor) -> TensorPlace:

@@ -1,4 +1,4 @@
-"""Reads KV cache blocks from the ranks of another engine, whose tp and pp sizes may be others."""
+"""Reads KV cache blocks of the ranks of another engine, whose tp and pp sizes may be others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from moeserve.worker.kv_wire import (
     Connection,
     Done,
     HasRead,
-    NixlShare,
     PeerError,
     Piece,
     Read,
@@ -31,6 +30,9 @@ from moeserve.worker.kv_wire import (
 )
 
 logger = logging.getLogger(__name__)
+
+SECONDS_TO_CONNECT = 3.0
+SECONDS_TO_AVOID = 10.0  # a sender that did not answer
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,8 @@ class BlockReceiver:
         key: bytes,
         timeout_s: float,
         *,
-        reader: int,
-        num_readers: int,
+        rank: int,
+        num_ranks: int,
         nixl: NixlMemory | None = None,
     ) -> None:
         """
@@ -62,20 +64,25 @@ class BlockReceiver:
             share: what they are.
             key: that senders must know; empty: only those on this host are read.
             timeout_s: of a transfer.
-            reader: index of this rank in its replica, of `num_readers`.
+            rank: of this replica, of `num_ranks`.
             nixl: to read memory of senders that have it too.
         """
         self._caches, self._share, self._key, self._timeout_s = caches, share, key, timeout_s
-        self._reader, self._num_readers, self._nixl = reader, num_readers, nixl
+        self._rank, self._num_ranks, self._nixl = rank, num_ranks, nixl
+        self._avoided_until: dict[str, float] = {}  # addresses of senders that did not answer
         self._stream = torch.cuda.Stream() if caches[0].tensors[0].is_cuda else None
 
-    def run(self, transfer: ReceiveBlocks) -> TransferOutcome:
-        """Read all blocks, or none if something is wrong, and tell all senders to forget them."""
-        started, num_copied = time.monotonic(), 0
+    def run(self, transfer: ReceiveBlocks, submitted: float) -> TransferOutcome:
+        """Read all blocks, or none if something is wrong. Either way they are set free on all senders.
+
+        Args:
+            submitted: when the transfer began, by `time.monotonic`.
+        """
+        num_copied, deadline = 0, submitted + self._timeout_s
         senders: list[Connection] = []
         try:
             for address in transfer.source.addresses:
-                senders.append(self._connect(address, started + self._timeout_s))
+                senders.append(self._connect(address, deadline))
             if transfer.block_ids:
                 self._read(transfer, senders)
             num_copied = len(transfer.block_ids)
@@ -83,22 +90,39 @@ class BlockReceiver:
             logger.warning("KV cache blocks of another engine cannot be read, and will be computed: %s", error)
         for sender in senders:
             with contextlib.suppress(OSError):
-                sender.send_message(Done(transfer.source.handle, self._reader, self._num_readers))
+                sender.send_message(
+                    Done(
+                        handle=transfer.source.handle,
+                        receiver=transfer.receiver,
+                        rank=self._rank,
+                        num_ranks=self._num_ranks,
+                    )
+                )
             sender.close()
-        seconds = time.monotonic() - started
+        seconds = time.monotonic() - submitted
         return TransferOutcome(number=transfer.number, num_copied=num_copied, seconds=seconds)
 
     def _connect(self, address: str, deadline: float) -> Connection:
         host, _, port = address.rpartition(":")
         if not self._key and not is_loopback(host):
             raise PeerError(f"{address} is another machine, which needs a key (kv_transfer_key_file)")
-        timeout_s = max(deadline - time.monotonic(), 0.001)
-        connection = Connection(socket.create_connection((host, int(port)), timeout_s), deadline)
+        now = time.monotonic()
+        if now < self._avoided_until.get(address, 0.0):
+            raise PeerError(f"{address} did not answer a moment ago")
+        timeout_s = min(deadline - now, SECONDS_TO_CONNECT)
+        if timeout_s <= 0:
+            raise PeerError("the time is up")
+        try:
+            connection = Connection(socket.create_connection((host, int(port)), timeout_s), deadline)
+        except OSError as error:
+            self._avoided_until[address] = time.monotonic() + SECONDS_TO_AVOID
+            raise PeerError(f"{address}: {error}") from None
         try:
             connection.prove(self._key, connects=True)
         except (OSError, PeerError) as error:
             connection.close()
             raise PeerError(f"{address}: {error}") from None
+        self._avoided_until.pop(address, None)
         return connection
 
     @torch.inference_mode()
@@ -108,15 +132,18 @@ class BlockReceiver:
             share.layer: set(range(share.first_head, share.first_head + max(share.num_heads, 1)))
             for share in self._share.layers
         }
-        first = self._reader % len(senders)  # so that ranks do not all read what is not divided from the same one
+        first = self._rank % len(senders)  # so that ranks do not all read what is not divided from the same one
         for sender in [*senders[first:], *senders[:first]]:
             theirs: CacheShare = sender.receive_message(CacheShare)
-            if (theirs.contents, theirs.block_size) != (self._share.contents, self._share.block_size):
-                raise PeerError("it has another model, dtype, quantization or block_size")
+            if others := {name for name, fact in self._share.facts.items() if theirs.facts.get(name) != fact}:
+                shown = ", ".join(
+                    f"{name} {theirs.facts.get(name)} instead of {self._share.facts[name]}" for name in others
+                )
+                raise PeerError(f"its blocks have other contents: {shown}")
             if pieces := self._pieces(theirs, missing):
                 parts = [self._part(theirs, piece) for piece in pieces]
-                if self._nixl is not None and theirs.nixl is not None:
-                    self._read_by_nixl(self._nixl, sender, transfer, theirs.nixl, parts)
+                if self._nixl is not None and theirs.has_nixl:
+                    self._read_by_nixl(self._nixl, sender, transfer, parts)
                 else:
                     self._read_pieces(sender, transfer, parts)
         if lacking := [layer for layer, heads in missing.items() if heads]:
@@ -144,7 +171,7 @@ class BlockReceiver:
     def _read_pieces(self, sender: Connection, transfer: ReceiveBlocks, parts: Sequence[_Part]) -> None:
         """Read blocks over the connection."""
         num_blocks, block_ids = len(transfer.block_ids), torch.tensor(transfer.block_ids)
-        self._ask(sender, Read(transfer.source.handle, transfer.first, num_blocks, [part.piece for part in parts]))
+        self._ask(sender, self._wanted(transfer, [part.piece for part in parts]))
         with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             for part in parts:
                 for tensor in self._caches[part.layer].tensors:
@@ -156,11 +183,12 @@ class BlockReceiver:
             self._stream.synchronize()
 
     def _read_by_nixl(
-        self, nixl: NixlMemory, sender: Connection, transfer: ReceiveBlocks, theirs: NixlShare, parts: Sequence[_Part]
+        self, nixl: NixlMemory, sender: Connection, transfer: ReceiveBlocks, parts: Sequence[_Part]
     ) -> None:
         """Read blocks from the sender's memory. They are right only if they were kept until the end."""
-        handle, num_blocks = transfer.source.handle, len(transfer.block_ids)
-        answer = self._ask(sender, Read(handle, transfer.first, num_blocks, []))
+        answer = self._ask(sender, self._wanted(transfer, []))
+        if (theirs := answer.nixl) is None:
+            raise PeerError("its memory cannot be read by NIXL")
         copies = []
         for part in parts:
             piece = part.piece
@@ -170,6 +198,16 @@ class BlockReceiver:
                 copies.append(np.concatenate([source[:, :1], target], axis=1))
         nixl.read(theirs, copies, sender.deadline)
         self._ask(sender, HasRead())
+
+    def _wanted(self, transfer: ReceiveBlocks, pieces: list[Piece]) -> Read:
+        return Read(
+            handle=transfer.source.handle,
+            receiver=transfer.receiver,
+            tokens=transfer.tokens,
+            first=transfer.first,
+            num_blocks=len(transfer.block_ids),
+            pieces=pieces,
+        )
 
     def _ask(self, sender: Connection, message: Read | HasRead) -> Answer:
         sender.send_message(message)

@@ -1,4 +1,4 @@
-"""Gives KV cache blocks of this rank to ranks of other engines, which have asked this engine to compute a prompt."""
+"""Sends KV cache blocks of this rank to ranks of other engines, for which this engine has computed a prompt."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from torch import Tensor
 from moeserve.errors import SettingsError
 from moeserve.protocol import KeepBlocks, TransferOutcome
 from moeserve.worker.kv_wire import (
+    SECONDS_TO_BE_KEPT,
     Answer,
     CacheShare,
     Connection,
     Done,
-    FromReader,
+    FromReceiver,
     HasRead,
+    NixlShare,
     PeerError,
     Piece,
     Read,
@@ -33,40 +35,49 @@ from moeserve.worker.kv_wire import (
 
 logger = logging.getLogger(__name__)
 
-MAX_CONNECTIONS = 256  # at once; further ones wait
+MAX_CONNECTIONS = 256  # at once
+MAX_STRANGERS = 64  # connections that have not proved that they know the key; further ones are closed
 MAX_REMEMBERED = 4096  # handles of blocks that are not kept any more
 SECONDS_BETWEEN_LOOKS = 0.5  # for blocks that were kept for too long
-SECONDS_TO_AUTHENTICATE = 10.0
+SECONDS_TO_AUTHENTICATE = 2.0
 
 
 @dataclass(eq=False)
 class _Kept:
-    """Blocks that other engines may read."""
+    """Blocks that another engine may read."""
 
     message: KeepBlocks
     on_end: Callable[[TransferOutcome], None]
     started: float
+    receiver: str = ""  # the first one that has named itself
     num_reading: int = 0  # connections that read them now
-    done: set[int] = field(default_factory=set)  # readers that need no more
+    done: set[int] = field(default_factory=set)  # ranks of the receiver that need no more
 
 
 class BlockSender:
-    """Listens for readers in threads of its own until it is closed."""
+    """Listens for receivers in threads of its own until it is closed."""
 
     def __init__(
-        self, caches: Sequence[Any], share: CacheShare, address: tuple[str, int], key: bytes, timeout_s: float
+        self,
+        caches: Sequence[Any],
+        share: CacheShare,
+        address: tuple[str, int],
+        key: bytes,
+        timeout_s: float,
+        nixl: NixlShare | None = None,
     ) -> None:
         """
         Args:
             caches: of the layers; each has `tensors` whose first dimension is the block.
             address: host and port; port 0: any that is free.
-            key: that readers must know.
+            key: that receivers must know.
             timeout_s: for which blocks are kept.
+            nixl: for receivers that read this rank's memory themselves.
 
         Raises:
             SettingsError: the address cannot be used.
         """
-        self._caches, self._share, self._key, self._timeout_s = caches, share, key, timeout_s
+        self._caches, self._share, self._key, self._timeout_s, self._nixl = caches, share, key, timeout_s, nixl
         try:
             self._listener = socket.create_server(address, backlog=MAX_CONNECTIONS)
         except OSError as error:
@@ -74,15 +85,17 @@ class BlockSender:
             raise SettingsError(f"kv_transfer_address: cannot listen on {host}:{port}: {error}") from None
         self.address = "{}:{}".format(*self._listener.getsockname())
         self._stream = torch.cuda.Stream() if caches[0].tensors[0].is_cuda else None
+        self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
         self._changed = threading.Condition()  # guards all below
         self._kept: dict[str, _Kept] = {}  # by handle
         self._ended: OrderedDict[str, None] = OrderedDict()  # handles, the oldest first
-        self._connections: set[Connection] = set()
+        self._connections: set[Connection] = set()  # that have proved that they know the key
         self._is_closed = False
-        threading.Thread(target=self._accept, name="kv sender", daemon=True).start()
+        for run in (self._accept, self._end_old):
+            threading.Thread(target=run, name="kv sender", daemon=True).start()
 
     def keep(self, message: KeepBlocks, on_end: Callable[[TransferOutcome], None]) -> None:
-        """Let other engines read blocks until all of their ranks are done or the time is up.
+        """Let another engine read blocks until all of its ranks are done or the time is up.
 
         Args:
             on_end: called once, in any thread. No block was "copied" if the time was up.
@@ -92,7 +105,7 @@ class BlockSender:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Disconnect all readers, and listen no more. May be called twice."""
+        """Disconnect all receivers, and listen no more. May be called twice."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -105,23 +118,22 @@ class BlockSender:
         while not self._is_closed:
             try:
                 connected, _ = self._listener.accept()
+                if self._strangers.acquire(blocking=False):
+                    threading.Thread(target=self._serve, args=(connected,), name="kv sender", daemon=True).start()
+                else:
+                    connected.close()
             except TimeoutError:
                 pass
-            except OSError:  # no file descriptor is free, or `close` was called
+            except (OSError, RuntimeError):  # no file descriptor or no thread is free, or `close` was called
                 time.sleep(SECONDS_BETWEEN_LOOKS)
-            else:
-                connection = Connection(connected, time.monotonic() + SECONDS_TO_AUTHENTICATE)
-                with self._changed:
-                    self._changed.wait_for(lambda: len(self._connections) < MAX_CONNECTIONS, SECONDS_TO_AUTHENTICATE)
-                    self._connections.add(connection)
-                threading.Thread(target=self._serve, args=(connection,), name="kv reader", daemon=True).start()
-            self._end_old()
 
     def _end_old(self) -> None:
-        with self._changed:
-            for kept in list(self._kept.values()):
-                if kept.num_reading == 0 and time.monotonic() - kept.started > self._timeout_s:
-                    self._end(kept, 0)
+        while not self._is_closed:
+            with self._changed:
+                for kept in list(self._kept.values()):
+                    if kept.num_reading == 0 and time.monotonic() - kept.started > self._timeout_s:
+                        self._end(kept, 0)
+                self._changed.wait_for(lambda: self._is_closed, SECONDS_BETWEEN_LOOKS)
 
     def _end(self, kept: _Kept, num_read: int) -> None:
         del self._kept[kept.message.handle]
@@ -131,14 +143,22 @@ class BlockSender:
         seconds = time.monotonic() - kept.started
         kept.on_end(TransferOutcome(number=kept.message.number, num_copied=num_read, seconds=seconds))
 
-    def _serve(self, connection: Connection) -> None:
+    def _serve(self, connected: socket.socket) -> None:
         torch.set_num_threads(1)  # of this thread: the others compute
+        connection = Connection(connected, time.monotonic() + SECONDS_TO_AUTHENTICATE)
         try:
-            connection.prove(self._key, connects=False)
+            try:
+                connection.prove(self._key, connects=False)
+                with self._changed:
+                    if len(self._connections) >= MAX_CONNECTIONS:
+                        raise PeerError("too many are connected")
+                    self._connections.add(connection)
+            finally:
+                self._strangers.release()
             connection.deadline = time.monotonic() + self._timeout_s
             connection.send_message(self._share)
             while True:
-                message: FromReader = connection.receive_message(FromReader)
+                message: FromReceiver = connection.receive_message(FromReceiver)
                 match message:
                     case Read():
                         self._send(connection, message)
@@ -147,50 +167,61 @@ class BlockSender:
                     case Done():
                         self._note_done(message)
         except (OSError, PeerError) as error:
-            logger.debug("a reader of KV cache blocks has left: %s", error)
+            logger.debug("a receiver of KV cache blocks has left: %s", error)
+        except Exception:
+            logger.exception("KV cache blocks could not be sent")
         finally:
             with self._changed:
                 self._connections.discard(connection)
-                self._changed.notify_all()
             connection.close()
 
     def _note_done(self, message: Done) -> None:
         with self._changed:
-            kept = self._kept.get(message.handle)
+            kept = self._kept_for(message.handle, message.receiver)
             if kept is not None:
-                kept.done.add(message.reader)
-                if len(kept.done) >= message.num_readers:
+                kept.done.add(message.rank)
+                if len(kept.done) >= message.num_ranks and kept.num_reading == 0:
                     self._end(kept, len(kept.message.block_ids))
+
+    def _kept_for(self, handle: str, receiver: str) -> _Kept | None:
+        """Return the blocks with a handle, if they are for this receiver. They may be kept in a moment."""
+
+        def is_known() -> bool:
+            return self._is_closed or handle in self._kept or handle in self._ended
+
+        self._changed.wait_for(is_known, min(self._timeout_s, SECONDS_TO_BE_KEPT))
+        kept = self._kept.get(handle)
+        if kept is None:
+            return None
+        kept.receiver = kept.receiver or receiver
+        return kept if kept.receiver == receiver else None
 
     def _send(self, connection: Connection, read: Read) -> None:
         error, kept = self._begin_reading(read)
         if kept is None:
-            connection.send_message(Answer(error))
+            connection.send_message(Answer(error=error))
             return
         block_ids = kept.message.block_ids[read.first : read.first + read.num_blocks]
         try:
-            connection.send_message(Answer(block_ids=block_ids))
+            connection.send_message(Answer(block_ids=block_ids, nixl=None if read.pieces else self._nixl))
             if read.pieces:
                 with torch.inference_mode():
                     self._send_blocks(connection, read.pieces, torch.tensor(block_ids))
             else:
                 connection.receive_message(HasRead)
-                connection.send_message(Answer())
+                connection.send_message(Answer())  # nothing ends what is being read
         finally:
             with self._changed:
                 kept.num_reading -= 1
 
     def _begin_reading(self, read: Read) -> tuple[str, _Kept | None]:
-        """Return the blocks that a reader wants, or why it cannot have them. They may be kept in a moment."""
-
-        def is_known() -> bool:
-            return self._is_closed or read.handle in self._kept or read.handle in self._ended
-
+        """Return the blocks of a `Read`, or why it cannot have them."""
         with self._changed:
-            self._changed.wait_for(is_known, self._timeout_s)
-            kept = self._kept.get(read.handle)
+            kept = self._kept_for(read.handle, read.receiver)
             if kept is None:
-                return "the blocks are not kept any more", None
+                return "the blocks are not kept any more, or another engine reads them", None
+            if read.tokens != kept.message.tokens:
+                return "the blocks are those of another prompt", None
             if not self._is_possible(read, len(kept.message.block_ids)):
                 return "there are no such blocks", None
             kept.num_reading += 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
@@ -14,7 +16,9 @@ from moeserve.worker.kv_receiver import BlockReceiver
 from moeserve.worker.kv_sender import BlockSender
 from moeserve.worker.kv_store import KVStore
 
-NUM_RECEIVING_THREADS = 4  # so that an engine that hangs does not hold up the blocks of others
+logger = logging.getLogger(__name__)
+
+NUM_RECEIVING_THREADS = 8
 
 
 class Transfers:
@@ -34,8 +38,12 @@ class Transfers:
             send: takes the end of each transfer, in any thread.
         """
         self._sender, self._send = sender, send
-        self._of_store = _queue(store.run, send, 1) if store is not None else None
-        self._received = _queue(receiver.run, send, NUM_RECEIVING_THREADS) if receiver is not None else None
+        self._of_store: _Queue | None = None
+        self._received: _Queue | None = None
+        if store is not None:
+            self._of_store = _Queue(lambda transfer, _: store.run(transfer), send, 1)
+        if receiver is not None:
+            self._received = _Queue(receiver.run, send, NUM_RECEIVING_THREADS)
 
     def submit(self, transfer: Transfer) -> None:
         match transfer:
@@ -49,18 +57,53 @@ class Transfers:
                 assert self._received is not None
                 self._received.put(transfer)
 
+    def close(self) -> None:
+        """Listen no more, and let all threads end. May be called twice."""
+        for queue in (self._of_store, self._received):
+            if queue is not None:
+                queue.close()
+        if self._sender is not None:
+            self._sender.close()
 
-def _queue(
-    run: Callable[[Any], TransferOutcome], send: Callable[[TransferOutcome], None], num_threads: int
-) -> SimpleQueue[Any]:
-    """Return a queue of transfers that threads run."""
-    queue: SimpleQueue[Any] = SimpleQueue()
 
-    def work() -> None:
-        torch.set_num_threads(1)  # of this thread: the others compute
-        while True:
-            send(run(queue.get()))
+class _Queue:
+    """Transfers that threads run."""
 
-    for _ in range(num_threads):
-        threading.Thread(target=work, name="kv transfers", daemon=True).start()
-    return queue
+    def __init__(
+        self,
+        run: Callable[[Any, float], TransferOutcome],
+        send: Callable[[TransferOutcome], None],
+        num_threads: int,
+    ) -> None:
+        """
+        Args:
+            run: runs a transfer, given when it was put here, by `time.monotonic`.
+        """
+        self._queue: SimpleQueue[tuple[Any, float] | None] = SimpleQueue()
+        self._num_threads = num_threads
+        for _ in range(num_threads):
+            threading.Thread(target=_run_all, args=(self._queue, run, send), name="kv transfers", daemon=True).start()
+
+    def put(self, transfer: Any) -> None:
+        self._queue.put((transfer, time.monotonic()))
+
+    def close(self) -> None:
+        for _ in range(self._num_threads):
+            self._queue.put(None)
+
+
+def _run_all(
+    queue: SimpleQueue[tuple[Any, float] | None],
+    run: Callable[[Any, float], TransferOutcome],
+    send: Callable[[TransferOutcome], None],
+) -> None:
+    torch.set_num_threads(1)  # of this thread: the others compute
+    while (queued := queue.get()) is not None:
+        transfer, submitted = queued
+        try:
+            outcome = run(transfer, submitted)
+        except Exception:
+            logger.exception("KV cache blocks could not be copied")
+            seconds = time.monotonic() - submitted
+            outcome = TransferOutcome(number=transfer.number, num_copied=0, seconds=seconds)
+        send(outcome)

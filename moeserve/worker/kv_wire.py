@@ -1,8 +1,8 @@
 """Messages between ranks of different engines, one of which reads KV cache blocks of the other.
 
-The reader connects. Both sides prove that they know the same key, if they were given one; without a key, ranks listen
+The receiver connects. Both sides prove that they know the same key, if they were given one; without a key, ranks listen
 and connect on the loopback interface only. Then the sender describes its cache, and answers each `Read` with the raw
-bytes of the blocks. Nothing is encrypted.
+bytes of the blocks. Nothing is encrypted, and nothing after the proofs is authenticated.
 """
 
 from __future__ import annotations
@@ -21,13 +21,16 @@ import msgspec
 import torch
 from torch import Tensor
 
-from moeserve.addresses import address_on, is_loopback
+from moeserve.addresses import address_on
 from moeserve.config.settings import EngineConfig
 from moeserve.errors import SettingsError
 
 NONCE_BYTES = 32
 MIN_KEY_CHARACTERS = 16
 MAX_MESSAGE_BYTES = 2**20
+# For a rank that is in a step when it should keep blocks, before it is asked for them.
+SECONDS_TO_BE_KEPT = 10.0
+SECONDS_OF_SILENCE = SECONDS_TO_BE_KEPT + 5.0
 _LENGTH = struct.Struct("!I")
 
 
@@ -58,12 +61,9 @@ class NixlShare(msgspec.Struct, frozen=True, kw_only=True):
 class CacheShare(msgspec.Struct, frozen=True, kw_only=True):
     """The KV cache of a rank, as it describes itself to ranks of other engines."""
 
-    contents: (
-        str  # digest of all that decides the contents of a block, beside its tokens and the ranks it is divided over
-    )
-    block_size: int
+    facts: dict[str, str]  # all that decides what blocks hold, beside their tokens and the ranks that share them
     layers: list[LayerShare]
-    nixl: NixlShare | None = None  # None: blocks are sent over the connection
+    has_nixl: bool = False  # its memory can be read by NIXL
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -74,38 +74,42 @@ class Piece(msgspec.Struct, frozen=True):
     num_heads: int
 
 
-class Read(msgspec.Struct, frozen=True, tag="read"):
+class Read(msgspec.Struct, frozen=True, kw_only=True, tag="read"):
     """Send blocks, piece by piece: of each tensor of the piece's layer, these heads of all blocks.
 
-    Without pieces: the reader reads them by NIXL, and then sends `HasRead`.
+    Without pieces: the receiver reads them by NIXL, and then sends `HasRead`.
     """
 
     handle: str
+    receiver: str  # name of the transfer. Blocks are for the first one that names itself
+    tokens: bytes  # digest that the tokens of all blocks with this handle must have
     first: int  # of the blocks with this handle
     num_blocks: int
     pieces: list[Piece]
 
 
 class HasRead(msgspec.Struct, frozen=True, tag="has-read"):
-    """The reader has read blocks by NIXL. Only an `Answer` without an error says that they were still kept."""
+    """The receiver has read blocks by NIXL. Only an `Answer` without an error says that they were still kept."""
 
 
-class Done(msgspec.Struct, frozen=True, tag="done"):
-    """The reader needs no more blocks with this handle. The last of all readers sets them free."""
+class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
+    """A rank needs no more blocks with this handle. The last one of all ranks of the receiver sets them free."""
 
     handle: str
-    reader: int  # index among the ranks of the reader's replica
-    num_readers: int
+    receiver: str  # as in `Read`
+    rank: int  # of the receiver's replica
+    num_ranks: int
 
 
-class Answer(msgspec.Struct, frozen=True):
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to a `Read`, before the bytes that were asked for, and to `HasRead`."""
 
     error: str = ""  # why the blocks cannot be read
     block_ids: list[int] = []  # of the sender's cache
+    nixl: NixlShare | None = None  # if they are to be read by NIXL
 
 
-FromReader: TypeAlias = Read | HasRead | Done
+FromReceiver: TypeAlias = Read | HasRead | Done
 T = TypeVar("T")
 
 
@@ -120,17 +124,24 @@ def listening_address(config: EngineConfig, rank: int) -> tuple[str, int]:
         SettingsError: kv_transfer_address is not an address of this host, or needs a key.
     """
     assert config.kv_transfer_address is not None
+    shown = f"kv_transfer_address={config.kv_transfer_address!r}"
     host, _, port = config.kv_transfer_address.partition(":")
     try:
-        ipaddress.IPv4Address(host)
+        address = ipaddress.IPv4Address(host)
     except ValueError:
-        host = address_on(host)
-    if not is_loopback(host) and config.kv_transfer_key_file is None:
+        address = ipaddress.IPv4Address(address_on(host, "kv_transfer_address"))
+    if address.is_unspecified:
         raise SettingsError(
-            f"kv_transfer_address={config.kv_transfer_address!r} can be reached from other machines and needs a key "
-            "that all engines share: kv_transfer_key_file"
+            f"{shown} is no address to which others can connect; name one of this host, or an interface"
         )
-    return host, int(port) + rank if port else 0
+    if not address.is_loopback and config.kv_transfer_key_file is None:
+        raise SettingsError(
+            f"{shown} can be reached from other machines and needs a key that all engines share: kv_transfer_key_file"
+        )
+    last = int(port or 0) + (rank if port else 0)
+    if last >= 2**16:
+        raise SettingsError(f"{shown}: rank {rank} would have port {last}, and the last one is {2**16 - 1}")
+    return str(address), last
 
 
 def read_key(path: str | None) -> bytes:
@@ -154,7 +165,10 @@ def read_key(path: str | None) -> bytes:
 
 
 class Connection:
-    """A connection to a rank of another engine. Whatever goes wrong is an OSError or a PeerError."""
+    """A connection to a rank of another engine. Whatever goes wrong is an OSError or a PeerError.
+
+    So is a silence of SECONDS_OF_SILENCE.
+    """
 
     def __init__(self, connected: socket.socket, deadline: float) -> None:
         """
@@ -167,7 +181,7 @@ class Connection:
     def prove(self, key: bytes, *, connects: bool) -> None:
         """Show that this side knows the key, and require the same of the other.
 
-        The side that was connected to asks first, so a stranger learns nothing from it.
+        The side that connects proves it first, so a stranger learns nothing.
         """
         nonce = secrets.token_bytes(NONCE_BYTES)
         self.send(nonce)
@@ -221,7 +235,7 @@ class Connection:
         self._socket.close()
 
     def _limit_time(self) -> None:
-        self._socket.settimeout(max(self.deadline - time.monotonic(), 0.001))
+        self._socket.settimeout(max(min(self.deadline - time.monotonic(), SECONDS_OF_SILENCE), 0.001))
 
 
 def select_heads(tensor: Tensor, first_head: int, num_heads: int) -> Tensor:

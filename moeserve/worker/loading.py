@@ -22,7 +22,7 @@ from moeserve.machine import free_memory, shown_bytes
 from moeserve.models import registry
 from moeserve.models.checkpoint import Checkpoint, open_checkpoint
 from moeserve.models.decoder import Decoder
-from moeserve.models.packed_cache import PackedWeightCache, fingerprint, hash_key
+from moeserve.models.packed_cache import PackedWeightCache, fingerprint, hash_key, sampled_digest
 from moeserve.models.packed_cache_writer import CacheWriter, wait_for_cache_writers
 from moeserve.models.packing import PACKED_STATE_VERSION, Packer, adopt_state, packed_state
 from moeserve.models.summary import LoadingMemory, loading_memory
@@ -35,7 +35,7 @@ from moeserve.worker.kv_wire import CacheShare, LayerShare
 
 logger = logging.getLogger(__name__)
 
-STORED_BLOCKS_VERSION = 1  # of the format of KV cache blocks in folders
+STORED_BLOCKS_VERSION = 2  # of the format of KV cache blocks in folders
 
 MIN_CACHED_BYTES = 64 * 2**20  # of a rank's weights: smaller ones are loaded about as fast from the checkpoint
 
@@ -168,7 +168,7 @@ def store_key(config: EngineConfig, model: Decoder) -> str:
     """Return the name of this rank's KV cache blocks in a folder: of all that decides their contents but the tokens."""
     groups = model.groups
     layout = [groups.mesh.tp, groups.tp.rank_in_group, model.stage.start, model.stage.stop]
-    return hash_key(_contents_key(config, model), config.block_size, layout)
+    return hash_key(_cache_facts(config, model), layout)
 
 
 def cache_share(config: EngineConfig, model: Decoder) -> CacheShare:
@@ -177,17 +177,19 @@ def cache_share(config: EngineConfig, model: Decoder) -> CacheShare:
     for number, layer in enumerate(model.layers, start=model.stage.start):
         heads = layer.attention.kv_heads if isinstance(layer.attention, Attention) else slice(0, 0)
         layers.append(LayerShare(number, heads.start, heads.stop - heads.start))
-    return CacheShare(contents=_contents_key(config, model), block_size=config.block_size, layers=layers)
+    return CacheShare(facts=_cache_facts(config, model), layers=layers)
 
 
-def _contents_key(config: EngineConfig, model: Decoder) -> str:
-    """Return a digest of all that decides what keys and values tokens have."""
-    files = [path for path in Path(config.model_path).iterdir() if path.suffix in (".json", ".safetensors", ".gguf")]
-    return hash_key(
-        STORED_BLOCKS_VERSION,
-        fingerprint(files),
-        config.dtype,
-        config.quantization,
-        config.device,
-        model.context.kernels.instruction_set,
-    )
+def _cache_facts(config: EngineConfig, model: Decoder) -> dict[str, str]:
+    """Return all that decides what blocks hold, beside their tokens and the ranks that share them."""
+    folder = Path(config.model_path)
+    files = [folder / "config.json", *folder.glob("*.safetensors"), *folder.glob("*.gguf")]
+    return {
+        "version": str(STORED_BLOCKS_VERSION),
+        "model": sampled_digest(files),
+        "dtype": config.dtype,
+        "quantization": str(config.quantization),
+        "device": config.device,
+        "kernels": model.context.kernels.instruction_set,
+        "block_size": str(config.block_size),
+    }

@@ -86,6 +86,7 @@ class Worker:
                 cache.clear()
         self._store, store_facts = self._open_store(config, model, caches)
         self._sender, self._receiver = self._open_to_peers(config, model, caches)
+        self._transfers: Transfers | None = None  # once they are started
         self.facts = Loaded(self.num_blocks, store_facts, self._sender.address if self._sender else "")
         table = RequestTable(config.max_num_seqs, context.max_blocks)
         self.runner = ModelRunner(
@@ -125,11 +126,9 @@ class Worker:
         rank, num_ranks = self.groups.rank, config.ranks_per_replica
         host, port = listening_address(config, rank)
         nixl = NixlMemory(caches, host) if config.kv_transfer_backend == "nixl" else None
-        share = msgspec.structs.replace(cache_share(config, model), nixl=nixl.share if nixl else None)
-        sender = BlockSender(caches, share, (host, port), key, timeout_s)
-        receiver = BlockReceiver(
-            caches, share, key, timeout_s, reader=rank % num_ranks, num_readers=num_ranks, nixl=nixl
-        )
+        share = msgspec.structs.replace(cache_share(config, model), has_nixl=nixl is not None)
+        sender = BlockSender(caches, share, (host, port), key, timeout_s, nixl.share if nixl else None)
+        receiver = BlockReceiver(caches, share, key, timeout_s, rank=rank % num_ranks, num_ranks=num_ranks, nixl=nixl)
         return sender, receiver
 
     def start_transfers(self, send: Callable[[TransferOutcome], None]) -> Transfers:
@@ -138,7 +137,8 @@ class Worker:
         Args:
             send: takes the end of each transfer, in any thread.
         """
-        return Transfers(self._store, self._sender, self._receiver, send)
+        self._transfers = Transfers(self._store, self._sender, self._receiver, send)
+        return self._transfers
 
     @torch.inference_mode()
     def capture_ahead(self) -> bool:
@@ -220,8 +220,8 @@ class Worker:
 
         Collective: all ranks.
         """
-        if self._sender is not None:
-            self._sender.close()
+        if self._transfers is not None:
+            self._transfers.close()
         dispatchers, self._dispatchers = self._dispatchers, None
         if dispatchers is not None:
             dispatchers.close()

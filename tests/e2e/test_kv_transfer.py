@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import secrets
+import shutil
 import socket
 import threading
 import time
@@ -12,12 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
-from kv_peers import BLOCK, NUM_BLOCKS, PROMPT, compute_prompt, engine, require_all_free, serve
+from kv_peers import BLOCK, NUM_BLOCKS, PARAMS, PROMPT, compute_prompt, engine, require_all_free, serve
 from reference_models import Reference
 
 from moeserve import SettingsError
-from moeserve.protocol import PeerBlocks
+from moeserve.protocol import PeerBlocks, Request
 
 
 @pytest.mark.ranks
@@ -25,11 +27,13 @@ from moeserve.protocol import PeerBlocks
 @pytest.mark.parametrize("name", ["mixtral-three-layers", "deepseek-v3-four-heads"])
 @pytest.mark.parametrize("layouts", [("1", "1"), ("1", "tp 2"), ("tp 2", "1"), ("pp 2", "tp 2"), ("1", "pp 2")])
 def test_another_engine_continues(
-    name: str, backend: str, layouts: tuple[str, str], reference_named: Callable[[str], Reference]
+    name: str, backend: str, layouts: tuple[str, str], reference_named: Callable[[str], Reference], tmp_path: Path
 ) -> None:
     if backend == "nixl":
         pytest.importorskip("nixl", reason="install it with: pip install -e '.[nixl]'")
+    (tmp_path / "key").write_text(secrets.token_hex(16))
     model, settings = reference_named(name).folder, {"kv_transfer_backend": backend}
+    settings |= {"kv_transfer_key_file": str(tmp_path / "key")} if backend == "nixl" else {}
     with engine(model, layouts[0], **settings) as prefill, engine(model, layouts[1], **settings) as decode:
         (expected,) = serve(prefill)
         assert expected.kv_blocks is None
@@ -136,9 +140,68 @@ def test_a_connection_that_is_cut(reference_named: Callable[[str], Reference]) -
             assert time.monotonic() < deadline, f"{open_files()} files are open; {files} were before"
             time.sleep(0.05)
     deadline = time.monotonic() + 30
-    while threading.active_count() > num_threads + 12:  # threads of transfers sleep until this process ends
+    while threading.active_count() > num_threads:
         assert time.monotonic() < deadline, threading.enumerate()
         time.sleep(0.05)
+
+
+def test_a_prompt_with_other_tokens(reference_named: Callable[[str], Reference]) -> None:
+    """Blocks count for the tokens that they were computed for, and for no others."""
+    model, other = reference_named("mixtral").folder, PROMPT[::-1]
+    with engine(model) as prefill, engine(model) as decode:
+        (expected,) = serve(prefill, prompt_token_ids=other)
+        (found,) = serve(decode, prompt_token_ids=other, kv_source=compute_prompt(prefill))
+        assert (found.token_ids, found.num_cached_tokens) == (expected.token_ids, 0)
+        (found,) = serve(decode, prompt_token_ids=other)
+        assert found.token_ids == expected.token_ids
+        require_all_free(prefill)
+
+
+def test_blocks_are_for_one_engine(reference_named: Callable[[str], Reference]) -> None:
+    model = reference_named("mixtral").folder
+    with engine(model) as prefill, engine(model) as first, engine(model) as second:
+        (expected,) = serve(prefill)
+        source = compute_prompt(prefill)
+        for decode, num_cached in ((first, NUM_BLOCKS * BLOCK), (second, 0)):
+            (found,) = serve(decode, kv_source=source)
+            assert (found.token_ids, found.num_cached_tokens) == (expected.token_ids, num_cached)
+
+
+def test_a_copy_of_the_model(reference_named: Callable[[str], Reference], tmp_path: Path) -> None:
+    """On two machines, the files have other times."""
+    model = reference_named("mixtral").folder
+    shutil.copytree(model, tmp_path / "copy", copy_function=shutil.copyfile)
+    with engine(model) as prefill, engine(tmp_path / "copy") as decode:
+        (found,) = serve(decode, kv_source=compute_prompt(prefill))
+        assert found.num_cached_tokens == NUM_BLOCKS * BLOCK
+
+
+def test_requests_that_do_not_read_their_blocks(reference_named: Callable[[str], Reference]) -> None:
+    """Blocks are set free at once if a request ends before it is admitted, or needs all rows of its prompt."""
+    model = reference_named("mixtral").folder
+    with engine(model) as prefill, engine(model) as decode:
+        params = msgspec.structs.replace(PARAMS, prompt_logprobs=1)
+        serve(decode, kv_source=compute_prompt(prefill), params=params)
+        require_all_free(prefill)
+        request = Request(
+            request_id="aborted", prompt_token_ids=PROMPT, params=PARAMS, seed=3, kv_source=compute_prompt(prefill)
+        )
+        decode.core.add(request)
+        decode.core.abort("aborted")
+        while decode.core.has_work:
+            decode.core.step()
+        require_all_free(prefill)
+        assert prefill.core.replica_stats[0].num_failed_blocks == 0
+
+
+def test_at_most_half_of_the_cache_is_kept(reference_named: Callable[[str], Reference]) -> None:
+    model = reference_named("mixtral").folder
+    with engine(model, kv_transfer_timeout=600) as prefill:
+        most = prefill.core.num_blocks // 2 // NUM_BLOCKS
+        params = msgspec.structs.replace(PARAMS, max_tokens=1)
+        kept = [serve(prefill, params=params, kv_handle=str(number))[0].kv_blocks for number in range(most + 1)]
+        assert [blocks is None for blocks in kept] == [False] * most + [True]
+        serve(prefill)
 
 
 @pytest.mark.parametrize("other", [{"block_size": 32}, {"quantization": "int8"}, {"kv_transfer_key_file": "wrong key"}])
@@ -159,7 +222,7 @@ def test_engines_that_do_not_match(
 def test_a_key_that_both_know(reference_named: Callable[[str], Reference], tmp_path: Path) -> None:
     model = reference_named("mixtral").folder
     (tmp_path / "key").write_text(secrets.token_hex(16))
-    settings = dict(kv_transfer_key_file=str(tmp_path / "key"), kv_transfer_address="0.0.0.0")
+    settings = dict(kv_transfer_key_file=str(tmp_path / "key"))
     with engine(model, **settings) as prefill, engine(model, **settings) as decode:
         (found,) = serve(decode, kv_source=compute_prompt(prefill))
         assert found.num_cached_tokens == NUM_BLOCKS * BLOCK
@@ -189,8 +252,11 @@ def test_strangers(reference_named: Callable[[str], Reference]) -> None:
     ("settings", "message"),
     [
         ({"kv_transfer_address": "127.0.0.1:x"}, "not a port"),
-        ({"kv_transfer_address": "0.0.0.0"}, "needs a key"),
-        ({"kv_transfer_address": "nowhere0"}, "no such interface"),
+        ({"kv_transfer_address": "0.0.0.0"}, "no address to which others can connect"),
+        ({"kv_transfer_address": "192.0.2.1"}, "needs a key"),
+        ({"kv_transfer_address": "127.0.0.1:65536"}, "not a port"),
+        ({"kv_transfer_address": "127.0.0.1", "kv_transfer_backend": "nixl"}, "needs a key"),
+        ({"kv_transfer_address": "nowhere0"}, "kv_transfer_address='nowhere0'.*no such interface"),
         ({"kv_transfer_address": "192.0.2.1", "kv_transfer_key_file": "key"}, "cannot listen"),
         ({"kv_transfer_address": "127.0.0.1", "kv_transfer_key_file": "missing"}, "cannot be read"),
         ({"kv_transfer_address": "127.0.0.1", "kv_transfer_key_file": "short"}, "has 5 characters"),

@@ -479,6 +479,9 @@ class SchedulerMachine(RuleBasedStateMachine):
                     blocks = [self.read_block(block_id) for block_id in transfer.block_ids]
                     self.store.update(dict.fromkeys(transfer.store_keys, [GARBAGE] * self.block_size))
                 case KeepBlocks():
+                    kept = [each for each, _ in self.transfers if isinstance(each, KeepBlocks)]
+                    num_kept = sum(len(each.block_ids) for each in (*kept, transfer))
+                    assert num_kept <= self.config.num_blocks // 2
                     blocks = [self.read_block(block_id) for block_id in transfer.block_ids]
                     self.num_kept += len(blocks)
                 case ReceiveBlocks(source=source, first=first, block_ids=block_ids):
@@ -611,10 +614,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         (known,) = (known for known in self.live if known.request.request_id == update.request_id)
         assert update.num_cached_tokens == known.num_cached
         known.updates.append(update)
-        num_kept = 0
-        if known.request.kv_handle and self.peer_addresses and update.finish_reason in ("stop", "length"):
-            num_kept = len(known.request.prompt_token_ids) // self.block_size
-        assert num_kept == (update.kv_blocks.num_blocks if update.kv_blocks else 0)
+        if update.kv_blocks is not None:
+            assert self.peer_addresses
+            assert update.finish_reason in ("stop", "length")
+            assert update.kv_blocks.handle == known.request.kv_handle
+            assert update.kv_blocks.num_blocks == len(known.request.prompt_token_ids) // self.block_size > 0
         if known.ended:
             self.live.remove(known)
             self.past.append(known)

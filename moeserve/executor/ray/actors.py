@@ -45,7 +45,7 @@ SECONDS_UNTIL_ORPHANED = 30.0
 SECONDS_OF_A_READ = 1.0
 SECONDS_TO_START = 180.0  # for the process of an actor, which imports torch
 PIECE_BYTES = 2**20
-TRANSFERS_AT_ONCE = 32  # of a rank; further ones wait
+TRANSFERS_AT_ONCE = 128  # of a rank; further ones wait
 
 
 class ActorProcess:
