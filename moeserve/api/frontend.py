@@ -100,9 +100,9 @@ class Frontend:
         pairs = pair_prompts(prompts, sampling_params)
         encoded = []
         for index, (prompt, params) in enumerate(pairs):
+            self._encoder.check_params(params)  # all of them: the engine that continues is to accept them too
             if _is_for_other_engine(params):
                 params = params.for_prompt()
-            self._encoder.check_params(params)
             name = "prompt" if len(pairs) == 1 else f"prompt {index}"
             encoded.append((self._encoder.encode(name, prompt), params))
             num_tokens = len(encoded[-1][0].token_ids)
@@ -361,8 +361,7 @@ def _is_for_other_engine(params: SamplingParams) -> bool:
 def _source(params: SamplingParams) -> PeerBlocks | None:
     """Return the blocks that another engine keeps for a request."""
     transfer = params.kv_transfer
-    # Log-probabilities of a prompt need its hidden states, so all of it is computed.
-    if transfer is None or not transfer.do_remote_prefill or params.prompt_logprobs is not None:
+    if transfer is None or not transfer.do_remote_prefill:
         return None
     return PeerBlocks(
         handle=transfer.remote_handle, addresses=transfer.remote_addresses, num_blocks=transfer.remote_num_blocks

@@ -401,7 +401,7 @@ def test_the_output_of_one_engine_names_the_blocks_that_another_loads() -> None:
     assert submission.request.kv_handle == ""
     assert (len(submission.samples), submission.request.params.max_tokens) == (1, 50)
     params.prompt_logprobs = 1  # which need the whole prompt
-    assert requests_of(frontend, [1] * 9, params)[0].kv_source is None
+    assert requests_of(frontend, [1] * 9, params)[0].kv_source == KEPT  # of which the engine sets the blocks free
 
 
 @pytest.mark.parametrize("block_size", [None, 5])
