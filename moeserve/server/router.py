@@ -129,14 +129,16 @@ class Router:
             The parameters with which a decode server loads what was computed, or the error for the client; None: the
             decode server is to compute the prompt.
         """
-        server = self._prefill.by_load()[0]
-        try:
-            return await self._computed_by(server, request, _with_transfer(body, REMOTE_DECODE))
-        except _PrefillFailure as failure:
-            self._metrics.prefill_failures.labels(failure.reason).inc()
-            if failure.cause:
-                logger.warning("the prefill server %s failed: %s", server.url, failure.cause)
-            return None
+        for server in self._prefill.by_load():
+            try:
+                return await self._computed_by(server, request, _with_transfer(body, REMOTE_DECODE))
+            except _PrefillFailure as failure:
+                self._metrics.prefill_failures.labels(failure.reason).inc()
+                if failure.cause:
+                    logger.warning("the prefill server %s failed: %s", server.url, failure.cause)
+                if failure.reason not in ("refused", "unreachable"):  # it has taken its time
+                    break
+        return None
 
     async def _computed_by(self, server: Upstream, request: Request, body: bytes) -> dict[str, Any] | Response | None:
         """See `_compute`.
