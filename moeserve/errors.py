@@ -50,6 +50,14 @@ class EngineError(MoeserveError, RuntimeError):
     """
 
 
+class ScaleError(MoeserveError, RuntimeError):
+    """The number of replicas could not be changed. The engine serves with as many as before."""
+
+
+class ScalingInProgressError(ScaleError):
+    """The number of replicas is being changed already. Try again when that is over."""
+
+
 class DistributedError(MoeserveError, RuntimeError):
     """A rank did not start, died, hung, or ran another collective than the others. Its groups cannot be used again."""
 

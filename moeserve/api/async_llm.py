@@ -14,6 +14,7 @@ from moeserve.api.llm import signature_with_settings
 from moeserve.api.prompts import Prompt, chat_prompt
 from moeserve.api.session import Session
 from moeserve.api.startup import TextParts, start_engine, tokenizer_of
+from moeserve.config.settings import EngineConfig
 from moeserve.config.validation import parse_settings
 from moeserve.errors import EngineError
 from moeserve.outputs import RequestOutput
@@ -58,7 +59,6 @@ class AsyncLLM:
 
     def _use(self, session: Session, texts: TextParts) -> None:
         self.session, self.codec, self._default_params = session, texts.codec, texts.default_params
-        self.config = self.session.engine.config
         self._mailboxes: dict[str, _Mailbox] = {}  # by prompt
         self._has_work = threading.Event()
         self._is_closing = False
@@ -66,6 +66,11 @@ class AsyncLLM:
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="moeserve session", daemon=True)
         self._thread.start()
+
+    @property
+    def config(self) -> EngineConfig:
+        """The settings, resolved. `data_parallel_size` follows `scale`."""
+        return self.session.engine.config
 
     @property
     def is_running(self) -> bool:
@@ -170,6 +175,17 @@ class AsyncLLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """Return a copy of the sampling parameters of generation_config.json, which `generate` uses by default."""
         return self._default_params.copy()
+
+    async def scale(self, data_parallel_size: int) -> None:
+        """Change the number of replicas, while other tasks generate; see `LLM.scale`.
+
+        A task that is cancelled stops waiting; the change goes on.
+        """
+        if not self.is_running or self.errored:
+            raise EngineError(str(self.dead_error))
+        changed = await asyncio.to_thread(self.session.scale, data_parallel_size)
+        self._has_work.set()
+        await asyncio.shield(asyncio.wrap_future(changed))
 
     def shutdown(self) -> None:
         """End all requests and free the model. May be called twice."""

@@ -167,6 +167,8 @@ class Frontend:
         now = time.monotonic()
         if update.token_ids:
             output.replica = update.replica
+        while len(self.stats) <= output.replica:  # there are more replicas than at the start
+            self.stats.append(RequestStats())
         stats = self.stats[output.replica]
         if update.token_ids:
             is_first = output.size[0] == len(update.token_ids)

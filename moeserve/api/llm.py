@@ -16,7 +16,7 @@ from tqdm import tqdm
 from moeserve.api.prompts import Prompt, Prompts, chat_prompt
 from moeserve.api.startup import start_engine, tokenizer_of
 from moeserve.config.resolve import shown_layout
-from moeserve.config.settings import Settings
+from moeserve.config.settings import EngineConfig, Settings
 from moeserve.config.validation import parse_settings
 from moeserve.errors import MoeserveError, RequestError, SettingsError, shown
 from moeserve.expert_placement.placement import Placement, write_placements
@@ -59,7 +59,11 @@ class LLM:
         self._default_params = started.texts.default_params
         self._has_experts = started.has_experts
         self.core = self.session.engine
-        self.config = self.core.config
+
+    @property
+    def config(self) -> EngineConfig:
+        """The settings, resolved. `data_parallel_size` follows `scale`."""
+        return self.core.config
 
     def __repr__(self) -> str:
         config = self.config
@@ -248,6 +252,26 @@ class LLM:
         self._require_experts()
         window = self.session.peek_expert_load()
         write_placements(Path(path), [Placement(slots, window.num_experts) for slots in window.logical_of_slot])
+
+    def scale(self, data_parallel_size: int) -> None:
+        """Change the number of replicas, and return when that is done. Requests continue: those of other threads, too.
+
+        On CPUs, new replicas load the model while the old ones serve, so there must be memory for both. On GPUs the old
+        ones end first, and requests wait until the new ones have loaded.
+
+        Args:
+            data_parallel_size: replicas. As many as there are: nothing happens.
+
+        Raises:
+            SettingsError: the model, the machine or another setting excludes this number.
+            ScalingInProgressError: another call changes it already.
+            ScaleError: the new replicas could not be started. The engine serves with as many as before.
+            EngineError: the engine was shut down, or has failed.
+        """
+        changed = self.session.scale(data_parallel_size)
+        while not changed.done():
+            self.session.advance([], waits_for_others=True)
+        changed.result()
 
     def shutdown(self) -> None:
         """End all requests and free the model. May be called twice.

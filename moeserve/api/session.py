@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 
 from moeserve.api.frontend import EncodedPrompts, Frontend, Submission
 from moeserve.api.prompts import EncodedPrompt, Prompts
@@ -25,10 +26,13 @@ class Session:
     One thread at a time runs the engine, in `poll`. Others only queue what it should do next, and wake it.
     """
 
-    def __init__(self, engine: Engine, frontend: Frontend, observer: LoadObserver, *, max_requests: int) -> None:
+    def __init__(
+        self, engine: Engine, frontend: Frontend, observer: LoadObserver, *, max_requests: Callable[[], int]
+    ) -> None:
         """
         Args:
-            max_requests: most requests in flight. A prompt with more outputs is accepted if it is alone.
+            max_requests: returns the most requests in flight, which depends on the number of replicas. A prompt with
+                more outputs is accepted if it is alone.
         """
         self.engine = engine
         self.frontend = frontend
@@ -80,9 +84,10 @@ class Session:
     def submit_first(self, waiting: deque[tuple[EncodedPrompt, SamplingParams]]) -> list[str]:
         """Start as many of the first prompts as there is room for, and remove them. Returns their ids."""
         with interrupts_deferred():
+            most = self._max_requests()
             with self._frontend_lock:
                 num_in_flight, started = self._num_in_flight(), []
-                while waiting and (not num_in_flight or num_in_flight + waiting[0][1].n <= self._max_requests):
+                while waiting and (not num_in_flight or num_in_flight + waiting[0][1].n <= most):
                     num_in_flight += waiting[0][1].n
                     started.append(waiting.popleft())
                 prompt_ids = self._submit(started)
@@ -91,9 +96,9 @@ class Session:
 
     def _require_room(self, num_new: int) -> None:
         num_in_flight = self._num_in_flight()
-        if num_in_flight and num_in_flight + num_new > self._max_requests:
+        if num_in_flight and num_in_flight + num_new > (most := self._max_requests()):
             raise QueueFullError(
-                f"{num_in_flight} requests are in flight; at most {self._max_requests} may be (max_queued_requests, "
+                f"{num_in_flight} requests are in flight; at most {most} may be (max_queued_requests, "
                 "and max_num_seqs of each replica): there is no room for these prompts. Try again later"
             )
 
@@ -182,7 +187,7 @@ class Session:
         self._end([(prompt_id, True) for prompt_id in prompt_ids])
 
     def expert_load(self) -> LoadWindow:
-        """Return the load of experts on all ranks since the last call.
+        """Return the load of experts on all ranks since the last call, or since the number of ranks has changed.
 
         Raises:
             EngineError: the engine was shut down, or has failed.
@@ -195,6 +200,11 @@ class Session:
         """Return the same as `expert_load`, without starting a new period."""
         with self._exclusive_soon():
             return self._collect_load()
+
+    def scale(self, data_parallel_size: int) -> Future[None]:
+        """Start to change the number of replicas; see `Engine.scale`. The change goes on while a thread polls."""
+        with self._exclusive_soon():
+            return self.engine.scale(data_parallel_size)
 
     def shutdown(self) -> None:
         """End all requests and the engine. May be called twice."""
@@ -362,7 +372,8 @@ class Session:
     def _note_loads(self, windows: list[LoadWindow]) -> None:
         for window in windows:
             self.observer.observe(window)
-            self._load = window if self._load is None else summed([self._load, window])
+            is_comparable = self._load is not None and self._load.num_ranks == window.num_ranks
+            self._load = summed([self._load, window]) if self._load is not None and is_comparable else window
 
 
 class _FairLock:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -83,13 +84,7 @@ def start_engine(settings: Settings, *, show_progress: bool) -> StartedEngine:
         cluster = _find_cluster(settings.parallel)
         if cluster is not None:
             cleanup.callback(cluster.close)
-        config = resolve(
-            settings,
-            facts,
-            _machine_facts(cluster),
-            expert_loads=_read_expert_loads(settings.parallel.expert_loads, facts),
-            placements=_read_placements(settings.parallel, facts),
-        )
+        config = _resolve(settings, facts, cluster)
         codec = None if settings.model.tokenizer is None else TextCodec.load(config.tokenizer_path)
         if folder is None:
             folder = str(default_model.default_model(show_progress))
@@ -98,9 +93,43 @@ def start_engine(settings: Settings, *, show_progress: bool) -> StartedEngine:
         load_file = config.expert_load_file
         observer = LoadObserver(None if load_file is None else Path(load_file), config.metrics_port)
         cleanup.callback(observer.close)
-        engine = _start_engine(config, cluster, show_progress=show_progress)
+
+        def config_of(num_replicas: int) -> EngineConfig:
+            return _config_of(num_replicas, config, settings, facts, cluster)
+
+        engine = _start_engine(config, cluster, config_of, show_progress=show_progress)
         cleanup.pop_all()
         return StartedEngine(engine, observer, texts, has_experts=facts.num_sparse_layers > 0)
+
+
+def _resolve(settings: Settings, facts: CheckpointFacts, cluster: Cluster | None) -> EngineConfig:
+    return resolve(
+        settings,
+        facts,
+        _machine_facts(cluster),
+        expert_loads=_read_expert_loads(settings.parallel.expert_loads, facts),
+        placements=_read_placements(settings.parallel, facts),
+    )
+
+
+def _config_of(
+    num_replicas: int, config: EngineConfig, settings: Settings, facts: CheckpointFacts, cluster: Cluster | None
+) -> EngineConfig:
+    """Return the config of an engine with the same settings and another number of replicas.
+
+    Args:
+        config: of the first start. Ranks run where they ran then, and in a Ray cluster with as many threads.
+
+    Raises:
+        SettingsError: the checkpoint, the machine or another setting excludes this number.
+    """
+    if type(num_replicas) is not int or num_replicas < 1:
+        raise SettingsError(f"data_parallel_size={shown(num_replicas)} must be a whole number of replicas, at least 1")
+    parallel = dataclasses.replace(settings.parallel, data_parallel_size=num_replicas, executor=config.executor)
+    if cluster is not None:
+        parallel = dataclasses.replace(parallel, num_threads=config.num_threads)
+    resized = _resolve(dataclasses.replace(settings, parallel=parallel), facts, cluster)
+    return dataclasses.replace(resized, model_path=config.model_path, tokenizer_path=config.tokenizer_path)
 
 
 def read_texts(config: EngineConfig, codec: TextCodec | None = None) -> TextParts:
@@ -132,7 +161,7 @@ def open_session(engine: Engine, observer: LoadObserver, texts: TextParts) -> Se
         grammars=None if texts.codec is None else grammars_of(config.tokenizer_path, config.vocab_size),
         kv_block_size=None if config.kv_transfer_address is None else config.block_size,
     )
-    return Session(engine, frontend, observer, max_requests=config.max_requests_in_flight)
+    return Session(engine, frontend, observer, max_requests=lambda: engine.config.max_requests_in_flight)
 
 
 def _machine_facts(cluster: Cluster | None) -> MachineFacts:
@@ -174,7 +203,9 @@ def _find_cluster(parallel: ParallelSettings) -> Cluster | None:
         return None
 
 
-def _start_engine(config: EngineConfig, cluster: Cluster | None, *, show_progress: bool) -> Engine:
+def _start_engine(
+    config: EngineConfig, cluster: Cluster | None, config_of: Callable[[int], EngineConfig], *, show_progress: bool
+) -> Engine:
     match config.executor:
         case "uniproc":
             return EngineCore(config, show_progress=show_progress)
@@ -182,12 +213,14 @@ def _start_engine(config: EngineConfig, cluster: Cluster | None, *, show_progres
             from moeserve.engine.replicas import Replicas  # with the processes of ranks, which one rank does not need
             from moeserve.engine.worker_group import start_local_group
 
-            return Replicas(config, lambda: start_local_group(config, show_progress=show_progress))
+            return Replicas(
+                config, lambda config: start_local_group(config, show_progress=show_progress), config_of=config_of
+            )
         case "ray":
             assert cluster is not None
             from moeserve.engine.ray_engine import ray_replicas
 
-            return ray_replicas(config, cluster, show_progress=show_progress)
+            return ray_replicas(config, cluster, config_of, show_progress=show_progress)
 
 
 def _read_expert_loads(path: str | None, facts: CheckpointFacts) -> tuple[tuple[float, ...], ...]:

@@ -124,6 +124,7 @@ def resolve(
         kv_cache_memory=None
         if cache.kv_cache_memory is None
         else parse_bytes("kv_cache_memory", cache.kv_cache_memory),
+        num_cache_blocks=None,
         enable_prefix_caching=cache.enable_prefix_caching,
         kv_host_memory=parse_bytes("kv_host_memory", cache.kv_host_memory, least=0),
         kv_file=cache.kv_file,
@@ -243,7 +244,7 @@ def _choose_executor(
         return parallel.executor
     if cores_of_nodes is not None:
         return "ray"
-    if parallel.num_ranks == 1 and parallel.on_failure != "restart":
+    if parallel.num_ranks == 1 and parallel.on_failure in ("auto", "end"):
         return "uniproc"
     return "mp"
 
@@ -341,10 +342,10 @@ def _check_layout(parallel: ParallelSettings, sizes: tuple[int, ...], machine: M
         )
     if num_ranks > 1 and parallel.executor == "uniproc":
         raise SettingsError(f"executor='uniproc' runs one rank, but {layout} needs {num_ranks}; use executor='mp'")
-    if parallel.on_failure == "restart" and parallel.executor == "uniproc":
+    if parallel.on_failure in ("restart", "shrink") and parallel.executor == "uniproc":
         raise SettingsError(
-            "on_failure='restart' starts processes of ranks again, but with executor='uniproc' the rank runs in this "
-            "one; use executor='mp'"
+            f"on_failure={parallel.on_failure!r} starts processes of ranks again, but with executor='uniproc' the rank "
+            "runs in this one; use executor='mp'"
         )
     num_threads = parallel.num_threads or 1
     if nodes is None and num_ranks > (most := _most_ranks(machine.num_cores)):
@@ -394,7 +395,7 @@ def _check_expert_placement(parallel: ParallelSettings, checkpoint: CheckpointFa
         )
 
 
-def _on_failure(parallel: ParallelSettings, executor: str) -> Literal["end", "restart"]:
+def _on_failure(parallel: ParallelSettings, executor: str) -> Literal["end", "restart", "shrink"]:
     if parallel.on_failure != "auto":
         return parallel.on_failure
     return "restart" if executor == "ray" else "end"

@@ -209,10 +209,11 @@ class ParallelSettings:
         "seconds after which a step without a result is a failure of the engine; with several ranks more than "
         "collective_timeout",
     )
-    on_failure: Literal["auto", "end", "restart"] = setting(
+    on_failure: Literal["auto", "end", "restart", "shrink"] = setting(
         "auto",
         "what follows when a rank has failed; end: all requests end with an error; restart: the ranks are started "
-        "again, and requests continue where they were; auto: restart with ray, else end",
+        "again, and requests continue where they were; shrink: the same with one replica fewer, if there are several; "
+        "auto: restart with ray, else end",
     )
     debug_collectives: bool = setting(
         False, "check before each collective that all ranks are about to run the same one"
@@ -280,6 +281,7 @@ class EngineConfig:
     max_model_len_may_shrink: bool  # not given: a small KV cache lowers it
     block_size: int
     kv_cache_memory: int | None  # bytes; None: a profiling run measures it
+    num_cache_blocks: int | None  # if it is measured: those of each rank after a change of the number of replicas
     enable_prefix_caching: bool
     kv_host_memory: int  # bytes of the store behind the KV cache of each rank; 0: none
     kv_file: str | None  # folder of the store's file; None: it is in memory
@@ -316,7 +318,7 @@ class EngineConfig:
     collective_timeout: int  # seconds
     load_timeout: int  # seconds
     step_timeout: int  # seconds
-    on_failure: Literal["end", "restart"]
+    on_failure: Literal["end", "restart", "shrink"]
     debug_collectives: bool
     debug_rank_state: bool
     expert_load_window: int  # steps; 0: only on request

@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 from collections.abc import Container, Iterable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol
 
@@ -32,9 +33,20 @@ class Engine(Protocol):
     One thread at a time may use it, except for `wake`.
     """
 
-    config: EngineConfig  # with the max_model_len that the KV cache allows
-    replica_stats: list[ReplicaStats]  # of each replica, as it reported last
-    num_blocks: int  # of the KV cache of each rank
+    @property
+    def config(self) -> EngineConfig:
+        """The config, with the max_model_len that the KV cache allows, and the number of replicas that serve."""
+        ...
+
+    @property
+    def replica_stats(self) -> list[ReplicaStats]:
+        """The load of each replica, as it reported last."""
+        ...
+
+    @property
+    def num_blocks(self) -> int:
+        """KV cache blocks of each rank."""
+        ...
 
     @property
     def refusal(self) -> str:
@@ -48,7 +60,10 @@ class Engine(Protocol):
 
     @property
     def has_work(self) -> bool:
-        """True if a request has not ended, or its end was not returned yet, or a step is in flight for it."""
+        """True if a request has not ended, or its end was not returned yet, or a step is in flight for it.
+
+        Also while the number of replicas changes.
+        """
         ...
 
     def add(self, request: Request, samples: Sequence[Sample] = ()) -> None:
@@ -99,6 +114,20 @@ class Engine(Protocol):
 
         Raises:
             EngineError: the engine fails meanwhile.
+        """
+        ...
+
+    def scale(self, data_parallel_size: int) -> Future[None]:
+        """Start to change the number of replicas. The change goes on while `step` is called; requests continue.
+
+        Returns:
+            A future that is done when the change is over. Its exception is a ScaleError: as many replicas as before
+            serve.
+
+        Raises:
+            SettingsError: this engine, model or machine cannot have that many.
+            ScalingInProgressError: the last change is not over.
+            EngineError: the engine was shut down, or has failed.
         """
         ...
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import select
 from collections.abc import Sequence
+from concurrent.futures import Future
 
 from moeserve.config.settings import EngineConfig
 from moeserve.engine.base import Ownership, fit_to_cache, log_lowered_length, new_scheduler, require_new, stats_at_start
 from moeserve.engine.effects import Driver, StepTimeoutError
-from moeserve.errors import EngineError
+from moeserve.errors import EngineError, SettingsError
 from moeserve.executor.uniproc import UniprocExecutor
 from moeserve.interrupts import interrupts_allowed
 from moeserve.processes.wake_up import WakeUp
@@ -106,6 +107,12 @@ class EngineCore:
             self._wake_up.wake()  # the next step that waits
         loads, self._loads = self._loads, []
         return loads
+
+    def scale(self, data_parallel_size: int) -> Future[None]:
+        raise SettingsError(
+            f"data_parallel_size={data_parallel_size}: replicas can be added and removed where ranks run in processes "
+            "of their own; start the engine with executor='mp'"
+        )
 
     def shutdown(self) -> None:
         if self.refusal or not self._ownership.is_owner:  # a fork of the owner has no thread that computes

@@ -12,10 +12,22 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 from moeserve.engine.base import Engine
-from moeserve.engine.protocol import Drain, EngineState, FromHub, Leave, Load, Note, ToHub, Updates
-from moeserve.errors import EngineError
+from moeserve.engine.protocol import (
+    Drain,
+    EngineState,
+    FromHub,
+    Leave,
+    Load,
+    Note,
+    Scale,
+    Scaled,
+    ToHub,
+    Updates,
+)
+from moeserve.errors import EngineError, MoeserveError
 from moeserve.processes.channel import frame
 from moeserve.processes.failures import as_error, root_cause
 from moeserve.processes.supervision import ProcessPoll, WatchedProcess
@@ -50,7 +62,7 @@ class EngineHub:
         self._processes: dict[int, WatchedProcess[ToHub]] = {}  # those that run
         self._num_started = 0
         self._in_flight: dict[str, None] = {}  # requests that have not ended
-        self._for_engine: deque[AddRequest | AbortRequest] = deque()
+        self._for_engine: deque[AddRequest | AbortRequest | Scale] = deque()
         self._has_messages = threading.Event()
         self._has_ended = threading.Event()
         self._listener_wake_up = WakeUp()
@@ -96,9 +108,12 @@ class EngineHub:
             self._has_messages.wait(SECONDS_BETWEEN_CHECKS)
         self._has_messages.clear()
 
-    def _pass_on(self, message: AddRequest | AbortRequest) -> None:
+    def _pass_on(self, message: AddRequest | AbortRequest | Scale) -> None:
         if isinstance(message, AbortRequest):
             self._engine.abort(message.request_id)
+            return
+        if isinstance(message, Scale):
+            self._scale(message)
             return
         names = [each.request_id for each in message.requests]
         try:
@@ -107,6 +122,19 @@ class EngineHub:
         except EngineError as error:
             self._send([RequestUpdate(request_id=name, finish_reason="abort", error=str(error)) for name in names])
 
+    def _scale(self, message: Scale) -> None:
+        try:
+            change = self._engine.scale(message.data_parallel_size)
+        except MoeserveError as error:
+            self._send_to(message.sender, Scaled(str(error), type(error).__name__))
+            return
+
+        def answer(change: Future[None]) -> None:
+            error = change.exception()
+            self._send_to(message.sender, Scaled() if error is None else Scaled(str(error), type(error).__name__))
+
+        change.add_done_callback(answer)
+
     def _send(self, updates: Sequence[RequestUpdate]) -> None:
         by_process: dict[int, list[RequestUpdate]] = {}
         for update in updates:
@@ -114,11 +142,15 @@ class EngineHub:
                 self._in_flight.pop(update.request_id, None)
             by_process.setdefault(_owner(update.request_id), []).append(update)
         for index, concerned in by_process.items():
-            process = self._processes.get(index)
-            if process is not None:
-                process.channel.send(Updates(concerned))
-                if process.channel.has_unsent:
-                    self._listener_wake_up.wake()
+            self._send_to(index, Updates(concerned))
+
+    def _send_to(self, index: int, message: FromHub) -> None:
+        """Send a message to a process, if it runs. Any thread may call this."""
+        process = self._processes.get(index)
+        if process is not None:
+            process.channel.send(message)
+            if process.channel.has_unsent:
+                self._listener_wake_up.wake()
 
     def _send_all(self, message: FromHub) -> None:
         data = frame(message)

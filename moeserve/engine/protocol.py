@@ -75,6 +75,20 @@ class Note(msgspec.Struct, frozen=True, tag="note"):
     body: bytes
 
 
+class Scale(msgspec.Struct, frozen=True, tag="scale"):
+    """Sent by a process that shares an engine: change the number of replicas."""
+
+    sender: int
+    data_parallel_size: int
+
+
+class Scaled(msgspec.Struct, frozen=True, tag="scaled"):
+    """The answer to `Scale`, when the change is over."""
+
+    error: str = ""  # empty: as many replicas as requested serve
+    kind: str = ""  # name of the error's class
+
+
 class Drain(msgspec.Struct, frozen=True, tag="drain"):
     """Sent to all processes that share an engine: end after the requests in flight."""
 
@@ -85,5 +99,5 @@ class Leave(msgspec.Struct, frozen=True, tag="leave"):
     """The last message of a process that shares an engine."""
 
 
-FromHub: TypeAlias = Updates | EngineState | Load | Note | Drain
-ToHub: TypeAlias = AddRequest | AbortRequest | Note | Leave
+FromHub: TypeAlias = Updates | EngineState | Load | Note | Scaled | Drain
+ToHub: TypeAlias = AddRequest | AbortRequest | Note | Scale | Leave

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -42,10 +42,13 @@ class EngineActor(ActorProcess):
             self._exit()  # nobody waits for the result of this call
 
 
-def ray_replicas(config: EngineConfig, cluster: Cluster, *, show_progress: bool) -> Replicas:
+def ray_replicas(
+    config: EngineConfig, cluster: Cluster, config_of: Callable[[int], EngineConfig], *, show_progress: bool
+) -> Replicas:
     """Return an engine on the nodes of a Ray cluster, which restarts after a failure and closes the cluster."""
     return Replicas(
         config,
-        lambda: start_ray_group(config, cluster, EngineActor, show_progress=show_progress),
+        lambda config: start_ray_group(config, cluster, EngineActor, show_progress=show_progress),
+        config_of=config_of,
         close=cluster.close,
     )

@@ -5,17 +5,34 @@ from __future__ import annotations
 import dataclasses
 import select
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 import msgspec
 
 from moeserve.engine.base import require_encodable, require_new, stats_at_start
-from moeserve.engine.protocol import Drain, EngineState, FromHub, Leave, Load, Note, SharedEngine, Updates
-from moeserve.errors import EngineError
+from moeserve.engine.protocol import (
+    Drain,
+    EngineState,
+    FromHub,
+    Leave,
+    Load,
+    Note,
+    Scale,
+    Scaled,
+    SharedEngine,
+    Updates,
+)
+from moeserve.errors import EngineError, MoeserveError, ScaleError, ScalingInProgressError, SettingsError
 from moeserve.interrupts import interrupts_allowed
 from moeserve.processes.channel import Channel
 from moeserve.processes.wake_up import WakeUp
 from moeserve.protocol import AbortRequest, AddRequest, ReplicaStats, Request, RequestUpdate, Sample
 from moeserve.telemetry.expert_load import LoadWindow
+
+# Errors of `Engine.scale` by name; others are an EngineError.
+_ERRORS: dict[str, type[MoeserveError]] = {
+    kind.__name__: kind for kind in (ScaleError, ScalingInProgressError, SettingsError)
+}
 
 
 class RemoteEngine:
@@ -41,11 +58,12 @@ class RemoteEngine:
         self._in_flight: set[str] = set()
         self._undelivered: list[RequestUpdate] = []  # received, and not returned by `step` yet
         self._loads: list[LoadWindow] = []  # not returned by `take_loads` yet
+        self._change: Future[None] | None = None  # of the number of replicas, requested here
         self._is_shut_down = False
 
     @property
     def has_work(self) -> bool:
-        return bool(self._in_flight or self._undelivered)
+        return bool(self._in_flight or self._undelivered or self._change)
 
     @property
     def refusal(self) -> str:
@@ -67,7 +85,7 @@ class RemoteEngine:
 
     def step(self) -> list[RequestUpdate]:
         self._receive()
-        while not self._undelivered and self._in_flight and not self._wake_up.take():
+        while not self._undelivered and self.has_work and not self._wake_up.take():
             self._wait()
             self._receive()
         updates, self._undelivered = self._undelivered, []
@@ -89,6 +107,16 @@ class RemoteEngine:
         loads, self._loads = self._loads, []
         return loads
 
+    def scale(self, data_parallel_size: int) -> Future[None]:
+        if self.refusal:
+            raise EngineError(self.refusal)
+        if self._change is not None:
+            raise ScalingInProgressError("the number of replicas is being changed already; try again when that is over")
+        self._change = Future()
+        self._change.set_running_or_notify_cancel()
+        self._channel.send(Scale(self._index, data_parallel_size))
+        return self._change
+
     def send_note(self, body: bytes) -> None:
         """Send a note to all other processes. Any thread may call this."""
         self._channel.send(Note(self._index, body))
@@ -100,6 +128,7 @@ class RemoteEngine:
                 self._channel.send(AbortRequest(self._global_id(request_id)))
                 self._undelivered.append(RequestUpdate(request_id=request_id, finish_reason="abort"))
             self._in_flight.clear()
+            self._end_change(EngineError("the server ends"))
             self._channel.send(Leave())
             self._channel.flush()
 
@@ -122,12 +151,21 @@ class RemoteEngine:
                 case EngineState():
                     self._refusal, self.has_failed = message.refusal, message.has_failed
                     self.replica_stats, self.num_blocks = message.replica_stats, message.num_blocks
+                    self.config = dataclasses.replace(self.config, data_parallel_size=len(message.replica_stats))
+                case Scaled():
+                    kind = _ERRORS.get(message.kind, EngineError)
+                    self._end_change(kind(message.error) if message.error else None)
                 case Load():
                     self._loads.append(message.window)
                 case Note() if message.sender != self._index:
                     self.notes[message.sender] = message.body
                 case Drain():
                     self._on_drain(message.at_once)
+
+    def _end_change(self, error: MoeserveError | None) -> None:
+        change, self._change = self._change, None
+        if change is not None:
+            change.set_exception(error) if error is not None else change.set_result(None)
 
     def _own(self, update: RequestUpdate) -> RequestUpdate:
         _, _, request_id = update.request_id.partition("/")

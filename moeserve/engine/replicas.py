@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import secrets
+import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import msgspec
@@ -18,31 +18,34 @@ from moeserve.engine.base import (
     log_lowered_length,
     require_encodable,
     require_new,
-    stats_at_start,
 )
-from moeserve.engine.protocol import Delivery, EngineMessage, Ready
-from moeserve.errors import EngineError
+from moeserve.engine.generation import SECONDS_BETWEEN_LOOKS, SECONDS_TO_END, Generation, with_limits_of
+from moeserve.engine.protocol import Delivery, EngineMessage
+from moeserve.engine.scaling import Scaling
+from moeserve.errors import EngineError, ScaleError, ScalingInProgressError, SettingsError
 from moeserve.interrupts import interrupts_allowed
 from moeserve.processes.channel import frame
 from moeserve.processes.failures import FailureReport, as_error, root_cause
-from moeserve.processes.supervision import ProcessPoll, WatchedProcess, wait_for_messages
+from moeserve.processes.supervision import ProcessPoll, WatchedProcess
 from moeserve.processes.wake_up import WakeUp
 from moeserve.processes.worker_group import WorkerGroup
-from moeserve.protocol import AbortRequest, AddRequest, CollectLoad, Request, RequestUpdate, Sample, Shutdown, Wake
-from moeserve.scheduling.dp_router import DPRouter
+from moeserve.protocol import (
+    AbortRequest,
+    AddRequest,
+    CollectLoad,
+    ReplicaStats,
+    Request,
+    RequestUpdate,
+    Sample,
+    Wake,
+)
 from moeserve.telemetry.expert_load import LoadWindow
 
 logger = logging.getLogger(__name__)
 
-# Time for the replicas to finish their step and agree to end. Seconds.
-SECONDS_TO_END = 5.0
 # Time in which the resources of a failed worker group must be back. Seconds.
 SECONDS_TO_RESTART = 110.0
 SECONDS_BETWEEN_STARTS = 1.0
-# Interval in which a start looks whether the engine is to end. Seconds.
-SECONDS_BETWEEN_LOOKS = 0.2
-# Time for ranks that have loaded the model to name those that have not. Seconds.
-SECONDS_TO_NAME_A_RANK = 10.0
 # Restarts without a new token of a request, after which the next failure ends it: it may be the cause.
 MAX_FRUITLESS_RESTARTS = 3
 WAKE = frame(Wake())
@@ -65,35 +68,47 @@ class _InFlight:
         return msgspec.structs.replace(self.request, output_token_ids=self.request.output_token_ids + self.token_ids)
 
 
+def _run_in_thread(work: Callable[[], None]) -> None:
+    threading.Thread(target=work, name="scaling", daemon=True).start()
+
+
 class Replicas:
     """See `Engine`.
 
     When a process fails, all processes are ended. Then either all requests end with an error that names the process,
     and further requests are refused; or, with on_failure="restart", new processes are started and the requests continue
-    after the tokens that were received. A restart is retried for a while, until the operator of the cluster has
-    replaced a failed node. Without requests the next one restarts the engine.
+    after the tokens that were received; or, with on_failure="shrink", the same with one replica fewer. A restart is
+    retried for a while, until the operator of the cluster has replaced a failed node. Without requests the next one
+    restarts the engine.
+
+    The number of replicas changes in the same way: the requests continue on another worker group (`Generation`), which
+    has loaded the model while the first one served.
     """
 
     def __init__(
         self,
         config: EngineConfig,
-        start_group: Callable[[], WorkerGroup],
+        start_group: Callable[[EngineConfig], WorkerGroup],
         *,
+        config_of: Callable[[int], EngineConfig],
         close: Callable[[], None] = lambda: None,
+        run_in_background: Callable[[Callable[[], None]], object] = _run_in_thread,
     ) -> None:
         """Return when all replicas have loaded the model.
 
         Args:
             start_group: starts the processes of all replicas.
+            config_of: returns the same settings resolved for another number of replicas, or raises SettingsError.
             close: frees what all worker groups have used, after the last one.
+            run_in_background: calls a function, in another thread.
 
         Raises:
             CheckpointError, SettingsError: found by a rank.
             EngineError: a process failed, or could not be started.
         """
         self.config = config
-        self._start_group = start_group
-        self._close = close
+        self._start_group, self._config_of = start_group, config_of
+        self._close, self._run_in_background = close, run_in_background
         self._ownership = Ownership()
         self._wake_up = WakeUp()
         self._undelivered: list[RequestUpdate] = []  # received, and not returned by `step` yet
@@ -106,17 +121,26 @@ class Replicas:
         self._failure = ""  # why there are no processes; empty while they run
         self._is_shut_down = False
         self._is_ending = False  # no restart should go on
+        self._scaling: Scaling | None = None  # the last one
         try:
-            num_blocks = self._start()
+            self._start(config)
         except BaseException:
             close()
             raise
-        self.config = fit_to_cache(config, num_blocks)
+        self.config = fit_to_cache(config, self.num_blocks)
         log_lowered_length(config, self.config)
 
     @property
     def has_work(self) -> bool:
-        return bool(self._in_flight or self._undelivered)
+        return bool(self._in_flight or self._undelivered or self._is_scaling)
+
+    @property
+    def num_blocks(self) -> int:
+        return self._generation.num_blocks
+
+    @property
+    def replica_stats(self) -> list[ReplicaStats]:
+        return self._generation.replica_stats
 
     @property
     def has_failed(self) -> bool:
@@ -135,12 +159,7 @@ class Replicas:
         return [stats.num_free_blocks for stats in self.replica_stats]
 
     def add(self, request: Request, samples: Sequence[Sample] = ()) -> None:
-        self._ownership.require()
-        self._receive()
-        if self._failure and not self.refusal:
-            self._awaits_load = False  # the call that waited has raised
-            self._restart()
-        self._require_open()
+        self._require_serving()
         require_new([request.request_id, *(sample.request_id for sample in samples)], self._in_flight)
         self._send(request, samples)
 
@@ -154,9 +173,9 @@ class Replicas:
         self._ownership.require()
         self._wake_sleepers()
         self._receive()
-        if self._failure and self.config.on_failure == "restart" and not (self._is_shut_down or self._is_ending):
+        if self._failure and self.config.on_failure != "end" and not (self._is_shut_down or self._is_ending):
             self._undelivered += self._resume()  # without requests too: the next one should find an engine
-        while not self._undelivered and self._in_flight and not self._wake_up.take():
+        while not self._undelivered and self.has_work and not self._wake_up.take():
             self._wait()
             self._receive()
         updates, self._undelivered = self._undelivered, []
@@ -189,46 +208,110 @@ class Replicas:
         loads, self._loads = self._loads, []
         return loads
 
+    def scale(self, data_parallel_size: int) -> Future[None]:
+        self._require_serving()
+        num_before = self.config.data_parallel_size
+        if self._is_scaling:
+            raise ScalingInProgressError(
+                f"the number of replicas is being changed already, so it cannot be changed to {data_parallel_size}; "
+                "try again when that is over"
+            )
+        if data_parallel_size == num_before:
+            done: Future[None] = Future()
+            done.set_result(None)
+            return done
+        config = with_limits_of(self.config, self.num_blocks, self._config_of(data_parallel_size))
+        if config.device != "cpu":
+            return self._scale_in_place(config)
+        self._scaling = Scaling(
+            lambda: Generation(config, self._start_group(config)),
+            self._run_in_background,
+            self._wake_up.wake,
+            num_before=num_before,
+        )
+        return self._scaling.done
+
     def shutdown(self) -> None:
         if self._is_shut_down or not self._ownership.is_owner:  # a fork of the owner must leave the engine alone
             return
         self._is_shut_down = True
         self._undelivered += self._end_requests(list(self._in_flight), error=None)
+        if self._scaling is not None:
+            self._scaling.cancel("the engine was shut down")
         if not self._failure:
-            for engine in self._group.engines:
-                engine.channel.send(Shutdown())
-            self._group.end(SECONDS_TO_END)
-            self._end_group.detach()
+            self._generation.shut_down()
+        deadline = time.monotonic() + 2 * SECONDS_TO_END
+        while self._is_scaling and time.monotonic() < deadline:
+            time.sleep(0.01)
         self._close()
 
-    def _start(self) -> int:
-        """Start the processes. Return the KV cache blocks of each rank once all replicas have loaded the model."""
-        self._group = self._start_group()
-        self._end_group = weakref.finalize(self, self._group.end)  # also without a call of shutdown
+    @property
+    def _is_scaling(self) -> bool:
+        return self._scaling is not None and not self._scaling.is_over
+
+    def _start(self, config: EngineConfig) -> None:
+        """Start processes, and let them serve once all replicas have loaded the model."""
+        generation = Generation(config, self._start_group(config))
         try:
-            num_blocks = self._wait_until_ready()
+            generation.wait_until_ready(lambda: self._is_ending)
         except BaseException:
-            self._end_group()
+            generation.end()
             raise
-        self.num_blocks = num_blocks
-        self.replica_stats = [stats_at_start(num_blocks)] * len(self._group.engines)
-        self._poll = ProcessPoll(self._group.members, self._wake_up.fd)
-        self._index_of = {engine: index for index, engine in enumerate(self._group.engines)}
-        self._router = DPRouter(
-            len(self._group.engines),
-            num_blocks,
-            self.config.block_size,
-            enable_prefix_caching=self.config.enable_prefix_caching,
-            salt=secrets.token_bytes(32),
-        )
-        return num_blocks
+        self._let_serve(generation)
+
+    def _let_serve(self, generation: Generation) -> None:
+        """Send requests to the replicas of this generation from now on."""
+        self._generation, self.config = generation, generation.config
+        self._watch()
+        if self._awaits_load:
+            self._request_load()
+
+    def _watch(self) -> None:
+        """Watch the processes that serve, and those that load."""
+        loading = self._scaling.loading if self._scaling is not None else None
+        self._serving = dict.fromkeys(self._generation.group.members)
+        self._poll = ProcessPoll([*self._serving, *(loading.group.members if loading else ())], self._wake_up.fd)
+        self._watched_loading = loading
+
+    def _advance_scaling(self) -> None:
+        """Let a new generation serve if it is ready: requests continue there, and the old one is ended."""
+        if self._scaling is None:
+            return
+        new, old = self._scaling.advance(), self._generation
+        if new is not None:
+            self._let_serve(new)
+            self._undelivered += self._continue_requests()
+            self._scaling.retire(old)
+            logger.info("the engine has %d replica(s) now, instead of %d", len(new.index_of), len(old.index_of))
+        elif self._scaling.loading is not self._watched_loading:
+            self._watch()
+
+    def _scale_in_place(self, config: EngineConfig) -> Future[None]:
+        """End the processes that serve, and start others, because the devices cannot hold both."""
+        done: Future[None] = Future()
+        running = self.config
+        self._generation.shut_down()
+        self._failure = "there are no processes while the number of replicas is changed"
+        try:
+            with interrupts_allowed():
+                self._start(config)
+            self._failure = ""
+            self._undelivered += self._continue_requests()
+            done.set_result(None)
+        except (EngineError, ValueError, OSError) as error:
+            self._failure = f"the number of replicas stays {running.data_parallel_size}: {error}"
+            refusal = ScaleError(self._failure)
+            refusal.__cause__ = error
+            self._undelivered += self._resume(running)
+            done.set_exception(refusal)
+        return done
 
     def _request_load(self) -> None:
         self._awaits_load = True
-        self._group.engines[0].channel.send(CollectLoad())
+        self._generation.group.engines[0].channel.send(CollectLoad())
         self._must_wake = True
 
-    def _restart(self) -> None:
+    def _restart(self, config: EngineConfig) -> None:
         """Start new processes, and try again until the resources for them are there.
 
         Raises:
@@ -238,10 +321,8 @@ class Replicas:
         while True:
             try:
                 with interrupts_allowed():
-                    self._start()
+                    self._start(config)
                 self._failure = ""
-                if self._awaits_load:
-                    self._request_load()
                 return
             except (EngineError, ValueError, OSError) as error:  # a node that comes back may be incomplete for a while
                 if time.monotonic() > deadline or self._is_ending:
@@ -249,28 +330,16 @@ class Replicas:
                 logger.warning("restarting failed, trying again: %s", error)
                 with interrupts_allowed():
                     time.sleep(SECONDS_BETWEEN_STARTS)
+                config = self._config_after_failure(config)
 
-    def _wait_until_ready(self) -> int:
-        deadline = time.monotonic() + self.config.load_timeout + SECONDS_TO_NAME_A_RANK
-        waiting = {engine.name: None for engine in self._group.engines}
-        num_blocks = 0
-        while waiting:
-            if self._is_ending:
-                raise EngineError("the engine was shut down while it restarted")
-            if time.monotonic() >= deadline:
-                raise EngineError(
-                    f"{', '.join(waiting)}: the model was not loaded within {self.config.load_timeout} s; raise "
-                    "load_timeout if it needs more"
-                )
-            wait_for_messages(self._group.members, min(deadline - time.monotonic(), SECONDS_BETWEEN_LOOKS))
-            for engine in self._group.engines:
-                for message in engine.receive():
-                    if isinstance(message, Ready):  # a replica that is ready may send an empty delivery
-                        num_blocks = message.num_blocks
-                        del waiting[engine.name]
-            if self._group.has_failed:
-                raise as_error(root_cause(self._group.collect_failures()), "while the model was loaded")
-        return num_blocks
+    def _config_after_failure(self, config: EngineConfig) -> EngineConfig:
+        """Return the config to restart with: with on_failure="shrink", of the next smaller size that is possible."""
+        for smaller in range(config.data_parallel_size - 1, 0, -1) if config.on_failure == "shrink" else ():
+            try:
+                return with_limits_of(self.config, self.num_blocks, self._config_of(smaller))
+            except SettingsError as error:
+                logger.warning("the engine cannot have %d replica(s): %s", smaller, error)
+        return config
 
     def _send(self, request: Request, samples: Sequence[Sample] = ()) -> None:
         """Send a request and further samples of it, in one message to each replica that serves some of them.
@@ -283,39 +352,43 @@ class Replicas:
             self._last_message_s = time.monotonic()
             self._must_wake = True
         requests = AddRequest(request, list(samples)).requests
-        indices = self._router.choose_each(request, [each.request_id for each in requests])
+        engines = self._generation.group.engines
+        indices = self._generation.router.choose_each(request, [each.request_id for each in requests])
         by_replica: dict[int, list[Request]] = {}
         for index, each in zip(indices, requests, strict=True):
             by_replica.setdefault(index, []).append(each)
-            self._in_flight[each.request_id] = _InFlight(each, self._group.engines[index])
+            self._in_flight[each.request_id] = _InFlight(each, engines[index])
         for index, (first, *others) in by_replica.items():
             message = AddRequest(first, [Sample(each.request_id, each.seed) for each in others])
-            self._group.engines[index].channel.send(message)
+            engines[index].channel.send(message)
         self._has_sleepers |= not self._must_wake  # replicas that run requests keep all others awake
 
     def _wake_sleepers(self) -> None:
         """Wake all replicas if one may be asleep: no step begins without them."""
         if self._must_wake:
             self._must_wake = self._has_sleepers = False
-            for engine in self._group.engines:
+            for engine in self._generation.group.engines:
                 engine.channel.send_frame(WAKE)
 
     def _wait(self) -> None:
         """Wait for messages. A replica that hangs is noticed by the others, or here if all are silent."""
         self._wake_sleepers()
-        self._poll.ready(self.config.step_timeout)
+        self._poll.ready(SECONDS_BETWEEN_LOOKS if self._is_scaling else self.config.step_timeout)
 
     def _receive(self) -> None:
         """Take all updates that have arrived, without waiting. A failure ends requests or resumes them."""
         if not self._failure and not self._is_shut_down:
             ready = self._poll.ready()
             self._undelivered += self._received(ready)
+            self._advance_scaling()
+            group = self._generation.group
             silent_s = time.monotonic() - self._last_message_s if self._in_flight else 0.0
-            if any(process.failures() for process in ready) or silent_s > MOST_SILENT_STEPS * self.config.step_timeout:
+            has_failed = any(process in self._serving and process.failures() for process in ready)
+            if has_failed or silent_s > MOST_SILENT_STEPS * self.config.step_timeout:
                 silence = FailureReport(name="all replicas", cause=f"no message for {silent_s:.0f} s")
-                cause = root_cause(self._group.collect_failures() or [silence])
-                self._undelivered += self._received(self._group.engines)
-                self._end_group()
+                cause = root_cause(group.collect_failures() or [silence])
+                self._undelivered += self._received(group.engines)
+                self._generation.end()
                 self._fail(str(as_error(cause, f"the engine failed with {len(self._in_flight)} request(s) in flight")))
         if self._failure and self._in_flight:  # also after a Ctrl-C during the restart
             self._undelivered += self._resume()
@@ -323,9 +396,11 @@ class Replicas:
     def _fail(self, error: str) -> None:
         """End the requests that cannot be resumed after a failure of the engine."""
         self._failure = error
+        if self._scaling is not None:
+            self._scaling.cancel(error)
         for known in self._in_flight.values():
             known.num_failures += 1
-        may_resume = self.config.on_failure == "restart"
+        may_resume = self.config.on_failure != "end"
         self._undelivered += self._end_requests(
             [
                 name
@@ -335,14 +410,22 @@ class Replicas:
             error=error,
         )
 
-    def _resume(self) -> list[RequestUpdate]:
-        """Restart, and send all requests again with the tokens that were received. Return the ends of the others."""
+    def _resume(self, config: EngineConfig | None = None) -> list[RequestUpdate]:
+        """Restart, and send all requests again with the tokens that were received. Return the ends of the others.
+
+        Args:
+            config: of the new processes; None: the one that `on_failure` calls for.
+        """
         logger.warning("the engine is restarted, and its requests continue. The failure: %s", self._failure)
         try:
-            self._restart()
+            self._restart(config or self._config_after_failure(self.config))
         except EngineError as error:
             self._failure = str(error)
             return self._end_requests(list(self._in_flight), error=self._failure)
+        return self._continue_requests()
+
+    def _continue_requests(self) -> list[RequestUpdate]:
+        """Send all requests again with the tokens that were received. Return the ends of those that were aborted."""
         in_flight, self._in_flight = self._in_flight, {}
         for name, known in in_flight.items():
             if not known.is_aborted:
@@ -355,14 +438,14 @@ class Replicas:
         """Return the updates that these processes have sent."""
         updates: list[RequestUpdate] = []
         for process in ready:
-            if process not in self._index_of:  # of the other processes, failures alone are looked for
+            index = self._generation.index_of.get(process)
+            if index is None:  # of the other processes, failures alone are looked for
                 continue
-            index = self._index_of[process]
             for message in process.receive():
                 assert isinstance(message, Delivery), message
                 self._last_message_s = time.monotonic()
                 self.replica_stats[index] = message.stats
-                self._router.note_free_blocks(index, message.stats.num_free_blocks)
+                self._generation.router.note_free_blocks(index, message.stats.num_free_blocks)
                 self._loads += [] if message.load is None else [message.load]
                 self._awaits_load &= not message.answers
                 updates += self._of_live_requests(message.updates)
@@ -378,7 +461,7 @@ class Replicas:
                 known.token_ids += update.token_ids
                 known.num_failures = 0
             has_ended = update.finish_reason is not None
-            self._router.note_update(update.request_id, has_ended=has_ended)
+            self._generation.router.note_update(update.request_id, has_ended=has_ended)
             if has_ended:
                 del self._in_flight[update.request_id]
                 self._must_wake |= self._has_sleepers  # the request that kept replicas awake may have been this one
@@ -388,6 +471,19 @@ class Replicas:
         for name in request_ids:
             del self._in_flight[name]
         return [RequestUpdate(request_id=name, finish_reason="abort", error=error) for name in request_ids]
+
+    def _require_serving(self) -> None:
+        """Restart the engine if it has failed and may be restarted.
+
+        Raises:
+            EngineError: it takes no requests.
+        """
+        self._ownership.require()
+        self._receive()
+        if self._failure and not self.refusal:
+            self._awaits_load = False  # the call that waited has raised
+            self._restart(self._config_after_failure(self.config))
+        self._require_open()
 
     def _require_open(self) -> None:
         if self.refusal:

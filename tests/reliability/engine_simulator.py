@@ -112,9 +112,10 @@ FACTS = CheckpointFacts(
 )
 
 
-def config_of(scenario: EngineScenario) -> EngineConfig:
+def config_of(scenario: EngineScenario, num_replicas: int | None = None) -> EngineConfig:
     settings = {
-        "data_parallel_size": scenario.num_replicas,
+        "data_parallel_size": num_replicas or scenario.num_replicas,
+        "executor": "mp",
         "on_failure": scenario.on_failure,
         "step_timeout": STEP_TIMEOUT_S,
         "load_timeout": LOAD_TIMEOUT_S,
@@ -130,16 +131,17 @@ def config_of(scenario: EngineScenario) -> EngineConfig:
 class _Ranks:
     """The collectives of the ranks of one worker group, and their model."""
 
-    def __init__(self, world: World, scenario: EngineScenario) -> None:
+    def __init__(self, world: World, scenario: EngineScenario, num_replicas: int) -> None:
         self.world = world
         self.scenario = scenario
+        self.num_replicas = num_replicas
         self.rows: dict[int, dict[int, list[int]]] = {}  # by round and replica
         self.steps: dict[int, set[int]] = {}  # replicas that have entered the step of a round
 
     def execute(self, replica: int, table: RequestTable, number: int, work: Round) -> Outcome:
         self.rows.setdefault(number, {})[replica] = work.row
         self._wait_for_all(self.rows[number])
-        rows = [self.rows[number][index] for index in range(self.scenario.num_replicas)]
+        rows = [self.rows[number][index] for index in range(self.num_replicas)]
         agreement = agree(rows, number=number, num_replicas=len(rows))
         if agreement.is_idle or agreement.ends_all:
             return Outcome(agreement=agreement)
@@ -165,7 +167,7 @@ class _Ranks:
         return Outcome(agreement=agreement, result=StepResult(step=plan.step, chunks=results))
 
     def _wait_for_all(self, entered: Any) -> None:
-        if not self.world.wait(lambda: len(entered) == self.scenario.num_replicas, COLLECTIVE_TIMEOUT_S):
+        if not self.world.wait(lambda: len(entered) == self.num_replicas, COLLECTIVE_TIMEOUT_S):
             raise DistributedError(f"a collective has not ended within {COLLECTIVE_TIMEOUT_S} s")
 
 
@@ -235,15 +237,15 @@ class _EngineSimulation:
 
     # Processes
 
-    def start_group(self) -> WorkerGroup:
+    def start_group(self, config: EngineConfig) -> WorkerGroup:
         self.num_groups += 1
         if self.num_groups == 2 and self.scenario.reload == "fails once":
             raise EngineError("no resources yet")
         group = WorkerGroup(release=self.release)
-        ranks = _Ranks(self.world, self.scenario)
+        ranks = _Ranks(self.world, self.scenario, config.data_parallel_size)
         self.engines = []
-        for replica in range(self.scenario.num_replicas):
-            start = RankStart(config=config_of(self.scenario), rank=replica, store=StoreAddress(key=""))
+        for replica in range(config.data_parallel_size):
+            start = RankStart(config=config, rank=replica, store=StoreAddress(key=""))
             engine = self.new_process(f"engine of replica {replica}", functools.partial(self.run_engine, start, ranks))
             self.engines.append(engine)
             group.engines.append(self.watched(engine, EngineMessage))
@@ -330,7 +332,12 @@ class _EngineSimulation:
     def client(self) -> None:
         scenario, dice, world = self.scenario, self.world.dice, self.world
         try:
-            self.engine = engine = self.engine_class(config_of(scenario), self.start_group)
+            self.engine = engine = self.engine_class(
+                config_of(scenario),
+                self.start_group,
+                config_of=functools.partial(config_of, scenario),
+                run_in_background=functools.partial(world.start, "scaling"),
+            )
         except EngineError as error:
             raise InvariantViolation("false death", str(error)) from error
         begun_s = world.now

@@ -10,6 +10,8 @@ from typing import Any
 
 import msgspec
 
+from moeserve.config.settings import EngineConfig
+from moeserve.engine.generation import Generation
 from moeserve.engine.replicas import Replicas, _InFlight
 from moeserve.errors import RequestError
 from moeserve.processes.channel import Channel
@@ -32,25 +34,26 @@ class BooksBeforeEncoding(Replicas):
             super()._send(request, samples)
         except RequestError:
             encodable = msgspec.structs.replace(request, cache_salt="")
-            index = self._router.choose(encodable)
-            self._in_flight[request.request_id] = _InFlight(encodable, self._group.engines[index])
+            index = self._generation.router.choose(encodable)
+            engine = self._generation.group.engines[index]
+            self._in_flight[request.request_id] = _InFlight(encodable, engine)
             raise
 
 
 class ResumesFromTheStart(Replicas):
-    """After a restart requests are computed again, and their tokens are sent twice."""
+    """After a restart or a change of size requests are computed again, and their tokens are sent twice."""
 
-    def _resume(self) -> list[RequestUpdate]:
+    def _continue_requests(self) -> list[RequestUpdate]:
         for known in self._in_flight.values():
             known.token_ids = []
-        return super()._resume()
+        return super()._continue_requests()
 
 
 class ForgetsAborts(Replicas):
     """A request that was aborted before a restart never ends."""
 
-    def _resume(self) -> list[RequestUpdate]:
-        return [update for update in super()._resume() if update.finish_reason != "abort"]
+    def _continue_requests(self) -> list[RequestUpdate]:
+        return [update for update in super()._continue_requests() if update.finish_reason != "abort"]
 
 
 class NeverNoticesSilence(Replicas):
@@ -64,55 +67,45 @@ class NeverNoticesSilence(Replicas):
 class ExpectsAQuickStart(Replicas):
     """It declares a process dead that takes long to load."""
 
-    def _wait_until_ready(self) -> int:
-        config, self.config = self.config, dataclasses.replace(self.config, load_timeout=7)
-        try:
-            return super()._wait_until_ready()
-        finally:
-            self.config = config
+    def _start(self, config: EngineConfig) -> None:
+        super()._start(dataclasses.replace(config, load_timeout=7))
 
 
 class WaitsForLoadingForEver(Replicas):
     """It has no timeout for loading."""
 
-    def _wait_until_ready(self) -> int:
-        config, self.config = self.config, dataclasses.replace(self.config, load_timeout=10**9)
-        try:
-            return super()._wait_until_ready()
-        finally:
-            self.config = config
+    def _start(self, config: EngineConfig) -> None:
+        super()._start(dataclasses.replace(config, load_timeout=10**9))
 
 
 class KeepsOldProcesses(Replicas):
     """Processes of a failed worker group are not ended."""
 
-    def _start(self) -> int:
-        num_blocks = super()._start()
-        self._end_group.detach()
-        return num_blocks
+    def _let_serve(self, generation: Generation) -> None:
+        super()._let_serve(generation)
+        generation.end.detach()
 
 
 class RouterKeepsLoad(Replicas):
     """The router does not learn that requests end."""
 
-    def _start(self) -> int:
-        num_blocks = super()._start()
-        note_update = self._router.note_update
-        self._router.note_update = lambda request_id, has_ended: note_update(  # type: ignore[method-assign]
+    def _let_serve(self, generation: Generation) -> None:
+        super()._let_serve(generation)
+        note_update = generation.router.note_update
+        generation.router.note_update = lambda request_id, has_ended: note_update(  # type: ignore[method-assign]
             request_id, has_ended=False
         )
-        return num_blocks
 
 
 class RouterIgnoresLoad(Replicas):
     """The router sends all requests to one replica."""
 
-    def _start(self) -> int:
-        num_blocks = super()._start()
-        self._router.note_free_blocks = lambda index, num_free_blocks: None  # type: ignore[method-assign]
-        self._router.choose_each = lambda request, request_ids: [0] * len(request_ids)  # type: ignore[method-assign]
-        self._router.note_update = lambda request_id, has_ended: None  # type: ignore[method-assign]
-        return num_blocks
+    def _let_serve(self, generation: Generation) -> None:
+        super()._let_serve(generation)
+        router = generation.router
+        router.note_free_blocks = lambda index, num_free_blocks: None  # type: ignore[method-assign]
+        router.choose_each = lambda request, request_ids: [0] * len(request_ids)  # type: ignore[method-assign]
+        router.note_update = lambda request_id, has_ended: None  # type: ignore[method-assign]
 
 
 class LosesPieces(Channel[Any]):

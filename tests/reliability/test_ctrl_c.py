@@ -95,7 +95,7 @@ def generate_beside_a_stream(llm: LLM, reference: Reference, at: Line | None, se
     while llm.core.has_work:
         llm.core.step()
     assert free_blocks(llm, ALL_BLOCKS) == [ALL_BLOCKS] * 2
-    assert [book.num_requests for book in llm.core._router._states] == [0, 0]  # type: ignore[attr-defined]
+    assert [book.num_requests for book in llm.core._generation.router._states] == [0, 0]  # type: ignore[attr-defined]
     return interrupted, tracer
 
 

@@ -83,7 +83,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], tuple[AsyncLLM, En
     def start(on_failure: str = "end") -> tuple[AsyncLLM, Engine]:
         engine: Any = Engine(on_failure)
         frontend = Frontend(None, vocab_size=10, max_model_len=100, eos_token_ids=[], engine_seed=0)
-        session = Session(engine, frontend, LoadObserver(None, None), max_requests=4)
+        session = Session(engine, frontend, LoadObserver(None, None), max_requests=lambda: 4)
         texts = TextParts(None, SamplingParams(), eos_token_ids=[])
         return AsyncLLM.of_session(session, texts), engine
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import select
 import socket
@@ -15,7 +16,7 @@ from test_config import FACTS
 from moeserve.config.resolve import MachineFacts, resolve
 from moeserve.config.settings import EngineConfig
 from moeserve.config.validation import parse_settings
-from moeserve.engine import replicas
+from moeserve.engine import generation, replicas
 from moeserve.engine.protocol import Delivery, EngineMessage, Ready
 from moeserve.engine.replicas import Replicas
 from moeserve.errors import CheckpointError, EngineError, RequestError, SettingsError
@@ -26,10 +27,14 @@ from moeserve.protocol import AddRequest, CollectLoad, ReplicaMessage, ReplicaSt
 from moeserve.sampling_params import RequestParams
 from moeserve.telemetry.expert_load import LoadWindow
 
-CONFIG, RESTARTING = (
-    resolve(parse_settings({"data_parallel_size": 2, "on_failure": how}), FACTS, MachineFacts(num_cores=2))
-    for how in ("end", "restart")
-)
+
+@functools.cache
+def config_of(num_replicas: int, on_failure: str = "restart") -> EngineConfig:
+    settings = parse_settings({"data_parallel_size": num_replicas, "executor": "mp", "on_failure": on_failure})
+    return resolve(settings, FACTS, MachineFacts(num_cores=2))
+
+
+CONFIG, RESTARTING = config_of(2, "end"), config_of(2)
 STATS = ReplicaStats(num_free_blocks=1, num_waiting=0, num_running=1, num_rounds=1)
 WINDOW = load_windows.of_counts([[2]], [[2]])
 
@@ -89,11 +94,13 @@ class Machine:
         self.engines: list[Engine] = []
         self.num_starts = 0
         self.num_closed = 0
+        self.sizes: list[int] = []  # of all starts
         self.faults: list[BaseException] = []  # raised by the next starts
         self.lasting_fault: Exception | None = None  # raised by all starts after these
 
-    def start(self) -> WorkerGroup:
+    def start(self, config: EngineConfig) -> WorkerGroup:
         self.num_starts += 1
+        self.sizes.append(config.data_parallel_size)
         if self.faults:
             raise self.faults.pop(0)
         if self.lasting_fault:
@@ -111,7 +118,7 @@ class Machine:
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replicas, "SECONDS_TO_RESTART", 0.5)
     monkeypatch.setattr(replicas, "SECONDS_BETWEEN_STARTS", 0.005)
-    monkeypatch.setattr(replicas, "SECONDS_TO_END", 0.0)
+    monkeypatch.setattr(generation, "SECONDS_TO_END", 0.0)
 
 
 @pytest.fixture
@@ -121,7 +128,7 @@ def machine() -> Machine:
 
 @pytest.fixture
 def engine(machine: Machine) -> Replicas:
-    return Replicas(RESTARTING, machine.start, close=machine.close)
+    return Replicas(RESTARTING, machine.start, config_of=config_of, close=machine.close)
 
 
 def request(name: str) -> Request:
@@ -261,7 +268,7 @@ def test_a_wake_up_is_for_the_next_step_and_ends_no_other_wait(
 
 @pytest.mark.parametrize("how", [CONFIG, RESTARTING])
 def test_a_failure_without_requests_is_noticed_when_free_blocks_are_read(machine: Machine, how: EngineConfig) -> None:
-    engine = Replicas(how, machine.start)
+    engine = Replicas(how, machine.start, config_of=config_of)
     machine.engines[0].kill()
     engine.num_free_blocks  # noqa: B018
     assert machine.num_starts == 1
@@ -317,7 +324,7 @@ def test_a_fault_of_our_own_is_not_tried_again(engine: Replicas, machine: Machin
 def test_the_first_start_is_tried_once_and_closes_what_it_used(machine: Machine) -> None:
     machine.lasting_fault = CheckpointError("no such model")
     with pytest.raises(CheckpointError):
-        Replicas(RESTARTING, machine.start, close=machine.close)
+        Replicas(RESTARTING, machine.start, config_of=config_of, close=machine.close)
     assert (machine.num_starts, machine.num_closed) == (1, 1)
 
 
@@ -335,7 +342,7 @@ def test_shutdown_ends_the_processes_and_closes_once(engine: Replicas, machine: 
 
 
 def test_an_engine_that_does_not_restart_refuses_requests_after_a_failure(machine: Machine) -> None:
-    engine = Replicas(CONFIG, machine.start)
+    engine = Replicas(CONFIG, machine.start, config_of=config_of)
     machine.engines[0].kill()
     with pytest.raises(EngineError, match="killed by SIGKILL"):
         engine.add(request("one"))

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import pytest
 from test_engine_restart import CONFIG
 
+from moeserve.config.settings import EngineConfig
 from moeserve.engine.protocol import Delivery, EngineMessage, Ready
 from moeserve.engine.replicas import Replicas
 from moeserve.processes.channel import Channel
@@ -73,7 +74,7 @@ class Machine:
         self.channels: list[Channel[ReplicaMessage]] = []
         self.handles: list[Handle] = []
 
-    def start(self) -> WorkerGroup:
+    def start(self, config: EngineConfig) -> WorkerGroup:
         group = WorkerGroup()
         for index in range(NUM_REPLICAS):
             ours, theirs = socket.socketpair()
@@ -94,7 +95,7 @@ def machine() -> Machine:
 
 @pytest.fixture
 def engine(machine: Machine) -> Iterator[Replicas]:
-    engine = Replicas(CONFIG, machine.start)
+    engine = Replicas(CONFIG, machine.start, config_of=lambda _: CONFIG)
     CountedProcess.looks.clear()
     yield engine
     for handle in machine.handles:

@@ -54,7 +54,7 @@ def engine() -> Engine:
 @pytest.fixture
 def session(engine: Engine) -> Session:
     frontend = Frontend(None, vocab_size=10, max_model_len=100, eos_token_ids=[], engine_seed=0)
-    return Session(cast(Any, engine), frontend, LoadObserver(None, None), max_requests=4)
+    return Session(cast(Any, engine), frontend, LoadObserver(None, None), max_requests=lambda: 4)
 
 
 def submit(session: Session, **params: Any) -> str:

@@ -1,0 +1,114 @@
+"""`Scaling`: a change of the number of replicas, while the engine serves."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from moeserve.engine.generation import Generation
+from moeserve.errors import MoeserveError, ScaleError
+
+
+class Scaling:
+    """Starts another generation beside the one that serves, and ends one of the two.
+
+    The engine calls `advance` until it returns the new generation, lets this serve, and calls `retire` with the old
+    one. A failure before that ends the new generation. Whatever takes long runs in the background: the start of
+    processes and their end.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[], Generation],
+        run_in_background: Callable[[Callable[[], None]], object],
+        wake: Callable[[], None],
+        *,
+        num_before: int,
+    ) -> None:
+        """
+        Args:
+            start: starts the processes of the new generation, and may wait for that.
+            run_in_background: calls a function, in another thread.
+            wake: makes the engine call `advance`. Any thread may call it.
+            num_before: replicas that serve.
+        """
+        # Its result is set when the change is over: only the processes of one generation are left.
+        self.done: Future[None] = Future()
+        self.done.set_running_or_notify_cancel()
+        self.loading: Generation | None = None  # the new generation, once its processes were started
+        self._run_in_background, self._wake = run_in_background, wake
+        self._num_before = num_before
+        self._lock = threading.Lock()  # guards the next one, and `loading` while it is None
+        self._cancelled = ""  # the reason
+        run_in_background(lambda: self._start(start))
+
+    @property
+    def is_over(self) -> bool:
+        return self.done.done()
+
+    def advance(self) -> Generation | None:
+        """Return the new generation when it can serve. Never waits."""
+        generation = self.loading
+        if generation is None:
+            return None
+        try:
+            is_ready = generation.take_ready()
+        except MoeserveError as error:
+            self._fail(generation, lambda cause=error: cause)  # type: ignore[misc]
+            return None
+        if is_ready:
+            self.loading = None
+            return generation
+        if generation.group.has_failed:
+            self._fail(generation, generation.loading_failure)
+        return None
+
+    def retire(self, old: Generation) -> None:
+        """End the generation that has served, in the background. The change has succeeded."""
+
+        def end() -> None:
+            old.shut_down()
+            self.done.set_result(None)
+            self._wake()
+
+        self._run_in_background(end)
+
+    def cancel(self, reason: str) -> None:
+        """End the new generation, unless it serves already. One that has not been started yet is ended afterwards."""
+        with self._lock:
+            self._cancelled = reason
+            generation, self.loading = self.loading, None
+        if generation is not None:
+            generation.end()
+            self._finish(None)
+
+    def _start(self, start: Callable[[], Generation]) -> None:
+        try:
+            generation = start()
+        except Exception as error:  # of any kind: Ray and the system raise many
+            self._finish(error)
+            return
+        with self._lock:
+            if not self._cancelled:
+                self.loading = generation
+        if self._cancelled:
+            generation.end()
+            self._finish(None)
+        self._wake()
+
+    def _fail(self, generation: Generation, find_cause: Callable[[], MoeserveError]) -> None:
+        self.loading = None
+
+        def end() -> None:
+            cause = find_cause()
+            generation.end()
+            self._finish(cause)
+
+        self._run_in_background(end)
+
+    def _finish(self, cause: Exception | None) -> None:
+        error = ScaleError(f"the number of replicas stays {self._num_before}: {cause or self._cancelled}")
+        error.__cause__ = cause
+        self.done.set_exception(error)
+        self._wake()
