@@ -48,14 +48,20 @@ class PoolPlan:
     cache_tokens: int  # capacity of a replica's KV cache
     cache_bytes_per_token: int  # of a rank
 
-    def config(self, settings: SimulationSettings, *, max_model_len: int, finds_prefixes: bool) -> SchedulerConfig:
-        """Return the limits of each replica's scheduling."""
+    def config(
+        self, settings: SimulationSettings, *, max_model_len: int, finds_prefixes: bool, decodes: bool = True
+    ) -> SchedulerConfig:
+        """Return the limits of each replica's scheduling.
+
+        Args:
+            decodes: False: the pool computes prompts for others, so it has no tokens that long chunks could delay.
+        """
         return SchedulerConfig(
             num_blocks=self.cache_tokens // BLOCK_SIZE,
             block_size=BLOCK_SIZE,
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
-            max_prefill_tokens=settings.max_prefill_tokens,
+            max_prefill_tokens=settings.max_prefill_tokens if decodes else 0,
             max_model_len=max_model_len,
             enable_prefix_caching=finds_prefixes,
             plans_ahead=settings.async_scheduling and self.costs.pp == 1,

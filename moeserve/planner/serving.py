@@ -133,7 +133,7 @@ class _Run:
         self._finds_prefixes = has_prefixes or self._is_divided or self._host_memory > 0
         self._kept: dict[str, KeptBlocks] = {}
         names = ("prefill", "decode") if self._is_divided else ("", "")
-        self._prefill = self._fleet(names[0], plan.prefill) if self._is_divided else None
+        self._prefill = self._fleet(names[0], plan.prefill, decodes=False) if self._is_divided else None
         self._serving = self._fleet(names[1], plan.serving)
         self._resizes = list(plan.resizes)
         self._ended_pools: list[tuple[Pool, float]] = []
@@ -165,10 +165,15 @@ class _Run:
             for fleet in fleets:
                 fleet.begin(moment)
 
-    def _fleet(self, name: str, plans: Sequence[PoolPlan], starts_at: float = 0.0) -> _Fleet:
+    def _fleet(self, name: str, plans: Sequence[PoolPlan], *, starts_at: float = 0.0, decodes: bool = True) -> _Fleet:
         pools = []
         for number, plan in enumerate(plans):
-            config = plan.config(self._settings, max_model_len=self._max_model_len, finds_prefixes=self._finds_prefixes)
+            config = plan.config(
+                self._settings,
+                max_model_len=self._max_model_len,
+                finds_prefixes=self._finds_prefixes,
+                decodes=decodes,
+            )
             pool = Pool(
                 name if len(plans) == 1 else f"{name} {number}",
                 plan,
@@ -264,7 +269,7 @@ class _Run:
         (pool,) = self._serving.pools
         self._ended_pools.append((pool, self._now))
         starts_at = self._now + self._settings.switch_time
-        self._serving = self._fleet("", [plan], starts_at)
+        self._serving = self._fleet("", [plan], starts_at=starts_at)
         switch = _Switch(asked_s, self._now, pool.plan.num_nodes, plan.num_nodes)
         self._switches.append(switch)
         for number, request in self._in_flight.items():

@@ -244,6 +244,14 @@ class TestPools:
         assert [pool.received.num_tokens for pool in prefill] == [0, 0]
         assert all(pool.num_replicas_used == 2 for pool in prefill)
 
+    def test_prompts_do_not_yield_where_nothing_decodes(self, folder: Path) -> None:
+        requests = tuple(RecordedRequest(0.0, 100, 2, ()) for _ in range(20))
+        plan = ClusterPlan(serving=(pool_of(folder, 4),), prefill=(pool_of(folder, 1),))
+        settings = SimulationSettings(max_num_batched_tokens=512, max_prefill_tokens=16)
+        prefill, decode = serve(Traffic(requests, 1), plan, settings).pools
+        assert (prefill.tokens_run, prefill.num_steps) == (2000, math.ceil(2000 / 512))
+        assert decode.tokens_run == 20 * (100 - 96 + 1)
+
     def test_links_carry_one_copy_at_a_time(self, folder: Path) -> None:
         """Prompts that end in one step leave their replica one after the other."""
         requests = tuple(RecordedRequest(0.0, 161, 2, ()) for _ in range(3))
