@@ -7,7 +7,7 @@ import contextlib
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from moeserve.server.errors import ApiError, shutting_down
 from moeserve.telemetry.request_stats import LONG_S, Histogram
@@ -23,10 +23,11 @@ class Admission:
     had since clients began to wait, and the lowest tag is next. A new client's tag is the tag that was served last.
     """
 
-    def __init__(self, max_running: int, max_waiting: int) -> None:
+    def __init__(self, max_running: Callable[[], int], max_waiting: int) -> None:
         """
         Args:
-            max_running: while fewer outputs run, the next request is admitted, with all of its outputs.
+            max_running: returns how many outputs run at most before further requests wait. A request is admitted with
+                all of its outputs.
             max_waiting: most outputs that wait.
         """
         self._max_running, self._max_waiting = max_running, max_waiting
@@ -43,7 +44,7 @@ class Admission:
     @property
     def max_outputs(self) -> int:
         """Most outputs that run or wait."""
-        return self._max_running + self._max_waiting
+        return self._max_running() + self._max_waiting
 
     @contextlib.asynccontextmanager
     async def admitted(self, client: str, num_outputs: int) -> AsyncIterator[None]:
@@ -130,7 +131,7 @@ class Admission:
             turn.set_result(None)
 
     def _has_room(self) -> bool:
-        return self.num_running < self._max_running
+        return self.num_running < self._max_running()
 
     def _retry_after_s(self) -> int:
         """Return the seconds in which about half of the queue is served, at the rate at which outputs ended lately."""

@@ -21,6 +21,7 @@ from moeserve.server.keys import Keys
 from moeserve.server.metrics import Metrics
 from moeserve.server.middleware import Entrance
 from moeserve.server.openai import chat, completions, responses
+from moeserve.server.scaling import add_scale_route
 from moeserve.server.service import Service
 from moeserve.server.settings import ServerSettings
 from moeserve.server.status import Status, StatusReader
@@ -65,6 +66,8 @@ def build_app(service: Service, settings: ServerSettings, keys: Keys) -> FastAPI
     app = FastAPI(title="moeserve", version=__version__, responses=ERRORS, docs_url=None, redoc_url=None)
     _add_status_routes(app, service)
     _add_model_routes(app, service)
+    if settings.allow_scale:
+        add_scale_route(app, service)
     for kind, handler in EXCEPTION_HANDLERS.items():
         app.add_exception_handler(kind, handler)
     app.add_exception_handler(RequestValidationError, _answer_invalid_body)

@@ -20,6 +20,7 @@ TYPE_OF_STATUS = {
     404: "not_found_error",
     405: "invalid_request_error",
     408: "request_timeout",
+    409: "conflict_error",
     413: "request_too_large",
     429: "rate_limit_error",
     500: "internal_error",

@@ -62,12 +62,15 @@ class Service:
         self.created = int(time.time())
         template = None if llm.codec is None else llm.codec.chat_template
         self.parser = find_parser(parser, model_type=_model_type(llm.config.model_path), chat_template=template)
-        config = llm.config
-        max_running = config.max_num_seqs * config.data_parallel_size
-        num_admitted = math.ceil((max_running + int(AHEAD * max_running)) / num_processes)
+
+        def num_admitted() -> int:
+            config = llm.config  # the number of replicas may change
+            max_running = config.max_num_seqs * config.data_parallel_size
+            return math.ceil((max_running + int(AHEAD * max_running)) / num_processes)
+
         self.admission = Admission(num_admitted, math.ceil(max_waiting / num_processes))
         # Prompts of conversations before they are sent to the engine. Long ones take a while, so keys take turns.
-        self.preparation = Admission(MAX_PREPARED, self.admission.max_outputs)
+        self.preparation = Admission(lambda: MAX_PREPARED, self.admission.max_outputs)
         self._others = others
 
     @property

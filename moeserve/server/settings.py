@@ -38,6 +38,9 @@ class ServerSettings:
         None,
         "URL to which traces are sent with OTLP over HTTP, such as http://localhost:4318/v1/traces; none: no traces",
     )
+    allow_scale: bool = setting(
+        False, "serve POST /scale, with which every client that may send requests can change the number of replicas"
+    )
     cors_origin: list[str] | None = setting(None, "origin of web pages that may send requests, or *; none: no others")
     ssl_certfile: str | None = setting(None, "certificate for TLS, with its chain, as a PEM file")
     ssl_keyfile: str | None = setting(None, "private key of the certificate, as a PEM file")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
+
 import msgspec
 
 from moeserve.telemetry.request_stats import Histogram, RequestStats
@@ -17,7 +19,8 @@ class Totals(msgspec.Struct):
 
     def __add__(self, other: Totals) -> Totals:
         return Totals(
-            [mine + theirs for mine, theirs in zip(self.requests, other.requests, strict=True)],
+            # A process may not know of all replicas yet, when there are more than before.
+            [mine + theirs for mine, theirs in zip_longest(self.requests, other.requests, fillvalue=RequestStats())],
             self.waits + other.waits,
             self.num_queued + other.num_queued,
             self.num_admitted + other.num_admitted,

@@ -110,7 +110,7 @@ def test_clients_take_turns() -> None:
     order = []
 
     async def run() -> None:
-        admission = Admission(max_running=1, max_waiting=100)
+        admission = Admission(max_running=lambda: 1, max_waiting=100)
 
         async def request(client: str) -> None:
             async with admission.admitted(client, 1):
@@ -128,7 +128,7 @@ def test_clients_get_equal_numbers_of_outputs() -> None:
     """Clients send all of their requests at once, or each when the one before has ended."""
 
     async def num_outputs_per_client(num_at_once: int) -> collections.Counter[str]:
-        admission = Admission(max_running=4, max_waiting=10**6)
+        admission = Admission(max_running=lambda: 4, max_waiting=10**6)
         served: collections.Counter[str] = collections.Counter()
 
         async def client(name: str, num_outputs: int) -> None:
@@ -159,7 +159,7 @@ def test_clients_get_equal_numbers_of_outputs() -> None:
 
 def test_a_request_with_many_outputs_waits_for_room_and_not_for_an_idle_engine() -> None:
     async def run() -> None:
-        admission = Admission(max_running=4, max_waiting=1000)
+        admission = Admission(max_running=lambda: 4, max_waiting=1000)
         admitted: list[str] = []
         ends: dict[str, asyncio.Event] = collections.defaultdict(asyncio.Event)
 
@@ -190,7 +190,7 @@ def test_a_request_with_many_outputs_waits_for_room_and_not_for_an_idle_engine()
 def test_cancelled_waiting_requests_leave_no_trace() -> None:
     async def run() -> None:
         chance = random.Random(7)
-        admission = Admission(max_running=4, max_waiting=10**6)
+        admission = Admission(max_running=lambda: 4, max_waiting=10**6)
         most = 0
 
         async def request(client: str, num_outputs: int) -> None:

@@ -1,0 +1,43 @@
+"""`POST /scale`: changes the number of replicas, for operators. It exists with `allow_scale` only."""
+
+from __future__ import annotations
+
+import logging
+from typing import Annotated
+
+from fastapi import FastAPI
+from pydantic import BaseModel, ConfigDict, Field
+
+from moeserve.errors import ScaleError, ScalingInProgressError
+from moeserve.server.errors import ApiError
+from moeserve.server.service import Service
+
+logger = logging.getLogger(__name__)
+
+
+class ScaleRequest(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    data_parallel_size: Annotated[int, Field(strict=True, ge=1, le=2**31 - 1)]
+
+
+class ScaleAnswer(BaseModel):
+    data_parallel_size: int
+
+
+def add_scale_route(app: FastAPI, service: Service) -> None:
+    """Let clients change the number of replicas."""
+
+    @app.post("/scale")
+    async def scale(body: ScaleRequest) -> ScaleAnswer:
+        """Answer when as many replicas as requested serve."""
+        try:
+            await service.llm.scale(body.data_parallel_size)
+        except ScalingInProgressError as error:
+            raise ApiError(409, str(error), code="scaling_in_progress", headers={"Retry-After": "10"}) from error
+        except ScaleError as error:
+            logger.error("%s", error)
+            size = service.llm.config.data_parallel_size
+            message = f"the new replicas could not be started, and {size} serve as before; the server's log says why"
+            raise ApiError(503, message, code="scaling_failed") from error
+        return ScaleAnswer(data_parallel_size=body.data_parallel_size)

@@ -1,0 +1,67 @@
+"""`POST /scale`: the number of replicas changes while the server answers."""
+
+from __future__ import annotations
+
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx2 as httpx
+import pytest
+from rank_processes import living_ranks
+from server_process import ServerProcess, serving
+from tiny_model import save_tiny_model
+
+pytestmark = pytest.mark.ranks
+
+FLAGS = ["--dtype=float32", "--num-threads=1", "--allow-scale", "--api-key=secret", "--max-model-len=512"]
+HEADERS = {"Authorization": "Bearer secret"}
+BODY = {"prompt": [3, 5, 7], "max_tokens": 200, "seed": 1, "ignore_eos": True}
+
+
+def scale(server: ServerProcess, size: object, headers: dict[str, str] = HEADERS) -> tuple[int, object]:
+    answer = httpx.post(f"{server.url}/scale", json={"data_parallel_size": size}, headers=headers, timeout=60)
+    return answer.status_code, answer.json()
+
+
+def replicas_in(text: str) -> set[str]:
+    return set(re.findall(r'^moeserve_num_requests_running{engine="(\d+)"', text, re.MULTILINE))
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_the_size_changes_while_the_server_answers(tmp_path: Path, num_processes: int) -> None:
+    folder = str(save_tiny_model(tmp_path))
+
+    def complete(_: int) -> str:
+        answer = httpx.post(f"{server.url}/v1/completions", json=BODY, headers=HEADERS, timeout=60)
+        assert answer.status_code == 200, answer.text
+        text: str = answer.json()["choices"][0]["text"]
+        return text
+
+    with serving(folder, *FLAGS, f"--api-server-count={num_processes}") as server, ThreadPoolExecutor(4) as threads:
+        expected = complete(0)
+        for size in (2, 3, 1):
+            answers = threads.map(complete, range(8))
+            assert scale(server, size) == (200, {"data_parallel_size": size})
+            assert set(answers) == {expected}
+            assert len(living_ranks(server.pid)) == size
+            deadline = time.monotonic() + 5
+            while True:
+                text = httpx.get(f"{server.url}/metrics", headers=HEADERS).text
+                status = httpx.get(f"{server.url}/status", headers=HEADERS).json()
+                if len(replicas_in(text)) == len(status["replicas"]) == size:
+                    break
+                assert time.monotonic() < deadline, (text, status)
+                time.sleep(0.05)
+            assert f"data_parallel_size={size}" in status["layout"]
+        assert scale(server, 0)[0] == scale(server, "two")[0] == scale(server, 10**6)[0] == 400
+        assert scale(server, 2, headers={})[0] == 401
+        statuses = sorted(status for status, _ in threads.map(lambda size: scale(server, size), (3, 3, 3)))
+        assert statuses[0] == 200
+        assert set(statuses) <= {200, 409}
+
+
+def test_the_endpoint_is_off_by_default(tmp_path: Path) -> None:
+    with serving(str(save_tiny_model(tmp_path)), "--dtype=float32") as server:
+        assert scale(server, 2)[0] == 404
