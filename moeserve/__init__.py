@@ -11,6 +11,8 @@ from moeserve.errors import (
     MoeserveError,
     QueueFullError,
     RequestError,
+    ScaleError,
+    ScalingInProgressError,
     SettingsError,
 )
 
@@ -37,6 +39,8 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "ScaleError",
+    "ScalingInProgressError",
     "SettingsError",
     "StructuredOutputsParams",
 ]

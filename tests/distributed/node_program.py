@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import ray
@@ -66,6 +67,12 @@ def main() -> None:
                         answer["tokens"] = generate(llm, command)
                     case "generate in group":
                         answer |= generate_in_group(command.pop("bundles"), command)
+                    case "scale":
+                        assert llm is not None
+                        with ThreadPoolExecutor(1) as thread:
+                            tokens = thread.submit(generate, llm, command)
+                            llm.scale(command["size"])
+                            answer["tokens"] = tokens.result()
                     case "stop":
                         assert llm is not None
                         llm.shutdown()

@@ -168,6 +168,19 @@ def test_a_killed_stage_is_named(cluster: Cluster, reference: Reference) -> None
         assert "stage 1" in cluster.restarts()[-1]
 
 
+@pytest.mark.soak
+def test_replicas_are_added_and_removed_on_two_hosts(cluster: Cluster, reference: Reference) -> None:
+    """It runs before tests with `replicas`, which take all cores."""
+    prompts = reference.prompts(5, 9, 12)
+    with engine(cluster, reference, 1, 1, num_threads=1):
+        undisturbed = cluster.ask("generate", prompts=prompts, max_tokens=LONG)["tokens"]
+        for size in (2, 1):
+            assert cluster.ask("scale", size=size, prompts=prompts, max_tokens=LONG).get("tokens") == undisturbed
+            cluster.wait_for(lambda size=size: sum(len(cluster.ranks(host)) for host in cluster.hosts) == size, 10)
+        assert "ScaleError" in cluster.ask("scale", size=4, prompts=prompts, max_tokens=LONG)["error"]
+        assert cluster.ask("generate", prompts=prompts, max_tokens=LONG)["tokens"] == undisturbed
+
+
 @pytest.fixture(scope="module")
 def replicas(cluster: Cluster, reference: Reference) -> Iterator[None]:
     """Two replicas of two ranks, each on one host."""
