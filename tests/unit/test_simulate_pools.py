@@ -252,10 +252,11 @@ class TestPools:
         assert (prefill.tokens_run, prefill.num_steps) == (2000, math.ceil(2000 / 512))
         assert decode.tokens_run == 20 * (100 - 96 + 1)
 
-    def test_links_carry_one_copy_at_a_time(self, folder: Path) -> None:
-        """Prompts that end in one step leave their replica one after the other."""
+    @pytest.mark.parametrize(("num_senders", "num_receivers"), [(1, 4), (4, 1)])
+    def test_links_carry_one_copy_at_a_time(self, folder: Path, num_senders: int, num_receivers: int) -> None:
+        """Prompts that end in one step leave their replica one after the other, and so they arrive at one."""
         requests = tuple(RecordedRequest(0.0, 161, 2, ()) for _ in range(3))
-        plan = ClusterPlan(serving=(pool_of(folder, 4),), prefill=(pool_of(folder, 1),))
+        plan = ClusterPlan(serving=(pool_of(folder, num_receivers),), prefill=(pool_of(folder, num_senders),))
         found = serve(Traffic(requests, 1), plan, SMALL)
         copies = found.pools[1].received
         of_one = 160 * TOKEN_BYTES / NETWORK_BANDWIDTH
