@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import random
 import socket
 import statistics
@@ -140,7 +139,7 @@ def serving(*flags: str) -> Iterator[str]:
         log = Path(folder) / "log"
         with log.open("w") as output:
             command = [sys.executable, "-m", "moeserve", "serve", f"--port={port}", *flags]
-            process = subprocess.Popen(command, env=dict(os.environ), stdout=output, stderr=output)
+            process = subprocess.Popen(command, stdout=output, stderr=output)
         try:
             url = f"http://127.0.0.1:{port}"
             wait_until_ready(process, f"{url}/ready", "moeserve serve", log)
