@@ -257,7 +257,8 @@ class LLM:
         """Change the number of replicas, and return when that is done. Requests continue: those of other threads, too.
 
         On CPUs, new replicas load the model while the old ones serve, so there must be memory for both. On GPUs the old
-        ones end first, and requests wait until the new ones have loaded.
+        ones end first, and requests wait until the new ones have loaded. After a Ctrl-C, the change goes on with the
+        next call.
 
         Args:
             data_parallel_size: replicas. As many as there are: nothing happens.

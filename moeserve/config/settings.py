@@ -281,7 +281,7 @@ class EngineConfig:
     max_model_len_may_shrink: bool  # not given: a small KV cache lowers it
     block_size: int
     kv_cache_memory: int | None  # bytes; None: a profiling run measures it
-    num_cache_blocks: int | None  # if it is measured: those of each rank after a change of the number of replicas
+    num_cache_blocks: int | None  # if it is measured: the least after a change of the number of replicas
     enable_prefix_caching: bool
     kv_host_memory: int  # bytes of the store behind the KV cache of each rank; 0: none
     kv_file: str | None  # folder of the store's file; None: it is in memory

@@ -50,7 +50,7 @@ class Generation:
         self._deadline = time.monotonic() + config.load_timeout + SECONDS_TO_NAME_A_RANK
 
     def take_ready(self) -> bool:
-        """Take the messages of processes that load the model. Return True once all replicas have loaded it.
+        """Take the messages of processes that load the model. Return True once all replicas have, and none has failed.
 
         Raises:
             EngineError: it takes too long.
@@ -66,6 +66,8 @@ class Generation:
                     f"{', '.join(self._loading)}: the model was not loaded within {self.config.load_timeout} s; raise "
                     "load_timeout if it needs more"
                 )
+            return False
+        if self.group.has_failed:  # one that was ready before others
             return False
         num_replicas = len(self.group.engines)
         self.replica_stats = [stats_at_start(self.num_blocks)] * num_replicas
@@ -107,7 +109,7 @@ class Generation:
 def with_limits_of(running: EngineConfig, num_blocks: int, config: EngineConfig) -> EngineConfig:
     """Return the config of another number of replicas, with the longest requests that a running engine accepts.
 
-    On CPUs, a KV cache that was measured is divided among the new replicas, because they share the host's memory.
+    On CPUs, a KV cache that was measured is measured again. The share of the old one is then the least, if it fits.
 
     Args:
         num_blocks: of the running engine's KV cache on each rank.

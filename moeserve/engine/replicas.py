@@ -122,6 +122,7 @@ class Replicas:
         self._is_shut_down = False
         self._is_ending = False  # no restart should go on
         self._scaling: Scaling | None = None  # the last one
+        self._is_changing_in_place = False  # there are no processes while the number of replicas changes
         try:
             self._start(config)
         except BaseException:
@@ -148,7 +149,7 @@ class Replicas:
 
     @property
     def refusal(self) -> str:
-        if self._failure and self.config.on_failure == "end":
+        if self._failure and self.config.on_failure == "end" and not self._is_changing_in_place:
             return f"the engine has failed and takes no requests; make a new one. The failure: {self._failure}"
         return "the engine was shut down; make a new one" if self._is_shut_down else ""
 
@@ -216,13 +217,18 @@ class Replicas:
                 f"the number of replicas is being changed already, so it cannot be changed to {data_parallel_size}; "
                 "try again when that is over"
             )
-        if data_parallel_size == num_before:
+        if type(data_parallel_size) is int and data_parallel_size == num_before:
             done: Future[None] = Future()
             done.set_result(None)
             return done
         config = with_limits_of(self.config, self.num_blocks, self._config_of(data_parallel_size))
         if config.device != "cpu":
             return self._scale_in_place(config)
+        if ":" in (config.kv_transfer_address or ""):
+            raise SettingsError(
+                f"kv_transfer_address={config.kv_transfer_address!r} names a port, on which old and new replicas would "
+                "have to listen at once; start the engine with an address without a port"
+            )
         self._scaling = Scaling(
             lambda: Generation(config, self._start_group(config)),
             self._run_in_background,
@@ -291,7 +297,8 @@ class Replicas:
         done: Future[None] = Future()
         running = self.config
         self._generation.shut_down()
-        self._failure = "there are no processes while the number of replicas is changed"
+        self._failure = "the change of the number of replicas was interrupted"
+        self._is_changing_in_place = True
         try:
             with interrupts_allowed():
                 self._start(config)
@@ -304,6 +311,8 @@ class Replicas:
             refusal.__cause__ = error
             self._undelivered += self._resume(running)
             done.set_exception(refusal)
+        finally:
+            self._is_changing_in_place = False
         return done
 
     def _request_load(self) -> None:
@@ -337,7 +346,7 @@ class Replicas:
         for smaller in range(config.data_parallel_size - 1, 0, -1) if config.on_failure == "shrink" else ():
             try:
                 return with_limits_of(self.config, self.num_blocks, self._config_of(smaller))
-            except SettingsError as error:
+            except (SettingsError, EngineError) as error:
                 logger.warning("the engine cannot have %d replica(s): %s", smaller, error)
         return config
 

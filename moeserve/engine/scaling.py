@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 
 from moeserve.engine.generation import Generation
 from moeserve.errors import MoeserveError, ScaleError
+
+logger = logging.getLogger(__name__)
 
 
 class Scaling:
@@ -68,7 +71,10 @@ class Scaling:
         """End the generation that has served, in the background. The change has succeeded."""
 
         def end() -> None:
-            old.shut_down()
+            try:
+                old.shut_down()
+            except Exception:  # of any kind: Ray and the system raise many
+                logger.exception("replicas that are not needed any more could not be ended")
             self.done.set_result(None)
             self._wake()
 
@@ -90,9 +96,10 @@ class Scaling:
             self._finish(error)
             return
         with self._lock:
-            if not self._cancelled:
+            is_cancelled = bool(self._cancelled)
+            if not is_cancelled:
                 self.loading = generation
-        if self._cancelled:
+        if is_cancelled:
             generation.end()
             self._finish(None)
         self._wake()
@@ -101,8 +108,12 @@ class Scaling:
         self.loading = None
 
         def end() -> None:
-            cause = find_cause()
-            generation.end()
+            cause: Exception
+            try:
+                cause = find_cause()
+                generation.end()
+            except Exception as error:  # of any kind: Ray and the system raise many
+                cause = error
             self._finish(cause)
 
         self._run_in_background(end)

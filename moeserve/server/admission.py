@@ -65,7 +65,7 @@ class Admission:
         finally:
             self.num_running -= num_outputs
             self._ends.append(time.monotonic())
-            self._admit()
+            self.admit_waiting()
 
     def require_open(self) -> None:
         """Raise ApiError if the server is shutting down."""
@@ -109,10 +109,10 @@ class Admission:
                 self.num_waiting -= num_outputs
                 if not self._queues[client]:
                     del self._queues[client]
-            self._admit()
+            self.admit_waiting()
             raise
 
-    def _admit(self) -> None:
+    def admit_waiting(self) -> None:
         """Admit waiting requests, each of the client with the lowest tag, while there is room."""
         while self._queues and self._has_room():
             client = min(self._queues, key=self._tags.__getitem__)

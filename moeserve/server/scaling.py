@@ -31,6 +31,7 @@ def add_scale_route(app: FastAPI, service: Service) -> None:
     @app.post("/scale")
     async def scale(body: ScaleRequest) -> ScaleAnswer:
         """Answer when as many replicas as requested serve."""
+        service.admission.require_open()
         try:
             await service.llm.scale(body.data_parallel_size)
         except ScalingInProgressError as error:
@@ -40,4 +41,5 @@ def add_scale_route(app: FastAPI, service: Service) -> None:
             size = service.llm.config.data_parallel_size
             message = f"the new replicas could not be started, and {size} serve as before; the server's log says why"
             raise ApiError(503, message, code="scaling_failed") from error
+        service.admission.admit_waiting()
         return ScaleAnswer(data_parallel_size=body.data_parallel_size)

@@ -336,6 +336,34 @@ def test_every_order_of_messages_with_at_most_one_fault(plot: Plot) -> None:
     assert min(counts["scaled"], counts["refused"]) > 20, counts
 
 
+class EndsAfterAFailure(Story):
+    """An engine that would end its requests if the replicas that serve failed."""
+
+    @staticmethod
+    def config_of(num_replicas: int) -> EngineConfig:
+        return dataclasses.replace(config_of(num_replicas), on_failure="end")
+
+
+@pytest.mark.parametrize("killed", ["1.0", "1.1"])
+def test_a_new_replica_that_dies_after_it_was_ready(killed: str) -> None:
+    story = EndsAfterAFailure(UP)
+    for event in ("job", "load 1.0", "load 1.1", f"kill {killed}", "client"):
+        story.play(event)
+    story.finish()
+    assert isinstance(story.change.exception(), ScaleError)
+
+
+class ListensOnAPort(Story):
+    @staticmethod
+    def config_of(num_replicas: int) -> EngineConfig:
+        return dataclasses.replace(config_of(num_replicas), kv_transfer_address="127.0.0.1:7000")
+
+
+def test_two_generations_cannot_listen_on_one_port() -> None:
+    with pytest.raises(SettingsError, match="without a port"):
+        ListensOnAPort(UP)
+
+
 class TakesOldUpdates(Replicas):
     """Updates of the processes that have served are taken after the change, beside those of the new ones."""
 

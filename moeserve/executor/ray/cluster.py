@@ -67,8 +67,17 @@ class Cluster:
         self._is_ours = not address
 
     def nodes(self) -> list[Node]:
-        """Return the living nodes, this one first and then by address."""
-        own = ray.get_runtime_context().get_node_id()
+        """Return the living nodes, this one first and then by address.
+
+        Raises:
+            EngineError: Ray was shut down, or cannot be reached.
+        """
+        if not ray.is_initialized():  # else Ray would start another cluster
+            raise EngineError("the connection to the Ray cluster was closed by ray.shutdown(); make a new engine")
+        try:
+            own, found = ray.get_runtime_context().get_node_id(), ray.nodes()
+        except RayError as error:
+            raise EngineError(f"the Ray cluster cannot be reached: {first_line(error)}") from None
         nodes = [
             Node(
                 node_id=each["NodeID"],
@@ -76,7 +85,7 @@ class Cluster:
                 cores=int(each["Resources"].get("CPU", 0)),
                 gpus=int(each["Resources"].get("GPU", 0)),
             )
-            for each in ray.nodes()
+            for each in found
             if each["Alive"]
         ]
         return sorted(nodes, key=lambda node: (node.node_id != own, node.address))
