@@ -43,9 +43,7 @@ def count_blocks(
         now_free = free_gpu_memory() if config.device == "cuda" else free_memory()
         free = max(0, now_free - (peak + reserved_bytes) * num_sharing)
         num_bytes = int(free * FREE_MEMORY_SHARE[config.device] / num_sharing)
-        if (
-            config.num_cache_blocks is not None
-        ):  # the cache of the old replicas is not free yet
+        if config.num_cache_blocks is not None:  # the cache of the old replicas is not free yet
             num_bytes = max(num_bytes, min(config.num_cache_blocks * block_bytes, free // num_sharing))
         logger.info("largest step takes %s, KV cache may take %s", shown_bytes(peak), shown_bytes(num_bytes))
     num_blocks = min(num_bytes // block_bytes, blocks_per_request * config.max_num_seqs)
