@@ -51,7 +51,7 @@ def test_an_engine_gives_the_tokens_of_transformers_and_leaves_nothing(
         monkeypatch.setenv(name, value)
     other_system.pretend(monkeypatch)
     with LLM(reference.folder, **layout, **SETTINGS) as llm:
-        (engine, *_) = llm.core._group.engines  # type: ignore[attr-defined]
+        (engine, *_) = llm.core._generation.group.engines  # type: ignore[attr-defined]
         assert isinstance(engine.handle, SpawnedProcess)
         outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=12))
         processes = living_ranks()
