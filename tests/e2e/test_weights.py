@@ -46,7 +46,7 @@ print((resident("VmHWM") - before) / weights, weights)
 
 @pytest.mark.parametrize("kind", ["plain", "fp8", "fused"])
 def test_peak_memory_while_loading_is_little_more_than_the_weights(kind: str, tmp_path: Path) -> None:
-    """The peak is at most 1.2 times the weights, mapped pages included.
+    """The peak is at most 1.25 times the weights, mapped pages included.
 
     A fused tensor is larger than one mapping, and one matrix in float32 would be larger than the margin.
     """
@@ -70,7 +70,7 @@ def test_peak_memory_while_loading_is_little_more_than_the_weights(kind: str, tm
     run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=200)
     ratio, num_bytes = map(float, run.stdout.split())
     assert num_bytes > 1.5e8
-    assert 1.0 <= ratio <= 1.2
+    assert 1.0 <= ratio <= 1.25
 
 
 def large_config(num_experts: int, expert_width: int) -> MixtralConfig:
