@@ -15,7 +15,6 @@ from torch.distributed import DistNetworkError, DistStoreError, Store
 
 from moeserve.addresses import StoreAddress
 from moeserve.distributed.store_server import (
-    NONCE_BYTES,
     Add,
     Check,
     Collect,
@@ -26,11 +25,11 @@ from moeserve.distributed.store_server import (
     Reply,
     Request,
     Set,
-    proof,
 )
 from moeserve.errors import DistributedError, shown
 from moeserve.processes import local_sockets
 from moeserve.processes.channel import Channel
+from moeserve.processes.proof import NONCE_BYTES, proof
 
 # Ranks that fail of the same cause report within moments of each other. Those silent after this time are the cause.
 WAIT_FOR_REPORTS_S = 0.5
@@ -212,9 +211,9 @@ def _authenticate(connection: socket.socket, key: str) -> None:
     """Prove that this side knows the secret, and check that the other one does."""
     challenge = _receive(connection, NONCE_BYTES)
     nonce = secrets.token_bytes(NONCE_BYTES)
-    connection.sendall(nonce + proof(key, b"rank", challenge, nonce))
+    connection.sendall(nonce + proof(bytes.fromhex(key), b"rank", challenge, nonce))
     answer = _receive(connection, NONCE_BYTES)
-    if not hmac.compare_digest(answer, proof(key, b"store", nonce, challenge)):
+    if not hmac.compare_digest(answer, proof(bytes.fromhex(key), b"store", nonce, challenge)):
         raise ConnectionRefusedError("it does not know the secret of this launch")
 
 

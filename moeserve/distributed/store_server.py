@@ -27,9 +27,9 @@ from moeserve.addresses import StoreAddress
 from moeserve.processes import local_sockets
 from moeserve.processes.channel import Channel, frame
 from moeserve.processes.local_sockets import NO_SIGNAL, is_same_user
+from moeserve.processes.proof import NONCE_BYTES, proof
 from moeserve.processes.wake_up import WakeUp
 
-NONCE_BYTES = 32
 SECONDS_TO_AUTHENTICATE = 10.0
 MAX_UNAUTHENTICATED = 1024  # connected peers that have not authenticated: beyond this the first one is dropped
 
@@ -92,11 +92,6 @@ class Request(msgspec.Struct, frozen=True):
 class Reply(msgspec.Struct, frozen=True):
     number: int  # of the request
     value: Any
-
-
-def proof(key: str, role: bytes, first: bytes, second: bytes) -> bytes:
-    """Return what shows to the other side of a connection that this one knows the secret."""
-    return hmac.digest(bytes.fromhex(key), role + first + second, "sha256")
 
 
 class StoreServer:
@@ -241,10 +236,10 @@ class _Loop:
         if received and len(peer.answer) < 2 * NONCE_BYTES:
             return
         nonce, answer = peer.answer[:NONCE_BYTES], peer.answer[NONCE_BYTES:]
-        if not hmac.compare_digest(answer, proof(self._key, b"rank", peer.nonce, nonce)):
+        if not hmac.compare_digest(answer, proof(bytes.fromhex(self._key), b"rank", peer.nonce, nonce)):
             self._drop(fd)
             return
-        peer.connection.send(proof(self._key, b"store", nonce, peer.nonce), NO_SIGNAL)
+        peer.connection.send(proof(bytes.fromhex(self._key), b"store", nonce, peer.nonce), NO_SIGNAL)
         del self._unauthenticated[fd]
         self._ranks[fd] = _Rank(Channel(peer.connection, Request))
 

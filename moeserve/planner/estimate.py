@@ -33,7 +33,7 @@ class PhaseEstimate:
     tokens_per_s: float  # sum of all replicas
     calibrated_step_s: float
     calibrated_tokens_per_s: float
-    # At `Assumptions.speed`:
+    # At the speed that `Assumptions.speed` names, one of these two:
     slowest_stage_s: float  # a step begins and ends in each such time
     exchange_s: float  # dispatch and combine, in one layer that has experts
     sent_bytes: float  # bytes that a rank sends to others in one such layer

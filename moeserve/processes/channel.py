@@ -15,7 +15,7 @@ from moeserve.processes.local_sockets import NO_SIGNAL
 
 Incoming = TypeVar("Incoming")
 
-_LENGTH = struct.Struct("<Q")
+LENGTH = struct.Struct("<Q")
 _CHUNK_BYTES = 2**20
 
 
@@ -123,12 +123,12 @@ class Channel(Generic[Incoming]):
 
     def _take_messages(self) -> list[Incoming]:
         messages, start = [], 0
-        while len(self._inbox) >= start + _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._inbox, start)
-            end = start + _LENGTH.size + length
+        while len(self._inbox) >= start + LENGTH.size:
+            (length,) = LENGTH.unpack_from(self._inbox, start)
+            end = start + LENGTH.size + length
             if len(self._inbox) < end:
                 break
-            messages.append(self._decoder.decode(bytes(self._inbox[start + _LENGTH.size : end])))
+            messages.append(self._decoder.decode(bytes(self._inbox[start + LENGTH.size : end])))
             start = end
         del self._inbox[:start]
         return messages
@@ -137,7 +137,7 @@ class Channel(Generic[Incoming]):
 def frame(message: Any) -> bytes:
     """Return a message as it is sent: its length, then its msgpack encoding."""
     body = msgspec.msgpack.encode(message)
-    return _LENGTH.pack(len(body)) + body
+    return LENGTH.pack(len(body)) + body
 
 
 def receive_frame(connection: socket.socket) -> bytes:
@@ -156,5 +156,5 @@ def receive_frame(connection: socket.socket) -> bytes:
             data += piece
         return bytes(data)
 
-    (length,) = _LENGTH.unpack(exactly(_LENGTH.size))
+    (length,) = LENGTH.unpack(exactly(LENGTH.size))
     return exactly(length)

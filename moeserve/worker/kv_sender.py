@@ -184,7 +184,7 @@ class BlockSender:
                     self._end(kept, len(kept.message.block_ids))
 
     def _kept_for(self, handle: str, receiver: str) -> _Kept | None:
-        """Return the blocks with a handle, if they are for this receiver. They may be kept in a moment."""
+        """Return the blocks with a handle if they are for this receiver. Wait a while if they are not kept yet."""
 
         def is_known() -> bool:
             return self._is_closed or handle in self._kept or handle in self._ended

@@ -12,7 +12,6 @@ import hmac
 import ipaddress
 import secrets
 import socket
-import struct
 import time
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -24,14 +23,14 @@ from torch import Tensor
 from moeserve.addresses import address_on
 from moeserve.config.settings import EngineConfig
 from moeserve.errors import SettingsError
+from moeserve.processes.channel import LENGTH, frame
+from moeserve.processes.proof import NONCE_BYTES, proof
 
-NONCE_BYTES = 32
 MIN_KEY_CHARACTERS = 16
 MAX_MESSAGE_BYTES = 2**20
 # For a rank that is in a step when it should keep blocks, before it is asked for them.
 SECONDS_TO_BE_KEPT = 10.0
 SECONDS_OF_SILENCE = SECONDS_TO_BE_KEPT + 5.0
-_LENGTH = struct.Struct("!I")
 
 
 class LayerShare(msgspec.Struct, frozen=True):
@@ -185,12 +184,12 @@ class Connection:
         """
         nonce = secrets.token_bytes(NONCE_BYTES)
         self.send(nonce)
-        other = self.receive(NONCE_BYTES)
+        other = bytes(self.receive(NONCE_BYTES))
         own_role, other_role = (b"reader", b"sender") if connects else (b"sender", b"reader")
-        own_proof = hmac.digest(key, own_role + nonce + other, "sha256")
+        own_proof = proof(key, own_role, nonce, other)
         if connects:
             self.send(own_proof)
-        expected = hmac.digest(key, other_role + other + nonce, "sha256")
+        expected = proof(key, other_role, other, nonce)
         if not hmac.compare_digest(self.receive(NONCE_BYTES), expected):
             raise PeerError("it has another key (kv_transfer_key_file)")
         if not connects:
@@ -215,11 +214,10 @@ class Connection:
             view = view[num_bytes:]
 
     def send_message(self, message: Any) -> None:
-        data = msgspec.msgpack.encode(message)
-        self.send(_LENGTH.pack(len(data)) + data)
+        self.send(frame(message))
 
     def receive_message(self, kind: type[T] | Any) -> T:
-        (length,) = _LENGTH.unpack(self.receive(_LENGTH.size))
+        (length,) = LENGTH.unpack(self.receive(LENGTH.size))
         if length > MAX_MESSAGE_BYTES:
             raise PeerError(f"it has sent a message of {length} bytes")
         try:

@@ -27,18 +27,17 @@ from moeserve.addresses import StoreAddress
 from moeserve.distributed import gloo
 from moeserve.distributed.store import GatheringStore, RendezvousStore, StoreConnection, connect_store
 from moeserve.distributed.store_server import (
-    NONCE_BYTES,
     SECONDS_TO_AUTHENTICATE,
     Check,
     Operation,
     Request,
     Set,
     StoreServer,
-    proof,
     start_store,
 )
 from moeserve.errors import DistributedError
 from moeserve.processes.channel import frame
+from moeserve.processes.proof import NONCE_BYTES, proof
 
 
 @pytest.fixture(params=["unix", "tcp"])
@@ -208,7 +207,7 @@ def test_a_peer_that_does_not_read_its_proof_is_disconnected() -> None:
     peer, nonce = raw_connection(server.address), bytes(NONCE_BYTES)
     challenge = peer.recv(NONCE_BYTES, socket.MSG_WAITALL)
     peer.shutdown(socket.SHUT_RD)
-    peer.sendall(nonce + proof(server.address.key, b"rank", challenge, nonce))
+    peer.sendall(nonce + proof(bytes.fromhex(server.address.key), b"rank", challenge, nonce))
     poll = select.poll()
     poll.register(peer, 0)
     assert poll.poll(0.5 * SECONDS_TO_AUTHENTICATE * 1000)

@@ -23,7 +23,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": f"For a response: {TEXT}", "max_output_tokens": 5, "temperature": 0},
     "/v1/messages": {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 5, "temperature": 0},
 }
-# What is new in each answer, and what depends on the cache.
+# Fields that differ between equal answers: ids and times, and the number of cached tokens.
 CHANGING = {"id", "created", "created_at", "cached_tokens", "cache_read_input_tokens", "input_tokens"}
 FOR_REMOTE_DECODE = {"do_remote_decode": True}
 

@@ -39,10 +39,24 @@ STATS = ReplicaStats(num_free_blocks=1, num_waiting=0, num_running=1, num_rounds
 WINDOW = load_windows.of_counts([[2]], [[2]])
 
 
-class Engine:
-    """An engine process that only receives, and ends when the test lets it. See `ProcessHandle`."""
+class PlayedProcess:
+    """A process that ends when the test lets it. See `ProcessHandle`."""
 
     watched_fds: ClassVar[list[int]] = []
+    cause: str | None = None
+
+    def exit_cause(self) -> str | None:
+        return self.cause
+
+    def kill(self) -> None:
+        self.cause = self.cause or "killed by SIGKILL"
+
+    def wait(self, timeout_s: float) -> bool:
+        return self.cause is not None
+
+
+class Engine(PlayedProcess):
+    """An engine process that only receives."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
@@ -50,7 +64,6 @@ class Engine:
         self._channel: Channel[Any] = Channel(theirs, ReplicaMessage)
         self._channel.send(Ready(num_blocks=10**4))
         self._received: list[Any] = []
-        self.cause: str | None = None
 
     @property
     def received(self) -> list[Any]:
@@ -73,15 +86,6 @@ class Engine:
 
     def answer(self, window: LoadWindow) -> None:
         self._channel.send(Delivery([], STATS, window, answers=True))
-
-    def exit_cause(self) -> str | None:
-        return self.cause
-
-    def kill(self) -> None:
-        self.cause = self.cause or "killed by SIGKILL"
-
-    def wait(self, timeout_s: float) -> bool:
-        return self.cause is not None
 
     def close(self) -> None:
         pass

@@ -15,10 +15,10 @@ import socket
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
-from test_engine_restart import config_of
+from test_engine_restart import PlayedProcess, config_of
 
 from moeserve.config.settings import EngineConfig
 from moeserve.engine import generation, replicas
@@ -62,10 +62,8 @@ def token_of(name: str, position: int) -> int:
     return ord(name) * 100 + position
 
 
-class Process:
-    """An engine process that computes a token of each of its requests at a time. See `ProcessHandle`."""
-
-    watched_fds: ClassVar[list[int]] = []
+class Process(PlayedProcess):
+    """An engine process that computes a token of each of its requests at a time."""
 
     def __init__(self, name: str, lengths: dict[str, int]) -> None:
         ours, theirs = socket.socketpair()
@@ -75,7 +73,6 @@ class Process:
         self.is_ready = False
         self.num_sent = 0  # messages
         self.num_tokens: dict[str, int] = {}  # of each request, the given ones included
-        self.cause: str | None = None
 
     @property
     def has_mail(self) -> bool:
@@ -118,15 +115,6 @@ class Process:
     def _deliver(self, update: RequestUpdate) -> None:
         self.num_sent += 1
         self._channel.send(Delivery([update], STATS))
-
-    def exit_cause(self) -> str | None:
-        return self.cause
-
-    def kill(self) -> None:
-        self.cause = self.cause or "killed by SIGKILL"
-
-    def wait(self, timeout_s: float) -> bool:
-        return self.cause is not None
 
     def close(self) -> None:
         self._channel.close()
