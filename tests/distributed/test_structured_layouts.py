@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -50,10 +51,9 @@ def test_outputs_continue_in_their_grammar_after_a_rank_has_died(folder: str, ex
     with small_llm(folder, data_parallel_size=2, on_failure="restart", **SETTINGS) as llm:
         prompts, params = requests()
         streams = [llm.stream(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
-        for stream in streams:
-            next(stream)
-            next(stream)
+        outputs = [list(islice(stream, 2)) for stream in streams]  # short requests may end here
         for rank in living_ranks()[:1]:
             os.kill(rank.pid, signal.SIGKILL)
-        outputs = [list(stream)[-1].outputs[0] for stream in streams]
-        assert [result(output) for output in outputs] == expected
+        for each, stream in zip(outputs, streams, strict=True):
+            each.extend(stream)
+        assert [result(each[-1].outputs[0]) for each in outputs] == expected
