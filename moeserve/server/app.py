@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import Depends, FastAPI, Request
@@ -63,7 +65,16 @@ RequestClient = Annotated[Client, Depends(_client)]
 
 def build_app(service: Service, settings: ServerSettings, keys: Keys) -> FastAPI:
     """Return the application that serves one model."""
-    app = FastAPI(title="moeserve", version=__version__, responses=ERRORS, docs_url=None, redoc_url=None)
+
+    @contextlib.asynccontextmanager
+    async def admitting(app: FastAPI) -> AsyncIterator[None]:
+        task = asyncio.create_task(service.admit_after_scaling())
+        yield
+        task.cancel()
+
+    app = FastAPI(
+        title="moeserve", version=__version__, responses=ERRORS, docs_url=None, redoc_url=None, lifespan=admitting
+    )
     _add_status_routes(app, service)
     _add_model_routes(app, service)
     if settings.allow_scale:

@@ -41,5 +41,4 @@ def add_scale_route(app: FastAPI, service: Service) -> None:
             size = service.llm.config.data_parallel_size
             message = f"the new replicas could not be started, and {size} serve as before; the server's log says why"
             raise ApiError(503, message, code="scaling_failed") from error
-        service.admission.admit_waiting()
         return ScaleAnswer(data_parallel_size=body.data_parallel_size)

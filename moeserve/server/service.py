@@ -25,6 +25,7 @@ from moeserve.server.tracing import Tracing
 
 # Share of requests beyond those that run, which wait inside the engine so that it always has a next one.
 AHEAD = 0.25
+SECONDS_BETWEEN_LOOKS = 0.25  # at the number of replicas
 MAX_PREPARED = 2  # prompts that are rendered and tokenized at a time
 # For requests that are ended to send their errors; after the second signal.
 SECONDS_TO_END, SECONDS_TO_END_AT_ONCE = 5.0, 1.0
@@ -193,6 +194,12 @@ class Service:
                         yield output
             except MoeserveError as error:
                 raise api_error(error) from error
+
+    async def admit_after_scaling(self) -> None:
+        """Admit requests that wait when there are more replicas; this or another process may have added them."""
+        while True:
+            await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
+            self.admission.admit_waiting()
 
     async def drain(self, timeout_s: float, is_forced: Callable[[], bool]) -> None:
         """Refuse new requests, and wait until those that run have ended; after a time, end them with an error.

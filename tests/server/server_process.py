@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import httpx2 as httpx
@@ -58,6 +58,11 @@ class ServerProcess:
     def status_of(self, path: str) -> int:
         return int(httpx.get(f"{self.url}{path}", timeout=60.0).status_code)
 
+    def metric(self, name: str) -> float:
+        """Return a metric, summed over all of its labels."""
+        text = httpx.get(f"{self.url}/metrics", timeout=60.0).text
+        return sum(map(float, re.findall(rf"^moeserve_{name}{{.*}} (\S+)$", text, re.MULTILINE)))
+
     def wait_for_readiness(self, status: int, seconds: float) -> float:
         """Wait until /ready answers with this status. Return the seconds that this took."""
         began_at = time.monotonic()
@@ -96,3 +101,10 @@ def serving(*flags: str) -> Iterator[ServerProcess]:
         yield server
     finally:
         server.end()
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,7 +13,7 @@ import openai
 import psutil
 import pytest
 from rank_processes import living_ranks
-from server_process import ServerProcess, serving
+from server_process import ServerProcess, serving, wait_until
 from tiny_model import save_tiny_model
 
 pytestmark = pytest.mark.ranks
@@ -40,18 +38,6 @@ def ask(server: ServerProcess, **options: object) -> str:
         return answer.choices[0].text
 
 
-def metric(server: ServerProcess, name: str) -> float:
-    text = httpx.get(f"{server.url}/metrics").text
-    return sum(map(float, re.findall(rf"^moeserve_{name}{{.*}} (\S+)$", text, re.MULTILINE)))
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def test_one_service(server: ServerProcess) -> None:
     with ThreadPoolExecutor(8) as threads:
         texts = list(threads.map(lambda _: ask(server), range(NUM_REQUESTS)))
@@ -63,12 +49,12 @@ def test_one_service(server: ServerProcess) -> None:
 
     # Each answer is of one of the processes, and has the totals of both.
     num_tokens = NUM_REQUESTS * (20 + 300)
-    wait_until(lambda: all(metric(server, "generation_tokens_total") == num_tokens for _ in range(NUM_REQUESTS)))
+    wait_until(lambda: all(server.metric("generation_tokens_total") == num_tokens for _ in range(NUM_REQUESTS)))
 
     body = {"model": MODEL, "prompt": [3], "max_tokens": 500, "n": 4, "stream": True, "ignore_eos": True}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body):  # hangs up
-        wait_until(lambda: metric(server, "num_requests_running") == 4)
-    wait_until(lambda: metric(server, "num_requests_running") == 0)
+        wait_until(lambda: server.metric("num_requests_running") == 4)
+    wait_until(lambda: server.metric("num_requests_running") == 0)
 
 
 def api_processes(server: ServerProcess) -> dict[str, psutil.Process]:
@@ -86,7 +72,7 @@ def test_an_api_process_that_is_killed_is_replaced(server: ServerProcess) -> Non
         before["API process 1"].send_signal(signal.SIGKILL)
         wait_until(lambda: "API process 2" in api_processes(server))
         assert len(set(threads.map(lambda _: try_to_ask(server), range(NUM_REQUESTS))) - {None}) > 1
-    wait_until(lambda: metric(server, "num_requests_running") == 0)
+    wait_until(lambda: server.metric("num_requests_running") == 0)
     wait_until(lambda: len({try_to_ask(server) for _ in range(NUM_REQUESTS)} - {None}) == NUM_REQUESTS)
     assert api_processes(server).keys() == {"API process 0", "API process 2"}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +12,7 @@ from pathlib import Path
 import httpx2 as httpx
 import pytest
 from rank_processes import living_ranks
-from server_process import ServerProcess, serving
+from server_process import ServerProcess, serving, wait_until
 from tiny_model import save_tiny_model
 
 pytestmark = pytest.mark.ranks
@@ -65,3 +67,37 @@ def test_the_size_changes_while_the_server_answers(tmp_path: Path, num_processes
 def test_the_endpoint_is_off_by_default(tmp_path: Path) -> None:
     with serving(str(save_tiny_model(tmp_path)), "--dtype=float32") as server:
         assert scale(server, 2)[0] == 404
+
+
+def test_all_processes_admit_requests_for_new_replicas(tmp_path: Path) -> None:
+    """No request ends in this test, so a process admits others only because it has noticed the new number."""
+    folder = save_tiny_model(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 20_008}))
+    body = BODY | {"max_tokens": 20_000, "stream": True}
+    flags = ["--kv-cache-memory=64MiB", "--max-num-seqs=1", "--api-server-count=2", "--allow-scale"]
+    with serving(str(folder), "--dtype=float32", "--num-threads=1", *flags) as server:
+
+        async def stream(client: httpx.AsyncClient) -> None:
+            async with client.stream("POST", f"{server.url}/v1/completions", json=body) as answer:
+                async for _ in answer.aiter_lines():
+                    pass
+
+        def scale_to_four() -> None:
+            wait_until(lambda: num_admitted(server) == 2)
+            assert scale(server, 4)[0] == 200
+            wait_until(lambda: num_admitted(server) == 6)  # each process: half of 1.25 for each replica
+
+        async def run() -> None:
+            limits = httpx.Limits(max_connections=None)
+            async with httpx.AsyncClient(timeout=600, limits=limits) as client:
+                streams = asyncio.gather(*(stream(client) for _ in range(40)))  # the system chooses their process
+                await asyncio.to_thread(scale_to_four)
+                assert not streams.done()
+                streams.cancel()
+
+        asyncio.run(run())
+
+
+def num_admitted(server: ServerProcess) -> float:
+    return server.metric("num_requests_running") + server.metric("num_requests_waiting")
