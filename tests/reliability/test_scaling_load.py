@@ -9,13 +9,14 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psutil
 import pytest
 from rank_processes import assert_gone, living_ranks
+from ray_clusters import ray_with_cpus
 from reference_models import Reference
 
 from moeserve import LLM, SamplingParams
@@ -88,18 +89,6 @@ class Load:
 @pytest.fixture(scope="module")
 def reference(reference_named: Callable[[str], Reference]) -> Reference:
     return reference_named("mixtral")
-
-
-@contextlib.contextmanager
-def ray_with_cpus(num_cpus: int) -> Iterator[None]:
-    ray = pytest.importorskip("ray")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_ADDRESS", "local")
-        ray.init(address="local", num_cpus=num_cpus, include_dashboard=False)
-        try:
-            yield
-        finally:
-            ray.shutdown()
 
 
 def check_sizes(llm: LLM, reference: Reference, longest_s: float) -> None:

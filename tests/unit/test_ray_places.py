@@ -5,11 +5,23 @@ from __future__ import annotations
 import logging
 
 import pytest
+from ray_clusters import ray_with_cpus
+from test_config import FACTS
 
 pytest.importorskip("ray", reason="install it with: pip install -e '.[ray]'")
+import ray
+from ray.util import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from moeserve.config.resolve import MachineFacts, resolve
+from moeserve.config.settings import EngineConfig
+from moeserve.config.validation import parse_settings
 from moeserve.distributed.mesh import Mesh
+from moeserve.errors import EngineError, SettingsError
+from moeserve.executor.ray import placement
+from moeserve.executor.ray.cluster import Cluster
 from moeserve.executor.ray.nodes import Node
-from moeserve.executor.ray.placement import Place, warn_of_split_groups, whole_groups_first
+from moeserve.executor.ray.placement import Place, reserve, warn_of_split_groups, whole_groups_first
 
 
 def places(nodes: str) -> list[Place]:
@@ -58,3 +70,32 @@ def test_a_split_replica_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
         warn_of_split_groups(places("AABBBCCC"), Mesh(tp=2, dp=2, pp=2))
     (message,) = caplog.messages
     assert "replica 1 " in message
+
+
+def config_of(num_replicas: int) -> EngineConfig:
+    settings = {"data_parallel_size": num_replicas, "executor": "ray", "num_threads": 1}
+    return resolve(parse_settings(settings), FACTS, MachineFacts(num_cores=8, cores_of_nodes=[8]))
+
+
+def test_bundles_in_use_are_not_given_to_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another actor has one of the 4 bundles of an adopted group, until it ends."""
+
+    class Busy:
+        pass
+
+    with ray_with_cpus(5):
+        list_nodes = Cluster().nodes
+        group = placement_group([{"CPU": 1}] * 4)
+        placed = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=1)
+        actor = ray.remote(num_cpus=1)(Busy).options(scheduling_strategy=placed).remote()
+        ray.get(actor.__ray_ready__.remote())
+        assert [place.bundle for place in reserve(config_of(2), list_nodes, group, [])] == [0, 2]
+        assert [place.bundle for place in reserve(config_of(3), list_nodes, group, [])] == [0, 2, 3]
+        with pytest.raises(SettingsError, match="but 5 ranks"):
+            reserve(config_of(5), list_nodes, group, [])
+        monkeypatch.setattr(placement, "SECONDS_TO_RESERVE", 0.0)
+        with pytest.raises(EngineError, match="of which 3 are free, but 4 ranks"):
+            reserve(config_of(4), list_nodes, group, [])
+        ray.kill(actor)
+        monkeypatch.setattr(placement, "SECONDS_TO_RESERVE", 60.0)
+        assert [place.bundle for place in reserve(config_of(4), list_nodes, group, [])] == [0, 1, 2, 3]

@@ -108,9 +108,10 @@ class RankActor(ActorProcess):
     """One rank. Does nothing until it is started."""
 
     def __init__(self, name: str, log_level: int) -> None:
-        super().__init__(name, log_level)
-        # Imports torch, which can block this process for longer than SECONDS_OF_SILENCE: no call is answered before.
+        # Imports torch, which can block this process for longer than SECONDS_OF_SILENCE, and on busy cores take longer
+        # than SECONDS_UNTIL_ORPHANED: no call is answered before, and the time without calls is counted from then on.
         importlib.import_module("moeserve.worker.worker")
+        super().__init__(name, log_level)
         self._store: Any = None
         self._worker: Any = None
         self._thread = threading.local()

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import ray
 from ray.exceptions import RayError
+from ray.util.placement_group import get_current_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from moeserve.config.environment import ray_address, ray_temporary_folder
@@ -48,6 +49,8 @@ class Cluster:
         with Cluster._lock:
             self._connect(may_start)
             Cluster._num_open += self._is_ours
+        # The group that this task or actor is in. Threads that a task starts later would not find it.
+        self.placement_group = get_current_placement_group()
 
     def _connect(self, may_start: bool) -> None:
         if ray.is_initialized():

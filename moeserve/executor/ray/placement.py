@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import ray
 from ray.util.placement_group import (
     PlacementGroup,
-    get_current_placement_group,
     placement_group,
     placement_group_table,
 )
@@ -27,6 +26,7 @@ from moeserve.worker.protocol import mesh_of
 logger = logging.getLogger(__name__)
 
 SECONDS_TO_RESERVE = 30.0  # that a reservation which the cluster could hold may take
+SECONDS_BETWEEN_LOOKS = 0.2
 
 
 @dataclass(frozen=True)
@@ -39,31 +39,28 @@ class Place:
 
 
 def reserve(
-    config: EngineConfig, list_nodes: Callable[[], Sequence[Node]], reserved: list[PlacementGroup]
+    config: EngineConfig,
+    list_nodes: Callable[[], Sequence[Node]],
+    adopted: PlacementGroup | None,
+    reserved: list[PlacementGroup],
 ) -> list[Place]:
     """Return a place for each rank, by rank: those of this node first, then by address and bundle.
 
-    The placement group that this process is in is used if there is one; else a group is reserved for each replica, or
-    for each of its pipeline stages where nodes are too small for whole replicas.
-
     Args:
         list_nodes: returns the living nodes, this one first.
+        adopted: the group whose free bundles are used. None: a group is reserved for each replica, or for each of its
+            pipeline stages where nodes are too small for whole replicas.
         reserved: groups that were reserved are appended, also when an error is raised.
 
     Raises:
-        SettingsError: the placement group that this process is in is too small.
-        EngineError: the cluster has too few free resources.
+        SettingsError: the adopted group is too small.
+        EngineError: the cluster, or the adopted group, has too few free resources.
     """
     nodes, sizes = list_nodes(), (config.ranks_per_replica, config.tensor_parallel_size)
     bundle = {"CPU": float(config.num_threads)} | ({"GPU": 1.0} if config.device == "cuda" else {})
-    if (adopted := get_current_placement_group()) is not None:
-        places = _places_in(adopted, bundle, nodes)
-        if len(places) < config.num_ranks:
-            raise SettingsError(
-                f"the placement group of this process has {len(places)} bundles with {_shown(bundle)}, but there are "
-                f"{config.num_ranks} ranks; make it larger, or run outside of it"
-            )
-        return whole_groups_first(places, *sizes)[: config.num_ranks]
+    if adopted is not None:
+        free = _free_places(adopted, bundle, list_nodes, config.num_ranks)
+        return whole_groups_first(free, *sizes)[: config.num_ranks]
     cores = [node.cores for node in nodes]
     fitting = [size for size in sizes if fit_whole(cores, config.num_threads, size, config.num_ranks // size)]
     size, strategy = (fitting[0], "STRICT_PACK") if fitting else (sizes[0], "PACK")
@@ -126,6 +123,36 @@ def show_layout(config: EngineConfig, places: Sequence[Place], show_progress: bo
         print("\n".join(lines), file=sys.stderr, flush=True)
     else:
         logger.info("ranks:\n%s", "\n".join(lines))
+
+
+def _free_places(
+    group: PlacementGroup, least: dict[str, float], list_nodes: Callable[[], Sequence[Node]], num_ranks: int
+) -> list[Place]:
+    """Return the bundles of a group that nobody uses, once there are enough: those of ended ranks take a moment."""
+    deadline = time.monotonic() + SECONDS_TO_RESERVE
+    while True:
+        places, available = _places_in(group, least, list_nodes()), ray.available_resources()
+        free = [
+            place
+            for place in places
+            if all(_free_in_bundle(available, place, name) >= amount for name, amount in least.items())
+        ]
+        if len(free) >= num_ranks:
+            return free
+        shortage = (
+            f"the placement group of this process has {len(places)} bundles with {_shown(least)}, of which {len(free)} "
+            f"are free, but {num_ranks} ranks need one each; make it larger, or run outside of it"
+        )
+        if len(places) < num_ranks:
+            raise SettingsError(shortage)
+        if time.monotonic() > deadline:
+            raise EngineError(shortage)
+        time.sleep(SECONDS_BETWEEN_LOOKS)
+
+
+def _free_in_bundle(available: dict[str, float], place: Place, resource: str) -> float:
+    """Return the free part of a bundle's resource, which Ray counts under a name with the bundle's index and group."""
+    return available.get(f"{resource}_group_{place.bundle}_{place.group.id.hex()}", 0.0)
 
 
 def _places_in(group: PlacementGroup, least: dict[str, float], nodes: Sequence[Node]) -> list[Place]:

@@ -40,7 +40,7 @@ def start_ray_group(
         engine_class: the actor of a replica's engine; has a method `serve(starts: list[bytes], ranks, show_progress)`.
 
     Raises:
-        SettingsError: the nodes differ, or cannot read the model.
+        SettingsError: the nodes differ, or cannot read the model; the placement group of this process is too small.
         EngineError: the cluster has too few free resources, or a node fails.
     """
     if not ray.is_initialized():  # Ray would start another cluster at the next call
@@ -49,7 +49,7 @@ def start_ray_group(
     # Ranks on a failed node time out, while the others report errors at once: wait before naming the cause.
     group = WorkerGroup(SECONDS_OF_SILENCE + SECONDS_OF_A_READ, lambda: _release(reserved))
     try:
-        places = reserve(config, cluster.nodes, reserved)
+        places = reserve(config, cluster.nodes, cluster.placement_group, reserved)
         _start_actors(group, config, places, engine_class)
         _check_nodes(group, config.model_path, places)
         warn_of_split_groups(places, mesh_of(config))
