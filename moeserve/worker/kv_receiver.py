@@ -31,7 +31,7 @@ from moeserve.worker.kv_wire import (
 
 logger = logging.getLogger(__name__)
 
-SECONDS_TO_CONNECT = 3.0
+SECONDS_TO_CONNECT = 5.0  # three tries: lost packets are sent again after 1 and 3 s
 SECONDS_TO_AVOID = 10.0  # a sender that did not answer
 
 

@@ -39,7 +39,7 @@ MAX_CONNECTIONS = 256  # at once
 MAX_STRANGERS = 64  # connections that have not proved that they know the key; further ones are closed
 MAX_REMEMBERED = 4096  # handles of blocks that are not kept any more
 SECONDS_BETWEEN_LOOKS = 0.5  # for blocks that were kept for too long
-SECONDS_TO_AUTHENTICATE = 2.0
+SECONDS_TO_AUTHENTICATE = 10.0
 
 
 @dataclass(eq=False)
