@@ -6,66 +6,28 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
-
-import msgspec
+from concurrent.futures import Future, wait
 
 from moeserve.config.settings import EngineConfig
-from moeserve.engine.base import (
-    Ownership,
-    fit_to_cache,
-    log_lowered_length,
-    require_encodable,
-    require_new,
-)
+from moeserve.engine.base import Ownership, fit_to_cache, log_lowered_length, require_new
 from moeserve.engine.generation import SECONDS_BETWEEN_LOOKS, SECONDS_TO_END, Generation, with_limits_of
+from moeserve.engine.in_flight import RequestsInFlight
 from moeserve.engine.protocol import Delivery, EngineMessage
+from moeserve.engine.restart import restart
 from moeserve.engine.scaling import Scaling
 from moeserve.errors import EngineError, ScaleError, ScalingInProgressError, SettingsError
 from moeserve.interrupts import interrupts_allowed
-from moeserve.processes.channel import frame
 from moeserve.processes.failures import FailureReport, as_error, root_cause
 from moeserve.processes.supervision import ProcessPoll, WatchedProcess
 from moeserve.processes.wake_up import WakeUp
 from moeserve.processes.worker_group import WorkerGroup
-from moeserve.protocol import (
-    AbortRequest,
-    AddRequest,
-    CollectLoad,
-    ReplicaStats,
-    Request,
-    RequestUpdate,
-    Sample,
-    Wake,
-)
+from moeserve.protocol import ReplicaStats, Request, RequestUpdate, Sample
 from moeserve.telemetry.expert_load import LoadWindow
 
 logger = logging.getLogger(__name__)
 
-# Time in which the resources of a failed worker group must be back. Seconds.
-SECONDS_TO_RESTART = 110.0
-SECONDS_BETWEEN_STARTS = 1.0
-# Restarts without a new token of a request, after which the next failure ends it: it may be the cause.
-MAX_FRUITLESS_RESTARTS = 3
-WAKE = frame(Wake())
 # Times `step_timeout` without a message, after which the replicas' processes hang. They report ranks that hang earlier.
 MOST_SILENT_STEPS = 2
-
-
-@dataclass(eq=False)
-class _InFlight:
-    """A request that has not ended."""
-
-    request: Request
-    engine: WatchedProcess[EngineMessage]  # of its replica
-    token_ids: list[int] = field(default_factory=list)  # received
-    is_aborted: bool = False  # its end is on its way
-    num_failures: int = 0  # of the engine since its last token
-
-    def resumed(self) -> Request:
-        """Return the request that continues after the tokens that were received."""
-        return msgspec.structs.replace(self.request, output_token_ids=self.request.output_token_ids + self.token_ids)
 
 
 def _run_in_thread(work: Callable[[], None]) -> None:
@@ -78,8 +40,8 @@ class Replicas:
     When a process fails, all processes are ended. Then either all requests end with an error that names the process,
     and further requests are refused; or, with on_failure="restart", new processes are started and the requests continue
     after the tokens that were received; or, with on_failure="shrink", the same with one replica fewer. A restart is
-    retried for a while, until the operator of the cluster has replaced a failed node. Without requests the next one
-    restarts the engine.
+    retried for a while (`restart`), until the operator of the cluster has replaced a failed node. Without requests the
+    next one restarts the engine.
 
     The number of replicas changes in the same way: the requests continue on another worker group (`Generation`), which
     has loaded the model while the first one served.
@@ -113,10 +75,8 @@ class Replicas:
         self._wake_up = WakeUp()
         self._undelivered: list[RequestUpdate] = []  # received, and not returned by `step` yet
         self._loads: list[LoadWindow] = []  # not returned by `take_loads` yet
-        self._in_flight: dict[str, _InFlight] = {}
+        self._in_flight = RequestsInFlight()
         self._awaits_load = False  # a window was requested and has not been received
-        self._must_wake = False  # replicas may be asleep, and one has work
-        self._has_sleepers = False  # a request was sent while others ran, without waking the other replicas
         self._last_message_s = 0.0  # or the first request, if that was later
         self._failure = ""  # why there are no processes; empty while they run
         self._is_shut_down = False
@@ -161,24 +121,25 @@ class Replicas:
 
     def add(self, request: Request, samples: Sequence[Sample] = ()) -> None:
         self._require_serving()
-        require_new([request.request_id, *(sample.request_id for sample in samples)], self._in_flight)
-        self._send(request, samples)
+        require_new([request.request_id, *(sample.request_id for sample in samples)], self._in_flight.ids)
+        if not self._in_flight:
+            self._last_message_s = time.monotonic()
+        self._in_flight.send(request, samples)
 
     def abort(self, request_id: str) -> None:
         self._ownership.require()
-        if (known := self._in_flight.get(request_id)) is not None:
-            known.is_aborted = True
-            known.engine.channel.send(AbortRequest(request_id))
+        self._in_flight.abort(request_id)
 
     def step(self) -> list[RequestUpdate]:
         self._ownership.require()
-        self._wake_sleepers()
-        self._receive()
-        if self._failure and self.config.on_failure != "end" and not (self._is_shut_down or self._is_ending):
-            self._undelivered += self._resume()  # without requests too: the next one should find an engine
-        while not self._undelivered and self.has_work and not self._wake_up.take():
-            self._wait()
+        self._in_flight.wake_sleepers()
+        while True:
             self._receive()
+            if self._failure and self.config.on_failure != "end" and not (self._is_shut_down or self._is_ending):
+                self._undelivered += self._resume()  # without requests too: the next one should find an engine
+            if self._undelivered or not self.has_work or self._wake_up.take():
+                break
+            self._wait()
         updates, self._undelivered = self._undelivered, []
         if not updates and not self._in_flight:
             self._require_open()
@@ -241,15 +202,17 @@ class Replicas:
         if self._is_shut_down or not self._ownership.is_owner:  # a fork of the owner must leave the engine alone
             return
         self._is_shut_down = True
-        self._undelivered += self._end_requests(list(self._in_flight), error=None)
+        self._undelivered += self._in_flight.end_all(error=None)
         if self._scaling is not None:
             self._scaling.cancel("the engine was shut down")
         if not self._failure:
             self._generation.shut_down()
-        deadline = time.monotonic() + 2 * SECONDS_TO_END
-        while self._is_scaling and time.monotonic() < deadline:
-            time.sleep(0.01)
-        self._close()
+            self._watch_nothing()
+        if self._scaling is not None and not wait([self._scaling.done], 2 * SECONDS_TO_END).done:
+            # A start of processes takes longer. What it uses must not be freed before it has ended.
+            self._scaling.done.add_done_callback(lambda _: self._close())
+        else:
+            self._close()
 
     @property
     def _is_scaling(self) -> bool:
@@ -268,6 +231,8 @@ class Replicas:
     def _let_serve(self, generation: Generation) -> None:
         """Send requests to the replicas of this generation from now on."""
         self._generation, self.config = generation, generation.config
+        self._in_flight.generation = generation
+        self._last_message_s = time.monotonic()
         self._watch()
         if self._awaits_load:
             self._request_load()
@@ -279,6 +244,10 @@ class Replicas:
         self._poll = ProcessPoll([*self._serving, *(loading.group.members if loading else ())], self._wake_up.fd)
         self._watched_loading = loading
 
+    def _watch_nothing(self) -> None:
+        """Let nothing but a wake-up end a wait: file descriptors of processes that were ended would end every one."""
+        self._poll = ProcessPoll([], self._wake_up.fd)
+
     def _advance_scaling(self) -> None:
         """Let a new generation serve if it is ready: requests continue there, and the old one is ended."""
         if self._scaling is None:
@@ -286,7 +255,7 @@ class Replicas:
         new, old = self._scaling.advance(), self._generation
         if new is not None:
             self._let_serve(new)
-            self._undelivered += self._continue_requests()
+            self._undelivered += self._in_flight.continue_all()
             self._scaling.retire(old)
             logger.info("the engine has %d replica(s) now, instead of %d", len(new.index_of), len(old.index_of))
         elif self._scaling.loading is not self._watched_loading:
@@ -303,7 +272,7 @@ class Replicas:
             with interrupts_allowed():
                 self._start(config)
             self._failure = ""
-            self._undelivered += self._continue_requests()
+            self._undelivered += self._in_flight.continue_all()
             done.set_result(None)
         except (EngineError, ValueError, OSError) as error:
             self._failure = f"the number of replicas stays {running.data_parallel_size}: {error}"
@@ -317,8 +286,7 @@ class Replicas:
 
     def _request_load(self) -> None:
         self._awaits_load = True
-        self._generation.group.engines[0].channel.send(CollectLoad())
-        self._must_wake = True
+        self._in_flight.collect_load()
 
     def _restart(self, config: EngineConfig) -> None:
         """Start new processes, and try again until the resources for them are there.
@@ -326,20 +294,8 @@ class Replicas:
         Raises:
             EngineError: they are not there in time.
         """
-        deadline = time.monotonic() + SECONDS_TO_RESTART
-        while True:
-            try:
-                with interrupts_allowed():
-                    self._start(config)
-                self._failure = ""
-                return
-            except (EngineError, ValueError, OSError) as error:  # a node that comes back may be incomplete for a while
-                if time.monotonic() > deadline or self._is_ending:
-                    raise EngineError(f"the engine could not be restarted: {error}") from error
-                logger.warning("restarting failed, trying again: %s", error)
-                with interrupts_allowed():
-                    time.sleep(SECONDS_BETWEEN_STARTS)
-                config = self._config_after_failure(config)
+        restart(self._start, config, self._config_after_failure, lambda: self._is_ending)
+        self._failure = ""
 
     def _config_after_failure(self, config: EngineConfig) -> EngineConfig:
         """Return the config to restart with: with on_failure="shrink", of the next smaller size that is possible."""
@@ -350,38 +306,9 @@ class Replicas:
                 logger.warning("the engine cannot have %d replica(s): %s", smaller, error)
         return config
 
-    def _send(self, request: Request, samples: Sequence[Sample] = ()) -> None:
-        """Send a request and further samples of it, in one message to each replica that serves some of them.
-
-        Raises:
-            RequestError: it cannot be encoded. Nothing has changed.
-        """
-        require_encodable(request)
-        if not self._in_flight:
-            self._last_message_s = time.monotonic()
-            self._must_wake = True
-        requests = AddRequest(request, list(samples)).requests
-        engines = self._generation.group.engines
-        indices = self._generation.router.choose_each(request, [each.request_id for each in requests])
-        by_replica: dict[int, list[Request]] = {}
-        for index, each in zip(indices, requests, strict=True):
-            by_replica.setdefault(index, []).append(each)
-            self._in_flight[each.request_id] = _InFlight(each, engines[index])
-        for index, (first, *others) in by_replica.items():
-            message = AddRequest(first, [Sample(each.request_id, each.seed) for each in others])
-            engines[index].channel.send(message)
-        self._has_sleepers |= not self._must_wake  # replicas that run requests keep all others awake
-
-    def _wake_sleepers(self) -> None:
-        """Wake all replicas if one may be asleep: no step begins without them."""
-        if self._must_wake:
-            self._must_wake = self._has_sleepers = False
-            for engine in self._generation.group.engines:
-                engine.channel.send_frame(WAKE)
-
     def _wait(self) -> None:
         """Wait for messages. A replica that hangs is noticed by the others, or here if all are silent."""
-        self._wake_sleepers()
+        self._in_flight.wake_sleepers()
         self._poll.ready(SECONDS_BETWEEN_LOOKS if self._is_scaling else self.config.step_timeout)
 
     def _receive(self) -> None:
@@ -398,6 +325,7 @@ class Replicas:
                 cause = root_cause(group.collect_failures() or [silence])
                 self._undelivered += self._received(group.engines)
                 self._generation.end()
+                self._watch_nothing()
                 self._fail(str(as_error(cause, f"the engine failed with {len(self._in_flight)} request(s) in flight")))
         if self._failure and self._in_flight:  # also after a Ctrl-C during the restart
             self._undelivered += self._resume()
@@ -407,17 +335,7 @@ class Replicas:
         self._failure = error
         if self._scaling is not None:
             self._scaling.cancel(error)
-        for known in self._in_flight.values():
-            known.num_failures += 1
-        may_resume = self.config.on_failure != "end"
-        self._undelivered += self._end_requests(
-            [
-                name
-                for name, known in self._in_flight.items()
-                if not may_resume or known.num_failures > MAX_FRUITLESS_RESTARTS
-            ],
-            error=error,
-        )
+        self._undelivered += self._in_flight.end_after_failure(error, may_resume=self.config.on_failure != "end")
 
     def _resume(self, config: EngineConfig | None = None) -> list[RequestUpdate]:
         """Restart, and send all requests again with the tokens that were received. Return the ends of the others.
@@ -430,18 +348,8 @@ class Replicas:
             self._restart(config or self._config_after_failure(self.config))
         except EngineError as error:
             self._failure = str(error)
-            return self._end_requests(list(self._in_flight), error=self._failure)
-        return self._continue_requests()
-
-    def _continue_requests(self) -> list[RequestUpdate]:
-        """Send all requests again with the tokens that were received. Return the ends of those that were aborted."""
-        in_flight, self._in_flight = self._in_flight, {}
-        for name, known in in_flight.items():
-            if not known.is_aborted:
-                self._send(known.resumed())
-                self._in_flight[name].num_failures = known.num_failures
-        aborted = [name for name, known in in_flight.items() if known.is_aborted]
-        return [RequestUpdate(request_id=name, finish_reason="abort") for name in aborted]
+            return self._in_flight.end_all(error=self._failure)
+        return self._in_flight.continue_all()
 
     def _received(self, ready: Iterable[WatchedProcess[EngineMessage]]) -> list[RequestUpdate]:
         """Return the updates that these processes have sent."""
@@ -457,29 +365,8 @@ class Replicas:
                 self._generation.router.note_free_blocks(index, message.stats.num_free_blocks)
                 self._loads += [] if message.load is None else [message.load]
                 self._awaits_load &= not message.answers
-                updates += self._of_live_requests(message.updates)
+                updates += self._in_flight.live_updates(message.updates)
         return updates
-
-    def _of_live_requests(self, updates: Iterable[RequestUpdate]) -> Iterable[RequestUpdate]:
-        """Yield the updates of requests that have not ended, and forget requests that end."""
-        for update in updates:
-            known = self._in_flight.get(update.request_id)
-            if known is None:
-                continue
-            if update.token_ids:
-                known.token_ids += update.token_ids
-                known.num_failures = 0
-            has_ended = update.finish_reason is not None
-            self._generation.router.note_update(update.request_id, has_ended=has_ended)
-            if has_ended:
-                del self._in_flight[update.request_id]
-                self._must_wake |= self._has_sleepers  # the request that kept replicas awake may have been this one
-            yield update
-
-    def _end_requests(self, request_ids: Sequence[str], *, error: str | None) -> list[RequestUpdate]:
-        for name in request_ids:
-            del self._in_flight[name]
-        return [RequestUpdate(request_id=name, finish_reason="abort", error=error) for name in request_ids]
 
     def _require_serving(self) -> None:
         """Restart the engine if it has failed and may be restarted.

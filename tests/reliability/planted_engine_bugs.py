@@ -12,48 +12,48 @@ import msgspec
 
 from moeserve.config.settings import EngineConfig
 from moeserve.engine.generation import Generation
-from moeserve.engine.replicas import Replicas, _InFlight
+from moeserve.engine.in_flight import InFlight, RequestsInFlight
+from moeserve.engine.replicas import Replicas
 from moeserve.errors import RequestError
 from moeserve.processes.channel import Channel
 from moeserve.protocol import Request, RequestUpdate, Sample
 
 
-class FailsQuietly(Replicas):
+class FailsQuietly(RequestsInFlight):
     """After a failure only one request gets its cause; the others end as if they were aborted."""
 
-    def _end_requests(self, request_ids: Sequence[str], *, error: str | None) -> list[RequestUpdate]:
-        ends = super()._end_requests(request_ids, error=error)
+    def _end(self, request_ids: Sequence[str], *, error: str | None) -> list[RequestUpdate]:
+        ends = super()._end(request_ids, error=error)
         return [*ends[:1], *(msgspec.structs.replace(end, error=None) for end in ends[1:])]
 
 
-class BooksBeforeEncoding(Replicas):
+class BooksBeforeEncoding(RequestsInFlight):
     """A request that cannot be encoded stays among the live ones, and in the router."""
 
-    def _send(self, request: Request, samples: Sequence[Sample] = ()) -> None:
+    def send(self, request: Request, samples: Sequence[Sample] = ()) -> None:
         try:
-            super()._send(request, samples)
+            super().send(request, samples)
         except RequestError:
             encodable = msgspec.structs.replace(request, cache_salt="")
-            index = self._generation.router.choose(encodable)
-            engine = self._generation.group.engines[index]
-            self._in_flight[request.request_id] = _InFlight(encodable, engine)
+            index = self.generation.router.choose(encodable)
+            self._known[request.request_id] = InFlight(encodable, self.generation.group.engines[index])
             raise
 
 
-class ResumesFromTheStart(Replicas):
+class ResumesFromTheStart(RequestsInFlight):
     """After a restart or a change of size requests are computed again, and their tokens are sent twice."""
 
-    def _continue_requests(self) -> list[RequestUpdate]:
-        for known in self._in_flight.values():
+    def continue_all(self) -> list[RequestUpdate]:
+        for known in self._known.values():
             known.token_ids = []
-        return super()._continue_requests()
+        return super().continue_all()
 
 
-class ForgetsAborts(Replicas):
+class ForgetsAborts(RequestsInFlight):
     """A request that was aborted before a restart never ends."""
 
-    def _continue_requests(self) -> list[RequestUpdate]:
-        return [update for update in super()._continue_requests() if update.finish_reason != "abort"]
+    def continue_all(self) -> list[RequestUpdate]:
+        return [update for update in super().continue_all() if update.finish_reason != "abort"]
 
 
 class NeverNoticesSilence(Replicas):
@@ -135,7 +135,7 @@ class OverlooksTheEnd(Channel[Any]):
 
 @dataclass(frozen=True)
 class PlantedInEngine:
-    part: Any  # a class of engines or channels
+    part: Any  # a class of engines, of their requests, or of channels
     names: set[str]  # invariants that the simulator may find violated first
 
     @property
@@ -145,6 +145,10 @@ class PlantedInEngine:
     @property
     def engine_class(self) -> type[Replicas]:
         return self.part if issubclass(self.part, Replicas) else Replicas
+
+    @property
+    def requests_class(self) -> type[RequestsInFlight]:
+        return self.part if issubclass(self.part, RequestsInFlight) else RequestsInFlight
 
     @property
     def channel_class(self) -> type[Channel[Any]]:

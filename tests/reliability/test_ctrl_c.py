@@ -15,6 +15,7 @@ from reference_models import Reference
 
 import moeserve.api.llm
 import moeserve.api.session
+import moeserve.engine.in_flight
 import moeserve.engine.replicas
 import moeserve.processes.channel
 import moeserve.processes.supervision
@@ -28,6 +29,7 @@ FILES = {
     for module in (
         moeserve.api.llm,
         moeserve.api.session,
+        moeserve.engine.in_flight,
         moeserve.engine.replicas,
         moeserve.processes.channel,
         moeserve.processes.supervision,

@@ -16,7 +16,7 @@ from test_config import FACTS
 from moeserve.config.resolve import MachineFacts, resolve
 from moeserve.config.settings import EngineConfig
 from moeserve.config.validation import parse_settings
-from moeserve.engine import generation, replicas
+from moeserve.engine import generation, in_flight, restart
 from moeserve.engine.protocol import Delivery, EngineMessage, Ready
 from moeserve.engine.replicas import Replicas
 from moeserve.errors import CheckpointError, EngineError, RequestError, SettingsError
@@ -120,8 +120,8 @@ class Machine:
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replicas, "SECONDS_TO_RESTART", 0.5)
-    monkeypatch.setattr(replicas, "SECONDS_BETWEEN_STARTS", 0.005)
+    monkeypatch.setattr(restart, "SECONDS_TO_RESTART", 0.5)
+    monkeypatch.setattr(restart, "SECONDS_BETWEEN_STARTS", 0.005)
     monkeypatch.setattr(generation, "SECONDS_TO_END", 0.0)
 
 
@@ -170,12 +170,12 @@ def test_a_request_that_cannot_be_encoded_leaves_nothing(engine: Replicas, machi
 
 def test_requests_end_after_several_failures_without_a_token(engine: Replicas, machine: Machine) -> None:
     engine.add(request("poison"))
-    for number in range(replicas.MAX_FRUITLESS_RESTARTS + 1):
+    for number in range(in_flight.MAX_FRUITLESS_RESTARTS + 1):
         machine.engines[number].cause = f"cause {number}"
         engine.add(request(str(number))) if number == 0 else engine.num_free_blocks
     ends = engine.step()
     assert {update.request_id for update in ends} >= {"poison"}
-    assert all(f"cause {replicas.MAX_FRUITLESS_RESTARTS}" in str(update.error) for update in ends)
+    assert all(f"cause {in_flight.MAX_FRUITLESS_RESTARTS}" in str(update.error) for update in ends)
 
 
 def test_a_request_beside_a_poisonous_one_continues(engine: Replicas, machine: Machine) -> None:
@@ -183,22 +183,22 @@ def test_a_request_beside_a_poisonous_one_continues(engine: Replicas, machine: M
     engine.add(request("poison"))
     engine.add(request("healthy"))
     updates: list[RequestUpdate] = []
-    for number in range(replicas.MAX_FRUITLESS_RESTARTS + 1):
+    for number in range(in_flight.MAX_FRUITLESS_RESTARTS + 1):
         machine.engines[number].send(RequestUpdate(request_id="healthy", token_ids=[number]))
         machine.engines[number].cause = f"cause {number}"
         updates += engine.step()
     (end,) = (update for update in updates if update.finish_reason)
     assert (end.request_id, machine.engines[-1].received) == ("poison", ["healthy"])
-    assert f"cause {replicas.MAX_FRUITLESS_RESTARTS}" in str(end.error)
+    assert f"cause {in_flight.MAX_FRUITLESS_RESTARTS}" in str(end.error)
     assert [each for update in updates for each in update.token_ids] == machine.engines[-1].requests[0].output_token_ids
 
 
 def test_a_poisonous_request_alone_ends_before_the_next_restart(engine: Replicas, machine: Machine) -> None:
     engine.add(request("poison"))
-    for number in range(replicas.MAX_FRUITLESS_RESTARTS + 1):
+    for number in range(in_flight.MAX_FRUITLESS_RESTARTS + 1):
         machine.engines[number].kill()
         engine.num_free_blocks  # noqa: B018
-    assert machine.num_starts == replicas.MAX_FRUITLESS_RESTARTS + 1
+    assert machine.num_starts == in_flight.MAX_FRUITLESS_RESTARTS + 1
     assert [update.request_id for update in engine.step()] == ["poison"]
     engine.add(request("healthy"))
     assert machine.engines[-1].received == ["healthy"]
@@ -207,7 +207,7 @@ def test_a_poisonous_request_alone_ends_before_the_next_restart(engine: Replicas
 def test_a_restart_ends_soon_if_the_engine_is_to_end(
     engine: Replicas, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replicas, "SECONDS_TO_RESTART", 1000.0)
+    monkeypatch.setattr(restart, "SECONDS_TO_RESTART", 1000.0)
     engine.add(request("begun"))
     machine.engines[0].kill()
     machine.lasting_fault = EngineError("no resources")

@@ -1,0 +1,143 @@
+"""`RequestsInFlight`: the requests that have not ended, and the replicas that serve them."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from moeserve.engine.base import require_encodable
+from moeserve.engine.generation import Generation
+from moeserve.engine.protocol import EngineMessage
+from moeserve.processes.channel import frame
+from moeserve.processes.supervision import WatchedProcess
+from moeserve.protocol import AbortRequest, AddRequest, CollectLoad, Request, RequestUpdate, Sample, Wake
+
+# Restarts without a new token of a request, after which the next failure ends it: it may be the cause.
+MAX_FRUITLESS_RESTARTS = 3
+WAKE = frame(Wake())
+
+
+@dataclass(eq=False)
+class InFlight:
+    """A request that has not ended."""
+
+    request: Request
+    engine: WatchedProcess[EngineMessage]  # of its replica
+    token_ids: list[int] = field(default_factory=list)  # received
+    is_aborted: bool = False  # its end is on its way
+    num_failures: int = 0  # of the engine since its last token
+
+    def resumed(self) -> Request:
+        """Return the request that continues after the tokens that were received."""
+        return msgspec.structs.replace(self.request, output_token_ids=self.request.output_token_ids + self.token_ids)
+
+
+class RequestsInFlight:
+    """Sends requests to the replicas of a generation, and again to those of another one with the tokens they have.
+
+    Replicas sleep while none has a request. No step begins without all of them, so all are woken when one gets work.
+    """
+
+    def __init__(self) -> None:
+        self.generation: Generation  # that serves
+        self._known: dict[str, InFlight] = {}
+        self._must_wake = False  # replicas may be asleep, and one has work
+        self._has_sleepers = False  # a request was sent while others ran, without waking the other replicas
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    @property
+    def ids(self) -> Container[str]:
+        return self._known.keys()
+
+    def send(self, request: Request, samples: Sequence[Sample] = ()) -> None:
+        """Send a request and further samples of it, in one message to each replica that serves some of them.
+
+        Raises:
+            RequestError: it cannot be encoded. Nothing has changed.
+        """
+        require_encodable(request)
+        self._must_wake |= not self._known
+        requests = AddRequest(request, list(samples)).requests
+        engines = self.generation.group.engines
+        indices = self.generation.router.choose_each(request, [each.request_id for each in requests])
+        by_replica: dict[int, list[Request]] = {}
+        for index, each in zip(indices, requests, strict=True):
+            by_replica.setdefault(index, []).append(each)
+            self._known[each.request_id] = InFlight(each, engines[index])
+        for index, (first, *others) in by_replica.items():
+            message = AddRequest(first, [Sample(each.request_id, each.seed) for each in others])
+            engines[index].channel.send(message)
+        self._has_sleepers |= not self._must_wake  # replicas that run requests keep all others awake
+
+    def collect_load(self) -> None:
+        """Request a window of expert loads."""
+        self.generation.group.engines[0].channel.send(CollectLoad())
+        self._must_wake = True
+
+    def abort(self, request_id: str) -> None:
+        if (known := self._known.get(request_id)) is not None:
+            known.is_aborted = True
+            known.engine.channel.send(AbortRequest(request_id))
+
+    def wake_sleepers(self) -> None:
+        """Wake all replicas if one may be asleep: no step begins without them."""
+        if self._must_wake:
+            self._must_wake = self._has_sleepers = False
+            for engine in self.generation.group.engines:
+                engine.channel.send_frame(WAKE)
+
+    def live_updates(self, updates: Iterable[RequestUpdate]) -> Iterable[RequestUpdate]:
+        """Yield the updates of requests that have not ended, and forget requests that end."""
+        for update in updates:
+            known = self._known.get(update.request_id)
+            if known is None:
+                continue
+            if update.token_ids:
+                known.token_ids += update.token_ids
+                known.num_failures = 0
+            has_ended = update.finish_reason is not None
+            self.generation.router.note_update(update.request_id, has_ended=has_ended)
+            if has_ended:
+                del self._known[update.request_id]
+                self._must_wake |= self._has_sleepers  # the request that kept replicas awake may have been this one
+            yield update
+
+    def continue_all(self) -> list[RequestUpdate]:
+        """Send all requests again with the tokens that were received. Return the ends of those that were aborted."""
+        before, self._known = self._known, {}
+        for name, known in before.items():
+            if not known.is_aborted:
+                self.send(known.resumed())
+                self._known[name].num_failures = known.num_failures
+        aborted = [name for name, known in before.items() if known.is_aborted]
+        return [RequestUpdate(request_id=name, finish_reason="abort") for name in aborted]
+
+    def end_after_failure(self, error: str, *, may_resume: bool) -> list[RequestUpdate]:
+        """Note a failure of the engine, and end the requests that it ends: all, or those that it has met too often."""
+        for known in self._known.values():
+            known.num_failures += 1
+        return self._end(
+            [
+                name
+                for name, known in self._known.items()
+                if not may_resume or known.num_failures > MAX_FRUITLESS_RESTARTS
+            ],
+            error=error,
+        )
+
+    def end_all(self, *, error: str | None) -> list[RequestUpdate]:
+        """Forget all requests. Return their ends.
+
+        Args:
+            error: why; None: the engine was shut down.
+        """
+        return self._end(list(self._known), error=error)
+
+    def _end(self, request_ids: Sequence[str], *, error: str | None) -> list[RequestUpdate]:
+        for name in request_ids:
+            del self._known[name]
+        return [RequestUpdate(request_id=name, finish_reason="abort", error=error) for name in request_ids]

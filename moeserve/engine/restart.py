@@ -1,0 +1,53 @@
+"""The restart after a failure: tried until the resources for new processes are there, if need be for fewer replicas."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from moeserve.config.settings import EngineConfig
+from moeserve.errors import EngineError
+from moeserve.interrupts import interrupts_allowed
+
+logger = logging.getLogger(__name__)
+
+# Time in which the resources of a failed worker group must be back. Seconds.
+SECONDS_TO_RESTART = 110.0
+SECONDS_BETWEEN_STARTS = 1.0
+# Time for which starts of one size may fail before a further replica is dropped. Seconds.
+SECONDS_TO_SHRINK = 10.0
+
+
+def restart(
+    start: Callable[[EngineConfig], None],
+    config: EngineConfig,
+    shrink: Callable[[EngineConfig], EngineConfig],
+    is_cancelled: Callable[[], bool],
+) -> None:
+    """Start new processes, and try again until the resources for them are there.
+
+    Args:
+        start: returns when the processes serve.
+        shrink: returns the config to go on with when starts have failed for a while; maybe the same one.
+
+    Raises:
+        EngineError: they are not there in time, or the restart was cancelled.
+    """
+    deadline = time.monotonic() + SECONDS_TO_RESTART
+    first_failure_s: float | None = None  # of this size
+    while True:
+        try:
+            with interrupts_allowed():
+                start(config)
+            return
+        except (EngineError, ValueError, OSError) as error:  # a node that comes back may be incomplete for a while
+            now = time.monotonic()
+            if now > deadline or is_cancelled():
+                raise EngineError(f"the engine could not be restarted: {error}") from error
+            logger.warning("restarting failed, trying again: %s", error)
+            with interrupts_allowed():
+                time.sleep(SECONDS_BETWEEN_STARTS)
+            first_failure_s = now if first_failure_s is None else first_failure_s
+            if now - first_failure_s >= SECONDS_TO_SHRINK:
+                config, first_failure_s = shrink(config), None
