@@ -51,7 +51,7 @@ class EngineError(MoeserveError, RuntimeError):
 
 
 class ScaleError(MoeserveError, RuntimeError):
-    """The number of replicas could not be changed. The engine serves with as many as before."""
+    """The number of replicas was not changed: new ones could not be started, or the engine failed or ended meanwhile."""
 
 
 class ScalingInProgressError(ScaleError):

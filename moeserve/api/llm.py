@@ -257,8 +257,8 @@ class LLM:
         """Change the number of replicas, and return when that is done. Requests continue: those of other threads, too.
 
         On CPUs, new replicas load the model while the old ones serve, so there must be memory for both. On GPUs the old
-        ones end first, and requests wait until the new ones have loaded. After a Ctrl-C, the change goes on with the
-        next call.
+        ones end first, and requests wait until the new ones have loaded. A Ctrl-C ends the call, not the change: that
+        goes on while another call generates.
 
         Args:
             data_parallel_size: replicas. As many as there are: nothing happens.
@@ -266,7 +266,8 @@ class LLM:
         Raises:
             SettingsError: the model, the machine or another setting excludes this number.
             ScalingInProgressError: another call changes it already.
-            ScaleError: the new replicas could not be started. The engine serves with as many as before.
+            ScaleError: the new replicas could not be started, and the engine serves with as many as before; or the
+                engine failed meanwhile, and `on_failure` has decided.
             EngineError: the engine was shut down, or has failed.
         """
         changed = self.session.scale(data_parallel_size)

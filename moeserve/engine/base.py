@@ -121,8 +121,7 @@ class Engine(Protocol):
         """Start to change the number of replicas. The change goes on while `step` is called; requests continue.
 
         Returns:
-            A future that is done when the change is over. Its exception is a ScaleError: as many replicas as before
-            serve.
+            A future that is done when the change is over. Its exception is a ScaleError: the number was not changed.
 
         Raises:
             SettingsError: this engine, model or machine cannot have that many.

@@ -119,7 +119,8 @@ class Scaling:
         self._run_in_background(end)
 
     def _finish(self, cause: Exception | None) -> None:
-        error = ScaleError(f"the number of replicas stays {self._num_before}: {cause or self._cancelled}")
+        cancelled = f"the change of the number of replicas was cancelled: {self._cancelled}"
+        error = ScaleError(cancelled if cause is None else f"the number of replicas stays {self._num_before}: {cause}")
         error.__cause__ = cause
         self.done.set_exception(error)
         self._wake()

@@ -38,7 +38,6 @@ def add_scale_route(app: FastAPI, service: Service) -> None:
             raise ApiError(409, str(error), code="scaling_in_progress", headers={"Retry-After": "10"}) from error
         except ScaleError as error:
             logger.error("%s", error)
-            size = service.llm.config.data_parallel_size
-            message = f"the new replicas could not be started, and {size} serve as before; the server's log says why"
+            message = "the number of replicas was not changed; the server's log says why"
             raise ApiError(503, message, code="scaling_failed") from error
         return ScaleAnswer(data_parallel_size=body.data_parallel_size)
