@@ -30,6 +30,7 @@ FORMATS = {
     "bfloat16": WeightFormat(16, 16),
     "int8": WeightFormat(8, 8),
     "int4": WeightFormat(4.75, 8),
+    "mxfp4": WeightFormat(4.25, 16),
     "fp8": WeightFormat(8 + 32 / 128**2, 16),  # the few 16-bit weights of latent attention are neglected
     "q8_0": WeightFormat(8.5, 8.5),
     "q4_0": WeightFormat(4.5, 6.5625),  # llama.cpp gives the head q6_K

@@ -26,7 +26,8 @@ WeightFormat format_of_name(const std::string& name) {
   if (name == "bfloat16") return WeightFormat::kBFloat16;
   if (name == "int8") return WeightFormat::kInt8;
   if (name == "int4") return WeightFormat::kInt4;
-  refuse("'" + name + "' is no format of packed weights; expected float32, bfloat16, int8 or int4");
+  if (name == "mxfp4") return WeightFormat::kMxfp4;
+  refuse("'" + name + "' is no format of packed weights; expected float32, bfloat16, int8, int4 or mxfp4");
 }
 
 Activation activation_of_name(const std::string& name) {
@@ -68,6 +69,7 @@ void pack(const std::string& format, const Tensor& weight, const Tensor& panels,
   check_shape("panels", panels, {bytes});
   const WeightFormat known = format_of_name(format);
   const bool keeps_type = known == WeightFormat::kFloat32 || known == WeightFormat::kBFloat16;
+  if (known == WeightFormat::kMxfp4) refuse("weights are packed as mxfp4 from codes and scales: see pack_mxfp4");
   if (keeps_type && (known == WeightFormat::kFloat32) != (weight.type == ElementType::kFloat32)) {
     refuse("weight is not of type " + format);
   }
@@ -90,6 +92,23 @@ void pack(const std::string& format, const Tensor& weight, const Tensor& panels,
     if (int4_scales) scales = numbers<uint16_t>(*int4_scales) + part * rows * int4_scales->size(1);
     pack_weight(known, weight.type, static_cast<const char*>(weight.data) + part * source_bytes, scales, rows, chunks,
                 static_cast<char*>(panels.data) + part * (bytes / num_parts));
+  }
+}
+
+// Pack a weight in MXFP4 as a checkpoint stores it: codes [outputs, inputs / 2], scales [outputs, inputs / 32].
+void pack_stored_mxfp4(const Tensor& codes, const Tensor& scales, const Tensor& panels, int64_t num_parts) {
+  check_dims("scales", scales, 2);
+  const int64_t num_outputs = scales.size(0), num_inputs = scales.size(1) * kInputGroup;
+  check_array("codes", codes, {num_outputs, num_inputs / 2}, ElementType::kUInt8, "uint8");
+  check_array("scales", scales, {num_outputs, num_inputs / kInputGroup}, ElementType::kUInt8, "uint8");
+  const int64_t bytes = packed_bytes("mxfp4", num_outputs, num_inputs, num_parts, std::nullopt);
+  check_array("panels", panels, {bytes}, ElementType::kUInt8, "uint8");
+  const int64_t rows = num_outputs / num_parts;
+  const nb::gil_scoped_release released;
+  for (int64_t part = 0; part < num_parts; ++part) {
+    pack_mxfp4(static_cast<const uint8_t*>(codes.data) + part * rows * num_inputs / 2,
+               static_cast<const uint8_t*>(scales.data) + part * rows * num_inputs / kInputGroup, rows, num_inputs,
+               static_cast<char*>(panels.data) + part * (bytes / num_parts));
   }
 }
 
@@ -252,6 +271,8 @@ void bind_products(nb::module_& module) {
   module.def("pack_weight", &pack, "format"_a, "weight"_a, "panels"_a, "num_parts"_a = 1,
              "chunk_inputs"_a.none() = nb::none(), "int4_scales"_a.none() = nb::none(),
              "Pack a weight [outputs, inputs] into `panels`, which may be the memory of the weight.");
+  module.def("pack_mxfp4", &pack_stored_mxfp4, "codes"_a, "scales"_a, "panels"_a, "num_parts"_a = 1,
+             "Pack a weight in MXFP4, codes [outputs, inputs / 2] and scales [outputs, inputs / 32], into `panels`.");
   module.def("advise_large_pages", &advise_large_pages, "memory"_a,
              "Request huge pages for memory that has not been used yet.");
   nb::class_<PackedWeights>(module, "PackedWeights", "Packed weights of one shape, with bias and activation.")

@@ -7,6 +7,9 @@ from torch import Tensor
 
 from moeserve.ops.interfaces import PackedFormat, PackedWeights
 
+MAGNITUDES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+E2M1 = torch.tensor(MAGNITUDES + [-magnitude for magnitude in MAGNITUDES], dtype=torch.float64)
+
 
 def unpacked(packed: PackedWeights) -> Tensor:
     """[e, O, I] float64, read from the panels as csrc/cpu/packed_weight.h describes them."""
@@ -39,6 +42,16 @@ def _unpacked_panel(panel: Tensor, packed_format: PackedFormat) -> Tensor:
             bytes_gqci = groups_gB[:, :512].int().view(-1, 8, 16, 4)
             scales_gO = groups_gB[:, 512:576].contiguous().view(torch.float16).double()
             zeros_gO = (groups_gB[:, 576:].double() - 64) / 8
-            codes_ghqci = torch.stack([bytes_gqci & 15, bytes_gqci >> 4], dim=1)
-            codes_gOK = codes_ghqci.permute(0, 1, 3, 2, 4).flatten(1, 2).flatten(2).double()
+            codes_gOK = _codes(bytes_gqci).double()
             return ((codes_gOK - zeros_gO[:, :, None]) * scales_gO[:, :, None]).permute(1, 0, 2).flatten(1)
+        case "mxfp4":
+            groups_gB = panel.view(-1, 512 + 32)
+            values_gOK = E2M1[_codes(groups_gB[:, :512].int().view(-1, 8, 16, 4))]
+            scales_gO = torch.exp2(groups_gB[:, 512:].double() - 127)
+            return (values_gOK * scales_gO[:, :, None]).permute(1, 0, 2).flatten(1)
+
+
+def _codes(bytes_gqci: Tensor) -> Tensor:
+    """[g, O, K], of outputs in the low halves and then of outputs in the high halves."""
+    codes_ghqci = torch.stack([bytes_gqci & 15, bytes_gqci >> 4], dim=1)
+    return codes_ghqci.permute(0, 1, 3, 2, 4).flatten(1, 2).flatten(2)

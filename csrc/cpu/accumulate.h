@@ -35,7 +35,9 @@ Accumulate choose_accumulate(Isa isa);
 // Return true if the function of an instruction set reads quantised rows as 16-bit integers.
 bool widens_rows(WeightFormat format, Isa isa);
 
-inline bool is_quantized(WeightFormat format) { return format == WeightFormat::kInt8 || format == WeightFormat::kInt4; }
+inline bool is_quantized(WeightFormat format) {
+  return format != WeightFormat::kFloat32 && format != WeightFormat::kBFloat16;
+}
 
 inline int64_t bytes_per_input(WeightFormat format) {
   switch (format) {
@@ -46,9 +48,11 @@ inline int64_t bytes_per_input(WeightFormat format) {
     case WeightFormat::kInt8:
       return kPanel;
     case WeightFormat::kInt4:
+      return kInt4GroupBytes / kInputGroup;
+    case WeightFormat::kMxfp4:
       break;
   }
-  return kInt4GroupBytes / kInputGroup;
+  return kMxfp4GroupBytes / kInputGroup;
 }
 
 // Return the layout of quantised rows.
@@ -93,7 +97,7 @@ MOESERVE_INLINE void accumulate(const ProductWork& work, float* sums) {
 }
 
 // The same with the products of an instruction set for each format.
-template <int W, typename BFloat16Products, typename Int8Products, typename Int4Products>
+template <int W, typename BFloat16Products, typename Int8Products, typename Int4Products, typename Mxfp4Products>
 MOESERVE_INLINE void accumulate(const ProductWork& work, float* sums) {
   switch (work.format) {
     case WeightFormat::kFloat32:
@@ -104,6 +108,8 @@ MOESERVE_INLINE void accumulate(const ProductWork& work, float* sums) {
       return accumulate<Int8Products>(work, sums);
     case WeightFormat::kInt4:
       return accumulate<Int4Products>(work, sums);
+    case WeightFormat::kMxfp4:
+      return accumulate<Mxfp4Products>(work, sums);
   }
 }
 

@@ -352,6 +352,7 @@ int64_t padded_inputs(WeightFormat format, int64_t num_inputs) {
       return round_up(num_inputs, 2);
     case WeightFormat::kInt8:
     case WeightFormat::kInt4:
+    case WeightFormat::kMxfp4:
       break;
   }
   return round_up(num_inputs, kInputGroup);
@@ -367,9 +368,11 @@ int64_t panel_bytes(WeightFormat format, int64_t num_inputs) {
     case WeightFormat::kInt8:
       return padded * kPanel + kPanel * 4;
     case WeightFormat::kInt4:
+      return padded / kInputGroup * kInt4GroupBytes;
+    case WeightFormat::kMxfp4:
       break;
   }
-  return padded / kInputGroup * kInt4GroupBytes;
+  return padded / kInputGroup * kMxfp4GroupBytes;
 }
 
 int64_t panel_bytes(WeightFormat format, const InputChunks& chunks) {

@@ -9,6 +9,8 @@
 //   int4       for every 32 inputs: [8][16][4] bytes, [32] float16 scales, [32] bytes of zero points:
 //              weight = (code - (zero - 64) / 8) * scale;
 //              byte (q, c, i) has the codes of input 4 * q + i, for output c in its low half, 16 + c in its high half
+//   mxfp4      for every 32 inputs: [8][16][4] bytes of E2M1 codes as of int4, [32] bytes of E8M0 scales:
+//              weight = value of the code * 2^(byte - 127)
 //
 // N and K are filled up with zeros to whole panels and groups of inputs.
 //
@@ -24,7 +26,7 @@
 
 namespace moeserve {
 
-enum class WeightFormat { kFloat32, kBFloat16, kInt8, kInt4 };
+enum class WeightFormat { kFloat32, kBFloat16, kInt8, kInt4, kMxfp4 };
 
 constexpr int kPanel = 32;       // outputs of a panel
 constexpr int kInputGroup = 32;  // inputs of quantised weights that are multiplied together; int4: that share a scale
@@ -37,6 +39,8 @@ constexpr int kInt4GroupBytes = kInt4ZerosAt + kPanel;
 constexpr int kInt4ZeroOffset = 64;
 constexpr float kInt4ZeroStep = 0.125f;
 constexpr float kInt4HighestCode = 15;
+
+constexpr int kMxfp4GroupBytes = kInt4ScalesAt + kPanel;
 
 // The bits of a float16 that is not negative, shifted to those of a float32, are its value divided by this: 2^112.
 constexpr float kFloat16Exponent = 5.192296858534828e33f;
@@ -71,5 +75,9 @@ int64_t padded_inputs(WeightFormat format, const InputChunks& chunks);
 // then consist of whole groups.
 void pack_weight(WeightFormat format, ElementType source_type, const void* source, const uint16_t* int4_scales,
                  int64_t num_outputs, InputChunks chunks, void* panels);
+
+// Pack a weight [N, K] in MXFP4 as checkpoints store it, with K a multiple of 32, into panels: `codes` [N, K / 2] with
+// the first of two inputs in the low half of a byte, and `scales` [N, K / 32].
+void pack_mxfp4(const uint8_t* codes, const uint8_t* scales, int64_t num_outputs, int64_t num_inputs, char* panels);
 
 }  // namespace moeserve

@@ -205,6 +205,31 @@ struct Int4Weights : IntegerSums<W> {
   }
 };
 
+// The values of E2M1 codes are multiples of 1/2 up to 6. They are multiplied as integers, twice the value.
+constexpr int kE2M1Highest = 12;
+
+// Weights of mxfp4, as unsigned bytes like those of int4.
+template <int W>
+struct Mxfp4Weights : IntegerSums<W> {
+  static constexpr int kStepBytes = 2 * kPanel;
+  static constexpr int64_t kGroupBytes = kMxfp4GroupBytes;
+  static constexpr ByteTable kIntegers{{12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0}};
+  using typename IntegerSums<W>::Scales;
+  using typename IntegerSums<W>::UInt;
+
+  template <int kPart>
+  static MOESERVE_INLINE UInt weights(const char* words, int v) {
+    return look_up<W>(kIntegers, Int4Weights<W>::template weights<kPart>(words, v));
+  }
+  static MOESERVE_INLINE Float<W> powers(const char* group, int v) {
+    const auto exponents = __builtin_convertvector(load_bytes<W>(group + kInt4ScalesAt + v * W), UInt);
+    return reinterpret_cast<Float<W>>(exponents << 23) * 0.5f;
+  }
+  static MOESERVE_INLINE Scales scales(const char* group, int v) {
+    return {powers(group, v), Float<W>{} + static_cast<float>(kE2M1Highest)};
+  }
+};
+
 template <typename Products, int kPart, int kRows, int kVectors>
 MOESERVE_INLINE void add_part(const char* words, int first_vector, const char* row, int64_t stride,
                               typename Products::Sums (&sums)[kRows][kVectors]) {

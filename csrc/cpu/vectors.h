@@ -34,4 +34,9 @@ struct Vector {
 template <int W>
 using Float = typename Vector<W>::Float;
 
+// A table of 16 bytes.
+struct ByteTable {
+  uint8_t bytes[16];
+};
+
 }  // namespace moeserve

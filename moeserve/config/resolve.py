@@ -43,6 +43,7 @@ class CheckpointFacts:
     num_layers: int
     num_sparse_layers: int  # layers with experts
     num_experts: int  # of each of these layers
+    has_mxfp4: bool = False  # its experts are stored in MXFP4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +88,12 @@ def resolve(
     needs_load = (
         parallel.rebalance == "auto" or telemetry.expert_load_file is not None or telemetry.metrics_port is not None
     )
+    quantization = model.quantization
+    if quantization is None and checkpoint.has_mxfp4 and _has_mxfp4_kernels(device, dtype, machine):
+        quantization = "mxfp4"
     _check_device(model, device, dtype, machine)
+    if quantization == "mxfp4":
+        _check_mxfp4(device, dtype, checkpoint, machine)
     _check_layout(parallel, checkpoint.tensor_parallel_sizes, machine, device)
     if model.batch_invariant:
         _check_batch_invariant(settings, device, dtype, checkpoint, machine)
@@ -111,7 +117,7 @@ def resolve(
         tokenizer_path=model.tokenizer or checkpoint.path,
         vocab_size=checkpoint.vocab_size,
         dtype=dtype,
-        quantization=model.quantization,
+        quantization=quantization,
         device=device,
         attention_backend="triton" if model.attention_backend == "auto" else model.attention_backend,
         batch_invariant=model.batch_invariant,
@@ -281,7 +287,7 @@ def _check_device(model: ModelSettings, device: str, dtype: DtypeName, machine: 
         raise SettingsError(
             f"attention_backend={model.attention_backend!r} is for GPUs, and device={device!r}; use 'auto'"
         )
-    if model.quantization is None:
+    if model.quantization in (None, "mxfp4"):
         return
     what = f"quantization={model.quantization!r}"
     if model.quantization == "fp8":
@@ -300,6 +306,25 @@ def _check_device(model: ModelSettings, device: str, dtype: DtypeName, machine: 
         raise SettingsError(
             f"{what} needs the C++ kernels, and moeserve was installed without them. Install a C++17 compiler (g++ or "
             "clang++) and install moeserve again, or leave quantization out"
+        )
+
+
+def _has_mxfp4_kernels(device: str, dtype: DtypeName, machine: MachineFacts) -> bool:
+    """Return True if experts in MXFP4 can be served as they are stored."""
+    return dtype == "bfloat16" and device == "cpu" and machine.has_kernels
+
+
+def _check_mxfp4(device: str, dtype: DtypeName, checkpoint: CheckpointFacts, machine: MachineFacts) -> None:
+    """Raise SettingsError if experts in MXFP4 cannot stay so."""
+    if not checkpoint.has_mxfp4:
+        raise SettingsError(
+            f"quantization='mxfp4' keeps experts that are stored in MXFP4, and {checkpoint.path} has none; use 'int8' "
+            "or 'int4' on CPUs, or 'fp8' on GPUs"
+        )
+    if not _has_mxfp4_kernels(device, dtype, machine):
+        raise SettingsError(
+            f"quantization='mxfp4' needs dtype='bfloat16' and the C++ kernels, and here dtype={dtype!r}, "
+            f"device={device!r}; leave quantization out to dequantise the weights"
         )
 
 

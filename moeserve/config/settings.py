@@ -11,7 +11,7 @@ import msgspec
 PositiveInt = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 DEFAULT_LOAD_WINDOW = 256  # steps
 DtypeName = Literal["float32", "bfloat16", "float16"]
-QuantizationName = Literal["int8", "int4", "fp8"]
+QuantizationName = Literal["int8", "int4", "fp8", "mxfp4"]
 DispatcherName = Literal["local", "allgather", "all_to_all", "shared_memory", "deepep"]
 AttentionName = Literal["triton", "flashinfer", "varlen"]  # attention kernels on a GPU
 
@@ -37,7 +37,8 @@ class ModelSettings:
         None,
         "quantise projections and experts while loading; on a CPU: int8 (one scale per output) or int4 (a scale and "
         "a zero point per 32 weights); on a GPU: fp8 (one scale per 128 x 128 weights); int4 and fp8 are used "
-        "unchanged where the checkpoint has them",
+        "unchanged where the checkpoint has them; mxfp4: experts stay as a checkpoint in MXFP4 (gpt-oss) stores them, "
+        "as they do by default in bfloat16",
     )
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "device of all tensors; auto: cpu")
     attention_backend: Literal["auto", AttentionName] = setting(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from moeserve.layers.context import ModelContext
 from moeserve.ops.interfaces import (
     INT4_GROUP,
+    MXFP4_GROUP,
     GatedActivation,
     InputChunks,
     OpenWeights,
@@ -34,6 +35,7 @@ class QuantizationLimits:
     # Rows and columns, here and in a checkpoint, at which published tensors are cut or joined. Blocks of 8-bit floats
     # must begin at each of them. None: the weight is never in 8-bit floats.
     cuts: tuple[int, ...] | None = ()
+    can_be_mxfp4: bool = False  # checkpoints in MXFP4 store this weight so
 
 
 DEFAULT_LIMITS = QuantizationLimits()
@@ -43,7 +45,8 @@ class Weights(nn.Module):
     """Weights [e, O, I] of one shape side by side, and their product with rows.
 
     `memory` exists from `allocate` until the weights are packed, `panels` from then on. Where the kernels read open
-    weights they stay open, and may be 8-bit floats with `scales` (see ops/weight_blocks.py).
+    weights they stay open, and may be 8-bit floats with `scales` (see ops/weight_blocks.py). In MXFP4, `memory` and
+    `scales` have codes and exponents (see `OpenWeights`) until the weights are packed.
 
     A destination that a checkpoint fills refers to its weights by this module.
 
@@ -53,8 +56,8 @@ class Weights(nn.Module):
         chunks: how the inputs are added if tp ranks divide them.
     """
 
-    memory: nn.Parameter | None  # [e, O, I]
-    scales: nn.Parameter | None  # [e, G, B] float32
+    memory: nn.Parameter | None  # [e, O, I]; in MXFP4 [e, O, I / 2]
+    scales: nn.Parameter | None  # [e, G, B] float32; in MXFP4 [e, O, I / MXFP4_GROUP] uint8
     panels: Tensor | None  # [e, bytes] uint8
     int4_scales: Tensor | None  # from `keep_int4` until the weights are packed: see OpenWeights
     product: Product  # from `allocate` on
@@ -87,7 +90,12 @@ class Weights(nn.Module):
     def allocate(self) -> None:
         """Allocate the memory that a checkpoint fills. Called once."""
         num_weights, num_outputs, num_inputs = self.shape
-        if self.context.quantization == "fp8" and self.fits_blocks:
+        if self.is_mxfp4:
+            num_groups = -(-num_inputs // MXFP4_GROUP)
+            codes_shape = num_weights, num_outputs, num_groups * MXFP4_GROUP // 2
+            self.memory = self.context.parameter(*codes_shape, dtype=torch.uint8)
+            self.scales = self.context.parameter(num_weights, num_outputs, num_groups, dtype=torch.uint8)
+        elif self.context.quantization == "fp8" and self.fits_blocks:
             num_parts = 1 if self.activation is None else 2
             groups = num_parts * num_blocks(num_outputs // num_parts)
             self.memory = self.context.parameter(*self.shape, dtype=CODES)
@@ -108,6 +116,11 @@ class Weights(nn.Module):
         return self.borrow is not None
 
     @property
+    def is_mxfp4(self) -> bool:
+        """True if the weights stay in MXFP4, as the checkpoint stores them."""
+        return self.context.quantization == "mxfp4" and self.limits.can_be_mxfp4
+
+    @property
     def fits_blocks(self) -> bool:
         """True if the weights can be 8-bit floats with a scale for each block."""
         cuts = self.limits.cuts
@@ -124,6 +137,11 @@ class Weights(nn.Module):
         """The weights in plain memory, until they are packed."""
         assert self.memory is not None, "packed already, or not allocated"
         return OpenWeights(self.memory, self.bias, self.activation, self.scales, self.chunks, self.int4_scales)
+
+    @property
+    def open_tensors(self) -> list[Tensor]:
+        """The memory of open weights and of their scales, which packing replaces."""
+        return [tensor for tensor in (self.memory, self.scales) if tensor is not None]
 
     @property
     def memory_of_each(self) -> list[Tensor]:
@@ -147,9 +165,11 @@ class Weights(nn.Module):
             return None
         if self.int4_scales is not None:
             return "int4"
-        if quantization is None or self.shape[1] < MIN_QUANTIZED_OUTPUTS:
+        if self.is_mxfp4:
+            return "mxfp4"
+        if quantization in (None, "mxfp4") or self.shape[1] < MIN_QUANTIZED_OUTPUTS:
             return "float32" if weights.weight_eOI.dtype == torch.float32 else "bfloat16"
-        assert quantization != "fp8", "8-bit floats are not packed"
+        assert quantization in ("int8", "int4"), "8-bit floats are not packed"
         return "int8" if self.limits.min_bits == 8 else quantization
 
     def pack(self) -> None:
@@ -177,13 +197,13 @@ class Weights(nn.Module):
         """Size in bytes after packing. Weights that are never packed count with their open size."""
         packed_format, packing = self.packed_format, self.context.kernels.packing
         if packed_format is None or packing is None:
-            return self.open.weight_eOI.nbytes
+            return sum(tensor.nbytes for tensor in self.open_tensors)
         return self.shape[0] * packing.num_bytes(self.open, packed_format)
 
     def _use(self, packed: PackedWeights) -> None:
         packing = self.context.kernels.packing
         assert packing is not None
-        self.panels, self.memory, self.int4_scales = packed.panels, None, None
+        self.panels, self.memory, self.scales, self.int4_scales = packed.panels, None, None, None
         self.product = packing.product(packed)
 
 

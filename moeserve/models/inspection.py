@@ -187,7 +187,8 @@ def _stored_text(found: Inspection) -> str:
     encoding = "not quantised"
     if found.stored_as is not None:
         keeps = ", or kept with quantization='int4'" if "int4" in found.stored_as else ""
-        encoding = f"{found.stored_as}, dequantised when loaded{keeps}"
+        is_kept = any(part.dtype == found.stored_as for part in found.parts)
+        encoding = f"{found.stored_as}, {'kept in memory' if is_kept else f'dequantised when loaded{keeps}'}"
     if found.stored_problem is not None:
         return f"cannot be loaded: {found.stored_problem}; {encoding}"
     if found.stored is None:

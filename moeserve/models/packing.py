@@ -16,7 +16,11 @@ class Packer:
     """Packs each weight as soon as it is fully loaded, so the model is never held twice."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._num_missing = {weights: weights.open.weight_eOI.numel() for weights in weights_of(model).values()}
+        self._num_missing = {
+            weights: sum(tensor.numel() for tensor in weights.open_tensors)
+            for weights in weights_of(model).values()
+            if weights.packs
+        }
 
     def on_filled(self, place: Destination) -> None:
         """Count the values of a destination that is filled now. Each destination is passed once."""
@@ -49,9 +53,9 @@ def adopt_state(model: nn.Module, state: Mapping[str, Tensor]) -> bool:
 
     Return False, and leave the model as it is, if the tensors are not those of this model.
     """
-    weights_by_name = weights_of(model)
-    panels = {f"{name}.panels": weights for name, weights in weights_by_name.items() if weights.packs}
-    memories = {f"{name}.memory" for name, weights in weights_by_name.items() if weights.packs}
+    packed = {name: weights for name, weights in weights_of(model).items() if weights.packs}
+    panels = {f"{name}.panels": weights for name, weights in packed.items()}
+    memories = {f"{name}.{part}" for name in packed for part in ("memory", "scales")}
     parameters = {name: weight for name, weight in model.named_parameters() if name not in memories}
     sizes = {name: weights.num_packed_bytes for name, weights in panels.items()}
     sizes |= {name: parameter.nbytes for name, parameter in parameters.items()}

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from moeserve.errors import CheckpointError
+from moeserve.ops.interfaces import MXFP4_GROUP
 
 # O rows, I columns, B blocks in a row, G blocks in a column, or groups of 32 values in a row, e experts
 
 PLAIN_DTYPES = ("F32", "F16", "BF16")
 FP8_NAN = 0x7F  # E4M3 has no infinities, and one NaN of each sign
-MXFP4_GROUP = 32  # values that share a scale
 E8M0_NAN = 255
 FP4_MAGNITUDES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]  # E2M1, by code; codes 8 to 15 are their negatives
 
@@ -102,6 +102,12 @@ def decode_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     return values.mul_(_POWER_OF_BYTE[scales.int()][..., None]).flatten(-2)
 
 
+def check_mxfp4_scales(stored: StoredTensor, scales: Tensor) -> None:
+    """Raise CheckpointError for a NaN, which would turn the output of every token into NaN."""
+    if int(scales.amax()) == E8M0_NAN:
+        raise stored.wrong(f"holds a scale of {E8M0_NAN}, which is NaN; fetch it again")
+
+
 @dataclass(frozen=True)
 class PlainTensor:
     """A tensor that is not encoded."""
@@ -172,6 +178,21 @@ class Fp8Tensor:
 
 
 @dataclass(frozen=True)
+class Mxfp4Part(PlainTensor):
+    """The codes or the scales of matrices in MXFP4, which are loaded as they are stored (uint8)."""
+
+    def check(self) -> None:
+        if self.stored.dtype != "U8":
+            raise self.stored.wrong(f"is {self.stored.dtype}; mxfp4 is stored as U8")
+
+    def read(self, read_rows: ReadRows, start: int, stop: int) -> Tensor:
+        part = super().read(read_rows, start, stop)
+        if self.stored.name.endswith("_scales"):
+            check_mxfp4_scales(self.stored, part)
+        return part
+
+
+@dataclass(frozen=True)
 class Mxfp4Tensor:
     """Matrices [e, I, O], stored transposed as E2M1 codes [e, O, G, 16] with a scale for each 32 values along I."""
 
@@ -201,7 +222,5 @@ class Mxfp4Tensor:
 
     def read(self, read_rows: ReadRows, start: int, stop: int) -> Tensor:
         scales = read_rows(self.scales, start, stop)
-        if int(scales.amax()) == E8M0_NAN:
-            # A NaN in a weight turns the output of every token into NaN.
-            raise self.scales.wrong(f"holds a scale of {E8M0_NAN}, which is NaN; fetch it again")
+        check_mxfp4_scales(self.scales, scales)
         return decode_mxfp4(read_rows(self.blocks, start, stop), scales).transpose(1, 2)

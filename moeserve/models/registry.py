@@ -37,6 +37,10 @@ class Description:
     dtype: DtypeName  # of weights that are not quantised
     weight_format: WeightFormat
 
+    def keeps_mxfp4(self, dtype: DtypeName) -> bool:
+        """Return True if experts in MXFP4 stay as the checkpoint stores them, where there are kernels."""
+        return dtype == "bfloat16" and self.weight_format.is_mxfp4
+
 
 @dataclass(frozen=True)
 class GenerationDefaults:
@@ -63,6 +67,7 @@ def read_facts(folder: str | Path) -> CheckpointFacts:
         num_layers=len(description.model.layers),
         num_sparse_layers=description.model.num_sparse_layers,
         num_experts=description.model.num_experts,
+        has_mxfp4=description.weight_format.is_mxfp4,
     )
 
 

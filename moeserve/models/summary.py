@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from moeserve.config.settings import DtypeName
+from moeserve.config.settings import DtypeName, QuantizationName
 from moeserve.distributed.groups import Groups, groups_of_one_rank
 from moeserve.expert_placement.placement import Placement
 from moeserve.layers.context import ModelContext
@@ -30,7 +30,7 @@ class Part:
     """One kind of parameters, in all layers together."""
 
     name: str
-    dtype: DtypeName
+    dtype: str  # "mxfp4", or a name of torch
     num_parameters: int
     num_active: int  # parameters that one token uses: one row of the embedding, and the experts that are chosen
     num_bytes: int
@@ -78,7 +78,8 @@ def summarize(
     if placements is None:
         placements = config.place_experts(groups.ep.world_size)
     stage = range(len(config.layers)) if stage is None else stage
-    model = _build_without_memory(config, placements, groups, getattr(torch, dtype), stage)
+    quantization: QuantizationName | None = "mxfp4" if description.keeps_mxfp4(dtype) else None
+    model = _build_without_memory(config, placements, groups, getattr(torch, dtype), stage, quantization)
     counts = _Counts()
     rows_used = config.vocab_size if config.tie_word_embeddings else 1  # a tied output head uses all rows
     if model.embedding is not None:
@@ -122,15 +123,15 @@ def loading_memory(model: Decoder, *, fills_all_first: bool = False) -> LoadingM
         fills_all_first: all weights are filled before the first is packed; otherwise about one layer is open at a time.
     """
     every = weights_of(model).values()
-    memories = {id(weights.memory) for weights in every}
+    memories = {id(tensor) for weights in every for tensor in weights.open_tensors}
     others = sum(parameter.nbytes for parameter in model.parameters() if id(parameter) not in memories)
     kept = others + sum(map(_kept_bytes, every))
     if fills_all_first:
-        opened = others + sum(weights.open.weight_eOI.nbytes for weights in every if not weights.is_borrowed)
+        opened = others + sum(map(_open_bytes, (weights for weights in every if not weights.is_borrowed)))
         panels = [_kept_bytes(weights) for weights in every if _is_replaced(weights)]
         return LoadingMemory(kept, max(kept, opened + max(panels, default=0)))
     most_open = max(
-        sum(weights.open.weight_eOI.nbytes for weights in weights_of(module).values() if _is_replaced(weights))
+        sum(map(_open_bytes, filter(_is_replaced, weights_of(module).values())))
         for module in (*model.layers, model.head)
         if module is not None
     )
@@ -138,10 +139,15 @@ def loading_memory(model: Decoder, *, fills_all_first: bool = False) -> LoadingM
 
 
 def _build_without_memory(
-    config: ModelConfig, placements: Sequence[Placement], groups: Groups, dtype: torch.dtype, stage: range
+    config: ModelConfig,
+    placements: Sequence[Placement],
+    groups: Groups,
+    dtype: torch.dtype,
+    stage: range,
+    quantization: QuantizationName | None,
 ) -> Decoder:
     meta = torch.device("meta")
-    context = ModelContext(select_kernels(meta), groups, dtype, meta)
+    context = ModelContext(select_kernels(meta), groups, dtype, meta, quantization)
     dispatchers = TorchDispatchers("local" if groups.ep.world_size == 1 else "all_to_all", groups.ep, context)
     return Decoder(config, placements, dispatchers, context, stage)
 
@@ -149,7 +155,11 @@ def _build_without_memory(
 def _kept_bytes(weights: Weights) -> int:
     if weights.packs:
         return weights.num_packed_bytes
-    return 0 if weights.is_borrowed else weights.open.weight_eOI.nbytes
+    return 0 if weights.is_borrowed else _open_bytes(weights)
+
+
+def _open_bytes(weights: Weights) -> int:
+    return sum(tensor.nbytes for tensor in weights.open_tensors)
 
 
 def _is_replaced(weights: Weights) -> bool:
@@ -161,18 +171,22 @@ class _Counts:
     """Parameters by part and dtype, in the order in which parts are first added."""
 
     def __init__(self) -> None:
-        self._totals: dict[tuple[str, torch.dtype], list[int]] = {}
+        self._totals: dict[tuple[str, str], list[int]] = {}
 
     def add(self, name: str, *modules: nn.Module, active: tuple[int, int] = (1, 1)) -> None:
         """Add the parameters of modules. `active` is the share that a token uses, as a fraction."""
-        for parameter in (parameter for module in modules for parameter in module.parameters()):
-            total = self._totals.setdefault((name, parameter.dtype), [0, 0, 0])
-            total[0] += parameter.numel()
-            total[1] += parameter.numel() * active[0] // active[1]
-            total[2] += parameter.nbytes
+        for part in (part for module in modules for part in module.modules()):
+            is_mxfp4 = isinstance(part, Weights) and part.is_mxfp4
+            for parameter_name, parameter in part.named_parameters(recurse=False):
+                is_encoded = is_mxfp4 and parameter_name in ("memory", "scales")
+                dtype = "mxfp4" if is_encoded else str(parameter.dtype).removeprefix("torch.")
+                total = self._totals.setdefault((name, dtype), [0, 0, 0])
+                count = parameter.numel()
+                if is_encoded:
+                    count = 2 * count if parameter_name == "memory" else 0
+                total[0] += count
+                total[1] += count * active[0] // active[1]
+                total[2] += parameter.nbytes
 
     def parts(self) -> tuple[Part, ...]:
-        return tuple(
-            Part(name, str(dtype).removeprefix("torch."), *totals)  # type: ignore[arg-type]
-            for (name, dtype), totals in self._totals.items()
-        )
+        return tuple(Part(name, dtype, *totals) for (name, dtype), totals in self._totals.items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from typing import Any
 
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.int4_tensors import AWQ, COMPRESSED_TENSORS, GPTQ, GPTQ_V2, Int4Storage, Int4Tensor
-from moeserve.models.quantization import CheckpointTensor, Fp8Tensor, Mxfp4Tensor, PlainTensor, StoredTensor
+from moeserve.models.quantization import CheckpointTensor, Fp8Tensor, Mxfp4Part, Mxfp4Tensor, PlainTensor, StoredTensor
 
 
 @dataclass(frozen=True)
@@ -26,12 +27,19 @@ class WeightFormat:
     unused: tuple[str, ...] = ()  # suffixes of tensors beside them that need not be read
     suffix: str = ""
     is_int4: bool = False  # in codes that packed weights can keep
+    is_mxfp4: bool = False
+
+    def with_mxfp4_kept(self) -> WeightFormat:
+        """Return the format of a checkpoint in MXFP4 of which codes and scales are loaded as they are stored."""
+        assert self.is_mxfp4
+        return dataclasses.replace(self, encoded=None)
 
     def group(self, stored: Mapping[str, StoredTensor]) -> dict[str, CheckpointTensor]:
         """Return the model's tensors by name. A part whose partner is missing stays a tensor of its own."""
         tensors: dict[str, CheckpointTensor] = {name: PlainTensor(tensor) for name, tensor in stored.items()}
         if self.encoded is None:
-            return tensors
+            ends = tuple(self.parts.values()) if self.is_mxfp4 else ()
+            return tensors | {name: Mxfp4Part(tensor) for name, tensor in stored.items() if name.endswith(ends)}
         *_, last_suffix = self.parts.values()
         for name in stored:
             prefix = name.removesuffix(last_suffix)
@@ -56,7 +64,7 @@ def read_weight_format(config: ConfigValues) -> WeightFormat:
         return WeightFormat()
     match quantization:
         case {"quant_method": "mxfp4"}:
-            return WeightFormat("mxfp4", Mxfp4Tensor, {"blocks": "_blocks", "scales": "_scales"})
+            return WeightFormat("mxfp4", Mxfp4Tensor, {"blocks": "_blocks", "scales": "_scales"}, is_mxfp4=True)
         # Matrices in fp8 have scales, so lists of those that are not converted need not be read.
         case {"quant_method": "fp8", "weight_block_size": [int(height), int(width)]} if (
             height >= 1

@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 REMAP_BYTES = 256 * 1024 * 1024  # shards are mapped again after this much was read from them
 PIECE_VALUES = 2 * 1024 * 1024  # copied at a time, or one slice of the first dimension if that is more
 DUMMY_STD = 0.02
+DUMMY_MXFP4_SCALE = 127 - 7  # random codes have standard deviation 2.9, times 2**-7
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Destination:
     @property
     def is_in_blocks(self) -> bool:
         """True if the memory holds 8-bit blocks with scales."""
-        return self.owner is not None and self.owner.scales is not None
+        return self.owner is not None and self.owner.scales is not None and not self.owner.is_mxfp4
 
     @property
     def int4_scales(self) -> Tensor | None:
@@ -184,10 +185,14 @@ def fill_randomly(model: nn.Module, seed: int) -> None:
             match module:
                 case RMSNorm():
                     weight.fill_(1.0)
-                case Weights(scales=nn.Parameter()) if name == "memory":
+                case Weights(is_mxfp4=False, scales=nn.Parameter()) if name == "memory":
                     for blocks in blocks_of(module.open, weight):
                         values_OI = torch.empty(blocks.codes_OI.shape, device=weight.device)
                         blocks.quantize(values_OI.normal_(0.0, DUMMY_STD, generator=generator))
+                case Weights(is_mxfp4=True) if name == "memory":
+                    weight.random_(0, 256, generator=generator)
+                case Weights(is_mxfp4=True) if name == "scales":
+                    weight.fill_(DUMMY_MXFP4_SCALE)
                 case Weights() if name == "scales":
                     pass  # filled with the codes
                 case _:

@@ -15,6 +15,7 @@ from moeserve.layers.attention import Attention
 from moeserve.layers.linear import Linear
 from moeserve.layers.mla import CompressedQuery, LatentAttention
 from moeserve.layers.mlp import GatedMLP
+from moeserve.layers.weights import Weights
 from moeserve.models.decoder import Decoder, DenseFeedForward
 from moeserve.models.family import Family, MoENames
 from moeserve.models.model_config import MLPConfig
@@ -171,12 +172,15 @@ def _interleaved_experts(prefix: str, moe: MoELayer) -> Iterator[Row]:
     In the model, an expert's rows of gate stand above those of up.
     """
     gate_up, down, num_experts = moe.experts.gate_up, moe.experts.down, moe.placement.num_logical
-    _, width_twice, hidden_size = gate_up.open.weight_eOI.shape
-    gate_up_eDI2 = gate_up.open.weight_eOI.unflatten(1, (2, -1)).permute(0, 3, 2, 1)
-    table: list[tuple[str, Tensor, tuple[int, ...], bool]] = [
-        ("gate_up_proj", gate_up_eDI2, (num_experts, hidden_size, width_twice), True),
-        ("down_proj", down.open.weight_eOI.transpose(1, 2), (num_experts, width_twice // 2, hidden_size), True),
-    ]
+    _, width_twice, hidden_size = gate_up.shape
+    table: list[tuple[str, Tensor, tuple[int, ...], bool]] = []
+    if gate_up.is_mxfp4:
+        table += _mxfp4_experts(gate_up, down, num_experts)
+    else:
+        gate_up_eDI2 = gate_up.open.weight_eOI.unflatten(1, (2, -1)).permute(0, 3, 2, 1)
+        table.append(("gate_up_proj", gate_up_eDI2, (num_experts, hidden_size, width_twice), True))
+        down_eID = down.open.weight_eOI.transpose(1, 2)
+        table.append(("down_proj", down_eID, (num_experts, width_twice // 2, hidden_size), True))
     if gate_up.bias is not None and down.bias is not None:
         bias_eI2 = gate_up.bias.unflatten(1, (2, -1)).transpose(1, 2)
         table.append(("gate_up_proj_bias", bias_eI2, (num_experts, width_twice), False))
@@ -187,6 +191,20 @@ def _interleaved_experts(prefix: str, moe: MoELayer) -> Iterator[Row]:
         for slot, expert in enumerate(moe.local_experts):
             place = Destination(memory[slot : slot + 1], shape, (slice(expert, expert + 1),), owner)
             yield f"{prefix}.{name}", place
+
+
+def _mxfp4_experts(
+    gate_up: Weights, down: Weights, num_experts: int
+) -> Iterator[tuple[str, Tensor, tuple[int, ...], bool]]:
+    """Yield codes as [experts, outputs, groups, 16] and scales as [experts, outputs, groups]."""
+    for name, weights in (("gate_up_proj", gate_up), ("down_proj", down)):
+        codes_eOI, scales_eOG = weights.open.weight_eOI, weights.open.scales_eGB
+        assert scales_eOG is not None
+        _, num_outputs, num_groups = scales_eOG.shape
+        for part, memory in (("blocks", codes_eOI.unflatten(2, (num_groups, -1))), ("scales", scales_eOG)):
+            shape = num_experts, num_outputs, *memory.shape[2:]
+            in_order = memory.unflatten(1, (2, -1)).transpose(1, 2) if weights is gate_up else memory
+            yield f"{name}_{part}", in_order, shape, True
 
 
 def _linear(prefix: str, linear: Linear) -> Iterator[Row]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from moeserve.layers.context import ModelContext
-from moeserve.layers.weights import Weights
+from moeserve.layers.weights import QuantizationLimits, Weights
 from moeserve.moe.dispatch.base import PackedTokens, SlottedTokens
 from moeserve.ops.interfaces import GatedActivation
 
 # R rows, S slots of each expert, D model width, e local experts
+
+LIMITS = QuantizationLimits(can_be_mxfp4=True)
 
 
 class Experts(nn.Module):
@@ -29,10 +31,12 @@ class Experts(nn.Module):
         has_bias: bool,
     ) -> None:
         super().__init__()
-        self.gate_up = Weights(
-            (num_experts, 2 * expert_width, hidden_size), context, has_bias=has_bias, activation=activation
+        gate_up_shape, down_shape = (
+            (num_experts, 2 * expert_width, hidden_size),
+            (num_experts, hidden_size, expert_width),
         )
-        self.down = Weights((num_experts, hidden_size, expert_width), context, has_bias=has_bias)
+        self.gate_up = Weights(gate_up_shape, context, has_bias=has_bias, activation=activation, limits=LIMITS)
+        self.down = Weights(down_shape, context, has_bias=has_bias, limits=LIMITS)
 
     @property
     def memory_of_each(self) -> list[Tensor]:

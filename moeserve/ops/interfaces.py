@@ -223,16 +223,28 @@ class InputChunks:
 
 @dataclass(frozen=True)
 class OpenWeights:
-    """Weights [e, O, I] in plain memory, as a checkpoint fills them."""
+    """Weights [e, O, I] in plain memory, as a checkpoint fills them.
+
+    Weights in MXFP4 are codes [e, O, I / 2] uint8, the first of two inputs in the low half of a byte, and exponents
+    [e, O, I / MXFP4_GROUP] uint8 as scales (OCP Microscaling formats specification).
+    """
 
     weight_eOI: Tensor
     bias_eO: Tensor | None = None
     activation: GatedActivation | None = None
-    scales_eGB: Tensor | None = None  # of weights in 8-bit blocks: see weight_blocks.py
+    scales_eGB: Tensor | None = None  # of weights in MXFP4, or in 8-bit blocks: see weight_blocks.py
     chunks: InputChunks | None = None  # None: a product adds all inputs in one chunk
     # [e, O, G] float16, for each INT4_GROUP inputs: weights that are integers times these scales, with less than 16
     # integers in a group, are packed as int4 without loss. None: scales are chosen.
     int4_scales_eOG: Tensor | None = None
+
+    @property
+    def is_mxfp4(self) -> bool:
+        return self.weight_eOI.dtype == torch.uint8
+
+    @property
+    def num_inputs(self) -> int:
+        return self.weight_eOI.shape[2] * (2 if self.is_mxfp4 else 1)
 
     @property
     def num_parts(self) -> int:
@@ -287,8 +299,9 @@ class Product(Protocol):
         ...
 
 
-PackedFormat = Literal["float32", "bfloat16", "int8", "int4"]
+PackedFormat = Literal["float32", "bfloat16", "int8", "int4", "mxfp4"]
 INT4_GROUP = 32  # inputs of int4 weights that share a scale and a zero point
+MXFP4_GROUP = 32  # inputs of weights in MXFP4 that share a scale
 
 
 @dataclass(frozen=True)
@@ -306,8 +319,15 @@ class PackedWeights:
     @classmethod
     def from_panels(cls, weights: OpenWeights, packed_format: PackedFormat, panels: Tensor) -> PackedWeights:
         """Return panels that were packed from weights of this shape, with the bias of these weights."""
-        _, num_outputs, num_inputs = weights.weight_eOI.shape
-        return cls(packed_format, panels, num_outputs, num_inputs, weights.bias_eO, weights.activation, weights.chunks)
+        return cls(
+            packed_format,
+            panels,
+            weights.weight_eOI.shape[1],
+            weights.num_inputs,
+            weights.bias_eO,
+            weights.activation,
+            weights.chunks,
+        )
 
     @property
     def num_parts(self) -> int:

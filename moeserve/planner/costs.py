@@ -37,7 +37,7 @@ from moeserve.planner.cost_formulas import (
 )
 from moeserve.planner.formula import Formula
 from moeserve.planner.hardware import Hardware
-from moeserve.planner.layout import BYTES_OF_DTYPE, Layout, Layouts, Stage
+from moeserve.planner.layout import BYTES_OF_DTYPE, MXFP4_BYTES, Layout, Layouts, Stage
 from moeserve.planner.settings import Assumptions
 
 
@@ -211,7 +211,10 @@ class LayoutCosts:
         if self.is_fp8:
             weights["rate"] = hardware.fp8_rate * calibration.products * cores
         experts_per_rank = sum(_parameters(stage)["routed experts"] for stage in layout.stages)
-        self.expert_bytes = experts_per_rank / max(1, self.num_sparse_layers * self._slots) * weight_bytes
+        parameters_of_expert = experts_per_rank / max(1, self.num_sparse_layers * self._slots)
+        stays_mxfp4 = not self.is_fp8 and description.keeps_mxfp4(found.dtype)
+        bytes_of_weight = MXFP4_BYTES if stays_mxfp4 else weight_bytes
+        self.expert_bytes = parameters_of_expert * bytes_of_weight
         decode_operations, prompt_operations = operations_of_pair(config.layers[0].attention, layout.tp)
         attention = {
             "decode_operations": decode_operations,
@@ -227,8 +230,9 @@ class LayoutCosts:
             "all_slots": sum(len(holder.experts) for holder in layout.holders if holder.stage == 0),
             "chosen": self.top_k,
             "ranks": self.num_ranks,
-            "parameters": self.expert_bytes / weight_bytes,
+            "parameters": parameters_of_expert,
             **weights,
+            "bytes": bytes_of_weight,
         }
         self.leaving_rows = rows_that_leave(assumptions.exchange, self.num_ranks, self.ranks_per_node, self.top_k)
         node_rows, network_rows = (rows.value for rows in self.leaving_rows)

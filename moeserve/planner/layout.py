@@ -26,6 +26,7 @@ from moeserve.models.summary import Part, summarize
 from moeserve.moe.layer import MoEConfig
 
 BYTES_OF_DTYPE = {"float32": 4, "bfloat16": 2, "float16": 2}
+MXFP4_BYTES = 1 / 2 + 1 / 32  # of a weight, with its share of a scale
 BYTES_OF_CHOICE = 8  # expert ids travel as int64
 MAX_RANKS = 4096
 MAX_RANKS_LISTED = 16  # with more, the text lists ranks only if a single layout is shown

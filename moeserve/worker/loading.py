@@ -77,8 +77,11 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
         fill_randomly(model, config.seed)
         packer.finish()
         return LoadedModel(model.eval())
-    checkpoint = open_checkpoint(Path(config.model_path), description.weight_format)
-    if config.quantization == "int4" and description.weight_format.is_int4:
+    weight_format = description.weight_format
+    if config.quantization == "mxfp4":
+        weight_format = weight_format.with_mxfp4_kept()
+    checkpoint = open_checkpoint(Path(config.model_path), weight_format)
+    if config.quantization == "int4" and weight_format.is_int4:
         keep_int4(checkpoint, destinations(model, description.family, checkpoint.names))
     cache = PackedWeightCache(cache_folder() / "packed", config.packed_cache)
     # Rebalancing writes to the weights, which must not be mapped from the cache or on their way to it.

@@ -9,18 +9,16 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import mxfp4_checkpoints
 import pytest
 import torch
 from float8_checkpoints import encoded_and_decoded, write
 from int4_checkpoints import CONFIGS
 from int4_checkpoints import encoded_and_decoded as in_int4
 from reference_models import SHAPES, Reference, make_reference
-from safetensors.torch import load_file
 from test_families import logits_of, reread
 
 from moeserve import LLM, SamplingParams
-
-FP4_VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 
 
 def assert_twins(tmp_path: Path, original: Reference, encoded: dict, decoded: dict, quantization: Any) -> None:
@@ -56,32 +54,9 @@ def test_fp8(name: str, larger: dict[str, int], block: tuple[int, int], tmp_path
     assert_twins(tmp_path, original, encoded, decoded, quantization)
 
 
-def to_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Blocks, scales and the values that they stand for, of [..., columns] in groups of 32 columns."""
-    groups = weight.unflatten(-1, (-1, 32))
-    exponents = (groups.abs().amax(dim=-1) / 6.0).log2().ceil().clamp(-127, 127)
-    scaled = groups / exponents.exp2()[..., None]
-    codes = (scaled[..., None] - FP4_VALUES).abs().argmin(dim=-1)
-    values = (FP4_VALUES[codes] * exponents.exp2()[..., None]).flatten(-2)
-    blocks = codes[..., 0::2] | codes[..., 1::2] << 4
-    return blocks.to(torch.uint8), (exponents + 127).to(torch.uint8), values
-
-
 def test_mxfp4(tmp_path: Path) -> None:
-    shape = SHAPES["gpt-oss"]
-    wider = dataclasses.replace(shape, settings=shape.settings | {"hidden_size": 64, "intermediate_size": 96})
-    original = make_reference(tmp_path / "original", wider)
-    encoded, decoded = {}, {}
-    for key, tensor in load_file(original.folder / "model.safetensors").items():
-        if key.endswith(("experts.gate_up_proj", "experts.down_proj")):  # [experts, inputs, outputs]
-            blocks, scales, values = to_mxfp4(tensor.transpose(1, 2))
-            encoded[f"{key}_blocks"], encoded[f"{key}_scales"] = blocks, scales
-            decoded[key] = values.transpose(1, 2).contiguous()
-        else:
-            encoded[key] = decoded[key] = tensor
-    assert len(encoded) - len(decoded) == 2 * original.model.config.num_hidden_layers
-    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
-    assert_twins(tmp_path, original, encoded, decoded, quantization)
+    original = make_reference(tmp_path / "original", mxfp4_checkpoints.SHAPE)
+    assert_twins(tmp_path, original, *mxfp4_checkpoints.encoded_and_decoded(original))
 
 
 @pytest.mark.parametrize("kind", CONFIGS)

@@ -64,6 +64,17 @@ def test_defaults_come_from_the_checkpoint_and_the_machine() -> None:
     assert "auto" not in {value for name, value in dataclasses.asdict(config).items() if name != "load_format"}
 
 
+def test_experts_in_mxfp4_stay_so_where_kernels_read_them() -> None:
+    in_mxfp4 = dataclasses.replace(FACTS, has_mxfp4=True)
+    assert decide(in_mxfp4).quantization == "mxfp4"
+    assert decide(in_mxfp4, quantization="mxfp4").quantization == "mxfp4"
+    assert decide(in_mxfp4, quantization="int8").quantization == "int8"
+    assert decide(in_mxfp4, dtype="float32").quantization is None
+    assert decide(in_mxfp4, has_kernels=False).quantization is None
+    assert_refused("'mxfp4'", "somewhere", quantization="mxfp4")
+    assert_refused("'float32'", checkpoint=in_mxfp4, quantization="mxfp4", dtype="float32")
+
+
 def test_given_values_are_kept() -> None:
     options = dict(dtype="float32", max_model_len=100, max_num_seqs=3, max_num_batched_tokens=9, num_threads=1, seed=4)
     config = decide(**options)

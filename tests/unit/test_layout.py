@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -39,9 +40,10 @@ def folder_of(tmp_path: Path, model: str, **changes: Any) -> Path:
 def test_ranks_together_hold_the_whole_model(model: str, tp: int, dp: int, tmp_path: Path) -> None:
     """Experts are held once, what tp divides once per replica, and the rest on every rank."""
     description = describe(folder_of(tmp_path, model))
-    whole = {part.name: part.num_parameters for part in summarize(description, "bfloat16").parts}
     mesh = Mesh(tp=tp, dp=dp)
-    held = dict.fromkeys(whole, 0)
+    whole, held = Counter[str](), Counter[str]()
+    for part in summarize(description, "bfloat16").parts:
+        whole[part.name] += part.num_parameters
     for rank in range(mesh.world_size):
         for part in summarize(description, "bfloat16", unconnected(mesh, rank)).parts:
             held[part.name] += part.num_parameters

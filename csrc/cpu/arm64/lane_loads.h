@@ -29,6 +29,15 @@ MOESERVE_INLINE Float<W> load_bytes(const char* source) {
   return __builtin_convertvector(lanes, Float<W>);
 }
 
+// Return the bytes of a table at the indices in the bytes of `indices`, which are below 16.
+template <int W>
+MOESERVE_INLINE typename Vector<W>::UInt look_up(const ByteTable& table, const typename Vector<W>::UInt& indices) {
+  typename Vector<W>::UInt lanes, values;
+  std::memcpy(&lanes, &table, sizeof(lanes));
+  asm("tbl %0.16b, {%1.16b}, %2.16b" : "=w"(values) : "w"(lanes), "w"(indices));
+  return values;
+}
+
 // Load W unsigned integers of 16 bits.
 template <int W>
 MOESERVE_INLINE typename Vector<W>::UInt load_halves(const void* source) {

@@ -17,13 +17,15 @@ namespace {
 constexpr int64_t inputs_of_block(int num_tiles) { return num_tiles <= 4 ? 128 : kBlockInputs; }
 
 MOESERVE_TARGET_AVX2 void accumulate_avx2(const ProductWork& work, float* sums) {
-  accumulate<8, WidenedProducts<8>, WidenedByteProducts<8>, NibbleProducts<8>>(work, sums);
+  accumulate<8, WidenedProducts<8>, WidenedByteProducts<8>, NibbleProducts<8>, SignedNibbleProducts<8>>(work, sums);
 }
 MOESERVE_TARGET_AVX2 void accumulate_avx2_vnni(const ProductWork& work, float* sums) {
-  accumulate<8, WidenedProducts<8>, ByteDotProducts<8, Int8Weights>, ByteDotProducts<8, Int4Weights>>(work, sums);
+  accumulate<8, WidenedProducts<8>, ByteDotProducts<8, Int8Weights>, ByteDotProducts<8, Int4Weights>,
+             ByteDotProducts<8, Mxfp4Weights>>(work, sums);
 }
 MOESERVE_TARGET_AVX512 void accumulate_avx512(const ProductWork& work, float* sums) {
-  accumulate<16, WidenedProducts<16>, ByteDotProducts<16, Int8Weights>, ByteDotProducts<16, Int4Weights>>(work, sums);
+  accumulate<16, WidenedProducts<16>, ByteDotProducts<16, Int8Weights>, ByteDotProducts<16, Int4Weights>,
+             ByteDotProducts<16, Mxfp4Weights>>(work, sums);
 }
 
 // Call run(std::integral_constant) with a number of rows from 1 to kDotRows.

@@ -36,6 +36,19 @@ MOESERVE_INLINE typename Vector<W>::UInt load_halves(const void* source) {
   return lanes;
 }
 
+// Return the bytes of a table at the indices in the bytes of `indices`, which are below 16.
+template <int W>
+MOESERVE_INLINE typename Vector<W>::UInt look_up(const ByteTable& table, const typename Vector<W>::UInt& indices) {
+  typename Vector<W>::UInt tables, values;
+  if constexpr (W == 16) {
+    asm("vbroadcasti32x4 %1, %0" : "=v"(tables) : "m"(table));
+  } else {
+    asm("vbroadcasti128 %1, %0" : "=x"(tables) : "m"(table));
+  }
+  asm("vpshufb %2, %1, %0" : "=v"(values) : "v"(tables), "v"(indices));
+  return values;
+}
+
 typedef float Segment __attribute__((vector_size(16), aligned(1), may_alias));
 
 MOESERVE_INLINE const Segment& segment_at(const char* address) { return *reinterpret_cast<const Segment*>(address); }

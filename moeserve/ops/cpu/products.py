@@ -85,10 +85,11 @@ class CpuPacking:
         self._native = native
 
     def supports(self, weights: OpenWeights) -> bool:
-        return weights.weight_eOI.dtype in NATIVE_DTYPES and weights.weight_eOI.numel() > 0
+        has_format = weights.weight_eOI.dtype in NATIVE_DTYPES or weights.is_mxfp4
+        return has_format and weights.weight_eOI.numel() > 0
 
     def num_bytes(self, weights: OpenWeights, packed_format: PackedFormat) -> int:
-        _, num_outputs, num_inputs = weights.weight_eOI.shape
+        num_outputs, num_inputs = weights.weight_eOI.shape[1], weights.num_inputs
         chunk_inputs = None if weights.chunks is None else weights.chunks.size
         return int(self._native.packed_bytes(packed_format, num_outputs, num_inputs, weights.num_parts, chunk_inputs))
 
@@ -103,6 +104,12 @@ class CpuPacking:
             panels = weight_eOI.data.view(torch.uint8).view(len(weight_eOI), size)
         else:
             panels = self.allocate_weights((len(weight_eOI), size), torch.uint8, weight_eOI.device)
+        if weights.is_mxfp4:
+            assert weights.scales_eGB is not None
+            assert weights.chunks is None, "experts are never divided by inputs"
+            for codes_OI, scales_OG, panel in zip(weight_eOI, weights.scales_eGB, panels, strict=True):
+                self._native.pack_mxfp4(codes_OI, scales_OG, panel, weights.num_parts)
+            return PackedWeights.from_panels(weights, packed_format, panels)
         chunk_inputs = None if weights.chunks is None else weights.chunks.size
         scales_eOG = weights.int4_scales_eOG if packed_format == "int4" else None
         for index, (weight_OI, panel) in enumerate(zip(weight_eOI, panels, strict=True)):
