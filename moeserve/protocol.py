@@ -181,7 +181,17 @@ class ReceiveBlocks(msgspec.Struct, frozen=True, kw_only=True, tag="receive"):
     block_ids: list[int]  # of the cache, to be written; empty: nothing is read
 
 
-Transfer: TypeAlias = BlockTransfer | KeepBlocks | ReceiveBlocks
+class CancelReceive(msgspec.Struct, frozen=True, kw_only=True, tag="cancel-receive"):
+    """End a `ReceiveBlocks` early: no request needs its blocks any more. Sent to every rank of a replica.
+
+    It is a transfer too, which ends at once. The one that it cancels ends when nothing is written into its blocks.
+    """
+
+    number: int  # of the transfer, as in `BlockTransfer`
+    receive: int  # number of the transfer that is cancelled; it may have ended
+
+
+Transfer: TypeAlias = BlockTransfer | KeepBlocks | ReceiveBlocks | CancelReceive
 
 
 class TransferOutcome(msgspec.Struct, frozen=True, kw_only=True, tag="transferred"):

@@ -54,6 +54,7 @@ class EngineCore:
     @property
     def num_free_blocks(self) -> list[int]:
         """KV cache blocks that are free, as in `Replicas`."""
+        self._end_transfers()
         return [stats.num_free_blocks for stats in self.replica_stats]
 
     @property
@@ -79,6 +80,7 @@ class EngineCore:
 
     def step(self) -> list[RequestUpdate]:
         self._ownership.require()
+        self._end_transfers()
         while not self._undelivered and self.has_work and not self._wake_up.take():
             self._advance()
         updates, self._undelivered = self._undelivered, []
@@ -123,6 +125,11 @@ class EngineCore:
             self._advance()
         self.refusal = self.refusal or "the engine was shut down; make a new one"
         self.executor.shutdown()
+
+    def _end_transfers(self) -> None:
+        """Take the ends of transfers of an idle engine: blocks that were kept for another engine may be free by now."""
+        if not self.has_work and not self.refusal and (ended := self._driver.ended()):
+            self._driver.handle([], ended, self._receive)
 
     def _advance(self) -> None:
         """Wait for something to happen, and let the replica handle it. A failure ends all requests."""

@@ -22,6 +22,7 @@ from moeserve.planner.simulation_report import Percentiles, PoolOutcome, Transfe
 from moeserve.protocol import (
     AddRequest,
     BlockTransfer,
+    CancelReceive,
     ChunkResult,
     KeepBlocks,
     ReceiveBlocks,
@@ -267,6 +268,8 @@ class Pool:
                         sending.free_at = ends_at
                     kept.pool.end_kept(kept.index, kept.number, ends_at)
                     copies = self._received
+                case CancelReceive():
+                    raise AssertionError("no simulated request is aborted")
             copies.add(len(block_ids), seconds, ends_at - now)
             outcome = TransferOutcome(number=number, num_copied=len(block_ids), seconds=seconds)
             self._add_end(index, outcome, ends_at)

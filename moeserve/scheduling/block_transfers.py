@@ -11,6 +11,7 @@ import msgspec
 
 from moeserve.protocol import (
     BlockTransfer,
+    CancelReceive,
     KeepBlocks,
     PeerBlocks,
     ReceiveBlocks,
@@ -26,7 +27,7 @@ from moeserve.scheduling.request import LiveRequest
 
 @dataclass(frozen=True)
 class _InFlight:
-    kind: Literal["save", "load", "keep", "receive"]
+    kind: Literal["save", "load", "keep", "receive", "cancel"]
     block_ids: list[int]
     digests: list[bytes]  # of blocks that are saved, loaded or received
     request: LiveRequest | None = None  # that waits for the end
@@ -145,6 +146,12 @@ class BlockTransfers:
         )
         self._begin(receive, _InFlight("receive", block_ids, digests, request if digests else None, source.handle))
 
+    def cancel_receive(self, handle: str) -> None:
+        """End the transfer of blocks with this handle early, if the request that waits for it has ended."""
+        for number, each in list(self._in_flight.items()):
+            if each.handle == handle and each.request is not None and each.request.ended:
+                self._begin(CancelReceive(number=self._num_begun, receive=number), _InFlight("cancel", [], []))
+
     def take_new(self) -> list[Transfer]:
         """Return the transfers that begin now. One save at a time takes all blocks that were computed meanwhile."""
         if self._computed and not self._is_saving:
@@ -169,7 +176,8 @@ class BlockTransfers:
             The request that waited for it, if one did.
         """
         transfer, num_copied = self._in_flight.pop(outcome.number), outcome.num_copied
-        self.num_failed_blocks += len(transfer.block_ids) - num_copied
+        if transfer.request is None or not transfer.request.ended:  # else it may have been cancelled
+            self.num_failed_blocks += len(transfer.block_ids) - num_copied
         match transfer.kind:
             case "save":
                 self._is_saving = False

@@ -528,6 +528,16 @@ class Scheduler:
         if request.kv_source is not None:
             self._transfers.receive(request, 0, [], [])
 
+    def _leave_source(self, request: LiveRequest) -> None:
+        """Set the blocks of an ended request's source free, or stop their transfer, unless others wait for them."""
+        source, transfers = request.request.kv_source, self._transfers
+        if source is None or transfers is None or not transfers.has_peers or self._waiting_for_source(request):
+            return
+        if transfers.is_receiving(source.handle):
+            transfers.cancel_receive(source.handle)
+        elif request.kv_source is not None:
+            self._drop_source(request)
+
     def _waiting_for_source(self, request: LiveRequest) -> list[LiveRequest]:
         """Return other waiting requests that have the same source as this one had at first."""
         source = request.request.kv_source
@@ -639,12 +649,11 @@ class Scheduler:
         if request.request_id in self._waiting:
             del self._waiting[request.request_id]
             self._num_waiting_tokens -= len(request.token_ids)
-            has_source = request.kv_source is not None and self._transfers is not None and self._transfers.has_peers
-            if has_source and not self._waiting_for_source(request):
-                self._drop_source(request)
+            self._leave_source(request)
         elif request.request_id in self._loading:  # its blocks come back with the end of the transfer
             del self._loading[request.request_id]
             self._num_waiting_tokens -= len(request.token_ids)
+            self._leave_source(request)
         else:
             del self._running[request.request_id]
             self._release(request)

@@ -10,7 +10,7 @@ import contextlib
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,15 +66,15 @@ class NixlMemory:
             tensors=[[place_of(tensor) for tensor in cache.tensors] for cache in caches],
         )
 
-    def read(self, theirs: NixlShare, copies: Sequence[np.ndarray], deadline: float) -> None:
+    def read(self, theirs: NixlShare, copies: Sequence[np.ndarray], must_end: Callable[[], bool]) -> None:
         """Copy ranges of another rank's memory into this rank's.
 
         Args:
             copies: rows of an address there, an address here, and a number of bytes.
-            deadline: by `time.monotonic`.
+            must_end: returns True once the time is up, or nobody needs the copies any more.
 
         Raises:
-            PeerError: something went wrong, or the time is up. Nothing is written any more.
+            PeerError: something went wrong, or it had to end. Nothing is written any more.
         """
         rows = np.concatenate(copies)
         columns = [np.full(len(rows), device, np.uint64) for device in (theirs.device, self._device)]
@@ -88,7 +88,7 @@ class NixlMemory:
             handle = self._agent.initialize_xfer("READ", of(here, self._kind), of(there, self._kind), agent)
             try:
                 state = self._agent.transfer(handle)
-                while state == "PROC" and time.monotonic() < deadline:
+                while state == "PROC" and not must_end():
                     time.sleep(SECONDS_BETWEEN_LOOKS)
                     state = self._agent.check_xfer_state(handle)
             finally:
@@ -96,7 +96,7 @@ class NixlMemory:
         except Exception as error:  # NIXL raises many kinds
             raise PeerError(f"NIXL: {error}") from None
         if state != "DONE":
-            raise PeerError("NIXL: " + ("the time is up" if state == "PROC" else "the transfer has failed"))
+            raise PeerError("NIXL: " + ("not in time" if state == "PROC" else "the transfer has failed"))
 
     def _end(self, handle: Any) -> None:
         """Release a transfer. One that cannot be cancelled may still write, so its end is waited for."""

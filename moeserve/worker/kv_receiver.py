@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import socket
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,12 +15,13 @@ import torch
 
 from moeserve.addresses import is_loopback
 from moeserve.protocol import ReceiveBlocks, TransferOutcome
+from moeserve.worker.kv_copies import CopyStream
 from moeserve.worker.kv_nixl import NixlMemory, ranges
 from moeserve.worker.kv_wire import (
     Answer,
     CacheShare,
+    Claim,
     Connection,
-    Done,
     HasRead,
     PeerError,
     Piece,
@@ -42,6 +43,33 @@ class _Part:
     piece: Piece
     layer: int  # index in this rank's `CacheShare.layers`
     first_head: int
+
+
+class Cancellation:
+    """Lets another thread end a transfer early."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_set = False
+        self._connections: Sequence[Connection] = ()
+
+    @property
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        """End the transfer: close its connections, for which its thread may wait."""
+        with self._lock:
+            self._is_set = True
+            for connection in self._connections:
+                connection.close()
+
+    def watch(self, connections: Sequence[Connection]) -> None:
+        """Close these connections when the transfer is cancelled. Raises PeerError if it is already."""
+        with self._lock:
+            if self._is_set:
+                raise PeerError("the request has ended")
+            self._connections = connections
 
 
 class BlockReceiver:
@@ -70,10 +98,12 @@ class BlockReceiver:
         self._caches, self._share, self._key, self._timeout_s = caches, share, key, timeout_s
         self._rank, self._num_ranks, self._nixl = rank, num_ranks, nixl
         self._avoided_until: dict[str, float] = {}  # addresses of senders that did not answer
-        self._stream = torch.cuda.Stream() if caches[0].tensors[0].is_cuda else None
+        self._stream = CopyStream(caches)
 
-    def run(self, transfer: ReceiveBlocks, submitted: float) -> TransferOutcome:
+    def run(self, transfer: ReceiveBlocks, submitted: float, cancellation: Cancellation) -> TransferOutcome:
         """Read all blocks, or none if something is wrong. Either way they are set free on all senders.
+
+        After this call nothing writes into the blocks, also if it was cancelled.
 
         Args:
             submitted: when the transfer began, by `time.monotonic`.
@@ -83,24 +113,29 @@ class BlockReceiver:
         try:
             for address in transfer.source.addresses:
                 senders.append(self._connect(address, deadline))
+                senders[-1].send_message(self._claim(transfer))
+            cancellation.watch(senders)  # not before: closing a connection with a claim sets the blocks free
+            shares: list[CacheShare] = [sender.receive_message(CacheShare) for sender in senders]
             if transfer.block_ids:
-                self._read(transfer, senders)
+                self._read(transfer, senders, shares, cancellation)
             num_copied = len(transfer.block_ids)
         except (OSError, ValueError, PeerError) as error:
-            logger.warning("KV cache blocks of another engine cannot be read, and will be computed: %s", error)
-        for sender in senders:
-            with contextlib.suppress(OSError):
-                sender.send_message(
-                    Done(
-                        handle=transfer.source.handle,
-                        receiver=transfer.receiver,
-                        rank=self._rank,
-                        num_ranks=self._num_ranks,
-                    )
-                )
-            sender.close()
+            if not cancellation.is_set:
+                logger.warning("KV cache blocks of another engine cannot be read, and will be computed: %s", error)
+        finally:
+            for sender in senders:
+                sender.close()
         seconds = time.monotonic() - submitted
         return TransferOutcome(number=transfer.number, num_copied=num_copied, seconds=seconds)
+
+    def _claim(self, transfer: ReceiveBlocks) -> Claim:
+        return Claim(
+            handle=transfer.source.handle,
+            receiver=transfer.receiver,
+            tokens=transfer.tokens,
+            rank=self._rank,
+            num_ranks=self._num_ranks,
+        )
 
     def _connect(self, address: str, deadline: float) -> Connection:
         host, _, port = address.rpartition(":")
@@ -126,15 +161,21 @@ class BlockReceiver:
         return connection
 
     @torch.inference_mode()
-    def _read(self, transfer: ReceiveBlocks, senders: Sequence[Connection]) -> None:
+    def _read(
+        self,
+        transfer: ReceiveBlocks,
+        senders: Sequence[Connection],
+        shares: Sequence[CacheShare],
+        cancellation: Cancellation,
+    ) -> None:
         """Read each head of each layer from the first sender that has it."""
         missing = {
             share.layer: set(range(share.first_head, share.first_head + max(share.num_heads, 1)))
             for share in self._share.layers
         }
         first = self._rank % len(senders)  # so that ranks do not all read what is not divided from the same one
-        for sender in [*senders[first:], *senders[:first]]:
-            theirs: CacheShare = sender.receive_message(CacheShare)
+        for index in [*range(first, len(senders)), *range(first)]:
+            sender, theirs = senders[index], shares[index]
             if others := {name for name, fact in self._share.facts.items() if theirs.facts.get(name) != fact}:
                 shown = ", ".join(
                     f"{name} {theirs.facts.get(name)} instead of {self._share.facts[name]}" for name in others
@@ -143,7 +184,7 @@ class BlockReceiver:
             if pieces := self._pieces(theirs, missing):
                 parts = [self._part(theirs, piece) for piece in pieces]
                 if self._nixl is not None and theirs.has_nixl:
-                    self._read_by_nixl(self._nixl, sender, transfer, parts)
+                    self._read_by_nixl(self._nixl, sender, transfer, parts, cancellation)
                 else:
                     self._read_pieces(sender, transfer, parts)
         if lacking := [layer for layer, heads in missing.items() if heads]:
@@ -172,18 +213,21 @@ class BlockReceiver:
         """Read blocks over the connection."""
         num_blocks, block_ids = len(transfer.block_ids), torch.tensor(transfer.block_ids)
         self._ask(sender, self._wanted(transfer, [part.piece for part in parts]))
-        with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+        with self._stream.copying():
             for part in parts:
                 for tensor in self._caches[part.layer].tensors:
                     heads = select_heads(tensor, part.first_head, part.piece.num_heads)
                     blocks = torch.empty((num_blocks, *heads.shape[1:]), dtype=tensor.dtype)
                     sender.receive_into(bytes_of(blocks))
                     heads.index_copy_(0, block_ids.to(heads.device), blocks.to(heads.device))
-        if self._stream is not None:
-            self._stream.synchronize()
 
     def _read_by_nixl(
-        self, nixl: NixlMemory, sender: Connection, transfer: ReceiveBlocks, parts: Sequence[_Part]
+        self,
+        nixl: NixlMemory,
+        sender: Connection,
+        transfer: ReceiveBlocks,
+        parts: Sequence[_Part],
+        cancellation: Cancellation,
     ) -> None:
         """Read blocks from the sender's memory. They are right only if they were kept until the end."""
         answer = self._ask(sender, self._wanted(transfer, []))
@@ -196,18 +240,11 @@ class BlockReceiver:
                 source = ranges(there, answer.block_ids, piece.first_head, piece.num_heads)
                 target = ranges(here, transfer.block_ids, part.first_head, piece.num_heads)
                 copies.append(np.concatenate([source[:, :1], target], axis=1))
-        nixl.read(theirs, copies, sender.deadline)
+        nixl.read(theirs, copies, lambda: cancellation.is_set or time.monotonic() > sender.deadline)
         self._ask(sender, HasRead())
 
     def _wanted(self, transfer: ReceiveBlocks, pieces: list[Piece]) -> Read:
-        return Read(
-            handle=transfer.source.handle,
-            receiver=transfer.receiver,
-            tokens=transfer.tokens,
-            first=transfer.first,
-            num_blocks=len(transfer.block_ids),
-            pieces=pieces,
-        )
+        return Read(first=transfer.first, num_blocks=len(transfer.block_ids), pieces=pieces)
 
     def _ask(self, sender: Connection, message: Read | HasRead) -> Answer:
         sender.send_message(message)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import socket
 import threading
@@ -17,13 +16,13 @@ from torch import Tensor
 
 from moeserve.errors import SettingsError
 from moeserve.protocol import KeepBlocks, TransferOutcome
+from moeserve.worker.kv_copies import CopyStream
 from moeserve.worker.kv_wire import (
     SECONDS_TO_BE_KEPT,
     Answer,
     CacheShare,
+    Claim,
     Connection,
-    Done,
-    FromReceiver,
     HasRead,
     NixlShare,
     PeerError,
@@ -49,9 +48,9 @@ class _Kept:
     message: KeepBlocks
     on_end: Callable[[TransferOutcome], None]
     started: float
-    receiver: str = ""  # the first one that has named itself
-    num_reading: int = 0  # connections that read them now
-    done: set[int] = field(default_factory=set)  # ranks of the receiver that need no more
+    receiver: str = ""  # the first one that has claimed them
+    num_connected: int = 0  # ranks of the receiver
+    ranks_left: set[int] = field(default_factory=set)  # ranks of the receiver that have claimed them and left
 
 
 class BlockSender:
@@ -84,7 +83,7 @@ class BlockSender:
             host, port = address
             raise SettingsError(f"kv_transfer_address: cannot listen on {host}:{port}: {error}") from None
         self.address = "{}:{}".format(*self._listener.getsockname())
-        self._stream = torch.cuda.Stream() if caches[0].tensors[0].is_cuda else None
+        self._stream = CopyStream(caches)
         self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
         self._changed = threading.Condition()  # guards all below
         self._kept: dict[str, _Kept] = {}  # by handle
@@ -95,7 +94,7 @@ class BlockSender:
             threading.Thread(target=run, name="kv sender", daemon=True).start()
 
     def keep(self, message: KeepBlocks, on_end: Callable[[TransferOutcome], None]) -> None:
-        """Let another engine read blocks until all of its ranks are done or the time is up.
+        """Let another engine read blocks until all of its ranks have left or the time is up.
 
         Args:
             on_end: called once, in any thread. No block was "copied" if the time was up.
@@ -131,7 +130,7 @@ class BlockSender:
         while not self._is_closed:
             with self._changed:
                 for kept in list(self._kept.values()):
-                    if kept.num_reading == 0 and time.monotonic() - kept.started > self._timeout_s:
+                    if kept.num_connected == 0 and time.monotonic() - kept.started > self._timeout_s:
                         self._end(kept, 0)
                 self._changed.wait_for(lambda: self._is_closed, SECONDS_BETWEEN_LOOKS)
 
@@ -157,15 +156,7 @@ class BlockSender:
                 self._strangers.release()
             connection.deadline = time.monotonic() + self._timeout_s
             connection.send_message(self._share)
-            while True:
-                message: FromReceiver = connection.receive_message(FromReceiver)
-                match message:
-                    case Read():
-                        self._send(connection, message)
-                    case HasRead():
-                        raise PeerError("it has read nothing")
-                    case Done():
-                        self._note_done(message)
+            self._serve_receiver(connection)
         except (OSError, PeerError) as error:
             logger.debug("a receiver of KV cache blocks has left: %s", error)
         except Exception:
@@ -175,57 +166,63 @@ class BlockSender:
                 self._connections.discard(connection)
             connection.close()
 
-    def _note_done(self, message: Done) -> None:
-        with self._changed:
-            kept = self._kept_for(message.handle, message.receiver)
+    def _serve_receiver(self, connection: Connection) -> None:
+        """Send the blocks that a receiver claims. Returns by an error: the end of the connection is one."""
+        claim: Claim = connection.receive_message(Claim)
+        kept, error = self._claimed(claim)
+        try:
+            while True:
+                read: Read = connection.receive_message(Read)
+                if kept is not None and not self._is_possible(read, len(kept.message.block_ids)):
+                    error = "there are no such blocks"
+                if kept is None or error:
+                    connection.send_message(Answer(error=error))
+                else:
+                    self._send(connection, read, kept)
+        finally:
             if kept is not None:
-                kept.done.add(message.rank)
-                if len(kept.done) >= message.num_ranks and kept.num_reading == 0:
-                    self._end(kept, len(kept.message.block_ids))
+                self._leave(kept, claim)
 
-    def _kept_for(self, handle: str, receiver: str) -> _Kept | None:
-        """Return the blocks with a handle if they are for this receiver. Wait a while if they are not kept yet."""
+    def _claimed(self, claim: Claim) -> tuple[_Kept | None, str]:
+        """Return blocks, which are for the first receiver that names their tokens; or None, and why it has none.
+
+        Wait a while for blocks that are not kept yet.
+        """
 
         def is_known() -> bool:
-            return self._is_closed or handle in self._kept or handle in self._ended
+            return self._is_closed or claim.handle in self._kept or claim.handle in self._ended
 
-        self._changed.wait_for(is_known, min(self._timeout_s, SECONDS_TO_BE_KEPT))
-        kept = self._kept.get(handle)
-        if kept is None:
-            return None
-        kept.receiver = kept.receiver or receiver
-        return kept if kept.receiver == receiver else None
-
-    def _send(self, connection: Connection, read: Read) -> None:
-        error, kept = self._begin_reading(read)
-        if kept is None:
-            connection.send_message(Answer(error=error))
-            return
-        block_ids = kept.message.block_ids[read.first : read.first + read.num_blocks]
-        try:
-            connection.send_message(Answer(block_ids=block_ids, nixl=None if read.pieces else self._nixl))
-            if read.pieces:
-                with torch.inference_mode():
-                    self._send_blocks(connection, read.pieces, torch.tensor(block_ids))
-            else:
-                connection.receive_message(HasRead)
-                connection.send_message(Answer())  # nothing ends what is being read
-        finally:
-            with self._changed:
-                kept.num_reading -= 1
-
-    def _begin_reading(self, read: Read) -> tuple[str, _Kept | None]:
-        """Return the blocks of a `Read`, or why it cannot have them."""
         with self._changed:
-            kept = self._kept_for(read.handle, read.receiver)
+            self._changed.wait_for(is_known, min(self._timeout_s, SECONDS_TO_BE_KEPT))
+            kept = self._kept.get(claim.handle)
             if kept is None:
-                return "the blocks are not kept any more, or another engine reads them", None
-            if read.tokens != kept.message.tokens:
-                return "the blocks are those of another prompt", None
-            if not self._is_possible(read, len(kept.message.block_ids)):
-                return "there are no such blocks", None
-            kept.num_reading += 1
-            return "", kept
+                return None, "the blocks are not kept any more"
+            if claim.tokens != kept.message.tokens:
+                return None, "the blocks are those of another prompt"
+            if kept.receiver not in ("", claim.receiver):
+                return None, "another engine reads the blocks"
+            kept.receiver = claim.receiver
+            kept.num_connected += 1
+            return kept, ""
+
+    def _leave(self, kept: _Kept, claim: Claim) -> None:
+        """End the blocks if all ranks of the receiver have left."""
+        with self._changed:
+            kept.num_connected -= 1
+            kept.ranks_left.add(claim.rank)
+            is_last = kept.num_connected == 0 and len(kept.ranks_left) >= claim.num_ranks
+            if is_last and not self._is_closed:
+                self._end(kept, len(kept.message.block_ids))
+
+    def _send(self, connection: Connection, read: Read, kept: _Kept) -> None:
+        block_ids = kept.message.block_ids[read.first : read.first + read.num_blocks]
+        connection.send_message(Answer(block_ids=block_ids, nixl=None if read.pieces else self._nixl))
+        if read.pieces:
+            with torch.inference_mode():
+                self._send_blocks(connection, read.pieces, torch.tensor(block_ids))
+        else:
+            connection.receive_message(HasRead)
+            connection.send_message(Answer())  # blocks are kept while their receiver is connected
 
     def _is_possible(self, read: Read, num_blocks: int) -> bool:
         if not 0 <= read.first <= read.first + read.num_blocks <= num_blocks:
@@ -239,7 +236,7 @@ class BlockSender:
         return True
 
     def _send_blocks(self, connection: Connection, pieces: Sequence[Piece], block_ids: Tensor) -> None:
-        with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+        with self._stream.copying():
             for piece in pieces:
                 for tensor in self._caches[piece.layer].tensors:
                     heads = select_heads(tensor, piece.first_head, piece.num_heads)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import mmap
 import os
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from moeserve.errors import SettingsError
 from moeserve.protocol import BlockTransfer, TransferOutcome
+from moeserve.worker.kv_copies import CopyStream
 
 logger = logging.getLogger(__name__)
 
@@ -45,15 +45,14 @@ class HostStore:
         """
         cached = [tensor for cache in caches for tensor in cache.tensors]
         sizes = [num_blocks * tensor[0].nbytes for tensor in cached]
-        self._is_on_gpu = cached[0].is_cuda
-        self._stream = torch.cuda.Stream() if self._is_on_gpu else None
+        self._stream = CopyStream(caches)
         memory = _file(Path(folder), sum(sizes)) if folder is not None else None
         self._pairs: list[tuple[Tensor, Tensor]] = []  # of the cache and of the store
         offset = 0
         for tensor, size in zip(cached, sizes, strict=True):
             shape = num_blocks, *tensor.shape[1:]
             if memory is None:
-                stored = torch.empty(shape, dtype=tensor.dtype, pin_memory=self._is_on_gpu)
+                stored = torch.empty(shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
             else:
                 stored = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=offset)
                 stored = stored.view(tensor.dtype).view(shape)
@@ -74,14 +73,12 @@ class HostStore:
     def _copy(self, transfer: BlockTransfer) -> None:
         places = torch.tensor(transfer.store_keys)
         block_ids = torch.tensor(transfer.block_ids)
-        with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+        with self._stream.copying():
             for cached, stored in self._pairs:
                 source, target = (stored, cached) if transfer.is_load else (cached, stored)
                 read, written = (places, block_ids) if transfer.is_load else (block_ids, places)
                 blocks = source.index_select(0, read.to(source.device))
                 target.index_copy_(0, written.to(target.device), blocks.to(target.device))
-        if self._stream is not None:
-            self._stream.synchronize()
 
 
 def _file(folder: Path, num_bytes: int) -> mmap.mmap:

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from moeserve.protocol import BlockTransfer, KeepBlocks, ReceiveBlocks, Transfer, TransferOutcome
-from moeserve.worker.kv_receiver import BlockReceiver
+from moeserve.protocol import BlockTransfer, CancelReceive, KeepBlocks, ReceiveBlocks, Transfer, TransferOutcome
+from moeserve.worker.kv_receiver import BlockReceiver, Cancellation
 from moeserve.worker.kv_sender import BlockSender
 from moeserve.worker.kv_store import KVStore
 
@@ -37,13 +37,14 @@ class Transfers:
             sender, receiver: to and from other engines.
             send: takes the end of each transfer, in any thread.
         """
-        self._sender, self._send = sender, send
+        self._sender, self._receiver, self._send = sender, receiver, send
+        self._receiving: dict[int, Cancellation] = {}  # by transfer
         self._of_store: _Queue | None = None
         self._received: _Queue | None = None
         if store is not None:
             self._of_store = _Queue(lambda transfer, _: store.run(transfer), send, 1)
         if receiver is not None:
-            self._received = _Queue(receiver.run, send, NUM_RECEIVING_THREADS)
+            self._received = _Queue(self._receive, send, NUM_RECEIVING_THREADS)
 
     def submit(self, transfer: Transfer) -> None:
         match transfer:
@@ -55,15 +56,29 @@ class Transfers:
                 self._sender.keep(transfer, self._send)
             case ReceiveBlocks():
                 assert self._received is not None
+                self._receiving[transfer.number] = Cancellation()
                 self._received.put(transfer)
+            case CancelReceive():
+                if (receiving := self._receiving.get(transfer.receive)) is not None:
+                    receiving.set()
+                self._send(TransferOutcome(number=transfer.number, num_copied=0, seconds=0.0))
 
     def close(self) -> None:
-        """Listen no more, and let all threads end. May be called twice."""
+        """Listen no more, and let all threads end soon. May be called twice."""
+        for receiving in list(self._receiving.values()):
+            receiving.set()
         for queue in (self._of_store, self._received):
             if queue is not None:
                 queue.close()
         if self._sender is not None:
             self._sender.close()
+
+    def _receive(self, transfer: ReceiveBlocks, submitted: float) -> TransferOutcome:
+        assert self._receiver is not None
+        try:
+            return self._receiver.run(transfer, submitted, self._receiving[transfer.number])
+        finally:
+            del self._receiving[transfer.number]
 
 
 class _Queue:

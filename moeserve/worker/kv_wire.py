@@ -1,8 +1,9 @@
 """Messages between ranks of different engines, one of which reads KV cache blocks of the other.
 
 The receiver connects. Both sides prove that they know the same key, if they were given one; without a key, ranks listen
-and connect on the loopback interface only. Then the sender describes its cache, and answers each `Read` with the raw
-bytes of the blocks. Nothing is encrypted, and nothing after the proofs is authenticated.
+and connect on the loopback interface only. Then the sender describes its cache (`CacheShare`), and the receiver names
+the blocks that it needs (`Claim`). Each `Read` is answered with their raw bytes. Closing the connection sets them free.
+Nothing is encrypted, and nothing after the proofs is authenticated.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import secrets
 import socket
 import time
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -73,31 +74,33 @@ class Piece(msgspec.Struct, frozen=True):
     num_heads: int
 
 
+class Claim(msgspec.Struct, frozen=True, kw_only=True):
+    """The first message of a receiver, once for each connection: the blocks that its rank is about to read.
+
+    The end of the connection says that this rank needs them no more, whether it has read them or not. Blocks are free
+    when all ranks of the receiver have claimed them and have left.
+    """
+
+    handle: str
+    receiver: str  # name of the transfer, the same for all ranks
+    tokens: bytes  # digest that the tokens of all blocks with this handle must have
+    rank: int  # of the receiver's replica
+    num_ranks: int
+
+
 class Read(msgspec.Struct, frozen=True, kw_only=True, tag="read"):
     """Send blocks, piece by piece: of each tensor of the piece's layer, these heads of all blocks.
 
     Without pieces: the receiver reads them by NIXL, and then sends `HasRead`.
     """
 
-    handle: str
-    receiver: str  # name of the transfer. Blocks are for the first one that names itself
-    tokens: bytes  # digest that the tokens of all blocks with this handle must have
-    first: int  # of the blocks with this handle
+    first: int  # of the claimed blocks
     num_blocks: int
     pieces: list[Piece]
 
 
 class HasRead(msgspec.Struct, frozen=True, tag="has-read"):
     """The receiver has read blocks by NIXL. Only an `Answer` without an error says that they were still kept."""
-
-
-class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
-    """A rank needs no more blocks with this handle. The last one of all ranks of the receiver sets them free."""
-
-    handle: str
-    receiver: str  # as in `Read`
-    rank: int  # of the receiver's replica
-    num_ranks: int
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,7 +111,6 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     nixl: NixlShare | None = None  # if they are to be read by NIXL
 
 
-FromReceiver: TypeAlias = Read | HasRead | Done
 T = TypeVar("T")
 
 

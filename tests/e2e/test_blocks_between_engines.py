@@ -15,11 +15,32 @@ from typing import Any
 
 import msgspec
 import pytest
-from kv_peers import BLOCK, NUM_BLOCKS, PARAMS, PROMPT, compute_prompt, engine, require_all_free, serve
+from kv_peers import (
+    BLOCK,
+    NUM_BLOCKS,
+    PARAMS,
+    PROMPT,
+    Relay,
+    compute_prompt,
+    ends,
+    engine,
+    num_failed_blocks,
+    request,
+    require_all_free,
+    serve,
+)
+from rank_processes import living_ranks
 from reference_models import Reference
 
 from moeserve import SettingsError
-from moeserve.protocol import PeerBlocks, Request
+from moeserve.protocol import PeerBlocks
+
+
+def nixl_settings(folder: Path) -> dict[str, Any]:
+    """Return the settings of engines that read blocks by NIXL. Skips the test without it."""
+    pytest.importorskip("nixl._api", reason="install it with: pip install -e '.[nixl]'")
+    (folder / "key").write_text(secrets.token_hex(16))
+    return {"kv_transfer_backend": "nixl", "kv_transfer_key_file": str(folder / "key")}
 
 
 @pytest.mark.ranks
@@ -29,11 +50,7 @@ from moeserve.protocol import PeerBlocks, Request
 def test_another_engine_continues(
     name: str, backend: str, layouts: tuple[str, str], reference_named: Callable[[str], Reference], tmp_path: Path
 ) -> None:
-    if backend == "nixl":
-        pytest.importorskip("nixl._api", reason="install it with: pip install -e '.[nixl]'")
-    (tmp_path / "key").write_text(secrets.token_hex(16))
-    model, settings = reference_named(name).folder, {"kv_transfer_backend": backend}
-    settings |= {"kv_transfer_key_file": str(tmp_path / "key")} if backend == "nixl" else {}
+    model, settings = reference_named(name).folder, nixl_settings(tmp_path) if backend == "nixl" else {}
     with engine(model, layouts[0], **settings) as prefill, engine(model, layouts[1], **settings) as decode:
         (expected,) = serve(prefill)
         assert expected.kv_blocks is None
@@ -86,53 +103,18 @@ def open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-class CutConnection:
-    """Passes bytes on to an address, and closes the connection after some of those that come back."""
-
-    def __init__(self, address: str, num_bytes: int) -> None:
-        self._target, self._num_left = address.split(":"), num_bytes
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = "{}:{}".format(*self._listener.getsockname())
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def _run(self) -> None:
-        near, _ = self._listener.accept()
-        far = socket.create_connection((self._target[0], int(self._target[1])))
-        threading.Thread(target=self._forward, args=(near, far), daemon=True).start()
-        while self._num_left > 0 and (data := far.recv(min(4096, self._num_left))):
-            self._num_left -= len(data)
-            near.sendall(data)
-        for each in (near, far, self._listener):
-            each.close()
-
-    @staticmethod
-    def _forward(source: socket.socket, target: socket.socket) -> None:
-        try:
-            while data := source.recv(4096):
-                target.sendall(data)
-        except OSError:
-            pass
-
-
 def test_a_connection_that_is_cut(reference_named: Callable[[str], Reference]) -> None:
     model = reference_named("mixtral").folder
-    num_threads = threading.active_count()
     with engine(model, kv_transfer_timeout=2) as prefill, engine(model, kv_transfer_timeout=2) as decode:
         (expected,) = serve(prefill)
         serve(decode, kv_source=compute_prompt(prefill), cache_salt="whole")
         files = open_files()
         for num_bytes in (0, 16, 40, 100, 300, 1000, 10_000, 15_000):
-            source = compute_prompt(prefill)
-            (address,) = source.addresses
-            cut = PeerBlocks(
-                handle=source.handle,
-                addresses=[CutConnection(address, num_bytes).address],
-                num_blocks=source.num_blocks,
-            )
-            failed_before = decode.core.replica_stats[0].num_failed_blocks
-            (found,) = serve(decode, kv_source=cut, cache_salt=str(num_bytes))
+            failed_before = num_failed_blocks(decode)
+            with Relay(compute_prompt(prefill), num_bytes, cuts=True) as relay:
+                (found,) = serve(decode, kv_source=relay.source, cache_salt=str(num_bytes))
             assert (found.token_ids, found.num_cached_tokens) == (expected.token_ids, 0)
-            assert decode.core.replica_stats[0].num_failed_blocks - failed_before == NUM_BLOCKS
+            assert num_failed_blocks(decode) - failed_before == NUM_BLOCKS
         require_all_free(decode)
         require_all_free(prefill)
         deadline = time.monotonic() + 30
@@ -140,8 +122,8 @@ def test_a_connection_that_is_cut(reference_named: Callable[[str], Reference]) -
             assert time.monotonic() < deadline, f"{open_files()} files are open; {files} were before"
             time.sleep(0.05)
     deadline = time.monotonic() + 30
-    while threading.active_count() > num_threads:
-        assert time.monotonic() < deadline, threading.enumerate()
+    while left := [thread for thread in threading.enumerate() if thread.name.startswith("kv ")]:
+        assert time.monotonic() < deadline, left
         time.sleep(0.05)
 
 
@@ -150,10 +132,13 @@ def test_a_prompt_with_other_tokens(reference_named: Callable[[str], Reference])
     model, other = reference_named("mixtral").folder, PROMPT[::-1]
     with engine(model) as prefill, engine(model) as decode:
         (expected,) = serve(prefill, prompt_token_ids=other)
-        (found,) = serve(decode, prompt_token_ids=other, kv_source=compute_prompt(prefill))
+        source = compute_prompt(prefill)
+        (found,) = serve(decode, prompt_token_ids=other, kv_source=source)
         assert (found.token_ids, found.num_cached_tokens) == (expected.token_ids, 0)
         (found,) = serve(decode, prompt_token_ids=other)
         assert found.token_ids == expected.token_ids
+        (found,) = serve(decode, kv_source=source)
+        assert found.num_cached_tokens == NUM_BLOCKS * BLOCK
         require_all_free(prefill)
 
 
@@ -183,15 +168,110 @@ def test_requests_that_do_not_read_their_blocks(reference_named: Callable[[str],
         params = msgspec.structs.replace(PARAMS, prompt_logprobs=1)
         serve(decode, kv_source=compute_prompt(prefill), params=params)
         require_all_free(prefill)
-        request = Request(
-            request_id="aborted", prompt_token_ids=PROMPT, params=PARAMS, seed=3, kv_source=compute_prompt(prefill)
-        )
-        decode.core.add(request)
+        decode.core.add(request(request_id="aborted", kv_source=compute_prompt(prefill)))
         decode.core.abort("aborted")
-        while decode.core.has_work:
-            decode.core.step()
+        ends(decode)
         require_all_free(prefill)
         assert prefill.core.replica_stats[0].num_failed_blocks == 0
+
+
+@pytest.mark.parametrize(
+    ("backend", "num_bytes"), [("tcp", 70), ("tcp", 500), ("tcp", 15_000), ("nixl", 70), ("nixl", 500)]
+)
+def test_an_abort_ends_the_transfer(
+    backend: str, num_bytes: int, reference_named: Callable[[str], Reference], tmp_path: Path
+) -> None:
+    """While the sender describes its cache, while it answers, and while it sends blocks. NIXL is beside the relay."""
+    settings = dict(kv_transfer_timeout=600) | (nixl_settings(tmp_path) if backend == "nixl" else {})
+    model = reference_named("mixtral").folder
+    with (
+        engine(model, **settings) as prefill,
+        engine(model, **settings) as decode,
+        Relay(compute_prompt(prefill), num_bytes) as relay,
+    ):
+        decode.core.add(request(request_id="aborted", kv_source=relay.source))
+        threading.Thread(target=lambda: (relay.wait_until_stalled(), decode.core.wake())).start()
+        assert decode.core.step() == []  # it waits for the transfer
+        assert decode.core.num_free_blocks == [decode.core.num_blocks - NUM_BLOCKS]
+        decode.core.abort("aborted")
+        (update,) = ends(decode)
+        assert update.finish_reason == "abort"
+        require_all_free(decode)
+        require_all_free(prefill)
+        assert (num_failed_blocks(prefill), num_failed_blocks(decode)) == (0, 0)
+
+
+@pytest.mark.ranks
+def test_a_rank_of_the_receiver_dies(reference_named: Callable[[str], Reference]) -> None:
+    """The engine restarts. Its request was about to receive blocks, which nobody needs any more, and is computed."""
+    model = reference_named("mixtral").folder
+    with (
+        engine(model, kv_transfer_timeout=600) as prefill,
+        engine(model, "tp 2", on_failure="restart") as decode,
+        Relay(compute_prompt(prefill), 1000, num_limited=2) as relay,
+    ):
+        (expected,) = serve(prefill)
+        decode.core.add(request(kv_source=relay.source))
+        threading.Thread(target=lambda: (relay.wait_until_stalled(), living_ranks()[0].kill())).start()
+        (found,) = ends(decode)
+        assert (found.token_ids, found.num_cached_tokens) == (expected.token_ids, 0)
+        require_all_free(prefill)
+        assert num_failed_blocks(prefill) == 0
+        (found,) = serve(decode, kv_source=compute_prompt(prefill), cache_salt="other")
+        assert (found.token_ids, found.num_cached_tokens) == (expected.token_ids, NUM_BLOCKS * BLOCK)
+        require_all_free(prefill)
+        require_all_free(decode)
+
+
+@pytest.mark.ranks
+def test_a_rank_of_the_sender_dies(reference_named: Callable[[str], Reference]) -> None:
+    """It computes a prompt, and keeps another one that is being received."""
+    model = reference_named("mixtral").folder
+    settings = dict(executor="mp", on_failure="restart")
+    with engine(model, "1", **settings) as prefill, engine(model, kv_transfer_timeout=600) as decode:
+        (expected,) = serve(decode, cache_salt="other")
+        with Relay(compute_prompt(prefill), 1000) as relay:
+            decode.core.add(request(kv_source=relay.source))
+            threading.Thread(target=lambda: (relay.wait_until_stalled(), decode.core.wake())).start()
+            assert decode.core.step() == []
+            prefill.core.add(request(kv_handle="computed again"))
+            living_ranks()[0].kill()
+        (found,) = ends(decode)
+        assert (found.token_ids, found.num_cached_tokens) == (expected.token_ids, 0)
+        (kept,) = ends(prefill)
+        assert kept.token_ids == expected.token_ids
+        (found,) = serve(decode, kv_source=kept.kv_blocks, cache_salt="third")
+        assert (found.token_ids, found.num_cached_tokens) == (expected.token_ids, NUM_BLOCKS * BLOCK)
+        require_all_free(prefill)
+        require_all_free(decode)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("layouts", [("dp 2", "dp 2"), ("1", "tp 2 dp 2"), ("tp 2 dp 2", "1")])
+def test_several_replicas(layouts: tuple[str, str], reference_named: Callable[[str], Reference]) -> None:
+    model, num_prompts = reference_named("mixtral-three-layers").folder, 6
+    params = msgspec.structs.replace(PARAMS, max_tokens=1)
+    with engine(model, layouts[0]) as prefill, engine(model, layouts[1]) as decode:
+        (expected,) = serve(decode)
+        for number in range(num_prompts):
+            prefill.core.add(request(params=params, kv_handle=str(number), cache_salt=str(number)))
+        sources = [update.kv_blocks for update in ends(prefill)]
+        for number, source in enumerate(sources):
+            decode.core.add(request(kv_source=source, cache_salt=str(number)))
+        found = ends(decode)
+        assert [each.token_ids for each in found] == [expected.token_ids] * num_prompts
+        assert [each.num_cached_tokens for each in found] == [NUM_BLOCKS * BLOCK] * num_prompts
+        assert len({source.addresses[0] for source in sources if source}) == len(prefill.core.replica_stats)
+        assert all(stats.num_loaded_tokens for stats in decode.core.replica_stats)
+        for llm in (prefill, decode):
+            require_all_free(llm)
+            assert num_failed_blocks(llm) == 0
+        # Outputs of one prompt on two replicas: one of these receives the blocks.
+        found = serve(decode, num_samples=4, kv_source=compute_prompt(prefill), cache_salt="outputs")
+        assert [each.token_ids for each in found] == [expected.token_ids] * 4
+        for llm in (prefill, decode):
+            require_all_free(llm)
+        assert num_failed_blocks(prefill) == 0
 
 
 def test_at_most_half_of_the_cache_is_kept(reference_named: Callable[[str], Reference]) -> None:

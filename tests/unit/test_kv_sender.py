@@ -1,4 +1,4 @@
-"""Blocks that are kept for another engine go to the first receiver that names itself."""
+"""Blocks that are kept for another engine go to the first receiver that names their tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from moeserve.protocol import KeepBlocks, TransferOutcome
 from moeserve.worker.kv_sender import BlockSender
-from moeserve.worker.kv_wire import Answer, CacheShare, Connection, Done, LayerShare, Piece, Read
+from moeserve.worker.kv_wire import Answer, CacheShare, Claim, Connection, LayerShare, Piece, Read
 
 NUM_BLOCKS, BLOCK_VALUES = 4, 6
 
@@ -27,19 +27,27 @@ def sender() -> Iterator[BlockSender]:
     sender.close()
 
 
-def connected(sender: BlockSender) -> Connection:
+@pytest.fixture
+def ends(sender: BlockSender) -> SimpleQueue[TransferOutcome]:
+    """Keep block 3, and return where its end appears."""
+    ends: SimpleQueue[TransferOutcome] = SimpleQueue()
+    sender.keep(KeepBlocks(number=7, handle="kept", tokens=b"digest", block_ids=[3]), ends.put)
+    return ends
+
+
+def claiming(sender: BlockSender, receiver: str, tokens: bytes = b"digest", rank: int = 0, size: int = 1) -> Connection:
+    """Return a connection of a receiver's rank that has claimed the block."""
     host, _, port = sender.address.partition(":")
     connection = Connection(socket.create_connection((host, int(port))), time.monotonic() + 60)
     connection.prove(b"", connects=True)
     connection.receive_message(CacheShare)
+    connection.send_message(Claim(handle="kept", receiver=receiver, tokens=tokens, rank=rank, num_ranks=size))
     return connection
 
 
-def error_of(connection: Connection, receiver: str) -> str:
-    """Read block 3, and return the error instead if there is one."""
-    connection.send_message(
-        Read(handle="kept", receiver=receiver, tokens=b"digest", first=0, num_blocks=1, pieces=[Piece(0, 0, 0)])
-    )
+def error_of(connection: Connection) -> str:
+    """Read the block, and return the error instead if there is one."""
+    connection.send_message(Read(first=0, num_blocks=1, pieces=[Piece(0, 0, 0)]))
     answer: Answer = connection.receive_message(Answer)
     if not answer.error:
         values = torch.frombuffer(connection.receive(8 * BLOCK_VALUES), dtype=torch.int64)
@@ -47,17 +55,42 @@ def error_of(connection: Connection, receiver: str) -> str:
     return answer.error
 
 
-def test_a_second_receiver_gets_nothing_and_ends_nothing(sender: BlockSender) -> None:
-    ends: SimpleQueue[TransferOutcome] = SimpleQueue()
-    sender.keep(KeepBlocks(number=7, handle="kept", tokens=b"digest", block_ids=[3]), ends.put)
-    first, second = connected(sender), connected(sender)
-    assert error_of(first, "first") == ""
-    assert "another engine reads them" in error_of(second, "second")
-    second.send_message(Done(handle="kept", receiver="second", rank=0, num_ranks=1))
-    assert "another engine reads them" in error_of(second, "second")  # so its `Done` was seen before
-    assert ends.empty()
-    assert error_of(first, "first") == ""
-    first.send_message(Done(handle="kept", receiver="first", rank=0, num_ranks=1))
-    assert ends.get(timeout=60).num_copied == 1
-    first.close()
+def test_a_second_receiver_gets_nothing_and_ends_nothing(
+    sender: BlockSender, ends: SimpleQueue[TransferOutcome]
+) -> None:
+    first, second = claiming(sender, "first"), claiming(sender, "second")
+    assert error_of(first) == ""
+    assert "another engine reads" in error_of(second)
     second.close()
+    third = claiming(sender, "third")
+    assert "another engine reads" in error_of(third)
+    third.close()
+    assert error_of(first) == ""
+    assert ends.empty()
+    first.close()
+    assert ends.get(timeout=60).num_copied == 1
+
+
+def test_a_receiver_with_other_tokens_does_not_become_the_owner(
+    sender: BlockSender, ends: SimpleQueue[TransferOutcome]
+) -> None:
+    wrong = claiming(sender, "wrong", tokens=b"another")
+    assert "another prompt" in error_of(wrong)
+    right = claiming(sender, "right")
+    assert error_of(right) == ""
+    wrong.close()
+    assert error_of(right) == ""
+    assert ends.empty()
+    right.close()
+    assert ends.get(timeout=60).num_copied == 1
+
+
+def test_blocks_are_free_when_the_last_rank_has_left(sender: BlockSender, ends: SimpleQueue[TransferOutcome]) -> None:
+    """However it leaves: with an answer unread, as a process that was killed, or without having read anything."""
+    first, second = (claiming(sender, "receiver", rank=rank, size=2) for rank in range(2))
+    first.send_message(Read(first=0, num_blocks=1, pieces=[Piece(0, 0, 0)]))
+    first.close()
+    assert error_of(second) == ""
+    assert ends.empty()
+    second.close()
+    assert ends.get(timeout=60).num_copied == 1

@@ -12,6 +12,7 @@ from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 from test_scheduling_states import SchedulerMachine, run_histories
 
+from moeserve.errors import RankStateError
 from moeserve.protocol import BlockTransfer, KeepBlocks, Request, RequestUpdate, Transfer, TransferOutcome
 from moeserve.scheduling.block_transfers import BlockTransfers
 from moeserve.scheduling.kv_connector import KVConnector
@@ -207,6 +208,23 @@ class LoadsForEver(Scheduler):
             request.may_load = True
 
 
+class ReceivesForNobody(SchedulerWithTransfers):
+    """It does not cancel the transfer of blocks that no request needs any more."""
+
+    class transfers_class(BlockTransfers):
+        def cancel_receive(self, handle: str) -> None:
+            pass
+
+
+class CancelsWhatOthersNeed(Scheduler):
+    """It cancels the transfer of blocks for which another output of the prompt waits."""
+
+    def _end(self, request: LiveRequest) -> None:
+        super()._end(request)
+        if self._transfers is not None and request.request.kv_source is not None:
+            self._transfers.cancel_receive(request.request.kv_source.handle)
+
+
 BUGS: Sequence[type[Scheduler]] = [
     FreesBlocksOfPlansInFlight,
     LosesBlocksOfPlansInFlight,
@@ -228,19 +246,22 @@ BUGS_OF_TRANSFERS: Sequence[type[Scheduler]] = [
     LoadsForEver,
     SavesBlocksOfOthers,
     SharesKeptBlocks,
+    ReceivesForNobody,
+    CancelsWhatOthersNeed,
 ]
+FOUND = (AssertionError, LookupError, StopIteration, RankStateError)
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=[bug.__name__ for bug in BUGS])
 def test_planted_bug_is_found(bug: type[Scheduler]) -> None:
     machine = type("Machine", (SchedulerMachine,), {"scheduler_class": bug})
     generated = settings(max_examples=2000, stateful_step_count=50, phases=[Phase.generate])
-    with pytest.raises((AssertionError, LookupError, StopIteration)):
+    with pytest.raises(FOUND):
         run_state_machine_as_test(machine, settings=generated)
 
 
 @pytest.mark.parametrize("bug", BUGS_OF_TRANSFERS, ids=[bug.__name__ for bug in BUGS_OF_TRANSFERS])
 def test_planted_bug_of_transfers_is_found(bug: type[Scheduler]) -> None:
     machine = type("Machine", (SchedulerMachine,), {"scheduler_class": bug})
-    with pytest.raises((AssertionError, LookupError, StopIteration)):
+    with pytest.raises(FOUND):
         run_histories(machine)

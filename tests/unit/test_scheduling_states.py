@@ -23,6 +23,7 @@ from logprob_rows import packed, unpacked
 from moeserve.errors import RequestError
 from moeserve.protocol import (
     BlockTransfer,
+    CancelReceive,
     ChunkResult,
     KeepBlocks,
     PeerBlocks,
@@ -271,6 +272,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.store: dict[StoreKey, Block] = {}  # behind the cache
         self.transfers: list[tuple[Transfer, list[Block]]] = []  # in flight, with what they read
         self.computed_elsewhere: dict[str, Expected] = {}  # requests whose blocks another engine has, by handle
+        self.cancelled: set[int] = set()  # transfers
         self.num_loaded = self.num_received = self.num_kept = 0  # blocks
 
     @rule(
@@ -284,6 +286,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_resumed=st.sampled_from([0, 0, 0, 1, 3]),
         kept=st.booleans(),
         computed_elsewhere=st.booleans(),
+        num_outputs=st.sampled_from([1, 1, 2]),
     )
     def add(
         self,
@@ -297,8 +300,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_resumed: int,
         kept: bool,
         computed_elsewhere: bool,
+        num_outputs: int,
     ) -> None:
-        self.add_prompt([base] * length + tail, params, has_eos, salt, old_id, num_resumed, kept, computed_elsewhere)
+        prompt = [base] * length + tail
+        self.add_prompt(prompt, params, has_eos, salt, old_id, num_resumed, kept, computed_elsewhere, num_outputs)
 
     @precondition(lambda self: self.live or self.past)
     @rule(pick=picks, length=st.integers(1, 32), params=params())
@@ -324,14 +329,32 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_resumed: int,
         kept: bool = False,
         computed_elsewhere: bool = False,
+        num_outputs: int = 1,
     ) -> None:
-        live_ids = {known.request.request_id for known in self.live}
-        free_ids = [o.request.request_id for o in self.past if o.request.request_id not in live_ids]
+        """Add requests, all of which continue the same blocks if these were computed elsewhere."""
         number = len(self.live) + len(self.past)
         prompt = prompt if len(prompt) < self.max_model_len else prompt[: self.max_model_len - 1]
         source = PeerBlocks(
             handle=f"of others {number}", addresses=["127.0.0.1:2"], num_blocks=len(prompt) // self.block_size
         )
+        for _ in range(num_outputs):
+            self.add_output(prompt, params, has_eos, salt, old_id, num_resumed, kept, source, computed_elsewhere)
+
+    def add_output(
+        self,
+        prompt: list[int],
+        params: RequestParams,
+        has_eos: bool,
+        salt: str,
+        old_id: bool,
+        num_resumed: int,
+        kept: bool,
+        source: PeerBlocks,
+        computed_elsewhere: bool,
+    ) -> None:
+        live_ids = {known.request.request_id for known in self.live}
+        free_ids = [o.request.request_id for o in self.past if o.request.request_id not in live_ids]
+        number = len(self.live) + len(self.past)
         request = Request(
             request_id=free_ids[-1] if old_id and free_ids else f"request {number}",
             prompt_token_ids=prompt,
@@ -471,6 +494,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         for transfer in self.scheduler.take_transfers():
             blocks: list[Block] = []
             match transfer:
+                case CancelReceive(number=number, receive=receive):
+                    self.cancelled.add(receive)
+                    self.scheduler.end_transfer(TransferOutcome(number=number, num_copied=0, seconds=0.0))
+                    continue
                 case BlockTransfer(is_load=True):
                     blocks = [self.store[key] for key in transfer.store_keys]
                     self.num_loaded += len(blocks)
@@ -492,6 +519,10 @@ class SchedulerMachine(RuleBasedStateMachine):
                     self.num_received += len(blocks)
             assert len(transfer.block_ids) == len(blocks)
             self.transfers.append((transfer, blocks))
+        needed = [known.request.kv_source for known in self.live]
+        for transfer, blocks in self.transfers:
+            if isinstance(transfer, ReceiveBlocks) and blocks:
+                assert (transfer.number in self.cancelled) == (transfer.source not in needed)
 
     @precondition(lambda self: self.transfers)
     @rule(pick=picks, num_failed=st.sampled_from([0, 0, 0, 1, 2]))
@@ -670,12 +701,13 @@ def run_with_transfers(machine: SchedulerMachine, seed: int) -> tuple[int, int, 
         action = chance.random()
         if action < 0.1 and len(machine.live) < 6:
             prompt = [*chance.choice(bases)[: chance.randint(5, 12)], chance.randrange(3)]
-            params, kept, elsewhere = (
+            params, kept, elsewhere, num_outputs = (
                 RequestParams(max_tokens=chance.randint(1, 8)),
                 *chance.choices([True, False], k=2),
+                chance.choice([1, 1, 2]),
             )
-            machine.add_prompt(prompt, params, False, "", False, 0, kept, elsewhere)
-        elif action < 0.12 and machine.live:
+            machine.add_prompt(prompt, params, False, "", False, 0, kept, elsewhere, num_outputs)
+        elif action < 0.14 and machine.live:
             machine.abort(chance.randrange(6), True)
         elif action < 0.5 and len(machine.plans) < machine.max_plans:
             machine.schedule()

@@ -27,18 +27,9 @@ NUM_REPLICAS = 8
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a model of two layers with 16 experts."""
-    path = tmp_path_factory.mktemp("mixtral")
-    changes = {"num_hidden_layers": 2, "num_local_experts": 16}
-    (path / "config.json").write_text(json.dumps(PUBLISHED["Mixtral-8x7B"] | changes))
-    return path
-
-
-@pytest.fixture(scope="module")
-def costs(folder: Path) -> LayoutCosts:
-    found = find_layouts(folder, NUM_REPLICAS, None, 1, num_redundant=8)
-    return LayoutCosts(describe(folder), found, found.layouts[0], H800, Assumptions(), NUM_REPLICAS)
+def costs(small_mixtral: Path) -> LayoutCosts:
+    found = find_layouts(small_mixtral, NUM_REPLICAS, None, 1, num_redundant=8)
+    return LayoutCosts(describe(small_mixtral), found, found.layouts[0], H800, Assumptions(), NUM_REPLICAS)
 
 
 def balance_of(costs: LayoutCosts, **settings: Any) -> ExpertBalance:
@@ -151,10 +142,10 @@ def test_the_host_is_hidden_behind_steps(costs: LayoutCosts) -> None:
     assert slow.seconds == pytest.approx(30 * 1.0 + only_pool(slow).step_s.p50, rel=1e-2)
 
 
-def test_pipeline_stages_work_at_the_same_time(folder: Path) -> None:
+def test_pipeline_stages_work_at_the_same_time(small_mixtral: Path) -> None:
     """Two stages of one layer each. With requests for two batches, steps begin at the pace of the slower stage."""
-    found = find_layouts(folder, NUM_REPLICAS, None, 1, pp=2)
-    costs = LayoutCosts(describe(folder), found, found.layouts[0], H800, Assumptions(), NUM_REPLICAS)
+    found = find_layouts(small_mixtral, NUM_REPLICAS, None, 1, pp=2)
+    costs = LayoutCosts(describe(small_mixtral), found, found.layouts[0], H800, Assumptions(), NUM_REPLICAS)
     balance = ExpertBalance(costs, ExpertSettings(), draw_loads(2, 16, 0.0, seed=0), seed=0)
     settings = SimulationSettings(host_time=0.0)
 
@@ -248,13 +239,16 @@ class TestCommand:
     ARGUMENTS = ("--ranks", "8", "--hardware", "h800", "--seconds", "3", "--length", "0.05", "--rate", "4")
     EXPERTS = ("--num-redundant-experts", "8", "--skew", "1", "--drift", "5", "--rebalance", "auto")
 
-    def test_the_same_seed_gives_the_same_bytes(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_the_same_seed_gives_the_same_bytes(self, small_mixtral: Path, capsys: pytest.CaptureFixture[str]) -> None:
         outputs = []
         for seed in ("1", "1", "2"):
-            assert cli.main(["simulate", str(folder), *self.ARGUMENTS, *self.EXPERTS, "--json", "--seed", seed]) == 0
+            assert (
+                cli.main(["simulate", str(small_mixtral), *self.ARGUMENTS, *self.EXPERTS, "--json", "--seed", seed])
+                == 0
+            )
             outputs.append(capsys.readouterr().out)
         assert outputs[0] == outputs[1] != outputs[2]
-        assert cli.main(["simulate", str(folder), *self.ARGUMENTS, *self.EXPERTS]) == 0
+        assert cli.main(["simulate", str(small_mixtral), *self.ARGUMENTS, *self.EXPERTS]) == 0
         text = capsys.readouterr().out
         for name in ("1 x 8 h800, tp 1, dp 8", "time to the first token", "idle steps", "on average"):
             assert name in text
@@ -263,13 +257,13 @@ class TestCommand:
         assert found["outcome"]["num_finished"] == found["num_requests"] == len(asked)
         assert found["outcome"]["output_tokens"] == sum(max(1, round(each.output_tokens * 0.05)) for each in asked)
 
-    def test_loads_of_a_file(self, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_loads_of_a_file(self, small_mixtral: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """All tokens go to two experts, on one rank, or with known loads on two."""
         path = tmp_path / "loads.json"
         path.write_text(json.dumps({"loads": [[1.0, 1.0] + [0.0] * 14]}))
         for placement, fullest in (("even", 8.0), ("loads", 4.0)):
             arguments = ("--loads", str(path), "--placement", placement, "--json")
-            assert cli.main(["simulate", str(folder), *self.ARGUMENTS, *arguments]) == 0
+            assert cli.main(["simulate", str(small_mixtral), *self.ARGUMENTS, *arguments]) == 0
             (found,) = json.loads(capsys.readouterr().out)["outcome"]["pools"]
             assert found["balance_at_start"] == pytest.approx(fullest)
 
@@ -284,9 +278,9 @@ class TestCommand:
         ],
     )
     def test_refusals(
-        self, folder: Path, arguments: list[str], mentioned: str, capsys: pytest.CaptureFixture[str]
+        self, small_mixtral: Path, arguments: list[str], mentioned: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        command = ["simulate", str(folder), "--ranks", "8", "--hardware", "h800", *arguments]
+        command = ["simulate", str(small_mixtral), "--ranks", "8", "--hardware", "h800", *arguments]
         assert cli.main(command) == 1
         assert mentioned in capsys.readouterr().err
 

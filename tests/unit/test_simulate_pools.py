@@ -32,19 +32,10 @@ NETWORK_BANDWIDTH = 50e9 * 0.8
 SMALL = SimulationSettings(max_num_seqs=8, max_num_batched_tokens=512, host_time=0.0, start_time=0.0, switch_time=0.5)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a model of two layers with 16 experts."""
-    path = tmp_path_factory.mktemp("mixtral")
-    changes = {"num_hidden_layers": 2, "num_local_experts": 16}
-    (path / "config.json").write_text(json.dumps(PUBLISHED["Mixtral-8x7B"] | changes))
-    return path
-
-
-def pool_of(folder: Path, num_ranks: int, cache_tokens: int = 8000) -> PoolPlan:
-    found = find_layouts(folder, num_ranks, None, 1)
+def pool_of(small_mixtral: Path, num_ranks: int, cache_tokens: int = 8000) -> PoolPlan:
+    found = find_layouts(small_mixtral, num_ranks, None, 1)
     (layout,) = found.layouts
-    costs = LayoutCosts(describe(folder), found, layout, H800, Assumptions(), 2)
+    costs = LayoutCosts(describe(small_mixtral), found, layout, H800, Assumptions(), 2)
     return PoolPlan(
         num_nodes=math.ceil(num_ranks / 2),
         costs=costs,
@@ -109,15 +100,15 @@ def test_repeated_tokens(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("kind", ["host memory", "pools", "several pools", "resize"])
-def test_driving_all_replicas_gives_the_same_outcome(folder: Path, kind: str, seed: int) -> None:
+def test_driving_all_replicas_gives_the_same_outcome(small_mixtral: Path, kind: str, seed: int) -> None:
     """The traffic has queues, shared prefixes, preemptions, and transfers that end while replicas sleep."""
-    settings, four, two = SMALL, pool_of(folder, 4, 640), pool_of(folder, 2, 640)
+    settings, four, two = SMALL, pool_of(small_mixtral, 4, 640), pool_of(small_mixtral, 2, 640)
 
     def run(**options: bool) -> Outcome:
         if kind == "pools":
             plan = ClusterPlan(serving=(four,), prefill=(two,))
         elif kind == "several pools":
-            plan = ClusterPlan(serving=(four, two), prefill=(two, pool_of(folder, 2, 640)))
+            plan = ClusterPlan(serving=(four, two), prefill=(two, pool_of(small_mixtral, 2, 640)))
         else:
             plan = ClusterPlan(serving=(four,), resizes=((0.05, two), (0.8, four)) if kind == "resize" else ())
         return serve(traffic, plan, settings, **options)
@@ -140,7 +131,7 @@ def test_driving_all_replicas_gives_the_same_outcome(folder: Path, kind: str, se
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_hits_of_a_store_behind_the_cache_equal_a_recount(folder: Path, seed: int) -> None:
+def test_hits_of_a_store_behind_the_cache_equal_a_recount(small_mixtral: Path, seed: int) -> None:
     """Requests come one at a time to one replica, whose cache holds few prompts. The store has room for all blocks."""
     drawn = drawn_traffic(seed, 100, 1.0)
     apart = tuple(
@@ -149,7 +140,7 @@ def test_hits_of_a_store_behind_the_cache_equal_a_recount(folder: Path, seed: in
     )
     traffic = Traffic(apart, drawn.tokens_per_block)
     num_blocks = 60
-    plan = ClusterPlan(serving=(pool_of(folder, 1, num_blocks * BLOCK_SIZE),))
+    plan = ClusterPlan(serving=(pool_of(small_mixtral, 1, num_blocks * BLOCK_SIZE),))
     alone = serve(traffic, plan, SMALL)
     stored = serve(traffic, plan, SimulationSettings(**vars(SMALL) | {"kv_host_memory": "10GB"}))
 
@@ -185,11 +176,11 @@ def test_hits_of_a_store_behind_the_cache_equal_a_recount(folder: Path, seed: in
         assert pool.tokens_run == computed + found.output_tokens - found.num_finished
 
 
-def test_a_prompt_waits_for_its_blocks(folder: Path) -> None:
+def test_a_prompt_waits_for_its_blocks(small_mixtral: Path) -> None:
     """The next two prompts replace the first one in the cache. The last is the first again, and 256 tokens longer."""
     prompts = ((320, (0,) * 3), (576, (1,)), (576, (2,)), (576, (0,) * 3))
     requests = [RecordedRequest(100.0 * number, each[0], 1, each[1]) for number, each in enumerate(prompts)]
-    pool = pool_of(folder, 1, 40 * BLOCK_SIZE)
+    pool = pool_of(small_mixtral, 1, 40 * BLOCK_SIZE)
     settings = SimulationSettings(**vars(SMALL) | {"kv_host_memory": "1GB", "host_bandwidth": 1e6})
     found = serve(Traffic(tuple(requests), 100), ClusterPlan(serving=(pool,)), settings)
     num_loaded = 300 // BLOCK_SIZE
@@ -202,8 +193,8 @@ def test_a_prompt_waits_for_its_blocks(folder: Path) -> None:
 
 
 class TestPools:
-    def test_a_request_is_computed_moved_and_decoded(self, folder: Path) -> None:
-        prefill, decode = pool_of(folder, 2), pool_of(folder, 4)
+    def test_a_request_is_computed_moved_and_decoded(self, small_mixtral: Path) -> None:
+        prefill, decode = pool_of(small_mixtral, 2), pool_of(small_mixtral, 4)
         found = serve(
             Traffic((RecordedRequest(0.0, 100, 5, ()),), 1), ClusterPlan(serving=(decode,), prefill=(prefill,)), SMALL
         )
@@ -223,13 +214,15 @@ class TestPools:
         assert [pool.tokens_run for pool in found.pools] == [100, 4 + 4]
 
     @pytest.mark.parametrize("seed", range(2))
-    def test_every_block_of_a_prompt_moves_once(self, folder: Path, seed: int) -> None:
+    def test_every_block_of_a_prompt_moves_once(self, small_mixtral: Path, seed: int) -> None:
         """No prompt begins as another, so each is computed and moved in full. Short outputs end where prompts are."""
         drawn = drawn_traffic(seed, 200, 0.2)
         requests = [
             RecordedRequest(each.arrival_s, each.prompt_tokens, each.output_tokens, ()) for each in drawn.requests
         ]
-        plan = ClusterPlan(serving=(pool_of(folder, 4),), prefill=(pool_of(folder, 2), pool_of(folder, 2)))
+        plan = ClusterPlan(
+            serving=(pool_of(small_mixtral, 4),), prefill=(pool_of(small_mixtral, 2), pool_of(small_mixtral, 2))
+        )
         found = serve(Traffic(tuple(requests), 1), plan, SMALL)
         *prefill, decode = found.pools
         moved = [each for each in requests if each.output_tokens > 1]
@@ -244,19 +237,21 @@ class TestPools:
         assert [pool.received.num_tokens for pool in prefill] == [0, 0]
         assert all(pool.num_replicas_used == 2 for pool in prefill)
 
-    def test_prompts_do_not_yield_where_nothing_decodes(self, folder: Path) -> None:
+    def test_prompts_do_not_yield_where_nothing_decodes(self, small_mixtral: Path) -> None:
         requests = tuple(RecordedRequest(0.0, 100, 2, ()) for _ in range(20))
-        plan = ClusterPlan(serving=(pool_of(folder, 4),), prefill=(pool_of(folder, 1),))
+        plan = ClusterPlan(serving=(pool_of(small_mixtral, 4),), prefill=(pool_of(small_mixtral, 1),))
         settings = SimulationSettings(max_num_batched_tokens=512, max_prefill_tokens=16)
         prefill, decode = serve(Traffic(requests, 1), plan, settings).pools
         assert (prefill.tokens_run, prefill.num_steps) == (2000, math.ceil(2000 / 512))
         assert decode.tokens_run == 20 * (100 - 96 + 1)
 
     @pytest.mark.parametrize(("num_senders", "num_receivers"), [(1, 4), (4, 1)])
-    def test_links_carry_one_copy_at_a_time(self, folder: Path, num_senders: int, num_receivers: int) -> None:
+    def test_links_carry_one_copy_at_a_time(self, small_mixtral: Path, num_senders: int, num_receivers: int) -> None:
         """Prompts that end in one step leave their replica one after the other, and so they arrive at one."""
         requests = tuple(RecordedRequest(0.0, 161, 2, ()) for _ in range(3))
-        plan = ClusterPlan(serving=(pool_of(folder, num_receivers),), prefill=(pool_of(folder, num_senders),))
+        plan = ClusterPlan(
+            serving=(pool_of(small_mixtral, num_receivers),), prefill=(pool_of(small_mixtral, num_senders),)
+        )
         found = serve(Traffic(requests, 1), plan, SMALL)
         copies = found.pools[1].received
         of_one = 160 * TOKEN_BYTES / NETWORK_BANDWIDTH
@@ -266,9 +261,9 @@ class TestPools:
 
 class TestResize:
     @pytest.mark.parametrize("num_ranks", [2, 8])
-    def test_requests_continue_on_the_new_size(self, folder: Path, num_ranks: int) -> None:
+    def test_requests_continue_on_the_new_size(self, small_mixtral: Path, num_ranks: int) -> None:
         requests = tuple(RecordedRequest(0.0, 100, 50, ()) for _ in range(8))
-        before, after = pool_of(folder, 4), pool_of(folder, num_ranks)
+        before, after = pool_of(small_mixtral, 4), pool_of(small_mixtral, num_ranks)
         asked_s = serve(Traffic(requests, 1), ClusterPlan(serving=(before,)), SMALL).seconds / 2
         plan = ClusterPlan(serving=(before,), resizes=((asked_s, after),))
         found = serve(Traffic(requests, 1), plan, SMALL)
@@ -286,22 +281,22 @@ class TestResize:
         assert SMALL.switch_time < switch.pause_s <= SMALL.switch_time + 2 * first_step_s
         assert switch.gap_s.p50 >= switch.pause_s
 
-    def test_more_replicas_serve_faster(self, folder: Path) -> None:
+    def test_more_replicas_serve_faster(self, small_mixtral: Path) -> None:
         traffic = Traffic(tuple(RecordedRequest(0.0, 100, 200, ()) for _ in range(200)), 1)
         settings = SimulationSettings(max_num_seqs=8, host_time=0.0, start_time=0.3, switch_time=0.1)
-        plan = ClusterPlan(serving=(pool_of(folder, 2),), resizes=((0.1, pool_of(folder, 8)),))
+        plan = ClusterPlan(serving=(pool_of(small_mixtral, 2),), resizes=((0.1, pool_of(small_mixtral, 8)),))
         old, new = serve(traffic, plan, settings).pools
         assert old.seconds == pytest.approx(0.4, abs=old.step_s.p99)
         assert new.output_tokens_per_s > 1.5 * old.output_tokens_per_s
 
-    def test_a_size_that_comes_too_late_is_not_taken(self, folder: Path) -> None:
-        plan = ClusterPlan(serving=(pool_of(folder, 4),), resizes=((1e6, pool_of(folder, 2)),))
+    def test_a_size_that_comes_too_late_is_not_taken(self, small_mixtral: Path) -> None:
+        plan = ClusterPlan(serving=(pool_of(small_mixtral, 4),), resizes=((1e6, pool_of(small_mixtral, 2)),))
         found = serve(drawn_traffic(0, 20, 0.1), plan, SMALL)
         assert (found.switches, len(found.pools)) == ((), 1)
 
 
-def test_good_requests_are_within_both_limits(folder: Path) -> None:
-    traffic, plan = drawn_traffic(5, 100, 0.2), ClusterPlan(serving=(pool_of(folder, 4),))
+def test_good_requests_are_within_both_limits(small_mixtral: Path) -> None:
+    traffic, plan = drawn_traffic(5, 100, 0.2), ClusterPlan(serving=(pool_of(small_mixtral, 4),))
     found = serve(traffic, plan, SMALL)
     assert found.num_good == 100
     assert found.good_output_tokens_per_s == found.output_tokens_per_s
@@ -320,14 +315,14 @@ def test_good_requests_are_within_both_limits(folder: Path) -> None:
 class TestCommand:
     TRAFFIC = ("--seconds", "3", "--length", "0.05", "--rate", "4", "--hardware", "h800")
 
-    def test_pools_and_sizes_are_shown(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_pools_and_sizes_are_shown(self, small_mixtral: Path, capsys: pytest.CaptureFixture[str]) -> None:
         pools = ("--prefill-nodes", "1,1", "--decode-nodes", "1", "--gpus-per-node", "2", "--first-token-limit", "2")
-        assert cli.main(["simulate", str(folder), *self.TRAFFIC, *pools]) == 0
+        assert cli.main(["simulate", str(small_mixtral), *self.TRAFFIC, *pools]) == 0
         text = capsys.readouterr().out
         for shown in ("prefill 0: 1 x 2 h800", "prefill 1: 1 x 2 h800", "decode of 1 nodes", "received", "within the"):
             assert shown in text
         sizes = ("--nodes", "1", "--resize", "1:2", "--start-time", "0", "--kv-host-memory", "1GiB")
-        assert cli.main(["simulate", str(folder), *self.TRAFFIC, *sizes]) == 0
+        assert cli.main(["simulate", str(small_mixtral), *self.TRAFFIC, *sizes]) == 0
         text = capsys.readouterr().out
         for shown in ("pool of 1 nodes", "pool of 2 nodes", "1 -> 2", "saved to the host"):
             assert shown in text
@@ -346,9 +341,9 @@ class TestCommand:
         ],
     )
     def test_refusals(
-        self, folder: Path, arguments: list[str], mentioned: str, capsys: pytest.CaptureFixture[str]
+        self, small_mixtral: Path, arguments: list[str], mentioned: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        assert cli.main(["simulate", str(folder), "--hardware", "h800", *arguments]) == 1
+        assert cli.main(["simulate", str(small_mixtral), "--hardware", "h800", *arguments]) == 1
         assert mentioned in capsys.readouterr().err
 
 

@@ -1,0 +1,32 @@
+"""Copies of KV cache blocks that run beside the steps of a rank."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+
+class CopyStream:
+    """The CUDA stream of copies to and from a KV cache on a GPU. Without a GPU, copies run at once."""
+
+    def __init__(self, caches: Sequence[Any]) -> None:
+        """
+        Args:
+            caches: of the layers; each has `tensors`.
+        """
+        self._stream = torch.cuda.Stream() if caches[0].tensors[0].is_cuda else None
+
+    @contextlib.contextmanager
+    def copying(self) -> Iterator[None]:
+        """Run the copies of a `with` block on the stream. At its end, also by an error, they have ended."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            try:
+                yield
+            finally:
+                self._stream.synchronize()
