@@ -36,6 +36,7 @@ class EngineActor(ActorProcess):
             with self._reporting_failures():
                 starts = [msgspec.msgpack.decode(data, type=RankStart) for data in encoded]
                 executor = RayExecutor(starts, ranks, show_progress=show_progress)
+                self._is_serving = True
                 serve(channel, starts[0], executor)
                 executor.shutdown()
         finally:

@@ -20,10 +20,10 @@ from moeserve.executor.ray import actors  # noqa: E402
 class Method:
     """A method of an actor. Its calls are executed when their result is requested."""
 
-    def __init__(self, function: Callable[..., bytes | None]) -> None:
+    def __init__(self, function: Callable[..., object]) -> None:
         self._function = function
 
-    def remote(self, *arguments: bytes) -> Callable[[], bytes | None]:
+    def remote(self, *arguments: bytes) -> Callable[[], object]:
         return lambda: self._function(*arguments)
 
 
@@ -32,15 +32,17 @@ class Actor:
 
     def __init__(self) -> None:
         self.written: list[bytes] = []
+        self.timeouts: list[float | None] = []  # of calls
+        self.is_serving = True
         self.fails_to_read: Exception | None = None
         self.fails_to_write: Exception | None = None
         self.read, self.write = Method(self._read), Method(self._write)
 
-    def _read(self) -> bytes:
+    def _read(self) -> tuple[bytes, bool]:
         time.sleep(0.005)
         if self.fails_to_read:
             raise self.fails_to_read
-        return b""
+        return b"", self.is_serving
 
     def _write(self, data: bytes) -> None:
         if self.fails_to_write:
@@ -50,8 +52,14 @@ class Actor:
 
 @pytest.fixture
 def actor(monkeypatch: pytest.MonkeyPatch) -> Actor:
-    monkeypatch.setattr(ray, "get", lambda call, timeout=None: call())
-    return Actor()
+    actor = Actor()
+
+    def get(call: Callable[[], object], timeout: float | None = None) -> object:
+        actor.timeouts.append(timeout)
+        return call()
+
+    monkeypatch.setattr(ray, "get", get)
+    return actor
 
 
 @pytest.fixture
@@ -95,6 +103,22 @@ def test_a_failed_read_ends_an_actor(
     handle, _ = handle_and_socket
     actor.fails_to_read = error
     assert cause in exit_cause(handle)
+
+
+def test_an_actor_that_loads_the_model_may_be_silent_for_longer(
+    actor: Actor, handle_and_socket: tuple[actors.ActorHandle, socket.socket]
+) -> None:
+    def wait_for_timeout(seconds: float) -> None:
+        deadline = time.monotonic() + 10
+        while actor.timeouts[-1:] != [seconds]:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+
+    wait_for_timeout(actors.SECONDS_OF_SILENCE)
+    actor.is_serving = False
+    wait_for_timeout(actors.SECONDS_TO_START)
+    actor.is_serving = True
+    wait_for_timeout(actors.SECONDS_OF_SILENCE)
 
 
 def test_closing_is_no_failure(actor: Actor, handle_and_socket: tuple[actors.ActorHandle, socket.socket]) -> None:

@@ -38,12 +38,13 @@ from moeserve.protocol import Transfer, TransferOutcome
 from moeserve.scheduling.lockstep import Round
 from moeserve.worker.protocol import RankStart
 
-# An actor that has not answered for this long has failed.
+# An actor that serves and has not answered for this long has failed.
 SECONDS_OF_SILENCE = 7.0
 # An actor that was not called for this long exits.
 SECONDS_UNTIL_ORPHANED = 30.0
 SECONDS_OF_A_READ = 1.0
-SECONDS_TO_START = 180.0  # for the process of an actor, which imports torch
+# The same for an actor that imports torch or loads the model: on busy cores, that keeps its other threads from Python.
+SECONDS_TO_START = 180.0
 PIECE_BYTES = 2**20
 TRANSFERS_AT_ONCE = 128  # of a rank; further ones wait
 
@@ -59,6 +60,7 @@ class ActorProcess:
         logging.getLogger("ray").setLevel(max(log_level, logging.WARNING))
         self._socket, self._tunnel = socket.socketpair()
         self._channel: Channel[Any] | None = None
+        self._is_serving = False  # the model is loaded
         self._last_call = time.monotonic()
         threading.Thread(target=self._end_as_orphan, name="watch-creator", daemon=True).start()
 
@@ -68,12 +70,16 @@ class ActorProcess:
         self._tunnel.sendall(data)
 
     @ray.method(concurrency_group="tunnel")
-    def read(self) -> bytes:
-        """Return bytes of this side of the channel, after waiting a moment for some. One call at a time."""
+    def read(self) -> tuple[bytes, bool]:
+        """Return bytes of this side of the channel, after waiting a moment for some, and True once the model is loaded.
+
+        One call at a time.
+        """
         self._last_call = time.monotonic()
         poll = select.poll()
         poll.register(self._tunnel, select.POLLIN)
-        return self._tunnel.recv(PIECE_BYTES) if poll.poll(SECONDS_OF_A_READ * 1000) else b""
+        data = self._tunnel.recv(PIECE_BYTES) if poll.poll(SECONDS_OF_A_READ * 1000) else b""
+        return data, self._is_serving
 
     def _open_channel(self, incoming: Any) -> Channel[Any]:
         """Return the channel. May be called once."""
@@ -141,6 +147,7 @@ class RankActor(ActorProcess):
             self._num_threads, self._answers = start.config.num_threads, start.answers
             self._worker = Worker(start.config, join(start), show_progress=show_progress)
             self._transfers = self._worker.start_transfers(lambda ended: self._ends[ended.number].set_result(ended))
+            self._is_serving = True
             return msgspec.msgpack.encode(self._worker.facts)
 
     @ray.method(concurrency_group="transfers")
@@ -234,13 +241,14 @@ class ActorHandle:
         while not self._is_closed:
             answer = self.actor.read.remote()
             try:
-                unread += ray.get(answer, timeout=timeout_s)
+                data, is_serving = ray.get(answer, timeout=timeout_s)
             except GetTimeoutError:  # this process itself may have been stopped for a while
                 try:
-                    unread += ray.get(answer, timeout=SECONDS_OF_A_READ)
+                    data, is_serving = ray.get(answer, timeout=SECONDS_OF_A_READ)
                 except GetTimeoutError:
                     raise _SilenceError(timeout_s) from None
-            timeout_s = SECONDS_OF_SILENCE
+            unread += data
+            timeout_s = SECONDS_OF_SILENCE if is_serving else SECONDS_TO_START
             with contextlib.suppress(BlockingIOError):
                 while unread:
                     del unread[: self._tunnel.send(memoryview(unread)[:PIECE_BYTES], socket.MSG_DONTWAIT)]
