@@ -7,6 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
+# Ray gives processes of actors the priority 15, with which they make no progress on a machine that does other work.
+PRIORITY = {"RAY_worker_niceness": "0"}
+
 
 @contextlib.contextmanager
 def ray_with_cpus(num_cpus: int) -> Iterator[None]:
@@ -14,6 +17,8 @@ def ray_with_cpus(num_cpus: int) -> Iterator[None]:
     ray = pytest.importorskip("ray", reason="install it with: pip install -e '.[ray]'")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_ADDRESS", "local")
+        for name, value in PRIORITY.items():
+            patch.setenv(name, value)
         ray.init(address="local", num_cpus=num_cpus, include_dashboard=False)
         try:
             yield

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from hosts import Host, hosts, why_impossible
+from ray_clusters import PRIORITY
 from reference_models import Reference
 
 pytestmark = pytest.mark.timeout(600)
@@ -30,7 +31,7 @@ SETTINGS: dict[str, Any] = dict(
 CORES = 2  # of each host, for Ray
 SHARED_TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
 NUM_TOKENS = 8
-THREADS = {"OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {"OMP_NUM_THREADS": "1"} | PRIORITY
 LONG = 240  # tokens: for steps to be under way when something dies
 SECONDS_TO_LAUNCH = 120
 RANK, ENGINE = "ray::RankActor", "ray::EngineActor"
@@ -49,7 +50,7 @@ class Cluster:
         program = [sys.executable, str(PROGRAM), str(self._commands), str(self._answers)]
         launch = [sys.executable, "-m", "moeserve", "launch", "--num-cpus", str(CORES)]
         launch += ["--head", machines[0].address, "--nodes", str(len(machines)), "--", *program]
-        self.launches = [host.start(launch, self.log(host), **THREADS, **SHARED_TOKEN) for host in machines]
+        self.launches = [host.start(launch, self.log(host), **ENVIRONMENT, **SHARED_TOKEN) for host in machines]
         self._pipe = os.open(self._commands, os.O_RDWR)  # does not wait for the reader
 
     def log(self, host: Host) -> Path:

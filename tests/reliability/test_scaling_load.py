@@ -18,7 +18,7 @@ import psutil
 import pytest
 from hosts import hosts, why_impossible
 from rank_processes import assert_gone, living_ranks
-from ray_clusters import ray_with_cpus
+from ray_clusters import PRIORITY, ray_with_cpus
 from reference_models import Reference
 
 from moeserve import LLM, SamplingParams
@@ -144,7 +144,8 @@ def test_sizes_change_under_load_on_two_hosts(tmp_path: Path) -> None:
     with hosts(2) as machines:
         launch = [sys.executable, "-m", "moeserve", "launch", "--num-cpus", "3", "--nodes", "2"]
         launch += ["--head", machines[0].address, "--", sys.executable, "-m", "pytest", "-q", "-s", "-m", "soak", test]
-        environment = {"OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
+        shared_token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
+        environment = {"OMP_NUM_THREADS": "1"} | PRIORITY | shared_token
         logs = [tmp_path / host.address for host in machines]
         launched, _ = [host.start(launch, log, **environment) for host, log in zip(machines, logs, strict=True)]
         status = launched.wait()
