@@ -51,7 +51,7 @@ class EngineError(MoeserveError, RuntimeError):
 
 
 class ScaleError(MoeserveError, RuntimeError):
-    """The number of replicas was not changed: new ones could not be started, or the engine failed or ended meanwhile."""
+    """The number of replicas was not changed: no new ones could be started, or the engine failed or ended meanwhile."""
 
 
 class ScalingInProgressError(ScaleError):

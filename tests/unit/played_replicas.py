@@ -1,4 +1,4 @@
-"""Engine processes that a test plays: they load, take messages and compute a token when it lets them."""
+"""Parts of an engine that a test plays: processes that load and compute tokens, and work in the background."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import socket
 import struct
 import termios
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from test_engine_restart import PlayedProcess
 from moeserve.engine.protocol import Delivery, EngineMessage, Ready
 from moeserve.processes.channel import Channel
 from moeserve.processes.supervision import WatchedProcess
+from moeserve.processes.wake_up import WakeUp
 from moeserve.processes.worker_group import WorkerGroup
 from moeserve.protocol import AbortRequest, AddRequest, ReplicaMessage, ReplicaStats, RequestUpdate, Shutdown
 
@@ -24,6 +26,65 @@ MOST_BYTES = 2**16  # unread in a socket
 
 def token_of(name: str, position: int) -> int:
     return ord(name) * 100 + position
+
+
+class Job(threading.Thread):
+    """Work in the background, which can stop at each wake-up of the engine until the test lets it go on."""
+
+    def __init__(self, work: Callable[[], None], *, pauses: bool) -> None:
+        super().__init__(daemon=True)
+        self._work, self._pauses = work, pauses
+        self._may_go_on, self._has_stopped = threading.Semaphore(0), threading.Semaphore(0)
+        self._error: BaseException | None = None
+        self.num_turns = 0
+        self.is_over = False
+        self._is_dropped = False
+
+    def take_turn(self) -> None:
+        """Let the work go on, to its next wake-up or to its end."""
+        self.num_turns += 1
+        if not self._pauses:
+            self._work()
+            self.is_over = True
+            return
+        if self.num_turns == 1:
+            self.start()
+        else:
+            self._may_go_on.release()
+        self._has_stopped.acquire()
+        if self._error is not None:
+            raise self._error
+
+    def run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:
+            self._error = error
+        self.is_over = True
+        self._has_stopped.release()
+
+    def pause(self) -> None:
+        """Wait for the next turn. Called by the work."""
+        self._has_stopped.release()
+        self._may_go_on.acquire()
+        if self._is_dropped:
+            raise SystemExit
+
+    def drop(self) -> None:
+        """End work that is paused."""
+        if self.is_alive():
+            self._is_dropped = True
+            self._may_go_on.release()
+            self.join()
+
+
+class PausingWakeUp(WakeUp):
+    """A wake-up at which jobs pause."""
+
+    def wake(self) -> None:
+        super().wake()
+        if isinstance(job := threading.current_thread(), Job):
+            job.pause()
 
 
 class Group:

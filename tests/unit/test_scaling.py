@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 from played_replicas import Group
-from scaling_search import Plot, Story, go_on, patch_waits
+from scaling_story import Plot, Story, go_on, patch_waits
 from test_engine_restart import config_of
 
 from moeserve.config.settings import EngineConfig

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from scaling_search import Plot, SleepingPoll, explore, patch_waits
+from scaling_search import explore
+from scaling_story import Plot, SleepingPoll, patch_waits
 
 from moeserve.engine import replicas
 from moeserve.engine.generation import Generation
@@ -14,6 +15,7 @@ from moeserve.protocol import RequestUpdate
 
 ONE = (("a", 2),)
 UP, DOWN = Plot(ONE), Plot(ONE, sizes=(2, 1))
+PAUSES_UP, PAUSES_DOWN = Plot((("a", 1),), pauses=True), Plot((("a", 1),), sizes=(2, 1), pauses=True)
 ABORTED = Plot((("b", 1),), aborts=True)
 TWO = Plot((("a", 1), ("b", 1)), aborts=True)
 LONGER = Plot((("a", 2), ("b", 1)), aborts=True)
@@ -34,6 +36,8 @@ def waits(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> 
     [
         pytest.param(UP, id="up"),
         pytest.param(DOWN, id="down"),
+        pytest.param(PAUSES_UP, id="pauses, up"),
+        pytest.param(PAUSES_DOWN, id="pauses, down"),
         pytest.param(ABORTED, id="aborted"),
         pytest.param(TWO, id="two requests"),
         pytest.param(LONGER, id="longer", marks=[pytest.mark.soak, pytest.mark.timeout(1800)]),
@@ -129,10 +133,28 @@ class ContinuesAsleep(RequestsInFlight):
         return ends
 
 
+class ForgetsSleepers(RequestsInFlight):
+    """Replicas that fell asleep before a request arrived are not woken for it."""
+
+    def wake_sleepers(self) -> None:
+        self._has_sleepers = False
+        super().wake_sleepers()
+
+
 class StartsQuietly(Scaling):
     """The engine is not woken when the new processes were started."""
 
     def _start(self, start: object) -> None:
+        wake, self._wake = self._wake, lambda: None
+        super()._start(start)  # type: ignore[arg-type]
+        self._wake = wake
+
+
+class WakesTooEarly(Scaling):
+    """The engine is woken before it can find the new processes."""
+
+    def _start(self, start: object) -> None:
+        self._wake()
         wake, self._wake = self._wake, lambda: None
         super()._start(start)  # type: ignore[arg-type]
         self._wake = wake
@@ -170,7 +192,9 @@ LOST_WAKE_UP = "nothing can happen|only the time limit"
         (ForgetsRequests, UP, "never ended|nothing can happen"),
         (ForgetsAborts, ABORTED, "never ended"),
         (ContinuesAsleep, UP, LOST_WAKE_UP),
+        (ForgetsSleepers, TWO, LOST_WAKE_UP),
         (StartsQuietly, UP, LOST_WAKE_UP),
+        (WakesTooEarly, PAUSES_UP, LOST_WAKE_UP),
         (RetiresQuietly, UP, LOST_WAKE_UP),
         (FailsQuietly, UP, LOST_WAKE_UP),
     ],
