@@ -6,11 +6,10 @@ reach NIXL's own ports and knows what it sends to receivers can read and write t
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,15 +65,17 @@ class NixlMemory:
             tensors=[[place_of(tensor) for tensor in cache.tensors] for cache in caches],
         )
 
-    def read(self, theirs: NixlShare, copies: Sequence[np.ndarray], must_end: Callable[[], bool]) -> None:
-        """Copy ranges of another rank's memory into this rank's.
+    def read(self, theirs: NixlShare, copies: Sequence[np.ndarray]) -> None:
+        """Copy ranges of another rank's memory into this rank's, and return when nothing is written any more.
+
+        There is no time limit, because a copy cannot be stopped: UCX over TCP goes on writing after NIXL has released
+        the transfer and removed the other agent. It fails when the other process dies.
 
         Args:
             copies: rows of an address there, an address here, and a number of bytes.
-            must_end: returns True once the time is up, or nobody needs the copies any more.
 
         Raises:
-            PeerError: something went wrong, or it had to end. Nothing is written any more.
+            PeerError: something went wrong.
         """
         rows = np.concatenate(copies)
         columns = [np.full(len(rows), device, np.uint64) for device in (theirs.device, self._device)]
@@ -88,23 +89,15 @@ class NixlMemory:
             handle = self._agent.initialize_xfer("READ", of(here, self._kind), of(there, self._kind), agent)
             try:
                 state = self._agent.transfer(handle)
-                while state == "PROC" and not must_end():
+                while state == "PROC":
                     time.sleep(SECONDS_BETWEEN_LOOKS)
                     state = self._agent.check_xfer_state(handle)
             finally:
-                self._end(handle)
+                self._agent.release_xfer_handle(handle)
         except Exception as error:  # NIXL raises many kinds
             raise PeerError(f"NIXL: {error}") from None
         if state != "DONE":
-            raise PeerError("NIXL: " + ("not in time" if state == "PROC" else "the transfer has failed"))
-
-    def _end(self, handle: Any) -> None:
-        """Release a transfer. One that cannot be cancelled may still write, so its end is waited for."""
-        while True:
-            with contextlib.suppress(Exception):  # NIXL raises many kinds
-                self._agent.release_xfer_handle(handle)
-                return
-            time.sleep(SECONDS_BETWEEN_LOOKS)
+            raise PeerError("NIXL: the transfer has failed")
 
 
 def infiniband_devices(interface: str) -> list[str]:

@@ -117,7 +117,7 @@ class BlockReceiver:
             cancellation.watch(senders)  # not before: closing a connection with a claim sets the blocks free
             shares: list[CacheShare] = [sender.receive_message(CacheShare) for sender in senders]
             if transfer.block_ids:
-                self._read(transfer, senders, shares, cancellation)
+                self._read(transfer, senders, shares)
             num_copied = len(transfer.block_ids)
         except (OSError, ValueError, PeerError) as error:
             if not cancellation.is_set:
@@ -161,13 +161,7 @@ class BlockReceiver:
         return connection
 
     @torch.inference_mode()
-    def _read(
-        self,
-        transfer: ReceiveBlocks,
-        senders: Sequence[Connection],
-        shares: Sequence[CacheShare],
-        cancellation: Cancellation,
-    ) -> None:
+    def _read(self, transfer: ReceiveBlocks, senders: Sequence[Connection], shares: Sequence[CacheShare]) -> None:
         """Read each head of each layer from the first sender that has it."""
         missing = {
             share.layer: set(range(share.first_head, share.first_head + max(share.num_heads, 1)))
@@ -184,7 +178,7 @@ class BlockReceiver:
             if pieces := self._pieces(theirs, missing):
                 parts = [self._part(theirs, piece) for piece in pieces]
                 if self._nixl is not None and theirs.has_nixl:
-                    self._read_by_nixl(self._nixl, sender, transfer, parts, cancellation)
+                    self._read_by_nixl(self._nixl, sender, transfer, parts)
                 else:
                     self._read_pieces(sender, transfer, parts)
         if lacking := [layer for layer, heads in missing.items() if heads]:
@@ -222,12 +216,7 @@ class BlockReceiver:
                     heads.index_copy_(0, block_ids.to(heads.device), blocks.to(heads.device))
 
     def _read_by_nixl(
-        self,
-        nixl: NixlMemory,
-        sender: Connection,
-        transfer: ReceiveBlocks,
-        parts: Sequence[_Part],
-        cancellation: Cancellation,
+        self, nixl: NixlMemory, sender: Connection, transfer: ReceiveBlocks, parts: Sequence[_Part]
     ) -> None:
         """Read blocks from the sender's memory. They are right only if they were kept until the end."""
         answer = self._ask(sender, self._wanted(transfer, []))
@@ -240,7 +229,7 @@ class BlockReceiver:
                 source = ranges(there, answer.block_ids, piece.first_head, piece.num_heads)
                 target = ranges(here, transfer.block_ids, part.first_head, piece.num_heads)
                 copies.append(np.concatenate([source[:, :1], target], axis=1))
-        nixl.read(theirs, copies, lambda: cancellation.is_set or time.monotonic() > sender.deadline)
+        nixl.read(theirs, copies)
         self._ask(sender, HasRead())
 
     def _wanted(self, transfer: ReceiveBlocks, pieces: list[Piece]) -> Read:

@@ -202,6 +202,44 @@ def test_an_abort_ends_the_transfer(
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("sender_dies", [False, True])
+def test_blocks_are_held_while_nixl_writes_into_them(
+    sender_dies: bool,
+    reference_named: Callable[[str], Reference],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The sender is stopped while its memory is read, so the request can be aborted in the middle of that."""
+    monkeypatch.setenv("UCX_TLS", "tcp")  # over shared memory, the sender would have no part in it
+    settings, model = nixl_settings(tmp_path), reference_named("mixtral").folder
+    from moeserve.worker.kv_nixl import NixlMemory
+
+    with engine(model, executor="mp", **settings) as prefill, engine(model, **settings) as decode:
+        (rank,) = living_ranks()
+        read = NixlMemory.read
+
+        def read_slowly(*arguments: Any) -> None:
+            rank.suspend()
+            decode.core.wake()
+            read(*arguments)
+
+        monkeypatch.setattr(NixlMemory, "read", read_slowly)
+        decode.core.add(request(request_id="aborted", kv_source=compute_prompt(prefill)))
+        assert decode.core.step() == []  # it waits for the transfer
+        decode.core.abort("aborted")
+        (update,) = ends(decode)
+        assert update.finish_reason == "abort"
+        time.sleep(0.5)  # a cancelled transfer over TCP would have ended
+        assert decode.core.num_free_blocks == [decode.core.num_blocks - NUM_BLOCKS]
+        if sender_dies:
+            rank.kill()
+        rank.resume()
+        require_all_free(decode)
+        if not sender_dies:
+            require_all_free(prefill)
+
+
+@pytest.mark.ranks
 def test_a_rank_of_the_receiver_dies(reference_named: Callable[[str], Reference]) -> None:
     """The engine restarts. Its request was about to receive blocks, which nobody needs any more, and is computed."""
     model = reference_named("mixtral").folder
