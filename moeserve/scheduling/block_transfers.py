@@ -70,20 +70,20 @@ class BlockTransfers:
 
     @property
     def hold_blocks_alone(self) -> bool:
-        """True if blocks become free soon, when transfers in flight have ended."""
+        """True if a save or a load in flight is the only holder of a block, which is free soon."""
         transfers = [each for each in self._in_flight.values() if each.kind in ("save", "load")]
         return any(self._pool.num_holders(block) == 1 for transfer in transfers for block in transfer.block_ids)
 
     def note_computed(self, digest: bytes, block_id: int) -> None:
-        """Save a block with the next transfer."""
+        """Let the next save include a block."""
         self._computed[digest] = block_id
 
     def note_step(self, num_tokens: int, seconds: float) -> None:
-        """A step of this many tokens has ended."""
+        """Record the time of a step with this many tokens."""
         self._rates.note_step(num_tokens, seconds)
 
     def num_loadable(self, digests: Sequence[bytes]) -> int:
-        """Return how many of these consecutive blocks, from the first on, should be loaded: none if that is slower."""
+        """Return how many of these consecutive blocks to load, from the first on. 0 if computing them is faster."""
         num_blocks = self._connector.get_num_new_matched_blocks(digests)
         return num_blocks if num_blocks and self._rates.pays() else 0
 
@@ -104,7 +104,7 @@ class BlockTransfers:
         Nothing is kept if half of the cache is kept already: others must be able to run.
 
         Returns:
-            Its update, which says what is kept.
+            Its last update, with `kv_blocks` if they are kept.
         """
         num_blocks = request.num_prompt_tokens // self._block_size
         num_kept = sum(len(each.block_ids) for each in self._in_flight.values() if each.kind == "keep")
@@ -131,7 +131,7 @@ class BlockTransfers:
 
         Args:
             first: of the source's blocks that is read.
-            digests: of the blocks that are read; none: they are not needed, and the request does not wait.
+            digests: of the blocks that are read. None: the source is only set free, and the request does not wait.
             block_ids: of the cache, allocated for these blocks.
         """
         source, request.kv_source = request.kv_source, None

@@ -26,11 +26,11 @@ class KVConnector(Protocol):
         ...
 
     def begin_load(self, digests: Sequence[bytes]) -> list[StoreKey]:
-        """Return the keys of blocks that can be loaded. They stay in the store until `end_load`."""
+        """Return the keys of blocks to load. The store keeps them until `end_load`."""
         ...
 
     def end_load(self, digests: Sequence[bytes], num_loaded: int) -> None:
-        """A load has ended. Blocks from `num_loaded` on could not be read."""
+        """End a load, in which the first `num_loaded` blocks could be read."""
         ...
 
     def begin_save(self, digests: Sequence[bytes]) -> dict[bytes, StoreKey]:
@@ -38,7 +38,7 @@ class KVConnector(Protocol):
         ...
 
     def end_save(self, digests: Sequence[bytes], num_saved: int) -> None:
-        """Blocks that `begin_save` returned are now in the store, up to `num_saved`."""
+        """End a save: the first `num_saved` of the blocks that `begin_save` returned are in the store."""
         ...
 
 
@@ -126,7 +126,7 @@ class HostTier:
         """Return a place for another block; None if all are in use by transfers."""
         if self._free:
             return self._free.pop()
-        for digest in self._place_of:  # the first, unless some are being loaded
+        for digest in self._place_of:  # the least recently used first
             if digest not in self._num_loads:
                 return self._place_of.pop(digest)
         return None

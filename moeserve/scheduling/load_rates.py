@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-MIN_PROMPT_TOKENS = 32  # of a step whose time tells what tokens of prompts take
+MIN_PROMPT_TOKENS = 32  # smaller steps are not measured: most of their time is not for prompts
 WEIGHT = 0.25  # of the newest measurement
-TRIES = 16  # one of this many loads is made though it seems not to pay, so that a rate that was too low is corrected
+TRIES = 16  # every 16th load that seems slower than computing is made all the same, to measure it again
 
 
 class LoadRates:
@@ -13,15 +13,15 @@ class LoadRates:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size  # tokens
         self._load_seconds = self._compute_seconds = 0.0  # of a block; 0: not measured yet
-        self._num_passed = 0  # loads that seemed not to pay, since the last one that was made all the same
+        self._num_passed = 0  # loads not made since the last one that was made to measure
 
     def note_load(self, num_blocks: int, seconds: float) -> None:
-        """A load of whole blocks has ended."""
+        """Record a load of whole blocks."""
         if num_blocks:
             self._load_seconds = _average(self._load_seconds, seconds / num_blocks)
 
     def note_step(self, num_tokens: int, seconds: float) -> None:
-        """A step of this many tokens has ended."""
+        """Record a step of this many tokens."""
         if num_tokens >= MIN_PROMPT_TOKENS:
             self._compute_seconds = _average(self._compute_seconds, seconds / num_tokens * self._block_size)
 

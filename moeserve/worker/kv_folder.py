@@ -55,7 +55,7 @@ class FolderStore:
         make_private_folder("kv_folder", folder.parent)
         make_private_folder("kv_folder", folder)
         with contextlib.suppress(OSError), self._with_room(0):
-            pass  # it may have been larger before
+            pass  # deletes what is beyond the limit, which may have been higher before
 
     @torch.inference_mode()
     def run(self, transfer: BlockTransfer) -> TransferOutcome:
@@ -122,7 +122,7 @@ class FolderStore:
             yield
 
     def _delete_down_to(self, num_bytes: int) -> None:
-        """Delete the oldest files, and what engines have left that were killed: one that lives would hold the lock."""
+        """Delete the oldest files, and all partial ones: engines that write hold the lock, so theirs were killed."""
         found, total = [], 0
         for entry in os.scandir(self._folder):
             if entry.name.endswith(PARTIAL):

@@ -1,4 +1,4 @@
-"""Reads KV cache blocks of the ranks of another engine, whose tp and pp sizes may be others."""
+"""Reads KV cache blocks from the ranks of another engine, whose tp and pp sizes may differ from this one's."""
 
 from __future__ import annotations
 
@@ -89,9 +89,9 @@ class BlockReceiver:
         """
         Args:
             caches: of the layers; each has `tensors` whose first dimension is the block.
-            share: what they are.
-            key: that senders must know; empty: only those on this host are read.
-            timeout_s: of a transfer.
+            share: the layers and heads in these caches.
+            key: that senders must know; empty: blocks are read from this host alone.
+            timeout_s: seconds, the longest time of a transfer over TCP.
             rank: of this replica, of `num_ranks`.
             nixl: to read memory of senders that have it too.
         """
@@ -101,12 +101,12 @@ class BlockReceiver:
         self._stream = CopyStream(caches)
 
     def run(self, transfer: ReceiveBlocks, submitted: float, cancellation: Cancellation) -> TransferOutcome:
-        """Read all blocks, or none if something is wrong. Either way they are set free on all senders.
+        """Read all blocks, or none if something is wrong or the transfer is cancelled. All senders set theirs free.
 
-        After this call nothing writes into the blocks, also if it was cancelled.
+        Nothing is written into the blocks after this call.
 
         Args:
-            submitted: when the transfer began, by `time.monotonic`.
+            submitted: time from which the transfer is limited, by `time.monotonic`.
         """
         num_copied, deadline = 0, submitted + self._timeout_s
         senders: list[Connection] = []
@@ -167,7 +167,7 @@ class BlockReceiver:
             share.layer: set(range(share.first_head, share.first_head + max(share.num_heads, 1)))
             for share in self._share.layers
         }
-        first = self._rank % len(senders)  # so that ranks do not all read what is not divided from the same one
+        first = self._rank % len(senders)  # spreads the load: latent caches are whole on each sender
         for index in [*range(first, len(senders)), *range(first)]:
             sender, theirs = senders[index], shares[index]
             if others := {name for name, fact in self._share.facts.items() if theirs.facts.get(name) != fact}:
@@ -185,7 +185,7 @@ class BlockReceiver:
             raise PeerError(f"no rank has all of layers {lacking}")
 
     def _pieces(self, theirs: CacheShare, missing: dict[int, set[int]]) -> list[Piece]:
-        """Return what a sender has of what is missing, and remove it from there."""
+        """Return the missing heads that a sender has, and remove them from `missing`: heads by layer."""
         pieces = []
         for index, share in enumerate(theirs.layers):
             heads = range(share.first_head, share.first_head + max(share.num_heads, 1))
@@ -218,7 +218,7 @@ class BlockReceiver:
     def _read_by_nixl(
         self, nixl: NixlMemory, sender: Connection, transfer: ReceiveBlocks, parts: Sequence[_Part]
     ) -> None:
-        """Read blocks from the sender's memory. They are right only if they were kept until the end."""
+        """Read blocks from the sender's memory, then require that it has kept them until now."""
         answer = self._ask(sender, self._wanted(transfer, []))
         if (theirs := answer.nixl) is None:
             raise PeerError("its memory cannot be read by NIXL")

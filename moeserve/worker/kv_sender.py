@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 MAX_CONNECTIONS = 256  # at once
 MAX_STRANGERS = 64  # connections that have not proved that they know the key; further ones are closed
 MAX_REMEMBERED = 4096  # handles of blocks that are not kept any more
-SECONDS_BETWEEN_LOOKS = 0.5  # for blocks that were kept for too long
+SECONDS_BETWEEN_LOOKS = 0.5  # at blocks whose time may be up
 SECONDS_TO_AUTHENTICATE = 10.0
 
 
@@ -70,8 +70,8 @@ class BlockSender:
             caches: of the layers; each has `tensors` whose first dimension is the block.
             address: host and port; port 0: any that is free.
             key: that receivers must know.
-            timeout_s: for which blocks are kept.
-            nixl: for receivers that read this rank's memory themselves.
+            timeout_s: seconds for which blocks are kept.
+            nixl: where receivers with NIXL can read this rank's memory; None: NIXL is not used.
 
         Raises:
             SettingsError: the address cannot be used.
@@ -97,7 +97,7 @@ class BlockSender:
         """Let another engine read blocks until all of its ranks have left or the time is up.
 
         Args:
-            on_end: called once, in any thread. No block was "copied" if the time was up.
+            on_end: called once, in any thread. Its `num_copied` is 0 if the time was up.
         """
         with self._changed:
             self._kept[message.handle] = _Kept(message, on_end, time.monotonic())
@@ -143,7 +143,7 @@ class BlockSender:
         kept.on_end(TransferOutcome(number=kept.message.number, num_copied=num_read, seconds=seconds))
 
     def _serve(self, connected: socket.socket) -> None:
-        torch.set_num_threads(1)  # of this thread: the others compute
+        torch.set_num_threads(1)  # of this thread alone: the cores are for steps
         connection = Connection(connected, time.monotonic() + SECONDS_TO_AUTHENTICATE)
         try:
             try:
@@ -184,9 +184,9 @@ class BlockSender:
                 self._leave(kept, claim)
 
     def _claimed(self, claim: Claim) -> tuple[_Kept | None, str]:
-        """Return blocks, which are for the first receiver that names their tokens; or None, and why it has none.
+        """Return the blocks that a receiver claims, or None and the reason. The first that names their tokens gets them.
 
-        Wait a while for blocks that are not kept yet.
+        Wait a while for a handle that is not known yet.
         """
 
         def is_known() -> bool:

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 class KVStore(Protocol):
     def run(self, transfer: BlockTransfer) -> TransferOutcome:
-        """Run a transfer, and return when it has ended. Blocks that cannot be copied are counted out, not raised."""
+        """Run a transfer, and return when it has ended. Raises nothing: `num_copied` counts blocks up to a failure."""
         ...
 
 

@@ -22,7 +22,7 @@ NUM_RECEIVING_THREADS = 8
 
 
 class Transfers:
-    """Starts transfers, and sends their ends in any order."""
+    """Runs transfers in threads, and sends their outcomes in the order in which they end."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Transfers:
         Args:
             store: behind the KV cache. Its transfers run one after the other.
             sender, receiver: to and from other engines.
-            send: takes the end of each transfer, in any thread.
+            send: takes the outcome of each transfer, in any thread.
         """
         self._sender, self._receiver, self._send = sender, receiver, send
         self._receiving: dict[int, Cancellation] = {}  # by transfer
@@ -112,7 +112,7 @@ def _run_all(
     run: Callable[[Any, float], TransferOutcome],
     send: Callable[[TransferOutcome], None],
 ) -> None:
-    torch.set_num_threads(1)  # of this thread: the others compute
+    torch.set_num_threads(1)  # of this thread alone: the cores are for steps
     while (queued := queue.get()) is not None:
         transfer, submitted = queued
         try:

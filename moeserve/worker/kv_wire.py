@@ -29,7 +29,7 @@ from moeserve.processes.proof import NONCE_BYTES, proof
 
 MIN_KEY_CHARACTERS = 16
 MAX_MESSAGE_BYTES = 2**20
-# For a rank that is in a step when it should keep blocks, before it is asked for them.
+# A receiver may ask before the sender knows the handle: a rank in a step takes `KeepBlocks` only after it.
 SECONDS_TO_BE_KEPT = 10.0
 SECONDS_OF_SILENCE = SECONDS_TO_BE_KEPT + 5.0
 
@@ -61,7 +61,7 @@ class NixlShare(msgspec.Struct, frozen=True, kw_only=True):
 class CacheShare(msgspec.Struct, frozen=True, kw_only=True):
     """The KV cache of a rank, as it describes itself to ranks of other engines."""
 
-    facts: dict[str, str]  # all that decides what blocks hold, beside their tokens and the ranks that share them
+    facts: dict[str, str]  # must be equal on both sides, or the blocks mean something else
     layers: list[LayerShare]
     has_nixl: bool = False  # its memory can be read by NIXL
 
@@ -166,15 +166,15 @@ def read_key(path: str | None) -> bytes:
 
 
 class Connection:
-    """A connection to a rank of another engine. Whatever goes wrong is an OSError or a PeerError.
+    """A connection to a rank of another engine. All methods raise OSError or PeerError if it fails.
 
-    So is a silence of SECONDS_OF_SILENCE.
+    It fails too if the other side is silent for SECONDS_OF_SILENCE.
     """
 
     def __init__(self, connected: socket.socket, deadline: float) -> None:
         """
         Args:
-            deadline: of all that is sent and received, by `time.monotonic`.
+            deadline: nothing is sent or received after it, by `time.monotonic`.
         """
         self._socket, self.deadline = connected, deadline
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -182,7 +182,7 @@ class Connection:
     def prove(self, key: bytes, *, connects: bool) -> None:
         """Show that this side knows the key, and require the same of the other.
 
-        The side that connects proves it first, so a stranger learns nothing.
+        The side that connects proves it first, so a stranger who connects gets no proof.
         """
         nonce = secrets.token_bytes(NONCE_BYTES)
         self.send(nonce)
