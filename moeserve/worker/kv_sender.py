@@ -184,7 +184,7 @@ class BlockSender:
                 self._leave(kept, claim)
 
     def _claimed(self, claim: Claim) -> tuple[_Kept | None, str]:
-        """Return the blocks that a receiver claims, or None and the reason. The first that names their tokens gets them.
+        """Return the blocks that a receiver claims, or None and why. The first one that names their tokens gets them.
 
         Wait a while for a handle that is not known yet.
         """
