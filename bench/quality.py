@@ -154,7 +154,7 @@ def log_probabilities(model: Path, texts: list[list[int]], settings: dict[str, s
             end_token_ids=[],
         )
         plan = StepPlan(step=0, slots=[0], starts=[0], lengths=[len(text)], registrations=[prompt])
-        hidden_LD = replay(runner.build_inputs(table.apply(plan), (len(text),)))
+        hidden_LD = replay(runner.build_inputs(table.apply(plan), (len(text),))).hidden_TD
         yield loaded.logits(hidden_LD).float().log_softmax(-1)
 
 

@@ -37,6 +37,7 @@ from moeserve.sampling_params import RequestOutputKind
 from moeserve.scheduling.lockstep import Agreement
 from moeserve.step_inputs import StepInputs
 from moeserve.worker.model_runner import ModelRunner
+from moeserve.worker.step_replay import StepOutputs
 
 MODELS = ("qwen3-mini",)
 TABLES = ("steps", "callers", "pipeline")
@@ -100,13 +101,13 @@ class ModelTimer:
     def capture_ahead(self) -> bool:
         return self._replay.capture_ahead()
 
-    def __call__(self, step: StepInputs) -> Tensor:
+    def __call__(self, step: StepInputs) -> StepOutputs:
         start = time.perf_counter()
-        hidden_TD = self._replay(step)
+        outputs = self._replay(step)
         if step.max_rows_per_chunk == 1:
             self.starts.append(start)
             self.seconds.append(time.perf_counter() - start)
-        return hidden_TD
+        return outputs
 
     def _timed_logits(self, hidden_TD: Tensor) -> Tensor:
         start = time.perf_counter()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,8 +11,7 @@ from torch import Tensor
 # T tokens of the step in S chunks, L rows whose logits are computed, D model width
 
 
-@dataclass(frozen=True)
-class ChunkSpan:
+class ChunkSpan(NamedTuple):
     """The rows of one chunk among the step's tokens, on the host, for loops and shapes."""
 
     first_row: int

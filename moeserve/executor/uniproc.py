@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import select
 import threading
+import time
 import weakref
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
@@ -14,8 +15,9 @@ from moeserve.distributed.groups import groups_of_one_rank
 from moeserve.executor.outcomes import OutcomeQueue
 from moeserve.protocol import Transfer, TransferOutcome
 from moeserve.scheduling.lockstep import Outcome, Round
-from moeserve.worker.worker import Worker
+from moeserve.worker.worker import StartedRound, Worker
 
+SECONDS_BETWEEN_LOOKS = 2e-4  # at a GPU that computes the only round
 IDLE_SECONDS = 0.05  # without a round, after which the rank captures steps: longer than between two steps of a request
 
 
@@ -88,26 +90,49 @@ def _run(
         return
     loaded.set_result(worker)
     del loaded
-    held: list[Outcome | BaseException] = []  # the outcome of the latest round, unless it was handed over
+    held: list[StartedRound | BaseException] = []  # the latest round, unless its outcome was handed over
 
     def hand_over() -> None:
         while held:
-            outcomes.add(held.pop())
+            outcomes.add(_outcome(held.pop()))
+
+    def hand_over_if_done() -> None:
+        if held and _is_done(held[0]):
+            hand_over()
 
     # An outcome wakes the engine's thread, and Python runs one thread at a time. So if another round has come already,
     # its layers begin first, which run without Python.
-    worker.runner.replay.on_layers = hand_over
-    while (work := _next_round(rounds, worker)) is not None:
+    worker.runner.replay.on_layers = hand_over_if_done
+    while True:
+        while rounds.empty() and held:  # on a GPU, which still computes it
+            time.sleep(SECONDS_BETWEEN_LOOKS)
+            hand_over_if_done()
+        work = _next_round(rounds, worker)
+        if work is None:
+            break
         try:
-            ended: Outcome | BaseException = worker.execute(work)
+            started: StartedRound | BaseException = worker.start(work)
         except BaseException as error:
-            ended = error
+            started = error
         hand_over()
-        held.append(ended)
+        held.append(started)
         if rounds.empty():
-            hand_over()
+            hand_over_if_done()
     hand_over()
     worker.close()
+
+
+def _is_done(started: StartedRound | BaseException) -> bool:
+    return isinstance(started, BaseException) or started.is_done
+
+
+def _outcome(started: StartedRound | BaseException) -> Outcome | BaseException:
+    if isinstance(started, BaseException):
+        return started
+    try:
+        return started.finish()
+    except BaseException as error:
+        return error
 
 
 def _next_round(rounds: SimpleQueue[Round | None], worker: Worker) -> Round | None:

@@ -30,7 +30,7 @@ from moeserve.models.decoder import Decoder
 from moeserve.ops.interfaces import Rotation
 from moeserve.scheduling.lockstep import Agreement
 from moeserve.step_inputs import StepInputs, decode_step
-from moeserve.worker.step_replay import do_nothing
+from moeserve.worker.step_replay import StepOutputs, do_nothing
 
 # T tokens of the replica's step, t this tp rank's share of them, D model width
 
@@ -115,9 +115,9 @@ class CpuGraphs:
             self._capture(sizes, *self.model.receive(step), step)
         return True
 
-    def __call__(self, step: StepInputs) -> Tensor:
+    def __call__(self, step: StepInputs) -> StepOutputs:
         hidden_tD, rotation = self.model.receive(step)
-        return self.model.send(self._run_layers(hidden_tD, rotation, step))
+        return StepOutputs(self.model.send(self._run_layers(hidden_tD, rotation, step)))
 
     def _run_layers(self, hidden_tD: Tensor, rotation: Rotation, step: StepInputs) -> Tensor:
         sizes = len(step.token_ids), step.tokens_per_rank

@@ -13,7 +13,7 @@ import bisect
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,20 +23,21 @@ from moeserve.models.decoder import Decoder
 from moeserve.scheduling.lockstep import Agreement
 from moeserve.step_inputs import ChunkSpan, StepInputs
 from moeserve.worker.kv_cache import free_gpu_memory
-from moeserve.worker.step_replay import StepContext, do_nothing
+from moeserve.worker.step_replay import StepContext, StepOutputs, do_nothing
 
 SMALL_SIZES = (1, 2, 4, 8)
 STEP, LARGE_STEP = 8, 32  # between sizes: up to LARGE_FROM, and beyond
 LARGE_FROM = 128
 MAX_SIZE = 512  # tokens; a larger step keeps the GPU busy while the host launches it
+Result = TypeVar("Result")
 WARM_UPS = 2  # runs in the capturing stream before a capture, in which libraries initialise
 
 
 class Capture(Protocol):
     """Captures what a function launches. Captures of one object share memory: only one replays at a time."""
 
-    def __call__(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        """Return a function that replays the launches, and the tensor that then holds the result."""
+    def __call__(self, run: Callable[[], Result]) -> tuple[Callable[[], None], Result]:
+        """Return a function that replays the launches, and the tensors that then hold the results."""
         ...
 
 
@@ -52,7 +53,7 @@ class TorchCapture:
         self._stream = stream
         self._pool: Any = None
 
-    def __call__(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    def __call__(self, run: Callable[[], Result]) -> tuple[Callable[[], None], Result]:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for _ in range(WARM_UPS):
@@ -123,17 +124,17 @@ class CudaGraphs:
         device = context.device
         inputs = _empty_inputs(max(sizes, default=0), context.max_blocks, device)
         self._steps: dict[int, StepInputs] = {}
-        self._captured: dict[int, tuple[Callable[[], None], Tensor]] = {}
+        self._captured: dict[int, tuple[Callable[[], None], StepOutputs]] = {}
         self._num_collectives: dict[int, tuple[int, ...]] = {}
         for size in reversed(sizes):
             step = _first_rows(inputs, size, context.mesh, context.tp_rank)
             before = model.groups.count_collectives()
-            model(step, caches)  # run once without a graph: connections are made at their first use
+            self._run(step)  # once without a graph: connections are made at their first use
             self._num_collectives[size] = tuple(
                 after - count for after, count in zip(model.groups.count_collectives(), before, strict=True)
             )
             self._steps[size] = step
-            self._captured[size] = capture(functools.partial(model, step, caches))
+            self._captured[size] = capture(functools.partial(self._run, step))
 
     def padded_size(self, agreement: Agreement) -> int | None:
         place = bisect.bisect_left(self.sizes, agreement.padded_tokens)
@@ -144,22 +145,30 @@ class CudaGraphs:
     def capture_ahead(self) -> bool:
         return False  # all sizes are captured
 
-    def __call__(self, step: StepInputs) -> Tensor:
+    def _run(self, step: StepInputs) -> StepOutputs:
+        """Run the layers, the head on all rows, and the choice of each row's most likely token."""
+        hidden_TD = self.model(step, self.caches)
+        if self.model.head is None:  # a later pipeline stage has it
+            return StepOutputs(hidden_TD)
+        logits_TV = self.model.logits(hidden_TD)  # collective: tp ranks
+        return StepOutputs(hidden_TD, logits_TV, self.model.context.kernels.row_maximum(logits_TV))
+
+    def __call__(self, step: StepInputs) -> StepOutputs:
         if step.padding is None:
             self.on_layers()
-            hidden_TD: Tensor = self.model(step, self.caches)
-            return hidden_TD
+            return StepOutputs(self.model(step, self.caches))
         size = len(step.token_ids)
         own = self._steps[size]
         for name in ("token_ids", "positions", "cache_slots", "context_lens", "padding"):
-            getattr(own, name).copy_(getattr(step, name), non_blocking=True)
-        own.block_table[:, : step.block_table.shape[1]].copy_(step.block_table, non_blocking=True)
+            getattr(own, name).copy_(getattr(step, name))
+        num_requests, num_blocks = step.block_table.shape
+        own.block_table[:num_requests, :num_blocks].copy_(step.block_table)
         self.model.dispatchers.prepare(own.tokens_per_rank)  # collective: all ep ranks
-        replay, result_TD = self._captured[size]
+        replay, outputs = self._captured[size]
         replay()
         self.on_layers()  # the GPU computes them, while this thread prepares the head
         self.model.groups.add_replayed(self._num_collectives[size])
-        return result_TD
+        return outputs
 
 
 def _empty_inputs(size: int, max_blocks: int, device: torch.device) -> StepInputs:

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from moeserve.distributed.mesh import share_of, share_sizes
 from moeserve.errors import EngineError, MoeserveError
@@ -16,9 +15,19 @@ from moeserve.models.decoder import Decoder
 from moeserve.protocol import ChunkResult, LogprobRows
 from moeserve.step_inputs import ChunkSpan, StepInputs
 from moeserve.worker.grammars import AllowedTokens, Grammars
-from moeserve.worker.request_table import Chunk, RequestState, RequestTable
-from moeserve.worker.sampler import CAUSE_OF_DAMAGE, SampledToken, prompt_logprobs, sample, sample_spec
-from moeserve.worker.step_replay import StepContext, StepReplay
+from moeserve.worker.request_table import UNKNOWN_TOKEN, Chunk, RequestState, RequestTable
+from moeserve.worker.sampler import (
+    Maxima,
+    SampledToken,
+    needs_logits_only,
+    prompt_logprobs,
+    sample,
+    sample_spec,
+    with_random_tokens,
+)
+from moeserve.worker.started_step import StartedStep
+from moeserve.worker.step_memory import Array, HostInputs, memory_of
+from moeserve.worker.step_replay import StepContext, StepOutputs, StepReplay
 
 # Rows of prompt log-probabilities computed at once: a long prompt times a vocabulary would not fit.
 PROMPT_ROWS = 64
@@ -49,49 +58,77 @@ class ModelRunner:
         self.table = table
         self.appends_samples = appends_samples
         self.grammars = grammars
+        self.memory = memory_of(table, context.device)
+        self._previous: StartedStep | None = None  # the last step, on a device that may still compute it
 
     @torch.inference_mode()
-    def execute(
-        self, chunks: Sequence[Chunk], num_tokens: tuple[int, ...], padded_to: int | None = None
-    ) -> list[ChunkResult]:
-        """Run one step. Collective: all ranks.
+    def start(self, chunks: Sequence[Chunk], num_tokens: tuple[int, ...], padded_to: int | None = None) -> StartedStep:
+        """Start one step, without waiting for the device where its tokens allow that. Collective: all ranks.
+
+        The step before it may still run, but not the one before that: `StartedStep.finish` has returned.
 
         Args:
             num_tokens: of each replica's chunks in this step, in order of dp rank.
             padded_to: rows to which all replicas pad a decode step; None: no padding.
-
-        Returns:
-            The results on the rank that samples; nothing on the others.
         """
         step = self.build_inputs(chunks, num_tokens, padded_to)
-        hidden_TD = self.replay(step)
+        outputs = self.replay(step)
         if self.model.head is None:  # a later pipeline stage samples
-            return []
+            return StartedStep(
+                chunks=[],
+                prompts=[],
+                sampled=[],
+                reading=self.memory.start_reading([torch.zeros(0)]),
+                places=[],
+                logits_dtype=torch.float32,
+                raise_failure=self.model.groups.raise_failure,
+            )
         # Computing logits is collective: on all tp ranks alike.
         sampling = [chunk for chunk in chunks if chunk.samples]
-        logits_LV = self.model.logits(step.rows_for_logits(hidden_TD)) if sampling else None
         samples_here = self.context.tp_rank == 0
         chunks_and_spans = list(zip(chunks, step.spans[: len(chunks)], strict=True))
+        logits_LV, maxima_L = self._logits(outputs, step, len(chunks)) if sampling else (None, None)
         prompts = [
-            list(self._prompt_rows(chunk, hidden_TD[span.first_row :], samples_here))
+            list(self._prompt_rows(chunk, outputs.hidden_TD[span.first_row :], samples_here))
+            if chunk.prompt_targets
+            else []
             for chunk, span in chunks_and_spans
         ]
-        sampled: list[SampledToken] = []
-        if samples_here and logits_LV is not None:
-            # A GPU computes the logits meanwhile.
-            specs = [sample_spec(chunk.request, self._allowed_tokens(chunk.request)) for chunk in sampling]
-            sampled = sample(logits_LV, specs, self.model.context.kernels)
-        self.model.groups.raise_failure()  # the tokens are on the host, so the GPU has finished the step
-        if self.appends_samples and sampling:
-            self._append_tokens(chunks, [token.token_id for token in sampled] or [0] * len(sampling))
-        if not samples_here:
-            return []
-        damaged = _damaged_rows(hidden_TD, [span.last_row for chunk, span in chunks_and_spans if not chunk.samples])
-        remaining = iter(sampled)
-        return [
-            _chunk_result(next(remaining) if chunk.samples else None, prompt, span.last_row in damaged)
-            for (chunk, span), prompt in zip(chunks_and_spans, prompts, strict=True)
-        ]
+        unsampled = [span.last_row for chunk, span in chunks_and_spans if not chunk.samples]
+        is_finite = outputs.hidden_TD[unsampled].isfinite().all(dim=1) if unsampled else torch.zeros(0)
+        sampled: list[SampledToken] | None = []
+        chosen: tuple[Tensor, Tensor] | tuple[()] = ()
+        places: list[tuple[RequestState, int]] = []
+        if logits_LV is not None:
+            if self._samples_on_device(sampling):
+                sampled, chosen = None, self._choose_on_device(logits_LV, maxima_L, sampling)
+                places = self._append_unknown(sampling, chosen[0])
+            else:
+                self._finish_previous()  # for penalties and grammars
+                if samples_here:
+                    # A GPU computes the logits meanwhile.
+                    specs = [sample_spec(chunk.request, self._allowed_tokens(chunk.request)) for chunk in sampling]
+                    sampled = sample(logits_LV, specs, self.model.context.kernels, maxima_L)
+                self.model.groups.raise_failure()  # the tokens are on the host, so the GPU has finished the step
+                if self.appends_samples:
+                    self._append(sampling, [token.token_id for token in sampled or []] or [0] * len(sampling))
+        started = StartedStep(
+            chunks=chunks if samples_here else [],
+            prompts=prompts,
+            sampled=sampled,
+            reading=self.memory.start_reading([is_finite, *chosen]),
+            places=places,
+            logits_dtype=torch.float32 if logits_LV is None else logits_LV.dtype,
+            raise_failure=self.model.groups.raise_failure,
+        )
+        self._previous = started if self.memory.is_asynchronous else None
+        return started
+
+    def execute(
+        self, chunks: Sequence[Chunk], num_tokens: tuple[int, ...], padded_to: int | None = None
+    ) -> list[ChunkResult]:
+        """Run one step to its end. Collective: all ranks. See `start`."""
+        return self.start(chunks, num_tokens, padded_to).finish()
 
     def skip(self, chunks: Sequence[Chunk]) -> None:
         """Make later plans possible after a step that has failed, on a rank without others."""
@@ -109,11 +146,54 @@ class ModelRunner:
             return AllowedTokens(np.zeros(0, np.uint8), str(error))
         return request.matcher.allowed_tokens(request.token_ids[request.num_prompt_tokens :], request.end_token_ids)
 
-    def _append_tokens(self, chunks: Sequence[Chunk], token_ids: list[int]) -> None:
+    def _logits(self, outputs: StepOutputs, step: StepInputs, num_chunks: int) -> tuple[Tensor, Maxima | None]:
+        """Return the logits of the rows that are sampled, and their maxima if they are known. Collective: tp ranks."""
+        if outputs.logits_TV is None:
+            return self.model.logits(step.rows_for_logits(outputs.hidden_TD)), None
+        assert outputs.maxima_T is not None
+
+        def rows_of(x: Tensor) -> Tensor:  # in a padded decode step, mostly all rows but the padding
+            return x[:num_chunks] if len(step.logits_rows) == num_chunks else x[step.logits_rows]
+
+        highest_T, most_likely_T = outputs.maxima_T
+        return rows_of(outputs.logits_TV), (rows_of(highest_T), rows_of(most_likely_T))
+
+    def _samples_on_device(self, sampling: Sequence[Chunk]) -> bool:
+        """Return True if no row needs the host. All tp ranks return the same."""
+        can_draw = self.model.context.kernels.draw_tokens is not None
+        return self.memory.is_asynchronous and all(
+            needs_logits_only(chunk.request) and (can_draw or chunk.request.params.temperature == 0)
+            for chunk in sampling
+        )
+
+    def _choose_on_device(
+        self, logits_LV: Tensor, maxima_L: Maxima | None, sampling: Sequence[Chunk]
+    ) -> tuple[Tensor, Tensor]:
+        """Return the tokens of the first tp rank [L], and the highest logits [L]."""
+        kernels = self.model.context.kernels
+        highest_L, tokens_L = maxima_L or kernels.row_maximum(logits_LV)
+        if self.context.tp_rank == 0:
+            requests = [chunk.request for chunk in sampling]
+            tokens_L = with_random_tokens(tokens_L, logits_LV, requests, kernels, self.memory.upload)
+        return self.model.groups.tp.broadcast(tokens_L, 0), highest_L  # collective: tp ranks
+
+    def _append_unknown(self, sampling: Sequence[Chunk], tokens_L: Tensor) -> list[tuple[RequestState, int]]:
+        """Append tokens that the host does not know yet. Return their places."""
+        if not self.appends_samples:
+            return []
+        self.memory.keep_tokens(sampling, tokens_L)
+        self.table.append_tokens(sampling, [UNKNOWN_TOKEN] * len(sampling))
+        return [(chunk.request, len(chunk.request.token_ids) - 1) for chunk in sampling]
+
+    def _append(self, sampling: Sequence[Chunk], token_ids: list[int]) -> None:
         """Append the tokens of the first tp rank on all of them."""
         # collective: tp ranks
         shared = self.model.groups.tp.broadcast(torch.tensor(token_ids), 0)
-        self.table.append_tokens(chunks, token_ids if self.context.tp_rank == 0 else shared.tolist())
+        self.table.append_tokens(sampling, token_ids if self.context.tp_rank == 0 else shared.tolist())
+
+    def _finish_previous(self) -> None:
+        if self._previous is not None:
+            self._previous.finish()
 
     def _prompt_rows(self, chunk: Chunk, hidden_TD: Tensor, samples_here: bool) -> Iterator[LogprobRows | str]:
         """Yield log-probabilities of pieces of the prompt, or an error. Collective: tp ranks, in their logits."""
@@ -132,86 +212,49 @@ class ModelRunner:
     def build_inputs(
         self, chunks: Sequence[Chunk], num_tokens: tuple[int, ...], padded_to: int | None = None
     ) -> StepInputs:
-        """Return chunks as tensors on the device. See `execute`."""
+        """Return chunks as tensors on the device. See `start`."""
         mesh, block_size = self.context.mesh, self.context.block_size
         lengths = np.array([len(chunk.token_ids) for chunk in chunks], np.int64)
         row_starts = np.concatenate([[0], np.cumsum(lengths)])
         starts = np.array([chunk.start for chunk in chunks], np.int64)
         slots = np.array([chunk.slot for chunk in chunks], np.int64)
         total = int(row_starts[-1])
+        size = total if padded_to is None else padded_to
+        num_padding = size - total
+        assert num_padding == 0 or len(chunks) == total < size, "only decode steps are padded"
         positions = np.arange(total) + np.repeat(starts - row_starts[:-1], lengths)
         blocks = self.table.block_table[np.repeat(slots, lengths), positions // block_size]
+        cache_slots = blocks.astype(np.int64) * block_size + positions % block_size
         max_blocks = max((-(-chunk.end // block_size) for chunk in chunks), default=0)
         spans = tuple(
             ChunkSpan(first_row=first_row, num_rows=len(chunk.token_ids), context_len=chunk.end)
             for first_row, chunk in zip(row_starts.tolist(), chunks, strict=False)
         )
-        step = StepInputs(
-            token_ids=self._tensor([token_id for chunk in chunks for token_id in chunk.token_ids], np.int64),
-            positions=self._tensor(positions, np.int64),
-            cache_slots=self._tensor(blocks.astype(np.int64) * block_size + positions % block_size, np.int64),
-            row_starts=self._tensor(row_starts, np.int32),
-            context_lens=self._tensor(starts + lengths, np.int32),
-            block_table=self._tensor(self.table.block_table[slots, :max_blocks], np.int32),
-            logits_rows=self._tensor(
-                [span.last_row for chunk, span in zip(chunks, spans, strict=True) if chunk.samples], np.int64
-            ),
-            spans=spans,
-            tp_sizes=share_sizes(total, mesh.tp),
-            tokens_per_rank=tuple(size for count in num_tokens for size in share_sizes(count, mesh.tp)),
-            own_rows=share_of(total, self.context.tp_rank, mesh.tp),
+        logits_rows = [span.last_row for chunk, span in zip(chunks, spans, strict=True) if chunk.samples]
+        inputs = HostInputs(
+            token_ids=_padded([token for chunk in chunks for token in chunk.token_ids], np.int64, num_padding),
+            positions=_padded(positions, np.int64, num_padding),
+            cache_slots=_padded(cache_slots, np.int64, num_padding, -1),
+            row_starts=np.concatenate([row_starts, np.arange(total + 1, size + 1)]).astype(np.int32),
+            context_lens=_padded(starts + lengths, np.int32, num_padding),
+            logits_rows=np.array(logits_rows, np.int64),
+            padding=_padded(np.zeros(total, np.bool_), np.bool_, num_padding, True),
         )
-        return step if padded_to is None else self._pad(step, padded_to)
-
-    def _pad(self, step: StepInputs, size: int) -> StepInputs:
-        """Return a decode step with padding rows at its end."""
-        num_tokens, num_missing = len(step.token_ids), size - len(step.token_ids)
-        assert len(step.spans) == num_tokens <= size, (len(step.spans), num_tokens, size)
-        mesh = self.context.mesh
-        tp_sizes = share_sizes(size, mesh.tp)
-        rows = torch.arange(size + 1, dtype=torch.int32, device=self.context.device)
+        tensors, block_table = self.memory.upload_step(inputs, chunks, max_blocks)
+        on_device = dict(zip(HostInputs.names(), tensors, strict=True))
+        padding = on_device.pop("padding")
+        counts = num_tokens if padded_to is None else (size,) * mesh.dp
         return StepInputs(
-            token_ids=functional.pad(step.token_ids, (0, num_missing)),
-            positions=functional.pad(step.positions, (0, num_missing)),
-            cache_slots=functional.pad(step.cache_slots, (0, num_missing), value=-1),
-            row_starts=rows,
-            context_lens=functional.pad(step.context_lens, (0, num_missing)),
-            block_table=functional.pad(step.block_table, (0, 0, 0, num_missing)),
-            logits_rows=step.logits_rows,
-            spans=step.spans + tuple(ChunkSpan(row, 1, 0) for row in range(num_tokens, size)),
-            tp_sizes=tp_sizes,
-            tokens_per_rank=tp_sizes * mesh.dp,
-            padding=rows[:size] >= num_tokens,
+            **on_device,
+            block_table=block_table,
+            spans=spans + tuple(ChunkSpan(row, 1, 0) for row in range(total, size)),
+            tp_sizes=share_sizes(size, mesh.tp),
+            tokens_per_rank=tuple(share for count in counts for share in share_sizes(count, mesh.tp)),
+            padding=None if padded_to is None else padding,
             own_rows=share_of(size, self.context.tp_rank, mesh.tp),
         )
 
-    def _tensor(self, numbers: Any, dtype: Any) -> Tensor:
-        return torch.from_numpy(np.asarray(numbers, dtype)).to(self.context.device, non_blocking=True)
 
-
-def _damaged_rows(hidden_TD: Tensor, rows: list[int]) -> set[int]:
-    """Return which of these rows contain NaN or infinity."""
-    if not rows:
-        return set()
-    is_finite_R = hidden_TD[rows].isfinite().all(dim=1)
-    return {row for row, is_finite in zip(rows, is_finite_R.tolist(), strict=True) if not is_finite}
-
-
-def _chunk_result(token: SampledToken | None, prompt: list[LogprobRows | str], is_damaged: bool) -> ChunkResult:
-    """Return the result of one chunk.
-
-    Args:
-        is_damaged: its last row is not finite though nothing is sampled from it. Keys and values of the chunk may be
-            damaged too, and must not get into the prefix cache.
-    """
-    errors = [piece for piece in prompt if isinstance(piece, str)]
-    if is_damaged:
-        errors.append("the model produced NaN or infinite hidden states; " + CAUSE_OF_DAMAGE)
-    if token is not None and token.error is not None:
-        errors.append(token.error)
-    if errors:
-        return ChunkResult(error=errors[0])
-    rows = [piece for piece in prompt if isinstance(piece, LogprobRows)]
-    if token is None:
-        return ChunkResult(prompt_logprobs=rows)
-    return ChunkResult(token_id=token.token_id, logprobs=token.logprobs, prompt_logprobs=rows)
+def _padded(numbers: Any, dtype: Any, num_padding: int, value: int = 0) -> Array:
+    array = np.asarray(numbers, dtype)
+    return np.pad(array, (0, num_padding), constant_values=value) if num_padding else array

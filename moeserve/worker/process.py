@@ -15,9 +15,11 @@ from moeserve.numa import bind_thread, nodes_of_rank, usable_nodes
 from moeserve.processes.child import Parent
 from moeserve.scheduling.lockstep import Round
 from moeserve.worker.protocol import Leave, RankStart, ToRank, mesh_of
-from moeserve.worker.worker import Worker
+from moeserve.worker.worker import StartedRound, Worker
 
 logger = logging.getLogger(__name__)
+
+SECONDS_BETWEEN_LOOKS = 2e-4  # at a GPU that computes the only round
 
 
 def run(parent: Parent) -> None:
@@ -28,21 +30,32 @@ def run(parent: Parent) -> None:
     channel.send(worker.facts)
     transfers = worker.start_transfers(channel.send)
     has_ended = False  # by agreement: later rounds are not run on any rank
+    running: StartedRound | None = None  # on a GPU; its outcome was not sent
+
+    def finish(started: StartedRound | None) -> None:
+        if started is not None and start.answers:
+            channel.send(started.finish())
+
     while True:
-        for message in channel.receive(None):
+        for message in channel.receive(None if running is None else SECONDS_BETWEEN_LOOKS):
             if isinstance(message, Leave):
+                finish(running)
                 return
             if has_ended:
                 continue
             if not isinstance(message, Round):
                 transfers.submit(message)
                 continue
-            outcome = worker.execute(message)
-            if start.answers:
-                channel.send(outcome)
-            has_ended = outcome.agreement.ends_all
+            running, earlier = worker.start(message), running
+            finish(earlier)
+            has_ended = running.agreement.ends_all
             if has_ended:
+                finish(running)
                 worker.close()  # collective: all ranks
+                running = None
+        if running is not None and running.is_done:
+            finish(running)
+            running = None
 
 
 def join(start: RankStart) -> Groups:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,26 +14,28 @@ from moeserve.sampling_params import RequestParams
 from moeserve.scheduling.rank_state import request_digest
 from moeserve.worker.grammars import Matcher
 
+UNKNOWN_TOKEN = -1  # the newest token of a request while the device computes it
+
 
 @dataclass(eq=False, slots=True)
 class RequestState:
     """One request, as far as plans and sampled tokens have described it."""
 
-    token_ids: list[int]  # prompt and output
+    token_ids: list[int]  # prompt and output; see UNKNOWN_TOKEN
     num_prompt_tokens: int
     num_blocks: int  # of its row of the block table
     params: RequestParams
     seed: int
     end_token_ids: list[int]
     matcher: Matcher | None = None  # of params.grammar, on the rank that samples, once it has sampled
+    num_blocks_on_device: int = 0  # of its row of the block table, on a device with a copy
 
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """The tokens of one request that a step computes: a part of its prompt, or its newest token."""
 
     slot: int

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -34,6 +36,8 @@ HEAD_SIZE = 256
 # Penalties must not make a score infinite, because the difference of two infinities is NaN.
 LARGEST_SCORE = torch.finfo(torch.float32).max
 NO_TOKEN = -1
+UNIFORMS_AT_ONCE = 32
+Maxima: TypeAlias = tuple[Tensor, Tensor]  # each row's highest logit [L], and its token [L]
 # The end of messages about NaN and infinity.
 CAUSE_OF_DAMAGE = "its weights may be damaged, or its numbers too large for the dtype (float32 is the widest)"
 
@@ -75,16 +79,19 @@ def sample_spec(request: RequestState, allowed: AllowedTokens | None = None) -> 
     )
 
 
-def sample(logits_LV: Tensor, specs: Sequence[SampleSpec], kernels: Kernels) -> list[SampledToken]:
+def sample(
+    logits_LV: Tensor, specs: Sequence[SampleSpec], kernels: Kernels, maxima_L: Maxima | None = None
+) -> list[SampledToken]:
     """Sample one token per row as `specs[row]` describes; see `SamplingParams` for the order of operations.
 
     A row that contains NaN or infinity, all of whose tokens are barred, or whose grammar failed, gets an error.
 
     Args:
         logits_LV: [rows, vocabulary], any floating type and device. Not changed.
+        maxima_L: of these logits, if they are known.
     """
     assert logits_LV.shape[0] == len(specs), f"{logits_LV.shape[0]} rows of logits for {len(specs)} specs"
-    highest_L, most_likely_L = kernels.row_maximum(logits_LV)
+    highest_L, most_likely_L = maxima_L or kernels.row_maximum(logits_LV)
     errors = {row: spec.allowed.error for row, spec in enumerate(specs) if spec.allowed and spec.allowed.error}
     errors |= _errors_of_rows(highest_L, logits_LV.dtype)
     chosen = most_likely_L.tolist()
@@ -142,7 +149,67 @@ def prompt_logprobs(logits_RV: Tensor, targets: list[int], num_top: int, kernels
 
 def uniform(seed: int, position: int) -> float:
     """Return the random number in [0, 1) of one position of one request (Philox 4x64, Salmon et al. 2011)."""
-    return int(np.random.Philox(key=seed, counter=position).random_raw() >> 11) * 2.0**-53
+    block, offset = divmod(position, UNIFORMS_AT_ONCE)
+    return _uniforms(seed, block)[offset]
+
+
+@functools.lru_cache(maxsize=4096)
+def _uniforms(seed: int, block: int) -> list[float]:
+    """Return the random numbers of several positions: starting a generator takes longer than the numbers."""
+    generator = np.random.Philox(key=seed, counter=block * UNIFORMS_AT_ONCE)
+    numbers: list[float] = ((generator.random_raw(4 * UNIFORMS_AT_ONCE)[::4] >> np.uint64(11)) * 2.0**-53).tolist()
+    return numbers
+
+
+def needs_logits_only(request: RequestState) -> bool:
+    """Return True if the next token depends on no earlier one, and nothing but the token is wanted."""
+    params = request.params
+    is_barred = request.num_output_tokens < params.min_tokens and bool(request.end_token_ids)
+    return not (
+        is_barred
+        or params.has_penalties
+        or params.logit_bias
+        or params.grammar is not None
+        or params.logprobs is not None
+    )
+
+
+def with_random_tokens(
+    tokens_L: Tensor,
+    logits_LV: Tensor,
+    requests: Sequence[RequestState],
+    kernels: Kernels,
+    upload: Callable[[Sequence[npt.NDArray[Any]]], list[Tensor]],
+) -> Tensor:
+    """Return tokens [L] with random ones in rows that have a temperature. Does not wait for the device.
+
+    Args:
+        tokens_L: each row's most likely token.
+        requests: of the rows, with `needs_logits_only`.
+        upload: returns arrays on the device.
+    """
+    drawn = [row for row, request in enumerate(requests) if request.params.temperature > 0]
+    for rows in _pieces(drawn, logits_LV, KERNEL_PIECE_SIZE):
+        assert kernels.draw_tokens is not None
+        some = [requests[row] for row in rows]
+        numbers = [uniform(request.seed, request.num_output_tokens) for request in some]
+        rows_R, *arguments = upload([np.array(rows), *_draw_arguments([each.params for each in some], numbers)])
+        scores_RV = logits_LV if len(rows) == len(logits_LV) else logits_LV.index_select(0, rows_R)
+        tokens_L = tokens_L.index_copy(0, rows_R, kernels.draw_tokens(scores_RV.float(), *arguments))
+    return tokens_L
+
+
+def sampled_tokens(tokens_L: Tensor, highest_L: Tensor, dtype: torch.dtype) -> list[SampledToken]:
+    """Return tokens, or errors of rows whose highest logit is NaN or infinite.
+
+    Args:
+        dtype: of the logits.
+    """
+    errors = _errors_of_rows(highest_L, dtype)
+    return [
+        SampledToken(0, error=errors[row]) if row in errors else SampledToken(token_id)
+        for row, token_id in enumerate(tokens_L.tolist())
+    ]
 
 
 def _errors_of_rows(highest_L: Tensor, dtype: torch.dtype) -> dict[int, str]:
@@ -238,21 +305,21 @@ def _draw(scores_RV: Tensor, highest_R: Tensor, specs: list[SampleSpec], kernels
 
 
 def _draw_with_kernel(kernel: DrawTokens, scores_RV: Tensor, specs: list[SampleSpec]) -> list[int]:
-    params, device = [spec.params for spec in specs], scores_RV.device
-
-    def of_rows(values: list[float] | list[int], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
-
-    drawn_R = kernel(
-        scores_RV,
-        of_rows([each.temperature for each in params], torch.float32),
-        of_rows([each.top_k for each in params], torch.int64),
-        of_rows([each.top_p for each in params], torch.float32),
-        of_rows([each.min_p for each in params], torch.float32),
-        of_rows([uniform(spec.seed, spec.position) for spec in specs], torch.float64),
-    )
-    tokens: list[int] = drawn_R.tolist()
+    numbers = [uniform(spec.seed, spec.position) for spec in specs]
+    arguments = _draw_arguments([spec.params for spec in specs], numbers)
+    tokens: list[int] = kernel(scores_RV, *(torch.from_numpy(each).to(scores_RV.device) for each in arguments)).tolist()
     return tokens
+
+
+def _draw_arguments(params: Sequence[RequestParams], numbers: Sequence[float]) -> list[npt.NDArray[Any]]:
+    """Return the arguments of `DrawTokens` after the scores, on the host."""
+    return [
+        np.array([each.temperature for each in params], np.float32),
+        np.array([each.top_k for each in params], np.int64),
+        np.array([each.top_p for each in params], np.float32),
+        np.array([each.min_p for each in params], np.float32),
+        np.array(numbers, np.float64),
+    ]
 
 
 def _place(probabilities_H: np.ndarray, params: RequestParams, number: float, *, is_whole_row: bool) -> int | None:

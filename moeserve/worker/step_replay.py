@@ -26,6 +26,15 @@ class StepContext:
     device: torch.device
 
 
+@dataclass(frozen=True)
+class StepOutputs:
+    """The results of a step's layers, valid until the next step."""
+
+    hidden_TD: Tensor
+    logits_TV: Tensor | None = None  # of all rows, if they were computed too
+    maxima_T: tuple[Tensor, Tensor] | None = None  # of the logits; see `Kernels.row_maximum`
+
+
 class StepReplay(Protocol):
     """Runs steps on one rank, replaying a captured graph where one fits."""
 
@@ -39,8 +48,8 @@ class StepReplay(Protocol):
         """Capture a likely step before it occurs. Return False if there is none left."""
         ...
 
-    def __call__(self, step: StepInputs) -> Tensor:
-        """Return the hidden states [T, D] of a step, valid until the next call. Collective: all ranks.
+    def __call__(self, step: StepInputs) -> StepOutputs:
+        """Run a step. Collective: all ranks.
 
         Args:
             step: padded to `padded_size`, if that was not None.
@@ -66,10 +75,9 @@ class EagerSteps:
     def capture_ahead(self) -> bool:
         return False
 
-    def __call__(self, step: StepInputs) -> Tensor:
+    def __call__(self, step: StepInputs) -> StepOutputs:
         self.on_layers()
-        hidden_TD: Tensor = self.model(step, self.caches)
-        return hidden_TD
+        return StepOutputs(self.model(step, self.caches))
 
 
 @dataclass(frozen=True)

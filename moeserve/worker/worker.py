@@ -39,9 +39,30 @@ from moeserve.worker.model_runner import ModelRunner
 from moeserve.worker.profiling import make_probe, profile_blocks, run_all_sizes
 from moeserve.worker.protocol import Loaded, StoreFacts
 from moeserve.worker.request_table import RequestTable
+from moeserve.worker.started_step import StartedStep
 from moeserve.worker.step_replay import EagerSteps, ReplayFactory, StepContext
 
 logger = logging.getLogger(__name__)
+
+
+class StartedRound:
+    """A round whose step the device may still compute."""
+
+    def __init__(self, agreement: Agreement, step: StartedStep | None, finish: Callable[[], Outcome]) -> None:
+        self.agreement = agreement
+        self._step, self._finish = step, finish
+        self._outcome: Outcome | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """True if `finish` returns at once."""
+        return self._outcome is not None or self._step is None or self._step.is_done
+
+    def finish(self) -> Outcome:
+        """Wait for the step, and return the outcome. May be called again."""
+        if self._outcome is None:
+            self._outcome = self._finish()
+        return self._outcome
 
 
 class Worker:
@@ -99,6 +120,8 @@ class Worker:
         )
         self.capture_ahead()  # the smallest step, which comes first
         self._num_rounds = 0
+        self._previous: StartedRound | None = None
+        self._finished_s = 0.0  # when the last step was finished
         self._reports_state = config.debug_rank_state
         logger.info("KV cache: %d blocks, %d tokens", self.num_blocks, self.num_blocks * config.block_size)
         if groups.rank == 0 and (note := note_on_bytes(config, model.config, kernels)):
@@ -145,12 +168,17 @@ class Worker:
         """Capture a likely step before it occurs. Return False if there is none left."""
         return self.runner.replay.capture_ahead()
 
-    @torch.inference_mode()
     def execute(self, work: Round) -> Outcome:
-        """Agree with the other replicas, and run the step that follows. Collective: all ranks.
+        """Run a round to its end. Collective: all ranks. See `start`."""
+        return self.start(work).finish()
+
+    @torch.inference_mode()
+    def start(self, work: Round) -> StartedRound:
+        """Agree with the other replicas, and start the step that follows. Collective: all ranks.
 
         Without any replica that has tokens or wants expert loads there is no step. After an agreement that ends the
-        engine there is no further round.
+        engine there is no further round. A GPU may still compute the step when this returns; the next round may then
+        be started, and the one after it once this one is finished.
 
         Raises:
             LockstepError: the ranks are not in the same round.
@@ -162,46 +190,59 @@ class Worker:
         agreement = self._agree(work)
         started = time.perf_counter()
         if agreement.is_idle or agreement.ends_all:
-            return Outcome(agreement=agreement)
+            return StartedRound(agreement, None, lambda: Outcome(agreement=agreement))
         self._switch_placement()
         self._collect_load(agreement)
-        result = StepResult(step=0, chunks=[])
-        error, num_padding_tokens = "", 0
+        step: StartedStep | None = None
+        error, padded_to = "", None
         if any(agreement.num_tokens):
             padded_to = self.runner.replay.padded_size(agreement)
             moved_piece = self.rebalancer.begin_step() if self.rebalancer else None
-            result, error = self._run(work.plan, agreement, padded_to)
+            step, error = self._start_step(work.plan, agreement, padded_to)
             if self.rebalancer:
                 self.rebalancer.finish_step(moved_piece)
-            if padded_to is not None:
-                num_padding_tokens = padded_to - agreement.num_tokens[self.groups.dp.rank_in_group]
-            self.load_meter.add_step(agreement.num_tokens, time.perf_counter() - started, padded_to)
         load, self._load = self._load, None
-        result = msgspec.structs.replace(result, load=load)
-        slots = work.plan.slots if work.plan else []
-        reports = [RankReport(self.groups.rank, self.runner.table.digests(slots))] if self._reports_state else []
-        return Outcome(
-            agreement=agreement,
-            result=result,
-            error=error,
-            num_padding_tokens=num_padding_tokens,
-            agreement_seconds=started - arrived,
-            step_seconds=time.perf_counter() - started,
-            reports=reports,
-        )
 
-    def _run(self, plan: StepPlan | None, agreement: Agreement, padded_to: int | None) -> tuple[StepResult, str]:
-        """Run a step with tokens. Return its result, and an error if it failed on a rank without others."""
-        step, chunks = (0, []) if plan is None else (plan.step, self.runner.table.apply(plan))
+        def finish() -> Outcome:
+            chunks = step.finish() if step is not None else []
+            # A GPU may have computed the step before this one until then.
+            seconds = time.perf_counter() - max(started, self._finished_s)
+            self._finished_s = time.perf_counter()
+            if any(agreement.num_tokens):
+                self.load_meter.add_step(agreement.num_tokens, seconds, padded_to)
+            own_tokens = agreement.num_tokens[self.groups.dp.rank_in_group]
+            return Outcome(
+                agreement=agreement,
+                result=StepResult(step=work.plan.step if work.plan else 0, chunks=chunks, load=load),
+                error=error,
+                num_padding_tokens=0 if padded_to is None else padded_to - own_tokens,
+                agreement_seconds=started - arrived,
+                step_seconds=seconds,
+                reports=self._reports(work.plan),
+            )
+
+        self._previous = StartedRound(agreement, step, finish)
+        if self._reports_state or self._previous.is_done:  # a report is of the table before the next plan changes it
+            self._previous.finish()
+        return self._previous
+
+    def _reports(self, plan: StepPlan | None) -> list[RankReport]:
+        slots = plan.slots if plan else []
+        return [RankReport(self.groups.rank, self.runner.table.digests(slots))] if self._reports_state else []
+
+    def _start_step(
+        self, plan: StepPlan | None, agreement: Agreement, padded_to: int | None
+    ) -> tuple[StartedStep | None, str]:
+        """Start a step with tokens. Return it, or an error if it failed on a rank without others."""
+        chunks = [] if plan is None else self.runner.table.apply(plan)
         try:
-            results = self.runner.execute(chunks, agreement.num_tokens, padded_to)
+            return self.runner.start(chunks, agreement.num_tokens, padded_to), ""
         except Exception as error:
             if self.groups.world.world_size > 1:  # the others are in a collective, so all must end
                 raise
             logger.exception("a step failed")
             self.runner.skip(chunks)
-            return StepResult(step=step, chunks=[]), f"a step failed: {type(error).__name__}: {error}"
-        return StepResult(step=step, chunks=results), ""
+            return None, f"a step failed: {type(error).__name__}: {error}"
 
     def _agree(self, work: Round) -> Agreement:
         # collective: this rank and those of the same tp rank in all other replicas
@@ -234,6 +275,8 @@ class Worker:
     def _collect_load(self, agreement: Agreement) -> None:
         if not agreement.collects_load:
             return
+        if self._previous is not None:
+            self._previous.finish()  # its step counts
         epoch = self.rebalancer.epoch if self.rebalancer else 0
         figures = self.rebalancer.own_figures() if self.rebalancer else ()
         collected = self.load_meter.collect(epoch, figures)  # collective: all ranks

@@ -24,6 +24,7 @@ from moeserve import (
     SettingsError,
 )
 from moeserve.step_inputs import StepInputs
+from moeserve.worker.step_replay import StepOutputs
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 
@@ -168,7 +169,7 @@ def test_a_failed_step_ends_its_requests_and_the_engine_continues(
     next(stream)
     runner = llm.core.executor.worker.runner  # type: ignore[attr-defined]
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "execute", lambda *arguments: torch.zeros(2) @ torch.zeros(3))
+        patch.setattr(runner, "start", lambda *arguments: torch.zeros(2) @ torch.zeros(3))
         with pytest.raises(EngineError, match="RuntimeError"):
             llm.generate([[7], [8]], GREEDY)
     with pytest.raises(EngineError, match="RuntimeError"):  # its request ended in the same step or the one before
@@ -210,9 +211,11 @@ def test_a_damaged_part_of_a_prompt_ends_its_request_and_is_not_cached(
             padded_size = staticmethod(runner.replay.padded_size)
             replay = staticmethod(runner.replay)
 
-            def __call__(self, step: StepInputs) -> torch.Tensor:
-                hidden_TD: torch.Tensor = self.replay(step)
-                return hidden_TD if len(step.logits_rows) else torch.full_like(hidden_TD, torch.nan)
+            def __call__(self, step: StepInputs) -> StepOutputs:
+                outputs: StepOutputs = self.replay(step)
+                if len(step.logits_rows):
+                    return outputs
+                return StepOutputs(torch.full_like(outputs.hidden_TD, torch.nan))
 
         with monkeypatch.context() as patch:
             patch.setattr(runner, "replay", Damaging())

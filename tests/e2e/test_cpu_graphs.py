@@ -21,10 +21,10 @@ from moeserve.memory import Arena
 from moeserve.ops import select
 from moeserve.ops.cpu.native import native_kernels
 from moeserve.ops.select import select_kernels
-from moeserve.scheduling.lockstep import Outcome, Round
+from moeserve.scheduling.lockstep import Round
 from moeserve.worker import cpu_graphs
 from moeserve.worker.cpu_graphs import CapturedStep, CpuGraphs, OnlyKernels, StepSizes
-from moeserve.worker.worker import Worker
+from moeserve.worker.worker import StartedRound, Worker
 
 pytestmark = pytest.mark.skipif(native_kernels() is None, reason="the C++ kernels are not built")
 
@@ -123,7 +123,7 @@ def test_a_capture_in_traffic_costs_a_few_eager_steps(plain: Reference, monkeypa
     A step that captures makes 3 times the calls of an eager step. It would make more if it imported modules, or if
     every capture looked for reads on the host.
     """
-    execute = Worker.execute
+    execute = Worker.start
     calls: dict[str, list[int]] = {"eager": [], "captured": [], "replayed": []}
 
     def counted(worker: Worker, work: Any) -> Any:
@@ -148,7 +148,7 @@ def test_a_capture_in_traffic_costs_a_few_eager_steps(plain: Reference, monkeypa
             calls[kind].append(num_calls)
         return outcome
 
-    monkeypatch.setattr(Worker, "execute", counted)
+    monkeypatch.setattr(Worker, "start", counted)
     with started(plain) as llm:
         generate_twice(llm, plain.prompts(*LENGTHS))
     assert len(calls["eager"]) == len(calls["captured"]) == 4  # of 6, 5, 4 and 2 tokens; 1 is captured at the start
@@ -268,18 +268,18 @@ def test_layers_of_the_next_step_begin_before_an_outcome_wakes_the_engine(
     num_steps = 10
     with started(plain, async_scheduling=True) as llm:
         executor: Any = llm.core.executor  # type: ignore[attr-defined]
-        execute, num_executed = executor.worker.execute, 0
+        start, num_executed = executor.worker.start, 0
 
-        def execute_until_another_round_has_come(work: Round) -> Outcome:
+        def start_and_await_another_round(work: Round) -> StartedRound:
             nonlocal num_executed
             num_executed += 1
-            outcome: Outcome = execute(work)
+            round_: StartedRound = start(work)
             deadline = time.monotonic() + 60
             while num_executed < num_steps and executor._work.empty() and time.monotonic() < deadline:
                 time.sleep(0.001)
-            return outcome
+            return round_
 
-        executor.worker.execute = execute_until_another_round_has_come
+        executor.worker.start = start_and_await_another_round
         params = SamplingParams(temperature=0, max_tokens=num_steps, ignore_eos=True)
         llm.generate([{"prompt_token_ids": plain.prompts(5)[0]}], params)
     assert "/".join(events).startswith("/".join(["inputs", "outcome", "layers"] * (num_steps - 1)))

@@ -67,7 +67,7 @@ def test_no_step_among_the_first_takes_three_times_the_median(
 def decode_seconds(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Start an engine and return the processor seconds of its first decode steps, of each size up to six."""
     seconds: list[float] = []
-    execute = Worker.execute
+    execute = Worker.start
 
     def timed(worker: Worker, work: Any) -> Any:
         started = time.thread_time()
@@ -77,7 +77,7 @@ def decode_seconds(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         return outcome
 
     with monkeypatch.context() as patch:
-        patch.setattr(Worker, "execute", timed)
+        patch.setattr(Worker, "start", timed)
         with LLM(show_progress=False, num_threads=1, max_model_len=256) as llm:
             params = [SamplingParams(temperature=0, max_tokens=10 * n, ignore_eos=True) for n in range(1, 7)]
             llm.generate(PROMPTS, params, use_tqdm=False)

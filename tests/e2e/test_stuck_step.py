@@ -28,13 +28,13 @@ def test_a_step_that_hangs_ends_requests_and_the_engine(
     llm: LLM, plain: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     released = threading.Event()
-    execute = Worker.execute
+    execute = Worker.start
 
     def hang(worker: Worker, work: Any) -> Any:
         released.wait()
         return execute(worker, work)
 
-    monkeypatch.setattr(Worker, "execute", hang)
+    monkeypatch.setattr(Worker, "start", hang)
     (rank,) = (thread for thread in threading.enumerate() if thread.name == "moeserve rank 0")
     with pytest.raises(EngineError, match="step_timeout"):
         llm.generate(plain.prompts(9), PARAMS)
@@ -52,7 +52,8 @@ def test_the_engine_of_tasks_can_be_shut_down_after_a_step_that_hangs(
     plain: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     released = threading.Event()
-    monkeypatch.setattr(Worker, "execute", lambda worker, work: released.wait())
+    start = Worker.start
+    monkeypatch.setattr(Worker, "start", lambda worker, work: released.wait() and start(worker, work))
 
     async def use(llm: AsyncLLM) -> None:
         for _ in range(2):
@@ -70,7 +71,7 @@ def test_the_engine_of_tasks_can_be_shut_down_after_a_step_that_hangs(
 def test_a_wake_up_does_not_end_other_waits(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     core = llm.core
     assert isinstance(core, EngineCore)
-    register, execute = core.executor.register, Worker.execute
+    register, execute = core.executor.register, Worker.start
     waits = threading.Semaphore(0)
 
     def checked(poll: select.poll) -> None:
@@ -83,7 +84,7 @@ def test_a_wake_up_does_not_end_other_waits(llm: LLM, monkeypatch: pytest.Monkey
         return execute(worker, work)
 
     monkeypatch.setattr(core.executor, "register", checked)
-    monkeypatch.setattr(Worker, "execute", execute_once_awaited)
+    monkeypatch.setattr(Worker, "start", execute_once_awaited)
     core.wake()
     core.collect_load()
     assert core.take_loads(wait=True)

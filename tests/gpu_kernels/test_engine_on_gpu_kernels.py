@@ -8,6 +8,7 @@ from typing import Any, cast
 import attention_stand_ins
 import pytest
 import torch
+from gpu_stand_ins import captured
 from model_context import cpu_context
 from reference_models import Reference
 from torch import Tensor
@@ -31,6 +32,7 @@ from moeserve.worker import loading
 from moeserve.worker.cuda_graphs import CudaGraphs
 from moeserve.worker.model_runner import ModelRunner
 from moeserve.worker.profiling import run_all_sizes
+from moeserve.worker.step_replay import StepOutputs
 
 # Families, and if their decode steps are replayed from graphs. The others run in `make soak` only.
 FAMILIES = [("mixtral-window", False), ("deepseek-v3", True), ("qwen2-moe", False), ("gpt-oss", True)]
@@ -58,7 +60,7 @@ def assert_greedy_tokens(llm: LLM, reference: Reference) -> None:
 
 
 class Replayed:
-    """A graph without a GPU: its replay calls the function again and writes to the memory of the captured result."""
+    """Captures graphs without a GPU, and counts their replays."""
 
     def __init__(self, llm: LLM) -> None:
         """Capture the steps of an engine."""
@@ -68,15 +70,15 @@ class Replayed:
         with torch.inference_mode():
             runner.replay = CudaGraphs(runner.model, runner.replay.caches, runner.context, (2, 4), self)
 
-    def __call__(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        result = run().clone()
-        self.sizes.append(len(result))
+    def __call__(self, run: Callable[[], StepOutputs]) -> tuple[Callable[[], None], StepOutputs]:
+        replay, outputs = captured(run)
+        self.sizes.append(len(outputs.hidden_TD))
 
-        def replay() -> None:
+        def counted_replay() -> None:
             self.num_replays += 1
-            result.copy_(run())
+            replay()
 
-        return replay, result
+        return counted_replay, outputs
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, cast
 import pytest
 import torch
 from chunks import make_chunk
+from gpu_stand_ins import captured
 from torch import Tensor
 
 from moeserve.distributed.groups import groups_of_one_rank
@@ -21,7 +22,7 @@ from moeserve.worker import cuda_graphs
 from moeserve.worker.cuda_graphs import CudaGraphs, TorchCapture, graph_sizes, memory_of_graphs
 from moeserve.worker.model_runner import ModelRunner
 from moeserve.worker.request_table import RequestTable
-from moeserve.worker.step_replay import StepContext
+from moeserve.worker.step_replay import StepContext, StepOutputs
 
 ONE_RANK = Mesh(tp=1, dp=1)
 
@@ -31,6 +32,7 @@ class FakeModel:
 
     def __init__(self) -> None:
         self.embedding = torch.nn.Linear(1, 1)
+        self.head = None
         self.groups = groups_of_one_rank()
         self.dispatchers = TorchDispatchers("local", self.groups.ep, torch.device("cpu"))
         self.steps: list[StepInputs] = []
@@ -45,15 +47,16 @@ class FakeCapture:
         self.captured: list[int] = []  # sizes
         self.replayed: list[int] = []
 
-    def __call__(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        result = run().clone()
-        self.captured.append(len(result))
+    def __call__(self, run: Callable[[], StepOutputs]) -> tuple[Callable[[], None], StepOutputs]:
+        replay, outputs = captured(run)
+        size = len(outputs.hidden_TD)
+        self.captured.append(size)
 
-        def replay() -> None:
-            self.replayed.append(len(result))
-            result.copy_(run())
+        def counted_replay() -> None:
+            self.replayed.append(size)
+            replay()
 
-        return replay, result
+        return counted_replay, outputs
 
 
 class Rank:
@@ -113,7 +116,7 @@ def test_inputs_of_a_replay() -> None:
     rank = Rank((2, 4))
     addresses = {step.token_ids.data_ptr() for step in rank.model.steps}
     for number, num_tokens in enumerate((4, 1, 3, 0), start=1):
-        result_TD = rank.graphs(rank.inputs(num_tokens, (num_tokens,), 4))
+        result_TD = rank.graphs(rank.inputs(num_tokens, (num_tokens,), 4)).hidden_TD
         assert rank.capture.replayed == [4] * number
         seen, missing = rank.model.steps[-1], 4 - num_tokens
         addresses.add(seen.token_ids.data_ptr())

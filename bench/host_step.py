@@ -1,0 +1,170 @@
+"""The host's time for a decode step of a GPU, measured without one.
+
+The device is torch's "meta": its tensors have no values, so operations cost the host about as much as launches, and
+whatever would wait for the device fails. A CUDA graph of the layers and the head is one call that does nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moeserve.distributed.groups import groups_of_one_rank
+from moeserve.distributed.mesh import Mesh
+from moeserve.ops.interfaces import Kernels
+from moeserve.ops.torch.table import TORCH_KERNELS
+from moeserve.protocol import Registration, StepPlan
+from moeserve.sampling_params import RequestParams
+from moeserve.step_inputs import StepInputs
+from moeserve.worker.model_runner import ModelRunner
+from moeserve.worker.request_table import RequestTable
+from moeserve.worker.started_step import StartedStep
+from moeserve.worker.step_memory import GpuMemory, HostReading, Reading
+from moeserve.worker.step_replay import StepContext, StepOutputs
+
+META = torch.device("meta")
+BLOCK_SIZE = 16
+VOCABULARY = 128_000
+
+
+def kernels_of_nothing() -> Kernels:
+    def draw(scores_RV: Tensor, *arguments: Tensor) -> Tensor:
+        return torch.empty(len(scores_RV), dtype=torch.int64, device=META)
+
+    return dataclasses.replace(TORCH_KERNELS, draw_tokens=draw)
+
+
+class NullModel:
+    """A model whose layers and head were captured."""
+
+    head = object()
+
+    def __init__(self) -> None:
+        self.groups = groups_of_one_rank()
+        self.context = type("Context", (), {"kernels": kernels_of_nothing()})
+
+
+class NullReplay:
+    """A graph of which nothing is computed."""
+
+    def __init__(self, size: int) -> None:
+        self.inputs = {
+            "token_ids": torch.empty(size, dtype=torch.int64, device=META),
+            "positions": torch.empty(size, dtype=torch.int64, device=META),
+        }
+        self.outputs = StepOutputs(
+            torch.empty(size, 64, device=META),
+            torch.empty(size, VOCABULARY, device=META),
+            (torch.empty(size, device=META), torch.empty(size, dtype=torch.int64, device=META)),
+        )
+
+    def __call__(self, step: StepInputs) -> StepOutputs:
+        for name, memory in self.inputs.items():
+            memory.copy_(getattr(step, name))
+        return self.outputs
+
+
+class NullMemory(GpuMemory):
+    """A device without values: every token that is read back is token 1."""
+
+    def __init__(self, table: RequestTable) -> None:
+        super().__init__(table, META)
+
+    def start_reading(self, tensors: Sequence[Tensor]) -> Reading:
+        return HostReading([torch.ones(each.shape, dtype=each.dtype) for each in tensors])
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations on the device."""
+
+    num_operations = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.num_operations += not func.is_view and getattr(result, "device", None) == META
+        return result
+
+
+class DecodeSteps:
+    """Decode steps of requests that have long contexts already."""
+
+    def __init__(self, num_requests: int, context_len: int, temperature: float) -> None:
+        max_blocks = context_len // BLOCK_SIZE + 8
+        self.table = RequestTable(num_requests, max_blocks)
+        context = StepContext(
+            mesh=Mesh(tp=1, dp=1), tp_rank=0, block_size=BLOCK_SIZE, max_blocks=max_blocks, device=torch.device("cpu")
+        )
+        model, replay = cast(Any, NullModel()), cast(Any, NullReplay(num_requests))
+        self.runner = ModelRunner(model, context, replay, self.table)
+        self.runner.memory = NullMemory(self.table)
+        self.slots = list(range(num_requests))
+        self.position = context_len
+        self.num_blocks = 0
+        params = RequestParams(temperature=temperature, top_p=0.9)
+        prompts = [
+            Registration(
+                slot=slot,
+                token_ids=[1] * (context_len + 1),
+                num_prompt_tokens=context_len + 1,
+                block_ids=self._new_blocks(context_len // BLOCK_SIZE + 1),
+                params=params,
+                seed=slot,
+                end_token_ids=[2],
+            )
+            for slot in self.slots
+        ]
+        self._started = self._start(registrations=prompts)
+
+    def step(self) -> None:
+        """Start a step while the one before it runs, and read the results of that."""
+        needs_block = self.position % BLOCK_SIZE == 0
+        new_blocks = [(slot, self._new_blocks(1)) for slot in self.slots] if needs_block else []
+        earlier, self._started = self._started, self._start(new_blocks=new_blocks)
+        earlier.finish()
+
+    def _start(self, **changes: Any) -> StartedStep:
+        size = len(self.slots)
+        plan = StepPlan(step=0, slots=self.slots, starts=[self.position] * size, lengths=[1] * size, **changes)
+        self.position += 1
+        return self.runner.start(self.table.apply(plan), (size,))
+
+    def _new_blocks(self, number: int) -> list[int]:
+        self.num_blocks += number
+        return list(range(self.num_blocks - number, self.num_blocks))
+
+
+def measure(num_requests: int, context_len: int, temperature: float, num_steps: int = 64) -> tuple[float, int]:
+    """Return the median processor seconds of a step, and the operations of a step."""
+    steps = DecodeSteps(num_requests, context_len, temperature)
+    steps.step()
+    with Operations() as operations:
+        steps.step()
+    seconds = []
+    for _ in range(num_steps):
+        started = time.thread_time()
+        steps.step()
+        seconds.append(time.thread_time() - started)
+    return statistics.median(seconds), operations.num_operations
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m moeserve.bench.host_step", description=__doc__.splitlines()[0])
+    parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--context", type=int, default=8192, help="tokens")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    for name, temperature in (("greedy", 0.0), ("random", 1.0)):
+        seconds, operations = measure(arguments.requests, arguments.context, temperature)
+        print(f"{name}: {seconds * 1e3:.2f} ms, {operations} operations on the device")
+
+
+if __name__ == "__main__":
+    main()
