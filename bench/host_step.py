@@ -85,7 +85,9 @@ class NullMemory(GpuMemory):
 class Operations(TorchDispatchMode):
     """Counts operations on the device."""
 
-    num_operations = 0
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.num_operations = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
