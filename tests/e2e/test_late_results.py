@@ -56,10 +56,12 @@ def num_overlaps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     return counts
 
 
-def mixed_results(folder: str | Path) -> list[Any]:
+def mixed_results(folder: str | Path, **settings: Any) -> list[Any]:
     """Return the results of requests that sample in many ways, more than run at once."""
     prompts = [[3 + number % 50] * (1 + 9 * (number % 5)) for number in range(3 * len(PARAMS))]
-    with LLM(folder, dtype="float32", max_model_len=128, num_threads=1, show_progress=False, **SETTINGS) as llm:
+    with LLM(
+        folder, dtype="float32", max_model_len=128, num_threads=1, show_progress=False, **SETTINGS, **settings
+    ) as llm:
         stream = llm.stream(prompts[0], SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))
         first = next(stream)
         outputs = llm.generate(prompts, PARAMS * 3, use_tqdm=False)
@@ -67,7 +69,7 @@ def mixed_results(folder: str | Path) -> list[Any]:
         ended = list(stream)[-1].outputs[0]
         assert ended.finish_reason in ("abort", "length")
         again = llm.generate(prompts[:4], PARAMS[:4], use_tqdm=False)
-        assert llm.core.replica_stats[0].num_free_blocks == llm.core.num_blocks
+        assert all(stats.num_free_blocks == llm.core.num_blocks for stats in llm.core.replica_stats)
     return [
         (output.prompt_logprobs, [(each.token_ids, each.logprobs, each.finish_reason) for each in output.outputs])
         for output in outputs + again
@@ -81,6 +83,17 @@ def test_results_are_those_of_a_cpu(plain: Reference, request: pytest.FixtureReq
     assert mixed_results(plain.folder) == expected
     assert memories[-1].num_tokens_kept > 100
     assert num_overlaps[0] > 20
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("has_reports", [False, True])
+def test_results_of_four_ranks(plain: Reference, monkeypatch: pytest.MonkeyPatch, has_reports: bool) -> None:
+    layout: dict[str, Any] = dict(
+        tensor_parallel_size=2, data_parallel_size=2, executor="mp", debug_rank_state=has_reports
+    )
+    expected = mixed_results(plain.folder)
+    monkeypatch.setenv("MOESERVE_TEST_PLANT", "gpu_stand_ins:")
+    assert mixed_results(plain.folder, **layout) == expected
 
 
 def test_grammars_wait_for_tokens(tmp_path: Path, request: pytest.FixtureRequest) -> None:
