@@ -50,18 +50,20 @@ class StartedRound:
 
     def __init__(self, agreement: Agreement, step: StartedStep | None, finish: Callable[[], Outcome]) -> None:
         self.agreement = agreement
-        self._step, self._finish = step, finish
-        self._outcome: Outcome | None = None
+        self._step = step
+        self._finish: Callable[[], Outcome] | None = finish
+        self._outcome: Outcome
 
     @property
     def is_done(self) -> bool:
         """True if `finish` returns at once."""
-        return self._outcome is not None or self._step is None or self._step.is_done
+        return self._finish is None or self._step is None or self._step.is_done
 
     def finish(self) -> Outcome:
         """Wait for the step, and return the outcome. May be called again."""
-        if self._outcome is None:
+        if self._finish is not None:
             self._outcome = self._finish()
+            self._finish = None  # which refers to the worker, and so to the model
         return self._outcome
 
 

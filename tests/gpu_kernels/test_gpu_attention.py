@@ -172,7 +172,7 @@ def test_rows_before_position_0_are_zeros(lengths: list[tuple[int, int]], shape:
     case = make_case(lengths, shape)
     # The same rows at the end of shorter contexts.
     contexts = [1, 0, 0][: len(lengths)]
-    spans = tuple(dataclasses.replace(s, context_len=c) for s, c in zip(case.step.spans, contexts, strict=True))
+    spans = tuple(s._replace(context_len=c) for s, c in zip(case.step.spans, contexts, strict=True))
     step = dataclasses.replace(case.step, context_lens=torch.tensor(contexts, dtype=torch.int32), spans=spans)
     last = lengths[0][0] - 1
     for max_rows in (None, 1):  # the first chunk has one row with a position

@@ -170,7 +170,7 @@ def test_rows_without_a_chunk_or_before_position_0_get_zeros(table: Kernels, kin
     """The first chunk has a context shorter than its rows, the second one has no rows, the third no context."""
     case = make_case([(2, 20), (0, 30), (3, 30), (10, 40)], SMALL[kind])
     contexts = [1, 30, 0, 40]
-    spans = tuple(dataclasses.replace(s, context_len=c) for s, c in zip(case.step.spans, contexts, strict=True))
+    spans = tuple(s._replace(context_len=c) for s, c in zip(case.step.spans, contexts, strict=True))
     step = dataclasses.replace(case.step, context_lens=torch.tensor(contexts, dtype=torch.int32), spans=spans)
     query_TNH = torch.cat([case.query_TNH, torch.randn(3, *case.query_TNH.shape[1:])])
     actual = attend(table, dataclasses.replace(case, step=step, query_TNH=query_TNH))

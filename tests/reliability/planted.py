@@ -18,7 +18,7 @@ from typing import Any
 # Points at which a rank can fail: a function, by the module in which it is looked up.
 POINTS = {
     "loading": ("moeserve.worker.loading", "load_weights"),
-    "step": ("moeserve.worker.worker", "Worker.execute"),  # a step was received
+    "step": ("moeserve.worker.worker", "Worker.start"),  # a step was received
     "agreement": ("moeserve.worker.worker", "agree"),  # the ranks have exchanged rows
     "attention": ("moeserve.layers.attention", "Attention.forward"),
     "router": ("moeserve.moe.router", "Router.forward"),

@@ -30,6 +30,7 @@ from moeserve.ops.libraries.varlen import Varlen
 from moeserve.ops.select import select_kernels
 from moeserve.ops.torch.attention import TorchAttention
 from moeserve.ops.torch.table import TORCH_KERNELS
+from moeserve.step_inputs import ChunkSpan
 
 sys.path.append(str(Path(__file__).parent.parent / "kernels"))
 from attention_cases import Case, Shape, expected_attention, make_case
@@ -151,7 +152,7 @@ def test_padding_changes_no_other_row(name: str, flashinfer: attention_stand_ins
         row_starts=torch.arange(6, dtype=torch.int32),
         context_lens=torch.cat([step.context_lens, torch.zeros(2, dtype=torch.int32)]),
         block_table=torch.cat([step.block_table, torch.zeros(2, step.block_table.shape[1], dtype=torch.int32)]),
-        spans=step.spans + tuple(dataclasses.replace(step.spans[0], first_row=row, context_len=0) for row in (3, 4)),
+        spans=step.spans + tuple(ChunkSpan(row, 1, 0) for row in (3, 4)),
     )
     query = torch.cat([case.query_TNH, case.query_TNH[:2]])
     given = attended(dataclasses.replace(case, step=padded, query_TNH=query), attend)

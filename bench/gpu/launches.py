@@ -1,0 +1,144 @@
+"""The launches of a step on a GPU, counted without one.
+
+The model is built from a config.json on torch's "meta" device, whose tensors have no values, and kernels are recorded
+instead of launched. So published shapes need neither a GPU nor memory. Anything that waits for the device fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.jit import JITFunction
+
+from moeserve.config.settings import QuantizationName
+from moeserve.distributed.groups import groups_of_one_rank
+from moeserve.layers.context import ModelContext
+from moeserve.models.decoder import Decoder
+from moeserve.models.registry import describe
+from moeserve.moe.dispatch.factory import TorchDispatchers
+from moeserve.ops.triton.table import TRITON_KERNELS
+from moeserve.step_inputs import ChunkSpan, StepInputs
+
+META = torch.device("meta")
+BLOCK_SIZE = 16
+# Operations of torch that launch nothing.
+ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "lift_fresh"}
+
+
+class Launches(TorchDispatchMode):
+    """Records the names of launched kernels, and of torch's operations that launch one."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        first = result[0] if isinstance(result, (tuple, list)) and result else result
+        name = func.overloadpacket.__name__
+        if isinstance(first, torch.Tensor) and first.device == META and name not in ALLOCATIONS:
+            is_written = name.endswith("_") or "out" in (kwargs or {})
+            is_view = any(isinstance(each, torch.Tensor) and torch._C._is_alias_of(first, each) for each in args)
+            if is_written or not is_view:
+                self.names.append(f"torch {name}")
+        return result
+
+    @contextlib.contextmanager
+    def of_triton_too(self) -> Iterator[None]:
+        def run(kernel: JITFunction[Any], *arguments: Any, **options: Any) -> None:
+            self.names.append(kernel.fn.__name__)
+
+        with mock.patch.object(JITFunction, "run", run), self:
+            yield
+
+
+def launches(folder: Path, spans: list[ChunkSpan], quantization: QuantizationName | None = None) -> list[Counter[str]]:
+    """Return the launches of each layer, and last those of the embedding, the norm and the head.
+
+    Args:
+        folder: has a config.json.
+        spans: the chunks of the step.
+    """
+    description = describe(folder)
+    groups = groups_of_one_rank()
+    context = ModelContext(TRITON_KERNELS, groups, torch.bfloat16, META, quantization=quantization)
+    placements = description.model.place_experts(1)
+    model = Decoder(description.model, placements, TorchDispatchers("local", groups.ep, context), context)
+    caches = model.make_caches(4, BLOCK_SIZE)
+    step = _step(spans)
+    log = Launches()
+    counts = []
+    with torch.inference_mode(), log.of_triton_too():
+        hidden_tD, rotation = model.receive(step)
+        update_tD = None
+        for layer, cache in zip(model.layers, caches, strict=True):
+            num_before = len(log.names)
+            hidden_tD, update_tD = layer(hidden_tD, update_tD, rotation, cache, step)
+            counts.append(Counter(log.names[num_before:]))
+            del log.names[num_before:]
+        assert model.norm is not None
+        _, normed_TD = model.norm.after_adding(update_tD, hidden_tD)
+        context.kernels.row_maximum(model.logits(step.rows_for_logits(normed_TD)))
+    return [*counts, Counter(log.names)]
+
+
+def _step(spans: list[ChunkSpan]) -> StepInputs:
+    def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=META)
+
+    num_tokens = sum(span.num_rows for span in spans)
+    max_blocks = max(-(-span.context_len // BLOCK_SIZE) for span in spans)
+    return StepInputs(
+        token_ids=zeros(num_tokens),
+        positions=zeros(num_tokens),
+        cache_slots=zeros(num_tokens),
+        row_starts=zeros(len(spans) + 1, dtype=torch.int32),
+        context_lens=zeros(len(spans), dtype=torch.int32),
+        block_table=zeros(len(spans), max_blocks, dtype=torch.int32),
+        logits_rows=zeros(len(spans)),
+        spans=tuple(spans),
+        tp_sizes=(num_tokens,),
+        tokens_per_rank=(num_tokens,),
+    )
+
+
+def decode(num_requests: int, context_len: int) -> list[ChunkSpan]:
+    return [ChunkSpan(row, 1, context_len) for row in range(num_requests)]
+
+
+def prefill(num_rows: int, context_len: int) -> list[ChunkSpan]:
+    return [ChunkSpan(0, num_rows, context_len)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m moeserve.bench.gpu.launches", description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="with the model's config.json")
+    parser.add_argument("--quantization", choices=["fp8"])
+    parser.add_argument("--requests", type=int, default=64, help="that decode a token each")
+    parser.add_argument("--prefill", type=int, help="tokens of one chunk, instead of decoding")
+    parser.add_argument("--context", type=int, default=8192, help="tokens, those of the step included")
+    arguments = parser.parse_args()
+    context_len = arguments.context
+    spans = prefill(arguments.prefill, context_len) if arguments.prefill else decode(arguments.requests, context_len)
+    *layers, rest = launches(arguments.folder, spans, arguments.quantization)
+    kinds = Counter(json.dumps(dict(layer)) for layer in layers)
+    for kind, number in kinds.items():
+        counts = json.loads(kind)
+        print(f"{number} layers, {sum(counts.values())} launches each:")
+        for name, count in counts.items():
+            print(f"  {count:3} {name}")
+    print(f"Outside of layers: {sum(rest.values())} launches")
+    print(f"In all: {sum(rest.values()) + sum(sum(layer.values()) for layer in layers)}")
+
+
+if __name__ == "__main__":
+    main()
