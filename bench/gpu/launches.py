@@ -47,7 +47,8 @@ class Launches(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if isinstance(first, torch.Tensor) and first.device == META and name not in ALLOCATIONS:
             is_written = name.endswith("_") or "out" in (kwargs or {})
-            is_view = any(isinstance(each, torch.Tensor) and torch._C._is_alias_of(first, each) for each in args)
+            is_alias = torch._C._is_alias_of  # type: ignore[attr-defined]
+            is_view = any(isinstance(each, torch.Tensor) and is_alias(first, each) for each in args)
             if is_written or not is_view:
                 self.names.append(f"torch {name}")
         return result
