@@ -37,7 +37,9 @@ EXTERNAL = {
     *("maxItems", "maxLength", "oneOf", "uniqueItems", "unevaluatedProperties"),  # keywords of JSON schemas
     *("n_batch", "n_ubatch", "script.py", "sitecustomize.py", "llama.cpp", "ik_llama.cpp"),
 }
-EXTERNAL_FLAGS = {"--extra-index-url", "--local-dir", "--min-nodes", "--no-deps"}
+EXTERNAL_FLAGS = {
+    *("--extra-index-url", "--local-dir", "--min-nodes", "--no-deps", "--no-index", "--only-binary", "--python-version")
+}
 EXTERNAL_FOLDERS = ("deep_ep/", "flashinfer/", "torch/", "FAST25-release/")
 
 PLAIN_BASES = {"<Protocol", "<Struct", "<Generic", "<object"}  # without members that documents name

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from moeserve.bench.gpu.check import FLOAT32_SLACK, FP8_SLACK, Case, Check, Results
+from moeserve.bench.gpu.check import FLOAT32_SLACK, FP8_SLACK, Case, Check, Results, compare
 from moeserve.bench.gpu.costs import (
     ATTENTION_SHAPES,
     DEEPSEEK_V3_ROUTER,
@@ -330,6 +330,118 @@ def run_multiply_slots(kernels: Kernels, weights: OpenWeights, slots_eSI: Tensor
     return {"multiply_slots": torch.cat(used)}
 
 
+def graphs(source: Source, is_small: bool) -> Iterator[Case]:
+    """A decode step of one layer, captured with padding and replayed with other steps in the same memory."""
+    layer = attention_shape(4, 2, 16, dtype=source.dtype) if is_small else ATTENTION_SHAPES["Qwen3-30B-A3B"]
+    shape = MoEShape(5, 48, 24, 2) if is_small else MOE_SHAPES["Qwen3-30B-A3B"]
+    heads, size = layer.num_heads + 2 * layer.num_kv_heads, layer.head_size
+    weights = LayerWeights(
+        norm_D=1 + source.normal(shape.hidden, scale=0.2),
+        fused=draw_weights(source, 1, heads * size, shape.hidden, is_fp8=False),
+        output=draw_weights(source, 1, shape.hidden, layer.num_heads * size, is_fp8=False),
+        router_ED=source.normal(shape.num_experts, shape.hidden, dtype=torch.float32, scale=0.125),
+        gate_up=draw_weights(
+            source, shape.num_experts, 2 * shape.width, shape.hidden, is_fp8=False, activation=shape.activation
+        ),
+        down=draw_weights(source, shape.num_experts, shape.hidden, shape.width, is_fp8=False),
+        shared=draw_weights(source, 1, shape.hidden, shape.hidden, is_fp8=False),
+    )
+    steps = [source.step([(1, context) for context in contexts], BLOCK_SIZE) for contexts in ((20, 40), (37, 5))]
+    cache = draw_cache(source, layer, steps[0], BLOCK_SIZE)
+    rows = [source.normal(len(step.positions), shape.hidden) for step in steps]
+    yield Case("one layer", run_graph, (layer, shape.top_k, weights, cache, steps, rows))
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerWeights:
+    """The weights of one layer of a model."""
+
+    norm_D: Tensor
+    fused: OpenWeights
+    output: OpenWeights
+    router_ED: Tensor
+    gate_up: OpenWeights
+    down: OpenWeights
+    shared: OpenWeights
+
+
+def run_graph(
+    kernels: Kernels,
+    layer: AttentionShape,
+    top_k: int,
+    weights: LayerWeights,
+    cache: KeyValueCache,
+    steps: Sequence[StepInputs],
+    rows: Sequence[Tensor],
+) -> Results:
+    """Return True for each step whose replay gives what the same kernels give eagerly."""
+    if kernels.name == "torch":
+        return {"replay": torch.ones(len(steps), dtype=torch.bool)}
+    from moeserve.worker.cuda_graphs import TorchCapture  # needs msgspec, which other checks do without
+
+    run = make_layer(kernels, layer, top_k, weights)
+    own = padding_step(steps[0])
+    own_rows_TD = torch.zeros_like(rows[0])
+    memory = KeyValueCache(cache.keys.clone(), cache.values.clone())
+    with torch.inference_mode():
+        replay, result_TD = TorchCapture(torch.cuda.Stream())(partial(run, own_rows_TD, memory, own))
+        are_equal = []
+        for step, rows_TD in zip(steps, rows, strict=True):
+            expected_TD = run(rows_TD, KeyValueCache(cache.keys.clone(), cache.values.clone()), step)
+            memory.keys.copy_(cache.keys)
+            memory.values.copy_(cache.values)
+            own_rows_TD.copy_(rows_TD)
+            for name in ("positions", "cache_slots", "context_lens", "block_table"):
+                getattr(own, name).copy_(getattr(step, name))
+            replay()
+            are_equal.append(compare(result_TD, expected_TD.float()) <= 1)
+    return {"replay": torch.tensor(are_equal)}
+
+
+def make_layer(
+    kernels: Kernels, layer: AttentionShape, top_k: int, weights: LayerWeights
+) -> Callable[[Tensor, KeyValueCache, StepInputs], Tensor]:
+    """Return a layer's decode step, with its shared experts in the side stream."""
+    fused, output, gate_up, down, shared = (
+        kernels.make_product(each)
+        for each in (weights.fused, weights.output, weights.gate_up, weights.down, weights.shared)
+    )
+    num_experts = len(weights.router_ED)
+    route = kernels.make_router(RouterConfig(num_experts=num_experts, top_k=top_k))
+    backend = kernels.make_attention(layer)
+    heads = [layer.num_heads, layer.num_kv_heads, layer.num_kv_heads]
+
+    def run(rows_TD: Tensor, cache: KeyValueCache, step: StepInputs) -> Tensor:
+        normed_TD = kernels.rms_norm(rows_TD, weights.norm_D, EPSILON)
+        query, key, value = fused.multiply(normed_TD).unflatten(1, (sum(heads), layer.head_size)).split(heads, dim=1)
+        angles = step.positions[:, None].float() * torch.arange(layer.head_size // 2, device=rows_TD.device) * 0.1
+        query = backend.rotate_and_write(query, key, value, Rotation(angles.cos(), angles.sin(), False), cache, step)
+        update_TD = output.multiply(backend.attend(query, cache, step).flatten(1))
+        _, normed_TD = kernels.add_rms_norm(rows_TD, update_TD, weights.norm_D, EPSILON)
+        beside = kernels.side_stream.start(shared.multiply, normed_TD)
+        experts_TK, weights_TK = route(normed_TD, weights.router_ED, None, None)
+        order_P, counts_E = kernels.pairs.order(experts_TK, Keys(num_experts))
+        middle = gate_up.multiply_rows(normed_TD, counts_E, True, Gather(order_P, top_k))
+        routed_TD = kernels.pairs.weighted_sum(
+            down.multiply_rows(middle, counts_E, True), order_P, weights_TK, rows_TD.dtype
+        )
+        return routed_TD + beside.wait()
+
+    return run
+
+
+def padding_step(step: StepInputs) -> StepInputs:
+    """Return a step of padding rows with the sizes of another."""
+    return dataclasses.replace(
+        step,
+        positions=torch.zeros_like(step.positions),
+        cache_slots=torch.full_like(step.cache_slots, -1),
+        context_lens=torch.zeros_like(step.context_lens),
+        block_table=torch.zeros_like(step.block_table),
+        spans=tuple(dataclasses.replace(span, context_len=0) for span in step.spans),
+    )
+
+
 def tokens(source: Source, is_small: bool) -> Iterator[Case]:
     """Greedy tokens, the first of equal maxima, and draws with each filter."""
     for width in (3, 300) if is_small else VOCAB_SIZES.values():
@@ -378,17 +490,19 @@ def run_draw(
     return {"draw_tokens": is_inside_R & is_known_R}
 
 
-# The longest first, so that the processes that share them end together. One check for each model's products: several
-# processes share the compilation of their kernels.
+# What a decode step in bf16 runs comes first: a run that is cut short has checked it. One check for each model's
+# products: several processes share the compilation of their kernels.
 CHECKS: dict[str, Check] = {
-    **{f"products, fp8, {name}": partial(products, name=name, is_fp8=True) for name in reversed(FP8_SHAPES)},
-    **{f"products, {name}": partial(products, name=name, is_fp8=False) for name in reversed(MOE_SHAPES)},
+    "graphs": graphs,
+    "attention": attention,
+    "products, Mixtral-8x7B": partial(products, name="Mixtral-8x7B", is_fp8=False),
+    "latent attention": latent_attention,
     "pairs": pairs,
     "routing": routing,
-    "attention": attention,
-    "latent attention": latent_attention,
-    "attention of other libraries": library_attention,
-    "tokens": tokens,
     "norms": norms,
     "rotary embedding and cache writes": cache_writes,
+    "tokens": tokens,
+    **{f"products, {name}": partial(products, name=name, is_fp8=False) for name in list(MOE_SHAPES)[1:]},
+    **{f"products, fp8, {name}": partial(products, name=name, is_fp8=True) for name in reversed(FP8_SHAPES)},
+    "attention of other libraries": library_attention,
 }

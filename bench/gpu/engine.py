@@ -23,8 +23,6 @@ from torch import Tensor, nn
 
 from moeserve import LLM, SamplingParams
 
-PROMPT_LENGTHS = (1, 19, 6, 40)
-NUM_TOKENS = 12
 SMALLEST_GAP = 4e-3  # between the two largest logits; float32 results differ by less than 1e-4
 ROOM = 3.0
 ROOM_BEYOND = 1e-3  # of log-probabilities, where transformers happens to be almost exact
@@ -90,6 +88,17 @@ WIDE: dict[str, Any] = dict(
 
 
 @dataclass(frozen=True)
+class Prompts:
+    """The lengths of the prompts that an engine gets, and of its answers."""
+
+    lengths: tuple[int, ...] = (1, 19, 6, 40)
+    num_tokens: int = 12
+
+
+PROMPTS = Prompts()
+
+
+@dataclass(frozen=True)
 class Comparison:
     """One way of running the engine."""
 
@@ -98,6 +107,7 @@ class Comparison:
     variant: str
     settings: Mapping[str, Any]  # of the engine
     is_wide: bool = False
+    prompts: Prompts = PROMPTS
 
     @property
     def name(self) -> str:
@@ -131,6 +141,7 @@ class Truth:
     folder: tempfile.TemporaryDirectory[str]  # removed with this object
     prompts: list[list[int]]
     tokens: list[list[int]]
+    num_tokens: int  # of each answer
 
     @property
     def path(self) -> Path:
@@ -145,7 +156,7 @@ def compare(comparison: Comparison, device: Device, seed: int) -> dict[str, Any]
     """
     if comparison.settings.get("dispatcher") == "deepep" and importlib.util.find_spec("deep_ep") is None:
         return {"status": "left out", "reason": "the package deep_ep is not installed"}
-    truth = find_truth(comparison.family, comparison.is_wide, device, seed)
+    truth = find_truth(comparison.family, comparison.is_wide, comparison.prompts, device, seed)
     tokens, logprobs = generate(truth, device, comparison.dtype, comparison.settings)
     if comparison.dtype == "float32":
         expected = torch.tensor(truth.tokens)
@@ -160,10 +171,10 @@ def compare(comparison: Comparison, device: Device, seed: int) -> dict[str, Any]
 
 
 @functools.cache
-def find_truth(family: str, is_wide: bool, device: Device, seed: int) -> Truth:
+def find_truth(family: str, is_wide: bool, prompts: Prompts, device: Device, seed: int) -> Truth:
     folder = tempfile.TemporaryDirectory()
     write_checkpoint(family, Path(folder.name), seed, is_wide=is_wide)
-    return Truth(folder, *clear_prompts(Path(folder.name), device, seed))
+    return Truth(folder, *clear_prompts(Path(folder.name), prompts, device, seed), prompts.num_tokens)
 
 
 def write_checkpoint(family: str, folder: Path, seed: int, *, is_wide: bool) -> None:
@@ -199,25 +210,25 @@ def reference(folder: Path, device: Device, dtype: torch.dtype) -> nn.Module:
 
 
 @torch.inference_mode()
-def clear_prompts(folder: Path, device: Device, seed: int) -> tuple[list[list[int]], list[list[int]]]:
+def clear_prompts(folder: Path, wanted: Prompts, device: Device, seed: int) -> tuple[list[list[int]], list[list[int]]]:
     """Return random prompts and transformers' tokens after them in float32, which rounding cannot change."""
     generator = torch.Generator().manual_seed(seed)
     prompts: list[list[int]] = []
     answers: list[list[int]] = []
     model = reference(folder, device, torch.float32)
     for _ in range(MAX_DRAWS):
-        length = PROMPT_LENGTHS[len(prompts)]
+        length = wanted.lengths[len(prompts)]
         prompt = torch.randint(3, COMMON["vocab_size"], (length,), generator=generator).tolist()
         tokens: list[int] = []
         smallest = float("inf")
-        while len(tokens) < NUM_TOKENS and smallest > SMALLEST_GAP:
+        while len(tokens) < wanted.num_tokens and smallest > SMALLEST_GAP:
             largest = _logits(model, prompt + tokens, device)[-1].topk(2)
             smallest = min(smallest, float(largest.values[0] - largest.values[1]))
             tokens.append(int(largest.indices[0]))
         if smallest > SMALLEST_GAP:
             prompts.append(prompt)
             answers.append(tokens)
-        if len(prompts) == len(PROMPT_LENGTHS):
+        if len(prompts) == len(wanted.lengths):
             return prompts, answers
     raise RuntimeError(f"only {len(prompts)} of {MAX_DRAWS} prompts have tokens that do not depend on rounding")
 
@@ -256,10 +267,10 @@ def judged(truth: Truth, device: Device, dtype: torch.dtype, tokens: Tensor) -> 
 
 def generate(truth: Truth, device: Device, dtype: Dtype, more: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """Run all prompts at once, so that steps mix prefill and decode. Return tokens and their log-probabilities."""
-    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=1)
-    settings: dict[str, Any] = dict(dtype=dtype, device=device, show_progress=False, packed_cache=0, **more)
+    params = SamplingParams(temperature=0, max_tokens=truth.num_tokens, ignore_eos=True, logprobs=1)
+    settings: dict[str, Any] = dict(dtype=dtype, device=device, show_progress=False, packed_cache=0)
     settings |= dict(kv_cache_memory="16MiB", max_model_len=128, max_num_seqs=4, max_num_batched_tokens=48)
-    with LLM(truth.path, **settings) as llm:
+    with LLM(truth.path, **(settings | dict(more))) as llm:
         outputs = [output.outputs[0] for output in llm.generate(truth.prompts, params, use_tqdm=False)]
     logprobs = [
         [place[token].logprob for place, token in zip(output.logprobs or (), output.token_ids, strict=True)]

@@ -29,11 +29,10 @@ from moeserve.bench.gpu.inputs import (
     draw_cache,
     draw_routed,
     draw_weights,
-    gpu_source,
     num_cache_blocks,
 )
 from moeserve.bench.gpu.libraries import installed_libraries
-from moeserve.bench.gpu.limits import ColdTimer, limits_row, measure_limits
+from moeserve.bench.gpu.limits import ColdTimer, Timer, limits_row, measure_limits
 from moeserve.bench.gpu.parts import Item, Row, is_cuda_error
 from moeserve.ops.interfaces import AttentionShape, Gather, Kernels, Keys, OpenWeights, Rotation
 from moeserve.ops.libraries.interface import AttentionProblem, StepKind
@@ -79,21 +78,26 @@ class Timed:
     note: str | None = None
 
 
-def timed_items(seed: int) -> Iterator[Item]:
+def timed_items(
+    source: Source,
+    sizes: Sizes,
+    measure_limits: Callable[[], GpuLimits] = measure_limits,
+    make_timer: Callable[[], Timer] = ColdTimer,
+) -> Iterator[Item]:
     """Yield all measurements on this GPU, with the same limits, which are measured again at the end."""
-    limits, timer = functools.cache(measure_limits), functools.cache(ColdTimer)
+    limits, timer = functools.cache(measure_limits), functools.cache(make_timer)
 
     def rows(make: Callable[[], Timed]) -> Iterator[Row]:
         yield measure(make(), timer(), limits())
 
     yield "limits before", lambda: [limits_row(limits())]
-    for name, make in items(gpu_source(seed), Sizes()):
+    for name, make in items(source, sizes):
         yield name, partial(rows, make)
     yield "limits after", lambda: [limits_row(measure_limits())]
 
 
 @torch.inference_mode()
-def measure(timed: Timed, timer: ColdTimer, limits: GpuLimits) -> Row:
+def measure(timed: Timed, timer: Timer, limits: GpuLimits) -> Row:
     """Return a row. An implementation of others that fails is recorded with its error.
 
     Raises:

@@ -7,7 +7,7 @@ import re
 import statistics
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -24,9 +24,14 @@ MAX_CALLS = 20  # in one graph
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
-def gpu_environment() -> dict[str, Any]:
-    """Return machine, GPU and versions of a result, ready for JSON. Memory is in bytes."""
+def gpu_environment(commit: str | None = None) -> dict[str, Any]:
+    """Return machine, GPU and versions of a result, ready for JSON. Memory is in bytes.
+
+    Args:
+        commit: of an installed wheel; None: that of this checkout.
+    """
     found = environment()
+    found["commit"] = commit or found["commit"]
     versions = {name: installed_version(name) or None for name in ("triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13")}
     found["versions"] |= versions | {"cuda": torch.version.cuda}
     properties = torch.cuda.get_device_properties(0)
@@ -34,29 +39,32 @@ def gpu_environment() -> dict[str, Any]:
     found["gpu"] = {
         "name": properties.name,
         "capability": f"{properties.major}.{properties.minor}",
+        "isa": f"sm_{properties.major}{properties.minor}",
         "memory": properties.total_memory,
         "driver": driver and driver[1],
     }
     return found
 
 
-def measure_limits() -> GpuLimits:
+def measure_limits(
+    device: str = "cuda", copied_bytes: int = COPIED_BYTES, product_size: int = PRODUCT_SIZE
+) -> GpuLimits:
     """Time copies of a gibibyte, and products of square matrices that are larger than any cache."""
-    source = torch.empty(COPIED_BYTES, dtype=torch.uint8, device="cuda").fill_(1)
+    source = torch.empty(copied_bytes, dtype=torch.uint8, device=device).fill_(1)
     target = torch.empty_like(source)
     copy_seconds = event_seconds(lambda: target.copy_(source))
-    left, right = (torch.randn(PRODUCT_SIZE, PRODUCT_SIZE, device="cuda").bfloat16() for _ in range(2))
+    left, right = (torch.randn(product_size, product_size, device=device).bfloat16() for _ in range(2))
     output = torch.empty_like(left)
-    operations = 2.0 * PRODUCT_SIZE**3
+    operations = 2.0 * product_size**3
     bf16_rate = operations / event_seconds(lambda: torch.mm(left, right.T, out=output))
     try:
         left_8, right_8 = left.to(torch.float8_e4m3fn), right.to(torch.float8_e4m3fn).T
-        one = torch.ones((), device="cuda")
+        one = torch.ones((), device=device)
         options: dict[str, Any] = dict(scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)
         fp8_rate = operations / event_seconds(lambda: torch._scaled_mm(left_8, right_8, **options))
     except RuntimeError:  # a GPU or a torch without 8-bit products
         fp8_rate = 2 * bf16_rate
-    return GpuLimits(2.0 * COPIED_BYTES / copy_seconds, bf16_rate, fp8_rate)
+    return GpuLimits(2.0 * copied_bytes / copy_seconds, bf16_rate, fp8_rate)
 
 
 def limits_row(limits: GpuLimits) -> dict[str, Any]:
@@ -80,6 +88,18 @@ def event_seconds(call: Callable[[], object], num_calls: int = 10) -> float:
     return statistics.median(seconds)
 
 
+class Timer(Protocol):
+    """Times calls."""
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        """Return the seconds of one call under graph replay."""
+        ...
+
+    def seconds_without_graph(self, call: Callable[[], object]) -> float:
+        """Return the seconds of a call that waits for the GPU, so that no graph can hold it."""
+        ...
+
+
 class ColdTimer:
     """Times calls as a model makes them: replayed from a CUDA graph, with none of their data in the L2 cache."""
 
@@ -96,7 +116,6 @@ class ColdTimer:
         return max(both - self._flush_seconds(num_calls), 1e-9)
 
     def seconds_without_graph(self, call: Callable[[], object]) -> float:
-        """Return the seconds of a call that waits for the GPU, so that no graph can hold it."""
         both = event_seconds(lambda: self._cold(call), num_calls=5)
         return max(both - event_seconds(self.flush, num_calls=5), 1e-9)
 
@@ -108,7 +127,7 @@ class ColdTimer:
         self._flushed.sum()
 
 
-def replay_seconds(call: Callable[[], object], num_calls: int) -> float:
+def replay_seconds(call: Callable[[], object], num_calls: int, num_replays: int = NUM_REPLAYS) -> float:
     """Return the seconds of one call in a graph of several."""
     side_stream = torch.cuda.Stream()
     side_stream.wait_stream(torch.cuda.current_stream())
@@ -120,4 +139,4 @@ def replay_seconds(call: Callable[[], object], num_calls: int) -> float:
     with torch.cuda.graph(graph):
         for _ in range(num_calls):
             call()
-    return event_seconds(graph.replay, num_calls=NUM_REPLAYS) / num_calls
+    return event_seconds(graph.replay, num_calls=num_replays) / num_calls

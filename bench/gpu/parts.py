@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,12 +42,13 @@ class Part:
     num_gpus: int = 1  # that it needs
 
 
+# In the order of what a run that is cut short should have shown.
 PARTS = (
     Part("checks", 0.26, num_processes=6),
     Part("engine", 0.22, num_processes=10),  # one for each family and dtype
-    Part("ranks", 0.22, num_processes=4, num_gpus=2),
     Part("kernels", 0.28, num_processes=1),
     Part("throughput", 0.24, num_processes=1),
+    Part("ranks", 0.22, num_processes=4, num_gpus=2),
 )
 
 
@@ -57,12 +58,15 @@ def run_part(
     seed: int,
     report: Callable[[Row], None],
     command: Sequence[str] = (sys.executable, "-m", "moeserve.bench.gpu.parts"),
+    environment: Mapping[str, str] | None = None,
 ) -> list[Row]:
     """Run a part for at most `seconds`. Report each row at once, and return all of them.
 
     Args:
         command: is extended by the part's name and options.
+        environment: of its processes; None: this process's, without Triton's interpreter.
     """
+    environment = environment_without("TRITON_INTERPRET") if environment is None else environment
     rows: list[Row] = []
     lock = threading.Lock()
 
@@ -76,7 +80,7 @@ def run_part(
     threads = []
     for index in range(part.num_processes):
         options = [part.name, f"--seed={seed}", f"--ends-at={last_begin:.3f}", f"--share={index}/{part.num_processes}"]
-        arguments = ([*command, *options], f"a process of {part.name}", seconds, ends_at, add)
+        arguments = ([*command, *options], f"a process of {part.name}", environment, seconds, ends_at, add)
         threads.append(threading.Thread(target=run_share, args=arguments, daemon=True))
         threads[-1].start()
     for thread in threads:
@@ -87,7 +91,12 @@ def run_part(
 
 
 def run_share(
-    command: Sequence[str], own_name: str, seconds: float, ends_at: float, add: Callable[[Row], None]
+    command: Sequence[str],
+    own_name: str,
+    environment: Mapping[str, str],
+    seconds: float,
+    ends_at: float,
+    add: Callable[[Row], None],
 ) -> None:
     """Run one process, and its successors after faults, until all of its items are done or the time is over."""
     plan: list[str] = []
@@ -97,7 +106,7 @@ def run_share(
         log: collections.deque[str] = collections.deque(maxlen=30)
         process = subprocess.Popen(
             [*command, f"--skip={num_begun}"],
-            env=environment_without("TRITON_INTERPRET"),
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -145,6 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--ends-at", type=float, required=True, help="monotonic clock after which nothing is begun")
     parser.add_argument("--share", required=True, metavar="I/N", help="items I, I + N, I + 2 N ...")
     parser.add_argument("--skip", type=int, required=True, help="items that were begun before")
+    parser.add_argument("--rehearse", action="store_true", help="on a CPU")
     options = parser.parse_args(arguments)
 
     def seconds_left() -> float:
@@ -152,8 +162,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return ends_at - time.monotonic()
 
     first, step = map(int, options.share.split("/"))
-    items = list(items_of(options.part, options.seed, seconds_left))
-    work_through(items[first::step], options.skip, seconds_left)
+    if not options.rehearse:
+        items = list(items_of(options.part, options.seed, seconds_left))
+        work_through(items[first::step], options.skip, seconds_left)
+        return
+    from moeserve.bench.gpu.rehearsal import rehearsal_items, rehearsing
+
+    with rehearsing():
+        items = list(rehearsal_items(options.part, options.seed, seconds_left))
+        work_through(items[first::step], options.skip, seconds_left)
 
 
 def work_through(items: Sequence[Item], num_skipped: int, seconds_left: SecondsLeft) -> None:
@@ -183,8 +200,13 @@ def left_out(name: str, reason: str) -> Row:
     return {"name": name, "status": "left out", "reason": reason}
 
 
-def is_cuda_error(error: Exception) -> bool:
-    return "CUDA error" in str(error) or "CUDA driver error" in str(error)
+def is_cuda_error(error: BaseException) -> bool:
+    """True if an error, or one that it was raised for, comes from CUDA: the process may have lost the GPU."""
+    text = str(error)
+    if any(each in text for each in ("CUDA error", "CUDA driver error", "Triton Error [CUDA]")):
+        return True
+    before = error.__cause__ or error.__context__
+    return before is not None and is_cuda_error(before)
 
 
 def items_of(part: str, seed: int, seconds_left: SecondsLeft) -> Iterator[Item]:
@@ -209,9 +231,10 @@ def items_of(part: str, seed: int, seconds_left: SecondsLeft) -> Iterator[Item]:
             for comparison in COMPARISONS if part == "engine" else RANK_COMPARISONS:
                 yield comparison.name, functools.partial(comparison_rows, comparison)
         case "kernels":
-            from moeserve.bench.gpu.kernels import timed_items
+            from moeserve.bench.gpu.inputs import gpu_source
+            from moeserve.bench.gpu.kernels import Sizes, timed_items
 
-            yield from timed_items(seed)
+            yield from timed_items(gpu_source(seed), Sizes())
         case "throughput":
             from moeserve.bench.gpu.throughput import MODELS, measure
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -32,14 +32,21 @@ from moeserve.config.settings import QuantizationName
 from moeserve.models.registry import describe
 from moeserve.models.summary import summarize
 
-BATCHES = (64, 8, 1)  # the first is compared with transformers
-PROMPT_TOKENS = 496
-NEW_TOKENS = 33  # contexts are 512 long in the middle of these
-PREFILL_TOKENS = 4096
-NUM_ROUNDS = 3
-DEVICE = "cuda"
 MEMORY_SHARE = 0.6  # of the GPU, for weights
 DECODE_BARS = (Bar("times_transformers", 4.0), Bar("fraction_of_memory_bound", 0.60))
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The batches and lengths to measure, on a device."""
+
+    device: Literal["cpu", "cuda"] = "cuda"
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    batches: tuple[int, ...] = (64, 8, 1)  # the first is compared with transformers
+    prompt_tokens: int = 496
+    new_tokens: int = 33  # contexts are 512 long in the middle of these
+    prefill_tokens: int = 4096
+    num_rounds: int = 3
 
 
 @dataclass(frozen=True)
@@ -130,7 +137,11 @@ def layers_that_fit(model: Model, memory_bytes: float) -> int:
 
 
 def measure(
-    model: Model, num_remaining: int, seconds_left: SecondsLeft, limits: GpuLimits | None = None
+    model: Model,
+    num_remaining: int,
+    seconds_left: SecondsLeft,
+    limits: GpuLimits | None = None,
+    sizes: Sizes = Sizes(),
 ) -> Iterator[Row]:
     """Yield rows of one model: limits, decode with each batch, and prefill.
 
@@ -146,22 +157,29 @@ def measure(
     yield {"name": f"limits before {model.name}"} | limits_row(limits)
     num_layers = layers_that_fit(model, MEMORY_SHARE * total_memory())
     vocab_size = model.config["vocab_size"]
-    workloads = {f"decode, batch {batch}": Workload(batch, PROMPT_TOKENS, NEW_TOKENS, vocab_size) for batch in BATCHES}
-    workloads[f"prefill of {PREFILL_TOKENS}"] = Workload(1, PREFILL_TOKENS, 1, vocab_size)
+    workloads = {
+        f"decode, batch {batch}": Workload(batch, sizes.prompt_tokens, sizes.new_tokens, vocab_size)
+        for batch in sizes.batches
+    }
+    workloads[f"prefill of {sizes.prefill_tokens}"] = Workload(1, sizes.prefill_tokens, 1, vocab_size)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model.write(folder, num_layers)
         first = next(iter(workloads.values()))
-        other: Row = {} if model.quantization else transformers_figures(folder, first)
-        settings: dict[str, Any] = dict(device=DEVICE, dtype="bfloat16", load_format="dummy", show_progress=False)
-        settings |= dict(max_num_seqs=max(BATCHES), max_model_len=2 * PREFILL_TOKENS, enable_prefix_caching=False)
+        other: Row = {} if model.quantization else transformers_figures(folder, first, sizes)
+        settings: dict[str, Any] = dict(
+            device=sizes.device, dtype=sizes.dtype, load_format="dummy", show_progress=False
+        )
+        settings |= dict(
+            max_num_seqs=max(sizes.batches), max_model_len=2 * sizes.prefill_tokens, enable_prefix_caching=False
+        )
         with LLM(folder, quantization=model.quantization, **settings) as llm:
             for title, workload in workloads.items():
                 name = f"{model.name}, {title}"
                 if seconds_left() <= reserved:
                     yield left_out(name, "no time was left")
                     continue
-                row = rate_row(folder, model, generate_with(llm), workload, limits)
+                row = rate_row(folder, model, generate_with(llm), workload, limits, sizes.num_rounds)
                 row["lines"][0] = f"{num_layers} of {model.config['num_hidden_layers']} layers, {row['lines'][0]}"
                 if other and workload is first:
                     row |= {"transformers": other}
@@ -173,12 +191,14 @@ def measure(
     free_memory()
 
 
-def rate_row(folder: Path, model: Model, generate: Generate, workload: Workload, limits: GpuLimits) -> Row:
+def rate_row(
+    folder: Path, model: Model, generate: Generate, workload: Workload, limits: GpuLimits, num_rounds: int
+) -> Row:
     """Return the median rate of some rounds in tokens per second, beside its bound."""
     generate(draw_prompts(workload, Random(1)), workload.new_tokens)  # compiles kernels for this batch
     is_decode = workload.new_tokens > 1
     measure_rate = rate_measure("decode" if is_decode else "prefill", generate, workload)
-    rates = [measure_rate() for _ in range(NUM_ROUNDS)]
+    rates = [measure_rate() for _ in range(num_rounds)]
     num_tokens = workload.batch if is_decode else workload.batch * workload.prompt_tokens
     num_bytes, operations = work_of(folder, model, workload, num_tokens)
     product_rate = limits.rate("fp8" if model.quantization else "bf16")
@@ -204,17 +224,17 @@ def work_of(folder: Path, model: Model, workload: Workload, num_tokens: int) -> 
 
 
 @torch.inference_mode()
-def transformers_figures(folder: Path, workload: Workload) -> Row:
+def transformers_figures(folder: Path, workload: Workload, sizes: Sizes) -> Row:
     """Return the decode rate of transformers, or why there is none."""
     import transformers
 
     try:
         config = transformers.AutoConfig.from_pretrained(folder)
-        with torch.device(DEVICE):
-            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+        with torch.device(sizes.device):
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, sizes.dtype)).eval()
 
         def generate(prompts: list[list[int]], num_tokens: int) -> float:
-            prompt_ids = torch.tensor(prompts, device=DEVICE)
+            prompt_ids = torch.tensor(prompts, device=sizes.device)
             options = dict(max_new_tokens=num_tokens, min_new_tokens=num_tokens, do_sample=False, pad_token_id=0)
             synchronize()
             start = time.perf_counter()

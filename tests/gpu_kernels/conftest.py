@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from typing import Any
 
 import pytest
 
@@ -27,29 +26,12 @@ def _one_thread() -> None:
 
 @pytest.fixture
 def torch_conversions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the interpreter's conversions to E4M3 and bfloat16 by torch's.
-
-    The interpreter loses the carry of numbers that round up to a power of two, and converts NaN to a number.
-    """
-    import numpy as np
-    import torch
+    """Replace the interpreter's conversions to E4M3 and bfloat16 by torch's."""
     from triton.runtime import interpreter
 
-    torch_types = {
-        "fp8e4nv": (torch.float8_e4m3fn, torch.uint8),
-        "bf16": (torch.bfloat16, torch.int16),
-        "fp16": (torch.float16, torch.int16),
-        "fp32": (torch.float32, torch.int32),
-    }
+    from moeserve.bench.gpu.rehearsal import convert_by_torch
 
-    def convert(numbers: np.ndarray, from_type: Any, to_type: Any, rounding: Any) -> np.ndarray:
-        from_dtype, from_bits = torch_types[str(from_type)]
-        dtype, to_bits = torch_types[str(to_type)]
-        bits = torch.from_numpy(np.ascontiguousarray(numbers).copy()).view(from_bits)
-        converted = bits.view(from_dtype).to(dtype).view(to_bits).numpy()
-        return converted.view(f"uint{8 * converted.itemsize}")
-
-    monkeypatch.setattr(interpreter, "_convert_float", convert)
+    monkeypatch.setattr(interpreter, "_convert_float", convert_by_torch)
 
 
 @pytest.fixture

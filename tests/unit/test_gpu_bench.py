@@ -121,7 +121,7 @@ def test_engine_is_compared_with_transformers(variant: str, monkeypatch: pytest.
     row = engine.compare(comparison, "cpu", 3)
     assert (row["status"], row["wrong"]) == ("passed", []), row
     tokens, logprobs = found[0]
-    assert tokens.shape == (len(engine.PROMPT_LENGTHS), engine.NUM_TOKENS)
+    assert tokens.shape == (len(engine.PROMPTS.lengths), engine.PROMPTS.num_tokens)
     tokens[0] = (tokens[0] + 1) % 160
     monkeypatch.setattr(engine, "generate", lambda *args: (tokens, logprobs))
     assert engine.compare(comparison, "cpu", 3)["status"] == "failed"
@@ -226,9 +226,9 @@ def test_checks_and_kernel_times_need_no_msgspec() -> None:
 def test_why_it_cannot_run(versions: dict[str, str], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "installed_version", versions.__getitem__)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert reason in (run.why_not() or "")
+    assert reason in (run.why_not(needs_gpu=True) or "")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert (run.why_not() is None) == (reason == "is_available")
+    assert (run.why_not(needs_gpu=True) is None) == (reason == "is_available")
 
 
 @pytest.mark.parametrize(("status", "num_gpus"), [("passed", 1), ("failed", 2)])
@@ -245,17 +245,17 @@ def test_run_from_beginning_to_end(
         return found
 
     environment = {"gpu": {"name": "No GPU 9000", "driver": "1.2"}, "versions": {}}
-    monkeypatch.setattr(run, "why_not", lambda: None)
+    monkeypatch.setattr(run, "why_not", lambda needs_gpu: None)
     monkeypatch.setattr(run, "count_gpus", lambda: num_gpus)
-    monkeypatch.setattr(limits, "gpu_environment", lambda: environment)
+    monkeypatch.setattr(limits, "gpu_environment", lambda commit: environment)
     monkeypatch.setattr(run, "run_part", take)
     path = tmp_path / "gpu.jsonl"
     assert run.main(["--json", str(path), "--seed", "5", "--seconds", "100"]) == (1 if status == "failed" else 0)
-    row = json.loads(path.read_text())
-    assert (row["passed"], row["seed"], set(row["left_out"])) == (status == "passed", 5, {"late"})
-    names = [part["part"] for part in row["parts"]]
-    assert names == ["checks", "engine", *(["ranks"] if num_gpus == 2 else []), "kernels", "throughput"]
-    assert row["parts"][-1]["budget"] == pytest.approx(97, abs=1), "earlier parts took no time"
+    start, *rows, end = map(json.loads, path.read_text().splitlines())
+    assert start["environment"] == environment
+    assert (end["passed"], end["seed"], set(end["left_out"])) == (status == "passed", 5, {"late"})
+    names = [row["part"] for row in rows]
+    assert names == ["checks", "engine", "kernels", "throughput", *(["ranks"] if num_gpus == 2 else [])]
     printed = capsys.readouterr().out
     failed = "a" if status == "failed" else "nothing"
     for fact in ("4 cases", "rms_norm, 1 x 4096", "No GPU 9000, seed 5", f"failed: {failed}", "for lack of time: late"):
@@ -268,14 +268,12 @@ def test_throughput_of_a_tiny_model_on_a_cpu(published: throughput.Model, monkey
     tiny = dict(vocab_size=100, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=4)
     if published is throughput.DEEPSEEK:
         tiny |= dict(kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8, moe_intermediate_size=16)
-    sizes = dict(DEVICE="cpu", BATCHES=(3, 1), PROMPT_TOKENS=5, NEW_TOKENS=33, PREFILL_TOKENS=40)
-    for name, value in sizes.items():
-        monkeypatch.setattr(throughput, name, value)
+    sizes = throughput.Sizes("cpu", batches=(3, 1), prompt_tokens=5, prefill_tokens=40)
     monkeypatch.setattr(throughput, "total_memory", lambda: 2**40)
     monkeypatch.setattr(throughput, "synchronize", lambda: None)
     monkeypatch.setattr(throughput, "rate_measure", lambda kind, generate, workload: lambda: 100.0 * workload.batch)
     model = throughput.Model("tiny", published.config | tiny | {"num_hidden_layers": 3})
-    _, *rows = throughput.measure(model, 2, lambda: 100.0, LIMITS)
+    _, *rows = throughput.measure(model, 2, lambda: 100.0, LIMITS, sizes)
     names = ["tiny, decode, batch 3", "tiny, decode, batch 1", "tiny, prefill of 40"]
     assert [(row["name"], row["status"]) for row in rows] == [(name, "measured") for name in names], rows
     assert {row["num_layers"] for row in rows} == {3}
@@ -284,7 +282,7 @@ def test_throughput_of_a_tiny_model_on_a_cpu(published: throughput.Model, monkey
     assert [bar["figure"] for bar in rows[0]["bars"]] == ["times_transformers", "fraction_of_memory_bound"]
     assert "bars" not in rows[1]
     assert "3 of 3 layers, 300 tokens/s" in row_text(rows[0])
-    _, *late = throughput.measure(model, 1, lambda: 0.0, LIMITS)
+    _, *late = throughput.measure(model, 1, lambda: 0.0, LIMITS, sizes)
     assert {row["status"] for row in late} == {"left out"}
     assert json.dumps(rows + late, allow_nan=False)
 
