@@ -48,6 +48,7 @@ VARIANTS: dict[str, dict[str, str]] = {
     "float32": {"dtype": "float32"},
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
     "int4": {"dtype": "bfloat16", "quantization": "int4"},
+    "KV cache in fp8": {"dtype": "bfloat16", "kv_cache_dtype": "fp8"},
 }
 OPENINGS = (
     "The history of the city begins with",

@@ -24,6 +24,13 @@ void check_key_cache(const Tensor& key_cache) {
   }
 }
 
+// Check the scales of a cache of 8-bit floats, whose type must be uint8.
+BFloat16* scales_of(const char* name, const Tensor& scales, const Tensor& cache) {
+  check_type("a cache with scales", cache, ElementType::kUInt8, "uint8");
+  check_array(name, scales, {cache.size(0), cache.size(1), cache.size(2)}, ElementType::kBFloat16, "bfloat16");
+  return static_cast<BFloat16*>(scales.data);
+}
+
 void check_value_cache(const Tensor& value_cache, const Tensor& key_cache) {
   check_array("value_cache", value_cache, {key_cache.size(0), key_cache.size(1), key_cache.size(2), key_cache.size(3)},
               key_cache.type, "key_cache's");
@@ -32,7 +39,8 @@ void check_value_cache(const Tensor& value_cache, const Tensor& key_cache) {
 void attend(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache, const Tensor& block_table,
             const Tensor& row_starts, const Tensor& context_lens, const Tensor& out, double scale,
             std::optional<int64_t> window, std::optional<int64_t> value_size, const std::optional<Tensor>& sinks,
-            std::optional<int64_t> whole_group_size) {
+            std::optional<int64_t> whole_group_size, const std::optional<Tensor>& key_scales,
+            const std::optional<Tensor>& value_scales) {
   check_key_cache(key_cache);
   check_value_cache(value_cache, key_cache);
   check_dims("query", query, 3);
@@ -49,7 +57,8 @@ void attend(const Tensor& query, const Tensor& key_cache, const Tensor& value_ca
   }
   check_float_type("query", query);
   check_contiguous("query", query, 2);
-  check_type("key_cache", key_cache, query.type, "query's");
+  if (key_scales.has_value() != value_scales.has_value()) refuse("key_scales and value_scales go together");
+  if (!key_scales) check_type("key_cache", key_cache, query.type, "query's");
   check_array("out", out, {query.size(0), num_heads, out_size}, query.type, "query's");
   if (sinks) check_array("sinks", *sinks, {num_heads}, ElementType::kFloat32, "float32");
   check_dims("block_table", block_table, 2);
@@ -64,6 +73,10 @@ void attend(const Tensor& query, const Tensor& key_cache, const Tensor& value_ca
   step.query = query.data;
   step.key_cache = key_cache.data;
   step.value_cache = value_cache.data;
+  if (key_scales) {
+    step.key_scales = scales_of("key_scales", *key_scales, key_cache);
+    step.value_scales = scales_of("value_scales", *value_scales, value_cache);
+  }
   step.block_table = numbers<int32_t>(block_table);
   step.row_starts = numbers<int32_t>(row_starts);
   step.context_lens = numbers<int32_t>(context_lens);
@@ -87,17 +100,22 @@ void attend(const Tensor& query, const Tensor& key_cache, const Tensor& value_ca
 }
 
 void write(const Tensor& key, const std::optional<Tensor>& value, const Tensor& key_cache,
-           const std::optional<Tensor>& value_cache, const Tensor& slots) {
+           const std::optional<Tensor>& value_cache, const Tensor& slots, const std::optional<Tensor>& key_scales,
+           const std::optional<Tensor>& value_scales) {
   check_key_cache(key_cache);
   check_dims("slots", slots, 1);
   check_shape("key", key, {slots.size(0), key_cache.size(1), key_cache.size(3)});
-  check_type("key", key, key_cache.type, "key_cache's");
+  if (key_scales) {
+    check_float_type("key", key);
+  } else {
+    check_type("key", key, key_cache.type, "key_cache's");
+  }
   check_type("slots", slots, ElementType::kInt64, "int64");
   check_contiguous("key", key, 2);
   check_contiguous("slots", slots);
 
   CacheWrite step{};
-  step.element_bytes = element_bytes(key.type);
+  step.type = key.type;
   step.key = key.data;
   step.key_cache = key_cache.data;
   step.slots = numbers<int64_t>(slots);
@@ -112,12 +130,19 @@ void write(const Tensor& key, const std::optional<Tensor>& value, const Tensor& 
   if (value) {
     check_value_cache(*value_cache, key_cache);
     check_shape("value", *value, {slots.size(0), key_cache.size(1), key_cache.size(3)});
-    check_type("value", *value, key_cache.type, "key_cache's");
+    check_type("value", *value, key.type, "key's");
     check_contiguous("value", *value, 2);
     step.value = value->data;
     step.value_cache = value_cache->data;
     step.value_token_stride = value->strides[0];
     step.value_head_stride = value->strides[1];
+  }
+  if (key_scales.has_value() != value_scales.has_value() || (key_scales && !value)) {
+    refuse("key_scales and value_scales go together, and with value");
+  }
+  if (key_scales) {
+    step.key_scales = scales_of("key_scales", *key_scales, key_cache);
+    step.value_scales = scales_of("value_scales", *value_scales, *value_cache);
   }
   run_kernel([step] { write_cache(step); });
 }
@@ -129,8 +154,10 @@ void bind_attention(nb::module_& module) {
   module.def("paged_attention", &attend, "query"_a, "key_cache"_a, "value_cache"_a, "block_table"_a, "row_starts"_a,
              "context_lens"_a, "out"_a, nb::kw_only(), "scale"_a, "window"_a.none(), "value_size"_a.none() = nb::none(),
              "sinks"_a.none() = nb::none(), "whole_group_size"_a.none() = nb::none(),
+             "key_scales"_a.none() = nb::none(), "value_scales"_a.none() = nb::none(),
              "Write the attention of each row to `out`. Rows outside all chunks and rows before position 0 get zeros.");
   module.def("write_cache", &write, "key"_a, "value"_a.none(), "key_cache"_a, "value_cache"_a.none(), "slots"_a,
+             "key_scales"_a.none() = nb::none(), "value_scales"_a.none() = nb::none(),
              "Store the key and the optional value of each token at its slot. Slot -1 is skipped.");
 }
 

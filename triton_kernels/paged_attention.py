@@ -18,6 +18,8 @@ def paged_attention(
     block_table: Tensor,
     row_starts: Tensor,
     context_lens: Tensor,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
     *,
     scale: float,
     window: int | None = None,
@@ -33,16 +35,18 @@ def paged_attention(
     The result of a row depends on its chunk alone, bit for bit, not on the other chunks of the step; without splits it
     does not depend on its chunk either.
 
-    Memory moved: for a chunk of one row, 2 * G * H * element size for each position it attends to, which bounds the
-    time; and 4 * H + 8 bytes, written and read, for each head and split. Operations: 4 * N * H for each row and
-    position it attends to, which bound the time of chunks of many rows.
+    Memory moved: for a chunk of one row, 2 * G * H * element size (2 * G * (H + 2) of 8-bit floats) for each position
+    it attends to, which bounds the time; and 4 * H + 8 bytes, written and read, for each head and split. Operations:
+    4 * N * H for each row and position it attends to, which bound the time of chunks of many rows.
 
     Args:
         query_TNH: [T, N, H] float32, bfloat16 or float16; may be strided.
-        key_cache, value_cache: [num_blocks, G, block_size, H], same dtype, equal strides, any block_size.
+        key_cache, value_cache: [num_blocks, G, block_size, H], same dtype, equal strides, any block_size. With scales,
+            they are uint8 codes of 8-bit floats (`float8_rows.py`), and contiguous.
         block_table: [S, max_blocks] int32; entries beyond a chunk's context are not read.
         row_starts: [S + 1] int32, from 0: chunk s has the rows row_starts[s] to row_starts[s + 1] - 1, possibly none.
         context_lens: [S] int32.
+        key_scales, value_scales: [num_blocks, G, block_size] bfloat16.
         scale: factor of the products of queries and keys.
         window: number of positions that a row attends to, including its own; default: all.
         sinks_N: [N] float32, an additional score of each head that has no value.
@@ -78,14 +82,19 @@ def paged_attention(
         max_rows_per_chunk=max_rows_per_chunk,
         max_context=max_context,
         max_attended_rows=max_rows_per_chunk,
-        tile_config=tile_config(head_size, element_size),
-        split_config=split_config(group, head_size, element_size),
+        tile_config=tile_config(head_size, element_size, key_scales is not None),
+        split_config=split_config(group, head_size, element_size, key_scales is not None),
         splits=None if not splits_contexts else choose_splits(num_kv_heads),
+        key_scales=key_scales,
+        value_scales=value_scales,
     )
 
 
-def tile_config(head_size: int, element_size: int) -> AttentionConfig:
-    """Return the tiles for chunks of many rows: two warp groups with 64 pairs each, whose sums stay in registers."""
+def tile_config(head_size: int, element_size: int, has_float8_cache: bool = False) -> AttentionConfig:
+    """Return the tiles for chunks of many rows: two warp groups with 64 pairs each, whose sums stay in registers.
+
+    8-bit floats need more registers while they are converted.
+    """
     if element_size == 4:  # without tensor cores, limited by registers and shared memory
         block = 32 if head_size <= 64 else 16
         return AttentionConfig(block_pairs=block, block_positions=block, num_warps=8, num_stages=1)
@@ -93,10 +102,12 @@ def tile_config(head_size: int, element_size: int) -> AttentionConfig:
         return AttentionConfig(block_pairs=128, block_positions=128, num_warps=8, num_stages=3)
     if head_size <= 128:
         return AttentionConfig(block_pairs=128, block_positions=64, num_warps=8, num_stages=3)
+    if has_float8_cache:
+        return AttentionConfig(block_pairs=64, block_positions=32, num_warps=4, num_stages=3)
     return AttentionConfig(block_pairs=128, block_positions=32, num_warps=8, num_stages=3)
 
 
-def split_config(group: int, head_size: int, element_size: int) -> AttentionConfig:
+def split_config(group: int, head_size: int, element_size: int, has_float8_cache: bool = False) -> AttentionConfig:
     """Return the tiles for chunks of one row: few pairs, and enough positions in flight from memory."""
     block_pairs = min(max(triton.next_power_of_2(group), 16), 64)
     if element_size == 4:
@@ -105,6 +116,8 @@ def split_config(group: int, head_size: int, element_size: int) -> AttentionConf
         return AttentionConfig(block_pairs, block_positions=64, num_warps=4, num_stages=4)
     if head_size <= 128:
         return AttentionConfig(block_pairs, block_positions=64, num_warps=4, num_stages=3)
+    if has_float8_cache:
+        return AttentionConfig(block_pairs, block_positions=16, num_warps=4, num_stages=4)
     return AttentionConfig(block_pairs, block_positions=32, num_warps=4, num_stages=3)
 
 

@@ -21,6 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moeserve.triton_kernels.float8_rows import decode_float8
+
 # T tokens, N query heads, G key-value heads, P size of a key, V size of a value, E elements of a key beyond its value,
 # S chunks, Z splits, M pairs of a tile, C positions of a tile
 
@@ -72,6 +74,8 @@ def launch_attention(
     tile_config: AttentionConfig,
     split_config: AttentionConfig,
     splits: Splits | None,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
 ) -> Tensor:
     """Launch the kernels of one attention call; see `paged_attention.paged_attention`.
 
@@ -80,6 +84,7 @@ def launch_attention(
         max_attended_rows: chunks of more rows get zeros.
         splits: how the context of a chunk of one row is divided among programs. None: it is not, and all rows have one
             order of additions, whatever the sizes of chunks; slow for few requests with long contexts.
+        key_scales, value_scales: of contiguous caches of 8-bit floats.
 
     Returns:
         [T, N, value_size]
@@ -87,7 +92,15 @@ def launch_attention(
     num_tokens, num_heads, key_size = query_TNP.shape
     _, num_kv_heads, cache_block, _ = key_cache.shape
     num_chunks = context_lens.shape[0]
-    assert query_TNP.dtype == key_cache.dtype
+    if key_scales is None:
+        assert query_TNP.dtype == key_cache.dtype
+    else:
+        assert key_cache.dtype == torch.uint8
+        assert key_cache.is_contiguous()
+        for scales in (key_scales, value_scales):
+            assert scales is not None
+            assert scales.is_contiguous()
+            assert scales.shape == key_cache.shape[:3]
     assert key_cache.stride(3) == 1
     assert block_table.dtype == row_starts.dtype == context_lens.dtype == torch.int32
     assert row_starts.shape == (num_chunks + 1,)
@@ -113,7 +126,7 @@ def launch_attention(
         value_size=value_size,
         extra_size=key_size - value_size if value_cache is None else None,
     )
-    inputs = (query_TNP, key_cache, value_cache, block_table, row_starts, context_lens)
+    inputs = (query_TNP, key_cache, value_cache, key_scales, value_scales, block_table, row_starts, context_lens)
     strides = (*query_TNP.stride()[:2], *key_cache.stride()[:3], block_table.stride(0))
     if not is_one_row_each and max_attended_rows >= 1:
         num_tiles = num_tokens * group // tile_config.block_pairs + num_chunks
@@ -214,6 +227,8 @@ def attend_tile_kernel(
     query_ptr,  # [T, N, P]: P is VALUE_SIZE + EXTRA_SIZE
     key_cache_ptr,  # [num_blocks, G, CACHE_BLOCK, P]
     value_cache_ptr,  # [num_blocks, G, CACHE_BLOCK, VALUE_SIZE], or None
+    key_scales_ptr,  # [num_blocks, G, CACHE_BLOCK] bfloat16 of caches of 8-bit floats, or None
+    value_scales_ptr,
     block_table_ptr,  # [S, max_blocks] int32
     row_starts_ptr,  # [S + 1] int32
     context_lens_ptr,  # [S] int32
@@ -332,6 +347,9 @@ def attend_tile_kernel(
                 total,
                 key_cache_ptr + head_offset,
                 value_cache_ptr if SHARES_VALUE else value_cache_ptr + head_offset,
+                key_scales_ptr,
+                value_scales_ptr,
+                kv_head,
                 blocks,
                 cache_block_stride,
                 cache_position_stride,
@@ -369,6 +387,8 @@ def attend_split_kernel(
     query_ptr,
     key_cache_ptr,
     value_cache_ptr,
+    key_scales_ptr,
+    value_scales_ptr,
     block_table_ptr,
     row_starts_ptr,
     context_lens_ptr,
@@ -451,6 +471,9 @@ def attend_split_kernel(
             total,
             key_cache_ptr + head_offset,
             value_cache_ptr if SHARES_VALUE else value_cache_ptr + head_offset,
+            key_scales_ptr,
+            value_scales_ptr,
+            kv_head,
             blocks,
             cache_block_stride,
             cache_position_stride,
@@ -565,6 +588,9 @@ def attend_positions(
     total,  # [M]
     key_ptr,  # block 0 of the key-value head
     value_ptr,
+    key_scales_ptr,
+    value_scales_ptr,
+    kv_head,
     blocks,  # [C]: cache blocks of these positions
     cache_block_stride,
     cache_position_stride,
@@ -593,6 +619,9 @@ def attend_positions(
     key = load_tile(
         key_ptr + offsets[:, None] + values[None, :], is_read[:, None], is_value, IS_MASKED, VALUE_SIZE, BLOCK_V
     )
+    if key_scales_ptr is not None:
+        rows = blocks.to(tl.int64) * (cache_block_stride // VALUE_SIZE) + kv_head * CACHE_BLOCK + columns % CACHE_BLOCK
+        key = decode_float8(key, tl.load(key_scales_ptr + rows, mask=is_read, other=0.0), query.dtype)
     scores = tl.dot(query, tl.trans(key), input_precision="ieee")
     if EXTRA_SIZE > 0:
         extras = tl.arange(0, BLOCK_E)
@@ -626,6 +655,8 @@ def attend_positions(
         value = load_tile(
             value_ptr + offsets[:, None] + values[None, :], is_read[:, None], is_value, IS_MASKED, VALUE_SIZE, BLOCK_V
         )
+        if value_scales_ptr is not None:
+            value = decode_float8(value, tl.load(value_scales_ptr + rows, mask=is_read, other=0.0), query.dtype)
     weighted = tl.dot(weights.to(value.dtype), value, weighted, input_precision="ieee")
     return weighted, new_maximum, total
 
@@ -637,14 +668,14 @@ def load_tile(
     """Load a tile with only the necessary masks; masked elements are zeros."""
     if MASKS_ROWS:
         if NUM_COLUMNS == NUM_LOADED:
-            return tl.load(pointers, mask=is_row, other=0.0)
+            return tl.load(pointers, mask=is_row, other=0)
         else:
-            return tl.load(pointers, mask=is_row & is_column, other=0.0)
+            return tl.load(pointers, mask=is_row & is_column, other=0)
     else:
         if NUM_COLUMNS == NUM_LOADED:
             return tl.load(pointers)
         else:
-            return tl.load(pointers, mask=is_column, other=0.0)
+            return tl.load(pointers, mask=is_column, other=0)
 
 
 @triton.jit

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moeserve.triton_kernels.float8_rows import encode_float8, float8_scales, largest_bits
+
 # T tokens, N query heads, G key-value heads, H head size, F rotated pairs: the first 2 * F numbers of a head
 
 
@@ -79,6 +81,8 @@ def rotary_with_cache_write(
     key_cache: Tensor,
     value_cache: Tensor,
     slots_T: Tensor,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
 ) -> Tensor:
     """Rotate the queries in place, and write rotated keys and the values to the paged cache, in one launch.
 
@@ -88,8 +92,9 @@ def rotary_with_cache_write(
         query_TNH, key_TGH, value_TGH: may be views of one fused projection; heads are contiguous. Keys and values are
             not modified.
         cosines_TF, sines_TF, is_interleaved: see `rotary`.
-        key_cache, value_cache: [num_blocks, G, block_size, H], in the dtype of the keys.
+        key_cache, value_cache: [num_blocks, G, block_size, H], in the dtype of the keys, or uint8 codes with scales.
         slots_T: [T] int64, distinct: block * block_size + offset, or -1 to store nothing of a token.
+        key_scales, value_scales: [num_blocks, G, block_size] bfloat16, contiguous: the caches get 8-bit floats.
 
     Returns:
         The queries.
@@ -102,7 +107,11 @@ def rotary_with_cache_write(
         assert tensor.shape == (num_tokens, num_kv_heads, head_size), f"{name} {tuple(tensor.shape)}"
     for name, cache in {"key": key_cache, "value": value_cache}.items():
         assert cache.shape == (len(key_cache), num_kv_heads, block_size, head_size), f"{name}s {tuple(cache.shape)}"
-        assert cache.dtype == key_TGH.dtype, f"{name} cache in {cache.dtype}, keys in {key_TGH.dtype}"
+        expected = key_TGH.dtype if key_scales is None else torch.uint8
+        assert cache.dtype == expected, f"{name} cache in {cache.dtype}, keys in {key_TGH.dtype}"
+    for scales in (key_scales, value_scales):
+        assert (scales is None) == (key_scales is None)
+        assert scales is None or (scales.shape == key_cache.shape[:3] and scales.is_contiguous())
     for tensor in (query_TNH, key_TGH, value_TGH, key_cache, value_cache):
         assert tensor.stride(-1) == 1, f"strides {tensor.stride()}"
     assert slots_T.shape == (num_tokens,), f"{tuple(slots_T.shape)} slots for {num_tokens} tokens"
@@ -119,6 +128,8 @@ def rotary_with_cache_write(
         sines_TF,
         key_cache,
         value_cache,
+        key_scales,
+        value_scales,
         slots_T,
         num_heads,
         num_kv_heads,
@@ -204,6 +215,54 @@ def _copy_heads(
 
 
 @triton.jit
+def _encode_heads(source_ptr, target_ptr, scales_ptr, is_head, head_size, BLOCK_H: tl.constexpr):
+    """Write heads as 8-bit floats, and their scales."""
+    columns = tl.arange(0, BLOCK_H)[None, :]
+    is_inside = is_head[:, None] & (columns < head_size)
+    numbers = tl.load(source_ptr[:, None] + columns, mask=is_inside, other=0.0).to(tl.float32)
+    scales = float8_scales(largest_bits(numbers))
+    tl.store(target_ptr[:, None] + columns, encode_float8(numbers, scales), mask=is_inside)
+    tl.store(scales_ptr, scales.to(scales_ptr.dtype.element_ty), mask=is_head)
+
+
+@triton.jit
+def _encode_rotated_heads(
+    source_ptr,
+    target_ptr,
+    scales_ptr,  # [BLOCK_N] pointers
+    cosines_ptr,
+    sines_ptr,
+    is_head,
+    num_pairs,
+    head_size,
+    IS_INTERLEAVED: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """Rotate heads of one token, see `_rotate_heads`, and write them as 8-bit floats. They are rounded in between."""
+    pairs = tl.arange(0, BLOCK_F)
+    cosines = tl.load(cosines_ptr + pairs, mask=pairs < num_pairs, other=0.0)[None, :]
+    sines = tl.load(sines_ptr + pairs, mask=pairs < num_pairs, other=0.0)[None, :]
+    first_columns = (2 * pairs if IS_INTERLEAVED else pairs)[None, :]
+    second_columns = first_columns + (1 if IS_INTERLEAVED else num_pairs)
+    is_pair = is_head[:, None] & (pairs < num_pairs)[None, :]
+    a = tl.load(source_ptr[:, None] + first_columns, mask=is_pair, other=0.0).to(tl.float32)
+    b = tl.load(source_ptr[:, None] + second_columns, mask=is_pair, other=0.0).to(tl.float32)
+    dtype = source_ptr.dtype.element_ty
+    first = (a * cosines - b * sines).to(dtype).to(tl.float32)
+    second = (b * cosines + a * sines).to(dtype).to(tl.float32)
+    columns = 2 * num_pairs + tl.arange(0, BLOCK_H)[None, :]
+    is_rest = is_head[:, None] & (columns < head_size)
+    rest = tl.load(source_ptr[:, None] + columns, mask=is_rest, other=0.0).to(tl.float32)
+    bits = tl.maximum(tl.maximum(largest_bits(first), largest_bits(second)), largest_bits(rest))
+    scales = float8_scales(bits)
+    tl.store(target_ptr[:, None] + first_columns, encode_float8(first, scales), mask=is_pair)
+    tl.store(target_ptr[:, None] + second_columns, encode_float8(second, scales), mask=is_pair)
+    tl.store(target_ptr[:, None] + columns, encode_float8(rest, scales), mask=is_rest)
+    tl.store(scales_ptr, scales.to(scales_ptr.dtype.element_ty), mask=is_head)
+
+
+@triton.jit
 def rotary_kernel(
     heads_ptr,  # [T, N, H]
     cosines_ptr,  # [T, F], contiguous
@@ -243,6 +302,8 @@ def rotary_with_cache_write_kernel(
     sines_ptr,  # [T, F], contiguous
     key_cache_ptr,  # [num_blocks, G, block_size, H]
     value_cache_ptr,  # the same
+    key_scales_ptr,  # [num_blocks, G, block_size], or None
+    value_scales_ptr,
     slots_ptr,  # [T] int64
     num_heads,
     num_kv_heads,
@@ -285,11 +346,28 @@ def rotary_with_cache_write_kernel(
             keys = key_ptr + token * key_token_stride + heads * key_head_stride
             key_targets = key_cache_ptr + block * key_cache_block_stride + offset * key_cache_offset_stride
             key_targets += heads * key_cache_head_stride
-            _rotate_heads(
-                keys, key_targets, cosines_ptr, sines_ptr, is_head, num_pairs, IS_INTERLEAVED, BLOCK_N, BLOCK_F
-            )
-            _copy_heads(keys, key_targets, is_head, 2 * num_pairs, head_size, BLOCK_H)
             values = value_ptr + token * value_token_stride + heads * value_head_stride
             value_targets = value_cache_ptr + block * value_cache_block_stride + offset * value_cache_offset_stride
             value_targets += heads * value_cache_head_stride
-            _copy_heads(values, value_targets, is_head, 0, head_size, BLOCK_H)
+            if key_scales_ptr is None:
+                _rotate_heads(
+                    keys, key_targets, cosines_ptr, sines_ptr, is_head, num_pairs, IS_INTERLEAVED, BLOCK_N, BLOCK_F
+                )
+                _copy_heads(keys, key_targets, is_head, 2 * num_pairs, head_size, BLOCK_H)
+                _copy_heads(values, value_targets, is_head, 0, head_size, BLOCK_H)
+            else:
+                scale_offsets = (block * num_kv_heads + heads) * block_size + offset
+                _encode_rotated_heads(
+                    keys,
+                    key_targets,
+                    key_scales_ptr + scale_offsets,
+                    cosines_ptr,
+                    sines_ptr,
+                    is_head,
+                    num_pairs,
+                    head_size,
+                    IS_INTERLEAVED,
+                    BLOCK_F,
+                    BLOCK_H,
+                )
+                _encode_heads(values, value_targets, value_scales_ptr + scale_offsets, is_head, head_size, BLOCK_H)

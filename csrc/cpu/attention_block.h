@@ -17,6 +17,7 @@
 
 #include "element_type.h"
 #include "isa.h"
+#include "vectors.h"
 
 namespace moeserve {
 
@@ -35,6 +36,16 @@ struct Range {
 struct PrefetchRows {
   const void* const* rows;
   Range range;
+};
+
+// Rows of 8-bit floats, to be converted to `target` [kBlock, size] in the element type.
+struct Float8Rows {
+  const void* const* codes;  // [kBlock]
+  const int64_t* indices;    // [kBlock]: of the rows' scales
+  const BFloat16* scales;
+  Range range;
+  PrefetchRows ahead;
+  void* target;
 };
 
 // The states of several queries.
@@ -84,6 +95,7 @@ struct BlockKernels {
   int granule;      // positions that are packed together
   int step_group;   // queries and packed keys are padded with zeros to a multiple of this number of steps
 
+  void (*decode_float8)(const Float8Rows& rows, int size);
   // Writes `key_steps` words.
   void (*copy_query)(const void* query, int head_size, void* words);
   // Pack a range of whole granules.

@@ -344,6 +344,9 @@ constexpr BlockKernels with_tiles(BlockKernels kernels, const TileKernels (&tile
   struct Name {                                                                                                     \
     using L = Layout<Products, Element>;                                                                            \
     using Word = typename Products::Word;                                                                           \
+    TARGET static void decode_float8(const Float8Rows& rows, int size) {                                            \
+      moeserve::decode_float8<Products::W, Element>(rows, size);                                                    \
+    }                                                                                                               \
     TARGET static void copy_query(const void* query, int head_size, void* words) {                                  \
       moeserve::copy_query(elements_of<Element>(query), head_size, L::key_steps(head_size),                         \
                            static_cast<Word*>(words));                                                              \
@@ -393,6 +396,7 @@ constexpr BlockKernels with_tiles(BlockKernels kernels, const TileKernels (&tile
                                                 L::kPerLoad,                                                        \
                                                 Products::kPerWord * Products::W,                                   \
                                                 Products::kStepGroup,                                               \
+                                                decode_float8,                                                      \
                                                 copy_query,                                                         \
                                                 pack_keys,                                                          \
                                                 pack_values,                                                        \

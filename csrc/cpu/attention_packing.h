@@ -9,6 +9,7 @@
 
 #include "attention_block.h"
 #include "attention_lanes.h"
+#include "float8_rows.h"
 
 namespace moeserve {
 
@@ -62,6 +63,16 @@ MOESERVE_INLINE void prefetch(const PrefetchRows& ahead, int position, int num_p
   for (int p = std::max(position, ahead.range.begin); p < end; ++p) {
     const auto* row = static_cast<const char*>(ahead.rows[p]) + first_byte;
     for (size_t byte = 0; byte < num_bytes; byte += 64) __builtin_prefetch(row + byte, 0, 2);
+  }
+}
+
+template <int W, typename Element>
+MOESERVE_INLINE void decode_float8(const Float8Rows& rows, int size) {
+  for (int p = rows.range.begin; p < rows.range.end; ++p) {
+    prefetch(rows.ahead, p, 1, 0, size);
+    const auto* codes = static_cast<const uint8_t*>(rows.codes[p]);
+    auto* target = static_cast<Element*>(rows.target) + int64_t{p} * size;
+    decode_float8_row<W>(codes, rows.scales[rows.indices[p]], size, target);
   }
 }
 

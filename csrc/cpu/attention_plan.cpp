@@ -115,7 +115,7 @@ double estimate_seconds(const PagedAttention& step, const std::vector<Chunk>& ch
     num_read += static_cast<double>(last + 1 - first_position(step, chunk.position));
   }
   const double sizes = static_cast<double>(step.head_size + step.value_size);
-  const double bytes = num_read * step.num_kv_heads * sizes * element_bytes(step.type);
+  const double bytes = num_read * step.num_kv_heads * sizes * cache_bytes(step);
   return num_pairs * sizes * 2 / 80e9 + bytes / 12e9;
 }
 

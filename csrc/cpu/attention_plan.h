@@ -61,6 +61,11 @@ struct AttentionPlan {
 
 inline int64_t group_size(const PagedAttention& step) { return step.num_heads / step.num_kv_heads; }
 
+// Bytes of an element of the caches.
+inline int64_t cache_bytes(const PagedAttention& step) {
+  return step.key_scales != nullptr ? 1 : element_bytes(step.type);
+}
+
 inline int64_t first_position(const PagedAttention& step, int64_t position) {
   return step.window == 0 ? 0 : std::max<int64_t>(0, position - step.window + 1);
 }

@@ -64,6 +64,7 @@ struct Scratch {
   Buffer factors;
   Buffer states;
   Buffer zeros;
+  Buffer converted;
   Buffer visible;
   // Used by the calling thread, for all threads.
   AttentionPlan plan;
@@ -86,10 +87,11 @@ States states_at(float* room, int64_t num_queries) {
   return {room, room + round_up(num_queries, 16), room + 2 * round_up(num_queries, 16)};
 }
 
-// Addresses of the keys and values of a block.
+// Addresses of the keys and values of a block, and their indices among the rows of the caches.
 struct Rows {
   const void* keys[kBlock];
   const void* values[kBlock];
+  int64_t indices[kBlock];
 };
 
 // Return the visible positions of a row of an item in the block that starts at position `start`.
@@ -119,7 +121,7 @@ void find_rows(const PagedAttention& step, const Chunk& chunk, const Item& item,
   const auto* keys = static_cast<const char*>(step.key_cache);
   const auto* values = static_cast<const char*>(step.value_cache);
   const int64_t kv_head = item.first_head / group_size(step);
-  const int64_t row_bytes = step.head_size * element_bytes(step.type);
+  const int64_t row_bytes = step.head_size * cache_bytes(step);
   int64_t block = (start + visible.begin) / step.block_size;
   int64_t in_block = (start + visible.begin) % step.block_size;
   for (int p = visible.begin; p < visible.end; ++block, in_block = 0) {
@@ -128,6 +130,7 @@ void find_rows(const PagedAttention& step, const Chunk& chunk, const Item& item,
     for (int i = 0; i < count; ++i) {
       rows.keys[p + i] = keys + (first + i) * row_bytes;
       rows.values[p + i] = values + (first + i) * row_bytes;
+      rows.indices[p + i] = first + i;
     }
     p += count;
   }
@@ -142,6 +145,7 @@ struct ItemContext {
   const Item* next;  // the item after this one, or null
   const Chunk* next_chunk;
   const void* zeros;  // a row of zeros
+  char* converted;    // rows of the current block, keys and then values, if the caches have 8-bit floats
   char* queries;
   void* packed;  // keys, then values of the current block
   char* weights;
@@ -182,6 +186,31 @@ Range find_item_rows(const ItemContext& context, const Chunk& chunk, const Item&
                              visible_of(context.step, chunk, item, item.num_rows - 1, start));
   find_rows(context.step, chunk, item, start, visible, rows);
   return visible;
+}
+
+bool is_float8(const ItemContext& context) { return context.step.key_scales != nullptr; }
+
+// Replace the addresses of 8-bit floats by those of the converted rows.
+void use_converted(const ItemContext& context, Range visible, Rows& rows) {
+  const int64_t row_bytes = context.step.head_size * element_bytes(context.step.type);
+  for (int p = visible.begin; p < visible.end; ++p) {
+    rows.keys[p] = context.converted + p * row_bytes;
+    rows.values[p] = context.converted + (kBlock + p) * row_bytes;
+  }
+}
+
+// Convert the rows of the current block, and prefetch those of the next one.
+void convert_rows(const ItemContext& context, Range visible, Range ahead) {
+  const PagedAttention& step = context.step;
+  Rows& rows = *context.rows;
+  char* values = context.converted + kBlock * step.head_size * element_bytes(step.type);
+  context.kernels.decode_float8(
+      {rows.keys, rows.indices, step.key_scales, visible, {context.ahead->keys, ahead}, context.converted},
+      context.head_size());
+  context.kernels.decode_float8(
+      {rows.values, rows.indices, step.value_scales, visible, {context.ahead->values, ahead}, values},
+      context.head_size());
+  use_converted(context, visible, rows);
 }
 
 // Find the rows of the block that this thread reads after the one at `start`, if any. Returns their range.
@@ -272,7 +301,11 @@ void attend_rows(const ItemContext& context, int first_row, int num_rows, int64_
 void attend_block(ItemContext& context, int64_t start, const States& states) {
   const BlockKernels& kernels = context.kernels;
   const int last_row = context.item.num_rows - 1;
-  const Range ahead = find_next_rows(context, start);
+  Range ahead = find_next_rows(context, start);
+  if (is_float8(context)) {
+    convert_rows(context, join(visible_of(context, 0, start), visible_of(context, last_row, start)), ahead);
+    ahead = {0, 0};
+  }
   // 0 * NaN and 0 * infinity are not 0, so such a value would reach rows that do not attend to it. In this case the
   // rows are processed one by one, with zeros at the other positions.
   int num_rows = context.item.num_rows;
@@ -289,8 +322,10 @@ void attend_block(ItemContext& context, int64_t start, const States& states) {
       num_rows = 1;
       continue;
     }
-    if (num_rows < context.item.num_rows)
+    if (num_rows < context.item.num_rows) {  // zeros may have replaced some
       find_rows(context.step, context.chunk, context.item, start, visible, *context.rows);
+      if (is_float8(context)) use_converted(context, visible, *context.rows);
+    }
     pad_rows(context, visible, *context.rows);
     attend_rows(context, row, num_rows, start, ahead, states);
     row += num_rows;
@@ -357,6 +392,8 @@ void run_item(Job& job, size_t index) {
     kernels.copy_query(source, head_size, queries + query * query_bytes);
   });
   const int64_t packed_size = std::max(kernels.packed_keys_size(head_size), kernels.packed_values_size(value_size));
+  const int64_t converted_size =
+      step.key_scales == nullptr ? 0 : 2 * kBlock * step.head_size * element_bytes(step.type);
   const TileRegisters registers(kernels);
   Rows rows[2];
   ItemContext context{step,
@@ -366,6 +403,7 @@ void run_item(Job& job, size_t index) {
                       next,
                       next == nullptr ? nullptr : &job.plan.chunks[next->chunk],
                       zeros,
+                      room.converted.at_least<char>(converted_size),
                       queries,
                       room.packed.at_least<char>(packed_size * kWordBytes),
                       room.weights.at_least<char>(int64_t{num_read} * kBlock / kernels.per_word * kWordBytes),

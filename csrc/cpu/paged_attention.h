@@ -5,16 +5,19 @@
 #include <cstdint>
 
 #include "element_type.h"
+#include "vectors.h"
 
 namespace moeserve {
 
 // The attention of one step. T tokens in S chunks of consecutive rows, N query heads, G key-value heads, H head size, V
 // <= H value size. Query head n reads key-value head n / (N / G).
 struct PagedAttention {
-  ElementType type;             // float32 or bfloat16
-  const void* query;            // [T, N, H], heads contiguous
-  const void* key_cache;        // [num_blocks, G, block_size, H]
-  const void* value_cache;      // the same shape; may be key_cache: a value is the first V elements of its row
+  ElementType type;            // float32 or bfloat16
+  const void* query;           // [T, N, H], heads contiguous
+  const void* key_cache;       // [num_blocks, G, block_size, H]
+  const void* value_cache;     // the same shape; may be key_cache: a value is the first V elements of its row
+  const BFloat16* key_scales;  // [num_blocks, G, block_size], or null: the caches have 8-bit floats (float8_rows.h)
+  const BFloat16* value_scales;
   const float* sinks;           // [N] or null: an additional score of each query head, without a value
   const int32_t* block_table;   // [S, max_blocks]
   const int32_t* row_starts;    // [S + 1]
@@ -45,6 +48,8 @@ struct PagedAttention {
 //
 // Scores, weights and sums are float32. With bfloat16 elements and AVX-512 BF16 or AMX, weights are rounded to bfloat16
 // before they are multiplied with values, and the rounded weights are summed.
+//
+// 8-bit floats are converted to the element type, which is exact, and computed with as those.
 //
 // Throws std::invalid_argument for rows or blocks out of range, before anything is read or written.
 void paged_attention(const PagedAttention& step);

@@ -7,12 +7,13 @@ import dataclasses
 import json
 from pathlib import Path
 
-from moeserve.cli.parser import Parser, add_dtype, add_stages
+from moeserve.cli.parser import Parser, add_dtype, add_kv_cache_dtype, add_stages
 
 
 def add_arguments(command: Parser) -> None:
     command.add_argument("model", type=Path, metavar="MODEL", help="checkpoint folder; weights are not needed")
     add_dtype(command, "number format that memory is counted for; auto: the checkpoint's")
+    add_kv_cache_dtype(command)
     add_stages(command)
     command.add_argument("--json", action="store_true", help="print JSON, with bytes as numbers")
 
@@ -23,6 +24,7 @@ def run(options: argparse.Namespace) -> None:
     found = inspection.inspect(
         options.model,
         None if options.dtype == "auto" else options.dtype,
+        kv_cache_dtype=options.kv_cache_dtype,
         num_stages=options.pipeline_parallel_size,
         pipeline_layers=options.pipeline_layers,
     )

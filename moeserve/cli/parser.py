@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
-from moeserve.config.settings import PositiveInt, Settings
+from moeserve.config.settings import CacheDtypeName, PositiveInt, Settings
 from moeserve.config.validation import convert
 from moeserve.config.vllm_names import VllmSettings
 from moeserve.errors import SettingsError, nearest
@@ -125,6 +125,15 @@ def add_dtype(command: Parser, help: str) -> None:
     )
 
 
+def add_kv_cache_dtype(command: Parser) -> None:
+    """Add --kv-cache-dtype."""
+    choices = get_args(CacheDtypeName)
+    help = "number format of the KV cache; auto: that of --dtype"
+    command.add_argument(
+        "--kv-cache-dtype", choices=choices, default="auto", metavar="DTYPE", help=f"{help} [{', '.join(choices)}]"
+    )
+
+
 def add_cluster(command: Parser) -> None:
     """Add the checkpoint and the number of ranks, as `plan` and `simulate` take them."""
     command.add_argument("model", type=Path, metavar="MODEL", help="checkpoint folder; weights are not needed")
@@ -138,6 +147,7 @@ def add_cluster(command: Parser) -> None:
         "--loads", type=Path, metavar="FILE", help="tokens of each expert: JSON, or the .jsonl of expert_load_file"
     )
     add_dtype(command, "number format of the weights and the KV cache; auto: the checkpoint's")
+    add_kv_cache_dtype(command)
     command.add_argument("--json", action="store_true", help="print JSON, with bytes and seconds as numbers")
 
 

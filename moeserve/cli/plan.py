@@ -65,6 +65,7 @@ def run(options: argparse.Namespace) -> None:
         num_ranks,
         None if options.dtype == "auto" else options.dtype,
         options.tp,
+        kv_cache_dtype=options.kv_cache_dtype,
         pp=options.pipeline_parallel_size,
         pipeline_layers=options.pipeline_layers,
         loads=options.loads,

@@ -55,6 +55,7 @@ def run(options: argparse.Namespace) -> None:
         traffic.choose_traffic(options.traffic),
         size_of(options),
         tp=options.tp,
+        kv_cache_dtype=options.kv_cache_dtype,
         pp=options.pipeline_parallel_size,
         pipeline_layers=options.pipeline_layers,
         dtype=None if options.dtype == "auto" else options.dtype,

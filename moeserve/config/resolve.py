@@ -9,6 +9,7 @@ from typing import Literal, cast
 from moeserve.config.environment import is_inside_ray
 from moeserve.config.settings import (
     DEFAULT_LOAD_WINDOW,
+    CacheDtypeName,
     CacheSettings,
     DispatcherName,
     DtypeName,
@@ -44,6 +45,7 @@ class CheckpointFacts:
     num_sparse_layers: int  # layers with experts
     num_experts: int  # of each of these layers
     has_mxfp4: bool = False  # its experts are stored in MXFP4
+    has_latent_attention: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +112,12 @@ def resolve(
         )
     executor = _choose_executor(parallel, machine.cores_of_nodes)
     _check_kv_store(cache)
+    has_float8_cache = is_float8_cache(cache.kv_cache_dtype, checkpoint.has_latent_attention)
+    if has_float8_cache and model.attention_backend not in ("auto", "triton"):
+        raise SettingsError(
+            f"attention_backend={model.attention_backend!r} cannot read the scales of "
+            f"kv_cache_dtype={cache.kv_cache_dtype!r}; use attention_backend='triton'"
+        )
     # Tokens are sampled on the last stage, and the first needs them: no step can be planned ahead of its tokens.
     plans_ahead = scheduler.async_scheduling and len(pipeline_layers) == 1
     return EngineConfig(
@@ -127,6 +135,7 @@ def resolve(
         max_model_len=model.max_model_len or checkpoint.max_position_embeddings,
         max_model_len_may_shrink=model.max_model_len is None,
         block_size=cache.block_size,
+        has_float8_cache=has_float8_cache,
         kv_cache_memory=None
         if cache.kv_cache_memory is None
         else parse_bytes("kv_cache_memory", cache.kv_cache_memory),
@@ -424,6 +433,20 @@ def _on_failure(parallel: ParallelSettings, executor: str) -> Literal["end", "re
     if parallel.on_failure != "auto":
         return parallel.on_failure
     return "restart" if executor == "ray" else "end"
+
+
+def is_float8_cache(kv_cache_dtype: CacheDtypeName, has_latent_attention: bool) -> bool:
+    """Return True if keys and values are stored as 8-bit floats.
+
+    Raises:
+        SettingsError: the model has latent attention, whose vectors are not.
+    """
+    if kv_cache_dtype != "auto" and has_latent_attention:
+        raise SettingsError(
+            f"kv_cache_dtype={kv_cache_dtype!r} does not support models with latent attention (MLA), whose cache is "
+            "small as it is; use kv_cache_dtype='auto'"
+        )
+    return kv_cache_dtype != "auto"
 
 
 def _check_kv_store(cache: CacheSettings) -> None:

@@ -11,6 +11,7 @@ import msgspec
 PositiveInt = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 DEFAULT_LOAD_WINDOW = 256  # steps
 DtypeName = Literal["float32", "bfloat16", "float16"]
+CacheDtypeName = Literal["auto", "fp8", "fp8_e4m3"]
 QuantizationName = Literal["int8", "int4", "fp8", "mxfp4"]
 DispatcherName = Literal["local", "allgather", "all_to_all", "shared_memory", "deepep"]
 AttentionName = Literal["triton", "flashinfer", "varlen"]  # attention kernels on a GPU
@@ -31,7 +32,8 @@ class ModelSettings:
     tokenizer: str | None = setting(None, "tokenizer folder; none: the checkpoint")
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float", "half"] = setting(
         "auto",
-        "number format of weights, activations and KV cache; auto: the checkpoint's; float and half: as in torch",
+        "number format of weights, activations and, with kv_cache_dtype=auto, the KV cache; auto: the checkpoint's; "
+        "float and half: as in torch",
     )
     quantization: QuantizationName | None = setting(
         None,
@@ -72,6 +74,11 @@ class CacheSettings:
     block_size: Annotated[int, msgspec.Meta(ge=1, le=4096)] = setting(16, "tokens per block of the KV cache")
     kv_cache_memory: int | str | None = setting(
         None, "size of the KV cache on each rank, as bytes or like 512MiB; none: measured by a profiling run"
+    )
+    kv_cache_dtype: CacheDtypeName = setting(
+        "auto",
+        "number format of the KV cache; fp8, fp8_e4m3: 8-bit floats (E4M3) with a scale for each token and head, in "
+        "about half the memory of bfloat16; auto: dtype",
     )
     enable_prefix_caching: bool = setting(
         True, "keep the blocks of finished requests, for prompts that begin with the same tokens"
@@ -281,6 +288,7 @@ class EngineConfig:
     max_model_len: int
     max_model_len_may_shrink: bool  # not given: a small KV cache lowers it
     block_size: int
+    has_float8_cache: bool  # keys and values are 8-bit floats; otherwise they have `dtype`
     kv_cache_memory: int | None  # bytes; None: a profiling run measures it
     num_cache_blocks: int | None  # if it is measured: the least after a change of the number of replicas
     enable_prefix_caching: bool

@@ -100,12 +100,20 @@ class Attention(nn.Module):
 
     @property
     def cache_bytes_per_token(self) -> int:
-        return 2 * self.num_kv_heads * self.config.head_dim * self.context.dtype.itemsize
+        size = self.config.head_dim
+        bytes_of_head = (
+            size + torch.bfloat16.itemsize if self.context.has_float8_cache else size * self.context.dtype.itemsize
+        )
+        return 2 * self.num_kv_heads * bytes_of_head
 
     def make_cache(self, num_blocks: int, block_size: int) -> KeyValueCache:
         shape = (num_blocks, self.num_kv_heads, block_size, self.config.head_dim)
-        keys, values = (torch.empty(shape, dtype=self.context.dtype, device=self.context.device) for _ in range(2))
-        return KeyValueCache(keys, values)
+        device = self.context.device
+        if self.context.has_float8_cache:
+            codes = (torch.empty(shape, dtype=torch.uint8, device=device) for _ in range(2))
+            scales = (torch.empty(shape[:-1], dtype=torch.bfloat16, device=device) for _ in range(2))
+            return KeyValueCache(*codes, *scales)
+        return KeyValueCache(*(torch.empty(shape, dtype=self.context.dtype, device=device) for _ in range(2)))
 
     def forward(self, hidden_TD: Tensor, rotation: Rotation, cache: KeyValueCache, step: StepInputs) -> Tensor:
         projected = self.query_key_value(hidden_TD).split(self.projected_sizes, dim=-1)

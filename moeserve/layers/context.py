@@ -23,6 +23,7 @@ class ModelContext:
     dtype: torch.dtype
     device: torch.device
     quantization: QuantizationName | None = None
+    has_float8_cache: bool = False  # of keys and values
     has_memory: bool = True  # False: parameters have shapes and dtypes only; see `allocate_parameters`
 
     @property

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moeserve.config.resolve import layers_of_stages
-from moeserve.config.settings import DtypeName
+from moeserve.config.settings import CacheDtypeName, DtypeName
 from moeserve.distributed.groups import unconnected
 from moeserve.distributed.mesh import Mesh
 from moeserve.errors import CheckpointError
@@ -66,7 +66,12 @@ class Inspection:
 
 
 def inspect(
-    folder: Path, dtype: DtypeName | None, *, num_stages: int = 1, pipeline_layers: Sequence[int] | None = None
+    folder: Path,
+    dtype: DtypeName | None,
+    *,
+    kv_cache_dtype: CacheDtypeName = "auto",
+    num_stages: int = 1,
+    pipeline_layers: Sequence[int] | None = None,
 ) -> Inspection:
     """Read config.json and the headers of the shards.
 
@@ -77,12 +82,12 @@ def inspect(
 
     Raises:
         CheckpointError: the config is wrong or not supported.
-        SettingsError: the layers cannot be divided so.
+        SettingsError: the layers cannot be divided so, or `kv_cache_dtype` does not support this model.
     """
     description = describe(folder)
     stored, problem = _stored(folder)
     dtype = dtype or description.dtype
-    summary = summarize(description, dtype)
+    summary = summarize(description, dtype, kv_cache_dtype=kv_cache_dtype)
     stage_layers = layers_of_stages(summary.num_layers, num_stages, pipeline_layers)
     moe = description.model.first_moe
     return Inspection(
@@ -107,7 +112,7 @@ def inspect(
         stored=stored,
         stored_problem=problem,
         free_bytes=free_memory(),
-        stages=_stages(description, dtype, stage_layers) if num_stages > 1 else (),
+        stages=_stages(description, dtype, kv_cache_dtype, stage_layers) if num_stages > 1 else (),
     )
 
 
@@ -147,12 +152,15 @@ def as_text(found: Inspection) -> str:
     return "\n".join(lines)
 
 
-def _stages(description: Description, dtype: DtypeName, stage_layers: Sequence[int]) -> tuple[StageSize, ...]:
+def _stages(
+    description: Description, dtype: DtypeName, kv_cache_dtype: CacheDtypeName, stage_layers: Sequence[int]
+) -> tuple[StageSize, ...]:
     mesh = Mesh(tp=1, dp=1, pp=len(stage_layers))
     ends = itertools.accumulate(stage_layers, initial=0)
     sizes = []
     for rank, (first, end) in enumerate(itertools.pairwise(ends)):
-        summary = summarize(description, dtype, unconnected(mesh, rank), stage=range(first, end))
+        groups, stage = unconnected(mesh, rank), range(first, end)
+        summary = summarize(description, dtype, groups, stage=stage, kv_cache_dtype=kv_cache_dtype)
         sizes.append(
             StageSize(
                 num_layers=end - first,

@@ -60,6 +60,10 @@ class ModelConfig:
         """Number of layers with experts."""
         return sum(isinstance(layer.feed_forward, MoEConfig) for layer in self.layers)
 
+    @property
+    def has_latent_attention(self) -> bool:
+        return any(isinstance(layer.attention, LatentAttentionConfig) for layer in self.layers)
+
     def of_stage(self, of_sparse_layers: Sequence[Item], stage: range) -> Sequence[Item]:
         """Return the items of a stage: `of_sparse_layers` has one for each layer of the model that has experts."""
         before, last = (

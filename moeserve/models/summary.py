@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from moeserve.config.settings import DtypeName, QuantizationName
+from moeserve.config.resolve import is_float8_cache
+from moeserve.config.settings import CacheDtypeName, DtypeName, QuantizationName
 from moeserve.distributed.groups import Groups, groups_of_one_rank
 from moeserve.expert_placement.placement import Placement
 from moeserve.layers.context import ModelContext
@@ -66,20 +67,29 @@ def summarize(
     groups: Groups | None = None,
     placements: Sequence[Placement] | None = None,
     stage: range | None = None,
+    kv_cache_dtype: CacheDtypeName = "auto",
 ) -> Summary:
     """Count a model's parameters part by part: all of them, or those of the rank whose groups are given.
 
     Args:
         placements: the placement of each sparse layer; None: each expert once, in order.
         stage: numbers of the layers of the rank; None: all layers.
+
+    Raises:
+        SettingsError: `kv_cache_dtype` does not support this model.
     """
     config = description.model
     groups = groups or groups_of_one_rank()
     if placements is None:
         placements = config.place_experts(groups.ep.world_size)
     stage = range(len(config.layers)) if stage is None else stage
+    meta = torch.device("meta")
     quantization: QuantizationName | None = "mxfp4" if description.keeps_mxfp4(dtype) else None
-    model = _build_without_memory(config, placements, groups, getattr(torch, dtype), stage, quantization)
+    has_float8_cache = is_float8_cache(kv_cache_dtype, config.has_latent_attention)
+    context = ModelContext(
+        select_kernels(meta), groups, getattr(torch, dtype), meta, quantization, has_float8_cache=has_float8_cache
+    )
+    model = _build_without_memory(config, placements, context, stage)
     counts = _Counts()
     rows_used = config.vocab_size if config.tie_word_embeddings else 1  # a tied output head uses all rows
     if model.embedding is not None:
@@ -139,16 +149,10 @@ def loading_memory(model: Decoder, *, fills_all_first: bool = False) -> LoadingM
 
 
 def _build_without_memory(
-    config: ModelConfig,
-    placements: Sequence[Placement],
-    groups: Groups,
-    dtype: torch.dtype,
-    stage: range,
-    quantization: QuantizationName | None,
+    config: ModelConfig, placements: Sequence[Placement], context: ModelContext, stage: range
 ) -> Decoder:
-    meta = torch.device("meta")
-    context = ModelContext(select_kernels(meta), groups, dtype, meta, quantization)
-    dispatchers = TorchDispatchers("local" if groups.ep.world_size == 1 else "all_to_all", groups.ep, context)
+    ep = context.groups.ep
+    dispatchers = TorchDispatchers("local" if ep.world_size == 1 else "all_to_all", ep, context)
     return Decoder(config, placements, dispatchers, context, stage)
 
 

@@ -371,19 +371,26 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class KeyValueCache:
-    """Keys and values of one layer in blocks, [num_blocks, G, block_size, H] each, in the model's dtype."""
+    """Keys and values of one layer in blocks, [num_blocks, G, block_size, H] each.
+
+    They are in the model's dtype, or codes in uint8 with a scale for each token and head; see `float8_rows.py`.
+    """
 
     keys: Tensor
     values: Tensor
+    key_scales: Tensor | None = None  # [num_blocks, G, block_size] bfloat16
+    value_scales: Tensor | None = None
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All that a block holds; the first dimension is the block."""
-        return self.keys, self.values
+        """All that a block holds; the first dimension is the block, the second the head."""
+        if self.key_scales is None or self.value_scales is None:
+            return self.keys, self.values
+        return self.keys, self.values, self.key_scales, self.value_scales
 
     def clear(self) -> None:
-        self.keys.zero_()
-        self.values.zero_()
+        for tensor in self.tensors:
+            tensor.zero_()
 
 
 class AttentionBackend(Protocol):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moeserve.config.resolve import layers_of_stages
-from moeserve.config.settings import DtypeName
+from moeserve.config.settings import CacheDtypeName, DtypeName
 from moeserve.distributed.groups import unconnected
 from moeserve.distributed.mesh import Mesh, share_of
 from moeserve.errors import SettingsError, shown
@@ -95,6 +95,7 @@ def find_layouts(
     dtype: DtypeName | None,
     tp: int | None = None,
     *,
+    kv_cache_dtype: CacheDtypeName = "auto",
     pp: int = 1,
     pipeline_layers: Sequence[int] | None = None,
     loads: Path | None = None,
@@ -109,7 +110,8 @@ def find_layouts(
         num_redundant: slots beyond one for each expert, over all ranks together.
 
     Raises:
-        SettingsError: an impossible number of ranks, tp, stages or slots, or loads of another model.
+        SettingsError: an impossible number of ranks, tp, stages or slots, loads of another model, or a KV cache that
+            the model does not support.
         CheckpointError: see `describe`.
     """
     if not 1 <= num_ranks <= MAX_RANKS:
@@ -142,6 +144,7 @@ def find_layouts(
                 description,
                 Mesh(tp=size, dp=num_expert_ranks // size, pp=pp),
                 dtype,
+                kv_cache_dtype,
                 placements,
                 stage_layers,
                 fullest_rank,
@@ -212,6 +215,7 @@ def _layout(
     description: Description,
     mesh: Mesh,
     dtype: DtypeName,
+    kv_cache_dtype: CacheDtypeName,
     placements: Sequence[Placement],
     stage_layers: Sequence[int],
     fullest_rank: float,
@@ -229,7 +233,7 @@ def _layout(
     stages = []
     for number, layers in enumerate(itertools.starmap(range, itertools.pairwise(ends))):
         groups = unconnected(mesh, mesh.group("ep", number * mesh.tp)[fullest])
-        summary = summarize(description, dtype, groups, placements, layers)
+        summary = summarize(description, dtype, groups, placements, layers, kv_cache_dtype)
         stages.append(
             Stage(
                 first_layer=layers.start,

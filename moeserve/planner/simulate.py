@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from moeserve.config.settings import DtypeName
+from moeserve.config.settings import CacheDtypeName, DtypeName
 from moeserve.errors import SettingsError
 from moeserve.expert_placement.placement import read_loads
 from moeserve.models.registry import describe
@@ -37,6 +37,7 @@ def simulate(
     pp: int = 1,
     pipeline_layers: Sequence[int] | None = None,
     dtype: DtypeName | None = None,
+    kv_cache_dtype: CacheDtypeName = "auto",
     loads: Path | None = None,
     assumptions: Assumptions,
     settings: SimulationSettings,
@@ -74,6 +75,7 @@ def simulate(
             num_ranks,
             dtype,
             tp,
+            kv_cache_dtype=kv_cache_dtype,
             pp=pp,
             pipeline_layers=pipeline_layers,
             num_redundant=experts.num_redundant_experts,

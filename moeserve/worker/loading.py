@@ -60,7 +60,12 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
         groups.ep.world_size, loads=config.expert_loads, num_redundant=config.num_redundant_experts
     )
     context = ModelContext(
-        _select_kernels(config, description, device), groups, dtype, device, quantization=config.quantization
+        _select_kernels(config, description, device),
+        groups,
+        dtype,
+        device,
+        quantization=config.quantization,
+        has_float8_cache=config.has_float8_cache,
     )
     dispatchers = _open_dispatchers(config, description, placements, context)
     stage = config.layers_of_stage(groups.mesh.coordinates(groups.rank).pp)
@@ -191,6 +196,7 @@ def _cache_facts(config: EngineConfig, model: Decoder) -> dict[str, str]:
         "version": str(STORED_BLOCKS_VERSION),
         "model": sampled_digest(files),
         "dtype": config.dtype,
+        "kv_cache_dtype": "fp8" if config.has_float8_cache else config.dtype,
         "quantization": str(config.quantization),
         "device": config.device,
         "kernels": model.context.kernels.instruction_set,

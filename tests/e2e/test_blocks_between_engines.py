@@ -45,12 +45,14 @@ def nixl_settings(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("backend", ["tcp", "nixl"])
-@pytest.mark.parametrize("name", ["mixtral-three-layers", "deepseek-v3-four-heads"])
+@pytest.mark.parametrize("name", ["mixtral-three-layers", "mixtral-three-layers, fp8", "deepseek-v3-four-heads"])
 @pytest.mark.parametrize("layouts", [("1", "1"), ("1", "tp 2"), ("tp 2", "1"), ("pp 2", "tp 2"), ("1", "pp 2")])
 def test_another_engine_continues(
     name: str, backend: str, layouts: tuple[str, str], reference_named: Callable[[str], Reference], tmp_path: Path
 ) -> None:
+    name, _, kv_cache_dtype = name.partition(", ")
     model, settings = reference_named(name).folder, nixl_settings(tmp_path) if backend == "nixl" else {}
+    settings |= {"kv_cache_dtype": kv_cache_dtype or "auto"}
     with engine(model, layouts[0], **settings) as prefill, engine(model, layouts[1], **settings) as decode:
         (expected,) = serve(prefill)
         assert expected.kv_blocks is None
@@ -322,9 +324,15 @@ def test_at_most_half_of_the_cache_is_kept(reference_named: Callable[[str], Refe
         serve(prefill)
 
 
-@pytest.mark.parametrize("other", [{"block_size": 32}, {"quantization": "int8"}, {"kv_transfer_key_file": "wrong key"}])
+@pytest.mark.parametrize(
+    "other",
+    [{"block_size": 32}, {"quantization": "int8"}, {"kv_cache_dtype": "fp8"}, {"kv_transfer_key_file": "wrong key"}],
+)
 def test_engines_that_do_not_match(
-    other: dict[str, Any], reference_named: Callable[[str], Reference], tmp_path: Path
+    other: dict[str, Any],
+    reference_named: Callable[[str], Reference],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = reference_named("mixtral").folder
     if "kv_transfer_key_file" in other:
@@ -335,6 +343,7 @@ def test_engines_that_do_not_match(
         (found,) = serve(decode, kv_source=compute_prompt(prefill), cache_salt="other")
         assert (found.token_ids, found.num_cached_tokens) == (expected.token_ids, 0)
         require_all_free(decode)
+    assert "kv_transfer_key_file" in other or f"{next(iter(other))} " in caplog.text
 
 
 def test_a_key_that_both_know(reference_named: Callable[[str], Reference], tmp_path: Path) -> None:

@@ -49,9 +49,9 @@ def engine(model: Path, **settings: Any) -> Iterator[LLM]:
         llm.shutdown()
 
 
-def cache_bytes(model: Path) -> int:
+def cache_bytes(model: Path, **settings: Any) -> int:
     """Return the size of a KV cache of NUM_BLOCKS blocks on one rank."""
-    with engine(model, kv_cache_memory="1GiB") as llm:
+    with engine(model, kv_cache_memory="1GiB", **settings) as llm:
         tensors = [tensor for cache in llm.core.executor.worker.runner.replay.caches for tensor in cache.tensors]
         return NUM_BLOCKS * sum(tensor[0].nbytes for tensor in tensors)
 
@@ -74,21 +74,23 @@ def run(llm: LLM, prompts: list[dict[str, list[int]]]) -> tuple[list[list[int]],
     return tokens, num_cached
 
 
-@pytest.mark.parametrize("name", ["mixtral", "deepseek-v3"])
+@pytest.mark.parametrize("name", ["mixtral", "mixtral, fp8", "deepseek-v3"])
 @pytest.mark.parametrize("store", ["memory", "file", "folder"])
 def test_the_same_tokens_with_less_computation(
     name: str, store: str, reference_named: Callable[[str], Reference], tmp_path: Path
 ) -> None:
+    name, _, kv_cache_dtype = name.partition(", ")
     model, prompts = reference_named(name).folder, prompts_that_return()
     of_store = {
         "memory": {"kv_host_memory": "16MiB"},
         "file": {"kv_host_memory": "16MiB", "kv_file": str(tmp_path)},
         "folder": {"kv_folder": str(tmp_path / "blocks")},
     }
-    kv_cache_memory = cache_bytes(model)
-    with engine(model, kv_cache_memory=kv_cache_memory) as llm:
+    settings: dict[str, Any] = {"kv_cache_dtype": kv_cache_dtype or "auto"}
+    settings["kv_cache_memory"] = cache_bytes(model, **settings)
+    with engine(model, **settings) as llm:
         expected, num_cached = run(llm, prompts)
-    with engine(model, kv_cache_memory=kv_cache_memory, **of_store[store]) as llm:
+    with engine(model, **settings, **of_store[store]) as llm:
         found, num_cached_or_loaded = run(llm, prompts)
         (stats,) = llm.core.replica_stats
     assert found == expected
@@ -129,8 +131,9 @@ def test_a_folder_outlives_the_engine_and_is_shared(
         assert run(second, [prompt]) == (expected, 7 * BLOCK)
     with engine(model, kv_folder=str(tmp_path)) as third:
         assert run(third, [prompt]) == (expected, 7 * BLOCK)
-    with engine(model, kv_folder=str(tmp_path), quantization="int8") as other:  # whose blocks have other contents
-        assert run(other, [prompt])[1] == 0
+    for other in ({"quantization": "int8"}, {"kv_cache_dtype": "fp8"}):  # whose blocks have other contents
+        with engine(model, kv_folder=str(tmp_path), **other) as fourth:
+            assert run(fourth, [prompt])[1] == 0
 
 
 def test_a_long_prefix_is_computed_once(reference_named: Callable[[str], Reference], tmp_path: Path) -> None:

@@ -130,6 +130,24 @@ def test_random_tokens_do_not_depend_on_the_kernels(
     assert drawn() == expected
 
 
+@pytest.mark.parametrize("name", ["mixtral", "gpt-oss"])
+def test_a_cache_of_8_bit_floats_has_the_tokens_of_the_cpu(
+    name: str, reference_named: Callable[[str], Reference], request: pytest.FixtureRequest
+) -> None:
+    reference = reference_named(name)
+    prompts = reference.prompts(*LENGTHS)
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+
+    def generated() -> list[list[int]]:
+        with started(reference, kv_cache_dtype="fp8") as llm:
+            return [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+
+    expected = generated()
+    request.getfixturevalue("gpu_kernels")
+    request.getfixturevalue("torch_conversions")
+    assert generated() == expected
+
+
 @pytest.fixture
 def flashinfer(gpu_kernels: None, monkeypatch: pytest.MonkeyPatch) -> attention_stand_ins.FlashInfer:
     """Install a stand-in for FlashInfer that supports float32 and any size, and select it."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moeserve.ops.float8_rows import decode_rows, encode_rows
 from moeserve.triton_kernels import latent_attention as latent
 from moeserve.triton_kernels import paged_attention as paged
 from moeserve.triton_kernels import paged_kernels
@@ -34,6 +35,7 @@ def attend(
     max_rows_per_chunk: int | None = None,
     max_context: int | None = None,
     splits_contexts: bool = True,
+    scales: tuple[Tensor, ...] = (),
 ) -> Tensor:
     step, shape = case.step, case.shape
     if max_rows_per_chunk is None:
@@ -54,6 +56,7 @@ def attend(
         case.key_cache,
         case.value_cache,
         *tables,
+        *scales,
         window=shape.window,
         sinks_N=case.sinks_N,
         **options,
@@ -113,6 +116,28 @@ def test_more_pieces_than_splits(shape: Shape, monkeypatch: pytest.MonkeyPatch) 
 def test_more_chunks_than_a_program_reads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paged_kernels, "CHUNKS_AT_ONCE", 8)
     check(make_case([(1, 3), (0, 9)] * 7 + [(2, 9), (1, 5), (3, 3)], Shape(2, 1, 16)))
+
+
+@pytest.mark.parametrize("splits_contexts", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("shape", [PAGED, WINDOW, Shape(7, 1, 80)], ids=["paged", "window", "odd size"])
+def test_8_bit_floats_have_the_bytes_of_a_cache_of_their_numbers(
+    shape: Shape, dtype: torch.dtype, splits_contexts: bool
+) -> None:
+    case = make_case([(1, 300), (9, 140), (1, 20)], shape, dtype=dtype)
+    tensors = [encode_rows(cache) for cache in (case.key_cache, case.value_cache)]
+    (keys, key_scales), (values, value_scales) = tensors  # NaN where no row may read
+    plain = [decode_rows(*tensor, dtype) for tensor in tensors]
+    expected = attend(
+        dataclasses.replace(case, key_cache=plain[0], value_cache=plain[1]), splits_contexts=splits_contexts
+    )
+    actual = attend(
+        dataclasses.replace(case, key_cache=keys, value_cache=values),
+        splits_contexts=splits_contexts,
+        scales=(key_scales, value_scales),
+    )
+    assert actual.isfinite().all()
+    assert same_bytes(actual, expected)
 
 
 def test_large_scores_stay_finite() -> None:

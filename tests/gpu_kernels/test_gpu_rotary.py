@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moeserve.ops.float8_rows import encode_rows
 from moeserve.ops.interfaces import Rotation
 from moeserve.ops.torch.elementwise import apply_rope
 from moeserve.triton_kernels.rotary import rotary, rotary_with_cache_write
@@ -93,3 +94,32 @@ def test_rotation_with_cache_write(seed: int) -> None:
     assert_close(key_cache, expected_keys)
     assert torch.equal(value_cache, expected_values)
     assert torch.equal(fused[:, num_heads * head_size :], before[:, num_heads * head_size :])
+
+
+@pytest.mark.usefixtures("torch_conversions")
+@pytest.mark.parametrize(("head_size", "num_pairs"), [(20, 10), (24, 8), (64, 32)])
+@pytest.mark.parametrize("is_interleaved", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_cache_of_8_bit_floats_gets_the_references_bytes(
+    head_size: int, num_pairs: int, is_interleaved: bool, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(head_size)
+    query, key, value = torch.randn(3, 7, 3, head_size, generator=generator)
+    key *= torch.exp(2 * torch.randn(key.shape, generator=generator))
+    key[1], value[2] = 0, 1e-6
+    key[3, 1, -1], key[3, 2, 0], value[4, 0, 5] = float("nan"), float("inf"), float("-inf")
+    query, key, value = (heads.to(dtype) for heads in (query, key, value))
+    slots = torch.tensor([3, 9, 4, 0, 15, -1, 8])
+    inputs = query, key, value, *angles(7, num_pairs, generator), is_interleaved
+    plain = torch.zeros(2, 4, 3, 4, head_size, dtype=dtype)
+    rotary_with_cache_write(*(each.clone() if isinstance(each, Tensor) else each for each in inputs), *plain, slots)
+
+    codes, scales = torch.zeros(plain.shape, dtype=torch.uint8), torch.zeros(plain.shape[:-1], dtype=torch.bfloat16)
+    rotary_with_cache_write(*inputs, *codes, slots, *scales)
+    expected_codes, expected_scales = encode_rows(plain)
+    is_written = torch.zeros(16, dtype=torch.bool).scatter_(0, slots[slots >= 0], True).view(4, 4)[:, None]
+    is_written = is_written.expand(2, 4, 3, 4)
+    assert torch.equal(codes[is_written], expected_codes[is_written])
+    torch.testing.assert_close(scales[is_written], expected_scales[is_written], rtol=0, atol=0, equal_nan=True)
+    assert int(scales.isnan().sum()) == 3
+    assert not codes[~is_written].any()

@@ -31,6 +31,7 @@ class Shape:
     has_sinks: bool = False
     extra_size: int | None = None  # rotary part of latent attention
     cache_block: int = 16
+    has_float8_cache: bool = False
 
     @property
     def group(self) -> int:
@@ -43,6 +44,9 @@ class Shape:
 
 SHAPES = {
     "Mixtral": Shape(32, 8, 128),
+    "Mixtral, cache of 8-bit floats": Shape(32, 8, 128, has_float8_cache=True),
+    "gpt-oss, cache of 8-bit floats": Shape(64, 8, 64, window=128, has_sinks=True, has_float8_cache=True),
+    "heads of 256, cache of 8-bit floats": Shape(16, 8, 256, has_float8_cache=True),
     "gpt-oss": Shape(64, 8, 64, window=128, has_sinks=True),
     "heads of 256": Shape(16, 8, 256, window=4096, cache_block=48),
     "DeepSeek-V2-Lite": Shape(16, 1, 512, extra_size=64),
@@ -64,8 +68,9 @@ def configs(shape: Shape, element_size: int = 2) -> tuple[Any, Any, Any]:
         split = chosen.split_config(shape.num_heads, shape.value_size, element_size)
         return chosen.tile_config(shape.value_size, element_size), split, chosen.choose_splits(shape.num_heads)
     chosen = paged_attention
-    split = chosen.split_config(shape.group, shape.value_size, element_size)
-    return chosen.tile_config(shape.value_size, element_size), split, chosen.choose_splits(shape.num_kv_heads)
+    split = chosen.split_config(shape.group, shape.value_size, element_size, shape.has_float8_cache)
+    tile = chosen.tile_config(shape.value_size, element_size, shape.has_float8_cache)
+    return tile, split, chosen.choose_splits(shape.num_kv_heads)
 
 
 def compile_kernel(kernel: Any, shape: Shape, constexprs: dict[str, Any], options: dict[str, Any], dtype: str) -> Any:
@@ -82,8 +87,16 @@ def compile_kernel(kernel: Any, shape: Shape, constexprs: dict[str, Any], option
     for name in kernel.arg_names:
         if name in constexprs:
             continue
-        if (name == "value_cache_ptr" and shape.is_latent) or (name == "sinks_ptr" and not shape.has_sinks):
+        is_none = {
+            "value_cache_ptr": shape.is_latent,
+            "sinks_ptr": not shape.has_sinks,
+            "key_scales_ptr": not shape.has_float8_cache,
+            "value_scales_ptr": not shape.has_float8_cache,
+        }
+        if is_none.get(name, False):
             constexprs[name] = None
+        elif name in ("key_cache_ptr", "value_cache_ptr") and shape.has_float8_cache:
+            signature[name] = "*u8"
         elif name.endswith("_ptr"):
             signature[name] = pointers.get(name, f"*{dtype}")
         else:
@@ -138,7 +151,7 @@ def test_production_shapes_copy_asynchronously_and_use_wgmma_for_many_rows(name:
 )
 def test_small_models_and_float32_fit(name: str, dtype: str, kind: str) -> None:
     code = compiled(kind, (SHAPES | SMALL_SHAPES)[name], dtype)
-    assert dtype == "bf16" or "mma" not in code.ptx, "tensor cores have no float32"
+    assert dtype == "bf16" or "mma." not in code.ptx, "tensor cores have no float32"
 
 
 @pytest.mark.parametrize("name", ["gpt-oss", "DeepSeek-V3"])

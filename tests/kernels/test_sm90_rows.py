@@ -140,20 +140,26 @@ def test_rotary(head_size: int, num_pairs: int, is_interleaved: bool, is_in_plac
     )
 
 
+@pytest.mark.parametrize("has_float8_cache", [False, True])
 @pytest.mark.parametrize(
     ("head_size", "num_pairs", "is_interleaved", "pointer"),
     [(128, 64, False, "*bf16"), (128, 32, True, "*bf16"), (16, 8, False, "*fp32")],
 )
-def test_rotary_with_cache_write(head_size: int, num_pairs: int, is_interleaved: bool, pointer: str) -> None:
+def test_rotary_with_cache_write(
+    head_size: int, num_pairs: int, is_interleaved: bool, pointer: str, has_float8_cache: bool
+) -> None:
     from moeserve.triton_kernels.rotary import launch_sizes, rotary_with_cache_write_kernel
 
     sizes = launch_sizes(num_pairs, head_size)
     options = {"num_warps": sizes.pop("num_warps")}
-    types = {f"{name}_ptr": pointer for name in ("query", "key", "value", "key_cache", "value_cache")}
+    types = {f"{name}_ptr": pointer for name in ("query", "key", "value")}
+    caches, scales = ["key_cache_ptr", "value_cache_ptr"], ["key_scales_ptr", "value_scales_ptr"]
+    types |= dict.fromkeys(caches, "*u8" if has_float8_cache else pointer)
+    types |= dict.fromkeys(scales, "*bf16") if has_float8_cache else {}
     compiled(
         rotary_with_cache_write_kernel,
         types | dict(cosines_ptr="*fp32", sines_ptr="*fp32", slots_ptr="*i64"),
-        dict(IS_INTERLEAVED=is_interleaved, **sizes),
+        dict(IS_INTERLEAVED=is_interleaved, **sizes, **({} if has_float8_cache else dict.fromkeys(scales))),
         options,
         not_divisible=["num_heads", "num_kv_heads"],
     )

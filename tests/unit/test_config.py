@@ -277,6 +277,20 @@ def test_names_and_values_of_vllm_are_translated(option: str, value: object, our
     assert {name: getattr(config, name) for name in ours} == ours
 
 
+def test_kv_cache_dtype() -> None:
+    assert not decide(kv_cache_dtype="auto").has_float8_cache
+    assert decide(kv_cache_dtype="fp8").has_float8_cache
+    assert decide(kv_cache_dtype="fp8_e4m3").has_float8_cache
+    assert_refused("'fp8_e5m2'", "'fp8_e4m3'", kv_cache_dtype="fp8_e5m2")
+    assert_refused(
+        "attention_backend='varlen'", "kv_cache_dtype='fp8'", kv_cache_dtype="fp8", attention_backend="varlen", **ON_GPU
+    )
+    latent = dataclasses.replace(FACTS, has_latent_attention=True)
+    assert not decide(latent).has_float8_cache
+    with pytest.raises(SettingsError, match=r"kv_cache_dtype='fp8' .* latent attention"):
+        decide(latent, kv_cache_dtype="fp8")
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [

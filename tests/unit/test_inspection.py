@@ -13,6 +13,7 @@ from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 from moeserve import cli
 from moeserve.distributed.groups import groups_of_one_rank
+from moeserve.errors import SettingsError
 from moeserve.layers.context import ModelContext
 from moeserve.models.decoder import Decoder
 from moeserve.models.inspection import inspect
@@ -21,6 +22,7 @@ from moeserve.models.weight_mapping import destinations
 from moeserve.moe.dispatch.factory import TorchDispatchers
 from moeserve.moe.layer import MoEConfig
 from moeserve.ops.select import select_kernels
+from moeserve.planner.layout import find_layouts
 
 PUBLISHED: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "published_configs.json").read_text())
 DEEPSEEK_V3 = PUBLISHED["DeepSeek-V3"]
@@ -75,6 +77,18 @@ def test_published_figures(name: str, tmp_path: Path) -> None:
     assert found.cache_bytes_per_token == 2 * figures.cached
     assert found.stored is None
     assert found.weight_bytes == sum(part.num_bytes for part in found.parts)
+
+
+def test_the_kv_cache_in_8_bits(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, PUBLISHED["Qwen3-30B-A3B"])
+    plain = inspect(folder, None).cache_bytes_per_token
+    found = inspect(folder, None, kv_cache_dtype="fp8", num_stages=2)
+    assert found.cache_bytes_per_token == plain * (128 + 2) // 256
+    assert sum(stage.cache_bytes_per_token for stage in found.stages) == found.cache_bytes_per_token
+    (layout,) = find_layouts(folder, 2, None, 2, kv_cache_dtype="fp8").layouts
+    assert layout.cache_bytes_per_token == found.cache_bytes_per_token // 2
+    with pytest.raises(SettingsError, match="latent attention"):
+        inspect(folder_of(tmp_path, PUBLISHED["DeepSeek-V3"]), None, kv_cache_dtype="fp8")
 
 
 LATENT = "q_a_proj q_a_layernorm q_b_proj kv_a_proj_with_mqa kv_a_layernorm kv_b_proj o_proj"

@@ -48,6 +48,16 @@ MOESERVE_INLINE typename Vector<W>::UInt load_halves(const void* source) {
   return lanes;
 }
 
+// Load 2 * W unsigned bytes as 16-bit integers.
+template <int W>
+MOESERVE_INLINE typename Vector<W>::Halves load_bytes_as_halves(const void* source) {
+  double bytes;
+  std::memcpy(&bytes, source, sizeof(bytes));
+  typename Vector<W>::Halves lanes;
+  asm("uxtl %0.8h, %1.8b" : "=w"(lanes) : "w"(bytes));
+  return lanes;
+}
+
 // Load W lanes from rows[0] + offset.
 template <int W>
 MOESERVE_INLINE Float<W> load_segments(const char* const* rows, int64_t offset) {

@@ -49,6 +49,15 @@ MOESERVE_INLINE typename Vector<W>::UInt look_up(const ByteTable& table, const t
   return values;
 }
 
+// Load 2 * W unsigned bytes as 16-bit integers.
+template <int W>
+MOESERVE_INLINE typename Vector<W>::Halves load_bytes_as_halves(const void* source) {
+  typedef uint8_t Bytes __attribute__((vector_size(2 * W), aligned(1), may_alias));
+  typename Vector<W>::Halves lanes;
+  asm("vpmovzxbw %1, %0" : "=v"(lanes) : "m"(*static_cast<const Bytes*>(source)));
+  return lanes;
+}
+
 typedef float Segment __attribute__((vector_size(16), aligned(1), may_alias));
 
 MOESERVE_INLINE const Segment& segment_at(const char* address) { return *reinterpret_cast<const Segment*>(address); }

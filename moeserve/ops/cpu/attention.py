@@ -31,7 +31,10 @@ class CpuAttention:
         self._apply_rope = RowKernels(native).apply_rope
 
     def write(self, key_TGH: Tensor, value_TGH: Tensor, cache: KeyValueCache, step: StepInputs) -> None:
-        self._native.write_cache(key_TGH, value_TGH, cache.keys, cache.values, step.cache_slots)
+        if cache.key_scales is not None and key_TGH.dtype not in NATIVE_DTYPES:
+            return self._reference.write(key_TGH, value_TGH, cache, step)
+        caches = cache.keys, cache.values, step.cache_slots, cache.key_scales, cache.value_scales
+        self._native.write_cache(key_TGH, value_TGH, *caches)
 
     def rotate_and_write(
         self,
@@ -61,6 +64,8 @@ class CpuAttention:
             window=reference.window,
             sinks=sinks_N,
             whole_group_size=self._whole_group_size,
+            key_scales=cache.key_scales,
+            value_scales=cache.value_scales,
         )
         return out_TNH
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moeserve.ops.float8_rows import decode_rows, encode_rows
 from moeserve.ops.interfaces import AttentionShape, KeyValueCache, Rotation
 from moeserve.ops.torch.dense_attention import attend_causally, attend_in_float32
 from moeserve.ops.torch.elementwise import apply_rope
@@ -26,8 +27,12 @@ class TorchAttention:
         slots = step.cache_slots[kept]
         block_size = cache.keys.shape[2]
         blocks, offsets = slots // block_size, slots % block_size
-        cache.keys[blocks, :, offsets] = key_TGH[kept]
-        cache.values[blocks, :, offsets] = value_TGH[kept]
+        if cache.key_scales is None or cache.value_scales is None:
+            cache.keys[blocks, :, offsets] = key_TGH[kept]
+            cache.values[blocks, :, offsets] = value_TGH[kept]
+            return
+        cache.keys[blocks, :, offsets], cache.key_scales[blocks, :, offsets] = encode_rows(key_TGH[kept])
+        cache.values[blocks, :, offsets], cache.value_scales[blocks, :, offsets] = encode_rows(value_TGH[kept])
 
     def rotate_and_write(
         self,
@@ -67,10 +72,12 @@ class TorchAttention:
         first_block = first // block_size
         block_ids_B = block_ids[first_block : -(-span.context_len // block_size)]
         positions = slice(first - first_block * block_size, span.context_len - first_block * block_size)
-        key_GCH, value_GCH = (
-            part[block_ids_B].transpose(0, 1).flatten(1, 2)[:, positions] for part in (cache.keys, cache.values)
+        key_GCH, value_GCH, *scales_GC = (
+            part[block_ids_B].transpose(0, 1).flatten(1, 2)[:, positions] for part in cache.tensors
         )
-
+        if scales_GC:
+            key_GCH = decode_rows(key_GCH, scales_GC[0], query_RNH.dtype)
+            value_GCH = decode_rows(value_GCH, scales_GC[1], query_RNH.dtype)
         return attend_causally(query_RNH, key_GCH, value_GCH, scale=self.scale, window=self.window, sinks_N=sinks_N)
 
 

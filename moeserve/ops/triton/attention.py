@@ -35,7 +35,8 @@ class TritonAttention:
     ) -> Tensor:
         angles = rotation.cosines, rotation.sines, rotation.is_interleaved
         caches = cache.keys, cache.values, step.cache_slots
-        return rotary_with_cache_write(query_TNH, key_TGH, value_TGH, *angles, *caches)
+        scales = cache.key_scales, cache.value_scales
+        return rotary_with_cache_write(query_TNH, key_TGH, value_TGH, *angles, *caches, *scales)
 
     def attend(
         self, query_TNH: Tensor, cache: KeyValueCache, step: StepInputs, sinks_N: Tensor | None = None
@@ -47,6 +48,8 @@ class TritonAttention:
             step.block_table,
             step.row_starts,
             step.context_lens,
+            cache.key_scales,
+            cache.value_scales,
             scale=self._shape.scale,
             window=self._shape.window,
             sinks_N=sinks_N,
