@@ -35,7 +35,7 @@ QUOTED = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 EXTERNAL = {
     *("CUDA_VISIBLE_DEVICES", "PIP_EXTRA_INDEX_URL", "RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT", "OMPProcessManager"),
     *("maxItems", "maxLength", "oneOf", "uniqueItems", "unevaluatedProperties"),  # keywords of JSON schemas
-    *("n_batch", "n_ubatch", "script.py", "sitecustomize.py", "llama.cpp", "ik_llama.cpp"),
+    *("RAY_worker_niceness", "n_batch", "n_ubatch", "script.py", "sitecustomize.py", "llama.cpp", "ik_llama.cpp"),
 }
 EXTERNAL_FLAGS = {
     *("--extra-index-url", "--local-dir", "--min-nodes", "--no-deps", "--no-index", "--only-binary", "--python-version")
