@@ -1,9 +1,8 @@
-"""Stand-ins on the CPU for the package flashinfer and for torch's varlen attention, by their published contracts.
+"""A stand-in on the CPU for the package flashinfer, by its published contract.
 
 Signatures, shapes, dtypes and errors are those of https://github.com/flashinfer-ai/flashinfer (the modules decode, xqa,
-jit.xqa and prefill of 0.6 and 0.7), of torch.nn.attention.varlen of torch 2.13, and of both versions of FlashAttention.
-Undefined behaviour is made harmful: masked positions of a block are multiplied by zero, so that NaN there spoils the
-result, and rows without a position are NaN.
+jit.xqa and prefill of 0.6 and 0.7). Undefined behaviour is made harmful: masked positions of a block are multiplied by
+zero, so that NaN there spoils the result, and rows without a position are NaN.
 """
 
 from __future__ import annotations
@@ -231,66 +230,6 @@ class PrefillWrapper:
                 need(length >= rows.stop - rows.start, "rows before the first position")
                 context = pages(keys, ids), pages(values, ids)
                 out[rows] = attend(q[rows], *context, length, scale=plan["scale"], window_left=plan["window_left"])
-        return out
-
-
-class Varlen:
-    """Torch's function with version 2 or 3 of FlashAttention."""
-
-    def __init__(self, implementation: str) -> None:
-        self.implementation = implementation
-
-    def varlen_attn_out(
-        self,
-        out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cu_seq_q: Tensor,
-        cu_seq_k: Tensor | None,
-        max_q: int,
-        max_k: int,
-        *,
-        scale: float | None = None,
-        window_size: tuple[int, int] = (-1, -1),
-        enable_gqa: bool = False,
-        seqused_k: Tensor | None = None,
-        block_table: Tensor | None = None,
-    ) -> Tensor:
-        need(block_table is not None and seqused_k is not None, "block_table requires seqused_k")
-        assert block_table is not None
-        assert seqused_k is not None
-        batch, page_size = len(block_table), key.shape[1]
-        if self.implementation == "FA2":
-            need(page_size % 256 == 0, "Paged KV cache block size must be divisible by 256")
-            need(cu_seq_k is not None, "cumulative_sequence_length_q and _k must be both set or both not set")
-            assert cu_seq_k is not None
-            need(cu_seq_k.shape == (batch + 1,) and cu_seq_k.dtype == torch.int32, "cu_seq_k is [N + 1] int32")
-        else:
-            need(cu_seq_k is None, "If cu_seqlens_k is passed in, then page table is not supported")
-        for each in (out, query, key, value):
-            need(each.dtype in (torch.float16, torch.bfloat16), "FlashAttention only supports fp16 and bf16")
-            need(each.dtype == query.dtype, "query and key must have the same dtype")
-            need(each.stride(-1) == 1, "Input tensor must have contiguous last dimension")
-        need(key.shape == value.shape and key.dim() == 4, "a cache is [pages, page_size, heads, head_dim]")
-        need(query.shape[2] % 8 == 0 and query.shape[2] <= 256, "head dimensions are multiples of 8, at most 256")
-        need(enable_gqa or query.shape[1] == key.shape[2], "Try setting enable_gqa=True for GQA")
-        need(block_table.dtype == torch.int32 and block_table.stride(-1) == 1, "block_table is int32")
-        need(seqused_k.dtype == torch.int32 and seqused_k.shape == (batch,), "seqused_k is [N] int32")
-        need(cu_seq_q.dtype == torch.int32 and cu_seq_q.shape == (batch + 1,), "cu_seq_q is [N + 1] int32")
-        need(max_k == block_table.shape[1] * page_size, "max_k is the capacity of the block_table")
-        need(window_size[1] == 0, "this stand-in is for causal attention")
-        need(scale is not None, "this stand-in needs the scale")
-        assert scale is not None
-        starts = cu_seq_q.tolist()
-        out.fill_(torch.nan)
-        for request, length in enumerate(seqused_k.tolist()):
-            rows = slice(starts[request], starts[request + 1])
-            need(rows.stop - rows.start <= max_q, f"{rows} has more than max_q={max_q} rows")
-            if rows.start < rows.stop and length:
-                ids = block_table[request, : -(-length // page_size)]
-                context = (pages(cache.transpose(1, 2), ids) for cache in (key, value))
-                out[rows] = attend(query[rows], *context, length, scale=scale, window_left=window_size[0])
         return out
 
 

@@ -438,7 +438,7 @@ def padding_step(step: StepInputs) -> StepInputs:
         cache_slots=torch.full_like(step.cache_slots, -1),
         context_lens=torch.zeros_like(step.context_lens),
         block_table=torch.zeros_like(step.block_table),
-        spans=tuple(dataclasses.replace(span, context_len=0) for span in step.spans),
+        spans=tuple(span._replace(context_len=0) for span in step.spans),
     )
 
 

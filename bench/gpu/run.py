@@ -40,11 +40,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = [part.name for part in PARTS]
     parser = make_parser("gpu.run", "Check and measure everything that needs a GPU.", rounds=None, threads=False)
     parser.add_argument("--only", choices=names, help="run one part (default: all)")
-    parser.add_argument("--seconds", type=at_least(30), default=480, help="time for all parts together")
+    parser.add_argument("--seconds", type=at_least(30), help="time for all parts together (default: 480, or 3600)")
     parser.add_argument("--seed", type=at_least(0), help="seed of random inputs (default: a new one)")
     parser.add_argument("--commit", help="the commit of an installed wheel (default: that of this checkout)")
     parser.add_argument("--rehearse", action="store_true", help="run small sizes on a CPU in Triton's interpreter")
     options = parser.parse_args(arguments)
+    options.seconds = options.seconds or (3600 if options.rehearse else 480)
     if reason := why_not(needs_gpu=not options.rehearse):
         print(f"error: {reason}", file=sys.stderr)
         return 1

@@ -14,7 +14,7 @@ DtypeName = Literal["float32", "bfloat16", "float16"]
 CacheDtypeName = Literal["auto", "fp8", "fp8_e4m3"]
 QuantizationName = Literal["int8", "int4", "fp8", "mxfp4"]
 DispatcherName = Literal["local", "allgather", "all_to_all", "shared_memory", "deepep"]
-AttentionName = Literal["triton", "flashinfer", "varlen"]  # attention kernels on a GPU
+AttentionName = Literal["triton", "flashinfer"]  # attention kernels on a GPU
 
 
 def setting(default: Any, help: str) -> Any:
@@ -45,7 +45,7 @@ class ModelSettings:
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "device of all tensors; auto: cpu")
     attention_backend: Literal["auto", AttentionName] = setting(
         "auto",
-        "attention kernels on a GPU; triton: moeserve's own; flashinfer, varlen (torch): that library for the steps "
+        "attention kernels on a GPU; triton: moeserve's own; flashinfer: that library for the steps "
         "that it supports, triton for others; auto: triton",
     )
     batch_invariant: bool = setting(

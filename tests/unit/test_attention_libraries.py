@@ -22,11 +22,9 @@ from moeserve.errors import SettingsError
 from moeserve.ops import select
 from moeserve.ops.interfaces import AttentionBackend, AttentionShape, Kernels, KeyValueCache
 from moeserve.ops.libraries import flashinfer as flashinfer_attention
-from moeserve.ops.libraries import varlen as varlen_attention
 from moeserve.ops.libraries.attention import LibraryAttention, LibraryChoice, open_library
 from moeserve.ops.libraries.flashinfer import open_flashinfer
-from moeserve.ops.libraries.interface import AttentionLibrary, AttentionProblem, LibraryUnusable, StepKind
-from moeserve.ops.libraries.varlen import Varlen
+from moeserve.ops.libraries.interface import AttentionProblem, LibraryUnusable, StepKind
 from moeserve.ops.select import select_kernels
 from moeserve.ops.torch.attention import TorchAttention
 from moeserve.ops.torch.table import TORCH_KERNELS
@@ -56,10 +54,6 @@ def flashinfer(monkeypatch: pytest.MonkeyPatch) -> attention_stand_ins.FlashInfe
     attention_stand_ins.install(monkeypatch, package)
     monkeypatch.setattr(flashinfer_attention, "DECODE_WORKSPACE", attention_stand_ins.SEMAPHORES + 8192)
     return package
-
-
-def varlen(implementation: Any) -> Varlen:
-    return Varlen(attention_stand_ins.Varlen(implementation).varlen_attn_out, implementation)
 
 
 def case_of(problem: AttentionProblem, chunks: Chunks, seed: int = 0) -> Case:
@@ -126,24 +120,9 @@ def test_chunks_by_flashinfer(seed: int, flashinfer: attention_stand_ins.FlashIn
         check(case_of(problem, drawn_chunks(draw, is_decode=False), seed + again), attend)
 
 
-@pytest.mark.parametrize("implementation", ["FA2", "FA3"])
-@pytest.mark.parametrize("seed", range(3))
-def test_steps_of_any_kind_by_varlen(seed: int, implementation: str) -> None:
-    draw = random.Random(seed)
-    block_sizes = [256, 512] if implementation == "FA2" else [1, 7, 16, 256]
-    problem = drawn_problem(draw, block_sizes=block_sizes, head_sizes=[8, 64, 136])
-    library = varlen(implementation)
-    kinds: list[tuple[StepKind, bool]] = [("decode", True), ("chunks", False)]
-    for kind, is_decode in kinds:
-        assert library.why_unavailable(problem, kind) is None
-        check(case_of(problem, drawn_chunks(draw, is_decode=is_decode), seed), library.make_attend(problem, kind))
-
-
-@pytest.mark.parametrize("name", ["flashinfer", "FA3"])
-def test_padding_changes_no_other_row(name: str, flashinfer: attention_stand_ins.FlashInfer) -> None:
+def test_padding_changes_no_other_row(flashinfer: attention_stand_ins.FlashInfer) -> None:
     """Graphs are padded with rows in chunks of their own, whose contexts are empty."""
-    library: AttentionLibrary = open_flashinfer(CPU) if name == "flashinfer" else varlen(name)
-    attend = library.make_attend(PROBLEM, "decode")
+    attend = open_flashinfer(CPU).make_attend(PROBLEM, "decode")
     case = case_of(PROBLEM, [(1, 20), (1, 300), (1, 5)])
     expected = attended(case, attend)
     step = case.step
@@ -171,49 +150,20 @@ def test_a_step_is_planned_once_for_all_layers_of_a_shape(flashinfer: attention_
     assert (flashinfer.num_plans, flashinfer.num_runs) == (2 * 3, 4 * 3)
 
 
-@pytest.mark.parametrize("implementation", ["FA2", "FA3"])
-def test_torch_accepts_the_arguments_of_varlen(implementation: Any) -> None:
-    """Torch's own function on the meta device checks arguments, types and shapes."""
-    try:
-        real = open_library("varlen", CPU)
-    except LibraryUnusable as error:
-        pytest.skip(str(error))
-    assert isinstance(real, Varlen)
-    library = Varlen(real._varlen_attn_out, implementation)
-    for kind, chunks in (("decode", [(1, 20), (1, 5)]), ("chunks", [(3, 20), (5, 5)])):
-        case = case_of(PROBLEM, chunks)
-        step = dataclasses.replace(
-            case.step,
-            row_starts=case.step.row_starts.to("meta"),
-            context_lens=case.step.context_lens.to("meta"),
-            block_table=case.step.block_table.to("meta"),
-        )
-        query, keys, values = (each.to("meta") for each in (case.query_TNH, case.key_cache, case.value_cache))
-        given = library.make_attend(PROBLEM, cast(StepKind, kind))(query, KeyValueCache(keys, values), step)
-        assert (given.shape, given.dtype) == (query.shape, query.dtype)
-
-
 @pytest.mark.parametrize(
-    ("name", "kind", "facts", "value"),
+    ("kind", "facts", "value"),
     [
-        ("flashinfer", "decode", dict(dtype=torch.float32), "torch.float32"),
-        ("flashinfer", "chunks", dict(dtype=torch.float32), "torch.float32"),
-        ("flashinfer", "decode", dict(block_size=8), "not 8"),
-        ("flashinfer", "decode", dict(head_size=72), "not 72"),
-        ("flashinfer", "decode", dict(head_size=272), "not 272"),
-        ("flashinfer", "chunks", dict(head_size=80), "not 80"),
-        ("flashinfer", "chunks", dict(has_sinks=True), "no sinks"),
-        ("FA3", "decode", dict(dtype=torch.float32), "torch.float32"),
-        ("FA3", "decode", dict(has_sinks=True), "no sinks"),
-        ("FA3", "decode", dict(head_size=20), "not 20"),
-        ("FA2", "decode", dict(block_size=16), "not 16"),
+        ("decode", dict(dtype=torch.float32), "torch.float32"),
+        ("chunks", dict(dtype=torch.float32), "torch.float32"),
+        ("decode", dict(block_size=8), "not 8"),
+        ("decode", dict(head_size=72), "not 72"),
+        ("decode", dict(head_size=272), "not 272"),
+        ("chunks", dict(head_size=80), "not 80"),
+        ("chunks", dict(has_sinks=True), "no sinks"),
     ],
 )
-def test_limits(
-    name: str, kind: StepKind, facts: dict[str, Any], value: str, flashinfer: attention_stand_ins.FlashInfer
-) -> None:
-    library: AttentionLibrary = open_flashinfer(CPU) if name == "flashinfer" else varlen(name)
-    assert value in str(library.why_unavailable(changed(**facts), kind))
+def test_limits(kind: StepKind, facts: dict[str, Any], value: str, flashinfer: attention_stand_ins.FlashInfer) -> None:
+    assert value in str(open_flashinfer(CPU).why_unavailable(changed(**facts), kind))
 
 
 def test_a_package_without_a_function_or_an_argument_of_it(
@@ -238,50 +188,10 @@ def test_a_package_without_a_function_or_an_argument_of_it(
         open_library("flashinfer", CPU)
 
 
-@pytest.mark.parametrize("name", ["flashinfer", "varlen"])
-def test_an_unsupported_gpu(
-    name: str, monkeypatch: pytest.MonkeyPatch, flashinfer: attention_stand_ins.FlashInfer
-) -> None:
+def test_an_unsupported_gpu(monkeypatch: pytest.MonkeyPatch, flashinfer: attention_stand_ins.FlashInfer) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     with pytest.raises(LibraryUnusable, match=r"not made for GPUs of capability 7.5"):
-        open_library(name, torch.device("cuda", 0))
-
-
-@pytest.mark.parametrize(
-    ("capability", "is_installed", "active", "implementation", "activated"),
-    [
-        ((9, 0), True, None, "FA3", ["FA3"]),
-        ((9, 0), True, "FA3", "FA3", []),
-        ((9, 0), False, None, "FA2", []),
-        ((8, 0), True, None, "FA2", []),
-    ],
-)
-def test_flash_attention_3_is_used_where_possible(
-    capability: tuple[int, int],
-    is_installed: bool,
-    active: str | None,
-    implementation: str,
-    activated: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pytest.importorskip("torch.nn.attention.varlen")
-    now = [active]
-    calls: list[str] = []
-
-    def activate(name: str) -> None:
-        calls.append(name)
-        now.append(name)
-
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: now[-1])
-    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activate)
-    found = SimpleNamespace(find_spec=lambda name: object() if is_installed else None)
-    monkeypatch.setattr(varlen_attention, "importlib", SimpleNamespace(util=found))
-    library = open_library("varlen", torch.device("cuda", 0))
-    assert isinstance(library, Varlen)
-    assert library.implementation == implementation
-    assert library.label == f"varlen {torch.__version__} {implementation}"
-    assert calls == activated
+        open_library("flashinfer", torch.device("cuda", 0))
 
 
 # The choice
@@ -344,24 +254,13 @@ def test_a_library_serves_only_if_it_is_named(own_kernels: None, flashinfer: att
     assert (flashinfer.num_decodes, flashinfer.num_runs) == (1, 0)
 
 
-@pytest.mark.parametrize("name", ["flashinfer", "varlen"])
-def test_a_named_library_must_be_installed(
-    name: AttentionName, own_kernels: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_named_library_must_be_installed(own_kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer", None)
-    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", None)
-    with pytest.raises(SettingsError, match=f"attention_backend='{name}'.*'triton'"):
-        selected(name)
+    with pytest.raises(SettingsError, match=r"attention_backend='flashinfer'.*'triton'"):
+        selected("flashinfer")
 
 
 def test_libraries_need_triton(monkeypatch: pytest.MonkeyPatch, flashinfer: attention_stand_ins.FlashInfer) -> None:
     monkeypatch.setitem(select.TABLES, "cpu", lambda: TORCH_KERNELS)
     with pytest.raises(SettingsError, match="triton is not installed"):
         selected("flashinfer")
-
-
-def test_another_flash_attention_in_the_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("torch.nn.attention.varlen")
-    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA4")
-    with pytest.raises(LibraryUnusable, match="FA4"):
-        open_library("varlen", CPU)

@@ -59,8 +59,8 @@ def test_defaults_come_from_the_checkpoint_and_the_machine() -> None:
     in_float16 = dataclasses.replace(FACTS, dtype="float16")  # as checkpoints of GPTQ and AWQ often are
     assert decide(in_float16).dtype == "float16"
     assert decide(in_float16, quantization="int4").dtype == "bfloat16"
-    on_gpu = decide(quantization="fp8", has_kernels=False, attention_backend="varlen", **ON_GPU)
-    assert (on_gpu.device, on_gpu.quantization, on_gpu.attention_backend) == ("cuda", "fp8", "varlen")
+    on_gpu = decide(quantization="fp8", has_kernels=False, attention_backend="flashinfer", **ON_GPU)
+    assert (on_gpu.device, on_gpu.quantization, on_gpu.attention_backend) == ("cuda", "fp8", "flashinfer")
     assert "auto" not in {value for name, value in dataclasses.asdict(config).items() if name != "load_format"}
 
 
@@ -299,7 +299,7 @@ def test_kv_cache_dtype() -> None:
         (dict(has_kernels=False), "without the C\\+\\+ kernels"),
         (ON_GPU | dict(has_triton=False), "moeserve\\[cuda\\]"),
         (ON_GPU | dict(quantization="fp8"), "quantization='fp8'"),
-        (ON_GPU | dict(attention_backend="varlen"), "attention_backend='varlen'"),
+        (ON_GPU | dict(attention_backend="flashinfer"), "attention_backend='flashinfer'"),
         (ON_GPUS | dict(dispatcher="deepep"), "dispatcher='deepep'"),
     ],
 )

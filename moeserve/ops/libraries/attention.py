@@ -1,7 +1,7 @@
 """Grouped-query attention on a GPU by another library, for the layer shapes and kinds of step that it supports.
 
-The libraries are FlashInfer and torch's varlen attention; `attention_backend` names one. Our kernels write keys and
-values to the caches; a library only replaces the function that attends to them, and ours attend wherever it cannot.
+`attention_backend` names the library; there is FlashInfer. Our kernels write keys and values to the caches; a library
+only replaces the function that attends to them, and ours attend wherever it cannot.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LIBRARY_NAMES = ("flashinfer", "varlen")
+LIBRARY_NAMES = ("flashinfer",)
 
 
 class LibraryAttention:
@@ -106,9 +106,5 @@ def open_library(name: str, device: torch.device) -> AttentionLibrary:
             from moeserve.ops.libraries.flashinfer import open_flashinfer
 
             return open_flashinfer(device)
-        case "varlen":
-            from moeserve.ops.libraries.varlen import open_varlen
-
-            return open_varlen(device)
         case _:
             raise LibraryUnusable(f"there is no {name!r}; there are {', '.join(LIBRARY_NAMES)}")
