@@ -264,14 +264,7 @@ def attend_tile_kernel(
     kv_head = program % num_kv_heads
     slot = program // num_kv_heads
 
-    # The tiles of chunk s start at (pairs before it) // BLOCK_M + s. That leaves room for its partial last tile.
-    num_begun = 0
-    for first_chunk in range(0, num_chunks, CHUNKS_AT_ONCE):
-        chunks = first_chunk + tl.arange(0, CHUNKS_AT_ONCE)
-        starts = tl.load(row_starts_ptr + chunks, mask=chunks < num_chunks, other=0)
-        has_begun = (chunks < num_chunks) & (starts * GROUP // BLOCK_M + chunks <= slot)
-        num_begun += tl.sum(has_begun.to(tl.int32))
-    chunk = num_begun - 1
+    chunk = chunk_of_tile(row_starts_ptr, num_chunks, slot, GROUP, BLOCK_M, True, CHUNKS_AT_ONCE)
     first_row = tl.load(row_starts_ptr + chunk)
     num_rows = tl.load(row_starts_ptr + chunk + 1) - first_row
     first_pair = (slot - (first_row * GROUP // BLOCK_M + chunk)) * BLOCK_M
@@ -316,7 +309,7 @@ def attend_tile_kernel(
     all_to = tl.maximum((lowest + 1) // BLOCK_C * BLOCK_C, all_from)  # lowest may be negative
 
     head_offset = kv_head.to(tl.int64) * cache_head_stride
-    table_ptr = block_table_ptr + chunk.to(tl.int64) * table_stride  # type: ignore[attr-defined]
+    table_ptr = block_table_ptr + chunk.to(tl.int64) * table_stride
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     weighted = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
@@ -564,6 +557,47 @@ def merge_splits_kernel(
 
 
 @triton.jit
+def chunk_of_tile(
+    starts_ptr,
+    num_chunks,
+    tile,
+    GROUP: tl.constexpr,
+    TILE_SIZE: tl.constexpr,
+    HAS_PARTIAL_TILES: tl.constexpr,
+    CHUNKS_AT_ONCE: tl.constexpr,
+):
+    """Return the last chunk whose tiles start at this tile or before it.
+
+    The tiles of chunk s start at starts[s] * GROUP // TILE_SIZE, + s if that must leave room for partial last tiles.
+    """
+    num_begun = 0
+    for first_chunk in range(0, num_chunks, CHUNKS_AT_ONCE):
+        chunks = first_chunk + tl.arange(0, CHUNKS_AT_ONCE)
+        starts = tl.load(starts_ptr + chunks, mask=chunks < num_chunks, other=0)
+        first_tiles = starts * GROUP // TILE_SIZE
+        if HAS_PARTIAL_TILES:
+            first_tiles += chunks
+        num_begun += tl.sum(((chunks < num_chunks) & (first_tiles <= tile)).to(tl.int32))
+    return num_begun - 1
+
+
+@triton.jit
+def softmax_weights(scores, weighted, maximum, total, IS_MASKED: tl.constexpr):
+    """Add the scores [M, C] of some positions to an online softmax, which is relative to the largest score so far.
+
+    Returns:
+        Weights [M, C] of the positions, and the sums [M, V], maximum [M] and total [M], relative to the new maximum.
+    """
+    new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
+    shift = new_maximum
+    if IS_MASKED:  # a pair without any position yet: -inf - -inf would be NaN
+        shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+    weights = tl.exp2(scores - shift[:, None])
+    share = tl.exp2(maximum - shift)
+    return weights, weighted * share[:, None], new_maximum, total * share + tl.sum(weights, axis=1)
+
+
+@triton.jit
 def pieces_of(context_len, WINDOW: tl.constexpr, PIECE_SIZE: tl.constexpr):
     """Return the first position that the last row attends to, the piece of that position, and the number of pieces."""
     first = context_len * 0
@@ -641,14 +675,7 @@ def attend_positions(
             is_visible &= columns[None, :] > positions[:, None] - WINDOW
         scores = tl.where(is_visible, scores, float("-inf"))
 
-    new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
-    shift = new_maximum
-    if IS_MASKED:  # a pair without any position yet: -inf - -inf would be NaN
-        shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-    weights = tl.exp2(scores - shift[:, None])
-    share = tl.exp2(maximum - shift)
-    total = total * share + tl.sum(weights, axis=1)
-    weighted = weighted * share[:, None]
+    weights, weighted, maximum, total = softmax_weights(scores, weighted, maximum, total, IS_MASKED)
     if SHARES_VALUE:
         value = key
     else:
@@ -658,7 +685,7 @@ def attend_positions(
         if value_scales_ptr is not None:
             value = decode_float8(value, tl.load(value_scales_ptr + rows, mask=is_read, other=0.0), query.dtype)
     weighted = tl.dot(weights.to(value.dtype), value, weighted, input_precision="ieee")
-    return weighted, new_maximum, total
+    return weighted, maximum, total
 
 
 @triton.jit

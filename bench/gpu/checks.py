@@ -190,6 +190,37 @@ def run_latent(
     return {"latent attend": backend.attend(query_TNP, cache, step), "latent write": written}
 
 
+def expanded_attention(source: Source, is_small: bool) -> Iterator[Case]:
+    """Latent attention with the keys and values of heads, from all chunks of more than one row."""
+    shapes = {"small": LatentShape(2, latent_size=24, rotary_size=8)} if is_small else LATENT_SHAPES
+    chunk_lists = SMALL_CHUNKS if is_small else LARGE_CHUNKS | {"long context": [(200, 33000), (70, 70)]}
+    head_size = 16 if is_small else 128
+    for (name, shape), (kind, chunks) in itertools.product(shapes.items(), chunk_lists.items()):
+        step, size = source.step(chunks, BLOCK_SIZE), shape.latent_size + shape.rotary_size
+        cache = source.normal(num_cache_blocks(step), BLOCK_SIZE, size)
+        query = source.normal(len(step.positions), shape.num_heads, head_size + shape.rotary_size)
+        maps = source.normal(2, shape.num_heads, shape.latent_size, head_size) * shape.latent_size**-0.5
+        yield Case(f"{name}, {kind}", partial(run_expanded, shape), (query, maps, cache, step))
+
+
+def run_expanded(
+    shape: LatentShape, kernels: Kernels, query_TNQ: Tensor, maps: Tensor, cache: Tensor, step: StepInputs
+) -> Results:
+    num_tokens, num_heads, query_size = query_TNQ.shape
+    head_size = query_size - shape.rotary_size
+
+    def expand(latent_CL: Tensor, heads: slice = slice(None)) -> tuple[Tensor, Tensor]:
+        keys, values = maps[:, heads]
+        latent_nCL = latent_CL.expand(len(keys), -1, -1)
+        return torch.bmm(latent_nCL, keys), torch.bmm(latent_nCL, values)
+
+    backend = kernels.make_latent_attention(query_size**-0.5, shape.latent_size, shape.num_heads)
+    out_TNV = query_TNQ.new_zeros(num_tokens, num_heads, head_size)
+    query_TNH, query_TNE = query_TNQ.split([head_size, shape.rotary_size], dim=-1)
+    backend.attend_expanded(query_TNH, query_TNE, cache, step, 1, expand, out_TNV)
+    return {"expanded attend": out_TNV}
+
+
 def library_attention(source: Source, is_small: bool) -> Iterator[Case]:
     """Attention of the installed libraries, with the block sizes that they take.
 
@@ -497,6 +528,7 @@ CHECKS: dict[str, Check] = {
     "attention": attention,
     "products, Mixtral-8x7B": partial(products, name="Mixtral-8x7B", is_fp8=False),
     "latent attention": latent_attention,
+    "expanded attention": expanded_attention,
     "pairs": pairs,
     "routing": routing,
     "norms": norms,

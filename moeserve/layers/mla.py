@@ -28,15 +28,12 @@ from moeserve.layers.norm import RMSNorm
 from moeserve.layers.weights import QuantizationLimits, Weights
 from moeserve.memory import new_empty
 from moeserve.ops.interfaces import Rotation
-from moeserve.ops.torch.attention import gather_latents
-from moeserve.ops.torch.dense_attention import attend_causally
-from moeserve.step_inputs import ChunkSpan, StepInputs
+from moeserve.step_inputs import StepInputs
 
 # T tokens, D model width, N heads of this rank, n some of them, K unrotated values of a head's key, S rotated ones,
 # Q = K + S, V values of a head, L latent size, P = L + S, R rows of one chunk, C positions of its context
 
 NORM_EPSILON = 1e-6  # of the two norms in here, independent of the model's own
-MAX_EXPANDED_SIZE = 2**24  # elements of keys or values that are expanded at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,28 +177,12 @@ class LatentAttention(nn.Module):
         attended_TNV = query_TNK.new_zeros(*query_TNK.shape[:2], self.config.value_dim)
         if not all(is_long):
             attended_TNV = self._attend_absorbed(query_TNK, query_TNP, cache, step, max_rows)
-        for chunk, span in enumerate(step.spans):
-            if is_long[chunk]:
-                last_row = span.first_row + span.num_rows
-                rows = slice(last_row - min(span.num_rows, span.context_len), last_row)  # those that have a position
-                query_RNQ = torch.cat([query_TNK[rows], query_TNP[rows, :, self.config.latent_size :]], dim=-1)
-                attended_TNV[rows] = self._attend_expanded(query_RNQ, cache, step.block_table[chunk], span)
+        if any(is_long):
+            query_TNS = query_TNP[..., self.config.latent_size :]
+            self.backend.attend_expanded(
+                query_TNK, query_TNS, cache.latents, step, max_rows, self.head_maps.expand, attended_TNV
+            )
         return attended_TNV
-
-    def _attend_expanded(self, query_RNQ: Tensor, cache: LatentCache, block_ids: Tensor, span: ChunkSpan) -> Tensor:
-        """Return [R, N, V] of one chunk. Few heads at a time bound the memory of their keys and values."""
-        config = self.config
-        cached_CP = gather_latents(cache.latents, block_ids, span.context_len)
-        latent_CL, key_CS = cached_CP.split([config.latent_size, config.rotary_dim], dim=-1)
-        size_per_head = span.context_len * max(config.query_dim, config.value_dim)
-        heads_at_once = max(1, MAX_EXPANDED_SIZE // size_per_head)
-        attended: list[Tensor] = []
-        for first_head in range(0, self.num_heads, heads_at_once):
-            heads = slice(first_head, first_head + heads_at_once)
-            key_nCK, value_nCV = self.head_maps.expand(latent_CL, heads)
-            key_nCQ = torch.cat([key_nCK, key_CS.expand(len(key_nCK), -1, -1)], dim=-1)
-            attended.append(attend_causally(query_RNQ[:, heads], key_nCQ, value_nCV, scale=self.scale))
-        return torch.cat(attended, dim=1)
 
 
 class HeadMaps(nn.Module):
@@ -223,10 +204,11 @@ class HeadMaps(nn.Module):
         """Return the heads' values [T, N, V] of sums of latent vectors."""
         return self.values.product.multiply_each(attended_TNL)
 
-    def expand(self, latent_CL: Tensor, heads: slice) -> tuple[Tensor, Tensor]:
+    def expand(self, latent_CL: Tensor, heads: slice = slice(None)) -> tuple[Tensor, Tensor]:
         """Return some heads' keys [n, C, K] and values [n, C, V]. The weights must be open."""
         key_nLK, value_nVL = self.keys.open.weight_eOI[heads], self.values.open.weight_eOI[heads]
-        return torch.matmul(latent_CL, key_nLK), torch.matmul(latent_CL, value_nVL.transpose(1, 2))
+        latent_nCL = latent_CL.expand(len(key_nLK), -1, -1)
+        return torch.bmm(latent_nCL, key_nLK), torch.bmm(latent_nCL, value_nVL.transpose(1, 2))
 
 
 class CompressedQuery(nn.Module):

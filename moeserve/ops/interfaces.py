@@ -428,6 +428,12 @@ class AttentionBackend(Protocol):
         ...
 
 
+class ExpandLatents(Protocol):
+    """Return the keys [n, C, K] and values [n, C, V] of some heads, contiguous, from latent vectors [C, L]."""
+
+    def __call__(self, latent_CL: Tensor, heads: slice = ..., /) -> tuple[Tensor, Tensor]: ...
+
+
 class LatentAttentionBackend(Protocol):
     """Multi-head latent attention (arXiv 2405.04434) of one layer, with the weights of keys and values absorbed.
 
@@ -456,6 +462,28 @@ class LatentAttentionBackend(Protocol):
         Returns:
             [T, N, L] in the dtype of the queries: the values weighted by the softmax of the scaled scores. Rows of no
             chunk, or before position 0, get zeros.
+        """
+        ...
+
+    def attend_expanded(
+        self,
+        query_TNK: Tensor,
+        query_TNE: Tensor,
+        cache: Tensor,
+        step: StepInputs,
+        max_rows: int,
+        expand: ExpandLatents,
+        out_TNV: Tensor,
+    ) -> None:
+        """Attend from the chunks of more than `max_rows` rows that have a position, with keys and values of each head.
+
+        A head's key is its own part [K], beside the last E elements of the vector, which all heads share. Must not be
+        called if `takes_all_rows`.
+
+        Args:
+            query_TNK, query_TNE: the parts of the queries for the two parts of the keys.
+            out_TNV: contiguous, in the dtype of the queries; only the rows of these chunks that have a position are
+                written.
         """
         ...
 

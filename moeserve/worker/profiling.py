@@ -14,6 +14,8 @@ from moeserve.worker.request_table import Chunk, RequestState, RequestTable
 from moeserve.worker.sampler import PIECE_SIZE
 from moeserve.worker.step_replay import EagerSteps, StepContext
 
+LEAST_LONG_CHUNK = 256  # rows for which latent attention expands the whole context
+
 
 def make_probe(model: Decoder, context: StepContext, max_num_seqs: int) -> ModelRunner:
     """Return a runner of a shallow copy of the model, whose KV cache has one block that all positions share."""
@@ -51,9 +53,9 @@ def run_all_sizes(probe: ModelRunner, config: EngineConfig) -> None:
 def largest_step(config: EngineConfig, max_tokens: int | None = None) -> list[Chunk]:
     """Return a step that takes as much memory as any the scheduler may plan.
 
-    It has the maximum number of tokens and of sampled rows. Its first chunk ends the longest context, with the fewest
-    rows that fill a piece of attention's work. On a GPU it returns log-probabilities, because the copies of the scores
-    take considerable memory there.
+    It has the maximum number of tokens and of sampled rows. Its first chunk ends the longest context, with about the
+    fewest rows that fill a piece of attention's work. On a GPU it returns log-probabilities, because the copies of the
+    scores take considerable memory there.
 
     Args:
         max_tokens: a lower limit on its tokens.
@@ -67,7 +69,7 @@ def largest_step(config: EngineConfig, max_tokens: int | None = None) -> list[Ch
     for index in range(num_chunks):
         length = min(config.max_model_len, num_left - (num_chunks - index - 1))
         if index == 0:
-            length = min(length, max(1, MAX_MASK_SIZE // config.max_model_len))
+            length = min(length, max(LEAST_LONG_CHUNK, MAX_MASK_SIZE // config.max_model_len))
         num_left -= length
         context_len = config.max_model_len if index == 0 else length
         state = RequestState(

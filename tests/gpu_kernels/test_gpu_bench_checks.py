@@ -42,6 +42,7 @@ OPERATIONS = [
     ("make_attention", "attend", "attention"),
     ("make_attention", "rotate_and_write", "rotary embedding and cache writes"),
     *(("make_latent_attention", method, "latent attention") for method in ("write", "attend")),
+    ("make_latent_attention", "attend_expanded", "expanded attention"),
     *(
         ("make_product", method, f"products, {name}")
         for method in ("multiply", "multiply_rows", "multiply_slots")

@@ -168,6 +168,49 @@ def test_merging_fits(name: str) -> None:
     assert code.shared_bytes <= 32 * 1024  # so that several programs run at a time
 
 
+@pytest.mark.parametrize(
+    ("sizes", "dtype"),
+    [((128, 64, 128, 576), "bf16"), ((128, 64, 128, 576), "fp32"), ((16, 8, 16, 40), "bf16")],
+    ids=["DeepSeek", "DeepSeek in float32", "small"],
+)
+def test_expanded_attention(sizes: tuple[int, int, int, int], dtype: str) -> None:
+    """Parts of a key, value and vector of DeepSeek-V2-Lite and DeepSeek-V3; the number of heads changes no code."""
+    from moeserve.triton_kernels import expanded_attention as expanded
+    from moeserve.triton_kernels.paged_kernels import CHUNKS_AT_ONCE
+
+    config = expanded.tile_config(4 if dtype == "fp32" else 2)
+    constants = {"BLOCK_M": config.block_pairs, "BLOCK_C": config.block_positions, "CHUNKS_AT_ONCE": CHUNKS_AT_ONCE}
+    constants |= expanded.kernel_sizes(*sizes)
+    code = compile_expanded(expanded.attend_expanded_kernel, constants, config.compile_options, dtype)
+    assert code.spilled_bytes == 0
+    assert code.shared_bytes <= MAX_SHARED_BYTES
+    assert dtype == "fp32" or (code.num_wgmma > 0 and code.num_cp_async > 0)
+    assert dtype == "bf16" or "mma" not in code.ptx, "tensor cores have no float32"
+
+
+def test_gathering_vectors() -> None:
+    from moeserve.triton_kernels import expanded_attention as expanded
+    from moeserve.triton_kernels.paged_kernels import CHUNKS_AT_ONCE
+
+    constants = {"VECTOR_SIZE": 576, "CACHE_BLOCK": 64, "BLOCK_P": 1024, "BLOCK_C": expanded.GATHERED_POSITIONS}
+    constants |= {"CHUNKS_AT_ONCE": CHUNKS_AT_ONCE}
+    code = compile_expanded(expanded.gather_vectors_kernel, constants, {"num_warps": expanded.GATHER_WARPS}, "bf16")
+    assert code.spilled_bytes == 0
+    assert "st.global.v4.b32" in code.ptx  # 16 bytes at a time
+
+
+def compile_expanded(kernel: Any, constants: dict[str, Any], options: dict[str, Any], dtype: str) -> MachineCode:
+    types = dict.fromkeys(("starts_ptr", "row_starts_ptr", "context_lens_ptr", "block_table_ptr"), "*i32")
+    types |= dict.fromkeys(("state_ptr", "maximum_ptr", "total_ptr"), "*fp32") | {"scale": "fp32"}
+    signature = {
+        name: types.get(name, f"*{dtype}" if name.endswith("_ptr") else "i32")
+        for name in kernel.arg_names
+        if name not in constants
+    }
+    changing = {"table_stride", "num_chunks", "num_tiles", "first", "num_positions"}
+    return compile_for_sm90(kernel, signature, constants, options, not_divisible=changing)
+
+
 def test_writing_latents_needs_no_shared_memory() -> None:
     from moeserve.triton_kernels.latent_attention import WRITE_WARPS, write_latents_kernel
 

@@ -13,7 +13,6 @@ from model_context import cpu_context
 from torch import Tensor
 
 from moeserve.distributed.mesh import Mesh
-from moeserve.layers import mla
 from moeserve.layers.mla import LatentAttention, LatentAttentionConfig
 from moeserve.layers.rotary import Rotary, RotaryConfig
 from moeserve.layers.weights import Weights, allocate_weights
@@ -112,7 +111,7 @@ def test_all_ways_give_the_same_results(shape: str, way: str, monkeypatch: pytes
         limit = 10**6 if way == "absorbed" else 0
         monkeypatch.setattr(LatentAttentionConfig, "max_absorbed_rows", property(lambda config: limit))
     if way == "expanded, a head at a time":
-        monkeypatch.setattr(mla, "MAX_EXPANDED_SIZE", 1)
+        monkeypatch.setattr("moeserve.ops.torch.attention.MAX_EXPANDED_SIZE", 1)
     contexts = [torch.randn(41, WIDTH), torch.randn(19, WIDTH)]
     blocks = [[9, 2, 14, 0, 5, 11, 3, 12, 7, 1, 15], [4, 13, 6, 10, 8]]
     cache = layer.make_cache(16, BLOCK_SIZE)

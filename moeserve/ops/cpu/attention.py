@@ -7,6 +7,7 @@ outside `NATIVE_DTYPES` run in plain torch.
 from __future__ import annotations
 
 from types import ModuleType
+from typing import Any
 
 from torch import Tensor
 
@@ -101,3 +102,6 @@ class CpuLatentAttention:
             whole_group_size=self._whole_num_heads,
         )
         return out_TNL
+
+    def attend_expanded(self, *_: Any) -> None:
+        raise AssertionError("long chunks are absorbed like all others")

@@ -6,13 +6,16 @@ import torch
 from torch import Tensor
 
 from moeserve.ops.float8_rows import decode_rows, encode_rows
-from moeserve.ops.interfaces import AttentionShape, KeyValueCache, Rotation
+from moeserve.ops.interfaces import AttentionShape, ExpandLatents, KeyValueCache, Rotation
 from moeserve.ops.torch.dense_attention import attend_causally, attend_in_float32
 from moeserve.ops.torch.elementwise import apply_rope
 from moeserve.step_inputs import ChunkSpan, StepInputs
 
 # T tokens, N query heads, G key-value heads, H head size; R rows of one chunk, C positions of its context, B blocks,
-# L latent size, P elements of a latent vector, Q queries of one chunk: rows times heads
+# L latent size, P elements of a latent vector, Q queries of one chunk: rows times heads; n some heads, K and E
+# parts of a key, H = K + E, V values of a head
+
+MAX_EXPANDED_SIZE = 2**24  # elements of keys or values that are expanded from latent vectors at a time
 
 
 class TorchAttention:
@@ -119,6 +122,35 @@ class TorchLatentAttention:
             )
             out_TNL[rows] = attended_QL.unflatten(0, (num_rows, num_heads)).to(query_TNP.dtype)
         return out_TNL
+
+    def attend_expanded(
+        self,
+        query_TNK: Tensor,
+        query_TNE: Tensor,
+        cache: Tensor,
+        step: StepInputs,
+        max_rows: int,
+        expand: ExpandLatents,
+        out_TNV: Tensor,
+    ) -> None:
+        """Attend with few heads of one chunk at a time, to bound the memory of their keys and values."""
+        num_heads, key_size = query_TNK.shape[1:]
+        head_size = max(key_size + query_TNE.shape[2], out_TNV.shape[2])
+        for span, block_ids_B in zip(step.spans, step.block_table, strict=True):
+            num_rows = min(span.num_rows, span.context_len)
+            if num_rows <= max_rows:
+                continue
+            end = span.last_row + 1
+            rows = slice(end - num_rows, end)
+            latent_CP = gather_latents(cache, block_ids_B, span.context_len)
+            heads_at_once = max(1, MAX_EXPANDED_SIZE // (span.context_len * head_size))
+            for first_head in range(0, num_heads, heads_at_once):
+                heads = slice(first_head, first_head + heads_at_once)
+                key_nCK, value_nCV = expand(latent_CP[:, : self.latent_size], heads)
+                key_nCE = latent_CP[:, self.latent_size :].expand(len(key_nCK), -1, -1)
+                query_RnH = torch.cat([query_TNK[rows, heads], query_TNE[rows, heads]], dim=-1)
+                key_nCH = torch.cat([key_nCK, key_nCE], dim=-1)
+                out_TNV[rows, heads] = attend_causally(query_RnH, key_nCH, value_nCV, scale=self.scale)
 
 
 def gather_latents(cache: Tensor, block_ids: Tensor, context_len: int) -> Tensor:

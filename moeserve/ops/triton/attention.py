@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moeserve.ops.interfaces import AttentionShape, KeyValueCache, Rotation
+from moeserve.ops.interfaces import AttentionShape, ExpandLatents, KeyValueCache, Rotation
 from moeserve.step_inputs import StepInputs
+from moeserve.triton_kernels.expanded_attention import expanded_attention
 from moeserve.triton_kernels.latent_attention import latent_attention, write_latents
 from moeserve.triton_kernels.paged_attention import paged_attention
 from moeserve.triton_kernels.rotary import rotary_with_cache_write
 
-# T tokens, N query heads, G key-value heads, H head size, P elements of a latent vector
+# T tokens, N query heads, G key-value heads, H head size, P elements of a latent vector; K, E and V: see
+# `LatentAttentionBackend`
 
 
 class TritonAttention:
@@ -87,4 +89,27 @@ class TritonLatentAttention:
             max_context=step.block_table.shape[1] * cache.shape[1],
             max_rows=max_rows,
             splits_contexts=not self.takes_all_rows,
+        )
+
+    def attend_expanded(
+        self,
+        query_TNK: Tensor,
+        query_TNE: Tensor,
+        cache: Tensor,
+        step: StepInputs,
+        max_rows: int,
+        expand: ExpandLatents,
+        out_TNV: Tensor,
+    ) -> None:
+        expanded_attention(
+            query_TNK,
+            query_TNE,
+            cache,
+            step.block_table,
+            step.row_starts,
+            step.context_lens,
+            [0 if min(span.num_rows, span.context_len) <= max_rows else span.context_len for span in step.spans],
+            expand,
+            out_TNV,
+            scale=self._scale,
         )
