@@ -59,10 +59,12 @@ def grouped_matmul(
         rows_SI: [S, I] bfloat16, float16, float32 or, with scales, float8_e4m3fn; rows may be strided. Sorted by
             expert: the first counts_e[0] rows have weight 0, and so on. Unused rows may follow; they are not read.
         weight_eOI: [e, O, I], same dtype, contiguous. With an activation, the first half of O are gates, the other ups.
+            Or in MXFP4: codes [e, O, I / 2] uint8 as a checkpoint stores them; tensor cores multiply them as bfloat16.
         counts_e: [e] int64 or int32, contiguous.
         row_scale_SB: [S, ceil(I / 128)] float32, one scale for each 128 values of a row.
         weight_scale_eGB: [e, G, ceil(I / 128)] float32, one scale for each 128 x 128 values (`weight_scale_inv` of a
-            checkpoint). G is ceil(O / 128), or ceil(C / 128) for gates and as many for ups.
+            checkpoint). G is ceil(O / 128), or ceil(C / 128) for gates and as many for ups. Of weights in MXFP4: the
+            exponents [e, O, I / 32] uint8, contiguous; those of 0 may count as scales of zero.
         indices_R: [R] int64: row r is rows_SI[indices_R[r] // divisor]; these R rows are sorted instead.
         bias_eO: [e, O].
         activation: "swiglu": silu(gate) * up. "clamped_swiglu": gate * sigmoid(alpha * gate) * (up + 1), with gate
@@ -155,10 +157,12 @@ def _launch(
     config: Config | None,
 ) -> None:
     source_SI, weight_eOI, indices_R = operands.source_SI, operands.weight_eOI, operands.indices_R
+    is_mxfp4 = weight_eOI.dtype == torch.uint8
     num_experts, num_outputs, num_inputs = weight_eOI.shape
+    num_inputs *= 2 if is_mxfp4 else 1
     columns = output.shape[-1]
     num_rows = output.numel() // max(columns, 1)
-    assert weight_eOI.dtype == source_SI.dtype, f"weights in {weight_eOI.dtype}, rows in {source_SI.dtype}"
+    assert is_mxfp4 or weight_eOI.dtype == source_SI.dtype, f"weights in {weight_eOI.dtype}, rows in {source_SI.dtype}"
     assert source_SI.shape[1] == num_inputs, f"rows of {source_SI.shape[1]} for weights of {num_inputs}"
     assert operands.counts_e.shape == (num_experts,), f"{tuple(operands.counts_e.shape)} counts, {num_experts} weights"
     assert operands.counts_e.is_contiguous(), "counts that are not contiguous"
@@ -170,13 +174,17 @@ def _launch(
     if num_rows == 0 or num_experts == 0 or columns == 0:
         return
     has_scales = source_SI.dtype == torch.float8_e4m3fn
-    assert has_scales == (operands.weight_scale_eGB is not None), f"{source_SI.dtype} with the wrong scales"
+    assert (has_scales or is_mxfp4) == (operands.weight_scale_eGB is not None), f"{source_SI.dtype}: wrong scales"
     if has_scales:
         _check_scales(operands, columns)
+    if is_mxfp4:
+        assert operands.weight_scale_eGB is not None
+        assert operands.weight_scale_eGB.shape == (num_experts, num_outputs, num_inputs // 32)
+        assert operands.weight_scale_eGB.is_contiguous(), "exponents that are not contiguous"
 
     if config is None:
         problem = Problem(
-            kind=_kind_of(source_SI.dtype),
+            kind="mxfp4" if is_mxfp4 else _kind_of(source_SI.dtype),
             is_gated=activation is not None,
             num_experts=num_experts,
             num_outputs=num_outputs,
@@ -212,6 +220,8 @@ def _launch(
             has_bias=operands.bias_eO is not None,
             has_indices=indices_R is not None,
             has_slots=num_slots is not None,
+            is_mxfp4=is_mxfp4,
+            is_interpreted=source_SI.device.type != "cuda",
         ),
         **compile_options(config),
     )
@@ -261,6 +271,8 @@ def kernel_constants(
     has_bias: bool,
     has_indices: bool,
     has_slots: bool,
+    is_mxfp4: bool = False,
+    is_interpreted: bool = False,
 ) -> dict[str, Any]:
     """Return the compile-time arguments of the kernel."""
     has_scales = dtype == torch.float8_e4m3fn
@@ -273,10 +285,13 @@ def kernel_constants(
     return {
         "ACTIVATION": ACTIVATIONS[activation],
         "HAS_SCALES": has_scales,
+        "IS_MXFP4": is_mxfp4,
+        # Triton's interpreter has no dot_scaled.
+        "USES_DOT_SCALED": is_mxfp4 and dtype == torch.bfloat16 and not is_interpreted,
         "HAS_BIAS": has_bias,
         "HAS_INDICES": has_indices,
         "HAS_SLOTS": has_slots,
-        "IS_SWAPPED": config.is_swapped,
+        "IS_SWAPPED": config.is_swapped and not is_mxfp4,
         "HAS_WHOLE_STEPS": num_inputs % config.block_k == 0,
         "INPUT_PRECISION": "ieee" if dtype == torch.float32 else "tf32",
         "BLOCK_E": triton.next_power_of_2(num_experts),
@@ -305,12 +320,25 @@ def _num_programs(device: torch.device, programs_per_sm: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count * programs_per_sm
 
 
+@triton.jit
+def decode_mxfp4(codes_NW, exponent_NG, dtype: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Return weights [N, K] for codes [N, K / 2] and exponents [N, K / 32]."""
+    code_NK = tl.reshape(tl.join(codes_NW & 15, codes_NW >> 4), (BLOCK_N, BLOCK_K)).to(tl.int32)
+    # Exponent and mantissa in the place of float32's are 2**-126 times the value, because the biases are 1 and 127.
+    value_NK = ((code_NK & 7) << 22 | (code_NK & 8) << 28).to(tl.float32, bitcast=True) * 8.507059173023462e37
+    bits_NG = exponent_NG.to(tl.int32) << 23
+    power_NG = tl.where(exponent_NG == 0, 0x400000, bits_NG).to(tl.float32, bitcast=True)  # 2**-127 is subnormal
+    power_NG1 = tl.reshape(power_NG, (BLOCK_N, BLOCK_K // 32, 1))
+    weight_NG32 = tl.reshape(value_NK, (BLOCK_N, BLOCK_K // 32, 32)) * power_NG1
+    return tl.reshape(weight_NG32, (BLOCK_N, BLOCK_K)).to(dtype)
+
+
 @triton.jit(do_not_specialize=["num_experts", "num_slots", "divisor"])
 def grouped_matmul_kernel(
     source_ptr,  # [S, I], rows source_stride elements apart; or [e * num_slots, I]
     source_scale_ptr,  # [S, B] float32, contiguous; only if HAS_SCALES
-    weight_ptr,  # [e, O, I], contiguous
-    weight_scale_ptr,  # [e, parts * G, B] float32, contiguous; only if HAS_SCALES
+    weight_ptr,  # [e, O, I], contiguous; if IS_MXFP4, [e, O, I / 2] uint8
+    weight_scale_ptr,  # [e, parts * G, B] float32, contiguous, if HAS_SCALES; [e, O, I / 32] uint8 if IS_MXFP4
     bias_ptr,  # [e, O], contiguous; only if HAS_BIAS
     counts_ptr,  # [e] int64 or int32
     indices_ptr,  # [R] int64; only if HAS_INDICES
@@ -325,6 +353,8 @@ def grouped_matmul_kernel(
     limit,
     ACTIVATION: tl.constexpr,  # a value of ACTIVATIONS
     HAS_SCALES: tl.constexpr,
+    IS_MXFP4: tl.constexpr,
+    USES_DOT_SCALED: tl.constexpr,  # weights in MXFP4 are decoded by tl.dot_scaled; rows are bfloat16
     HAS_BIAS: tl.constexpr,
     HAS_INDICES: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
@@ -360,6 +390,10 @@ def grouped_matmul_kernel(
         places_c = places_n
     num_outputs = num_columns * NUM_PARTS
     steps_k = tl.arange(0, BLOCK_K)
+    BLOCK_W: tl.constexpr = BLOCK_K // 2 if IS_MXFP4 else BLOCK_K
+    if IS_MXFP4:
+        steps_g = tl.arange(0, BLOCK_K // 32)
+    steps_w = tl.arange(0, BLOCK_W)
     num_blocks_k = tl.cdiv(num_inputs, 128)
     num_blocks_c = tl.cdiv(num_columns, 128)
 
@@ -387,8 +421,14 @@ def grouped_matmul_kernel(
         outputs = part * num_columns + columns
 
         source_ptrs = source_ptr + sources[:, None] * source_stride + steps_k[None, :]
-        weight_of_expert = weight_ptr + expert.to(tl.int64) * num_outputs * num_inputs
-        weight_ptrs = weight_of_expert + outputs[:, None] * num_inputs + steps_k[None, :]
+        weight_bytes = num_inputs // 2 if IS_MXFP4 else num_inputs  # elements of the tensor, for one output
+        weight_of_expert = weight_ptr + expert.to(tl.int64) * num_outputs * weight_bytes
+        weight_ptrs = weight_of_expert + outputs[:, None] * weight_bytes + steps_w[None, :]
+        if IS_MXFP4:
+            num_groups = num_inputs // 32
+            exponents_of_expert = weight_scale_ptr + expert.to(tl.int64) * num_outputs * num_groups
+            exponent_ptrs = exponents_of_expert + outputs[:, None] * num_groups + steps_g[None, :]
+            next_NG = tl.load(exponent_ptrs, mask=steps_g[None, :] < num_groups, other=0)
         if HAS_SCALES:
             source_scale_ptrs = source_scale_ptr + sources * num_blocks_k
             scale_of_expert = weight_scale_ptr + expert.to(tl.int64) * NUM_PARTS * num_blocks_c * num_blocks_k
@@ -406,7 +446,15 @@ def grouped_matmul_kernel(
             else:
                 is_input = steps_k[None, :] < num_inputs - k
                 source_MK = tl.load(source_ptrs, mask=is_input, other=0.0)
-                weight_NK = tl.load(weight_ptrs, mask=is_input, other=0.0)
+                if IS_MXFP4:
+                    weight_NK = tl.load(weight_ptrs, mask=steps_w[None, :] < (num_inputs - k) // 2, other=0)
+                else:
+                    weight_NK = tl.load(weight_ptrs, mask=is_input, other=0.0)
+            if IS_MXFP4:
+                # Exponents are too small for asynchronous copies: load those of the next step during this one.
+                exponent_NG = next_NG
+                exponent_ptrs += BLOCK_K // 32
+                next_NG = tl.load(exponent_ptrs, mask=steps_g[None, :] < (num_inputs - k - BLOCK_K) // 32, other=0)
             if HAS_SCALES:
                 # Load scales before the product, so that their latency overlaps with it.
                 scale_M = tl.load(source_scale_ptrs + k // 128)
@@ -419,13 +467,21 @@ def grouped_matmul_kernel(
                     product = tl.dot(source_MK, tl.trans(weight_NK))
                     scale = tl.where(part[None, :] == 0, gate_scale_M[:, None], up_scale_M[:, None])
                 accumulator += product * scale
+            elif USES_DOT_SCALED:
+                # Weights are decoded in registers and become the left operand of the tensor cores.
+                codes_WN = tl.trans(weight_NK)
+                accumulator = tl.dot_scaled(
+                    source_MK, None, "bf16", codes_WN, exponent_NG, "e2m1", accumulator, fast_math=True
+                )
             else:
+                if IS_MXFP4:
+                    weight_NK = decode_mxfp4(weight_NK, exponent_NG, source_MK.dtype, BLOCK_N, BLOCK_K)
                 if IS_SWAPPED:
                     accumulator = tl.dot(weight_NK, tl.trans(source_MK), accumulator, input_precision=INPUT_PRECISION)
                 else:
                     accumulator = tl.dot(source_MK, tl.trans(weight_NK), accumulator, input_precision=INPUT_PRECISION)
             source_ptrs += BLOCK_K
-            weight_ptrs += BLOCK_K
+            weight_ptrs += BLOCK_W
 
         if HAS_BIAS:
             bias = tl.load(bias_ptr + expert.to(tl.int64) * num_outputs + outputs).to(tl.float32)

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Literal
 
 TUNED_FOLDER = Path(__file__).parent / "tuned"
-Kind = Literal["bf16", "fp8", "fp32"]  # any 16 bits; E4M3 blocks with scales; float32, which is not optimised
+# Any 16 bits; E4M3 blocks with scales; weights in MXFP4 with rows in 16 bits; float32, which is not optimised.
+Kind = Literal["bf16", "fp8", "mxfp4", "fp32"]
 
 MAX_SHARED_BYTES = 227 * 1024  # shared memory of one program on sm_90
 SM_SHARED_BYTES = 228 * 1024  # of all programs on a multiprocessor; each takes 1 KiB more
@@ -66,7 +67,7 @@ class Problem:
 
     @property
     def element_size(self) -> int:
-        return {"bf16": 2, "fp8": 1, "fp32": 4}[self.kind]
+        return {"bf16": 2, "fp8": 1, "mxfp4": 2, "fp32": 4}[self.kind]
 
     @property
     def rows_per_expert(self) -> float:

@@ -91,7 +91,7 @@ def resolve(
         parallel.rebalance == "auto" or telemetry.expert_load_file is not None or telemetry.metrics_port is not None
     )
     quantization = model.quantization
-    if quantization is None and checkpoint.has_mxfp4 and _has_mxfp4_kernels(device, dtype, machine):
+    if quantization is None and checkpoint.has_mxfp4 and dtype == "bfloat16" and _has_mxfp4_kernels(device, machine):
         quantization = "mxfp4"
     _check_device(model, device, dtype, machine)
     if quantization == "mxfp4":
@@ -318,9 +318,9 @@ def _check_device(model: ModelSettings, device: str, dtype: DtypeName, machine: 
         )
 
 
-def _has_mxfp4_kernels(device: str, dtype: DtypeName, machine: MachineFacts) -> bool:
+def _has_mxfp4_kernels(device: str, machine: MachineFacts) -> bool:
     """Return True if experts in MXFP4 can be served as they are stored."""
-    return dtype == "bfloat16" and device == "cpu" and machine.has_kernels
+    return machine.has_kernels if device == "cpu" else machine.has_triton
 
 
 def _check_mxfp4(device: str, dtype: DtypeName, checkpoint: CheckpointFacts, machine: MachineFacts) -> None:
@@ -330,10 +330,10 @@ def _check_mxfp4(device: str, dtype: DtypeName, checkpoint: CheckpointFacts, mac
             f"quantization='mxfp4' keeps experts that are stored in MXFP4, and {checkpoint.path} has none; use 'int8' "
             "or 'int4' on CPUs, or 'fp8' on GPUs"
         )
-    if not _has_mxfp4_kernels(device, dtype, machine):
+    if dtype == "float16" or not _has_mxfp4_kernels(device, machine):
         raise SettingsError(
-            f"quantization='mxfp4' needs dtype='bfloat16' and the C++ kernels, and here dtype={dtype!r}, "
-            f"device={device!r}; leave quantization out to dequantise the weights"
+            "quantization='mxfp4' needs dtype='bfloat16' or 'float32', and the C++ kernels (CPU) or triton (GPU); "
+            f"here dtype={dtype!r} and device={device!r}. Leave quantization out to dequantise the weights"
         )
 
 

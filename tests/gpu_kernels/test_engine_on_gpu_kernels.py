@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import attention_stand_ins
+import mxfp4_checkpoints
 import pytest
 import torch
+from float8_checkpoints import write
 from gpu_stand_ins import captured
 from model_context import cpu_context
-from reference_models import Reference
+from reference_models import Reference, make_reference
 from torch import Tensor
 
 from moeserve import LLM, SamplingParams
@@ -57,6 +60,21 @@ def assert_greedy_tokens(llm: LLM, reference: Reference) -> None:
     assert [output.outputs[0].token_ids for output in outputs] == [
         reference.greedy(prompt, number) for prompt, number in zip(prompts, NUM_TOKENS, strict=True)
     ]
+
+
+@pytest.mark.usefixtures("gpu_kernels")
+def test_experts_in_mxfp4(tmp_path: Path) -> None:
+    """Tokens equal those of transformers with the dequantised weights."""
+    original = make_reference(tmp_path / "original", mxfp4_checkpoints.SHAPE)
+    encoded, decoded, quantization = mxfp4_checkpoints.encoded_and_decoded(original)
+    write(tmp_path / "encoded", original, encoded, quantization)
+    write(tmp_path / "decoded", original, decoded, None)
+    model = type(original.model).from_pretrained(tmp_path / "decoded", dtype=torch.float32, attn_implementation="eager")
+    model.config._experts_implementation = "eager"
+    twin = Reference(tmp_path / "encoded", model.eval())
+    with started(twin, quantization="mxfp4") as llm:
+        assert all(layer.feed_forward.experts.down.open.is_mxfp4 for layer in model_of(llm).layers)
+        assert_greedy_tokens(llm, twin)
 
 
 class Replayed:

@@ -5,12 +5,14 @@ The interpreter's products are wrong in bfloat16, so these tests use float32, fl
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from moeserve.ops.interfaces import ClampedSwiGLU, OpenWeights, SwiGLU
 from moeserve.ops.torch.products import TorchProduct
@@ -182,6 +184,40 @@ def test_blocks_with_scales(layout: str, columns: int, activation: Any, config: 
             codes_SI, weight_eOI, counts_e, row_scale_SB=scale_SB, indices_R=indices_R, divisor=2, **options
         )[:20]
     assert_close(output_RC, expected(rows_RI, dequantised_eOI, counts_e, bias_eO, activation), 2e-5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "layout", "activation", "config"),
+    [
+        (torch.float32, "rows", None, dataclasses.replace(SWAPPED, block_k=128)),
+        (torch.float32, "slots", "swiglu", dataclasses.replace(SWAPPED, block_k=64)),
+        (torch.float32, "gathered", "clamped_swiglu", None),
+        (torch.float16, "gathered", "swiglu", STRAIGHT),
+        (torch.float16, "slots", None, None),
+    ],
+)
+def test_weights_in_mxfp4(dtype: torch.dtype, activation: Any, config: Config | None, layout: str) -> None:
+    """Outputs and inputs that blocks do not divide. The interpreter has no dot_scaled, so weights are decoded first."""
+    torch.manual_seed(3)
+    num_outputs, num_inputs, counts = 90, 96, [19, 0, 1]
+    counts_e = torch.tensor(counts)
+    blocks_eOG16 = torch.randint(0, 256, (3, num_outputs, num_inputs // 32, 16), dtype=torch.uint8)
+    exponents_eOG = torch.randint(118, 128, (3, num_outputs, num_inputs // 32), dtype=torch.uint8)
+    weight_eOI = convert_moe_packed_tensors(blocks_eOG16, exponents_eOG, dtype=torch.float32).transpose(1, 2)
+    bias_eO = torch.randn(3, num_outputs).to(dtype)
+    options: dict[str, Any] = dict(
+        weight_scale_eGB=exponents_eOG, bias_eO=bias_eO, activation=activation, config=config, **CLAMPED
+    )
+    source_SI, codes_eOW = torch.randn(60, num_inputs).to(dtype), blocks_eOG16.flatten(2)
+    if layout == "slots":
+        rows_RI = used(source_SI.view(3, 20, -1), counts)
+        output_RC = used(grouped_matmul_slots(source_SI.view(3, 20, -1), codes_eOW, counts_e, **options), counts)
+    else:
+        indices_R = torch.randint(0, 120, (23,)) if layout == "gathered" else None
+        rows_RI = source_SI[:20] if indices_R is None else source_SI[indices_R[:20] // 2]
+        output_RC = grouped_matmul(source_SI, codes_eOW, counts_e, indices_R=indices_R, divisor=2, **options)[:20]
+    assert output_RC.dtype == dtype
+    assert_close(output_RC, expected(rows_RI, weight_eOI, counts_e, bias_eO, activation), TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=NAMES)

@@ -49,6 +49,7 @@ ELEMENTS = {
     "bf16": (torch.bfloat16, "*bf16", "*bf16"),
     "fp8": (torch.float8_e4m3fn, "*fp8e4nv", "*bf16"),
     "fp32": (torch.float32, "*fp32", "*fp32"),
+    "mxfp4": (torch.bfloat16, "*bf16", "*bf16"),
 }
 
 
@@ -64,7 +65,7 @@ def compiled(
     problem: Problem, *, activation: str | None = None, has_bias: bool = False, has_slots: bool = False
 ) -> MachineCode:
     """Compile the kernel with the config by rule."""
-    config = config_by_rule(problem)
+    config, is_mxfp4 = config_by_rule(problem), problem.kind == "mxfp4"
     from moeserve.triton_kernels.grouped_matmul import compile_options, grouped_matmul_kernel, kernel_constants
 
     dtype, element, result = ELEMENTS[problem.kind]
@@ -77,12 +78,13 @@ def compiled(
         has_bias=has_bias,
         has_indices=problem.is_gated and not has_slots and problem.num_experts > 1,
         has_slots=has_slots,
+        is_mxfp4=is_mxfp4,
     )
     pointers = {
         "source_ptr": element,
         "source_scale_ptr": "*fp32" if constants["HAS_SCALES"] else None,
-        "weight_ptr": element,
-        "weight_scale_ptr": "*fp32" if constants["HAS_SCALES"] else None,
+        "weight_ptr": "*u8" if is_mxfp4 else element,
+        "weight_scale_ptr": "*u8" if is_mxfp4 else "*fp32" if constants["HAS_SCALES"] else None,
         "bias_ptr": result if has_bias else None,
         "counts_ptr": "*i64",
         "indices_ptr": "*i64" if constants["HAS_INDICES"] else None,
@@ -122,6 +124,25 @@ def check(problem: Problem, code: MachineCode) -> None:
 def test_products_of_models(name: str, num_tokens: int, is_gated: bool) -> None:
     problem, options = product(name, num_tokens, is_gated)
     check(problem, compiled(problem, **options))
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "is_gated", "has_slots"),
+    [(1, True, False), (128, True, True), (4096, True, False), (1, False, True), (4096, False, False)],
+)
+def test_weights_in_mxfp4(num_tokens: int, is_gated: bool, has_slots: bool) -> None:
+    """Codes and rows are copied asynchronously; weights are decoded in registers and multiplied from there."""
+    problem, options = product("gpt-oss-20b", num_tokens, is_gated, "mxfp4")
+    code = compiled(problem, has_slots=has_slots, **options)
+    assert code.spilled_bytes == 0
+    config = config_by_rule(problem)
+    assert config.programs_per_sm * (code.shared_bytes + 1024) <= SHARED_BYTES_OF_SM
+    assert config.programs_per_sm * -(-code.registers // 8) * 8 * 32 * config.num_warps <= REGISTERS_OF_SM
+    (step,) = [part for part in re.split(r"\n\$L__BB\S+:|\bbra\b", code.ptx) if "wgmma.mma_async" in part]
+    assert step.count("cp.async.c") >= 4
+    left_operands = re.findall(r"wgmma\.mma_async\S+\.f32\.bf16\.bf16 \{[^}]*\}, (.)", step)
+    assert left_operands
+    assert set(left_operands) == {"{"}, "registers, not shared memory"
 
 
 @pytest.mark.parametrize(

@@ -70,9 +70,12 @@ def test_experts_in_mxfp4_stay_so_where_kernels_read_them() -> None:
     assert decide(in_mxfp4, quantization="mxfp4").quantization == "mxfp4"
     assert decide(in_mxfp4, quantization="int8").quantization == "int8"
     assert decide(in_mxfp4, dtype="float32").quantization is None
+    assert decide(in_mxfp4, dtype="float32", quantization="mxfp4").quantization == "mxfp4"
     assert decide(in_mxfp4, has_kernels=False).quantization is None
+    assert decide(in_mxfp4, has_kernels=False, **ON_GPU).quantization == "mxfp4"
+    assert decide(in_mxfp4, has_triton=False, **ON_GPU).quantization is None
     assert_refused("'mxfp4'", "somewhere", quantization="mxfp4")
-    assert_refused("'float32'", checkpoint=in_mxfp4, quantization="mxfp4", dtype="float32")
+    assert_refused("'float16'", checkpoint=in_mxfp4, quantization="mxfp4", dtype="float16")
 
 
 def test_given_values_are_kept() -> None:

@@ -25,7 +25,7 @@ class OrderedProduct(TritonProduct):
     """A `TritonProduct` that keeps to `InputChunks`, and leaves no product to torch."""
 
     def __init__(self, weights: OpenWeights) -> None:
-        assert weights.scales_eGB is None, "8-bit floats are refused with batch_invariant"
+        assert weights.scales_eGB is None or weights.is_mxfp4, "8-bit floats are refused with batch_invariant"
         super().__init__(weights)
 
     def multiply(self, input_TI: Tensor) -> Tensor:

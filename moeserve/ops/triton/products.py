@@ -19,11 +19,15 @@ from moeserve.triton_kernels.grouped_matmul import grouped_matmul, grouped_matmu
 
 
 def make_product(weights: OpenWeights) -> Product:
-    return TritonProduct(weights) if weights.scales_eGB is None else TritonBlockProduct(weights)
+    has_blocks = weights.scales_eGB is not None and not weights.is_mxfp4
+    return TritonBlockProduct(weights) if has_blocks else TritonProduct(weights)
 
 
 class TritonProduct:
-    """See `Product`. A single weight, and the small ones of each head, are multiplied by torch."""
+    """See `Product`. A single weight, and the small ones of each head, are multiplied by torch.
+
+    Weights in MXFP4 are those of experts: rows, also in slots.
+    """
 
     def __init__(self, weights: OpenWeights) -> None:
         self.weights = weights
@@ -60,6 +64,7 @@ class TritonProduct:
             rows_RI,
             self.weights.weight_eOI,
             counts_e,
+            weight_scale_eGB=self.weights.scales_eGB,
             indices_R=None if gather is None else gather.indices_R,
             divisor=1 if gather is None else gather.divisor,
             bias_eO=self.weights.bias_eO,
@@ -72,6 +77,7 @@ class TritonProduct:
             slots_eSI,
             self.weights.weight_eOI,
             counts_e,
+            weight_scale_eGB=self.weights.scales_eGB,
             bias_eO=self.weights.bias_eO,
             expected_rows=expected_rows,
             **self.activation,
