@@ -134,6 +134,8 @@ def test_a_folder_outlives_the_engine_and_is_shared(
     for other in ({"quantization": "int8"}, {"kv_cache_dtype": "fp8"}):  # whose blocks have other contents
         with engine(model, kv_folder=str(tmp_path), **other) as fourth:
             assert run(fourth, [prompt])[1] == 0
+    with engine(model, kv_folder=str(tmp_path)) as fifth:  # the others have not taken its blocks for damaged ones
+        assert run(fifth, [prompt]) == (expected, 7 * BLOCK)
 
 
 def test_a_long_prefix_is_computed_once(reference_named: Callable[[str], Reference], tmp_path: Path) -> None:
