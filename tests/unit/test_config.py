@@ -286,7 +286,11 @@ def test_kv_cache_dtype() -> None:
     assert decide(kv_cache_dtype="fp8_e4m3").has_float8_cache
     assert_refused("'fp8_e5m2'", "'fp8_e4m3'", kv_cache_dtype="fp8_e5m2")
     assert_refused(
-        "attention_backend='varlen'", "kv_cache_dtype='fp8'", kv_cache_dtype="fp8", attention_backend="varlen", **ON_GPU
+        "attention_backend='flashinfer'",
+        "kv_cache_dtype='fp8'",
+        kv_cache_dtype="fp8",
+        attention_backend="flashinfer",
+        **ON_GPU,
     )
     latent = dataclasses.replace(FACTS, has_latent_attention=True)
     assert not decide(latent).has_float8_cache
