@@ -113,7 +113,7 @@ def split_config(group: int, head_size: int, element_size: int, has_float8_cache
     if element_size == 4:
         return tile_config(head_size, element_size)
     if head_size <= 64:
-        return AttentionConfig(block_pairs, block_positions=64, num_warps=4, num_stages=4)
+        return AttentionConfig(block_pairs, block_positions=64, num_warps=4, num_stages=3 if has_float8_cache else 4)
     if head_size <= 128:
         return AttentionConfig(block_pairs, block_positions=64, num_warps=4, num_stages=3)
     if has_float8_cache:
