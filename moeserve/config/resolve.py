@@ -128,6 +128,7 @@ def resolve(
         quantization=quantization,
         device=device,
         attention_backend="triton" if model.attention_backend == "auto" else model.attention_backend,
+        product_backend="triton" if model.product_backend == "auto" else model.product_backend,
         batch_invariant=model.batch_invariant,
         load_format=model.load_format,
         packed_cache=parse_bytes("packed_cache", model.packed_cache, least=0),
@@ -295,6 +296,11 @@ def _check_device(model: ModelSettings, device: str, dtype: DtypeName, machine: 
     if model.attention_backend != "auto" and device != "cuda":
         raise SettingsError(
             f"attention_backend={model.attention_backend!r} is for GPUs, and device={device!r}; use 'auto'"
+        )
+    if model.product_backend == "deep_gemm" and (device, model.quantization) != ("cuda", "fp8"):
+        raise SettingsError(
+            "product_backend='deep_gemm' multiplies 8-bit blocks on GPUs, and "
+            f"device={device!r}, quantization={model.quantization!r}; use 'auto'"
         )
     if model.quantization in (None, "mxfp4"):
         return

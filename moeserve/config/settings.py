@@ -15,6 +15,7 @@ CacheDtypeName = Literal["auto", "fp8", "fp8_e4m3"]
 QuantizationName = Literal["int8", "int4", "fp8", "mxfp4"]
 DispatcherName = Literal["local", "allgather", "all_to_all", "shared_memory", "deepep"]
 AttentionName = Literal["triton", "flashinfer"]  # attention kernels on a GPU
+ProductName = Literal["triton", "deep_gemm"]  # kernels of products in 8-bit blocks on a GPU
 
 
 def setting(default: Any, help: str) -> Any:
@@ -47,6 +48,11 @@ class ModelSettings:
         "auto",
         "attention kernels on a GPU; triton: moeserve's own; flashinfer: that library for the steps "
         "that it supports, triton for others; auto: triton",
+    )
+    product_backend: Literal["auto", ProductName] = setting(
+        "auto",
+        "products of 8-bit blocks on a GPU, with quantization=fp8; triton: moeserve's own; deep_gemm: DeepGEMM for the "
+        "shapes that it supports, triton for others; auto: triton",
     )
     batch_invariant: bool = setting(
         False,
@@ -281,6 +287,7 @@ class EngineConfig:
     quantization: QuantizationName | None
     device: Literal["cpu", "cuda"]
     attention_backend: AttentionName
+    product_backend: ProductName
     batch_invariant: bool  # required; a CPU may be it anyway
     load_format: Literal["auto", "dummy"]
     packed_cache: int  # bytes

@@ -134,8 +134,17 @@ def _select_kernels(config: EngineConfig, description: registry.Description, dev
     """Return this rank's kernels. Latent attention always runs on our own.
 
     Raises:
-        SettingsError: the attention library that the config names cannot be used.
+        SettingsError: a library that the config names cannot be used.
     """
+    kernels = _select_attention(config, description, device)
+    if config.product_backend == "triton":
+        return kernels
+    from moeserve.ops.libraries.deep_gemm import with_deep_gemm
+
+    return with_deep_gemm(kernels, device, getattr(torch, config.dtype))
+
+
+def _select_attention(config: EngineConfig, description: registry.Description, device: torch.device) -> Kernels:
     if config.batch_invariant:
         return select_kernels(device, batch_invariant=True)
     if any(isinstance(layer.attention, AttentionConfig) for layer in description.model.layers):

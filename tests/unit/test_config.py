@@ -61,6 +61,11 @@ def test_defaults_come_from_the_checkpoint_and_the_machine() -> None:
     assert decide(in_float16, quantization="int4").dtype == "bfloat16"
     on_gpu = decide(quantization="fp8", has_kernels=False, attention_backend="flashinfer", **ON_GPU)
     assert (on_gpu.device, on_gpu.quantization, on_gpu.attention_backend) == ("cuda", "fp8", "flashinfer")
+    assert on_gpu.product_backend == "triton"
+    on_gpu = decide(quantization="fp8", has_kernels=False, product_backend="deep_gemm", **ON_GPU)
+    assert on_gpu.product_backend == "deep_gemm"
+    assert_refused("product_backend='deep_gemm'", "quantization=None", product_backend="deep_gemm", **ON_GPU)
+    assert_refused("product_backend='deep_gemm'", "device='cpu'", product_backend="deep_gemm")
     assert "auto" not in {value for name, value in dataclasses.asdict(config).items() if name != "load_format"}
 
 
@@ -307,6 +312,7 @@ def test_kv_cache_dtype() -> None:
         (ON_GPU | dict(has_triton=False), "moeserve\\[cuda\\]"),
         (ON_GPU | dict(quantization="fp8"), "quantization='fp8'"),
         (ON_GPU | dict(attention_backend="flashinfer"), "attention_backend='flashinfer'"),
+        (ON_GPU | dict(quantization="fp8", product_backend="deep_gemm"), "quantization='fp8'"),
         (ON_GPUS | dict(dispatcher="deepep"), "dispatcher='deepep'"),
     ],
 )

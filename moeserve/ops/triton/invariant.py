@@ -14,7 +14,7 @@ from torch import Tensor
 from moeserve.ops.arguments import router_arguments
 from moeserve.ops.interfaces import Kernels, OpenWeights, RouterConfig
 from moeserve.ops.triton.attention import TritonAttention, TritonLatentAttention
-from moeserve.ops.triton.products import TritonProduct
+from moeserve.ops.triton.products import TritonProduct, activated
 from moeserve.triton_kernels.chunked_matmul import chunked_matmul
 from moeserve.triton_kernels.routing import route
 
@@ -37,7 +37,7 @@ class OrderedProduct(TritonProduct):
             bias_O=None if bias_eO is None else bias_eO[0],
             out_dtype=torch.float32 if chunks is not None and chunks.keeps_float32 else input_TI.dtype,
         )
-        return self.activated(output_TO)
+        return activated(self.weights.activation, output_TO)
 
     def multiply_each(self, input_TeI: Tensor, out_TeC: Tensor | None = None) -> Tensor:
         slots_eTI = input_TeI.transpose(0, 1).contiguous()

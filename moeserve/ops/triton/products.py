@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from moeserve.ops.arguments import activation_arguments
-from moeserve.ops.interfaces import ClampedSwiGLU, Gather, OpenWeights, Product, SwiGLU
+from moeserve.ops.interfaces import ClampedSwiGLU, GatedActivation, Gather, OpenWeights, Product, SwiGLU
 from moeserve.ops.torch.products import TorchProduct
 from moeserve.triton_kernels.activation import clamped_silu_multiply, silu_multiply
 from moeserve.triton_kernels.fp8 import quantize_blocks
@@ -21,6 +21,19 @@ from moeserve.triton_kernels.grouped_matmul import grouped_matmul, grouped_matmu
 def make_product(weights: OpenWeights) -> Product:
     has_blocks = weights.scales_eGB is not None and not weights.is_mxfp4
     return TritonBlockProduct(weights) if has_blocks else TritonProduct(weights)
+
+
+def activated(activation: GatedActivation | None, output_TO: Tensor) -> Tensor:
+    """Return [T, C]: the activation of gates and ups, or the output itself."""
+    match activation:
+        case None:
+            return output_TO
+        case SwiGLU():
+            return silu_multiply(output_TO)
+        case ClampedSwiGLU(alpha=alpha, limit=limit):
+            return clamped_silu_multiply(output_TO, alpha=alpha, limit=limit)
+        case other:
+            raise AssertionError(f"no kernel has the activation {other}")
 
 
 class TritonProduct:
@@ -37,18 +50,8 @@ class TritonProduct:
     def multiply(self, input_TI: Tensor) -> Tensor:
         (weight_OI,) = self.weights.weight_eOI
         bias_eO = self.weights.bias_eO
-        return self.activated(functional.linear(input_TI, weight_OI, None if bias_eO is None else bias_eO[0]))
-
-    def activated(self, output_TO: Tensor) -> Tensor:
-        match self.weights.activation:
-            case None:
-                return output_TO
-            case SwiGLU():
-                return silu_multiply(output_TO)
-            case ClampedSwiGLU(alpha=alpha, limit=limit):
-                return clamped_silu_multiply(output_TO, alpha=alpha, limit=limit)
-            case other:
-                raise AssertionError(f"no kernel has the activation {other}")
+        output_TO = functional.linear(input_TI, weight_OI, None if bias_eO is None else bias_eO[0])
+        return activated(self.weights.activation, output_TO)
 
     def multiply_rows(
         self,

@@ -1,0 +1,208 @@
+"""Products of 8-bit blocks by DeepGEMM (https://github.com/deepseek-ai/DeepGEMM), the only importer of its package.
+
+`pip install sgl-deep-gemm` installs it as `deep_gemm`. It multiplies E4M3 codes with a float32 scale for 128 values of
+a row, and for blocks of 128 x 128 of a weight, and rounds to bfloat16:
+
+- one weight: `fp8_gemm_nt`.
+- slots: `m_grouped_fp8_gemm_nt_masked`, which reads the number of rows of each weight on the GPU.
+- rows side by side: `m_grouped_fp8_gemm_nt_contiguous`, where the rows of each weight begin at a multiple of an
+  alignment. Rows are padded to it while they are gathered, without the host knowing the counts.
+
+It has no biases and no activations: kernels of our own apply the activation afterwards.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import logging
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from moeserve.errors import SettingsError
+from moeserve.ops.interfaces import Gather, Kernels, OpenWeights, Product
+from moeserve.ops.libraries.interface import LibraryUnusable, capability
+from moeserve.ops.triton.products import activated
+from moeserve.triton_kernels.fp8 import quantize_blocks
+
+# T tokens, R rows, Q padded rows, S slots of each weight, e weights side by side, I inputs, O outputs, C columns,
+# B blocks of inputs
+
+logger = logging.getLogger(__name__)
+
+MAJOR_CAPABILITY = 9  # later GPUs round scales to powers of two, which ours are not
+BLOCK = 128  # values that share a scale, along rows and both dimensions of a weight
+OUTPUT_MULTIPLE = 64  # of the weights that its own tests multiply
+NEEDS = {
+    "fp8_gemm_nt": {"a", "b", "d"},
+    "m_grouped_fp8_gemm_nt_contiguous": {"a", "b", "d", "grouped_layout"},
+    "m_grouped_fp8_gemm_nt_masked": {"a", "b", "d", "masked_m", "expected_m"},
+    "get_mk_alignment_for_contiguous_layout": set[str](),
+}
+
+
+def with_deep_gemm(own: Kernels, device: torch.device, dtype: torch.dtype) -> Kernels:
+    """Return the table with products of 8-bit blocks by DeepGEMM, where it supports their shapes.
+
+    Raises:
+        SettingsError: it cannot be used here.
+    """
+    try:
+        if dtype != torch.bfloat16:
+            raise LibraryUnusable(f"its results are in bfloat16, not in {dtype}")
+        library = open_deep_gemm(device)
+    except LibraryUnusable as error:
+        raise SettingsError(f"product_backend='deep_gemm' cannot be used: {error}. Use 'triton'") from None
+
+    def make_product(weights: OpenWeights) -> Product:
+        if reason := why_unavailable(weights):
+            logger.info("a product of %s runs on our kernels: %s", tuple(weights.weight_eOI.shape), reason)
+            return own.make_product(weights)
+        return DeepGemmProduct(library, weights)
+
+    return dataclasses.replace(own, make_product=make_product)
+
+
+def open_deep_gemm(device: torch.device) -> ModuleType:
+    """Return the package, if it is installed and supports this GPU.
+
+    Raises:
+        LibraryUnusable: see `open_library`.
+    """
+    try:
+        library = importlib.import_module("deep_gemm")
+    except (ImportError, OSError, RuntimeError, AssertionError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise LibraryUnusable(f"deep_gemm cannot be imported ({reason}); pip install sgl-deep-gemm") from None
+    for name, needed in NEEDS.items():
+        function = getattr(library, name, None)
+        if function is None:
+            raise LibraryUnusable(f"this deep_gemm has no {name}; pip install sgl-deep-gemm")
+        if needed and (lacking := sorted(needed - set(inspect.signature(function).parameters))):
+            raise LibraryUnusable(f"this deep_gemm has no {name}({lacking[0]}=); pip install sgl-deep-gemm")
+    found = capability(device)
+    if found and found[0] != MAJOR_CAPABILITY:
+        raise LibraryUnusable(f"it multiplies float32 scales on GPUs of capability 9.0, not {found[0]}.{found[1]}")
+    return library
+
+
+def why_unavailable(weights: OpenWeights) -> str | None:
+    """Return why DeepGEMM cannot multiply these weights, as a clause; None if it can."""
+    if weights.scales_eGB is None or weights.weight_eOI.dtype != torch.float8_e4m3fn:
+        return "its weights are in 8-bit blocks"
+    if weights.bias_eO is not None:
+        return "it adds no bias"
+    _, num_outputs, num_inputs = weights.weight_eOI.shape
+    if num_inputs % BLOCK:
+        return f"its rows have multiples of {BLOCK} values, not {num_inputs}"
+    if num_outputs % OUTPUT_MULTIPLE:
+        return f"its weights have multiples of {OUTPUT_MULTIPLE} outputs, not {num_outputs}"
+    if weights.num_parts > 1 and num_outputs // weights.num_parts % BLOCK:
+        return f"a block of its weights would hold gates and ups: {num_outputs // weights.num_parts} of each"
+    return None
+
+
+class DeepGemmProduct:
+    """See `Product`. Rows are quantised before each product, 128 values to a scale."""
+
+    def __init__(self, library: ModuleType, weights: OpenWeights) -> None:
+        assert weights.scales_eGB is not None
+        self._library = library
+        self._alignment = int(library.get_mk_alignment_for_contiguous_layout())
+        self._weight_eOI = weights.weight_eOI
+        self._scales_eGB = weights.scales_eGB
+        self._activation = weights.activation
+
+    def multiply(self, input_TI: Tensor) -> Tensor:
+        (weight_OI,), (scales_GB,) = self._weight_eOI, self._scales_eGB
+        output_TO = input_TI.new_empty(len(input_TI), len(weight_OI))
+        if len(input_TI):
+            self._library.fp8_gemm_nt(a=quantize_blocks(input_TI), b=(weight_OI, scales_GB), d=output_TO)
+        return activated(self._activation, output_TO)
+
+    def multiply_rows(
+        self,
+        rows_RI: Tensor,
+        counts_e: Tensor,
+        has_spare_rows: bool = False,
+        gather: Gather | None = None,
+        expected_rows: int | None = None,
+        out_RC: Tensor | None = None,
+    ) -> Tensor:
+        assert out_RC is None, "these kernels allocate their results"
+        num_rows = len(rows_RI) if gather is None else len(gather.indices_R)
+        num_outputs = self._weight_eOI.shape[1]
+        if not num_rows:
+            return activated(self._activation, rows_RI.new_empty(0, num_outputs))
+        padded = pad_rows(counts_e, num_rows, self._alignment)
+        sources_Q = padded.row_Q
+        if gather is not None:  # spare pairs are -1
+            sources_Q = gather.indices_R[sources_Q].clamp(min=0) // gather.divisor
+        codes, scales = quantize_blocks(rows_RI)
+        codes_QI = codes.view(torch.uint8)[sources_Q].view(codes.dtype)
+        output_QO = rows_RI.new_empty(len(sources_Q), num_outputs)
+        self._library.m_grouped_fp8_gemm_nt_contiguous(
+            a=(codes_QI, scales[sources_Q]),
+            b=(self._weight_eOI, self._scales_eGB),
+            d=output_QO,
+            grouped_layout=padded.weight_Q,
+        )
+        return activated(self._activation, output_QO[padded.place_R])
+
+    def multiply_slots(self, slots_eSI: Tensor, counts_e: Tensor, expected_rows: int | None = None) -> Tensor:
+        num_weights, num_slots, _ = slots_eSI.shape
+        codes, scales = (
+            rows.unflatten(0, (num_weights, num_slots)) for rows in quantize_blocks(slots_eSI.flatten(0, 1))
+        )
+        output_eSO = slots_eSI.new_empty(num_weights, num_slots, self._weight_eOI.shape[1])
+        if output_eSO.numel():
+            rows = num_weights * num_slots if expected_rows is None else expected_rows
+            self._library.m_grouped_fp8_gemm_nt_masked(
+                a=(codes, scales),
+                b=(self._weight_eOI, self._scales_eGB),
+                d=output_eSO,
+                masked_m=counts_e.to(torch.int32),
+                expected_m=min(num_slots, max(1, -(-rows // num_weights))),
+            )
+        return activated(self._activation, output_eSO.flatten(0, 1)).unflatten(0, (num_weights, num_slots))
+
+    def multiply_each(self, input_TeI: Tensor, out_TeC: Tensor | None = None) -> Tensor:
+        raise AssertionError("weights with an input of their own each are not held in blocks")
+
+
+@dataclass(frozen=True)
+class PaddedRows:
+    """Rows ordered by weight, with those of each weight from a multiple of an alignment on."""
+
+    weight_Q: Tensor  # int32: the weight of each padded row; -1: padding
+    row_Q: Tensor  # int64: its row; 0 for padding
+    place_R: Tensor  # int64: the padded row of each row; any, for spare rows
+
+
+def pad_rows(counts_e: Tensor, num_rows: int, alignment: int) -> PaddedRows:
+    """Place rows without reading the counts on the host.
+
+    Args:
+        counts_e: rows of each weight, `num_rows` in all or less.
+    """
+    num_weights = len(counts_e)
+    most = num_rows + min(num_weights, num_rows) * (alignment - 1)
+    places_Q = torch.arange(-(-most // alignment) * alignment, device=counts_e.device)
+    ends_e = counts_e.cumsum(0)
+    aligned_e = (counts_e + alignment - 1) // alignment * alignment
+    aligned_ends_e = aligned_e.cumsum(0)
+    shift_e = (aligned_ends_e - aligned_e) - (ends_e - counts_e)  # from a row to its place
+    weight_Q = torch.searchsorted(aligned_ends_e, places_Q, right=True).clamp(max=num_weights - 1)
+    row_Q = places_Q - shift_e[weight_Q]
+    is_row_Q = row_Q < ends_e[weight_Q]
+    rows_R = torch.arange(num_rows, device=counts_e.device)
+    weight_R = torch.searchsorted(ends_e, rows_R, right=True).clamp(max=num_weights - 1)
+    return PaddedRows(
+        weight_Q=torch.where(is_row_Q, weight_Q, -1).to(torch.int32),
+        row_Q=torch.where(is_row_Q, row_Q, 0),
+        place_R=(rows_R + shift_e[weight_R]).clamp(max=len(places_Q) - 1),
+    )
