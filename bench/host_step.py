@@ -99,7 +99,7 @@ class DecodeSteps:
     """Decode steps of requests that have long contexts already."""
 
     def __init__(self, num_requests: int, context_len: int, temperature: float) -> None:
-        max_blocks = context_len // BLOCK_SIZE + 8
+        max_blocks = context_len // BLOCK_SIZE + 64
         self.table = RequestTable(num_requests, max_blocks)
         context = StepContext(
             mesh=Mesh(tp=1, dp=1), tp_rank=0, block_size=BLOCK_SIZE, max_blocks=max_blocks, device=torch.device("cpu")

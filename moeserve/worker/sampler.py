@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -55,8 +55,7 @@ class SampleSpec:
     allowed: AllowedTokens | None = None  # by the request's grammar; None: it has none
 
 
-@dataclass(frozen=True)
-class SampledToken:
+class SampledToken(NamedTuple):
     """The token sampled from one row."""
 
     token_id: int
