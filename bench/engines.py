@@ -28,6 +28,7 @@ ENGINE_NAMES = (*QUANTIZATIONS, *PEERS)
 WEIGHT_FORMATS: dict[str, str] = {  # of the engines whose weights are not bf16
     "moeserve-int8": "int8",
     "moeserve-int4": "int4",
+    "moeserve-mxfp4": "mxfp4",
     "llama.cpp-q8_0": "q8_0",
     "llama.cpp-q4_0": "q4_0",
 }

@@ -43,13 +43,14 @@ from moeserve.layers.context import ModelContext
 from moeserve.layers.weights import allocate_weights
 from moeserve.moe.dispatch.base import PackedTokens
 from moeserve.moe.experts import Experts
-from moeserve.ops.interfaces import Keys, SwiGLU
+from moeserve.ops.interfaces import MXFP4_GROUP, Keys, OpenWeights, SwiGLU
 from moeserve.ops.select import select_kernels
 from moeserve.ops.threads import set_num_threads
 
 # E experts, D model width, F expert width, T rows, K experts of a row
 
-NAMES = (*QUANTIZATIONS, *EXPERTS_PEERS)
+OWN = {**QUANTIZATIONS, "moeserve-mxfp4": "mxfp4"}  # whole models need a checkpoint in MXFP4
+NAMES = (*OWN, *EXPERTS_PEERS)
 SHAPES = {
     "Mixtral-8x7B": Shape(num_experts=8, hidden=4096, width=14336, top_k=2),
     "DeepSeek-V2-Lite": Shape(num_experts=64, hidden=2048, width=1408, top_k=6),
@@ -58,7 +59,9 @@ SHAPES = {
 NUM_ROWS = (1, 16, 64, 256, 1024)
 SAMPLE_SECONDS = 0.3  # of one rate, at a third of the limit's speed; at least 2 calls
 MAX_CALLS = 50
-MAX_ERRORS = {None: 0.02, "int8": 0.04, "int4": 0.3}  # relative, with random weights
+MAX_ERRORS = {None: 0.02, "int8": 0.04, "int4": 0.3, "mxfp4": 0.3}  # relative, with random weights
+
+E2M1_BORDERS = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])  # between magnitudes
 
 Seconds = Callable[[int, int], list[float]]  # rows, calls -> seconds of each call
 
@@ -126,10 +129,22 @@ def start_experts(name: str, *, shape: Shape, stack: ExitStack) -> Engine[Second
     Raises:
         PeerError: a peer is not installed, or cannot run these experts.
     """
-    if name in QUANTIZATIONS:
-        return own_engine(own_experts(shape, QUANTIZATIONS[name]))
+    if name in OWN:
+        return own_engine(own_experts(shape, OWN[name]))
     peer = stack.enter_context(start_experts_peer(name, asdict(shape), torch.get_num_threads()))
     return Engine(peer.version, peer.settings, peer.experts_seconds)
+
+
+def fill_mxfp4(weights: OpenWeights, source_eOI: Tensor) -> None:
+    """Round weights to MXFP4: the least power of two as scale that leaves the largest of 32 values below 6.5."""
+    assert weights.scales_eGB is not None
+    for codes_OI, exponents_OG, source_OI in zip(weights.weight_eOI, weights.scales_eGB, source_eOI, strict=True):
+        groups_OG32 = source_OI.float().unflatten(1, (-1, MXFP4_GROUP))
+        powers_OG1 = (groups_OG32.abs().amax(-1, keepdim=True) / 6.5).log2().ceil()
+        scaled_OI = (groups_OG32 / powers_OG1.exp2()).flatten(1)
+        code_OI = torch.bucketize(scaled_OI.abs(), E2M1_BORDERS).byte() | scaled_OI.signbit().byte() << 3
+        codes_OI.copy_(code_OI[:, 0::2] | code_OI[:, 1::2] << 4)
+        exponents_OG.copy_(powers_OG1[..., 0] + 127)
 
 
 @torch.inference_mode()
@@ -143,7 +158,10 @@ def own_experts(shape: Shape, quantization: QuantizationName | None) -> Seconds:
         experts = Experts(shape.num_experts, shape.hidden, shape.width, SwiGLU(), context, has_bias=False)
         allocate_weights(experts)
         for weights, source in ((experts.gate_up, gate_up_EFD), (experts.down, down_EDF)):
-            weights.open.weight_eOI.copy_(source)
+            if weights.is_mxfp4:
+                fill_mxfp4(weights.open, source)
+            else:
+                weights.open.weight_eOI.copy_(source)
             weights.pack()
 
         @torch.inference_mode()

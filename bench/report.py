@@ -24,7 +24,7 @@ from moeserve.errors import MoeserveError
 from moeserve.machine import shown_bytes
 
 Columns = list[tuple[str, str]]  # title, and the format of a row's cell
-ORDER = (*ENGINE_NAMES, "kt-kernel")
+ORDER = (*ENGINE_NAMES, "moeserve-mxfp4", "kt-kernel")
 PLOTS = "plots"  # a folder beside the document
 
 

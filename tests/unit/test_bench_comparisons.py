@@ -117,7 +117,7 @@ def test_experts_from_end_to_end(
     rows = read_jsonl(results)
     assert [row["num_rows"] for row in rows] == [1, 9]
     for row in rows:
-        assert set(row["engines"]) == {"moeserve", "moeserve-int8", "moeserve-int4"}
+        assert set(row["engines"]) == {"moeserve", "moeserve-int8", "moeserve-int4", "moeserve-mxfp4"}
         assert all(engine["fraction_of_limit"] > 0 for engine in row["engines"].values())
         assert set(row["left_out"]) == {"vllm", "kt-kernel"}
     assert "without vllm" in capsys.readouterr().err
