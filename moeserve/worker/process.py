@@ -32,30 +32,33 @@ def run(parent: Parent) -> None:
     has_ended = False  # by agreement: later rounds are not run on any rank
     running: StartedRound | None = None  # on a GPU; its outcome was not sent
 
-    def finish(started: StartedRound | None) -> None:
-        if started is not None and start.answers:
-            channel.send(started.finish())
+    def finish() -> None:
+        nonlocal running
+        if running is not None:
+            outcome, running = running.finish(), None  # on every rank: its table then has the tokens
+            if start.answers:
+                channel.send(outcome)
 
     while True:
         for message in channel.receive(None if running is None else SECONDS_BETWEEN_LOOKS):
             if isinstance(message, Leave):
-                finish(running)
+                finish()
                 return
             if has_ended:
                 continue
             if not isinstance(message, Round):
                 transfers.submit(message)
                 continue
-            running, earlier = worker.start(message), running
-            finish(earlier)
-            has_ended = running.agreement.ends_all
+            started = worker.start(message)  # while a GPU computes the round before it
+            finish()
+            running = started
+            has_ended = started.agreement.ends_all
+            if has_ended or started.is_done:
+                finish()
             if has_ended:
-                finish(running)
                 worker.close()  # collective: all ranks
-                running = None
         if running is not None and running.is_done:
-            finish(running)
-            running = None
+            finish()
 
 
 def join(start: RankStart) -> Groups:
