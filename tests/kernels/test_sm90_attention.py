@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from sm90 import MAX_SHARED_BYTES, MachineCode, compile_for_sm90
+
+from moeserve.bench.gpu.machine_code import MAX_SHARED_BYTES, MachineCode, compile_kernel
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1",
@@ -73,7 +74,9 @@ def configs(shape: Shape, element_size: int = 2) -> tuple[Any, Any, Any]:
     return tile, split, chosen.choose_splits(shape.num_kv_heads)
 
 
-def compile_kernel(kernel: Any, shape: Shape, constexprs: dict[str, Any], options: dict[str, Any], dtype: str) -> Any:
+def compile_attention(
+    kernel: Any, shape: Shape, constexprs: dict[str, Any], options: dict[str, Any], dtype: str
+) -> Any:
     pointers = {
         "row_starts_ptr": "*i32",
         "context_lens_ptr": "*i32",
@@ -104,7 +107,7 @@ def compile_kernel(kernel: Any, shape: Shape, constexprs: dict[str, Any], option
     counts = {
         "num_chunks", "num_heads", "num_kv_heads", "num_splits", "num_tiles", "table_stride", "max_attended_rows",
     }  # fmt: skip
-    return compile_for_sm90(kernel, signature, constexprs, options, not_divisible=counts)
+    return compile_kernel(kernel, signature, constexprs, options, not_divisible=counts)
 
 
 def sizes(shape: Shape) -> dict[str, Any]:
@@ -130,7 +133,7 @@ def compiled(kind: str, shape: Shape, dtype: str = "bf16") -> MachineCode:
         kernel, config = attend_split_kernel, split_config
         own = {"PIECE_SIZE": splits.piece_size, "MAX_SPLITS": splits.max_splits}
     blocks = {"BLOCK_M": config.block_pairs, "BLOCK_C": config.block_positions}
-    code: MachineCode = compile_kernel(kernel, shape, sizes(shape) | blocks | own, config.compile_options, dtype)
+    code: MachineCode = compile_attention(kernel, shape, sizes(shape) | blocks | own, config.compile_options, dtype)
     assert code.spilled_bytes == 0
     assert code.shared_bytes <= MAX_SHARED_BYTES
     return code
@@ -163,7 +166,7 @@ def test_merging_fits(name: str) -> None:
     constants = {"WINDOW": shape.window, "PIECE_SIZE": splits.piece_size, "MAX_SPLITS": splits.max_splits}
     block = {name: size for name, size in sizes(shape).items() if name in ("VALUE_SIZE", "BLOCK_V")}
     options = {"num_warps": merge_warps(splits.max_splits, block["BLOCK_V"])}
-    code = compile_kernel(merge_splits_kernel, shape, constants | block, options, "bf16")
+    code = compile_attention(merge_splits_kernel, shape, constants | block, options, "bf16")
     assert code.spilled_bytes == 0
     assert code.shared_bytes <= 32 * 1024  # so that several programs run at a time
 
@@ -208,7 +211,7 @@ def compile_expanded(kernel: Any, constants: dict[str, Any], options: dict[str, 
         if name not in constants
     }
     changing = {"table_stride", "num_chunks", "num_tiles", "first", "num_positions"}
-    return compile_for_sm90(kernel, signature, constants, options, not_divisible=changing)
+    return compile_kernel(kernel, signature, constants, options, not_divisible=changing)
 
 
 def test_writing_latents_needs_no_shared_memory() -> None:
@@ -217,6 +220,6 @@ def test_writing_latents_needs_no_shared_memory() -> None:
     signature = {"latent_ptr": "*bf16", "cache_ptr": "*bf16", "slots_ptr": "*i64"}
     signature |= dict.fromkeys(("token_stride", "cache_block_stride", "cache_position_stride", "vector_size"), "i32")
     constexprs = {"element_stride": 1, "CACHE_BLOCK": 16, "BLOCK_P": 1024}  # a launch makes constants of ones
-    code = compile_for_sm90(write_latents_kernel, signature, constexprs, {"num_warps": WRITE_WARPS})
+    code = compile_kernel(write_latents_kernel, signature, constexprs, {"num_warps": WRITE_WARPS})
     assert code.spilled_bytes == code.shared_bytes == 0
     assert "st.global.v4.b32" in code.ptx  # 16 bytes at a time

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from sm90 import MAX_SHARED_BYTES, MachineCode, compile_for_sm90
 
+from moeserve.bench.gpu.machine_code import MAX_SHARED_BYTES, MachineCode, compile_kernel
 from moeserve.triton_kernels.tune import Layer
 from moeserve.triton_kernels.tuning import Problem, config_by_rule
 
@@ -94,7 +94,7 @@ def compiled(
     signature = {name: kind for name, kind in pointers.items() if kind is not None}
     signature |= dict.fromkeys(sizes, "i32") | dict.fromkeys(("alpha", "limit"), "fp32")
     absent = {name: None for name, kind in pointers.items() if kind is None}
-    return compile_for_sm90(
+    return compile_kernel(
         grouped_matmul_kernel,
         signature,
         constants | absent,
@@ -240,7 +240,7 @@ def test_pairs(name: str, signature: dict[str, str], constants: dict[str, Any]) 
     blocks = {constant: value for constant, value in constants.items() if constant in kernel.arg_names}
     options = {option: value for option, value in constants.items() if option not in blocks}
     not_divisible = [argument for argument in NOT_DIVISIBLE if argument in signature]
-    code = compile_for_sm90(kernel, signature, blocks, options, not_divisible=not_divisible)
+    code = compile_kernel(kernel, signature, blocks, options, not_divisible=not_divisible)
     assert code.spilled_bytes == 0
     assert code.registers <= 128
     assert code.shared_bytes <= 8192

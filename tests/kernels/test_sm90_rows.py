@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from sm90 import MAX_SHARED_BYTES, MachineCode, compile_for_sm90
+
+from moeserve.bench.gpu.machine_code import MAX_SHARED_BYTES, MachineCode, compile_kernel
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
@@ -31,7 +32,7 @@ def compiled(
 ) -> MachineCode:
     """Compile a kernel, and check its resources. Arguments without a type or constexpr are int32."""
     signature = {name: types.get(name, "i32") for name in kernel.arg_names if name not in constexprs}
-    code = compile_for_sm90(kernel, signature, constexprs, options, **more)
+    code = compile_kernel(kernel, signature, constexprs, options, **more)
     assert code.spilled_bytes == 0
     assert code.shared_bytes <= MAX_SHARED_BYTES
     return code

@@ -1,4 +1,4 @@
-"""Compilation of Triton kernels for NVIDIA Hopper GPUs (sm_90) without a GPU, and properties of the machine code."""
+"""Compilation of Triton kernels for NVIDIA GPUs without a GPU, and properties of the machine code."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ from pathlib import Path
 from typing import Any
 
 MAX_SHARED_BYTES = 227 * 1024  # shared memory of one thread block on sm_90
+# Of a multiprocessor of sm_90 and sm_100: CUDA C++ Programming Guide, technical specifications per compute capability.
+SHARED_BYTES, RESERVED_SHARED_BYTES = 228 * 1024, 1024  # reserved for each block
+REGISTERS, REGISTER_UNIT = 65536, 256  # allocated to each warp in units
+MAX_WARPS, MAX_BLOCKS = 64, 32
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,7 @@ class MachineCode:
     registers: int  # for each thread
     spilled_bytes: int  # stack and local memory of each thread
     shared_bytes: int  # for each thread block
+    num_warps: int = 4
 
     @property
     def num_wgmma(self) -> int:
@@ -28,18 +33,35 @@ class MachineCode:
         return len(re.findall(r"\bwgmma\.mma_async", self.ptx))
 
     @property
+    def num_tcgen05(self) -> int:
+        """Number of matrix instructions of tensor memory, which full speed on Blackwell requires."""
+        return len(re.findall(r"\btcgen05\.mma", self.ptx))
+
+    @property
+    def blocks_per_sm(self) -> int:
+        """Thread blocks that fit on a multiprocessor at a time, by registers, shared memory and threads."""
+        registers_of_warp = -(-self.registers * 32 // REGISTER_UNIT) * REGISTER_UNIT
+        return min(
+            MAX_BLOCKS,
+            MAX_WARPS // self.num_warps,
+            REGISTERS // registers_of_warp // self.num_warps,
+            SHARED_BYTES // (self.shared_bytes + RESERVED_SHARED_BYTES),
+        )
+
+    @property
     def num_cp_async(self) -> int:
         """Number of asynchronous copies to shared memory."""
         return len(re.findall(r"\bcp\.async\.(?!wait|commit)", self.ptx))
 
 
-def compile_for_sm90(
+def compile_kernel(
     kernel: Any,
     signature: Mapping[str, str],
     constexprs: Mapping[str, Any],
     options: Mapping[str, Any],
     *,
     not_divisible: Iterable[str] = (),
+    capability: int = 90,
 ) -> MachineCode:
     """Compile a `triton.jit` function as a launch on a GPU would.
 
@@ -47,6 +69,7 @@ def compile_for_sm90(
         signature: type of each run-time argument: "*bf16", "*fp8e4nv", "i32", "fp32" and so on.
         constexprs: values of the other arguments, including those that are None.
         options: num_warps, num_stages and other options of the compiler.
+        capability: 90 for Hopper, 100 for Blackwell.
         not_divisible: arguments that are not known to be multiples of 16, unlike torch's pointers and most sizes.
     """
     import triton
@@ -67,13 +90,14 @@ def compile_for_sm90(
         constexprs=dict(constexprs),
         attrs=attrs,
     )
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(options))
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(options))
     usage = _resource_usage(compiled.asm["cubin"])
     return MachineCode(
         ptx=compiled.asm["ptx"],
         registers=usage["REG"],
         spilled_bytes=usage["STACK"] + usage["LOCAL"],
         shared_bytes=compiled.metadata.shared,
+        num_warps=compiled.metadata.num_warps,
     )
 
 
@@ -85,6 +109,6 @@ def _resource_usage(cubin: bytes) -> dict[str, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [tool, "--dump-resource-usage", file.name]
+        command = [str(tool), "--dump-resource-usage", file.name]
         report = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     return {name: int(amount) for name, amount in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", report)}
