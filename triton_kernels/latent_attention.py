@@ -17,6 +17,7 @@ from moeserve.triton_kernels.paged_kernels import AttentionConfig, Splits, launc
 
 
 WRITE_WARPS = 4
+MAX_SPLIT_PAIRS = 64  # heads that share the load of a vector
 
 
 def write_latents(latent_TP: Tensor, cache: Tensor, slots_T: Tensor) -> None:
@@ -123,15 +124,19 @@ def tile_config(latent_size: int, element_size: int) -> AttentionConfig:
 
 def split_config(num_heads: int, latent_size: int, element_size: int) -> AttentionConfig:
     """Return the tiles for chunks of one row: fewer pairs for fewer heads."""
-    block_pairs = min(max(triton.next_power_of_2(num_heads), 16), 64)
-    if element_size == 4 or block_pairs == 64:
+    block_pairs = min(max(triton.next_power_of_2(num_heads), 16), MAX_SPLIT_PAIRS)
+    if element_size == 4 or block_pairs == MAX_SPLIT_PAIRS:
         return tile_config(latent_size, element_size)
     return AttentionConfig(block_pairs, block_positions=32, num_warps=8, num_stages=4 if block_pairs == 16 else 3)
 
 
 def choose_splits(num_heads: int) -> Splits:
-    """Return the splits of a context: fewer for many heads, whose partial sums take much memory."""
-    return Splits(piece_size=128, max_splits=min(max(1024 // triton.next_power_of_2(num_heads), 8), 32))
+    """Return the splits of a context: one of 32k positions has 128 programs with up to 32 heads, and 64 with more.
+
+    Partial sums of more heads take more memory, so there are fewer, of longer pieces.
+    """
+    num_padded = triton.next_power_of_2(num_heads)
+    return Splits(piece_size=min(max(16 * num_padded, 128), 512), max_splits=min(max(4096 // num_padded, 32), 128))
 
 
 @triton.jit

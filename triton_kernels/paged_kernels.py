@@ -13,6 +13,8 @@ The file is longer than others because the three kernels share their inner loop,
 
 from __future__ import annotations
 
+import functools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +30,10 @@ from moeserve.triton_kernels.float8_rows import decode_float8
 
 LOG2_E = tl.constexpr(1.4426950408889634)  # the hardware computes powers of 2
 CHUNKS_AT_ONCE = 256  # chunks that a program reads at a time to find its own
+MAX_PARTIAL_BYTES = 2**30  # partial sums of splits; more chunks take several launches
+PROGRAMS_PER_SM = 4  # for splits; as many as run at a time, or more
+NUM_INTERPRETED_PROGRAMS = 3  # in Triton's interpreter, few enough that each computes several splits
+MAX_MERGED = 2**14  # partial sums of one program that merges splits
 
 
 @dataclass(frozen=True)
@@ -48,12 +54,12 @@ class AttentionConfig:
 class Splits:
     """Division of the context of one row. It depends on the model's shape only, as it fixes the order of additions.
 
-    Piece i, counted from the first piece that the row attends to, belongs to program i % max_splits. So a result does
-    not depend on the number of programs of the step, and the number of partial sums is bounded for long contexts.
+    Piece i, counted from the first piece that the row attends to, belongs to split i % max_splits. So a result does not
+    depend on the other chunks of the step, and the number of partial sums is bounded for long contexts.
     """
 
     piece_size: int  # positions, a multiple of AttentionConfig.block_positions
-    max_splits: int  # programs for one context and key-value head, a power of two
+    max_splits: int  # of one context and key-value head, a power of two
 
 
 def launch_attention(
@@ -126,12 +132,15 @@ def launch_attention(
         value_size=value_size,
         extra_size=key_size - value_size if value_cache is None else None,
     )
-    inputs = (query_TNP, key_cache, value_cache, key_scales, value_scales, block_table, row_starts, context_lens)
+    caches = (key_cache, value_cache, key_scales, value_scales)
+    tables = (block_table, row_starts, context_lens)
     strides = (*query_TNP.stride()[:2], *key_cache.stride()[:3], block_table.stride(0))
     if not is_one_row_each and max_attended_rows >= 1:
         num_tiles = num_tokens * group // tile_config.block_pairs + num_chunks
         attend_tile_kernel[(num_tiles * num_kv_heads,)](
-            *inputs,
+            query_TNP,
+            *caches,
+            *tables,
             sinks_N,
             output_TNV,
             *strides,
@@ -155,46 +164,80 @@ def launch_attention(
     # A window may begin inside a piece.
     longest = max_context if window is None else min(max_context, window + splits.piece_size - 1)
     num_splits = max(min(triton.cdiv(longest, splits.piece_size), splits.max_splits), 1)
+    bytes_per_chunk = num_splits * num_heads * (value_size + 2) * torch.float32.itemsize
+    # Slices of tables at multiples of 4 keep the alignment that kernels are compiled for.
+    chunks_at_once = min(num_chunks, max(MAX_PARTIAL_BYTES // bytes_per_chunk // 4 * 4, 4))
     partial_SZNV, maximum_SZN, total_SZN = (
-        query_TNP.new_empty(num_chunks, num_splits, num_heads, *size, dtype=torch.float32)
+        query_TNP.new_empty(chunks_at_once, num_splits, num_heads, *size, dtype=torch.float32)
         for size in ((value_size,), (), ())
     )
     num_tiles = triton.cdiv(group, split_config.block_pairs)
-    attend_split_kernel[(num_kv_heads * num_tiles, num_chunks, num_splits)](
-        *inputs,
-        partial_SZNV,
-        maximum_SZN,
-        total_SZN,
-        *strides,
-        num_heads,
-        num_tiles,
-        scale,
-        **sizes,
-        PIECE_SIZE=splits.piece_size,
-        MAX_SPLITS=splits.max_splits,
-        BLOCK_M=split_config.block_pairs,
-        BLOCK_C=split_config.block_positions,
-        **split_config.compile_options,
-    )
-    merge_splits_kernel[(num_chunks + (num_tokens if is_one_row_each else 0), num_heads)](
-        partial_SZNV,
-        maximum_SZN,
-        total_SZN,
-        row_starts,
-        context_lens,
-        sinks_N,
-        output_TNV,
-        num_chunks,
-        num_heads,
-        num_splits,
-        WINDOW=window,
-        VALUE_SIZE=value_size,
-        BLOCK_V=sizes["BLOCK_V"],
-        PIECE_SIZE=splits.piece_size,
-        MAX_SPLITS=splits.max_splits,
-        num_warps=merge_warps(splits.max_splits, sizes["BLOCK_V"]),
-    )
+    shares_programs = value_cache is None and can_share_programs(split_config, value_size)
+    block_merged = min(sizes["BLOCK_V"], MAX_MERGED // splits.max_splits)
+    for first in range(0, num_chunks, chunks_at_once):
+        num_own = min(chunks_at_once, num_chunks - first)
+        is_last = first + num_own == num_chunks
+        grid = (num_kv_heads * num_tiles, num_own, num_splits)
+        if shares_programs:
+            grid = (min(math.prod(grid), num_programs(query_TNP.device)), 1, 1)
+        attend_split_kernel[grid](
+            query_TNP,
+            *caches,
+            *(table[first:] for table in tables),
+            partial_SZNV,
+            maximum_SZN,
+            total_SZN,
+            *strides,
+            num_own,
+            num_splits,
+            num_heads,
+            num_tiles,
+            scale,
+            **sizes,
+            PIECE_SIZE=splits.piece_size,
+            MAX_SPLITS=splits.max_splits,
+            BLOCK_M=split_config.block_pairs,
+            BLOCK_C=split_config.block_positions,
+            CHUNKS_AT_ONCE=CHUNKS_AT_ONCE,
+            SHARES_PROGRAMS=shares_programs,
+            **split_config.compile_options,
+        )
+        num_padding = num_tokens if is_one_row_each and is_last else 0
+        merge_splits_kernel[(num_own + num_padding, num_heads, triton.cdiv(value_size, block_merged))](
+            partial_SZNV,
+            maximum_SZN,
+            total_SZN,
+            row_starts[first:],
+            context_lens[first:],
+            sinks_N,
+            output_TNV,
+            num_own,
+            num_heads,
+            num_splits,
+            WINDOW=window,
+            VALUE_SIZE=value_size,
+            BLOCK_V=block_merged,
+            PIECE_SIZE=splits.piece_size,
+            MAX_SPLITS=splits.max_splits,
+            num_warps=merge_warps(splits.max_splits, block_merged),
+        )
     return output_TNV
+
+
+def can_share_programs(config: AttentionConfig, value_size: int) -> bool:
+    """Return True if programs of latent attention compute several splits.
+
+    Not if the sums take so many registers that the loop over splits spills; neither in grouped-query attention.
+    """
+    return config.block_pairs * value_size < 2**15
+
+
+@functools.cache
+def num_programs(device: torch.device) -> int:
+    """Return the number of programs that share the splits of all chunks."""
+    if device.type != "cuda":
+        return NUM_INTERPRETED_PROGRAMS
+    return torch.cuda.get_device_properties(device).multi_processor_count * PROGRAMS_PER_SM
 
 
 def kernel_sizes(
@@ -375,7 +418,7 @@ def attend_tile_kernel(
     )
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit(do_not_specialize=["table_stride", "num_chunks", "num_splits"])
 def attend_split_kernel(
     query_ptr,
     key_cache_ptr,
@@ -394,6 +437,8 @@ def attend_split_kernel(
     cache_head_stride,
     cache_position_stride,
     table_stride,
+    num_chunks,
+    num_splits,  # Z
     num_heads,
     num_tiles,  # tiles of BLOCK_M heads in a group
     scale,
@@ -409,18 +454,153 @@ def attend_split_kernel(
     MAX_SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    CHUNKS_AT_ONCE: tl.constexpr,
+    SHARES_PROGRAMS: tl.constexpr,
 ):
-    """Attend from BLOCK_M heads of one row to every MAX_SPLITS-th piece; see `attend_tile_kernel` for the arguments."""
-    kv_head = tl.program_id(0) // num_tiles
-    chunk = tl.program_id(1).to(tl.int64)
-    split = tl.program_id(2)
+    """Attend from the chunks of one row to the splits of their contexts; see `attend_tile_kernel` for the arguments.
+
+    A program computes one tile of BLOCK_M heads and one split. With SHARES_PROGRAMS, it computes several, so that none
+    starts for nothing however long the longest context may be. Neighbours read the same positions.
+    """
+    if SHARES_PROGRAMS:
+        num_tiles_each = num_heads // GROUP * num_tiles
+        _, _, num_slots = find_split(
+            row_starts_ptr, context_lens_ptr, num_chunks, 0, WINDOW, PIECE_SIZE, MAX_SPLITS, CHUNKS_AT_ONCE
+        )
+        for item in range(tl.program_id(0), num_slots * num_tiles_each, tl.num_programs(0)):
+            slot = item // num_tiles_each
+            chunk, split, _ = find_split(
+                row_starts_ptr, context_lens_ptr, num_chunks, slot, WINDOW, PIECE_SIZE, MAX_SPLITS, CHUNKS_AT_ONCE
+            )
+            attend_split(
+                chunk.to(tl.int64),
+                split,
+                item % num_tiles_each,
+                query_ptr,
+                key_cache_ptr,
+                value_cache_ptr,
+                key_scales_ptr,
+                value_scales_ptr,
+                block_table_ptr,
+                row_starts_ptr,
+                context_lens_ptr,
+                partial_ptr,
+                maximum_ptr,
+                total_ptr,
+                query_row_stride,
+                query_head_stride,
+                cache_block_stride,
+                cache_head_stride,
+                cache_position_stride,
+                table_stride,
+                num_splits,
+                num_heads,
+                num_tiles,
+                scale,
+                GROUP,
+                WINDOW,
+                CACHE_BLOCK,
+                VALUE_SIZE,
+                EXTRA_SIZE,
+                BLOCK_V,
+                BLOCK_E,
+                SHARES_VALUE,
+                PIECE_SIZE,
+                MAX_SPLITS,
+                BLOCK_M,
+                BLOCK_C,
+            )
+    else:
+        chunk = tl.program_id(1).to(tl.int64)
+        _, _, num_pieces = pieces_of(tl.load(context_lens_ptr + chunk), WINDOW, PIECE_SIZE)
+        num_rows = tl.load(row_starts_ptr + chunk + 1) - tl.load(row_starts_ptr + chunk)
+        if (num_rows != 1) | (tl.program_id(2) >= num_pieces):
+            return
+        attend_split(
+            chunk,
+            tl.program_id(2),
+            tl.program_id(0),
+            query_ptr,
+            key_cache_ptr,
+            value_cache_ptr,
+            key_scales_ptr,
+            value_scales_ptr,
+            block_table_ptr,
+            row_starts_ptr,
+            context_lens_ptr,
+            partial_ptr,
+            maximum_ptr,
+            total_ptr,
+            query_row_stride,
+            query_head_stride,
+            cache_block_stride,
+            cache_head_stride,
+            cache_position_stride,
+            table_stride,
+            num_splits,
+            num_heads,
+            num_tiles,
+            scale,
+            GROUP,
+            WINDOW,
+            CACHE_BLOCK,
+            VALUE_SIZE,
+            EXTRA_SIZE,
+            BLOCK_V,
+            BLOCK_E,
+            SHARES_VALUE,
+            PIECE_SIZE,
+            MAX_SPLITS,
+            BLOCK_M,
+            BLOCK_C,
+        )
+
+
+@triton.jit
+def attend_split(
+    chunk,
+    split,
+    tile,
+    query_ptr,
+    key_cache_ptr,
+    value_cache_ptr,
+    key_scales_ptr,
+    value_scales_ptr,
+    block_table_ptr,
+    row_starts_ptr,
+    context_lens_ptr,
+    partial_ptr,
+    maximum_ptr,
+    total_ptr,
+    query_row_stride,
+    query_head_stride,
+    cache_block_stride,
+    cache_head_stride,
+    cache_position_stride,
+    table_stride,
+    num_splits,
+    num_heads,
+    num_tiles,
+    scale,
+    GROUP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CACHE_BLOCK: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    EXTRA_SIZE: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    SHARES_VALUE: tl.constexpr,
+    PIECE_SIZE: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Attend from one tile of heads to every MAX_SPLITS-th piece of the context of a chunk."""
+    kv_head = tile // num_tiles
     row = tl.load(row_starts_ptr + chunk).to(tl.int64)
     context_len = tl.load(context_lens_ptr + chunk)
     first, first_piece, num_pieces = pieces_of(context_len, WINDOW, PIECE_SIZE)
-    if (tl.load(row_starts_ptr + chunk + 1) - row != 1) | (split >= num_pieces):
-        return
-
-    members = (tl.program_id(0) % num_tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
+    members = (tile % num_tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
     is_head = members < GROUP
     heads = kv_head * GROUP + members
     query_offsets = row * query_row_stride + heads * query_head_stride
@@ -452,9 +632,9 @@ def attend_split_kernel(
     table_ptr = block_table_ptr + chunk * table_stride
     columns = (first_piece + split) * PIECE_SIZE + tl.arange(0, BLOCK_C)
     blocks = load_blocks(table_ptr, columns, first, context_len, CACHE_BLOCK)
-    for tile in range(1, (num_own - 1) * TILES_PER_PIECE + last_tiles + 1):
-        next_piece = first_piece + split + tile // TILES_PER_PIECE * MAX_SPLITS
-        next_columns = next_piece * PIECE_SIZE + tile % TILES_PER_PIECE * BLOCK_C + tl.arange(0, BLOCK_C)
+    for number in range(1, (num_own - 1) * TILES_PER_PIECE + last_tiles + 1):
+        next_piece = first_piece + split + number // TILES_PER_PIECE * MAX_SPLITS
+        next_columns = next_piece * PIECE_SIZE + number % TILES_PER_PIECE * BLOCK_C + tl.arange(0, BLOCK_C)
         next_blocks = load_blocks(table_ptr, next_columns, first, context_len, CACHE_BLOCK)
         weighted, maximum, total = attend_positions(
             query,
@@ -486,7 +666,7 @@ def attend_split_kernel(
         )
         columns, blocks = next_columns, next_blocks
 
-    places = (chunk * tl.num_programs(2) + split) * num_heads + heads
+    places = (chunk * num_splits + split) * num_heads + heads
     tl.store(maximum_ptr + places, maximum, mask=is_head)
     tl.store(total_ptr + places, total, mask=is_head)
     tl.store(
@@ -514,10 +694,13 @@ def merge_splits_kernel(
     PIECE_SIZE: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
 ):
-    """Merge the splits of one head of one chunk. Programs beyond the chunks write zeros to rows without a chunk."""
+    """Merge BLOCK_V values of the splits of one head of one chunk.
+
+    Programs beyond the chunks write zeros to rows without a chunk.
+    """
     chunk = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    values = tl.arange(0, BLOCK_V)
+    values = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     is_value = values < VALUE_SIZE
     if chunk >= num_chunks:
         row = chunk - num_chunks
@@ -595,6 +778,36 @@ def softmax_weights(scores, weighted, maximum, total, IS_MASKED: tl.constexpr):
     weights = tl.exp2(scores - shift[:, None])
     share = tl.exp2(maximum - shift)
     return weights, weighted * share[:, None], new_maximum, total * share + tl.sum(weights, axis=1)
+
+
+@triton.jit
+def find_split(
+    row_starts_ptr,
+    context_lens_ptr,
+    num_chunks,
+    slot,
+    WINDOW: tl.constexpr,
+    PIECE_SIZE: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    CHUNKS_AT_ONCE: tl.constexpr,
+):
+    """Return the chunk and the split of a slot, and the number of slots: the splits of all chunks of one row."""
+    chunk = 0
+    first_slot = 0
+    num_slots = 0
+    for first_chunk in range(0, num_chunks, CHUNKS_AT_ONCE):
+        chunks = first_chunk + tl.arange(0, CHUNKS_AT_ONCE)
+        is_chunk = chunks < num_chunks
+        starts = tl.load(row_starts_ptr + chunks, mask=is_chunk, other=0)
+        ends = tl.load(row_starts_ptr + chunks + 1, mask=is_chunk, other=0)
+        context_lens = tl.load(context_lens_ptr + chunks, mask=is_chunk, other=0)
+        _, _, num_pieces = pieces_of(context_lens, WINDOW, PIECE_SIZE)
+        counts = tl.where(ends - starts == 1, tl.minimum(num_pieces, MAX_SPLITS), 0)
+        is_before = is_chunk & (num_slots + tl.cumsum(counts, axis=0) <= slot)
+        chunk += tl.sum(is_before.to(tl.int32), axis=0)
+        first_slot += tl.sum(tl.where(is_before, counts, 0), axis=0)
+        num_slots += tl.sum(counts, axis=0)
+    return chunk, slot - first_slot, num_slots
 
 
 @triton.jit

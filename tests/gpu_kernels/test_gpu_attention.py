@@ -113,6 +113,23 @@ def test_more_pieces_than_splits(shape: Shape, monkeypatch: pytest.MonkeyPatch) 
     check(make_case([(1, 180), (1, 128), (0, 0), (1, 1), (1, 129)], shape))
 
 
+@pytest.mark.parametrize("shape", [PAGED, WINDOW, LATENT, Shape(64, 1, 513, latent_size=512)], ids=str)
+def test_neither_programs_nor_launches_change_a_byte(shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large sums have a program for each split; other splits share programs."""
+    monkeypatch.setattr(latent, "choose_splits", lambda num_heads: Splits(piece_size=32, max_splits=4))
+    lengths = [(1, 150), (0, 0), (1, 1), (1, 33), (1, 129), (1, 40)]
+    case = make_case(lengths, shape, dtype=torch.float16)
+    expected = attend(case)
+    check(case, expected)
+    monkeypatch.setattr(paged_kernels, "num_programs", lambda device: 100)
+    assert same_bytes(attend(case), expected)
+    monkeypatch.setattr(paged_kernels, "MAX_PARTIAL_BYTES", 1)  # four chunks at a time
+    padded = dataclasses.replace(case, query_TNH=torch.cat([case.query_TNH, case.query_TNH[:2]]))
+    actual = attend(padded)
+    assert same_bytes(actual[:-2], expected)
+    assert not actual[-2:].any()
+
+
 def test_more_chunks_than_a_program_reads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paged_kernels, "CHUNKS_AT_ONCE", 8)
     check(make_case([(1, 3), (0, 9)] * 7 + [(2, 9), (1, 5), (3, 3)], Shape(2, 1, 16)))

@@ -51,6 +51,7 @@ SHAPES = {
     "gpt-oss": Shape(64, 8, 64, window=128, has_sinks=True),
     "heads of 256": Shape(16, 8, 256, window=4096, cache_block=48),
     "DeepSeek-V2-Lite": Shape(16, 1, 512, extra_size=64),
+    "DeepSeek-V3, TP 4": Shape(32, 1, 512, extra_size=64, cache_block=64),
     "DeepSeek-V3": Shape(128, 1, 512, extra_size=64, cache_block=64),
 }
 # Shapes of the checkpoints with which `bench.gpu` compares the engine's tokens.
@@ -124,7 +125,12 @@ def sizes(shape: Shape) -> dict[str, Any]:
 
 def compiled(kind: str, shape: Shape, dtype: str = "bf16") -> MachineCode:
     """Compile the kernel of chunks of many rows ("tiles") or of one row ("splits")."""
-    from moeserve.triton_kernels.paged_kernels import CHUNKS_AT_ONCE, attend_split_kernel, attend_tile_kernel
+    from moeserve.triton_kernels.paged_kernels import (
+        CHUNKS_AT_ONCE,
+        attend_split_kernel,
+        attend_tile_kernel,
+        can_share_programs,
+    )
 
     tile_config, split_config, splits = configs(shape, 4 if dtype == "fp32" else 2)
     if kind == "tiles":
@@ -132,6 +138,8 @@ def compiled(kind: str, shape: Shape, dtype: str = "bf16") -> MachineCode:
     else:
         kernel, config = attend_split_kernel, split_config
         own = {"PIECE_SIZE": splits.piece_size, "MAX_SPLITS": splits.max_splits}
+        shares_programs = shape.is_latent and can_share_programs(config, shape.value_size)
+        own |= {"CHUNKS_AT_ONCE": CHUNKS_AT_ONCE, "SHARES_PROGRAMS": shares_programs}
     blocks = {"BLOCK_M": config.block_pairs, "BLOCK_C": config.block_positions}
     code: MachineCode = compile_attention(kernel, shape, sizes(shape) | blocks | own, config.compile_options, dtype)
     assert code.spilled_bytes == 0
@@ -157,15 +165,16 @@ def test_small_models_and_float32_fit(name: str, dtype: str, kind: str) -> None:
     assert dtype == "bf16" or "mma." not in code.ptx, "tensor cores have no float32"
 
 
-@pytest.mark.parametrize("name", ["gpt-oss", "DeepSeek-V3"])
+@pytest.mark.parametrize("name", ["gpt-oss", "DeepSeek-V2-Lite", "DeepSeek-V3"])
 def test_merging_fits(name: str) -> None:
-    from moeserve.triton_kernels.paged_kernels import merge_splits_kernel, merge_warps
+    from moeserve.triton_kernels.paged_kernels import MAX_MERGED, merge_splits_kernel, merge_warps
 
     shape = SHAPES[name]
     splits = configs(shape)[2]
     constants = {"WINDOW": shape.window, "PIECE_SIZE": splits.piece_size, "MAX_SPLITS": splits.max_splits}
-    block = {name: size for name, size in sizes(shape).items() if name in ("VALUE_SIZE", "BLOCK_V")}
-    options = {"num_warps": merge_warps(splits.max_splits, block["BLOCK_V"])}
+    block_merged = min(sizes(shape)["BLOCK_V"], MAX_MERGED // splits.max_splits)
+    block = {"VALUE_SIZE": shape.value_size, "BLOCK_V": block_merged}
+    options = {"num_warps": merge_warps(splits.max_splits, block_merged)}
     code = compile_attention(merge_splits_kernel, shape, constants | block, options, "bf16")
     assert code.spilled_bytes == 0
     assert code.shared_bytes <= 32 * 1024  # so that several programs run at a time
