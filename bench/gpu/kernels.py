@@ -34,7 +34,9 @@ from moeserve.bench.gpu.inputs import (
 from moeserve.bench.gpu.libraries import installed_libraries
 from moeserve.bench.gpu.limits import ColdTimer, Timer, limits_row, measure_limits
 from moeserve.bench.gpu.parts import Item, Row, is_cuda_error
-from moeserve.ops.interfaces import AttentionShape, Gather, Kernels, Keys, OpenWeights, Rotation
+from moeserve.errors import SettingsError
+from moeserve.ops.interfaces import AttentionShape, Gather, Kernels, Keys, OpenWeights, Product, Rotation
+from moeserve.ops.libraries.deep_gemm import why_unavailable, with_deep_gemm
 from moeserve.ops.libraries.interface import AttentionProblem, StepKind
 from moeserve.ops.torch.table import TORCH_KERNELS
 from moeserve.ops.triton.table import TRITON_KERNELS
@@ -170,6 +172,17 @@ class Experts:
         self.down: OpenWeights = draw(shape.hidden, shape.width)
         self.products = [TRITON_KERNELS.make_product(weights) for weights in (self.gate_up, self.down)]
 
+    def others(self) -> Iterator[tuple[str, list[Product]]]:
+        """Yield the products of other libraries for weights in 8-bit blocks."""
+        if self.source.device.type == "cuda":
+            try:
+                table = with_deep_gemm(TRITON_KERNELS, self.source.device, self.source.dtype)
+            except SettingsError as error:
+                print(f"deep_gemm is left out: {error}", flush=True)
+                return
+            if not why_unavailable(self.gate_up) and not why_unavailable(self.down):
+                yield "deep_gemm", [table.make_product(weights) for weights in (self.gate_up, self.down)]
+
     def in_transformers(self) -> Any:
         """Return Mixtral's experts over the same memory."""
         from transformers import MixtralConfig
@@ -192,11 +205,10 @@ class Experts:
 def _experts(make_layer: Callable[[], Experts], num_tokens: int) -> Timed:
     layer = make_layer()
     shape, pairs = layer.shape, TRITON_KERNELS.pairs
-    gate_up, down = layer.products
     hidden_TD = layer.source.normal(num_tokens, shape.hidden)
     routed = draw_routed(layer.source, shape, num_tokens)
 
-    def run() -> Tensor:
+    def run(gate_up: Product, down: Product) -> Tensor:
         order_P, counts_E = pairs.order(routed.experts_TK, Keys(shape.num_experts))
         middle = gate_up.multiply_rows(hidden_TD, counts_E, True, Gather(order_P, shape.top_k))
         output = down.multiply_rows(middle, counts_E, True)
@@ -205,8 +217,9 @@ def _experts(make_layer: Callable[[], Experts], num_tokens: int) -> Timed:
     work = costs.experts_work(shape, num_tokens=num_tokens, num_hit=routed.num_hit, format=layer.format)
     bar = costs.experts_bar(num_tokens, layer.format)
     note = f"{routed.num_hit} of {shape.num_experts} experts have rows"
+    own = partial(run, *layer.products)
     if layer.format == "fp8":
-        return Timed(run, work, bar, note=note)
+        return Timed(own, work, bar, {label: partial(run, *products) for label, products in layer.others()}, note=note)
     gate_up_EIO, down_EIO = (weights.weight_eOI.transpose(1, 2) for weights in (layer.gate_up, layer.down))
     source_P, offsets_E = routed.order_P // shape.top_k, routed.counts_E.cumsum(0).int()
     module, weights_TK = layer.in_transformers(), routed.weights_TK.to(hidden_TD.dtype)
@@ -217,7 +230,7 @@ def _experts(make_layer: Callable[[], Experts], num_tokens: int) -> Timed:
 
     others: dict[str, Call] = {"torch grouped_mm": run_torch}
     eager: dict[str, Call] = {"transformers": lambda: module(hidden_TD, routed.experts_TK, weights_TK)}
-    return Timed(run, work, bar, others, eager, note)
+    return Timed(own, work, bar, others, eager, note)
 
 
 def attention_calls(source: Source, shape: AttentionShape, chunks: Chunks) -> dict[str, Call]:
