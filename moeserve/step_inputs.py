@@ -32,7 +32,7 @@ class StepInputs:
     cache_slots: Tensor  # [T] int64: block_id * block_size + offset of its key and value
     row_starts: Tensor  # [S + 1] int32: rows of chunk s are row_starts[s] to row_starts[s + 1] - 1
     context_lens: Tensor  # [S] int32
-    block_table: Tensor  # [S, max_blocks] int32: block ids of each chunk's context; 0 beyond it
+    block_table: Tensor  # [S, max_blocks] int32: block ids of each chunk's context; any block beyond it
     logits_rows: Tensor  # [L] int64, ascending
     spans: tuple[ChunkSpan, ...]  # row_starts and context_lens on the host
     tp_sizes: tuple[int, ...]  # rows of each tp rank between layers, in order of rank; T in all

@@ -42,6 +42,9 @@ class LateMemory(GpuMemory):
         self.num_tokens_kept += len(sampling)
         super().keep_tokens(sampling, token_ids_L)
 
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype)
+
     def start_reading(self, tensors: Sequence[Tensor]) -> Reading:
         return LateReading(tensors, self.num_looks)
 
@@ -69,4 +72,4 @@ def plant(name: str, argument: str) -> None:
     """Give a rank in a process of its own such a memory; see sitecustomize.py."""
     from moeserve.worker import model_runner
 
-    model_runner.memory_of = lambda table, device: LateMemory(table)
+    model_runner.memory_of = lambda table, device: LateMemory(table, num_looks=6)

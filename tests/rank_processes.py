@@ -32,7 +32,8 @@ def living_ranks(of: int | None = None) -> list[psutil.Process]:
 def shared_memory_of(pids: Iterable[int]) -> list[str]:
     """Return the files in /dev/shm that belong to moeserve or to these processes."""
     numbers = set(map(str, pids))  # whole ones: the names of Ray's files have long numbers
-    names = os.listdir("/dev/shm")
+    # An OpenMP library leaves files of killed processes, whose numbers others may get.
+    names = [name for name in os.listdir("/dev/shm") if not name.startswith("__KMP_")]
     return [name for name in names if "moeserve" in name or numbers & set(re.findall(r"\d+", name))]
 
 

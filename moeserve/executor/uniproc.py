@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import select
 import threading
-import time
 import weakref
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
@@ -104,10 +103,12 @@ def _run(
     # its layers begin first, which run without Python.
     worker.runner.replay.on_layers = hand_over_if_done
     while True:
-        while rounds.empty() and held:  # on a GPU, which still computes it
-            time.sleep(SECONDS_BETWEEN_LOOKS)
+        try:
+            # While a GPU computes the round that is held, look if it is done.
+            work = rounds.get(timeout=SECONDS_BETWEEN_LOOKS) if held else _next_round(rounds, worker)
+        except Empty:
             hand_over_if_done()
-        work = _next_round(rounds, worker)
+            continue
         if work is None:
             break
         try:

@@ -79,6 +79,8 @@ class DrainingServer(uvicorn.Server):
         # For clients that have yet to read the rest of their answers. Some never do.
         self.config.timeout_graceful_shutdown = max(SECONDS_TO_CLOSE, math.ceil(ends_at - time.monotonic()))
         await super().shutdown(sockets)
+        if self.force_exit:  # or uvicorn would leave the application's tasks to be cancelled, with a traceback
+            await self.lifespan.shutdown()
 
 
 def listen(settings: ServerSettings) -> socket.socket:

@@ -126,6 +126,7 @@ class CudaGraphs:
         self._steps: dict[int, StepInputs] = {}
         self._captured: dict[int, tuple[Callable[[], None], StepOutputs]] = {}
         self._num_collectives: dict[int, tuple[int, ...]] = {}
+        self._logits_TV: Tensor | None = None  # of the largest size: memory for the logits of all graphs
         for size in reversed(sizes):
             step = _first_rows(inputs, size, context.mesh, context.tp_rank)
             before = model.groups.count_collectives()
@@ -151,7 +152,12 @@ class CudaGraphs:
         if self.model.head is None:  # a later pipeline stage has it
             return StepOutputs(hidden_TD)
         logits_TV = self.model.logits(hidden_TD)  # collective: tp ranks
-        return StepOutputs(hidden_TD, logits_TV, self.model.context.kernels.row_maximum(logits_TV))
+        maxima_T = self.model.context.kernels.row_maximum(logits_TV)
+        if self._logits_TV is None:  # in the first run, outside of a graph, with the largest size
+            self._logits_TV = torch.empty_like(logits_TV)
+        kept_TV = self._logits_TV[: len(logits_TV)]  # or each graph would keep its own
+        kept_TV.copy_(logits_TV)
+        return StepOutputs(hidden_TD, kept_TV, maxima_T)
 
     def __call__(self, step: StepInputs) -> StepOutputs:
         if step.padding is None:

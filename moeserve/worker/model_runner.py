@@ -86,41 +86,42 @@ class ModelRunner:
         # Computing logits is collective: on all tp ranks alike.
         sampling = [chunk for chunk in chunks if chunk.samples]
         samples_here = self.context.tp_rank == 0
-        chunks_and_spans = list(zip(chunks, step.spans[: len(chunks)], strict=True))
         logits_LV, maxima_L = self._logits(outputs, step, len(chunks)) if sampling else (None, None)
         prompts = [
             list(self._prompt_rows(chunk, outputs.hidden_TD[span.first_row :], samples_here))
             if chunk.prompt_targets
             else []
-            for chunk, span in chunks_and_spans
+            for chunk, span in zip(chunks, step.spans, strict=False)
         ]
-        unsampled = [span.last_row for chunk, span in chunks_and_spans if not chunk.samples]
-        is_finite = outputs.hidden_TD[unsampled].isfinite().all(dim=1) if unsampled else torch.zeros(0)
+        is_finite = torch.zeros(0)
+        if len(sampling) < len(chunks):
+            last_rows_SD = outputs.hidden_TD.index_select(0, step.row_starts[1:] - 1)
+            is_finite = last_rows_SD.isfinite().all(dim=1)
         sampled: list[SampledToken] | None = []
         chosen: tuple[Tensor, Tensor] | tuple[()] = ()
-        places: list[tuple[RequestState, int]] = []
-        if logits_LV is not None:
-            if self._samples_on_device(sampling):
-                sampled, chosen = None, self._choose_on_device(logits_LV, maxima_L, sampling)
-                places = self._append_unknown(sampling, chosen[0])
-            else:
-                self._finish_previous()  # for penalties and grammars
-                if samples_here:
-                    # A GPU computes the logits meanwhile.
-                    specs = [sample_spec(chunk.request, self._allowed_tokens(chunk.request)) for chunk in sampling]
-                    sampled = sample(logits_LV, specs, self.model.context.kernels, maxima_L)
-                self.model.groups.raise_failure()  # the tokens are on the host, so the GPU has finished the step
-                if self.appends_samples:
-                    self._append(sampling, [token.token_id for token in sampled or []] or [0] * len(sampling))
+        if logits_LV is not None and self._samples_on_device(sampling):
+            sampled, chosen = None, self._choose_on_device(logits_LV, maxima_L, sampling)
+        elif logits_LV is not None:
+            self._finish_previous()  # for penalties and grammars
+            if samples_here:
+                # A GPU computes the logits meanwhile.
+                specs = [sample_spec(chunk.request, self._allowed_tokens(chunk.request)) for chunk in sampling]
+                sampled = sample(logits_LV, specs, self.model.context.kernels, maxima_L)
+            self.model.groups.raise_failure()  # the tokens are on the host, so the GPU has finished the step
+            if self.appends_samples:
+                self._append(sampling, [token.token_id for token in sampled or []] or [0] * len(sampling))
+        reading = self.memory.start_reading([is_finite, *chosen])
         started = StartedStep(
             chunks=chunks if samples_here else [],
             prompts=prompts,
             sampled=sampled,
-            reading=self.memory.start_reading([is_finite, *chosen]),
-            places=places,
+            reading=reading,
+            places=self._append_unknown(sampling, chosen[0]) if chosen else [],
             logits_dtype=torch.float32 if logits_LV is None else logits_LV.dtype,
             raise_failure=self.model.groups.raise_failure,
         )
+        if sampling and not chosen:
+            started.finish()  # the device has nothing left to do
         self._previous = started if self.memory.is_asynchronous else None
         return started
 
@@ -194,6 +195,7 @@ class ModelRunner:
     def _finish_previous(self) -> None:
         if self._previous is not None:
             self._previous.finish()
+            self.replay.on_layers()  # whoever waits for its results need not wait for this step
 
     def _prompt_rows(self, chunk: Chunk, hidden_TD: Tensor, samples_here: bool) -> Iterator[LogprobRows | str]:
         """Yield log-probabilities of pieces of the prompt, or an error. Collective: tp ranks, in their logits."""

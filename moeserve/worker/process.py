@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 
 import torch
 
@@ -39,8 +40,13 @@ def run(parent: Parent) -> None:
             if start.answers:
                 channel.send(outcome)
 
+    def finish_if_done() -> None:
+        if running is not None and running.is_done:
+            finish()
+
+    worker.runner.replay.on_layers = finish_if_done  # before a step that takes long
     while True:
-        for message in channel.receive(None if running is None else SECONDS_BETWEEN_LOOKS):
+        for message in channel.receive(None if running is None else 0.0):
             if isinstance(message, Leave):
                 finish()
                 return
@@ -52,13 +58,14 @@ def run(parent: Parent) -> None:
             started = worker.start(message)  # while a GPU computes the round before it
             finish()
             running = started
+            finish_if_done()
             has_ended = started.agreement.ends_all
-            if has_ended or started.is_done:
-                finish()
             if has_ended:
+                finish()
                 worker.close()  # collective: all ranks
-        if running is not None and running.is_done:
-            finish()
+        if running is not None:
+            time.sleep(SECONDS_BETWEEN_LOOKS)
+            finish_if_done()
 
 
 def join(start: RankStart) -> Groups:

@@ -20,7 +20,7 @@ class StartedStep:
     chunks: Sequence[Chunk]  # none on a rank that returns no results
     prompts: Sequence[list[LogprobRows | str]]  # of each chunk
     sampled: list[SampledToken] | None  # None: they are read
-    # Of each chunk that samples nothing, if its last row is finite; then tokens [L] and highest logits [L], if read.
+    # If the last row of each chunk is finite (empty if all sample); then tokens [L] and highest logits [L], if read.
     reading: Reading
     places: Sequence[tuple[RequestState, int]]  # where tokens that are read belong
     logits_dtype: torch.dtype
@@ -44,19 +44,19 @@ class StartedStep:
 
     def _finish(self) -> list[ChunkResult]:
         is_finite, *chosen = self.reading.wait()
+        self.raise_failure()
         if chosen:
-            self.raise_failure()
             tokens_L, highest_L = chosen
             self.sampled = sampled_tokens(tokens_L, highest_L, self.logits_dtype)
             for (request, index), token in zip(self.places, self.sampled, strict=False):
                 request.token_ids[index] = token.token_id
         assert self.sampled is not None
-        sampled, finite = iter(self.sampled), iter(is_finite.tolist())
+        sampled, finite = iter(self.sampled), is_finite.tolist()
         return [
             _chunk_result(next(sampled), prompt, is_damaged=False)
             if chunk.samples
-            else _chunk_result(None, prompt, is_damaged=not next(finite))
-            for chunk, prompt in zip(self.chunks, self.prompts, strict=False)
+            else _chunk_result(None, prompt, is_damaged=not finite[index])
+            for index, (chunk, prompt) in enumerate(zip(self.chunks, self.prompts, strict=False))
         ]
 
 

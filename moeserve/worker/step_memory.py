@@ -1,7 +1,7 @@
 """`StepMemory`: how the inputs of a step reach a rank's device, and how its results come back.
 
 A GPU computes a step while the host prepares the next one. So the host waits for nothing: the tokens of a step go to
-the next one on the GPU, the block table is kept there, and each step has one copy in each direction.
+the next one on the GPU, the block table is kept there, and few copies are left.
 """
 
 from __future__ import annotations
@@ -116,8 +116,12 @@ class HostMemory:
 class GpuReading:
     """See `Reading`."""
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._on_host = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in tensors]
+    def __init__(self, tensors: Sequence[Tensor], pinned: Sequence[Tensor]) -> None:
+        """
+        Args:
+            pinned: memory of the host for the tensors.
+        """
+        self._on_host = list(pinned)
         for host, each in zip(self._on_host, tensors, strict=True):
             host.copy_(each, non_blocking=True)
         self._copied = torch.cuda.Event()
@@ -143,11 +147,14 @@ class GpuMemory:
         self._block_table = torch.from_numpy(table.block_table).to(device, copy=True)
         self._newest_tokens = torch.zeros(len(table.block_table), dtype=torch.int64, device=device)
 
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return memory of the host that the GPU reads and writes by itself. torch reuses it when a copy has ended."""
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+
     def upload(self, arrays: Sequence[Array]) -> list[Tensor]:
         arrays = [np.ascontiguousarray(array) for array in arrays]
         offsets = np.cumsum([0, *(-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays)]).tolist()
-        # torch reuses pinned memory, but not before the GPU has read it.
-        pinned = torch.empty(offsets[-1], dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        pinned = self.pinned((offsets[-1],), torch.uint8)
         memory = pinned.numpy()
         for array, offset in zip(arrays, offsets, strict=False):
             memory[offset : offset + array.nbytes] = array.reshape(-1).view(np.uint8)
@@ -191,7 +198,7 @@ class GpuMemory:
         self._newest_tokens.index_copy_(0, slots, token_ids_L)
 
     def start_reading(self, tensors: Sequence[Tensor]) -> Reading:
-        return GpuReading(tensors)
+        return GpuReading(tensors, [self.pinned(each.shape, each.dtype) for each in tensors])
 
 
 def memory_of(table: RequestTable, device: torch.device) -> StepMemory:

@@ -58,6 +58,13 @@ class ServerProcess:
     def status_of(self, path: str) -> int:
         return int(httpx.get(f"{self.url}{path}", timeout=60.0).status_code)
 
+    def num_listeners(self) -> int:
+        """Return the number of processes that listen on the port."""
+        port = int(self.url.rsplit(":", 1)[1])
+        processes = [psutil.Process(self.pid), *psutil.Process(self.pid).children(recursive=True)]
+        sockets = [each for process in processes for each in process.net_connections("inet")]
+        return sum(each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in sockets)
+
     def metric(self, name: str) -> float:
         """Return a metric, summed over all of its labels."""
         text = httpx.get(f"{self.url}/metrics", timeout=60.0).text

@@ -26,6 +26,7 @@ MODEL = "tiny"
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ServerProcess]:
     with serving(str(save_tiny_model(tmp_path)), "--served-model-name", MODEL, *FLAGS) as server:
+        wait_until(lambda: server.num_listeners() == 2)
         yield server
 
 

@@ -77,6 +77,7 @@ def test_all_processes_admit_requests_for_new_replicas(tmp_path: Path) -> None:
     body = BODY | {"max_tokens": 20_000, "stream": True}
     flags = ["--kv-cache-memory=64MiB", "--max-num-seqs=1", "--api-server-count=2", "--allow-scale"]
     with serving(str(folder), "--dtype=float32", "--num-threads=1", *flags) as server:
+        wait_until(lambda: server.num_listeners() == 2)
 
         async def stream(client: httpx.AsyncClient) -> None:
             async with client.stream("POST", f"{server.url}/v1/completions", json=body) as answer:

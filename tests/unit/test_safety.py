@@ -19,6 +19,7 @@ READS_ENVIRONMENT = (
     "moeserve/bench/peers/install.py",
     "moeserve/bench/peers/peers.py",
     "moeserve/bench/peers/adapters/serve_vllm.py",
+    "moeserve/bench/gpu/run.py",  # and to its own parts
 )
 # A name, and the files and folders that may use it. One that begins with a dot is an attribute of anything.
 ALLOWED: dict[str, tuple[str, ...]] = {
@@ -33,7 +34,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv"), READS_ENVIRONMENT),
     "moeserve._cpu": ("moeserve/ops/", "moeserve/distributed/"),
     "ray": ("moeserve/executor/ray/",),
-    "triton": ("moeserve/triton_kernels/",),
+    "triton": ("moeserve/triton_kernels/", "moeserve/bench/gpu/"),
 }
 HARMLESS = ("multiprocessing.shared_memory",)
 # Keyword and the one value it may have.

@@ -1,0 +1,192 @@
+"""The host waits for a GPU once in each step: for the results of the step before. Events are recorded."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, cast
+
+import pytest
+import torch
+from gpu_stand_ins import captured
+from torch import Tensor
+
+from moeserve.distributed.groups import groups_of_one_rank
+from moeserve.distributed.mesh import Mesh
+from moeserve.moe.dispatch.factory import TorchDispatchers
+from moeserve.ops.torch.table import TORCH_KERNELS
+from moeserve.protocol import Registration, StepPlan
+from moeserve.sampling_params import RequestParams
+from moeserve.step_inputs import StepInputs
+from moeserve.worker.cuda_graphs import CudaGraphs
+from moeserve.worker.model_runner import ModelRunner
+from moeserve.worker.request_table import UNKNOWN_TOKEN, RequestTable
+from moeserve.worker.started_step import StartedStep
+from moeserve.worker.step_memory import GpuMemory
+from moeserve.worker.step_replay import StepContext
+
+CPU = torch.device("cpu")
+VOCABULARY = 50
+SIZES = (2, 4)
+
+
+class Event:
+    """Records what is done with events, in the order of all of them."""
+
+    log: list[str]
+
+    def record(self) -> None:
+        self.log.append("record")
+
+    def query(self) -> bool:
+        self.log.append("query")
+        return False
+
+    def synchronize(self) -> None:
+        self.log.append("synchronize")
+
+
+class UnpinnedMemory(GpuMemory):
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype)
+
+
+class CountingModel:
+    """After token t at position p, the most likely token is t + p + 1."""
+
+    head = object()
+
+    def __init__(self) -> None:
+        def draw(scores_RV: Tensor, *arguments: Tensor) -> Tensor:
+            return scores_RV.argmax(dim=-1)
+
+        self.groups = groups_of_one_rank()
+        self.dispatchers = TorchDispatchers("local", self.groups.ep, cast(Any, None))
+        kernels = dataclasses.replace(TORCH_KERNELS, draw_tokens=draw)
+        self.context = type("Context", (), {"kernels": kernels})
+
+    def __call__(self, step: StepInputs, caches: Any) -> Tensor:
+        return (step.token_ids + step.positions + 1).float()[:, None]
+
+    def logits(self, hidden_TD: Tensor) -> Tensor:
+        return -(torch.arange(VOCABULARY) - hidden_TD % VOCABULARY).abs()
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setattr(Event, "log", [], raising=False)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    return Event.log
+
+
+@pytest.fixture
+def no_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    index = Tensor.__getitem__
+
+    def checked(tensor: Tensor, key: Any) -> Tensor:
+        assert not isinstance(key, list), "a list is copied to a GPU, and the host waits for that"
+        return index(tensor, key)
+
+    monkeypatch.setattr(Tensor, "__getitem__", checked)
+
+
+class Rank:
+    """Requests in slots 0, 1, ... that decode with graphs, after a step in which their prompts were computed."""
+
+    def __init__(self, params: Sequence[RequestParams]) -> None:
+        self.table = RequestTable(4, 8)
+        context = StepContext(mesh=Mesh(tp=1, dp=1), tp_rank=0, block_size=4, max_blocks=8, device=CPU)
+        model = cast(Any, CountingModel())
+        self.runner = ModelRunner(model, context, CudaGraphs(model, [], context, SIZES, captured), self.table)
+        self.runner.memory = UnpinnedMemory(self.table, CPU)
+        self.slots = list(range(len(params)))
+        self.prompts = [
+            Registration(
+                slot=slot,
+                token_ids=[slot, slot + 1],
+                num_prompt_tokens=2,
+                block_ids=[7 * slot + block for block in range(7)],
+                params=each,
+                seed=slot,
+                end_token_ids=[],
+            )
+            for slot, each in enumerate(params)
+        ]
+
+    def start(self, position: int, length: int = 1) -> StartedStep:
+        size = len(self.slots)
+        plan = StepPlan(
+            step=0,
+            slots=self.slots,
+            starts=[position] * size,
+            lengths=[length] * size,
+            registrations=self.prompts if position == 0 else [],
+        )
+        padded_to = next(each for each in SIZES if each >= size) if position and length == 1 else None
+        return self.runner.start(self.table.apply(plan), (length * size,), padded_to)
+
+
+def tokens(step: StartedStep) -> list[int | None]:
+    return [result.token_id for result in step.finish()]
+
+
+def expected(slot: int, number: int) -> int:
+    """Return the token that follows `number` sampled ones."""
+    token = slot + 1
+    for position in range(1, number + 2):
+        token = (token + position + 1) % VOCABULARY
+    return token
+
+
+GREEDY, RANDOM = RequestParams(temperature=0), RequestParams(temperature=1.0)
+
+
+@pytest.mark.usefixtures("no_lists")
+@pytest.mark.parametrize("params", [[GREEDY] * 3, [GREEDY, RANDOM, GREEDY], [RANDOM] * 2])
+def test_the_host_waits_for_the_step_before_only(params: list[RequestParams], log: list[str]) -> None:
+    rank = Rank(params)
+    running = rank.start(0, 2)
+    for number in range(8):
+        log.clear()
+        following = rank.start(2 + number)
+        assert log == ["record"]
+        assert tokens(running) == [expected(slot, number) for slot in rank.slots]
+        assert tokens(running), "results can be read again"
+        assert log == ["record", "synchronize"]
+        running = following
+    assert rank.table._requests[0].token_ids[-1] == UNKNOWN_TOKEN
+    running.finish()
+    assert rank.table._requests[0].token_ids == [0, 1, *(expected(0, number) for number in range(9))]
+
+
+@pytest.mark.usefixtures("no_lists")
+def test_a_part_of_a_prompt_is_not_waited_for(log: list[str]) -> None:
+    rank = Rank([GREEDY] * 2)
+    first = rank.start(0, 1)
+    second = rank.start(1)
+    assert log == ["record"] * 2
+    assert tokens(first) == [None] * 2
+    assert tokens(second) == [expected(slot, 0) for slot in rank.slots]
+
+
+def test_a_penalty_waits(log: list[str]) -> None:
+    rank = Rank([GREEDY, RequestParams(temperature=0, repetition_penalty=1.1)])
+    rank.start(0, 2)
+    rank.start(2)
+    assert "synchronize" in log
+
+
+def test_graphs_share_the_memory_of_logits() -> None:
+    model = cast(Any, CountingModel())
+    context = StepContext(mesh=Mesh(tp=1, dp=1), tp_rank=0, block_size=4, max_blocks=8, device=CPU)
+    memory: list[Tensor] = []
+
+    def capture(run: Any) -> Any:
+        replay, outputs = captured(run)
+        assert outputs.logits_TV is not None
+        memory.append(run().logits_TV)
+        return replay, outputs
+
+    CudaGraphs(model, [], context, (1, 2, 4), capture)
+    assert [len(each) for each in memory] == [4, 2, 1]
+    assert len({each.untyped_storage().data_ptr() for each in memory}) == 1
