@@ -422,7 +422,8 @@ class CountedPending:
         counts.index_add_(0, dispatcher.local_experts, arrived.tokens.counts_e)
         dispatcher.computed.append(counts.tolist())
         dispatcher.handle = arrived.handle
-        dispatcher.num_rows = len(arrived.tokens.rows_RD)
+        gather = arrived.tokens.gather
+        dispatcher.num_rows = len(arrived.tokens.rows_RD if gather is None else gather.indices_R)
         num_counted = sum(dispatcher.computed[-1])
         has_spare_rows = arrived.tokens.has_spare_rows
         assert num_counted == dispatcher.num_rows or (num_counted < dispatcher.num_rows and has_spare_rows), (
