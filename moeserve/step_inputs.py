@@ -39,6 +39,9 @@ class StepInputs:
     tokens_per_rank: tuple[int, ...]  # rows that each ep rank brings to dispatch, those of other replicas included
     padding: Tensor | None = None  # [T] bool: rows without a token; None: there are none
     own_rows: slice = field(default_factory=lambda: slice(None))  # this rank's rows between layers
+    halves: tuple[StepInputs, ...] = ()  # of its rows, to run in turn; empty: the step runs as a whole
+    rows_before: int = 0  # of a half: rows of all ranks in the half before it
+    most_per_rank: tuple[int, ...] = ()  # of a half: rows that each rank brings to dispatch in the larger half
 
     @property
     def max_rows_per_chunk(self) -> int:

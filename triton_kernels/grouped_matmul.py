@@ -6,6 +6,7 @@ the tiles from them, and computes every n-th tile. Experts without rows have no 
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,7 +15,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moeserve.triton_kernels.device import device_name, is_interpreted, num_programs
 from moeserve.triton_kernels.tuning import FP8_BLOCK, Config, Kind, Problem, choose_config
 
 # S source rows, R rows, e experts, O outputs, I inputs, C columns of a result, B blocks of 128 inputs, G blocks of 128
@@ -23,6 +23,7 @@ from moeserve.triton_kernels.tuning import FP8_BLOCK, Config, Kind, Problem, cho
 
 Activation = Literal["swiglu", "clamped_swiglu"]
 ACTIVATIONS = {None: 0, "swiglu": 1, "clamped_swiglu": 2}
+NUM_INTERPRETED_PROGRAMS = 3  # on a CPU: several programs, each with several tiles
 
 
 def grouped_matmul(
@@ -190,10 +191,10 @@ def _launch(
             num_inputs=num_inputs,
             num_rows=num_rows if expected_rows is None else expected_rows,
         )
-        config = choose_config(problem, device_name(source_SI.device))
+        config = choose_config(problem, _device_name(source_SI.device))
     num_tiles = max_tiles(num_rows, num_experts, columns, activation, config)
     source_scale_SB = operands.source_scale_SB
-    grouped_matmul_kernel[(min(num_tiles, num_programs(source_SI.device, config.programs_per_sm)),)](
+    grouped_matmul_kernel[(min(num_tiles, _num_programs(source_SI.device, config.programs_per_sm)),)](
         source_SI,
         None if source_scale_SB is None else source_scale_SB.contiguous(),
         weight_eOI,
@@ -220,7 +221,7 @@ def _launch(
             has_indices=indices_R is not None,
             has_slots=num_slots is not None,
             is_mxfp4=is_mxfp4,
-            is_interpreted=is_interpreted(),
+            is_interpreted=source_SI.device.type != "cuda",
         ),
         **compile_options(config),
     )
@@ -304,6 +305,19 @@ def kernel_constants(
 def compile_options(config: Config) -> dict[str, Any]:
     """Return the options that the kernel is compiled with."""
     return {"num_warps": config.num_warps, "num_stages": config.num_stages}
+
+
+@functools.cache
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+@functools.cache
+def _num_programs(device: torch.device, programs_per_sm: int) -> int:
+    """Return the number of programs that run at a time, on all multiprocessors."""
+    if device.type != "cuda":
+        return NUM_INTERPRETED_PROGRAMS
+    return torch.cuda.get_device_properties(device).multi_processor_count * programs_per_sm
 
 
 @triton.jit

@@ -13,6 +13,7 @@ The file is longer than others because the three kernels share their inner loop,
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moeserve.triton_kernels.device import num_programs
 from moeserve.triton_kernels.float8_rows import decode_float8
 
 # T tokens, N query heads, G key-value heads, P size of a key, V size of a value, E elements of a key beyond its value,
@@ -32,6 +32,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)  # the hardware computes powers of 2
 CHUNKS_AT_ONCE = 256  # chunks that a program reads at a time to find its own
 MAX_PARTIAL_BYTES = 2**30  # partial sums of splits; more chunks take several launches
 PROGRAMS_PER_SM = 4  # for splits; as many as run at a time, or more
+NUM_INTERPRETED_PROGRAMS = 3  # in Triton's interpreter, few enough that each computes several splits
 MAX_MERGED = 2**14  # partial sums of one program that merges splits
 
 
@@ -178,7 +179,7 @@ def launch_attention(
         is_last = first + num_own == num_chunks
         grid = (num_kv_heads * num_tiles, num_own, num_splits)
         if shares_programs:
-            grid = (min(math.prod(grid), num_programs(query_TNP.device, PROGRAMS_PER_SM)), 1, 1)
+            grid = (min(math.prod(grid), num_programs(query_TNP.device)), 1, 1)
         attend_split_kernel[grid](
             query_TNP,
             *caches,
@@ -229,6 +230,14 @@ def can_share_programs(config: AttentionConfig, value_size: int) -> bool:
     Not if the sums take so many registers that the loop over splits spills; neither in grouped-query attention.
     """
     return config.block_pairs * value_size < 2**15
+
+
+@functools.cache
+def num_programs(device: torch.device) -> int:
+    """Return the number of programs that share the splits of all chunks."""
+    if device.type != "cuda":
+        return NUM_INTERPRETED_PROGRAMS
+    return torch.cuda.get_device_properties(device).multi_processor_count * PROGRAMS_PER_SM
 
 
 def kernel_sizes(

@@ -101,6 +101,7 @@ def resolve(
         _check_batch_invariant(settings, device, dtype, checkpoint, machine)
     pipeline_layers = layers_of_stages(checkpoint.num_layers, parallel.pipeline_parallel_size, parallel.pipeline_layers)
     _check_expert_placement(parallel, checkpoint, device)
+    _check_overlap(model, parallel, device)
     if needs_load and not checkpoint.num_sparse_layers:
         raise SettingsError(
             "rebalance, expert_load_file and metrics_port need a model with experts, and this one has none"
@@ -169,6 +170,8 @@ def resolve(
         dispatcher_may_change=parallel.dispatcher == "auto",
         deepep_low_latency_tokens=parallel.deepep_low_latency_tokens,
         deepep_float8=parallel.deepep_float8,
+        overlap_decode_tokens=parallel.overlap_decode_tokens,
+        overlap_prefill_tokens=parallel.overlap_prefill_tokens,
         num_redundant_experts=parallel.num_redundant_experts,
         expert_loads=expert_loads,
         placements=placements,
@@ -433,6 +436,19 @@ def _check_expert_placement(parallel: ParallelSettings, checkpoint: CheckpointFa
             f"rebalance={shown(parallel.rebalance)} and expert_loads={shown(parallel.expert_loads)} both place the "
             "experts; leave one of them out"
         )
+
+
+def _check_overlap(model: ModelSettings, parallel: ParallelSettings, device: str) -> None:
+    """Raise SettingsError for steps in halves that this device cannot run."""
+    if device != "cuda" or (parallel.overlap_decode_tokens, parallel.overlap_prefill_tokens) == (None, None):
+        return
+    refusal = None
+    if parallel.tensor_parallel_size > 1:  # collectives of both groups would be under way at a time
+        refusal = f"tensor_parallel_size={parallel.tensor_parallel_size}; use 1, and more replicas"
+    elif model.attention_backend == "flashinfer":  # plans one step at a time
+        refusal = "attention_backend='flashinfer'; use 'auto'"
+    if refusal is not None:
+        raise SettingsError(f"overlap_decode_tokens and overlap_prefill_tokens do not allow {refusal}")
 
 
 def _on_failure(parallel: ParallelSettings, executor: str) -> Literal["end", "restart", "shrink"]:

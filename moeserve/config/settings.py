@@ -189,6 +189,12 @@ class ParallelSettings:
     deepep_low_latency_tokens: Annotated[int, msgspec.Meta(ge=0, le=8192)] = setting(
         128, "with DeepEP: most tokens per rank of a step that uses its low-latency kernels; 0: none"
     )
+    overlap_decode_tokens: PositiveInt | None = setting(
+        None,
+        "run steps that only decode as two halves, of which one computes while the tokens of the other travel to "
+        "experts, if a replica has as many tokens; none: never",
+    )
+    overlap_prefill_tokens: PositiveInt | None = setting(None, "the same for steps with prompts; none: never")
     deepep_float8: bool = setting(False, "with DeepEP: dispatch activations as fp8")
     num_redundant_experts: Annotated[int, msgspec.Meta(ge=0, le=2**20)] = setting(
         0, "slots for redundant experts (further copies of an expert) in each layer, over all ranks together"
@@ -326,6 +332,8 @@ class EngineConfig:
     dispatcher_may_change: bool  # to all_to_all, if ranks find that the chosen one cannot run
     deepep_low_latency_tokens: int
     deepep_float8: bool
+    overlap_decode_tokens: int | None  # the least of the longest replica, for steps in halves; None: none
+    overlap_prefill_tokens: int | None
     num_redundant_experts: int  # in each layer
     expert_loads: tuple[tuple[float, ...], ...]  # by layer with experts, by expert; empty: unknown
     placements: tuple[str, ...]  # of each layer with experts, as JSON; empty: by loads

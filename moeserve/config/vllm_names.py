@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from moeserve.config.settings import setting
+from moeserve.config.settings import PositiveInt, setting
 from moeserve.errors import SettingsError
 
 logger = logging.getLogger(__name__)
@@ -31,6 +31,9 @@ class VllmSettings:
     enable_chunked_prefill: bool | None = setting(True, "no effect: long prompts are always computed in chunks")
     enable_eplb: bool = setting(False, 'no effect: experts are rebalanced with rebalance="auto"')
     all2all_backend: str | None = setting(None, "no effect: the exchange is chosen with dispatcher")
+    enable_dbo: bool = setting(False, "overlap steps from the numbers of tokens in the next two settings")
+    dbo_decode_token_threshold: PositiveInt = setting(32, "with --enable-dbo: the same as --overlap-decode-tokens")
+    dbo_prefill_token_threshold: PositiveInt = setting(512, "with --enable-dbo: the same as --overlap-prefill-tokens")
     disable_log_stats: bool = setting(True, "no effect: statistics are never logged; see --metrics-port")
     revision: str | None = setting(None, "no effect: a model is a local folder")
 
@@ -38,6 +41,10 @@ class VllmSettings:
 NAMES = frozenset(field.name for field in dataclasses.fields(VllmSettings))
 
 _OWN_NAMES = {"distributed_executor_backend": "executor", "kv_cache_memory_bytes": "kv_cache_memory"}
+_OF_DBO = {
+    "dbo_decode_token_threshold": "overlap_decode_tokens",
+    "dbo_prefill_token_threshold": "overlap_prefill_tokens",
+}
 
 
 def translate(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -49,7 +56,11 @@ def translate(options: Mapping[str, Any]) -> dict[str, Any]:
     translated: dict[str, Any] = {}
     for field in dataclasses.fields(VllmSettings):
         value = options.get(field.name)
-        if value is None or value == field.default:
+        if field.name in _OF_DBO:
+            if options.get("enable_dbo"):
+                translated[_OF_DBO[field.name]] = field.default if value is None else value
+            continue
+        if value is None or value == field.default or field.name == "enable_dbo":
             continue
         if field.name == "trust_remote_code":
             raise SettingsError(

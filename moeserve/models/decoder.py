@@ -21,7 +21,7 @@ from moeserve.layers.rotary import Rotary
 from moeserve.layers.weights import allocate_weights
 from moeserve.models.model_config import LayerConfig, MLPConfig, ModelConfig
 from moeserve.moe.dispatch.factory import DispatcherFactory
-from moeserve.moe.layer import MoEConfig, MoELayer
+from moeserve.moe.layer import MoEConfig, MoELayer, Stages, run_in_turn
 from moeserve.ops.interfaces import Rotation
 from moeserve.step_inputs import StepInputs
 
@@ -66,16 +66,16 @@ class DecoderLayer(nn.Module):
                 num_chunks = num_input_chunks(config.attention.can_divide)
                 self.feed_forward = DenseFeedForward(hidden_size, share_inputs(width, num_chunks, context), context)
 
-    def forward(
+    def attend(
         self, hidden_tD: Tensor, update_tD: Tensor | None, rotation: Rotation, cache: Any, step: StepInputs
     ) -> tuple[Tensor, Tensor]:
+        """Return the residual stream after attention, and the input of the feed-forward network."""
         hidden_tD, normed_tD = self.attention_norm.after_adding(update_tD, hidden_tD)
         normed_TD = self.tp.all_gather(normed_tD, step.tp_sizes)  # collective: all tp ranks
         attended_TD = self.attention(normed_TD, rotation, cache, step)
         # collective: all tp ranks
         attended_tD = self.tp.reduce_scatter(attended_TD, step.tp_sizes, self.sum_dtype)
-        hidden_tD, normed_tD = self.feed_forward_norm.after_adding(attended_tD, hidden_tD)
-        return hidden_tD, self.feed_forward(normed_tD, step)
+        return self.feed_forward_norm.after_adding(attended_tD, hidden_tD)
 
 
 class DenseFeedForward(nn.Module):
@@ -91,6 +91,12 @@ class DenseFeedForward(nn.Module):
         hidden_TD = self.tp.all_gather(hidden_tD, step.tp_sizes)  # collective: all tp ranks
         # collective: all tp ranks
         return self.tp.reduce_scatter(self.mlp(hidden_TD), step.tp_sizes, self.sum_dtype)
+
+    def stages(self, hidden_tD: Tensor, step: StepInputs) -> Stages[Tensor]:
+        """See `MoELayer.stages`. There is one stage."""
+        yield from ()
+        output_tD: Tensor = self(hidden_tD, step)
+        return output_tD
 
 
 class Decoder(nn.Module):
@@ -167,7 +173,12 @@ class Decoder(nn.Module):
 
     def forward(self, step: StepInputs, caches: list[Any]) -> Tensor:
         """Return hidden states [T, D] of all tokens of the replica; on the last stage, after the last norm."""
-        return self.send(self.run_layers(*self.receive(step), caches, step))
+        parts = step.halves or (step,)
+        inputs = [self.receive(part) for part in parts]
+        running = [self.stages(*of_part, caches, part) for of_part, part in zip(inputs, parts, strict=True)]
+        del inputs
+        sent = [self.send(hidden) for hidden in run_in_turn(running)]
+        return sent[0] if len(sent) == 1 else torch.cat(sent)
 
     def receive(self, step: StepInputs) -> tuple[Tensor, Rotation]:
         """Return the inputs of the first layer: embedded tokens, or the residual stream of the stage before."""
@@ -182,10 +193,21 @@ class Decoder(nn.Module):
 
     def run_layers(self, hidden_tD: Tensor, rotation: Rotation, caches: list[Any], step: StepInputs) -> Tensor:
         """Return the argument of `send` from the result of `receive`."""
+        (hidden,) = run_in_turn([self.stages(hidden_tD, rotation, caches, step)])
+        return hidden
+
+    def stages(self, hidden_tD: Tensor, rotation: Rotation, caches: list[Any], step: StepInputs) -> Stages[Tensor]:
+        """Run the layers. See `run_layers`; yields in each layer with experts.
+
+        The first rows of a chunk that halves divide are in the cache before the others attend to them, because in each
+        layer the first half attends first.
+        """
         update_tD: Tensor | None = None
         for number, (layer, cache) in enumerate(zip(self.layers, caches, strict=True), self.stage.start):
             self.groups.set_layer(number)
-            hidden_tD, update_tD = layer(hidden_tD, update_tD, rotation, cache, step)
+            hidden_tD, normed_tD = layer.attend(hidden_tD, update_tD, rotation, cache, step)
+            update_tD = None  # DeepEP's low-latency kernels have memory for two results
+            update_tD = yield from layer.feed_forward.stages(normed_tD, step)
         self.groups.set_layer(None)
         if self.norm is None:
             assert update_tD is not None

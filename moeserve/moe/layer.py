@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
 
 from torch import Tensor, nn
 
 from moeserve.expert_placement.load import ExpertLoad
 from moeserve.expert_placement.placement import Placement
 from moeserve.layers.context import ModelContext
+from moeserve.moe.dispatch.base import PendingDispatch
 from moeserve.moe.dispatch.factory import DispatcherFactory
 from moeserve.moe.experts import Experts
 from moeserve.moe.router import Router
@@ -18,6 +20,24 @@ from moeserve.ops.interfaces import GatedActivation, RouterConfig, SwiGLU
 from moeserve.step_inputs import StepInputs
 
 # T tokens, D model width
+
+Result = TypeVar("Result")
+Stages: TypeAlias = Generator[None, None, Result]  # a computation that yields before it waits for other ranks
+
+
+def run_in_turn(halves: Sequence[Stages[Result]]) -> list[Result]:
+    """Run halves of a step to their ends, stage by stage: one computes while the rows of the other travel.
+
+    All ranks enter the collectives of both in the same order, because each half has the same stages on all of them.
+    """
+    results: list[Result] = []
+    while len(results) < len(halves):
+        for half in halves:
+            try:
+                next(half)
+            except StopIteration as end:
+                results.append(end.value)
+    return results
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,13 +119,26 @@ class MoELayer(nn.Module):
         return self.dispatcher.is_capturable(tokens_per_rank, self.bytes_per_token)
 
     def forward(self, hidden_TD: Tensor, step: StepInputs) -> Tensor:
+        (output_TD,) = run_in_turn([self.stages(hidden_TD, step)])
+        return output_TD
+
+    def stages(self, hidden_TD: Tensor, step: StepInputs) -> Stages[Tensor]:
+        """Compute the layer. Yields after the beginning of dispatch, and after that of combine."""
         routing = self.router(hidden_TD)
         if step.padding is not None:
             routing = routing.without(step.padding[step.own_rows])
         pending = self.dispatcher.dispatch(hidden_TD, routing, step)
         shared = None if self.shared_experts is None else self.side_stream.start(self.shared_experts, hidden_TD)
+        yield
+        output, handle = self._run_experts(pending)
+        del pending  # DeepEP's low-latency kernels have memory for two results, in all halves together
+        combined = self.dispatcher.combine(output, handle)
+        yield
+        routed_TD = combined.wait()
+        return routed_TD if shared is None else self.add(routed_TD, shared.wait())
+
+    def _run_experts(self, pending: PendingDispatch[Any]) -> tuple[Tensor, Any]:
+        """Return the outputs of this rank's experts, and the handle for `combine`."""
         dispatched = pending.wait()
         self.load.count(dispatched.tokens.counts_e)
-        output = self.experts(dispatched.tokens)
-        routed_TD = self.dispatcher.combine(output, dispatched.handle).wait()
-        return routed_TD if shared is None else self.add(routed_TD, shared.wait())
+        return self.experts(dispatched.tokens), dispatched.handle

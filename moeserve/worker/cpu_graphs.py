@@ -116,6 +116,9 @@ class CpuGraphs:
         return True
 
     def __call__(self, step: StepInputs) -> StepOutputs:
+        if step.halves:  # steps of many rows, in which the kernels outweigh Python
+            self.on_layers()
+            return StepOutputs(self.model(step, self.caches))
         hidden_tD, rotation = self.model.receive(step)
         return StepOutputs(self.model.send(self._run_layers(hidden_tD, rotation, step)))
 

@@ -22,6 +22,7 @@ from moeserve.distributed.mesh import Mesh, share_of, share_sizes
 from moeserve.models.decoder import Decoder
 from moeserve.scheduling.lockstep import Agreement
 from moeserve.step_inputs import ChunkSpan, StepInputs
+from moeserve.worker.halves import in_halves
 from moeserve.worker.kv_cache import free_gpu_memory
 from moeserve.worker.step_replay import StepContext, StepOutputs, do_nothing
 
@@ -129,6 +130,8 @@ class CudaGraphs:
         self._logits_TV: Tensor | None = None  # of the largest size: memory for the logits of all graphs
         for size in reversed(sizes):
             step = _first_rows(inputs, size, context.mesh, context.tp_rank)
+            if context.halving.divide(size, is_decode_only=True):
+                step = in_halves(step, tp=context.mesh.tp, tp_rank=context.tp_rank)
             before = model.groups.count_collectives()
             self._run(step)  # once without a graph: connections are made at their first use
             self._num_collectives[size] = tuple(

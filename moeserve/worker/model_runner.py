@@ -15,6 +15,7 @@ from moeserve.models.decoder import Decoder
 from moeserve.protocol import ChunkResult, LogprobRows
 from moeserve.step_inputs import ChunkSpan, StepInputs
 from moeserve.worker.grammars import AllowedTokens, Grammars
+from moeserve.worker.halves import in_halves
 from moeserve.worker.request_table import UNKNOWN_TOKEN, Chunk, RequestState, RequestTable
 from moeserve.worker.sampler import (
     Maxima,
@@ -62,7 +63,14 @@ class ModelRunner:
         self._previous: StartedStep | None = None  # the last step, on a device that may still compute it
 
     @torch.inference_mode()
-    def start(self, chunks: Sequence[Chunk], num_tokens: tuple[int, ...], padded_to: int | None = None) -> StartedStep:
+    def start(
+        self,
+        chunks: Sequence[Chunk],
+        num_tokens: tuple[int, ...],
+        padded_to: int | None = None,
+        *,
+        has_halves: bool = False,
+    ) -> StartedStep:
         """Start one step, without waiting for the device where its tokens allow that. Collective: all ranks.
 
         The step before it may still run, but not the one before that: `StartedStep.finish` has returned.
@@ -70,8 +78,11 @@ class ModelRunner:
         Args:
             num_tokens: of each replica's chunks in this step, in order of dp rank.
             padded_to: rows to which all replicas pad a decode step; None: no padding.
+            has_halves: run the step in halves. Captured steps have their own.
         """
         step = self.build_inputs(chunks, num_tokens, padded_to)
+        if has_halves:
+            step = in_halves(step, tp=self.context.mesh.tp, tp_rank=self.context.tp_rank)
         outputs = self.replay(step)
         if self.model.head is None:  # a later pipeline stage samples
             return StartedStep(
@@ -243,7 +254,7 @@ class ModelRunner:
             padding=_padded(np.zeros(total, np.bool_), np.bool_, num_padding, True),
         )
         tensors, block_table = self.memory.upload_step(inputs, chunks, max_blocks)
-        on_device = dict(zip(HostInputs.names(), tensors, strict=True))
+        on_device: dict[str, Any] = dict(zip(HostInputs.names(), tensors, strict=True))
         padding = on_device.pop("padding")
         counts = num_tokens if padded_to is None else (size,) * mesh.dp
         return StepInputs(

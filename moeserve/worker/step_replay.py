@@ -13,6 +13,7 @@ from moeserve.distributed.mesh import Mesh
 from moeserve.models.decoder import Decoder
 from moeserve.scheduling.lockstep import Agreement
 from moeserve.step_inputs import StepInputs
+from moeserve.worker.halves import HalvingLimits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +25,7 @@ class StepContext:
     block_size: int  # tokens
     max_blocks: int  # of one request
     device: torch.device
+    halving: HalvingLimits = HalvingLimits()
 
 
 @dataclass(frozen=True)

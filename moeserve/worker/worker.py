@@ -27,6 +27,7 @@ from moeserve.telemetry.expert_load import LoadWindow
 from moeserve.worker.cpu_graphs import MEMORY_BYTES, CpuGraphs
 from moeserve.worker.cuda_graphs import CudaGraphs, TorchCapture, graph_sizes, memory_of_graphs
 from moeserve.worker.grammars import grammars_of
+from moeserve.worker.halves import HalvingLimits
 from moeserve.worker.kv_folder import FolderStore
 from moeserve.worker.kv_nixl import NixlMemory
 from moeserve.worker.kv_receiver import BlockReceiver
@@ -90,6 +91,7 @@ class Worker:
             block_size=config.block_size,
             max_blocks=-(-config.max_model_len // config.block_size),
             device=torch.device(config.device),
+            halving=halving_of(config),
         )
         replay = select_replay(config, model, groups, context)
         probe = make_probe(model, context, config.max_num_seqs)
@@ -237,8 +239,11 @@ class Worker:
     ) -> tuple[StartedStep | None, str]:
         """Start a step with tokens. Return it, or an error if it failed on a rank without others."""
         chunks = [] if plan is None else self.runner.table.apply(plan)
+        has_halves = padded_to is None and self.runner.context.halving.divide(
+            max(agreement.num_tokens), is_decode_only=agreement.is_decode_only
+        )
         try:
-            return self.runner.start(chunks, agreement.num_tokens, padded_to), ""
+            return self.runner.start(chunks, agreement.num_tokens, padded_to, has_halves=has_halves), ""
         except Exception as error:
             if self.groups.world.world_size > 1:  # the others are in a collective, so all must end
                 raise
@@ -314,6 +319,13 @@ def select_replay(config: EngineConfig, model: Decoder, groups: Groups, context:
 
         return ReplayFactory(reserved_bytes=reserved_bytes, make=lambda caches: capture(caches, sizes))
     return ReplayFactory(reserved_bytes=lambda: 0, make=lambda caches: EagerSteps(model, caches))
+
+
+def halving_of(config: EngineConfig) -> HalvingLimits:
+    """Return the least rows of steps in halves. A single rank exchanges nothing, so it never runs them."""
+    if config.tensor_parallel_size * config.data_parallel_size == 1:
+        return HalvingLimits()
+    return HalvingLimits(decode=config.overlap_decode_tokens, prefill=config.overlap_prefill_tokens)
 
 
 def note_on_bytes(config: EngineConfig, model: ModelConfig, kernels: Kernels) -> str | None:

@@ -5,12 +5,14 @@ Nothing of this has run with the package itself, which needs GPUs.
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -27,13 +29,16 @@ from moeserve.distributed.groups import Groups
 from moeserve.distributed.store import connect_store
 from moeserve.distributed.torch_group import as_torch_group
 from moeserve.expert_placement.placement import Placement
+from moeserve.models.decoder import Decoder
+from moeserve.models.registry import describe
 from moeserve.moe.dispatch.all_to_all import AllToAllDispatcher
 from moeserve.moe.dispatch.base import Dispatcher, PackedTokens, SlottedTokens
 from moeserve.moe.dispatch.deepep.communicator import DeepEPCommunicator, DeepEPShape
 from moeserve.moe.dispatch.deepep.dispatcher import DeepEPDispatcher
 from moeserve.moe.dispatch.deepep.factory import open_communicator
 from moeserve.moe.router import Routing
-from moeserve.step_inputs import StepInputs
+from moeserve.step_inputs import ChunkSpan, StepInputs
+from moeserve.worker.halves import in_halves
 
 CPU = torch.device("cpu")
 WIDTH = 2048  # the smallest that the low-latency kernels support
@@ -374,3 +379,95 @@ def two_in_progress(place: Place) -> list[str]:
                 if not ((output_TD - expected.total_TD).abs() <= setup.allowed(expected)).all():
                     found.append(f"{case.name} by {setup}")
     return found
+
+
+MIXTRAL = {
+    "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "torch_dtype": "bfloat16", "hidden_act": "silu",
+    "vocab_size": 64, "hidden_size": WIDTH, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0, "max_position_embeddings": 64, "tie_word_embeddings": False, "sliding_window": None,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class OneDispatcher:
+    """A factory whose layers share a dispatcher, since they have the same placement."""
+
+    group: Any
+    dispatcher: DeepEPDispatcher
+
+    def make(self, placement: Placement) -> DeepEPDispatcher:
+        return self.dispatcher
+
+
+def test_one_half_computes_while_the_other_is_dispatched_or_combined(ranks: Ranks, tmp_path: Path) -> None:
+    """Steps in halves have the results of whole ones, and low-latency kernels never have more than two results.
+
+    Nothing but the order of calls is shown: the stand-in has no streams.
+    """
+    (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))
+    for timelines in ranks.run(2, "test_deepep:run_halves", folder=str(tmp_path)):
+        for name, timeline in timelines.items():
+            prefix = "low_latency_" if name == "low latency" else ""
+            dispatch = [*(["host waited"] if name == "normal" else []), f"{prefix}dispatch issued"]
+            attend = ["attention", *dispatch]
+            experts = [f"{prefix}dispatch waited", "experts", f"{prefix}combine issued"]
+            waited = f"{prefix}combine waited"
+            assert timeline == [*attend, *attend, *experts, *experts, waited, *attend, waited, *attend, *experts,
+                                *experts, waited, waited]  # fmt: skip
+
+
+def run_halves(place: Place, folder: str) -> dict[str, list[str]]:
+    """Return the calls of a step in halves with each kind of kernels."""
+    case = Case("", slots_of(2, 2), [[], []], 2)  # the placement
+    timelines = {}
+    with rank_under_test(place) as here, torch.inference_mode():
+        for name, package, most_of_whole, tokens in (
+            ("low latency", "legacy", 8, (7, 3)),
+            ("normal", "legacy", 4, (9, 2)),  # halves of 5 and 4 tokens: only one of them has few
+            ("elastic", "elastic", 4, (8, 0)),
+        ):
+            num_own = tokens[place.rank]
+            step = prompt_step(num_own, tokens)
+            whole = model_of(folder, here.dispatcher(case, Setup(package, most_of_whole)))
+            whole_TD = whole(step, whole.make_caches(1, 16))
+            dispatcher = here.dispatcher(case, Setup(package, 4))
+            timeline = cast(Any, dispatcher.communicator).buffer.timeline
+            model = model_of(folder, dispatcher)
+            for layer in model.layers:
+                layer.attention.register_forward_pre_hook(lambda *_, log=timeline: log.append("attention"))
+                layer.feed_forward.experts.register_forward_pre_hook(lambda *_, log=timeline: log.append("experts"))
+            halved_TD = model(in_halves(step, tp=1, tp_rank=0), model.make_caches(1, 16))
+            timelines[name] = list(timeline)
+            assert torch.equal(halved_TD, whole_TD), name
+            assert len(halved_TD) == num_own
+    return timelines
+
+
+def model_of(folder: str, dispatcher: DeepEPDispatcher) -> Decoder:
+    """Return a model with the same random weights each time."""
+    config = describe(folder).model
+    dispatchers = cast(Any, OneDispatcher(dispatcher.group, dispatcher))
+    model = Decoder(config, config.place_experts(2), dispatchers, cpu_context(torch.bfloat16))
+    generator = torch.Generator().manual_seed(0)
+    for weight in model.parameters():
+        weight.normal_(0.0, 0.1, generator=generator)
+    return model
+
+
+def prompt_step(num_tokens: int, tokens_per_rank: tuple[int, ...]) -> StepInputs:
+    """Return the step of a prompt, or of nothing."""
+    numbers = torch.arange(num_tokens)
+    spans = (ChunkSpan(0, num_tokens, num_tokens),) if num_tokens else ()
+    return StepInputs(
+        token_ids=numbers,
+        positions=numbers,
+        cache_slots=numbers,
+        row_starts=torch.tensor([0, num_tokens][: len(spans) + 1], dtype=torch.int32),
+        context_lens=torch.tensor([num_tokens] * len(spans), dtype=torch.int32),
+        block_table=torch.zeros(len(spans), 1, dtype=torch.int32),
+        logits_rows=numbers[:0],
+        spans=spans,
+        tp_sizes=(num_tokens,),
+        tokens_per_rank=tokens_per_rank,
+    )

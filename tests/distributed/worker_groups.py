@@ -93,7 +93,8 @@ class Story(msgspec.Struct, kw_only=True):
     steps: list[tuple[int, ...]] = []  # tokens of each replica, by executed step
     routed: list[list[list[int]]] = []  # by executed step and layer: how many of this rank's tokens chose each expert
     computed: list[list[list[int]]] = []  # the same: how many rows each expert computed on this rank
-    ways: list[bool] = []  # by executed step and layer, if there are several ranks: True if it was small
+    ways: list[bool] = []  # by executed step, layer and half, if there are several ranks: True if it was small
+    num_halved_steps: int = 0
     updates: list[RequestUpdate] = []  # this and the next fields: of ranks that sample
     num_rounds: int = 0
     num_idle_rounds: int = 0
@@ -203,7 +204,7 @@ def follow(config: EngineConfig, groups: Groups, story: Story) -> None:
             if not has_ended:
                 outcome = worker.execute(order)
                 has_ended = outcome.agreement.ends_all
-                note_step(story, outcome, layers)
+                note_step(story, outcome, layers, worker)
         assert not channel.is_closed, "the rank that samples has gone"
 
 
@@ -258,7 +259,7 @@ class LeadingExecutor:
         self._story.num_rounds += 1
         self._story.num_idle_rounds += agreement.is_idle
         self._story.num_padding_steps += work.plan is None and not agreement.is_idle and not agreement.ends_all
-        note_step(self._story, outcome, self._layers)
+        note_step(self._story, outcome, self._layers, self._worker)
         return outcome
 
 
@@ -370,14 +371,18 @@ class Client(User):
         self.check_invariants()
 
 
-def note_step(story: Story, outcome: Outcome, layers: Sequence[CountedDispatcher]) -> None:
+def note_step(story: Story, outcome: Outcome, layers: Sequence[CountedDispatcher], worker: Worker) -> None:
     agreement = outcome.agreement
     if agreement.is_idle or agreement.ends_all:
         return
     assert any(agreement.num_tokens), "I5: a step of nothing but padding"
+    has_halves = worker.runner.context.halving.divide(
+        max(agreement.num_tokens), is_decode_only=agreement.is_decode_only
+    )
+    story.num_halved_steps += has_halves
     story.steps.append(agreement.num_tokens)
-    story.routed.append([layer.take(layer.routed) for layer in layers])
-    story.computed.append([layer.take(layer.computed) for layer in layers])
+    story.routed.append([layer.take(layer.routed, 1 + has_halves) for layer in layers])
+    story.computed.append([layer.take(layer.computed, 1 + has_halves) for layer in layers])
 
 
 @dataclass
@@ -389,26 +394,30 @@ class CountedDispatcher:
     num_experts: int
     routed: list[list[int]] = field(default_factory=list)
     computed: list[list[int]] = field(default_factory=list)
-    handle: Any = None  # of what has arrived and is not combined yet
-    num_rows: int = 0  # that arrived with it, spare ones too
+    num_under_way: int = 0  # dispatches that are not combined yet
+    arrived: list[tuple[Any, int]] = field(default_factory=list)  # their handles and rows, spare ones too
 
     def dispatch(self, hidden_TD: Tensor, routing: Routing, step: StepInputs) -> CountedPending:
-        assert self.handle is None, "I2: what was dispatched before was not combined"
+        assert self.num_under_way < 2, "I2: what was dispatched before was not combined"
+        self.num_under_way += 1
         chosen = routing.experts_TK[routing.experts_TK >= 0]
         self.routed.append(torch.bincount(chosen, minlength=self.num_experts).tolist())
         return CountedPending(self, self.within.dispatch(hidden_TD, routing, step))
 
     def combine(self, output: Tensor, handle: Any) -> PendingOutput:
-        assert handle is self.handle, "I2: combined is not what was dispatched"
-        assert len(output) == self.num_rows, "I2: as many rows come out of the experts as go in"
-        self.handle = None
+        its_handle, num_rows = self.arrived.pop()
+        assert handle is its_handle, "I2: combined is not what arrived"
+        assert len(output) == num_rows, "I2: as many rows come out of the experts as go in"
+        self.num_under_way -= 1
         return self.within.combine(output, handle)
 
-    def take(self, counts: list[list[int]]) -> list[int]:
-        """Return the counts of the layer in a step, in which it ran once."""
-        assert self.handle is None, "I2: what was dispatched was not combined"
-        assert len(counts) == 1, f"I2: the layer ran {len(counts)} times in a step"
-        return counts.pop()
+    def take(self, counts: list[list[int]], num_parts: int) -> list[int]:
+        """Return the counts of the layer in a step, in which it ran once for each part."""
+        assert self.num_under_way == 0, "I2: what was dispatched was not combined"
+        assert len(counts) == num_parts, f"I2: the layer ran {len(counts)} times in a step of {num_parts} parts"
+        total = [sum(of_parts) for of_parts in zip(*counts, strict=True)]
+        counts.clear()
+        return total
 
 
 @dataclass(frozen=True)
@@ -421,12 +430,10 @@ class CountedPending:
         counts = torch.zeros(dispatcher.num_experts, dtype=torch.int64)
         counts.index_add_(0, dispatcher.local_experts, arrived.tokens.counts_e)
         dispatcher.computed.append(counts.tolist())
-        dispatcher.handle = arrived.handle
-        gather = arrived.tokens.gather
-        dispatcher.num_rows = len(arrived.tokens.rows_RD if gather is None else gather.indices_R)
-        num_counted = sum(dispatcher.computed[-1])
+        num_rows, num_counted = len(arrived.tokens.rows_RD), sum(dispatcher.computed[-1])
+        dispatcher.arrived.append((arrived.handle, num_rows))
         has_spare_rows = arrived.tokens.has_spare_rows
-        assert num_counted == dispatcher.num_rows or (num_counted < dispatcher.num_rows and has_spare_rows), (
+        assert num_counted == num_rows or (num_counted < num_rows and has_spare_rows), (
             "I2: as many rows come to the experts as are counted"
         )
         return arrived

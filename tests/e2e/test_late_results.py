@@ -47,10 +47,10 @@ def num_overlaps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     counts = [0]
     start = ModelRunner.start
 
-    def counted(runner: ModelRunner, *arguments: Any) -> Any:
+    def counted(runner: ModelRunner, *arguments: Any, **options: Any) -> Any:
         previous = runner._previous
         counts[0] += previous is not None and previous._results is None
-        return start(runner, *arguments)
+        return start(runner, *arguments, **options)
 
     monkeypatch.setattr(ModelRunner, "start", counted)
     return counts

@@ -66,6 +66,8 @@ def make_case(folder: Path, family: str, seed: int, num_prompts: int) -> Case:
         kv_cache_memory="8MiB",
         num_threads=dice.choice([1, 1, 2]),
         executor="mp",
+        overlap_decode_tokens=dice.choice([None, 1, 3]),
+        overlap_prefill_tokens=dice.choice([None, 1, 12]),
     )
     return Case(reference, prompts, options, layout, dice.choice([None, MIDDLE, 0]))
 

@@ -121,7 +121,7 @@ def test_neither_programs_nor_launches_change_a_byte(shape: Shape, monkeypatch: 
     case = make_case(lengths, shape, dtype=torch.float16)
     expected = attend(case)
     check(case, expected)
-    monkeypatch.setattr(paged_kernels, "num_programs", lambda device, programs_per_sm: 100)
+    monkeypatch.setattr(paged_kernels, "num_programs", lambda device: 100)
     assert same_bytes(attend(case), expected)
     monkeypatch.setattr(paged_kernels, "MAX_PARTIAL_BYTES", 1)  # four chunks at a time
     padded = dataclasses.replace(case, query_TNH=torch.cat([case.query_TNH, case.query_TNH[:2]]))

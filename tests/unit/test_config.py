@@ -285,6 +285,24 @@ def test_names_and_values_of_vllm_are_translated(option: str, value: object, our
     assert {name: getattr(config, name) for name in ours} == ours
 
 
+def test_overlap() -> None:
+    """vLLM's thresholds count with enable_dbo only. On GPUs the halves must not need other collectives or plans."""
+
+    def limits(**options: Any) -> tuple[int | None, int | None]:
+        config = decide(data_parallel_size=2, executor="mp", **options)
+        return config.overlap_decode_tokens, config.overlap_prefill_tokens
+
+    assert limits() == limits(dbo_decode_token_threshold=8) == limits(enable_dbo=False) == (None, None)
+    assert limits(overlap_prefill_tokens=7) == (None, 7)
+    assert limits(enable_dbo=True) == (32, 512)
+    assert limits(enable_dbo=True, dbo_decode_token_threshold=8, overlap_decode_tokens=8) == (8, 512)
+    assert_refused("overlap_decode_tokens=9", enable_dbo=True, overlap_decode_tokens=9)
+    assert decide(overlap_decode_tokens=9, **ON_GPUS).overlap_decode_tokens == 9
+    assert_refused("'flashinfer'", attention_backend="flashinfer", overlap_prefill_tokens=9, **ON_GPUS)
+    tp = ON_GPUS | dict(tensor_parallel_size=2, data_parallel_size=1)
+    assert_refused("tensor_parallel_size=2", overlap_decode_tokens=9, **tp)
+
+
 def test_kv_cache_dtype() -> None:
     assert not decide(kv_cache_dtype="auto").has_float8_cache
     assert decide(kv_cache_dtype="fp8").has_float8_cache

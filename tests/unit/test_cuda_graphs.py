@@ -20,6 +20,7 @@ from moeserve.scheduling.lockstep import Intent, agree, make_row
 from moeserve.step_inputs import StepInputs
 from moeserve.worker import cuda_graphs
 from moeserve.worker.cuda_graphs import CudaGraphs, TorchCapture, graph_sizes, memory_of_graphs
+from moeserve.worker.halves import HalvingLimits
 from moeserve.worker.model_runner import ModelRunner
 from moeserve.worker.request_table import RequestTable
 from moeserve.worker.step_replay import StepContext, StepOutputs
@@ -62,9 +63,17 @@ class FakeCapture:
 class Rank:
     """A runner whose steps are replayed from graphs of some sizes."""
 
-    def __init__(self, sizes: Sequence[int], mesh: Mesh = ONE_RANK, tp_rank: int = 0) -> None:
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        mesh: Mesh = ONE_RANK,
+        tp_rank: int = 0,
+        halving: HalvingLimits = HalvingLimits(),  # noqa: B008 - frozen
+    ) -> None:
         self.model, self.capture = FakeModel(), FakeCapture()
-        context = StepContext(mesh=mesh, tp_rank=tp_rank, block_size=16, max_blocks=4, device=torch.device("cpu"))
+        context = StepContext(
+            mesh=mesh, tp_rank=tp_rank, block_size=16, max_blocks=4, device=torch.device("cpu"), halving=halving
+        )
         model = cast(Any, self.model)
         self.graphs = CudaGraphs(model, [], context, sizes, self.capture)
         self.table = RequestTable(8, 4)
@@ -142,6 +151,22 @@ def test_padding_is_divided_over_the_ranks_of_a_replica() -> None:
         assert step.padding is not None
         padding += step.padding[step.own_rows].tolist()
     assert padding == [False] * 3 + [True] * 2
+
+
+def test_halves_of_captured_steps() -> None:
+    """Graphs of enough rows have halves, in the memory of their inputs; the number of tokens does not matter."""
+    rank = Rank((2, 4), Mesh(tp=1, dp=2), halving=HalvingLimits(decode=4))
+    assert [len(step.halves) for step in rank.model.steps] == [2, 2, 0, 0]  # each is run and then captured
+    rank.graphs(rank.inputs(3, (3, 1), 4))
+    first, second = rank.model.steps[-1].halves
+    assert [half.token_ids.tolist() for half in (first, second)] == [[10, 11], [12, 0]]
+    assert [half.context_lens.tolist() for half in (first, second)] == [[1, 2], [3, 0]]
+    assert [half.block_table[:, 0].tolist() for half in (first, second)] == [[0, 1], [2, 0]]
+    assert first.row_starts.tolist() == second.row_starts.tolist() == [0, 1, 2]
+    assert first.tokens_per_rank == second.tokens_per_rank == (2, 2)
+    assert (first.rows_before, second.rows_before) == (0, 4)
+    assert second.padding is not None
+    assert second.padding.tolist() == [False, True]
 
 
 def test_memory_of_graphs(monkeypatch: pytest.MonkeyPatch) -> None:

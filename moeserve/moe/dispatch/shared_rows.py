@@ -26,7 +26,7 @@ from moeserve.step_inputs import StepInputs
 
 @dataclass(frozen=True)
 class SharedRows:
-    """Rows in memory that all ranks of a group map. Layers use them one after another."""
+    """Rows in memory that all ranks of a group map. Layers use them one after another, each half of a step its own."""
 
     hidden_ND: Tensor  # rank by rank
     output_PD: Tensor  # sorted by slot, rank by rank, then by pair
@@ -34,6 +34,10 @@ class SharedRows:
     @property
     def row_bytes(self) -> int:
         return self.hidden_ND.shape[1] * self.hidden_ND.element_size()
+
+    def of_half(self, step: StepInputs, top_k: int) -> SharedRows:
+        """Return the rows that begin with the first token of this half of a step."""
+        return SharedRows(self.hidden_ND[step.rows_before :], self.output_PD[step.rows_before * top_k :])
 
 
 def share_rows(
@@ -53,7 +57,7 @@ def share_rows(
 class SharedHandle:
     weights_TK: Tensor
     pair_of_row_P: Tensor  # the own pair (t * K + k) of each output of all ranks; -1 for pairs of other ranks' tokens
-    dtype: torch.dtype
+    output_PD: Tensor  # in shared memory
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,8 @@ class PendingSharedRows:
     step: StepInputs
 
     def wait(self) -> Dispatched[SharedHandle]:
-        experts_NK, exchange, rows = self.pending_NK.wait(), self.dispatcher.exchange, self.dispatcher.rows
+        experts_NK, exchange = self.pending_NK.wait(), self.dispatcher.exchange
+        rows = self.dispatcher.rows.of_half(self.step, experts_NK.shape[1])
         pairs_P, counts_E = exchange.pairs.sort(experts_NK, exchange.all_keys)
         first_slot, num_slots = exchange.own_keys.first, exchange.own_keys.num_counted
         counts_e = counts_E[first_slot : first_slot + num_slots]
@@ -79,7 +84,7 @@ class PendingSharedRows:
         is_own_P = own_P >= 0
         num_own, num_here = int(is_own_P.sum()), int(is_own_P[first_row : first_row + num_rows].sum())
         self.dispatcher.group.num_bytes_sent += (num_rows + num_own - 2 * num_here) * rows.row_bytes
-        handle = SharedHandle(self.weights_TK, own_P, rows.hidden_ND.dtype)
+        handle = SharedHandle(self.weights_TK, own_P, rows.output_PD[: len(own_P)])
         out_RD = rows.output_PD[first_row : first_row + num_rows]
         return Dispatched(PackedTokens(rows_RD, counts_e, out_RD=out_RD), handle)
 
@@ -89,14 +94,14 @@ class PendingSharedOutput:
     """A combine in progress."""
 
     pending: PendingTensor  # complete when all ranks have written their outputs
-    output_PD: Tensor
     handle: SharedHandle
     pairs: PairKernels
 
     def wait(self) -> Tensor:
         self.pending.wait()
         handle = self.handle
-        return self.pairs.weighted_sum(self.output_PD, handle.pair_of_row_P, handle.weights_TK, handle.dtype)
+        output_PD = handle.output_PD
+        return self.pairs.weighted_sum(output_PD, handle.pair_of_row_P, handle.weights_TK, output_PD.dtype)
 
 
 class SharedRowsDispatcher:
@@ -109,6 +114,7 @@ class SharedRowsDispatcher:
     are written. No rank overwrites rows that another still reads. A rank writes hidden states after the second
     all-gather of the layer before, which all ranks join once they have read the hidden states of that layer. It writes
     outputs after the first all-gather, which all ranks join once they have read the outputs of the layer before.
+    Halves of a step have rows of their own, for each of which this holds.
 
     Small steps use `AllGatherDispatcher`.
     """
@@ -124,7 +130,7 @@ class SharedRowsDispatcher:
         if self.for_small_steps.is_small(hidden_TD, routing, step):
             return self.for_small_steps.dispatch(hidden_TD, routing, step)
         own_TK = self.exchange.choose(routing, step)
-        first_token = sum(step.tokens_per_rank[: self.group.rank_in_group])
+        first_token = step.rows_before + sum(step.tokens_per_rank[: self.group.rank_in_group])
         self.rows.hidden_ND[first_token : first_token + len(hidden_TD)] = hidden_TD
         # collective: all ep ranks
         pending_NK = self.group.begin_all_gather(own_TK, step.tokens_per_rank)
@@ -137,8 +143,7 @@ class SharedRowsDispatcher:
         assert output.untyped_storage().data_ptr() == shared.data_ptr(), "outputs of experts are not in `out_RD`"
         # collective: all ep ranks
         pending = self.group.begin_all_gather(torch.empty(0, 1), [0] * self.group.world_size)
-        output_PD = self.rows.output_PD[: len(handle.pair_of_row_P)]
-        return PendingSharedOutput(pending, output_PD, handle, self.exchange.pairs)
+        return PendingSharedOutput(pending, handle, self.exchange.pairs)
 
     def is_capturable(self, tokens_per_rank: Sequence[int], bytes_per_token: int) -> bool:
         return self.for_small_steps.is_capturable(tokens_per_rank, bytes_per_token)

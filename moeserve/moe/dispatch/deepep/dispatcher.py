@@ -53,7 +53,7 @@ class DeepEPDispatcher:
             hidden_TD.contiguous(),
             experts_TK.to(torch.int64).contiguous(),
             routing.weights_TK.float().contiguous(),
-            step.tokens_per_rank,
+            step.most_per_rank or step.tokens_per_rank,  # both halves of a step use the same kernels
         )
 
     def combine(self, output: Tensor, handle: Any) -> PendingOutput:
