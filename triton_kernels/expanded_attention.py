@@ -16,14 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moeserve.triton_kernels.paged_kernels import (
-    CHUNKS_AT_ONCE,
-    LOG2_E,
-    AttentionConfig,
-    chunk_of_tile,
-    load_tile,
-    softmax_weights,
-)
+from moeserve.triton_kernels.online_softmax import LOG2_E, chunk_of_tile, load_tile, softmax_weights
+from moeserve.triton_kernels.paged_launch import CHUNKS_AT_ONCE, AttentionConfig
 
 # T tokens, N query heads, K unrotated values of a head's key, E rotated ones, V values of a head, L latent size,
 # P = L + E, S chunks, C positions of a piece

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moeserve.triton_kernels.paged_kernels import AttentionConfig, Splits, launch_attention
+from moeserve.triton_kernels.paged_launch import AttentionConfig, Splits, launch_attention
 
 # T tokens, N query heads, L latent size, P size of a vector (latent and rotary part), S chunks
 

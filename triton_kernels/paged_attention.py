@@ -6,7 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from moeserve.triton_kernels.paged_kernels import AttentionConfig, Splits, launch_attention
+from moeserve.triton_kernels.paged_launch import AttentionConfig, Splits, launch_attention
 
 # T tokens, N query heads, G key-value heads, H head size, S chunks
 

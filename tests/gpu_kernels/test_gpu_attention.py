@@ -14,9 +14,9 @@ from torch import Tensor
 from moeserve.ops.float8_rows import decode_rows, encode_rows
 from moeserve.triton_kernels import latent_attention as latent
 from moeserve.triton_kernels import paged_attention as paged
-from moeserve.triton_kernels import paged_kernels
+from moeserve.triton_kernels import paged_launch
 from moeserve.triton_kernels.latent_attention import write_latents
-from moeserve.triton_kernels.paged_kernels import Splits
+from moeserve.triton_kernels.paged_launch import Splits
 
 sys.path.append(str(Path(__file__).parent.parent / "kernels"))
 from attention_cases import Case, Shape, expected_attention, heads_of_rank, make_case, only_chunk, with_step
@@ -121,9 +121,9 @@ def test_neither_programs_nor_launches_change_a_byte(shape: Shape, monkeypatch: 
     case = make_case(lengths, shape, dtype=torch.float16)
     expected = attend(case)
     check(case, expected)
-    monkeypatch.setattr(paged_kernels, "num_programs", lambda device: 100)
+    monkeypatch.setattr(paged_launch, "num_programs", lambda device: 100)
     assert same_bytes(attend(case), expected)
-    monkeypatch.setattr(paged_kernels, "MAX_PARTIAL_BYTES", 1)  # four chunks at a time
+    monkeypatch.setattr(paged_launch, "MAX_PARTIAL_BYTES", 1)  # four chunks at a time
     padded = dataclasses.replace(case, query_TNH=torch.cat([case.query_TNH, case.query_TNH[:2]]))
     actual = attend(padded)
     assert same_bytes(actual[:-2], expected)
@@ -131,7 +131,7 @@ def test_neither_programs_nor_launches_change_a_byte(shape: Shape, monkeypatch: 
 
 
 def test_more_chunks_than_a_program_reads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paged_kernels, "CHUNKS_AT_ONCE", 8)
+    monkeypatch.setattr(paged_launch, "CHUNKS_AT_ONCE", 8)
     check(make_case([(1, 3), (0, 9)] * 7 + [(2, 9), (1, 5), (3, 3)], Shape(2, 1, 16)))
 
 

@@ -55,19 +55,19 @@ KERNEL_FAULTS = {
         *("products, fp8, Mixtral-8x7B", "multiply_rows"),
     ),
     "no causal mask": (
-        *("paged_kernels", "is_visible = columns[None, :] <= positions[:, None]"),
+        *("online_softmax", "is_visible = columns[None, :] <= positions[:, None]"),
         *("is_visible = columns[None, :] < end + 0 * positions[:, None]", "attention", "attend"),
     ),
     "no mask of unread positions": (
-        *("paged_kernels", "is_read = (columns >= first) & (columns < end)", "is_read = columns >= 0"),
+        *("online_softmax", "is_read = (columns >= first) & (columns < end)", "is_read = columns >= 0"),
         *("attention", "attend"),
     ),
     "a window of one position more": (
-        *("paged_kernels", "columns[None, :] > positions[:, None] - WINDOW"),
+        *("online_softmax", "columns[None, :] > positions[:, None] - WINDOW"),
         *("columns[None, :] >= positions[:, None] - WINDOW", "attention", "attend, windowed"),
     ),
     "a sink that is not in the sum": (
-        *("paged_kernels", "return share, total * share + tl.exp2(sink - shift)", "return share, total * share"),
+        *("online_softmax", "return share, total * share + tl.exp2(sink - shift)", "return share, total * share"),
         *("attention", "attend, windowed"),
     ),
     "another sign of the sine": (

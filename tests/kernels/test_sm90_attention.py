@@ -112,7 +112,7 @@ def compile_attention(
 
 
 def sizes(shape: Shape) -> dict[str, Any]:
-    from moeserve.triton_kernels.paged_kernels import kernel_sizes
+    from moeserve.triton_kernels.paged_launch import kernel_sizes
 
     return kernel_sizes(
         group=shape.group,
@@ -125,12 +125,9 @@ def sizes(shape: Shape) -> dict[str, Any]:
 
 def compiled(kind: str, shape: Shape, dtype: str = "bf16") -> MachineCode:
     """Compile the kernel of chunks of many rows ("tiles") or of one row ("splits")."""
-    from moeserve.triton_kernels.paged_kernels import (
-        CHUNKS_AT_ONCE,
-        attend_split_kernel,
-        attend_tile_kernel,
-        can_share_programs,
-    )
+    from moeserve.triton_kernels.paged_launch import CHUNKS_AT_ONCE, can_share_programs
+    from moeserve.triton_kernels.paged_splits import attend_split_kernel
+    from moeserve.triton_kernels.paged_tiles import attend_tile_kernel
 
     tile_config, split_config, splits = configs(shape, 4 if dtype == "fp32" else 2)
     if kind == "tiles":
@@ -167,7 +164,8 @@ def test_small_models_and_float32_fit(name: str, dtype: str, kind: str) -> None:
 
 @pytest.mark.parametrize("name", ["gpt-oss", "DeepSeek-V2-Lite", "DeepSeek-V3"])
 def test_merging_fits(name: str) -> None:
-    from moeserve.triton_kernels.paged_kernels import MAX_MERGED, merge_splits_kernel, merge_warps
+    from moeserve.triton_kernels.paged_launch import MAX_MERGED, merge_warps
+    from moeserve.triton_kernels.paged_splits import merge_splits_kernel
 
     shape = SHAPES[name]
     splits = configs(shape)[2]
@@ -188,7 +186,7 @@ def test_merging_fits(name: str) -> None:
 def test_expanded_attention(sizes: tuple[int, int, int, int], dtype: str) -> None:
     """Parts of a key, value and vector of DeepSeek-V2-Lite and DeepSeek-V3; the number of heads changes no code."""
     from moeserve.triton_kernels import expanded_attention as expanded
-    from moeserve.triton_kernels.paged_kernels import CHUNKS_AT_ONCE
+    from moeserve.triton_kernels.paged_launch import CHUNKS_AT_ONCE
 
     config = expanded.tile_config(4 if dtype == "fp32" else 2)
     constants = {"BLOCK_M": config.block_pairs, "BLOCK_C": config.block_positions, "CHUNKS_AT_ONCE": CHUNKS_AT_ONCE}
@@ -202,7 +200,7 @@ def test_expanded_attention(sizes: tuple[int, int, int, int], dtype: str) -> Non
 
 def test_gathering_vectors() -> None:
     from moeserve.triton_kernels import expanded_attention as expanded
-    from moeserve.triton_kernels.paged_kernels import CHUNKS_AT_ONCE
+    from moeserve.triton_kernels.paged_launch import CHUNKS_AT_ONCE
 
     constants = {"VECTOR_SIZE": 576, "CACHE_BLOCK": 64, "BLOCK_P": 1024, "BLOCK_C": expanded.GATHERED_POSITIONS}
     constants |= {"CHUNKS_AT_ONCE": CHUNKS_AT_ONCE}

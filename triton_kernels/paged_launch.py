@@ -1,0 +1,263 @@
+"""The launches of attention over a paged cache, shared by grouped-query and latent attention.
+
+Latent attention has one key-value head, whose values are the first elements of its keys. One kernel serves chunks of
+one row and splits their context among programs; another serves chunks of more rows. The number of rows of its chunk
+alone determines which kernel serves a row, unless the second one serves all.
+
+Queries that share keys and values are the rows of a matrix product. They are the pairs (row, head) of a chunk: pair i
+is row i // group and head i % group.
+
+Kernels are not specialised on sizes that change from step to step, because serving must not wait for a compiler.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from moeserve.triton_kernels.paged_splits import attend_split_kernel, merge_splits_kernel
+from moeserve.triton_kernels.paged_tiles import attend_tile_kernel
+
+# T tokens, N query heads, G key-value heads, P size of a key, V size of a value, E elements of a key beyond its value,
+# S chunks, Z splits, M pairs of a tile, C positions of a tile
+
+CHUNKS_AT_ONCE = 256  # chunks that a program reads at a time to find its own
+MAX_PARTIAL_BYTES = 2**30  # partial sums of splits; more chunks take several launches
+PROGRAMS_PER_SM = 4  # for splits; as many as run at a time, or more
+NUM_INTERPRETED_PROGRAMS = 3  # in Triton's interpreter, few enough that each computes several splits
+MAX_MERGED = 2**14  # partial sums of one program that merges splits
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """Compile-time sizes of an attention kernel."""
+
+    block_pairs: int  # pairs of row and head of one program
+    block_positions: int  # positions of the context in one iteration
+    num_warps: int
+    num_stages: int
+
+    @property
+    def compile_options(self) -> dict[str, int]:
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
+
+@dataclass(frozen=True)
+class Splits:
+    """Division of the context of one row. It depends on the model's shape only, as it fixes the order of additions.
+
+    Piece i, counted from the first piece that the row attends to, belongs to split i % max_splits. So a result does not
+    depend on the other chunks of the step, and the number of partial sums is bounded for long contexts.
+    """
+
+    piece_size: int  # positions, a multiple of AttentionConfig.block_positions
+    max_splits: int  # of one context and key-value head, a power of two
+
+
+def launch_attention(
+    query_TNP: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor | None,
+    block_table: Tensor,
+    row_starts: Tensor,
+    context_lens: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    sinks_N: Tensor | None,
+    value_size: int,
+    max_rows_per_chunk: int,
+    max_context: int,
+    max_attended_rows: int,
+    tile_config: AttentionConfig,
+    split_config: AttentionConfig,
+    splits: Splits | None,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
+) -> Tensor:
+    """Launch the kernels of one attention call; see `paged_attention.paged_attention`.
+
+    Args:
+        value_cache: None if the values are the first `value_size` elements of the keys.
+        max_attended_rows: chunks of more rows get zeros.
+        splits: how the context of a chunk of one row is divided among programs. None: it is not, and all rows have one
+            order of additions, whatever the sizes of chunks; slow for few requests with long contexts.
+        key_scales, value_scales: of contiguous caches of 8-bit floats.
+
+    Returns:
+        [T, N, value_size]
+    """
+    num_tokens, num_heads, key_size = query_TNP.shape
+    _, num_kv_heads, cache_block, _ = key_cache.shape
+    num_chunks = context_lens.shape[0]
+    if key_scales is None:
+        assert query_TNP.dtype == key_cache.dtype
+    else:
+        assert key_cache.dtype == torch.uint8
+        assert key_cache.is_contiguous()
+        for scales in (key_scales, value_scales):
+            assert scales is not None
+            assert scales.is_contiguous()
+            assert scales.shape == key_cache.shape[:3]
+    assert key_cache.stride(3) == 1
+    assert block_table.dtype == row_starts.dtype == context_lens.dtype == torch.int32
+    assert row_starts.shape == (num_chunks + 1,)
+    assert block_table.shape[0] == num_chunks
+    assert row_starts.is_contiguous()
+    assert context_lens.is_contiguous()
+    assert block_table.stride(1) == 1
+    assert max_rows_per_chunk >= 0
+    if query_TNP.stride(2) != 1:
+        query_TNP = query_TNP.contiguous()
+    group = num_heads // num_kv_heads
+    # If all chunks have one row, the merging kernel also writes the zeros.
+    is_one_row_each = max_rows_per_chunk <= 1 and splits is not None
+    new = query_TNP.new_empty if is_one_row_each and num_chunks > 0 else query_TNP.new_zeros
+    output_TNV = new(num_tokens, num_heads, value_size)
+    if output_TNV.numel() == 0 or num_chunks == 0:
+        return output_TNV
+
+    sizes = kernel_sizes(
+        group=group,
+        window=window,
+        cache_block=cache_block,
+        value_size=value_size,
+        extra_size=key_size - value_size if value_cache is None else None,
+    )
+    caches = (key_cache, value_cache, key_scales, value_scales)
+    tables = (block_table, row_starts, context_lens)
+    strides = (*query_TNP.stride()[:2], *key_cache.stride()[:3], block_table.stride(0))
+    if not is_one_row_each and max_attended_rows >= 1:
+        num_tiles = num_tokens * group // tile_config.block_pairs + num_chunks
+        attend_tile_kernel[(num_tiles * num_kv_heads,)](
+            query_TNP,
+            *caches,
+            *tables,
+            sinks_N,
+            output_TNV,
+            *strides,
+            num_chunks,
+            num_heads,
+            num_kv_heads,
+            max_attended_rows,
+            scale,
+            **sizes,
+            LEAST_ROWS=1 if splits is None else 2,
+            BLOCK_M=tile_config.block_pairs,
+            BLOCK_C=tile_config.block_positions,
+            CHUNKS_AT_ONCE=CHUNKS_AT_ONCE,
+            **tile_config.compile_options,
+        )
+    if splits is None:
+        return output_TNV
+    if max_attended_rows < 1:
+        return output_TNV.zero_() if is_one_row_each else output_TNV
+
+    # A window may begin inside a piece.
+    longest = max_context if window is None else min(max_context, window + splits.piece_size - 1)
+    num_splits = max(min(triton.cdiv(longest, splits.piece_size), splits.max_splits), 1)
+    bytes_per_chunk = num_splits * num_heads * (value_size + 2) * torch.float32.itemsize
+    # Slices of tables at multiples of 4 keep the alignment that kernels are compiled for.
+    chunks_at_once = min(num_chunks, max(MAX_PARTIAL_BYTES // bytes_per_chunk // 4 * 4, 4))
+    partial_SZNV, maximum_SZN, total_SZN = (
+        query_TNP.new_empty(chunks_at_once, num_splits, num_heads, *size, dtype=torch.float32)
+        for size in ((value_size,), (), ())
+    )
+    num_tiles = triton.cdiv(group, split_config.block_pairs)
+    shares_programs = value_cache is None and can_share_programs(split_config, value_size)
+    block_merged = min(sizes["BLOCK_V"], MAX_MERGED // splits.max_splits)
+    for first in range(0, num_chunks, chunks_at_once):
+        num_own = min(chunks_at_once, num_chunks - first)
+        is_last = first + num_own == num_chunks
+        grid = (num_kv_heads * num_tiles, num_own, num_splits)
+        if shares_programs:
+            grid = (min(math.prod(grid), num_programs(query_TNP.device)), 1, 1)
+        attend_split_kernel[grid](
+            query_TNP,
+            *caches,
+            *(table[first:] for table in tables),
+            partial_SZNV,
+            maximum_SZN,
+            total_SZN,
+            *strides,
+            num_own,
+            num_splits,
+            num_heads,
+            num_tiles,
+            scale,
+            **sizes,
+            PIECE_SIZE=splits.piece_size,
+            MAX_SPLITS=splits.max_splits,
+            BLOCK_M=split_config.block_pairs,
+            BLOCK_C=split_config.block_positions,
+            CHUNKS_AT_ONCE=CHUNKS_AT_ONCE,
+            SHARES_PROGRAMS=shares_programs,
+            **split_config.compile_options,
+        )
+        num_padding = num_tokens if is_one_row_each and is_last else 0
+        merge_splits_kernel[(num_own + num_padding, num_heads, triton.cdiv(value_size, block_merged))](
+            partial_SZNV,
+            maximum_SZN,
+            total_SZN,
+            row_starts[first:],
+            context_lens[first:],
+            sinks_N,
+            output_TNV,
+            num_own,
+            num_heads,
+            num_splits,
+            WINDOW=window,
+            VALUE_SIZE=value_size,
+            BLOCK_V=block_merged,
+            PIECE_SIZE=splits.piece_size,
+            MAX_SPLITS=splits.max_splits,
+            num_warps=merge_warps(splits.max_splits, block_merged),
+        )
+    return output_TNV
+
+
+def can_share_programs(config: AttentionConfig, value_size: int) -> bool:
+    """Return True if programs of latent attention compute several splits.
+
+    Not if the sums take so many registers that the loop over splits spills; neither in grouped-query attention.
+    """
+    return config.block_pairs * value_size < 2**15
+
+
+@functools.cache
+def num_programs(device: torch.device) -> int:
+    """Return the number of programs that share the splits of all chunks."""
+    if device.type != "cuda":
+        return NUM_INTERPRETED_PROGRAMS
+    return torch.cuda.get_device_properties(device).multi_processor_count * PROGRAMS_PER_SM
+
+
+def kernel_sizes(
+    *, group: int, window: int | None, cache_block: int, value_size: int, extra_size: int | None
+) -> dict[str, Any]:
+    """Return the compile-time sizes that both attention kernels share.
+
+    Args:
+        extra_size: elements of a key beyond its value, if they share memory; otherwise None.
+    """
+    return {
+        "GROUP": group,
+        "WINDOW": window,
+        "CACHE_BLOCK": cache_block,
+        "VALUE_SIZE": value_size,
+        "EXTRA_SIZE": extra_size or 0,
+        "BLOCK_V": max(triton.next_power_of_2(value_size), 16),
+        "BLOCK_E": max(triton.next_power_of_2(extra_size or 0), 16),
+        "SHARES_VALUE": extra_size is not None,
+    }
+
+
+def merge_warps(max_splits: int, block_values: int) -> int:
+    """Return the number of warps with which a thread holds 32 or 64 partial sums."""
+    return min(max(max_splits * block_values // 1024, 1), 8)

@@ -1,0 +1,374 @@
+"""Attention of chunks of one row over a paged cache: their contexts are divided among programs, and merged.
+
+Piece i of a context, counted from the first piece that the row attends to, belongs to split i % MAX_SPLITS.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from moeserve.triton_kernels.online_softmax import LOG2_E, attend_positions, load_blocks, with_sink
+
+# T tokens, N query heads, S chunks, Z splits
+
+
+@triton.jit(do_not_specialize=["table_stride", "num_chunks", "num_splits"])
+def attend_split_kernel(
+    query_ptr,
+    key_cache_ptr,
+    value_cache_ptr,
+    key_scales_ptr,
+    value_scales_ptr,
+    block_table_ptr,
+    row_starts_ptr,
+    context_lens_ptr,
+    partial_ptr,  # [S, Z, N, VALUE_SIZE] float32: sums of values times weights, relative to the maximum
+    maximum_ptr,  # [S, Z, N] float32: largest score, in base-2 logarithms
+    total_ptr,  # [S, Z, N] float32: sums of the weights
+    query_row_stride,
+    query_head_stride,
+    cache_block_stride,
+    cache_head_stride,
+    cache_position_stride,
+    table_stride,
+    num_chunks,
+    num_splits,  # Z
+    num_heads,
+    num_tiles,  # tiles of BLOCK_M heads in a group
+    scale,
+    GROUP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CACHE_BLOCK: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    EXTRA_SIZE: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    SHARES_VALUE: tl.constexpr,
+    PIECE_SIZE: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    CHUNKS_AT_ONCE: tl.constexpr,
+    SHARES_PROGRAMS: tl.constexpr,
+):
+    """Attend from the chunks of one row to the splits of their contexts; see `attend_tile_kernel` for the arguments.
+
+    A program computes one tile of BLOCK_M heads and one split. With SHARES_PROGRAMS, it computes several, so that none
+    starts for nothing however long the longest context may be. Neighbours read the same positions.
+    """
+    if SHARES_PROGRAMS:
+        num_tiles_each = num_heads // GROUP * num_tiles
+        _, _, num_slots = find_split(
+            row_starts_ptr, context_lens_ptr, num_chunks, 0, WINDOW, PIECE_SIZE, MAX_SPLITS, CHUNKS_AT_ONCE
+        )
+        for item in range(tl.program_id(0), num_slots * num_tiles_each, tl.num_programs(0)):
+            slot = item // num_tiles_each
+            chunk, split, _ = find_split(
+                row_starts_ptr, context_lens_ptr, num_chunks, slot, WINDOW, PIECE_SIZE, MAX_SPLITS, CHUNKS_AT_ONCE
+            )
+            attend_split(
+                chunk.to(tl.int64),
+                split,
+                item % num_tiles_each,
+                query_ptr,
+                key_cache_ptr,
+                value_cache_ptr,
+                key_scales_ptr,
+                value_scales_ptr,
+                block_table_ptr,
+                row_starts_ptr,
+                context_lens_ptr,
+                partial_ptr,
+                maximum_ptr,
+                total_ptr,
+                query_row_stride,
+                query_head_stride,
+                cache_block_stride,
+                cache_head_stride,
+                cache_position_stride,
+                table_stride,
+                num_splits,
+                num_heads,
+                num_tiles,
+                scale,
+                GROUP,
+                WINDOW,
+                CACHE_BLOCK,
+                VALUE_SIZE,
+                EXTRA_SIZE,
+                BLOCK_V,
+                BLOCK_E,
+                SHARES_VALUE,
+                PIECE_SIZE,
+                MAX_SPLITS,
+                BLOCK_M,
+                BLOCK_C,
+            )
+    else:
+        chunk = tl.program_id(1).to(tl.int64)
+        _, _, num_pieces = pieces_of(tl.load(context_lens_ptr + chunk), WINDOW, PIECE_SIZE)
+        num_rows = tl.load(row_starts_ptr + chunk + 1) - tl.load(row_starts_ptr + chunk)
+        if (num_rows != 1) | (tl.program_id(2) >= num_pieces):
+            return
+        attend_split(
+            chunk,
+            tl.program_id(2),
+            tl.program_id(0),
+            query_ptr,
+            key_cache_ptr,
+            value_cache_ptr,
+            key_scales_ptr,
+            value_scales_ptr,
+            block_table_ptr,
+            row_starts_ptr,
+            context_lens_ptr,
+            partial_ptr,
+            maximum_ptr,
+            total_ptr,
+            query_row_stride,
+            query_head_stride,
+            cache_block_stride,
+            cache_head_stride,
+            cache_position_stride,
+            table_stride,
+            num_splits,
+            num_heads,
+            num_tiles,
+            scale,
+            GROUP,
+            WINDOW,
+            CACHE_BLOCK,
+            VALUE_SIZE,
+            EXTRA_SIZE,
+            BLOCK_V,
+            BLOCK_E,
+            SHARES_VALUE,
+            PIECE_SIZE,
+            MAX_SPLITS,
+            BLOCK_M,
+            BLOCK_C,
+        )
+
+
+@triton.jit
+def attend_split(
+    chunk,
+    split,
+    tile,
+    query_ptr,
+    key_cache_ptr,
+    value_cache_ptr,
+    key_scales_ptr,
+    value_scales_ptr,
+    block_table_ptr,
+    row_starts_ptr,
+    context_lens_ptr,
+    partial_ptr,
+    maximum_ptr,
+    total_ptr,
+    query_row_stride,
+    query_head_stride,
+    cache_block_stride,
+    cache_head_stride,
+    cache_position_stride,
+    table_stride,
+    num_splits,
+    num_heads,
+    num_tiles,
+    scale,
+    GROUP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CACHE_BLOCK: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    EXTRA_SIZE: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    SHARES_VALUE: tl.constexpr,
+    PIECE_SIZE: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Attend from one tile of heads to every MAX_SPLITS-th piece of the context of a chunk."""
+    kv_head = tile // num_tiles
+    row = tl.load(row_starts_ptr + chunk).to(tl.int64)
+    context_len = tl.load(context_lens_ptr + chunk)
+    first, first_piece, num_pieces = pieces_of(context_len, WINDOW, PIECE_SIZE)
+    members = (tile % num_tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
+    is_head = members < GROUP
+    heads = kv_head * GROUP + members
+    query_offsets = row * query_row_stride + heads * query_head_stride
+    values = tl.arange(0, BLOCK_V)
+    extras = VALUE_SIZE + tl.arange(0, BLOCK_E)
+    query = tl.load(
+        query_ptr + query_offsets[:, None] + values[None, :],
+        mask=is_head[:, None] & (values < VALUE_SIZE)[None, :],
+        other=0.0,
+    )
+    query_extra = query
+    if EXTRA_SIZE > 0:
+        query_extra = tl.load(
+            query_ptr + query_offsets[:, None] + extras[None, :],
+            mask=is_head[:, None] & (extras < VALUE_SIZE + EXTRA_SIZE)[None, :],
+            other=0.0,
+        )
+
+    # One loop covers the tiles of all pieces of the program. Only the last piece of a context may be shorter.
+    TILES_PER_PIECE: tl.constexpr = PIECE_SIZE // BLOCK_C
+    num_own = (num_pieces - 1 - split) // MAX_SPLITS + 1
+    last_begin = (first_piece + split + (num_own - 1) * MAX_SPLITS) * PIECE_SIZE
+    last_tiles = tl.minimum(tl.cdiv(context_len - last_begin, BLOCK_C), TILES_PER_PIECE)
+    head_offset = kv_head.to(tl.int64) * cache_head_stride
+    positions = tl.full([BLOCK_M], 0, tl.int32) + (context_len - 1)
+    maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    weighted = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    table_ptr = block_table_ptr + chunk * table_stride
+    columns = (first_piece + split) * PIECE_SIZE + tl.arange(0, BLOCK_C)
+    blocks = load_blocks(table_ptr, columns, first, context_len, CACHE_BLOCK)
+    for number in range(1, (num_own - 1) * TILES_PER_PIECE + last_tiles + 1):
+        next_piece = first_piece + split + number // TILES_PER_PIECE * MAX_SPLITS
+        next_columns = next_piece * PIECE_SIZE + number % TILES_PER_PIECE * BLOCK_C + tl.arange(0, BLOCK_C)
+        next_blocks = load_blocks(table_ptr, next_columns, first, context_len, CACHE_BLOCK)
+        weighted, maximum, total = attend_positions(
+            query,
+            query_extra,
+            weighted,
+            maximum,
+            total,
+            key_cache_ptr + head_offset,
+            value_cache_ptr if SHARES_VALUE else value_cache_ptr + head_offset,
+            key_scales_ptr,
+            value_scales_ptr,
+            kv_head,
+            blocks,
+            cache_block_stride,
+            cache_position_stride,
+            columns,
+            positions,
+            first,
+            context_len,
+            scale,
+            True,
+            WINDOW,
+            CACHE_BLOCK,
+            VALUE_SIZE,
+            EXTRA_SIZE,
+            BLOCK_V,
+            BLOCK_E,
+            SHARES_VALUE,
+        )
+        columns, blocks = next_columns, next_blocks
+
+    places = (chunk * num_splits + split) * num_heads + heads
+    tl.store(maximum_ptr + places, maximum, mask=is_head)
+    tl.store(total_ptr + places, total, mask=is_head)
+    tl.store(
+        partial_ptr + places[:, None] * VALUE_SIZE + values[None, :],
+        weighted,
+        mask=is_head[:, None] & (values < VALUE_SIZE)[None, :],
+    )
+
+
+@triton.jit(do_not_specialize=["num_chunks", "num_splits"])
+def merge_splits_kernel(
+    partial_ptr,
+    maximum_ptr,
+    total_ptr,
+    row_starts_ptr,
+    context_lens_ptr,
+    sinks_ptr,
+    output_ptr,
+    num_chunks,
+    num_heads,
+    num_splits,
+    WINDOW: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    PIECE_SIZE: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+):
+    """Merge BLOCK_V values of the splits of one head of one chunk.
+
+    Programs beyond the chunks write zeros to rows without a chunk.
+    """
+    chunk = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    values = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    is_value = values < VALUE_SIZE
+    if chunk >= num_chunks:
+        row = chunk - num_chunks
+        if row >= tl.load(row_starts_ptr + num_chunks):
+            zeros = tl.zeros([BLOCK_V], output_ptr.dtype.element_ty)
+            tl.store(output_ptr + (row * num_heads + head) * VALUE_SIZE + values, zeros, mask=is_value)
+        return
+    row = tl.load(row_starts_ptr + chunk).to(tl.int64)
+    if tl.load(row_starts_ptr + chunk + 1) - row != 1:
+        return
+
+    _, _, num_pieces = pieces_of(tl.load(context_lens_ptr + chunk), WINDOW, PIECE_SIZE)
+    # Always MAX_SPLITS, whatever the step has, so that the order of additions is the same in all steps.
+    splits = tl.arange(0, MAX_SPLITS)
+    is_used = splits < num_pieces
+    places = (chunk * num_splits + splits) * num_heads + head
+    maximum_Z = tl.load(maximum_ptr + places, mask=is_used, other=float("-inf"))
+    total_Z = tl.load(total_ptr + places, mask=is_used, other=0.0)
+    partial_ZV = tl.load(
+        partial_ptr + places[:, None] * VALUE_SIZE + values[None, :],
+        mask=is_used[:, None] & is_value[None, :],
+        other=0.0,
+    )
+    maximum = tl.max(maximum_Z, axis=0)
+    share_Z = tl.exp2(maximum_Z - tl.where(maximum == float("-inf"), 0.0, maximum))
+    total = tl.sum(total_Z * share_Z, axis=0)
+    weighted = tl.sum(partial_ZV * share_Z[:, None], axis=0)
+    share = 1.0
+    if sinks_ptr is not None:
+        share, total = with_sink(maximum, total, tl.load(sinks_ptr + head) * LOG2_E)
+    result = weighted * (share / tl.where(total == 0.0, 1.0, total))
+    tl.store(
+        output_ptr + (row * num_heads + head) * VALUE_SIZE + values,
+        result.to(output_ptr.dtype.element_ty),
+        mask=is_value,
+    )
+
+
+@triton.jit
+def find_split(
+    row_starts_ptr,
+    context_lens_ptr,
+    num_chunks,
+    slot,
+    WINDOW: tl.constexpr,
+    PIECE_SIZE: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    CHUNKS_AT_ONCE: tl.constexpr,
+):
+    """Return the chunk and the split of a slot, and the number of slots: the splits of all chunks of one row."""
+    chunk = 0
+    first_slot = 0
+    num_slots = 0
+    for first_chunk in range(0, num_chunks, CHUNKS_AT_ONCE):
+        chunks = first_chunk + tl.arange(0, CHUNKS_AT_ONCE)
+        is_chunk = chunks < num_chunks
+        starts = tl.load(row_starts_ptr + chunks, mask=is_chunk, other=0)
+        ends = tl.load(row_starts_ptr + chunks + 1, mask=is_chunk, other=0)
+        context_lens = tl.load(context_lens_ptr + chunks, mask=is_chunk, other=0)
+        _, _, num_pieces = pieces_of(context_lens, WINDOW, PIECE_SIZE)
+        counts = tl.where(ends - starts == 1, tl.minimum(num_pieces, MAX_SPLITS), 0)
+        is_before = is_chunk & (num_slots + tl.cumsum(counts, axis=0) <= slot)
+        chunk += tl.sum(is_before.to(tl.int32), axis=0)
+        first_slot += tl.sum(tl.where(is_before, counts, 0), axis=0)
+        num_slots += tl.sum(counts, axis=0)
+    return chunk, slot - first_slot, num_slots
+
+
+@triton.jit
+def pieces_of(context_len, WINDOW: tl.constexpr, PIECE_SIZE: tl.constexpr):
+    """Return the first position that the last row attends to, the piece of that position, and the number of pieces."""
+    first = context_len * 0
+    if WINDOW is not None:
+        first = tl.maximum(context_len - WINDOW, 0)
+    first_piece = first // PIECE_SIZE
+    return first, first_piece, tl.cdiv(context_len, PIECE_SIZE) - first_piece
