@@ -109,7 +109,7 @@ def weighted_sum(output_RD: Tensor, pair_of_row_R: Tensor, weights_TK: Tensor, d
     Args:
         output_RD: [R, D] float32, bfloat16 or float16; rows may be strided.
         pair_of_row_R: [R] int64, each pair at most once; -1 for a row without a pair.
-        weights_TK: [T, K] float32.
+        weights_TK: [T, K] float32; rows may be strided.
         dtype: dtype of the result.
     """
     num_tokens, top_k = weights_TK.shape
@@ -123,14 +123,16 @@ def weighted_sum(output_RD: Tensor, pair_of_row_R: Tensor, weights_TK: Tensor, d
     output_RD = output_RD if output_RD.stride(1) == 1 else output_RD.contiguous()
     searched_rows = next((size for size in SEARCHED_ROWS if num_rows <= size), None)
     is_searched = searched_rows is not None
+    weights_TK = weights_TK if weights_TK.stride(1) == 1 else weights_TK.contiguous()
     rows = pair_of_row_R.contiguous() if is_searched else _row_of_pair(pair_of_row_R, num_tokens * top_k)
     block_width = min(triton.next_power_of_2(width), MAX_BLOCK_WIDTH)
     weighted_sum_kernel[(num_tokens, triton.cdiv(width, block_width))](
         output_RD,
         rows,
-        weights_TK.contiguous(),
+        weights_TK,
         total_TD,
         output_RD.stride(0),
+        weights_TK.stride(0),
         width,
         num_rows,
         IS_SEARCHED=is_searched,
@@ -387,13 +389,14 @@ def weigh_rows_kernel(
         row += tl.num_programs(0)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "weights_stride"])
 def weighted_sum_kernel(
     output_ptr,  # [R, D], rows output_stride elements apart
     rows_ptr,  # pair_of_row [R] int64 if IS_SEARCHED, else row_of_pair [P] int32
-    weights_ptr,  # [T, K] float32
+    weights_ptr,  # [T, K] float32, rows weights_stride elements apart
     total_ptr,  # [T, D]
     output_stride,
+    weights_stride,
     width,
     num_rows,
     IS_SEARCHED: tl.constexpr,
@@ -414,7 +417,7 @@ def weighted_sum_kernel(
             row = tl.max(tl.where(pair_of_row == pair, rows, -1), 0).to(tl.int64)
         else:
             row = tl.load(rows_ptr + pair).to(tl.int64)
-        weight = tl.load(weights_ptr + pair)
+        weight = tl.load(weights_ptr + token * weights_stride + k)
         weight = tl.where(row >= 0, weight, 0.0)  # the weight of padding may be NaN
         values = tl.load(output_ptr + row * output_stride + columns, mask=in_row & (row >= 0), other=0.0)
         product = values.to(tl.float32) * weight

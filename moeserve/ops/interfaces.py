@@ -178,8 +178,8 @@ class PairKernels(Protocol):
         """Return [num_rows, D]: row indices_R[r] is row r, except for indices of -1; all other rows are zeros."""
         ...
 
-    def join(self, first_TX: Tensor, second_TD: Tensor) -> Tensor:
-        """Return the bytes of both side by side, row by row, as values of the second's dtype."""
+    def join(self, *parts_TX: Tensor) -> Tensor:
+        """Return the bytes of all side by side, row by row, as values of the last one's dtype."""
         ...
 
     def weighted_sum(self, output_RD: Tensor, pair_of_row_R: Tensor, weights_TK: Tensor, dtype: torch.dtype) -> Tensor:

@@ -8,6 +8,7 @@ In the ranks of an engine tests/sitecustomize.py calls `plant`. This file is imp
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -53,7 +54,9 @@ def border(max_small_bytes: int | None, note: Callable[[bool], None]) -> ExitSta
     stack.enter_context(mock.patch.object(shared_rows.SharedRowsDispatcher, "combine", noted_if_large))
     stack.enter_context(mock.patch.object(allgather.AllGatherDispatcher, "combine", noted))
     if max_small_bytes is not None:
-        stack.enter_context(mock.patch.object(allgather, "MAX_SMALL_BYTES", max_small_bytes))
+        for name in ("ROWS_OF_PAIRS", "SUMS_OF_RANKS"):
+            limits = dataclasses.replace(getattr(allgather, name), eager=max_small_bytes)
+            stack.enter_context(mock.patch.object(allgather, name, limits))
     return stack
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from types import SimpleNamespace
@@ -24,12 +26,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from moeserve.distributed.groups import groups_of_one_rank
+from moeserve.distributed.mesh import Mesh
 from moeserve.expert_placement.eplb import eplb
 from moeserve.expert_placement.placement import Placement
 from moeserve.layers.weights import allocate_weights
 from moeserve.moe.dispatch import allgather
 from moeserve.moe.dispatch.all_to_all import AllToAllDispatcher
-from moeserve.moe.dispatch.allgather import AllGatherDispatcher
+from moeserve.moe.dispatch.allgather import AllGatherDispatcher, SmallSteps
 from moeserve.moe.dispatch.base import Dispatcher, PackedTokens
 from moeserve.moe.dispatch.factory import TorchDispatchers
 from moeserve.moe.dispatch.shared_rows import SharedRowsDispatcher, share_rows
@@ -37,7 +40,10 @@ from moeserve.moe.layer import MoEConfig, MoELayer
 from moeserve.moe.router import Routing
 from moeserve.moe.shared import SharedExpertsConfig
 from moeserve.ops.interfaces import PairKernels, RouterConfig
+from moeserve.ops.select import select_kernels
+from moeserve.ops.torch.table import TORCH_KERNELS
 from moeserve.step_inputs import StepInputs
+from moeserve.worker.cuda_graphs import graph_sizes
 
 CPU = torch.device("cpu")
 WIDTH = 5
@@ -94,19 +100,24 @@ def expert_output(rows_RD: Tensor, logical: int) -> Tensor:
     return rows_RD * (1.0 + 0.37 * logical) - 0.11 * (logical + 1) * rows_RD.abs()
 
 
-def make_dispatchers(name: Any, group: Any, dtype: torch.dtype = torch.float32) -> TorchDispatchers:
-    """Return dispatchers of a group. Shared memory is full of NaN."""
+def make_dispatchers(
+    name: Any, group: Any, dtype: torch.dtype = torch.float32, keeps_bytes: bool = True
+) -> TorchDispatchers:
+    """Return dispatchers of a group, with kernels that are batch-invariant or are not. Shared memory is full of NaN."""
     rows = None
     if name == "shared_memory":
         rows = share_rows(group, MAX_TOKENS, MAX_TOP_K, WIDTH, dtype)
         rows.hidden_ND.fill_(torch.nan)
         rows.output_PD.fill_(torch.nan)
         group.barrier()
-    return TorchDispatchers(name, group, cpu_context(dtype), rows)
+    kernels = TORCH_KERNELS
+    if keeps_bytes:
+        kernels = dataclasses.replace(select_kernels(CPU), batch_invariant_dtypes=(dtype,))
+    return TorchDispatchers(name, group, dataclasses.replace(cpu_context(dtype), kernels=kernels), rows)
 
 
-def make_dispatcher(name: str, group: Any, case: Case) -> Dispatcher[Any]:
-    return make_dispatchers(name, group, getattr(torch, case.dtype)).make(case.placement)
+def make_dispatcher(name: str, group: Any, case: Case, keeps_bytes: bool = True) -> Dispatcher[Any]:
+    return make_dispatchers(name, group, getattr(torch, case.dtype), keeps_bytes).make(case.placement)
 
 
 def check_expected_rows(tokens: PackedTokens, case: Case, rank: int) -> None:
@@ -220,7 +231,13 @@ def test_any_case(case: Case, dispatcher: str, is_small: bool) -> None:
 
 def of_size(is_small: bool) -> Any:
     """Make every step small, or none."""
-    return mock.patch.object(allgather, "MAX_SMALL_BYTES", 2**19 if is_small else -1)
+    return limited_to(2**19 if is_small else -1)
+
+
+def limited_to(max_bytes: int) -> Any:
+    """Change the size of the largest small step in both of its forms."""
+    limits = {name: SmallSteps(max_bytes, 2**26) for name in ("ROWS_OF_PAIRS", "SUMS_OF_RANKS")}
+    return mock.patch.multiple(allgather, **limits)
 
 
 def check(case: Case, name: str, is_small: bool) -> None:
@@ -243,6 +260,48 @@ def check(case: Case, name: str, is_small: bool) -> None:
         check_that_each_pair_has_one_term(by_rank)
     else:
         check_traffic(case, name, by_rank)
+
+
+@given(cases())
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_sums_of_ranks(case: Case) -> None:
+    """Ranks add their own outputs of each token and round, then these sums: a row for each token, and no byte more.
+
+    A row is what the routing takes, rounded up to 32 bytes, and the hidden state.
+    """
+    with of_size(True):
+        ranks = run(case.num_ranks, lambda group: serve_and_record(group, case))
+    check_counts(case, [counts for _, counts, _ in ranks])
+    num_tokens = sum(map(len, case.experts))
+    item_bytes = getattr(torch, case.dtype).itemsize
+    for rank, (output_TD, _, records) in enumerate(ranks):
+        first, second = records
+        assert (first.operation, second.operation) == ("all_gather", "reduce_scatter")
+        assert first.row_shape[0] * item_bytes == math.ceil(12 * case.top_k / 32) * 32 + WIDTH * item_bytes
+        assert second.row_shape == (WIDTH,)
+        assert sum(map(len, second.sent)) == num_tokens
+        exact_TD, terms_TD = in_float64(case, rank)
+        step = torch.finfo(output_TD.dtype).eps / 2
+        # A sum of a rank is rounded once and at most the sum of magnitudes, as is the sum of these sums. In float32,
+        # each addition and product rounds too.
+        num_roundings = 2 if output_TD.dtype == torch.bfloat16 else 2 * case.top_k + case.num_ranks
+        assert ((output_TD.double() - exact_TD).abs() <= 1.01 * num_roundings * step * terms_TD).all()
+
+
+def serve_and_record(group: ThreadGroup, case: Case) -> tuple[Tensor, list[int], list[Record]]:
+    output_TD, counts = serve(group, case, make_dispatcher("allgather", group, case, keeps_bytes=False))
+    return output_TD, counts, group.records
+
+
+def in_float64(case: Case, rank: int) -> tuple[Tensor, Tensor]:
+    """Return the weighted outputs of a rank's tokens, and the sums of their magnitudes."""
+    hidden_TD, weights_TK = case.tokens(rank)
+    terms_TKD = torch.zeros(len(hidden_TD), case.top_k, WIDTH, dtype=torch.float64)
+    for token, experts in enumerate(case.experts[rank]):
+        for k, expert in enumerate(experts):
+            if expert >= 0:
+                terms_TKD[token, k] = expert_output(hidden_TD[token], expert).double() * weights_TK[token, k]
+    return terms_TKD.sum(1), terms_TKD.abs().sum(1)
 
 
 def check_bytes_read(case: Case, num_bytes: int) -> None:
@@ -339,8 +398,11 @@ def test_copies_take_turns() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_which_steps_are_small(dtype: torch.dtype) -> None:
     """The tokens of all ranks count, so that ranks agree."""
-    dispatcher = AllToAllDispatcher(cast(Any, ThreadGroup(Table(2), 0)), CASES["one token"].placement, cpu_context())
-    most = allgather.MAX_SMALL_BYTES // (4 * WIDTH * dtype.itemsize)
+    with limited_to(2**12):
+        dispatcher = AllToAllDispatcher(
+            cast(Any, ThreadGroup(Table(2), 0)), CASES["one token"].placement, cpu_context()
+        )
+    most = 2**12 // (4 * WIDTH * dtype.itemsize)
     routing = Routing(torch.zeros(3, 4, dtype=torch.int64), torch.ones(3, 4))
     for others, is_small in ((0, True), (most - 3, True), (most - 2, False)):
         step = cast(StepInputs, StepOf((3, others)))
@@ -384,15 +446,15 @@ class PairsOfGpu:
         return launch
 
 
-@pytest.mark.parametrize("is_small", [False, True])
+@pytest.mark.parametrize(("is_small", "keeps_bytes"), [(False, True), (True, True), (True, False)])
 @pytest.mark.parametrize("name", ANYWHERE)
 @pytest.mark.parametrize("case_name", ["copies", "padding", "a rank without tokens"])
-def test_host_waits_once(case_name: str, name: str, is_small: bool) -> None:
+def test_host_waits_once(case_name: str, name: str, is_small: bool, keeps_bytes: bool) -> None:
     """The host waits once in the dispatch of a large step, and never in a small one."""
     case = CASES[case_name]
 
     def serve_rank(group: ThreadGroup) -> tuple[list[str], Tensor]:
-        dispatcher = cast(Any, make_dispatcher(name, group, case))
+        dispatcher = cast(Any, make_dispatcher(name, group, case, keeps_bytes))
         dispatcher.exchange.pairs = PairsOfGpu(dispatcher.exchange.pairs)
         hidden_TD, weights_TK = case.tokens(group.rank_in_group)
         routing = Routing(case.experts_TK(group.rank_in_group), weights_TK)
@@ -407,7 +469,8 @@ def test_host_waits_once(case_name: str, name: str, is_small: bool) -> None:
     with of_size(is_small):
         for rank, (names, output_TD) in enumerate(run(case.num_ranks, serve_rank)):
             assert names == ([] if is_small else ["tolist"])
-            assert bytes_of(output_TD) == bytes_of(expected(case, rank))
+            if keeps_bytes:
+                assert bytes_of(output_TD) == bytes_of(expected(case, rank))
 
 
 def test_tensors_of_captured_steps_stay_alive() -> None:
@@ -435,18 +498,38 @@ def test_tensors_of_captured_steps_stay_alive() -> None:
 
 @pytest.mark.parametrize("name", ANYWHERE)
 def test_capturable_steps(name: Any) -> None:
-    """A step is captured if the rows of all pairs, which padded steps send, are few enough."""
+    """A step is captured if the rows of all pairs, for which padded steps have room, are few enough."""
     config = MoEConfig(router=RouterConfig(num_experts=4, top_k=2), expert_width=6)
     placement = CASES["one token"].placement
     group = cast(Any, ThreadGroup(Table(2), 0))
-    context = cpu_context(torch.bfloat16)
-    layer = MoELayer(config, 64, placement, TorchDispatchers(name, group, context), context)
-    most = allgather.MAX_CAPTURED_BYTES // (2 * 64 * 2)
-    assert layer.is_capturable((most // 2, most // 2))
-    assert not layer.is_capturable((most // 2, most // 2 + 1))
-    one = TorchDispatchers("local", groups_of_one_rank().ep, context)
-    alone = MoELayer(config, 64, Placement.even(4, 1), one, context)
-    assert alone.is_capturable((2 * most,))
+    for keeps_bytes, max_bytes in ((True, 2**26), (False, 2**29)):
+        context = make_dispatchers(name, group, torch.bfloat16, keeps_bytes).context
+        layer = MoELayer(config, 64, placement, TorchDispatchers(name, group, context), context)
+        most = max_bytes // (2 * 64 * 2)
+        assert layer.is_capturable((most // 2, most // 2))
+        assert not layer.is_capturable((most // 2, most // 2 + 1))
+        one = TorchDispatchers("local", groups_of_one_rank().ep, context)
+        alone = MoELayer(config, 64, Placement.even(4, 1), one, context)
+        assert alone.is_capturable((2 * most,))
+
+
+@pytest.mark.parametrize("max_num_seqs", [256, 512])
+@pytest.mark.parametrize(
+    ("num_ranks", "top_k", "hidden_size"),
+    [(8, 8, 7168), (8, 2, 4096), (8, 8, 4096), (8, 8, 2048), (8, 4, 2880)],
+    ids=["DeepSeek-V3", "Mixtral-8x7B", "Qwen3-235B", "Qwen3-30B", "gpt-oss"],
+)
+def test_graphs_reach_all_sequences(num_ranks: int, top_k: int, hidden_size: int, max_num_seqs: int) -> None:
+    """Between the GPUs of a host, decode steps of all sizes are graphs, also with a replica on each rank."""
+    case = Case([[rank] for rank in range(num_ranks)], num_ranks, [[] for _ in range(num_ranks)], top_k)
+    group = ThreadGroup(Table(num_ranks), 0)
+    dispatcher = make_dispatcher("all_to_all", group, case, keeps_bytes=False)
+
+    def is_capturable(tokens_per_rank: Sequence[int]) -> bool:
+        return dispatcher.is_capturable(tokens_per_rank, top_k * hidden_size * 2)
+
+    for mesh in (Mesh(tp=1, dp=num_ranks), Mesh(tp=2, dp=num_ranks // 2)):
+        assert max(graph_sizes(max_num_seqs, mesh, is_capturable)) == max_num_seqs
 
 
 @pytest.mark.parametrize("dispatcher", DISTRIBUTED)

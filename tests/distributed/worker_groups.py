@@ -430,7 +430,9 @@ class CountedPending:
         counts = torch.zeros(dispatcher.num_experts, dtype=torch.int64)
         counts.index_add_(0, dispatcher.local_experts, arrived.tokens.counts_e)
         dispatcher.computed.append(counts.tolist())
-        num_rows, num_counted = len(arrived.tokens.rows_RD), sum(dispatcher.computed[-1])
+        gather = arrived.tokens.gather
+        num_rows = len(arrived.tokens.rows_RD if gather is None else gather.indices_R)
+        num_counted = sum(dispatcher.computed[-1])
         dispatcher.arrived.append((arrived.handle, num_rows))
         has_spare_rows = arrived.tokens.has_spare_rows
         assert num_counted == num_rows or (num_counted < num_rows and has_spare_rows), (

@@ -212,6 +212,7 @@ PAIR_KERNELS: list[tuple[str, dict[str, str], dict[str, Any]]] = [
                 weights_ptr="*fp32",
                 total_ptr=element,
                 output_stride="i32",
+                weights_stride="i32",
                 width="i32",
                 num_rows="i32",
             ),

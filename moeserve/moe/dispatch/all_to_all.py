@@ -14,9 +14,9 @@ from torch import Tensor
 from moeserve.distributed.coordinator import GroupCoordinator, PendingTensor
 from moeserve.expert_placement.placement import Placement
 from moeserve.layers.context import ModelContext
-from moeserve.moe.dispatch.allgather import AllGatherDispatcher, PendingAllGather, SmallHandle, SmallOutput
-from moeserve.moe.dispatch.base import Dispatched, PackedTokens
-from moeserve.moe.dispatch.exchange import ExchangeHandle, PendingExchange
+from moeserve.moe.dispatch.allgather import AllGatherDispatcher, PendingAllGather, SmallHandle
+from moeserve.moe.dispatch.base import Dispatched, PackedTokens, PendingOutput
+from moeserve.moe.dispatch.exchange import ExchangeHandle
 from moeserve.moe.router import Routing
 from moeserve.ops.interfaces import PairKernels
 from moeserve.step_inputs import StepInputs
@@ -75,7 +75,7 @@ class AllToAllDispatcher:
         handle = exchange.handle(assignment, routing.weights_TK, hidden_TD.dtype)
         return PendingAllToAll(pending_UD, token_of_row_R, assignment.counts_e, handle, exchange.pairs)
 
-    def combine(self, output: Tensor, handle: ExchangeHandle | SmallHandle) -> PendingExchange | SmallOutput:
+    def combine(self, output: Tensor, handle: ExchangeHandle | SmallHandle) -> PendingOutput:
         return self.for_small_steps.combine(output, handle)
 
     def is_capturable(self, tokens_per_rank: Sequence[int], bytes_per_token: int) -> bool:

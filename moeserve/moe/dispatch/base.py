@@ -67,6 +67,16 @@ class PendingOutput(Protocol):
     def wait(self) -> Tensor: ...  # [T, D], in the dtype of the hidden states
 
 
+@dataclass(frozen=True)
+class ReadyOutput:
+    """A complete combine."""
+
+    hidden_TD: Tensor
+
+    def wait(self) -> Tensor:
+        return self.hidden_TD
+
+
 class Dispatcher(Protocol[Handle]):
     """Sends each token to its experts and returns their outputs, weighted and summed.
 
@@ -74,7 +84,8 @@ class Dispatcher(Protocol[Handle]):
     sent nor counted and adds nothing.
 
     The handle keeps the router's weights; expert kernels do not apply them. `combine` adds a token's outputs in float32
-    and in top-k order, so the sum does not depend on the ranks that computed them or on their order of arrival.
+    and in top-k order, so the sum does not depend on the ranks that computed them or on their order of arrival. Only
+    where the context is not batch-invariant, a rank may add the outputs of its own experts first and round their sum.
 
     All ranks of the group call `dispatch`, `wait`, `combine` and `wait` in this order, also without tokens. The number
     of each rank's tokens is in `step.tokens_per_rank`. Calls for the other half of a step may come in between, in one

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moeserve.expert_placement.placement import Placement
 from moeserve.layers.context import ModelContext
-from moeserve.moe.dispatch.base import Dispatched, PackedTokens
+from moeserve.moe.dispatch.base import Dispatched, PackedTokens, ReadyOutput
 from moeserve.moe.dispatch.expert_copies import ExpertCopies
 from moeserve.moe.router import Routing
 from moeserve.ops.interfaces import Gather, Keys
@@ -34,16 +34,6 @@ class ReadyDispatch:
 
     def wait(self) -> Dispatched[LocalHandle]:
         return self.dispatched
-
-
-@dataclass(frozen=True)
-class ReadyOutput:
-    """A complete combine."""
-
-    hidden_TD: Tensor
-
-    def wait(self) -> Tensor:
-        return self.hidden_TD
 
 
 class LocalDispatcher:

@@ -48,7 +48,10 @@ class CpuPairs:
         self._native.scatter_rows(rows_RD, indices_R, out_PD)
         return out_PD
 
-    def join(self, first_TX: Tensor, second_TD: Tensor) -> Tensor:
+    def join(self, *parts_TX: Tensor) -> Tensor:
+        if len(parts_TX) > 2:
+            return self._reference.join(*parts_TX)
+        first_TX, second_TD = parts_TX
         num_first = first_TX.shape[1] * first_TX.element_size() // second_TD.element_size()
         out_TV = second_TD.new_empty(len(second_TD), num_first + second_TD.shape[1])
         self._native.join_rows(first_TX, second_TD, out_TV)

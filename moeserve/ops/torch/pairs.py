@@ -35,8 +35,8 @@ class TorchPairs:
         out_PD[indices_R[counts_R]] = rows_RD[counts_R]
         return out_PD
 
-    def join(self, first_TX: Tensor, second_TD: Tensor) -> Tensor:
-        return torch.cat([first_TX.contiguous().view(second_TD.dtype), second_TD], dim=1)
+    def join(self, *parts_TX: Tensor) -> Tensor:
+        return torch.cat([_in_dtype(part, parts_TX[-1].dtype) for part in parts_TX], dim=1)
 
     def weighted_sum(self, output_RD: Tensor, pair_of_row_R: Tensor, weights_TK: Tensor, dtype: torch.dtype) -> Tensor:
         num_tokens, top_k = weights_TK.shape
@@ -51,3 +51,10 @@ class TorchPairs:
 
     def weigh(self, rows_RD: Tensor, weights_R: Tensor, num_counted: Tensor) -> Tensor:
         return torch.mul(rows_RD, weights_R[:, None], out=torch.empty_like(rows_RD))
+
+
+def _in_dtype(part_TX: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the same bytes as values of another dtype."""
+    if part_TX.dtype == dtype:
+        return part_TX
+    return part_TX.flatten().view(dtype).view(len(part_TX), part_TX.shape[1] * part_TX.element_size() // dtype.itemsize)
