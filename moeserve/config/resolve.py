@@ -169,6 +169,7 @@ def resolve(
         dispatcher=_choose_dispatcher(parallel, device, prefers_deepep=not model.batch_invariant),
         dispatcher_may_change=parallel.dispatcher == "auto",
         deepep_low_latency_tokens=parallel.deepep_low_latency_tokens,
+        deepep_api=None if parallel.deepep_api == "auto" else parallel.deepep_api,
         deepep_float8=parallel.deepep_float8,
         overlap_decode_tokens=parallel.overlap_decode_tokens,
         overlap_prefill_tokens=parallel.overlap_prefill_tokens,

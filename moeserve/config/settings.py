@@ -13,6 +13,7 @@ DEFAULT_LOAD_WINDOW = 256  # steps
 DtypeName = Literal["float32", "bfloat16", "float16"]
 CacheDtypeName = Literal["auto", "fp8", "fp8_e4m3"]
 QuantizationName = Literal["int8", "int4", "fp8", "mxfp4"]
+DeepEPApi = Literal["legacy", "elastic"]
 DispatcherName = Literal["local", "allgather", "all_to_all", "shared_memory", "deepep"]
 AttentionName = Literal["triton", "flashinfer"]  # attention kernels on a GPU
 ProductName = Literal["triton", "deep_gemm"]  # kernels of products in 8-bit blocks on a GPU
@@ -189,6 +190,11 @@ class ParallelSettings:
     deepep_low_latency_tokens: Annotated[int, msgspec.Meta(ge=0, le=8192)] = setting(
         128, "with DeepEP: most tokens per rank of a step that uses its low-latency kernels; 0: none"
     )
+    deepep_api: Literal["auto", DeepEPApi] = setting(
+        "auto",
+        "DeepEP's API; elastic: ElasticBuffer, on NCCL; legacy: Buffer, on NVSHMEM, whose low-latency kernels take no "
+        "multiprocessors while rows travel; auto: elastic where the package has it",
+    )
     overlap_decode_tokens: PositiveInt | None = setting(
         None,
         "run steps that only decode as two halves, of which one computes while the tokens of the other travel to "
@@ -331,6 +337,7 @@ class EngineConfig:
     dispatcher: DispatcherName
     dispatcher_may_change: bool  # to all_to_all, if ranks find that the chosen one cannot run
     deepep_low_latency_tokens: int
+    deepep_api: DeepEPApi | None  # None: the newest that the installed package has
     deepep_float8: bool
     overlap_decode_tokens: int | None  # the least of the longest replica, for steps in halves; None: none
     overlap_prefill_tokens: int | None

@@ -38,7 +38,7 @@ class Route:
     topk_idx: Tensor
     num_experts: int
     pairs: list[Pair]
-    rows_of_pairs: list[int]
+    rows_of_pairs: list[int]  # of normal kernels: all rows, those without a pair at the end
     is_waited: bool = False
     is_combined: bool = False
 
@@ -220,8 +220,10 @@ class Buffer(Kernels):
         topk_idx: Tensor,
         topk_weights: Tensor,
         async_finish: bool,
+        num_worst_tokens: int = 0,
     ) -> tuple[Rows, Tensor, Tensor, list[int], tuple[Any, ...], EventOverlap]:
         assert async_finish
+        assert not num_worst_tokens or self.num_ranks <= 8, "only within a host"
         num_experts, top_k = len(num_tokens_per_expert), topk_idx.shape[1]
         self.check_topk(topk_idx, topk_weights, num_experts)
         hidden = self.check_rows(x, len(topk_idx))
@@ -229,7 +231,7 @@ class Buffer(Kernels):
         assert all(map(same, given, self.get_dispatch_layout(topk_idx, num_experts)))
         assert self.num_nvl_bytes >= 3 * hidden * 2 * self.num_ranks
         self.cleaned_for, self.is_fresh = None, False
-        sizes = (num_experts, top_k, hidden, isinstance(x, tuple))
+        sizes = (num_experts, top_k, hidden, isinstance(x, tuple), num_worst_tokens)
         values = self.launch("dispatch", sizes, (tensors(x), topk_idx, topk_weights))
         own = self.own_experts(num_experts)
         tokens, rows, ids, weights = [], [], [], []
@@ -241,30 +243,34 @@ class Buffer(Kernels):
                     ids.append([expert - own.start if expert in own else -1 for expert in chosen])
                     its = its_weights[token].tolist()
                     weights.append([w if e in own else 0.0 for w, e in zip(its, chosen, strict=True)])
-        route = Route(topk_idx, num_experts, tokens, [*range(len(tokens))])
-        received = garbage(x, len(tokens))
-        recv_topk_idx = torch.full((len(tokens), top_k), 2**40)
-        recv_topk_weights = torch.full((len(tokens), top_k), torch.nan)
+        num_rows = num_worst_tokens or len(tokens)
+        assert len(tokens) <= num_rows
+        route = Route(topk_idx, num_experts, tokens, [*range(num_rows)])
+        received = garbage(x, num_rows)
+        recv_topk_idx = torch.full((num_rows, top_k), 2**40)
+        recv_topk_weights = torch.full((num_rows, top_k), torch.nan)
 
         def arrive() -> None:
             fill(received, rows)
-            recv_topk_idx.copy_(torch.tensor(ids, dtype=torch.int64).view(-1, top_k))
-            recv_topk_weights.copy_(torch.tensor(weights).view(-1, top_k))
+            recv_topk_idx[: len(tokens)] = torch.tensor(ids, dtype=torch.int64).view(-1, top_k)
+            recv_topk_idx[len(tokens) :] = -1
+            recv_topk_weights[: len(tokens)] = torch.tensor(weights).view(-1, top_k)
             route.is_waited = True
 
-        counts = [sum(local in chosen for chosen in ids) for local in range(len(own))]
-        self.timeline.append("host waited")  # for the counts
+        counts = [] if num_worst_tokens else [sum(local in chosen for chosen in ids) for local in range(len(own))]
+        if not num_worst_tokens:
+            self.timeline.append("host waited")  # for the counts
         event = self.event("dispatch", [*tensors(x), topk_idx, topk_weights], arrive)
         return received, recv_topk_idx, recv_topk_weights, counts, (route,), event
 
     def combine(self, x: Tensor, handle: tuple[Route], *, async_finish: bool) -> tuple[Tensor, None, EventOverlap]:
         assert async_finish
         (route,) = handle
-        hidden = self.check_rows(x, len(route.pairs))
+        hidden = self.check_rows(x, len(route.rows_of_pairs))
         route.begin_combine()
         assert self.num_nvl_bytes >= 5 * hidden * 2 * self.num_ranks
         self.cleaned_for, self.is_fresh = None, False
-        parts = self.returned("combine", (route.num_experts, hidden), zip(route.pairs, x, strict=True))
+        parts = self.returned("combine", (route.num_experts, hidden), zip(route.pairs, x, strict=False))
         combined = garbage(x, route.num_tokens)
         assert isinstance(combined, Tensor)
 
@@ -287,9 +293,9 @@ class Buffer(Kernels):
         num_experts: int,
         *,
         use_fp8: bool,
-        async_finish: bool,
-    ) -> tuple[Rows, Tensor, tuple[Any, ...], EventOverlap, None]:
-        assert async_finish
+        return_recv_hook: bool,
+    ) -> tuple[Rows, Tensor, tuple[Any, ...], None, Callable[[], None]]:
+        assert return_recv_hook
         self.check_topk(topk_idx, None, num_experts)
         hidden = self.check_rows(x, len(topk_idx))
         limit, top_k = num_max_dispatch_tokens_per_rank, topk_idx.shape[1]
@@ -319,12 +325,12 @@ class Buffer(Kernels):
 
         self.remember_result(tensors(received)[0])
         event = self.event("low_latency_dispatch", [x, topk_idx], arrive)
-        return received, recv_count, (route, limit, num_experts), event, None
+        return received, recv_count, (route, limit, num_experts), None, event.current_stream_wait
 
     def low_latency_combine(
-        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, handle: tuple[Any, ...], *, async_finish: bool
-    ) -> tuple[Tensor, EventOverlap, None]:
-        assert async_finish
+        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, handle: tuple[Any, ...], *, return_recv_hook: bool
+    ) -> tuple[Tensor, None, Callable[[], None]]:
+        assert return_recv_hook
         route, limit, num_experts = handle
         hidden = x.shape[2]
         assert x.shape == (num_experts // self.num_ranks, limit * self.num_ranks, hidden)
@@ -344,7 +350,8 @@ class Buffer(Kernels):
             combined.copy_(total(route.num_tokens, hidden, weighted))
 
         self.remember_result(combined)
-        return combined, self.event("low_latency_combine", [x, topk_idx, topk_weights], arrive), None
+        event = self.event("low_latency_combine", [x, topk_idx, topk_weights], arrive)
+        return combined, None, event.current_stream_wait
 
     def check_low_latency(self, limit: int, hidden: int, num_experts: int, top_k: int) -> None:
         assert self.low_latency_mode

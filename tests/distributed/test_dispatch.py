@@ -32,8 +32,8 @@ from moeserve.expert_placement.placement import Placement
 from moeserve.layers.weights import allocate_weights
 from moeserve.moe.dispatch import allgather
 from moeserve.moe.dispatch.all_to_all import AllToAllDispatcher
-from moeserve.moe.dispatch.allgather import AllGatherDispatcher, SmallSteps
-from moeserve.moe.dispatch.base import Dispatcher, PackedTokens
+from moeserve.moe.dispatch.allgather import AllGatherDispatcher
+from moeserve.moe.dispatch.base import Dispatcher, PackedTokens, StepLimits
 from moeserve.moe.dispatch.factory import TorchDispatchers
 from moeserve.moe.dispatch.shared_rows import SharedRowsDispatcher, share_rows
 from moeserve.moe.layer import MoEConfig, MoELayer
@@ -236,7 +236,7 @@ def of_size(is_small: bool) -> Any:
 
 def limited_to(max_bytes: int) -> Any:
     """Change the size of the largest small step in both of its forms."""
-    limits = {name: SmallSteps(max_bytes, 2**26) for name in ("ROWS_OF_PAIRS", "SUMS_OF_RANKS")}
+    limits = {name: StepLimits(max_bytes, 2**26) for name in ("ROWS_OF_PAIRS", "SUMS_OF_RANKS")}
     return mock.patch.multiple(allgather, **limits)
 
 

@@ -228,6 +228,8 @@ def test_dispatcher_follows_device_and_ranks() -> None:
     assert decide(**ON_GPUS, dispatcher="all_to_all").dispatcher == "all_to_all"
     assert decide(**ON_GPU).dispatcher == "local"
     assert decide(data_parallel_size=2).dispatcher == "shared_memory"
+    assert decide(**ON_GPUS).deepep_api is None
+    assert decide(**ON_GPUS, deepep_api="legacy").deepep_api == "legacy"
 
 
 def test_threads_wait_passively_if_they_outnumber_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,10 +18,12 @@ from deepep_stand_in import Buffer, Config, ElasticBuffer, stand_in
 from model_context import cpu_context
 
 from moeserve.distributed.groups import groups_of_one_rank
+from moeserve.distributed.mesh import Mesh
 from moeserve.errors import SettingsError
 from moeserve.moe.dispatch.deepep.communicator import DeepEPShape, from_float8, to_float8
 from moeserve.moe.dispatch.deepep.factory import choose_package, open_communicator, open_deepep
 from moeserve.moe.dispatch.deepep.support import offered_api, why_shape_unsupported, why_unsupported
+from moeserve.worker.cuda_graphs import graph_sizes
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 LEGACY, ELASTIC = stand_in(Buffer), stand_in(ElasticBuffer)
@@ -42,7 +44,20 @@ def test_the_newer_api_is_used() -> None:
         "elastic",
         "elastic",
     ]
-    assert "neither ElasticBuffer nor Buffer" in str(reason_for(SHAPE, stand_in()))
+    assert "no ElasticBuffer and no Buffer" in str(reason_for(SHAPE, stand_in()))
+
+
+def test_an_api_that_the_user_chose() -> None:
+    assert offered_api(stand_in(Buffer, ElasticBuffer), "legacy") == "legacy"
+    assert offered_api(stand_in(Buffer, ElasticBuffer), "elastic") == "elastic"
+    assert offered_api(LEGACY, "elastic") is None
+    reason = str(reason_for(replace(SHAPE, api="elastic"), LEGACY))
+    assert "no ElasticBuffer" in reason
+    assert "no Buffer" not in reason
+    # The limits of the legacy kernels hold.
+    both = stand_in(Buffer, ElasticBuffer)
+    assert reason_for(replace(SHAPE, top_k=12), both) is None
+    assert "not 12" in str(reason_for(replace(SHAPE, top_k=12, api="legacy"), both))
 
 
 @pytest.mark.parametrize(
@@ -197,7 +212,44 @@ def test_options_of_the_elastic_buffer(is_deterministic: bool) -> None:
     assert communicator.num_bytes == communicator.buffer.num_bytes > 0
     # Only small steps without the sort run without waiting for the host.
     assert communicator.is_capturable((128, 3)) == (not is_deterministic)
-    assert not communicator.is_capturable((129, 3))
+
+
+class FirstBuffer(Buffer):
+    """The first API as it was first published."""
+
+    def dispatch(self, x: Any, *, topk_idx: Any, topk_weights: Any) -> Any: ...  # type: ignore[override]
+
+
+FIRST = ModuleType("deep_ep")
+FIRST.Buffer = FirstBuffer  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("max_num_seqs", [256, 512])
+@pytest.mark.parametrize(
+    ("package", "num_ranks", "change", "largest"),
+    [
+        (LEGACY, 8, {}, 512),
+        (LEGACY, 8, dict(low_latency_tokens=0), 512),
+        (LEGACY, 16, {}, 128),  # normal kernels between hosts wait
+        (LEGACY, 16, dict(low_latency_tokens=511), 511),
+        (FIRST, 8, {}, 128),
+        (ELASTIC, 8, {}, 512),
+        (ELASTIC, 8, dict(low_latency_tokens=0), 512),
+        (ELASTIC, 16, {}, 512),
+        (ELASTIC, 32, {}, 256),  # twice as many need room for two gigabytes
+    ],
+)
+def test_sizes_of_graphs(
+    package: ModuleType, num_ranks: int, change: dict[str, Any], largest: int, max_num_seqs: int
+) -> None:
+    """Decode steps of DeepSeek-V3 are graphs up to max_num_seqs where the kernels or the room allow it."""
+    shape = replace(SHAPE, num_slots=(256 // num_ranks,) * num_ranks, **change)
+    group = group_with(node_of_rank=tuple(rank // 8 for rank in range(num_ranks)))
+    communicator = opened(package, shape, group, is_deterministic=False)
+    sizes = graph_sizes(max_num_seqs, Mesh(tp=1, dp=num_ranks), communicator.is_capturable)
+    assert max(sizes) == max(
+        size for size in graph_sizes(max_num_seqs, Mesh(tp=1, dp=1), lambda _: True) if size <= largest
+    )
 
 
 def test_no_deterministic_order_between_hosts() -> None:

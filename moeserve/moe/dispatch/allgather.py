@@ -21,7 +21,7 @@ from torch import Tensor
 from moeserve.distributed.coordinator import GroupCoordinator, PendingTensor
 from moeserve.expert_placement.placement import Placement
 from moeserve.layers.context import ModelContext
-from moeserve.moe.dispatch.base import Dispatched, ReadyOutput
+from moeserve.moe.dispatch.base import Dispatched, ReadyOutput, StepLimits, pack
 from moeserve.moe.dispatch.exchange import Exchange, ExchangeHandle, PendingExchange
 from moeserve.moe.router import Routing
 from moeserve.ops.interfaces import PairKernels
@@ -33,19 +33,10 @@ from moeserve.step_inputs import StepInputs
 ROW_ALIGNMENT = 32  # bytes: GPU kernels read aligned rows faster
 
 
-@dataclass(frozen=True)
-class SmallSteps:
-    """The largest small step of a form, in bytes of the rows of all pairs."""
-
-    eager: int
-    captured: int  # padded for a graph
-
-
-# Sent. To send more takes longer than a graph saves: 0.2 ms at 300 GB/s, in which Python launches a layer.
-ROWS_OF_PAIRS = SmallSteps(eager=2**19, captured=2**26)
-# Room for outputs, since a rank may compute all pairs. The memory of graphs is measured at the start, that of eager
-# steps of this kind is not. What is sent is smaller by the number of experts per token.
-SUMS_OF_RANKS = SmallSteps(eager=2**26, captured=2**29)
+# The largest small steps of the two forms. To send more than 64 MiB takes longer than a graph saves: 0.2 ms at 300
+# GB/s, in which Python launches a layer. Rows of pairs are sent; of sums, there is one for the 8 pairs of a token.
+ROWS_OF_PAIRS = StepLimits(eager=2**19, captured=2**26)
+SUMS_OF_RANKS = StepLimits(eager=2**26, captured=2**29)
 
 
 @dataclass(frozen=True)
@@ -79,10 +70,10 @@ class PendingAllGather:
                 weights_XK = _columns(both_NV, experts_NK.element_size() * top_k, top_k, torch.float32)
             handle = SmallHandle(weights_XK, pair_of_row_P, self.step.tokens_per_rank, both_NV.dtype)
             expected_rows = exchange.expected_rows(self.step, top_k)
-            packed = exchange.pack(hidden_ND, pair_of_row_P, top_k, counts_e, expected_rows=expected_rows)
+            packed = pack(exchange.kernels, hidden_ND, pair_of_row_P, top_k, counts_e, expected_rows=expected_rows)
             return Dispatched(packed, handle)
         assignment = exchange.assign(self.own_TK, experts_NK, self.step)
-        packed = exchange.pack(hidden_ND, assignment.packed_pairs_R, top_k, assignment.counts_e)
+        packed = pack(exchange.kernels, hidden_ND, assignment.packed_pairs_R, top_k, assignment.counts_e)
         return Dispatched(packed, exchange.handle(assignment, self.weights_TK, both_NV.dtype))
 
 

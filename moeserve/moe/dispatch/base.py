@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moeserve.moe.dispatch.expert_copies import ExpertCopies
 from moeserve.moe.router import Routing
-from moeserve.ops.interfaces import Gather
+from moeserve.ops.interfaces import Gather, Kernels
 from moeserve.step_inputs import StepInputs
 
 # T tokens of this rank, D model width, R rows (one per token and chosen expert), S slots of an expert, e local experts
@@ -45,6 +45,34 @@ class Dispatched(Generic[Handle]):
 
     tokens: PackedTokens | SlottedTokens
     handle: Handle
+
+
+@dataclass(frozen=True)
+class StepLimits:
+    """The largest steps in which the host does not know how many rows a rank computes, in bytes of all pairs' rows.
+
+    Such a step has room for all of them. The memory of graphs is measured at the start, that of eager steps is not.
+    """
+
+    eager: int
+    captured: int  # padded for a graph
+
+
+def pack(
+    kernels: Kernels,
+    source_ND: Tensor,
+    pair_of_row_R: Tensor,
+    top_k: int,
+    counts_e: Tensor,
+    expected_rows: int | None = None,
+) -> PackedTokens:
+    """Return the rows of pairs, which are sorted by expert. `expected_rows`: if rows with pair -1 follow."""
+    has_spare_rows = expected_rows is not None
+    if kernels.products_gather_rows:
+        gather = Gather(pair_of_row_R, top_k)
+        return PackedTokens(source_ND, counts_e, has_spare_rows, gather, expected_rows=expected_rows)
+    rows_RD = kernels.pairs.gather(source_ND, pair_of_row_R, top_k)
+    return PackedTokens(rows_RD, counts_e, has_spare_rows, expected_rows=expected_rows)
 
 
 def share_of_pairs(tokens_per_rank: Sequence[int], top_k: int, num_own: int, num_all: int) -> int:

@@ -15,10 +15,10 @@ from torch.nn import functional
 from moeserve.distributed.coordinator import GroupCoordinator, PendingTensor
 from moeserve.expert_placement.placement import Placement
 from moeserve.layers.context import ModelContext
-from moeserve.moe.dispatch.base import PackedTokens, share_of_pairs
+from moeserve.moe.dispatch.base import share_of_pairs
 from moeserve.moe.dispatch.expert_copies import ExpertCopies
 from moeserve.moe.router import Routing
-from moeserve.ops.interfaces import Gather, Keys, PairKernels
+from moeserve.ops.interfaces import Keys, PairKernels
 from moeserve.step_inputs import StepInputs
 
 # T tokens of this rank, N tokens of all ranks, M = N + 1, D model width, K experts per token, e local experts, W ranks,
@@ -77,7 +77,7 @@ class Exchange:
         self.group = group
         self.expert_copies = ExpertCopies(placement, group.rank_in_group, group.node_of_rank, context)
         self.pairs = context.kernels.pairs
-        self.gathers_late = context.kernels.products_gather_rows
+        self.kernels = context.kernels
         self.keys_of_ranks = Keys(placement.num_ranks)
         self.all_keys = Keys(sum(placement.num_slots))
         first_physical = placement.first_physical[group.rank_in_group]
@@ -91,17 +91,6 @@ class Exchange:
         rank = self.group.rank_in_group
         assert len(routing.experts_TK) == step.tokens_per_rank[rank], (len(routing.experts_TK), step.tokens_per_rank)
         return self.expert_copies.choose(routing.experts_TK, first_token=sum(step.tokens_per_rank[:rank]))
-
-    def pack(
-        self, source_ND: Tensor, pair_of_row_R: Tensor, top_k: int, counts_e: Tensor, expected_rows: int | None = None
-    ) -> PackedTokens:
-        """Return the rows of pairs. `expected_rows` is given if most rows are spare, with pair -1."""
-        has_spare_rows = expected_rows is not None
-        if self.gathers_late:
-            gather = Gather(pair_of_row_R, top_k)
-            return PackedTokens(source_ND, counts_e, has_spare_rows, gather, expected_rows=expected_rows)
-        rows_RD = self.pairs.gather(source_ND, pair_of_row_R, top_k)
-        return PackedTokens(rows_RD, counts_e, has_spare_rows, expected_rows=expected_rows)
 
     def expected_rows(self, step: StepInputs, top_k: int) -> int:
         """Return the approximate number of pairs that this rank computes."""

@@ -120,7 +120,10 @@ def open_dispatchers(
     from moeserve.moe.dispatch.deepep.factory import open_deepep
 
     deepep_shape = DeepEPShape(
-        **asdict(shape), low_latency_tokens=config.deepep_low_latency_tokens, is_float8=config.deepep_float8
+        **asdict(shape),
+        low_latency_tokens=config.deepep_low_latency_tokens,
+        api=config.deepep_api,
+        is_float8=config.deepep_float8,
     )
     opened = open_deepep(
         deepep_shape,

@@ -6,19 +6,21 @@ e // slots.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from moeserve.moe.dispatch.base import PendingDispatch, PendingOutput, share_of_pairs
+from moeserve.config.settings import DeepEPApi
+from moeserve.moe.dispatch.base import PendingDispatch, PendingOutput, StepLimits, share_of_pairs
 
 # T tokens of this rank, D model width, K experts per token, B blocks of a row
 
 FLOAT8 = torch.float8_e4m3fn
 FLOAT8_BLOCK = 128  # values of a row that share a scale, as in DeepEP's kernels
+ROOM_FOR_PAIRS = StepLimits(eager=2**26, captured=2**30)  # for rows that DeepEP sends only if they exist
 MIN_MAGNITUDE = 1e-10  # the least magnitude of a block, so that a block of zeros has a scale
 
 
@@ -32,6 +34,7 @@ class DeepEPShape:
     num_slots: tuple[int, ...]  # physical experts of each rank
     max_tokens_per_rank: int  # most tokens that a rank brings to a step
     low_latency_tokens: int = 128  # most tokens per rank of a low-latency step; 0: no such steps
+    api: DeepEPApi | None = None  # None: the newest that the package has
     is_float8: bool = False  # send rows to experts in float8, with a scale for every FLOAT8_BLOCK values
 
     @property
@@ -45,6 +48,11 @@ class DeepEPShape:
     def is_low_latency(self, tokens_per_rank: Sequence[int]) -> bool:
         """True if a step uses the low-latency kernels. The answer is the same on all ranks."""
         return self.low_latency_tokens > 0 and max(tokens_per_rank) <= self.low_latency_tokens
+
+    def has_room(self, num_pairs: int, is_padded: bool) -> bool:
+        """True if a step has room for the outputs of this many pairs, so that the host need not know their number."""
+        most = ROOM_FOR_PAIRS.captured if is_padded else ROOM_FOR_PAIRS.eager
+        return num_pairs * self.hidden_size * self.dtype.itemsize <= most
 
     def expected_rows(self, tokens_per_rank: Sequence[int]) -> int:
         """Return the approximate number of pairs that a rank computes."""
@@ -65,8 +73,8 @@ class Event(Protocol):
 class DeepEPCommunicator(Protocol):
     """One buffer of DeepEP, which the layers of a model use in turn.
 
-    All ranks call the same methods in the same order, `close` included. Kernels run on DeepEP's stream, after the work
-    that the current stream had before the call. Between a call and its wait, no other library's collective may start.
+    All ranks call the same methods in the same order, `close` included. Kernels run after the work that the current
+    stream had before the call. Between a call and its wait, no other library's collective may start.
     """
 
     shape: DeepEPShape
@@ -84,13 +92,19 @@ class DeepEPCommunicator(Protocol):
         ...
 
     def dispatch(
-        self, hidden_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, tokens_per_rank: Sequence[int]
+        self,
+        hidden_TD: Tensor,
+        experts_TK: Tensor,
+        weights_TK: Tensor,
+        tokens_per_rank: Sequence[int],
+        is_padded: bool = False,
     ) -> PendingDispatch[Any]:
         """Start to send rows to their experts. Collective: all ep ranks.
 
         Args:
             experts_TK: physical experts, int64; -1 is not sent.
             weights_TK: float32.
+            is_padded: the step is padded for a graph.
         """
         ...
 
@@ -106,10 +120,10 @@ class PendingCombine:
     """A combine in progress."""
 
     output_TD: Tensor
-    event: Event
+    receive: Callable[[], None]  # makes the current stream wait, not the host
 
     def wait(self) -> Tensor:
-        self.event.current_stream_wait()
+        self.receive()
         return self.output_TD
 
 

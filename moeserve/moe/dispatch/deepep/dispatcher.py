@@ -24,8 +24,8 @@ class DeepEPDispatcher:
     """Sends tokens through DeepEP's kernels. See `Dispatcher` for the contract.
 
     A step uses the low-latency kernels if no rank brings more than `low_latency_tokens` to it. With the legacy API its
-    tokens then arrive as `SlottedTokens`, whose unused slots may hold anything; otherwise as `PackedTokens`. Sums are
-    rounded more often than the contract of `Dispatcher` allows; see the two communicators.
+    tokens then arrive as `SlottedTokens`, whose unused slots may hold anything; otherwise as `PackedTokens`. Ranks add
+    outputs of a token before they are sent; see the two communicators.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class DeepEPDispatcher:
             experts_TK.to(torch.int64).contiguous(),
             routing.weights_TK.float().contiguous(),
             step.most_per_rank or step.tokens_per_rank,  # both halves of a step use the same kernels
+            is_padded=step.padding is not None,
         )
 
     def combine(self, output: Tensor, handle: Any) -> PendingOutput:

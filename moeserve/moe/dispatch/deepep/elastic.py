@@ -21,6 +21,8 @@ from moeserve.moe.dispatch.deepep.communicator import DeepEPShape, Event, Pendin
 # T tokens of this rank, D model width, K experts per token, R received rows, one for each pair that this rank computes
 # and possibly spare ones, e local experts
 
+LEAST_LIMIT = 128  # tokens of a rank in a small step, without low-latency steps
+
 
 @dataclass(frozen=True)
 class ElasticHandle:
@@ -71,7 +73,7 @@ class ElasticCommunicator:
 
     A token's row is sent once to each rank that holds any of its experts, and copied there into one row for each.
     Outputs are multiplied by their weights and rounded; a token's outputs are added on each rank, rounded, and added
-    again on its own rank. So the placement decides what is rounded, unlike with our other dispatchers.
+    again on its own rank. So the placement decides what is rounded.
 
     Small steps have shapes that do not depend on the routing: rows for all possible pairs. In large steps those would
     be too many, and the host waits for the number of rows.
@@ -97,6 +99,7 @@ class ElasticCommunicator:
         """
         self.shape = shape
         self.is_deterministic = is_deterministic
+        self.max_tokens = max(shape.max_tokens_per_rank, shape.low_latency_tokens)
         self.pairs = context.kernels.pairs
         buffer_class = deep_ep.ElasticBuffer
         known = inspect.signature(buffer_class).parameters
@@ -106,7 +109,7 @@ class ElasticCommunicator:
         self.is_ended_by_us = "explicitly_destroy" in options
         self.buffer = buffer_class(
             process_group,
-            num_max_tokens_per_rank=max(shape.max_tokens_per_rank, shape.low_latency_tokens),
+            num_max_tokens_per_rank=self.max_tokens,
             hidden=shape.hidden_size,
             num_topk=shape.top_k,
             use_fp8_dispatch=shape.is_float8,
@@ -115,16 +118,21 @@ class ElasticCommunicator:
         self.num_bytes = int(self.buffer.num_bytes)
 
     def is_capturable(self, tokens_per_rank: Sequence[int]) -> bool:
-        return self.shape.is_low_latency(tokens_per_rank) and not self.is_deterministic
+        return not self.is_deterministic and self._limit(tokens_per_rank, is_padded=True) is not None
 
     def prepare(self, tokens_per_rank: Sequence[int]) -> None:
         """Return at once: any step may follow any other."""
 
     def dispatch(
-        self, hidden_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, tokens_per_rank: Sequence[int]
+        self,
+        hidden_TD: Tensor,
+        experts_TK: Tensor,
+        weights_TK: Tensor,
+        tokens_per_rank: Sequence[int],
+        is_padded: bool = False,
     ) -> PendingElasticDispatch:
         num_tokens, shape = len(hidden_TD), self.shape
-        is_small = shape.is_low_latency(tokens_per_rank)
+        limit = self._limit(tokens_per_rank, is_padded)
         if num_tokens == 0:  # kernels may not support zero rows; a row without experts is not sent
             hidden_TD = hidden_TD.new_zeros(1, hidden_TD.shape[1])
             experts_TK = experts_TK.new_full((1, experts_TK.shape[1]), -1)
@@ -135,23 +143,34 @@ class ElasticCommunicator:
             topk_idx=experts_TK,
             topk_weights=weights_TK,
             num_experts=shape.num_physical,
-            # one of two values, since kernels are compiled for each
-            num_max_tokens_per_rank=shape.low_latency_tokens if is_small else shape.max_tokens_per_rank,
+            num_max_tokens_per_rank=limit or self.max_tokens,
             expert_alignment=1,
             async_with_compute_stream=True,
-            do_cpu_sync=not is_small,
+            do_cpu_sync=limit is None,
             do_expand=True,
         )
         handle = ElasticHandle(handle, weights_R, num_tokens)
-        expected_rows = shape.expected_rows(tokens_per_rank) if is_small else None
+        expected_rows = None if limit is None else shape.expected_rows(tokens_per_rank)
         return PendingElasticDispatch(received, expected_rows, event, handle, shape.dtype)
 
     def combine(self, output: Tensor, handle: ElasticHandle) -> PendingCombine | PendingEmptyCombine:
         weighted_RD = self.pairs.weigh(output, handle.weights_R, handle.ends_e[-1:])
         # collective: all ep ranks
         output_TD, _, event = self.buffer.combine(weighted_RD, handle.handle, async_with_compute_stream=True)
-        pending = PendingCombine(output_TD, event)
+        pending = PendingCombine(output_TD, event.current_stream_wait)
         return pending if handle.num_tokens else PendingEmptyCombine(pending)
+
+    def _limit(self, tokens_per_rank: Sequence[int], is_padded: bool) -> int | None:
+        """Return the tokens of a rank for which a small step has room; None: the step is large.
+
+        One of few values, since kernels are compiled for each.
+        """
+        shape, limit = self.shape, self.shape.low_latency_tokens or LEAST_LIMIT
+        while limit < max(tokens_per_rank):
+            limit *= 2
+        limit = min(limit, self.max_tokens)
+        num_pairs = limit * shape.num_ranks * min(shape.top_k, max(shape.num_slots))
+        return limit if shape.is_low_latency(tokens_per_rank) or shape.has_room(num_pairs, is_padded) else None
 
     def close(self) -> None:
         if self.is_ended_by_us:

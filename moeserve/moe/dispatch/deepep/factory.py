@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from moeserve.config.settings import DeepEPApi
 from moeserve.distributed.coordinator import GroupCoordinator
 from moeserve.errors import SettingsError
 from moeserve.expert_placement.placement import Placement
@@ -18,7 +19,7 @@ from moeserve.moe.dispatch.deepep.communicator import DeepEPCommunicator, DeepEP
 from moeserve.moe.dispatch.deepep.dispatcher import DeepEPDispatcher
 from moeserve.moe.dispatch.deepep.elastic import ElasticCommunicator
 from moeserve.moe.dispatch.deepep.legacy import LegacyCommunicator
-from moeserve.moe.dispatch.deepep.support import CLASSES, Api, import_deepep, offered_api, why_unsupported
+from moeserve.moe.dispatch.deepep.support import CLASSES, import_deepep, offered_api, why_unsupported
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ def choose_package(
     package, api_number = None, 0
     if reason is None:
         package = deep_ep or import_deepep()
-        api_number = 1 + [*CLASSES].index(_api(package))
+        api_number = 1 + [*CLASSES].index(_api(package, shape))
     lowest, highest = group.all_reduce_minimum(api_number), -group.all_reduce_minimum(-api_number)
     if lowest == highest and package is not None:
         return package
@@ -116,7 +117,7 @@ def open_communicator(
     communicator: DeepEPCommunicator | None = None
     reason = OTHERS_REFUSE
     try:
-        if _api(deep_ep) == "elastic":
+        if _api(deep_ep, shape) == "elastic":
             is_deterministic = is_deterministic and len(set(group.node_of_rank)) == 1
             communicator = ElasticCommunicator(
                 deep_ep, shape, process_group, context, is_deterministic=is_deterministic
@@ -135,7 +136,7 @@ def _unusable(reason: str) -> SettingsError:
     return SettingsError(f"dispatcher='deepep' cannot be used: {reason}. Use 'all_to_all' or 'auto'")
 
 
-def _api(deep_ep: ModuleType) -> Api:
-    api = offered_api(deep_ep)
+def _api(deep_ep: ModuleType, shape: DeepEPShape) -> DeepEPApi:
+    api = offered_api(deep_ep, shape.api)
     assert api is not None, "the package is supported"
     return api

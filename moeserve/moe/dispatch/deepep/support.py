@@ -9,14 +9,12 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Literal
 
 import torch
 
 from moeserve.config.environment import nvshmem_queue_depth, set_for_libraries
+from moeserve.config.settings import DeepEPApi
 from moeserve.moe.dispatch.deepep.communicator import FLOAT8_BLOCK, DeepEPShape
-
-Api = Literal["elastic", "legacy"]
 
 MIN_CAPABILITY = (9, 0)  # Hopper: "Requirements" in DeepEP's README
 
@@ -25,8 +23,8 @@ MIN_CAPABILITY = (9, 0)  # Hopper: "Requirements" in DeepEP's README
 # layers of a graph could not reuse each other's memory.
 ENVIRONMENT = {"EP_AVOID_RECORD_STREAM": "1"}
 
-# The class of each API. The first one that a package has is used.
-CLASSES: dict[Api, str] = {"elastic": "ElasticBuffer", "legacy": "Buffer"}
+# The class of each API, the newest first.
+CLASSES: dict[DeepEPApi, str] = {"elastic": "ElasticBuffer", "legacy": "Buffer"}
 
 # Limits of the low-latency kernels of `Buffer`: SWITCH_HIDDEN in csrc/kernels/launch.cuh, kNumMaxTopK in
 # csrc/kernels/internode_ll.cu, and low_latency_dispatch in deep_ep/buffer.py, which requires a queue twice as deep.
@@ -62,10 +60,11 @@ def why_unsupported(
 
 def why_shape_unsupported(shape: DeepEPShape, node_of_rank: Sequence[int], deep_ep: ModuleType) -> str | None:
     """Return `why_unsupported` for any device."""
-    api = offered_api(deep_ep)
+    api = offered_api(deep_ep, shape.api)
+    names = CLASSES.values() if shape.api is None else [CLASSES[shape.api]]
     hidden_size, num_ranks = shape.hidden_size, shape.num_ranks
     limits = [
-        (api is None, f"this deep_ep has neither {' nor '.join(CLASSES.values())}"),
+        (api is None, f"this deep_ep has no {' and no '.join(names)}"),
         (num_ranks < 2, "there is only one rank"),
         (shape.dtype != torch.bfloat16, f"it carries torch.bfloat16, and hidden states are {shape.dtype}"),
         (
@@ -85,9 +84,10 @@ def why_shape_unsupported(shape: DeepEPShape, node_of_rank: Sequence[int], deep_
     return next((reason for is_exceeded, reason in limits if is_exceeded), None)
 
 
-def offered_api(deep_ep: ModuleType) -> Api | None:
-    """Return the API to use, the newer one if the package has both; None if it has neither."""
-    return next((api for api, class_name in CLASSES.items() if hasattr(deep_ep, class_name)), None)
+def offered_api(deep_ep: ModuleType, wanted: DeepEPApi | None = None) -> DeepEPApi | None:
+    """Return the API to use, the newest one if none is wanted in particular; None if the package lacks it."""
+    offered = (api for api, class_name in CLASSES.items() if hasattr(deep_ep, class_name))
+    return next((api for api in offered if wanted in (None, api)), None)
 
 
 def import_deepep() -> ModuleType:
