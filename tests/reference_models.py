@@ -5,6 +5,7 @@ Most of the file is the table of shapes, which tests of all folders name.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 # Disturbances that must not change a reference's tokens: see Reference.is_clear.
@@ -38,23 +40,37 @@ class Shape:
     family: str  # transformers' name of the model class, without ForCausalLM
     settings: dict[str, Any]
     seed: int = 0
+    beside_text: dict[str, Any] | None = None  # settings beside those of the text part; None: there is only text
+
+    @property
+    def architecture(self) -> str:
+        return f"{self.family}{'ForCausalLM' if self.beside_text is None else 'ForConditionalGeneration'}"
 
     def config(self) -> Any:
-        config = getattr(transformers, f"{self.family}Config")(**(DEFAULTS | self.settings))
-        config.architectures = [f"{self.family}ForCausalLM"]
+        settings = DEFAULTS | self.settings
+        if self.beside_text is not None:
+            settings = dict(text_config=settings, **self.beside_text)
+        config = getattr(transformers, f"{self.family}Config")(**settings)
+        config.architectures = [self.architecture]
         return config
 
     def model(self) -> Any:
-        return getattr(transformers, f"{self.family}ForCausalLM")(self.config())
+        return getattr(transformers, self.architecture)(self.config())
 
 
-def shape(family: str, *parts: dict[str, Any], seed: int = 0, **settings: Any) -> Shape:
+def shape(
+    family: str,
+    *parts: dict[str, Any],
+    seed: int = 0,
+    beside_text: dict[str, Any] | None = None,
+    **settings: Any,
+) -> Shape:
     """Return a shape with the settings of all parts."""
     merged: dict[str, Any] = {}
     for part in (*parts, settings):
         assert not merged.keys() & part.keys(), (family, merged.keys() & part.keys())
         merged |= part
-    return Shape(family, merged, seed)
+    return Shape(family, merged, seed, beside_text)
 
 
 def sizes(hidden: int = 32, layers: int = 2, vocab: int = 101) -> dict[str, Any]:
@@ -74,15 +90,21 @@ def latent(num: int, *, query: int | None, kv: int, key: int, rotary: int, value
 
 
 def grouped_experts(
-    num: int, top_k: int, *, shared: int, width: int, dense: int, groups: tuple[int, int], scale: float
+    num: int,
+    top_k: int,
+    *,
+    shared: int,
+    width: int,
+    dense: int | None = None,
+    groups: tuple[int, int],
+    scale: float,
 ) -> dict[str, Any]:
     """Experts of DeepSeek and GLM: the first `dense` layers have none; a token uses some groups of all groups."""
-    return dict(
+    return ({} if dense is None else dict(first_k_dense_replace=dense)) | dict(
         n_routed_experts=num,
         num_experts_per_tok=top_k,
         n_shared_experts=shared,
         moe_intermediate_size=width,
-        first_k_dense_replace=dense,
         n_group=groups[0],
         topk_group=groups[1],
         routed_scaling_factor=scale,
@@ -106,6 +128,18 @@ def yarn(rope_theta: float = 10000.0, **settings: Any) -> dict[str, Any]:
     return rope("yarn", rope_theta, original_max_position_embeddings=32, **settings)
 
 
+def ernie_experts(num: int, top_k: int, *, shared: int, width: int) -> dict[str, Any]:
+    return dict(moe_num_experts=num, moe_k=top_k, moe_num_shared_experts=shared, moe_intermediate_size=width)
+
+
+# A model for images that is as small as can be, and untied embeddings
+SMALL_VISION: dict[str, Any] = dict(
+    vision_config=dict(num_hidden_layers=1, hidden_size=16, num_attention_heads=2, intermediate_size=16),
+    tie_word_embeddings=False,
+)
+GRANITE_MULTIPLIERS: dict[str, Any] = dict(
+    embedding_multiplier=0.5, residual_multiplier=0.45, attention_multiplier=0.2, logits_scaling=2.0
+)
 FULL, SLIDING = "full_attention", "sliding_attention"
 DEEPSEEK_YARN: dict[str, Any] = dict(factor=40, beta_fast=32, beta_slow=1)
 
@@ -317,6 +351,190 @@ SHAPES = {
     ),
 }
 
+SHAPES |= {
+    "glm4-moe-lite": shape(
+        "Glm4MoeLite",
+        sizes(hidden=40, layers=3),
+        latent(5, query=18, kv=28, key=9, rotary=8, value=11),
+        grouped_experts(12, 4, shared=1, width=19, groups=(1, 1), scale=1.8),
+        rope(rope_theta=1e6),
+        initializer_range=0.2,
+        seed=0,
+    ),
+    # the second layer is dense; half-split rotary embedding, biases, queries that are not compressed
+    "glm4-moe-lite-odd": shape(
+        "Glm4MoeLite",
+        sizes(hidden=33, layers=3, vocab=127),
+        latent(4, query=None, kv=19, key=8, rotary=10, value=13),
+        grouped_experts(9, 3, shared=2, width=14, groups=(3, 2), scale=1.25),
+        rope(rope_theta=500.0),
+        mlp_layer_types=["sparse", "dense", "sparse"],
+        norm_topk_prob=False,
+        rope_interleave=False,
+        attention_bias=True,
+        tie_word_embeddings=True,
+        seed=3,
+    ),
+    "kimi-k25": shape(
+        "Kimi_K25",
+        sizes(hidden=36, layers=3),
+        latent(3, query=15, kv=21, key=9, rotary=6, value=11),
+        grouped_experts(12, 5, shared=1, width=15, dense=1, groups=(1, 1), scale=2.827),
+        yarn(50.0, factor=64.0, mscale=1.0, mscale_all_dim=1.0, beta_fast=32.0, beta_slow=1.0),
+        norm_topk_prob=True,
+        max_position_embeddings=2048,
+        initializer_range=0.2,
+        beside_text=SMALL_VISION,
+        seed=8,
+    ),
+    "kimi-k25-tied": shape(
+        "Kimi_K25",
+        sizes(hidden=40, vocab=131),
+        latent(4, query=None, kv=18, key=11, rotary=8, value=9),
+        grouped_experts(7, 2, shared=2, width=13, dense=0, groups=(1, 1), scale=1.5),
+        rope(rope_theta=500.0),
+        norm_topk_prob=True,
+        initializer_range=0.2,
+        beside_text=SMALL_VISION | dict(tie_word_embeddings=True),
+        seed=0,
+    ),
+    "minimax-m2": shape(
+        "MiniMaxM2",
+        sizes(layers=3),
+        heads(4, 2, 12),
+        local_experts(6, 2),
+        rope(rope_theta=5e6, partial_rotary_factor=0.5),
+        intermediate_size=21,
+        seed=0,
+    ),
+    "minimax-m2-odd": shape(
+        "MiniMaxM2",
+        sizes(hidden=36, vocab=131),
+        heads(6, 3, 10),
+        local_experts(9, 4),
+        rope(rope_theta=500.0),
+        intermediate_size=17,
+        rms_norm_eps=0.01,
+        tie_word_embeddings=True,
+        seed=2,
+    ),
+    "ernie": shape(
+        "Ernie4_5_Moe",
+        sizes(hidden=40, layers=3),
+        heads(5, 1),
+        ernie_experts(6, 2, shared=2, width=17),
+        rope(rope_theta=5e5),
+        seed=1,
+    ),
+    # every second of the layers 1 to 3 has experts; none is shared
+    "ernie-odd": shape(
+        "Ernie4_5_Moe",
+        sizes(hidden=36, layers=5, vocab=127),
+        heads(6, 2, 10),
+        ernie_experts(7, 3, shared=0, width=19),
+        rope(),
+        moe_layer_end_index=3,
+        moe_layer_interval=2,
+        tie_word_embeddings=False,
+        rms_norm_eps=0.01,
+        initializer_range=0.2,
+        seed=1,
+    ),
+    "dots1": shape(
+        "Dots1",
+        sizes(hidden=40, layers=3),
+        heads(6, 6, 10),
+        grouped_experts(8, 3, shared=2, width=17, dense=1, groups=(1, 1), scale=2.5),
+        rope(rope_theta=1e7),
+        norm_topk_prob=True,
+        seed=0,
+    ),
+    "dots1-window": shape(
+        "Dots1",
+        sizes(hidden=33, layers=4, vocab=127),
+        heads(4, 2, 12),
+        grouped_experts(9, 4, shared=1, width=14, dense=2, groups=(3, 2), scale=1.25),
+        rope(),
+        sliding_window=9,
+        layer_types=[FULL, SLIDING, SLIDING, FULL],
+        attention_bias=True,
+        tie_word_embeddings=True,
+        initializer_range=0.2,
+        seed=2,
+    ),
+    "hunyuan": shape(
+        "HunYuanMoEV1",
+        sizes(hidden=40, layers=2),
+        heads(4, 2, 12),
+        rope("dynamic", factor=1.0, alpha=1000.0),
+        num_experts=6,
+        moe_topk=3,
+        intermediate_size=21,
+        tie_word_embeddings=True,
+        seed=1,
+    ),
+    "hunyuan-odd": shape(
+        "HunYuanMoEV1",
+        sizes(hidden=36, layers=3, vocab=131),
+        heads(6, 3, 10),
+        rope(rope_theta=500.0),
+        num_experts=5,
+        moe_topk=2,
+        intermediate_size=17,
+        attention_bias=True,
+        rms_norm_eps=0.01,
+        seed=1,
+    ),
+    "hy-v3": shape(
+        "HYV3",
+        sizes(hidden=40, layers=3),
+        heads(6, 2, 10),
+        experts(8, 3, 17),
+        rope(rope_theta=11158840.0),
+        num_shared_experts=1,
+        router_scaling_factor=2.826,
+        initializer_range=0.25,
+        seed=1,
+    ),
+    "hy-v3-odd": shape(
+        "HYV3",
+        sizes(hidden=33, layers=4, vocab=127),
+        heads(3, 1, 16),
+        experts(5, 2, 22),
+        rope(),
+        num_shared_experts=2,
+        router_scaling_factor=1.5,
+        mlp_layer_types=["sparse", "dense", "dense", "sparse"],
+        attention_bias=True,
+        tie_word_embeddings=True,
+        seed=0,
+    ),
+    "granite": shape(
+        "GraniteMoe",
+        sizes(layers=3),
+        heads(4, 2),
+        local_experts(6, 3),
+        rope(),
+        GRANITE_MULTIPLIERS,
+        intermediate_size=19,
+        tie_word_embeddings=True,
+        seed=2,
+    ),
+    "granite-shared": shape(
+        "GraniteMoeShared",
+        sizes(hidden=36, layers=3, vocab=127),
+        heads(6, 2),
+        local_experts(5, 2),
+        rope(rope_theta=500.0),
+        GRANITE_MULTIPLIERS,
+        intermediate_size=22,
+        shared_intermediate_size=27,
+        attention_bias=True,
+        rms_norm_eps=0.01,
+        seed=0,
+    ),
+}
+
 # Divisible where those of their families above are not: heads over 4 tp ranks, layers into 3 pipeline stages.
 DIVISIBLE = {
     "mixtral-three-layers": Shape("Mixtral", SHAPES["mixtral"].settings | dict(num_hidden_layers=3), seed=5),
@@ -335,7 +553,7 @@ class Reference:
     def __init__(self, folder: Path, model: Any) -> None:
         self.folder = folder
         self.model = model
-        self.vocab_size: int = model.config.vocab_size
+        self.vocab_size: int = model.config.get_text_config().vocab_size
         self._continuations: dict[tuple[int, ...], list[int]] = {}
 
     def greedy(self, prompt: list[int], num_tokens: int) -> list[int]:
@@ -371,17 +589,18 @@ class Reference:
 
     def expert_counts(self, sequences: Sequence[list[int]]) -> list[list[int]]:
         """Return the number of tokens that chose each expert, by layer that has experts."""
-        counts = [torch.zeros(len(router.weight), dtype=torch.int64) for router in self._routers()]
+        matrices = [next(weight for weight in router.parameters() if weight.dim() == 2) for router in self._routers()]
+        counts = [torch.zeros(len(matrix), dtype=torch.int64) for matrix in matrices]
         for sequence in sequences:
             for count, (_, chosen) in zip(counts, self._routed(sequence), strict=True):
                 count += chosen.flatten().bincount(minlength=len(count))
         return [count.tolist() for count in counts]
 
-    def _routed(self, token_ids: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the inputs [T, D] of each router and the experts [T, K] that it chose."""
-        routed: list[tuple[torch.Tensor, torch.Tensor]] = []
+    def _routed(self, token_ids: list[int]) -> list[tuple[tuple[torch.Tensor, ...], torch.Tensor]]:
+        """Return the arguments of each router, first its inputs [T, D], and the experts [T, K] that it chose."""
+        routed: list[tuple[tuple[torch.Tensor, ...], torch.Tensor]] = []
         hooks = [
-            router.register_forward_hook(lambda router, arguments, output: routed.append((arguments[0], output[2])))
+            router.register_forward_hook(lambda router, arguments, output: routed.append((arguments, output[2])))
             for router in self._routers()
         ]
         self.logits(token_ids)
@@ -390,18 +609,19 @@ class Reference:
         return routed
 
     def _routers(self) -> list[nn.Module]:
-        routers = [module for module in self.model.modules() if type(module).__name__.endswith("Router")]
+        ends = ("Router", "HunYuanMoEV1Gate")
+        routers = [module for module in self.model.modules() if type(module).__name__.endswith(ends)]
         assert routers
         return routers
 
     def num_undecided(self, token_ids: list[int]) -> int:
         """Return how many tokens would change experts, in all layers, with router inputs off by ROUTER_NOISE."""
         generator, num_undecided = torch.Generator().manual_seed(0), 0
-        for router, (hidden, chosen) in zip(self._routers(), self._routed(token_ids), strict=True):
+        for router, ((hidden, *others_given), chosen) in zip(self._routers(), self._routed(token_ids), strict=True):
             for _ in range(8):
                 noise = ROUTER_NOISE * torch.randn(hidden.shape, generator=generator)
                 with torch.no_grad():
-                    others = router.forward(hidden * (1 + noise))[2]
+                    others = router.forward(hidden * (1 + noise), *others_given)[2]
                 num_undecided += int((chosen.sort(dim=-1).values != others.sort(dim=-1).values).any(-1).sum())
         return num_undecided
 
@@ -454,7 +674,23 @@ def make_reference(folder: Path, shape: Shape) -> Reference:
     model.config._experts_implementation = "eager"  # transformers' faster ones refuse odd widths
     model.config._attn_implementation = "eager"
     model.save_pretrained(folder)
+    if shape.family == "Kimi_K25":
+        save_file(kimi_k25_tensors(model, folder), folder / "model.safetensors", metadata={"format": "pt"})
     return Reference(folder, model)
+
+
+def kimi_k25_tensors(model: Any, folder: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors by their published names: transformers 5.23 saves those of the text part by wrong ones."""
+    text = transformers.DeepseekV3ForCausalLM(model.config.text_config)
+    text.model.load_state_dict(model.model.language_model.state_dict())
+    text.lm_head.load_state_dict(model.lm_head.state_dict())
+    text.save_pretrained(folder / "text")
+    tensors = load_file(folder / "text" / "model.safetensors")
+    shutil.rmtree(folder / "text")
+    beside = {name.removeprefix("model."): tensor for name, tensor in model.state_dict().items()}
+    return {f"language_model.{name}": tensor for name, tensor in tensors.items()} | {
+        name: tensor for name, tensor in beside.items() if name.startswith(("vision_tower.", "mm_projector."))
+    }
 
 
 def save_large_mixtral(folder: Path, *, hidden_size: int, expert_width: int, **saving: Any) -> None:
@@ -478,6 +714,10 @@ def save_large_mixtral(folder: Path, *, hidden_size: int, expert_width: int, **s
 
 def in_the_style_of_the_hub(values: dict[str, Any]) -> dict[str, Any]:
     """Convert a config.json of transformers 5 to the style of the hub: older names, and keys that only some have."""
+    if "text_config" in values:
+        text = in_the_style_of_the_hub(values["text_config"] | dict(architectures=["DeepseekV3ForCausalLM"]))
+        architecture = values["architectures"][0].replace("_", "")
+        return values | dict(architectures=[architecture], torch_dtype=values["dtype"], text_config=text)
     values = {key: value for key, value in values.items() if key not in ("qk_head_dim", "transformers_version")}
     family = values["architectures"][0].removesuffix("ForCausalLM")
     scaling = values.pop("rope_parameters")
@@ -511,6 +751,22 @@ def in_the_style_of_the_hub(values: dict[str, Any]) -> dict[str, Any]:
         absent = ["swiglu_alpha"]
         if values["layer_types"] == (["sliding_attention", "full_attention"] * 99)[: values["num_hidden_layers"]]:
             absent.append("layer_types")  # transformers' default
+    elif family == "MiniMaxM2":
+        if "partial_rotary_factor" in values:
+            values["rotary_dim"] = int(values["head_dim"] * values.pop("partial_rotary_factor"))
+        values |= dict(use_qk_norm=True, qk_norm_type="per_layer", scoring_func="sigmoid", use_routing_bias=True)
+        absent = []
+    elif family == "Dots1":
+        values["scoring_func"] = "noaux_tc"
+        absent = []
+    elif family == "HunYuanMoEV1":
+        num_layers = values["num_hidden_layers"]
+        width = values["intermediate_size"]
+        values |= dict(moe_topk=[values["moe_topk"]] * num_layers, moe_intermediate_size=[width] * num_layers)
+        values |= dict(num_shared_expert=[1] * num_layers, use_qk_norm=True, use_cla=False)
+        if values["rope_scaling"]:
+            scaling["type"] = scaling.pop("rope_type")
+        absent = []
     else:
         absent = []
     return {key: value for key, value in values.items() if key not in absent}

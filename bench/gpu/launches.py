@@ -79,11 +79,11 @@ def launches(folder: Path, spans: list[ChunkSpan], quantization: QuantizationNam
     log = Launches()
     counts = []
     with torch.inference_mode(), log.of_triton_too():
-        hidden_tD, rotation = model.receive(step)
+        hidden_tD, rotations = model.receive(step)
         update_tD = None
         for layer, cache in zip(model.layers, caches, strict=True):
             num_before = len(log.names)
-            hidden_tD, normed_tD = layer.attend(hidden_tD, update_tD, rotation, cache, step)
+            hidden_tD, normed_tD = layer.attend(hidden_tD, update_tD, rotations, cache, step)
             update_tD = layer.feed_forward(normed_tD, step)
             counts.append(Counter(log.names[num_before:]))
             del log.names[num_before:]

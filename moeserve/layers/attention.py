@@ -14,8 +14,9 @@ from moeserve.layers.context import ModelContext
 from moeserve.layers.input_share import num_input_chunks, share_inputs
 from moeserve.layers.linear import Linear
 from moeserve.layers.norm import RMSNorm
+from moeserve.layers.rotary import NO_ROTARY, RotaryConfig, Rotations
 from moeserve.layers.weights import QuantizationLimits
-from moeserve.ops.interfaces import AttentionShape, KeyValueCache, Rotation
+from moeserve.ops.interfaces import AttentionShape, KeyValueCache
 from moeserve.step_inputs import StepInputs
 
 # T tokens, D model width, N query heads, G key-value heads, H head size
@@ -28,13 +29,21 @@ class AttentionConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    rotary: RotaryConfig
     window: int | None = None  # positions that a token attends to at most, its own included
     has_bias: bool = False  # of queries, keys and values
     has_output_bias: bool = False
-    # RMSNorm of queries and keys before rotation: of each head by itself, or of all of a token's heads together
+    # RMSNorm of queries and keys: of each head by itself, or of all of a token's heads together
     normalized: Literal["no", "head", "token"] = "no"
+    rotates_first: bool = False  # queries and keys are normalised after their rotation (Hunyuan)
+    scale: float | None = None  # of the products of queries and keys; None: 1 / sqrt(head_dim)
     clip: float | None = None  # queries, keys and values are clamped to ± this
     has_sinks: bool = False  # a learned score per head that takes a share of the softmax (gpt-oss)
+
+    @property
+    def rotaries(self) -> tuple[RotaryConfig, ...]:
+        """All rotations that the layer makes."""
+        return (self.rotary, NO_ROTARY) if self.rotates_first else (self.rotary,)
 
     def can_divide(self, num_ranks: int) -> bool:
         """True if this many tp ranks can each have equally many heads with the key-value heads that they read."""
@@ -91,12 +100,13 @@ class Attention(nn.Module):
             num_kv_heads=self.num_kv_heads,
             head_size=config.head_dim,
             dtype=context.dtype,
-            scale=config.head_dim**-0.5,
+            scale=config.head_dim**-0.5 if config.scale is None else config.scale,
             whole_group_size=config.num_heads // config.num_kv_heads,
             window=config.window,
             has_sinks=config.has_sinks,
         )
         self.backend = context.kernels.make_attention(shape)
+        self._apply_rope = context.kernels.apply_rope
 
     @property
     def cache_bytes_per_token(self) -> int:
@@ -115,10 +125,14 @@ class Attention(nn.Module):
             return KeyValueCache(*codes, *scales)
         return KeyValueCache(*(torch.empty(shape, dtype=self.context.dtype, device=device) for _ in range(2)))
 
-    def forward(self, hidden_TD: Tensor, rotation: Rotation, cache: KeyValueCache, step: StepInputs) -> Tensor:
+    def forward(self, hidden_TD: Tensor, rotations: Rotations, cache: KeyValueCache, step: StepInputs) -> Tensor:
         projected = self.query_key_value(hidden_TD).split(self.projected_sizes, dim=-1)
         size = self.config.head_dim
         query_TNH, key_TGH, value_TGH = (rearrange(part, "T (N H) -> T N H", H=size) for part in projected)
+        rotation = rotations[self.config.rotary]
+        if self.config.rotates_first:
+            query_TNH, key_TGH = self._apply_rope(query_TNH, rotation), self._apply_rope(key_TGH, rotation)
+            rotation = rotations[NO_ROTARY]
         query_TNH, key_TGH = self.query_norm(query_TNH), self.key_norm(key_TGH)
         if self.config.clip is not None:
             limit = self.config.clip

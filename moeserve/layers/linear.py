@@ -49,14 +49,23 @@ class Linear(nn.Module):
 class Embedding(nn.Module):
     """One row of a table for each token id. Each tp rank has a share of the vocabulary."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, context: ModelContext) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, context: ModelContext, *, factor: float = 1.0) -> None:
+        """
+        Args:
+            factor: of the rows.
+        """
         super().__init__()
         self.tp = context.tp
+        self.factor = factor
         self.share = share_of(vocab_size, self.tp.rank_in_group, self.tp.world_size)
         self.weight = context.parameter(self.share.stop - self.share.start, hidden_size)
 
     def forward(self, token_ids_T: Tensor, sizes: Sequence[int]) -> Tensor:
         """Return this rank's share [t, D] of the tokens' rows. `sizes` are the shares of all tp ranks."""
+        hidden_tD = self._rows(token_ids_T, sizes)
+        return hidden_tD if self.factor == 1.0 else hidden_tD * self.factor
+
+    def _rows(self, token_ids_T: Tensor, sizes: Sequence[int]) -> Tensor:
         if self.tp.world_size == 1:
             return functional.embedding(token_ids_T, self.weight)
         is_elsewhere_T = (token_ids_T < self.share.start) | (token_ids_T >= self.share.stop)
@@ -68,9 +77,23 @@ class Embedding(nn.Module):
 class OutputHead(nn.Module):
     """Logits over the vocabulary. With tied embeddings, the weight is that of the embedding."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, context: ModelContext, *, tied_to: Embedding | None) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        context: ModelContext,
+        *,
+        tied_to: Embedding | None,
+        divisor: float = 1.0,
+    ) -> None:
+        """
+        Args:
+            tied_to: the embedding whose weight is used.
+            divisor: of the logits.
+        """
         super().__init__()
         self.tp = context.tp
+        self.divisor = divisor
         self.share_sizes = share_sizes(vocab_size, self.tp.world_size)
         self.share = share_of(vocab_size, self.tp.rank_in_group, self.tp.world_size)
         # The head picks the token: never quantise it below int8; fp8 is too coarse.
@@ -91,6 +114,8 @@ class OutputHead(nn.Module):
     def forward(self, hidden_LD: Tensor) -> Tensor:
         """Return logits [L, V] on every tp rank, with contiguous rows, which the sampler relies on."""
         logits_Lv = self.weights.product.multiply(hidden_LD)
+        if self.divisor != 1.0:
+            logits_Lv = logits_Lv / self.divisor
         if self.tp.world_size == 1:
             return logits_Lv
         num_rows = len(logits_Lv)

@@ -25,9 +25,9 @@ from moeserve.layers.context import ModelContext
 from moeserve.layers.input_share import num_input_chunks, share_inputs
 from moeserve.layers.linear import Linear
 from moeserve.layers.norm import RMSNorm
+from moeserve.layers.rotary import RotaryConfig, Rotations
 from moeserve.layers.weights import QuantizationLimits, Weights
 from moeserve.memory import new_empty
-from moeserve.ops.interfaces import Rotation
 from moeserve.step_inputs import StepInputs
 
 # T tokens, D model width, N heads of this rank, n some of them, K unrotated values of a head's key, S rotated ones,
@@ -44,7 +44,7 @@ class LatentAttentionConfig:
     query_rank: int | None  # size that queries are compressed to; None: they are not
     latent_size: int
     key_dim: int  # of each head, without the rotated part
-    rotary_dim: int
+    rotary: RotaryConfig  # of the rotated part
     value_dim: int
     score_factor: float = 1.0  # see RotaryConfig
     has_bias: bool = False  # of the compressing projections and of the output
@@ -52,6 +52,15 @@ class LatentAttentionConfig:
     def can_divide(self, num_ranks: int) -> bool:
         """True if this many tp ranks can each have equally many heads."""
         return self.num_heads % num_ranks == 0
+
+    @property
+    def rotaries(self) -> tuple[RotaryConfig, ...]:
+        """All rotations that the layer makes."""
+        return (self.rotary,)
+
+    @property
+    def rotary_dim(self) -> int:
+        return self.rotary.dim
 
     @property
     def query_dim(self) -> int:
@@ -138,8 +147,8 @@ class LatentAttention(nn.Module):
         shape = (num_blocks, block_size, self.config.cached_size)
         return LatentCache(torch.empty(shape, dtype=self.context.dtype, device=self.context.device))
 
-    def forward(self, hidden_TD: Tensor, rotation: Rotation, cache: LatentCache, step: StepInputs) -> Tensor:
-        config = self.config
+    def forward(self, hidden_TD: Tensor, rotations: Rotations, cache: LatentCache, step: StepInputs) -> Tensor:
+        config, rotation = self.config, rotations[self.config.rotary]
         query_TNQ = rearrange(self.query(hidden_TD), "T (N Q) -> T N Q", N=self.num_heads)
         query_TNK, query_TNS = query_TNQ.split([config.key_dim, config.rotary_dim], dim=-1)
         query_TNP = new_empty(query_TNQ, *query_TNQ.shape[:2], config.cached_size)

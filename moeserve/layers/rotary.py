@@ -1,8 +1,13 @@
-"""Rotary position embedding (arXiv 2104.09864): the angles of a step's tokens, computed once for all layers."""
+"""Rotary position embedding (arXiv 2104.09864): the angles of a step's tokens, computed once for all layers.
+
+Layers may have different frequencies. What else depends on a token's position and on a layer's configuration is in the
+form of a rotation too, so that the kernels of rotations serve it.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -75,13 +80,33 @@ class YarnScaling:
         return divide_F * frequencies_F / self.factor + (1 - divide_F) * frequencies_F
 
 
+@dataclass(frozen=True)
+class NtkScaling:
+    """Stretches the base of the frequencies: theta * alpha**(dim / (dim - 2)) (Hunyuan)."""
+
+    alpha: float
+
+    def scale(self, frequencies_F: Tensor, theta: float) -> Tensor:
+        num_pairs = len(frequencies_F)
+        exponents_F = torch.arange(num_pairs, dtype=torch.float32) / num_pairs
+        return 1.0 / (theta * self.alpha ** (num_pairs / (num_pairs - 1))) ** exponents_F
+
+
+@dataclass(frozen=True)
+class NoScaling:
+    """Sets every frequency to zero: nothing is rotated."""
+
+    def scale(self, frequencies_F: Tensor, theta: float) -> Tensor:
+        return torch.zeros_like(frequencies_F)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RotaryConfig:
     """The rotated values of a head and their frequencies. The scalings are those of published checkpoints."""
 
     dim: int  # even number of values at the beginning of a head that are rotated
     theta: float
-    scaling: LinearScaling | Llama3Scaling | YarnScaling | None = None
+    scaling: LinearScaling | Llama3Scaling | YarnScaling | NtkScaling | NoScaling | None = None
     is_interleaved: bool = False  # a pair is two neighbours (2f, 2f + 1); otherwise it is (f, f + dim / 2)
 
     @property
@@ -115,3 +140,19 @@ class Rotary:
         if (factor := self.config.attention_factor) != 1.0:
             cosines_TF, sines_TF = cosines_TF * factor, sines_TF * factor
         return Rotation(cosines_TF, sines_TF, self.config.is_interleaved)
+
+
+# Of layers without rotary embedding. The cosine of zero is exactly one, so numbers keep their bytes.
+NO_ROTARY = RotaryConfig(dim=2, theta=2.0, scaling=NoScaling())
+
+Rotations = Mapping[RotaryConfig, Rotation]  # of a step's tokens, by the configurations of its layers
+
+
+class Rotaries:
+    """The frequencies of all layers of a model, on its device."""
+
+    def __init__(self, configs: Iterable[RotaryConfig], device: torch.device) -> None:
+        self._of_config = {config: Rotary(config, device) for config in configs}
+
+    def at(self, positions_T: Tensor) -> Rotations:
+        return {config: rotary.at(positions_T) for config, rotary in self._of_config.items()}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 from collections.abc import KeysView
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +12,11 @@ from safetensors import SafetensorError, safe_open
 
 from moeserve.errors import CheckpointError
 from moeserve.models.config_values import read_json
+from moeserve.models.family import DecoderPart
 from moeserve.models.quantization import CheckpointTensor, StoredTensor
 from moeserve.models.weight_format import WeightFormat
+
+logger = logging.getLogger(__name__)
 
 MAX_NAMES_SHOWN = 5
 LFS_POINTER = b"version https://git-lfs"
@@ -45,6 +50,23 @@ def open_checkpoint(folder: Path, weight_format: WeightFormat) -> Checkpoint:
         stored_as=weight_format.stored_as,
         stored_bytes=sum(shard.stat().st_size for shard in {tensor.shard for tensor in stored.values()}),
     )
+
+
+def select_decoder(checkpoint: Checkpoint, part: DecoderPart) -> Checkpoint:
+    """Return the tensors of the decoder, by the names that they have in a checkpoint of it alone."""
+    tensors: dict[str, CheckpointTensor] = {}
+    num_left_out = 0
+    for name, tensor in checkpoint.tensors.items():
+        prefix = next(((old, new) for old, new in part.prefixes if name.startswith(old)), None)
+        if prefix is not None:
+            tensors[prefix[1] + name.removeprefix(prefix[0])] = tensor
+        elif name.startswith(part.left_out):
+            num_left_out += 1
+        else:
+            tensors[name] = tensor
+    if num_left_out:
+        logger.info("%s: %d tensors that are not the decoder's are not loaded", checkpoint.folder, num_left_out)
+    return dataclasses.replace(checkpoint, tensors=tensors)
 
 
 def read_headers(folder: Path) -> dict[str, StoredTensor]:

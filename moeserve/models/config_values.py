@@ -12,6 +12,7 @@ from moeserve.errors import CheckpointError, shown
 from moeserve.layers.rotary import LinearScaling, Llama3Scaling, RotaryConfig, YarnScaling
 
 LARGEST_NUMBER = 1e30
+_BESIDE_TEXT_PART = ("dtype", "torch_dtype", "quantization_config", "eos_token_id", "tie_word_embeddings")
 MAX_INTEGER = 2**31 - 1
 
 
@@ -152,6 +153,19 @@ class ConfigValues:
         if not is_list:
             raise self.wrong(key, f"must list layers from 0 to {num_layers - 1}")
         return frozenset(value)
+
+    def text_part(self) -> ConfigValues:
+        """Return the values of the language model, where a config also describes others; else the config itself.
+
+        Some values stand beside the language model's own: dtype, quantisation, token ids, and tied embeddings.
+        """
+        own = self.values.get("text_config")
+        if own is None:
+            return self
+        if not isinstance(own, dict):
+            raise self.wrong("text_config", "must be an object")
+        beside = {key: self.values[key] for key in _BESIDE_TEXT_PART if self.values.get(key) is not None}
+        return ConfigValues(self.path, own | beside)
 
     def rotary_settings(self) -> ConfigValues:
         """Return the object under `rope_parameters` (transformers 5) or `rope_scaling` (before), whichever is used."""

@@ -17,12 +17,11 @@ from moeserve.layers.linear import Embedding, OutputHead
 from moeserve.layers.mla import LatentAttention, LatentAttentionConfig
 from moeserve.layers.mlp import GatedMLP
 from moeserve.layers.norm import RMSNorm
-from moeserve.layers.rotary import Rotary
+from moeserve.layers.rotary import Rotaries, Rotations
 from moeserve.layers.weights import allocate_weights
 from moeserve.models.model_config import LayerConfig, MLPConfig, ModelConfig
 from moeserve.moe.dispatch.factory import DispatcherFactory
 from moeserve.moe.layer import MoEConfig, MoELayer, Stages, run_in_turn
-from moeserve.ops.interfaces import Rotation
 from moeserve.step_inputs import StepInputs
 
 # T tokens of the replica's step, t this tp rank's share of them, D model width
@@ -67,12 +66,12 @@ class DecoderLayer(nn.Module):
                 self.feed_forward = DenseFeedForward(hidden_size, share_inputs(width, num_chunks, context), context)
 
     def attend(
-        self, hidden_tD: Tensor, update_tD: Tensor | None, rotation: Rotation, cache: Any, step: StepInputs
+        self, hidden_tD: Tensor, update_tD: Tensor | None, rotations: Rotations, cache: Any, step: StepInputs
     ) -> tuple[Tensor, Tensor]:
         """Return the residual stream after attention, and the input of the feed-forward network."""
         hidden_tD, normed_tD = self.attention_norm.after_adding(update_tD, hidden_tD)
         normed_TD = self.tp.all_gather(normed_tD, step.tp_sizes)  # collective: all tp ranks
-        attended_TD = self.attention(normed_TD, rotation, cache, step)
+        attended_TD = self.attention(normed_TD, rotations, cache, step)
         # collective: all tp ranks
         attended_tD = self.tp.reduce_scatter(attended_TD, step.tp_sizes, self.sum_dtype)
         return self.feed_forward_norm.after_adding(attended_tD, hidden_tD)
@@ -129,7 +128,8 @@ class Decoder(nn.Module):
         self.dispatchers = dispatchers
         self.tp = context.tp
         size, epsilon = config.hidden_size, config.norm_epsilon
-        self.embedding = Embedding(config.vocab_size, size, context) if self.stage.start == 0 else None
+        factor = config.embedding_factor
+        self.embedding = Embedding(config.vocab_size, size, context, factor=factor) if self.stage.start == 0 else None
         assert len(placements) == config.num_sparse_layers, (len(placements), config.num_sparse_layers)
         unused = iter(config.of_stage(placements, self.stage))
         self.layers = [DecoderLayer(layer, size, epsilon, unused, dispatchers, context) for layer in self.layer_configs]
@@ -139,8 +139,9 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(size, epsilon, context) if is_last else None
         # Tied weights are loaded a second time where the head is on another stage than the embedding.
         tied_to = self.embedding if config.tie_word_embeddings else None
-        self.head = OutputHead(config.vocab_size, size, context, tied_to=tied_to) if is_last else None
-        self.rotary = Rotary(config.rotary, context.device)
+        divisor = config.logits_divisor
+        self.head = OutputHead(config.vocab_size, size, context, tied_to=tied_to, divisor=divisor) if is_last else None
+        self.rotaries = Rotaries(config.rotaries, context.device)
         allocate_weights(self)
 
     def with_one_layer_of_each_kind(self) -> Decoder:
@@ -180,23 +181,23 @@ class Decoder(nn.Module):
         sent = [self.send(hidden) for hidden in run_in_turn(running)]
         return sent[0] if len(sent) == 1 else torch.cat(sent)
 
-    def receive(self, step: StepInputs) -> tuple[Tensor, Rotation]:
+    def receive(self, step: StepInputs) -> tuple[Tensor, Rotations]:
         """Return the inputs of the first layer: embedded tokens, or the residual stream of the stage before."""
-        rotation = self.rotary.at(step.positions)
+        rotations = self.rotaries.at(step.positions)
         if self.embedding is not None:
-            return self.embedding(step.token_ids, step.tp_sizes), rotation
+            return self.embedding(step.token_ids, step.tp_sizes), rotations
         previous = self.groups.previous
         assert previous is not None
         shape = step.tp_sizes[self.tp.rank_in_group], self.config.hidden_size
         empty_tD = torch.empty(shape, dtype=self.context.dtype, device=step.positions.device)
-        return previous.broadcast(empty_tD, 0), rotation  # collective: this rank and that of the stage before
+        return previous.broadcast(empty_tD, 0), rotations  # collective: this rank and that of the stage before
 
-    def run_layers(self, hidden_tD: Tensor, rotation: Rotation, caches: list[Any], step: StepInputs) -> Tensor:
+    def run_layers(self, hidden_tD: Tensor, rotations: Rotations, caches: list[Any], step: StepInputs) -> Tensor:
         """Return the argument of `send` from the result of `receive`."""
-        (hidden,) = run_in_turn([self.stages(hidden_tD, rotation, caches, step)])
+        (hidden,) = run_in_turn([self.stages(hidden_tD, rotations, caches, step)])
         return hidden
 
-    def stages(self, hidden_tD: Tensor, rotation: Rotation, caches: list[Any], step: StepInputs) -> Stages[Tensor]:
+    def stages(self, hidden_tD: Tensor, rotations: Rotations, caches: list[Any], step: StepInputs) -> Stages[Tensor]:
         """Run the layers. See `run_layers`; yields in each layer with experts.
 
         The first rows of a chunk that halves divide are in the cache before the others attend to them, because in each
@@ -205,7 +206,7 @@ class Decoder(nn.Module):
         update_tD: Tensor | None = None
         for number, (layer, cache) in enumerate(zip(self.layers, caches, strict=True), self.stage.start):
             self.groups.set_layer(number)
-            hidden_tD, normed_tD = layer.attend(hidden_tD, update_tD, rotation, cache, step)
+            hidden_tD, normed_tD = layer.attend(hidden_tD, update_tD, rotations, cache, step)
             update_tD = None  # DeepEP's low-latency kernels have memory for two results
             update_tD = yield from layer.feed_forward.stages(normed_tD, step)
         self.groups.set_layer(None)

@@ -18,12 +18,34 @@ class MoENames:
     """
 
     router: str = "mlp.gate"
+    correction: str = "mlp.gate.e_score_correction_bias"
+    is_correction_matrix: bool = False  # [1, experts]
     experts: str = "mlp.experts"
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    fused: tuple[str, str] = ("gate_up_proj", "down_proj")  # of all experts, after `<experts>.`
     shared: str = "mlp.shared_experts"
+    shared_fused: tuple[str, str] | None = None  # gate with up, and down, after `<shared>.`; None: three tensors
     is_interleaved: bool = False  # one tensor for all experts, [experts, inputs, outputs], gate and up outputs in turn
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionNames:
+    """Tensor names of grouped-query attention, after `model.layers.3.self_attn.`."""
+
+    query_norm: str = "q_norm"
+    key_norm: str = "k_norm"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderPart:
+    """The tensors of the decoder in a checkpoint that also holds others, such as for images."""
+
+    # Beginnings of names, and what stands for them in a checkpoint of the decoder alone. The first that fits is used; a
+    # name that has none is kept as it is.
+    prefixes: tuple[tuple[str, str], ...] = ()
+    left_out: tuple[str, ...]  # beginnings of the names of all other tensors, which are not loaded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,5 +54,8 @@ class Family:
 
     name: str
     architecture: str  # the name in config.json under `architectures`
+    other_architectures: tuple[str, ...] = ()  # more such names
     read: Callable[[ConfigValues], ModelConfig]  # raises CheckpointError for a config that is not supported
     names: tuple[MoENames, ...] = (MoENames(),)  # a checkpoint follows the first whose router it holds
+    attention_names: AttentionNames = AttentionNames()
+    decoder_part: DecoderPart | None = None  # None: all tensors are the decoder's

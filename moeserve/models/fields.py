@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from moeserve.layers.attention import AttentionConfig
-from moeserve.layers.rotary import RotaryConfig, YarnScaling
+from moeserve.layers.mla import LatentAttentionConfig
+from moeserve.layers.rotary import YarnScaling
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.model_config import LayerConfig, MLPConfig, ModelConfig
 from moeserve.moe.layer import MoEConfig
@@ -16,7 +18,7 @@ from moeserve.ops.interfaces import RouterConfig
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
-def read_model(config: ConfigValues, layers: list[LayerConfig], rotary: RotaryConfig) -> ModelConfig:
+def read_model(config: ConfigValues, layers: list[LayerConfig]) -> ModelConfig:
     """Read everything but the layers."""
     config.require("hidden_act", "silu")
     return ModelConfig(
@@ -24,19 +26,21 @@ def read_model(config: ConfigValues, layers: list[LayerConfig], rotary: RotaryCo
         hidden_size=read_hidden_size(config),
         layers=tuple(layers),
         norm_epsilon=config.number("rms_norm_eps"),
-        rotary=rotary,
-        max_position_embeddings=_read_context(config, rotary),
+        max_position_embeddings=_read_context(config, layers),
         tie_word_embeddings=config.flag("tie_word_embeddings", default=False),
         num_skipped_layers=config.optional_integer("num_nextn_predict_layers", low=0, high=2**6) or 0,
     )
 
 
-def _read_context(config: ConfigValues, rotary: RotaryConfig) -> int:
+def _read_context(config: ConfigValues, layers: list[LayerConfig]) -> int:
     """Return the longest context, which YaRN extends even if max_position_embeddings was left unchanged."""
-    context = config.integer("max_position_embeddings")
-    if isinstance(rotary.scaling, YarnScaling):
-        return max(context, int(rotary.scaling.original_max_position_embeddings * rotary.scaling.factor))
-    return context
+    scalings = {layer.attention.rotary.scaling for layer in layers}
+    extended = (
+        int(scaling.original_max_position_embeddings * scaling.factor)
+        for scaling in scalings
+        if isinstance(scaling, YarnScaling)
+    )
+    return max(config.integer("max_position_embeddings"), *extended, 0)
 
 
 def read_hidden_size(config: ConfigValues) -> int:
@@ -52,8 +56,20 @@ def read_width(config: ConfigValues, key: str) -> int:
     return config.integer(key, high=2**20)
 
 
-def read_attention(config: ConfigValues, **settings: Any) -> AttentionConfig:
-    """Read the shape of grouped-query attention. `settings` are the family's own fields of AttentionConfig."""
+def read_attention(
+    config: ConfigValues,
+    *,
+    default_fraction: float | None = None,
+    is_interleaved: bool = False,
+    default_theta: float | None = None,
+    **settings: Any,
+) -> AttentionConfig:
+    """Read the shape of grouped-query attention.
+
+    Args:
+        default_fraction, is_interleaved, default_theta: as in `ConfigValues.rotary`. Unused if `settings` has a rotary.
+        settings: the family's own fields of AttentionConfig.
+    """
     num_heads = config.integer("num_attention_heads", high=2**14)
     num_kv_heads = config.integer("num_key_value_heads", default=num_heads)
     if num_heads % num_kv_heads:
@@ -64,16 +80,60 @@ def read_attention(config: ConfigValues, **settings: Any) -> AttentionConfig:
         if hidden_size % num_heads:
             raise config.wrong("hidden_size", f"must be a multiple of num_attention_heads={num_heads}")
         head_dim = hidden_size // num_heads
+    if "rotary" not in settings:
+        settings["rotary"] = config.rotary(
+            head_dim,
+            default_fraction=default_fraction,
+            is_interleaved=is_interleaved,
+            default_theta=default_theta,
+        )
     return AttentionConfig(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, **settings)
 
 
-def read_num_experts(config: ConfigValues, *keys: str) -> tuple[int, int]:
+def read_latent_attention(config: ConfigValues, *, is_interleaved: bool) -> LatentAttentionConfig:
+    """Read the shape of latent attention (DeepSeek)."""
+    rotary = config.rotary(
+        config.integer("qk_rope_head_dim", high=2**14),
+        head_dim_key="qk_rope_head_dim",
+        is_interleaved=is_interleaved,
+    )
+    return LatentAttentionConfig(
+        num_heads=config.integer("num_attention_heads", high=2**14),
+        query_rank=config.nullable_integer("q_lora_rank", high=2**18),
+        latent_size=config.integer("kv_lora_rank", high=2**18),
+        key_dim=config.integer("qk_nope_head_dim", high=2**14),
+        rotary=rotary,
+        value_dim=config.integer("v_head_dim", high=2**14),
+        score_factor=rotary.score_factor,
+        has_bias=config.flag("attention_bias", False),
+    )
+
+
+def read_windows(config: ConfigValues, default: Sequence[bool] | None = None) -> list[int | None]:
+    """Return the window of each layer, None for full attention.
+
+    Args:
+        default: True for the layers with a window where the config has no `layer_types`; None: it must have them.
+    """
+    num_layers = read_num_layers(config)
+    has_window = config.flags_of_layers("layer_types", LAYER_TYPES, num_layers)
+    if has_window is None:
+        if default is None:
+            raise config.missing("layer_types")
+        has_window = list(default)
+    if not any(has_window):
+        return [None] * num_layers
+    window = config.integer("sliding_window")
+    return [window if has else None for has in has_window]
+
+
+def read_num_experts(config: ConfigValues, *keys: str, top_k_key: str = "num_experts_per_tok") -> tuple[int, int]:
     """Read the experts of a layer and those per token. `keys` are names of the former, the usual one first."""
     key = config.key_of(*keys)
     num_experts = config.integer(key, high=2**14)
-    top_k = config.integer("num_experts_per_tok")
+    top_k = config.integer(top_k_key)
     if top_k > num_experts:
-        raise config.wrong("num_experts_per_tok", f"is more than {key}={num_experts}")
+        raise config.wrong(top_k_key, f"is more than {key}={num_experts}")
     return num_experts, top_k
 
 
@@ -103,8 +163,12 @@ def read_grouped_router(config: ConfigValues) -> RouterConfig:
     )
 
 
-def read_corrected_router(config: ConfigValues) -> RouterConfig:
-    """Read a sigmoid router with groups of experts and a learned correction (DeepSeek-V3, GLM-4.5)."""
+def read_corrected_router(config: ConfigValues, *, is_normalized: bool = True) -> RouterConfig:
+    """Read a sigmoid router with groups of experts and a learned correction (DeepSeek-V3, GLM-4.5).
+
+    Args:
+        is_normalized: the default of `norm_topk_prob`.
+    """
     router = read_grouped_router(config)
     if router.num_groups > 1 and router.num_experts == router.num_groups:
         raise config.wrong("n_group", "gives groups of one expert, but groups are rated by their best two")
@@ -112,7 +176,7 @@ def read_corrected_router(config: ConfigValues) -> RouterConfig:
         router,
         scoring="sigmoid",
         experts_rating_group=2,
-        is_normalized=config.flag("norm_topk_prob", default=True),
+        is_normalized=config.flag("norm_topk_prob", default=is_normalized),
         has_correction=True,
     )
 
@@ -126,7 +190,7 @@ def read_shared_experts(config: ConfigValues, expert_width: int) -> SharedExpert
 def read_leading_dense(config: ConfigValues, moe: MoEConfig) -> list[MoEConfig | MLPConfig]:
     """Return dense networks for the first `first_k_dense_replace` layers, then experts (DeepSeek, GLM)."""
     num_layers, num_leading = read_num_layers(config), config.integer("first_k_dense_replace", low=0)
-    return _feed_forwards(config, moe, [index < num_leading for index in range(num_layers)])
+    return feed_forwards_of(config, moe, [index < num_leading for index in range(num_layers)])
 
 
 def read_sparse_layers(config: ConfigValues, moe: MoEConfig) -> list[MoEConfig | MLPConfig]:
@@ -134,10 +198,21 @@ def read_sparse_layers(config: ConfigValues, moe: MoEConfig) -> list[MoEConfig |
     num_layers = read_num_layers(config)
     step = config.integer("decoder_sparse_step", 1)
     listed = config.layer_numbers("mlp_only_layers", num_layers)
-    return _feed_forwards(config, moe, [(index + 1) % step != 0 or index in listed for index in range(num_layers)])
+    return feed_forwards_of(config, moe, [(index + 1) % step != 0 or index in listed for index in range(num_layers)])
 
 
-def _feed_forwards(config: ConfigValues, moe: MoEConfig, is_dense: list[bool]) -> list[MoEConfig | MLPConfig]:
+def read_listed_dense(config: ConfigValues, moe: MoEConfig) -> list[MoEConfig | MLPConfig]:
+    """Return the networks that `mlp_layer_types` lists; without it, dense ones for the first layers, usually one."""
+    num_layers = read_num_layers(config)
+    is_dense = config.flags_of_layers("mlp_layer_types", ("sparse", "dense"), num_layers)
+    if is_dense is None:
+        num_leading = config.integer("first_k_dense_replace", 1, low=0)
+        is_dense = [index < num_leading for index in range(num_layers)]
+    return feed_forwards_of(config, moe, is_dense)
+
+
+def feed_forwards_of(config: ConfigValues, moe: MoEConfig, is_dense: Sequence[bool]) -> list[MoEConfig | MLPConfig]:
+    """Return the networks of all layers, given which are dense."""
     if not any(is_dense):
         return [moe] * len(is_dense)
     dense = MLPConfig(width=read_width(config, "intermediate_size"))

@@ -40,15 +40,21 @@ class ModelConfig:
     hidden_size: int
     layers: tuple[LayerConfig, ...]
     norm_epsilon: float
-    rotary: RotaryConfig
     max_position_embeddings: int
     tie_word_embeddings: bool
+    embedding_factor: float = 1.0  # of the token embeddings
+    logits_divisor: float = 1.0
     num_skipped_layers: int = 0  # after the last: multi-token prediction, which is not served
 
     @property
     def first_moe(self) -> MoEConfig | None:
         """The mixture of experts of the first layer that has one. All such layers have the same."""
         return next((layer.feed_forward for layer in self.layers if isinstance(layer.feed_forward, MoEConfig)), None)
+
+    @property
+    def rotaries(self) -> frozenset[RotaryConfig]:
+        """All rotations that the layers make."""
+        return frozenset(rotary for layer in self.layers for rotary in layer.attention.rotaries)
 
     @property
     def num_experts(self) -> int:

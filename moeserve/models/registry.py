@@ -22,7 +22,8 @@ def _find_families() -> dict[str, Family]:
     """Return the families in the folder `families`, by architecture."""
     names = [f"{families.__name__}.{module.name}" for module in iter_modules(families.__path__)]
     values = [value for name in names for value in vars(importlib.import_module(name)).values()]
-    return {family.architecture: family for family in values if isinstance(family, Family)}
+    found = [value for value in values if isinstance(value, Family)]
+    return {name: family for family in found for name in (family.architecture, *family.other_architectures)}
 
 
 FAMILIES = _find_families()
@@ -85,6 +86,7 @@ def describe(folder: str | Path) -> Description:
             f"{config.path}: architecture {architecture!r} is not supported; supported: {', '.join(sorted(FAMILIES))}"
         )
     family = FAMILIES[architecture]
+    config = config.text_part()
     weight_format = read_weight_format(config)
     return Description(
         family=family,
@@ -100,7 +102,8 @@ def read_generation_defaults(folder: str | Path) -> GenerationDefaults:
     folder = Path(folder)
     path = folder / "generation_config.json"
     generation = read_json(path) if path.is_file() else {}
-    source = ConfigValues(path, generation) if "eos_token_id" in generation else ConfigValues.of_folder(folder)
+    has_ids = "eos_token_id" in generation
+    source = ConfigValues(path, generation) if has_ids else ConfigValues.of_folder(folder).text_part()
     eos_token_ids = source.token_ids("eos_token_id")
     given = {name: generation[name] for name in _SAMPLING_NAMES if generation.get(name) is not None}
     sampling = {_SAMPLING_NAMES[name]: value for name, value in given.items()}

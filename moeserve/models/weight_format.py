@@ -70,7 +70,7 @@ def read_weight_format(config: ConfigValues) -> WeightFormat:
             height >= 1
             and width >= 1
             and quantization.get("activation_scheme", "dynamic") == "dynamic"
-            and quantization.get("fmt", "e4m3") == "e4m3"
+            and quantization.get("fmt", "e4m3") in ("e4m3", "float8_e4m3fn")
         ):
             encoded = functools.partial(Fp8Tensor, block=(height, width))
             parts = {"weight": "", "scale": "_scale_inv"}

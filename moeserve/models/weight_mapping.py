@@ -17,7 +17,7 @@ from moeserve.layers.mla import CompressedQuery, LatentAttention
 from moeserve.layers.mlp import GatedMLP
 from moeserve.layers.weights import Weights
 from moeserve.models.decoder import Decoder, DenseFeedForward
-from moeserve.models.family import Family, MoENames
+from moeserve.models.family import AttentionNames, Family, MoENames
 from moeserve.models.model_config import MLPConfig
 from moeserve.models.weight_loading import Destination, Destinations, columns, rows, whole
 from moeserve.moe.layer import MoELayer
@@ -62,7 +62,7 @@ def _rows_of(model: Decoder, family: Family, names: Collection[str]) -> Iterator
         yield f"{prefix}.post_attention_layernorm.weight", whole(layer.feed_forward_norm.weight)
         match layer.attention:
             case Attention() as attention:
-                yield from _attention(f"{prefix}.self_attn", attention)
+                yield from _attention(f"{prefix}.self_attn", attention, family.attention_names)
             case LatentAttention() as attention:
                 yield from _latent_attention(f"{prefix}.self_attn", attention)
         match layer.feed_forward, config.feed_forward:
@@ -73,7 +73,7 @@ def _rows_of(model: Decoder, family: Family, names: Collection[str]) -> Iterator
                 yield from _moe(prefix, moe, used, names)
 
 
-def _attention(prefix: str, attention: Attention) -> Iterator[Row]:
+def _attention(prefix: str, attention: Attention, names: AttentionNames) -> Iterator[Row]:
     config, size, fused = attention.config, attention.config.head_dim, attention.query_key_value
     queries, keys = _times(attention.heads, size), _times(attention.kv_heads, size)
     num_queries, num_keys = config.num_heads * size, config.num_kv_heads * size
@@ -86,7 +86,7 @@ def _attention(prefix: str, attention: Attention) -> Iterator[Row]:
             yield f"{prefix}.{projection}_proj.bias", rows(bias, share, num_rows)
     if attention.sinks is not None:
         yield f"{prefix}.sinks", rows(attention.sinks, attention.heads, config.num_heads)
-    for name, norm in (("q_norm", attention.query_norm), ("k_norm", attention.key_norm)):
+    for name, norm in ((names.query_norm, attention.query_norm), (names.key_norm, attention.key_norm)):
         if not isinstance(norm, nn.Identity):
             yield f"{prefix}.{name}.weight", whole(norm.weight)
     yield from _summed_linear(f"{prefix}.o_proj", attention.output, queries, num_queries, config.has_output_bias)
@@ -129,17 +129,23 @@ def _moe(prefix: str, moe: MoELayer, names: MoENames, names_in_checkpoint: Colle
     if moe.router.bias is not None:
         yield f"{router}.bias", whole(moe.router.bias)
     if moe.router.correction is not None:
-        yield f"{router}.e_score_correction_bias", whole(moe.router.correction)
+        correction_E = moe.router.correction
+        yield f"{prefix}.{names.correction}", whole(correction_E[None] if names.is_correction_matrix else correction_E)
     if moe.shared_experts is not None:
-        mlp = moe.shared_experts.mlp
-        yield from _mlp(f"{prefix}.{names.shared}", mlp, mlp.width.stop)
+        mlp, shared = moe.shared_experts.mlp, f"{prefix}.{names.shared}"
+        if names.shared_fused is None:
+            yield from _mlp(shared, mlp, mlp.width.stop)
+        else:
+            gate_up, down = names.shared_fused
+            yield f"{shared}.{gate_up}.weight", whole(mlp.gate_up.open.weight_eOI[0], mlp.gate_up)
+            yield from _linear(f"{shared}.{down}", mlp.down)
         if moe.shared_experts.gate is not None:
             yield from _linear(f"{prefix}.mlp.shared_expert_gate", moe.shared_experts.gate)
     experts = f"{prefix}.{names.experts}"
     if names.is_interleaved:
         yield from _interleaved_experts(experts, moe)
-    elif f"{experts}.gate_up_proj" in names_in_checkpoint:
-        yield from _fused_experts(experts, moe)
+    elif f"{experts}.{names.fused[0]}" in names_in_checkpoint:
+        yield from _fused_experts(experts, moe, names)
     else:
         yield from _separate_experts(experts, moe, names)
 
@@ -157,9 +163,9 @@ def _separate_experts(prefix: str, moe: MoELayer, names: MoENames) -> Iterator[R
             yield f"{prefix}.{expert}.{name}.weight", None
 
 
-def _fused_experts(prefix: str, moe: MoELayer) -> Iterator[Row]:
+def _fused_experts(prefix: str, moe: MoELayer, names: MoENames) -> Iterator[Row]:
     """Yield all experts as [experts, 2 * width, hidden] and [experts, hidden, width]."""
-    for name, weights in (("gate_up_proj", moe.experts.gate_up), ("down_proj", moe.experts.down)):
+    for name, weights in zip(names.fused, (moe.experts.gate_up, moe.experts.down), strict=True):
         yield f"{prefix}.{name}", None
         for slot, expert in enumerate(moe.local_experts):
             memory, share = weights.open.weight_eOI[slot : slot + 1], slice(expert, expert + 1)

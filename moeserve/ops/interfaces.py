@@ -46,7 +46,7 @@ class ClampedSwiGLU:
 
 @dataclass(frozen=True)
 class Rotation:
-    """The rotary angles of a step's tokens, shared by all layers."""
+    """The rotary angles of a step's tokens, shared by all layers that rotate alike."""
 
     cosines: Tensor  # [T, F] float32
     sines: Tensor  # [T, F] float32

@@ -25,9 +25,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moeserve.distributed.groups import Groups
+from moeserve.layers.rotary import Rotations
 from moeserve.memory import Arena, without_pool
 from moeserve.models.decoder import Decoder
-from moeserve.ops.interfaces import Rotation
 from moeserve.scheduling.lockstep import Agreement
 from moeserve.step_inputs import StepInputs, decode_step
 from moeserve.worker.step_replay import StepOutputs, do_nothing
@@ -54,7 +54,7 @@ class CapturedStep:
     replay: Callable[[], None]
     num_collectives: tuple[int, ...]  # in the graph, by group
     hidden_tD: Tensor
-    rotation: Rotation
+    rotations: Rotations
     step: StepInputs
     result: Tensor
 
@@ -67,10 +67,11 @@ class CapturedStep:
         self.replay()
         return self.result
 
-    def copy_inputs(self, hidden_tD: Tensor, rotation: Rotation, step: StepInputs) -> None:
+    def copy_inputs(self, hidden_tD: Tensor, rotations: Rotations, step: StepInputs) -> None:
         self.hidden_tD.copy_(hidden_tD)
-        self.rotation.cosines.copy_(rotation.cosines)
-        self.rotation.sines.copy_(rotation.sines)
+        for config, rotation in rotations.items():
+            self.rotations[config].cosines.copy_(rotation.cosines)
+            self.rotations[config].sines.copy_(rotation.sines)
         self.step.cache_slots.copy_(step.cache_slots)
         self.step.context_lens.copy_(step.context_lens)
         self.step.block_table[:, : step.block_table.shape[1]].copy_(step.block_table)
@@ -119,18 +120,18 @@ class CpuGraphs:
         if step.halves:  # steps of many rows, in which the kernels outweigh Python
             self.on_layers()
             return StepOutputs(self.model(step, self.caches))
-        hidden_tD, rotation = self.model.receive(step)
-        return StepOutputs(self.model.send(self._run_layers(hidden_tD, rotation, step)))
+        hidden_tD, rotations = self.model.receive(step)
+        return StepOutputs(self.model.send(self._run_layers(hidden_tD, rotations, step)))
 
-    def _run_layers(self, hidden_tD: Tensor, rotation: Rotation, step: StepInputs) -> Tensor:
+    def _run_layers(self, hidden_tD: Tensor, rotations: Rotations, step: StepInputs) -> Tensor:
         sizes = len(step.token_ids), step.tokens_per_rank
         if 0 < len(step.token_ids) <= MAX_TOKENS and _is_decode(step):
             if sizes in self._sizes_seen and sizes not in self.captured:
-                self._capture(sizes, hidden_tD, rotation, step)
+                self._capture(sizes, hidden_tD, rotations, step)
             if sizes in self.captured:
                 self.captured.move_to_end(sizes)
             if (captured := self.captured.get(sizes)) is not None:
-                captured.copy_inputs(hidden_tD, rotation, step)
+                captured.copy_inputs(hidden_tD, rotations, step)
                 self.on_layers()
                 result = captured.run()
                 self.groups.add_replayed(captured.num_collectives)
@@ -139,9 +140,9 @@ class CpuGraphs:
             if len(self._sizes_seen) > MAX_SIZES_SEEN:
                 self._sizes_seen.popitem(last=False)
         self.on_layers()
-        return self.model.run_layers(hidden_tD, rotation, self.caches, step)
+        return self.model.run_layers(hidden_tD, rotations, self.caches, step)
 
-    def _capture(self, sizes: StepSizes, hidden_tD: Tensor, rotation: Rotation, step: StepInputs) -> None:
+    def _capture(self, sizes: StepSizes, hidden_tD: Tensor, rotations: Rotations, step: StepInputs) -> None:
         """Capture the layers of a step of such sizes, without executing a kernel."""
         make_graph = self.model.context.kernels.make_step_graph
         assert make_graph is not None
@@ -150,11 +151,14 @@ class CpuGraphs:
             replay=graph.replay,
             num_collectives=(),
             hidden_tD=self._input_memory("hidden", hidden_tD),
-            rotation=dataclasses.replace(
-                rotation,
-                cosines=self._input_memory("cosines", rotation.cosines),
-                sines=self._input_memory("sines", rotation.sines),
-            ),
+            rotations={
+                config: dataclasses.replace(
+                    rotation,
+                    cosines=self._input_memory(f"cosines {config}", rotation.cosines),
+                    sines=self._input_memory(f"sines {config}", rotation.sines),
+                )
+                for config, rotation in rotations.items()
+            },
             step=dataclasses.replace(
                 step,
                 cache_slots=self._input_memory("cache_slots", step.cache_slots),
@@ -171,7 +175,7 @@ class CpuGraphs:
             # Reads on the host are looked for once, because that takes as long as the rest: what the layers read does
             # not depend on the number of tokens.
             with check, nullcontext() if self.captured else check.reads, without_pool():
-                result = self.model.run_layers(captured.hidden_tD, captured.rotation, self.caches, captured.step)
+                result = self.model.run_layers(captured.hidden_tD, captured.rotations, self.caches, captured.step)
             alias = self.memory.alias(result)  # a reference would keep this memory from all other graphs
         except Exception as error:  # of an operation on numbers that no kernel has computed
             check.missed.add(f"an operation that fails here: {error!r:.200}")

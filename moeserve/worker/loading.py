@@ -20,7 +20,7 @@ from moeserve.layers.context import ModelContext
 from moeserve.layers.weights import allocate_parameters
 from moeserve.machine import free_memory, shown_bytes
 from moeserve.models import registry
-from moeserve.models.checkpoint import Checkpoint, open_checkpoint
+from moeserve.models.checkpoint import Checkpoint, open_checkpoint, select_decoder
 from moeserve.models.decoder import Decoder
 from moeserve.models.packed_cache import PackedWeightCache, fingerprint, hash_key, sampled_digest
 from moeserve.models.packed_cache_writer import CacheWriter, wait_for_cache_writers
@@ -86,6 +86,8 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
     if config.quantization == "mxfp4":
         weight_format = weight_format.with_mxfp4_kept()
     checkpoint = open_checkpoint(Path(config.model_path), weight_format)
+    if (decoder_part := description.family.decoder_part) is not None:
+        checkpoint = select_decoder(checkpoint, decoder_part)
     if config.quantization == "int4" and weight_format.is_int4:
         keep_int4(checkpoint, destinations(model, description.family, checkpoint.names))
     cache = PackedWeightCache(cache_folder() / "packed", config.packed_cache)

@@ -51,6 +51,8 @@ CASES += [
     ("deepseek-v3-four-heads", 1, 8, "shared_memory", 1, 0),
     ("qwen3-moe-eight-heads", 4, 1, "shared_memory", 3, 0),
 ]
+NEWER = ("glm4-moe-lite-odd", "kimi-k25-tied", "minimax-m2", "ernie-odd", "dots1", "hunyuan", "hy-v3", "granite-shared")
+CASES += [(name, 2, 2, "all_to_all", 2, MIDDLE) for name in NEWER]
 CASES += [("deepseek-v2-lite", 1, 4, "allgather", 2, MIDDLE)]  # with an odd number of heads
 
 
@@ -90,7 +92,7 @@ def test_tokens_of_transformers(
         )
 
     stories = play(tp, dp, dispatcher=dispatcher, num_redundant_experts=num_redundant)
-    worker_groups.check_counts(stories, tp, reference.model.config.num_experts_per_tok)
+    worker_groups.check_counts(stories, tp, reference.model.config.get_text_config().num_experts_per_tok)
     check_ways([sum(num_tokens) for num_tokens in stories[0].steps], stories[0].ways, max_small_tokens)
     updates, alone = updates_of(stories), updates_of(play(1, 1, dispatcher="local"))
     for index, prompt in enumerate(prompts):

@@ -17,7 +17,9 @@ ABSENT = object()
 DEEPSEEK = ("deepseek-v2", "deepseek-v3")
 LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 GROUPED = ("qwen2-moe", "qwen3-moe", "olmoe", "glm4-moe", "gpt-oss")
-EVERY = ("mixtral", *DEEPSEEK, *GROUPED)
+NEWER_LATENT = ("glm4-moe-lite", "kimi-k25")
+NEWER_GROUPED = ("minimax-m2", "ernie", "dots1", "hunyuan", "hy-v3", "granite")
+EVERY = ("mixtral", *DEEPSEEK, *GROUPED, *NEWER_LATENT, *NEWER_GROUPED)
 IN_GROUPS = (*DEEPSEEK, "glm4-moe-groups")
 QWEN = ("qwen2-moe", "qwen3-moe")
 WINDOWED = ("qwen2-moe-window", "qwen3-moe-window")
@@ -30,13 +32,20 @@ def config_of(name: str) -> dict[str, Any]:
 
 
 def num_experts_key(name: str) -> str:
-    if name in (*DEEPSEEK, "glm4-moe"):
+    if name in (*DEEPSEEK, *NEWER_LATENT, "glm4-moe", "dots1"):
         return "n_routed_experts"
-    return "num_local_experts" if name in ("mixtral", "gpt-oss") else "num_experts"
+    if name == "ernie":
+        return "moe_num_experts"
+    return "num_local_experts" if name in ("mixtral", "gpt-oss", "minimax-m2", "granite") else "num_experts"
+
+
+def top_k_key(name: str) -> str:
+    return {"ernie": "moe_k", "hunyuan": "moe_topk"}.get(name, "num_experts_per_tok")
 
 
 def expert_width_key(name: str) -> str:
-    return "intermediate_size" if name in ("mixtral", "olmoe", "gpt-oss") else "moe_intermediate_size"
+    named_so = ("mixtral", "olmoe", "gpt-oss", "minimax-m2", "hunyuan", "granite")
+    return "intermediate_size" if name in named_so else "moe_intermediate_size"
 
 
 NOT_AN_INTEGER, NOT_A_NUMBER, NOT_A_FLAG = (0, -1, 10.5, "four", True), (0, -1.0, "much", True), (1, "yes")
@@ -47,7 +56,7 @@ WRONG: list[tuple[tuple[str, ...], str, tuple[Any, ...]]] = [
     (EVERY, "num_hidden_layers", NOT_AN_INTEGER),
     (EVERY, "vocab_size", NOT_AN_INTEGER),
     (EVERY, "num_attention_heads", NOT_AN_INTEGER),
-    (EVERY, "num_experts_per_tok", (*NOT_AN_INTEGER, 99)),
+    *(((name,), top_k_key(name), (*NOT_AN_INTEGER, 99)) for name in EVERY),
     *(((name,), num_experts_key(name), (*NOT_AN_INTEGER, ABSENT)) for name in EVERY),
     *(((name,), expert_width_key(name), (*NOT_AN_INTEGER, ABSENT)) for name in EVERY),
     (EVERY, "rms_norm_eps", NOT_A_NUMBER),
@@ -74,9 +83,9 @@ WRONG: list[tuple[tuple[str, ...], str, tuple[Any, ...]]] = [
     (DEEPSEEK, "index_topk", (2048,)),
     (("mixtral", *GROUPED), "num_key_value_heads", (*NOT_AN_INTEGER, 5)),
     (("mixtral", "qwen3-moe", "gpt-oss"), "head_dim", (9,)),
-    (DEEPSEEK, "qk_rope_head_dim", (7,)),
-    *((DEEPSEEK, key, (*NOT_AN_INTEGER, ABSENT)) for key in LATENT),
-    (DEEPSEEK, "q_lora_rank", NOT_AN_INTEGER),
+    ((*DEEPSEEK, *NEWER_LATENT), "qk_rope_head_dim", (7,)),
+    *(((*DEEPSEEK, *NEWER_LATENT), key, (*NOT_AN_INTEGER, ABSENT)) for key in LATENT),
+    ((*DEEPSEEK, *NEWER_LATENT), "q_lora_rank", NOT_AN_INTEGER),
     (("deepseek-v3", "qwen3-moe", "glm4-moe"), "attention_bias", NOT_A_FLAG),
     (("qwen2-moe",), "qkv_bias", NOT_A_FLAG),
     # 12 values a head: a quarter of them is 3, and more than all of them there are not
@@ -91,6 +100,30 @@ WRONG: list[tuple[tuple[str, ...], str, tuple[Any, ...]]] = [
     (QWEN, "dual_chunk_attention_config", ({"chunk_size": 8},)),
     (("qwen2-moe",), "shared_expert_intermediate_size", (*NOT_AN_INTEGER, ABSENT)),
     (("gpt-oss",), "swiglu_limit", NOT_A_NUMBER),
+    (("glm4-moe-lite",), "mlp_layer_types", (["dense"], ["sparse", "dense", "moe"], "dense")),
+    (("glm4-moe-lite",), "topk_method", ("greedy",)),
+    (NEWER_GROUPED, "num_key_value_heads", (*NOT_AN_INTEGER, 7)),
+    (("minimax-m2",), "scoring_func", ("softmax",)),
+    (("minimax-m2",), "use_qk_norm", (False,)),
+    (("minimax-m2",), "qk_norm_type", ("per_head",)),
+    (("minimax-m2",), "rotary_dim", (0, 13, 99)),
+    (("minimax-m2",), "shared_intermediate_size", (64,)),
+    (("ernie",), "use_bias", (True,)),
+    (("ernie",), "moe_layer_interval", NOT_AN_INTEGER),
+    (("ernie",), "moe_layer_end_index", (-2, "two")),
+    (("dots1",), "scoring_func", ("softmax",)),
+    (("dots1-window",), "layer_types", (["full_attention"], ["chunked_attention"] * 4)),
+    (("dots1", "hunyuan", "hy-v3", "granite"), "attention_bias", NOT_A_FLAG),
+    (("hunyuan",), "use_qk_norm", (False,)),
+    (("hunyuan",), "use_cla", (True,)),
+    (("hunyuan",), "num_shared_expert", ([1, 2], 2)),
+    (("hunyuan",), "moe_intermediate_size", (20, [21, 20])),
+    (("hy-v3",), "mlp_layer_types", (["dense"], ["sparse", "dense", "moe"], "dense")),
+    (("hy-v3",), "router_scaling_factor", (*NOT_A_NUMBER, ABSENT)),
+    (("hy-v3",), "mlp_bias", (True,)),
+    *((("granite",), key, NOT_A_NUMBER) for key in ("embedding_multiplier", "attention_multiplier")),
+    *((("granite",), key, NOT_A_NUMBER) for key in ("residual_multiplier", "logits_scaling")),
+    (("granite-shared",), "shared_intermediate_size", (-1, "two")),
 ]
 
 # Values of rope_scaling.
@@ -118,17 +151,22 @@ COMBINED = [
 
 
 def folder_with(folder: Path, name: str, changes: dict[str, Any]) -> Path:
-    values = config_of(name) | changes
-    (folder / "config.json").write_text(
-        json.dumps({key: value for key, value in values.items() if value is not ABSENT})
-    )
+    values = config_of(name)
+    if "text_config" in values:
+        beside = {key: value for key, value in changes.items() if key in values}
+        changes = dict(text_config=without_absent(values["text_config"] | changes), **beside)
+    (folder / "config.json").write_text(json.dumps(without_absent(values | changes)))
     return folder
+
+
+def without_absent(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if value is not ABSENT}
 
 
 @pytest.mark.parametrize("name", list(SHAPES))
 def test_unchanged_configs_are_read(name: str, tmp_path: Path) -> None:
     facts = read_facts(folder_with(tmp_path, name, {}))
-    config = SHAPES[name].config()
+    config = SHAPES[name].config().get_text_config()
     assert (facts.vocab_size, facts.max_position_embeddings) == (config.vocab_size, config.max_position_embeddings)
 
 

@@ -16,6 +16,7 @@ from moeserve import LLM
 from moeserve.layers.attention import AttentionConfig
 from moeserve.layers.input_share import keeps_bytes, num_input_chunks, share_inputs
 from moeserve.layers.mla import LatentAttentionConfig
+from moeserve.layers.rotary import NO_ROTARY
 from moeserve.models.model_config import ModelConfig
 from moeserve.models.registry import describe
 from moeserve.ops.cpu.native import native_kernels
@@ -26,7 +27,7 @@ from moeserve.worker.worker import note_on_bytes
 
 
 def with_heads(model: ModelConfig, num_heads: int) -> ModelConfig:
-    attention = AttentionConfig(num_heads=num_heads, num_kv_heads=1, head_dim=8)
+    attention = AttentionConfig(num_heads=num_heads, num_kv_heads=1, head_dim=8, rotary=NO_ROTARY)
     return dataclasses.replace(
         model, layers=tuple(dataclasses.replace(layer, attention=attention) for layer in model.layers)
     )
@@ -79,13 +80,13 @@ def test_the_note_is_logged(plain: Reference, caplog: pytest.LogCaptureFixture) 
     ],
 )
 def test_sizes_that_keep_the_bytes_of_one(num_heads: int, num_kv_heads: int, sizes: list[int]) -> None:
-    attention = AttentionConfig(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=8)
+    attention = AttentionConfig(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=8, rotary=NO_ROTARY)
     num_chunks = num_input_chunks(attention.can_divide)
     assert [size for size in range(1, 33) if attention.can_divide(size) and keeps_bytes(num_chunks, size)] == sizes
 
 
 def test_latent_attention_divides_all_heads() -> None:
-    sizes = dict(query_rank=None, latent_size=16, key_dim=8, rotary_dim=4, value_dim=8)
+    sizes = dict(query_rank=None, latent_size=16, key_dim=8, rotary=NO_ROTARY, value_dim=8)
     assert num_input_chunks(LatentAttentionConfig(num_heads=128, **sizes).can_divide) == 8  # type: ignore[arg-type]
 
 

@@ -27,8 +27,14 @@ from moeserve.worker.step_replay import StepContext
 
 CPU = torch.device("cpu")
 WIDTH, BLOCK_SIZE = 24, 4
+
+
+def rotary_of(dim: int) -> RotaryConfig:
+    return RotaryConfig(dim=dim, theta=100.0, is_interleaved=True)
+
+
 SHAPE = LatentAttentionConfig(
-    num_heads=3, query_rank=10, latent_size=20, key_dim=7, rotary_dim=6, value_dim=5, score_factor=1.3
+    num_heads=3, query_rank=10, latent_size=20, key_dim=7, rotary=rotary_of(6), value_dim=5, score_factor=1.3
 )
 SHAPES = {
     "compressed query": SHAPE,
@@ -54,7 +60,7 @@ def make_step(*chunks: tuple[int, int, list[int]]) -> StepInputs:
 
 
 def rotary(config: LatentAttentionConfig) -> Rotary:
-    return Rotary(RotaryConfig(dim=config.rotary_dim, theta=100.0, is_interleaved=True), CPU)
+    return Rotary(config.rotary, CPU)
 
 
 def by_hand(layer: LatentAttention, hidden_CD: Tensor) -> Tensor:
@@ -121,7 +127,7 @@ def test_all_ways_give_the_same_results(shape: str, way: str, monkeypatch: pytes
     for spans in [((0, 30), (0, 1)), ((30, 31), (1, 18)), ((31, 41), (18, 19))]:
         step = make_step(*((start, stop - start, ids) for (start, stop), ids in zip(spans, blocks, strict=True)))
         hidden = torch.cat([context[slice(*span)] for context, span in zip(contexts, spans, strict=True)])
-        output = layer(hidden, rotary(layer.config).at(step.positions), cache, step)
+        output = layer(hidden, {layer.config.rotary: rotary(layer.config).at(step.positions)}, cache, step)
         for rows, part in zip(outputs, output.split([stop - start for start, stop in spans]), strict=True):
             rows.append(part)
     for rows, context in zip(outputs, contexts, strict=True):
@@ -140,7 +146,9 @@ def test_with_kernels_the_size_of_chunks_changes_no_byte() -> None:
         cache, rows, start = layer.make_cache(8, BLOCK_SIZE), [], 0
         for size in sizes:
             step = make_step((start, size, ids))
-            rows.append(layer(hidden[start : start + size], rotary(SHAPE).at(step.positions), cache, step))
+            rows.append(
+                layer(hidden[start : start + size], {SHAPE.rotary: rotary(SHAPE).at(step.positions)}, cache, step)
+            )
             start += size
         return torch.cat(rows)
 
@@ -148,7 +156,7 @@ def test_with_kernels_the_size_of_chunks_changes_no_byte() -> None:
 
 
 def test_the_cache_of_deepseek_v3_holds_576_values() -> None:
-    config = dataclasses.replace(SHAPE, latent_size=512, rotary_dim=64)
+    config = dataclasses.replace(SHAPE, latent_size=512, rotary=rotary_of(64))
     layer = LatentAttention(config, WIDTH, cpu_context(torch.bfloat16))
     allocate_weights(layer)
     assert layer.cache_bytes_per_token == 576 * 2
@@ -159,7 +167,7 @@ def test_the_cache_of_deepseek_v3_holds_576_values() -> None:
 def test_the_way_with_fewer_multiplications_is_chosen(num_positions: int) -> None:
     """The limit does not depend on the length of the context."""
     config = LatentAttentionConfig(
-        num_heads=128, query_rank=1536, latent_size=512, key_dim=128, rotary_dim=64, value_dim=128
+        num_heads=128, query_rank=1536, latent_size=512, key_dim=128, rotary=rotary_of(64), value_dim=128
     )
 
     def absorbed(rows: int) -> int:

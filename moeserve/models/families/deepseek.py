@@ -6,12 +6,12 @@ routes by softmax, V3 by sigmoid with a learned correction that balances the exp
 
 from __future__ import annotations
 
-from moeserve.layers.mla import LatentAttentionConfig
 from moeserve.models.config_values import ConfigValues
-from moeserve.models.family import Family
+from moeserve.models.family import DecoderPart, Family
 from moeserve.models.fields import (
     read_corrected_router,
     read_grouped_router,
+    read_latent_attention,
     read_leading_dense,
     read_model,
     read_num_experts,
@@ -45,24 +45,30 @@ def read_v3(config: ConfigValues) -> ModelConfig:
 def _read(config: ConfigValues, router: RouterConfig, *, is_interleaved: bool) -> ModelConfig:
     config.require("moe_layer_freq", 1)
     config.refuse("index_topk")  # sparse attention, DeepSeek-V3.2
-    rotary_dim = config.integer("qk_rope_head_dim", high=2**14)
-    rotary = config.rotary(rotary_dim, head_dim_key="qk_rope_head_dim", is_interleaved=is_interleaved)
-    attention = LatentAttentionConfig(
-        num_heads=config.integer("num_attention_heads", high=2**14),
-        query_rank=config.nullable_integer("q_lora_rank", high=2**18),
-        latent_size=config.integer("kv_lora_rank", high=2**18),
-        key_dim=config.integer("qk_nope_head_dim", high=2**14),
-        rotary_dim=rotary_dim,
-        value_dim=config.integer("v_head_dim", high=2**14),
-        score_factor=rotary.score_factor,
-        has_bias=config.flag("attention_bias", False),
-    )
+    attention = read_latent_attention(config, is_interleaved=is_interleaved)
     expert_width = read_width(config, "moe_intermediate_size")
     moe = MoEConfig(router=router, expert_width=expert_width, shared=read_shared_experts(config, expert_width))
     feed_forwards = read_leading_dense(config, moe)
     layers = [LayerConfig(attention=attention, feed_forward=feed_forward) for feed_forward in feed_forwards]
-    return read_model(config, layers, rotary)
+    return read_model(config, layers)
 
+
+# Kimi-K2.5 is Kimi-K2, which is DeepSeek-V3, with a model for images.
+KIMI_K25_PART = DecoderPart(
+    prefixes=(
+        ("language_model.lm_head.", "lm_head."),
+        ("language_model.", ""),
+        ("model.language_model.", "model."),  # as transformers names them in memory
+    ),
+    left_out=("vision_tower.", "mm_projector.", "model.vision_tower.", "model.mm_projector."),
+)
 
 DEEPSEEK_V2 = Family(name="DeepSeek-V2", architecture="DeepseekV2ForCausalLM", read=read_v2)
 DEEPSEEK_V3 = Family(name="DeepSeek-V3", architecture="DeepseekV3ForCausalLM", read=read_v3)
+KIMI_K25 = Family(
+    name="Kimi-K2.5",
+    architecture="KimiK25ForConditionalGeneration",
+    other_architectures=("Kimi_K25ForConditionalGeneration",),
+    read=read_v3,
+    decoder_part=KIMI_K25_PART,
+)

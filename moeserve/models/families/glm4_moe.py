@@ -29,10 +29,11 @@ def read(config: ConfigValues) -> ModelConfig:
         config,
         normalized="head" if config.flag("use_qk_norm", default=False) else "no",
         has_bias=config.flag("attention_bias", default=False),
+        default_fraction=0.5,
     )
     feed_forwards = read_leading_dense(config, moe)
     layers = [LayerConfig(attention=attention, feed_forward=feed_forward) for feed_forward in feed_forwards]
-    return read_model(config, layers, config.rotary(attention.head_dim, default_fraction=0.5))
+    return read_model(config, layers)
 
 
 GLM4_MOE = Family(name="GLM-4 MoE", architecture="Glm4MoeForCausalLM", read=read)

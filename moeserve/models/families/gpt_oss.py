@@ -35,7 +35,7 @@ def read(config: ConfigValues) -> ModelConfig:
     if has_window is None:
         has_window = [index % 2 == 0 for index in range(num_layers)]
     layers = [LayerConfig(attention=windowed if window else full, feed_forward=moe) for window in has_window]
-    return read_model(config, layers, config.rotary(full.head_dim))
+    return read_model(config, layers)
 
 
 GPT_OSS = Family(

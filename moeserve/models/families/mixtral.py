@@ -20,7 +20,7 @@ def read(config: ConfigValues) -> ModelConfig:
             expert_width=read_width(config, "intermediate_size"),
         ),
     )
-    return read_model(config, [layer] * read_num_layers(config), config.rotary(attention.head_dim))
+    return read_model(config, [layer] * read_num_layers(config))
 
 
 MIXTRAL = Family(

@@ -26,7 +26,7 @@ def read(config: ConfigValues) -> ModelConfig:
         expert_width=read_width(config, "intermediate_size"),
     )
     layer = LayerConfig(attention=attention, feed_forward=moe)
-    return read_model(config, [layer] * read_num_layers(config), config.rotary(attention.head_dim))
+    return read_model(config, [layer] * read_num_layers(config))
 
 
 OLMOE = Family(name="OLMoE", architecture="OlmoeForCausalLM", read=read)

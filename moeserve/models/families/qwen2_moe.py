@@ -35,7 +35,7 @@ def read(config: ConfigValues) -> ModelConfig:
         LayerConfig(attention=dataclasses.replace(attention, window=window), feed_forward=feed_forward)
         for window, feed_forward in zip(_read_windows(config), read_sparse_layers(config, moe), strict=True)
     ]
-    return read_model(config, layers, config.rotary(attention.head_dim))
+    return read_model(config, layers)
 
 
 def _read_windows(config: ConfigValues) -> list[int | None]:

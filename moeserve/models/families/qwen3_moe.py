@@ -29,7 +29,7 @@ def read(config: ConfigValues) -> ModelConfig:
     )
     feed_forwards = read_sparse_layers(config, moe)
     layers = [LayerConfig(attention=attention, feed_forward=feed_forward) for feed_forward in feed_forwards]
-    return read_model(config, layers, config.rotary(attention.head_dim))
+    return read_model(config, layers)
 
 
 QWEN3_MOE = Family(name="Qwen3-MoE", architecture="Qwen3MoeForCausalLM", read=read)

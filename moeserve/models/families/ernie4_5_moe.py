@@ -1,0 +1,55 @@
+"""ERNIE-4.5 (technical report of 2025-06-29): softmax routing with a correction, and neighbours are rotated."""
+
+from __future__ import annotations
+
+from moeserve.models.config_values import ConfigValues
+from moeserve.models.family import DecoderPart, Family, MoENames
+from moeserve.models.fields import (
+    feed_forwards_of,
+    read_attention,
+    read_model,
+    read_num_experts,
+    read_num_layers,
+    read_width,
+)
+from moeserve.models.model_config import LayerConfig, ModelConfig
+from moeserve.moe.layer import MoEConfig
+from moeserve.moe.shared import SharedExpertsConfig
+from moeserve.ops.interfaces import RouterConfig
+
+
+def read(config: ConfigValues) -> ModelConfig:
+    config.require("use_bias", False)
+    num_experts, top_k = read_num_experts(config, "moe_num_experts", top_k_key="moe_k")
+    expert_width = read_width(config, "moe_intermediate_size")
+    num_shared = config.integer("moe_num_shared_experts", low=0, high=2**10)
+    moe = MoEConfig(
+        router=RouterConfig(num_experts=num_experts, top_k=top_k, is_normalized=True, has_correction=True),
+        expert_width=expert_width,
+        shared=SharedExpertsConfig(width=num_shared * expert_width) if num_shared else None,
+    )
+    attention = read_attention(config, is_interleaved=True)
+    layers = [
+        LayerConfig(attention=attention, feed_forward=feed_forward)
+        for feed_forward in feed_forwards_of(config, moe, _read_dense(config))
+    ]
+    return read_model(config, layers)
+
+
+def _read_dense(config: ConfigValues) -> list[bool]:
+    """Return True for each layer that has no experts."""
+    num_layers = read_num_layers(config)
+    first = config.integer("moe_layer_start_index", low=0)
+    last = config.integer("moe_layer_end_index", -1, low=-1)
+    interval = config.integer("moe_layer_interval", 1)
+    end = num_layers if last == -1 else last + 1
+    return [index not in range(first, end) or (index + 1) % interval != 0 for index in range(num_layers)]
+
+
+ERNIE4_5_MOE = Family(
+    name="ERNIE-4.5",
+    architecture="Ernie4_5_MoeForCausalLM",
+    read=read,
+    names=(MoENames(correction="mlp.moe_statics.e_score_correction_bias", is_correction_matrix=True),),
+    decoder_part=DecoderPart(left_out=("model.mtp_",)),  # multi-token prediction
+)

@@ -1,0 +1,65 @@
+"""Granite MoE (Granite 3 and 4 without Mamba layers): multipliers of embeddings, updates, scores and logits."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from moeserve.models.config_values import ConfigValues
+from moeserve.models.family import Family, MoENames
+from moeserve.models.fields import read_attention, read_model, read_num_experts, read_num_layers, read_width
+from moeserve.models.model_config import LayerConfig, ModelConfig
+from moeserve.moe.layer import MoEConfig
+from moeserve.moe.shared import SharedExpertsConfig
+from moeserve.ops.interfaces import RouterConfig
+
+
+def read(config: ConfigValues) -> ModelConfig:
+    return _read(config, shared=None)
+
+
+def read_with_shared(config: ConfigValues) -> ModelConfig:
+    width = config.integer("shared_intermediate_size", 0, low=0, high=2**20)
+    return _read(config, shared=SharedExpertsConfig(width=width) if width else None)
+
+
+def _read(config: ConfigValues, shared: SharedExpertsConfig | None) -> ModelConfig:
+    num_experts, top_k = read_num_experts(config, "num_local_experts", "num_experts")
+    moe = MoEConfig(
+        router=RouterConfig(num_experts=num_experts, top_k=top_k, scoring="softmax_of_chosen"),
+        expert_width=read_width(config, "intermediate_size"),
+        shared=shared,
+    )
+    has_bias = config.flag("attention_bias", default=False)
+    attention = read_attention(
+        config,
+        scale=config.number("attention_multiplier", 1.0),
+        has_bias=has_bias,
+        has_output_bias=has_bias,
+    )
+    layer = LayerConfig(attention=attention, feed_forward=moe)
+    model = read_model(config, [layer] * read_num_layers(config))
+    # Each update is multiplied before it is added to the residual stream. Everything that reads the stream normalises
+    # it, so the stream is kept divided by the multiplier instead, and updates are added as they are.
+    multiplier = config.number("residual_multiplier", 1.0)
+    return dataclasses.replace(
+        model,
+        norm_epsilon=model.norm_epsilon / multiplier**2,
+        embedding_factor=config.number("embedding_multiplier", 1.0) / multiplier,
+        logits_divisor=config.number("logits_scaling", 1.0),
+    )
+
+
+NAMES = MoENames(
+    router="block_sparse_moe.router.layer",
+    experts="block_sparse_moe",
+    fused=("input_linear.weight", "output_linear.weight"),
+    shared="shared_mlp",
+    shared_fused=("input_linear", "output_linear"),
+)
+GRANITE_MOE = Family(name="Granite MoE", architecture="GraniteMoeForCausalLM", read=read, names=(NAMES,))
+GRANITE_MOE_SHARED = Family(
+    name="Granite MoE",
+    architecture="GraniteMoeSharedForCausalLM",
+    read=read_with_shared,
+    names=(NAMES,),
+)

@@ -1,0 +1,72 @@
+"""Hunyuan-A13B: queries and keys are normalised after their rotation, whose base is stretched."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from moeserve.layers.rotary import NtkScaling, RotaryConfig
+from moeserve.models.config_values import ConfigValues
+from moeserve.models.family import AttentionNames, Family, MoENames
+from moeserve.models.fields import read_attention, read_model, read_num_experts, read_num_layers, read_width
+from moeserve.models.model_config import LayerConfig, ModelConfig
+from moeserve.moe.layer import MoEConfig
+from moeserve.moe.shared import SharedExpertsConfig
+from moeserve.ops.interfaces import RouterConfig
+
+PER_LAYER = ("num_experts", "moe_topk", "moe_intermediate_size", "num_shared_expert")  # one number, or one per layer
+
+
+def read(config: ConfigValues) -> ModelConfig:
+    config = _with_one_number_for_all_layers(config)
+    config.require("use_qk_norm", True)
+    config.require("use_cla", False)  # keys and values that layers share
+    config.require("num_shared_expert", 1)
+    num_experts, top_k = read_num_experts(config, "num_experts", top_k_key="moe_topk")
+    width = read_width(config, "intermediate_size")
+    config.require("moe_intermediate_size", width)
+    moe = MoEConfig(
+        router=RouterConfig(num_experts=num_experts, top_k=top_k, is_normalized=True),
+        expert_width=width,
+        shared=SharedExpertsConfig(width=width),
+    )
+    has_bias = config.flag("attention_bias", default=False)
+    attention = read_attention(
+        config,
+        normalized="head",
+        rotates_first=True,
+        has_bias=has_bias,
+        has_output_bias=has_bias,
+        rotary=_read_rotary(config),
+    )
+    layer = LayerConfig(attention=attention, feed_forward=moe)
+    return read_model(config, [layer] * read_num_layers(config))
+
+
+def _with_one_number_for_all_layers(config: ConfigValues) -> ConfigValues:
+    values = dict(config.values)
+    for key in PER_LAYER:
+        listed = values.get(key)
+        if isinstance(listed, list) and listed:
+            if any(number != listed[0] for number in listed):
+                raise config.wrong(key, "differs between layers, which is not supported")
+            values[key] = listed[0]
+    return ConfigValues(config.path, values)
+
+
+def _read_rotary(config: ConfigValues) -> RotaryConfig:
+    """Return the rotary settings. An `alpha` in them is published as rope_type "dynamic"."""
+    settings, head_dim = config.rotary_settings(), config.integer("head_dim", high=2**14)
+    if settings.values["rope_type"] != "dynamic":
+        return config.rotary(head_dim)
+    plain = ConfigValues(config.path, config.values | {"rope_parameters": settings.values | {"rope_type": "default"}})
+    rotary = plain.rotary(head_dim)
+    return dataclasses.replace(rotary, scaling=NtkScaling(settings.number("alpha")))
+
+
+HUNYUAN_V1_MOE = Family(
+    name="Hunyuan-A13B",
+    architecture="HunYuanMoEV1ForCausalLM",
+    read=read,
+    names=(MoENames(router="mlp.gate.wg", shared="mlp.shared_mlp"),),
+    attention_names=AttentionNames(query_norm="query_layernorm", key_norm="key_layernorm"),
+)

@@ -1,0 +1,46 @@
+"""Hy3: grouped-query attention normalised head by head; sigmoid routing with a correction, one shared expert."""
+
+from __future__ import annotations
+
+from moeserve.models.config_values import ConfigValues
+from moeserve.models.family import Family, MoENames
+from moeserve.models.fields import read_attention, read_listed_dense, read_model, read_num_experts, read_width
+from moeserve.models.model_config import LayerConfig, ModelConfig
+from moeserve.moe.layer import MoEConfig
+from moeserve.moe.shared import SharedExpertsConfig
+from moeserve.ops.interfaces import RouterConfig
+
+
+def read(config: ConfigValues) -> ModelConfig:
+    config.require("mlp_bias", False)
+    config.require("qk_norm", True)
+    config.require("route_norm", True)
+    config.require("moe_router_enable_expert_bias", True)
+    num_experts, top_k = read_num_experts(config, "num_experts", "num_local_experts")
+    expert_width = read_width(config, "moe_intermediate_size")
+    moe = MoEConfig(
+        router=RouterConfig(
+            num_experts=num_experts,
+            top_k=top_k,
+            scoring="sigmoid",
+            is_normalized=True,
+            has_correction=True,
+            scale=config.number("router_scaling_factor"),
+        ),
+        expert_width=expert_width,
+        shared=SharedExpertsConfig(width=config.integer("num_shared_experts", high=2**10) * expert_width),
+    )
+    has_bias = config.flag("attention_bias", default=False)
+    attention = read_attention(config, normalized="head", has_bias=has_bias, has_output_bias=has_bias)
+    layers = [
+        LayerConfig(attention=attention, feed_forward=feed_forward) for feed_forward in read_listed_dense(config, moe)
+    ]
+    return read_model(config, layers)
+
+
+HY_V3 = Family(
+    name="Hy3",
+    architecture="HYV3ForCausalLM",
+    read=read,
+    names=(MoENames(router="mlp.router.gate", correction="mlp.expert_bias", shared="mlp.shared_mlp"),),
+)

@@ -1,0 +1,47 @@
+"""MiniMax-M2 (M2.1 and M2.5 share its architecture): norms over all heads of a token, and half of a head is rotated."""
+
+from __future__ import annotations
+
+from moeserve.models.config_values import ConfigValues
+from moeserve.models.family import Family, MoENames
+from moeserve.models.fields import read_attention, read_model, read_num_experts, read_num_layers, read_width
+from moeserve.models.model_config import LayerConfig, ModelConfig
+from moeserve.moe.layer import MoEConfig
+from moeserve.ops.interfaces import RouterConfig
+
+
+def read(config: ConfigValues) -> ModelConfig:
+    config.require("scoring_func", "sigmoid")
+    config.require("use_qk_norm", True)
+    config.require("qk_norm_type", "per_layer")
+    config.require("shared_intermediate_size", 0)
+    num_experts, top_k = read_num_experts(config, "num_local_experts", "num_experts")
+    moe = MoEConfig(
+        router=RouterConfig(
+            num_experts=num_experts, top_k=top_k, scoring="sigmoid", is_normalized=True, has_correction=True
+        ),
+        expert_width=read_width(config, "intermediate_size"),
+    )
+    head_dim = config.integer("head_dim", high=2**14)
+    rotary_dim = config.optional_integer("rotary_dim", high=head_dim)  # published instead of partial_rotary_factor
+    fraction = 1.0 if rotary_dim is None else rotary_dim / head_dim
+    attention = read_attention(config, normalized="token", default_fraction=fraction)
+    layer = LayerConfig(attention=attention, feed_forward=moe)
+    return read_model(config, [layer] * read_num_layers(config))
+
+
+MINIMAX_M2 = Family(
+    name="MiniMax-M2",
+    architecture="MiniMaxM2ForCausalLM",
+    read=read,
+    names=(
+        MoENames(
+            router="block_sparse_moe.gate",
+            correction="block_sparse_moe.e_score_correction_bias",
+            experts="block_sparse_moe.experts",
+            gate="w1",
+            up="w3",
+            down="w2",
+        ),
+    ),
+)
