@@ -6,6 +6,8 @@ vectors and the keys and values of heads are part of the queries and of the resu
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 import triton
 import triton.language as tl
@@ -17,7 +19,7 @@ from moeserve.triton_kernels.paged_launch import AttentionConfig, Splits, launch
 
 
 WRITE_WARPS = 4
-MAX_SPLIT_PAIRS = 64  # heads that share the load of a vector
+HALF_OF_64_HEADS = AttentionConfig(block_pairs=64, block_positions=32, num_warps=4, num_stages=3, num_parts=2)
 
 
 def write_latents(latent_TP: Tensor, cache: Tensor, slots_T: Tensor) -> None:
@@ -72,9 +74,9 @@ def latent_attention(
     with them. The result of a row depends on its chunk alone, bit for bit, not on the other chunks of the step; without
     splits it does not depend on its chunk either.
 
-    Memory moved: for a chunk of one row, P * element size for each position and 64 heads, which bounds the time up to
-    about 32 heads; and 4 * L + 8 bytes, written and read, for each head and split. Operations: 2 * N * (P + L) for each
-    row and position it attends to, which bound the time otherwise.
+    Memory moved: for a chunk of one row, P * element size for each position, which bounds the time up to about 32
+    heads; and 4 * L + 8 bytes, written and read, for each head and split. Operations: 2 * N * (P + L) for each row and
+    position it attends to, which bound the time otherwise; a chunk of one row computes its scores twice if N > 32.
 
     Args:
         query_TNP: [T, N, P] float32, bfloat16 or float16; may be strided.
@@ -111,6 +113,7 @@ def latent_attention(
         max_attended_rows=max_rows_per_chunk if max_rows is None else max_rows,
         tile_config=tile_config(latent_size, element_size),
         split_config=split_config(num_heads, latent_size, element_size),
+        few_config=few_config(num_heads, element_size),
         splits=None if not splits_contexts else choose_splits(num_heads),
     )
 
@@ -123,20 +126,34 @@ def tile_config(latent_size: int, element_size: int) -> AttentionConfig:
 
 
 def split_config(num_heads: int, latent_size: int, element_size: int) -> AttentionConfig:
-    """Return the tiles for chunks of one row: fewer pairs for fewer heads."""
-    block_pairs = min(max(triton.next_power_of_2(num_heads), 16), MAX_SPLIT_PAIRS)
-    if element_size == 4 or block_pairs == MAX_SPLIT_PAIRS:
-        return tile_config(latent_size, element_size)
-    return AttentionConfig(block_pairs, block_positions=32, num_warps=8, num_stages=4 if block_pairs == 16 else 3)
+    """Return the tiles for chunks of one row: a warp group has 64 heads, or fewer heads have two.
+
+    A warp group's registers hold the sums of 64 heads and half of a value: two programs share the values.
+    """
+    block_pairs = max(triton.next_power_of_2(num_heads), 16)
+    if element_size == 4:
+        return dataclasses.replace(tile_config(latent_size, element_size), shares_programs=True)
+    if block_pairs < 64:
+        num_stages = 4 if block_pairs == 16 else 3
+        return AttentionConfig(block_pairs, 32, num_warps=8, num_stages=num_stages, shares_programs=True)
+    if block_pairs == 64:
+        return HALF_OF_64_HEADS
+    return AttentionConfig(128, 32, num_warps=8, num_stages=2, num_parts=2, shares_programs=True)
+
+
+def few_config(num_heads: int, element_size: int) -> AttentionConfig | None:
+    """Return the tiles of one warp group, if `split_config` has two that share the load of a vector."""
+    return HALF_OF_64_HEADS if num_heads > 64 and element_size == 2 else None
 
 
 def choose_splits(num_heads: int) -> Splits:
-    """Return the splits of a context: one of 32k positions has 128 programs with up to 32 heads, and 64 with more.
+    """Return the splits of a context: one of 32k positions has 128 programs.
 
     Partial sums of more heads take more memory, so there are fewer, of longer pieces.
     """
     num_padded = triton.next_power_of_2(num_heads)
-    return Splits(piece_size=min(max(16 * num_padded, 128), 512), max_splits=min(max(4096 // num_padded, 32), 128))
+    longest = 256 if num_heads <= 32 else 512  # more heads have two programs for each split
+    return Splits(piece_size=min(max(16 * num_padded, 128), longest), max_splits=min(max(4096 // num_padded, 32), 128))
 
 
 @triton.jit

@@ -61,11 +61,13 @@ def load_blocks(table_ptr, columns, first, end, CACHE_BLOCK: tl.constexpr):
 
 @triton.jit
 def attend_positions(
-    query,  # [M, V]
+    query,  # [M, V]: the values of this part
+    query_other,  # [M, V]: those of the other part, or anything
     query_extra,  # [M, E]
     weighted,  # [M, V] float32
     maximum,  # [M]
     total,  # [M]
+    part,
     key_ptr,  # block 0 of the key-value head
     value_ptr,
     key_scales_ptr,
@@ -84,25 +86,41 @@ def attend_positions(
     CACHE_BLOCK: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
     EXTRA_SIZE: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_E: tl.constexpr,
     SHARES_VALUE: tl.constexpr,
 ):
     """Add BLOCK_C positions to an online softmax, which is relative to the largest score so far.
 
+    With two parts, BLOCK_V values from part * BLOCK_V on are summed, while scores are those of whole keys. The keys of
+    this part come first in a score, so the scores of the two parts may differ in their last bits.
+
     Positions outside first to end - 1 are loaded as zeros: a weight of 0 times an uninitialised NaN would be NaN.
     """
-    values = tl.arange(0, BLOCK_V)
+    ALL_VALUES: tl.constexpr = NUM_PARTS * BLOCK_V
+    values = part * BLOCK_V + tl.arange(0, BLOCK_V)
     is_value = (values < VALUE_SIZE)[None, :]
     is_read = (columns >= first) & (columns < end)
     offsets = blocks.to(tl.int64) * cache_block_stride + columns % CACHE_BLOCK * cache_position_stride
     key = load_tile(
-        key_ptr + offsets[:, None] + values[None, :], is_read[:, None], is_value, IS_MASKED, VALUE_SIZE, BLOCK_V
+        key_ptr + offsets[:, None] + values[None, :], is_read[:, None], is_value, IS_MASKED, VALUE_SIZE, ALL_VALUES
     )
     if key_scales_ptr is not None:
         rows = blocks.to(tl.int64) * (cache_block_stride // VALUE_SIZE) + kv_head * CACHE_BLOCK + columns % CACHE_BLOCK
         key = decode_float8(key, tl.load(key_scales_ptr + rows, mask=is_read, other=0.0), query.dtype)
     scores = tl.dot(query, tl.trans(key), input_precision="ieee")
+    if NUM_PARTS > 1:
+        others = (1 - part) * BLOCK_V + tl.arange(0, BLOCK_V)
+        key_other = load_tile(
+            key_ptr + offsets[:, None] + others[None, :],
+            is_read[:, None],
+            (others < VALUE_SIZE)[None, :],
+            IS_MASKED,
+            VALUE_SIZE,
+            ALL_VALUES,
+        )
+        scores = tl.dot(query_other, tl.trans(key_other), scores, input_precision="ieee")
     if EXTRA_SIZE > 0:
         extras = tl.arange(0, BLOCK_E)
         key_extra = load_tile(

@@ -25,7 +25,7 @@ from moeserve.triton_kernels.paged_splits import attend_split_kernel, merge_spli
 from moeserve.triton_kernels.paged_tiles import attend_tile_kernel
 
 # T tokens, N query heads, G key-value heads, P size of a key, V size of a value, E elements of a key beyond its value,
-# S chunks, Z splits, M pairs of a tile, C positions of a tile
+# S chunks, Z splits, p parts of the values, M pairs of a tile, C positions of a tile
 
 CHUNKS_AT_ONCE = 256  # chunks that a program reads at a time to find its own
 MAX_PARTIAL_BYTES = 2**30  # partial sums of splits; more chunks take several launches
@@ -42,6 +42,9 @@ class AttentionConfig:
     block_positions: int  # positions of the context in one iteration
     num_warps: int
     num_stages: int
+    # Programs of chunks of one row: each sums one of this many parts of the values, whose scores it computes anew, ...
+    num_parts: int = 1
+    shares_programs: bool = False  # ... and computes several splits, so that none is started for nothing
 
     @property
     def compile_options(self) -> dict[str, int]:
@@ -77,6 +80,7 @@ def launch_attention(
     max_attended_rows: int,
     tile_config: AttentionConfig,
     split_config: AttentionConfig,
+    few_config: AttentionConfig | None = None,
     splits: Splits | None,
     key_scales: Tensor | None = None,
     value_scales: Tensor | None = None,
@@ -86,6 +90,7 @@ def launch_attention(
     Args:
         value_cache: None if the values are the first `value_size` elements of the keys.
         max_attended_rows: chunks of more rows get zeros.
+        few_config: replaces `split_config`, with the same bytes, if its programs fill at most half of the GPU.
         splits: how the context of a chunk of one row is divided among programs. None: it is not, and all rows have one
             order of additions, whatever the sizes of chunks; slow for few requests with long contexts.
         key_scales, value_scales: of contiguous caches of 8-bit floats.
@@ -162,49 +167,55 @@ def launch_attention(
     # A window may begin inside a piece.
     longest = max_context if window is None else min(max_context, window + splits.piece_size - 1)
     num_splits = max(min(triton.cdiv(longest, splits.piece_size), splits.max_splits), 1)
-    bytes_per_chunk = num_splits * num_heads * (value_size + 2) * torch.float32.itemsize
+    num_parts = split_config.num_parts
+    bytes_per_chunk = num_splits * num_heads * (value_size + 2 * num_parts) * torch.float32.itemsize
     # Slices of tables at multiples of 4 keep the alignment that kernels are compiled for.
     chunks_at_once = min(num_chunks, max(MAX_PARTIAL_BYTES // bytes_per_chunk // 4 * 4, 4))
-    partial_SZNV, maximum_SZN, total_SZN = (
-        query_TNP.new_empty(chunks_at_once, num_splits, num_heads, *size, dtype=torch.float32)
-        for size in ((value_size,), (), ())
+    partial_SZNV, maximum_SZpN, total_SZpN = (
+        query_TNP.new_empty(chunks_at_once, num_splits, *size, dtype=torch.float32)
+        for size in ((num_heads, value_size), (num_parts, num_heads), (num_parts, num_heads))
     )
-    num_tiles = triton.cdiv(group, split_config.block_pairs)
-    shares_programs = value_cache is None and can_share_programs(split_config, value_size)
-    block_merged = min(sizes["BLOCK_V"], MAX_MERGED // splits.max_splits)
+    part_size = max(sizes["BLOCK_V"] // num_parts, 16)
+    block_merged = min(part_size, MAX_MERGED // splits.max_splits)
     for first in range(0, num_chunks, chunks_at_once):
         num_own = min(chunks_at_once, num_chunks - first)
         is_last = first + num_own == num_chunks
-        grid = (num_kv_heads * num_tiles, num_own, num_splits)
-        if shares_programs:
-            grid = (min(math.prod(grid), num_programs(query_TNP.device)), 1, 1)
+        config, num_tiles = split_config, triton.cdiv(group, split_config.block_pairs)
+        if few_config is not None:
+            num_full = num_kv_heads * num_tiles * num_parts * num_own * num_splits
+            if 2 * num_full <= num_programs(query_TNP.device, 1):
+                config, num_tiles = few_config, triton.cdiv(group, few_config.block_pairs)
+        grid = (num_kv_heads * num_tiles * num_parts, num_own, num_splits)
+        if config.shares_programs:
+            grid = (min(math.prod(grid), num_programs(query_TNP.device, PROGRAMS_PER_SM)), 1, 1)
         attend_split_kernel[grid](
             query_TNP,
             *caches,
             *(table[first:] for table in tables),
             partial_SZNV,
-            maximum_SZN,
-            total_SZN,
+            maximum_SZpN,
+            total_SZpN,
             *strides,
             num_own,
             num_splits,
             num_heads,
             num_tiles,
             scale,
-            **sizes,
+            **sizes | {"BLOCK_V": part_size},
+            NUM_PARTS=num_parts,
             PIECE_SIZE=splits.piece_size,
             MAX_SPLITS=splits.max_splits,
-            BLOCK_M=split_config.block_pairs,
-            BLOCK_C=split_config.block_positions,
+            BLOCK_M=config.block_pairs,
+            BLOCK_C=config.block_positions,
             CHUNKS_AT_ONCE=CHUNKS_AT_ONCE,
-            SHARES_PROGRAMS=shares_programs,
-            **split_config.compile_options,
+            SHARES_PROGRAMS=config.shares_programs,
+            **config.compile_options,
         )
         num_padding = num_tokens if is_one_row_each and is_last else 0
         merge_splits_kernel[(num_own + num_padding, num_heads, triton.cdiv(value_size, block_merged))](
             partial_SZNV,
-            maximum_SZN,
-            total_SZN,
+            maximum_SZpN,
+            total_SZpN,
             row_starts[first:],
             context_lens[first:],
             sinks_N,
@@ -214,6 +225,8 @@ def launch_attention(
             num_splits,
             WINDOW=window,
             VALUE_SIZE=value_size,
+            NUM_PARTS=num_parts,
+            PART_SIZE=part_size,
             BLOCK_V=block_merged,
             PIECE_SIZE=splits.piece_size,
             MAX_SPLITS=splits.max_splits,
@@ -222,20 +235,12 @@ def launch_attention(
     return output_TNV
 
 
-def can_share_programs(config: AttentionConfig, value_size: int) -> bool:
-    """Return True if programs of latent attention compute several splits.
-
-    Not if the sums take so many registers that the loop over splits spills; neither in grouped-query attention.
-    """
-    return config.block_pairs * value_size < 2**15
-
-
 @functools.cache
-def num_programs(device: torch.device) -> int:
-    """Return the number of programs that share the splits of all chunks."""
+def num_programs(device: torch.device, programs_per_sm: int) -> int:
+    """Return the number of programs that run at a time, on all multiprocessors."""
     if device.type != "cuda":
         return NUM_INTERPRETED_PROGRAMS
-    return torch.cuda.get_device_properties(device).multi_processor_count * PROGRAMS_PER_SM
+    return torch.cuda.get_device_properties(device).multi_processor_count * programs_per_sm
 
 
 def kernel_sizes(

@@ -24,8 +24,8 @@ def attend_split_kernel(
     row_starts_ptr,
     context_lens_ptr,
     partial_ptr,  # [S, Z, N, VALUE_SIZE] float32: sums of values times weights, relative to the maximum
-    maximum_ptr,  # [S, Z, N] float32: largest score, in base-2 logarithms
-    total_ptr,  # [S, Z, N] float32: sums of the weights
+    maximum_ptr,  # [S, Z, NUM_PARTS, N] float32: largest score, in base-2 logarithms
+    total_ptr,  # [S, Z, NUM_PARTS, N] float32: sums of the weights
     query_row_stride,
     query_head_stride,
     cache_block_stride,
@@ -42,6 +42,7 @@ def attend_split_kernel(
     CACHE_BLOCK: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
     EXTRA_SIZE: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_E: tl.constexpr,
     SHARES_VALUE: tl.constexpr,
@@ -54,11 +55,12 @@ def attend_split_kernel(
 ):
     """Attend from the chunks of one row to the splits of their contexts; see `attend_tile_kernel` for the arguments.
 
-    A program computes one tile of BLOCK_M heads and one split. With SHARES_PROGRAMS, it computes several, so that none
-    starts for nothing however long the longest context may be. Neighbours read the same positions.
+    A program computes one tile of BLOCK_M heads, one part of the values and one split. With SHARES_PROGRAMS, it
+    computes several, so that none starts for nothing however long the longest context may be. Neighbours read the same
+    positions.
     """
     if SHARES_PROGRAMS:
-        num_tiles_each = num_heads // GROUP * num_tiles
+        num_tiles_each = num_heads // GROUP * num_tiles * NUM_PARTS
         _, _, num_slots = find_split(
             row_starts_ptr, context_lens_ptr, num_chunks, 0, WINDOW, PIECE_SIZE, MAX_SPLITS, CHUNKS_AT_ONCE
         )
@@ -97,6 +99,7 @@ def attend_split_kernel(
                 CACHE_BLOCK,
                 VALUE_SIZE,
                 EXTRA_SIZE,
+                NUM_PARTS,
                 BLOCK_V,
                 BLOCK_E,
                 SHARES_VALUE,
@@ -141,6 +144,7 @@ def attend_split_kernel(
             CACHE_BLOCK,
             VALUE_SIZE,
             EXTRA_SIZE,
+            NUM_PARTS,
             BLOCK_V,
             BLOCK_E,
             SHARES_VALUE,
@@ -182,6 +186,7 @@ def attend_split(
     CACHE_BLOCK: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
     EXTRA_SIZE: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_E: tl.constexpr,
     SHARES_VALUE: tl.constexpr,
@@ -190,7 +195,11 @@ def attend_split(
     BLOCK_M: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Attend from one tile of heads to every MAX_SPLITS-th piece of the context of a chunk."""
+    """Attend from one tile of heads, for a part of the values, to every MAX_SPLITS-th piece of a chunk's context."""
+    part = 0
+    if NUM_PARTS > 1:
+        part = tile % NUM_PARTS
+        tile = tile // NUM_PARTS
     kv_head = tile // num_tiles
     row = tl.load(row_starts_ptr + chunk).to(tl.int64)
     context_len = tl.load(context_lens_ptr + chunk)
@@ -199,13 +208,21 @@ def attend_split(
     is_head = members < GROUP
     heads = kv_head * GROUP + members
     query_offsets = row * query_row_stride + heads * query_head_stride
-    values = tl.arange(0, BLOCK_V)
+    values = part * BLOCK_V + tl.arange(0, BLOCK_V)
     extras = VALUE_SIZE + tl.arange(0, BLOCK_E)
     query = tl.load(
         query_ptr + query_offsets[:, None] + values[None, :],
         mask=is_head[:, None] & (values < VALUE_SIZE)[None, :],
         other=0.0,
     )
+    query_other = query
+    if NUM_PARTS > 1:
+        others = (1 - part) * BLOCK_V + tl.arange(0, BLOCK_V)
+        query_other = tl.load(
+            query_ptr + query_offsets[:, None] + others[None, :],
+            mask=is_head[:, None] & (others < VALUE_SIZE)[None, :],
+            other=0.0,
+        )
     query_extra = query
     if EXTRA_SIZE > 0:
         query_extra = tl.load(
@@ -233,10 +250,12 @@ def attend_split(
         next_blocks = load_blocks(table_ptr, next_columns, first, context_len, CACHE_BLOCK)
         weighted, maximum, total = attend_positions(
             query,
+            query_other,
             query_extra,
             weighted,
             maximum,
             total,
+            part,
             key_cache_ptr + head_offset,
             value_cache_ptr if SHARES_VALUE else value_cache_ptr + head_offset,
             key_scales_ptr,
@@ -255,6 +274,7 @@ def attend_split(
             CACHE_BLOCK,
             VALUE_SIZE,
             EXTRA_SIZE,
+            NUM_PARTS,
             BLOCK_V,
             BLOCK_E,
             SHARES_VALUE,
@@ -262,8 +282,9 @@ def attend_split(
         columns, blocks = next_columns, next_blocks
 
     places = (chunk * num_splits + split) * num_heads + heads
-    tl.store(maximum_ptr + places, maximum, mask=is_head)
-    tl.store(total_ptr + places, total, mask=is_head)
+    places_of_part = ((chunk * num_splits + split) * NUM_PARTS + part) * num_heads + heads
+    tl.store(maximum_ptr + places_of_part, maximum, mask=is_head)
+    tl.store(total_ptr + places_of_part, total, mask=is_head)
     tl.store(
         partial_ptr + places[:, None] * VALUE_SIZE + values[None, :],
         weighted,
@@ -285,6 +306,8 @@ def merge_splits_kernel(
     num_splits,
     WINDOW: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+    PART_SIZE: tl.constexpr,  # a multiple of BLOCK_V
     BLOCK_V: tl.constexpr,
     PIECE_SIZE: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
@@ -312,8 +335,10 @@ def merge_splits_kernel(
     splits = tl.arange(0, MAX_SPLITS)
     is_used = splits < num_pieces
     places = (chunk * num_splits + splits) * num_heads + head
-    maximum_Z = tl.load(maximum_ptr + places, mask=is_used, other=float("-inf"))
-    total_Z = tl.load(total_ptr + places, mask=is_used, other=0.0)
+    part = tl.program_id(2) * BLOCK_V // PART_SIZE
+    places_of_part = ((chunk * num_splits + splits) * NUM_PARTS + part) * num_heads + head
+    maximum_Z = tl.load(maximum_ptr + places_of_part, mask=is_used, other=float("-inf"))
+    total_Z = tl.load(total_ptr + places_of_part, mask=is_used, other=0.0)
     partial_ZV = tl.load(
         partial_ptr + places[:, None] * VALUE_SIZE + values[None, :],
         mask=is_used[:, None] & is_value[None, :],

@@ -125,10 +125,12 @@ def attend_tile_kernel(
             next_blocks = load_blocks(table_ptr, columns + BLOCK_C, first, end, CACHE_BLOCK)
             weighted, maximum, total = attend_positions(
                 query,
+                query,
                 query_extra,
                 weighted,
                 maximum,
                 total,
+                0,
                 key_cache_ptr + head_offset,
                 value_cache_ptr if SHARES_VALUE else value_cache_ptr + head_offset,
                 key_scales_ptr,
@@ -147,6 +149,7 @@ def attend_tile_kernel(
                 CACHE_BLOCK,
                 VALUE_SIZE,
                 EXTRA_SIZE,
+                1,
                 BLOCK_V,
                 BLOCK_E,
                 SHARES_VALUE,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -113,21 +115,44 @@ def test_more_pieces_than_splits(shape: Shape, monkeypatch: pytest.MonkeyPatch) 
     check(make_case([(1, 180), (1, 128), (0, 0), (1, 1), (1, 129)], shape))
 
 
-@pytest.mark.parametrize("shape", [PAGED, WINDOW, LATENT, Shape(64, 1, 513, latent_size=512)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [PAGED, WINDOW, LATENT, Shape(64, 1, 513, latent_size=512), Shape(100, 1, 40, latent_size=33)], ids=str
+)
 def test_neither_programs_nor_launches_change_a_byte(shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Large sums have a program for each split; other splits share programs."""
+    """Few programs share splits; with more than 64 heads, a large device gets smaller programs."""
     monkeypatch.setattr(latent, "choose_splits", lambda num_heads: Splits(piece_size=32, max_splits=4))
     lengths = [(1, 150), (0, 0), (1, 1), (1, 33), (1, 129), (1, 40)]
     case = make_case(lengths, shape, dtype=torch.float16)
     expected = attend(case)
     check(case, expected)
-    monkeypatch.setattr(paged_launch, "num_programs", lambda device: 100)
+    monkeypatch.setattr(paged_launch, "num_programs", lambda device, programs_per_sm: 1000)
     assert same_bytes(attend(case), expected)
     monkeypatch.setattr(paged_launch, "MAX_PARTIAL_BYTES", 1)  # four chunks at a time
     padded = dataclasses.replace(case, query_TNH=torch.cat([case.query_TNH, case.query_TNH[:2]]))
     actual = attend(padded)
     assert same_bytes(actual[:-2], expected)
     assert not actual[-2:].any()
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_chunks", "num_programs"),
+    [(16, 1, 128), (32, 1, 128), (64, 1, 128), (128, 1, 128), (128, 2, 128), (16, 64, 528), (128, 64, 528)],
+)
+def test_programs_of_latent_attention_on_132_multiprocessors(
+    num_heads: int, num_chunks: int, num_programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grids = []
+
+    class Recorded:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda *args, **options: grids.append(grid)
+
+    monkeypatch.setattr(paged_launch, "num_programs", lambda device, programs_per_sm: 132 * programs_per_sm)
+    for name in ("attend_split_kernel", "merge_splits_kernel"):
+        monkeypatch.setattr(paged_launch, name, Recorded())
+    shape = Shape(num_heads, 1, 576, latent_size=512)
+    attend(make_case([(1, 1)] * num_chunks, shape, dtype=torch.float16), max_context=32768)
+    assert math.prod(grids[0]) == num_programs
 
 
 def test_more_chunks_than_a_program_reads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

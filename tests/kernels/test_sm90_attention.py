@@ -52,6 +52,7 @@ SHAPES = {
     "heads of 256": Shape(16, 8, 256, window=4096, cache_block=48),
     "DeepSeek-V2-Lite": Shape(16, 1, 512, extra_size=64),
     "DeepSeek-V3, TP 4": Shape(32, 1, 512, extra_size=64, cache_block=64),
+    "DeepSeek-V3, TP 2": Shape(64, 1, 512, extra_size=64, cache_block=64),
     "DeepSeek-V3": Shape(128, 1, 512, extra_size=64, cache_block=64),
 }
 # Shapes of the checkpoints with which `bench.gpu` compares the engine's tokens.
@@ -124,32 +125,37 @@ def sizes(shape: Shape) -> dict[str, Any]:
 
 
 def compiled(kind: str, shape: Shape, dtype: str = "bf16") -> MachineCode:
-    """Compile the kernel of chunks of many rows ("tiles") or of one row ("splits")."""
-    from moeserve.triton_kernels.paged_launch import CHUNKS_AT_ONCE, can_share_programs
+    """Compile the kernel of chunks of many rows ("tiles") or of one row ("splits", or "few" of them)."""
+    from moeserve.triton_kernels.latent_attention import few_config
+    from moeserve.triton_kernels.paged_launch import CHUNKS_AT_ONCE
     from moeserve.triton_kernels.paged_splits import attend_split_kernel
     from moeserve.triton_kernels.paged_tiles import attend_tile_kernel
 
     tile_config, split_config, splits = configs(shape, 4 if dtype == "fp32" else 2)
+    own: dict[str, Any] = sizes(shape) | {"CHUNKS_AT_ONCE": CHUNKS_AT_ONCE}
     if kind == "tiles":
-        kernel, config, own = attend_tile_kernel, tile_config, {"CHUNKS_AT_ONCE": CHUNKS_AT_ONCE, "LEAST_ROWS": 2}
+        kernel, config = attend_tile_kernel, tile_config
+        own |= {"LEAST_ROWS": 2}
     else:
-        kernel, config = attend_split_kernel, split_config
-        own = {"PIECE_SIZE": splits.piece_size, "MAX_SPLITS": splits.max_splits}
-        shares_programs = shape.is_latent and can_share_programs(config, shape.value_size)
-        own |= {"CHUNKS_AT_ONCE": CHUNKS_AT_ONCE, "SHARES_PROGRAMS": shares_programs}
+        kernel, config = attend_split_kernel, split_config if kind == "splits" else few_config(shape.num_heads, 2)
+        own |= {"PIECE_SIZE": splits.piece_size, "MAX_SPLITS": splits.max_splits}
+        own |= {"NUM_PARTS": config.num_parts, "SHARES_PROGRAMS": config.shares_programs}
+        own["BLOCK_V"] //= config.num_parts
     blocks = {"BLOCK_M": config.block_pairs, "BLOCK_C": config.block_positions}
-    code: MachineCode = compile_attention(kernel, shape, sizes(shape) | blocks | own, config.compile_options, dtype)
+    code: MachineCode = compile_attention(kernel, shape, blocks | own, config.compile_options, dtype)
     assert code.spilled_bytes == 0
     assert code.shared_bytes <= MAX_SHARED_BYTES
     return code
 
 
-@pytest.mark.parametrize("kind", ["tiles", "splits"])
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    ("name", "kind"), [*((name, kind) for name in SHAPES for kind in ("tiles", "splits")), ("DeepSeek-V3", "few")]
+)
 def test_production_shapes_copy_asynchronously_and_use_wgmma_for_many_rows(name: str, kind: str) -> None:
     code = compiled(kind, SHAPES[name])
     assert code.num_cp_async > 0
-    assert kind == "splits" or code.num_wgmma > 0
+    is_wide = kind != "splits" or SHAPES[name].group >= 64
+    assert not is_wide or code.num_wgmma > 0
 
 
 @pytest.mark.parametrize("kind", ["tiles", "splits"])
@@ -170,8 +176,10 @@ def test_merging_fits(name: str) -> None:
     shape = SHAPES[name]
     splits = configs(shape)[2]
     constants = {"WINDOW": shape.window, "PIECE_SIZE": splits.piece_size, "MAX_SPLITS": splits.max_splits}
-    block_merged = min(sizes(shape)["BLOCK_V"], MAX_MERGED // splits.max_splits)
-    block = {"VALUE_SIZE": shape.value_size, "BLOCK_V": block_merged}
+    num_parts = configs(shape)[1].num_parts
+    part_size = sizes(shape)["BLOCK_V"] // num_parts
+    block_merged = min(part_size, MAX_MERGED // splits.max_splits)
+    block = {"VALUE_SIZE": shape.value_size, "NUM_PARTS": num_parts, "PART_SIZE": part_size, "BLOCK_V": block_merged}
     options = {"num_warps": merge_warps(splits.max_splits, block_merged)}
     code = compile_attention(merge_splits_kernel, shape, constants | block, options, "bf16")
     assert code.spilled_bytes == 0
