@@ -100,7 +100,7 @@ def resolve(
     if model.batch_invariant:
         _check_batch_invariant(settings, device, dtype, checkpoint, machine)
     pipeline_layers = layers_of_stages(checkpoint.num_layers, parallel.pipeline_parallel_size, parallel.pipeline_layers)
-    _check_expert_placement(parallel, checkpoint, device)
+    _check_expert_placement(parallel, checkpoint)
     _check_overlap(model, parallel, device)
     if needs_load and not checkpoint.num_sparse_layers:
         raise SettingsError(
@@ -413,7 +413,7 @@ def _check_layout(parallel: ParallelSettings, sizes: tuple[int, ...], machine: M
         raise SettingsError(too_few_gpus(parallel, num_gpus))
 
 
-def _check_expert_placement(parallel: ParallelSettings, checkpoint: CheckpointFacts, device: str) -> None:
+def _check_expert_placement(parallel: ParallelSettings, checkpoint: CheckpointFacts) -> None:
     """Raise SettingsError for redundant experts or rebalancing that this layout cannot have."""
     num_ranks = parallel.num_expert_ranks
     num_redundant = parallel.num_redundant_experts
@@ -422,11 +422,6 @@ def _check_expert_placement(parallel: ParallelSettings, checkpoint: CheckpointFa
         raise SettingsError(
             f"num_redundant_experts={num_redundant}: {num_ranks} ranks have room for {most} redundant copies of "
             f"{checkpoint.num_experts} experts, one of each expert per rank; use at most {most}"
-        )
-    if parallel.rebalance == "auto" and device == "cuda":
-        raise SettingsError(
-            "rebalance='auto' is not supported on GPUs, where waiting times of ranks are not measured; use "
-            "rebalance='off', or a placement file"
         )
     if parallel.rebalance == "auto" and num_ranks == 1:
         raise SettingsError(

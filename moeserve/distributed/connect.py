@@ -29,7 +29,7 @@ TransportName = Literal["auto", "gloo"]
 
 CPU = torch.device("cpu")
 # They carry tensors on the model's device; the other groups carry host tensors only.
-GROUPS_OF_LAYERS = ("tp", "ep", NEIGHBOURS)
+GROUPS_ON_DEVICES = ("tp", "ep", "stage", NEIGHBOURS)  # of layers, and of the ranks between which experts move
 MEASURED_GROUPS = ("ep",)  # whose waits show by how much ranks are unevenly loaded
 
 
@@ -131,7 +131,7 @@ class _Connector:
 
     def device_transport(self, name: str, ranks: tuple[int, ...]) -> Transport | None:
         """Return the transport of a group's tensors on GPUs. None if it carries none."""
-        is_needed = self.device.type != "cpu" and name in GROUPS_OF_LAYERS
+        is_needed = self.device.type != "cpu" and name in GROUPS_ON_DEVICES
         return self._nccl_transport(name, ranks) if is_needed else None
 
     def gloo_group(self, name: str, ranks: tuple[int, ...]) -> ProcessGroupGloo:

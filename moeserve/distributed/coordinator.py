@@ -59,8 +59,8 @@ class GroupCoordinator:
     bfloat16, float32, float64, bool or any integer, and need not be contiguous. Rows are entries of the first
     dimension, and a rank may have none. A group of one rank returns its input, not a copy.
 
-    The tp and ep groups also carry tensors on the ranks' GPUs; see `nccl.py` for dtypes and for the order in which sums
-    are added. There a collective returns, and a wait ends, as soon as the work is queued on the current stream.
+    The tp, ep and stage groups also carry tensors on the ranks' GPUs; see `nccl.py` for dtypes and for the order in
+    which sums are added. There a collective returns, and a wait ends, as soon as it is queued on the current stream.
 
     Each collective raises DistributedError if a rank has died or does not join in time. On a GPU the error may come
     later: see `raise_failure`.

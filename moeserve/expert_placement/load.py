@@ -19,6 +19,7 @@ from torch import Tensor
 from moeserve.distributed.groups import Groups
 from moeserve.expert_placement.placement import Placement
 from moeserve.layers.context import ModelContext
+from moeserve.ops.upload import uploaded
 from moeserve.telemetry.expert_load import LoadWindow, joined
 
 # e local experts, E logical experts
@@ -78,9 +79,9 @@ class LoadMeter:
     def keep_counts(self, layer: int) -> None:
         """Keep a layer's counts by expert before its slots get other experts. All ranks call it in the same step."""
         load = self._load_of_layer[layer]
-        kept_E = self._kept_of_layer.setdefault(layer, torch.zeros(load.placement.num_logical, dtype=torch.int64))
+        kept_E = self._kept_of_layer.setdefault(layer, load.rows_e.new_zeros(load.placement.num_logical))
         experts = load.placement.logical_of_slot[self._groups.ep.rank_in_group]
-        kept_E.index_add_(0, torch.tensor(experts, dtype=torch.int64), load.rows_e.cpu())
+        kept_E.index_add_(0, uploaded(experts, kept_E.device), load.rows_e)
         load.rows_e.zero_()
 
     def collect(self, placement_epoch: int, figures: Sequence[int] = ()) -> Collected | None:
@@ -144,16 +145,17 @@ class LoadMeter:
 
         Layer by layer, the rows are those of the rank's slots, then those of all experts if they were kept.
         """
-        mine = [torch.tensor(own, dtype=torch.int64)]
+        mine: list[Tensor] = []
         sizes = [len(own)] * self._groups.stage.world_size
         for layer, load in self._load_of_layer.items():
-            mine.append(load.rows_e.cpu())
+            mine.append(load.rows_e)
             sizes = [size + num_slots for size, num_slots in zip(sizes, load.placement.num_slots, strict=True)]
             if layer in self._kept_of_layer:
                 mine.append(self._kept_of_layer[layer])
                 sizes = [size + load.placement.num_logical for size in sizes]
+        numbers = torch.cat([torch.tensor(own), torch.cat(mine).cpu()])  # the host waits for the device once
         # collective: all ranks of the stage
-        return [numbers.tolist() for numbers in self._groups.stage.all_gather(torch.cat(mine), sizes).split(sizes)]
+        return [of_rank.tolist() for of_rank in self._groups.stage.all_gather(numbers, sizes).split(sizes)]
 
     def _read_rows(self, layer: int, readers: Sequence[Iterator[int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return a layer's rows by expert and by rank, from the numbers of each rank."""

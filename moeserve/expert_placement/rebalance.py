@@ -5,6 +5,7 @@ A layer keeps its old placement until every rank holds the weights of the new on
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
@@ -16,12 +17,15 @@ from torch import Tensor
 
 from moeserve.distributed.coordinator import PendingTensor
 from moeserve.distributed.groups import Groups
-from moeserve.expert_placement.eplb import Move, moves
+from moeserve.expert_placement.eplb import Move, moves, rank_loads
 from moeserve.expert_placement.gain import Proposal, add_window, excess_rows, is_worth_it, propose
 from moeserve.expert_placement.placement import Placement
+from moeserve.ops.interfaces import Pending, SideStream
+from moeserve.ops.side_stream import InlineStream
 from moeserve.telemetry.expert_load import LoadWindow
 
 SHARE_OF_A_STEP = 0.1  # the most that sending may take
+SHARE_OF_EXPERTS = 0.5  # of a step of the fullest rank: assumed on GPUs, where waits for it are not measured
 INITIAL_BYTES_PER_SECOND = 1e9  # assumed until a transfer was measured
 MIN_PIECE_BYTES, MAX_PIECE_BYTES = 2**16, 2**24  # limits of what a rank sends or receives in a step
 PIECE_ALIGNMENT = 64
@@ -79,13 +83,12 @@ class Piece:
     size: int
     pending: PendingTensor
     sent: Tensor  # kept alive until it has arrived
-    seconds: float  # spent on starting the transfer
 
 
 def spare_bytes(layers: Mapping[int, PlacedLayer]) -> int:
     """Return the memory that a rebalancer of these layers reserves."""
     num_slots, num_bytes = _spare_shape(layers)
-    return num_slots * num_bytes + MAX_PIECE_BYTES
+    return num_slots * num_bytes + 2 * MAX_PIECE_BYTES  # pieces that are sent and received
 
 
 def _spare_shape(layers: Mapping[int, PlacedLayer]) -> tuple[int, int]:
@@ -96,19 +99,71 @@ def _slot_bytes(layer: PlacedLayer) -> int:
     return sum(memory.shape[1] for memory in layer.experts.memory_of_each)
 
 
+class HostClock:
+    """Measures what the host does between `start` and `stop`."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._started = 0.0
+
+    def start(self) -> None:
+        self._started = time.perf_counter()
+
+    def stop(self) -> None:
+        self._seconds += time.perf_counter() - self._started
+
+    def take_seconds(self) -> float | None:
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+
+class DeviceClock:
+    """Measures what the current stream does between `start` and `stop`. The host waits for nothing."""
+
+    def __init__(self) -> None:
+        self._first, self._last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def start(self) -> None:
+        self._first.record()
+
+    def stop(self) -> None:
+        self._last.record()
+
+    def take_seconds(self) -> float | None:
+        """Return None while the stream is not there yet."""
+        return self._first.elapsed_time(self._last) / 1e3 if self._last.query() else None
+
+
 class Rebalancer:
     """One rank's part of rebalancing. All ranks of a pipeline stage call the same methods in the same steps.
 
     Each stage rebalances its own layers, independently of the others.
+
+    On a GPU the host waits for nothing. Pieces are sent in the stream of the steps, between two of them, since
+    collectives need one order. They are stored in the spare memory by a side stream, for which a switch waits. A switch
+    writes weights and tables in the stream of the steps: after the last step that reads the old ones, and before the
+    first one, or the first graph, that reads the new ones.
     """
 
-    def __init__(self, layers: Mapping[int, PlacedLayer], groups: Groups, horizon: int) -> None:
+    def __init__(
+        self,
+        layers: Mapping[int, PlacedLayer],
+        groups: Groups,
+        horizon: int,
+        side_stream: SideStream | None = None,
+    ) -> None:
         """
         Args:
             layers: those of this stage with experts, by their index in the model; at least one. Their weights are
                 loaded and packed.
             horizon: steps within which a new placement must save more time than it costs.
+            side_stream: of the GPU that the experts are on; None: they are on the CPU.
         """
+        self._is_on_gpu = side_stream is not None
+        self._side_stream = InlineStream() if side_stream is None else side_stream
+        self._clock = HostClock() if side_stream is None else DeviceClock()
+        self._storing: Pending | None = None  # the last piece, by the side stream
+        self._timed_bytes = 0  # of the piece that the clock measures
         self.epoch = 0  # epoch of the placement in use: the number of switched layers
         # The weights of the first change have arrived: `switch` is due before the next step. So it is on all ranks.
         self.must_switch = False
@@ -118,15 +173,17 @@ class Rebalancer:
         self._rank = groups.stage.rank_in_group
         self._memory = {index: layer.experts.memory_of_each for index, layer in layers.items()}
         self._slot_bytes = {index: _slot_bytes(layer) for index, layer in layers.items()}
-        self._spare = torch.empty(*_spare_shape(layers), dtype=torch.uint8)
-        self._outgoing = torch.empty(MAX_PIECE_BYTES, dtype=torch.uint8)
+        device = next(iter(self._memory.values()))[0].device
+        self._spare = torch.empty(*_spare_shape(layers), dtype=torch.uint8, device=device)
+        self._outgoing = torch.empty(MAX_PIECE_BYTES, dtype=torch.uint8, device=device)
         for layer in layers.values():  # makes graphs look up copies in tables, which can change
             layer.place(layer.placement)
         self._loads = {index: [0.0] * layer.placement.num_logical for index, layer in layers.items()}
         self._window: LoadWindow | None = None  # the basis of the current plans
         self._unplanned: deque[int] = deque()  # layers still to plan
         self._planned: list[Change] = []  # not yet accepted or rejected
-        self._excess_of_model = 0.0  # rows, over all layers
+        self._excess_of_model = 0.0  # rows of each layer's fullest rank above the mean, over all layers
+        self._rows_of_fullest = 0.0  # over all layers
         self._changes: deque[Change] = deque()  # accepted; the first one is in progress
         self._num_arrived = 0  # bytes of each expert of the first change
         self._seconds_per_byte = 1 / INITIAL_BYTES_PER_SECOND  # on the slowest rank
@@ -140,6 +197,8 @@ class Rebalancer:
 
     def own_figures(self) -> list[int]:
         """Return the measurements of this rank that `consider` needs from all ranks."""
+        if self._timed_bytes and (seconds := self._clock.take_seconds()) is not None:
+            self._own_seconds_per_byte, self._timed_bytes = seconds / self._timed_bytes, 0
         return [round(self._own_seconds_per_byte * FEMTOSECONDS)]
 
     def consider(self, window: LoadWindow, figures_of_rank: Sequence[Sequence[int]]) -> None:
@@ -157,7 +216,7 @@ class Rebalancer:
         self._seconds_per_byte = max(figures[0] for figures in figures_of_rank) / FEMTOSECONDS
         self._step_seconds = window.seconds / window.num_steps
         self._unplanned = deque(self._layers)
-        self._excess_of_model = 0.0
+        self._excess_of_model = self._rows_of_fullest = 0.0
 
     @property
     def next_layer(self) -> int:
@@ -167,6 +226,7 @@ class Rebalancer:
     def switch(self) -> None:
         """Use the new placement of the layer whose weights have arrived on all ranks."""
         change = self._changes.popleft()
+        self._wait_for_side_stream()
         for index, move in enumerate(self._incoming(change)):
             start = 0
             for memory in self._memory[change.layer]:
@@ -183,7 +243,8 @@ class Rebalancer:
         if not self._changes or self.must_switch:
             return None
         change = self._changes[0]
-        started = time.perf_counter()
+        self._wait_for_side_stream()
+        self._clock.start()
         size = self._piece_size(change)
         outgoing = [move for move in change.moves if move.from_rank == self._rank]
         own_experts = self._layers[change.layer].local_experts
@@ -195,9 +256,10 @@ class Rebalancer:
         receive_sizes = [size * sum(move.from_rank == rank for move in self._incoming(change)) for rank in ranks]
         # collective: all ranks of the stage
         pending = self._groups.stage.all_to_all(sent, send_sizes, receive_sizes)
-        if not self._groups.stage.progresses_in_background:
+        if self._is_on_gpu or not self._groups.stage.progresses_in_background:
             pending.wait()  # the collectives of the step would queue behind it
-        return Piece(change, self._num_arrived, size, pending, sent, time.perf_counter() - started)
+        self._clock.stop()
+        return Piece(change, self._num_arrived, size, pending, sent)
 
     def finish_step(self, piece: Piece | None) -> None:
         """Store the piece of this step; without one, plan the next layer if plans are being made."""
@@ -216,20 +278,32 @@ class Rebalancer:
         return min(size, self._slot_bytes[change.layer] - self._num_arrived)
 
     def _receive(self, piece: Piece) -> None:
-        started = time.perf_counter()
+        if not self._is_on_gpu:
+            self._clock.start()
         received = piece.pending.wait()
-        experts = received.view(-1, piece.size)
-        self._spare[: len(experts), piece.start : piece.start + piece.size] = experts
-        seconds = piece.seconds + time.perf_counter() - started
-        if num_bytes := max(len(piece.sent), len(received)):
-            self._own_seconds_per_byte = seconds / num_bytes
+        self._storing = self._side_stream.start(functools.partial(self._store, piece), received)
+        if not self._is_on_gpu:
+            self._clock.stop()
+        self._timed_bytes = max(len(piece.sent), len(received))
         self._num_arrived = piece.start + piece.size
         if self._num_arrived == self._slot_bytes[piece.change.layer]:
             self.must_switch = True
 
+    def _store(self, piece: Piece, received: Tensor) -> Tensor:
+        """Store a piece, and return it: its memory must live until the side stream is waited for."""
+        experts = received.view(-1, piece.size)
+        self._spare[: len(experts), piece.start : piece.start + piece.size] = experts
+        return received
+
+    def _wait_for_side_stream(self) -> None:
+        if self._storing is not None:
+            self._storing.wait()
+            self._storing = None
+
     def _plan(self, layer: int) -> None:
         before, loads = self._layers[layer].placement, self._loads[layer]
         self._excess_of_model += excess_rows(loads, before)
+        self._rows_of_fullest += max(rank_loads(loads, before))
         if proposal := propose(loads, before):
             node_of_rank = self._groups.stage.node_of_rank
             self._planned.append(Change(layer, proposal, moves(before, proposal.placement, node_of_rank)))
@@ -240,6 +314,9 @@ class Rebalancer:
         planned, self._planned = self._planned, []
         assert window is not None
         waited_s = window.straggler_seconds / window.num_steps * self._horizon
+        if self._is_on_gpu and self._rows_of_fullest:
+            share_of_waits = SHARE_OF_EXPERTS * self._excess_of_model / self._rows_of_fullest
+            waited_s = share_of_waits * self._step_seconds * self._horizon
         self._changes.extend(
             change
             for change in planned

@@ -20,6 +20,7 @@ from moeserve.models.decoder import Decoder
 from moeserve.models.model_config import ModelConfig
 from moeserve.moe.dispatch.factory import DispatcherFactory
 from moeserve.ops.interfaces import Kernels
+from moeserve.ops.side_stream import CudaSideStream
 from moeserve.ops.threads import set_num_threads
 from moeserve.protocol import RankReport, StepPlan, StepResult, TransferOutcome
 from moeserve.scheduling.lockstep import Agreement, Outcome, Round, agree
@@ -103,7 +104,8 @@ class Worker:
         self.num_blocks = groups.world.all_reduce_minimum(num_blocks)  # collective: all ranks
 
         self.load_meter = LoadMeter({number: layer.load for number, layer in layers.items()}, groups)  # starts at zero
-        self.rebalancer = Rebalancer(layers, groups, config.rebalance_horizon) if rebalances else None
+        side_stream = CudaSideStream() if config.device == "cuda" else None
+        self.rebalancer = Rebalancer(layers, groups, config.rebalance_horizon, side_stream) if rebalances else None
         self._load: LoadWindow | None = None  # collected, not yet returned
         caches = model.make_caches(self.num_blocks, config.block_size)
         if kernels.needs_finite_caches:  # an external kernel may multiply what lies behind a context by zero

@@ -163,7 +163,6 @@ def test_wrong_values_are_refused_by_name(option: str, value: object, named: str
         (dict(data_parallel_size=3, num_redundant_experts=11), ["num_redundant_experts=11", "at most 10"]),
         (dict(ON_GPUS, num_gpus=1), ["data_parallel_size=2", "2 ranks", "CUDA_VISIBLE_DEVICES"]),
         (dict(ON_GPUS, has_nccl=False), ["data_parallel_size=2", "NCCL"]),
-        (dict(ON_GPUS, rebalance="auto"), ["rebalance='auto'", "'off'"]),
         (
             dict(data_parallel_size=2, rebalance="places.json", expert_loads="loads.json"),
             ["rebalance='places.json'", "expert_loads='loads.json'"],
@@ -211,6 +210,7 @@ def test_experts_are_placed_by_loads_or_by_a_file() -> None:
     for rebalance in ("off", "auto"):
         assert decide(data_parallel_size=2, rebalance=rebalance, expert_loads="loads.json").rebalance == rebalance
     assert decide(**ON_GPUS).rebalance == "off"
+    assert decide(**ON_GPUS, rebalance="auto").rebalance == "auto"
 
 
 def test_each_rank_needs_its_own_gpu_except_with_ray() -> None:

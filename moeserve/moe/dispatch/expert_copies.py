@@ -7,6 +7,7 @@ from torch import Tensor
 
 from moeserve.expert_placement.placement import Placement, copies_in_turn
 from moeserve.layers.context import ModelContext
+from moeserve.ops.upload import uploaded
 
 # T tokens, K experts per token, E logical experts, W turns at most
 
@@ -39,8 +40,9 @@ class ExpertCopies:
         """Switch to another placement, in place: captured graphs read the tables at their address."""
         turns = copies_in_turn(placement, self._rank, self._node_of_rank)
         width = self.physical_EW.shape[1]
-        self.physical_EW.copy_(torch.tensor([[*of_one, *[-1] * (width - len(of_one))] for of_one in turns]))
-        self.num_copies_E.copy_(torch.tensor([len(of_one) for of_one in turns]))
+        padded = [[*of_one, *[-1] * (width - len(of_one))] for of_one in turns]
+        self.physical_EW.copy_(uploaded(padded, self.device))
+        self.num_copies_E.copy_(uploaded([len(of_one) for of_one in turns], self.device))
         self.is_identity = False
 
     def choose(self, experts_TK: Tensor, first_token: int) -> Tensor:
