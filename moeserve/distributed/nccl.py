@@ -66,6 +66,7 @@ class NcclTransport(Transport):
         self._rank: int = process_group.rank()
         self._small_all_reduce = small_all_reduce
         self._owns_process_group = owns_process_group
+        self._under_way: set[int] = set()  # ids of the works that no stream has waited for
 
     def begin_all_gather(self, x: Tensor, sizes: Sequence[int]) -> Pending:
         x = x.contiguous()
@@ -97,7 +98,9 @@ class NcclTransport(Transport):
         if not _are_equal(sizes):
             return reduce_scatter_by_all_to_all(self, x, sizes, self._rank, dtype)
         reduced = x.new_empty((num_own, *x.shape[1:]))
-        options = _on_current_stream(ReduceScatterOptions())
+        options = ReduceScatterOptions()
+        if not self._under_way:  # otherwise the communicator would be used in two streams at a time
+            options = _on_current_stream(options)
         self._waiter(self._begin(lambda: self._process_group._reduce_scatter_base(reduced, x, options)))()
         return reduced
 
@@ -157,8 +160,10 @@ class NcclTransport(Transport):
 
     def _waiter(self, work: Work | None) -> Callable[[], None]:
         """Return a function that makes the current stream wait. Until then the work keeps its tensors alive."""
+        self._under_way.add(id(work))
 
         def wait() -> None:
+            self._under_way.discard(id(work))
             try:
                 if work is not None:  # None: it runs on the current stream
                     work.wait()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
@@ -179,6 +179,10 @@ class LayoutCosts:
         self.assumptions = assumptions
         calibration = calibration_of(assumptions)
         self.num_parts = 2 if assumptions.overlap else 1  # halves of a step
+        self._of_whole_steps = self
+        if assumptions.overlap:
+            whole = replace(assumptions, overlap=False)
+            self._of_whole_steps = LayoutCosts(description, found, layout, hardware, whole, ranks_per_node)
         self.tp, self.dp, self.pp = layout.tp, layout.dp, layout.pp
         self.num_ranks = layout.tp * layout.dp  # of a stage
         ranks_of_replica = layout.tp * layout.pp
@@ -315,6 +319,12 @@ class LayoutCosts:
             )
 
         self._stages = tuple(map(parts_of, layout.stages))
+
+    def for_step(self, load: StepLoad) -> LayoutCosts:
+        """Return the costs of steps with so many tokens: in halves if `assumptions` say so, else as a whole."""
+        assumptions = self.assumptions
+        least = assumptions.overlap_prefill_tokens if load.num_prefill else assumptions.overlap_decode_tokens
+        return self if load.most_tokens >= least else self._of_whole_steps
 
     def step_seconds(self, load: StepLoad, imbalance: float | None = None) -> StepTime:
         """Return the time of a step with tokens, from the first stage to the last.

@@ -24,6 +24,19 @@ FP8_PARTS = ("attention", "dense networks", "routed experts", "shared experts")
 
 
 @dataclass(frozen=True, kw_only=True)
+class OverlapGain:
+    """A step run as two halves that overlap, beside the same step run as a whole."""
+
+    whole_s: float
+    halves_s: float
+    least_tokens: int | None  # of a replica, with which halves are faster, to a tenth; None: not even with all of them
+
+    def as_text(self) -> str:
+        from_tokens = "never faster" if self.least_tokens is None else f"faster from {self.least_tokens} tokens"
+        return f"{shown_seconds(self.halves_s)} instead of {shown_seconds(self.whole_s)}, {from_tokens}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class PhaseEstimate:
     """Steps that only decode, or only compute prompts. All replicas have equally many tokens."""
 
@@ -38,6 +51,8 @@ class PhaseEstimate:
     exchange_s: float  # dispatch and combine, in one layer that has experts
     sent_bytes: float  # bytes that a rank sends to others in one such layer
     fullest_rank: float  # rows of the fullest rank over the mean
+    overlap: OverlapGain
+    calibrated_overlap: OverlapGain
     formulas: tuple[str, ...]
 
 
@@ -97,15 +112,18 @@ def estimate_layouts(
     lengths = traffic.lengths
 
     def estimate(layout: Layout) -> Estimate:
-        def costs_at(speed: Speed) -> LayoutCosts:
-            at_speed = replace(assumptions, speed=speed)
+        def costs_at(speed: Speed, *, overlap: bool = assumptions.overlap) -> LayoutCosts:
+            at_speed = replace(assumptions, speed=speed, overlap=overlap)
             return LayoutCosts(description, found, layout, hardware, at_speed, ranks_per_node)
+
+        def gain(speed: Speed, load: ReplicaLoad) -> OverlapGain:
+            return _overlap_gain(costs_at(speed, overlap=False), costs_at(speed, overlap=True), load)
 
         optimum, calibrated = costs_at("optimum"), costs_at("calibrated")
         costs = calibrated if assumptions.speed == "calibrated" else optimum
 
         def phase(load: ReplicaLoad) -> PhaseEstimate:
-            return _phase(costs, optimum, calibrated, load)
+            return _phase(costs, optimum, calibrated, load, (gain("optimum", load), gain("calibrated", load)))
 
         weights, cache, requests = memory_formulas(layout, costs, hardware, lengths)
         cache_tokens, cache_requests = int(cache.value), int(requests.value)
@@ -204,6 +222,7 @@ def as_text(found: Estimates) -> str:
         for name, phase in (("decode", layout.decode), ("prefill", layout.prefill)):
             if phase is not None:
                 lines += ["", f"A step of {name}:", *phase.formulas]
+                lines.append(f"in halves: {phase.overlap.as_text()}; calibrated: {phase.calibrated_overlap.as_text()}")
     return "\n".join(lines)
 
 
@@ -239,9 +258,31 @@ def _assumed(assumptions: Assumptions) -> list[str]:
     ]
 
 
-def _phase(costs: LayoutCosts, optimum: LayoutCosts, calibrated: LayoutCosts, of_replica: ReplicaLoad) -> PhaseEstimate:
-    """Estimate a step. `costs` is that of the other two whose details are shown."""
+def _overlap_gain(whole: LayoutCosts, halves: LayoutCosts, of_replica: ReplicaLoad) -> OverlapGain:
+    """Compare both ways to run a step, also with fewer tokens of the same kind in each replica."""
+
+    def seconds(costs: LayoutCosts, num_tokens: int) -> float:
+        share = num_tokens / most
+        load = ReplicaLoad(**{name: number * share for name, number in vars(of_replica).items()})
+        return sum(costs.stage_seconds(StepLoad.of((load,) * costs.dp)))
+
+    most = of_replica.num_decoding + of_replica.num_prefill
+    least, fewer = None, most
+    while fewer and seconds(halves, fewer) < seconds(whole, fewer):
+        least, fewer = fewer, fewer * 9 // 10
+    return OverlapGain(whole_s=seconds(whole, most), halves_s=seconds(halves, most), least_tokens=least)
+
+
+def _phase(
+    costs: LayoutCosts,
+    optimum: LayoutCosts,
+    calibrated: LayoutCosts,
+    of_replica: ReplicaLoad,
+    overlap: tuple[OverlapGain, OverlapGain],
+) -> PhaseEstimate:
+    """Estimate a step. `costs` is that of the other two whose details are shown; `overlap` is of both."""
     load = StepLoad.of((of_replica,) * costs.dp)
+    costs, optimum, calibrated = (each.for_step(load) for each in (costs, optimum, calibrated))
     best, expected = optimum.stage_seconds(load), calibrated.stage_seconds(load)
     exchange = (term for term in costs.terms(load) if term.formula.name in ("dispatch", "combine"))
     return PhaseEstimate(
@@ -254,6 +295,8 @@ def _phase(costs: LayoutCosts, optimum: LayoutCosts, calibrated: LayoutCosts, of
         exchange_s=sum(term.seconds for term in exchange) / max(1, costs.num_sparse_layers),
         sent_bytes=costs.sent_bytes_per_token * load.most_tokens / costs.tp,
         fullest_rank=costs.imbalance(load.num_tokens).value,
+        overlap=overlap[0],
+        calibrated_overlap=overlap[1],
         formulas=tuple(_formulas(costs, load)),
     )
 

@@ -75,7 +75,7 @@ class ExpertBalance:
             return 0.0
         self._num_tokens += load.num_tokens
         self._steps_s += step_s
-        self._waited_s += step_s - self._costs.step_seconds(load, imbalance=1.0).seconds
+        self._waited_s += step_s - self._costs.for_step(load).step_seconds(load, imbalance=1.0).seconds
         if self._now < self._window_ends_at:
             return 0.0
         moving_s = self._rebalance()

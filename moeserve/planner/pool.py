@@ -231,8 +231,9 @@ class Pool:
 
     def _run(self, step: Step) -> None:
         """Begin a step of all replicas: virtual time is then the time of its end."""
-        plans, costs = step.plans, self.plan.costs
+        plans = step.plans
         load = StepLoad.of([load_of(plan) for plan in plans.values()])
+        costs = self.plan.costs.for_step(load)
         expected = self._balance.expected
         fullest = costs.imbalance(load.num_tokens, expected).value
         of_stages = costs.stage_seconds(load, fullest)

@@ -46,7 +46,13 @@ class Assumptions:
         "how rows travel; direct: one for each expert on another rank; by_node: one for each other node that has an "
         "expert of the token, forwarded inside",
     )
-    overlap: bool = setting(False, "run each step as two halves: one exchanges while the other computes")
+    overlap: bool = setting(
+        False, "run steps as two halves, of which one exchanges while the other computes, from the next two on"
+    )
+    overlap_decode_tokens: PositiveInt = setting(
+        1, "with --overlap: least tokens of the longest replica in steps that only decode"
+    )
+    overlap_prefill_tokens: PositiveInt = setting(1, "with --overlap: the same for steps with prompts")
 
 
 @dataclass(frozen=True, kw_only=True)

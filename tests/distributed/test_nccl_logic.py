@@ -82,6 +82,32 @@ def run_collectives(place: Place) -> None:
     check_collectives(group, check_rounded)
 
 
+def test_streams_of_sums(ranks: Ranks) -> None:
+    """A sum needs no stream of its own, unless another collective of the communicator is under way in that one."""
+    assert ranks.run(2, "test_nccl_logic:streams_of_sums") == [[False, True, True, False]] * 2
+
+
+def streams_of_sums(place: Place) -> list[bool]:
+    process_group = stand_in(place)
+    in_own_stream: list[bool] = []
+
+    def note_and_keep_own_share(out: Tensor, x: Tensor, options: Any) -> None:
+        in_own_stream.append(options.asyncOp)
+        keep_own_share(out, x, options)
+
+    process_group._reduce_scatter_base = note_and_keep_own_share
+    transport = NcclTransport(process_group, 20.0)
+    ones = torch.ones(2)
+    transport.reduce_scatter(ones, [1, 1])
+    waits = [transport.begin_all_gather(ones, [2, 2])[1], transport.begin_all_to_all(ones, [1, 1], [1, 1])[1]]
+    for wait in waits:
+        transport.reduce_scatter(ones, [1, 1])
+        wait()
+        wait()
+    transport.reduce_scatter(ones, [1, 1])
+    return in_own_stream
+
+
 def test_a_connection_that_carries_wrong_values_is_refused(ranks: Ranks) -> None:
     assert ranks.run(3, "test_nccl_logic:check_connection", adds=True) == [""] * 3
     for message in ranks.run(3, "test_nccl_logic:check_connection", adds=False):

@@ -166,6 +166,21 @@ def test_halves_that_overlap_read_weights_twice_and_hide_the_exchange(tmp_path: 
     assert times[1].seconds == max(times[1].layers, times[1].exchange) + times[1].head
 
 
+def test_small_steps_run_as_a_whole(tmp_path: Path) -> None:
+    """The least tokens are those of the longest replica, and differ for steps with prompts."""
+    plain, halved = (costs_of(tmp_path, 8, overlap=overlap) for overlap in (False, True))
+    costs = costs_of(tmp_path, 8, overlap=True, overlap_decode_tokens=8, overlap_prefill_tokens=6)
+    prompts = [StepLoad.of([ReplicaLoad(num_prefill=number, num_decoding=1)] * 8) for number in (4, 5)]
+    for load, expected in (
+        (decoding(7, 7, 7), plain),
+        (decoding(8, 1, 1), halved),
+        (prompts[0], plain),
+        (prompts[1], halved),
+    ):
+        assert costs.for_step(load).step_seconds(load) == expected.step_seconds(load)
+        assert plain.step_seconds(load) != halved.step_seconds(load)
+
+
 def test_tp_ranks_exchange_their_own_share_and_gather_all(tmp_path: Path) -> None:
     load = decoding(10)
     near, far = (seconds_of(costs_of(tmp_path, 2, tp=2, ranks_per_node=size), load) for size in (2, 1))

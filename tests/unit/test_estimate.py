@@ -13,7 +13,7 @@ from moeserve import cli
 from moeserve.errors import SettingsError
 from moeserve.models.registry import describe
 from moeserve.models.summary import summarize
-from moeserve.planner.estimate import Estimate, as_text, estimate_layouts
+from moeserve.planner.estimate import Estimate, PhaseEstimate, as_text, estimate_layouts
 from moeserve.planner.formula import shown_seconds
 from moeserve.planner.hardware import TABLE, Hardware
 from moeserve.planner.layout import find_layouts
@@ -108,6 +108,32 @@ def test_latent_attention_in_fp8(tmp_path: Path) -> None:
     bfloat16 = estimate(folder, 32, assumptions=Assumptions(weights="dtype"), hardware=TABLE["h200"])
     assert bfloat16.weight_bytes == 2 * (in_fp8 + plain) + small
     assert estimate(folder, 32, tp=2).weight_bytes < found.weight_bytes
+
+
+def test_gain_of_halves(tmp_path: Path) -> None:
+    """It is given whether the assumptions overlap steps or not, with the least tokens for it."""
+    folder = folder_of(tmp_path, "DeepSeek-V3")
+
+    def decode_of(num_tokens: int, **assumed: Any) -> PhaseEstimate:
+        assumptions = Assumptions(speed="calibrated", **assumed)
+        found = estimate(folder, 32, hardware=TABLE["h200"], assumptions=assumptions, decode_requests=num_tokens).decode
+        assert found is not None
+        return found
+
+    whole, halves = decode_of(192), decode_of(192, overlap=True)
+    assert whole.overlap == halves.overlap
+    gain = whole.calibrated_overlap
+    assert gain == halves.calibrated_overlap
+    assert (gain.whole_s, gain.halves_s) == (whole.calibrated_step_s, halves.calibrated_step_s)
+    assert gain.halves_s < gain.whole_s
+    least = gain.least_tokens
+    assert least is not None
+    assert 1 < least < 192
+    for num_tokens, is_faster in ((least, True), (least * 9 // 10, False)):
+        fewer = decode_of(num_tokens).calibrated_overlap
+        assert (fewer.halves_s < fewer.whole_s) == is_faster
+        assert (fewer.least_tokens is not None) == is_faster
+    assert decode_of(192, overlap=True, overlap_decode_tokens=193).calibrated_step_s == gain.whole_s
 
 
 def test_windows_limit_the_positions_read(tmp_path: Path) -> None:
