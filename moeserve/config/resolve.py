@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, cast
 
 from moeserve.config.environment import is_inside_ray
+from moeserve.config.expert_layout import ExpertShape, Numbers, resolve_expert_parallel
 from moeserve.config.settings import (
     DEFAULT_LOAD_WINDOW,
     CacheDtypeName,
@@ -44,6 +45,7 @@ class CheckpointFacts:
     num_layers: int
     num_sparse_layers: int  # layers with experts
     num_experts: int  # of each of these layers
+    expert_shape: ExpertShape | None = None  # of each of these layers; None: experts are never sliced
     has_mxfp4: bool = False  # its experts are stored in MXFP4
     has_latent_attention: bool = False
 
@@ -111,6 +113,16 @@ def resolve(
             f"max_model_len={model.max_model_len} is more than the checkpoint's max_position_embeddings "
             f"({checkpoint.max_position_embeddings}); choose at most that"
         )
+    max_num_seqs = scheduler.max_num_seqs or (64 if device == "cpu" else 256)
+    max_num_batched_tokens = scheduler.max_num_batched_tokens or (2048 if device == "cpu" else 8192)
+    keeps_bytes = model.batch_invariant or (device == "cpu" and dtype != "float16" and machine.has_kernels)
+    expert_parallel = resolve_expert_parallel(
+        parallel,
+        checkpoint.expert_shape,
+        Numbers(device=device, dtype=dtype, quantization=quantization, keeps_bytes=keeps_bytes),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+    )
     executor = _choose_executor(parallel, machine.cores_of_nodes)
     _check_kv_store(cache)
     has_float8_cache = is_float8_cache(cache.kv_cache_dtype, checkpoint.has_latent_attention)
@@ -151,8 +163,8 @@ def resolve(
         kv_transfer_key_file=cache.kv_transfer_key_file,
         kv_transfer_backend=cache.kv_transfer_backend,
         kv_transfer_timeout=cache.kv_transfer_timeout,
-        max_num_seqs=scheduler.max_num_seqs or (64 if device == "cpu" else 256),
-        max_num_batched_tokens=scheduler.max_num_batched_tokens or (2048 if device == "cpu" else 8192),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
         max_prefill_tokens=scheduler.max_prefill_tokens,
         async_scheduling=plans_ahead,
         max_concurrent_batches=scheduler.max_concurrent_batches or (2 if plans_ahead else len(pipeline_layers)),
@@ -166,7 +178,10 @@ def resolve(
         executor=executor,
         ray_compiled_graph=parallel.ray_compiled_graph,
         network_interface=parallel.network_interface,
-        dispatcher=_choose_dispatcher(parallel, device, prefers_deepep=not model.batch_invariant),
+        expert_parallel=expert_parallel,
+        dispatcher=_choose_dispatcher(parallel, device, prefers_deepep=not model.batch_invariant)
+        if expert_parallel
+        else "allgather",
         dispatcher_may_change=parallel.dispatcher == "auto",
         deepep_low_latency_tokens=parallel.deepep_low_latency_tokens,
         deepep_api=None if parallel.deepep_api == "auto" else parallel.deepep_api,

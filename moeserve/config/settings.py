@@ -180,6 +180,11 @@ class ParallelSettings:
     network_interface: str | None = setting(
         None, "with Ray: network interface by name (eth1) or subnet (10.1.0.0/16); none: the addresses that Ray uses"
     )
+    expert_parallel: Literal["auto"] | bool = setting(
+        "auto",
+        "true: ranks hold different experts, over all replicas; false: each rank of the only replica holds a slice of "
+        "every expert, as of dense networks; auto: slices, if a formula finds them faster",
+    )
     dispatcher: Literal["auto", DispatcherName] = setting(
         "auto",
         "how tokens are dispatched to experts; local: one rank, no exchange; allgather: every rank gets every token; "
@@ -334,6 +339,7 @@ class EngineConfig:
     executor: Literal["uniproc", "mp", "ray"]
     ray_compiled_graph: bool
     network_interface: str | None
+    expert_parallel: bool  # False: each tp rank holds a slice of every expert
     dispatcher: DispatcherName
     dispatcher_may_change: bool  # to all_to_all, if ranks find that the chosen one cannot run
     deepep_low_latency_tokens: int

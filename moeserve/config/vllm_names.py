@@ -27,7 +27,7 @@ class VllmSettings:
     )
     swap_space: float | None = setting(0, "no effect: preempted requests are computed again")
     trust_remote_code: bool = setting(False, "must be off: code of a checkpoint is never run")
-    enable_expert_parallel: bool = setting(True, "no effect: experts are always spread over all ranks")
+    enable_expert_parallel: bool | None = setting(None, "the same as --expert-parallel true or false")
     enable_chunked_prefill: bool | None = setting(True, "no effect: long prompts are always computed in chunks")
     enable_eplb: bool = setting(False, 'no effect: experts are rebalanced with rebalance="auto"')
     all2all_backend: str | None = setting(None, "no effect: the exchange is chosen with dispatcher")
@@ -40,7 +40,11 @@ class VllmSettings:
 
 NAMES = frozenset(field.name for field in dataclasses.fields(VllmSettings))
 
-_OWN_NAMES = {"distributed_executor_backend": "executor", "kv_cache_memory_bytes": "kv_cache_memory"}
+_OWN_NAMES = {
+    "distributed_executor_backend": "executor",
+    "kv_cache_memory_bytes": "kv_cache_memory",
+    "enable_expert_parallel": "expert_parallel",
+}
 _OF_DBO = {
     "dbo_decode_token_threshold": "overlap_decode_tokens",
     "dbo_prefill_token_threshold": "overlap_prefill_tokens",

@@ -165,8 +165,9 @@ class LoadMeter:
         for rank, (slots, reader) in enumerate(zip(placement.logical_of_slot, readers, strict=True)):
             for expert in (*slots, *kept):
                 rows = next(reader)
-                of_expert[expert] += rows
                 of_rank[rank] += rows
+                if rank % placement.num_slices == 0:  # all slices of an expert compute the same rows
+                    of_expert[expert] += rows
         return tuple(of_expert), tuple(of_rank)
 
     def _start_window(self) -> None:

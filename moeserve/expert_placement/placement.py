@@ -24,14 +24,19 @@ MAX_LOAD = 1e30
 
 @dataclass(frozen=True)
 class Placement:
-    """The experts of one layer on the ranks of an expert-parallel group. Every logical expert has at least one slot."""
+    """The experts of one layer on the ranks of an expert-parallel group. Every logical expert has at least one slot.
+
+    Ranks hold whole experts, or all of them a slice of each expert's width.
+    """
 
     logical_of_slot: tuple[tuple[int, ...], ...]  # by rank, by slot; a rank may have no slots
     num_logical: int
+    num_slices: int = 1  # of each expert; the number of ranks, if experts are sliced
 
     def __post_init__(self) -> None:
         fault = _fault(self.logical_of_slot, self.num_logical)
         assert fault is None, fault
+        assert self.num_slices in (1, self.num_ranks)
 
     @property
     def num_ranks(self) -> int:
@@ -73,6 +78,11 @@ class Placement:
         experts = (slot % num_experts for slot in range(num_slots))
         sizes = share_sizes(num_slots, num_ranks)
         return cls(tuple(tuple(itertools.islice(experts, size)) for size in sizes), num_experts)
+
+    @classmethod
+    def sliced(cls, num_experts: int, num_ranks: int) -> Placement:
+        """Return the placement of a slice of each expert, in order, on every rank."""
+        return cls((tuple(range(num_experts)),) * num_ranks, num_experts, num_slices=num_ranks)
 
     def to_json(self) -> str:
         return msgspec.json.encode(_PlacementJson(self.num_logical, self.logical_of_slot)).decode()

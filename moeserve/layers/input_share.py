@@ -15,6 +15,8 @@ from moeserve.ops.interfaces import InputChunks
 
 # Best first. With 8 chunks, 1, 2, 4 and 8 ranks have whole branches of the tree.
 NUMBERS_OF_CHUNKS = (8, 4, 2, 7, 6, 5, 3, 1)
+MIN_EXPERT_CHUNK = 384  # inputs; smaller chunks make small batches of narrow experts several percent slower
+EXPERT_CHUNK_UNIT = 32  # inputs of a group of int4 weights, which must not be divided
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,31 @@ def share_inputs(num_inputs: int, num_chunks: int, context: ModelContext) -> Inp
     if not keeps_bytes(num_chunks, num_ranks):
         inputs = share_of(num_inputs, rank, num_ranks)
         return InputShare(inputs, InputChunks(max(1, inputs.stop - inputs.start), keeps_float32=True))
-    size = -(-num_inputs // num_chunks)
-    first, last = (min(num_inputs, size * (num_chunks // num_ranks) * n) for n in (rank, rank + 1))
+    return _whole_chunks(num_inputs, -(-num_inputs // num_chunks), num_chunks // num_ranks, rank, num_ranks)
+
+
+def num_expert_chunks(width: int) -> int:
+    """Return the number of chunks in which the down projections of experts of this width add their inputs."""
+    return next(number for number in (8, 4, 2, 1) if number == 1 or width >= number * MIN_EXPERT_CHUNK)
+
+
+def share_experts(width: int, num_slices: int, context: ModelContext) -> InputShare:
+    """Return this rank's share of the width of each expert: all of it, or one of as many slices as there are tp ranks.
+
+    Whole experts add their inputs in the same chunks, unless they are in MXFP4, which is never sliced.
+    """
+    assert num_slices in (1, context.tp.world_size)
+    rank = context.tp.rank_in_group if num_slices > 1 else 0
+    if not context.is_batch_invariant or context.quantization == "mxfp4":
+        return InputShare(share_of(width, rank, num_slices), None)
+    num_chunks = num_expert_chunks(width)
+    assert keeps_bytes(num_chunks, num_slices)
+    if num_chunks == 1:
+        return InputShare(slice(0, width), None)
+    size = -(-width // (num_chunks * EXPERT_CHUNK_UNIT)) * EXPERT_CHUNK_UNIT
+    return _whole_chunks(width, size, num_chunks // num_slices, rank, num_slices)
+
+
+def _whole_chunks(num_inputs: int, size: int, chunks_per_rank: int, rank: int, num_ranks: int) -> InputShare:
+    first, last = (min(num_inputs, size * chunks_per_rank * n) for n in (rank, rank + 1))
     return InputShare(slice(first, last), InputChunks(size, keeps_float32=num_ranks > 1))

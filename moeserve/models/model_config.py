@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from moeserve.config.expert_layout import ExpertShape
 from moeserve.expert_placement.eplb import place_experts
 from moeserve.expert_placement.placement import Placement
 from moeserve.layers.attention import AttentionConfig
-from moeserve.layers.input_share import keeps_bytes, num_input_chunks
+from moeserve.layers.input_share import keeps_bytes, num_expert_chunks, num_input_chunks
 from moeserve.layers.mla import LatentAttentionConfig
 from moeserve.layers.rotary import RotaryConfig
 from moeserve.moe.layer import MoEConfig
@@ -62,6 +63,21 @@ class ModelConfig:
         return self.first_moe.router.num_experts if self.first_moe else 0
 
     @property
+    def expert_shape(self) -> ExpertShape | None:
+        """The experts of each layer that has any; None if none has."""
+        moe = self.first_moe
+        if moe is None:
+            return None
+        num_chunks = num_expert_chunks(moe.expert_width)
+        return ExpertShape(
+            num_experts=moe.router.num_experts,
+            top_k=moe.router.top_k,
+            hidden_size=self.hidden_size,
+            width=moe.expert_width,
+            slices_alike=tuple(number for number in range(1, num_chunks + 1) if keeps_bytes(num_chunks, number)),
+        )
+
+    @property
     def num_sparse_layers(self) -> int:
         """Number of layers with experts."""
         return sum(isinstance(layer.feed_forward, MoEConfig) for layer in self.layers)
@@ -89,6 +105,10 @@ class ModelConfig:
             num_ranks=num_ranks,
             num_redundant=num_redundant,
         )
+
+    def slice_experts(self, num_ranks: int) -> tuple[Placement, ...]:
+        """Return the placement of each layer that has experts, where every rank has a slice of each expert."""
+        return (Placement.sliced(self.num_experts, num_ranks),) * self.num_sparse_layers
 
     @property
     def tensor_parallel_sizes(self) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from moeserve.layers.weights import Weights
 from moeserve.models.weight_loading import Destination
 
-PACKED_STATE_VERSION = 6
+PACKED_STATE_VERSION = 7
 
 
 class Packer:

@@ -68,6 +68,7 @@ def read_facts(folder: str | Path) -> CheckpointFacts:
         num_layers=len(description.model.layers),
         num_sparse_layers=description.model.num_sparse_layers,
         num_experts=description.model.num_experts,
+        expert_shape=description.model.expert_shape,
         has_mxfp4=description.weight_format.is_mxfp4,
         has_latent_attention=description.model.has_latent_attention,
     )

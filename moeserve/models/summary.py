@@ -152,7 +152,7 @@ def _build_without_memory(
     config: ModelConfig, placements: Sequence[Placement], context: ModelContext, stage: range
 ) -> Decoder:
     ep = context.groups.ep
-    dispatchers = TorchDispatchers("local" if ep.world_size == 1 else "all_to_all", ep, context)
+    dispatchers = TorchDispatchers("local" if ep.world_size == 1 else "allgather", ep, context)
     return Decoder(config, placements, dispatchers, context, stage)
 
 

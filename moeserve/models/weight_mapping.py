@@ -20,7 +20,7 @@ from moeserve.models.decoder import Decoder, DenseFeedForward
 from moeserve.models.family import AttentionNames, Family, MoENames
 from moeserve.models.model_config import MLPConfig
 from moeserve.models.weight_loading import Destination, Destinations, columns, rows, whole
-from moeserve.moe.layer import MoELayer
+from moeserve.moe.layer import MoEConfig, MoELayer
 
 Row = tuple[str, Destination | None]
 
@@ -68,9 +68,9 @@ def _rows_of(model: Decoder, family: Family, names: Collection[str]) -> Iterator
         match layer.feed_forward, config.feed_forward:
             case DenseFeedForward(mlp=mlp), MLPConfig(width=width):
                 yield from _mlp(f"{prefix}.mlp", mlp, width)
-            case MoELayer() as moe, _:
+            case MoELayer() as moe, MoEConfig(expert_width=width):
                 used = next((n for n in family.names if f"{prefix}.{n.router}.weight" in names), family.names[0])
-                yield from _moe(prefix, moe, used, names)
+                yield from _moe(prefix, moe, width, used, names)
 
 
 def _attention(prefix: str, attention: Attention, names: AttentionNames) -> Iterator[Row]:
@@ -123,7 +123,9 @@ def _mlp(prefix: str, mlp: GatedMLP, width: int) -> Iterator[Row]:
     yield f"{prefix}.down_proj.weight", columns(mlp.down.weight, mlp.width, width, mlp.down.weights)
 
 
-def _moe(prefix: str, moe: MoELayer, names: MoENames, names_in_checkpoint: Collection[str]) -> Iterator[Row]:
+def _moe(
+    prefix: str, moe: MoELayer, width: int, names: MoENames, names_in_checkpoint: Collection[str]
+) -> Iterator[Row]:
     router = f"{prefix}.{names.router}"
     yield f"{router}.weight", whole(moe.router.weight)
     if moe.router.bias is not None:
@@ -143,74 +145,86 @@ def _moe(prefix: str, moe: MoELayer, names: MoENames, names_in_checkpoint: Colle
             yield from _linear(f"{prefix}.mlp.shared_expert_gate", moe.shared_experts.gate)
     experts = f"{prefix}.{names.experts}"
     if names.is_interleaved:
-        yield from _interleaved_experts(experts, moe)
+        yield from _interleaved_experts(experts, moe, width)
     elif f"{experts}.{names.fused[0]}" in names_in_checkpoint:
-        yield from _fused_experts(experts, moe, names)
+        yield from _fused_experts(experts, moe, width, names)
     else:
-        yield from _separate_experts(experts, moe, names)
+        yield from _separate_experts(experts, moe, width, names)
 
 
-def _separate_experts(prefix: str, moe: MoELayer, names: MoENames) -> Iterator[Row]:
+def _separate_experts(prefix: str, moe: MoELayer, width: int, names: MoENames) -> Iterator[Row]:
     """Yield three matrices for each expert."""
-    gate_up, down = moe.experts.gate_up, moe.experts.down
+    gate_up, down, share = moe.experts.gate_up, moe.experts.down, moe.experts.width
     for slot, expert in enumerate(moe.local_experts):
         gate_ID, up_ID = gate_up.open.weight_eOI[slot].chunk(2)
-        yield f"{prefix}.{expert}.{names.gate}.weight", whole(gate_ID, gate_up)
-        yield f"{prefix}.{expert}.{names.up}.weight", whole(up_ID, gate_up)
-        yield f"{prefix}.{expert}.{names.down}.weight", whole(down.open.weight_eOI[slot], down)
+        yield f"{prefix}.{expert}.{names.gate}.weight", rows(gate_ID, share, width, gate_up)
+        yield f"{prefix}.{expert}.{names.up}.weight", rows(up_ID, share, width, gate_up)
+        yield f"{prefix}.{expert}.{names.down}.weight", columns(down.open.weight_eOI[slot], share, width, down)
     for expert in set(range(moe.placement.num_logical)) - set(moe.local_experts):
         for name in (names.gate, names.up, names.down):
             yield f"{prefix}.{expert}.{name}.weight", None
 
 
-def _fused_experts(prefix: str, moe: MoELayer, names: MoENames) -> Iterator[Row]:
+def _fused_experts(prefix: str, moe: MoELayer, width: int, names: MoENames) -> Iterator[Row]:
     """Yield all experts as [experts, 2 * width, hidden] and [experts, hidden, width]."""
-    for name, weights in zip(names.fused, (moe.experts.gate_up, moe.experts.down), strict=True):
-        yield f"{prefix}.{name}", None
-        for slot, expert in enumerate(moe.local_experts):
-            memory, share = weights.open.weight_eOI[slot : slot + 1], slice(expert, expert + 1)
-            yield f"{prefix}.{name}", rows(memory, share, moe.placement.num_logical, weights)
+    gate_up_name, down_name = names.fused
+    gate_up, down, share = moe.experts.gate_up, moe.experts.down, moe.experts.width
+    num_experts, hidden_size = moe.placement.num_logical, down.shape[1]
+    parts = [slice(0, 2 * width)]  # gates stand above ups
+    if share != slice(0, width):
+        parts = [share, slice(width + share.start, width + share.stop)]
+    yield f"{prefix}.{gate_up_name}", None
+    yield f"{prefix}.{down_name}", None
+    for slot, expert in enumerate(moe.local_experts):
+        one = slice(expert, expert + 1)
+        memories = gate_up.open.weight_eOI[slot : slot + 1].chunk(len(parts), dim=1)
+        for memory, part in zip(memories, parts, strict=True):
+            place = Destination(memory, (num_experts, 2 * width, hidden_size), (one, part), gate_up)
+            yield f"{prefix}.{gate_up_name}", place
+        shape = num_experts, hidden_size, width
+        place = Destination(down.open.weight_eOI[slot : slot + 1], shape, (one, slice(0, hidden_size), share), down)
+        yield f"{prefix}.{down_name}", place
 
 
-def _interleaved_experts(prefix: str, moe: MoELayer) -> Iterator[Row]:
+def _interleaved_experts(prefix: str, moe: MoELayer, width: int) -> Iterator[Row]:
     """Yield all experts as [experts, inputs, outputs], with gate and up alternating among the outputs.
 
     In the model, an expert's rows of gate stand above those of up.
     """
-    gate_up, down, num_experts = moe.experts.gate_up, moe.experts.down, moe.placement.num_logical
-    _, width_twice, hidden_size = gate_up.shape
-    table: list[tuple[str, Tensor, tuple[int, ...], bool]] = []
+    gate_up, down, share = moe.experts.gate_up, moe.experts.down, moe.experts.width
+    num_experts, hidden_size = moe.placement.num_logical, down.shape[1]
+    inputs, outputs = slice(0, hidden_size), _times(share, 2)
+    table: list[tuple[str, Tensor, tuple[int, ...], tuple[slice, ...], Weights | None]] = []
     if gate_up.is_mxfp4:
-        table += _mxfp4_experts(gate_up, down, num_experts)
+        table += _mxfp4_experts(gate_up, down)
     else:
         gate_up_eDI2 = gate_up.open.weight_eOI.unflatten(1, (2, -1)).permute(0, 3, 2, 1)
-        table.append(("gate_up_proj", gate_up_eDI2, (num_experts, hidden_size, width_twice), True))
-        down_eID = down.open.weight_eOI.transpose(1, 2)
-        table.append(("down_proj", down_eID, (num_experts, width_twice // 2, hidden_size), True))
-    if gate_up.bias is not None and down.bias is not None:
+        table.append(("gate_up_proj", gate_up_eDI2, (hidden_size, 2 * width), (inputs, outputs), gate_up))
+        table.append(("down_proj", down.open.weight_eOI.transpose(1, 2), (width, hidden_size), (share,), down))
+    if gate_up.bias is not None:
         bias_eI2 = gate_up.bias.unflatten(1, (2, -1)).transpose(1, 2)
-        table.append(("gate_up_proj_bias", bias_eI2, (num_experts, width_twice), False))
-        table.append(("down_proj_bias", down.bias, (num_experts, hidden_size), False))
-    for name, memory, shape, is_weight in table:
-        owner = (gate_up if name.startswith("gate_up") else down) if is_weight else None
+        table.append(("gate_up_proj_bias", bias_eI2, (2 * width,), (outputs,), None))
+        yield f"{prefix}.down_proj_bias", None  # on one of the ranks that share an expert
+    if down.bias is not None:
+        table.append(("down_proj_bias", down.bias, (hidden_size,), (), None))
+    for name, memory, shape, part, owner in table:
         yield f"{prefix}.{name}", None
         for slot, expert in enumerate(moe.local_experts):
-            place = Destination(memory[slot : slot + 1], shape, (slice(expert, expert + 1),), owner)
-            yield f"{prefix}.{name}", place
+            one = slice(expert, expert + 1)
+            yield f"{prefix}.{name}", Destination(memory[slot : slot + 1], (num_experts, *shape), (one, *part), owner)
 
 
 def _mxfp4_experts(
-    gate_up: Weights, down: Weights, num_experts: int
-) -> Iterator[tuple[str, Tensor, tuple[int, ...], bool]]:
+    gate_up: Weights, down: Weights
+) -> Iterator[tuple[str, Tensor, tuple[int, ...], tuple[slice, ...], Weights | None]]:
     """Yield codes as [experts, outputs, groups, 16] and scales as [experts, outputs, groups]."""
     for name, weights in (("gate_up_proj", gate_up), ("down_proj", down)):
         codes_eOI, scales_eOG = weights.open.weight_eOI, weights.open.scales_eGB
         assert scales_eOG is not None
         _, num_outputs, num_groups = scales_eOG.shape
         for part, memory in (("blocks", codes_eOI.unflatten(2, (num_groups, -1))), ("scales", scales_eOG)):
-            shape = num_experts, num_outputs, *memory.shape[2:]
             in_order = memory.unflatten(1, (2, -1)).transpose(1, 2) if weights is gate_up else memory
-            yield f"{name}_{part}", in_order, shape, True
+            yield f"{name}_{part}", in_order, (num_outputs, *memory.shape[2:]), (), weights
 
 
 def _linear(prefix: str, linear: Linear) -> Iterator[Row]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from moeserve.layers.context import ModelContext
+from moeserve.layers.input_share import InputShare
 from moeserve.layers.weights import QuantizationLimits, Weights
 from moeserve.moe.dispatch.base import PackedTokens, SlottedTokens
 from moeserve.ops.interfaces import GatedActivation
@@ -17,26 +18,31 @@ LIMITS = QuantizationLimits(can_be_mxfp4=True)
 class Experts(nn.Module):
     """Gated feed-forward networks: down(activation(gate(x), up(x))), each on its own rows.
 
-    `num_experts` counts the slots of this rank, expert copies included; it may be 0.
+    With a share of the width, outputs must be summed over the shares.
+
+    Args:
+        num_experts: the slots of this rank, expert copies included; it may be 0.
+        share: this rank's share of each expert's inner values.
     """
 
     def __init__(
         self,
         num_experts: int,
         hidden_size: int,
-        expert_width: int,
+        share: InputShare,
         activation: GatedActivation,
         context: ModelContext,
         *,
         has_bias: bool,
     ) -> None:
         super().__init__()
-        gate_up_shape, down_shape = (
-            (num_experts, 2 * expert_width, hidden_size),
-            (num_experts, hidden_size, expert_width),
-        )
+        self.width = width = share.inputs
+        gate_up_shape = num_experts, 2 * (width.stop - width.start), hidden_size
+        down_shape = num_experts, hidden_size, width.stop - width.start
         self.gate_up = Weights(gate_up_shape, context, has_bias=has_bias, activation=activation, limits=LIMITS)
-        self.down = Weights(down_shape, context, has_bias=has_bias, limits=LIMITS)
+        # One rank adds the bias.
+        has_down_bias = has_bias and width.start == 0
+        self.down = Weights(down_shape, context, has_bias=has_down_bias, limits=LIMITS, chunks=share.chunks)
 
     @property
     def memory_of_each(self) -> list[Tensor]:

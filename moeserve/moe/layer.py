@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from moeserve.expert_placement.load import ExpertLoad
 from moeserve.expert_placement.placement import Placement
 from moeserve.layers.context import ModelContext
+from moeserve.layers.input_share import share_experts
 from moeserve.moe.dispatch.base import PendingDispatch
 from moeserve.moe.dispatch.factory import DispatcherFactory
 from moeserve.moe.experts import Experts
@@ -54,7 +55,8 @@ class MoEConfig:
 class MoELayer(nn.Module):
     """Routes each token, sends it to its experts, and adds up the weighted outputs.
 
-    Router and shared experts are whole on every rank. Of the other experts, a rank holds those in its own slots.
+    Router and shared experts are whole on every rank. Of the other experts, a rank holds those in its own slots, or a
+    slice of each (`Placement.num_slices`).
 
     With T tokens of this rank, D model width, and K experts per token:
 
@@ -85,7 +87,7 @@ class MoELayer(nn.Module):
         self.experts = Experts(
             placement.num_slots[self.rank_in_group],
             hidden_size,
-            config.expert_width,
+            share_experts(config.expert_width, placement.num_slices, context),
             config.activation,
             context,
             has_bias=config.has_expert_bias,

@@ -12,9 +12,11 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
+from moeserve.config.expert_layout import Numbers, resolve_expert_parallel
 from moeserve.config.resolve import layers_of_stages
-from moeserve.config.settings import CacheDtypeName, DtypeName
+from moeserve.config.settings import CacheDtypeName, DtypeName, ParallelSettings, QuantizationName
 from moeserve.distributed.groups import unconnected
 from moeserve.distributed.mesh import Mesh, share_of
 from moeserve.errors import SettingsError, shown
@@ -67,6 +69,7 @@ class Layout:
     refusal: str | None = None  # why the layout is impossible; all other fields are then zero or empty
     heads_per_rank: int = 0
     experts_per_rank: tuple[int, int] = (0, 0)  # fewest and most
+    expert_slices: int = 1  # more: each rank has a slice of every expert
     fullest_rank: float = 0.0  # expected rows of the fullest rank over the mean; mean of the layers
     weight_bytes: int = 0  # on the rank that has most
     cache_bytes_per_token: int = 0  # on the rank that has most, for each token of its replica
@@ -100,6 +103,7 @@ def find_layouts(
     pipeline_layers: Sequence[int] | None = None,
     loads: Path | None = None,
     num_redundant: int = 0,
+    expert_parallel: Literal["auto"] | bool = True,
 ) -> Layouts:
     """Return all layouts of `num_ranks` ranks, from most replicas to fewest, or only the one with this tp.
 
@@ -108,10 +112,11 @@ def find_layouts(
         pipeline_layers: of each stage; None: even shares.
         loads: file of the tokens of each routed expert; see `read_loads`.
         num_redundant: slots beyond one for each expert, over all ranks together.
+        expert_parallel: the engine's setting on a CPU with kernels. False: layouts of one replica have slices.
 
     Raises:
-        SettingsError: an impossible number of ranks, tp, stages or slots, loads of another model, or a KV cache that
-            the model does not support.
+        SettingsError: an impossible number of ranks, tp, stages or slots, loads of another model, a KV cache that
+            the model does not support, or experts that cannot be sliced.
         CheckpointError: see `describe`.
     """
     if not 1 <= num_ranks <= MAX_RANKS:
@@ -134,6 +139,18 @@ def find_layouts(
     loads_of_layer = loads_of_layer or [(1.0,) * config.num_experts] * len(placements)
     imbalances = list(map(imbalance, loads_of_layer, placements))
     fullest_rank = sum(imbalances) / len(imbalances) if imbalances else 1.0
+
+    def is_sliced(tp: int) -> bool:
+        parallel = ParallelSettings(
+            tensor_parallel_size=tp,
+            num_redundant_experts=num_redundant,
+            expert_loads=None if loads is None else str(loads),
+            expert_parallel=expert_parallel,
+        )
+        quantization: QuantizationName | None = "mxfp4" if description.keeps_mxfp4(dtype) else None
+        numbers = Numbers(device="cpu", dtype=dtype, quantization=quantization, keeps_bytes=dtype != "float16")
+        return not resolve_expert_parallel(parallel, config.expert_shape, numbers)
+
     return Layouts(
         model=str(folder),
         num_ranks=num_ranks,
@@ -145,7 +162,7 @@ def find_layouts(
                 Mesh(tp=size, dp=num_expert_ranks // size, pp=pp),
                 dtype,
                 kv_cache_dtype,
-                placements,
+                config.slice_experts(size) if size == num_expert_ranks and is_sliced(size) else placements,
                 stage_layers,
                 fullest_rank,
             )
@@ -171,6 +188,8 @@ def as_text(found: Layouts) -> str:
             continue
         fewest, most = layout.experts_per_rank
         experts = f"{most}" if fewest == most else f"{fewest}-{most}"
+        if layout.expert_slices > 1:
+            experts += f" x 1/{layout.expert_slices}"
         lines.append(
             f"{start}{layout.heads_per_rank:>7}{experts:>10}{shown_bytes(layout.weight_bytes):>12}"
             f"{layout.cache_bytes_per_token:>13}{layout.attention_bytes:>12}{layout.dispatch_bytes:>12.0f}"
@@ -183,7 +202,7 @@ def as_text(found: Layouts) -> str:
         if layout.holders and (is_one or found.num_ranks <= MAX_RANKS_LISTED):
             pp = f", pp {layout.pp}" if layout.pp > 1 else ""
             lines += ["", f"tp {layout.tp}, dp {layout.dp}{pp}"]
-            lines += [_holder_line(holder, shows_stage=layout.pp > 1) for holder in layout.holders]
+            lines += [_holder_line(holder, layout) for holder in layout.holders]
     return "\n".join(lines)
 
 
@@ -195,11 +214,12 @@ def _stage_line(number: int, stage: Stage) -> str:
     )
 
 
-def _holder_line(holder: Holder, *, shows_stage: bool) -> str:
+def _holder_line(holder: Holder, layout: Layout) -> str:
     first, last = holder.heads
     heads, experts = _named("head", range(first, last + 1)), _named("expert", holder.experts)
-    stage = f" stage {holder.stage}," if shows_stage else ""
-    return f"rank {holder.rank}: replica {holder.replica},{stage} {heads}, {experts}"
+    stage = f" stage {holder.stage}," if layout.pp > 1 else ""
+    share = f"1/{layout.expert_slices} of " if layout.expert_slices > 1 else ""
+    return f"rank {holder.rank}: replica {holder.replica},{stage} {heads}, {share}{experts}"
 
 
 def _refuse_tp(description: Description, tp: int, num_ranks: int, sizes: list[int]) -> None:
@@ -245,14 +265,17 @@ def _layout(
         )
     num_heads = config.layers[0].attention.num_heads
     row_bytes = config.hidden_size * BYTES_OF_DTYPE[dtype]
-    dispatched, gathered = _exchange(config.first_moe, placements, row_bytes) if placements else (0.0, 0.0)
+    dispatched, gathered = (
+        _exchange(config.first_moe, placements, config.hidden_size, row_bytes) if placements else (0.0, 0.0)
+    )
     return Layout(
         tp=mesh.tp,
         dp=mesh.dp,
         pp=mesh.pp,
         heads_per_rank=num_heads // mesh.tp,
         experts_per_rank=(min(counts), max(counts)),
-        fullest_rank=fullest_rank,
+        expert_slices=placements[0].num_slices if placements else 1,
+        fullest_rank=1.0 if placements and placements[0].num_slices > 1 else fullest_rank,
         weight_bytes=max(stage.weight_bytes for stage in stages),
         cache_bytes_per_token=max(stage.cache_bytes_per_token for stage in stages),
         stages=tuple(stages),
@@ -271,7 +294,9 @@ def _holder(rank: int, mesh: Mesh, num_heads: int, slots: Sequence[tuple[int, ..
     return Holder(rank=rank, replica=at.dp, stage=at.pp, heads=(heads.start, heads.stop - 1), experts=experts)
 
 
-def _exchange(moe: MoEConfig | None, placements: Sequence[Placement], row_bytes: int) -> tuple[float, float]:
+def _exchange(
+    moe: MoEConfig | None, placements: Sequence[Placement], hidden_size: int, row_bytes: int
+) -> tuple[float, float]:
     """Return the bytes that all ranks send for a token in a large step, with all-to-all and with all-gather.
 
     In both, the expert ids go to every other rank, and one output row comes back per expert elsewhere. With all-to-all
@@ -280,13 +305,17 @@ def _exchange(moe: MoEConfig | None, placements: Sequence[Placement], row_bytes:
     """
     assert moe is not None
     num_experts, top_k, num_ranks = moe.router.num_experts, moe.router.top_k, placements[0].num_ranks
+    num_others = num_ranks - 1
+    if placements[0].num_slices > 1:
+        # The row and its choices to each other rank; a partial sum of each expert's output in float32 from each.
+        sliced = num_others * (top_k * BYTES_OF_CHOICE + row_bytes + top_k * hidden_size * BYTES_OF_DTYPE["float32"])
+        return sliced, sliced
     needed = 0.0
     for count in rank_loads([1.0] * num_experts, placements[0]):
         chance_of_none = 1.0
         for chosen in range(top_k):
             chance_of_none *= max(0.0, num_experts - count - chosen) / (num_experts - chosen)
         needed += 1 - chance_of_none
-    num_others = num_ranks - 1
     elsewhere = num_others / num_ranks  # share of ranks other than the token's own
     both_ways = num_others * top_k * BYTES_OF_CHOICE + top_k * elsewhere * row_bytes  # expert ids there, outputs back
     return both_ways + needed * elsewhere * row_bytes, both_ways + num_others * row_bytes

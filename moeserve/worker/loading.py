@@ -35,7 +35,7 @@ from moeserve.worker.kv_wire import CacheShare, LayerShare
 
 logger = logging.getLogger(__name__)
 
-STORED_BLOCKS_VERSION = 2  # of the format of KV cache blocks in folders
+STORED_BLOCKS_VERSION = 3  # of the format of KV cache blocks in folders
 
 MIN_CACHED_BYTES = 64 * 2**20  # of a rank's weights: smaller ones are loaded about as fast from the checkpoint
 
@@ -56,9 +56,12 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
     """
     description = registry.describe(config.model_path)
     dtype, device = getattr(torch, config.dtype), torch.device(config.device)
-    placements = tuple(map(Placement.from_json, config.placements)) or description.model.place_experts(
-        groups.ep.world_size, loads=config.expert_loads, num_redundant=config.num_redundant_experts
-    )
+    if config.expert_parallel:
+        placements = tuple(map(Placement.from_json, config.placements)) or description.model.place_experts(
+            groups.ep.world_size, loads=config.expert_loads, num_redundant=config.num_redundant_experts
+        )
+    else:
+        placements = description.model.slice_experts(groups.ep.world_size)
     context = ModelContext(
         _select_kernels(config, description, device),
         groups,
@@ -179,7 +182,7 @@ def _cache_key(config: EngineConfig, model: Decoder, placements: Sequence[Placem
         config.quantization,
         model.context.kernels.instruction_set,
         [groups.mesh.tp, groups.mesh.dp, groups.rank, model.stage.start, model.stage.stop],
-        [placement.logical_of_slot[groups.ep.rank_in_group] for placement in placements],
+        [(placement.logical_of_slot[groups.ep.rank_in_group], placement.num_slices) for placement in placements],
     )
 
 

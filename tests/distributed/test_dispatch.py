@@ -350,6 +350,40 @@ def check_traffic(case: Case, name: str, by_rank: list[list[Record]]) -> None:
             assert torch.equal(sent, hidden_TD[needed])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@given(case=cases())
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_slices_of_experts_add_up_to_whole_ones(dtype: str, case: Case) -> None:
+    """A slice yields a part of an expert's output; the parts are powers of two, which have no rounding of their own."""
+    case = dataclasses.replace(case, dtype=dtype)
+    placement, context = Placement.sliced(case.num_logical, case.num_ranks), cpu_context(getattr(torch, dtype))
+    adds_pairs = context.is_batch_invariant  # in float32 and bfloat16
+
+    def serve_rank(group: ThreadGroup) -> tuple[Tensor, list[int], list[Record]]:
+        dispatcher = TorchDispatchers("allgather", cast(Any, group), context).make(placement)
+        hidden_TD, weights_TK = case.tokens(group.rank_in_group)
+        routing = Routing(case.experts_TK(group.rank_in_group), weights_TK)
+        dispatched = dispatcher.dispatch(hidden_TD, routing, case.step).wait()
+        tokens = dispatched.tokens
+        assert isinstance(tokens, PackedTokens)
+        counts = tokens.counts_e.tolist()
+        output_RD = compute(tokens.rows_RD, counts, [*range(case.num_logical)])
+        exponent = min(group.rank_in_group + 1, case.num_ranks - 1)  # the parts of all ranks are 1 together
+        partial_RD = (output_RD.float() if adds_pairs else output_RD) * 2.0**-exponent
+        return dispatcher.combine(partial_RD, dispatched.handle).wait(), counts, group.records
+
+    chosen = [expert for tokens in case.experts for experts in tokens for expert in experts]
+    for rank, (output_TD, counts, records) in enumerate(run(case.num_ranks, serve_rank)):
+        if adds_pairs and dtype == "bfloat16":  # sums of parts are exact in float32
+            assert bytes_of(output_TD) == bytes_of(expected(case, rank))
+        else:
+            tolerance = 1e-5 if dtype == "float32" else 2e-3 * case.num_ranks  # each rank rounds its sum
+            torch.testing.assert_close(output_TD, expected(case, rank), rtol=tolerance, atol=tolerance)
+        assert counts == [chosen.count(expert) for expert in range(case.num_logical)]
+        if case.num_ranks > 1:
+            assert [record.operation for record in records] == ["all_gather", "reduce_scatter"]
+
+
 def test_no_rank_overwrites_shared_rows_that_another_reads() -> None:
     """Ranks that are late at any place of a layer get the rows of that layer, whatever the others do meanwhile."""
     cases = [case for case in CASES.values() if case.num_ranks == 2 and case.dtype == "float32"]

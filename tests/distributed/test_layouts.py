@@ -69,33 +69,53 @@ def test_tokens_of_transformers(
 ) -> None:
     """A request begins in every round. Log-probabilities are those of one rank."""
     reference = reference_named(name)
-    prompts = reference.clear_prompts(LENGTHS, NUM_TOKENS)
-
-    def play(tp: int, dp: int, **options: Any) -> list[Story]:
-        busy = [replica for replica in range(dp) if dp < 3 or replica != 1]  # one replica of many has no request
-        arrivals = [
-            Arrival(
-                round=index,
-                replica=busy[index % len(busy)],
-                request=Request(request_id=str(index), prompt_token_ids=prompt, params=PARAMS, seed=0),
-            )
-            for index, prompt in enumerate(prompts)
-        ]
-        return worker_groups.run(
-            ranks,
-            tp * dp,
-            Timetable(arrivals=arrivals),
-            folder=str(reference.folder),
-            tp=tp,
-            options=OPTIONS | options,
-            max_small_tokens=max_small_tokens,
-        )
-
-    stories = play(tp, dp, dispatcher=dispatcher, num_redundant_experts=num_redundant)
+    options = dict(dispatcher=dispatcher, num_redundant_experts=num_redundant)
+    stories = play(ranks, reference, tp, dp, max_small_tokens, **options)
     worker_groups.check_counts(stories, tp, reference.model.config.get_text_config().num_experts_per_tok)
     check_ways([sum(num_tokens) for num_tokens in stories[0].steps], stories[0].ways, max_small_tokens)
-    updates, alone = updates_of(stories), updates_of(play(1, 1, dispatcher="local"))
-    for index, prompt in enumerate(prompts):
+    check_results(reference, stories, play(ranks, reference, 1, 1, dispatcher="local"))
+
+
+@pytest.mark.parametrize(
+    ("name", "tp"), [("mixtral-wide", 2), ("mixtral-wide", 4), ("qwen3-moe-wide", 2), ("gpt-oss-wide", 2)]
+)
+def test_tokens_of_transformers_with_sliced_experts(
+    ranks: Ranks, reference_named: Callable[[str], Reference], name: str, tp: int
+) -> None:
+    reference = reference_named(name)
+    stories = play(ranks, reference, tp, 1, expert_parallel=False)
+    top_k = reference.model.config.get_text_config().num_experts_per_tok
+    worker_groups.check_counts(stories, tp, top_k, num_slices=tp)  # each slice computes all rows of its expert
+    check_results(reference, stories, play(ranks, reference, 1, 1, dispatcher="local"))
+
+
+def play(
+    ranks: Ranks, reference: Reference, tp: int, dp: int, max_small_tokens: int | None = None, **options: Any
+) -> list[Story]:
+    busy = [replica for replica in range(dp) if dp < 3 or replica != 1]  # one replica of many has no request
+    arrivals = [
+        Arrival(
+            round=index,
+            replica=busy[index % len(busy)],
+            request=Request(request_id=str(index), prompt_token_ids=prompt, params=PARAMS, seed=0),
+        )
+        for index, prompt in enumerate(reference.clear_prompts(LENGTHS, NUM_TOKENS))
+    ]
+    return worker_groups.run(
+        ranks,
+        tp * dp,
+        Timetable(arrivals=arrivals),
+        folder=str(reference.folder),
+        tp=tp,
+        options=OPTIONS | options,
+        max_small_tokens=max_small_tokens,
+    )
+
+
+def check_results(reference: Reference, stories: Sequence[Story], stories_of_one_rank: Sequence[Story]) -> None:
+    """Check that tokens are those of transformers, and log-probabilities those of one rank."""
+    updates, alone = updates_of(stories), updates_of(stories_of_one_rank)
+    for index, prompt in enumerate(reference.clear_prompts(LENGTHS, NUM_TOKENS)):
         tokens = [token for update in updates[str(index)] for token in update.token_ids]
         assert tokens == reference.greedy(prompt, NUM_TOKENS)
         assert logprobs_of(updates[str(index)]) == pytest.approx(logprobs_of(alone[str(index)]), abs=1e-5, rel=0)

@@ -95,12 +95,12 @@ class ThreadGroup:
         assert [len(part) for part in mine] == list(receive_sizes), "the received rows do not match the sizes"
         return Arriving(torch.cat(mine))
 
-    def reduce_scatter(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+    def reduce_scatter(self, x: Tensor, sizes: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
         assert len(x) == sum(sizes), "the rows do not match the sizes"
         taken = self._exchange("reduce_scatter", x, tuple(sizes), tuple(x.split(list(sizes))))
         assert all(other_sizes == tuple(sizes) for _, other_sizes in taken), "ranks differ in sizes"
         parts = [rows.split(list(sizes))[self.rank_in_group].float() for rows, _ in taken]
-        return functools.reduce(torch.add, parts).to(x.dtype)
+        return functools.reduce(torch.add, parts).to(dtype or x.dtype)
 
     def _exchange(self, operation: str, x: Tensor, sizes: Any, sent: tuple[Tensor, ...]) -> list[tuple[Any, Any]]:
         self.records.append(Record(operation, x.dtype, tuple(x.shape[1:]), tuple(rows.clone() for rows in sent)))

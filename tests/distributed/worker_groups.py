@@ -453,7 +453,7 @@ def count_dispatches(model: Decoder) -> list[CountedDispatcher]:
     return counted
 
 
-def check_counts(all_stories: Sequence[Story], tp: int, top_k: int, pp: int = 1) -> None:
+def check_counts(all_stories: Sequence[Story], tp: int, top_k: int, pp: int = 1, num_slices: int = 1) -> None:
     """Check I2 and I5: each token's pairs are sent once and computed once, and ranks without tokens add none.
 
     And I1: all ranks executed the same steps, small or large.
@@ -461,10 +461,10 @@ def check_counts(all_stories: Sequence[Story], tp: int, top_k: int, pp: int = 1)
     assert all(story.steps == all_stories[0].steps for story in all_stories), "I1: ranks executed different steps"
     mesh = Mesh(tp=tp, pp=pp, dp=len(all_stories) // (tp * pp))
     for stage in range(pp):
-        check_stage([all_stories[rank] for rank in mesh.group("ep", stage * tp)], tp, top_k)
+        check_stage([all_stories[rank] for rank in mesh.group("ep", stage * tp)], tp, top_k, num_slices)
 
 
-def check_stage(stories: Sequence[Story], tp: int, top_k: int) -> None:
+def check_stage(stories: Sequence[Story], tp: int, top_k: int, num_slices: int) -> None:
     """Check the ranks of one pipeline stage."""
     assert all(story.ways == stories[0].ways for story in stories), "I1: steps were small on some ranks only"
     for index, num_tokens in enumerate(stories[0].steps):
@@ -472,7 +472,9 @@ def check_stage(stories: Sequence[Story], tp: int, top_k: int) -> None:
         if routed.ndim < 3:  # no layer of this stage has experts
             return
         computed = torch.tensor([story.computed[index] for story in stories])
-        assert torch.equal(routed.sum(0), computed.sum(0)), f"I2: step {index}: {routed.tolist()} {computed.tolist()}"
+        assert torch.equal(routed.sum(0) * num_slices, computed.sum(0)), (
+            f"I2: step {index}: {routed.tolist()} {computed.tolist()}"
+        )
         of_replicas = routed.unflatten(0, (-1, tp)).sum(1).sum(-1)  # [replicas, layers]
         expected = torch.tensor(num_tokens)[:, None].expand_as(of_replicas) * top_k
         assert torch.equal(of_replicas, expected), f"I5: step {index}: {of_replicas.tolist()} pairs, not {num_tokens}"

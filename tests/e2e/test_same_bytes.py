@@ -72,6 +72,30 @@ def test_quantised_weights(quantization: str, reference_named: Callable[[str], R
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
+    ("name", "tp", "dtype", "quantization"),
+    [
+        ("mixtral-wide", 2, "bfloat16", None),
+        ("mixtral-wide", 4, "float32", None),
+        ("mixtral-wide", 4, "bfloat16", "int4"),
+        ("qwen3-moe-wide", 2, "bfloat16", "int8"),
+        ("qwen3-moe-wide", 2, "float32", None),
+        ("gpt-oss-wide", 2, "bfloat16", None),
+    ],
+)
+def test_sliced_experts(
+    name: str, tp: int, dtype: str, quantization: str | None, reference_named: Callable[[str], Reference]
+) -> None:
+    """Slices of experts give the bytes of whole experts on one rank and on several, in prompts and captured steps."""
+    reference, prompts = reference_named(name), make_prompts(6)
+    numbers = dict(dtype=dtype, quantization=quantization)
+    expected = generate(reference, prompts, alone=True, **numbers)
+    layout = dict(tensor_parallel_size=tp, kv_cache_memory="8MiB", executor="mp", max_num_batched_tokens=70)
+    for is_whole in (True, False):
+        assert generate(reference, prompts, expert_parallel=is_whole, **layout, **numbers) == expected
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
     ("name", "data_parallel_size", "dispatcher", "max_small_tokens", "dtype"),
     [("mixtral", 2, "all_to_all", MIDDLE, "float32"), ("mixtral", 4, "allgather", MIDDLE, "bfloat16"),
      ("deepseek-v3", 2, "allgather", None, "float32"), ("gpt-oss", 3, "all_to_all", 0, "bfloat16"),

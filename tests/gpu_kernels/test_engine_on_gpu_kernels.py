@@ -18,6 +18,7 @@ from torch import Tensor
 
 from moeserve import LLM, SamplingParams
 from moeserve.layers.attention import Attention
+from moeserve.layers.input_share import InputShare
 from moeserve.layers.weights import allocate_weights
 from moeserve.moe.dispatch.base import PackedTokens, SlottedTokens
 from moeserve.moe.experts import Experts
@@ -223,7 +224,7 @@ def test_expected_rows_determine_the_tiles_of_experts(gpu_kernels: None, monkeyp
         return config_by_rule(problem)
 
     monkeypatch.setattr(grouped_matmul, "choose_config", choose)
-    experts = Experts(2, 16, 8, SwiGLU(), cpu_context(), has_bias=False)
+    experts = Experts(2, 16, InputShare(slice(0, 8), None), SwiGLU(), cpu_context(), has_bias=False)
     allocate_weights(experts)
     for weight in experts.parameters():
         weight.normal_()

@@ -14,7 +14,7 @@ from reference_models import Reference
 
 from moeserve import LLM
 from moeserve.layers.attention import AttentionConfig
-from moeserve.layers.input_share import keeps_bytes, num_input_chunks, share_inputs
+from moeserve.layers.input_share import keeps_bytes, num_expert_chunks, num_input_chunks, share_experts, share_inputs
 from moeserve.layers.mla import LatentAttentionConfig
 from moeserve.layers.rotary import NO_ROTARY
 from moeserve.models.model_config import ModelConfig
@@ -88,6 +88,31 @@ def test_sizes_that_keep_the_bytes_of_one(num_heads: int, num_kv_heads: int, siz
 def test_latent_attention_divides_all_heads() -> None:
     sizes = dict(query_rank=None, latent_size=16, key_dim=8, rotary=NO_ROTARY, value_dim=8)
     assert num_input_chunks(LatentAttentionConfig(num_heads=128, **sizes).can_divide) == 8  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("width", "num_slices"), [(14336, 8), (1547, 4), (803, 2), (2880, 4), (768, 2)])
+def test_slices_of_experts_have_the_chunks_of_whole_ones(width: int, num_slices: int) -> None:
+    """Chunks hold whole groups of 32 inputs, which share a scale in int4."""
+
+    def share(rank: int, num_slices: int) -> tuple[slice, InputChunks]:
+        tp = SimpleNamespace(rank_in_group=rank, world_size=num_slices)
+        given = share_experts(
+            width, num_slices, cast(Any, SimpleNamespace(tp=tp, is_batch_invariant=True, quantization=None))
+        )
+        assert given.chunks is not None
+        return given.inputs, given.chunks
+
+    whole, chunks = share(0, 1)
+    assert (whole, chunks.size % 32, chunks.keeps_float32) == (slice(0, width), 0, False)
+    assert keeps_bytes(num_expert_chunks(width), num_slices)
+    slices = [share(rank, num_slices) for rank in range(num_slices)]
+    assert [place for inputs, _ in slices for place in range(width)[inputs]] == [*range(width)]
+    assert {(each.size, each.keeps_float32) for _, each in slices} == {(chunks.size, True)}
+    assert {inputs.start % chunks.size for inputs, _ in slices} == {0}
+
+
+def test_narrow_experts_have_one_chunk() -> None:
+    assert [num_expert_chunks(width) for width in (9, 767, 768, 1536, 3072)] == [1, 1, 2, 4, 8]
 
 
 @pytest.mark.parametrize("num_inputs", [64, 61, 9, 10944])

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from moeserve.config.environment import cache_folder, environment_of_rank
+from moeserve.config.expert_layout import ExpertShape
 from moeserve.config.resolve import CheckpointFacts, MachineFacts, resolve
 from moeserve.config.settings import EngineConfig
 from moeserve.config.validation import parse_bytes, parse_settings
@@ -353,7 +354,6 @@ def test_batch_invariant_uses_no_kernels_with_an_order_of_their_own() -> None:
     [
         ("gpu_memory_utilization", None, 0.9),
         ("swap_space", 0, 4),
-        ("enable_expert_parallel", True, False),
         ("enable_chunked_prefill", None, False),
         ("enable_eplb", False, True),
         ("all2all_backend", None, "pplx"),
@@ -371,11 +371,25 @@ def test_settings_of_vllm_without_effect_are_accepted_with_a_warning(
     assert [record.args[:2] for record in caplog.records if record.args] == [(option, warned)]
 
 
+def test_slices_of_experts_need_no_other_dispatcher() -> None:
+    shape = ExpertShape(num_experts=8, top_k=2, hidden_size=4096, width=14336, slices_alike=(1, 2, 4, 8))
+    checkpoint = dataclasses.replace(FACTS, expert_shape=shape)
+    on_two = dict(tensor_parallel_size=2, executor="mp")
+    for named in ({}, dict(expert_parallel=False), dict(enable_expert_parallel=False)):
+        sliced = decide(checkpoint, **on_two, **named)
+        assert (sliced.expert_parallel, sliced.dispatcher) == (False, "allgather")
+    for named in (dict(expert_parallel=True), dict(enable_expert_parallel=True)):
+        whole = decide(checkpoint, **on_two, **named)
+        assert (whole.expert_parallel, whole.dispatcher) == (True, "shared_memory")
+    assert_refused("data_parallel_size=2", checkpoint=checkpoint, data_parallel_size=2, expert_parallel=False)
+
+
 def test_a_setting_and_its_name_in_vllm_must_agree() -> None:
     agreeing = {"kv_cache_memory": "4KiB", "kv_cache_memory_bytes": 4096, "distributed_executor_backend": None}
     config = decide(**agreeing, executor="mp")
     assert (config.kv_cache_memory, config.executor) == (4096, "mp")
     assert_refused("executor='mp'", executor="mp", distributed_executor_backend="uni")
+    assert_refused("expert_parallel=False", expert_parallel=False, enable_expert_parallel=True)
     assert_refused("kv_cache_memory='4KiB'", **(agreeing | {"kv_cache_memory_bytes": 4097}))
 
 

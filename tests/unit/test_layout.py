@@ -105,6 +105,19 @@ def test_exchanged_bytes_equal_those_of_the_dispatchers(model: str, changes: dic
         assert layout.allgather_bytes == pytest.approx(mean_bytes(AllGatherDispatcher), rel=0.015)
 
 
+def test_experts_of_one_replica_are_sliced_where_the_engine_slices_them(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, "Mixtral-8x7B")
+    found = find_layouts(folder, 4, None, expert_parallel="auto")
+    assert [(layout.tp, layout.expert_slices) for layout in found.layouts] == [(1, 1), (2, 1), (4, 4)]
+    assert find_layouts(folder, 4, None).layouts[2].weight_bytes == found.layouts[2].weight_bytes
+    assert found.layouts[2].experts_per_rank == (8, 8)
+    # To each of 3 ranks the row with two choices, and from each the two outputs in float32.
+    assert found.layouts[2].allgather_bytes == 3 * (4096 * 2 + 2 * 8 + 2 * 4096 * 4)
+    assert "8 x 1/4" in as_text(found)
+    with pytest.raises(SettingsError, match="768"):
+        find_layouts(folder_of(tmp_path, "Qwen3-30B-A3B"), 4, None, 4, expert_parallel=False)
+
+
 def test_impossible_layouts_show_the_reason(tmp_path: Path) -> None:
     found = find_layouts(folder_of(tmp_path, "Qwen3-30B-A3B"), 12, None)
     refused = {layout.tp: layout.refusal for layout in found.layouts if layout.refusal}

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moeserve.distributed.groups import groups_of_one_rank
 from moeserve.expert_placement.placement import Placement
+from moeserve.layers.input_share import InputShare
 from moeserve.layers.weights import allocate_weights
 from moeserve.moe.dispatch.base import PackedTokens, SlottedTokens
 from moeserve.moe.dispatch.factory import TorchDispatchers
@@ -139,7 +140,7 @@ def test_experts_on_slots(counts: list[int], has_bias: bool, dtype: torch.dtype,
     """Slots give the same results as packed rows, whatever unused slots hold; the same bytes with packed weights."""
     torch.manual_seed(sum(counts))
     activation = ClampedSwiGLU(alpha=1.5, limit=0.7)
-    experts = Experts(len(counts), 8, 6, activation, cpu_context(dtype), has_bias=has_bias)
+    experts = Experts(len(counts), 8, InputShare(slice(0, 6), None), activation, cpu_context(dtype), has_bias=has_bias)
     allocate_weights(experts)
     for weight in experts.parameters():
         weight.normal_(0.0, 0.5)

@@ -7,11 +7,15 @@ two forms of its combine:
   these sums. What is exchanged grows with the tokens alone.
 - *Rows of pairs*, where results must have the same bytes in every layout: a rank sends a row for each pair of all
   tokens, with zeros for those of other ranks, and the token's rank adds the outputs in top-k order.
+
+Where each rank has a slice of every expert, all steps are small, and every rank computes all pairs. Rows of pairs are
+then partial sums in float32, which the ranks add in the tree of `InputChunks` to the bytes of a whole expert's outputs.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -37,6 +41,7 @@ ROW_ALIGNMENT = 32  # bytes: GPU kernels read aligned rows faster
 # GB/s, in which Python launches a layer. Rows of pairs are sent; of sums, there is one for the 8 pairs of a token.
 ROWS_OF_PAIRS = StepLimits(eager=2**19, captured=2**26)
 SUMS_OF_RANKS = StepLimits(eager=2**26, captured=2**29)
+ALL_STEPS = StepLimits(eager=sys.maxsize, captured=sys.maxsize)
 
 
 @dataclass(frozen=True)
@@ -98,11 +103,20 @@ class AllGatherDispatcher:
     """
 
     def __init__(self, group: GroupCoordinator, placement: Placement, context: ModelContext) -> None:
+        """
+        Args:
+            placement: of whole experts, or of slices.
+        """
         self.group = group
-        self.exchange = Exchange(group, placement, context)
+        is_sliced = placement.num_slices > 1
+        # With slices there is nothing to choose: every rank computes what a single one would.
+        held = Placement.even(placement.num_logical, 1) if is_sliced else placement
+        self.exchange = Exchange(group, held, context)
         self.expert_copies = self.exchange.expert_copies
         self.sends_sums = not context.is_batch_invariant
         self.small_steps = SUMS_OF_RANKS if self.sends_sums else ROWS_OF_PAIRS
+        if is_sliced:
+            self.small_steps = ALL_STEPS
 
     def is_small(self, hidden_TD: Tensor, routing: Routing, step: StepInputs) -> bool:
         """True if a step has few tokens or is padded. The answer is the same on all ranks."""
@@ -142,8 +156,9 @@ class AllGatherDispatcher:
             return ReadyOutput(self.group.reduce_scatter(sum_ND, handle.tokens_per_rank))
         pairs_per_rank = [num_tokens * handle.weights_XK.shape[1] for num_tokens in handle.tokens_per_rank]
         output_PD = pairs.scatter(output, pair_of_row_P, sum(pairs_per_rank))
-        # collective: all ep ranks; adds zeros of the other ranks to each pair's output
-        output_pD = self.group.reduce_scatter(output_PD, pairs_per_rank)
+        # collective: all ep ranks; adds zeros of the other ranks to each pair's output, or its partial sums
+        dtype = None if output_PD.dtype == handle.dtype else handle.dtype
+        output_pD = self.group.reduce_scatter(output_PD, pairs_per_rank, dtype)
         return SmallOutput(output_pD, _all_pairs(len(output_pD), output_pD.device), handle, pairs)
 
     def is_capturable(self, tokens_per_rank: Sequence[int], bytes_per_token: int) -> bool:

@@ -71,17 +71,19 @@ class Exchange:
     def __init__(self, group: GroupCoordinator, placement: Placement, context: ModelContext) -> None:
         """
         Args:
-            placement: only its slots per rank are used here; `expert_copies` tracks their experts.
+            placement: over the ranks of the group, or over one, if every rank computes all pairs. Only its slots per
+                rank are used here; `expert_copies` tracks their experts.
         """
-        assert placement.num_ranks == group.world_size, (placement.num_ranks, group.world_size)
+        assert placement.num_ranks in (1, group.world_size), (placement.num_ranks, group.world_size)
         self.group = group
-        self.expert_copies = ExpertCopies(placement, group.rank_in_group, group.node_of_rank, context)
+        rank = group.rank_in_group % placement.num_ranks
+        self.expert_copies = ExpertCopies(placement, rank, group.node_of_rank[: placement.num_ranks], context)
         self.pairs = context.kernels.pairs
         self.kernels = context.kernels
         self.keys_of_ranks = Keys(placement.num_ranks)
         self.all_keys = Keys(sum(placement.num_slots))
-        first_physical = placement.first_physical[group.rank_in_group]
-        self.own_keys = Keys(placement.num_slots[group.rank_in_group], first_physical, self.all_keys.num_counted)
+        first_physical = placement.first_physical[rank]
+        self.own_keys = Keys(placement.num_slots[rank], first_physical, self.all_keys.num_counted)
         ranks = [rank for rank, num_slots in enumerate(placement.num_slots) for _ in range(num_slots)]
         # Index -1, which is padding, finds the last element: a rank beyond all others.
         self.rank_of_physical = torch.tensor([*ranks, placement.num_ranks], device=context.device)

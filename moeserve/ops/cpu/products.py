@@ -57,7 +57,8 @@ class CpuProduct:
         out_RC: Tensor | None = None,
     ) -> Tensor:
         assert gather is None, "these kernels take gathered rows"
-        output_RC = new_empty(rows_RI, len(rows_RI), self.num_columns) if out_RC is None else out_RC
+        dtype = torch.float32 if self.keeps_float32 else rows_RI.dtype
+        output_RC = new_empty(rows_RI, len(rows_RI), self.num_columns, dtype=dtype) if out_RC is None else out_RC
         if is_measured():
             return output_RC.zero_()
         self.weights.multiply_rows(rows_RI, counts_e, has_spare_rows, output_RC)
@@ -106,7 +107,7 @@ class CpuPacking:
             panels = self.allocate_weights((len(weight_eOI), size), torch.uint8, weight_eOI.device)
         if weights.is_mxfp4:
             assert weights.scales_eGB is not None
-            assert weights.chunks is None, "experts are never divided by inputs"
+            assert weights.chunks is None, "experts in MXFP4 are never divided by inputs"
             for codes_OI, scales_OG, panel in zip(weight_eOI, weights.scales_eGB, panels, strict=True):
                 self._native.pack_mxfp4(codes_OI, scales_OG, panel, weights.num_parts)
             return PackedWeights.from_panels(weights, packed_format, panels)
