@@ -35,6 +35,7 @@ from moeserve.moe.dispatch.base import PackedTokens
 from moeserve.moe.dispatch.factory import TorchDispatchers
 from moeserve.moe.dispatch.shared_rows import share_rows
 from moeserve.moe.router import Routing
+from moeserve.ops.interfaces import plain_rows
 from moeserve.ops.select import select_kernels
 from moeserve.ops.threads import set_num_threads
 from moeserve.processes.child import Parent
@@ -234,7 +235,7 @@ def time_dispatch(groups: Groups, order: TimeDispatch) -> list[float]:
     def exchange() -> None:
         arrived = dispatcher.dispatch(hidden_TD, routing, step).wait()  # collective: all ep ranks
         assert isinstance(arrived.tokens, PackedTokens)
-        output_RD, out_RD = arrived.tokens.rows_RD, arrived.tokens.out_RD
+        output_RD, out_RD = plain_rows(arrived.tokens.rows_RD), arrived.tokens.out_RD
         output_RD = output_RD if out_RD is None else out_RD.copy_(output_RD)
         dispatcher.combine(output_RD, arrived.handle).wait()  # collective: all ep ranks
 

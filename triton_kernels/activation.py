@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 import triton
 import triton.language as tl
@@ -9,14 +11,20 @@ from torch import Tensor
 
 # T tokens, C width of each half of a row
 
+Activation = Literal["swiglu", "clamped_swiglu"]
+ACTIVATIONS = {None: 0, "swiglu": 1, "clamped_swiglu": 2}
 BLOCK_C = 1024  # columns of one program
 NUM_WARPS = 4  # 8 numbers for each thread, which are 16 bytes in bfloat16
 
 
-def silu_multiply(gate_up_TC2: Tensor) -> Tensor:
-    """Compute silu(gate) * up, where the first half of each row is the gate.
+def gated_activation(
+    gate_up_TC2: Tensor, activation: Activation, *, alpha: float = 1.702, limit: float = 7.0
+) -> Tensor:
+    """Compute the activation of gates and ups, where the first half of each row is the gate.
 
-    Operations are float32. As in torch, results are rounded after silu and after the product.
+    "swiglu" is silu(gate) * up; "clamped_swiglu" is gate * sigmoid(alpha * gate) * (up + 1), the activation of gpt-oss,
+    with the gate clamped to at most `limit` and up to ± `limit`. NaN stays NaN. Operations are float32, and each result
+    is rounded as torch rounds it.
 
     Memory moved: 3 * T * C * element size, which bounds the time; about 6 * T * C operations.
 
@@ -26,18 +34,6 @@ def silu_multiply(gate_up_TC2: Tensor) -> Tensor:
     Returns:
         [..., C], new and contiguous.
     """
-    return _launch(gate_up_TC2, is_clamped=False, alpha=1.0, limit=0.0)
-
-
-def clamped_silu_multiply(gate_up_TC2: Tensor, *, alpha: float, limit: float) -> Tensor:
-    """Compute gate * sigmoid(alpha * gate) * (up + 1), the activation of gpt-oss.
-
-    The gate is clamped to at most `limit`, up to ± `limit`; NaN stays NaN. Otherwise like `silu_multiply`.
-    """
-    return _launch(gate_up_TC2, is_clamped=True, alpha=alpha, limit=limit)
-
-
-def _launch(gate_up_TC2: Tensor, *, is_clamped: bool, alpha: float, limit: float) -> Tensor:
     assert gate_up_TC2.shape[-1] % 2 == 0, f"rows of {gate_up_TC2.shape[-1]} have no halves"
     width = gate_up_TC2.shape[-1] // 2
     output = torch.empty(*gate_up_TC2.shape[:-1], width, dtype=gate_up_TC2.dtype, device=gate_up_TC2.device)
@@ -52,11 +48,28 @@ def _launch(gate_up_TC2: Tensor, *, is_clamped: bool, alpha: float, limit: float
         width,
         alpha,
         limit,
-        IS_CLAMPED=is_clamped,
+        ACTIVATION=ACTIVATIONS[activation],
         BLOCK_C=BLOCK_C,
         num_warps=NUM_WARPS,
     )
     return output
+
+
+@triton.jit
+def gated(gate, up, alpha, limit, ACTIVATION: tl.constexpr):
+    """Return the activation in the dtype of the gates, rounded after each operation as torch does."""
+    dtype = gate.dtype
+    gate, up = gate.to(tl.float32), up.to(tl.float32)
+    if ACTIVATION == 2:
+        gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL).to(dtype).to(tl.float32)
+        up = tl.minimum(up, limit, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.maximum(up, -limit, propagate_nan=tl.PropagateNan.ALL).to(dtype).to(tl.float32)
+        share = tl.sigmoid((gate * alpha).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+        up = (up + 1.0).to(dtype).to(tl.float32)
+        gate = gate * share
+    else:
+        gate = gate / (1.0 + tl.exp(-gate))
+    return (gate.to(dtype).to(tl.float32) * up).to(dtype)
 
 
 @triton.jit
@@ -67,24 +80,13 @@ def gated_activation_kernel(
     width,
     alpha,
     limit,
-    IS_CLAMPED: tl.constexpr,
+    ACTIVATION: tl.constexpr,  # a value of ACTIVATIONS
     BLOCK_C: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)  # row * stride can exceed 2**31
     columns = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     is_inside = columns < width
-    dtype = output_ptr.dtype.element_ty
     pointers = gate_up_ptr + row * row_stride + columns
-    gate = tl.load(pointers, mask=is_inside, other=0.0).to(tl.float32)
-    up = tl.load(pointers + width, mask=is_inside, other=0.0).to(tl.float32)
-    if IS_CLAMPED:
-        # Round after each operation, as torch does.
-        gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL).to(dtype).to(tl.float32)
-        up = tl.minimum(up, limit, propagate_nan=tl.PropagateNan.ALL)
-        up = tl.maximum(up, -limit, propagate_nan=tl.PropagateNan.ALL).to(dtype).to(tl.float32)
-        share = tl.sigmoid((gate * alpha).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
-        up = (up + 1.0).to(dtype).to(tl.float32)
-        gated = gate * share
-    else:
-        gated = gate / (1.0 + tl.exp(-gate))
-    tl.store(output_ptr + row * width + columns, (gated.to(dtype).to(tl.float32) * up).to(dtype), mask=is_inside)
+    gate = tl.load(pointers, mask=is_inside, other=0.0)
+    up = tl.load(pointers + width, mask=is_inside, other=0.0)
+    tl.store(output_ptr + row * width + columns, gated(gate, up, alpha, limit, ACTIVATION), mask=is_inside)

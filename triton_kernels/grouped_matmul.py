@@ -8,28 +8,31 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from moeserve.triton_kernels.activation import ACTIVATIONS, Activation
+from moeserve.triton_kernels.arrivals import is_last_to_arrive
+from moeserve.triton_kernels.fp8 import quantize_blocks, scale_blocks
 from moeserve.triton_kernels.tuning import FP8_BLOCK, Config, Kind, Problem, choose_config
 
 # S source rows, R rows, e experts, O outputs, I inputs, C columns of a result, B blocks of 128 inputs, G blocks of 128
 # outputs, M rows of a tile, N weight rows of a tile. C is O, or O / 2 with an activation: the first half of the outputs
-# are gates, the second half are ups.
+# are gates, the second half are ups. F blocks of 128 columns.
 
-Activation = Literal["swiglu", "clamped_swiglu"]
-ACTIVATIONS = {None: 0, "swiglu": 1, "clamped_swiglu": 2}
+TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+NUM_ARRIVALS = 264  # programs that may share the tiles of one weight: two for each multiprocessor
 NUM_INTERPRETED_PROGRAMS = 3  # on a CPU: several programs, each with several tiles
 
 
 def grouped_matmul(
     rows_SI: Tensor,
     weight_eOI: Tensor,
-    counts_e: Tensor,
+    counts_e: Tensor | None,
     *,
     row_scale_SB: Tensor | None = None,
     weight_scale_eGB: Tensor | None = None,
@@ -40,13 +43,15 @@ def grouped_matmul(
     alpha: float = 1.702,
     limit: float = 7.0,
     out_dtype: torch.dtype | None = None,
+    out_scale_RF: Tensor | None = None,
+    arrivals: Tensor | None = None,
     expected_rows: int | None = None,
     config: Config | None = None,
 ) -> Tensor:
     """Compute activation(row @ weight.T + bias), each row with the weight of its expert.
 
     Products, sums and activations are float32; results are rounded once. A result depends on its row and its weight
-    alone, bit for bit, not on the other rows.
+    alone, bit for bit, not on the other rows. Only with `arrivals` its last bits may also depend on the number of rows.
 
     With scales, rows and weights are float8_e4m3fn in DeepSeek-V3's format (arXiv 2412.19437). The tensor cores add the
     products of 128 inputs; their sum is multiplied by both scales and added to a float32 accumulator.
@@ -60,8 +65,8 @@ def grouped_matmul(
             expert: the first counts_e[0] rows have weight 0, and so on. Unused rows may follow; they are not read.
         weight_eOI: [e, O, I], same dtype, contiguous. With an activation, the first half of O are gates, the other ups.
             Or in MXFP4: codes [e, O, I / 2] uint8 as a checkpoint stores them; tensor cores multiply them as bfloat16.
-        counts_e: [e] int64 or int32, contiguous.
-        row_scale_SB: [S, ceil(I / 128)] float32, one scale for each 128 values of a row.
+        counts_e: [e] int64 or int32, contiguous. None: there is one weight, for all rows.
+        row_scale_SB: [S, ceil(I / 128)] float32, one scale for each 128 values of a row; any strides.
         weight_scale_eGB: [e, G, ceil(I / 128)] float32, one scale for each 128 x 128 values (`weight_scale_inv` of a
             checkpoint). G is ceil(O / 128), or ceil(C / 128) for gates and as many for ups. Of weights in MXFP4: the
             exponents [e, O, I / 32] uint8, contiguous; those of 0 may count as scales of zero.
@@ -70,23 +75,35 @@ def grouped_matmul(
         activation: "swiglu": silu(gate) * up. "clamped_swiglu": gate * sigmoid(alpha * gate) * (up + 1), with gate
             clamped to at most `limit` and up to ± `limit`.
         out_dtype: dtype of the results; default: that of the rows, or bfloat16 with scales.
+        out_scale_RF: [R, ceil(C / 128)] float32. If given, results are rounded to `out_dtype` and then quantised as by
+            `quantize_blocks`; their scales are written here, and their codes returned.
+        arrivals: [NUM_ARRIVALS] int32, zeros, and zeros again afterwards; without counts. Programs may then share the
+            inputs of a tile of few rows: each adds a part of them, and the last one to arrive adds the sums in a fixed
+            order. Launches that may run at the same time must not share this memory.
         expected_rows: approximate number of used rows, if many are unused. Affects the tiles, not the results.
         config: the tiles; default: the best known for these shapes.
 
     Returns:
         [R, C]; rows beyond the last used row are not written.
     """
-    num_rows = rows_SI.shape[0] if indices_R is None else indices_R.shape[0]
-    output_RC = torch.empty(
-        num_rows,
-        _num_columns(weight_eOI, activation),
-        dtype=_result_dtype(rows_SI, out_dtype),
-        device=rows_SI.device,
-    )
+    assert counts_e is not None or (len(weight_eOI) == 1 and indices_R is None), "rows of several weights need counts"
+    assert arrivals is None or counts_e is None, "tiles whose number only the GPU knows are not shared"
     rows_SI = rows_SI if rows_SI.stride(1) == 1 else rows_SI.contiguous()
-    operands = Operands(rows_SI, row_scale_SB, weight_eOI, weight_scale_eGB, counts_e, indices_R, divisor, bias_eO)
-    _launch(operands, output_RC, None, activation, alpha, limit, expected_rows, config)
-    return output_RC
+    operands = Operands(
+        source_SI=rows_SI,
+        source_scale_eSB=None if row_scale_SB is None else row_scale_SB[None],
+        weight_eOI=weight_eOI,
+        weight_scale_eGB=weight_scale_eGB,
+        counts_e=counts_e,
+        indices_R=indices_R,
+        divisor=divisor,
+        bias_eO=bias_eO,
+        activation=activation,
+        alpha=alpha,
+        limit=limit,
+        arrivals=arrivals,
+    )
+    return _launch(operands, None, out_dtype, out_scale_RF, expected_rows, config)
 
 
 def grouped_matmul_slots(
@@ -101,6 +118,7 @@ def grouped_matmul_slots(
     alpha: float = 1.702,
     limit: float = 7.0,
     out_dtype: torch.dtype | None = None,
+    out_scale_eSF: Tensor | None = None,
     expected_rows: int | None = None,
     config: Config | None = None,
 ) -> Tensor:
@@ -110,7 +128,8 @@ def grouped_matmul_slots(
 
     Args:
         slots_eSI: [e, S, I], contiguous.
-        slot_scale_eSB: [e, S, ceil(I / 128)] float32; copied if it is not contiguous, as DeepEP's is not.
+        slot_scale_eSB: [e, S, ceil(I / 128)] float32; any strides, since DeepEP's are not contiguous.
+        out_scale_eSF: [e, S, ceil(C / 128)], contiguous; see `out_scale_RF`.
         expected_rows: approximate number of slots in use. Slots have room for the worst case, so this matters.
         Other arguments: see `grouped_matmul`.
 
@@ -118,65 +137,77 @@ def grouped_matmul_slots(
         [e, S, C]
     """
     assert slots_eSI.is_contiguous(), "slots that are not contiguous"
-    num_experts, num_slots, _ = slots_eSI.shape
-    output_eSC = torch.empty(
-        num_experts,
-        num_slots,
-        _num_columns(weight_eOI, activation),
-        dtype=_result_dtype(slots_eSI, out_dtype),
-        device=slots_eSI.device,
+    num_slots = slots_eSI.shape[1]
+    operands = Operands(
+        source_SI=slots_eSI.flatten(0, 1),
+        source_scale_eSB=slot_scale_eSB,
+        weight_eOI=weight_eOI,
+        weight_scale_eGB=weight_scale_eGB,
+        counts_e=counts_e,
+        indices_R=None,
+        divisor=1,
+        bias_eO=bias_eO,
+        activation=activation,
+        alpha=alpha,
+        limit=limit,
+        arrivals=None,
     )
-    scale_RB = None if slot_scale_eSB is None else slot_scale_eSB.flatten(0, 1)
-    operands = Operands(slots_eSI.flatten(0, 1), scale_RB, weight_eOI, weight_scale_eGB, counts_e, None, 1, bias_eO)
-    _launch(operands, output_eSC, num_slots, activation, alpha, limit, expected_rows, config)
-    return output_eSC
+    out_scale_RF = None if out_scale_eSF is None else out_scale_eSF.flatten(0, 1)
+    output_RC = _launch(operands, num_slots, out_dtype, out_scale_RF, expected_rows, config)
+    return output_RC.view(*slots_eSI.shape[:2], output_RC.shape[1])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Operands:
-    """The tensors that one launch reads; see `grouped_matmul`."""
+    """The tensors that one launch reads, and its activation; see `grouped_matmul`."""
 
     source_SI: Tensor
-    source_scale_SB: Tensor | None
+    source_scale_eSB: Tensor | None  # [1, S, B] without slots
     weight_eOI: Tensor
     weight_scale_eGB: Tensor | None
-    counts_e: Tensor
+    counts_e: Tensor | None
     indices_R: Tensor | None
     divisor: int
     bias_eO: Tensor | None
+    activation: Activation | None
+    alpha: float
+    limit: float
+    arrivals: Tensor | None
+
+    @property
+    def num_columns(self) -> int:
+        return self.weight_eOI.shape[1] // (1 if self.activation is None else 2)
 
 
 def _launch(
     operands: Operands,
-    output: Tensor,
     num_slots: int | None,
-    activation: Activation | None,
-    alpha: float,
-    limit: float,
+    out_dtype: torch.dtype | None,
+    out_scale_RF: Tensor | None,
     expected_rows: int | None,
     config: Config | None,
-) -> None:
+) -> Tensor:
     source_SI, weight_eOI, indices_R = operands.source_SI, operands.weight_eOI, operands.indices_R
-    is_mxfp4 = weight_eOI.dtype == torch.uint8
+    counts_e, activation, columns = operands.counts_e, operands.activation, operands.num_columns
+    is_mxfp4, has_scales = weight_eOI.dtype == torch.uint8, source_SI.dtype == torch.float8_e4m3fn
     num_experts, num_outputs, num_inputs = weight_eOI.shape
     num_inputs *= 2 if is_mxfp4 else 1
-    columns = output.shape[-1]
-    num_rows = output.numel() // max(columns, 1)
+    num_rows = len(source_SI) if indices_R is None else len(indices_R)
+    if out_dtype is None:
+        out_dtype = torch.bfloat16 if has_scales else source_SI.dtype
     assert is_mxfp4 or weight_eOI.dtype == source_SI.dtype, f"weights in {weight_eOI.dtype}, rows in {source_SI.dtype}"
     assert source_SI.shape[1] == num_inputs, f"rows of {source_SI.shape[1]} for weights of {num_inputs}"
-    assert operands.counts_e.shape == (num_experts,), f"{tuple(operands.counts_e.shape)} counts, {num_experts} weights"
-    assert operands.counts_e.is_contiguous(), "counts that are not contiguous"
+    if counts_e is not None:
+        assert counts_e.shape == (num_experts,), f"{tuple(counts_e.shape)} counts, {num_experts} weights"
+        assert counts_e.is_contiguous(), "counts that are not contiguous"
     assert weight_eOI.is_contiguous(), "weights that are not contiguous"
     assert num_outputs * num_inputs < 2**31, f"a weight of {num_outputs} x {num_inputs}"  # its offsets are 32 bits
     assert num_rows < 2**31, f"{num_rows} rows"
     assert indices_R is None or indices_R.is_contiguous(), "indices that are not contiguous"
     assert operands.bias_eO is None or operands.bias_eO.is_contiguous(), "biases that are not contiguous"
-    if num_rows == 0 or num_experts == 0 or columns == 0:
-        return
-    has_scales = source_SI.dtype == torch.float8_e4m3fn
     assert (has_scales or is_mxfp4) == (operands.weight_scale_eGB is not None), f"{source_SI.dtype}: wrong scales"
     if has_scales:
-        _check_scales(operands, columns)
+        _check_scales(operands, num_slots)
     if is_mxfp4:
         assert operands.weight_scale_eGB is not None
         assert operands.weight_scale_eGB.shape == (num_experts, num_outputs, num_inputs // 32)
@@ -190,27 +221,51 @@ def _launch(
             num_outputs=num_outputs,
             num_inputs=num_inputs,
             num_rows=num_rows if expected_rows is None else expected_rows,
+            can_split=operands.arrivals is not None,
         )
         config = choose_config(problem, _device_name(source_SI.device))
+    # The tiles of many rows are too narrow for a block of results, which are then quantised from memory.
+    quantizes = out_scale_RF is not None and block_columns(config, activation) == FP8_BLOCK
+    output_RC = torch.empty(
+        num_rows, columns, dtype=torch.float8_e4m3fn if quantizes else out_dtype, device=source_SI.device
+    )
+    if num_rows == 0 or num_experts == 0 or columns == 0:
+        return output_RC if out_scale_RF is None else output_RC.to(torch.float8_e4m3fn)
     num_tiles = max_tiles(num_rows, num_experts, columns, activation, config)
-    source_scale_SB = operands.source_scale_SB
-    grouped_matmul_kernel[(min(num_tiles, _num_programs(source_SI.device, config.programs_per_sm)),)](
+    partial = None
+    if config.num_splits > 1:
+        assert operands.arrivals is not None
+        assert num_tiles <= len(operands.arrivals), (num_tiles, config)
+        partial = torch.empty(
+            num_tiles * config.num_splits * config.block_m * config.block_n,
+            dtype=torch.float32,
+            device=source_SI.device,
+        )
+    scale_eSB = operands.source_scale_eSB
+    num_programs = min(num_tiles * config.num_splits, _num_programs(source_SI.device, config.programs_per_sm))
+    grouped_matmul_kernel[(num_programs,)](
         source_SI,
-        None if source_scale_SB is None else source_scale_SB.contiguous(),
+        scale_eSB,
         weight_eOI,
         operands.weight_scale_eGB,
         operands.bias_eO,
-        operands.counts_e,
+        counts_e,
         indices_R,
-        output,
+        output_RC,
+        out_scale_RF if quantizes else None,
+        partial,
+        None if partial is None else operands.arrivals,
         source_SI.stride(0),
+        *((0, 0, 0) if scale_eSB is None else scale_eSB.stride()),
+        num_rows,
         num_experts,
         columns,
         num_inputs,
         num_slots or 0,
         operands.divisor,
-        alpha,
-        limit,
+        operands.alpha,
+        operands.limit,
+        ROUNDED=TYPES[out_dtype],
         **kernel_constants(
             config,
             source_SI.dtype,
@@ -225,27 +280,21 @@ def _launch(
         ),
         **compile_options(config),
     )
+    if out_scale_RF is None or quantizes:
+        return output_RC
+    return quantize_blocks(output_RC, counts_e=counts_e, num_slots=num_slots, out_scale_TB=out_scale_RF)[0]
 
 
-def _check_scales(operands: Operands, columns: int) -> None:
+def _check_scales(operands: Operands, num_slots: int | None) -> None:
     num_experts, num_outputs, num_inputs = operands.weight_eOI.shape
-    num_blocks = -(-num_inputs // FP8_BLOCK)
-    expected = (num_experts, num_outputs // columns * -(-columns // FP8_BLOCK), num_blocks)
+    columns, num_blocks = operands.num_columns, -(-num_inputs // FP8_BLOCK)
+    expected: tuple[int, ...] = (num_experts, num_outputs // columns * -(-columns // FP8_BLOCK), num_blocks)
     assert operands.weight_scale_eGB is not None
     assert operands.weight_scale_eGB.shape == expected, (tuple(operands.weight_scale_eGB.shape), expected)
     assert operands.weight_scale_eGB.is_contiguous(), "scales that are not contiguous"
-    assert operands.source_scale_SB is not None
-    assert operands.source_scale_SB.shape == (len(operands.source_SI), num_blocks), operands.source_scale_SB.shape
-
-
-def _result_dtype(rows: Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
-    if out_dtype is not None:
-        return out_dtype
-    return torch.bfloat16 if rows.dtype == torch.float8_e4m3fn else rows.dtype
-
-
-def _num_columns(weight_eOI: Tensor, activation: Activation | None) -> int:
-    return weight_eOI.shape[1] // (1 if activation is None else 2)
+    assert operands.source_scale_eSB is not None
+    of_rows = (1, len(operands.source_SI)) if num_slots is None else (num_experts, num_slots)
+    assert operands.source_scale_eSB.shape == (*of_rows, num_blocks), operands.source_scale_eSB.shape
 
 
 def _kind_of(dtype: torch.dtype) -> Kind:
@@ -258,7 +307,12 @@ def _kind_of(dtype: torch.dtype) -> Kind:
 def max_tiles(num_rows: int, num_experts: int, columns: int, activation: Activation | None, config: Config) -> int:
     """Return an upper bound of the number of tiles: the last tile of each expert may hold a single row."""
     tiles_m = min(num_rows, (num_rows + num_experts * (config.block_m - 1)) // config.block_m)
-    return tiles_m * -(-columns // (config.block_n // (1 if activation is None else 2)))
+    return tiles_m * -(-columns // block_columns(config, activation))
+
+
+def block_columns(config: Config, activation: Activation | None) -> int:
+    """Return the columns of the results of a tile."""
+    return config.block_n // (1 if activation is None else 2)
 
 
 def kernel_constants(
@@ -280,7 +334,7 @@ def kernel_constants(
         # One step multiplies one block of inputs, as scales change between blocks. The gates or ups of a tile share one
         # scale of the weight.
         assert config.block_k == FP8_BLOCK, config
-        assert FP8_BLOCK % (config.block_n // (1 if activation is None else 2)) == 0, config
+        assert FP8_BLOCK % block_columns(config, activation) == 0, config
     assert config.block_n >= (64 if config.is_swapped else 16), config  # the tensor cores' left operand
     return {
         "ACTIVATION": ACTIVATIONS[activation],
@@ -299,6 +353,7 @@ def kernel_constants(
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
         "GROUP_M": config.group_m,
+        "NUM_SPLITS": config.num_splits,
     }
 
 
@@ -333,17 +388,24 @@ def decode_mxfp4(codes_NW, exponent_NG, dtype: tl.constexpr, BLOCK_N: tl.constex
     return tl.reshape(weight_NG32, (BLOCK_N, BLOCK_K)).to(dtype)
 
 
-@triton.jit(do_not_specialize=["num_experts", "num_slots", "divisor"])
+@triton.jit(do_not_specialize=["num_rows", "num_experts", "num_slots", "divisor"])
 def grouped_matmul_kernel(
     source_ptr,  # [S, I], rows source_stride elements apart; or [e * num_slots, I]
-    source_scale_ptr,  # [S, B] float32, contiguous; only if HAS_SCALES
+    source_scale_ptr,  # [S, B] float32, or [e, num_slots, B]; only if HAS_SCALES
     weight_ptr,  # [e, O, I], contiguous; if IS_MXFP4, [e, O, I / 2] uint8
     weight_scale_ptr,  # [e, parts * G, B] float32, contiguous, if HAS_SCALES; [e, O, I / 32] uint8 if IS_MXFP4
     bias_ptr,  # [e, O], contiguous; only if HAS_BIAS
-    counts_ptr,  # [e] int64 or int32
+    counts_ptr,  # [e] int64 or int32; None: one weight, all rows
     indices_ptr,  # [R] int64; only if HAS_INDICES
     output_ptr,  # [R, C], contiguous
+    output_scale_ptr,  # [R, F] float32, contiguous, of results that are quantised; otherwise None
+    partial_ptr,  # sums of parts of the inputs, float32, of each tile and split; only if NUM_SPLITS > 1
+    arrivals_ptr,  # int32 for each tile; only if NUM_SPLITS > 1
     source_stride,
+    scale_expert_stride,
+    scale_row_stride,
+    scale_block_stride,
+    num_rows,  # only without counts
     num_experts,
     num_columns,
     num_inputs,
@@ -351,6 +413,7 @@ def grouped_matmul_kernel(
     divisor,  # row r is source row indices[r] // divisor
     alpha,
     limit,
+    ROUNDED: tl.constexpr,  # type of the results before they are quantised
     ACTIVATION: tl.constexpr,  # a value of ACTIVATIONS
     HAS_SCALES: tl.constexpr,
     IS_MXFP4: tl.constexpr,
@@ -366,11 +429,15 @@ def grouped_matmul_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,  # programs that share the inputs of a tile
 ):
     NUM_PARTS: tl.constexpr = 2 if ACTIVATION else 1
     BLOCK_C: tl.constexpr = BLOCK_N // NUM_PARTS
     experts = tl.arange(0, BLOCK_E)
-    counts = tl.load(counts_ptr + experts, mask=experts < num_experts, other=0).to(tl.int64)
+    if counts_ptr is None:
+        counts = experts.to(tl.int64) + num_rows  # of expert 0
+    else:
+        counts = tl.load(counts_ptr + experts, mask=experts < num_experts, other=0).to(tl.int64)
     num_n = tl.cdiv(num_columns, BLOCK_C)
     tiles_of_expert = (counts + BLOCK_M - 1) // BLOCK_M * num_n
     last_tiles = tl.cumsum(tiles_of_expert, 0)  # the number of each expert's last tile plus one
@@ -397,13 +464,14 @@ def grouped_matmul_kernel(
     num_blocks_k = tl.cdiv(num_inputs, 128)
     num_blocks_c = tl.cdiv(num_columns, 128)
 
-    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+    for unit in tl.range(tl.program_id(0), num_tiles * NUM_SPLITS, tl.num_programs(0)):
+        tile = unit // NUM_SPLITS
         # Find the expert of the tile from the tiles before it.
         is_before = last_tiles <= tile
         expert = tl.sum(is_before.to(tl.int32), 0)
         tile_of_expert = tile - tl.sum(tl.where(is_before, tiles_of_expert, 0), 0).to(tl.int32)
         first_row = expert.to(tl.int64) * num_slots if HAS_SLOTS else tl.sum(tl.where(is_before, counts, 0), 0)
-        count = tl.load(counts_ptr + expert).to(tl.int32)
+        count = num_rows if counts_ptr is None else tl.load(counts_ptr + expert).to(tl.int32)
 
         # GROUP_M tiles of rows share one part of the weight before the next part, so that it stays in the L2 cache.
         num_m = tl.cdiv(count, BLOCK_M)
@@ -430,7 +498,9 @@ def grouped_matmul_kernel(
             exponent_ptrs = exponents_of_expert + outputs[:, None] * num_groups + steps_g[None, :]
             next_NG = tl.load(exponent_ptrs, mask=steps_g[None, :] < num_groups, other=0)
         if HAS_SCALES:
-            source_scale_ptrs = source_scale_ptr + sources * num_blocks_k
+            source_scale_ptrs = source_scale_ptr + sources * scale_row_stride
+            if HAS_SLOTS:
+                source_scale_ptrs += expert.to(tl.int64) * scale_expert_stride - first_row * scale_row_stride
             scale_of_expert = weight_scale_ptr + expert.to(tl.int64) * NUM_PARTS * num_blocks_c * num_blocks_k
             gate_scale_ptr = scale_of_expert + n * BLOCK_C // 128 * num_blocks_k  # a tile is within one block
             up_scale_ptr = gate_scale_ptr + num_blocks_c * num_blocks_k
@@ -439,7 +509,14 @@ def grouped_matmul_kernel(
             accumulator = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
         else:
             accumulator = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for k in range(0, num_inputs, BLOCK_K):
+        first_k, end_k = 0, num_inputs
+        if NUM_SPLITS > 1:
+            inputs_of_split = tl.cdiv(tl.cdiv(num_inputs, BLOCK_K), NUM_SPLITS) * BLOCK_K
+            first_k = unit % NUM_SPLITS * inputs_of_split
+            end_k = tl.minimum(first_k + inputs_of_split, num_inputs)
+            source_ptrs += first_k
+            weight_ptrs += first_k
+        for k in range(first_k, end_k, BLOCK_K):
             if HAS_WHOLE_STEPS:
                 source_MK = tl.load(source_ptrs)
                 weight_NK = tl.load(weight_ptrs)
@@ -457,7 +534,7 @@ def grouped_matmul_kernel(
                 next_NG = tl.load(exponent_ptrs, mask=steps_g[None, :] < (num_inputs - k - BLOCK_K) // 32, other=0)
             if HAS_SCALES:
                 # Load scales before the product, so that their latency overlaps with it.
-                scale_M = tl.load(source_scale_ptrs + k // 128)
+                scale_M = tl.load(source_scale_ptrs + k // 128 * scale_block_stride)
                 gate_scale_M = scale_M * tl.load(gate_scale_ptr + k // 128)
                 up_scale_M = scale_M * tl.load(up_scale_ptr + k // 128) if ACTIVATION else gate_scale_M
                 if IS_SWAPPED:
@@ -483,6 +560,19 @@ def grouped_matmul_kernel(
             source_ptrs += BLOCK_K
             weight_ptrs += BLOCK_W
 
+        if NUM_SPLITS > 1:
+            SIZE: tl.constexpr = BLOCK_M * BLOCK_N
+            if IS_SWAPPED:
+                places = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+            else:
+                places = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+            tl.store(partial_ptr + unit * SIZE + places, accumulator)
+            is_last = is_last_to_arrive(arrivals_ptr + tile, NUM_SPLITS)
+            count = tl.where(is_last, count, 0)  # the others store no results
+            accumulator = tl.zeros_like(accumulator)
+            for split in range(0, tl.where(is_last, NUM_SPLITS, 0)):
+                part_ptr = partial_ptr + (tile * NUM_SPLITS + split) * SIZE
+                accumulator += tl.load(part_ptr + places, cache_modifier=".cg")
         if HAS_BIAS:
             bias = tl.load(bias_ptr + expert.to(tl.int64) * num_outputs + outputs).to(tl.float32)
             accumulator += bias[:, None] if IS_SWAPPED else bias[None, :]
@@ -502,6 +592,9 @@ def grouped_matmul_kernel(
                 result = gate / (1 + tl.exp(-alpha * gate)) * (up + 1)
         else:
             result = accumulator
+        if output_scale_ptr is not None:  # a tile has the columns of one block
+            result, scale_M = scale_blocks(result.to(ROUNDED).to(tl.float32), 0 if IS_SWAPPED else 1)
+            tl.store(output_scale_ptr + (first_row + rows) * num_blocks_c + n, scale_M, mask=rows < count)
         result = result.to(output_ptr.dtype.element_ty)
         result_MC = tl.trans(result) if IS_SWAPPED else result
         out_columns = n * BLOCK_C + tl.arange(0, BLOCK_C)

@@ -1,7 +1,8 @@
-"""RMSNorm on a GPU, alone or after an addition. Rows are held in registers and read from memory once."""
+"""RMSNorm on a GPU, alone or after an addition, also quantised. Rows are in registers and read from memory once."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,7 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# T rows (any number of leading dimensions), D width of a row; O outer and I inner dimension of the rows, T = O * I
+from moeserve.triton_kernels.fp8 import BLOCK, scale_blocks
+
+# T rows (any number of leading dimensions), D width of a row, B blocks of a row; O outer and I inner dimension of the
+# rows, T = O * I
 
 MAX_WIDTH = 65536  # one program holds a whole row
 
@@ -32,7 +36,7 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
     """
     rows_OID = _as_rows(x_TD)
     output_OID = torch.empty(rows_OID.shape, dtype=x_TD.dtype, device=x_TD.device)
-    _launch(rows_OID, None, weight_D, epsilon, None, output_OID)
+    _launch(rows_OID, None, weight_D, epsilon, output_OID)
     return output_OID.view(x_TD.shape)
 
 
@@ -45,7 +49,7 @@ def rms_norm_in_place(x_TD: Tensor, weight_D: Tensor, epsilon: float) -> None:
     assert x_TD.ndim <= 3 or x_TD.is_contiguous(), f"strides {x_TD.stride()} of {x_TD.ndim} dimensions"
     assert x_TD.stride(-1) == 1, "the result would be written to a copy"
     rows_OID = _as_rows(x_TD)
-    _launch(rows_OID, None, weight_D, epsilon, None, rows_OID)
+    _launch(rows_OID, None, weight_D, epsilon, rows_OID)
 
 
 def add_rms_norm(x_TD: Tensor, update_TD: Tensor, weight_D: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
@@ -65,8 +69,42 @@ def add_rms_norm(x_TD: Tensor, update_TD: Tensor, weight_D: Tensor, epsilon: flo
     rows_OID = _as_rows(x_TD)
     sum_OID = torch.empty(rows_OID.shape, dtype=x_TD.dtype, device=x_TD.device)
     output_OID = torch.empty_like(sum_OID)
-    _launch(rows_OID, _as_rows(update_TD), weight_D, epsilon, sum_OID, output_OID)
+    _launch(rows_OID, _as_rows(update_TD), weight_D, epsilon, output_OID, sum_OID)
     return sum_OID.view(x_TD.shape), output_OID.view(x_TD.shape)
+
+
+@dataclass(frozen=True)
+class QuantizedNorm:
+    """Normalised rows in 8 bits, as `quantize_blocks` returns them."""
+
+    sum_TD: Tensor  # what was normalised
+    codes_TD: Tensor
+    scales_TB: Tensor
+    rows_TD: Tensor | None  # the normalised rows themselves, if they are kept
+
+
+def quantize_rms_norm(
+    x_TD: Tensor, update_TD: Tensor | None, weight_D: Tensor, epsilon: float, keeps_rows: bool
+) -> QuantizedNorm:
+    """Compute `add_rms_norm`, or `rms_norm` without an update, and quantise its result in the same launch.
+
+    Memory moved: 2 * T * D * element size for the addition, as much again if it is written, T * D for the codes, and
+    T * D * element size for rows that are kept.
+
+    Args:
+        x_TD: [T, D]; see `add_rms_norm`.
+        keeps_rows: also return the rows that were quantised.
+    """
+    rows_OID = _as_rows(x_TD)
+    shape, num_blocks = x_TD.shape, triton.cdiv(x_TD.shape[1], BLOCK)
+    sum_OID = None if update_TD is None else torch.empty(rows_OID.shape, dtype=x_TD.dtype, device=x_TD.device)
+    output_OID = torch.empty(rows_OID.shape, dtype=x_TD.dtype, device=x_TD.device) if keeps_rows else None
+    codes_TD = torch.empty(shape, dtype=torch.float8_e4m3fn, device=x_TD.device)
+    scales_TB = torch.empty(shape[0], num_blocks, dtype=torch.float32, device=x_TD.device)
+    update_OID = None if update_TD is None else _as_rows(update_TD)
+    _launch(rows_OID, update_OID, weight_D, epsilon, output_OID, sum_OID, codes_TD, scales_TB)
+    sum_TD = x_TD if sum_OID is None else sum_OID.view(shape)
+    return QuantizedNorm(sum_TD, codes_TD, scales_TB, None if output_OID is None else output_OID.view(shape))
 
 
 def block_sizes(width: int) -> dict[str, int]:
@@ -74,7 +112,7 @@ def block_sizes(width: int) -> dict[str, int]:
 
     They depend on the width alone, and so does the order of the sum over a row.
     """
-    block_width = triton.next_power_of_2(width)
+    block_width = max(triton.next_power_of_2(width), BLOCK)
     return {"BLOCK_T": max(1024 // block_width, 1), "BLOCK_D": block_width}
 
 
@@ -100,8 +138,10 @@ def _launch(
     update_OID: Tensor | None,
     weight_D: Tensor,
     epsilon: float,
-    sum_OID: Tensor | None,
-    output_OID: Tensor,
+    output_OID: Tensor | None,
+    sum_OID: Tensor | None = None,
+    codes_TD: Tensor | None = None,
+    scales_TB: Tensor | None = None,
 ) -> None:
     num_outer, num_inner, width = x_OID.shape
     assert weight_D.shape == (width,), f"{tuple(weight_D.shape)} weights for rows of {width}"
@@ -110,12 +150,15 @@ def _launch(
     if x_OID.numel() == 0:  # an empty grid cannot be launched
         return
     sizes = block_sizes(width)
+    written_OID = sum_OID if output_OID is None else output_OID  # for its strides
     rms_norm_kernel[(triton.cdiv(num_outer * num_inner, sizes["BLOCK_T"]),)](
         x_OID,
         update_OID,
         weight_D.contiguous(),
         sum_OID,
         output_OID,
+        codes_TD,
+        scales_TB,
         num_outer * num_inner,
         num_inner,
         width,
@@ -123,8 +166,8 @@ def _launch(
         x_OID.stride(1),
         0 if update_OID is None else update_OID.stride(0),
         0 if update_OID is None else update_OID.stride(1),
-        output_OID.stride(0),
-        output_OID.stride(1),
+        0 if written_OID is None else written_OID.stride(0),
+        0 if written_OID is None else written_OID.stride(1),
         epsilon,
         **sizes,
         **compile_options(sizes["BLOCK_D"]),
@@ -137,7 +180,9 @@ def rms_norm_kernel(
     update_ptr,  # [O, I, D], or None without an addition
     weight_ptr,  # [D]
     sum_ptr,  # [O, I, D] with the strides of the output, or None without an addition
-    output_ptr,  # [O, I, D], may be x
+    output_ptr,  # [O, I, D], may be x; None: only codes are written
+    codes_ptr,  # [T, D] E4M3, contiguous, or None: rows are not quantised
+    scales_ptr,  # [T, B] float32, contiguous, or None
     num_rows,  # O * I
     num_inner,
     width,
@@ -170,4 +215,17 @@ def rms_norm_kernel(
 
     scale = tl.rsqrt(tl.sum(x * x, axis=1) / width + epsilon)[:, None]
     normed = (x * scale).to(weight.dtype)
-    tl.store(output_ptr + output_offsets, normed * weight, mask=is_inside)
+    normed = normed * weight
+    if output_ptr is not None:
+        tl.store(output_ptr + output_offsets, normed, mask=is_inside)
+    if codes_ptr is not None:
+        NUM_BLOCKS: tl.constexpr = BLOCK_D // 128
+        in_blocks = tl.reshape(normed.to(tl.float32), (BLOCK_T * NUM_BLOCKS, 128))  # zeros beyond the width
+        scaled, scales = scale_blocks(in_blocks, 1)
+        codes = tl.reshape(scaled, (BLOCK_T, BLOCK_D)).to(codes_ptr.dtype.element_ty)
+        tl.store(codes_ptr + rows[:, None] * width + columns[None, :], codes, mask=is_inside)
+        num_blocks = tl.cdiv(width, 128)
+        blocks = tl.arange(0, NUM_BLOCKS)
+        scale_ptrs = scales_ptr + rows[:, None] * num_blocks + blocks[None, :]
+        is_block = (rows < num_rows)[:, None] & (blocks < num_blocks)[None, :]
+        tl.store(scale_ptrs, tl.reshape(scales, (BLOCK_T, NUM_BLOCKS)), mask=is_block)

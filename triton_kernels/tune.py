@@ -195,6 +195,9 @@ def _make_launch(problem: Problem, layer: Layer, num_tokens: int) -> Callable[[C
     operands["counts_e"] = experts_P.bincount(minlength=layer.num_experts)
     if problem.is_gated:
         operands |= {"indices_R": experts_P.argsort(stable=True), "divisor": layer.top_k, "activation": "swiglu"}
+        if problem.kind == "fp8":
+            num_blocks = -(-problem.num_outputs // 2 // FP8_BLOCK)
+            operands["out_scale_RF"] = torch.empty(problem.num_rows, num_blocks, device="cuda")
     return lambda config: grouped_matmul(**operands, config=config)
 
 

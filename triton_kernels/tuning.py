@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -21,6 +21,8 @@ Kind = Literal["bf16", "fp8", "mxfp4", "fp32"]
 MAX_SHARED_BYTES = 227 * 1024  # shared memory of one program on sm_90
 SM_SHARED_BYTES = 228 * 1024  # of all programs on a multiprocessor; each takes 1 KiB more
 FP8_BLOCK = 128  # inputs that share a scale
+NUM_SMS = 132  # of H100 and H200
+MIN_STEPS_OF_SPLIT = 4  # iterations of a program that shares the inputs of a tile
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class Config:
     num_stages: int  # iterations whose operands are in shared memory at a time
     programs_per_sm: int  # programs that should run on a multiprocessor at a time
     group_m: int = 32  # tiles of rows that share each part of a weight, so that both stay in the L2 cache
+    num_splits: int = 1  # programs that share the inputs of a tile
 
     @property
     def is_swapped(self) -> bool:
@@ -58,12 +61,13 @@ class Problem:
     num_outputs: int  # rows of a weight, gates and ups together
     num_inputs: int
     num_rows: int  # approximate; the capacity if nothing else is known
+    can_split: bool = False  # programs may share the inputs of a tile: there is one weight, and the rows are known
 
     @property
     def weights_key(self) -> str:
         """Key of the measurements for these weights: everything except the number of rows."""
-        gated = "gated" if self.is_gated else "plain"
-        return f"{self.kind} {gated} {self.num_experts}x{self.num_outputs}x{self.num_inputs}"
+        gated, split = "gated" if self.is_gated else "plain", " split" if self.can_split else ""
+        return f"{self.kind} {gated}{split} {self.num_experts}x{self.num_outputs}x{self.num_inputs}"
 
     @property
     def element_size(self) -> int:
@@ -98,23 +102,21 @@ def config_by_rule(problem: Problem) -> Config:
     is at least twice block_m. Tiles have up to twice the rows of an average expert, because experts differ and unused
     rows of a tile cost less than a second tile.
 
-    Inputs are not split over programs: with 64 weight rows, one token has at least 128 tiles in all known models, for
-    132 multiprocessors. So the order of a sum over inputs never depends on the number of rows.
+    Inputs of experts are not split over programs, so the order of a sum never depends on the number of rows; those of a
+    single 8-bit weight are, where it has few tiles: see `num_splits`.
 
     Many rows: tiles of 128 x 256 read least from shared memory for each product, and their accumulator takes half of
     the registers of 8 warps. With scales, each iteration has a second accumulator, so tiles are half as wide.
+
+    With scales, tiles of few gates and ups are as wide as a block of results, which the kernel then quantises without
+    another launch. With many rows, such tiles would have half as many rows, and read a quarter more for each product.
     """
     rows = problem.rows_per_expert
     if problem.kind == "fp32":
         return Config(16, 64, 32, num_warps=4, num_stages=2, programs_per_sm=2)
     if problem.kind == "fp8":
-        if rows <= 8:
-            return Config(16, 64, 128, num_warps=4, num_stages=6, programs_per_sm=3)
-        if rows <= 16:
-            return Config(32, 128, 128, num_warps=4, num_stages=5, programs_per_sm=2)
-        if rows <= 48:
-            return Config(64, 128, 128, num_warps=4, num_stages=4, programs_per_sm=2)
-        return Config(128, 128, 128, num_warps=8, num_stages=4, programs_per_sm=1)
+        config = fp8_config_by_rule(problem)
+        return replace(config, num_splits=num_splits(config, problem)) if problem.can_split else config
     if rows <= 8:
         return Config(16, 64, 128, num_warps=4, num_stages=5, programs_per_sm=2)
     if rows <= 16:
@@ -122,6 +124,40 @@ def config_by_rule(problem: Problem) -> Config:
     if rows <= 48:
         return Config(64, 128, 64, num_warps=4, num_stages=4, programs_per_sm=2)
     return Config(128, 256, 64, num_warps=8, num_stages=4, programs_per_sm=1)
+
+
+def fp8_config_by_rule(problem: Problem) -> Config:
+    rows = problem.rows_per_expert
+    if problem.can_split and 48 < rows <= 128:  # more and smaller tiles: half as many splits fill the GPU
+        rows = 48
+    if problem.is_gated:
+        if rows <= 8:
+            return Config(16, 256, 128, num_warps=8, num_stages=5, programs_per_sm=1)
+        if rows <= 16:
+            return Config(32, 256, 128, num_warps=8, num_stages=5, programs_per_sm=1)
+        if rows <= 48:
+            return Config(64, 256, 128, num_warps=8, num_stages=4, programs_per_sm=1)
+    else:
+        if rows <= 8:
+            return Config(16, 64, 128, num_warps=4, num_stages=6, programs_per_sm=3)
+        if rows <= 16:
+            return Config(32, 128, 128, num_warps=4, num_stages=5, programs_per_sm=2)
+        if rows <= 48:
+            return Config(64, 128, 128, num_warps=4, num_stages=4, programs_per_sm=2)
+    return Config(128, 128, 128, num_warps=8, num_stages=4, programs_per_sm=1)
+
+
+def num_splits(config: Config, problem: Problem) -> int:
+    """Return the number of programs that share the inputs of a tile.
+
+    As many as fill all multiprocessors, if each has a few iterations, and the float32 sums that they write and read are
+    no more bytes than the weight.
+    """
+    rows = max(problem.num_rows, 1)
+    num_tiles = -(-rows // config.block_m) * -(-problem.num_outputs // config.block_n)
+    num_steps = -(-problem.num_inputs // config.block_k)
+    num_programs = NUM_SMS * min(config.programs_per_sm, 2)
+    return max(1, min(num_programs // num_tiles, num_steps // MIN_STEPS_OF_SPLIT, problem.num_inputs // (8 * rows)))
 
 
 def file_name(device_name: str) -> str:

@@ -45,6 +45,7 @@ from moeserve.ops.interfaces import (
     Product,
     Rotation,
     RouterConfig,
+    plain_rows,
 )
 from moeserve.ops.libraries.attention import LibraryChoice
 from moeserve.ops.libraries.interface import AttentionProblem, StepKind
@@ -90,7 +91,10 @@ def norms(source: Source, is_small: bool) -> Iterator[Case]:
     shapes = [(3, 40), (2, 130)] if is_small else [(1, 4096), (129, 2048), (64, 2880), (33, 7168), (4096, 4096)]
     for num_rows, width in shapes:
         x, update = source.normal(num_rows, width), source.normal(num_rows, width)
-        yield Case(f"{num_rows} x {width}", run_norms, (x, update, 1 + source.normal(width, scale=0.2)))
+        weight = 1 + source.normal(width, scale=0.2)
+        yield Case(f"{num_rows} x {width}", run_norms, (x, update, weight))
+        exact = draw_rows(source, num_rows, width, is_fp8=True)
+        yield Case(f"{num_rows} x {width} in 8 bits", run_quantized_norms, (x, update, weight, exact))
     for num_rows, num_heads, head_size in [(3, 2, 16)] if is_small else [(4096, 32, 128), (5, 4, 64)]:
         projected = source.normal(num_rows, num_heads + 3, head_size)
         weight = 1 + source.normal(head_size, scale=0.2)
@@ -100,6 +104,26 @@ def norms(source: Source, is_small: bool) -> Iterator[Case]:
 def run_norms(kernels: Kernels, x_TD: Tensor, update_TD: Tensor, weight_D: Tensor) -> Results:
     total, normed = kernels.add_rms_norm(x_TD, update_TD, weight_D, EPSILON)
     return {"rms_norm": kernels.rms_norm(x_TD, weight_D, EPSILON), "add_rms_norm": normed, "its sum": total}
+
+
+def run_quantized_norms(
+    kernels: Kernels, x_TD: Tensor, update_TD: Tensor, weight_D: Tensor, exact_TD: Tensor
+) -> Results:
+    """Quantise rows that lose nothing, and norms with the bytes of two operations."""
+    quantize, quantize_norm = kernels.quantize_rows, kernels.quantize_rms_norm
+    if quantize is None or quantize_norm is None:
+        return {"quantize_rows": exact_TD, "quantize_rms_norm": torch.ones(2, dtype=torch.bool)}
+    are_equal = []
+    for update in (update_TD, None):
+        total_TD, normed_TD = x_TD, kernels.rms_norm(x_TD, weight_D, EPSILON)
+        if update is not None:
+            total_TD, normed_TD = kernels.add_rms_norm(x_TD, update, weight_D, EPSILON)
+        expected, (sum_TD, found) = quantize(normed_TD), quantize_norm(x_TD, update, weight_D, EPSILON, True)
+        are_codes_equal = torch.equal(found.codes.view(torch.uint8), expected.codes.view(torch.uint8))
+        are_scales_equal = torch.equal(found.scales, expected.scales)
+        is_rest_equal = torch.equal(sum_TD, total_TD) and torch.equal(plain_rows(found), normed_TD)
+        are_equal.append(are_codes_equal and are_scales_equal and is_rest_equal)
+    return {"quantize_rows": plain_rows(quantize(exact_TD)), "quantize_rms_norm": torch.tensor(are_equal)}
 
 
 def run_norm_of_heads(kernels: Kernels, projected_TNH: Tensor, weight_H: Tensor) -> Results:

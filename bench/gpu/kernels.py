@@ -35,13 +35,24 @@ from moeserve.bench.gpu.libraries import installed_libraries
 from moeserve.bench.gpu.limits import ColdTimer, Timer, limits_row, measure_limits
 from moeserve.bench.gpu.parts import Item, Row, is_cuda_error
 from moeserve.errors import SettingsError
-from moeserve.ops.interfaces import AttentionShape, Gather, Kernels, Keys, OpenWeights, Product, Rotation
+from moeserve.ops.interfaces import (
+    AttentionShape,
+    Float8Rows,
+    Gather,
+    Kernels,
+    Keys,
+    OpenWeights,
+    Product,
+    Rotation,
+    SwiGLU,
+)
 from moeserve.ops.libraries.deep_gemm import why_unavailable, with_deep_gemm
 from moeserve.ops.libraries.interface import AttentionProblem, StepKind
 from moeserve.ops.torch.table import TORCH_KERNELS
 from moeserve.ops.triton.table import TRITON_KERNELS
-from moeserve.triton_kernels.activation import silu_multiply
+from moeserve.triton_kernels.activation import gated_activation
 from moeserve.triton_kernels.fp8 import quantize_blocks
+from moeserve.triton_kernels.rms_norm import quantize_rms_norm
 
 # E experts, K experts per token, P pairs, T tokens, D model width, O outputs, I inputs, N heads
 
@@ -168,7 +179,8 @@ class Experts:
         self.source, self.shape, self.format = source, shape, format
         is_fp8 = format == "fp8"
         draw = partial(draw_weights, source, shape.num_experts, is_fp8=is_fp8, has_bias=shape.has_bias and not is_fp8)
-        self.gate_up: OpenWeights = draw(2 * shape.width, shape.hidden, activation=shape.activation)
+        gate_up: OpenWeights = draw(2 * shape.width, shape.hidden, activation=shape.activation)
+        self.gate_up = dataclasses.replace(gate_up, feeds_blocks=is_fp8)
         self.down: OpenWeights = draw(shape.hidden, shape.width)
         self.products = [TRITON_KERNELS.make_product(weights) for weights in (self.gate_up, self.down)]
 
@@ -299,7 +311,7 @@ def _silu_multiply(source: Source, sizes: Sizes, num_rows: int) -> Timed:
     gate_up = source.normal(num_rows, 2 * sizes.expert_width)
     gate, up = gate_up.chunk(2, dim=1)
     others: dict[str, Call] = {"torch": lambda: functional.silu(gate) * up}
-    return Timed(lambda: silu_multiply(gate_up), Work(1.5 * gate_up.nbytes), others=others)
+    return Timed(lambda: gated_activation(gate_up, "swiglu"), Work(1.5 * gate_up.nbytes), others=others)
 
 
 def _rotate_and_write(source: Source, sizes: Sizes, num_rows: int) -> Timed:
@@ -319,6 +331,43 @@ def _rotate_and_write(source: Source, sizes: Sizes, num_rows: int) -> Timed:
 def _quantize_blocks(source: Source, sizes: Sizes, num_rows: int) -> Timed:
     x = source.normal(num_rows, sizes.width)
     return Timed(lambda: quantize_blocks(x), Work(3 * x.numel() + 4 * num_rows * -(-sizes.width // costs.SCALE_BLOCK)))
+
+
+def _quantize_rms_norm(source: Source, sizes: Sizes, num_rows: int) -> Timed:
+    """With the addition before it; the rows are kept, as for a router."""
+    x, update, weight = (source.normal(*shape, sizes.width) for shape in ((num_rows,), (num_rows,), ()))
+    num_bytes = 4 * x.nbytes + weight.nbytes + x.numel() + 4 * num_rows * -(-sizes.width // costs.SCALE_BLOCK)
+    return Timed(lambda: quantize_rms_norm(x, update, weight, EPSILON, True), Work(num_bytes))
+
+
+def _quantize_activation(source: Source, sizes: Sizes, num_rows: int) -> Timed:
+    """Half of the slots are in use, as after DeepGEMM's products."""
+    gate_up = source.normal(2 * num_rows, 2 * sizes.expert_width)
+    counts = torch.full((1,), num_rows, dtype=torch.int64, device=source.device)
+    call = partial(quantize_blocks, gate_up, counts_e=counts, num_slots=2 * num_rows, activation="swiglu")
+    return Timed(call, Work(1.25 * gate_up.nbytes / 2))
+
+
+def _fp8_projection(source: Source, sizes: Sizes, num_rows: int) -> Timed:
+    """DeepSeek-V3's compressed queries, from rows in 8 bits: few tiles, whose inputs programs share."""
+    return _fp8_product(source, sizes, num_rows, draw_weights(source, 1, 1536, sizes.width, is_fp8=True))
+
+
+def _fp8_shared_experts(source: Source, sizes: Sizes, num_rows: int) -> Timed:
+    """Gates and ups with the activation, to rows in 8 bits."""
+    shape = (2 * sizes.expert_width, sizes.width)
+    weights = draw_weights(source, 1, *shape, is_fp8=True, activation=SwiGLU())
+    return _fp8_product(source, sizes, num_rows, dataclasses.replace(weights, feeds_blocks=True))
+
+
+def _fp8_product(source: Source, sizes: Sizes, num_rows: int, weights: OpenWeights) -> Timed:
+    codes = source.codes(num_rows, sizes.width)
+    scales = source.uniform(num_rows, -(-sizes.width // costs.SCALE_BLOCK))
+    product = TRITON_KERNELS.make_product(weights)
+    num_outputs = weights.weight_eOI.shape[1]
+    num_bytes = weights.weight_eOI.nbytes + codes.nbytes + 2 * num_rows * num_outputs
+    rows = Float8Rows(codes, scales, source.dtype)
+    return Timed(lambda: product.multiply(rows), Work(num_bytes, 2.0 * num_rows * weights.weight_eOI.numel()))
 
 
 def _route(source: Source, sizes: Sizes, num_rows: int) -> Timed:
@@ -341,7 +390,10 @@ def _weigh(source: Source, sizes: Sizes, num_rows: int) -> Timed:
     return _beside_torch(lambda kernels: kernels.pairs.weigh(rows, weights, num_used), num_bytes)
 
 
-ROW_OPERATIONS = (_rms_norm, _add_rms_norm, _silu_multiply, _rotate_and_write, _quantize_blocks, _route, _weigh)
+ROW_OPERATIONS = (
+    *(_rms_norm, _add_rms_norm, _quantize_rms_norm, _silu_multiply, _rotate_and_write),
+    *(_quantize_blocks, _quantize_activation, _fp8_projection, _fp8_shared_experts, _route, _weigh),
+)
 
 
 def _row_maximum(source: Source, width: int) -> Timed:

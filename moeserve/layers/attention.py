@@ -13,10 +13,10 @@ from moeserve.distributed.mesh import share_of
 from moeserve.layers.context import ModelContext
 from moeserve.layers.input_share import num_input_chunks, share_inputs
 from moeserve.layers.linear import Linear
-from moeserve.layers.norm import RMSNorm
+from moeserve.layers.norm import RMSNorm, RowsForm
 from moeserve.layers.rotary import NO_ROTARY, RotaryConfig, Rotations
 from moeserve.layers.weights import QuantizationLimits
-from moeserve.ops.interfaces import AttentionShape, KeyValueCache
+from moeserve.ops.interfaces import AttentionShape, KeyValueCache, Rows
 from moeserve.step_inputs import StepInputs
 
 # T tokens, D model width, N query heads, G key-value heads, H head size
@@ -125,7 +125,12 @@ class Attention(nn.Module):
             return KeyValueCache(*codes, *scales)
         return KeyValueCache(*(torch.empty(shape, dtype=self.context.dtype, device=device) for _ in range(2)))
 
-    def forward(self, hidden_TD: Tensor, rotations: Rotations, cache: KeyValueCache, step: StepInputs) -> Tensor:
+    @property
+    def input_form(self) -> RowsForm:
+        """The form of rows to give to `forward`, unless they are gathered from tp ranks before."""
+        return "float8" if self.query_key_value.weights.is_in_blocks else "plain"
+
+    def forward(self, hidden_TD: Rows, rotations: Rotations, cache: KeyValueCache, step: StepInputs) -> Tensor:
         projected = self.query_key_value(hidden_TD).split(self.projected_sizes, dim=-1)
         size = self.config.head_dim
         query_TNH, key_TGH, value_TGH = (rearrange(part, "T (N H) -> T N H", H=size) for part in projected)

@@ -11,7 +11,7 @@ from torch.nn import functional
 from moeserve.distributed.mesh import share_of, share_sizes
 from moeserve.layers.context import ModelContext
 from moeserve.layers.weights import DEFAULT_LIMITS, QuantizationLimits, Weights
-from moeserve.ops.interfaces import InputChunks
+from moeserve.ops.interfaces import InputChunks, Rows
 
 # T tokens of the replica, t this tp rank's share of them, L rows of logits, I inputs, O outputs, V vocabulary, v this
 # rank's share of it, D model width
@@ -42,8 +42,10 @@ class Linear(nn.Module):
     def bias(self) -> Tensor | None:
         return None if self.weights.bias is None else self.weights.bias[0]
 
-    def forward(self, input_TI: Tensor) -> Tensor:
-        return self.weights.product.multiply(input_TI)
+    def forward(self, input_TI: Rows) -> Tensor:
+        """Return [T, O]. `Float8Rows` are for weights in 8-bit blocks."""
+        output_TO: Tensor = self.weights.product.multiply(input_TI)
+        return output_TO
 
 
 class Embedding(nn.Module):

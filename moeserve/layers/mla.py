@@ -24,10 +24,11 @@ from moeserve.distributed.mesh import share_of
 from moeserve.layers.context import ModelContext
 from moeserve.layers.input_share import num_input_chunks, share_inputs
 from moeserve.layers.linear import Linear
-from moeserve.layers.norm import RMSNorm
+from moeserve.layers.norm import RMSNorm, RowsForm
 from moeserve.layers.rotary import RotaryConfig, Rotations
 from moeserve.layers.weights import QuantizationLimits, Weights
 from moeserve.memory import new_empty
+from moeserve.ops.interfaces import Rows
 from moeserve.step_inputs import StepInputs
 
 # T tokens, D model width, N heads of this rank, n some of them, K unrotated values of a head's key, S rotated ones,
@@ -137,6 +138,9 @@ class LatentAttention(nn.Module):
         kernels = context.kernels
         self.backend = kernels.make_latent_attention(self.scale, config.latent_size, config.num_heads)
         self._apply_rope = kernels.apply_rope
+        first = self.query.down if isinstance(self.query, CompressedQuery) else self.query
+        self.reads_float8 = first.weights.is_in_blocks and self.compress.weights.is_in_blocks
+        self._quantize = kernels.quantize_rows if self.reads_float8 else None
         self._attend = self._attend_absorbed if self.backend.takes_all_rows else self._attend_either_way
 
     @property
@@ -147,8 +151,15 @@ class LatentAttention(nn.Module):
         shape = (num_blocks, block_size, self.config.cached_size)
         return LatentCache(torch.empty(shape, dtype=self.context.dtype, device=self.context.device))
 
-    def forward(self, hidden_TD: Tensor, rotations: Rotations, cache: LatentCache, step: StepInputs) -> Tensor:
+    @property
+    def input_form(self) -> RowsForm:
+        """The form of rows to give to `forward`, unless they are gathered from tp ranks before."""
+        return "float8" if self.reads_float8 else "plain"
+
+    def forward(self, hidden_TD: Rows, rotations: Rotations, cache: LatentCache, step: StepInputs) -> Tensor:
         config, rotation = self.config, rotations[self.config.rotary]
+        if self._quantize is not None:  # once for both projections, if the norm has not
+            hidden_TD = self._quantize(hidden_TD)
         query_TNQ = rearrange(self.query(hidden_TD), "T (N Q) -> T N Q", N=self.num_heads)
         query_TNK, query_TNS = query_TNQ.split([config.key_dim, config.rotary_dim], dim=-1)
         query_TNP = new_empty(query_TNQ, *query_TNQ.shape[:2], config.cached_size)
@@ -236,8 +247,11 @@ class CompressedQuery(nn.Module):
         self.down = Linear(
             hidden_size, config.query_rank, context, has_bias=config.has_bias, limits=QuantizationLimits(8)
         )
-        self.norm = RMSNorm(config.query_rank, NORM_EPSILON, context)
-        self.up = Linear(config.query_rank, query_size, context, limits=limits)
+        up = Linear(config.query_rank, query_size, context, limits=limits)
+        form: RowsForm = "float8" if up.weights.is_in_blocks else "plain"
+        self.norm = RMSNorm(config.query_rank, NORM_EPSILON, context, form)
+        self.up = up
 
-    def forward(self, hidden_TD: Tensor) -> Tensor:
-        return self.up(self.norm(self.down(hidden_TD)))
+    def forward(self, hidden_TD: Rows) -> Tensor:
+        _, normed_TI = self.norm.after_adding(None, self.down(hidden_TD))
+        return self.up(normed_TI)

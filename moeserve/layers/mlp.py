@@ -8,7 +8,7 @@ from moeserve.layers.context import ModelContext
 from moeserve.layers.input_share import InputShare
 from moeserve.layers.linear import Linear
 from moeserve.layers.weights import QuantizationLimits, Weights
-from moeserve.ops.interfaces import SwiGLU
+from moeserve.ops.interfaces import Rows, SwiGLU
 
 # T tokens, D model width
 
@@ -24,8 +24,11 @@ class GatedMLP(nn.Module):
         super().__init__()
         self.width = width = share.inputs
         num_inner, limits = width.stop - width.start, QuantizationLimits(cuts=(width.start,))
-        self.gate_up = Weights((1, 2 * num_inner, hidden_size), context, activation=SwiGLU(), limits=limits)
-        self.down = Linear(num_inner, hidden_size, context, limits=limits, chunks=share.chunks)
+        down = Linear(num_inner, hidden_size, context, limits=limits, chunks=share.chunks)
+        self.gate_up = Weights(
+            (1, 2 * num_inner, hidden_size), context, activation=SwiGLU(), limits=limits, feeds=down.weights
+        )
+        self.down = down
 
-    def forward(self, hidden_TD: Tensor) -> Tensor:
-        return self.down(self.gate_up.product.multiply(hidden_TD))
+    def forward(self, hidden_TD: Rows) -> Tensor:
+        return self.down(self.gate_up.product.multiply(self.gate_up.input_of(hidden_TD)))

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+from typing import Any, Literal
+
 from torch import Tensor, nn
 
 from moeserve.layers.context import ModelContext
 
 # T tokens, D width of a row
 
+RowsForm = Literal["plain", "float8", "both"]  # "both": `Float8Rows` that keep the plain rows
+
 
 class RMSNorm(nn.Module):
-    """Scales each row to unit mean square, then by a learned weight per column."""
+    """Scales each row to unit mean square, then by a learned weight per column.
 
-    def __init__(self, hidden_size: int, epsilon: float, context: ModelContext) -> None:
+    Args:
+        form: that of the normalised rows which `after_adding` returns.
+    """
+
+    def __init__(self, hidden_size: int, epsilon: float, context: ModelContext, form: RowsForm = "plain") -> None:
         super().__init__()
         self.weight = context.parameter(hidden_size)
         self.epsilon = epsilon
         self._rms_norm = context.kernels.rms_norm
         self._rms_norm_in_place = context.kernels.rms_norm_in_place
         self._add_rms_norm = context.kernels.add_rms_norm
+        self._quantize = None if form == "plain" else context.kernels.quantize_rms_norm
+        self._keeps_rows = form == "both"
 
     def forward(self, hidden_TD: Tensor) -> Tensor:
         return self._rms_norm(hidden_TD, self.weight, self.epsilon)
@@ -27,8 +37,10 @@ class RMSNorm(nn.Module):
         """Replace hidden states by the normalised ones. The tensor may be a view of a wider one."""
         self._rms_norm_in_place(hidden_TD, self.weight, self.epsilon)
 
-    def after_adding(self, update_TD: Tensor | None, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
+    def after_adding(self, update_TD: Tensor | None, hidden_TD: Tensor) -> tuple[Tensor, Any]:
         """Return hidden + update (hidden alone if update is None), and that sum normalised."""
+        if self._quantize is not None:
+            return self._quantize(hidden_TD, update_TD, self.weight, self.epsilon, self._keeps_rows)
         if update_TD is None:
             return hidden_TD, self(hidden_TD)
         return self._add_rms_norm(hidden_TD, update_TD, self.weight, self.epsilon)

@@ -19,6 +19,8 @@ from moeserve.ops.interfaces import (
     PackedFormat,
     PackedWeights,
     Product,
+    Rows,
+    plain_rows,
 )
 from moeserve.ops.weight_blocks import BLOCK, CODES, num_blocks
 
@@ -53,6 +55,7 @@ class Weights(nn.Module):
     Args:
         shape: e, O and I.
         borrow: returns memory [e, O, I] of another module to use; it is left as it is.
+        feeds: the weights whose product alone reads the results of this one.
         chunks: how the inputs are added if tp ranks divide them.
     """
 
@@ -72,6 +75,7 @@ class Weights(nn.Module):
         limits: QuantizationLimits = DEFAULT_LIMITS,
         borrow: Callable[[], Tensor] | None = None,
         chunks: InputChunks | None = None,
+        feeds: Weights | None = None,
     ) -> None:
         super().__init__()
         self.shape = shape
@@ -80,6 +84,9 @@ class Weights(nn.Module):
         self.activation = activation
         self.limits = limits
         self.borrow = borrow
+        # 8-bit floats with a scale for each block. Their product takes `Float8Rows`.
+        self.is_in_blocks = context.quantization == "fp8" and self.fits_blocks
+        self.feeds_blocks = feeds is not None and feeds.is_in_blocks
         num_weights, num_outputs, _ = shape
         self.register_parameter("memory", None)
         self.register_parameter("scales", None)
@@ -95,7 +102,7 @@ class Weights(nn.Module):
             codes_shape = num_weights, num_outputs, num_groups * MXFP4_GROUP // 2
             self.memory = self.context.parameter(*codes_shape, dtype=torch.uint8)
             self.scales = self.context.parameter(num_weights, num_outputs, num_groups, dtype=torch.uint8)
-        elif self.context.quantization == "fp8" and self.fits_blocks:
+        elif self.is_in_blocks:
             num_parts = 1 if self.activation is None else 2
             groups = num_parts * num_blocks(num_outputs // num_parts)
             self.memory = self.context.parameter(*self.shape, dtype=CODES)
@@ -109,6 +116,10 @@ class Weights(nn.Module):
         if self.borrow is not None:
             self.memory = nn.Parameter(self.borrow(), requires_grad=False)
         self.product = self.context.kernels.make_product(self.open)
+
+    def input_of(self, rows: Rows) -> Rows:
+        """Return rows in a form that the product takes."""
+        return rows if self.is_in_blocks else plain_rows(rows)
 
     @property
     def is_borrowed(self) -> bool:
@@ -136,7 +147,15 @@ class Weights(nn.Module):
     def open(self) -> OpenWeights:
         """The weights in plain memory, until they are packed."""
         assert self.memory is not None, "packed already, or not allocated"
-        return OpenWeights(self.memory, self.bias, self.activation, self.scales, self.chunks, self.int4_scales)
+        return OpenWeights(
+            self.memory,
+            self.bias,
+            self.activation,
+            self.scales,
+            self.chunks,
+            self.feeds_blocks,
+            self.int4_scales,
+        )
 
     @property
     def open_tensors(self) -> list[Tensor]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moeserve.distributed.coordinator import GroupCoordinator
 from moeserve.expert_placement.placement import Placement
 from moeserve.layers.attention import Attention, AttentionConfig
 from moeserve.layers.context import ModelContext
@@ -16,12 +17,13 @@ from moeserve.layers.input_share import InputShare, num_input_chunks, share_inpu
 from moeserve.layers.linear import Embedding, OutputHead
 from moeserve.layers.mla import LatentAttention, LatentAttentionConfig
 from moeserve.layers.mlp import GatedMLP
-from moeserve.layers.norm import RMSNorm
+from moeserve.layers.norm import RMSNorm, RowsForm
 from moeserve.layers.rotary import Rotaries, Rotations
 from moeserve.layers.weights import allocate_weights
 from moeserve.models.model_config import LayerConfig, MLPConfig, ModelConfig
 from moeserve.moe.dispatch.factory import DispatcherFactory
 from moeserve.moe.layer import MoEConfig, MoELayer, Stages, run_in_turn
+from moeserve.ops.interfaces import Float8Rows, Rows
 from moeserve.step_inputs import StepInputs
 
 # T tokens of the replica's step, t this tp rank's share of them, D model width
@@ -49,32 +51,42 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.tp = context.tp
         self.sum_dtype = context.sum_dtype
-        self.attention_norm = RMSNorm(hidden_size, norm_epsilon, context)
-        self.attention: Attention | LatentAttention
+        attention: Attention | LatentAttention
         match config.attention:
-            case AttentionConfig() as attention:
-                self.attention = Attention(attention, hidden_size, norm_epsilon, context)
-            case LatentAttentionConfig() as attention:
-                self.attention = LatentAttention(attention, hidden_size, context)
-        self.feed_forward_norm = RMSNorm(hidden_size, norm_epsilon, context)
-        self.feed_forward: MoELayer | DenseFeedForward
+            case AttentionConfig():
+                attention = Attention(config.attention, hidden_size, norm_epsilon, context)
+            case LatentAttentionConfig():
+                attention = LatentAttention(config.attention, hidden_size, context)
+        feed_forward: MoELayer | DenseFeedForward
         match config.feed_forward:
             case MoEConfig() as moe:
-                self.feed_forward = MoELayer(moe, hidden_size, next(placements), dispatchers, context)
+                feed_forward = MoELayer(moe, hidden_size, next(placements), dispatchers, context)
             case MLPConfig(width=width):
                 num_chunks = num_input_chunks(config.attention.can_divide)
-                self.feed_forward = DenseFeedForward(hidden_size, share_inputs(width, num_chunks, context), context)
+                feed_forward = DenseFeedForward(hidden_size, share_inputs(width, num_chunks, context), context)
+        form = attention.input_form if self.tp.world_size == 1 else "plain"
+        self.attention_norm = RMSNorm(hidden_size, norm_epsilon, context, form)
+        self.attention = attention
+        self.feed_forward_norm = RMSNorm(hidden_size, norm_epsilon, context, feed_forward.input_form)
+        self.feed_forward = feed_forward
 
     def attend(
         self, hidden_tD: Tensor, update_tD: Tensor | None, rotations: Rotations, cache: Any, step: StepInputs
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Rows]:
         """Return the residual stream after attention, and the input of the feed-forward network."""
         hidden_tD, normed_tD = self.attention_norm.after_adding(update_tD, hidden_tD)
-        normed_TD = self.tp.all_gather(normed_tD, step.tp_sizes)  # collective: all tp ranks
+        normed_TD = gathered(normed_tD, self.tp, step)
         attended_TD = self.attention(normed_TD, rotations, cache, step)
         # collective: all tp ranks
         attended_tD = self.tp.reduce_scatter(attended_TD, step.tp_sizes, self.sum_dtype)
         return self.feed_forward_norm.after_adding(attended_tD, hidden_tD)
+
+
+def gathered(rows_tD: Rows, tp: GroupCoordinator, step: StepInputs) -> Rows:
+    """Return the rows [T, D] of all tp ranks. Rows in 8 bits are those of an only rank."""
+    if isinstance(rows_tD, Float8Rows):
+        return rows_tD
+    return tp.all_gather(rows_tD, step.tp_sizes)  # collective: all tp ranks
 
 
 class DenseFeedForward(nn.Module):
@@ -86,12 +98,17 @@ class DenseFeedForward(nn.Module):
         self.sum_dtype = context.sum_dtype
         self.mlp = GatedMLP(hidden_size, share, context)
 
-    def forward(self, hidden_tD: Tensor, step: StepInputs) -> Tensor:
-        hidden_TD = self.tp.all_gather(hidden_tD, step.tp_sizes)  # collective: all tp ranks
+    @property
+    def input_form(self) -> RowsForm:
+        """The form of rows to give to `forward`."""
+        return "float8" if self.mlp.gate_up.is_in_blocks and self.tp.world_size == 1 else "plain"
+
+    def forward(self, hidden_tD: Rows, step: StepInputs) -> Tensor:
+        hidden_TD = gathered(hidden_tD, self.tp, step)
         # collective: all tp ranks
         return self.tp.reduce_scatter(self.mlp(hidden_TD), step.tp_sizes, self.sum_dtype)
 
-    def stages(self, hidden_tD: Tensor, step: StepInputs) -> Stages[Tensor]:
+    def stages(self, hidden_tD: Rows, step: StepInputs) -> Stages[Tensor]:
         """See `MoELayer.stages`. There is one stage."""
         yield from ()
         output_tD: Tensor = self(hidden_tD, step)

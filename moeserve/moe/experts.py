@@ -39,10 +39,13 @@ class Experts(nn.Module):
         self.width = width = share.inputs
         gate_up_shape = num_experts, 2 * (width.stop - width.start), hidden_size
         down_shape = num_experts, hidden_size, width.stop - width.start
-        self.gate_up = Weights(gate_up_shape, context, has_bias=has_bias, activation=activation, limits=LIMITS)
         # One rank adds the bias.
         has_down_bias = has_bias and width.start == 0
-        self.down = Weights(down_shape, context, has_bias=has_down_bias, limits=LIMITS, chunks=share.chunks)
+        down = Weights(down_shape, context, has_bias=has_down_bias, limits=LIMITS, chunks=share.chunks)
+        self.gate_up = Weights(
+            gate_up_shape, context, has_bias=has_bias, activation=activation, limits=LIMITS, feeds=down
+        )
+        self.down = down
 
     @property
     def memory_of_each(self) -> list[Tensor]:
@@ -55,10 +58,13 @@ class Experts(nn.Module):
         match tokens:
             case PackedTokens():
                 has_spare_rows, expected_rows = tokens.has_spare_rows, tokens.expected_rows
-                middle = gate_up.multiply_rows(tokens.rows_RD, counts_e, has_spare_rows, tokens.gather, expected_rows)
-                return down.multiply_rows(
+                rows_RD = self.gate_up.input_of(tokens.rows_RD)
+                middle = gate_up.multiply_rows(rows_RD, counts_e, has_spare_rows, tokens.gather, expected_rows)
+                output: Tensor = down.multiply_rows(
                     middle, counts_e, has_spare_rows, expected_rows=expected_rows, out_RC=tokens.out_RD
                 )
             case SlottedTokens():
-                middle = gate_up.multiply_slots(tokens.slots_eSD, counts_e, tokens.expected_rows)
-                return down.multiply_slots(middle, counts_e, tokens.expected_rows)
+                slots_eSD = self.gate_up.input_of(tokens.slots_eSD)
+                middle = gate_up.multiply_slots(slots_eSD, counts_e, tokens.expected_rows)
+                output = down.multiply_slots(middle, counts_e, tokens.expected_rows)
+        return output

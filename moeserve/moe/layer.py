@@ -12,12 +12,13 @@ from moeserve.expert_placement.load import ExpertLoad
 from moeserve.expert_placement.placement import Placement
 from moeserve.layers.context import ModelContext
 from moeserve.layers.input_share import share_experts
+from moeserve.layers.norm import RowsForm
 from moeserve.moe.dispatch.base import PendingDispatch
 from moeserve.moe.dispatch.factory import DispatcherFactory
 from moeserve.moe.experts import Experts
 from moeserve.moe.router import Router
 from moeserve.moe.shared import SharedExperts, SharedExpertsConfig
-from moeserve.ops.interfaces import GatedActivation, RouterConfig, SwiGLU
+from moeserve.ops.interfaces import GatedActivation, RouterConfig, Rows, SwiGLU, plain_rows
 from moeserve.step_inputs import StepInputs
 
 # T tokens, D model width
@@ -120,16 +121,25 @@ class MoELayer(nn.Module):
         """True if a CUDA graph should hold such a step, padded. The answer is the same on all ranks."""
         return self.dispatcher.is_capturable(tokens_per_rank, self.bytes_per_token)
 
-    def forward(self, hidden_TD: Tensor, step: StepInputs) -> Tensor:
+    @property
+    def input_form(self) -> RowsForm:
+        """The form of rows to give to `forward`. The router always reads plain rows."""
+        experts_read_float8 = self.experts.gate_up.is_in_blocks and self.dispatcher.takes_float8
+        shared_read_float8 = self.shared_experts is not None and self.shared_experts.mlp.gate_up.is_in_blocks
+        return "both" if experts_read_float8 or shared_read_float8 else "plain"
+
+    def forward(self, hidden_TD: Rows, step: StepInputs) -> Tensor:
         (output_TD,) = run_in_turn([self.stages(hidden_TD, step)])
         return output_TD
 
-    def stages(self, hidden_TD: Tensor, step: StepInputs) -> Stages[Tensor]:
+    def stages(self, hidden_TD: Rows, step: StepInputs) -> Stages[Tensor]:
         """Compute the layer. Yields after the beginning of dispatch, and after that of combine."""
-        routing = self.router(hidden_TD)
+        plain_TD = plain_rows(hidden_TD)
+        routing = self.router(plain_TD)
         if step.padding is not None:
             routing = routing.without(step.padding[step.own_rows])
-        pending = self.dispatcher.dispatch(hidden_TD, routing, step)
+        sent_TD = hidden_TD if self.dispatcher.takes_float8 else plain_TD
+        pending = self.dispatcher.dispatch(sent_TD, routing, step)
         shared = None if self.shared_experts is None else self.side_stream.start(self.shared_experts, hidden_TD)
         yield
         output, handle = self._run_experts(pending)

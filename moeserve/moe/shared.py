@@ -10,6 +10,7 @@ from moeserve.layers.context import ModelContext
 from moeserve.layers.input_share import InputShare
 from moeserve.layers.linear import Linear
 from moeserve.layers.mlp import GatedMLP
+from moeserve.ops.interfaces import Rows, plain_rows
 
 # T tokens, D model width
 
@@ -31,6 +32,6 @@ class SharedExperts(nn.Module):
         self.gate = Linear(hidden_size, 1, context) if config.is_gated else None
         self.scale = context.kernels.gate_rows
 
-    def forward(self, hidden_TD: Tensor) -> Tensor:
+    def forward(self, hidden_TD: Rows) -> Tensor:
         output_TD = self.mlp(hidden_TD)
-        return output_TD if self.gate is None else self.scale(self.gate(hidden_TD), output_TD)
+        return output_TD if self.gate is None else self.scale(self.gate(plain_rows(hidden_TD)), output_TD)

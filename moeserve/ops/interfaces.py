@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -51,6 +51,34 @@ class Rotation:
     cosines: Tensor  # [T, F] float32
     sines: Tensor  # [T, F] float32
     is_interleaved: bool  # a pair is two neighbours (2f, 2f + 1); otherwise it is (f, f + F)
+
+
+@dataclass(frozen=True)
+class Float8Rows:
+    """Rows as 8-bit floats (E4M3) with a scale for each 128 numbers of a row: about codes times scales."""
+
+    codes: Tensor  # [..., I] float8_e4m3fn, rows contiguous
+    scales: Tensor  # [..., B] float32, any strides
+    dtype: torch.dtype  # of the numbers before they were rounded, and of the results of products
+    rows: Tensor | None = None  # [..., I]: those numbers, where something else reads them
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+
+Rows = Tensor | Float8Rows
+FLOAT8_BLOCK = 128  # numbers of a row that share a scale
+
+
+def plain_rows(rows: Rows) -> Tensor:
+    """Return rows as numbers, which are the dequantised ones if no others were kept."""
+    if isinstance(rows, Tensor):
+        return rows
+    if rows.rows is not None:
+        return rows.rows
+    width = rows.codes.shape[-1]
+    scales = rows.scales.repeat_interleave(FLOAT8_BLOCK, dim=-1)[..., :width]
+    return (rows.codes.float() * scales).to(rows.dtype)
 
 
 class ApplyRope(Protocol):
@@ -234,6 +262,7 @@ class OpenWeights:
     activation: GatedActivation | None = None
     scales_eGB: Tensor | None = None  # of weights in MXFP4, or in 8-bit blocks: see weight_blocks.py
     chunks: InputChunks | None = None  # None: a product adds all inputs in one chunk
+    feeds_blocks: bool = False  # the results are rows of a product of 8-bit blocks, and of nothing else
     # [e, O, G] float16, for each INT4_GROUP inputs: weights that are integers times these scales, with less than 16
     # integers in a group, are packed as int4 without loss. None: scales are chosen.
     int4_scales_eOG: Tensor | None = None
@@ -255,22 +284,23 @@ class OpenWeights:
 class Product(Protocol):
     """activation(input @ weight.T + bias) for e weights of one shape.
 
-    Results have the dtype of the input (float32 with partial `InputChunks`), and contiguous rows.
+    Inputs and results are tensors, results in the dtype of the input (float32 with partial `InputChunks`) and with
+    contiguous rows. Products of 8-bit blocks also take `Float8Rows`, and return them with `OpenWeights.feeds_blocks`.
     """
 
-    def multiply(self, input_TI: Tensor) -> Tensor:
+    def multiply(self, input_TI: Any) -> Any:
         """Return [T, C], with the only weight."""
         ...
 
     def multiply_rows(
         self,
-        rows_RI: Tensor,
+        rows_RI: Any,
         counts_e: Tensor,
         has_spare_rows: bool = False,
         gather: Gather | None = None,
         expected_rows: int | None = None,
         out_RC: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Any:
         """Return [R, C]: the first counts_e[0] rows with the first weight, and so on.
 
         Args:
@@ -282,7 +312,7 @@ class Product(Protocol):
         """
         ...
 
-    def multiply_slots(self, slots_eSI: Tensor, counts_e: Tensor, expected_rows: int | None = None) -> Tensor:
+    def multiply_slots(self, slots_eSI: Any, counts_e: Tensor, expected_rows: int | None = None) -> Any:
         """Return [e, S, C]: the first counts_e[i] slots of weight i hold rows; results of the others are undefined.
 
         Args:
@@ -499,7 +529,7 @@ class Pending(Protocol):
 class SideStream(Protocol):
     """Computes beside the caller's own work where the device can."""
 
-    def start(self, compute: Callable[[Tensor], Tensor], input: Tensor) -> Pending:
+    def start(self, compute: Callable[[Any], Tensor], input: Any) -> Pending:
         """Start compute(input). It may run until `wait` is called on the result."""
         ...
 
@@ -545,6 +575,11 @@ class Kernels:
     # (scale, latent size L, query heads of all tp ranks)
     make_latent_attention: Callable[[float, int, int], LatentAttentionBackend]
     make_product: Callable[[OpenWeights], Product]
+    # For products of 8-bit blocks; None: there are none. Rows in 8 bits are returned as they are. The second takes
+    # (x_TD, update_TD or None, weight_D, epsilon, whether the rows are kept beside their codes), and returns the sum,
+    # or x, and that normalised.
+    quantize_rows: Callable[[Rows], Float8Rows] | None = None
+    quantize_rms_norm: Callable[[Tensor, Tensor | None, Tensor, float, bool], tuple[Tensor, Float8Rows]] | None = None
     make_step_graph: Callable[[int, int], StepGraph] | None  # (address and bytes of an Arena); None: no CPU graphs
     packing: WeightPacking | None  # None: products read open weights
     allocate_weights: Callable[[tuple[int, ...], torch.dtype, torch.device], Tensor]

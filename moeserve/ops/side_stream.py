@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ class Computed:
 class InlineStream:
     """A side stream for devices without streams: `start` computes at once."""
 
-    def start(self, compute: Callable[[Tensor], Tensor], input: Tensor) -> Computed:
+    def start(self, compute: Callable[[Any], Tensor], input: Any) -> Computed:
         return Computed(compute(input))
 
 
@@ -48,7 +49,7 @@ class CudaSideStream:
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()
 
-    def start(self, compute: Callable[[Tensor], Tensor], input: Tensor) -> InStream:
+    def start(self, compute: Callable[[Any], Tensor], input: Any) -> InStream:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             return InStream(compute(input), self._stream)

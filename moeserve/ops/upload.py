@@ -12,4 +12,4 @@ from torch import Tensor
 def uploaded(numbers: Sequence[Any], device: torch.device) -> Tensor:
     """Return integers on a device, int64. The host waits for no GPU, as it would if the memory were not pinned."""
     on_host = torch.tensor(numbers, dtype=torch.int64)
-    return on_host if device.type == "cpu" else on_host.pin_memory().to(device, non_blocking=True)
+    return on_host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else on_host.to(device)

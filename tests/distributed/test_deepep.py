@@ -5,6 +5,7 @@ Nothing of this has run with the package itself, which needs GPUs.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import random
@@ -35,10 +36,11 @@ from moeserve.models.registry import describe
 from moeserve.moe.dispatch.all_to_all import AllToAllDispatcher
 from moeserve.moe.dispatch.base import Dispatcher, PackedTokens, SlottedTokens, StepLimits
 from moeserve.moe.dispatch.deepep import communicator as deepep
-from moeserve.moe.dispatch.deepep.communicator import DeepEPCommunicator, DeepEPShape
+from moeserve.moe.dispatch.deepep.communicator import DeepEPCommunicator, DeepEPShape, to_float8
 from moeserve.moe.dispatch.deepep.dispatcher import DeepEPDispatcher
 from moeserve.moe.dispatch.deepep.factory import open_communicator
 from moeserve.moe.router import Routing
+from moeserve.ops.interfaces import Float8Rows, Rows, plain_rows
 from moeserve.step_inputs import ChunkSpan, StepInputs
 from moeserve.worker.halves import in_halves
 
@@ -128,6 +130,7 @@ class Setup:
     is_float8: bool = False
     is_deterministic: bool = True
     waits: bool = False  # for the numbers of rows, in steps that are not of low latency
+    gathers_late: bool = False  # products gather rows, as those for GPUs do
 
     @property
     def is_elastic(self) -> bool:
@@ -156,6 +159,7 @@ PLAIN_SETUPS = [
 SETUPS = [
     *PLAIN_SETUPS,
     *(Setup(package, tokens, is_float8=True) for package in ("legacy", "elastic") for tokens in (0, MOST_TOKENS)),
+    *(Setup("legacy", 0, is_float8=is_float8, gathers_late=True) for is_float8 in (False, True)),
 ]
 
 
@@ -178,16 +182,20 @@ class RankUnderTest:
             low_latency_tokens=setup.low_latency_tokens,
             is_float8=setup.is_float8,
         )
+        context = cpu_context()
+        if setup.gathers_late:
+            kernels = dataclasses.replace(context.kernels, products_gather_rows=True)
+            context = dataclasses.replace(context, kernels=kernels)
         communicator = open_communicator(
             stand_in(PACKAGES[setup.package]),
             shape,
             self.process_group,
             self.groups.ep,
-            cpu_context(),
+            context,
             is_deterministic=setup.is_deterministic,
         )
         self.communicators.append(communicator)
-        return DeepEPDispatcher(self.groups.ep, case.placement, cpu_context(), communicator=communicator)
+        return DeepEPDispatcher(self.groups.ep, case.placement, context, communicator=communicator)
 
 
 @contextmanager
@@ -205,7 +213,10 @@ def rank_under_test(place: Place) -> Iterator[RankUnderTest]:
 
 def serve(dispatcher: Dispatcher[Any], case: Case, rank: int) -> tuple[Tensor, list[int]]:
     """Run one rank's part of a step. Return its outputs and the rows of each of its physical experts."""
-    dispatched = dispatcher.dispatch(case.hidden_TD(rank), case.routing(rank), case.step).wait()
+    hidden_TD: Rows = case.hidden_TD(rank)
+    if dispatcher.takes_float8 and isinstance(hidden_TD, Tensor):  # as a norm gives them
+        hidden_TD = Float8Rows(*to_float8(hidden_TD), hidden_TD.dtype, hidden_TD)
+    dispatched = dispatcher.dispatch(hidden_TD, case.routing(rank), case.step).wait()
     tokens = dispatched.tokens
     assert tokens.counts_e.dtype == torch.int64
     has_room = isinstance(tokens, SlottedTokens) or tokens.has_spare_rows
@@ -219,13 +230,17 @@ def serve(dispatcher: Dispatcher[Any], case: Case, rank: int) -> tuple[Tensor, l
 def computed(tokens: PackedTokens | SlottedTokens, logical_of_slot: list[int]) -> Tensor:
     counts = tokens.counts_e.tolist()
     match tokens:
-        case PackedTokens(rows_RD=rows_RD, has_spare_rows=has_spare_rows):
+        case PackedTokens(has_spare_rows=has_spare_rows, gather=gather):
+            rows_RD = plain_rows(tokens.rows_RD)
+            if gather is not None:
+                rows_RD = rows_RD[gather.indices_R // gather.divisor]
             assert has_spare_rows or len(rows_RD) == sum(counts)
             output = torch.full_like(rows_RD, torch.nan)
             firsts = torch.tensor([0, *counts]).cumsum(0).tolist()
             for expert, first, count in zip(logical_of_slot, firsts, counts, strict=False):
                 output[first : first + count] = expert_output(rows_RD[first : first + count], expert)
-        case SlottedTokens(slots_eSD=slots_eSD):
+        case SlottedTokens():
+            slots_eSD = plain_rows(tokens.slots_eSD)
             output = torch.full_like(slots_eSD, torch.nan)
             for slot, (expert, count) in enumerate(zip(logical_of_slot, counts, strict=True)):
                 output[slot, :count] = expert_output(slots_eSD[slot, :count], expert)

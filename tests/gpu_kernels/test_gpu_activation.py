@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moeserve.ops.interfaces import ClampedSwiGLU, SwiGLU
-from moeserve.triton_kernels.activation import clamped_silu_multiply, silu_multiply
+from moeserve.triton_kernels.activation import gated_activation
 
 GPT_OSS = dict(alpha=1.702, limit=7.0)
 SHAPES = [(1, 2), (2, 2 * 1024), (4, 2 * 1500), (2, 3, 20), (0, 64), (5, 0)]
@@ -31,13 +31,15 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
 def test_results_equal_the_reference(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     gate_up = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 6).to(dtype)
     gate, up = gate_up.chunk(2, dim=-1)
-    assert_close(silu_multiply(gate_up), SwiGLU()(gate, up))
-    assert_close(clamped_silu_multiply(gate_up, **GPT_OSS), ClampedSwiGLU(**GPT_OSS)(gate, up))
+    assert_close(gated_activation(gate_up, "swiglu"), SwiGLU()(gate, up))
+    assert_close(gated_activation(gate_up, "clamped_swiglu", **GPT_OSS), ClampedSwiGLU(**GPT_OSS)(gate, up))
 
 
 def test_strided_rows() -> None:
     wide = torch.randn(5, 100, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(silu_multiply(wide[:, 10:50]), silu_multiply(wide[:, 10:50].contiguous()))
+    assert torch.equal(
+        gated_activation(wide[:, 10:50], "swiglu"), gated_activation(wide[:, 10:50].contiguous(), "swiglu")
+    )
 
 
 def test_extremes_equal_torch() -> None:
@@ -46,7 +48,7 @@ def test_extremes_equal_torch() -> None:
     up = torch.tensor(numbers * len(numbers))
     gate_up = torch.cat([gate, up])[None]
     for actual, expected in (
-        (silu_multiply(gate_up)[0], SwiGLU()(gate, up)),
-        (clamped_silu_multiply(gate_up, **GPT_OSS)[0], ClampedSwiGLU(**GPT_OSS)(gate, up)),
+        (gated_activation(gate_up, "swiglu")[0], SwiGLU()(gate, up)),
+        (gated_activation(gate_up, "clamped_swiglu", **GPT_OSS)[0], ClampedSwiGLU(**GPT_OSS)(gate, up)),
     ):
         torch.testing.assert_close(actual, expected, rtol=2e-6, atol=1e-30, equal_nan=True)

@@ -20,7 +20,7 @@ from moeserve.bench.gpu.check import FLOAT32_SLACK, WRONG, compare, run_check
 from moeserve.bench.gpu.checks import CHECKS
 from moeserve.bench.gpu.costs import GpuLimits, LatentShape, MoEShape, attention_shape
 from moeserve.bench.gpu.inputs import Source
-from moeserve.ops.interfaces import ClampedSwiGLU, Kernels, KeyValueCache
+from moeserve.ops.interfaces import ClampedSwiGLU, Float8Rows, Kernels, KeyValueCache
 from moeserve.ops.libraries.attention import open_library
 from moeserve.ops.torch.table import TORCH_KERNELS
 from moeserve.ops.triton.table import TRITON_KERNELS
@@ -35,6 +35,7 @@ DIFFERENT.remove("graphs")
 # Each operation of the table that is not torch's, as field and method, and the check that covers it.
 OPERATIONS = [
     *((field, None, "norms") for field in ("rms_norm", "rms_norm_in_place", "add_rms_norm")),
+    *((field, None, "norms") for field in ("quantize_rows", "quantize_rms_norm")),
     *((field, None, "tokens") for field in ("row_maximum", "draw_tokens")),
     ("apply_rope", None, "rotary embedding and cache writes"),
     ("make_router", "__call__", "routing"),
@@ -71,6 +72,8 @@ def spoiled(value: Any) -> Any:
     """Return a result with a small error."""
     if isinstance(value, tuple):
         return tuple(map(spoiled, value))
+    if isinstance(value, Float8Rows):
+        return dataclasses.replace(value, scales=spoiled(value.scales))
     if not value.is_floating_point():
         return value.flip(0)
     return value * FAULT

@@ -7,11 +7,14 @@ kernel converts with the GPU's instruction.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from moeserve.triton_kernels import fp8
+from moeserve.triton_kernels.activation import gated_activation
 from moeserve.triton_kernels.fp8 import quantize_blocks
 
 # T tokens, D width of a row, B blocks of a row
@@ -89,3 +92,30 @@ def test_nan_and_infinity_affect_their_block_only(bad: float) -> None:
     assert numbers_TD[1, 130].isnan()
     numbers_TD[1, 128:256] = 1.0
     assert torch.equal(numbers_TD, torch.ones(2, 384))
+
+
+@pytest.mark.parametrize("num_slots", [None, 4])
+@pytest.mark.parametrize("activation", [None, "swiglu", "clamped_swiglu"])
+def test_only_rows_that_count_are_quantised(
+    num_slots: int | None, activation: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is written for other rows, nor does a program visit them."""
+    monkeypatch.setattr(fp8, "MAX_PROGRAMS", 2)  # each has several rows
+    counts = [3, 0, 1, 4] if num_slots else [3, 0, 2]
+    num_rows = num_slots * len(counts) if num_slots else 20
+    x_TD = torch.randn(num_rows, 300, generator=torch.Generator().manual_seed(1)).half()
+    if num_slots:
+        counted = [expert * num_slots + slot for expert, count in enumerate(counts) for slot in range(count)]
+    else:
+        counted = list(range(sum(counts)))
+    others = [row for row in range(num_rows) if row not in counted]
+    activated_TC = x_TD if activation is None else gated_activation(x_TD, activation)
+    expected_TC, expected_TB = reference_quantize(activated_TC)
+    x_TD[others] = torch.nan
+    scales_TB = torch.full_like(expected_TB, -1)
+    codes_TC, _ = quantize_blocks(
+        x_TD, counts_e=torch.tensor(counts), num_slots=num_slots, activation=activation, out_scale_TB=scales_TB
+    )
+    assert torch.equal(bits(codes_TC)[counted], bits(expected_TC)[counted])
+    assert torch.equal(scales_TB[counted], expected_TB[counted])
+    assert (scales_TB[others] == -1).all()

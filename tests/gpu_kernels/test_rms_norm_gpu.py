@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from moeserve.ops.torch import elementwise
-from moeserve.triton_kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_in_place
+from moeserve.triton_kernels.fp8 import quantize_blocks
+from moeserve.triton_kernels.rms_norm import add_rms_norm, quantize_rms_norm, rms_norm, rms_norm_in_place
 
 CASES = [
     ((1, 1), "contiguous"),
@@ -87,3 +88,23 @@ def test_nan_stays_in_its_row() -> None:
     normed_TD = rms_norm(x_TD, torch.ones(50), 1e-5)
     assert normed_TD.isnan().all(-1).tolist() == [row == 2 for row in range(6)]
     assert normed_TD.isfinite().all(-1).tolist() == [row != 2 for row in range(6)]
+
+
+@pytest.mark.parametrize("width", [64, 200, 1000, 2048])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.usefixtures("torch_conversions")
+def test_quantised_rows_have_the_bytes_of_two_operations(width: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(width)
+    x_TD, update_TD = (torch.randn(5, width, generator=generator).mul(3).to(dtype) for _ in range(2))
+    weight_D = torch.randn(width, generator=generator).to(dtype)
+    for update, keeps_rows in ((update_TD, True), (update_TD, False), (None, False)):
+        sum_TD, normed_TD = (
+            (x_TD, rms_norm(x_TD, weight_D, 1e-5)) if update is None else add_rms_norm(x_TD, update, weight_D, 1e-5)
+        )
+        codes_TD, scales_TB = quantize_blocks(normed_TD)
+        given = quantize_rms_norm(x_TD, update, weight_D, 1e-5, keeps_rows)
+        assert torch.equal(given.sum_TD, sum_TD)
+        assert torch.equal(given.codes_TD.view(torch.uint8), codes_TD.view(torch.uint8))
+        assert torch.equal(given.scales_TB, scales_TB)
+        assert (given.rows_TD is not None) == keeps_rows
+        assert given.rows_TD is None or torch.equal(given.rows_TD, normed_TD)

@@ -64,8 +64,12 @@ def product(name: str, num_tokens: int, is_gated: bool, kind: str | None = None)
 def compiled(
     problem: Problem, *, activation: str | None = None, has_bias: bool = False, has_slots: bool = False
 ) -> MachineCode:
-    """Compile the kernel with the config by rule."""
+    """Compile the kernel with the config by rule. Gates and ups in 8-bit blocks feed a product of such blocks."""
+    import triton.language as tl
+
     config, is_mxfp4 = config_by_rule(problem), problem.kind == "mxfp4"
+    quantizes = problem.kind == "fp8" and problem.is_gated and config.block_n == 256
+    is_split = config.num_splits > 1
     from moeserve.triton_kernels.grouped_matmul import compile_options, grouped_matmul_kernel, kernel_constants
 
     dtype, element, result = ELEMENTS[problem.kind]
@@ -86,11 +90,16 @@ def compiled(
         "weight_ptr": "*u8" if is_mxfp4 else element,
         "weight_scale_ptr": "*u8" if is_mxfp4 else "*fp32" if constants["HAS_SCALES"] else None,
         "bias_ptr": result if has_bias else None,
-        "counts_ptr": "*i64",
+        "counts_ptr": None if problem.can_split else "*i64",
         "indices_ptr": "*i64" if constants["HAS_INDICES"] else None,
-        "output_ptr": result,
+        "output_ptr": element if quantizes else result,
+        "output_scale_ptr": "*fp32" if quantizes else None,
+        "partial_ptr": "*fp32" if is_split else None,
+        "arrivals_ptr": "*i32" if is_split else None,
     }
-    sizes = ("source_stride", "num_experts", "num_columns", "num_inputs", "num_slots", "divisor")
+    sizes = ("source_stride", "num_rows", "num_experts", "num_columns", "num_inputs", "num_slots", "divisor")
+    sizes += ("scale_expert_stride", "scale_row_stride")
+    constants |= {"scale_block_stride": 1, "ROUNDED": tl.bfloat16}
     signature = {name: kind for name, kind in pointers.items() if kind is not None}
     signature |= dict.fromkeys(sizes, "i32") | dict.fromkeys(("alpha", "limit"), "fp32")
     absent = {name: None for name, kind in pointers.items() if kind is None}
@@ -99,7 +108,8 @@ def compiled(
         signature,
         constants | absent,
         compile_options(config),
-        not_divisible=("num_experts", "num_slots", "divisor"),  # launches are not specialised on these
+        # Launches are not specialised on these, nor have rows a multiple of 16 scales.
+        not_divisible=("num_rows", "num_experts", "num_slots", "divisor", "scale_row_stride"),
     )
 
 
@@ -169,12 +179,34 @@ def test_slots(kind: str, is_gated: bool) -> None:
     check(problem, compiled(problem, activation="swiglu" if is_gated else None, has_slots=True))
 
 
-@pytest.mark.parametrize(("num_tokens", "is_gated"), [(1, True), (4096, False)])
-def test_single_weight_in_blocks(num_tokens: int, is_gated: bool) -> None:
-    """Compile for the dense network of DeepSeek-V2-Lite, whose width is not a multiple of 128."""
-    num_outputs, num_inputs = (2 * 10944, 2048) if is_gated else (2048, 10944)
-    problem = Problem("fp8", is_gated, 1, num_outputs, num_inputs, num_tokens)
+@pytest.mark.parametrize(
+    ("num_outputs", "num_inputs", "is_gated"),
+    [
+        (2 * 10944, 2048, True),  # the dense network of DeepSeek-V2-Lite, whose width is not a multiple of 128
+        (2048, 10944, False),
+        (2 * 2048, 7168, True),  # shared experts, compressed queries and output of DeepSeek-V3
+        (1536, 7168, False),
+        (7168, 16384, False),
+    ],
+)
+@pytest.mark.parametrize("num_tokens", [1, 16, 128, 4096])
+def test_single_weight_in_blocks(num_outputs: int, num_inputs: int, is_gated: bool, num_tokens: int) -> None:
+    problem = Problem("fp8", is_gated, 1, num_outputs, num_inputs, num_tokens, can_split=True)
     check(problem, compiled(problem, activation="swiglu" if is_gated else None))
+
+
+def test_few_rows_of_a_single_weight_fill_the_gpu() -> None:
+    """Programs share the inputs of few tiles, so that nearly all multiprocessors have a part; many rows do not."""
+    for num_outputs, num_inputs, is_gated in ((1536, 7168, False), (576, 7168, False), (4096, 7168, True)):
+        problem = Problem("fp8", is_gated, 1, num_outputs, num_inputs, 1, can_split=True)
+        for num_tokens in (1, 16, 64, 128):
+            config = config_by_rule(dataclasses.replace(problem, num_rows=num_tokens))
+            num_tiles = -(-num_tokens // config.block_m) * -(-num_outputs // config.block_n)
+            assert config.num_splits == 1 or num_tiles * config.num_splits <= 264
+            most = num_inputs // (8 * num_tokens)  # sums of splits are no more bytes than the weight
+            assert num_tiles * config.num_splits >= min(100, num_tiles * min(most, num_inputs // 512))
+        assert config_by_rule(dataclasses.replace(problem, num_rows=4096)).num_splits == 1
+        assert config_by_rule(dataclasses.replace(problem, can_split=False)).num_splits == 1
 
 
 KEYS: dict[str, Any] = dict(

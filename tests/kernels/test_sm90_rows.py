@@ -39,17 +39,18 @@ def compiled(
 
 
 @pytest.mark.parametrize(
-    ("pointer", "width", "has_update"),
+    ("pointer", "width", "has_update", "quantizes"),
     [
-        ("*bf16", 128, False),
-        ("*bf16", 2880, True),
-        ("*bf16", 4096, False),
-        ("*bf16", 16384, True),
-        ("*fp32", 64, True),
-        ("*fp32", 7168, False),
+        ("*bf16", 128, False, False),
+        ("*bf16", 2880, True, True),
+        ("*bf16", 4096, False, False),
+        ("*bf16", 7168, True, True),
+        ("*bf16", 16384, True, False),
+        ("*fp32", 64, True, False),
+        ("*fp32", 7168, False, False),
     ],
 )
-def test_rms_norm(pointer: str, width: int, has_update: bool) -> None:
+def test_rms_norm(pointer: str, width: int, has_update: bool, quantizes: bool) -> None:
     from moeserve.triton_kernels.rms_norm import block_sizes, compile_options, rms_norm_kernel
 
     types = dict(x_ptr=pointer, weight_ptr=pointer, output_ptr=pointer, epsilon="fp32")
@@ -58,9 +59,14 @@ def test_rms_norm(pointer: str, width: int, has_update: bool) -> None:
         types |= dict(update_ptr=pointer, sum_ptr=pointer)
     else:
         constexprs |= dict(update_ptr=None, sum_ptr=None)
+    if quantizes:
+        types |= dict(codes_ptr="*fp8e4nv", scales_ptr="*fp32")
+    else:
+        constexprs |= dict(codes_ptr=None, scales_ptr=None)
     options = compile_options(constexprs["BLOCK_D"])
     code = compiled(rms_norm_kernel, types, constexprs, options, not_divisible=["num_rows", "num_inner"])
-    assert code.shared_bytes <= 2048  # partial sums of the warps, no more
+    # Partial sums of the warps; quantised rows are ordered by block there.
+    assert code.shared_bytes <= (2 * constexprs["BLOCK_D"] if quantizes else 2048)
     if width % 1024 == 0:
         assert re.search(r"ld\.global[.\w]*\.v[248]", code.ptx), "loads are not vectorised"
 
@@ -166,29 +172,34 @@ def test_rotary_with_cache_write(
     )
 
 
-@pytest.mark.parametrize(("pointer", "is_clamped"), [("*bf16", False), ("*bf16", True), ("*fp32", False)])
-def test_activation(pointer: str, is_clamped: bool) -> None:
+@pytest.mark.parametrize(("pointer", "activation"), [("*bf16", 1), ("*bf16", 2), ("*fp32", 1)])
+def test_activation(pointer: str, activation: int) -> None:
     from moeserve.triton_kernels.activation import BLOCK_C, NUM_WARPS, gated_activation_kernel
 
     code = compiled(
         gated_activation_kernel,
         dict(gate_up_ptr=pointer, output_ptr=pointer, alpha="fp32", limit="fp32"),
-        dict(IS_CLAMPED=is_clamped, BLOCK_C=BLOCK_C),
+        dict(ACTIVATION=activation, BLOCK_C=BLOCK_C),
         dict(num_warps=NUM_WARPS),
     )
     assert re.search(r"ld\.global[.\w]*\.v4", code.ptx), "16 bytes at a time"
 
 
-def test_quantisation_rounds_with_the_instruction() -> None:
+@pytest.mark.parametrize(
+    ("activation", "has_counts", "has_slots"), [(0, False, False), (0, True, False), (1, True, True)]
+)
+def test_quantisation_rounds_with_the_instruction(activation: int, has_counts: bool, has_slots: bool) -> None:
     """The instruction rounds to nearest, ties to even, and saturates."""
     from moeserve.triton_kernels.fp8 import BLOCK, BLOCKS_AT_ONCE, NUM_WARPS, quantize_blocks_kernel
 
     code = compiled(
         quantize_blocks_kernel,
-        dict(x_ptr="*bf16", codes_ptr="*fp8e4nv", scales_ptr="*fp32"),
-        dict(BLOCK=BLOCK, BLOCKS_AT_ONCE=BLOCKS_AT_ONCE),
+        dict(x_ptr="*bf16", codes_ptr="*fp8e4nv", scales_ptr="*fp32", alpha="fp32", limit="fp32")
+        | (dict(counts_ptr="*i64") if has_counts else {}),
+        dict(BLOCK=BLOCK, BLOCKS_AT_ONCE=BLOCKS_AT_ONCE, BLOCK_E=32, ACTIVATION=activation, HAS_SLOTS=has_slots)
+        | ({} if has_counts else dict(counts_ptr=None)),
         dict(num_warps=NUM_WARPS),
-        not_divisible=["num_blocks"],
+        not_divisible=["num_rows", "num_blocks", "num_experts", "num_slots"],
     )
     assert "cvt.rn.satfinite.e4m3x2.f32" in code.ptx
     assert re.search(r"\b(div|rcp)\.rn\.", code.ptx)  # exact division, with either instruction

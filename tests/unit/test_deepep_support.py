@@ -20,9 +20,10 @@ from model_context import cpu_context
 from moeserve.distributed.groups import groups_of_one_rank
 from moeserve.distributed.mesh import Mesh
 from moeserve.errors import SettingsError
-from moeserve.moe.dispatch.deepep.communicator import DeepEPShape, from_float8, to_float8
+from moeserve.moe.dispatch.deepep.communicator import DeepEPShape, received_rows, to_float8
 from moeserve.moe.dispatch.deepep.factory import choose_package, open_communicator, open_deepep
 from moeserve.moe.dispatch.deepep.support import offered_api, why_shape_unsupported, why_unsupported
+from moeserve.ops.interfaces import plain_rows
 from moeserve.worker.cuda_graphs import graph_sizes
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -286,7 +287,7 @@ def test_float8(scale: float) -> None:
     assert values.dtype == torch.float8_e4m3fn
     assert values.shape == rows.shape
     assert scales.shape == (7, 3)
-    back = from_float8((values, scales), torch.float32)
+    back = plain_rows(received_rows((values, scales), torch.float32))
     largest = rows.float().view(7, 3, 128).abs().amax(dim=2).repeat_interleave(128, dim=1)
     assert ((back - rows).abs() <= rows.abs() * 2**-4 + largest / 448 * 2**-10).all()
     assert values.float().abs().view(7, 3, 128).amax(dim=2).eq(448).all()  # the whole range is used
@@ -295,4 +296,5 @@ def test_float8(scale: float) -> None:
 @pytest.mark.parametrize("num_rows", [0, 2])
 def test_float8_of_zeros(num_rows: int) -> None:
     values, scales = to_float8(torch.zeros(num_rows, 256, dtype=torch.bfloat16))
-    assert torch.equal(from_float8((values, scales), torch.bfloat16), torch.zeros(num_rows, 256).bfloat16())
+    back = plain_rows(received_rows((values, scales), torch.bfloat16))
+    assert torch.equal(back, torch.zeros(num_rows, 256).bfloat16())

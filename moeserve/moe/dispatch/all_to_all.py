@@ -48,6 +48,8 @@ class AllToAllDispatcher:
     `AllGatherDispatcher`.
     """
 
+    takes_float8 = False
+
     def __init__(self, group: GroupCoordinator, placement: Placement, context: ModelContext) -> None:
         self.group = group
         self.for_small_steps = AllGatherDispatcher(group, placement, context)

@@ -102,6 +102,8 @@ class AllGatherDispatcher:
     steps see the module.
     """
 
+    takes_float8 = False
+
     def __init__(self, group: GroupCoordinator, placement: Placement, context: ModelContext) -> None:
         """
         Args:

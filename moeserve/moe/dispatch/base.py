@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
 from moeserve.moe.dispatch.expert_copies import ExpertCopies
 from moeserve.moe.router import Routing
-from moeserve.ops.interfaces import Gather, Kernels
+from moeserve.ops.interfaces import Gather, Kernels, Rows, plain_rows
 from moeserve.step_inputs import StepInputs
 
 # T tokens of this rank, D model width, R rows (one per token and chosen expert), S slots of an expert, e local experts
@@ -22,7 +22,7 @@ Handle = TypeVar("Handle")
 class PackedTokens:
     """Rows sorted by local expert."""
 
-    rows_RD: Tensor  # with `gather`: the source of the rows
+    rows_RD: Rows  # with `gather`: the source of the rows
     counts_e: Tensor  # int64: the rows of each local expert
     has_spare_rows: bool = False  # true if rows may follow the last expert's that are not computed
     gather: Gather | None = None  # for kernels that gather rows as they read them
@@ -34,7 +34,7 @@ class PackedTokens:
 class SlottedTokens:
     """Equally many slots for each local expert, so shapes do not depend on the routing."""
 
-    slots_eSD: Tensor  # each expert's rows are in its first slots; the others are neither computed nor read
+    slots_eSD: Rows  # each expert's rows are in its first slots; the others are neither computed nor read
     counts_e: Tensor  # int64: the rows of each local expert
     expected_rows: int | None = None  # approximate number of rows of all experts together; None: nearly every slot
 
@@ -60,7 +60,7 @@ class StepLimits:
 
 def pack(
     kernels: Kernels,
-    source_ND: Tensor,
+    source_ND: Rows,
     pair_of_row_R: Tensor,
     top_k: int,
     counts_e: Tensor,
@@ -71,7 +71,7 @@ def pack(
     if kernels.products_gather_rows:
         gather = Gather(pair_of_row_R, top_k)
         return PackedTokens(source_ND, counts_e, has_spare_rows, gather, expected_rows=expected_rows)
-    rows_RD = kernels.pairs.gather(source_ND, pair_of_row_R, top_k)
+    rows_RD = kernels.pairs.gather(plain_rows(source_ND), pair_of_row_R, top_k)
     return PackedTokens(rows_RD, counts_e, has_spare_rows, expected_rows=expected_rows)
 
 
@@ -125,7 +125,14 @@ class Dispatcher(Protocol[Handle]):
         """The copies of each expert, which `place` may change between steps."""
         ...
 
-    def dispatch(self, hidden_TD: Tensor, routing: Routing, step: StepInputs) -> PendingDispatch[Handle]: ...
+    @property
+    def takes_float8(self) -> bool:
+        """True if rows in 8 bits, if there are any, reach the experts as they are. They must keep the plain rows."""
+        ...
+
+    def dispatch(self, hidden_TD: Any, routing: Routing, step: StepInputs) -> PendingDispatch[Handle]:
+        """Start to send a row for each chosen expert. `hidden_TD`: a tensor, or also `Float8Rows`."""
+        ...
 
     def combine(self, output: Tensor, handle: Handle) -> PendingOutput:
         """Send the outputs back. `output` has the layout of the dispatched tokens, in `out_RD` if that is given."""

@@ -13,7 +13,7 @@ from moeserve.layers.context import ModelContext
 from moeserve.moe.dispatch.base import Dispatched, PackedTokens, ReadyOutput
 from moeserve.moe.dispatch.expert_copies import ExpertCopies
 from moeserve.moe.router import Routing
-from moeserve.ops.interfaces import Gather, Keys
+from moeserve.ops.interfaces import Gather, Keys, Rows, plain_rows
 from moeserve.step_inputs import StepInputs
 
 # T tokens, D model width, K experts per token, R pairs that are not padding
@@ -45,10 +45,11 @@ class LocalDispatcher:
         self.pairs = context.kernels.pairs
         # GPU kernels gather rows themselves, so no shape depends on the routing and the host need not wait for it.
         self.gathers_late = context.kernels.products_gather_rows
+        self.takes_float8 = self.gathers_late
         (num_experts,) = placement.num_slots
         self.keys = Keys(num_experts)
 
-    def dispatch(self, hidden_TD: Tensor, routing: Routing, step: StepInputs) -> ReadyDispatch:
+    def dispatch(self, hidden_TD: Rows, routing: Routing, step: StepInputs) -> ReadyDispatch:
         experts_TK = self.expert_copies.choose(routing.experts_TK, first_token=0)
         top_k = experts_TK.shape[1]
         if self.gathers_late:
@@ -56,7 +57,7 @@ class LocalDispatcher:
             tokens = PackedTokens(hidden_TD, counts_e, has_spare_rows=True, gather=Gather(pair_of_row_R, top_k))
         else:
             pair_of_row_R, counts_e = self.pairs.sort(experts_TK, self.keys)
-            tokens = PackedTokens(self.pairs.gather(hidden_TD, pair_of_row_R, top_k), counts_e)
+            tokens = PackedTokens(self.pairs.gather(plain_rows(hidden_TD), pair_of_row_R, top_k), counts_e)
         return ReadyDispatch(Dispatched(tokens, LocalHandle(routing.weights_TK, pair_of_row_R, hidden_TD.dtype)))
 
     def combine(self, output: Tensor, handle: LocalHandle) -> ReadyOutput:

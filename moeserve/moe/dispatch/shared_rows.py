@@ -119,6 +119,8 @@ class SharedRowsDispatcher:
     Small steps use `AllGatherDispatcher`.
     """
 
+    takes_float8 = False
+
     def __init__(self, group: GroupCoordinator, placement: Placement, context: ModelContext, rows: SharedRows) -> None:
         self.group = group
         self.rows = rows

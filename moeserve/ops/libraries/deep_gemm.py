@@ -8,7 +8,8 @@ a row, and for blocks of 128 x 128 of a weight, and rounds to bfloat16:
 - rows side by side: `m_grouped_fp8_gemm_nt_contiguous`, where the rows of each weight begin at a multiple of an
   alignment. Rows are padded to it while they are gathered, without the host knowing the counts.
 
-It has no biases and no activations: kernels of our own apply the activation afterwards.
+It has no biases and no activations: a kernel of our own applies the activation afterwards, and quantises its results
+where another product of blocks reads them.
 """
 
 from __future__ import annotations
@@ -19,15 +20,16 @@ import inspect
 import logging
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moeserve.errors import SettingsError
-from moeserve.ops.interfaces import Gather, Kernels, OpenWeights, Product
+from moeserve.ops.arguments import activation_arguments
+from moeserve.ops.interfaces import Gather, Kernels, OpenWeights, Product, Rows
 from moeserve.ops.libraries.interface import LibraryUnusable, capability
-from moeserve.ops.triton.products import activated
-from moeserve.triton_kernels.fp8 import quantize_blocks
+from moeserve.ops.triton.products import activated, quantize_rows
 
 # T tokens, R rows, Q padded rows, S slots of each weight, e weights side by side, I inputs, O outputs, C columns,
 # B blocks of inputs
@@ -107,7 +109,7 @@ def why_unavailable(weights: OpenWeights) -> str | None:
 
 
 class DeepGemmProduct:
-    """See `Product`. Rows are quantised before each product, 128 values to a scale."""
+    """See `Product`. Rows are quantised first, 128 values to a scale."""
 
     def __init__(self, library: ModuleType, weights: OpenWeights) -> None:
         assert weights.scales_eGB is not None
@@ -116,62 +118,68 @@ class DeepGemmProduct:
         self._weight_eOI = weights.weight_eOI
         self._scales_eGB = weights.scales_eGB
         self._activation = weights.activation
+        self._feeds_blocks = weights.feeds_blocks
 
-    def multiply(self, input_TI: Tensor) -> Tensor:
+    def multiply(self, input_TI: Rows) -> Any:
         (weight_OI,), (scales_GB,) = self._weight_eOI, self._scales_eGB
-        output_TO = input_TI.new_empty(len(input_TI), len(weight_OI))
-        if len(input_TI):
-            self._library.fp8_gemm_nt(a=quantize_blocks(input_TI), b=(weight_OI, scales_GB), d=output_TO)
-        return activated(self._activation, output_TO)
+        rows = quantize_rows(input_TI)
+        output_TO = rows.codes.new_empty(len(rows), len(weight_OI), dtype=rows.dtype)
+        if len(rows):
+            self._library.fp8_gemm_nt(a=(rows.codes, rows.scales), b=(weight_OI, scales_GB), d=output_TO)
+        return self._finished(output_TO, None)
 
     def multiply_rows(
         self,
-        rows_RI: Tensor,
+        rows_RI: Rows,
         counts_e: Tensor,
         has_spare_rows: bool = False,
         gather: Gather | None = None,
         expected_rows: int | None = None,
         out_RC: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Any:
         assert out_RC is None, "these kernels allocate their results"
-        num_rows = len(rows_RI) if gather is None else len(gather.indices_R)
+        rows = quantize_rows(rows_RI, counts_e if has_spare_rows and gather is None else None)
+        num_rows = len(rows) if gather is None else len(gather.indices_R)
         num_outputs = self._weight_eOI.shape[1]
         if not num_rows:
-            return activated(self._activation, rows_RI.new_empty(0, num_outputs))
+            return self._finished(rows.codes.new_empty(0, num_outputs, dtype=rows.dtype), counts_e)
         padded = pad_rows(counts_e, num_rows, self._alignment)
         sources_Q = padded.row_Q
         if gather is not None:  # spare pairs are -1
             sources_Q = gather.indices_R[sources_Q].clamp(min=0) // gather.divisor
-        codes, scales = quantize_blocks(rows_RI)
-        codes_QI = codes.view(torch.uint8)[sources_Q].view(codes.dtype)
-        output_QO = rows_RI.new_empty(len(sources_Q), num_outputs)
+        codes_QI = rows.codes.view(torch.uint8)[sources_Q].view(rows.codes.dtype)
+        output_QO = rows.codes.new_empty(len(sources_Q), num_outputs, dtype=rows.dtype)
         self._library.m_grouped_fp8_gemm_nt_contiguous(
-            a=(codes_QI, scales[sources_Q]),
+            a=(codes_QI, rows.scales[sources_Q]),
             b=(self._weight_eOI, self._scales_eGB),
             d=output_QO,
             grouped_layout=padded.weight_Q,
         )
-        return activated(self._activation, output_QO[padded.place_R])
+        return self._finished(output_QO[padded.place_R], counts_e)
 
-    def multiply_slots(self, slots_eSI: Tensor, counts_e: Tensor, expected_rows: int | None = None) -> Tensor:
-        num_weights, num_slots, _ = slots_eSI.shape
-        codes, scales = (
-            rows.unflatten(0, (num_weights, num_slots)) for rows in quantize_blocks(slots_eSI.flatten(0, 1))
-        )
-        output_eSO = slots_eSI.new_empty(num_weights, num_slots, self._weight_eOI.shape[1])
+    def multiply_slots(self, slots_eSI: Rows, counts_e: Tensor, expected_rows: int | None = None) -> Any:
+        slots = quantize_rows(slots_eSI, counts_e)
+        num_weights, num_slots, _ = slots.codes.shape
+        output_eSO = slots.codes.new_empty(num_weights, num_slots, self._weight_eOI.shape[1], dtype=slots.dtype)
         if output_eSO.numel():
             rows = num_weights * num_slots if expected_rows is None else expected_rows
             self._library.m_grouped_fp8_gemm_nt_masked(
-                a=(codes, scales),
+                a=(slots.codes, slots.scales),
                 b=(self._weight_eOI, self._scales_eGB),
                 d=output_eSO,
                 masked_m=counts_e.to(torch.int32),
                 expected_m=min(num_slots, max(1, -(-rows // num_weights))),
             )
-        return activated(self._activation, output_eSO.flatten(0, 1)).unflatten(0, (num_weights, num_slots))
+        return self._finished(output_eSO, counts_e)
 
     def multiply_each(self, input_TeI: Tensor, out_TeC: Tensor | None = None) -> Tensor:
         raise AssertionError("weights with an input of their own each are not held in blocks")
+
+    def _finished(self, output: Tensor, counts_e: Tensor | None) -> Any:
+        """Return the results of outputs [R, O] or [e, S, O]."""
+        if self._feeds_blocks:
+            return quantize_rows(output, counts_e, **activation_arguments(self._activation))
+        return activated(self._activation, output)
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from moeserve.ops.arguments import activation_arguments
-from moeserve.ops.interfaces import ClampedSwiGLU, GatedActivation, Gather, OpenWeights, Product, SwiGLU
+from moeserve.ops.interfaces import Float8Rows, GatedActivation, Gather, OpenWeights, Product, Rows
 from moeserve.ops.torch.products import TorchProduct
-from moeserve.triton_kernels.activation import clamped_silu_multiply, silu_multiply
+from moeserve.triton_kernels.activation import gated_activation
 from moeserve.triton_kernels.fp8 import quantize_blocks
-from moeserve.triton_kernels.grouped_matmul import grouped_matmul, grouped_matmul_slots
+from moeserve.triton_kernels.grouped_matmul import NUM_ARRIVALS, grouped_matmul, grouped_matmul_slots
+from moeserve.triton_kernels.tuning import FP8_BLOCK
 
 # T tokens, R rows, S slots of each weight, e weights side by side, I inputs, O outputs, C columns, B blocks of inputs
 
@@ -25,15 +26,24 @@ def make_product(weights: OpenWeights) -> Product:
 
 def activated(activation: GatedActivation | None, output_TO: Tensor) -> Tensor:
     """Return [T, C]: the activation of gates and ups, or the output itself."""
-    match activation:
-        case None:
-            return output_TO
-        case SwiGLU():
-            return silu_multiply(output_TO)
-        case ClampedSwiGLU(alpha=alpha, limit=limit):
-            return clamped_silu_multiply(output_TO, alpha=alpha, limit=limit)
-        case other:
-            raise AssertionError(f"no kernel has the activation {other}")
+    return output_TO if activation is None else gated_activation(output_TO, **activation_arguments(activation))
+
+
+def quantize_rows(rows: Rows, counts_e: Tensor | None = None, **activation: Any) -> Float8Rows:
+    """Return rows [R, I], or slots [e, S, I] with counts, in 8 bits, if they are not already.
+
+    Args:
+        counts_e: only these rows, or slots of each weight, are read and quantised; None: all.
+        activation: of gates and ups in the rows; see `activation_arguments`.
+    """
+    if isinstance(rows, Float8Rows):
+        return rows
+    if rows.ndim == 2:
+        codes, scales = quantize_blocks(rows, counts_e=counts_e, **activation)
+        return Float8Rows(codes, scales, rows.dtype)
+    num_slots = rows.shape[1]
+    codes, scales = quantize_blocks(rows.flatten(0, 1), counts_e=counts_e, num_slots=num_slots, **activation)
+    return Float8Rows(codes.unflatten(0, (-1, num_slots)), scales.unflatten(0, (-1, num_slots)), rows.dtype)
 
 
 class TritonProduct:
@@ -91,56 +101,86 @@ class TritonProduct:
 
 
 class TritonBlockProduct:
-    """See `Product`. Weights are in 8-bit blocks; rows are quantised before each product, 128 values to a scale."""
+    """See `Product`. Weights are in 8-bit blocks; rows are quantised first, 128 values to a scale.
+
+    A single weight has memory in which its programs count arrivals, so its calls must follow each other in time.
+    """
 
     def __init__(self, weights: OpenWeights) -> None:
         assert weights.scales_eGB is not None
-        self.weight_eOI = weights.weight_eOI
+        weight_eOI = weights.weight_eOI
+        self.weight_eOI = weight_eOI
+        # The scales of a row of results for the next product of blocks.
+        self.num_out_blocks = -(-weight_eOI.shape[1] // weights.num_parts // FP8_BLOCK) if weights.feeds_blocks else 0
+        is_single = len(weight_eOI) == 1
+        self.arrivals = weight_eOI.new_zeros(NUM_ARRIVALS, dtype=torch.int32) if is_single else None
         self.options: dict[str, Any] = {
             "weight_scale_eGB": weights.scales_eGB,
             "bias_eO": weights.bias_eO,
             **activation_arguments(weights.activation),
         }
 
-    def multiply(self, input_TI: Tensor) -> Tensor:
-        return self.multiply_rows(input_TI, input_TI.new_full((1,), len(input_TI), dtype=torch.int64))
+    def multiply(self, input_TI: Rows) -> Any:
+        rows = quantize_rows(input_TI)
+        scale_TF = self._new_scales(rows.codes, len(rows))
+        output_TC = grouped_matmul(
+            rows.codes,
+            self.weight_eOI,
+            None,
+            row_scale_SB=rows.scales,
+            out_dtype=rows.dtype,
+            out_scale_RF=scale_TF,
+            arrivals=self.arrivals,
+            **self.options,
+        )
+        return output_TC if scale_TF is None else Float8Rows(output_TC, scale_TF, rows.dtype)
 
     def multiply_rows(
         self,
-        rows_RI: Tensor,
+        rows_RI: Rows,
         counts_e: Tensor,
         has_spare_rows: bool = False,
         gather: Gather | None = None,
         expected_rows: int | None = None,
         out_RC: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Any:
         assert out_RC is None, "these kernels allocate their results"
-        codes_RI, scales_RB = quantize_blocks(rows_RI)
-        return grouped_matmul(
-            codes_RI,
+        rows = quantize_rows(rows_RI, counts_e if has_spare_rows and gather is None else None)
+        scale_RF = self._new_scales(rows.codes, len(rows) if gather is None else len(gather.indices_R))
+        output_RC = grouped_matmul(
+            rows.codes,
             self.weight_eOI,
             counts_e,
-            row_scale_SB=scales_RB,
+            row_scale_SB=rows.scales,
             indices_R=None if gather is None else gather.indices_R,
             divisor=1 if gather is None else gather.divisor,
-            out_dtype=rows_RI.dtype,
+            out_dtype=rows.dtype,
+            out_scale_RF=scale_RF,
             expected_rows=expected_rows,
             **self.options,
         )
+        return output_RC if scale_RF is None else Float8Rows(output_RC, scale_RF, rows.dtype)
 
-    def multiply_slots(self, slots_eSI: Tensor, counts_e: Tensor, expected_rows: int | None = None) -> Tensor:
-        """Slots without rows are quantised too, because the host does not read the counts."""
-        codes_RI, scales_RB = quantize_blocks(slots_eSI.flatten(0, 1))
-        codes_eSI, scales_eSB = (rows.unflatten(0, slots_eSI.shape[:2]) for rows in (codes_RI, scales_RB))
-        return grouped_matmul_slots(
-            codes_eSI,
+    def multiply_slots(self, slots_eSI: Rows, counts_e: Tensor, expected_rows: int | None = None) -> Any:
+        slots = quantize_rows(slots_eSI, counts_e)
+        scale_eSF = self._new_scales(slots.codes, *slots.codes.shape[:2])
+        output_eSC = grouped_matmul_slots(
+            slots.codes,
             self.weight_eOI,
             counts_e,
-            slot_scale_eSB=scales_eSB,
-            out_dtype=slots_eSI.dtype,
+            slot_scale_eSB=slots.scales,
+            out_dtype=slots.dtype,
+            out_scale_eSF=scale_eSF,
             expected_rows=expected_rows,
             **self.options,
         )
+        return output_eSC if scale_eSF is None else Float8Rows(output_eSC, scale_eSF, slots.dtype)
 
     def multiply_each(self, input_TeI: Tensor, out_TeC: Tensor | None = None) -> Tensor:
         raise AssertionError("weights with an input of their own each are not held in blocks")
+
+    def _new_scales(self, codes: Tensor, *sizes: int) -> Tensor | None:
+        """Return memory for the scales of results that are quantised."""
+        if not self.num_out_blocks:
+            return None
+        return codes.new_empty(*sizes, self.num_out_blocks, dtype=torch.float32)

@@ -8,12 +8,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from moeserve.ops.arguments import router_arguments
-from moeserve.ops.interfaces import Rotation, RouterConfig
+from moeserve.ops.interfaces import Float8Rows, Rotation, RouterConfig
 from moeserve.ops.torch.table import TORCH_KERNELS
 from moeserve.ops.triton.attention import TritonAttention, TritonLatentAttention
 from moeserve.ops.triton.pairs import TritonPairs
-from moeserve.ops.triton.products import make_product
-from moeserve.triton_kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_in_place
+from moeserve.ops.triton.products import make_product, quantize_rows
+from moeserve.triton_kernels import rms_norm as norms
 from moeserve.triton_kernels.rotary import rotary
 from moeserve.triton_kernels.routing import route
 from moeserve.triton_kernels.sampling import row_maximum, sample_rows
@@ -23,6 +23,13 @@ from moeserve.triton_kernels.sampling import row_maximum, sample_rows
 
 def apply_rope(heads_TNH: Tensor, rotation: Rotation, out_TNH: Tensor | None = None) -> Tensor:
     return rotary(heads_TNH, rotation.cosines, rotation.sines, rotation.is_interleaved, out_TNH)
+
+
+def quantize_rms_norm(
+    x_TD: Tensor, update_TD: Tensor | None, weight_D: Tensor, epsilon: float, keeps_rows: bool
+) -> tuple[Tensor, Float8Rows]:
+    normed = norms.quantize_rms_norm(x_TD, update_TD, weight_D, epsilon, keeps_rows)
+    return normed.sum_TD, Float8Rows(normed.codes_TD, normed.scales_TB, x_TD.dtype, normed.rows_TD)
 
 
 class TritonRouter:
@@ -42,9 +49,9 @@ class TritonRouter:
 TRITON_KERNELS = dataclasses.replace(
     TORCH_KERNELS,
     name="triton",
-    rms_norm=rms_norm,
-    rms_norm_in_place=rms_norm_in_place,
-    add_rms_norm=add_rms_norm,
+    rms_norm=norms.rms_norm,
+    rms_norm_in_place=norms.rms_norm_in_place,
+    add_rms_norm=norms.add_rms_norm,
     apply_rope=apply_rope,
     row_maximum=row_maximum,
     draw_tokens=sample_rows,
@@ -53,6 +60,8 @@ TRITON_KERNELS = dataclasses.replace(
     make_attention=TritonAttention,
     make_latent_attention=TritonLatentAttention,
     make_product=make_product,
+    quantize_rows=quantize_rows,
+    quantize_rms_norm=quantize_rms_norm,
     products_gather_rows=True,
     needs_finite_caches=True,
 )

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from moeserve.config.settings import DeepEPApi
 from moeserve.moe.dispatch.base import PendingDispatch, PendingOutput, StepLimits, share_of_pairs
+from moeserve.ops.interfaces import FLOAT8_BLOCK, Float8Rows, Rows
 
 # T tokens of this rank, D model width, K experts per token, B blocks of a row
 
 FLOAT8 = torch.float8_e4m3fn
-FLOAT8_BLOCK = 128  # values of a row that share a scale, as in DeepEP's kernels
 ROOM_FOR_PAIRS = StepLimits(eager=2**26, captured=2**30)  # for rows that DeepEP sends only if they exist
 MIN_MAGNITUDE = 1e-10  # the least magnitude of a block, so that a block of zeros has a scale
 
@@ -93,7 +93,7 @@ class DeepEPCommunicator(Protocol):
 
     def dispatch(
         self,
-        hidden_TD: Tensor,
+        hidden_TD: Rows,
         experts_TK: Tensor,
         weights_TK: Tensor,
         tokens_per_rank: Sequence[int],
@@ -102,6 +102,7 @@ class DeepEPCommunicator(Protocol):
         """Start to send rows to their experts. Collective: all ep ranks.
 
         Args:
+            hidden_TD: in 8 bits only if `shape.is_float8`, and with the plain rows.
             experts_TK: physical experts, int64; -1 is not sent.
             weights_TK: float32.
             is_padded: the step is padded for a graph.
@@ -127,20 +128,15 @@ class PendingCombine:
         return self.output_TD
 
 
-def to_float8(rows_TD: Tensor) -> tuple[Tensor, Tensor]:
+def to_float8(rows_TD: Rows) -> tuple[Tensor, Tensor]:
     """Return rows in float8 (e4m3) [T, D], and the scale of each block of 128 values: [T, B] float32."""
+    if isinstance(rows_TD, Float8Rows):
+        return rows_TD.codes, rows_TD.scales
     blocks_TBF = rows_TD.float().unflatten(1, (rows_TD.shape[1] // FLOAT8_BLOCK, FLOAT8_BLOCK))
     scales_TB = blocks_TBF.abs().amax(dim=2).clamp(min=MIN_MAGNITUDE) / torch.finfo(FLOAT8).max
     return (blocks_TBF / scales_TB[:, :, None]).to(FLOAT8).flatten(1), scales_TB
 
 
-def from_float8(received: Tensor | tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
-    """Return received rows [..., D] in `dtype`; from float8, with the scales [..., B] of its blocks.
-
-    This is an additional pass over memory, which a product that reads float8 with scales would not need.
-    """
-    if isinstance(received, Tensor):
-        return received
-    rows, scales = received
-    blocks = rows.float().unflatten(-1, (scales.shape[-1], FLOAT8_BLOCK))
-    return (blocks * scales[..., None]).flatten(-2).to(dtype)
+def received_rows(received: Tensor | tuple[Tensor, Tensor], dtype: torch.dtype) -> Rows:
+    """Return received rows [..., D], or codes with the scales [..., B] of their blocks, as the experts take them."""
+    return received if isinstance(received, Tensor) else Float8Rows(*received, dtype)

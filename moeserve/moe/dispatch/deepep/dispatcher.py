@@ -15,6 +15,7 @@ from moeserve.moe.dispatch.base import PendingDispatch, PendingOutput
 from moeserve.moe.dispatch.deepep.communicator import DeepEPCommunicator
 from moeserve.moe.dispatch.expert_copies import ExpertCopies
 from moeserve.moe.router import Routing
+from moeserve.ops.interfaces import Rows, plain_rows
 from moeserve.step_inputs import StepInputs
 
 # T tokens, D model width, K experts per token
@@ -40,17 +41,19 @@ class DeepEPDispatcher:
         self.group = group
         self.communicator = communicator
         self.expert_copies = ExpertCopies(placement, group.rank_in_group, group.node_of_rank, context)
+        self.takes_float8 = communicator.shape.is_float8
 
-    def dispatch(self, hidden_TD: Tensor, routing: Routing, step: StepInputs) -> PendingDispatch[Any]:
+    def dispatch(self, hidden_TD: Rows, routing: Routing, step: StepInputs) -> PendingDispatch[Any]:
         rank, shape = self.group.rank_in_group, self.communicator.shape
+        plain_TD = plain_rows(hidden_TD)
         assert len(hidden_TD) == step.tokens_per_rank[rank], (len(hidden_TD), step.tokens_per_rank)
         assert max(step.tokens_per_rank) <= max(shape.max_tokens_per_rank, shape.low_latency_tokens)
-        assert hidden_TD.shape[1] == shape.hidden_size
+        assert plain_TD.shape[1] == shape.hidden_size
         assert hidden_TD.dtype == shape.dtype
         assert routing.experts_TK.shape[1] == shape.top_k
         experts_TK = self.expert_copies.choose(routing.experts_TK, first_token=sum(step.tokens_per_rank[:rank]))
         return self.communicator.dispatch(
-            hidden_TD.contiguous(),
+            plain_TD.contiguous() if isinstance(hidden_TD, Tensor) else hidden_TD,
             experts_TK.to(torch.int64).contiguous(),
             routing.weights_TK.float().contiguous(),
             step.most_per_rank or step.tokens_per_rank,  # both halves of a step use the same kernels

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from moeserve.layers.context import ModelContext
 from moeserve.moe.dispatch.base import Dispatched, PackedTokens
-from moeserve.moe.dispatch.deepep.communicator import DeepEPShape, Event, PendingCombine, from_float8, to_float8
+from moeserve.moe.dispatch.deepep.communicator import DeepEPShape, Event, PendingCombine, received_rows, to_float8
+from moeserve.ops.interfaces import Rows, plain_rows
 
 # T tokens of this rank, D model width, K experts per token, R received rows, one for each pair that this rank computes
 # and possibly spare ones, e local experts
@@ -49,7 +50,7 @@ class PendingElasticDispatch:
 
     def wait(self) -> Dispatched[ElasticHandle]:
         self.event.current_stream_wait()
-        rows_RD = from_float8(self.received, self.dtype)
+        rows_RD = received_rows(self.received, self.dtype)
         ends_e = self.handle.ends_e
         counts_e = ends_e.to(torch.int64).diff(prepend=ends_e.new_zeros(1, dtype=torch.int64))
         has_spare_rows = self.expected_rows is not None
@@ -125,7 +126,7 @@ class ElasticCommunicator:
 
     def dispatch(
         self,
-        hidden_TD: Tensor,
+        hidden_TD: Rows,
         experts_TK: Tensor,
         weights_TK: Tensor,
         tokens_per_rank: Sequence[int],
@@ -134,7 +135,7 @@ class ElasticCommunicator:
         num_tokens, shape = len(hidden_TD), self.shape
         limit = self._limit(tokens_per_rank, is_padded)
         if num_tokens == 0:  # kernels may not support zero rows; a row without experts is not sent
-            hidden_TD = hidden_TD.new_zeros(1, hidden_TD.shape[1])
+            hidden_TD = plain_rows(hidden_TD).new_zeros(1, shape.hidden_size)
             experts_TK = experts_TK.new_full((1, experts_TK.shape[1]), -1)
             weights_TK = weights_TK.new_zeros(1, weights_TK.shape[1])
         # collective: all ep ranks

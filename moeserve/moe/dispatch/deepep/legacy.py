@@ -17,9 +17,9 @@ from torch import Tensor
 
 from moeserve.layers.context import ModelContext
 from moeserve.moe.dispatch.base import Dispatched, PendingDispatch, SlottedTokens, pack
-from moeserve.moe.dispatch.deepep.communicator import DeepEPShape, Event, PendingCombine, from_float8, to_float8
+from moeserve.moe.dispatch.deepep.communicator import DeepEPShape, Event, PendingCombine, received_rows, to_float8
 from moeserve.moe.dispatch.deepep.support import MAX_RANKS_OF_ONE_HOST
-from moeserve.ops.interfaces import Kernels, Keys
+from moeserve.ops.interfaces import Kernels, Keys, Rows, plain_rows
 
 # T tokens of this rank, D model width, K experts per token, N distinct tokens that this rank received (in steps without
 # a waiting host: all tokens of all ranks, most of them undefined), R pairs of those that it computes, e local experts,
@@ -59,7 +59,7 @@ class PendingNormalDispatch:
 
     def wait(self) -> Dispatched[NormalHandle]:
         self.event.current_stream_wait()
-        rows_ND, top_k = from_float8(self.received, self.dtype), self.experts_NK.shape[1]
+        rows_ND, top_k = received_rows(self.received, self.dtype), self.experts_NK.shape[1]
         order_P, counts_e = self.kernels.pairs.order(self.experts_NK, self.keys)
         pair_of_row_R = order_P[: self.num_rows]
         packed = pack(self.kernels, rows_ND, pair_of_row_R, top_k, counts_e, self.expected_rows)
@@ -79,7 +79,7 @@ class PendingLowLatencyDispatch:
 
     def wait(self) -> Dispatched[LowLatencyHandle]:
         self.receive()
-        slots_eSD = from_float8(self.received, self.dtype)
+        slots_eSD = received_rows(self.received, self.dtype)
         return Dispatched(SlottedTokens(slots_eSD, self.counts_e.to(torch.int64), self.expected_rows), self.handle)
 
 
@@ -148,7 +148,7 @@ class LegacyCommunicator:
 
     def dispatch(
         self,
-        hidden_TD: Tensor,
+        hidden_TD: Rows,
         experts_TK: Tensor,
         weights_TK: Tensor,
         tokens_per_rank: Sequence[int],
@@ -185,7 +185,7 @@ class LegacyCommunicator:
         return num_tokens if self.can_assume_worst and has_room else 0
 
     def _dispatch_normal(
-        self, hidden_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, expected_rows: int, num_worst_tokens: int
+        self, hidden_TD: Rows, experts_TK: Tensor, weights_TK: Tensor, expected_rows: int, num_worst_tokens: int
     ) -> PendingNormalDispatch:
         to_rank, to_rdma_rank, to_expert, is_in_rank, _ = self.buffer.get_dispatch_layout(
             experts_TK, self.shape.num_physical
@@ -217,13 +217,13 @@ class LegacyCommunicator:
         )
 
     def _dispatch_low_latency(
-        self, hidden_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, expected_rows: int
+        self, hidden_TD: Rows, experts_TK: Tensor, weights_TK: Tensor, expected_rows: int
     ) -> PendingLowLatencyDispatch:
         assert self.num_low_latency_results < MAX_LOW_LATENCY_RESULTS, "combine what was dispatched before"
         self.num_low_latency_results += 1
         # collective: all ep ranks
         received, counts_e, handle, _, receive = self.buffer.low_latency_dispatch(
-            hidden_TD,
+            plain_rows(hidden_TD),
             experts_TK,
             self.shape.low_latency_tokens,
             self.shape.num_physical,
