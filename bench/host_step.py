@@ -1,8 +1,8 @@
 """The host's time for a decode step of a GPU, measured without one.
 
 The device is torch's "meta": its tensors have no values, so operations cost the host about as much as launches, and
-reading a value fails. A CUDA graph of the layers and the head is one call that does nothing. The copies into its inputs
-and from the device, and the agreement with other replicas, are not part of the time.
+reading a value fails. A CUDA graph is one call that does nothing. The copies into its inputs are part of the time, and
+so is the agreement with other replicas but for its collective. The copies from the device are not.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import argparse
 import dataclasses
 import statistics
 import time
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -20,51 +20,53 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moeserve.distributed.groups import groups_of_one_rank
 from moeserve.distributed.mesh import Mesh
+from moeserve.moe.dispatch.factory import TorchDispatchers
 from moeserve.ops.interfaces import Kernels
 from moeserve.ops.torch.table import TORCH_KERNELS
 from moeserve.protocol import Registration, StepPlan
 from moeserve.sampling_params import RequestParams
+from moeserve.scheduling.lockstep import Intent, agree, make_row
 from moeserve.step_inputs import StepInputs
+from moeserve.worker.cuda_graphs import CudaGraphs
 from moeserve.worker.model_runner import ModelRunner
 from moeserve.worker.request_table import RequestTable
 from moeserve.worker.started_step import StartedStep
 from moeserve.worker.step_memory import GpuMemory, HostReading, Reading
-from moeserve.worker.step_replay import StepContext, StepOutputs
+from moeserve.worker.step_replay import StepContext, do_nothing
 
 META = torch.device("meta")
 BLOCK_SIZE = 16
 VOCABULARY = 128_000
+Result = TypeVar("Result")
 
 
 def kernels_of_nothing() -> Kernels:
-    def draw(scores_RV: Tensor, *arguments: Tensor) -> Tensor:
-        return torch.empty(len(scores_RV), dtype=torch.int64, device=META)
+    def choose(scores_RV: Tensor, settings_RW: Tensor, positions_R: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.empty(len(scores_RV), device=META), torch.empty(len(scores_RV), dtype=torch.int64, device=META)
 
-    return dataclasses.replace(TORCH_KERNELS, draw_tokens=draw)
+    return dataclasses.replace(TORCH_KERNELS, choose_tokens=choose)
 
 
 class NullModel:
-    """A model whose layers and head were captured."""
+    """A model that computes nothing."""
 
     head = object()
 
     def __init__(self) -> None:
         self.groups = groups_of_one_rank()
+        self.dispatchers = TorchDispatchers("local", self.groups.ep, cast(Any, None))
         self.context = type("Context", (), {"kernels": kernels_of_nothing()})
 
+    def __call__(self, step: StepInputs, caches: Any) -> Tensor:
+        return torch.empty(len(step.token_ids), 64, device=META)
 
-class NullReplay:
-    """A graph of which nothing is computed."""
+    def logits(self, hidden_TD: Tensor) -> Tensor:
+        return torch.empty(len(hidden_TD), VOCABULARY, device=META)
 
-    def __init__(self, size: int) -> None:
-        self.outputs = StepOutputs(
-            torch.empty(size, 64, device=META),
-            torch.empty(size, VOCABULARY, device=META),
-            (torch.empty(size, device=META), torch.empty(size, dtype=torch.int64, device=META)),
-        )
 
-    def __call__(self, step: StepInputs) -> StepOutputs:
-        return self.outputs
+def capture(run: Callable[[], Result]) -> tuple[Callable[[], None], Result]:
+    """Capture a graph of which nothing is computed."""
+    return do_nothing, run()
 
 
 class NullMemory(GpuMemory):
@@ -96,19 +98,18 @@ class Operations(TorchDispatchMode):
 class DecodeSteps:
     """Decode steps of requests that have long contexts already."""
 
-    def __init__(self, num_requests: int, context_len: int, temperature: float) -> None:
+    def __init__(self, num_requests: int, context_len: int, params: RequestParams) -> None:
         max_blocks = context_len // BLOCK_SIZE + 64
         self.table = RequestTable(num_requests, max_blocks)
         context = StepContext(
-            mesh=Mesh(tp=1, dp=1), tp_rank=0, block_size=BLOCK_SIZE, max_blocks=max_blocks, device=torch.device("cpu")
+            mesh=Mesh(tp=1, dp=1), tp_rank=0, block_size=BLOCK_SIZE, max_blocks=max_blocks, device=META
         )
-        model, replay = cast(Any, NullModel()), cast(Any, NullReplay(num_requests))
-        self.runner = ModelRunner(model, context, replay, self.table)
+        model = cast(Any, NullModel())
+        self.runner = ModelRunner(model, context, CudaGraphs(model, [], context, (num_requests,), capture), self.table)
         self.runner.memory = NullMemory(self.table)
         self.slots = list(range(num_requests))
         self.position = context_len
         self.num_blocks = 0
-        params = RequestParams(temperature=temperature, top_p=0.9)
         prompts = [
             Registration(
                 slot=slot,
@@ -121,6 +122,8 @@ class DecodeSteps:
             )
             for slot in self.slots
         ]
+        self.num_rounds = 0
+        self._started: StartedStep | None = None
         self._started = self._start(registrations=prompts)
 
     def step(self) -> None:
@@ -128,22 +131,27 @@ class DecodeSteps:
         needs_block = self.position % BLOCK_SIZE == 0
         new_blocks = [(slot, self._new_blocks(1)) for slot in self.slots] if needs_block else []
         earlier, self._started = self._started, self._start(new_blocks=new_blocks)
+        assert earlier is not None
         earlier.finish()
 
     def _start(self, **changes: Any) -> StartedStep:
         size = len(self.slots)
         plan = StepPlan(step=0, slots=self.slots, starts=[self.position] * size, lengths=[1] * size, **changes)
         self.position += 1
-        return self.runner.start(self.table.apply(plan), (size,))
+        row = make_row(Intent(num_tokens=size, is_decode_only=True), number=self.num_rounds, replica=0)
+        agreement = agree([row], number=self.num_rounds, num_replicas=1)
+        self.num_rounds += 1
+        padded_to = self.runner.replay.padded_size(agreement)
+        return self.runner.start(self.table.apply(plan), agreement.num_tokens, padded_to, self._started)
 
     def _new_blocks(self, number: int) -> list[int]:
         self.num_blocks += number
         return list(range(self.num_blocks - number, self.num_blocks))
 
 
-def measure(num_requests: int, context_len: int, temperature: float, num_steps: int = 64) -> tuple[float, int]:
+def measure(num_requests: int, context_len: int, params: RequestParams, num_steps: int = 64) -> tuple[float, int]:
     """Return the median processor seconds of a step, and the operations of a step."""
-    steps = DecodeSteps(num_requests, context_len, temperature)
+    steps = DecodeSteps(num_requests, context_len, params)
     steps.step()
     with Operations() as operations:
         steps.step()
@@ -155,14 +163,24 @@ def measure(num_requests: int, context_len: int, temperature: float, num_steps: 
     return statistics.median(seconds), operations.num_operations
 
 
+KINDS = {
+    "greedy": RequestParams(temperature=0),
+    "random": RequestParams(temperature=1.0, top_p=0.9),
+    "min_tokens": RequestParams(temperature=1.0, min_tokens=2**20, max_tokens=None),
+    "logit_bias": RequestParams(temperature=1.0, logit_bias=dict.fromkeys(range(10), 1.0)),
+    "logprobs": RequestParams(temperature=1.0, logprobs=5),
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m moeserve.bench.host_step", description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--context", type=int, default=8192, help="tokens")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="of sampling")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    for name, temperature in (("greedy", 0.0), ("random", 1.0)):
-        seconds, operations = measure(arguments.requests, arguments.context, temperature)
+    for name in arguments.kinds:
+        seconds, operations = measure(arguments.requests, arguments.context, KINDS[name])
         print(f"{name}: {seconds * 1e3:.2f} ms, {operations} operations on the device")
 
 

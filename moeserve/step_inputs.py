@@ -3,12 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-# T tokens of the step in S chunks, L rows whose logits are computed, D model width
+# T tokens of the step in S chunks, L rows that are sampled, R rows whose logits are computed, D model width,
+# W fields of SAMPLING_SETTINGS
+
+# How a request's tokens are chosen. On a device a record is W integers, whatever the types of its fields.
+SAMPLING_SETTINGS = np.dtype(
+    [
+        ("temperature", np.float64),
+        ("top_p", np.float64),
+        ("min_p", np.float64),
+        ("top_k", np.int64),
+        ("num_prompt_tokens", np.int64),
+        ("seed", np.uint64),
+    ]
+)
+NUM_SETTINGS = SAMPLING_SETTINGS.itemsize // 8
+
+
+def as_integers(records: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """Return the bits of records of `SAMPLING_SETTINGS` as [records, W] int64."""
+    return records.view(np.int64).reshape(-1, NUM_SETTINGS)
 
 
 class ChunkSpan(NamedTuple):
@@ -42,6 +63,9 @@ class StepInputs:
     halves: tuple[StepInputs, ...] = ()  # of its rows, to run in turn; empty: the step runs as a whole
     rows_before: int = 0  # of a half: rows of all ranks in the half before it
     most_per_rank: tuple[int, ...] = ()  # of a half: rows that each rank brings to dispatch in the larger half
+    # Of the rows whose logits are computed: all rows of a padded step, otherwise those of `logits_rows`.
+    slots: Tensor | None = None  # [R] int64: slot of the row's request; padding has the slot behind the last
+    settings: Tensor | None = None  # [R, W] int64: SAMPLING_SETTINGS of the row's request; all zeros for padding
 
     @property
     def max_rows_per_chunk(self) -> int:
@@ -49,7 +73,7 @@ class StepInputs:
 
     def rows_for_logits(self, hidden_TD: Tensor) -> Tensor:
         """Return [L, D], the rows of `logits_rows`."""
-        return hidden_TD if len(self.logits_rows) == len(hidden_TD) else hidden_TD[self.logits_rows]
+        return hidden_TD if len(self.logits_rows) == len(hidden_TD) else hidden_TD.index_select(0, self.logits_rows)
 
 
 def decode_step(num_tokens: int) -> StepInputs:

@@ -18,13 +18,13 @@ def make_chunk(
     params: RequestParams | None = None,
 ) -> Chunk:
     """Return a chunk whose request has these blocks in the table. With params it samples the next token."""
-    table.block_table[slot, : len(block_ids)] = block_ids
     request = RequestState(
         token_ids=[0] * start + list(token_ids),
         num_prompt_tokens=start + len(token_ids),
-        num_blocks=len(block_ids),
+        num_blocks=0,
         params=params or RequestParams(),
         seed=0,
         end_token_ids=[],
     )
+    table.add(slot, request, block_ids)
     return Chunk(slot, start, list(token_ids), request, samples=params is not None, prompt_targets=[])

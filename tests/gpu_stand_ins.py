@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,9 +37,9 @@ class LateMemory(GpuMemory):
         self.num_looks = num_looks
         self.num_tokens_kept = 0  # without a copy on the host
 
-    def keep_tokens(self, sampling: Sequence[Any], token_ids_L: Tensor) -> None:
-        self.num_tokens_kept += len(sampling)
-        super().keep_tokens(sampling, token_ids_L)
+    def keep_tokens(self, slots_L: Tensor, token_ids_L: Tensor) -> None:
+        self.num_tokens_kept += len(slots_L)
+        super().keep_tokens(slots_L, token_ids_L)
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype)
@@ -54,7 +53,7 @@ def captured(run: Callable[[], StepOutputs]) -> tuple[Callable[[], None], StepOu
     first = run()
 
     def tensors(outputs: StepOutputs) -> list[Tensor]:
-        found = [outputs.hidden_TD, outputs.logits_TV, *(outputs.maxima_T or ())]
+        found = [outputs.hidden_TD, outputs.logits_TV, *(outputs.chosen_T or ())]
         return [each for each in found if each is not None]
 
     memory = [each.clone() for each in tensors(first)]

@@ -1,6 +1,7 @@
 """Token selection on a GPU: the largest score of each row, and random draws, without sorting or waiting for the GPU.
 
-A draw orders the tokens of a row by score, descending, then by id, ascending. `min_p`, `top_k` and `top_p` each keep a
+A program chooses the token of one row. At temperature 0 it is the first of the most likely tokens. A draw orders the
+tokens of a row by score, descending, then by id, ascending. `min_p`, `top_k` and `top_p` each keep a
 prefix of this order. The drawn token is the first whose cumulative mass exceeds a uniform number times the kept mass.
 
 The order itself is never computed. Scores become int32 keys that order alike, and a search over the keys finds the
@@ -19,11 +20,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# R rows, V width of a row
+# R rows, V width of a row, W settings of a request
 
 LOWEST_KEY = tl.constexpr(-(2**31) + 2**23 - 1)  # key of minus infinity
 NAN_KEY = tl.constexpr(2**31 - 1)
 LOG2_E = tl.constexpr(1.4426950408889634)
+# Places of a request's settings, 8 bytes each: SAMPLING_SETTINGS of step_inputs.py.
+TEMPERATURE, TOP_P, MIN_P, TOP_K, NUM_PROMPT_TOKENS, SEED = map(tl.constexpr, range(6))
+NUM_SETTINGS = tl.constexpr(6)
 
 
 def launch_sizes(width: int) -> dict[str, int]:
@@ -64,56 +68,41 @@ def row_maximum(rows_RV: Tensor) -> tuple[Tensor, Tensor]:
     return largest_R, indices_R
 
 
-def sample_rows(
-    scores_RV: Tensor,
-    temperature_R: Tensor,
-    top_k_R: Tensor,
-    top_p_R: Tensor,
-    min_p_R: Tensor,
-    uniform_R: Tensor,
-) -> Tensor:
-    """Draw one token of each row.
+def choose_tokens(scores_RV: Tensor, settings_RW: Tensor, positions_R: Tensor) -> tuple[Tensor, Tensor]:
+    """Choose one token of each row, greedily or at random; see `ChooseTokens`.
 
-    The token is that of the torch reference unless the uniform number is within 1e-6 of the border between two tokens,
-    or a token within 1e-6 of a bound of `min_p` or `top_p`.
+    A drawn token is that of the torch reference unless the random number is within 1e-6 of the border between two
+    tokens, or a token within 1e-6 of a bound of `min_p` or `top_p`.
 
-    Memory moved: 4 * R * V bytes once; from the cache, 20 times as much for a plain draw and again for each of `top_k`
-    and `top_p` that is used. A pass takes about 12 operations for each score, which bound the time, as one
-    multiprocessor works on one row.
+    Memory moved: R * V * element size once; from the cache, 20 times as much for a plain draw and again for each of
+    `top_k` and `top_p` that is used. A pass takes about 12 operations for each score, which bound the time of a draw,
+    as one multiprocessor works on one row.
 
     Args:
-        scores_RV: float32, rows contiguous; -inf for tokens that must not be drawn. If a row has no finite score, or
-            has NaN or +inf, any token of it may be returned.
-        temperature_R: float64 or float32, above 0.
-        top_k_R: int32 or int64; below 1: no limit.
-        top_p_R: float64 or float32; from 1: no limit.
-        min_p_R: float64 or float32; 0: no limit.
-        uniform_R: float64 in [0, 1).
-
-    Returns:
-        Tokens [R] int64.
+        scores_RV: [R, V] float32, bfloat16 or float16, rows contiguous, at most 2**24 wide.
     """
     num_rows, width = scores_RV.shape
-    assert scores_RV.dtype == torch.float32, f"scores in {scores_RV.dtype}"
     assert scores_RV.stride(1) == 1, f"strides {scores_RV.stride()}"
     assert 0 < width <= 2**24, f"{width} scores of a row are not counted exactly in float32"
-    settings = (temperature_R, top_k_R, top_p_R, min_p_R, uniform_R)
-    for setting_R in settings:
-        assert setting_R.shape == (num_rows,), f"{tuple(setting_R.shape)} settings for {num_rows} rows"
-        assert setting_R.is_contiguous(), f"strides {setting_R.stride()}"
-    assert uniform_R.dtype == torch.float64, f"random numbers in {uniform_R.dtype}"
+    assert settings_RW.shape == (num_rows, NUM_SETTINGS.value), f"{tuple(settings_RW.shape)} for {num_rows} rows"
+    assert positions_R.shape == (num_rows,), f"{tuple(positions_R.shape)} positions for {num_rows} rows"
+    assert settings_RW.is_contiguous()
+    assert positions_R.is_contiguous()
+    assert settings_RW.dtype == positions_R.dtype == torch.int64, f"{settings_RW.dtype}, {positions_R.dtype}"
+    largest_R = torch.empty(num_rows, dtype=torch.float32, device=scores_RV.device)
     tokens_R = torch.empty(num_rows, dtype=torch.int64, device=scores_RV.device)
-    if num_rows == 0:
-        return tokens_R
-    sample_kernel[(num_rows,)](
-        scores_RV,
-        *settings,
-        tokens_R,
-        scores_RV.stride(0),
-        width,
-        **launch_sizes(width),
-    )
-    return tokens_R
+    if num_rows:
+        choose_kernel[(num_rows,)](
+            scores_RV,
+            settings_RW,
+            positions_R,
+            largest_R,
+            tokens_R,
+            scores_RV.stride(0),
+            width,
+            **launch_sizes(width),
+        )
+    return largest_R, tokens_R
 
 
 @triton.jit
@@ -132,6 +121,22 @@ def _number_of(key):
 
 
 @triton.jit
+def _largest(scores_ptr, width, BLOCK_V: tl.constexpr):
+    """Return the key of the largest number of a row, and the first index that has it."""
+    lanes = tl.arange(0, BLOCK_V)
+    best = tl.full([BLOCK_V], -(2**31), tl.int32)  # below all keys
+    places = tl.zeros([BLOCK_V], tl.int32)
+    for first in range(0, width, BLOCK_V):
+        columns = first + lanes
+        numbers = tl.load(scores_ptr + columns, mask=columns < width, other=float("-inf")).to(tl.float32)
+        keys = tl.where(columns < width, _order_keys(numbers), -(2**31))
+        places = tl.where(keys > best, columns, places)  # a lane keeps the first of equal numbers
+        best = tl.maximum(best, keys)
+    largest = tl.max(best)
+    return largest, tl.min(tl.where(best == largest, places, width))
+
+
+@triton.jit
 def row_maximum_kernel(
     rows_ptr,  # [R, V], rows row_stride elements apart
     largest_ptr,  # [R] float32
@@ -142,17 +147,7 @@ def row_maximum_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)  # row * stride can pass 2**31
     rows_ptr += row * row_stride
-    lanes = tl.arange(0, BLOCK_V)
-    best = tl.full([BLOCK_V], -(2**31), tl.int32)  # below all keys
-    places = tl.zeros([BLOCK_V], tl.int32)
-    for first in range(0, width, BLOCK_V):
-        columns = first + lanes
-        numbers = tl.load(rows_ptr + columns, mask=columns < width, other=float("-inf")).to(tl.float32)
-        keys = tl.where(columns < width, _order_keys(numbers), -(2**31))
-        places = tl.where(keys > best, columns, places)  # a lane keeps the first of equal numbers
-        best = tl.maximum(best, keys)
-    largest = tl.max(best)
-    index = tl.min(tl.where(best == largest, places, width))
+    largest, index = _largest(rows_ptr, width, BLOCK_V)
     tl.store(largest_ptr + row, _number_of(largest.to(tl.int64)))
     tl.store(indices_ptr + row, index.to(tl.int64))
 
@@ -190,7 +185,7 @@ def _find_key(
         for first in range(0, width, BLOCK_V):
             columns = first + lanes
             # Lanes outside the row hold -inf, which is below all tested keys.
-            scores = tl.load(scores_ptr + columns, mask=columns < width, other=float("-inf"))
+            scores = tl.load(scores_ptr + columns, mask=columns < width, other=float("-inf")).to(tl.float32)
             if COUNTS:  # noqa: SIM108 - one is not compiled
                 masses = tl.where(columns < width, 1.0, 0.0)
             else:
@@ -225,7 +220,7 @@ def _above_and_at(scores_ptr, width, highest, steepness, key, BLOCK_V: tl.conste
     for first in range(0, width, BLOCK_V):
         columns = first + lanes
         is_inside = columns < width
-        scores = tl.load(scores_ptr + columns, mask=is_inside, other=float("-inf"))
+        scores = tl.load(scores_ptr + columns, mask=is_inside, other=float("-inf")).to(tl.float32)
         is_above = scores > number
         masses_above += tl.where(is_above, tl.exp2((scores - highest) * steepness), 0.0)
         num_above += is_above.to(tl.int32)
@@ -252,13 +247,31 @@ def _num_passing(distance, mass):
 
 
 @triton.jit
-def sample_kernel(
-    scores_ptr,  # [R, V] float32, rows row_stride elements apart
-    temperature_ptr,  # [R]
-    top_k_ptr,  # [R]
-    top_p_ptr,  # [R]
-    min_p_ptr,  # [R]
-    uniform_ptr,  # [R] float64
+def _uniform(seed, position):
+    """Return the random number in [0, 1), float64, of one position: the first word of Philox 4x64-10.
+
+    The counter is one more than the position, as numpy counts.
+    """
+    word_0 = (position + 1).to(tl.uint64, bitcast=True)
+    word_1, word_2, word_3 = word_0 * 0, word_0 * 0, word_0 * 0
+    key_0, key_1 = seed.to(tl.uint64, bitcast=True), word_0 * 0
+    multiplier_0 = tl.full([], 0xD2E7470EE14C6C93, tl.uint64)
+    multiplier_1 = tl.full([], 0xCA5A826395121157, tl.uint64)
+    for _ in tl.static_range(10):
+        high_0, low_0 = tl.umulhi(word_0, multiplier_0), word_0 * multiplier_0
+        high_1, low_1 = tl.umulhi(word_2, multiplier_1), word_2 * multiplier_1
+        word_0, word_1, word_2, word_3 = high_1 ^ word_1 ^ key_0, low_1, high_0 ^ word_3 ^ key_1, low_0
+        key_0 += tl.full([], 0x9E3779B97F4A7C15, tl.uint64)
+        key_1 += tl.full([], 0xBB67AE8584CAA73B, tl.uint64)
+    return (word_0 >> 11).to(tl.int64).to(tl.float64) * 1.1102230246251565e-16  # 2**-53
+
+
+@triton.jit
+def choose_kernel(
+    scores_ptr,  # [R, V], rows row_stride elements apart
+    settings_ptr,  # [R, W] int64
+    positions_ptr,  # [R] int64
+    largest_ptr,  # [R] float32
     tokens_ptr,  # [R] int64
     row_stride,
     width,
@@ -266,20 +279,43 @@ def sample_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)  # row * stride can pass 2**31
     scores_ptr += row * row_stride
-    temperature = tl.load(temperature_ptr + row).to(tl.float64)
-    top_k = tl.load(top_k_ptr + row).to(tl.int64)
-    top_p = tl.load(top_p_ptr + row).to(tl.float64)
-    min_p = tl.load(min_p_ptr + row).to(tl.float64)
-    uniform = tl.load(uniform_ptr + row)
-    lanes = tl.arange(0, BLOCK_V)
+    settings_ptr += row * NUM_SETTINGS
+    highest_key, token = _largest(scores_ptr, width, BLOCK_V)
+    highest = _number_of(highest_key.to(tl.int64))
+    tl.store(largest_ptr + row, highest)
+    temperature = tl.load(settings_ptr + TEMPERATURE).to(tl.float64, bitcast=True)
+    if (temperature > 0.0) & (tl.abs(highest) < float("inf")):
+        num_outputs = tl.load(positions_ptr + row) + 1 - tl.load(settings_ptr + NUM_PROMPT_TOKENS)
+        token = _draw(
+            scores_ptr,
+            width,
+            highest,
+            highest_key.to(tl.int64),
+            temperature,
+            tl.load(settings_ptr + TOP_K),
+            tl.load(settings_ptr + TOP_P).to(tl.float64, bitcast=True),
+            tl.load(settings_ptr + MIN_P).to(tl.float64, bitcast=True),
+            _uniform(tl.load(settings_ptr + SEED), num_outputs),
+            BLOCK_V,
+        )
+    tl.store(tokens_ptr + row, token.to(tl.int64))
 
-    highest_lanes = tl.full([BLOCK_V], float("-inf"), tl.float32)
-    for first in range(0, width, BLOCK_V):
-        columns = first + lanes
-        scores = tl.load(scores_ptr + columns, mask=columns < width, other=float("-inf"))
-        highest_lanes = tl.maximum(highest_lanes, scores)
-    highest = tl.max(highest_lanes)
-    highest_key = _order_keys(highest).to(tl.int64)
+
+@triton.jit
+def _draw(
+    scores_ptr,  # [V]
+    width,
+    highest,
+    highest_key,  # int64
+    temperature,  # float64
+    top_k,  # int64
+    top_p,  # float64
+    min_p,  # float64
+    uniform,  # float64
+    BLOCK_V: tl.constexpr,
+):
+    """Return a random token of a row whose highest score is finite."""
+    lanes = tl.arange(0, BLOCK_V)
     # Finite and positive: 0 * steepness must be 0, and -inf * steepness must be -inf.
     steepness = tl.minimum(tl.maximum(1.0 / temperature * LOG2_E, 1e-30), 1e38).to(tl.float32)
 
@@ -291,7 +327,7 @@ def sample_kernel(
         num_lanes = tl.zeros([BLOCK_V], tl.int32)
         for first in range(0, width, BLOCK_V):
             columns = first + lanes
-            scores = tl.load(scores_ptr + columns, mask=columns < width, other=float("-inf"))
+            scores = tl.load(scores_ptr + columns, mask=columns < width, other=float("-inf")).to(tl.float32)
             is_likely = tl.exp2((scores - highest) * steepness).to(tl.float64) >= min_p
             lowest_lanes = tl.minimum(lowest_lanes, tl.where(is_likely, scores, float("inf")))
             num_lanes += is_likely.to(tl.int32)
@@ -328,9 +364,9 @@ def sample_kernel(
     token = tl.zeros([], tl.int32)
     for first in range(0, width, BLOCK_V):
         columns = first + lanes
-        scores = tl.load(scores_ptr + columns, mask=columns < width, other=float("-inf"))
+        scores = tl.load(scores_ptr + columns, mask=columns < width, other=float("-inf")).to(tl.float32)
         is_at = (columns < width) & (scores == number)
         counts = num_before + tl.cumsum(is_at.to(tl.int32), axis=0)
         token = tl.maximum(token, tl.max(tl.where(is_at & (counts == place), columns, 0)))
         num_before = tl.max(counts)
-    tl.store(tokens_ptr + row, token.to(tl.int64))
+    return token

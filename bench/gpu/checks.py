@@ -503,46 +503,58 @@ def tokens(source: Source, is_small: bool) -> Iterator[Case]:
         for num_rows in (2,) if is_small else (1, 64):
             yield Case(
                 f"{num_rows} x {width}",
-                lambda kernels, rows: dict(zip(("row_maximum", "its index"), kernels.row_maximum(rows), strict=True)),
-                (source.normal(num_rows, width, scale=3.0),),
+                run_greedy,
+                (source.normal(num_rows, width, scale=3.0), source.settings(num_rows)[0]),
             )
     filters = ((0, 1.0, 0.0), (20, 1.0, 0.0), (0, 0.9, 0.0), (0, 1.0, 0.05), (50, 0.8, 0.01))
     for width, (top_k, top_p, min_p) in itertools.product((40,) if is_small else VOCAB_SIZES.values(), filters):
         num_rows = 2 if is_small else 64
-        scores = source.normal(num_rows, width, dtype=torch.float32, scale=3.0)
+        scores = source.normal(num_rows, width, scale=3.0)
         scores[:, ::7] = -torch.inf
-        top_k_R = torch.full((num_rows,), top_k, device=source.device)
-        top_p_R, min_p_R = (torch.full((num_rows,), each, device=source.device) for each in (top_p, min_p))
-        uniform_R = source.uniform(num_rows, dtype=torch.float64)
-        inputs = (scores, source.uniform(num_rows) * 1.5 + 0.3, top_k_R, top_p_R, min_p_R, uniform_R)
-        yield Case(f"top_k {top_k}, top_p {top_p}, min_p {min_p}, {num_rows} x {width}", run_draw, inputs)
+        temperatures = source.uniform(num_rows) * 1.5 + 0.3
+        settings, numbers = source.settings(
+            num_rows, temperature=temperatures.cpu().numpy(), top_k=top_k, top_p=top_p, min_p=min_p
+        )
+        inputs = (scores, settings, numbers, temperatures)
+        run = partial(run_draw, top_k, top_p, min_p)
+        yield Case(f"top_k {top_k}, top_p {top_p}, min_p {min_p}, {num_rows} x {width}", run, inputs)
+
+
+def run_greedy(kernels: Kernels, scores_RV: Tensor, settings_RW: Tensor) -> Results:
+    results: Results = {}
+    for name, (highest_R, tokens_R) in {
+        "row_maximum": kernels.row_maximum(scores_RV),
+        "choose_tokens": kernels.choose_tokens(scores_RV, settings_RW, settings_RW[:, 0].contiguous()),
+    }.items():
+        results |= {name: highest_R, f"{name}, index": tokens_R}
+    return results
 
 
 def run_draw(
+    top_k: int,
+    top_p: float,
+    min_p: float,
     kernels: Kernels,
     scores_RV: Tensor,
-    temperature_R: Tensor,
-    top_k_R: Tensor,
-    top_p_R: Tensor,
-    min_p_R: Tensor,
+    settings_RW: Tensor,
     uniform_R: Tensor,
+    temperature_R: Tensor,
 ) -> Results:
     """Return True for each row whose token has its number within its share of the kept probability."""
-    if kernels.draw_tokens is None:
-        return {"draw_tokens": torch.ones_like(top_k_R, dtype=torch.bool)}
-    tokens_R = kernels.draw_tokens(scores_RV, temperature_R, top_k_R, top_p_R, min_p_R, uniform_R)
+    positions_R = torch.zeros(len(scores_RV), dtype=torch.int64, device=scores_RV.device)
+    tokens_R = kernels.choose_tokens(scores_RV, settings_RW, positions_R)[1]
     ordered_RV, order_RV = scores_RV.double().sort(dim=-1, descending=True, stable=True)
     kept_RV = ((ordered_RV - ordered_RV[:, :1]) / temperature_R[:, None]).exp()
     rank_V = torch.arange(scores_RV.shape[1], device=scores_RV.device)
-    kept_RV[(kept_RV < min_p_R[:, None]) | ((top_k_R[:, None] > 0) & (rank_V >= top_k_R[:, None]))] = 0.0
+    kept_RV[(kept_RV < min_p) | (rank_V >= (top_k or len(rank_V)))] = 0.0
     ends_RV = kept_RV.cumsum(-1)
-    kept_RV[ends_RV - kept_RV >= top_p_R[:, None] * ends_RV[:, -1:]] = 0.0
+    kept_RV[ends_RV - kept_RV >= top_p * ends_RV[:, -1:]] = 0.0
     shares_RV = kept_RV / kept_RV.sum(-1, keepdim=True)
     place_R1 = (order_RV == tokens_R[:, None]).int().argmax(-1, keepdim=True)
     share_R, end_R = (each.gather(1, place_R1)[:, 0] for each in (shares_RV, shares_RV.cumsum(-1)))
     is_inside_R = (uniform_R < end_R + DRAW_SLACK) & (uniform_R >= end_R - share_R - DRAW_SLACK)
     is_known_R = (tokens_R >= 0) & (tokens_R < scores_RV.shape[1])
-    return {"draw_tokens": is_inside_R & is_known_R}
+    return {"choose_tokens": is_inside_R & is_known_R}
 
 
 # What a decode step in bf16 runs comes first: a run that is cut short has checked it. One check for each model's

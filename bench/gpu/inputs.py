@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from moeserve.bench.gpu.costs import Chunks, MoEShape
 from moeserve.ops.interfaces import AttentionShape, GatedActivation, Keys, KeyValueCache, OpenWeights
+from moeserve.ops.torch.sampling import uniform
 from moeserve.ops.torch.table import TORCH_KERNELS
 from moeserve.ops.weight_blocks import BLOCK, CODES, LARGEST_CODE, num_blocks
-from moeserve.step_inputs import ChunkSpan, StepInputs
+from moeserve.step_inputs import SAMPLING_SETTINGS, ChunkSpan, StepInputs, as_integers
 
 # E experts, K experts per token, T tokens, P pairs, D model width, O outputs, I inputs, B and G blocks of 128 inputs
 # and outputs
@@ -39,6 +42,21 @@ class Source:
 
     def integers(self, low: int, high: int, *shape: int) -> Tensor:
         return torch.randint(low, high, shape, generator=self.generator, device=self.device)
+
+    def settings(self, num_rows: int, **fields: Any) -> tuple[Tensor, Tensor]:
+        """Return settings with drawn seeds [R, W] for `Kernels.choose_tokens`, and their random numbers [R] after one
+        output token.
+
+        Args:
+            fields: of `SAMPLING_SETTINGS`, for all rows or for each; others are zero.
+        """
+        records = np.zeros(num_rows, SAMPLING_SETTINGS)
+        records["seed"] = self.integers(0, 2**62, num_rows).cpu().numpy()
+        for name, values in fields.items():
+            records[name] = values
+        numbers = [uniform(seed, 1) for seed in records["seed"].tolist()]
+        settings_RW = torch.from_numpy(as_integers(records)).to(self.device)
+        return settings_RW, torch.tensor(numbers, dtype=torch.float64, device=self.device)
 
     def step(self, chunks: Chunks, block_size: int) -> StepInputs:
         """Return a step whose requests have scattered blocks. It is for attention, which reads no token ids."""

@@ -169,7 +169,7 @@ def items(source: Source, sizes: Sizes) -> Iterator[tuple[str, Callable[[], Time
         yield f"{make.__name__.removeprefix('_')}, {num_rows} rows", partial(make, source, sizes, num_rows)
     for name, width in sizes.vocab.items():
         yield f"row_maximum {name}, 64 x {width}", partial(_row_maximum, source, width)
-        yield f"draw_tokens, top_p 0.9 {name}, 64 x {width}", partial(_draw_tokens, source, width)
+        yield f"choose_tokens, top_p 0.9 {name}, 64 x {width}", partial(_choose_tokens, source, width)
 
 
 class Experts:
@@ -401,19 +401,17 @@ def _row_maximum(source: Source, width: int) -> Timed:
     return _beside_torch(lambda kernels: kernels.row_maximum(logits), logits.nbytes)
 
 
-def _draw_tokens(source: Source, width: int) -> Timed:
-    """The work is that of one pass; `sample_rows` describes how many it makes."""
-    scores = source.normal(64, width, dtype=torch.float32, scale=3.0)
-    ones, uniform_R = torch.ones(64, device=source.device), source.uniform(64, dtype=torch.float64)
-    top_k_R = torch.zeros(64, dtype=torch.int64, device=source.device)
-    draw = TRITON_KERNELS.draw_tokens
-    assert draw is not None
+def _choose_tokens(source: Source, width: int) -> Timed:
+    """The work is that of one pass; `choose_tokens` describes how many it makes."""
+    scores = source.normal(64, width, scale=3.0)
+    settings, _ = source.settings(64, temperature=1.0, top_p=0.9)
+    positions = torch.zeros(64, dtype=torch.int64, device=source.device)
 
     def run_torch() -> Tensor:
-        ordered = scores.softmax(-1).sort(-1, descending=True)
+        ordered = scores.float().softmax(-1).sort(-1, descending=True)
         cumulative = ordered.values.cumsum(-1)
         kept = torch.where(cumulative - ordered.values < 0.9, ordered.values, 0.0)
         return ordered.indices.gather(1, (kept / torch.empty_like(kept).exponential_()).argmax(-1, keepdim=True))
 
-    call = partial(draw, scores, ones, top_k_R, ones * 0.9, ones * 0, uniform_R)
+    call = partial(TRITON_KERNELS.choose_tokens, scores, settings, positions)
     return Timed(call, Work(scores.nbytes), others={"torch": run_torch})

@@ -26,7 +26,7 @@ from moeserve.models.decoder import Decoder
 from moeserve.models.registry import describe
 from moeserve.moe.dispatch.factory import TorchDispatchers
 from moeserve.ops.triton.table import TRITON_KERNELS
-from moeserve.step_inputs import ChunkSpan, StepInputs
+from moeserve.step_inputs import NUM_SETTINGS, ChunkSpan, StepInputs
 
 META = torch.device("meta")
 BLOCK_SIZE = 16
@@ -76,6 +76,7 @@ def launches(folder: Path, spans: list[ChunkSpan], quantization: QuantizationNam
     model = Decoder(description.model, placements, TorchDispatchers("local", groups.ep, context), context)
     caches = model.make_caches(4, BLOCK_SIZE)
     step = _step(spans)
+    settings_LW = torch.zeros(len(spans), NUM_SETTINGS, dtype=torch.int64, device=META)
     log = Launches()
     counts = []
     with torch.inference_mode(), log.of_triton_too():
@@ -89,7 +90,8 @@ def launches(folder: Path, spans: list[ChunkSpan], quantization: QuantizationNam
             del log.names[num_before:]
         assert model.norm is not None
         _, normed_TD = model.norm.after_adding(update_tD, hidden_tD)
-        context.kernels.row_maximum(model.logits(step.rows_for_logits(normed_TD)))
+        logits_LV = model.logits(step.rows_for_logits(normed_TD))
+        context.kernels.choose_tokens(logits_LV, settings_LW, step.logits_rows)
     return [*counts, Counter(log.names)]
 
 

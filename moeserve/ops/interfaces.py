@@ -19,7 +19,8 @@ from moeserve.step_inputs import StepInputs
 
 # T tokens, D model width, E experts, K experts per token, P pairs = T * K, R rows, N query heads, G key-value heads,
 # H head size, F rotated pairs, S rows of a source or slots of a weight, e weights side by side, I inputs, O outputs,
-# C columns: the outputs, or half as many after an activation (gates first, then ups), V vocabulary
+# C columns: the outputs, or half as many after an activation (gates first, then ups), V vocabulary,
+# W fields of SAMPLING_SETTINGS
 
 GatedActivation = Callable[[Tensor, Tensor], Tensor]  # (gate, up) -> their product, all of one shape
 
@@ -95,30 +96,24 @@ class ApplyRope(Protocol):
     def __call__(self, heads_TNH: Tensor, rotation: Rotation, out_TNH: Tensor | None = None, /) -> Tensor: ...
 
 
-class DrawTokens(Protocol):
-    """Draw one token [R] int64 from each row, by its position among the kept tokens' cumulative probabilities.
+class ChooseTokens(Protocol):
+    """Choose the next token of each row: the most likely one at temperature 0, otherwise a random one.
 
     Tokens are ordered by probability, ties by id. `min_p`, then `top_k`, then `top_p` each keep a beginning of the row.
+    A random number determines the token by its position among their cumulative probabilities. The number is
+    counter-based (Philox 4x64-10, Salmon et al. 2011): it depends on the seed and the number of output tokens before.
 
     Args:
-        scores_RV: float32; minus infinity is never drawn.
-        temperature_R: float32, above zero.
-        top_k_R: int64; 0 or less keeps all.
-        top_p_R: float32.
-        min_p_R: float32.
-        uniform_R: float64 in [0, 1), the fraction of the kept probability at which the token is found.
+        scores_RV: any floating dtype; minus infinity is never chosen if the row has another number.
+        settings_RW: int64, records of `SAMPLING_SETTINGS`.
+        positions_R: int64, of the newest token of each row in its request.
+
+    Returns:
+        The highest score of each row, in a dtype that holds it exactly, and the tokens [R] int64. NaN is the highest.
+        Rows whose highest score is not finite have any token.
     """
 
-    def __call__(
-        self,
-        scores_RV: Tensor,
-        temperature_R: Tensor,
-        top_k_R: Tensor,
-        top_p_R: Tensor,
-        min_p_R: Tensor,
-        uniform_R: Tensor,
-        /,
-    ) -> Tensor: ...
+    def __call__(self, scores_RV: Tensor, settings_RW: Tensor, positions_R: Tensor, /) -> tuple[Tensor, Tensor]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -563,7 +558,7 @@ class Kernels:
     # rows_RV -> the largest number of each row [R], in a dtype that holds it exactly, and its index [R] int64. Ties go
     # to the lowest index, and NaN is larger than any number.
     row_maximum: Callable[[Tensor], tuple[Tensor, Tensor]]
-    draw_tokens: DrawTokens | None  # None: the sampler draws by torch's operations
+    choose_tokens: ChooseTokens
     # (experts_TK, copies_EW, num_copies_E, first_token) -> the physical expert of each choice [T, K], int64: token t
     # gets copy (first_token + t) % num_copies_E[e] of expert e. Expert -1 is padding and stays -1.
     choose_expert_copies: Callable[[Tensor, Tensor, Tensor, int], Tensor]

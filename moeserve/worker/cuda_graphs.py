@@ -21,7 +21,7 @@ from torch import Tensor
 from moeserve.distributed.mesh import Mesh, share_of, share_sizes
 from moeserve.models.decoder import Decoder
 from moeserve.scheduling.lockstep import Agreement
-from moeserve.step_inputs import ChunkSpan, StepInputs
+from moeserve.step_inputs import NUM_SETTINGS, ChunkSpan, StepInputs
 from moeserve.worker.halves import in_halves
 from moeserve.worker.kv_cache import free_gpu_memory
 from moeserve.worker.step_replay import StepContext, StepOutputs, do_nothing
@@ -150,17 +150,18 @@ class CudaGraphs:
         return False  # all sizes are captured
 
     def _run(self, step: StepInputs) -> StepOutputs:
-        """Run the layers, the head on all rows, and the choice of each row's most likely token."""
+        """Run the layers, the head on all rows, and the choice of each row's token by its settings."""
         hidden_TD = self.model(step, self.caches)
         if self.model.head is None:  # a later pipeline stage has it
             return StepOutputs(hidden_TD)
         logits_TV = self.model.logits(hidden_TD)  # collective: tp ranks
-        maxima_T = self.model.context.kernels.row_maximum(logits_TV)
+        assert step.settings is not None
+        chosen_T = self.model.context.kernels.choose_tokens(logits_TV, step.settings, step.positions)
         if self._logits_TV is None:  # in the first run, outside of a graph, with the largest size
             self._logits_TV = torch.empty_like(logits_TV)
         kept_TV = self._logits_TV[: len(logits_TV)]  # or each graph would keep its own
         kept_TV.copy_(logits_TV)
-        return StepOutputs(hidden_TD, kept_TV, maxima_T)
+        return StepOutputs(hidden_TD, kept_TV, chosen_T)
 
     def __call__(self, step: StepInputs) -> StepOutputs:
         if step.padding is None:
@@ -168,7 +169,7 @@ class CudaGraphs:
             return StepOutputs(self.model(step, self.caches))
         size = len(step.token_ids)
         own = self._steps[size]
-        for name in ("token_ids", "positions", "cache_slots", "context_lens", "padding"):
+        for name in ("token_ids", "positions", "cache_slots", "context_lens", "padding", "settings"):
             getattr(own, name).copy_(getattr(step, name))
         num_requests, num_blocks = step.block_table.shape
         own.block_table[:num_requests, :num_blocks].copy_(step.block_table)
@@ -198,6 +199,7 @@ def _empty_inputs(size: int, max_blocks: int, device: torch.device) -> StepInput
         tp_sizes=(),
         tokens_per_rank=(),
         padding=torch.ones(size, dtype=torch.bool, device=device),
+        settings=zeros(size, NUM_SETTINGS, dtype=torch.int64),
     )
 
 
@@ -205,6 +207,7 @@ def _first_rows(inputs: StepInputs, size: int, mesh: Mesh, tp_rank: int) -> Step
     """Return the step of the first `size` rows of the same memory, one of that size on every replica."""
     tp_sizes = share_sizes(size, mesh.tp)
     assert inputs.padding is not None
+    assert inputs.settings is not None
     return dataclasses.replace(
         inputs,
         token_ids=inputs.token_ids[:size],
@@ -217,5 +220,6 @@ def _first_rows(inputs: StepInputs, size: int, mesh: Mesh, tp_rank: int) -> Step
         tp_sizes=tp_sizes,
         tokens_per_rank=tp_sizes * mesh.dp,
         padding=inputs.padding[:size],
+        settings=inputs.settings[:size],
         own_rows=share_of(size, tp_rank, mesh.tp),
     )

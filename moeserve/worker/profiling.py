@@ -7,11 +7,11 @@ import functools
 from moeserve.config.settings import EngineConfig
 from moeserve.models.decoder import Decoder
 from moeserve.ops.torch.dense_attention import MAX_MASK_SIZE
+from moeserve.ops.torch.sampling import PIECE_SIZE
 from moeserve.sampling_params import RequestParams
 from moeserve.worker.kv_cache import count_blocks
 from moeserve.worker.model_runner import ModelRunner
 from moeserve.worker.request_table import Chunk, RequestState, RequestTable
-from moeserve.worker.sampler import PIECE_SIZE
 from moeserve.worker.step_replay import EagerSteps, StepContext
 
 LEAST_LONG_CHUNK = 256  # rows for which latent attention expands the whole context
@@ -86,6 +86,8 @@ def largest_step(config: EngineConfig, max_tokens: int | None = None) -> list[Ch
 
 
 def _run(probe: ModelRunner, chunks: list[Chunk]) -> None:
+    for chunk in chunks:
+        probe.table.add(chunk.slot, chunk.request, [])
     num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
     probe.execute(chunks, (num_tokens,) * probe.context.mesh.dp)
 

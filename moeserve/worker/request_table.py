@@ -12,6 +12,7 @@ import numpy.typing as npt
 from moeserve.protocol import Registration, RequestDigest, StepPlan
 from moeserve.sampling_params import RequestParams
 from moeserve.scheduling.rank_state import request_digest
+from moeserve.step_inputs import SAMPLING_SETTINGS
 from moeserve.worker.grammars import Matcher
 
 UNKNOWN_TOKEN = -1  # the newest token of a request while the device computes it
@@ -28,11 +29,22 @@ class RequestState:
     seed: int
     end_token_ids: list[int]
     matcher: Matcher | None = None  # of params.grammar, on the rank that samples, once it has sampled
-    num_blocks_on_device: int = 0  # of its row of the block table, on a device with a copy
 
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def has_spec(self) -> bool:
+        """True if sampling its tokens takes more than its settings; see `SampleSpec`."""
+        params = self.params
+        return bool(
+            params.has_penalties
+            or params.logit_bias
+            or params.grammar is not None
+            or params.logprobs is not None
+            or (params.min_tokens and self.end_token_ids)
+        )
 
 
 class Chunk(NamedTuple):
@@ -43,7 +55,7 @@ class Chunk(NamedTuple):
     token_ids: list[int]
     request: RequestState
     samples: bool  # the next token, after the last of these
-    prompt_targets: list[int]  # prompt tokens that rows 0, 1, ... predict, if their log-probabilities are wanted
+    prompt_targets: Sequence[int]  # prompt tokens that rows 0, 1, ... predict, if their log-probabilities are wanted
 
     @property
     def end(self) -> int:
@@ -59,8 +71,34 @@ class RequestTable:
         Args:
             max_blocks: of one request.
         """
+        self.num_slots = num_slots
         self.block_table: npt.NDArray[np.int32] = np.zeros((num_slots, max_blocks), np.int32)
+        self.settings = np.zeros(num_slots + 1, SAMPLING_SETTINGS)  # the last row is for padding, and is greedy
+        self.has_spec: npt.NDArray[np.bool_] = np.zeros(num_slots, np.bool_)  # see `RequestState.has_spec`
+        # Changes since a copy on a device was updated:
+        self.added_slots: list[int] = []
+        self.added_blocks: list[tuple[int, int, int]] = []  # slot, first block, end
         self._requests: dict[int, RequestState] = {}
+
+    def add(self, slot: int, request: RequestState, block_ids: Sequence[int]) -> None:
+        """Put a request into a slot, with the blocks it has."""
+        params = request.params
+        self.settings[slot] = (
+            params.temperature,
+            params.top_p,
+            params.min_p,
+            params.top_k,
+            request.num_prompt_tokens,
+            request.seed,
+        )
+        self.has_spec[slot] = request.has_spec
+        self.added_slots.append(slot)
+        self._requests[slot] = request
+        self._append_blocks(slot, request, block_ids)
+
+    def forget_changes(self) -> None:
+        """Begin the lists of changes again."""
+        self.added_slots, self.added_blocks = [], []
 
     def apply(self, plan: StepPlan) -> list[Chunk]:
         """Update the table, and return the chunks of the plan."""
@@ -70,10 +108,16 @@ class RequestTable:
             self._append_blocks(slot, self._requests[slot], block_ids)
         for slot, token_id in plan.new_tokens:
             self._requests[slot].token_ids.append(token_id)
-        return [
-            self._chunk(slot, start, length)
-            for slot, start, length in zip(plan.slots, plan.starts, plan.lengths, strict=True)
-        ]
+        chunks = []
+        for slot, start, length in zip(plan.slots, plan.starts, plan.lengths, strict=True):
+            request = self._requests[slot]
+            token_ids, end = request.token_ids, start + length
+            assert end <= len(token_ids), f"slot {slot}: tokens to {end} are planned, {len(token_ids)} known"
+            targets: Sequence[int] = ()
+            if request.params.prompt_logprobs is not None and request.num_output_tokens == 0:
+                targets = token_ids[start + 1 : end + 1]
+            chunks.append(Chunk(slot, start, token_ids[start:end], request, end == len(token_ids), targets))
+        return chunks
 
     def digests(self, slots: Sequence[int]) -> list[RequestDigest]:
         """Return what is compared with the scheduler's state of these requests."""
@@ -101,26 +145,10 @@ class RequestTable:
             seed=registration.seed,
             end_token_ids=registration.end_token_ids,
         )
-        self._requests[registration.slot] = request
-        self._append_blocks(registration.slot, request, registration.block_ids)
+        self.add(registration.slot, request, registration.block_ids)
 
-    def _append_blocks(self, slot: int, request: RequestState, block_ids: list[int]) -> None:
+    def _append_blocks(self, slot: int, request: RequestState, block_ids: Sequence[int]) -> None:
         end = request.num_blocks + len(block_ids)
         self.block_table[slot, request.num_blocks : end] = block_ids
+        self.added_blocks.append((slot, request.num_blocks, end))
         request.num_blocks = end
-
-    def _chunk(self, slot: int, start: int, length: int) -> Chunk:
-        request = self._requests[slot]
-        end = start + length
-        assert end <= len(request.token_ids), (
-            f"slot {slot}: tokens to {end} are planned, {len(request.token_ids)} known"
-        )
-        needs_rows = request.params.prompt_logprobs is not None and request.num_output_tokens == 0
-        return Chunk(
-            slot=slot,
-            start=start,
-            token_ids=request.token_ids[start:end],
-            request=request,
-            samples=end == len(request.token_ids),
-            prompt_targets=request.token_ids[start + 1 : end + 1] if needs_rows else [],
-        )

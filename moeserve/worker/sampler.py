@@ -1,218 +1,212 @@
 """Samples the next token from each row of logits, independently of the other rows of the batch.
 
-A random choice is counter-based: (seed, position) gives one number in [0, 1), which is looked up in the row's
-cumulative probabilities, most likely token first. Of equally likely tokens the lower id comes first, everywhere.
+Everything is computed on the device of the logits, and the host does not wait for it. `Kernels.choose_tokens` chooses
+tokens by the settings of their requests. Rows with bias, penalties, barred tokens or a grammar get their tokens from
+copies of their logits that are adjusted before.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from moeserve.errors import EngineError
-from moeserve.ops.interfaces import DrawTokens, Kernels
-from moeserve.protocol import LogprobRows, TokenLogprobs
+from moeserve.ops.interfaces import Kernels
+from moeserve.ops.torch.sampling import order_keys, pieces, tokens_of
+from moeserve.protocol import ChunkResult, LogprobRows, TokenLogprobs
 from moeserve.sampling_params import RequestParams
 from moeserve.worker.grammars import AllowedTokens
 from moeserve.worker.request_table import RequestState
 
-# L rows of logits, R of them processed together, V vocabulary, H most likely tokens of a row, most likely first,
-# N tokens of a row whose log-probabilities are returned, B bytes with a bit for each token
+# L rows of logits, R of them processed together, V vocabulary, W fields of SAMPLING_SETTINGS, N tokens of a row whose
+# log-probabilities are returned, A adjusted rows, B bytes with a bit for each token
 
-# Scores processed together by torch. This bounds the float64 copies: on a CPU they should stay in its cache.
-PIECE_SIZE = {"cpu": 2**18, "cuda": 2**24}
-# Scores processed together by a kernel, which bounds float32 copies.
-KERNEL_PIECE_SIZE = 2**24
-# Almost every random choice falls on one of this many most likely tokens. Only otherwise is the whole row sorted.
-HEAD_SIZE = 256
+Array: TypeAlias = npt.NDArray[Any]
+Upload: TypeAlias = Callable[[Sequence[Array]], list[Tensor]]  # returns arrays on the device
+Chosen: TypeAlias = tuple[Tensor, Tensor]  # each row's highest score [L], and its token [L]; see `ChooseTokens`
+NUM_PROMPT_TENSORS = 4
 # Penalties must not make a score infinite, because the difference of two infinities is NaN.
 LARGEST_SCORE = torch.finfo(torch.float32).max
-NO_TOKEN = -1
-UNIFORMS_AT_ONCE = 32
-Maxima: TypeAlias = tuple[Tensor, Tensor]  # each row's highest logit [L], and its token [L]
 # The end of messages about NaN and infinity.
 CAUSE_OF_DAMAGE = "its weights may be damaged, or its numbers too large for the dtype (float32 is the widest)"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleSpec:
-    """How to sample the next token of a request."""
+    """The part of sampling a row that the settings of its request do not describe."""
 
     params: RequestParams
-    seed: int
-    position: int  # number of output tokens before it; (seed, position) determines a random choice
     barred_token_ids: Sequence[int] = ()  # stop tokens, while below min_tokens
     prompt_token_ids: Sequence[int] = ()  # empty unless params.has_penalties
     output_token_ids: Sequence[int] = ()  # empty unless params.has_penalties
     allowed: AllowedTokens | None = None  # by the request's grammar; None: it has none
 
+    @property
+    def changes_scores(self) -> bool:
+        return bool(self.barred_token_ids or self.allowed or self.params.logit_bias or self.params.has_penalties)
 
-class SampledToken(NamedTuple):
-    """The token sampled from one row."""
 
-    token_id: int
-    logprobs: TokenLogprobs | None = None  # None unless params.logprobs is set
-    error: str | None = None  # why there is no token; `token_id` is then 0
+@dataclass(frozen=True, kw_only=True)
+class SampledRows:
+    """The results of sampling, on the device."""
+
+    tokens_L: Tensor
+    highest_L: Tensor  # of the logits
+    dtype: torch.dtype  # of the logits
+    vocab_size: int = 0
+    specs: Mapping[int, SampleSpec] = field(default_factory=dict)  # of rows
+    changed: Sequence[int] = ()  # rows whose scores were adjusted
+    highest_A: Tensor | None = None  # of these rows after that
+    with_logprobs: Sequence[int] = ()  # rows
+    logprobs: tuple[Tensor, Tensor, Tensor] | None = None  # of these rows; see `_logprob_columns`
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors that `results` takes on the host."""
+        optional = (self.highest_A, *(self.logprobs or ()))
+        return [self.tokens_L, self.highest_L, *(each for each in optional if each is not None)]
+
+    def results(self, on_host: Sequence[Tensor]) -> list[ChunkResult]:
+        """Return the tokens of all rows.
+
+        A row that contains NaN or infinity, all of whose tokens are barred, or whose grammar failed, gets an error.
+
+        Args:
+            on_host: `tensors`.
+        """
+        tokens_L, highest_L, *others = on_host
+        errors = _errors_of_rows(highest_L, self.dtype)
+        if not self.specs and not errors:
+            return [ChunkResult(token_id=token_id) for token_id in tokens_L.tolist()]
+        for row, spec in self.specs.items():
+            if spec.allowed is not None and spec.allowed.error:
+                errors.setdefault(row, spec.allowed.error)
+        if self.changed:
+            for row, highest in zip(self.changed, others.pop(0).tolist(), strict=True):
+                if highest == -math.inf:
+                    by_grammar = "structured_outputs allow none of them here"
+                    hint = "bar fewer stop tokens" if self.specs[row].allowed is None else by_grammar
+                    errors.setdefault(row, f"all {self.vocab_size} tokens are barred, so none can be chosen; {hint}")
+        logprobs: dict[int, TokenLogprobs] = {}
+        for row, *columns in zip(self.with_logprobs, *(each.tolist() for each in others), strict=True):
+            end = 1 + (self.specs[row].params.logprobs or 0)
+            token_ids, numbers, ranks = (column[:end] for column in columns)
+            logprobs[row] = TokenLogprobs(token_ids=token_ids, logprobs=numbers, ranks=ranks)
+        return [
+            ChunkResult(error=errors[row])
+            if row in errors
+            else ChunkResult(token_id=token_id, logprobs=logprobs.get(row))
+            for row, token_id in enumerate(tokens_L.tolist())
+        ]
+
+
+def needs_tokens(request: RequestState) -> bool:
+    """Return True if choosing a token takes the values of all tokens before it on the host."""
+    return request.params.has_penalties or request.params.grammar is not None
 
 
 def sample_spec(request: RequestState, allowed: AllowedTokens | None = None) -> SampleSpec:
     """Return how to sample the next token of a request."""
-    position, params = request.num_output_tokens, request.params
-    num_prompt_tokens = request.num_prompt_tokens if params.has_penalties else len(request.token_ids)
+    params, token_ids = request.params, request.token_ids
+    num_prompt_tokens = request.num_prompt_tokens if params.has_penalties else len(token_ids)
     return SampleSpec(
         params=params,
-        seed=request.seed,
-        position=position,
-        barred_token_ids=request.end_token_ids if position < params.min_tokens else (),
-        prompt_token_ids=request.token_ids[:num_prompt_tokens] if params.has_penalties else (),
-        output_token_ids=request.token_ids[num_prompt_tokens:],
+        barred_token_ids=request.end_token_ids if request.num_output_tokens < params.min_tokens else (),
+        prompt_token_ids=token_ids[:num_prompt_tokens] if params.has_penalties else (),
+        output_token_ids=token_ids[num_prompt_tokens:],
         allowed=allowed,
     )
 
 
 def sample(
-    logits_LV: Tensor, specs: Sequence[SampleSpec], kernels: Kernels, maxima_L: Maxima | None = None
-) -> list[SampledToken]:
-    """Sample one token per row as `specs[row]` describes; see `SamplingParams` for the order of operations.
-
-    A row that contains NaN or infinity, all of whose tokens are barred, or whose grammar failed, gets an error.
+    logits_LV: Tensor,
+    settings_LW: Tensor,
+    positions_L: Tensor,
+    specs: Mapping[int, SampleSpec],
+    kernels: Kernels,
+    upload: Upload,
+    chosen_L: Chosen | None = None,
+) -> SampledRows:
+    """Sample one token per row; see `SamplingParams` for the order of operations.
 
     Args:
         logits_LV: [rows, vocabulary], any floating type and device. Not changed.
-        maxima_L: of these logits, if they are known.
+        settings_LW, positions_L: see `ChooseTokens`.
+        specs: of the rows for which more is done.
+        chosen_L: the tokens of these logits as they are, if they are known.
     """
-    assert logits_LV.shape[0] == len(specs), f"{logits_LV.shape[0]} rows of logits for {len(specs)} specs"
-    highest_L, most_likely_L = maxima_L or kernels.row_maximum(logits_LV)
-    errors = {row: spec.allowed.error for row, spec in enumerate(specs) if spec.allowed and spec.allowed.error}
-    errors |= _errors_of_rows(highest_L, logits_LV.dtype)
-    chosen = most_likely_L.tolist()
-    changed = [row for row, spec in enumerate(specs) if row not in errors and _changes_scores(spec)]
-    others = set(range(len(specs))).difference(errors, changed)
-    drawn = [row for row in sorted(others) if specs[row].params.temperature > 0]
-    piece_size = None if kernels.draw_tokens is None else KERNEL_PIECE_SIZE
-    for rows in _pieces(drawn, logits_LV, piece_size):
-        tokens = _draw(_rows(logits_LV, rows).float(), highest_L[rows], [specs[row] for row in rows], kernels)
-        for row, token_id in zip(rows, tokens, strict=True):
-            chosen[row] = token_id
-    for rows in _pieces(changed, logits_LV, piece_size):
-        tokens = _choose(logits_LV[rows].float(), [specs[row] for row in rows], kernels)
-        for row, token_id in zip(rows, tokens, strict=True):
-            chosen[row] = token_id
-            if token_id == NO_TOKEN:
-                by_grammar = "structured_outputs allow none of them here"
-                errors[row] = f"all {logits_LV.shape[1]} tokens are barred, so none can be chosen; " + (
-                    "bar fewer stop tokens" if specs[row].allowed is None else by_grammar
-                )
+    if not specs:
+        highest_L, tokens_L = chosen_L or kernels.choose_tokens(logits_LV, settings_LW, positions_L)
+        return SampledRows(tokens_L=tokens_L, highest_L=highest_L, dtype=logits_LV.dtype)
+    changed = [row for row, spec in specs.items() if spec.changes_scores]
+    with_logprobs = [row for row, spec in specs.items() if spec.params.logprobs is not None]
+    changed_A, with_logprobs_R = upload([np.array(rows, np.int64) for rows in (changed, with_logprobs)])
+    if chosen_L is None:
+        # Settings of zeros are greedy: nothing is drawn twice.
+        undrawn_LW = settings_LW.index_fill(0, changed_A, 0) if changed else settings_LW
+        chosen_L = kernels.choose_tokens(logits_LV, undrawn_LW, positions_L)
+    highest_L, tokens_L = chosen_L
+    highest_A: list[Tensor] = []
+    for some in pieces(np.arange(len(changed)), logits_LV, in_float32=True):
+        rows_R = changed_A[some[0] : some[-1] + 1]
+        scores_RV = logits_LV.index_select(0, rows_R).float()
+        _adjust_scores(scores_RV, [specs[changed[index]] for index in some], upload)
+        highest_R, tokens_R = kernels.choose_tokens(
+            scores_RV, settings_LW.index_select(0, rows_R), positions_L.index_select(0, rows_R)
+        )
+        highest_A.append(highest_R)
+        tokens_L = tokens_L.index_copy(0, rows_R, tokens_R)
+    logprobs = None
+    if with_logprobs:
+        num_top = max(specs[row].params.logprobs or 0 for row in with_logprobs)
+        logprobs = _logprob_columns(logits_LV, with_logprobs_R, tokens_L.index_select(0, with_logprobs_R), num_top)
+    return SampledRows(
+        tokens_L=tokens_L,
+        highest_L=highest_L,
+        dtype=logits_LV.dtype,
+        vocab_size=logits_LV.shape[1],
+        specs=specs,
+        changed=changed,
+        highest_A=torch.cat(highest_A) if changed else None,
+        with_logprobs=with_logprobs,
+        logprobs=logprobs,
+    )
 
-    logprobs: dict[int, TokenLogprobs] = {}
-    needing = [row for row, spec in enumerate(specs) if row not in errors and spec.params.logprobs is not None]
-    for rows in _pieces(needing, logits_LV):
-        nums_top = [specs[row].params.logprobs or 0 for row in rows]
-        logprobs_R = _token_logprobs(logits_LV[rows], [chosen[row] for row in rows], nums_top)
-        logprobs.update(zip(rows, logprobs_R, strict=True))
-    return [
-        SampledToken(0, error=errors[row]) if row in errors else SampledToken(token_id, logprobs.get(row))
-        for row, token_id in enumerate(chosen)
-    ]
 
-
-def prompt_logprobs(logits_RV: Tensor, targets: list[int], num_top: int, kernels: Kernels) -> LogprobRows:
-    """Return the log-probabilities of `targets[row]` and of the `num_top` most likely tokens of each row.
-
-    Raises:
-        EngineError: a row contains NaN or infinity.
+def prompt_logprobs(logits_RV: Tensor, targets_R: Tensor, num_top: int, kernels: Kernels) -> list[Tensor]:
+    """Return log-probabilities of each row's target and of its `num_top` most likely tokens, as NUM_PROMPT_TENSORS
+    tensors for `prompt_rows`.
     """
-    assert logits_RV.shape[0] == len(targets), f"{logits_RV.shape[0]} rows of logits for {len(targets)} targets"
-    for error in _errors_of_rows(kernels.row_maximum(logits_RV)[0], logits_RV.dtype).values():
-        raise EngineError(error)
-    pieces = [
-        _logprob_columns(logits_RV[rows], [targets[row] for row in rows], num_top)
-        for rows in _pieces(list(range(len(targets))), logits_RV)
-    ]
-    tokens_RN, logprobs_RN, ranks_RN = (torch.cat(column).cpu() for column in zip(*pieces, strict=True))
+    assert logits_RV.shape[0] == len(targets_R), f"{logits_RV.shape[0]} rows of logits for {len(targets_R)} targets"
+    rows_R = torch.arange(len(targets_R), device=logits_RV.device)
+    highest_R = kernels.row_maximum(logits_RV)[0].to(logits_RV.dtype)
+    return [highest_R, *_logprob_columns(logits_RV, rows_R, targets_R, num_top)]
+
+
+def prompt_rows(on_host: Sequence[Tensor]) -> LogprobRows | str:
+    """Return the tensors of `prompt_logprobs` as a result, or an error if a row contains NaN or infinity."""
+    highest_R, tokens_RN, logprobs_RN, ranks_RN = on_host
+    for error in _errors_of_rows(highest_R, highest_R.dtype).values():
+        return error
     return LogprobRows(
-        len(targets),
+        len(highest_R),
         tokens_RN.to(torch.int32).numpy().tobytes(),
         logprobs_RN.numpy().tobytes(),
         ranks_RN.to(torch.int32).numpy().tobytes(),
     )
 
 
-def uniform(seed: int, position: int) -> float:
-    """Return the random number in [0, 1) of one position of one request (Philox 4x64, Salmon et al. 2011)."""
-    block, offset = divmod(position, UNIFORMS_AT_ONCE)
-    return _uniforms(seed, block)[offset]
-
-
-@functools.lru_cache(maxsize=4096)
-def _uniforms(seed: int, block: int) -> list[float]:
-    """Return the random numbers of several positions: starting a generator takes longer than the numbers."""
-    generator = np.random.Philox(key=seed, counter=block * UNIFORMS_AT_ONCE)
-    numbers: list[float] = ((generator.random_raw(4 * UNIFORMS_AT_ONCE)[::4] >> np.uint64(11)) * 2.0**-53).tolist()
-    return numbers
-
-
-def needs_logits_only(request: RequestState) -> bool:
-    """Return True if the next token depends on no earlier one, and nothing but the token is wanted."""
-    params = request.params
-    is_barred = request.num_output_tokens < params.min_tokens and bool(request.end_token_ids)
-    return not (
-        is_barred
-        or params.has_penalties
-        or params.logit_bias
-        or params.grammar is not None
-        or params.logprobs is not None
-    )
-
-
-def with_random_tokens(
-    tokens_L: Tensor,
-    logits_LV: Tensor,
-    requests: Sequence[RequestState],
-    kernels: Kernels,
-    upload: Callable[[Sequence[npt.NDArray[Any]]], list[Tensor]],
-) -> Tensor:
-    """Return tokens [L] with random ones in rows that have a temperature. Does not wait for the device.
-
-    Args:
-        tokens_L: each row's most likely token.
-        requests: of the rows, with `needs_logits_only`.
-        upload: returns arrays on the device.
-    """
-    drawn = [row for row, request in enumerate(requests) if request.params.temperature > 0]
-    for rows in _pieces(drawn, logits_LV, KERNEL_PIECE_SIZE):
-        assert kernels.draw_tokens is not None
-        some = [requests[row] for row in rows]
-        numbers = [uniform(request.seed, request.num_output_tokens) for request in some]
-        rows_R, *arguments = upload([np.array(rows), *_draw_arguments([each.params for each in some], numbers)])
-        scores_RV = logits_LV if len(rows) == len(logits_LV) else logits_LV.index_select(0, rows_R)
-        tokens_L = tokens_L.index_copy(0, rows_R, kernels.draw_tokens(scores_RV.float(), *arguments))
-    return tokens_L
-
-
-def sampled_tokens(tokens_L: Tensor, highest_L: Tensor, dtype: torch.dtype) -> list[SampledToken]:
-    """Return tokens, or errors of rows whose highest logit is NaN or infinite.
-
-    Args:
-        dtype: of the logits.
-    """
-    errors = _errors_of_rows(highest_L, dtype)
-    return [
-        SampledToken(0, error=errors[row]) if row in errors else SampledToken(token_id)
-        for row, token_id in enumerate(tokens_L.tolist())
-    ]
-
-
 def _errors_of_rows(highest_L: Tensor, dtype: torch.dtype) -> dict[int, str]:
     """Return an error for each row whose highest logit is NaN or infinite."""
+    if bool(highest_L.isfinite().all()):
+        return {}
     return {
         row: f"the model produced {'NaN' if math.isnan(highest) else 'infinite'} logits ({dtype}); {CAUSE_OF_DAMAGE}"
         for row, highest in enumerate(highest_L.tolist())
@@ -220,49 +214,68 @@ def _errors_of_rows(highest_L: Tensor, dtype: torch.dtype) -> dict[int, str]:
     }
 
 
-def _choose(scores_RV: Tensor, specs: list[SampleSpec], kernels: Kernels) -> list[int]:
-    """Sample one token per row of float32 scores, which are changed in place. NO_TOKEN if all of a row are barred."""
-    for row, spec in enumerate(specs):
-        _adjust_scores(scores_RV[row], spec)
-    highest_R, most_likely_R = kernels.row_maximum(scores_RV)
-    chosen = most_likely_R.tolist()
-    for row in highest_R.isneginf().nonzero()[:, 0].tolist():
-        chosen[row] = NO_TOKEN
-    random = [row for row, spec in enumerate(specs) if spec.params.temperature > 0 and chosen[row] != NO_TOKEN]
-    if random:
-        drawn = _draw(_rows(scores_RV, random), highest_R[random], [specs[row] for row in random], kernels)
-        for row, token_id in zip(random, drawn, strict=True):
-            chosen[row] = token_id
-    return chosen
+class _Entries:
+    """Some entries of a matrix of scores, and a number for each."""
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+        self._places: list[Array] = [np.zeros(0, np.int64)]
+        self._numbers: list[Array] = [np.zeros(0, np.float64)]
+
+    def add(self, row: int, token_ids: Iterable[int], numbers: Any) -> None:
+        """Add entries of one row, with numbers or one number for all. Tokens outside of the row are left out."""
+        tokens = np.fromiter(token_ids, np.int64)
+        is_inside = tokens < self._width
+        self._places.append(row * self._width + tokens[is_inside])
+        self._numbers.append(np.broadcast_to(np.asarray(numbers, np.float64), tokens.shape)[is_inside])
+
+    @property
+    def arrays(self) -> list[Array]:
+        return [np.concatenate(self._places), np.concatenate(self._numbers)]
 
 
-def _changes_scores(spec: SampleSpec) -> bool:
-    return bool(spec.barred_token_ids or spec.allowed or spec.params.logit_bias or spec.params.has_penalties)
-
-
-def _adjust_scores(scores_V: Tensor, spec: SampleSpec) -> None:
-    """Apply bias, penalties, barred tokens and the grammar in place. What bars tokens comes last, so that no penalty
+def _adjust_scores(scores_RV: Tensor, specs: Sequence[SampleSpec], upload: Upload) -> None:
+    """Apply bias, penalties, barred tokens and grammars in place. What bars tokens comes last, so that no penalty
     lifts them.
     """
-    params, vocabulary = spec.params, len(scores_V)
-    bias = {token_id: value for token_id, value in params.logit_bias.items() if token_id < vocabulary}
-    if bias:
-        scores_V[_on(scores_V, list(bias))] += torch.tensor(list(bias.values()), device=scores_V.device)
-    if params.repetition_penalty != 1.0:
-        seen = _on(scores_V, [*spec.prompt_token_ids, *spec.output_token_ids])  # a token seen twice is written twice
-        scores = scores_V[seen].double()
-        penalised = torch.where(scores > 0, scores / params.repetition_penalty, scores * params.repetition_penalty)
-        scores_V[seen] = penalised.clamp(-LARGEST_SCORE, LARGEST_SCORE).float()
-    if spec.output_token_ids and (params.frequency_penalty != 0.0 or params.presence_penalty != 0.0):
-        token_ids, counts = np.unique(spec.output_token_ids, return_counts=True)
-        penalties = counts * params.frequency_penalty + params.presence_penalty
-        scores_V[_on(scores_V, token_ids)] -= torch.from_numpy(penalties).float().to(scores_V.device)
-    barred = [token_id for token_id in spec.barred_token_ids if token_id < vocabulary]
-    if barred:
-        scores_V[_on(scores_V, barred)] = -math.inf
-    if spec.allowed is not None:
-        bits_B = torch.from_numpy(spec.allowed.bits).to(scores_V.device).int()
-        scores_V += _penalties_of_bits(scores_V.device).index_select(0, bits_B).flatten()[:vocabulary]
+    width = scores_RV.shape[1]
+    biased, seen, counted, barred = (_Entries(width) for _ in range(4))
+    grammars: list[tuple[int, Array]] = []
+    for row, spec in enumerate(specs):
+        params = spec.params
+        if params.logit_bias:
+            biased.add(row, params.logit_bias.keys(), list(params.logit_bias.values()))
+        if params.repetition_penalty != 1.0:
+            seen.add(row, {*spec.prompt_token_ids, *spec.output_token_ids}, params.repetition_penalty)
+        if spec.output_token_ids and (params.frequency_penalty != 0.0 or params.presence_penalty != 0.0):
+            token_ids, counts = np.unique(spec.output_token_ids, return_counts=True)
+            counted.add(row, token_ids, -(counts * params.frequency_penalty + params.presence_penalty))
+        if spec.barred_token_ids:
+            barred.add(row, spec.barred_token_ids, -math.inf)
+        if spec.allowed is not None and not spec.allowed.error:
+            grammars.append((row, spec.allowed.bits))
+    biased_P, bias_P, seen_P, penalties_P, counted_P, counts_P, barred_P, _, rows_G, bits_GB = upload(
+        [
+            *(array for entries in (biased, seen, counted, barred) for array in entries.arrays),
+            np.array([row for row, _ in grammars], np.int64),
+            np.stack([bits for _, bits in grammars]) if grammars else np.zeros((0, 0), np.uint8),
+        ]
+    )
+    scores_P = scores_RV.view(-1)
+    if len(biased_P):
+        scores_P.index_add_(0, biased_P, bias_P.float())
+    if len(seen_P):
+        old_P = scores_P.index_select(0, seen_P).double()
+        new_P = torch.where(old_P > 0, old_P / penalties_P, old_P * penalties_P)
+        scores_P.index_copy_(0, seen_P, new_P.clamp(-LARGEST_SCORE, LARGEST_SCORE).float())
+    if len(counted_P):
+        scores_P.index_add_(0, counted_P, counts_P.float())
+    if len(barred_P):
+        scores_P.index_fill_(0, barred_P, -math.inf)
+    for some in pieces(np.arange(len(grammars)), scores_RV):
+        bits_P = bits_GB[some[0] : some[-1] + 1].reshape(-1).int()
+        penalties_GV = _penalties_of_bits(scores_RV.device).index_select(0, bits_P).view(len(some), -1)[:, :width]
+        scores_RV.index_add_(0, rows_G[some[0] : some[-1] + 1], penalties_GV)
 
 
 @functools.cache
@@ -272,111 +285,25 @@ def _penalties_of_bits(device: torch.device) -> Tensor:
     return torch.where(is_set == 1, 0.0, -math.inf).to(device)
 
 
-def _on(scores_V: Tensor, token_ids: Sequence[int] | np.ndarray) -> Tensor:
-    """Return token ids as an index on the device of the scores."""
-    return torch.from_numpy(np.asarray(token_ids, np.int64)).to(scores_V.device)
-
-
-def _draw(scores_RV: Tensor, highest_R: Tensor, specs: list[SampleSpec], kernels: Kernels) -> list[int]:
-    """Draw one random token per row. Only the head of a row is sorted, unless the choice falls outside of it."""
-    if kernels.draw_tokens is not None:
-        return _draw_with_kernel(kernels.draw_tokens, scores_RV, specs)
-    temperatures_R = torch.tensor([spec.params.temperature for spec in specs], dtype=torch.float64)
-    # Subtracting the highest before dividing avoids infinity / infinity at the smallest temperatures.
-    shifted_RV = (scores_RV - highest_R[:, None]).double()
-    probabilities_RV = torch.softmax(shifted_RV / temperatures_R.to(scores_RV.device)[:, None], dim=-1)
-    keys_RV = _order_keys(scores_RV)
-    head_RH = _tokens_of(keys_RV.topk(min(HEAD_SIZE, keys_RV.shape[1])).values)
-    head_probabilities_RH = probabilities_RV.gather(1, head_RH).cpu().numpy()
-    is_whole_row = head_RH.shape == scores_RV.shape
-
-    drawn: list[int] = []
-    for row, (order_H, spec) in enumerate(zip(head_RH.cpu(), specs, strict=True)):
-        number = uniform(spec.seed, spec.position)
-        place = _place(head_probabilities_RH[row], spec.params, number, is_whole_row=is_whole_row)
-        if place is None:
-            # numpy sorts integers several times faster than torch.
-            order_H = _tokens_of(torch.from_numpy(np.sort(keys_RV[row].cpu().numpy())[::-1].copy()))
-            place = _place(probabilities_RV[row].cpu()[order_H].numpy(), spec.params, number, is_whole_row=True)
-        assert place is not None, "a whole row always has a choice"
-        drawn.append(int(order_H[place]))
-    return drawn
-
-
-def _draw_with_kernel(kernel: DrawTokens, scores_RV: Tensor, specs: list[SampleSpec]) -> list[int]:
-    numbers = [uniform(spec.seed, spec.position) for spec in specs]
-    arguments = _draw_arguments([spec.params for spec in specs], numbers)
-    tokens: list[int] = kernel(scores_RV, *(torch.from_numpy(each).to(scores_RV.device) for each in arguments)).tolist()
-    return tokens
-
-
-def _draw_arguments(params: Sequence[RequestParams], numbers: Sequence[float]) -> list[npt.NDArray[Any]]:
-    """Return the arguments of `DrawTokens` after the scores, on the host."""
-    return [
-        np.array([each.temperature for each in params], np.float32),
-        np.array([each.top_k for each in params], np.int64),
-        np.array([each.top_p for each in params], np.float32),
-        np.array([each.min_p for each in params], np.float32),
-        np.array(numbers, np.float64),
+def _logprob_columns(
+    logits_LV: Tensor, rows_R: Tensor, targets_R: Tensor, num_top: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return token ids, float32 log-probabilities and ranks of some rows' targets and of their most likely tokens."""
+    columns = [
+        _columns_of_piece(
+            logits_LV.index_select(0, rows_R[some[0] : some[-1] + 1]).float(),
+            targets_R[some[0] : some[-1] + 1],
+            num_top,
+        )
+        for some in pieces(np.arange(len(rows_R)), logits_LV)
     ]
+    tokens_RN, logprobs_RN, ranks_RN = (torch.cat(column) for column in zip(*columns, strict=True))
+    return tokens_RN, logprobs_RN, ranks_RN
 
 
-def _place(probabilities_H: np.ndarray, params: RequestParams, number: float, *, is_whole_row: bool) -> int | None:
-    """Return the index of the kept token at `number` in [0, 1) of their probability; None if more of the row is needed.
-
-    The most likely tokens come first, so each of `min_p`, `top_k` and `top_p` keeps a prefix of the row.
-    """
-    num_kept = int(np.count_nonzero(probabilities_H >= params.min_p * probabilities_H[0]))
-    if params.top_k > 0:
-        num_kept = min(num_kept, params.top_k)
-    cumulative_H = np.cumsum(probabilities_H[:num_kept])
-    if is_whole_row or num_kept < len(probabilities_H):
-        total = cumulative_H[-1]
-    elif params.min_p == 0.0 and params.top_k <= 0:
-        total = 1.0  # all tokens are kept, so their probabilities add up to one
-    else:
-        return None
-
-    if params.top_p < 1.0:
-        crossing = int(np.searchsorted(cumulative_H, params.top_p * total))  # the token that reaches the bound
-        if crossing == len(cumulative_H):
-            return None
-        total = cumulative_H[crossing]
-    # On a whole row this always finds a possible token: a number below one times a total rounds to less than the total.
-    place = int(np.searchsorted(cumulative_H, number * total, side="right"))
-    return place if place < len(cumulative_H) else None
-
-
-def _order_keys(scores_RV: Tensor) -> Tensor:
-    """Return distinct integers that order tokens by (score descending, id ascending) when sorted descending.
-
-    A key has the bits of the float32 score, mapped to integer order, above those of the negated id.
-    """
-    bits_RV = (scores_RV + 0.0).view(torch.int32)  # adding zero makes -0.0 equal to 0.0
-    ordered_RV = bits_RV ^ ((bits_RV >> 31) & 0x7FFFFFFF)
-    return ordered_RV.long() * 2**32 - torch.arange(scores_RV.shape[1], device=scores_RV.device)
-
-
-def _tokens_of(keys: Tensor) -> Tensor:
-    """Return the token ids of order keys."""
-    return (-keys) & 0xFFFFFFFF
-
-
-def _token_logprobs(logits_RV: Tensor, targets: list[int], nums_top: list[int]) -> list[TokenLogprobs]:
-    tokens_RN, logprobs_RN, ranks_RN = _logprob_columns(logits_RV, targets, max(nums_top))
-    columns = zip(tokens_RN.tolist(), logprobs_RN.tolist(), ranks_RN.tolist(), nums_top, strict=True)
-    return [
-        TokenLogprobs(token_ids=tokens[: 1 + num], logprobs=logprobs[: 1 + num], ranks=ranks[: 1 + num])
-        for tokens, logprobs, ranks, num in columns
-    ]
-
-
-def _logprob_columns(logits_RV: Tensor, targets: list[int], num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return token ids, float32 log-probabilities and ranks of each row's target and its most likely tokens."""
-    scores_RV = logits_RV.float()
-    targets_R1 = torch.tensor(targets, device=logits_RV.device)[:, None]
+def _columns_of_piece(scores_RV: Tensor, targets_R: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
     num_top = min(num_top, scores_RV.shape[1])
-    tokens_RN = torch.cat([targets_R1, _tokens_of(_order_keys(scores_RV).topk(num_top).values)], dim=1)
+    tokens_RN = torch.cat([targets_R[:, None], tokens_of(order_keys(scores_RV).topk(num_top).values)], dim=1)
 
     # Summed in float64: a float32 result then does not depend on the order in which a device adds.
     logprobs_RN = torch.log_softmax(scores_RV, dim=-1, dtype=torch.float64).gather(1, tokens_RN).float()
@@ -385,15 +312,3 @@ def _logprob_columns(logits_RV: Tensor, targets: list[int], num_top: int) -> tup
     top_RH = scores_RN[:, 1:]
     top_ranks_RH = 1 + (top_RH[:, None, :] > top_RH[:, :, None]).sum(dim=-1)
     return tokens_RN, logprobs_RN, torch.cat([target_ranks_R1, top_ranks_RH], dim=1)
-
-
-def _rows(scores_LV: Tensor, rows: list[int]) -> Tensor:
-    """Return some rows in ascending order, without a copy if they are all."""
-    return scores_LV if len(rows) == len(scores_LV) else scores_LV[rows]
-
-
-def _pieces(rows: list[int], logits_LV: Tensor, num_scores: int | None = None) -> Iterator[list[int]]:
-    """Yield the rows in pieces of at most `num_scores` scores, but of one row at least."""
-    size = max(1, (num_scores or PIECE_SIZE[logits_LV.device.type]) // logits_LV.shape[1])
-    for first in range(0, len(rows), size):
-        yield rows[first : first + size]

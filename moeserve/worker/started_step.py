@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import torch
+import msgspec
 
 from moeserve.protocol import ChunkResult, LogprobRows
-from moeserve.worker.request_table import Chunk, RequestState
-from moeserve.worker.sampler import CAUSE_OF_DAMAGE, SampledToken, sampled_tokens
+from moeserve.worker.request_table import Chunk
+from moeserve.worker.sampler import CAUSE_OF_DAMAGE, NUM_PROMPT_TENSORS, SampledRows, prompt_rows
 from moeserve.worker.step_memory import Reading
 
 
@@ -18,12 +18,12 @@ class StartedStep:
     """The results of a step, once the device has computed them."""
 
     chunks: Sequence[Chunk]  # none on a rank that returns no results
-    prompts: Sequence[list[LogprobRows | str]]  # of each chunk
-    sampled: list[SampledToken] | None  # None: they are read
-    # If the last row of each chunk is finite (empty if all sample); then tokens [L] and highest logits [L], if read.
+    sampling: Sequence[Chunk]  # the chunks that sample
+    # If the last row of each chunk is finite (empty if all sample); then, if chunks are returned, the tensors of
+    # `prompt_logprobs` for each chunk with targets; then the tensors of `sampled`.
     reading: Reading
-    places: Sequence[tuple[RequestState, int]]  # where tokens that are read belong
-    logits_dtype: torch.dtype
+    sampled: SampledRows | None = None  # None: no chunk samples
+    appends_samples: bool = False  # write the tokens to the requests, which have UNKNOWN_TOKEN there
     raise_failure: Callable[[], None]  # raises the error of a collective of this step
     _results: list[ChunkResult] | None = field(default=None, init=False)
 
@@ -43,38 +43,43 @@ class StartedStep:
         return self._results
 
     def _finish(self) -> list[ChunkResult]:
-        is_finite, *chosen = self.reading.wait()
+        is_finite, *tensors = self.reading.wait()
         self.raise_failure()
-        if chosen:
-            tokens_L, highest_L = chosen
-            self.sampled = sampled_tokens(tokens_L, highest_L, self.logits_dtype)
-            for (request, index), token in zip(self.places, self.sampled, strict=False):
-                request.token_ids[index] = token.token_id
-        assert self.sampled is not None
-        sampled, finite = iter(self.sampled), is_finite.tolist()
+        if self.appends_samples and self.sampled is not None:
+            tokens_L = tensors[len(tensors) - len(self.sampled.tensors)]
+            for chunk, token_id in zip(self.sampling, tokens_L.tolist(), strict=True):
+                chunk.request.token_ids[chunk.start + len(chunk.token_ids)] = token_id
+        if not self.chunks:
+            return []
+        prompts: dict[int, LogprobRows | str] = {}
+        for index, chunk in enumerate(self.chunks):
+            if chunk.prompt_targets:
+                prompts[index] = prompt_rows(tensors[:NUM_PROMPT_TENSORS])
+                del tensors[:NUM_PROMPT_TENSORS]
+        sampled = [] if self.sampled is None else self.sampled.results(tensors)
+        if len(sampled) == len(self.chunks) and not prompts:
+            return sampled
+        remaining, finite = iter(sampled), is_finite.tolist()
         return [
-            _chunk_result(next(sampled), prompt, is_damaged=False)
+            _chunk_result(next(remaining), prompts.get(index), is_damaged=False)
             if chunk.samples
-            else _chunk_result(None, prompt, is_damaged=not finite[index])
-            for index, (chunk, prompt) in enumerate(zip(self.chunks, self.prompts, strict=False))
+            else _chunk_result(ChunkResult(), prompts.get(index), is_damaged=not finite[index])
+            for index, chunk in enumerate(self.chunks)
         ]
 
 
-def _chunk_result(token: SampledToken | None, prompt: list[LogprobRows | str], *, is_damaged: bool) -> ChunkResult:
+def _chunk_result(sampled: ChunkResult, prompt: LogprobRows | str | None, *, is_damaged: bool) -> ChunkResult:
     """Return the result of one chunk.
 
     Args:
+        sampled: its result without a prompt; empty if nothing is sampled.
         is_damaged: its last row is not finite though nothing is sampled from it. Keys and values of the chunk may be
             damaged too, and must not get into the prefix cache.
     """
-    errors = [piece for piece in prompt if isinstance(piece, str)]
+    if isinstance(prompt, str):
+        return ChunkResult(error=prompt)
     if is_damaged:
-        errors.append("the model produced NaN or infinite hidden states; " + CAUSE_OF_DAMAGE)
-    if token is not None and token.error is not None:
-        errors.append(token.error)
-    if errors:
-        return ChunkResult(error=errors[0])
-    rows = [piece for piece in prompt if isinstance(piece, LogprobRows)]
-    if token is None:
-        return ChunkResult(prompt_logprobs=rows)
-    return ChunkResult(token_id=token.token_id, logprobs=token.logprobs, prompt_logprobs=rows)
+        return ChunkResult(error="the model produced NaN or infinite hidden states; " + CAUSE_OF_DAMAGE)
+    if prompt is None or sampled.error is not None:
+        return sampled
+    return msgspec.structs.replace(sampled, prompt_logprobs=[prompt])

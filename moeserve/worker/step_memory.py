@@ -16,13 +16,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from moeserve.worker.request_table import UNKNOWN_TOKEN, Chunk, RequestTable
+from moeserve.step_inputs import as_integers
+from moeserve.worker.request_table import UNKNOWN_TOKEN, RequestTable
 
 # Offsets of arrays in a copy. Triton compiles other kernels for addresses that are no multiples of this.
 ALIGNMENT = 16
 
 Array = npt.NDArray[Any]
-# S chunks of a step, T tokens, L tokens that are sampled
+# S chunks of a step, L tokens that are sampled, W fields of SAMPLING_SETTINGS
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class HostInputs:
     context_lens: Array
     logits_rows: Array
     padding: Array
+    slots: Array
+    chunk_slots: Array  # [S] int64: slots of all chunks
 
     @property
     def arrays(self) -> list[Array]:
@@ -62,18 +65,20 @@ class Reading(Protocol):
 class StepMemory(Protocol):
     """The memory of one device, in the thread that runs its steps."""
 
-    is_asynchronous: bool  # the device computes while the host goes on
-
     def upload(self, arrays: Sequence[Array]) -> list[Tensor]:
         """Return arrays on the device. They must not be changed afterwards."""
         ...
 
-    def upload_step(self, inputs: HostInputs, chunks: Sequence[Chunk], max_blocks: int) -> tuple[list[Tensor], Tensor]:
-        """Return `inputs.arrays` on the device, with all tokens, and the block table [S, max_blocks] int32."""
+    def upload_step(self, inputs: HostInputs, max_blocks: int) -> dict[str, Tensor]:
+        """Return the inputs on the device, with all tokens, and `block_table` and `settings`; see `StepInputs`.
+
+        Args:
+            max_blocks: of any chunk's context.
+        """
         ...
 
-    def keep_tokens(self, sampling: Sequence[Chunk], token_ids_L: Tensor) -> None:
-        """Keep the tokens that these chunks sample, for the next step."""
+    def keep_tokens(self, slots_L: Tensor, token_ids_L: Tensor) -> None:
+        """Keep the tokens that these requests have sampled, for the next step."""
         ...
 
     def start_reading(self, tensors: Sequence[Tensor]) -> Reading: ...
@@ -94,19 +99,20 @@ class HostReading:
 class HostMemory:
     """See `StepMemory`. The device is the CPU: nothing is copied, and the host knows all tokens."""
 
-    is_asynchronous = False
-
     def __init__(self, table: RequestTable) -> None:
         self._table = table
 
     def upload(self, arrays: Sequence[Array]) -> list[Tensor]:
         return [torch.from_numpy(array) for array in arrays]
 
-    def upload_step(self, inputs: HostInputs, chunks: Sequence[Chunk], max_blocks: int) -> tuple[list[Tensor], Tensor]:
-        slots_S = [chunk.slot for chunk in chunks]
-        return self.upload(inputs.arrays), torch.from_numpy(self._table.block_table[slots_S, :max_blocks])
+    def upload_step(self, inputs: HostInputs, max_blocks: int) -> dict[str, Tensor]:
+        self._table.forget_changes()
+        block_table = self._table.block_table[inputs.chunk_slots, :max_blocks]
+        settings = as_integers(self._table.settings[inputs.slots])
+        tensors = self.upload([*inputs.arrays, block_table, settings])
+        return dict(zip([*HostInputs.names(), "block_table", "settings"], tensors, strict=True))
 
-    def keep_tokens(self, sampling: Sequence[Chunk], token_ids_L: Tensor) -> None:
+    def keep_tokens(self, slots_L: Tensor, token_ids_L: Tensor) -> None:
         """Do nothing: the table of requests has them."""
 
     def start_reading(self, tensors: Sequence[Tensor]) -> Reading:
@@ -139,12 +145,11 @@ class GpuReading:
 class GpuMemory:
     """See `StepMemory`."""
 
-    is_asynchronous = True
-
     def __init__(self, table: RequestTable, device: torch.device) -> None:
         self._table = table
         self._device = device
         self._block_table = torch.from_numpy(table.block_table).to(device, copy=True)
+        self._settings = torch.from_numpy(as_integers(table.settings)).to(device, copy=True)
         self._newest_tokens = torch.zeros(len(table.block_table), dtype=torch.int64, device=device)
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -152,50 +157,64 @@ class GpuMemory:
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
 
     def upload(self, arrays: Sequence[Array]) -> list[Tensor]:
-        arrays = [np.ascontiguousarray(array) for array in arrays]
-        offsets = np.cumsum([0, *(-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays)]).tolist()
-        pinned = self.pinned((offsets[-1],), torch.uint8)
-        memory = pinned.numpy()
-        for array, offset in zip(arrays, offsets, strict=False):
-            memory[offset : offset + array.nbytes] = array.reshape(-1).view(np.uint8)
+        """See `StepMemory`. There is one copy, in which arrays of a dtype lie together and are split by one call."""
+        by_dtype: dict[np.dtype[Any], list[int]] = {}
+        for index, array in enumerate(arrays):
+            by_dtype.setdefault(array.dtype, []).append(index)
+        pinned = self.pinned((sum(array.nbytes + -array.nbytes % ALIGNMENT for array in arrays),), torch.uint8)
+        memory, first = pinned.numpy(), 0
+        groups: list[tuple[list[int], slice, torch.dtype, list[int]]] = []
+        for dtype, indices in by_dtype.items():
+            sizes: list[int] = []  # of each array and the gap after it, in elements
+            for index in indices:
+                sizes += (arrays[index].size, -arrays[index].nbytes % ALIGNMENT // dtype.itemsize)
+            place = slice(first, first + sum(sizes) * dtype.itemsize)
+            numbers, offset = memory[place].view(dtype), 0
+            for index, size, gap in zip(indices, sizes[::2], sizes[1::2], strict=True):
+                numbers[offset : offset + size] = arrays[index].reshape(-1)
+                offset += size + gap
+            groups.append((indices, place, torch.from_numpy(numbers).dtype, sizes))
+            first = place.stop
         on_device = pinned.to(self._device, non_blocking=True)
-        return [
-            on_device[offset : offset + array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
-            for array, offset in zip(arrays, offsets, strict=False)
-        ]
+        tensors = [on_device] * len(arrays)
+        for indices, place, torch_dtype, sizes in groups:
+            parts = on_device[place].view(torch_dtype).split(sizes)
+            for index, part in zip(indices, parts[::2], strict=True):
+                tensors[index] = part if arrays[index].ndim == 1 else part.view(arrays[index].shape)
+        return tensors
 
-    def upload_step(self, inputs: HostInputs, chunks: Sequence[Chunk], max_blocks: int) -> tuple[list[Tensor], Tensor]:
-        slots_S = np.array([chunk.slot for chunk in chunks], np.int64)
+    def upload_step(self, inputs: HostInputs, max_blocks: int) -> dict[str, Tensor]:
         unknown_rows = np.flatnonzero(inputs.token_ids == UNKNOWN_TOKEN)
-        slots_of_unknown = slots_S[np.searchsorted(inputs.row_starts, unknown_rows, side="right") - 1]
-        entries, block_ids = self._changed_entries(chunks)
-        *tensors, slots, rows, newest, changed, changed_ids = self.upload(
-            [*inputs.arrays, slots_S, unknown_rows, slots_of_unknown, entries, block_ids]
+        slots_of_unknown = inputs.chunk_slots[np.searchsorted(inputs.row_starts, unknown_rows, side="right") - 1]
+        *tensors, rows, newest, entries, block_ids, added, settings = self.upload(
+            [*inputs.arrays, unknown_rows, slots_of_unknown, *self._changes()]
         )
         if len(entries):
-            self._block_table.view(-1).index_copy_(0, changed, changed_ids)
+            self._block_table.view(-1).index_put_((entries,), block_ids)
+        if len(added):
+            self._settings.index_put_((added,), settings)
+        on_device = dict(zip(HostInputs.names(), tensors, strict=True))
         if len(unknown_rows):
-            tensors[0].index_copy_(0, rows, self._newest_tokens.index_select(0, newest))
-        return tensors, self._block_table[:, :max_blocks].index_select(0, slots)
+            on_device["token_ids"].index_put_((rows,), self._newest_tokens.index_select(0, newest))
+        on_device["block_table"] = self._block_table[:, :max_blocks].index_select(0, on_device["chunk_slots"])
+        on_device["settings"] = self._settings.index_select(0, on_device["slots"])
+        return on_device
 
-    def _changed_entries(self, chunks: Sequence[Chunk]) -> tuple[Array, Array]:
-        """Return the entries of the block table that the device lacks, counted row by row, and their block ids."""
-        entries, block_ids = [], []
-        width = self._table.block_table.shape[1]
-        for chunk in chunks:
-            request = chunk.request
-            first, end = request.num_blocks_on_device, request.num_blocks
-            if first < end:
-                request.num_blocks_on_device = end
-                entries.append(np.arange(chunk.slot * width + first, chunk.slot * width + end))
-                block_ids.append(self._table.block_table[chunk.slot, first:end])
-        if not entries:
-            return np.zeros(0, np.int64), np.zeros(0, np.int32)
-        return np.concatenate(entries), np.concatenate(block_ids)
+    def _changes(self) -> list[Array]:
+        """Return what the device lacks: entries of the block table, counted row by row, their block ids, slots, and
+        their settings [slots, W].
+        """
+        table = self._table
+        width = table.block_table.shape[1]
+        block_slots, firsts, ends = np.array(table.added_blocks, np.int64).reshape(-1, 3).T
+        lengths = ends - firsts
+        entries = np.repeat(block_slots * width + ends - np.cumsum(lengths), lengths) + np.arange(lengths.sum())
+        slots = np.array(table.added_slots, np.int64)
+        table.forget_changes()
+        return [entries, table.block_table.reshape(-1)[entries], slots, as_integers(table.settings[slots])]
 
-    def keep_tokens(self, sampling: Sequence[Chunk], token_ids_L: Tensor) -> None:
-        (slots,) = self.upload([np.array([chunk.slot for chunk in sampling], np.int64)])
-        self._newest_tokens.index_copy_(0, slots, token_ids_L)
+    def keep_tokens(self, slots_L: Tensor, token_ids_L: Tensor) -> None:
+        self._newest_tokens.index_put_((slots_L,), token_ids_L)
 
     def start_reading(self, tensors: Sequence[Tensor]) -> Reading:
         return GpuReading(tensors, [self.pinned(each.shape, each.dtype) for each in tensors])

@@ -34,7 +34,7 @@ class StepOutputs:
 
     hidden_TD: Tensor
     logits_TV: Tensor | None = None  # of all rows, if they were computed too
-    maxima_T: tuple[Tensor, Tensor] | None = None  # of the logits; see `Kernels.row_maximum`
+    chosen_T: tuple[Tensor, Tensor] | None = None  # by the settings of the step; see `ChooseTokens`
 
 
 class StepReplay(Protocol):

@@ -52,14 +52,14 @@ class StartedRound:
 
     def __init__(self, agreement: Agreement, step: StartedStep | None, finish: Callable[[], Outcome]) -> None:
         self.agreement = agreement
-        self._step = step
+        self.step = step
         self._finish: Callable[[], Outcome] | None = finish
         self._outcome: Outcome
 
     @property
     def is_done(self) -> bool:
         """True if `finish` returns at once."""
-        return self._finish is None or self._step is None or self._step.is_done
+        return self._finish is None or self.step is None or self.step.is_done
 
     def finish(self) -> Outcome:
         """Wait for the step, and return the outcome. May be called again."""
@@ -244,8 +244,9 @@ class Worker:
         has_halves = padded_to is None and self.runner.context.halving.divide(
             max(agreement.num_tokens), is_decode_only=agreement.is_decode_only
         )
+        previous = self._previous.step if self._previous else None
         try:
-            return self.runner.start(chunks, agreement.num_tokens, padded_to, has_halves=has_halves), ""
+            return self.runner.start(chunks, agreement.num_tokens, padded_to, previous, has_halves=has_halves), ""
         except Exception as error:
             if self.groups.world.world_size > 1:  # the others are in a collective, so all must end
                 raise

@@ -25,6 +25,8 @@ PARAMS = [
     SamplingParams(temperature=0.9, seed=4, logprobs=2, max_tokens=8, ignore_eos=True),
     SamplingParams(temperature=1.0, seed=5, min_tokens=6, stop_token_ids=list(range(60)), max_tokens=20),
     SamplingParams(temperature=0, prompt_logprobs=1, max_tokens=5, ignore_eos=True),
+    SamplingParams(temperature=1.1, seed=6, logit_bias={5: 2.0, 9: -3.0, 11: 4.0}, logprobs=0, max_tokens=9),
+    SamplingParams(temperature=0, frequency_penalty=0.6, logit_bias={7: 1.5}, max_tokens=7, ignore_eos=True),
 ]
 
 
@@ -47,10 +49,16 @@ def num_overlaps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     counts = [0]
     start = ModelRunner.start
 
-    def counted(runner: ModelRunner, *arguments: Any, **options: Any) -> Any:
-        previous = runner._previous
+    def counted(
+        runner: ModelRunner,
+        chunks: Any,
+        num_tokens: Any,
+        padded_to: Any = None,
+        previous: Any = None,
+        **options: Any,
+    ) -> Any:
         counts[0] += previous is not None and previous._results is None
-        return start(runner, *arguments, **options)
+        return start(runner, chunks, num_tokens, padded_to, previous, **options)
 
     monkeypatch.setattr(ModelRunner, "start", counted)
     return counts

@@ -36,7 +36,7 @@ DIFFERENT.remove("graphs")
 OPERATIONS = [
     *((field, None, "norms") for field in ("rms_norm", "rms_norm_in_place", "add_rms_norm")),
     *((field, None, "norms") for field in ("quantize_rows", "quantize_rms_norm")),
-    *((field, None, "tokens") for field in ("row_maximum", "draw_tokens")),
+    *((field, None, "tokens") for field in ("row_maximum", "choose_tokens")),
     ("apply_rope", None, "rotary embedding and cache writes"),
     ("make_router", "__call__", "routing"),
     *(("pairs", method, "pairs") for method in ("sort", "order", "gather", "scatter", "weighted_sum", "weigh")),

@@ -5,16 +5,20 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
+from sampled_rows import positions_of, settings_of
 from torch import Tensor
 
 from moeserve.ops.torch import elementwise
+from moeserve.ops.torch import sampling as reference
 from moeserve.ops.torch.table import TORCH_KERNELS
 from moeserve.sampling_params import RequestParams
 from moeserve.triton_kernels import sampling
-from moeserve.triton_kernels.sampling import row_maximum, sample_rows
-from moeserve.worker import sampler
+from moeserve.triton_kernels.sampling import choose_tokens, row_maximum
 
 # R rows, V width of a row
 
@@ -27,28 +31,35 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "launch_sizes", lambda width: {"BLOCK_V": 128, "num_warps": 1})
 
 
-def drawn(scores_RV: Tensor, params: list[RequestParams], numbers: list[float]) -> list[int]:
-    def settings(name: str, dtype: torch.dtype = torch.float64) -> Tensor:
-        return torch.tensor([getattr(each, name) for each in params], dtype=dtype)
-
-    return sample_rows(
-        scores_RV,
-        settings("temperature"),
-        settings("top_k", torch.int64),
-        settings("top_p"),
-        settings("min_p"),
-        torch.tensor(numbers, dtype=torch.float64),
-    ).tolist()
+@triton.jit
+def _number_in_seed(seed, position):
+    return seed.to(tl.float64, bitcast=True)
 
 
-def expected_tokens(scores_RV: Tensor, params: list[RequestParams]) -> list[int]:
-    """Return the tokens that the sampler draws with torch's kernels and the numbers of `uniform_numbers`."""
-    specs = [sampler.SampleSpec(params=each, seed=0, position=row) for row, each in enumerate(params)]
-    return [sampled.token_id for sampled in sampler.sample(scores_RV.clone(), specs, TORCH_KERNELS)]
+@pytest.fixture
+def given_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the bits of a seed be the random number, in the kernel and in the reference."""
+    monkeypatch.setattr(sampling, "_uniform", _number_in_seed)
+    monkeypatch.setattr(reference, "uniform", lambda seed, position: float(np.uint64(seed).view(np.float64)))
 
 
-def uniform_numbers(num_rows: int) -> list[float]:
-    return [sampler.uniform(0, row) for row in range(num_rows)]
+def seeds_of(numbers: list[float]) -> list[int]:
+    return np.array(numbers, np.float64).view(np.uint64).tolist()
+
+
+def drawn(
+    scores_RV: Tensor, params: list[RequestParams], numbers: list[float], choose: Any = choose_tokens
+) -> list[int]:
+    settings_RW = settings_of(params, seeds_of(numbers))
+    return choose(scores_RV, settings_RW, positions_of([0] * len(params)))[1].tolist()
+
+
+def expected_tokens(scores_RV: Tensor, params: list[RequestParams], numbers: list[float]) -> list[int]:
+    return drawn(scores_RV.clone(), params, numbers, TORCH_KERNELS.choose_tokens)
+
+
+def some_numbers(num_rows: int) -> list[float]:
+    return torch.rand(num_rows, generator=torch.Generator().manual_seed(7), dtype=torch.float64).tolist()
 
 
 def is_clear(scores_V: Tensor, params: RequestParams, number: float) -> bool:
@@ -89,7 +100,7 @@ def random_params(generator: torch.Generator, width: int) -> RequestParams:
         *(("all below zero", 200), ("far apart", 3)),
     ],
 )
-def test_drawn_tokens_equal_the_reference(kind: str, width: int, small_blocks: None) -> None:
+def test_drawn_tokens_equal_the_reference(kind: str, width: int, small_blocks: None, given_numbers: None) -> None:
     generator = torch.Generator().manual_seed(len(kind) + width)
     num_rows = 4
     scores_RV = torch.randn(num_rows, 2 * width, generator=generator)[:, width:] * 3  # strided rows
@@ -109,32 +120,53 @@ def test_drawn_tokens_equal_the_reference(kind: str, width: int, small_blocks: N
         case "far apart":
             scores_RV.mul_(1e37)
     params = [random_params(generator, width) for _ in range(num_rows)]
-    numbers = uniform_numbers(num_rows)
+    numbers = some_numbers(num_rows)
     actual = drawn(scores_RV, params, numbers)
-    expected = expected_tokens(scores_RV, params)
+    expected = expected_tokens(scores_RV, params, numbers)
     clear = [row for row in range(num_rows) if is_clear(scores_RV[row], params[row], numbers[row])]
     assert clear
     assert [actual[row] for row in clear] == [expected[row] for row in clear]
 
 
 @pytest.mark.parametrize(("spread", "top_p"), [(0.01, 0.9)])
-def test_row_of_a_vocabulary(spread: float, top_p: float) -> None:
+def test_row_of_a_vocabulary(spread: float, top_p: float, given_numbers: None) -> None:
     """Use the blocks of production. Few tokens are more likely than rounding errors."""
     scores_RV = torch.randn(1, 32000, generator=torch.Generator().manual_seed(9)) * spread
-    params, numbers = [RequestParams(temperature=0.9, top_p=top_p)], uniform_numbers(1)
+    params, numbers = [RequestParams(temperature=0.9, top_p=top_p)], some_numbers(1)
     assert is_clear(scores_RV[0], params[0], numbers[0])
-    assert drawn(scores_RV, params, numbers) == expected_tokens(scores_RV, params)
+    assert drawn(scores_RV, params, numbers) == expected_tokens(scores_RV, params, numbers)
+
+
+def test_random_numbers_are_those_of_the_reference() -> None:
+    """Among equally likely tokens, the drawn one shows the first bits of the number."""
+    seeds = [0, 1, 2**32 - 1, 2**63, 2**64 - 1, 0x0123456789ABCDEF]
+    num_outputs = [0, 1, 31, 32, 2**31, 2**40]
+    width = 4096
+    settings_RW = settings_of([RequestParams(temperature=1.0)] * len(seeds), seeds)
+    tokens_R = choose_tokens(torch.zeros(len(seeds), width), settings_RW, positions_of(num_outputs))[1]
+    expected = [int(reference.uniform(*each) * width) for each in zip(seeds, num_outputs, strict=True)]
+    assert tokens_R.tolist() == expected
+
+
+def test_greedy_and_drawn_rows_in_one_launch(given_numbers: None) -> None:
+    """The highest score is that of the row, whatever is drawn, in the dtype of a model."""
+    scores_RV = torch.tensor([[0.0, 1.0, 1.0], [3.0, -math.inf, 3.0], [0.0, math.nan, 2.0]], dtype=torch.float16)
+    params = [RequestParams(temperature=0), RequestParams(temperature=1.0), RequestParams(temperature=1.0)]
+    largest_R, tokens_R = choose_tokens(scores_RV, settings_of(params, seeds_of([0.9] * 3)), positions_of([0] * 3))
+    assert tokens_R.tolist()[:2] == [1, 2]
+    assert largest_R.tolist()[:2] == [1.0, 3.0]
+    assert largest_R[2].isnan()
 
 
 @pytest.mark.parametrize("number", [0.0, 1.0 - 2.0**-53])
-def test_smallest_and_largest_uniform_number(number: float, small_blocks: None) -> None:
+def test_smallest_and_largest_uniform_number(number: float, small_blocks: None, given_numbers: None) -> None:
     """0 draws the most likely token; the largest number draws no token that is impossible or barred."""
     scores_RV = torch.tensor([[0.0, 1.0, -math.inf, 1.0, -300.0, 0.5, -math.inf]])
     params = RequestParams(temperature=1.0)
     assert drawn(scores_RV, [params], [number]) == [1 if number == 0.0 else 0]
 
 
-def test_ties_go_to_the_lowest_id(small_blocks: None) -> None:
+def test_ties_go_to_the_lowest_id(small_blocks: None, given_numbers: None) -> None:
     """Four equal tokens, across blocks: each has a quarter, in the order of the ids."""
     scores_RV = torch.full((4, 200), -math.inf)
     ids = [3, 127, 128, 199]
@@ -147,13 +179,13 @@ def test_ties_go_to_the_lowest_id(small_blocks: None) -> None:
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-5])
-def test_tiny_temperature_is_greedy(temperature: float, small_blocks: None) -> None:
+def test_tiny_temperature_is_greedy(temperature: float, small_blocks: None, given_numbers: None) -> None:
     scores_RV = torch.tensor([[1.0, 3.0, -math.inf, 3.0 - 1e-3]]).repeat(2, 1)
     params = [RequestParams(temperature=temperature)] * 2
     assert drawn(scores_RV, params, [0.0, 1 - 2.0**-53]) == [1, 1]
 
 
-def test_token_of_a_row_does_not_depend_on_other_rows(small_blocks: None) -> None:
+def test_token_of_a_row_does_not_depend_on_other_rows(small_blocks: None, given_numbers: None) -> None:
     generator = torch.Generator().manual_seed(3)
     scores_RV = torch.randn(3, 100, generator=generator)
     params = [random_params(generator, 100) for _ in range(3)]
@@ -163,14 +195,14 @@ def test_token_of_a_row_does_not_depend_on_other_rows(small_blocks: None) -> Non
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_row_without_finite_scores_returns_some_token(bad: float, small_blocks: None) -> None:
+def test_row_without_finite_scores_returns_some_token(bad: float, small_blocks: None, given_numbers: None) -> None:
     scores_RV = torch.full((2, 70), bad)
     scores_RV[1, :3] = 1.0
     params = [RequestParams(temperature=1.0, top_k=3, top_p=0.9, min_p=0.1)] * 2
     assert all(0 <= token < 70 for token in drawn(scores_RV, params, [0.5, 0.5]))
 
 
-def test_no_rows() -> None:
+def test_no_rows(given_numbers: None) -> None:
     assert drawn(torch.empty(0, 10), [], []) == []
     largest_R, indices_R = row_maximum(torch.empty(0, 10))
     assert largest_R.shape == indices_R.shape == (0,)

@@ -206,15 +206,15 @@ def test_quantisation_rounds_with_the_instruction(activation: int, has_counts: b
     assert "min.NaN.f32" in code.ptx
 
 
-def test_draws() -> None:
-    from moeserve.triton_kernels.sampling import launch_sizes, sample_kernel
+@pytest.mark.parametrize("pointer", ["*bf16", "*fp32"])
+def test_choice_of_tokens(pointer: str) -> None:
+    from moeserve.triton_kernels.sampling import choose_kernel, launch_sizes
 
     sizes = launch_sizes(32000)
     assert sizes == launch_sizes(262144)
     options = {"num_warps": sizes.pop("num_warps")}
-    types = {f"{name}_ptr": "*fp32" for name in ("temperature", "top_p", "min_p", "scores")}  # as of the engine
-    types |= dict(uniform_ptr="*fp64", top_k_ptr="*i64", tokens_ptr="*i64")
-    compiled(sample_kernel, types, sizes, options)
+    types = dict(scores_ptr=pointer, settings_ptr="*i64", positions_ptr="*i64", largest_ptr="*fp32", tokens_ptr="*i64")
+    compiled(choose_kernel, types, sizes, options)
 
 
 @pytest.mark.parametrize(("pointer", "width"), [("*bf16", 160), ("*fp32", 151936)])

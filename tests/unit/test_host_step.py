@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
-from torch import Tensor
 
 from moeserve.bench import host_step
 from moeserve.worker import model_runner
+from moeserve.worker.sampler import SampledRows
+
+MOST_OPERATIONS = {"greedy": 12, "random": 12, "min_tokens": 23, "logit_bias": 23, "logprobs": 38}
 
 
-@pytest.mark.parametrize(("temperature", "most_operations"), [(0.0, 7), (1.0, 13)])
-def test_operations_of_a_step(temperature: float, most_operations: int) -> None:
+@pytest.mark.parametrize("kind", host_step.KINDS)
+def test_operations_of_a_step(kind: str) -> None:
     """Tensors of the device have no values, so a step that read one would fail."""
-    numbers = [host_step.measure(size, 40, temperature, num_steps=20)[1] for size in (1, 9)]
-    assert numbers[0] == numbers[1] <= most_operations
+    numbers = [host_step.measure(size, 40, host_step.KINDS[kind], num_steps=20)[1] for size in (1, 9)]
+    assert numbers[0] == numbers[1] <= MOST_OPERATIONS[kind]
 
 
-def test_a_step_that_waits_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    choose = model_runner.with_random_tokens
+@pytest.mark.parametrize("kind", ["random", "logprobs"])
+def test_a_step_that_waits_is_noticed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sample = model_runner.sample
 
-    def choose_and_look(tokens_L: Tensor, *arguments: object) -> Tensor:
-        tokens_L = choose(tokens_L, *arguments)  # type: ignore[arg-type]
-        assert tokens_L.tolist()
-        return tokens_L
+    def sample_and_look(*arguments: Any) -> SampledRows:
+        rows = sample(*arguments)
+        assert rows.tokens_L.tolist()
+        return rows
 
-    monkeypatch.setattr(model_runner, "with_random_tokens", choose_and_look)
+    monkeypatch.setattr(model_runner, "sample", sample_and_look)
     with pytest.raises(Exception, match="meta"):
-        host_step.measure(2, 40, 1.0, num_steps=2)
+        host_step.measure(2, 40, host_step.KINDS[kind], num_steps=2)

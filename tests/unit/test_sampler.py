@@ -15,6 +15,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from logprob_rows import unpacked
+from sampled_rows import RowSpec, sampled
 from torch import Tensor
 from transformers.generation.logits_process import (
     MinPLogitsWarper,
@@ -25,12 +26,12 @@ from transformers.generation.logits_process import (
 
 from moeserve.errors import EngineError
 from moeserve.ops.select import select_kernels
+from moeserve.ops.torch import sampling
 from moeserve.ops.torch.table import TORCH_KERNELS
-from moeserve.protocol import TokenLogprobs
+from moeserve.protocol import ChunkResult, TokenLogprobs
 from moeserve.sampling_params import RequestParams
 from moeserve.worker import sampler
 from moeserve.worker.grammars import AllowedTokens
-from moeserve.worker.sampler import SampledToken, SampleSpec
 
 # L rows, V vocabulary
 
@@ -47,8 +48,8 @@ def spec(
     output: list[int] | None = None,
     allowed: list[int] | None = None,
     **params: Any,
-) -> SampleSpec:
-    return SampleSpec(
+) -> RowSpec:
+    return RowSpec(
         params=RequestParams(**params),
         seed=seed,
         position=position,
@@ -77,15 +78,19 @@ def choose_kernels(request: pytest.FixtureRequest) -> None:
     chosen_kernels = request.param
 
 
-def sample(logits_LV: Tensor, specs: list[SampleSpec]) -> list[SampledToken]:
-    return sampler.sample(logits_LV, specs, KERNELS[chosen_kernels])
+def sample(logits_LV: Tensor, specs: list[RowSpec]) -> list[ChunkResult]:
+    return sampled(logits_LV, specs, KERNELS[chosen_kernels])
 
 
 def prompt_logprobs(logits_RV: Tensor, targets: list[int], num_top: int) -> list[TokenLogprobs]:
-    return unpacked([sampler.prompt_logprobs(logits_RV, targets, num_top, KERNELS[chosen_kernels])])
+    tensors = sampler.prompt_logprobs(logits_RV, torch.tensor(targets), num_top, KERNELS[chosen_kernels])
+    rows = sampler.prompt_rows(tensors)
+    if isinstance(rows, str):
+        raise EngineError(rows)
+    return unpacked([rows])
 
 
-def tokens(logits_LV: Tensor, specs: list[SampleSpec]) -> list[int]:
+def tokens(logits_LV: Tensor, specs: list[RowSpec]) -> list[int]:
     return [sampled.token_id for sampled in sample(logits_LV, specs)]
 
 
@@ -98,9 +103,9 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
     """Return a function that sets the tokens in the head of a row, and the scores processed together."""
 
     def set_sizes(head_size: int, piece_size: int) -> None:
-        monkeypatch.setattr(sampler, "HEAD_SIZE", head_size)
-        monkeypatch.setattr(sampler, "PIECE_SIZE", {"cpu": piece_size, "cuda": piece_size})
-        monkeypatch.setattr(sampler, "KERNEL_PIECE_SIZE", piece_size)
+        monkeypatch.setattr(sampling, "HEAD_SIZE", head_size)
+        monkeypatch.setattr(sampling, "PIECE_SIZE", {"cpu": piece_size, "cuda": piece_size})
+        monkeypatch.setattr(sampling, "FLOAT_PIECE_SIZE", piece_size)
 
     return set_sizes
 
@@ -108,7 +113,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
 # ---- The reference: one row, plain loops, float64.
 
 
-def reference_scores(logits: list[float], spec: SampleSpec) -> list[float]:
+def reference_scores(logits: list[float], spec: RowSpec) -> list[float]:
     params, scores = spec.params, list(logits)
     for token in range(len(scores)):
         scores[token] += params.logit_bias.get(token, 0.0)
@@ -125,7 +130,7 @@ def reference_scores(logits: list[float], spec: SampleSpec) -> list[float]:
     return scores
 
 
-def is_allowed(token: int, spec: SampleSpec) -> bool:
+def is_allowed(token: int, spec: RowSpec) -> bool:
     return spec.allowed is None or bool(spec.allowed.bits[token // 8] & (1 << token % 8))
 
 
@@ -153,7 +158,7 @@ def reference_kept(scores: list[float], params: RequestParams) -> list[tuple[int
     return [(token, weights[token] / total) for token in kept]
 
 
-def reference_token(logits: list[float], spec: SampleSpec) -> int:
+def reference_token(logits: list[float], spec: RowSpec) -> int:
     scores = reference_scores(logits, spec)
     if spec.params.temperature == 0:
         return min(range(len(scores)), key=lambda token: (-scores[token], token))
@@ -182,7 +187,7 @@ quarters = st.integers(-16, 16).map(lambda quarter: quarter / 4)
 
 
 @st.composite
-def rows_and_specs(draw: st.DrawFn) -> tuple[Tensor, list[SampleSpec]]:
+def rows_and_specs(draw: st.DrawFn) -> tuple[Tensor, list[RowSpec]]:
     vocabulary = draw(st.integers(1, 60))
     token_ids = st.lists(st.integers(0, vocabulary - 1), max_size=8)
     rows = draw(st.lists(st.lists(quarters, min_size=vocabulary, max_size=vocabulary), max_size=4))
@@ -214,14 +219,14 @@ def rows_and_specs(draw: st.DrawFn) -> tuple[Tensor, list[SampleSpec]]:
 
 @given(rows_and_specs(), st.sampled_from([1, 2, 5, 256]), st.sampled_from([1, 100, 2**18]))
 @settings(max_examples=120)
-def test_tokens_equal_the_reference(batch: tuple[Tensor, list[SampleSpec]], head_size: int, piece_size: int) -> None:
+def test_tokens_equal_the_reference(batch: tuple[Tensor, list[RowSpec]], head_size: int, piece_size: int) -> None:
     logits_LV, specs = batch
     expected = [reference_token(logits, spec) for logits, spec in zip(logits_LV.tolist(), specs, strict=True)]
     before_LV = logits_LV.clone()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampler, "HEAD_SIZE", head_size)
-        patch.setattr(sampler, "PIECE_SIZE", {"cpu": piece_size})
-        patch.setattr(sampler, "KERNEL_PIECE_SIZE", piece_size)
+        patch.setattr(sampling, "HEAD_SIZE", head_size)
+        patch.setattr(sampling, "PIECE_SIZE", {"cpu": piece_size})
+        patch.setattr(sampling, "FLOAT_PIECE_SIZE", piece_size)
         assert tokens(logits_LV, specs) == expected
     assert torch.equal(logits_LV, before_LV), "the caller's logits were changed"
 
@@ -244,7 +249,7 @@ def test_top_p_keeps_the_token_at_the_bound() -> None:
 
 
 def test_the_last_number_below_one_gives_the_last_kept_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampler, "uniform", lambda seed, position: 1 - 2.0**-53)
+    monkeypatch.setattr(sampling, "uniform", lambda seed, position: 1 - 2.0**-53)
     logits_LV = torch.tensor([[-5000.0, 1.0, -math.inf, 2.0, -5000.0, 0.0]])
     assert tokens(logits_LV, [spec()]) == [5]
     assert tokens(logits_LV, [spec(barred=[5])]) == [1]
@@ -256,7 +261,7 @@ def test_the_last_number_below_one_gives_the_last_kept_token(monkeypatch: pytest
 
 def chosen_at(row_V: Tensor, numbers: list[float], monkeypatch: pytest.MonkeyPatch, **params: Any) -> list[int]:
     """Return the tokens chosen by these random numbers."""
-    monkeypatch.setattr(sampler, "uniform", lambda seed, position: numbers[position])
+    monkeypatch.setattr(sampling, "uniform", lambda seed, position: numbers[position])
     return tokens(row_V.expand(len(numbers), -1), [spec(position=i, **params) for i in range(len(numbers))])
 
 
@@ -312,7 +317,7 @@ def test_large_vocabularies_give_the_same_tokens_with_all_kernels(spread: float)
     logits_LV[1::4, ::3] = -math.inf
     kinds = [{}, {"top_k": 7000}, {"top_p": 0.9}, {"min_p": 0.02}, {"top_k": 40, "top_p": 0.95}, {"temperature": 0.1}]
     specs = [spec(seed=row, **kinds[row % len(kinds)]) for row in range(64)]
-    drawn = [[each.token_id for each in sampler.sample(logits_LV, specs, table)] for table in KERNELS.values()]
+    drawn = [[each.token_id for each in sampled(logits_LV, specs, table)] for table in KERNELS.values()]
     assert drawn[0] == drawn[1]
 
 
@@ -340,12 +345,12 @@ def test_logprobs_are_log_softmax_of_raw_logits(
     nums = [0, 1, 5, None, 64, 3, 400]
     params = {"temperature": 2.0, "top_k": 20, "logit_bias": {3: 50.0}, "min_p": 0.01}
     batch = sample(logits_LV, [spec(seed=row, logprobs=num, **params) for row, num in enumerate(nums)])
-    for row_V, num, sampled in zip(logits_LV, nums, batch, strict=True):
-        assert sampled.token_id == 3  # by its bias, which log-probabilities do not know
+    for row_V, num, result in zip(logits_LV, nums, batch, strict=True):
+        assert result.token_id == 3  # by its bias, which log-probabilities do not know
         if num is None:
-            assert sampled.logprobs is None
+            assert result.logprobs is None
         else:
-            check_logprobs(sampled.logprobs, row_V, 3, num)
+            check_logprobs(result.logprobs, row_V, 3, num)
 
     targets = [0, 299, 5, 5, 77, 150, 3]
     for num_top in (0, 4):
@@ -357,11 +362,11 @@ def test_logprobs_are_log_softmax_of_raw_logits(
 # ---- The same bytes in any batch.
 
 
-def as_bytes(results: list[SampledToken]) -> list[bytes]:
+def as_bytes(results: list[ChunkResult]) -> list[bytes]:
     return [msgspec.msgpack.encode([result.token_id, result.logprobs]) for result in results]
 
 
-def mixed_specs(num: int, vocabulary: int) -> list[SampleSpec]:
+def mixed_specs(num: int, vocabulary: int) -> list[RowSpec]:
     kinds: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"temperature": 0.0, "repetition_penalty": 1.2, "logprobs": 3},
@@ -430,16 +435,16 @@ def test_prompt_logprobs_give_the_same_bytes_in_any_chunks() -> None:
 def test_a_row_with_nan_or_infinity_fails_alone(fault: float, word: str, temperature: float) -> None:
     logits_LV = random_logits(4, 50)
     logits_LV[2, 31] = fault
-    sampled = sample(logits_LV, [spec(temperature=temperature)] * 4)
-    assert [token.error is not None for token in sampled] == [False, False, True, False]
-    assert word in str(sampled[2].error)
+    results = sample(logits_LV, [spec(temperature=temperature)] * 4)
+    assert [result.error is not None for result in results] == [False, False, True, False]
+    assert word in str(results[2].error)
     with pytest.raises(EngineError, match=word):
         prompt_logprobs(logits_LV, [0] * 4, 1)
 
 
 def test_a_row_without_any_possible_token_is_an_error() -> None:
-    (sampled,) = sample(torch.full((1, 5), -math.inf), [spec()])
-    assert sampled.error is not None
+    (result,) = sample(torch.full((1, 5), -math.inf), [spec()])
+    assert result.error is not None
     for temperature in (0.0, 1.0):
         barred, free = sample(
             torch.zeros(2, 5), [spec(temperature=temperature, barred=[0, 1, 2, 3, 4]), spec(temperature=temperature)]

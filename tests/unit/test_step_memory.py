@@ -57,12 +57,12 @@ class CountingModel:
     head = object()
 
     def __init__(self) -> None:
-        def draw(scores_RV: Tensor, *arguments: Tensor) -> Tensor:
-            return scores_RV.argmax(dim=-1)
+        def choose(scores_RV: Tensor, *arguments: Tensor) -> tuple[Tensor, Tensor]:
+            return TORCH_KERNELS.row_maximum(scores_RV)
 
         self.groups = groups_of_one_rank()
         self.dispatchers = TorchDispatchers("local", self.groups.ep, cast(Any, None))
-        kernels = dataclasses.replace(TORCH_KERNELS, draw_tokens=draw)
+        kernels = dataclasses.replace(TORCH_KERNELS, choose_tokens=choose)
         self.context = type("Context", (), {"kernels": kernels})
 
     def __call__(self, step: StepInputs, caches: Any) -> Tensor:
@@ -108,12 +108,12 @@ class Rank:
                 block_ids=[7 * slot + block for block in range(7)],
                 params=each,
                 seed=slot,
-                end_token_ids=[],
+                end_token_ids=[49],
             )
             for slot, each in enumerate(params)
         ]
 
-    def start(self, position: int, length: int = 1) -> StartedStep:
+    def start(self, position: int, length: int = 1, previous: StartedStep | None = None) -> StartedStep:
         size = len(self.slots)
         plan = StepPlan(
             step=0,
@@ -123,7 +123,7 @@ class Rank:
             registrations=self.prompts if position == 0 else [],
         )
         padded_to = next(each for each in SIZES if each >= size) if position and length == 1 else None
-        return self.runner.start(self.table.apply(plan), (length * size,), padded_to)
+        return self.runner.start(self.table.apply(plan), (length * size,), padded_to, previous)
 
 
 def tokens(step: StartedStep) -> list[int | None]:
@@ -139,16 +139,23 @@ def expected(slot: int, number: int) -> int:
 
 
 GREEDY, RANDOM = RequestParams(temperature=0), RequestParams(temperature=1.0)
+# The bias keeps the most likely token, and so does a stop token that is not likely.
+BIASED = RequestParams(temperature=1.0, logit_bias={0: -0.25, 2**40: 1.0})
+BARRED = RequestParams(temperature=0, min_tokens=1000, max_tokens=None)
+LOGPROBS = RequestParams(temperature=1.0, logprobs=3)
 
 
 @pytest.mark.usefixtures("no_lists")
-@pytest.mark.parametrize("params", [[GREEDY] * 3, [GREEDY, RANDOM, GREEDY], [RANDOM] * 2])
+@pytest.mark.parametrize(
+    "params",
+    [[GREEDY] * 3, [GREEDY, RANDOM, GREEDY], [RANDOM] * 2, [BIASED, BARRED, LOGPROBS], [GREEDY, LOGPROBS] * 2],
+)
 def test_the_host_waits_for_the_step_before_only(params: list[RequestParams], log: list[str]) -> None:
     rank = Rank(params)
     running = rank.start(0, 2)
     for number in range(8):
         log.clear()
-        following = rank.start(2 + number)
+        following = rank.start(2 + number, previous=running)
         assert log == ["record"]
         assert tokens(running) == [expected(slot, number) for slot in rank.slots]
         assert tokens(running), "results can be read again"
@@ -163,7 +170,7 @@ def test_the_host_waits_for_the_step_before_only(params: list[RequestParams], lo
 def test_a_part_of_a_prompt_is_not_waited_for(log: list[str]) -> None:
     rank = Rank([GREEDY] * 2)
     first = rank.start(0, 1)
-    second = rank.start(1)
+    second = rank.start(1, previous=first)
     assert log == ["record"] * 2
     assert tokens(first) == [None] * 2
     assert tokens(second) == [expected(slot, 0) for slot in rank.slots]
@@ -171,9 +178,10 @@ def test_a_part_of_a_prompt_is_not_waited_for(log: list[str]) -> None:
 
 def test_a_penalty_waits(log: list[str]) -> None:
     rank = Rank([GREEDY, RequestParams(temperature=0, repetition_penalty=1.1)])
-    rank.start(0, 2)
-    rank.start(2)
-    assert "synchronize" in log
+    first = rank.start(0, 2)
+    second = rank.start(2, previous=first)
+    assert log == ["record", "synchronize", "record"]
+    assert tokens(second) == [expected(slot, 1) for slot in rank.slots]
 
 
 def test_graphs_share_the_memory_of_logits() -> None:

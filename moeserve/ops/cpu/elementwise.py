@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,8 +17,10 @@ from moeserve.ops.cpu.native import NATIVE_DTYPES
 from moeserve.ops.interfaces import Rotation, RouterConfig
 from moeserve.ops.torch import elementwise as reference
 from moeserve.ops.torch.routing import TorchRouter
+from moeserve.ops.torch.sampling import Array, choose_with
 
-# T tokens, D width of a row, N heads, H head size, R rows, V vocabulary, K experts per token, E experts, W turns
+# T tokens, D width of a row, N heads, H head size, R rows, V vocabulary, K experts per token, E experts,
+# W fields of SAMPLING_SETTINGS
 
 
 class RowKernels:
@@ -75,18 +78,20 @@ class RowKernels:
         self._native.row_maximum(rows_RV, largest_R, indices_R)
         return largest_R, indices_R
 
-    def draw_tokens(
-        self,
-        scores_RV: Tensor,
-        temperature_R: Tensor,
-        top_k_R: Tensor,
-        top_p_R: Tensor,
-        min_p_R: Tensor,
-        uniform_R: Tensor,
-    ) -> Tensor:
-        scores_RV = scores_RV if scores_RV.stride(1) == 1 else scores_RV.contiguous()
+    def choose_tokens(self, scores_RV: Tensor, settings_RW: Tensor, positions_R: Tensor) -> tuple[Tensor, Tensor]:
+        return choose_with(self.row_maximum, self._draw_tokens, scores_RV, settings_RW, positions_R)
+
+    def _draw_tokens(self, scores_RV: Tensor, settings: Array, numbers: Array) -> Tensor:
         tokens_R = torch.empty(len(scores_RV), dtype=torch.int64)
-        self._native.draw_tokens(scores_RV, temperature_R, top_k_R, top_p_R, min_p_R, uniform_R, tokens_R)
+        self._native.draw_tokens(
+            scores_RV if scores_RV.stride(1) == 1 else scores_RV.contiguous(),
+            torch.from_numpy(settings["temperature"].astype(np.float32)),
+            torch.from_numpy(settings["top_k"].copy()),
+            torch.from_numpy(settings["top_p"].astype(np.float32)),
+            torch.from_numpy(settings["min_p"].astype(np.float32)),
+            torch.from_numpy(numbers),
+            tokens_R,
+        )
         return tokens_R
 
     def choose_expert_copies(

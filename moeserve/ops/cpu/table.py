@@ -27,7 +27,7 @@ def cpu_kernels(native: ModuleType) -> Kernels:
         add_rms_norm=rows.add_rms_norm,
         apply_rope=rows.apply_rope,
         row_maximum=rows.row_maximum,
-        draw_tokens=rows.draw_tokens,
+        choose_tokens=rows.choose_tokens,
         choose_expert_copies=rows.choose_expert_copies,
         pairs=CpuPairs(native),
         side_stream=InlineStream(),

@@ -14,6 +14,7 @@ from moeserve.ops.torch.attention import TorchAttention, TorchLatentAttention
 from moeserve.ops.torch.pairs import TorchPairs
 from moeserve.ops.torch.products import TorchProduct
 from moeserve.ops.torch.routing import TorchRouter
+from moeserve.ops.torch.sampling import choose_tokens
 
 
 def allocate_weights(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -29,7 +30,7 @@ TORCH_KERNELS = Kernels(
     add_rms_norm=elementwise.add_rms_norm,
     apply_rope=elementwise.apply_rope,
     row_maximum=elementwise.row_maximum,
-    draw_tokens=None,
+    choose_tokens=choose_tokens,
     choose_expert_copies=elementwise.choose_expert_copies,
     pairs=TorchPairs(),
     side_stream=InlineStream(),

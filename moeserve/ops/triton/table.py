@@ -16,7 +16,7 @@ from moeserve.ops.triton.products import make_product, quantize_rows
 from moeserve.triton_kernels import rms_norm as norms
 from moeserve.triton_kernels.rotary import rotary
 from moeserve.triton_kernels.routing import route
-from moeserve.triton_kernels.sampling import row_maximum, sample_rows
+from moeserve.triton_kernels.sampling import choose_tokens, row_maximum
 
 # T tokens, D model width, E experts, N heads, H head size
 
@@ -54,7 +54,7 @@ TRITON_KERNELS = dataclasses.replace(
     add_rms_norm=norms.add_rms_norm,
     apply_rope=apply_rope,
     row_maximum=row_maximum,
-    draw_tokens=sample_rows,
+    choose_tokens=choose_tokens,
     pairs=TritonPairs(),
     make_router=TritonRouter,
     make_attention=TritonAttention,
