@@ -1,7 +1,7 @@
-"""Grouped-query attention on a GPU by another library, for the layer shapes and kinds of step that it supports.
+"""Attention on a GPU by another library, for the layer shapes and kinds of step that it supports.
 
-`attention_backend` names the library; there is FlashInfer. Our kernels write keys and values to the caches; a library
-only replaces the function that attends to them, and ours attend wherever it cannot.
+`attention_backend` names the library; there is FlashInfer. Our kernels write to the caches; a library only replaces the
+functions that attend to them, and ours attend wherever it cannot. Latent attention is in `latent.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,15 @@ from torch import Tensor
 
 from moeserve.errors import SettingsError
 from moeserve.ops.interfaces import AttentionBackend, AttentionShape, Kernels, KeyValueCache
-from moeserve.ops.libraries.interface import Attend, AttentionLibrary, AttentionProblem, LibraryUnusable, StepKind
+from moeserve.ops.libraries.interface import (
+    Attend,
+    AttentionLibrary,
+    AttentionProblem,
+    LatentLibrary,
+    LibraryUnusable,
+    StepKind,
+)
+from moeserve.ops.libraries.latent import LatentChoice
 from moeserve.step_inputs import StepInputs
 
 if TYPE_CHECKING:
@@ -92,7 +100,11 @@ def with_attention_library(own: Kernels, name: AttentionName, device: torch.devi
         library = open_library(name, device)
     except LibraryUnusable as error:
         raise SettingsError(f"attention_backend={name!r} cannot be used: {error}. Use 'triton'") from None
-    return dataclasses.replace(own, make_attention=LibraryChoice(own, library, block_size).make_attention)
+    return dataclasses.replace(
+        own,
+        make_attention=LibraryChoice(own, library, block_size).make_attention,
+        make_latent_attention=LatentChoice(own, open_latent_library(name, device)).make_latent_attention,
+    )
 
 
 def open_library(name: str, device: torch.device) -> AttentionLibrary:
@@ -108,3 +120,12 @@ def open_library(name: str, device: torch.device) -> AttentionLibrary:
             return open_flashinfer(device)
         case _:
             raise LibraryUnusable(f"there is no {name!r}; there are {', '.join(LIBRARY_NAMES)}")
+
+
+def open_latent_library(name: str, device: torch.device) -> LatentLibrary:
+    """Open the latent attention of one of `LIBRARY_NAMES`, which has been opened by `open_library`."""
+    from moeserve.ops.libraries.flashinfer import import_flashinfer
+    from moeserve.ops.libraries.flashinfer_latent import FlashInferLatent
+
+    assert name == "flashinfer"
+    return FlashInferLatent(import_flashinfer(), device)

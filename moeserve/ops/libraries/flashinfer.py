@@ -1,4 +1,4 @@
-"""Grouped-query attention by FlashInfer (https://docs.flashinfer.ai), the only importer of its package `flashinfer`.
+"""Grouped-query attention by FlashInfer (https://docs.flashinfer.ai), and the only importer of its package.
 
 - One row per chunk: `decode.trtllm_batch_decode_with_kv_cache` with its kernel "xqa". It reads block tables and lengths
   on the GPU, so a CUDA graph can hold it. The wrapper for decoding would need all lengths on the host at each replay.
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from moeserve.ops.interfaces import KeyValueCache
 from moeserve.ops.libraries.interface import Attend, AttentionProblem, LibraryUnusable, StepKind, capability
-from moeserve.step_inputs import StepInputs
+from moeserve.step_inputs import ChunkSpan, StepInputs
 
 # T tokens, N query heads, G key-value heads, H head size, S chunks, B blocks of all chunks
 
@@ -51,12 +51,7 @@ def open_flashinfer(device: torch.device) -> FlashInfer:
     Raises:
         LibraryUnusable: see `open_library`.
     """
-    try:
-        flashinfer = importlib.import_module("flashinfer")
-        importlib.import_module("flashinfer.decode")
-    except (ImportError, OSError, RuntimeError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise LibraryUnusable(f"flashinfer cannot be imported ({reason}); pip install flashinfer-python") from None
+    flashinfer = import_flashinfer()
     if missing := _missing(flashinfer):
         version = getattr(flashinfer, "__version__", "of no version")
         raise LibraryUnusable(f"this flashinfer ({version}) has no {missing}; install a newer one")
@@ -66,16 +61,30 @@ def open_flashinfer(device: torch.device) -> FlashInfer:
     return FlashInfer(flashinfer, device)
 
 
+def import_flashinfer() -> ModuleType:
+    try:
+        flashinfer = importlib.import_module("flashinfer")
+        importlib.import_module("flashinfer.decode")
+    except (ImportError, OSError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise LibraryUnusable(f"flashinfer cannot be imported ({reason}); pip install flashinfer-python") from None
+    return flashinfer
+
+
 def _missing(flashinfer: ModuleType) -> str:
     """Return the function or argument that this version lacks, or an empty string."""
     decode = getattr(getattr(flashinfer, "decode", None), "trtllm_batch_decode_with_kv_cache", None)
     wrapper = getattr(flashinfer, "BatchPrefillWithPagedKVCacheWrapper", None)
     if decode is None or wrapper is None:
         return "trtllm_batch_decode_with_kv_cache" if decode is None else "BatchPrefillWithPagedKVCacheWrapper"
-    needs: list[tuple[str, Callable[..., Any], set[str]]] = [
+    return lacking_argument(
         ("trtllm_batch_decode_with_kv_cache", decode, DECODE_NEEDS),
         ("BatchPrefillWithPagedKVCacheWrapper.plan", wrapper.plan, PLAN_NEEDS),
-    ]
+    )
+
+
+def lacking_argument(*needs: tuple[str, Callable[..., Any], set[str]]) -> str:
+    """Return the first argument that a function lacks, as `name(argument=)`, or an empty string."""
     for name, function, needed in needs:
         arguments = inspect.signature(function).parameters
         takes_any = any(argument.kind is argument.VAR_KEYWORD for argument in arguments.values())
@@ -100,14 +109,14 @@ class FlashInfer:
             return f"it computes in 16 bits, not in {shape.dtype}"
         if kind == "decode":
             if problem.block_size not in DECODE_BLOCK_SIZES:
-                return f"its blocks have {_listed(DECODE_BLOCK_SIZES)} positions, not {problem.block_size}"
+                return f"its blocks have {listed(DECODE_BLOCK_SIZES)} positions, not {problem.block_size}"
             if size % DECODE_HEAD_MULTIPLE or size > MAX_DECODE_HEAD_SIZE:
                 return f"its heads have multiples of {DECODE_HEAD_MULTIPLE} up to {MAX_DECODE_HEAD_SIZE}, not {size}"
             return None
         if shape.has_sinks:
             return "it has no sinks in chunks of several rows"
         if size not in CHUNK_HEAD_SIZES:
-            return f"its heads have {_listed(CHUNK_HEAD_SIZES)} values, not {size}"
+            return f"its heads have {listed(CHUNK_HEAD_SIZES)} values, not {size}"
         return None
 
     def make_attend(self, problem: AttentionProblem, kind: StepKind) -> Attend:
@@ -175,18 +184,14 @@ class ChunkAttention:
     def _plan(self, step: StepInputs) -> None:
         """Plan a step from its description on the host, without waiting for the GPU."""
         problem = self._problem
-        size, max_blocks = problem.block_size, step.block_table.shape[1]
-        counts_S = torch.tensor([-(-span.context_len // size) for span in step.spans])
-        block_starts = [0, *counts_S.cumsum(0).tolist()]
+        size = problem.block_size
+        block_starts, places_B = places_of_blocks(step, size, list(enumerate(step.spans)))
         ends = [span.last_row + 1 for span in step.spans]
-        # The place of each block's id in the flattened block table.
-        before_S = torch.arange(len(counts_S)) * max_blocks - torch.tensor(block_starts[:-1])
-        places_B = torch.arange(block_starts[-1]) + before_S.repeat_interleave(counts_S)
         self._wrapper.plan(
-            qo_indptr=_numbers([0, *ends]),
-            paged_kv_indptr=_numbers(block_starts),
+            qo_indptr=numbers([0, *ends]),
+            paged_kv_indptr=numbers(block_starts),
             paged_kv_indices=step.block_table.flatten()[places_B.to(step.block_table.device, non_blocking=True)],
-            paged_kv_last_page_len=_numbers(
+            paged_kv_last_page_len=numbers(
                 [(span.context_len - 1) % size + 1 if span.context_len else 0 for span in step.spans]
             ),
             num_qo_heads=problem.shape.num_heads,
@@ -203,7 +208,25 @@ class ChunkAttention:
         )
 
 
-def _numbers(values: list[int]) -> Tensor:
+def places_of_blocks(
+    step: StepInputs, block_size: int, chunks: list[tuple[int, ChunkSpan]]
+) -> tuple[list[int], Tensor]:
+    """Return where the blocks of each of some chunks begin, S + 1 numbers, and the place of each block's id.
+
+    Args:
+        chunks: their numbers and spans.
+
+    Returns:
+        Places [B] int64 in the flattened block table, on the host.
+    """
+    counts_S = torch.tensor([-(-span.context_len // block_size) for _, span in chunks])
+    block_starts = [0, *counts_S.cumsum(0).tolist()]
+    tables_S = torch.tensor([chunk for chunk, _ in chunks]) * step.block_table.shape[1]
+    before_S = tables_S - torch.tensor(block_starts[:-1])
+    return block_starts, torch.arange(block_starts[-1]) + before_S.repeat_interleave(counts_S)
+
+
+def numbers(values: list[int]) -> Tensor:
     """Return [S] or [S + 1] int32, on the host."""
     return torch.tensor(values, dtype=torch.int32)
 
@@ -214,5 +237,5 @@ def _window_left(problem: AttentionProblem) -> int:
     return -1 if window is None else window - 1
 
 
-def _listed(numbers: tuple[int, ...]) -> str:
+def listed(numbers: tuple[int, ...]) -> str:
     return f"{', '.join(map(str, numbers[:-1]))} or {numbers[-1]}"

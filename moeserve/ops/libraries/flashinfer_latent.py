@@ -1,0 +1,307 @@
+"""Latent attention by FlashInfer: absorbed by its kernel for MLA, expanded by its ragged prefill.
+
+- Absorbed: `BatchMLAPagedAttentionWrapper` over the paged cache. It splits contexts by the lengths of the whole step,
+  so a request's last bits depend on its batch.
+- Expanded: `BatchPrefillWithRaggedKVCacheWrapper` attends from the chunks to themselves, then to their prefixes, piece
+  by piece; `merge_state_in_place` adds each piece to the result by its log-sum-exp.
+
+Both are planned on the host, once for the layers of a step, so neither can be in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moeserve.ops.interfaces import ExpandLatents
+from moeserve.ops.libraries.flashinfer import lacking_argument, listed, numbers, places_of_blocks
+from moeserve.ops.libraries.interface import AttendAbsorbed, AttendExpanded, LatentProblem, capability
+from moeserve.step_inputs import ChunkSpan, StepInputs
+
+# T tokens, R rows of some chunks, N query heads, K unrotated values of a head's key, E rotated ones, Q = K + E, V
+# values of a head, L latent size, P = L + E, S chunks, B blocks of all chunks, C positions
+
+DTYPES = (torch.float16, torch.bfloat16)
+LATENT_SIZES = (128, 256, 512)  # flashinfer/mla: of its kernel for sm_90
+ROTARY_MULTIPLE = 64  # the same
+TILE_ROWS = 128  # pairs of row and head: a tile that ends inside a row may leave out a position
+MAX_ABSORBED_ROWS = 8192  # of a step: a plan holds 16384 tiles of 128 heads and splits
+EXPANDED_SIZES = (192, 128)  # of a key and a value: is_fa3_prefill_head_dim_supported in flashinfer/utils.py
+WORKSPACE = 2**27  # bytes, as its documentation recommends
+MAX_EXPANDED_BYTES = 2**29  # keys and values of a piece of the prefixes
+MAX_PIECES = 16  # the wrapper of each has 8 MiB; longer prefixes run on our kernels
+
+PLAN_NEEDS = {
+    *("metadata", "num_heads", "head_dim_ckv", "head_dim_kpe", "page_size", "causal", "sm_scale"),
+    *("q_data_type", "kv_data_type"),
+}
+RAGGED_PLAN_NEEDS = {
+    *("qo_indptr", "kv_indptr", "num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo", "causal", "sm_scale"),
+    *("q_data_type", "kv_data_type", "non_blocking", "disable_split_kv"),
+}
+
+
+class FlashInferLatent:
+    """See `LatentLibrary`. Layers share the workspace, as they run one after another."""
+
+    def __init__(self, flashinfer: ModuleType, device: torch.device) -> None:
+        self.label = f"flashinfer {flashinfer.__version__}"
+        self._flashinfer = flashinfer
+        self._device = device
+        self._missing = _missing(flashinfer)
+        self._workspace: Tensor | None = None
+
+    def why_unavailable(self, problem: LatentProblem) -> str | None:
+        if self._missing:
+            return f"this version has no {self._missing}"
+        if problem.dtype not in DTYPES:
+            return f"it computes in 16 bits, not in {problem.dtype}"
+        sizes = problem.key_size + problem.rotary_size, problem.value_size
+        if not problem.is_absorbed:
+            return None if sizes == EXPANDED_SIZES else f"its keys and values have {EXPANDED_SIZES} values, not {sizes}"
+        if problem.value_size not in LATENT_SIZES:
+            return f"its latent vectors have {listed(LATENT_SIZES)} values, not {problem.value_size}"
+        if problem.rotary_size % ROTARY_MULTIPLE:
+            return f"its rotated keys have multiples of {ROTARY_MULTIPLE} values, not {problem.rotary_size}"
+        if TILE_ROWS % problem.num_heads:
+            return f"its tiles have whole rows of heads that divide {TILE_ROWS}, not of {problem.num_heads}"
+        return None
+
+    def make_absorbed(self, problem: LatentProblem) -> AttendAbsorbed:
+        found = capability(self._device)
+        backend = "fa3" if found is None or found[0] == 9 else "fa2"
+        wrapper = self._flashinfer.mla.BatchMLAPagedAttentionWrapper(self._shared_workspace(), backend=backend)
+        return AbsorbedAttention(wrapper, self._flashinfer.mla.MLAPlanMetadata.csr, problem)
+
+    def make_expanded(self, problem: LatentProblem) -> AttendExpanded:
+        workspace = self._shared_workspace()
+
+        def make_wrapper() -> Any:
+            return self._flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, kv_layout="NHD")
+
+        return ExpandedAttention(make_wrapper, self._flashinfer.merge_state_in_place, problem)
+
+    def _shared_workspace(self) -> Tensor:
+        if self._workspace is None:
+            self._workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=self._device)
+        return self._workspace
+
+
+def _missing(flashinfer: ModuleType) -> str:
+    """Return the class, function or argument that this version lacks, or an empty string."""
+    mla = getattr(flashinfer, "mla", None)
+    for owner, name in (
+        (mla, "BatchMLAPagedAttentionWrapper"),
+        (mla, "MLAPlanMetadata"),
+        (flashinfer, "BatchPrefillWithRaggedKVCacheWrapper"),
+        (flashinfer, "merge_state_in_place"),
+    ):
+        if not hasattr(owner, name):
+            return name
+    absorbed, ragged = flashinfer.mla.BatchMLAPagedAttentionWrapper, flashinfer.BatchPrefillWithRaggedKVCacheWrapper
+    return lacking_argument(
+        ("BatchMLAPagedAttentionWrapper.plan", absorbed.plan, PLAN_NEEDS),
+        ("BatchMLAPagedAttentionWrapper.run", absorbed.run, {"query", "kv_cache", "out"}),
+        ("BatchPrefillWithRaggedKVCacheWrapper.plan", ragged.plan, RAGGED_PLAN_NEEDS),
+        ("BatchPrefillWithRaggedKVCacheWrapper.run", ragged.run, {"q", "k", "v", "out", "return_lse"}),
+    )
+
+
+class AbsorbedAttention:
+    """Attention of short chunks to latent vectors, for layers of one shape."""
+
+    def __init__(self, wrapper: Any, make_metadata: Callable[..., Any], problem: LatentProblem) -> None:
+        self._wrapper = wrapper
+        self._make_metadata = make_metadata
+        self._problem = problem
+        self._planned: StepInputs | None = None  # the step that the wrapper has planned
+        self._rows_R: Tensor | None = None  # rows of the planned chunks among the step's tokens; None: all
+
+    def serves(self, step: StepInputs, max_rows: int) -> bool:
+        spans = [span for _, span in _chunks(step, max_rows, is_long=False)]
+        has_positions = all(0 < span.num_rows <= span.context_len for span in spans)
+        return has_positions and 0 < sum(span.num_rows for span in spans) <= MAX_ABSORBED_ROWS
+
+    def __call__(self, query_TNP: Tensor, cache: Tensor, step: StepInputs, max_rows: int) -> Tensor:
+        if step is not self._planned:
+            self._plan(step, max_rows, cache.shape[1])
+            self._planned = step
+        rows_R = self._rows_R
+        query_RNP = query_TNP.contiguous() if rows_R is None else query_TNP[rows_R]
+        output_RNL = query_TNP.new_empty(*query_RNP.shape[:2], self._problem.value_size)
+        self._wrapper.run(query=query_RNP, kv_cache=cache, out=output_RNL)
+        if rows_R is None:
+            return output_RNL
+        output_TNL = query_TNP.new_zeros(*query_TNP.shape[:2], self._problem.value_size)
+        output_TNL[rows_R] = output_RNL
+        return output_TNL
+
+    def _plan(self, step: StepInputs, max_rows: int, block_size: int) -> None:
+        """Plan the short chunks of a step from its description on the host, without waiting for the GPU."""
+        problem, device = self._problem, step.block_table.device
+        chunks = _chunks(step, max_rows, is_long=False)
+        spans = [span for _, span in chunks]
+        block_starts, places_B = places_of_blocks(step, block_size, chunks)
+        self._rows_R = None
+        if len(chunks) < len(step.spans):
+            self._rows_R = _rows_of(spans).to(device, non_blocking=True)
+        self._wrapper.plan(
+            metadata=self._make_metadata(
+                qo_indptr=numbers([0, *itertools.accumulate(span.num_rows for span in spans)]),
+                kv_indptr=numbers(block_starts),
+                kv_indices=step.block_table.flatten()[places_B.to(device, non_blocking=True)],
+                kv_len_arr=numbers([span.context_len for span in spans]),
+            ),
+            num_heads=problem.num_heads,
+            head_dim_ckv=problem.value_size,
+            head_dim_kpe=problem.rotary_size,
+            page_size=block_size,
+            causal=True,
+            sm_scale=problem.scale,
+            q_data_type=problem.dtype,
+            kv_data_type=problem.dtype,
+        )
+
+
+class ExpandedAttention:
+    """Attention of long chunks to the keys and values of each head, for layers of one shape."""
+
+    def __init__(self, make_wrapper: Callable[[], Any], merge: Callable[..., None], problem: LatentProblem) -> None:
+        """
+        Args:
+            make_wrapper: returns a new `BatchPrefillWithRaggedKVCacheWrapper`.
+            merge: `merge_state_in_place`.
+        """
+        self._make_wrapper = make_wrapper
+        self._merge = merge
+        self._problem = problem
+        keys_and_values = 2 * problem.key_size + problem.rotary_size + problem.value_size  # keys are copied once
+        self._piece_size = max(MAX_EXPANDED_BYTES // (problem.num_heads * keys_and_values * problem.dtype.itemsize), 1)
+        self._wrappers = [make_wrapper()]
+        self._planned: StepInputs | None = None
+        self._pieces: list[Piece] = []
+        self._rows_R: Tensor  # rows of the planned chunks among the step's tokens
+
+    def serves(self, step: StepInputs, max_rows: int) -> bool:
+        prefixes = [span.context_len - span.num_rows for _, span in _chunks(step, max_rows, is_long=True)]
+        return min(prefixes) >= 0 and sum(prefixes) <= MAX_PIECES * self._piece_size
+
+    def __call__(
+        self,
+        query_TNK: Tensor,
+        query_TNE: Tensor,
+        cache: Tensor,
+        step: StepInputs,
+        max_rows: int,
+        expand: ExpandLatents,
+        out_TNV: Tensor,
+    ) -> None:
+        if step is not self._planned:
+            self._plan(step, max_rows, cache.shape[1])
+            self._planned = step
+        query_RNQ = torch.cat([query_TNK[self._rows_R], query_TNE[self._rows_R]], dim=-1)
+        latents = cache.flatten(0, 1)
+        output_RNV = sums_RN = None
+        for piece, wrapper in zip(self._pieces, self._wrappers, strict=False):
+            key_CNQ, value_CNV = self._expanded(latents[piece.slots_C], expand)
+            part_RNV, part_RN = wrapper.run(query_RNQ[piece.rows], key_CNQ, value_CNV, return_lse=True)
+            if output_RNV is None or sums_RN is None:
+                output_RNV, sums_RN = part_RNV, part_RN  # the first piece has all rows
+            else:
+                self._merge(output_RNV[piece.rows], sums_RN[piece.rows], part_RNV, part_RN)
+            del key_CNQ, value_CNV  # before those of the next piece are allocated
+        assert output_RNV is not None
+        out_TNV[self._rows_R] = output_RNV
+
+    def _expanded(self, vectors_CP: Tensor, expand: ExpandLatents) -> tuple[Tensor, Tensor]:
+        """Return keys [C, N, K + E] and values [C, N, V] of latent vectors; the values may be strided."""
+        problem = self._problem
+        latent_CL, rotated_CE = vectors_CP.split([vectors_CP.shape[1] - problem.rotary_size, problem.rotary_size], 1)
+        key_NCK, value_NCV = expand(latent_CL)
+        num_positions = len(vectors_CP)
+        key_CNQ = vectors_CP.new_empty(num_positions, problem.num_heads, problem.key_size + problem.rotary_size)
+        key_CNQ[..., : problem.key_size] = key_NCK.transpose(0, 1)
+        key_CNQ[..., problem.key_size :] = rotated_CE[:, None]
+        return key_CNQ, value_NCV.transpose(0, 1)
+
+    def _plan(self, step: StepInputs, max_rows: int, block_size: int) -> None:
+        """Divide the long chunks' contexts into pieces and plan each, without waiting for the GPU.
+
+        The first piece has the positions of the chunks themselves. The others divide the prefixes, laid side by side.
+        """
+        device = step.block_table.device
+        chunks = _chunks(step, max_rows, is_long=True)
+        chunks.sort(key=lambda chunk: chunk[1].context_len == chunk[1].num_rows)  # those without a prefix are the last
+        spans = [span for _, span in chunks]
+        row_ends = [0, *itertools.accumulate(span.num_rows for span in spans)]
+        ends = [0, *itertools.accumulate(span.context_len - span.num_rows for span in spans)]
+
+        self._rows_R = _rows_of(spans).to(device, non_blocking=True)
+        self._pieces = [Piece(slice(0, row_ends[-1]), step.cache_slots[self._rows_R])]
+        self._plan_piece(0, row_ends, row_ends, causal=True)
+
+        for number, first in enumerate(range(0, ends[-1], self._piece_size), start=1):
+            last = min(first + self._piece_size, ends[-1])
+            own = [i for i in range(len(spans)) if ends[i] < last and ends[i + 1] > first]
+            positions = [torch.arange(max(first, ends[i]), min(last, ends[i + 1])) - ends[i] for i in own]
+            before = [chunks[i][0] * step.block_table.shape[1] for i in own]
+            places_C = torch.cat([a + each // block_size for a, each in zip(before, positions, strict=True)])
+            offsets_C = torch.cat(positions) % block_size
+            places_C, offsets_C = (each.to(device, non_blocking=True) for each in (places_C, offsets_C))
+            slots_C = step.block_table.flatten()[places_C].long() * block_size + offsets_C
+            rows = slice(row_ends[own[0]], row_ends[own[-1] + 1])
+            self._pieces.append(Piece(rows, slots_C))
+            self._plan_piece(
+                number,
+                [row_ends[i] - rows.start for i in (*own, own[-1] + 1)],
+                [0, *itertools.accumulate(map(len, positions))],
+                causal=False,
+            )
+
+    def _plan_piece(self, number: int, row_starts: list[int], starts: list[int], *, causal: bool) -> None:
+        problem = self._problem
+        if number == len(self._wrappers):
+            self._wrappers.append(self._make_wrapper())
+        self._wrappers[number].plan(
+            qo_indptr=numbers(row_starts),
+            kv_indptr=numbers(starts),
+            num_qo_heads=problem.num_heads,
+            num_kv_heads=problem.num_heads,
+            head_dim_qk=problem.key_size + problem.rotary_size,
+            head_dim_vo=problem.value_size,
+            causal=causal,
+            sm_scale=problem.scale,
+            q_data_type=problem.dtype,
+            kv_data_type=problem.dtype,
+            non_blocking=True,
+            disable_split_kv=True,  # the order of a row's sum must not depend on the rest of the step
+        )
+
+
+class Piece:
+    """Positions that some rows attend to."""
+
+    def __init__(self, rows: slice, slots_C: Tensor) -> None:
+        """
+        Args:
+            rows: among those of all planned chunks.
+            slots_C: int64, places in the flattened cache.
+        """
+        self.rows = rows
+        self.slots_C = slots_C
+
+
+def _chunks(step: StepInputs, max_rows: int, *, is_long: bool) -> list[tuple[int, ChunkSpan]]:
+    """Return the numbers and spans of the chunks with more rows, or with at most as many."""
+    spans = enumerate(step.spans)
+    return [(chunk, span) for chunk, span in spans if (min(span.num_rows, span.context_len) > max_rows) is is_long]
+
+
+def _rows_of(spans: list[ChunkSpan]) -> Tensor:
+    """Return the rows of some chunks, int64, on the host."""
+    return torch.cat([torch.arange(span.first_row, span.last_row + 1) for span in spans])

@@ -1,0 +1,87 @@
+"""Latent attention on a GPU by another library, for the layer shapes and steps that it supports."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import TypeVar
+
+from torch import Tensor
+
+from moeserve.ops.interfaces import ExpandLatents, Kernels, LatentAttentionBackend
+from moeserve.ops.libraries.interface import AttendAbsorbed, AttendExpanded, LatentLibrary, LatentProblem
+from moeserve.step_inputs import StepInputs
+
+# T tokens, N query heads; K, E, L, P and V: see `LatentAttentionBackend`
+
+logger = logging.getLogger(__name__)
+
+Attend = TypeVar("Attend")
+
+
+class LatentChoice:
+    """Makes the latent attention of a model's layers from our own kernels and one library.
+
+    The sizes of a layer's heads are known at its first call. Layers of one shape share a function, and with it a plan.
+    """
+
+    def __init__(self, own: Kernels, library: LatentLibrary) -> None:
+        self._own = own
+        self._library = library
+        self.absorbed = functools.cache(functools.partial(self._choose, library.make_absorbed))
+        self.expanded = functools.cache(functools.partial(self._choose, library.make_expanded))
+
+    def make_latent_attention(self, scale: float, latent_size: int, whole_num_heads: int) -> LatentAttentionBackend:
+        own = self._own.make_latent_attention(scale, latent_size, whole_num_heads)
+        return LibraryLatentAttention(own, self, scale, latent_size)
+
+    def _choose(self, make: Callable[[LatentProblem], Attend], problem: LatentProblem) -> Attend | None:
+        """Return the library's function, or None for our own."""
+        if reason := self._library.why_unavailable(problem):
+            logger.info("latent attention (%s) runs on our kernels, not %s: %s", problem, self._library.label, reason)
+            return None
+        return make(problem)
+
+
+class LibraryLatentAttention:
+    """See `LatentAttentionBackend`. Steps with padding are those of CUDA graphs, and run on our kernels."""
+
+    takes_all_rows = False
+
+    def __init__(self, own: LatentAttentionBackend, choice: LatentChoice, scale: float, latent_size: int) -> None:
+        self._own = own
+        self._choice = choice
+        self._scale = scale
+        self._latent_size = latent_size
+        self.write = own.write
+
+    def attend(self, query_TNP: Tensor, cache: Tensor, step: StepInputs, max_rows: int | None = None) -> Tensor:
+        num_heads, vector_size = query_TNP.shape[1:]
+        rotary_size, size = vector_size - self._latent_size, self._latent_size
+        problem = LatentProblem(True, num_heads, size, rotary_size, size, query_TNP.dtype, self._scale)
+        absorbed: AttendAbsorbed | None = self._choice.absorbed(problem)
+        most = step.max_rows_per_chunk if max_rows is None else max_rows
+        if absorbed is not None and step.padding is None and absorbed.serves(step, most):
+            return absorbed(query_TNP, cache, step, most)
+        return self._own.attend(query_TNP, cache, step, max_rows)
+
+    def attend_expanded(
+        self,
+        query_TNK: Tensor,
+        query_TNE: Tensor,
+        cache: Tensor,
+        step: StepInputs,
+        max_rows: int,
+        expand: ExpandLatents,
+        out_TNV: Tensor,
+    ) -> None:
+        num_heads, key_size = query_TNK.shape[1:]
+        sizes = (num_heads, key_size, query_TNE.shape[2], out_TNV.shape[2])
+        expanded: AttendExpanded | None = self._choice.expanded(
+            LatentProblem(False, *sizes, query_TNK.dtype, self._scale)
+        )
+        attend = self._own.attend_expanded
+        if expanded is not None and step.padding is None and expanded.serves(step, max_rows):
+            attend = expanded
+        attend(query_TNK, query_TNE, cache, step, max_rows, expand, out_TNV)
