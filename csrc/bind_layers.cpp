@@ -377,10 +377,15 @@ void gate(const Tensor& gates, const Tensor& rows, const Tensor& out) {
   check_dims("rows", rows, 2);
   check_float_type("rows", rows);
   check_contiguous("rows", rows);
-  check_array("gates", gates, {rows.size(0), 1}, rows.type, "rows'");
+  check_dims("gates", gates, 2);
+  check_type("gates", gates, rows.type, "rows'");
+  check_contiguous("gates", gates, 1);
+  const bool has_gate_for_each = gates.size(1) != 1;
+  check_shape("gates", gates, {rows.size(0), has_gate_for_each ? rows.size(1) : 1});
   check_array("out", out, {rows.size(0), rows.size(1)}, rows.type, "rows'");
 
-  const Gating step{rows.type, gates.data, rows.data, out.data, rows.size(0), rows.size(1)};
+  const Gating step{rows.type,    gates.data,   rows.data,        out.data,
+                    rows.size(0), rows.size(1), gates.strides[0], has_gate_for_each};
   run_kernel([step] { gate_rows(step); });
 }
 
@@ -414,7 +419,8 @@ void bind_layers(nb::module_& module) {
   module.def("weighted_sum", &sum_rows, "rows"_a, "pair_of_row"_a, "weights"_a, "out"_a,
              "Write the weighted sum of the rows of each token, added in the order of k.");
   module.def("add", &add, "a"_a, "b"_a, "out"_a, "Write a + b.");
-  module.def("gate_rows", &gate, "gates"_a, "rows"_a, "out"_a, "Write sigmoid(gate) * row.");
+  module.def("gate_rows", &gate, "gates"_a, "rows"_a, "out"_a,
+             "Write sigmoid(gate) * row. There is a gate for each row or for each element.");
   module.def("row_maximum", &find_maximum, "rows"_a, "largest"_a, "indices"_a,
              "Write the largest number of each row and its first index.");
   module.def("draw_tokens", &draw, "scores"_a, "temperatures"_a, "top_k"_a, "top_p"_a, "min_p"_a, "uniform"_a,

@@ -66,6 +66,15 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
     params: RequestParams
     seed: int
     end_token_ids: list[int]  # excluded from sampling while below params.min_tokens
+    state_row: int | None = None  # of the recurrent state before its next token; None: it starts with zeros
+
+
+class SavedState(msgspec.Struct, frozen=True, array_like=True):
+    """A copy of a request's recurrent state within or after a chunk, for later requests with the same prefix."""
+
+    slot: int
+    row: int  # of the state caches
+    num_tokens: int  # of the chunk, at least one, before the copy
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,6 +90,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     registrations: list[Registration] = []
     new_blocks: list[tuple[int, list[int]]] = []  # slots, and the KV blocks that are appended to their requests'
     new_tokens: list[tuple[int, int]] = []  # slots, and the token that is appended to their requests'
+    saved_states: list[SavedState] = []
 
     @property
     def num_tokens(self) -> int:

@@ -44,6 +44,21 @@ class ChunkSpan(NamedTuple):
         return self.first_row + self.num_rows - 1
 
 
+class StateRows(NamedTuple):
+    """The rows of the state caches that each chunk reads and writes; see `scheduling/state_pool.py`."""
+
+    load_S: Tensor  # int64: the row with the state before the chunk; -1: zeros, at the start of a request
+    store_S: Tensor  # int64: the row that gets the state after the chunk; -1: none
+    save_S: Tensor  # int64: the row that gets a copy of the state within the chunk; -1: none
+    num_before_save_S: Tensor  # int64: the chunk's tokens that this copy includes, at least one
+
+    @classmethod
+    def none(cls, num_chunks: int, device: torch.device | None = None) -> StateRows:
+        """Return the rows of chunks that neither load nor store a state."""
+        rows = (torch.full((num_chunks,), row, dtype=torch.int64, device=device) for row in (-1, -1, -1, 1))
+        return cls(*rows)
+
+
 @dataclass(frozen=True)
 class StepInputs:
     """The tokens of one step, chunk after chunk. Tensors are on the device."""
@@ -66,6 +81,7 @@ class StepInputs:
     # Of the rows whose logits are computed: all rows of a padded step, otherwise those of `logits_rows`.
     slots: Tensor | None = None  # [R] int64: slot of the row's request; padding has the slot behind the last
     settings: Tensor | None = None  # [R, W] int64: SAMPLING_SETTINGS of the row's request; all zeros for padding
+    states: StateRows | None = None  # None: no layer keeps a state for each request
 
     @property
     def max_rows_per_chunk(self) -> int:
@@ -76,7 +92,7 @@ class StepInputs:
         return hidden_TD if len(self.logits_rows) == len(hidden_TD) else hidden_TD.index_select(0, self.logits_rows)
 
 
-def decode_step(num_tokens: int) -> StepInputs:
+def decode_step(num_tokens: int, *, has_states: bool = False) -> StepInputs:
     """Return a step of one rank in which each request has one token. The numbers in it have no meaning."""
     zeros_T = torch.zeros(num_tokens, dtype=torch.int64)
     return StepInputs(
@@ -90,4 +106,5 @@ def decode_step(num_tokens: int) -> StepInputs:
         spans=tuple(ChunkSpan(row, 1, 1) for row in range(num_tokens)),
         tp_sizes=(num_tokens,),
         tokens_per_rank=(num_tokens,),
+        states=StateRows.none(num_tokens) if has_states else None,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moeserve.sampling_params import RequestParams
-from moeserve.worker.request_table import Chunk, RequestState, RequestTable
+from moeserve.worker.request_table import Chunk, ChunkStates, RequestState, RequestTable
 
 
 def make_chunk(
@@ -27,4 +27,12 @@ def make_chunk(
         end_token_ids=[],
     )
     table.add(slot, request, block_ids)
-    return Chunk(slot, start, list(token_ids), request, samples=params is not None, prompt_targets=[])
+    return Chunk(
+        slot,
+        start,
+        list(token_ids),
+        request,
+        samples=params is not None,
+        prompt_targets=[],
+        states=ChunkStates(load=slot if start else -1, store=slot),
+    )

@@ -15,10 +15,14 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers.models.qwen3_next import modeling_qwen3_next
 
 # Disturbances that must not change a reference's tokens: see Reference.is_clear.
 SMALLEST_GAP = 4e-3  # between the two largest logits; float32 results differ by less than 1e-4
 ROUTER_NOISE = 3e-5  # relative to each value that a router sees; float32 results differ by about 1e-6
+
+# The chunked form of the gated delta rule differs by up to 1e-3 from the rule itself, which is in the same file.
+modeling_qwen3_next.torch_chunk_gated_delta_rule = modeling_qwen3_next.torch_recurrent_gated_delta_rule
 
 DEFAULTS: dict[str, Any] = dict(
     vocab_size=101,
@@ -251,6 +255,23 @@ SHAPES = {
         sliding_window=9,
         layer_types=[FULL, SLIDING, SLIDING, FULL],
         tie_word_embeddings=True,
+    ),
+    # two layers with states of three; key heads of 10, value heads of 6
+    "qwen3-next": shape(
+        "Qwen3Next",
+        sizes(hidden=40, layers=3),
+        heads(4, 2, 16),
+        experts(9, 4, 17),
+        rope(),
+        shared_expert_intermediate_size=27,
+        layer_types=["linear_attention", FULL, "linear_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=10,
+        linear_value_head_dim=6,
+        linear_conv_kernel_dim=4,
+        initializer_range=0.2,
+        seed=2,
     ),
     "qwen3-moe": shape(
         "Qwen3Moe",

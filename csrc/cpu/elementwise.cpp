@@ -39,14 +39,27 @@ MOESERVE_INLINE void scale_part(const Element* row, Float<W> factor, Element* ou
   store_part<W, kIsWhole>(out, round_to<W>(out, Pair<W>{part.first * factor, part.second * factor}), count);
 }
 
+template <int W, bool kIsWhole, typename Element>
+MOESERVE_INLINE void gate_part(const Element* gates, const Element* row, Element* out, int64_t count) {
+  const Pair<W> gate = load_part<W, kIsWhole>(gates, count), part = load_part<W, kIsWhole>(row, count);
+  const Pair<W> factors = round_to<W>(gates, Pair<W>{sigmoid<W>(gate.first), sigmoid<W>(gate.second)});
+  const Pair<W> gated{part.first * factors.first, part.second * factors.second};
+  store_part<W, kIsWhole>(out, round_to<W>(out, gated), count);
+}
+
 template <int W, typename Element>
 MOESERVE_INLINE void gate_range(const Gating& gating, int64_t first, int64_t last) {
-  const auto* gates = static_cast<const Element*>(gating.gates);
   for (int64_t t = first; t < last; ++t) {
+    const Element* gates = static_cast<const Element*>(gating.gates) + t * gating.gate_stride;
     const Element* row = static_cast<const Element*>(gating.rows) + t * gating.width;
     Element* out = static_cast<Element*>(gating.out) + t * gating.width;
-    const Float<W> factor = round_to<W>(gates, sigmoid<W>(broadcast<W>(widen(gates[t]))));
     int64_t d = 0;
+    if (gating.has_gate_for_each) {
+      for (; d + 2 * W <= gating.width; d += 2 * W) gate_part<W, true>(gates + d, row + d, out + d, 2 * W);
+      if (d < gating.width) gate_part<W, false>(gates + d, row + d, out + d, gating.width - d);
+      continue;
+    }
+    const Float<W> factor = round_to<W>(gates, sigmoid<W>(broadcast<W>(widen(gates[0]))));
     for (; d + 2 * W <= gating.width; d += 2 * W) scale_part<W, true>(row + d, factor, out + d, 2 * W);
     if (d < gating.width) scale_part<W, false>(row + d, factor, out + d, gating.width - d);
   }

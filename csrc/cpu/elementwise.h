@@ -1,4 +1,4 @@
-// Addition of two tensors, and rows scaled by the sigmoid of a gate each.
+// Addition of two tensors, and rows scaled by the sigmoid of a gate each, or of a gate for each element.
 
 #pragma once
 
@@ -21,11 +21,13 @@ void add_elements(const Addition& addition);
 // T rows of width D.
 struct Gating {
   ElementType type;   // type of all tensors: float32 or bfloat16
-  const void* gates;  // [T]
+  const void* gates;  // [T, 1] or [T, D]
   const void* rows;   // [T, D]
   void* out;          // [T, D]: sigmoid(gate) * row; may be `rows`
   int64_t num_rows;
   int64_t width;
+  int64_t gate_stride;  // from row to row
+  bool has_gate_for_each;
 };
 
 // Rounds the sigmoid to the element type, and the product once more. The bytes of a row depend on the row and its gate

@@ -48,6 +48,7 @@ class CheckpointFacts:
     expert_shape: ExpertShape | None = None  # of each of these layers; None: experts are never sliced
     has_mxfp4: bool = False  # its experts are stored in MXFP4
     has_latent_attention: bool = False
+    has_states: bool = False  # a layer keeps a recurrent state for each request
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +134,7 @@ def resolve(
         )
     # Tokens are sampled on the last stage, and the first needs them: no step can be planned ahead of its tokens.
     plans_ahead = scheduler.async_scheduling and len(pipeline_layers) == 1
+    max_num_seqs = scheduler.max_num_seqs or (64 if device == "cpu" else 256)
     return EngineConfig(
         model_path=checkpoint.path,
         tokenizer_path=model.tokenizer or checkpoint.path,
@@ -155,6 +157,7 @@ def resolve(
         else parse_bytes("kv_cache_memory", cache.kv_cache_memory),
         num_cache_blocks=None,
         enable_prefix_caching=cache.enable_prefix_caching,
+        num_saved_states=_num_saved_states(cache, checkpoint, max_num_seqs),
         kv_host_memory=parse_bytes("kv_host_memory", cache.kv_host_memory, least=0),
         kv_file=cache.kv_file,
         kv_folder=cache.kv_folder,
@@ -480,6 +483,29 @@ def is_float8_cache(kv_cache_dtype: CacheDtypeName, has_latent_attention: bool) 
             "small as it is; use kv_cache_dtype='auto'"
         )
     return kv_cache_dtype != "auto"
+
+
+def _num_saved_states(cache: CacheSettings, checkpoint: CheckpointFacts, max_num_seqs: int) -> int | None:
+    """Return the number of rows for saved states, or None if the model has no recurrent states.
+
+    Raises:
+        SettingsError: a store behind the KV cache or another engine would have blocks without the states.
+    """
+    if not checkpoint.has_states:
+        if cache.num_saved_states is not None:
+            raise SettingsError(
+                f"num_saved_states={cache.num_saved_states}: this model has no recurrent states; leave it out"
+            )
+        return None
+    for name in ("kv_host_memory", "kv_folder", "kv_transfer_address"):
+        if value := getattr(cache, name):
+            raise SettingsError(
+                f"{name}={shown(value)} keeps blocks of the KV cache alone, but this model also has recurrent states; "
+                "leave it out"
+            )
+    if not cache.enable_prefix_caching:
+        return 0
+    return max_num_seqs if cache.num_saved_states is None else cache.num_saved_states
 
 
 def _check_kv_store(cache: CacheSettings) -> None:

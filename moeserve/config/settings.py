@@ -90,6 +90,11 @@ class CacheSettings:
     enable_prefix_caching: bool = setting(
         True, "keep the blocks of finished requests, for prompts that begin with the same tokens"
     )
+    num_saved_states: Annotated[int, msgspec.Meta(ge=0)] | None = setting(
+        None,
+        "for models with recurrent states: copies of states that are kept for prompts that begin with the same tokens; "
+        "none: as many as max_num_seqs",
+    )
     kv_host_memory: int | str = setting(
         0,
         "size of a store behind the KV cache of each rank, in the host's memory, as bytes or like 4GiB: blocks that "
@@ -316,6 +321,7 @@ class EngineConfig:
     kv_cache_memory: int | None  # bytes; None: a profiling run measures it
     num_cache_blocks: int | None  # if it is measured: the least after a change of the number of replicas
     enable_prefix_caching: bool
+    num_saved_states: int | None  # rows for copies of recurrent states; None: no layer of the model has a state
     kv_host_memory: int  # bytes of the store behind the KV cache of each rank; 0: none
     kv_file: str | None  # folder of the store's file; None: it is in memory
     kv_folder: str | None  # of shared blocks; None: none

@@ -205,6 +205,7 @@ def new_scheduler(config: EngineConfig, loaded: Sequence[Loaded]) -> Scheduler:
             enable_prefix_caching=config.enable_prefix_caching,
             plans_ahead=config.async_scheduling,
             num_batches=1 if config.async_scheduling else config.max_concurrent_batches,
+            num_saved_states=config.num_saved_states,
         ),
         salt,
         connector,

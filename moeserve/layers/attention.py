@@ -22,6 +22,15 @@ from moeserve.step_inputs import StepInputs
 # T tokens, D model width, N query heads, G key-value heads, H head size
 
 
+@dataclass(frozen=True)
+class CacheSize:
+    """The size of the cache of a layer of any kind."""
+
+    num_blocks: int
+    block_size: int  # tokens
+    num_states: int = 0  # rows for states, of running requests and of saved ones
+
+
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
     """The shape of one attention layer. Query head n reads key-value head n // (num_heads / num_kv_heads)."""
@@ -39,6 +48,7 @@ class AttentionConfig:
     scale: float | None = None  # of the products of queries and keys; None: 1 / sqrt(head_dim)
     clip: float | None = None  # queries, keys and values are clamped to ± this
     has_sinks: bool = False  # a learned score per head that takes a share of the softmax (gpt-oss)
+    has_gate: bool = False  # outputs are multiplied by the sigmoid of a projection as wide as the queries
 
     @property
     def rotaries(self) -> tuple[RotaryConfig, ...]:
@@ -57,6 +67,8 @@ class Attention(nn.Module):
     Each tp rank has a share of the heads, and computes a part of the sum that is the output.
     """
 
+    state_bytes = 0
+
     def __init__(self, config: AttentionConfig, hidden_size: int, norm_epsilon: float, context: ModelContext) -> None:
         super().__init__()
         tp = context.tp
@@ -66,12 +78,14 @@ class Attention(nn.Module):
         self.kv_heads = _kv_heads_of(self.heads, config)
         num_heads, self.num_kv_heads = _length(self.heads), _length(self.kv_heads)
         query_size, kv_size = num_heads * config.head_dim, self.num_kv_heads * config.head_dim
-        self.projected_sizes = [query_size, kv_size, kv_size]
+        self.projected_sizes = [query_size, kv_size, kv_size] + [query_size] * config.has_gate
         num_chunks = num_input_chunks(config.can_divide)
         share = share_inputs(config.num_heads * config.head_dim, num_chunks, context)
         first_query, first_key = self.heads.start * config.head_dim, self.kv_heads.start * config.head_dim
         # Errors in scores grow exponentially in the softmax, so queries and keys keep 8 bits.
-        limits = QuantizationLimits(8, (first_query, first_key, query_size, query_size + kv_size))
+        limits = QuantizationLimits(
+            8, (first_query, first_key, query_size, query_size + kv_size, query_size + 2 * kv_size)
+        )
         self.query_key_value = Linear(
             hidden_size, sum(self.projected_sizes), context, has_bias=config.has_bias, limits=limits
         )
@@ -107,6 +121,7 @@ class Attention(nn.Module):
         )
         self.backend = context.kernels.make_attention(shape)
         self._apply_rope = context.kernels.apply_rope
+        self._gate_rows = context.kernels.gate_rows
 
     @property
     def cache_bytes_per_token(self) -> int:
@@ -116,8 +131,8 @@ class Attention(nn.Module):
         )
         return 2 * self.num_kv_heads * bytes_of_head
 
-    def make_cache(self, num_blocks: int, block_size: int) -> KeyValueCache:
-        shape = (num_blocks, self.num_kv_heads, block_size, self.config.head_dim)
+    def make_cache(self, size: CacheSize) -> KeyValueCache:
+        shape = (size.num_blocks, self.num_kv_heads, size.block_size, self.config.head_dim)
         device = self.context.device
         if self.context.has_float8_cache:
             codes = (torch.empty(shape, dtype=torch.uint8, device=device) for _ in range(2))
@@ -133,7 +148,7 @@ class Attention(nn.Module):
     def forward(self, hidden_TD: Rows, rotations: Rotations, cache: KeyValueCache, step: StepInputs) -> Tensor:
         projected = self.query_key_value(hidden_TD).split(self.projected_sizes, dim=-1)
         size = self.config.head_dim
-        query_TNH, key_TGH, value_TGH = (rearrange(part, "T (N H) -> T N H", H=size) for part in projected)
+        query_TNH, key_TGH, value_TGH = (rearrange(part, "T (N H) -> T N H", H=size) for part in projected[:3])
         rotation = rotations[self.config.rotary]
         if self.config.rotates_first:
             query_TNH, key_TGH = self._apply_rope(query_TNH, rotation), self._apply_rope(key_TGH, rotation)
@@ -144,7 +159,8 @@ class Attention(nn.Module):
             query_TNH, key_TGH, value_TGH = (heads.clamp(-limit, limit) for heads in (query_TNH, key_TGH, value_TGH))
         query_TNH = self.backend.rotate_and_write(query_TNH, key_TGH, value_TGH, rotation, cache, step)
         attended_TNH = self.backend.attend(query_TNH, cache, step, self.sinks)
-        return self.output(rearrange(attended_TNH, "T N H -> T (N H)"))
+        attended_TX = rearrange(attended_TNH, "T N H -> T (N H)")
+        return self.output(self._gate_rows(projected[3], attended_TX) if self.config.has_gate else attended_TX)
 
 
 class TokenNorm(nn.Module):

@@ -21,6 +21,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from moeserve.distributed.mesh import share_of
+from moeserve.layers.attention import CacheSize
 from moeserve.layers.context import ModelContext
 from moeserve.layers.input_share import num_input_chunks, share_inputs
 from moeserve.layers.linear import Linear
@@ -105,6 +106,8 @@ class LatentAttention(nn.Module):
     Each tp rank has a share of the heads, and computes a part of the sum that is the output. Each has the whole cache.
     """
 
+    state_bytes = 0
+
     def __init__(self, config: LatentAttentionConfig, hidden_size: int, context: ModelContext) -> None:
         super().__init__()
         tp = context.tp
@@ -147,8 +150,8 @@ class LatentAttention(nn.Module):
     def cache_bytes_per_token(self) -> int:
         return self.config.cached_size * self.context.dtype.itemsize
 
-    def make_cache(self, num_blocks: int, block_size: int) -> LatentCache:
-        shape = (num_blocks, block_size, self.config.cached_size)
+    def make_cache(self, size: CacheSize) -> LatentCache:
+        shape = (size.num_blocks, size.block_size, self.config.cached_size)
         return LatentCache(torch.empty(shape, dtype=self.context.dtype, device=self.context.device))
 
     @property

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from moeserve.distributed.coordinator import GroupCoordinator
 from moeserve.expert_placement.placement import Placement
-from moeserve.layers.attention import Attention, AttentionConfig
+from moeserve.layers.attention import Attention, AttentionConfig, CacheSize
 from moeserve.layers.context import ModelContext
+from moeserve.layers.gated_delta import GatedDeltaConfig, GatedDeltaNet
 from moeserve.layers.input_share import InputShare, num_input_chunks, share_inputs
 from moeserve.layers.linear import Embedding, OutputHead
 from moeserve.layers.mla import LatentAttention, LatentAttentionConfig
@@ -51,12 +52,14 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.tp = context.tp
         self.sum_dtype = context.sum_dtype
-        attention: Attention | LatentAttention
+        attention: Attention | LatentAttention | GatedDeltaNet
         match config.attention:
             case AttentionConfig():
                 attention = Attention(config.attention, hidden_size, norm_epsilon, context)
             case LatentAttentionConfig():
                 attention = LatentAttention(config.attention, hidden_size, context)
+            case GatedDeltaConfig():
+                attention = GatedDeltaNet(config.attention, hidden_size, norm_epsilon, context)
         feed_forward: MoELayer | DenseFeedForward
         match config.feed_forward:
             case MoEConfig() as moe:
@@ -185,9 +188,19 @@ class Decoder(nn.Module):
     def cache_bytes_per_token(self) -> int:
         return sum(layer.attention.cache_bytes_per_token for layer in self.layers)
 
-    def make_caches(self, num_blocks: int, block_size: int) -> list[Any]:
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of one request, in all layers."""
+        return sum(layer.attention.state_bytes for layer in self.layers)
+
+    @property
+    def has_states(self) -> bool:
+        """True if a layer of this rank keeps a state for each request."""
+        return self.state_bytes > 0
+
+    def make_caches(self, size: CacheSize) -> list[Any]:
         """Return one cache for each layer, of its attention's kind."""
-        return [layer.attention.make_cache(num_blocks, block_size) for layer in self.layers]
+        return [layer.attention.make_cache(size) for layer in self.layers]
 
     def forward(self, step: StepInputs, caches: list[Any]) -> Tensor:
         """Return hidden states [T, D] of all tokens of the replica; on the last stage, after the last norm."""

@@ -59,3 +59,4 @@ class Family:
     names: tuple[MoENames, ...] = (MoENames(),)  # a checkpoint follows the first whose router it holds
     attention_names: AttentionNames = AttentionNames()
     decoder_part: DecoderPart | None = None  # None: all tensors are the decoder's
+    norm_offset: float = 0.0  # added to the weights of norms: checkpoints store the difference to this

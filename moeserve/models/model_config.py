@@ -10,6 +10,7 @@ from moeserve.config.expert_layout import ExpertShape
 from moeserve.expert_placement.eplb import place_experts
 from moeserve.expert_placement.placement import Placement
 from moeserve.layers.attention import AttentionConfig
+from moeserve.layers.gated_delta import GatedDeltaConfig
 from moeserve.layers.input_share import keeps_bytes, num_expert_chunks, num_input_chunks
 from moeserve.layers.mla import LatentAttentionConfig
 from moeserve.layers.rotary import RotaryConfig
@@ -29,7 +30,7 @@ class MLPConfig:
 class LayerConfig:
     """The shape of one layer."""
 
-    attention: AttentionConfig | LatentAttentionConfig
+    attention: AttentionConfig | LatentAttentionConfig | GatedDeltaConfig
     feed_forward: MoEConfig | MLPConfig
 
 
@@ -85,6 +86,11 @@ class ModelConfig:
     @property
     def has_latent_attention(self) -> bool:
         return any(isinstance(layer.attention, LatentAttentionConfig) for layer in self.layers)
+
+    @property
+    def has_states(self) -> bool:
+        """True if a layer keeps a state for each request."""
+        return any(isinstance(layer.attention, GatedDeltaConfig) for layer in self.layers)
 
     def of_stage(self, of_sparse_layers: Sequence[Item], stage: range) -> Sequence[Item]:
         """Return the items of a stage: `of_sparse_layers` has one for each layer of the model that has experts."""

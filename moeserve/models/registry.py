@@ -71,6 +71,7 @@ def read_facts(folder: str | Path) -> CheckpointFacts:
         expert_shape=description.model.expert_shape,
         has_mxfp4=description.weight_format.is_mxfp4,
         has_latent_attention=description.model.has_latent_attention,
+        has_states=description.model.has_states,
     )
 
 

@@ -44,6 +44,7 @@ class Destination:
     shape: tuple[int, ...]  # of the whole tensor in the checkpoint
     part: tuple[slice, ...]  # slices of the tensor's leading dimensions; the other dimensions are whole
     owner: Weights | None = None  # the weights whose memory this is; None: a parameter that is never packed
+    offset: float = 0.0  # added to the checkpoint's values
 
     def __post_init__(self) -> None:
         sizes = [part.stop - part.start for part in self.part]
@@ -74,9 +75,12 @@ class Destination:
         return is_whole_rows and tensor.has_packed_groups and is_aligned
 
 
-def whole(memory: Tensor, owner: Weights | None = None) -> Destination:
+Row = tuple[str, Destination | None]  # of a table: the name of a tensor; None: only other ranks need it
+
+
+def whole(memory: Tensor, owner: Weights | None = None, offset: float = 0.0) -> Destination:
     """Return the destination of a whole tensor."""
-    return Destination(memory, tuple(memory.shape), (), owner)
+    return Destination(memory, tuple(memory.shape), (), owner, offset)
 
 
 def rows(memory: Tensor, share: slice, num_rows: int, owner: Weights | None = None) -> Destination:
@@ -260,7 +264,8 @@ def _fill(place: Destination, tensor: CheckpointTensor, read_rows: ReadRows, pro
         begin = first.start + start * num_rows
         end = begin + len(piece) * num_rows
         if codes_of is None:
-            piece.copy_(tensor.read(read_rows, begin, end)[part].reshape(piece.shape))
+            values = tensor.read(read_rows, begin, end)[part].reshape(piece.shape)
+            piece.copy_(values.float() + place.offset if place.offset else values)
         elif _has_same_blocks(tensor):
             assert not any(cut.start % BLOCK for cut in (first, *others)), (place.part, "begins inside a block")
             codes_OI, scales_GB = tensor.read_blocks(read_rows, begin, end)

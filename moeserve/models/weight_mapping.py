@@ -12,17 +12,17 @@ from collections.abc import Collection, Iterator
 from torch import Tensor, nn
 
 from moeserve.layers.attention import Attention
+from moeserve.layers.gated_delta import GatedDeltaNet
 from moeserve.layers.linear import Linear
 from moeserve.layers.mla import CompressedQuery, LatentAttention
 from moeserve.layers.mlp import GatedMLP
 from moeserve.layers.weights import Weights
 from moeserve.models.decoder import Decoder, DenseFeedForward
-from moeserve.models.family import AttentionNames, Family, MoENames
+from moeserve.models.family import Family, MoENames
+from moeserve.models.gated_delta_mapping import gated_delta_rows
 from moeserve.models.model_config import MLPConfig
-from moeserve.models.weight_loading import Destination, Destinations, columns, rows, whole
+from moeserve.models.weight_loading import Destination, Destinations, Row, columns, rows, whole
 from moeserve.moe.layer import MoEConfig, MoELayer
-
-Row = tuple[str, Destination | None]
 
 _FREQUENCIES = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")  # computed, not loaded
 
@@ -52,19 +52,22 @@ def _rows_of(model: Decoder, family: Family, names: Collection[str]) -> Iterator
     if embedding is not None:
         yield "model.embed_tokens.weight", rows(embedding.weight, embedding.share, vocab_size)
     if model.norm is not None:
-        yield "model.norm.weight", whole(model.norm.weight)
+        yield "model.norm.weight", whole(model.norm.weight, offset=family.norm_offset)
     if head is not None and not head.weights.is_borrowed:
         name = "model.embed_tokens.weight" if model.config.tie_word_embeddings else "lm_head.weight"
         yield name, rows(head.weight, head.share, vocab_size, head.weights)
     for number, layer, config in zip(model.stage, model.layers, model.layer_configs, strict=True):
         prefix = f"model.layers.{number}"
-        yield f"{prefix}.input_layernorm.weight", whole(layer.attention_norm.weight)
-        yield f"{prefix}.post_attention_layernorm.weight", whole(layer.feed_forward_norm.weight)
+        norms = {"input_layernorm": layer.attention_norm, "post_attention_layernorm": layer.feed_forward_norm}
+        for name, norm in norms.items():
+            yield f"{prefix}.{name}.weight", whole(norm.weight, offset=family.norm_offset)
         match layer.attention:
             case Attention() as attention:
-                yield from _attention(f"{prefix}.self_attn", attention, family.attention_names)
+                yield from _attention(f"{prefix}.self_attn", attention, family)
             case LatentAttention() as attention:
                 yield from _latent_attention(f"{prefix}.self_attn", attention)
+            case GatedDeltaNet() as attention:
+                yield from gated_delta_rows(f"{prefix}.linear_attn", attention, names)
         match layer.feed_forward, config.feed_forward:
             case DenseFeedForward(mlp=mlp), MLPConfig(width=width):
                 yield from _mlp(f"{prefix}.mlp", mlp, width)
@@ -73,22 +76,32 @@ def _rows_of(model: Decoder, family: Family, names: Collection[str]) -> Iterator
                 yield from _moe(prefix, moe, width, used, names)
 
 
-def _attention(prefix: str, attention: Attention, names: AttentionNames) -> Iterator[Row]:
+def _attention(prefix: str, attention: Attention, family: Family) -> Iterator[Row]:
     config, size, fused = attention.config, attention.config.head_dim, attention.query_key_value
     queries, keys = _times(attention.heads, size), _times(attention.kv_heads, size)
     num_queries, num_keys = config.num_heads * size, config.num_kv_heads * size
-    weights = fused.weight.split(attention.projected_sizes)
-    biases = [None] * 3 if fused.bias is None else fused.bias.split(attention.projected_sizes)
-    shares = [(queries, num_queries), (keys, num_keys), (keys, num_keys)]
-    for projection, weight, bias, (share, num_rows) in zip("qkv", weights, biases, shares, strict=True):
-        yield f"{prefix}.{projection}_proj.weight", rows(weight, share, num_rows, fused.weights)
-        if bias is not None:
-            yield f"{prefix}.{projection}_proj.bias", rows(bias, share, num_rows)
+    parts: list[tuple[Tensor, Weights | None, str]] = [(fused.weight, fused.weights, "weight")]
+    if fused.bias is not None:
+        parts.append((fused.bias, None, "bias"))
+    for memory, owner, kind in parts:
+        query, key, value, *gate = memory.split(attention.projected_sizes)
+        yield f"{prefix}.k_proj.{kind}", rows(key, keys, num_keys, owner)
+        yield f"{prefix}.v_proj.{kind}", rows(value, keys, num_keys, owner)
+        if not gate:
+            yield f"{prefix}.q_proj.{kind}", rows(query, queries, num_queries, owner)
+            continue
+        # Head after head: the rows of the query, and below them those of the gate.
+        for slot, head in enumerate(range(attention.heads.start, attention.heads.stop)):
+            for number, part in enumerate((query, *gate)):
+                first = (2 * head + number) * size
+                own = part[slot * size : (slot + 1) * size]
+                yield f"{prefix}.q_proj.{kind}", rows(own, slice(first, first + size), 2 * num_queries, owner)
     if attention.sinks is not None:
         yield f"{prefix}.sinks", rows(attention.sinks, attention.heads, config.num_heads)
+    names = family.attention_names
     for name, norm in ((names.query_norm, attention.query_norm), (names.key_norm, attention.key_norm)):
         if not isinstance(norm, nn.Identity):
-            yield f"{prefix}.{name}.weight", whole(norm.weight)
+            yield f"{prefix}.{name}.weight", whole(norm.weight, offset=family.norm_offset)
     yield from _summed_linear(f"{prefix}.o_proj", attention.output, queries, num_queries, config.has_output_bias)
 
 

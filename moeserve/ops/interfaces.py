@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from moeserve.ops.gated_delta import GatedDelta, GatedDeltaShape
 from moeserve.step_inputs import StepInputs
 
 # T tokens, D model width, E experts, K experts per token, P pairs = T * K, R rows, N query heads, G key-value heads,
@@ -548,7 +549,7 @@ class Kernels:
 
     name: Literal["cpu", "triton", "torch"]  # for messages
     add: Callable[[Tensor, Tensor], Tensor]  # (a_TD, b_TD) -> their sum; both contiguous and of one dtype
-    gate_rows: Callable[[Tensor, Tensor], Tensor]  # (gates_T1, rows_TD) -> sigmoid(gate) * row; the same
+    gate_rows: Callable[[Tensor, Tensor], Tensor]  # (gates_T1 or gates_TD, rows_TD) -> sigmoid(gate) * row
     # (x_TD, weight_D, epsilon) -> [T, D] in the dtype of x; T may be several dimensions. In place: written to x.
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     rms_norm_in_place: Callable[[Tensor, Tensor, float], None]
@@ -569,6 +570,7 @@ class Kernels:
     make_attention: Callable[[AttentionShape], AttentionBackend]
     # (scale, latent size L, query heads of all tp ranks)
     make_latent_attention: Callable[[float, int, int], LatentAttentionBackend]
+    make_gated_delta: Callable[[GatedDeltaShape], GatedDelta]
     make_product: Callable[[OpenWeights], Product]
     # For products of 8-bit blocks; None: there are none. Rows in 8 bits are returned as they are. The second takes
     # (x_TD, update_TD or None, weight_D, epsilon, whether the rows are kept beside their codes), and returns the sum,

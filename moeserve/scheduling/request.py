@@ -31,6 +31,8 @@ class LiveRequest:
     num_passed: int = 0  # requests that were admitted before this one though they came later
     may_load: bool = True  # blocks from a store behind the cache, if it has some; once each time it is admitted
     kv_source: PeerBlocks | None = field(init=False)  # blocks to be received before it is admitted
+    state_row: int | None = None  # of its recurrent state before the next planned token; None: zeros
+    branch_point: int = 0  # tokens after which its state is saved, since another request went on differently there
     ended: bool = False
     _digests: list[bytes] = field(default_factory=list)  # of its first full blocks, computed on demand
     _prompt_logprobs: list[LogprobRows] = field(default_factory=list)  # collected until the first token
@@ -91,6 +93,7 @@ class LiveRequest:
             params=request.params,
             seed=request.seed,
             end_token_ids=[*request.eos_token_ids, *request.params.stop_token_ids],
+            state_row=self.state_row,
         )
 
     def digest(self, block_index: int, block_size: int) -> bytes:
@@ -139,6 +142,7 @@ class LiveRequest:
         self.num_computed = self.num_planned = 0
         self.block_ids = []
         self.slot = NO_SLOT
+        self.state_row = None
         self.is_registered = False
         self.may_load = True
         self._prompt_logprobs = []  # not sent yet, so all of them will be computed again

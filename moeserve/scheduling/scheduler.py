@@ -22,6 +22,7 @@ from moeserve.protocol import (
     Registration,
     Request,
     RequestUpdate,
+    SavedState,
     StepPlan,
     StepResult,
     Transfer,
@@ -32,6 +33,7 @@ from moeserve.scheduling.block_transfers import BlockTransfers
 from moeserve.scheduling.kv_connector import HostTier, KVConnector
 from moeserve.scheduling.rank_state import ExpectedState, check_reports
 from moeserve.scheduling.request import NO_SLOT, LiveRequest
+from moeserve.scheduling.state_pool import STATE_INTERVAL, StatePool
 
 # Later requests that may be admitted before one that does not fit into the KV cache yet.
 MAX_PASSED = 64
@@ -54,6 +56,8 @@ class SchedulerConfig:
     plans_ahead: bool = True
     max_prefill_tokens: int = 0  # most that a prefill budget allows; 0: prefill budgets are ignored
     num_batches: int = 1  # in which the requests run, if each plan takes its share of them
+    num_saved_states: int | None = None  # rows for saved recurrent states; None: no layer of the model has a state
+    state_interval: int = STATE_INTERVAL  # tokens between the positions of saved states, rounded up to whole blocks
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,7 @@ class _PlannedChunk:
     num_prompt_rows: int  # prompt tokens whose log-probabilities it returns
     num_known: int  # tokens of the request that ranks have after this plan
     num_blocks: int  # of the request, up to this plan
+    saved_state: SavedState | None
 
     def expected_state(self) -> ExpectedState:
         """Return the state that ranks have after the plan, once its result is committed."""
@@ -136,6 +141,10 @@ class Scheduler:
         self.num_preemptions = 0
         self._cache_salt = cache_salt
         self._pool = BlockPool(config.num_blocks)
+        self._states: StatePool | None = None
+        if config.num_saved_states is not None:
+            self._states = StatePool(config.max_num_seqs, config.num_saved_states)
+        self._state_interval = -(-config.state_interval // config.block_size) * config.block_size
         self._transfers: BlockTransfers | None = None
         if connector is not None or peer_addresses:
             store = HostTier(0) if connector is None else connector
@@ -241,6 +250,8 @@ class Scheduler:
         new_blocks: list[tuple[int, list[int]]] = []
         planned: list[tuple[LiveRequest, int]] = []
         num_preemptions = self.num_preemptions
+        if self._states is not None:
+            self._states.begin_plan()
         has_room = self._continue_running(planned, new_blocks, budget)
         if has_room and self.num_preemptions == num_preemptions:
             self._admit_waiting(planned, budget)
@@ -250,6 +261,7 @@ class Scheduler:
             assert not is_stuck, "there are requests, but none of them can run"
             return None
         self._step += 1
+        saved_states = [self._save_state(request, num_tokens) for request, num_tokens in planned]
         plan = StepPlan(
             step=self._step,
             slots=[request.slot for request, _ in planned],
@@ -258,8 +270,9 @@ class Scheduler:
             registrations=[self._registration(request) for request, _ in planned if not request.is_registered],
             new_blocks=new_blocks,
             new_tokens=[] if self.config.plans_ahead else self._unsent_tokens(planned),
+            saved_states=[saved for saved in saved_states if saved is not None],
         )
-        self._plans.append([self._start_chunk(request, num_tokens) for request, num_tokens in planned])
+        self._plans.append([self._start_chunk(*each, saved) for each, saved in zip(planned, saved_states, strict=True)])
         return plan
 
     def commit(self, result: StepResult, reports: Sequence[RankReport] = ()) -> list[RequestUpdate]:
@@ -279,6 +292,7 @@ class Scheduler:
         for chunk, chunk_result in zip(chunks, result.chunks, strict=True):
             self._finish_chunk(chunk)
             is_kept = not chunk.request.ended and chunk_result.error is None
+            self._end_save(chunk, is_kept=is_kept)
             if not chunk.request.ended and (update := self._commit_chunk(chunk, chunk_result)) is not None:
                 updates.append(update)
             expected.append(chunk.expected_state() if reports and is_kept else None)
@@ -308,6 +322,7 @@ class Scheduler:
         chunks = self._plans.popleft()
         for chunk in chunks:
             self._finish_chunk(chunk)
+            self._end_save(chunk, is_kept=False)
         still_live = [chunk.request.request_id for chunk in chunks if not chunk.request.ended]
         return [update for request_id in still_live if (update := self.abort(request_id)) is not None]
 
@@ -344,6 +359,8 @@ class Scheduler:
         for request in self._waiting.values():
             assert request.num_planned == len(request.block_ids) == 0, request
             assert request.slot == NO_SLOT, request
+        if self._states is not None:
+            self._states.check_invariants({chunk.saved_state.row for chunk in in_flight if chunk.saved_state})
         holders = [*self._running.values(), *self._waiting.values(), *self._ended_in_flight]
         held = [block_id for request in holders for block_id in request.block_ids]
         self._pool.check_invariants(held + ([] if self._transfers is None else self._transfers.held_blocks()))
@@ -471,6 +488,8 @@ class Scheduler:
             self._prefilling.add(request)
             self._pool.share(prefix)
             request.block_ids = prefix
+            if self._states is not None and prefix:
+                request.state_row = self._states.read(request.digest(len(prefix) - 1, self.config.block_size))
             request.slot = self._free_slots.pop()
             request.num_computed = request.num_planned = len(prefix) * self.config.block_size
             if request.num_cached_tokens is None:
@@ -493,7 +512,49 @@ class Scheduler:
             if block_id is None:
                 break
             prefix.append(block_id)
-        return prefix
+        return prefix if self._states is None else prefix[: self._num_blocks_with_state(request, len(prefix))]
+
+    def _num_blocks_with_state(self, request: LiveRequest, num_blocks: int) -> int:
+        """Return how many of a request's first blocks, all of them cached, are before a saved state.
+
+        If there are more cached blocks than that, another request went on differently after them, as others may: the
+        request saves its state there.
+        """
+        assert self._states is not None
+        size, per_interval = self.config.block_size, self._state_interval // self.config.block_size
+        last = num_blocks - num_blocks % per_interval
+        ends = range(last, 0, -per_interval)
+        found = next((end for end in ends if self._states.has(request.digest(end - 1, size))), 0)
+        request.branch_point = last * size if last > found else 0
+        return found
+
+    def _save_state(self, request: LiveRequest, num_tokens: int) -> SavedState | None:
+        """Take a row for a state within a chunk of a prompt: at the branch point, or after the last whole interval.
+
+        The latter is where a request whose prompt continues this one starts.
+        """
+        if self._states is None or num_tokens == 1 or not self.config.enable_prefix_caching:
+            return None
+        size = self.config.block_size
+        start, end = request.num_planned, request.num_planned + num_tokens
+        last = end - end % self._state_interval
+        position = request.branch_point if start < request.branch_point <= end else last
+        if position <= start or self._states.has(request.digest(position // size - 1, size)):
+            return None
+        row = self._states.take()
+        return None if row is None else SavedState(request.slot, row, position - start)
+
+    def _end_save(self, chunk: _PlannedChunk, *, is_kept: bool) -> None:
+        """Make the state that a chunk has saved available, if it was computed."""
+        if chunk.saved_state is None:
+            return
+        assert self._states is not None
+        row, request, size = chunk.saved_state.row, chunk.request, self.config.block_size
+        if not is_kept:
+            self._states.release(row)
+            return
+        position = request.num_computed - chunk.num_tokens + chunk.saved_state.num_tokens
+        self._states.register(row, request.digest(position // size - 1, size))
 
     def _start_receive_or_load(self, request: LiveRequest, prefix: list[int]) -> bool:
         """Begin to copy the blocks behind a request's cached prefix, from another engine or from the store.
@@ -582,12 +643,13 @@ class Scheduler:
         owner = self._owner_of_prompt.setdefault(id(request.request.prompt_token_ids), request)
         return request.registration(None if owner is request else owner.slot)
 
-    def _start_chunk(self, request: LiveRequest, num_tokens: int) -> _PlannedChunk:
+    def _start_chunk(self, request: LiveRequest, num_tokens: int, saved: SavedState | None) -> _PlannedChunk:
         end = request.num_planned + num_tokens
         samples = num_tokens == request.num_unplanned
         needs_rows = request.needs_every_prompt_row and request.num_unknown == 0
         num_prompt_rows = num_tokens - samples if needs_rows else 0  # the last row predicts the sampled token
         request.is_registered = True
+        request.state_row = request.slot
         request.num_sent = len(request.token_ids)
         request.num_planned = end
         request.num_unknown += samples
@@ -595,7 +657,7 @@ class Scheduler:
         if not request.is_prefilling:
             self._prefilling.discard(request)
         num_known = len(request.token_ids) + (request.num_unknown if self.config.plans_ahead else 0)
-        return _PlannedChunk(request, num_tokens, samples, num_prompt_rows, num_known, len(request.block_ids))
+        return _PlannedChunk(request, num_tokens, samples, num_prompt_rows, num_known, len(request.block_ids), saved)
 
     def _finish_chunk(self, chunk: _PlannedChunk) -> None:
         """A plan that names the chunk's request is not in flight any more."""

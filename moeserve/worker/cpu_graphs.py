@@ -29,7 +29,7 @@ from moeserve.layers.rotary import Rotations
 from moeserve.memory import Arena, without_pool
 from moeserve.models.decoder import Decoder
 from moeserve.scheduling.lockstep import Agreement
-from moeserve.step_inputs import StepInputs, decode_step
+from moeserve.step_inputs import StateRows, StepInputs, decode_step
 from moeserve.worker.step_replay import StepOutputs, do_nothing
 
 # T tokens of the replica's step, t this tp rank's share of them, D model width
@@ -75,6 +75,8 @@ class CapturedStep:
         self.step.cache_slots.copy_(step.cache_slots)
         self.step.context_lens.copy_(step.context_lens)
         self.step.block_table[:, : step.block_table.shape[1]].copy_(step.block_table)
+        for memory, rows in zip(self.step.states or (), step.states or (), strict=True):
+            memory.copy_(rows)
 
 
 class CpuGraphs:
@@ -110,7 +112,7 @@ class CpuGraphs:
     def capture_ahead(self) -> bool:
         if not self._sizes_ahead:
             return False
-        step = decode_step(self._sizes_ahead.popleft())
+        step = decode_step(self._sizes_ahead.popleft(), has_states=self.model.has_states)
         sizes = len(step.token_ids), step.tokens_per_rank
         if sizes not in self.captured:
             self._capture(sizes, *self.model.receive(step), step)
@@ -165,6 +167,7 @@ class CpuGraphs:
                 context_lens=self._input_memory("context_lens", step.context_lens),
                 row_starts=step.row_starts.clone(),
                 block_table=self._input_memory("block_table", step.block_table),
+                states=self._state_rows(len(step.token_ids)) if step.states else None,
             ),
             result=hidden_tD,
         )
@@ -191,6 +194,11 @@ class CpuGraphs:
             self.captured[sizes] = dataclasses.replace(captured, num_collectives=counts, result=alias)
         if len(self.captured) > MAX_CPU_GRAPHS:
             self.captured.popitem(last=False)
+
+    def _state_rows(self, num_tokens: int) -> StateRows:
+        """Return the rows of states where all graphs find them, with no state in them for now."""
+        none = StateRows.none(num_tokens)
+        return StateRows(*(self._input_memory(f"states {n}", rows).copy_(rows) for n, rows in enumerate(none)))
 
     def _input_memory(self, name: str, like: Tensor) -> Tensor:
         """Return the rows where all graphs find an input."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from moeserve.distributed.mesh import Mesh, share_of, share_sizes
 from moeserve.models.decoder import Decoder
 from moeserve.scheduling.lockstep import Agreement
-from moeserve.step_inputs import NUM_SETTINGS, ChunkSpan, StepInputs
+from moeserve.step_inputs import NUM_SETTINGS, ChunkSpan, StateRows, StepInputs
 from moeserve.worker.halves import in_halves
 from moeserve.worker.kv_cache import free_gpu_memory
 from moeserve.worker.step_replay import StepContext, StepOutputs, do_nothing
@@ -123,7 +123,7 @@ class CudaGraphs:
         self.sizes = tuple(sizes)
         self.on_layers: Callable[[], None] = do_nothing
         device = context.device
-        inputs = _empty_inputs(max(sizes, default=0), context.max_blocks, device)
+        inputs = _empty_inputs(max(sizes, default=0), context.max_blocks, device, has_states=model.has_states)
         self._steps: dict[int, StepInputs] = {}
         self._captured: dict[int, tuple[Callable[[], None], StepOutputs]] = {}
         self._num_collectives: dict[int, tuple[int, ...]] = {}
@@ -173,6 +173,8 @@ class CudaGraphs:
             getattr(own, name).copy_(getattr(step, name))
         num_requests, num_blocks = step.block_table.shape
         own.block_table[:num_requests, :num_blocks].copy_(step.block_table)
+        for memory, rows in zip(own.states or (), step.states or (), strict=True):
+            memory.copy_(rows)
         self.model.dispatchers.prepare(own.tokens_per_rank)  # collective: all ep ranks
         replay, outputs = self._captured[size]
         replay()
@@ -181,7 +183,7 @@ class CudaGraphs:
         return outputs
 
 
-def _empty_inputs(size: int, max_blocks: int, device: torch.device) -> StepInputs:
+def _empty_inputs(size: int, max_blocks: int, device: torch.device, *, has_states: bool) -> StepInputs:
     """Return a step of padding rows, in memory that all graphs read."""
 
     def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -200,6 +202,7 @@ def _empty_inputs(size: int, max_blocks: int, device: torch.device) -> StepInput
         tokens_per_rank=(),
         padding=torch.ones(size, dtype=torch.bool, device=device),
         settings=zeros(size, NUM_SETTINGS, dtype=torch.int64),
+        states=StateRows.none(size, device) if has_states else None,
     )
 
 
@@ -221,5 +224,6 @@ def _first_rows(inputs: StepInputs, size: int, mesh: Mesh, tp_rank: int) -> Step
         tokens_per_rank=tp_sizes * mesh.dp,
         padding=inputs.padding[:size],
         settings=inputs.settings[:size],
+        states=StateRows(*(rows[:size] for rows in inputs.states)) if inputs.states else None,
         own_rows=share_of(size, tp_rank, mesh.tp),
     )

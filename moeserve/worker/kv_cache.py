@@ -46,7 +46,9 @@ def count_blocks(
         if config.num_cache_blocks is not None:  # the cache of the old replicas is not free yet
             num_bytes = max(num_bytes, min(config.num_cache_blocks * block_bytes, free // num_sharing))
         logger.info("largest step takes %s, KV cache may take %s", shown_bytes(peak), shown_bytes(num_bytes))
-    num_blocks = min(num_bytes // block_bytes, blocks_per_request * config.max_num_seqs)
+    num_usable = blocks_per_request * config.max_num_seqs
+    # A pipeline stage whose layers all keep states has no keys and values.
+    num_blocks = min(num_bytes // block_bytes, num_usable) if block_bytes else num_usable
 
     blocks_needed = min(2, blocks_per_request) if config.max_model_len_may_shrink else blocks_per_request
     if num_blocks < blocks_needed:

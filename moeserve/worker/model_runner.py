@@ -15,10 +15,10 @@ from moeserve.distributed.mesh import share_of, share_sizes
 from moeserve.errors import MoeserveError
 from moeserve.models.decoder import Decoder
 from moeserve.protocol import ChunkResult
-from moeserve.step_inputs import ChunkSpan, StepInputs
+from moeserve.step_inputs import ChunkSpan, StateRows, StepInputs
 from moeserve.worker.grammars import AllowedTokens, Grammars
 from moeserve.worker.halves import in_halves
-from moeserve.worker.request_table import UNKNOWN_TOKEN, Chunk, RequestState, RequestTable
+from moeserve.worker.request_table import NO_STATES, UNKNOWN_TOKEN, Chunk, RequestState, RequestTable
 from moeserve.worker.sampler import SampledRows, SampleSpec, needs_tokens, prompt_logprobs, sample, sample_spec
 from moeserve.worker.started_step import StartedStep
 from moeserve.worker.step_memory import Array, HostInputs, memory_of
@@ -225,10 +225,11 @@ class ModelRunner:
             padding=_padded(np.zeros(total, np.bool_), np.bool_, num_padding, True),
             slots=slots[samples] if padded_to is None else _padded(slots, np.int64, num_padding, self.table.num_slots),
             chunk_slots=slots,
+            state_rows=self._state_rows(chunks, num_padding),
         )
         on_device: dict[str, Any] = self.memory.upload_step(inputs, max_blocks)
         del on_device["chunk_slots"]
-        padding = on_device.pop("padding")
+        padding, state_rows_4S = on_device.pop("padding"), on_device.pop("state_rows")
         counts = num_tokens if padded_to is None else (size,) * mesh.dp
         return StepInputs(
             **on_device,
@@ -237,7 +238,13 @@ class ModelRunner:
             tokens_per_rank=tuple(share for count in counts for share in share_sizes(count, mesh.tp)),
             padding=None if padded_to is None else padding,
             own_rows=share_of(size, self.context.tp_rank, mesh.tp),
+            states=StateRows(*state_rows_4S) if self.model.has_states else None,
         )
+
+    def _state_rows(self, chunks: Sequence[Chunk], num_padding: int) -> Array:
+        """Return the rows of states of all chunks, and of padding, which has none."""
+        states = [chunk.states for chunk in chunks] + [NO_STATES] * num_padding if self.model.has_states else []
+        return np.array(states, np.int64).reshape(-1, len(NO_STATES)).T.copy()
 
 
 def _padded(numbers: Any, dtype: Any, num_padding: int, value: int = 0) -> Array:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 from moeserve.config.settings import EngineConfig
+from moeserve.layers.attention import CacheSize
 from moeserve.models.decoder import Decoder
 from moeserve.ops.torch.dense_attention import MAX_MASK_SIZE
 from moeserve.ops.torch.sampling import PIECE_SIZE
@@ -20,7 +21,7 @@ LEAST_LONG_CHUNK = 256  # rows for which latent attention expands the whole cont
 def make_probe(model: Decoder, context: StepContext, max_num_seqs: int) -> ModelRunner:
     """Return a runner of a shallow copy of the model, whose KV cache has one block that all positions share."""
     shallow = model.with_one_layer_of_each_kind()
-    caches = shallow.make_caches(1, context.block_size)
+    caches = shallow.make_caches(CacheSize(1, context.block_size, 1))  # trial steps store no states
     for cache in caches:
         cache.clear()  # trial steps read positions that were never written
     table = RequestTable(max_num_seqs, context.max_blocks)  # all blocks are block 0

@@ -29,6 +29,7 @@ class RequestState:
     seed: int
     end_token_ids: list[int]
     matcher: Matcher | None = None  # of params.grammar, on the rank that samples, once it has sampled
+    state_row: int = -1  # of the state before its next token; -1: zeros
 
     @property
     def num_output_tokens(self) -> int:
@@ -47,6 +48,18 @@ class RequestState:
         )
 
 
+class ChunkStates(NamedTuple):
+    """The rows of the state caches that a chunk reads and writes; see `StateRows`."""
+
+    load: int = -1
+    store: int = -1
+    save: int = -1
+    num_before_save: int = 1
+
+
+NO_STATES = ChunkStates()
+
+
 class Chunk(NamedTuple):
     """The tokens of one request that a step computes: a part of its prompt, or its newest token."""
 
@@ -56,6 +69,7 @@ class Chunk(NamedTuple):
     request: RequestState
     samples: bool  # the next token, after the last of these
     prompt_targets: Sequence[int]  # prompt tokens that rows 0, 1, ... predict, if their log-probabilities are wanted
+    states: ChunkStates = NO_STATES
 
     @property
     def end(self) -> int:
@@ -108,6 +122,7 @@ class RequestTable:
             self._append_blocks(slot, self._requests[slot], block_ids)
         for slot, token_id in plan.new_tokens:
             self._requests[slot].token_ids.append(token_id)
+        saved = {state.slot: state for state in plan.saved_states}
         chunks = []
         for slot, start, length in zip(plan.slots, plan.starts, plan.lengths, strict=True):
             request = self._requests[slot]
@@ -116,7 +131,11 @@ class RequestTable:
             targets: Sequence[int] = ()
             if request.params.prompt_logprobs is not None and request.num_output_tokens == 0:
                 targets = token_ids[start + 1 : end + 1]
-            chunks.append(Chunk(slot, start, token_ids[start:end], request, end == len(token_ids), targets))
+            states = ChunkStates(request.state_row, slot)
+            if slot in saved:
+                states = states._replace(save=saved[slot].row, num_before_save=saved[slot].num_tokens)
+            request.state_row = slot
+            chunks.append(Chunk(slot, start, token_ids[start:end], request, end == len(token_ids), targets, states))
         return chunks
 
     def digests(self, slots: Sequence[int]) -> list[RequestDigest]:
@@ -144,6 +163,7 @@ class RequestTable:
             params=registration.params,
             seed=registration.seed,
             end_token_ids=registration.end_token_ids,
+            state_row=-1 if registration.state_row is None else registration.state_row,
         )
         self.add(registration.slot, request, registration.block_ids)
 

@@ -39,6 +39,7 @@ class HostInputs:
     padding: Array
     slots: Array
     chunk_slots: Array  # [S] int64: slots of all chunks
+    state_rows: Array  # [4, S] in the order of `StateRows`; [4, 0] if no layer keeps a state
 
     @property
     def arrays(self) -> list[Array]:

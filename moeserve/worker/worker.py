@@ -16,6 +16,7 @@ from moeserve.config.settings import EngineConfig
 from moeserve.distributed.groups import Groups
 from moeserve.expert_placement.load import LoadMeter
 from moeserve.expert_placement.rebalance import Rebalancer, spare_bytes
+from moeserve.layers.attention import CacheSize
 from moeserve.models.decoder import Decoder
 from moeserve.models.model_config import ModelConfig
 from moeserve.moe.dispatch.factory import DispatcherFactory
@@ -99,7 +100,10 @@ class Worker:
         if kernels.compiles_on_first_use:
             run_all_sizes(probe, config)
         rebalances = config.rebalance == "auto" and bool(layers)
-        reserved_bytes = loaded.mapped_bytes + replay.reserved_bytes() + (spare_bytes(layers) if rebalances else 0)
+        num_states = config.max_num_seqs + (config.num_saved_states or 0) if model.has_states else 0
+        reserved_bytes = loaded.mapped_bytes + num_states * model.state_bytes + replay.reserved_bytes()
+        if rebalances:
+            reserved_bytes += spare_bytes(layers)
         num_blocks = profile_blocks(config, probe, model.cache_bytes_per_token, reserved_bytes)
         self.num_blocks = groups.world.all_reduce_minimum(num_blocks)  # collective: all ranks
 
@@ -107,7 +111,7 @@ class Worker:
         side_stream = CudaSideStream() if config.device == "cuda" else None
         self.rebalancer = Rebalancer(layers, groups, config.rebalance_horizon, side_stream) if rebalances else None
         self._load: LoadWindow | None = None  # collected, not yet returned
-        caches = model.make_caches(self.num_blocks, config.block_size)
+        caches = model.make_caches(CacheSize(self.num_blocks, config.block_size, num_states))
         if kernels.needs_finite_caches:  # an external kernel may multiply what lies behind a context by zero
             for cache in caches:
                 cache.clear()
@@ -140,7 +144,9 @@ class Worker:
         if config.kv_folder is not None:
             folder = Path(config.kv_folder) / store_key(config, model)
             return FolderStore(caches, folder, config.kv_folder_size), StoreFacts(folder=str(folder))
-        num_blocks = config.kv_host_memory // (model.cache_bytes_per_token * config.block_size)
+        num_blocks = 0
+        if config.kv_host_memory:
+            num_blocks = config.kv_host_memory // (model.cache_bytes_per_token * config.block_size)
         num_blocks = self.groups.world.all_reduce_minimum(num_blocks)  # collective: all ranks
         store = HostStore(caches, num_blocks, config.kv_file) if num_blocks else None
         return store, StoreFacts(num_host_blocks=num_blocks)
@@ -317,7 +323,7 @@ def select_replay(config: EngineConfig, model: Decoder, groups: Groups, context:
         def reserved_bytes() -> int:
             if config.kv_cache_memory is not None:
                 return 0
-            one_block = model.make_caches(1, context.block_size)
+            one_block = model.make_caches(CacheSize(1, context.block_size, 1))
             return memory_of_graphs(functools.partial(capture, one_block), sizes)
 
         return ReplayFactory(reserved_bytes=reserved_bytes, make=lambda caches: capture(caches, sizes))

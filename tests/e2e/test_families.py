@@ -19,7 +19,9 @@ from moeserve import LLM, SamplingParams
 from moeserve.config.settings import EngineConfig
 from moeserve.engine import core
 from moeserve.engine.base import new_scheduler
+from moeserve.models.registry import describe
 from moeserve.scheduling.scheduler import Scheduler
+from moeserve.scheduling.state_pool import STATE_INTERVAL
 from moeserve.worker.protocol import Loaded
 
 NUM_TOKENS = 24
@@ -27,8 +29,8 @@ LENGTHS = (1, 5, 17, 40)
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 CACHE = "8MiB"
 
-# One shape of each kind of attention: windows, latent attention, sinks.
-ATTENTION_KINDS = ["mixtral-window", "deepseek-v3", "gpt-oss"]
+# One shape of each kind of attention: windows, latent attention, sinks, recurrent states.
+ATTENTION_KINDS = ["mixtral-window", "deepseek-v3", "gpt-oss", "qwen3-next"]
 
 
 def tokens_of(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
@@ -72,8 +74,10 @@ def test_chunked_prefill_and_prefix_cache_hits(reference: Reference, expected: l
         assert tokens_of(llm, prompts) == expected
         outputs = llm.generate(prompts, GREEDY)
         assert [output.outputs[0].token_ids for output in outputs] == expected
-        # every full block but the one that holds the last token, which must be computed
-        assert [output.num_cached_tokens for output in outputs] == [(length - 1) // 4 * 4 for length in LENGTHS]
+        # Every full block but the one that holds the last token, which must be computed; with recurrent states, as
+        # many as a saved state has seen.
+        unit = STATE_INTERVAL if describe(reference.folder).model.has_states else 4
+        assert [output.num_cached_tokens for output in outputs] == [(length - 1) // unit * unit for length in LENGTHS]
 
 
 @pytest.mark.parametrize("reference", ATTENTION_KINDS, indirect=True)

@@ -96,6 +96,7 @@ def test_all_processes_admit_requests_for_new_replicas(tmp_path: Path) -> None:
                 await asyncio.to_thread(scale_to_four)
                 assert not streams.done()
                 streams.cancel()
+                await asyncio.wait([streams])
 
         asyncio.run(run())
 

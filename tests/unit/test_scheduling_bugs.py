@@ -13,7 +13,15 @@ from hypothesis.stateful import run_state_machine_as_test
 from test_scheduling_states import SchedulerMachine, run_histories
 
 from moeserve.errors import RankStateError
-from moeserve.protocol import BlockTransfer, KeepBlocks, Request, RequestUpdate, Transfer, TransferOutcome
+from moeserve.protocol import (
+    BlockTransfer,
+    KeepBlocks,
+    Request,
+    RequestUpdate,
+    SavedState,
+    Transfer,
+    TransferOutcome,
+)
 from moeserve.scheduling.block_transfers import BlockTransfers
 from moeserve.scheduling.kv_connector import KVConnector
 from moeserve.scheduling.request import LiveRequest
@@ -225,6 +233,32 @@ class CancelsWhatOthersNeed(Scheduler):
             self._transfers.cancel_receive(request.request.kv_source.handle)
 
 
+class EvictsStatesThatAreRead(Scheduler):
+    """It gives the row of a state to another one in the plan that reads it."""
+
+    def _save_state(self, request: LiveRequest, num_tokens: int) -> SavedState | None:
+        if self._states is not None:
+            self._states.begin_plan()
+        return super()._save_state(request, num_tokens)
+
+
+class SavesStatesAtTheWrongToken(Scheduler):
+    """It saves a state one token late."""
+
+    def _save_state(self, request: LiveRequest, num_tokens: int) -> SavedState | None:
+        saved = super()._save_state(request, num_tokens)
+        if saved is None or saved.num_tokens == num_tokens:
+            return saved
+        return SavedState(saved.slot, saved.row, saved.num_tokens + 1)
+
+
+class KeepsStatesOfFailedSteps(Scheduler):
+    """It makes a state available that a failed step has saved."""
+
+    def _end_save(self, chunk: Any, *, is_kept: bool) -> None:
+        super()._end_save(chunk, is_kept=True)
+
+
 BUGS: Sequence[type[Scheduler]] = [
     FreesBlocksOfPlansInFlight,
     LosesBlocksOfPlansInFlight,
@@ -239,6 +273,9 @@ BUGS: Sequence[type[Scheduler]] = [
     ForgetsResumedTokens,
     IgnoresSalts,
     PreemptsToTheEndOfTheQueue,
+    EvictsStatesThatAreRead,
+    KeepsStatesOfFailedSteps,
+    SavesStatesAtTheWrongToken,
 ]
 BUGS_OF_TRANSFERS: Sequence[type[Scheduler]] = [
     LoadsIntoBlocksOfOthers,

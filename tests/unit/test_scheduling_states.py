@@ -229,6 +229,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         plans_ahead=st.sampled_from([True, True, False]),
         num_host_blocks=st.sampled_from([0, 0, 30, 6, 1]),
         has_peers=st.booleans(),
+        num_saved_states=st.sampled_from([None, None, 3, 1, 0]),
     )
     def start(
         self,
@@ -242,7 +243,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         plans_ahead: bool,
         num_host_blocks: int,
         has_peers: bool = False,
+        num_saved_states: int | None = None,
     ) -> None:
+        if num_saved_states is not None:  # which neither a store nor another engine has
+            num_host_blocks, has_peers = 0, False
         self.block_size = block_size
         self.max_model_len = max_model_len
         self.max_plans = max_plans
@@ -256,6 +260,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             enable_prefix_caching=enable_prefix_caching,
             plans_ahead=plans_ahead,
             num_batches=1 if plans_ahead else max_plans,
+            num_saved_states=num_saved_states,
+            state_interval=2,
         )
         self.tier = HostTier(num_host_blocks) if num_host_blocks else None
         self.peer_addresses = ["127.0.0.1:1"] if has_peers else []
@@ -267,6 +273,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.of_slot: dict[int, Expected] = {}
         self.blocks_of_slot: dict[int, list[int]] = {}
         self.cache: dict[tuple[int, int], Contents] = {}  # by block id and offset
+        self.states: dict[int, list[Contents]] = {}  # by row: the tokens that a recurrent state has seen
         self.plans: deque[PlanInFlight] = deque()
         self.last_step = 0
         self.store: dict[StoreKey, Block] = {}  # behind the cache
@@ -454,6 +461,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             known.is_garbage |= fails
             for position in range(0 if known.is_garbage else chunk.start):
                 assert self.cache.get(self.place(chunk, position)) == known.contents(position), "attends before"
+        if self.config.num_saved_states is not None:
+            self.update_states(each.requests, chunks)
         for known, chunk in zip(each.requests, chunks, strict=True):
             for position in range(chunk.start, chunk.end):
                 contents = GARBAGE if known.is_garbage else known.contents(position)
@@ -469,6 +478,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         each.failed = fails
         each.result = StepResult(step=each.plan.step, chunks=results)
         each.report = RankReport(0, self.table.digests(each.plan.slots))
+
+    def update_states(self, requests: Sequence[Expected], chunks: Sequence[Chunk]) -> None:
+        """Load, store and save the states of chunks, which run in any order."""
+        written = [row for chunk in chunks for row in (chunk.states.store, chunk.states.save) if row >= 0]
+        assert len(set(written)) == len(written), "two states in one row"
+        for known, chunk in zip(requests, chunks, strict=True):
+            others = [row for row in written if row != chunk.states.store]
+            assert chunk.states.load not in others, "overwritten in the step"
+            before = [] if chunk.states.load < 0 else self.states[chunk.states.load]
+            after = [known.contents(position) for position in range(chunk.end)]
+            assert known.is_garbage or before == after[: chunk.start], "the state of another prefix"
+            if known.is_garbage:
+                after = [GARBAGE] * chunk.end
+            self.states[chunk.states.store] = after
+            if chunk.states.save >= 0:
+                assert 1 <= chunk.states.num_before_save <= chunk.end - chunk.start
+                self.states[chunk.states.save] = after[: chunk.start + chunk.states.num_before_save]
 
     @precondition(lambda self: self.plans and self.plans[0].result is not None)
     @rule()

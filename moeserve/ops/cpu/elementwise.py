@@ -36,11 +36,11 @@ class RowKernels:
         self._native.add(a_TD, b_TD, out_TD)
         return out_TD
 
-    def gate_rows(self, gates_T1: Tensor, rows_TD: Tensor) -> Tensor:
+    def gate_rows(self, gates: Tensor, rows_TD: Tensor) -> Tensor:
         if rows_TD.dtype not in NATIVE_DTYPES:
-            return reference.gate_rows(gates_T1, rows_TD)
+            return reference.gate_rows(gates, rows_TD)
         out_TD = new_empty(rows_TD, *rows_TD.shape)
-        self._native.gate_rows(gates_T1, rows_TD, out_TD)
+        self._native.gate_rows(gates, rows_TD, out_TD)
         return out_TD
 
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:

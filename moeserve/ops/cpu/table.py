@@ -7,6 +7,7 @@ from types import ModuleType
 
 from moeserve.ops.cpu.attention import CpuAttention, CpuLatentAttention
 from moeserve.ops.cpu.elementwise import CpuRouter, RowKernels
+from moeserve.ops.cpu.gated_delta import CpuGatedDelta
 from moeserve.ops.cpu.measured_step import measure_memory_only
 from moeserve.ops.cpu.native import NATIVE_DTYPES
 from moeserve.ops.cpu.pairs import CpuPairs
@@ -34,6 +35,7 @@ def cpu_kernels(native: ModuleType) -> Kernels:
         make_router=functools.partial(CpuRouter, native),
         make_attention=functools.partial(CpuAttention, native),
         make_latent_attention=functools.partial(CpuLatentAttention, native),
+        make_gated_delta=functools.partial(CpuGatedDelta, native),
         make_product=TorchProduct,
         make_step_graph=native.CpuGraph,
         packing=packing,

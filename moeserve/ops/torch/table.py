@@ -11,6 +11,7 @@ from moeserve.ops.interfaces import Kernels
 from moeserve.ops.side_stream import InlineStream
 from moeserve.ops.torch import elementwise
 from moeserve.ops.torch.attention import TorchAttention, TorchLatentAttention
+from moeserve.ops.torch.gated_delta import TorchGatedDelta
 from moeserve.ops.torch.pairs import TorchPairs
 from moeserve.ops.torch.products import TorchProduct
 from moeserve.ops.torch.routing import TorchRouter
@@ -37,6 +38,7 @@ TORCH_KERNELS = Kernels(
     make_router=TorchRouter,
     make_attention=TorchAttention,
     make_latent_attention=TorchLatentAttention,
+    make_gated_delta=TorchGatedDelta,
     make_product=TorchProduct,
     make_step_graph=None,
     packing=None,

@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from moeserve.ops.arguments import router_arguments
 from moeserve.ops.interfaces import Float8Rows, Rotation, RouterConfig
+from moeserve.ops.torch.gated_delta import TorchGatedDelta
 from moeserve.ops.torch.table import TORCH_KERNELS
 from moeserve.ops.triton.attention import TritonAttention, TritonLatentAttention
 from moeserve.ops.triton.pairs import TritonPairs
@@ -59,6 +60,7 @@ TRITON_KERNELS = dataclasses.replace(
     make_router=TritonRouter,
     make_attention=TritonAttention,
     make_latent_attention=TritonLatentAttention,
+    make_gated_delta=TorchGatedDelta,
     make_product=make_product,
     quantize_rows=quantize_rows,
     quantize_rms_norm=quantize_rms_norm,

@@ -1,0 +1,74 @@
+"""Qwen3-Next: three of four layers are gated delta networks; the others have attention whose output is gated."""
+
+from __future__ import annotations
+
+from moeserve.layers.gated_delta import GatedDeltaConfig
+from moeserve.models.config_values import ConfigValues
+from moeserve.models.family import Family, MoENames
+from moeserve.models.fields import (
+    read_attention,
+    read_model,
+    read_num_experts,
+    read_num_layers,
+    read_sparse_layers,
+    read_width,
+)
+from moeserve.models.model_config import LayerConfig, ModelConfig
+from moeserve.moe.layer import MoEConfig
+from moeserve.moe.shared import SharedExpertsConfig
+from moeserve.ops.interfaces import RouterConfig
+
+LAYER_TYPES = ("linear_attention", "full_attention")
+
+
+def read(config: ConfigValues) -> ModelConfig:
+    config.refuse("dual_chunk_attention_config")
+    num_experts, top_k = read_num_experts(config, "num_experts", "num_local_experts")
+    moe = MoEConfig(
+        router=RouterConfig(
+            num_experts=num_experts, top_k=top_k, is_normalized=config.flag("norm_topk_prob", default=True)
+        ),
+        expert_width=read_width(config, "moe_intermediate_size"),
+        shared=SharedExpertsConfig(width=read_width(config, "shared_expert_intermediate_size"), is_gated=True),
+    )
+    has_bias = config.flag("attention_bias", default=False)
+    attention = read_attention(config, normalized="head", has_gate=True, has_bias=has_bias, has_output_bias=has_bias)
+    delta = _read_gated_delta(config)
+    layers = [
+        LayerConfig(attention=attention if is_full else delta, feed_forward=feed_forward)
+        for is_full, feed_forward in zip(_read_is_full(config), read_sparse_layers(config, moe), strict=True)
+    ]
+    return read_model(config, layers, config.rotary(attention.head_dim, default_fraction=0.25))
+
+
+def _read_gated_delta(config: ConfigValues) -> GatedDeltaConfig:
+    num_heads = config.integer("linear_num_value_heads", high=2**14)
+    num_key_heads = config.integer("linear_num_key_heads", high=2**14)
+    if num_heads % num_key_heads:
+        raise config.wrong("linear_num_key_heads", f"must divide linear_num_value_heads={num_heads}")
+    return GatedDeltaConfig(
+        num_heads=num_heads,
+        num_key_heads=num_key_heads,
+        key_dim=config.integer("linear_key_head_dim", high=2**10),
+        value_dim=config.integer("linear_value_head_dim", high=2**10),
+        num_taps=config.integer("linear_conv_kernel_dim", low=2, high=2**6),
+    )
+
+
+def _read_is_full(config: ConfigValues) -> list[bool]:
+    """Return for each layer True if it has attention."""
+    num_layers = read_num_layers(config)
+    is_full = config.flags_of_layers("layer_types", LAYER_TYPES, num_layers)
+    if is_full is not None:
+        return is_full
+    interval = config.integer("full_attention_interval", 4)
+    return [(number + 1) % interval == 0 for number in range(num_layers)]
+
+
+QWEN3_NEXT = Family(
+    name="Qwen3-Next",
+    architecture="Qwen3NextForCausalLM",
+    read=read,
+    names=(MoENames(shared="mlp.shared_expert"),),
+    norm_offset=1.0,
+)

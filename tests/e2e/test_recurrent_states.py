@@ -1,0 +1,71 @@
+"""Prompts that begin alike share recurrent states, in every layout, and give the tokens of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from reference_models import Reference
+
+from moeserve import LLM, SamplingParams
+
+NUM_TOKENS = 8
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+SETTINGS = {"dtype": "float32", "kv_cache_memory": "8MiB", "max_model_len": 400}
+
+pytestmark = pytest.mark.parametrize("reference", ["qwen3-next"], indirect=True)
+
+
+def greedy(reference: Reference, prompt: Sequence[int]) -> list[int]:
+    assert reference.is_clear(prompt, NUM_TOKENS)
+    return reference.greedy(prompt, NUM_TOKENS)
+
+
+@pytest.mark.parametrize("block_size", [4, 16])
+def test_branches_start_from_saved_states(reference: Reference, block_size: int) -> None:
+    """A prompt that continues another, a branch of it, and a second branch, which starts where the first one began."""
+    whole, first, second = reference.prompts(300, 50, 60, seed=11)
+    prompts = [whole[:200], whole, whole[:150] + first, whole[:150] + second]
+    num_cached = []
+    with LLM(reference.folder, block_size=block_size, **SETTINGS) as llm:
+        for prompt in prompts:
+            (output,) = llm.generate([prompt], GREEDY)
+            assert output.outputs[0].token_ids == greedy(reference, prompt)
+            num_cached.append(output.num_cached_tokens)
+    # States are kept after multiples of 64 tokens. Of the 150 common ones, the first branch computes all: the state
+    # after 128 was not saved before it.
+    assert num_cached == [0, 192, 0, 128]
+
+
+def test_few_rows_are_reused(reference: Reference) -> None:
+    prompts = reference.prompts(130, 131, 132, seed=12)
+    num_cached = []
+    with LLM(reference.folder, num_saved_states=1, **SETTINGS) as llm:
+        for index in (0, 1, 2, 2, 0):
+            (output,) = llm.generate([prompts[index]], GREEDY)
+            assert output.outputs[0].token_ids == greedy(reference, prompts[index])
+            num_cached.append(output.num_cached_tokens)
+    assert num_cached == [0, 0, 0, 128, 0]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"tensor_parallel_size": 2},
+        {"data_parallel_size": 2},
+        {"pipeline_parallel_size": 3},
+        {"max_num_batched_tokens": 70},
+        {"max_num_seqs": 2, "max_num_batched_tokens": 33},
+        {"num_saved_states": 0},
+    ],
+    ids=lambda layout: "-".join(layout),
+)
+def test_layouts(reference: Reference, layout: dict[str, int]) -> None:
+    """Two rounds of prompts with common beginnings, several at a time."""
+    whole, other = reference.prompts(180, 40, seed=13)
+    prompts = [whole, whole[:100] + other, whole[:170], other]
+    expected = [greedy(reference, prompt) for prompt in prompts]
+    with LLM(reference.folder, num_threads=1, **SETTINGS, **layout) as llm:
+        for _ in range(2):
+            outputs = llm.generate(prompts, GREEDY)
+            assert [output.outputs[0].token_ids for output in outputs] == expected
