@@ -33,6 +33,7 @@ from moeserve.config.environment import cache_folder
 from moeserve.config.resolve import MachineFacts, resolve
 from moeserve.config.validation import parse_settings
 from moeserve.distributed.groups import groups_of_one_rank
+from moeserve.layers.attention import CacheSize
 from moeserve.machine import usable_cores
 from moeserve.models.registry import read_facts
 from moeserve.protocol import Registration, StepPlan
@@ -134,7 +135,7 @@ def log_probabilities(model: Path, texts: list[list[int]], settings: dict[str, s
     config = resolve(parse_settings(dict(settings)), facts, MachineFacts(num_cores=usable_cores()))
     loaded = load_model(config, groups_of_one_rank(), show_progress=False).model
     num_blocks = -(-max(map(len, texts)) // BLOCK_SIZE)
-    replay = EagerSteps(loaded, loaded.make_caches(num_blocks, BLOCK_SIZE))
+    replay = EagerSteps(loaded, loaded.make_caches(CacheSize(num_blocks, BLOCK_SIZE, num_states=1)))
     context = StepContext(
         mesh=groups_of_one_rank().mesh,
         tp_rank=0,

@@ -21,6 +21,7 @@ from triton.runtime.jit import JITFunction
 
 from moeserve.config.settings import QuantizationName
 from moeserve.distributed.groups import groups_of_one_rank
+from moeserve.layers.attention import CacheSize
 from moeserve.layers.context import ModelContext
 from moeserve.models.decoder import Decoder
 from moeserve.models.registry import describe
@@ -74,7 +75,7 @@ def launches(folder: Path, spans: list[ChunkSpan], quantization: QuantizationNam
     context = ModelContext(TRITON_KERNELS, groups, torch.bfloat16, META, quantization=quantization)
     placements = description.model.place_experts(1)
     model = Decoder(description.model, placements, TorchDispatchers("local", groups.ep, context), context)
-    caches = model.make_caches(4, BLOCK_SIZE)
+    caches = model.make_caches(CacheSize(4, BLOCK_SIZE))
     step = _step(spans)
     settings_LW = torch.zeros(len(spans), NUM_SETTINGS, dtype=torch.int64, device=META)
     log = Launches()

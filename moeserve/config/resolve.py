@@ -104,7 +104,7 @@ def resolve(
         _check_batch_invariant(settings, device, dtype, checkpoint, machine)
     pipeline_layers = layers_of_stages(checkpoint.num_layers, parallel.pipeline_parallel_size, parallel.pipeline_layers)
     _check_expert_placement(parallel, checkpoint)
-    _check_overlap(model, parallel, device)
+    _check_overlap(model, parallel, checkpoint, device)
     if needs_load and not checkpoint.num_sparse_layers:
         raise SettingsError(
             "rebalance, expert_load_file and metrics_port need a model with experts, and this one has none"
@@ -134,7 +134,6 @@ def resolve(
         )
     # Tokens are sampled on the last stage, and the first needs them: no step can be planned ahead of its tokens.
     plans_ahead = scheduler.async_scheduling and len(pipeline_layers) == 1
-    max_num_seqs = scheduler.max_num_seqs or (64 if device == "cpu" else 256)
     return EngineConfig(
         model_path=checkpoint.path,
         tokenizer_path=model.tokenizer or checkpoint.path,
@@ -452,12 +451,16 @@ def _check_expert_placement(parallel: ParallelSettings, checkpoint: CheckpointFa
         )
 
 
-def _check_overlap(model: ModelSettings, parallel: ParallelSettings, device: str) -> None:
-    """Raise SettingsError for steps in halves that this device cannot run."""
-    if device != "cuda" or (parallel.overlap_decode_tokens, parallel.overlap_prefill_tokens) == (None, None):
+def _check_overlap(model: ModelSettings, parallel: ParallelSettings, checkpoint: CheckpointFacts, device: str) -> None:
+    """Raise SettingsError for steps in halves that this device cannot run, or this model."""
+    if (parallel.overlap_decode_tokens, parallel.overlap_prefill_tokens) == (None, None):
         return
     refusal = None
-    if parallel.tensor_parallel_size > 1:  # collectives of both groups would be under way at a time
+    if checkpoint.has_states:  # the second half of a prompt needs the state after the first
+        refusal = "models with recurrent states; leave them out"
+    elif device != "cuda":
+        return
+    elif parallel.tensor_parallel_size > 1:  # collectives of both groups would be under way at a time
         refusal = f"tensor_parallel_size={parallel.tensor_parallel_size}; use 1, and more replicas"
     elif model.attention_backend == "flashinfer":  # plans one step at a time
         refusal = "attention_backend='flashinfer'; use 'auto'"

@@ -13,9 +13,9 @@ from moeserve.layers.context import ModelContext
 from moeserve.layers.input_share import num_input_chunks, share_inputs
 from moeserve.layers.linear import Linear
 from moeserve.layers.norm import RowsForm
+from moeserve.layers.rotary import RotaryConfig, Rotations
 from moeserve.layers.weights import QuantizationLimits
 from moeserve.ops.gated_delta import GatedDeltaCache, GatedDeltaShape, GatedDeltaWeights
-from moeserve.ops.interfaces import Rotation
 from moeserve.step_inputs import StepInputs
 
 # T tokens, N value heads of this rank, C channels of the convolution, W tokens that it spans, V values of a head
@@ -30,6 +30,7 @@ class GatedDeltaConfig:
     key_dim: int
     value_dim: int
     num_taps: int  # tokens of the convolution, its own included
+    rotaries: tuple[RotaryConfig, ...] = ()
 
     def can_divide(self, num_ranks: int) -> bool:
         """True if this many tp ranks can each have equally many heads of both kinds."""
@@ -99,7 +100,7 @@ class GatedDeltaNet(nn.Module):
             torch.empty(states_shape, dtype=torch.float32, device=device),
         )
 
-    def forward(self, hidden_TD: Tensor, rotation: Rotation, cache: GatedDeltaCache, step: StepInputs) -> Tensor:
+    def forward(self, hidden_TD: Tensor, rotations: Rotations, cache: GatedDeltaCache, step: StepInputs) -> Tensor:
         projected, num_channels = self.input(hidden_TD), self.shape.num_channels
         weights = GatedDeltaWeights(self.taps, self.log_decay, self.decay_bias, self.norm_weight)
         mixed_TX = self.mix(

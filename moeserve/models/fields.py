@@ -34,7 +34,7 @@ def read_model(config: ConfigValues, layers: list[LayerConfig]) -> ModelConfig:
 
 def _read_context(config: ConfigValues, layers: list[LayerConfig]) -> int:
     """Return the longest context, which YaRN extends even if max_position_embeddings was left unchanged."""
-    scalings = {layer.attention.rotary.scaling for layer in layers}
+    scalings = {rotary.scaling for layer in layers for rotary in layer.attention.rotaries}
     extended = (
         int(scaling.original_max_position_embeddings * scaling.factor)
         for scaling in scalings

@@ -55,6 +55,7 @@ class Inspection:
     num_active_parameters: int
     max_position_embeddings: int
     cache_bytes_per_token: int
+    state_bytes: int  # recurrent states of one request; 0: there are none
     dtype: DtypeName
     parts: tuple[Part, ...]
     weight_bytes: int
@@ -105,6 +106,7 @@ def inspect(
         num_active_parameters=summary.num_active,
         max_position_embeddings=description.model.max_position_embeddings,
         cache_bytes_per_token=summary.cache_bytes_per_token,
+        state_bytes=summary.state_bytes,
         dtype=summary.dtype,
         parts=summary.parts,
         weight_bytes=summary.weight_bytes,
@@ -137,6 +139,8 @@ def as_text(found: Inspection) -> str:
         f"{'fits' if found.weight_bytes <= found.free_bytes else 'does not fit'} in this machine's free memory of "
         f"{shown_bytes(found.free_bytes)}",
     }
+    if found.state_bytes:
+        facts["states"] = f"{shown_bytes(found.state_bytes)} for each running request and each saved state"
     lines = [f"{name:<12}{text}" for name, text in facts.items()]
     lines += ["", f"{'part':<16}{'dtype':<10}{'parameters':>12}{'per token':>12}{'memory':>12}"]
     total = Part("total", "float32", found.num_parameters, found.num_active_parameters, found.weight_bytes)

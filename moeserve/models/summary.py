@@ -46,6 +46,7 @@ class Summary:
     num_layers: int
     num_sparse_layers: int  # layers with experts
     cache_bytes_per_token: int  # sum of all layers
+    state_bytes: int  # of one request, sum of all layers
 
     @property
     def num_parameters(self) -> int:
@@ -115,6 +116,7 @@ def summarize(
         num_layers=len(model.layers),
         num_sparse_layers=len(config.of_stage(placements, stage)),
         cache_bytes_per_token=model.cache_bytes_per_token,
+        state_bytes=model.state_bytes,
     )
 
 

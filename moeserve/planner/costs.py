@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
+from moeserve.layers.gated_delta import GatedDeltaConfig
 from moeserve.models.registry import Description
 from moeserve.moe.layer import MoEConfig
 from moeserve.planner.calibration import calibration_of
@@ -219,7 +220,8 @@ class LayoutCosts:
         stays_mxfp4 = not self.is_fp8 and description.keeps_mxfp4(found.dtype)
         bytes_of_weight = MXFP4_BYTES if stays_mxfp4 else weight_bytes
         self.expert_bytes = parameters_of_expert * bytes_of_weight
-        decode_operations, prompt_operations = operations_of_pair(config.layers[0].attention, layout.tp)
+        with_cache = [layer.attention for layer in config.layers if not isinstance(layer.attention, GatedDeltaConfig)]
+        decode_operations, prompt_operations = operations_of_pair(with_cache[0], layout.tp)
         attention = {
             "decode_operations": decode_operations,
             "prompt_operations": prompt_operations,
@@ -227,7 +229,7 @@ class LayoutCosts:
             "rate": hardware.bf16_rate * calibration.attention * cores,
         }
         values = {"passes": calibration.passes, "bytes": value_bytes, "memory_bandwidth": memory_bandwidth}
-        projected, outputs = attention_values(config.layers[0].attention, layout.tp)
+        projected, outputs = attention_values(with_cache[0], layout.tp)
         expert_values = config.hidden_size + 2 * (moe.expert_width if moe else 0)  # of gate, up and down
         experts = {
             "slots": self._slots,
@@ -279,8 +281,9 @@ class LayoutCosts:
 
             output_projections = outputs * config.hidden_size * len(layers)
             projections = parameters["attention"] - output_projections
-            cache = {"cache_bytes": stage.cache_bytes_per_token / len(layers), **attention}
-            windows = Counter(getattr(layer.attention, "window", None) for layer in layers)
+            cached = [layer.attention for layer in layers if not isinstance(layer.attention, GatedDeltaConfig)]
+            cache = {"cache_bytes": stage.cache_bytes_per_token / max(1, len(cached)), **attention}
+            windows = Counter(getattr(each, "window", None) for each in cached)
             # A tied head of the only stage shares the embedding.
             head = {"parameters": parameters["output head"] or parameters["embedding"], **plain}
             return _StageParts(

@@ -88,6 +88,9 @@ WRONG: list[tuple[tuple[str, ...], str, tuple[Any, ...]]] = [
     ((*DEEPSEEK, *NEWER_LATENT), "q_lora_rank", NOT_AN_INTEGER),
     (("deepseek-v3", "qwen3-moe", "glm4-moe"), "attention_bias", NOT_A_FLAG),
     (("qwen2-moe",), "qkv_bias", NOT_A_FLAG),
+    (("qwen3-next",), "linear_num_key_heads", (*NOT_AN_INTEGER, ABSENT, 3)),
+    (("qwen3-next",), "linear_conv_kernel_dim", (*NOT_AN_INTEGER, ABSENT, 1, 9)),
+    (("qwen3-next",), "linear_key_head_dim", (*NOT_AN_INTEGER, ABSENT, 257)),
     # 12 values a head: a quarter of them is 3, and more than all of them there are not
     (("glm4-moe",), "partial_rotary_factor", (*NOT_A_NUMBER, 0.25, 1.5)),
     (("glm4-moe",), "use_qk_norm", NOT_A_FLAG),

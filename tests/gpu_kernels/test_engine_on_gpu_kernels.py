@@ -17,7 +17,7 @@ from reference_models import Reference, make_reference
 from torch import Tensor
 
 from moeserve import LLM, SamplingParams
-from moeserve.layers.attention import Attention
+from moeserve.layers.attention import Attention, CacheSize
 from moeserve.layers.input_share import InputShare
 from moeserve.layers.weights import allocate_weights
 from moeserve.moe.dispatch.base import PackedTokens, SlottedTokens
@@ -182,9 +182,9 @@ def flashinfer(gpu_kernels: None, monkeypatch: pytest.MonkeyPatch) -> attention_
         monkeypatch.setattr(flashinfer_attention, name, value)
     made = Attention.make_cache
 
-    def make_cache(self: Attention, num_blocks: int, block_size: int) -> KeyValueCache:
+    def make_cache(self: Attention, size: CacheSize) -> KeyValueCache:
         """Fill new caches with NaN: nothing may depend on uninitialised memory."""
-        cache = made(self, num_blocks, block_size)
+        cache = made(self, size)
         cache.keys.fill_(torch.nan)
         cache.values.fill_(torch.nan)
         return cache

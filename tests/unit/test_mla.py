@@ -13,6 +13,7 @@ from model_context import cpu_context
 from torch import Tensor
 
 from moeserve.distributed.mesh import Mesh
+from moeserve.layers.attention import CacheSize
 from moeserve.layers.mla import LatentAttention, LatentAttentionConfig
 from moeserve.layers.rotary import Rotary, RotaryConfig
 from moeserve.layers.weights import Weights, allocate_weights
@@ -120,7 +121,7 @@ def test_all_ways_give_the_same_results(shape: str, way: str, monkeypatch: pytes
         monkeypatch.setattr("moeserve.ops.torch.attention.MAX_EXPANDED_SIZE", 1)
     contexts = [torch.randn(41, WIDTH), torch.randn(19, WIDTH)]
     blocks = [[9, 2, 14, 0, 5, 11, 3, 12, 7, 1, 15], [4, 13, 6, 10, 8]]
-    cache = layer.make_cache(16, BLOCK_SIZE)
+    cache = layer.make_cache(CacheSize(16, BLOCK_SIZE))
     cache.latents.fill_(math.nan)
 
     outputs: list[list[Tensor]] = [[], []]
@@ -143,7 +144,7 @@ def test_with_kernels_the_size_of_chunks_changes_no_byte() -> None:
             module.pack()
 
     def outputs(*sizes: int) -> Tensor:
-        cache, rows, start = layer.make_cache(8, BLOCK_SIZE), [], 0
+        cache, rows, start = layer.make_cache(CacheSize(8, BLOCK_SIZE)), [], 0
         for size in sizes:
             step = make_step((start, size, ids))
             rows.append(
@@ -160,7 +161,7 @@ def test_the_cache_of_deepseek_v3_holds_576_values() -> None:
     layer = LatentAttention(config, WIDTH, cpu_context(torch.bfloat16))
     allocate_weights(layer)
     assert layer.cache_bytes_per_token == 576 * 2
-    assert layer.make_cache(5, 16).latents.nbytes == 5 * 16 * 576 * 2
+    assert layer.make_cache(CacheSize(5, 16)).latents.nbytes == 5 * 16 * 576 * 2
 
 
 @pytest.mark.parametrize("num_positions", [500, 5000])

@@ -18,6 +18,7 @@ from moeserve.moe.layer import MoEConfig
 from moeserve.moe.shared import SharedExpertsConfig
 from moeserve.ops.interfaces import RouterConfig
 
+MAX_HEAD, MAX_TAPS = 256, 8  # of the kernels
 LAYER_TYPES = ("linear_attention", "full_attention")
 
 
@@ -32,13 +33,20 @@ def read(config: ConfigValues) -> ModelConfig:
         shared=SharedExpertsConfig(width=read_width(config, "shared_expert_intermediate_size"), is_gated=True),
     )
     has_bias = config.flag("attention_bias", default=False)
-    attention = read_attention(config, normalized="head", has_gate=True, has_bias=has_bias, has_output_bias=has_bias)
+    attention = read_attention(
+        config,
+        normalized="head",
+        has_gate=True,
+        has_bias=has_bias,
+        has_output_bias=has_bias,
+        default_fraction=0.25,
+    )
     delta = _read_gated_delta(config)
     layers = [
         LayerConfig(attention=attention if is_full else delta, feed_forward=feed_forward)
         for is_full, feed_forward in zip(_read_is_full(config), read_sparse_layers(config, moe), strict=True)
     ]
-    return read_model(config, layers, config.rotary(attention.head_dim, default_fraction=0.25))
+    return read_model(config, layers)
 
 
 def _read_gated_delta(config: ConfigValues) -> GatedDeltaConfig:
@@ -49,9 +57,9 @@ def _read_gated_delta(config: ConfigValues) -> GatedDeltaConfig:
     return GatedDeltaConfig(
         num_heads=num_heads,
         num_key_heads=num_key_heads,
-        key_dim=config.integer("linear_key_head_dim", high=2**10),
-        value_dim=config.integer("linear_value_head_dim", high=2**10),
-        num_taps=config.integer("linear_conv_kernel_dim", low=2, high=2**6),
+        key_dim=config.integer("linear_key_head_dim", high=MAX_HEAD),
+        value_dim=config.integer("linear_value_head_dim", high=MAX_HEAD),
+        num_taps=config.integer("linear_conv_kernel_dim", low=2, high=MAX_TAPS),
     )
 
 
