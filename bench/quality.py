@@ -137,6 +137,7 @@ def log_probabilities(model: Path, texts: list[list[int]], settings: dict[str, s
     num_blocks = -(-max(map(len, texts)) // BLOCK_SIZE)
     replay = EagerSteps(loaded, loaded.make_caches(CacheSize(num_blocks, BLOCK_SIZE, num_states=1)))
     context = StepContext(
+        has_states=loaded.has_states,
         mesh=groups_of_one_rank().mesh,
         tp_rank=0,
         block_size=BLOCK_SIZE,

@@ -123,7 +123,7 @@ class CudaGraphs:
         self.sizes = tuple(sizes)
         self.on_layers: Callable[[], None] = do_nothing
         device = context.device
-        inputs = _empty_inputs(max(sizes, default=0), context.max_blocks, device, has_states=model.has_states)
+        inputs = _empty_inputs(max(sizes, default=0), context.max_blocks, device, has_states=context.has_states)
         self._steps: dict[int, StepInputs] = {}
         self._captured: dict[int, tuple[Callable[[], None], StepOutputs]] = {}
         self._num_collectives: dict[int, tuple[int, ...]] = {}

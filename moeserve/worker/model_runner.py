@@ -238,12 +238,12 @@ class ModelRunner:
             tokens_per_rank=tuple(share for count in counts for share in share_sizes(count, mesh.tp)),
             padding=None if padded_to is None else padding,
             own_rows=share_of(size, self.context.tp_rank, mesh.tp),
-            states=StateRows(*state_rows_4S) if self.model.has_states else None,
+            states=StateRows(*state_rows_4S) if self.context.has_states else None,
         )
 
     def _state_rows(self, chunks: Sequence[Chunk], num_padding: int) -> Array:
         """Return the rows of states of all chunks, and of padding, which has none."""
-        states = [chunk.states for chunk in chunks] + [NO_STATES] * num_padding if self.model.has_states else []
+        states = [chunk.states for chunk in chunks] + [NO_STATES] * num_padding if self.context.has_states else []
         return np.array(states, np.int64).reshape(-1, len(NO_STATES)).T.copy()
 
 

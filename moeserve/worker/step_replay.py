@@ -26,6 +26,7 @@ class StepContext:
     max_blocks: int  # of one request
     device: torch.device
     halving: HalvingLimits = HalvingLimits()
+    has_states: bool = False  # a layer of this rank keeps a state for each request
 
 
 @dataclass(frozen=True)

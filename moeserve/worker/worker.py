@@ -94,6 +94,7 @@ class Worker:
             max_blocks=-(-config.max_model_len // config.block_size),
             device=torch.device(config.device),
             halving=halving_of(config),
+            has_states=model.has_states,
         )
         replay = select_replay(config, model, groups, context)
         probe = make_probe(model, context, config.max_num_seqs)
