@@ -8,8 +8,8 @@
 - *collectives*: each collective through shared memory and over gloo, as called from Python, on float32, sums also on
   bfloat16. *bytes* are what each rank sends to each.
 - *serving*: two ranks in each layout, with half of the cores each, beside one rank with all of them, through `LLM` on
-  the same model. `decode.py` describes the rates. In each line all engines serve equally many requests at a time. Three
-  engines are loaded at once: one rank, and two ranks with each of SERVED_DISPATCHERS.
+  the same model. `decode.py` describes the rates. In each line all engines serve equally many requests at a time. Up to
+  four engines are loaded at once: one rank, and two ranks with each of SERVED_DISPATCHERS, or with slices of experts.
 
 A sample is the median over calls and ranks, and a 99th percentile is over all calls of all rounds. Whatever a table
 compares is measured in alternation, after a round that is not counted. With more ranks than cores, an exchange waits
@@ -143,7 +143,7 @@ MEASURES = {"agreement": measure_agreements, "dispatch": measure_dispatches, "co
 
 
 def measure_serving(model: Path, num_rounds: int, new_tokens: int, prefill_tokens: int) -> Iterator[Row]:
-    vocab_size = describe(model).model.vocab_size
+    vocab_size, shape = describe(model).model.vocab_size, describe(model).model.expert_shape
     for layout in LAYOUTS:  # one layout at a time: each engine holds the whole model
         tp, dp = layout.get("tensor_parallel_size", 1), layout.get("data_parallel_size", 1)
         workloads: list[tuple[Literal["decode", "prefill"], Workload]] = [
@@ -153,6 +153,8 @@ def measure_serving(model: Path, num_rounds: int, new_tokens: int, prefill_token
         engines: dict[str, dict[str, Any]] = {"one rank": {}}
         for dispatcher in SERVED_DISPATCHERS:
             engines[f"tp {tp}, dp {dp}, {dispatcher}"] = layout | {"dispatcher": dispatcher}
+        if dp == 1 and shape is not None and tp in shape.slices_alike:
+            engines[f"tp {tp}, dp {dp}, slices"] = layout | {"expert_parallel": False}
         with contextlib.ExitStack() as stack:
             generates = {
                 name: generate_with(

@@ -68,12 +68,21 @@ def run(
     return updates_of(msgspec.convert(played, list[Story], strict=False))
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_tokens_of_two_ranks(reference_named: Callable[[str], Reference], tp: int) -> None:
-    """Run two replicas, and one replica of two ranks, whose logits are computed by both."""
-    reference = reference_named("mixtral")
+@pytest.mark.parametrize(
+    ("name", "tp", "options"),
+    [
+        ("mixtral", 1, {}),
+        ("mixtral", 2, {}),
+        ("mixtral-wide", 2, dict(dispatcher="auto", expert_parallel=False)),
+    ],
+)
+def test_tokens_of_two_ranks(
+    reference_named: Callable[[str], Reference], name: str, tp: int, options: dict[str, Any]
+) -> None:
+    """Run two replicas, and one replica of two ranks: both compute its logits, with whole experts or with slices."""
+    reference = reference_named(name)
     prompts = reference.clear_prompts((1, 9), NUM_TOKENS)
-    updates = run(reference, prompts, RequestParams(temperature=0, max_tokens=NUM_TOKENS), tp, 2 // tp)
+    updates = run(reference, prompts, RequestParams(temperature=0, max_tokens=NUM_TOKENS), tp, 2 // tp, **options)
     for index, prompt in enumerate(prompts):
         tokens = [token for update in updates[str(index)] for token in update.token_ids]
         assert tokens == reference.greedy(prompt, NUM_TOKENS)
