@@ -565,11 +565,12 @@ DIVISIBLE = {
         seed=1,
     ),
     "qwen3-moe-eight-heads": Shape("Qwen3Moe", SHAPES["qwen3-moe"].settings | heads(8, 2), seed=1),
-    # Experts wide enough to be sliced: 4, 2 and 2 chunks, none of which has a full last one
+    # Experts wide enough to be sliced: 4, 2, 2 and 2 chunks, none of which has a full last one
     "mixtral-wide": shape(
         "Mixtral", sizes(hidden=20), local_experts(5, 2), heads(4, 2, 6), intermediate_size=1547, seed=5
     ),
     "qwen3-moe-wide": Shape("Qwen3Moe", SHAPES["qwen3-moe"].settings | heads(8, 2) | experts(9, 4, 803), seed=1),
+    "granite-wide": Shape("GraniteMoe", SHAPES["granite"].settings | dict(intermediate_size=770), seed=1),
     "gpt-oss-wide": Shape("GptOss", SHAPES["gpt-oss"].settings | dict(intermediate_size=770), seed=1),
 }
 

@@ -77,7 +77,8 @@ def test_tokens_of_transformers(
 
 
 @pytest.mark.parametrize(
-    ("name", "tp"), [("mixtral-wide", 2), ("mixtral-wide", 4), ("qwen3-moe-wide", 2), ("gpt-oss-wide", 2)]
+    ("name", "tp"),
+    [("mixtral-wide", 2), ("mixtral-wide", 4), ("qwen3-moe-wide", 2), ("granite-wide", 2), ("gpt-oss-wide", 2)],
 )
 def test_tokens_of_transformers_with_sliced_experts(
     ranks: Ranks, reference_named: Callable[[str], Reference], name: str, tp: int

@@ -38,6 +38,7 @@ def generate(llm: LLM, prompts: list[list[int]]) -> None:
         ("mixtral-odd", {}),
         ("mixtral-odd", {"data_parallel_size": 2, "num_redundant_experts": 3}),
         ("deepseek-v3-four-heads", {"tensor_parallel_size": 2, "dispatcher": "allgather"}),
+        ("mixtral-wide", {"tensor_parallel_size": 2, "expert_parallel": False}),
         ("qwen3-moe", {"pipeline_parallel_size": 3}),  # the second stage has no experts
         ("mixtral-odd", {"pipeline_parallel_size": 2, "data_parallel_size": 2}),
     ],
@@ -49,6 +50,7 @@ def test_counts_are_those_of_the_routers(
     prompts = reference.prompts(3, 40, 17)
     expected = recount(reference, prompts)
     num_ranks = settings.get("tensor_parallel_size", 1) * settings.get("data_parallel_size", 1)
+    num_slices = 1 if settings.get("expert_parallel", True) else num_ranks
     num_computed = sum(map(len, prompts)) + len(prompts) * (NUM_TOKENS - 1)
     with LLM(reference.folder, show_progress=False, **SETTINGS, **settings) as llm:
         assert sum(map(sum, llm.expert_load().tokens_of_expert)) == 0  # the profiling run is not counted
@@ -56,7 +58,8 @@ def test_counts_are_those_of_the_routers(
             generate(llm, prompts)
             window = llm.expert_load()
             assert [list(counts) for counts in window.tokens_of_expert] == expected
-            assert [sum(counts) for counts in window.tokens_of_rank] == [sum(counts) for counts in expected]
+            computed = [num_slices * sum(counts) for counts in expected]
+            assert [sum(counts) for counts in window.tokens_of_rank] == computed
             assert {len(counts) for counts in window.tokens_of_rank} == {num_ranks}
             assert window.num_tokens == num_computed
             assert window.num_padding_tokens == 0
