@@ -397,6 +397,10 @@ class CountedDispatcher:
     num_under_way: int = 0  # dispatches that are not combined yet
     arrived: list[tuple[Any, int]] = field(default_factory=list)  # their handles and rows, spare ones too
 
+    @property
+    def takes_float8(self) -> bool:
+        return self.within.takes_float8
+
     def dispatch(self, hidden_TD: Tensor, routing: Routing, step: StepInputs) -> CountedPending:
         assert self.num_under_way < 2, "I2: what was dispatched before was not combined"
         self.num_under_way += 1
