@@ -40,6 +40,7 @@ class Communicator:
 
     within: LocalDispatcher
     stream: Any
+    takes_float8: bool = False
 
     def begin(self, compute: Any) -> Pending:
         self.stream.wait_stream(torch.cuda.current_stream())
