@@ -335,7 +335,9 @@ def merge_splits_kernel(
     splits = tl.arange(0, MAX_SPLITS)
     is_used = splits < num_pieces
     places = (chunk * num_splits + splits) * num_heads + head
-    part = tl.program_id(2) * BLOCK_V // PART_SIZE
+    part = 0
+    if NUM_PARTS > 1:
+        part = tl.program_id(2) * BLOCK_V // PART_SIZE
     places_of_part = ((chunk * num_splits + splits) * NUM_PARTS + part) * num_heads + head
     maximum_Z = tl.load(maximum_ptr + places_of_part, mask=is_used, other=float("-inf"))
     total_Z = tl.load(total_ptr + places_of_part, mask=is_used, other=0.0)
