@@ -6,7 +6,6 @@ the tiles from them, and computes every n-th tile. Experts without rows have no 
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from moeserve.triton_kernels.activation import ACTIVATIONS, Activation
 from moeserve.triton_kernels.arrivals import is_last_to_arrive
+from moeserve.triton_kernels.device import device_name, is_interpreted, num_programs
 from moeserve.triton_kernels.fp8 import quantize_blocks, scale_blocks
 from moeserve.triton_kernels.tuning import FP8_BLOCK, Config, Kind, Problem, choose_config
 
@@ -26,7 +26,6 @@ from moeserve.triton_kernels.tuning import FP8_BLOCK, Config, Kind, Problem, cho
 
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 NUM_ARRIVALS = 264  # programs that may share the tiles of one weight: two for each multiprocessor
-NUM_INTERPRETED_PROGRAMS = 3  # on a CPU: several programs, each with several tiles
 
 
 def grouped_matmul(
@@ -223,7 +222,7 @@ def _launch(
             num_rows=num_rows if expected_rows is None else expected_rows,
             can_split=operands.arrivals is not None,
         )
-        config = choose_config(problem, _device_name(source_SI.device))
+        config = choose_config(problem, device_name(source_SI.device))
     # The tiles of many rows are too narrow for a block of results, which are then quantised from memory.
     quantizes = out_scale_RF is not None and block_columns(config, activation) == FP8_BLOCK
     output_RC = torch.empty(
@@ -242,8 +241,8 @@ def _launch(
             device=source_SI.device,
         )
     scale_eSB = operands.source_scale_eSB
-    num_programs = min(num_tiles * config.num_splits, _num_programs(source_SI.device, config.programs_per_sm))
-    grouped_matmul_kernel[(num_programs,)](
+    most_programs = num_programs(source_SI.device, config.programs_per_sm)
+    grouped_matmul_kernel[(min(num_tiles * config.num_splits, most_programs),)](
         source_SI,
         scale_eSB,
         weight_eOI,
@@ -276,7 +275,7 @@ def _launch(
             has_indices=indices_R is not None,
             has_slots=num_slots is not None,
             is_mxfp4=is_mxfp4,
-            is_interpreted=source_SI.device.type != "cuda",
+            is_interpreted=is_interpreted(),
         ),
         **compile_options(config),
     )
@@ -360,19 +359,6 @@ def kernel_constants(
 def compile_options(config: Config) -> dict[str, Any]:
     """Return the options that the kernel is compiled with."""
     return {"num_warps": config.num_warps, "num_stages": config.num_stages}
-
-
-@functools.cache
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-
-
-@functools.cache
-def _num_programs(device: torch.device, programs_per_sm: int) -> int:
-    """Return the number of programs that run at a time, on all multiprocessors."""
-    if device.type != "cuda":
-        return NUM_INTERPRETED_PROGRAMS
-    return torch.cuda.get_device_properties(device).multi_processor_count * programs_per_sm
 
 
 @triton.jit

@@ -12,7 +12,6 @@ Kernels are not specialised on sizes that change from step to step, because serv
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +20,7 @@ import torch
 import triton
 from torch import Tensor
 
+from moeserve.triton_kernels.device import num_programs
 from moeserve.triton_kernels.paged_splits import attend_split_kernel, merge_splits_kernel
 from moeserve.triton_kernels.paged_tiles import attend_tile_kernel
 
@@ -30,7 +30,6 @@ from moeserve.triton_kernels.paged_tiles import attend_tile_kernel
 CHUNKS_AT_ONCE = 256  # chunks that a program reads at a time to find its own
 MAX_PARTIAL_BYTES = 2**30  # partial sums of splits; more chunks take several launches
 PROGRAMS_PER_SM = 4  # for splits; as many as run at a time, or more
-NUM_INTERPRETED_PROGRAMS = 3  # in Triton's interpreter, few enough that each computes several splits
 MAX_MERGED = 2**14  # partial sums of one program that merges splits
 
 
@@ -233,14 +232,6 @@ def launch_attention(
             num_warps=merge_warps(splits.max_splits, block_merged),
         )
     return output_TNV
-
-
-@functools.cache
-def num_programs(device: torch.device, programs_per_sm: int) -> int:
-    """Return the number of programs that run at a time, on all multiprocessors."""
-    if device.type != "cuda":
-        return NUM_INTERPRETED_PROGRAMS
-    return torch.cuda.get_device_properties(device).multi_processor_count * programs_per_sm
 
 
 def kernel_sizes(

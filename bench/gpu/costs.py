@@ -83,6 +83,7 @@ class GpuLimits:
     copy_bandwidth: float  # bytes/s, reads and writes counted
     bf16_rate: float  # operations/s of a dense product; a multiply-add counts as two
     fp8_rate: float
+    float32_rate: float = 67e12  # without tensor cores, as torch multiplies by default: not measured, H100's data sheet
 
     def rate(self, format: Format) -> float:
         return self.bf16_rate if format == "bf16" else self.fp8_rate

@@ -27,7 +27,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 CAPABILITY = (9, 0)
-NUM_MULTIPROCESSORS = 4
 MEMORY_BYTES = 2**31
 COMPARED_BYTES = 2**22  # larger arguments of a launch count as read only
 SYNC_ERROR = "CUDA error: operation not permitted when stream is capturing"
@@ -249,16 +248,16 @@ DEVICE = FakeDevice()
 
 
 @contextlib.contextmanager
-def installed() -> Iterator[FakeDevice]:
+def installed(name: str = "CPU with Triton's interpreter", num_multiprocessors: int = 4) -> Iterator[FakeDevice]:
     """Replace the functions of `torch.cuda`, and launches of Triton's interpreter."""
     from triton.runtime.interpreter import InterpretedFunction
 
     properties = SimpleNamespace(
-        name="CPU with Triton's interpreter",
+        name=name,
         major=CAPABILITY[0],
         minor=CAPABILITY[1],
         total_memory=MEMORY_BYTES,
-        multi_processor_count=NUM_MULTIPROCESSORS,
+        multi_processor_count=num_multiprocessors,
     )
     interpret = InterpretedFunction.run
 

@@ -7,18 +7,15 @@ instead of launched. So published shapes need neither a GPU nor memory. Anything
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from triton.runtime.jit import JITFunction
 
+from moeserve.bench.gpu.recording import Launch, facts, recorded_launches
 from moeserve.config.settings import QuantizationName
 from moeserve.distributed.groups import groups_of_one_rank
 from moeserve.layers.attention import CacheSize
@@ -35,12 +32,12 @@ BLOCK_SIZE = 16
 ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "lift_fresh"}
 
 
-class Launches(TorchDispatchMode):
-    """Records the names of launched kernels, and of torch's operations that launch one."""
+class Operations(TorchDispatchMode):
+    """Appends torch's operations that launch a kernel to a list."""
 
-    def __init__(self) -> None:
+    def __init__(self, launches: list[Launch]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.names: list[str] = []
+        self._launches = launches
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -51,19 +48,16 @@ class Launches(TorchDispatchMode):
             is_alias = torch._C._is_alias_of  # type: ignore[attr-defined]
             is_view = any(isinstance(each, torch.Tensor) and is_alias(first, each) for each in args)
             if is_written or not is_view:
-                self.names.append(f"torch {name}")
+                self._launches.append(Launch(f"torch {name}", {"results": facts(result), "arguments": facts(args)}))
         return result
 
-    @contextlib.contextmanager
-    def of_triton_too(self) -> Iterator[None]:
-        def run(kernel: JITFunction[Any], *arguments: Any, **options: Any) -> None:
-            self.names.append(kernel.fn.__name__)
 
-        with mock.patch.object(JITFunction, "run", run), self:
-            yield
-
-
-def launches(folder: Path, spans: list[ChunkSpan], quantization: QuantizationName | None = None) -> list[Counter[str]]:
+def record_step(
+    folder: Path,
+    spans: list[ChunkSpan],
+    quantization: QuantizationName | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> list[list[Launch]]:
     """Return the launches of each layer, and last those of the embedding, the norm and the head.
 
     Args:
@@ -72,28 +66,32 @@ def launches(folder: Path, spans: list[ChunkSpan], quantization: QuantizationNam
     """
     description = describe(folder)
     groups = groups_of_one_rank()
-    context = ModelContext(TRITON_KERNELS, groups, torch.bfloat16, META, quantization=quantization)
+    context = ModelContext(TRITON_KERNELS, groups, dtype, META, quantization=quantization)
     placements = description.model.place_experts(1)
     model = Decoder(description.model, placements, TorchDispatchers("local", groups.ep, context), context)
     caches = model.make_caches(CacheSize(4, BLOCK_SIZE))
     step = _step(spans)
     settings_LW = torch.zeros(len(spans), NUM_SETTINGS, dtype=torch.int64, device=META)
-    log = Launches()
-    counts = []
-    with torch.inference_mode(), log.of_triton_too():
+    of_layers = []
+    with torch.inference_mode(), recorded_launches() as launches, Operations(launches):
         hidden_tD, rotations = model.receive(step)
         update_tD = None
         for layer, cache in zip(model.layers, caches, strict=True):
-            num_before = len(log.names)
+            num_before = len(launches)
             hidden_tD, normed_tD = layer.attend(hidden_tD, update_tD, rotations, cache, step)
             update_tD = layer.feed_forward(normed_tD, step)
-            counts.append(Counter(log.names[num_before:]))
-            del log.names[num_before:]
+            of_layers.append(launches[num_before:])
+            del launches[num_before:]
         assert model.norm is not None
         _, normed_TD = model.norm.after_adding(update_tD, hidden_tD)
         logits_LV = model.logits(step.rows_for_logits(normed_TD))
         context.kernels.choose_tokens(logits_LV, settings_LW, step.logits_rows)
-    return [*counts, Counter(log.names)]
+    return [*of_layers, launches]
+
+
+def launches(folder: Path, spans: list[ChunkSpan], quantization: QuantizationName | None = None) -> list[Counter[str]]:
+    """Return the number of launches by name of each layer, and last of the rest; see `record_step`."""
+    return [Counter(launch.name for launch in part) for part in record_step(folder, spans, quantization)]
 
 
 def _step(spans: list[ChunkSpan]) -> StepInputs:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,42 @@ def compile_kernel(
         constexprs=dict(constexprs),
         attrs=attrs,
     )
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(options))
+    return machine_code_of(triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(options)))
+
+
+class AbsentGpu:
+    """A driver of Triton for a GPU that is not there: it compiles for the GPU, under the same keys as on it."""
+
+    def __init__(self, capability: int = 90) -> None:
+        self._capability = capability
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self._capability, 32)
+
+    def get_current_device(self) -> int:
+        return self._capability  # compiled kernels are kept for each device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@contextlib.contextmanager
+def compiling_for(capability: int) -> Iterator[None]:
+    """Compile the kernels of launches with `warmup` for a GPU that is not there."""
+    from triton.runtime.driver import driver
+
+    before = driver._active
+    driver.set_active(AbsentGpu(capability))
+    try:
+        yield
+    finally:
+        driver._active = before
+
+
+def machine_code_of(compiled: Any) -> MachineCode:
+    """Return the facts of a kernel that Triton has compiled."""
     usage = _resource_usage(compiled.asm["cubin"])
     return MachineCode(
         ptx=compiled.asm["ptx"],

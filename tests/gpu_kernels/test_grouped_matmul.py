@@ -53,8 +53,8 @@ def test_result_equals_the_reference(
     """Draw dtypes, widths that no block divides, a gather, biases and unused rows."""
     draw = random.Random(f"{counts} {activation} {config}")
     torch.manual_seed(draw.randrange(1000))
-    monkeypatch.setattr(module, "NUM_INTERPRETED_PROGRAMS", draw.choice([1, 2, 5]))
-    module._num_programs.cache_clear()
+    num_programs = draw.choice([1, 2, 5])
+    monkeypatch.setattr(module, "num_programs", lambda device, programs_per_sm: num_programs)
     dtype = draw.choice([torch.float32, torch.float16])
     num_outputs, num_inputs = draw.choice([(90, 70), (64, 64), (2, 1), (130, 33)])
     num_kept, num_spare = sum(counts), draw.choice([0, 0, 1, 50])
@@ -89,12 +89,6 @@ def test_result_equals_the_reference(
     reference_RC = expected(rows_RI[:num_kept], weight_eOI, counts_e, bias_eO, activation)
     assert_close(output_RC[:num_kept], reference_RC, TOLERANCE[dtype])
     assert (output_RC[num_kept:] == output_RC.new_tensor(sentinel)).all()  # nothing was written
-
-
-@pytest.fixture(autouse=True)
-def _clear_program_counts() -> Any:
-    yield
-    module._num_programs.cache_clear()
 
 
 @pytest.mark.parametrize(

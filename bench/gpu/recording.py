@@ -1,0 +1,85 @@
+"""Launches of kernels, recorded instead of run, as on an H100 that is not there.
+
+Tensors may lie on a CPU with memory that is never touched, or on torch's "meta" device. Kernels are launched with the
+grids and compile-time arguments that they have on the assumed GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from triton.runtime.jit import JITFunction
+
+from moeserve.bench.gpu import fake_device
+
+H100_NAME, H100_MULTIPROCESSORS = "NVIDIA H100 80GB HBM3", 132
+
+
+class TensorFacts:
+    """A tensor without its memory: what Triton compiles a kernel for, and its size."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.dtype, self.shape = tensor.dtype, tuple(tensor.shape)
+        sizes = zip(tensor.shape, tensor.stride(), strict=True)
+        self.nbytes = math.prod(size for size, stride in sizes if stride) * tensor.element_size()  # unique elements
+        is_meta = tensor.is_meta
+        self._address: int = int(tensor.storage_offset()) * tensor.element_size() if is_meta else tensor.data_ptr()
+
+    def data_ptr(self) -> int:
+        return self._address
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of a Triton kernel, or an operation of torch that launches one."""
+
+    name: str
+    arguments: dict[str, Any]  # of a kernel by name, with `TensorFacts` for tensors; torch's results and arguments
+    grid: tuple[int, ...] | None = None  # None: torch chooses it
+    kernel: Any = None  # of Triton
+    options: dict[str, Any] = field(default_factory=dict)  # of the compiler
+
+    def compile(self) -> Any:
+        """Compile the kernel as this launch does on the GPU of Triton's driver, or find it in Triton's cache."""
+        return self.kernel.run(**self.arguments, grid=self.grid, warmup=True, **self.options)
+
+    @property
+    def num_programs(self) -> int | None:
+        return None if self.grid is None else math.prod(self.grid)
+
+
+def facts(value: Any) -> Any:
+    """Replace tensors by their facts, in lists and tuples too."""
+    if isinstance(value, Tensor):
+        return TensorFacts(value)
+    return [facts(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+@contextlib.contextmanager
+def recorded_launches() -> Iterator[list[Launch]]:
+    """Record the launches of Triton kernels, and run none."""
+    launches: list[Launch] = []
+
+    def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        launches.append(launch_of(kernel, args, grid, options))
+
+    run = JITFunction.run
+    with fake_device.installed(name=H100_NAME, num_multiprocessors=H100_MULTIPROCESSORS):
+        JITFunction.run = record
+        try:
+            yield launches
+        finally:
+            JITFunction.run = run
+
+
+def launch_of(kernel: Any, args: Sequence[Any], grid: Any, options: dict[str, Any]) -> Launch:
+    values = {parameter.name: parameter.default for parameter in kernel.params}
+    values |= dict(zip(kernel.arg_names, args, strict=False))
+    values |= {name: options.pop(name) for name in list(options) if name in kernel.arg_names}
+    grid = grid(values) if callable(grid) else grid
+    return Launch(kernel.fn.__name__, {name: facts(value) for name, value in values.items()}, grid, kernel, options)

@@ -1,0 +1,326 @@
+"""The least time of a step on an H100, from its recorded launches, beside the bytes and operations that it needs.
+
+    python -m moeserve.bench.gpu.roofline [--only TEXT] [--launches]
+
+Nothing is measured. Each launch takes `LAUNCH_SECONDS`, and the time for its bytes or its operations, whichever is
+longer, at the rates of the data sheet times the share of the multiprocessors that have a program. So figures are upper
+bounds of what these launches can reach. A launch of torch fills the GPU. The *bound* counts nothing but products and
+attention: weights that have rows, and keys and values of contexts, read once, and the operations.
+
+With ranks that divide the experts, each has the same numbers of tokens and pairs. A token is sent to at most as many
+other ranks as it has groups or experts, in 16 bits, and back, at `EXCHANGE_RATE`, with nothing else at the same time.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import json
+import math
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moeserve.bench.gpu.costs import GpuLimits, attended_positions
+from moeserve.bench.gpu.launches import decode, prefill, record_step
+from moeserve.bench.gpu.recording import H100_MULTIPROCESSORS, Launch, TensorFacts
+from moeserve.bench.harness import make_parser, show
+from moeserve.config.settings import QuantizationName
+from moeserve.models.registry import describe
+from moeserve.moe.layer import MoEConfig
+from moeserve.step_inputs import ChunkSpan
+
+H100 = GpuLimits(copy_bandwidth=3.35e12, bf16_rate=989e12, fp8_rate=1979e12)  # SXM, data sheet
+EXCHANGE_RATE = 450e9  # bytes/s of one direction of NVLink
+LAUNCH_SECONDS = 2e-6  # from the end of a kernel to the start of the next one in a CUDA graph
+RESULT_SIZE = 2  # bytes
+
+PUBLISHED = Path(__file__).with_name("models.json")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step of one rank."""
+
+    model: str
+    title: str
+    spans: list[ChunkSpan]
+    quantization: QuantizationName | None = None
+    num_ranks: int = 1  # that divide the experts
+
+    @property
+    def name(self) -> str:
+        ranks = f", EP {self.num_ranks}" if self.num_ranks > 1 else ""
+        return f"{self.model} {self.quantization or 'bf16'}{ranks}, {self.title}"
+
+
+def cases() -> Iterator[Case]:
+    for model, num_ranks in (("Mixtral-8x7B", 1), ("Qwen3-30B-A3B", 1), ("gpt-oss-20b", 1), ("DeepSeek-V3", 8)):
+        steps = {f"decode {batch} x 8192": decode(batch, 8192) for batch in (1, 64, 128)}
+        steps["4096 tokens, context 32768"] = prefill(4096, 32768)
+        formats: tuple[QuantizationName | None, ...] = ("mxfp4",) if model == "gpt-oss-20b" else (None, "fp8")
+        for quantization in formats:
+            for title, spans in steps.items():
+                yield Case(model, title, spans, quantization, num_ranks)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The bytes that one launch moves, and its operations."""
+
+    num_bytes: float
+    operations: float = 0.0
+    dtype: torch.dtype = torch.bfloat16  # of the operations
+    needed_bytes: float | None = None  # of the step's bound; None: the launch is not part of it
+    num_programs: int | None = None
+
+    @property
+    def fill(self) -> float:
+        """Share of the multiprocessors that have a program."""
+        return min(1.0, (self.num_programs or H100_MULTIPROCESSORS) / H100_MULTIPROCESSORS)
+
+    def seconds(self, limits: GpuLimits) -> float:
+        return LAUNCH_SECONDS + self._seconds(self.num_bytes, limits) / self.fill
+
+    def bound(self, limits: GpuLimits) -> float:
+        return 0.0 if self.needed_bytes is None else self._seconds(self.needed_bytes, limits)
+
+    def _seconds(self, num_bytes: float, limits: GpuLimits) -> float:
+        rates = {torch.float32: limits.float32_rate, torch.float8_e4m3fn: limits.fp8_rate}
+        return max(num_bytes / limits.copy_bandwidth, self.operations / rates.get(self.dtype, limits.bf16_rate))
+
+
+@dataclass(frozen=True)
+class Step:
+    """The facts of a case that its launches do not carry."""
+
+    spans: Sequence[ChunkSpan]
+    num_tokens: int
+    top_k: int
+    num_experts: int
+    num_ranks: int
+
+    def share_with_rows(self) -> float:
+        """Return the share of a rank's experts that get rows from all ranks, with random routing."""
+        return 1 - (1 - self.top_k / self.num_experts) ** (self.num_tokens * self.num_ranks)
+
+
+def cost_of(launch: Launch, step: Step) -> Cost:
+    rule = RULES.get(launch.name)
+    if rule is not None:
+        return rule(launch, step)
+    return Cost(sum(each.nbytes for each in tensors_of(launch.arguments)), num_programs=launch.num_programs)
+
+
+def tensors_of(value: Any) -> Iterator[TensorFacts]:
+    """Yield all tensors but the caches, of which little is touched."""
+    if isinstance(value, TensorFacts):
+        yield value
+    elif isinstance(value, dict):
+        for name, each in value.items():
+            if "cache" not in name:
+                yield from tensors_of(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from tensors_of(each)
+
+
+def dense_cost(launch: Launch, step: Step) -> Cost:
+    """A product of torch: rows and weights, both read once."""
+    results, (rows, weights, *_) = launch.arguments["results"], launch.arguments["arguments"]
+    operations = 2.0 * math.prod(results.shape) * rows.shape[-1]
+    num_bytes = sum(each.nbytes for each in tensors_of(launch.arguments))
+    return Cost(num_bytes, operations, rows.dtype, weights.nbytes)
+
+
+def lookup_cost(launch: Launch, step: Step) -> Cost:
+    return Cost(2 * launch.arguments["results"].nbytes)
+
+
+def grouped_cost(launch: Launch, step: Step) -> Cost:
+    """A grouped product: of a rank's experts, those that have rows."""
+    arguments = launch.arguments
+    weight, output = arguments["weight_ptr"], arguments["output_ptr"]
+    num_weights, num_outputs, _ = weight.shape
+    weight_bytes = sum(arguments[name].nbytes for name in ("weight_ptr", "weight_scale_ptr") if arguments[name])
+    if num_weights > 1:
+        weight_bytes *= step.share_with_rows() / step.num_ranks
+    num_rows, num_inputs = math.prod(output.shape[:-1]), arguments["num_inputs"]
+    others = [arguments[name] for name in ("source_ptr", "source_scale_ptr", "output_ptr", "indices_ptr")]
+    num_bytes = weight_bytes + sum(each.nbytes for each in others if each)
+    operations = 2.0 * num_rows * num_outputs * num_inputs
+    return Cost(num_bytes, operations, arguments["source_ptr"].dtype, weight_bytes, launch.num_programs)
+
+
+def attention_sizes(launch: Launch) -> tuple[int, int, int, int | None]:
+    """Return the bytes of a position, its elements, the query heads, and the window."""
+    arguments = launch.arguments
+    parts = [arguments[name] for name in ("key_cache_ptr", "value_cache_ptr", "key_scales_ptr", "value_scales_ptr")]
+    keys = parts[0].shape
+    num_bytes = sum(each.nbytes // (keys[0] * keys[2]) for each in parts if each)
+    return num_bytes, keys[3] + arguments["VALUE_SIZE"], arguments["num_heads"], arguments["WINDOW"]
+
+
+def paged_cost(launch: Launch, step: Step, chunks: Sequence[ChunkSpan], other_bytes: float, num_reads: int = 1) -> Cost:
+    """Attention over pages: keys and values once, queries, and the sums that are written."""
+    position_bytes, elements, num_heads, window = attention_sizes(launch)
+    cache_bytes = operations = 0.0
+    for span in chunks:
+        first = 0 if window is None else max(0, span.context_len - span.num_rows + 1 - window)
+        cache_bytes += (span.context_len - first) * position_bytes
+        operations += 2.0 * num_heads * elements * attended_positions(span.num_rows, span.context_len, window)
+    query_bytes = launch.arguments["query_ptr"].nbytes * sum(span.num_rows for span in chunks) / step.num_tokens
+    num_bytes = num_reads * cache_bytes + query_bytes + other_bytes
+    return Cost(num_bytes, operations, needed_bytes=cache_bytes, num_programs=launch.num_programs)
+
+
+def num_splits(launch: Launch, span: ChunkSpan) -> int:
+    """Return the splits of a chunk that have positions."""
+    window = launch.arguments["WINDOW"]
+    seen = span.context_len if window is None else min(span.context_len, window + launch.arguments["PIECE_SIZE"] - 1)
+    return min(-(-seen // launch.arguments["PIECE_SIZE"]), launch.arguments["num_splits"])
+
+
+def partial_bytes(launch: Launch, step: Step) -> float:
+    """Return the bytes of the sums of all splits, and of what is merged from them."""
+    partial = launch.arguments["partial_ptr"]
+    each = partial.shape[2] * (partial.shape[3] + 2) * partial.dtype.itemsize
+    return each * sum(num_splits(launch, span) for span in step.spans if span.num_rows == 1)
+
+
+def split_cost(launch: Launch, step: Step) -> Cost:
+    """Rows of one token each. Latent vectors are read again for every tile of heads."""
+    chunks = [span for span in step.spans if span.num_rows == 1]
+    return paged_cost(launch, step, chunks, partial_bytes(launch, step), launch.arguments["num_tiles"])
+
+
+def merge_cost(launch: Launch, step: Step) -> Cost:
+    num_merged = sum(span.num_rows == 1 for span in step.spans)
+    num_bytes = partial_bytes(launch, step) + launch.arguments["output_ptr"].nbytes * num_merged / step.num_tokens
+    return Cost(num_bytes, num_programs=launch.num_programs)
+
+
+def tile_cost(launch: Launch, step: Step) -> Cost:
+    chunks = [span for span in step.spans if span.num_rows >= launch.arguments["LEAST_ROWS"]]
+    return paged_cost(launch, step, chunks, launch.arguments["output_ptr"].nbytes)
+
+
+def expanded_cost(launch: Launch, step: Step) -> Cost:
+    """Attention to the positions of one piece: its share of those of all contexts."""
+    arguments = launch.arguments
+    keys, values, vectors = (arguments[name] for name in ("key_ptr", "value_ptr", "vectors_ptr"))
+    num_heads, num_positions, key_size = keys.shape
+    elements = key_size + arguments["query_extra_ptr"].shape[-1] + values.shape[-1]
+    share = num_positions / sum(span.context_len for span in step.spans)
+    attended = sum(attended_positions(span.num_rows, span.context_len, None) for span in step.spans)
+    num_bytes = sum(each.nbytes for each in tensors_of(arguments))
+    operations = 2.0 * num_heads * elements * attended * share
+    return Cost(num_bytes, operations, needed_bytes=vectors.nbytes, num_programs=launch.num_programs)
+
+
+def gather_cost(launch: Launch, step: Step) -> Cost:
+    return Cost(2 * launch.arguments["output_ptr"].nbytes, num_programs=launch.num_programs)
+
+
+# Other launches move each of their tensors once.
+RULES: dict[str, Callable[[Launch, Step], Cost]] = {
+    **{f"torch {name}": dense_cost for name in ("linear", "mm", "bmm", "matmul")},
+    **{f"torch {name}": lookup_cost for name in ("embedding", "index", "new_full", "full", "new_zeros", "zeros")},
+    "grouped_matmul_kernel": grouped_cost,
+    "attend_split_kernel": split_cost,
+    "merge_splits_kernel": merge_cost,
+    "attend_tile_kernel": tile_cost,
+    "attend_expanded_kernel": expanded_cost,
+    "gather_vectors_kernel": gather_cost,
+}
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """The launches of a step by name, with their costs."""
+
+    costs: dict[str, list[Cost]]
+    limits: GpuLimits
+
+    def seconds(self) -> float:
+        return sum(cost.seconds(self.limits) for costs in self.costs.values() for cost in costs)
+
+    def bounds(self) -> dict[str, float]:
+        return {name: sum(cost.bound(self.limits) for cost in costs) for name, costs in self.costs.items()}
+
+    def num_launches(self) -> int:
+        return sum(map(len, self.costs.values()))
+
+    def losses(self) -> dict[str, float]:
+        """Return the seconds above the bound by term, the largest first: all launches as one, and each kernel."""
+        found = {"launches": LAUNCH_SECONDS * self.num_launches()}
+        for name, bound in self.bounds().items():
+            found[name] = sum(cost.seconds(self.limits) - LAUNCH_SECONDS for cost in self.costs[name]) - bound
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def roofline(case: Case, config: dict[str, Any], limits: GpuLimits = H100) -> Roofline:
+    """Record the launches of a case, and cost them. `config` is the model's config.json."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        parts = record_step(Path(folder), case.spans, case.quantization)
+        model = describe(folder).model
+    routers = [each.feed_forward.router for each in model.layers if isinstance(each.feed_forward, MoEConfig)]
+    num_tokens = sum(span.num_rows for span in case.spans)
+    step = Step(case.spans, num_tokens, routers[0].top_k, routers[0].num_experts, case.num_ranks)
+    costs: dict[str, list[Cost]] = collections.defaultdict(list)
+    for launch in itertools.chain.from_iterable(parts):
+        costs[launch.name].append(cost_of(launch, step))
+    if case.num_ranks > 1:
+        chosen = routers[0].num_chosen_groups if routers[0].num_groups == case.num_ranks else routers[0].top_k
+        num_others = min(chosen, case.num_ranks) * (case.num_ranks - 1) / case.num_ranks
+        seconds = num_tokens * num_others * model.hidden_size * RESULT_SIZE / EXCHANGE_RATE
+        costs["exchange"] = 2 * len(routers) * [Cost(seconds * limits.copy_bandwidth)]
+    return Roofline(dict(costs), limits)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = make_parser("gpu.roofline", __doc__.splitlines()[0], rounds=None, threads=False)
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name contains it (default: all)")
+    parser.add_argument("--launches", action="store_true", help="a line for each kind of launch")
+    options = parser.parse_args(arguments)
+    published = json.loads(PUBLISHED.read_text())
+    show("| step | launches | bound, ms | expected, ms | share | largest losses, ms |")
+    show("| :-- | --: | --: | --: | --: | :-- |")
+    for case in cases():
+        if options.only in case.name:
+            found = roofline(case, published[case.model])
+            show(line_of(case.name, found))
+            if options.launches:
+                show_launches(found)
+    return 0
+
+
+def line_of(name: str, found: Roofline) -> str:
+    losses = ", ".join(f"{name} {1e3 * seconds:.2f}" for name, seconds in list(found.losses().items())[:3])
+    bound, seconds = sum(found.bounds().values()), found.seconds()
+    times = f"{1e3 * bound:.2f} | {1e3 * seconds:.2f} | {bound / seconds:.0%}"
+    return f"| {name} | {found.num_launches()} | {times} | {losses} |"
+
+
+def show_launches(found: Roofline) -> None:
+    """Print the sums of the launches of each name, and the least number of multiprocessors that they use."""
+    show("\n| launch | number | MB | GFLOP | bound, us | expected, us | SMs in use |")
+    show("| :-- | --: | --: | --: | --: | --: | --: |")
+    seconds = {name: sum(cost.seconds(found.limits) for cost in costs) for name, costs in found.costs.items()}
+    for name in sorted(seconds, key=seconds.__getitem__, reverse=True):
+        costs = found.costs[name]
+        totals = sum(cost.num_bytes for cost in costs) / 1e6, sum(cost.operations for cost in costs) / 1e9
+        figures = (*totals, 1e6 * found.bounds()[name], 1e6 * seconds[name])
+        num_used = min(cost.fill for cost in costs) * H100_MULTIPROCESSORS
+        show(f"| {name} | {len(costs)} | {' | '.join(f'{each:,.1f}' for each in figures)} | {num_used:.0f} |")
+    show("")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
