@@ -3,25 +3,34 @@
 - *float32*: the tokens must be equal. Prompts whose tokens depend on rounding are not used (`SMALLEST_GAP`).
 - *bf16*: the log-probabilities of the engine's tokens may be `ROOM` times as far from transformers in float32 as those
   of transformers in bf16 are.
-- Each runs with CUDA graphs and without. With several GPUs it also runs on two ranks with each dispatcher, which covers
-  NCCL, sums in symmetric memory, graphs with collectives, and DeepEP where it is installed.
+- *fp8*: weights in 8-bit blocks and rows rounded to 8 bits, in float32. The log-probabilities must be closer to those
+  of transformers with the same roundings than half of what the roundings change.
+- Each runs with CUDA graphs and without, and three of them with long contexts, whose prefills are chunked.
+- With several GPUs it also runs on two ranks with each dispatcher, which covers NCCL, sums in symmetric memory, graphs
+  with collectives, and DeepEP where it is installed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import itertools
+import json
+import re
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from moeserve import LLM, SamplingParams
+from moeserve.ops.weight_blocks import BLOCK, CODES, LARGEST_CODE
 
 SMALLEST_GAP = 4e-3  # between the two largest logits; float32 results differ by less than 1e-4
 ROOM = 3.0
@@ -29,6 +38,7 @@ ROOM_BEYOND = 1e-3  # of log-probabilities, where transformers happens to be alm
 MAX_DRAWS = 60  # of prompts, to find enough whose tokens are clear
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["float32", "bfloat16"]
+Attention = Literal["eager", "sdpa"]  # the memory of eager scores is quadratic
 
 COMMON: dict[str, Any] = dict(
     vocab_size=160,
@@ -85,6 +95,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
 WIDE: dict[str, Any] = dict(
     hidden_size=2048, num_attention_heads=16, num_key_value_heads=2, num_hidden_layers=2, initializer_range=0.03
 )
+# Whole blocks of 128 in each weight, those of queries, keys and values too.
+BLOCKS: dict[str, Any] = dict(
+    hidden_size=256, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=128,
+    initializer_range=0.06,
+)  # fmt: skip
+LATENT_BLOCKS: dict[str, Any] = dict(
+    hidden_size=256, intermediate_size=256, moe_intermediate_size=128, q_lora_rank=128, kv_lora_rank=128, v_head_dim=64,
+    qk_nope_head_dim=64, qk_rope_head_dim=64, initializer_range=0.06,
+)  # fmt: skip
+LONG_CONTEXT = 32_000
+# Sinks need eager scores in transformers.
+LONG_PROMPTS: tuple[tuple[str, int, Attention], ...] = (
+    ("Mixtral", LONG_CONTEXT, "sdpa"), ("DeepseekV3", LONG_CONTEXT, "sdpa"), ("GptOss", 12_000, "eager"),
+)  # fmt: skip
+LONG: dict[str, Any] = dict(max_position_embeddings=LONG_CONTEXT + 256)
 
 
 @dataclass(frozen=True)
@@ -106,18 +131,38 @@ class Comparison:
     dtype: Dtype
     variant: str
     settings: Mapping[str, Any]  # of the engine
-    is_wide: bool = False
     prompts: Prompts = PROMPTS
+    model: Mapping[str, Any] = field(default_factory=dict)  # settings of the model besides those of its family
+    attention: Attention = "eager"  # of transformers
 
     @property
     def name(self) -> str:
         return f"{self.family}, {self.dtype}, {self.variant}"
 
 
-# Comparisons of one checkpoint and dtype share a process and its compiled kernels; the first ones compile most.
-COMPARISONS = tuple(
-    Comparison(family, dtype, variant, dict(enforce_eager=variant == "eager"))
-    for variant, dtype, family in itertools.product(("graphs", "eager"), get_args(Dtype), FAMILIES)
+LONG_SETTINGS: dict[str, Any] = dict(max_model_len=LONG_CONTEXT + 256, kv_cache_memory="512MiB")
+# Comparisons of one checkpoint and dtype share a process; the first ones compile most.
+CHECKPOINTS = [(family, dtype) for dtype in get_args(Dtype) for family in FAMILIES]
+COMPARISONS = (
+    *(
+        Comparison(family, dtype, variant, dict(enforce_eager=variant == "eager"))
+        for variant in ("graphs", "eager")
+        for family, dtype in CHECKPOINTS
+    ),
+    Comparison("Mixtral", "float32", "fp8, graphs", dict(quantization="fp8"), model=BLOCKS),
+    Comparison("DeepseekV3", "float32", "fp8, graphs", dict(quantization="fp8"), model=LATENT_BLOCKS),
+    *(
+        Comparison(
+            family,
+            "float32",
+            f"context of {length} in chunks",
+            LONG_SETTINGS | dict(max_num_batched_tokens=4096),
+            Prompts(lengths=(length, 70), num_tokens=4),
+            LONG,
+            attention,
+        )
+        for family, length, attention in LONG_PROMPTS
+    ),
 )
 LAYOUTS: dict[str, dict[str, Any]] = {"tp=2": dict(tensor_parallel_size=2), "dp=2": dict(data_parallel_size=2)}
 RANK_COMPARISONS = (
@@ -128,7 +173,7 @@ RANK_COMPARISONS = (
         )
     ),
     *(
-        Comparison("Mixtral", "bfloat16", f"{layout}, deepep", settings | dict(dispatcher="deepep"), is_wide=True)
+        Comparison("Mixtral", "bfloat16", f"{layout}, deepep", settings | dict(dispatcher="deepep"), model=WIDE)
         for layout, settings in LAYOUTS.items()
     ),
 )
@@ -142,6 +187,7 @@ class Truth:
     prompts: list[list[int]]
     tokens: list[list[int]]
     num_tokens: int  # of each answer
+    attention: Attention
 
     @property
     def path(self) -> Path:
@@ -156,11 +202,17 @@ def compare(comparison: Comparison, device: Device, seed: int) -> dict[str, Any]
     """
     if comparison.settings.get("dispatcher") == "deepep" and importlib.util.find_spec("deep_ep") is None:
         return {"status": "left out", "reason": "the package deep_ep is not installed"}
-    truth = find_truth(comparison.family, comparison.is_wide, comparison.prompts, device, seed)
+    model = json.dumps(comparison.model)  # is hashable
+    truth = find_truth(comparison.family, model, comparison.prompts, comparison.attention, device, seed)
     tokens, logprobs = generate(truth, device, comparison.dtype, comparison.settings)
-    if comparison.dtype == "float32":
+    row: dict[str, Any]
+    if comparison.settings.get("quantization") == "fp8":
+        exact, _ = judged(truth, device, torch.float32, tokens)
+        rounded, expected = judged(truth, device, torch.float32, tokens, rounds=True)
+        row = fp8_figures(logprobs, rounded, exact)
+    elif comparison.dtype == "float32":
         expected = torch.tensor(truth.tokens)
-        row: dict[str, Any] = {"wrong": [] if torch.equal(tokens, expected) else ["tokens differ from transformers'"]}
+        row = {"wrong": [] if torch.equal(tokens, expected) else ["tokens differ from transformers'"]}
     else:
         exact, _ = judged(truth, device, torch.float32, tokens)
         rounded, expected = judged(truth, device, torch.bfloat16, tokens)
@@ -171,19 +223,28 @@ def compare(comparison: Comparison, device: Device, seed: int) -> dict[str, Any]
 
 
 @functools.cache
-def find_truth(family: str, is_wide: bool, prompts: Prompts, device: Device, seed: int) -> Truth:
+def find_truth(family: str, model: str, prompts: Prompts, attention: Attention, device: Device, seed: int) -> Truth:
+    """Write a checkpoint, and find prompts. `model` has more settings of the model, as JSON."""
     folder = tempfile.TemporaryDirectory()
-    write_checkpoint(family, Path(folder.name), seed, is_wide=is_wide)
-    return Truth(folder, *clear_prompts(Path(folder.name), prompts, device, seed), prompts.num_tokens)
+    write_checkpoint(family, Path(folder.name), seed, json.loads(model))
+    transformers = reference(Path(folder.name), device, torch.float32, attention)
+    return Truth(folder, *clear_prompts(transformers, prompts, device, seed), prompts.num_tokens, attention)
 
 
-def write_checkpoint(family: str, folder: Path, seed: int, *, is_wide: bool) -> None:
+def config_of(family: str, more: Mapping[str, Any] | None = None) -> Any:
+    """Return transformers' configuration of a small model."""
+    import transformers
+
+    config = getattr(transformers, f"{family}Config")(**COMMON | FAMILIES[family] | dict(more or {}))
+    config.architectures = [f"{family}ForCausalLM"]
+    return config
+
+
+def write_checkpoint(family: str, folder: Path, seed: int, more: Mapping[str, Any]) -> None:
     """Save a model with random weights, including those that are zeros and ones by default."""
     import transformers
 
-    settings = COMMON | FAMILIES[family] | (WIDE if is_wide else {})
-    config = getattr(transformers, f"{family}Config")(**settings)
-    config.architectures = [f"{family}ForCausalLM"]
+    config = config_of(family, more)
     torch.manual_seed(seed)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
@@ -199,30 +260,31 @@ def write_checkpoint(family: str, folder: Path, seed: int, *, is_wide: bool) -> 
     model.save_pretrained(folder, safe_serialization=True)
 
 
-def reference(folder: Path, device: Device, dtype: torch.dtype) -> nn.Module:
+def reference(folder: Path, device: Device, dtype: torch.dtype, attention: Attention) -> nn.Module:
     """Load transformers' model in its plainest form."""
     import transformers
 
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention)
     model.config._experts_implementation = "eager"  # its faster ones refuse some widths
     loaded: nn.Module = model.to(device).eval()
     return loaded
 
 
 @torch.inference_mode()
-def clear_prompts(folder: Path, wanted: Prompts, device: Device, seed: int) -> tuple[list[list[int]], list[list[int]]]:
+def clear_prompts(
+    model: nn.Module, wanted: Prompts, device: Device, seed: int
+) -> tuple[list[list[int]], list[list[int]]]:
     """Return random prompts and transformers' tokens after them in float32, which rounding cannot change."""
     generator = torch.Generator().manual_seed(seed)
     prompts: list[list[int]] = []
     answers: list[list[int]] = []
-    model = reference(folder, device, torch.float32)
     for _ in range(MAX_DRAWS):
         length = wanted.lengths[len(prompts)]
         prompt = torch.randint(3, COMMON["vocab_size"], (length,), generator=generator).tolist()
         tokens: list[int] = []
         smallest = float("inf")
         while len(tokens) < wanted.num_tokens and smallest > SMALLEST_GAP:
-            largest = _logits(model, prompt + tokens, device)[-1].topk(2)
+            largest = _logits(model, prompt + tokens, device, 1)[-1].topk(2)
             smallest = min(smallest, float(largest.values[0] - largest.values[1]))
             tokens.append(int(largest.indices[0]))
         if smallest > SMALLEST_GAP:
@@ -233,10 +295,46 @@ def clear_prompts(folder: Path, wanted: Prompts, device: Device, seed: int) -> t
     raise RuntimeError(f"only {len(prompts)} of {MAX_DRAWS} prompts have tokens that do not depend on rounding")
 
 
-def _logits(model: nn.Module, token_ids: list[int], device: Device) -> Tensor:
-    """[T, vocab_size] float32"""
-    logits: Tensor = model(torch.tensor([token_ids], device=device), use_cache=False).logits
+def _logits(model: nn.Module, token_ids: list[int], device: Device, num_kept: int) -> Tensor:
+    """Return the logits of the last positions, [num_kept, vocab_size] float32."""
+    input_ids = torch.tensor([token_ids], device=device)
+    logits: Tensor = model(input_ids, use_cache=False, logits_to_keep=num_kept).logits
     return logits[0].float()
+
+
+@contextlib.contextmanager
+def rounding_to_float8(model: nn.Module) -> Iterator[None]:
+    """Round the weights of projections and experts in blocks of 128 x 128, and the rows multiplied with them."""
+    rounded = set()
+    for name, weight in model.named_parameters():
+        if re.search(r"(_proj|kv_a_proj_with_mqa)(\.weight)?$", name) and "kv_b_proj" not in name:
+            weight.data.copy_(_rounded(weight.data, BLOCK))
+            rounded.add(weight.untyped_storage().data_ptr())
+    linear = functional.linear
+
+    def multiply(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        is_rounded = weight.untyped_storage().data_ptr() in rounded
+        return linear(_rounded(rows[..., None, :], 1)[..., 0, :] if is_rounded else rows, weight, bias)
+
+    with mock.patch.object(functional, "linear", multiply):
+        yield
+
+
+def _rounded(values: Tensor, num_rows: int) -> Tensor:
+    """Round to E4M3. 448 stands for the largest number of each block of rows and 128 columns."""
+    height, width = values.shape[-2:]
+    padded = functional.pad(values, (0, -width % BLOCK, 0, -height % num_rows))
+    blocks = padded.unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, num_rows))
+    scale = blocks.abs().amax((-1, -3), keepdim=True).clamp(min=1e-30) / LARGEST_CODE
+    return ((blocks / scale).to(CODES).to(values.dtype) * scale).flatten(-4, -3).flatten(-2)[..., :height, :width]
+
+
+def fp8_figures(own: Tensor, rounded: Tensor, exact: Tensor) -> dict[str, Any]:
+    """Compare log-probabilities: the engine's, and transformers' with roundings to 8 bits and without."""
+    error, effect = float((own - rounded).abs().mean()), float((rounded - exact).abs().mean())
+    line = f"log-probabilities are off by {error:.3g}; the roundings change them by {effect:.3g}"
+    wrong = [] if 2 * error < effect else [line]  # NaN is wrong
+    return {"mean_error": error, "effect_of_rounding": effect, "wrong": wrong, "lines": [line]}
 
 
 def bf16_figures(own: Tensor, rounded: Tensor, exact: Tensor) -> dict[str, Any]:
@@ -254,13 +352,20 @@ def bf16_figures(own: Tensor, rounded: Tensor, exact: Tensor) -> dict[str, Any]:
 
 
 @torch.inference_mode()
-def judged(truth: Truth, device: Device, dtype: torch.dtype, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Return transformers' log-probabilities of the tokens, and the most likely tokens in their places."""
-    model = reference(truth.path, device, dtype)
-    rows = [
-        _logits(model, prompt + answer[:-1], device)[len(prompt) - 1 :].log_softmax(-1).cpu()
-        for prompt, answer in zip(truth.prompts, tokens.tolist(), strict=True)
-    ]
+def judged(
+    truth: Truth, device: Device, dtype: torch.dtype, tokens: Tensor, *, rounds: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return transformers' log-probabilities of the tokens, and the most likely tokens in their places.
+
+    Args:
+        rounds: round weights and rows as `quantization="fp8"` is defined to.
+    """
+    model = reference(truth.path, device, dtype, truth.attention)
+    with rounding_to_float8(model) if rounds else contextlib.nullcontext():
+        rows = [
+            _logits(model, prompt + answer[:-1], device, len(answer)).log_softmax(-1).cpu()
+            for prompt, answer in zip(truth.prompts, tokens.tolist(), strict=True)
+        ]
     logprobs = torch.stack(rows)
     return logprobs.gather(-1, tokens[..., None])[..., 0], logprobs.argmax(-1)
 

@@ -2,7 +2,7 @@
 
 - a layer's experts with random routing, after the router: order of pairs, both grouped products with gather and
   activation, weighted sum. Beside torch's `grouped_mm`, which does not order or sum, and transformers' experts in eager
-  form. torch and transformers compute SwiGLU without biases.
+  form, and SGLang's Triton kernels. torch and transformers compute SwiGLU without biases.
 - attention, beside torch's `scaled_dot_product_attention` over contiguous keys and values, and grouped-query attention
   also beside the installed libraries on the same pages.
 - norms, rotary embedding, activations, quantisation, routing and the choice of tokens, beside plain torch.
@@ -31,7 +31,7 @@ from moeserve.bench.gpu.inputs import (
     draw_weights,
     num_cache_blocks,
 )
-from moeserve.bench.gpu.libraries import installed_libraries
+from moeserve.bench.gpu.libraries import installed_libraries, sglang_experts
 from moeserve.bench.gpu.limits import ColdTimer, Timer, limits_row, measure_limits
 from moeserve.bench.gpu.parts import Item, Row, is_cuda_error
 from moeserve.errors import SettingsError
@@ -230,8 +230,17 @@ def _experts(make_layer: Callable[[], Experts], num_tokens: int) -> Timed:
     bar = costs.experts_bar(num_tokens, layer.format)
     note = f"{routed.num_hit} of {shape.num_experts} experts have rows"
     own = partial(run, *layer.products)
+    others: dict[str, Call] = {label: partial(run, *products) for label, products in layer.others()}
+    sglang = sglang_experts()
+    if sglang is not None and shape.activation == SwiGLU():
+        scales = {"w1_scale": layer.gate_up.scales_eGB, "w2_scale": layer.down.scales_eGB}
+        fp8 = {"use_fp8_w8a8": True, "block_shape": [costs.SCALE_BLOCK] * 2} | scales if layer.format == "fp8" else {}
+        weights = layer.gate_up.weight_eOI, layer.down.weight_eOI
+        others["sglang"] = partial(
+            sglang, hidden_TD, *weights, routed.weights_TK, routed.experts_TK.int(), filter_expert=False, **fp8
+        )
     if layer.format == "fp8":
-        return Timed(own, work, bar, {label: partial(run, *products) for label, products in layer.others()}, note=note)
+        return Timed(own, work, bar, others, note=note)
     gate_up_EIO, down_EIO = (weights.weight_eOI.transpose(1, 2) for weights in (layer.gate_up, layer.down))
     source_P, offsets_E = routed.order_P // shape.top_k, routed.counts_E.cumsum(0).int()
     module, weights_TK = layer.in_transformers(), routed.weights_TK.to(hidden_TD.dtype)
@@ -240,7 +249,7 @@ def _experts(make_layer: Callable[[], Experts], num_tokens: int) -> Timed:
         gate, up = functional.grouped_mm(hidden_TD[source_P], gate_up_EIO, offs=offsets_E).chunk(2, dim=-1)
         return functional.grouped_mm(functional.silu(gate) * up, down_EIO, offs=offsets_E)
 
-    others: dict[str, Call] = {"torch grouped_mm": run_torch}
+    others["torch grouped_mm"] = run_torch
     eager: dict[str, Call] = {"transformers": lambda: module(hidden_TD, routed.experts_TK, weights_TK)}
     return Timed(own, work, bar, others, eager, note)
 

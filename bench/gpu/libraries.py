@@ -1,10 +1,13 @@
-"""The installed libraries that can replace our attention kernels."""
+"""The installed libraries that are checked and timed beside our kernels."""
 
 from __future__ import annotations
 
 import functools
+import importlib
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from moeserve.ops.libraries.attention import LIBRARY_NAMES, open_library
 from moeserve.ops.libraries.interface import AttentionLibrary, LibraryUnusable
@@ -20,3 +23,18 @@ def installed_libraries(device: torch.device) -> tuple[AttentionLibrary, ...]:
         except LibraryUnusable as error:
             print(f"{name} is left out: {error}", flush=True)
     return tuple(found)
+
+
+@functools.cache
+def sglang_experts() -> Callable[..., Tensor] | None:
+    """Return SGLang's Triton experts, also of a wheel on the path of Python, or print why they cannot be used.
+
+    They get rows [T, D], weights [E, 2 C, D] and [E, D, C], weights and experts of tokens [T, K], and compute SwiGLU.
+    """
+    try:
+        module = importlib.import_module("sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe")
+        experts: Callable[..., Tensor] = module.fused_experts_impl
+    except Exception as error:  # whatever a package does that is imported without its engine
+        print(f"sglang is left out: {type(error).__name__}: {error}", flush=True)
+        return None
+    return experts

@@ -24,16 +24,19 @@ MAX_CALLS = 20  # in one graph
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
-def gpu_environment(commit: str | None = None) -> dict[str, Any]:
+def gpu_environment(commit: str | None = None, *, has_gpu: bool = True) -> dict[str, Any]:
     """Return machine, GPU and versions of a result, ready for JSON. Memory is in bytes.
 
     Args:
         commit: of an installed wheel; None: that of this checkout.
+        has_gpu: False where kernels are only compiled.
     """
     found = environment()
     found["commit"] = commit or found["commit"]
     versions = {name: installed_version(name) or None for name in ("triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13")}
     found["versions"] |= versions | {"cuda": torch.version.cuda}
+    if not has_gpu:
+        return found | {"gpu": {"name": "none"}}
     properties = torch.cuda.get_device_properties(0)
     driver = re.search(r"\s(\d+\.\d+(\.\d+)?)\s", DRIVER_FILE.read_text()) if DRIVER_FILE.exists() else None
     found["gpu"] = {

@@ -2,13 +2,14 @@
 
 A process prints its plan, each item that it begins, and the rows of results: lines of JSON after a mark. Everything
 else that it prints is its log. A process that dies, or that a CUDA error has made useless, is started again for the
-items that it has not begun, so a fault fails one item only.
+items that it has not begun, so a fault fails one item only. Items that an earlier run has finished are not planned.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import functools
 import json
 import subprocess
@@ -16,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,15 +39,17 @@ class Part:
 
     name: str
     share: float
-    num_processes: int  # parts that are not timed compile their kernels in parallel
+    num_processes: int
     num_gpus: int = 1  # that it needs
 
 
-# In the order of what a run that is cut short should have shown.
+# In the order of what a run that is cut short should have shown. Nothing that is judged or timed has to compile.
 PARTS = (
-    Part("checks", 0.26, num_processes=6),
-    Part("engine", 0.22, num_processes=10),  # one for each family and dtype
-    Part("kernels", 0.28, num_processes=1),
+    Part("compile", 0.20, num_processes=16, num_gpus=0),
+    Part("sanitizer", 0.12, num_processes=4),
+    Part("checks", 0.16, num_processes=6),
+    Part("engine", 0.20, num_processes=10),  # one for each family and dtype
+    Part("kernels", 0.22, num_processes=1),
     Part("throughput", 0.24, num_processes=1),
     Part("ranks", 0.22, num_processes=4, num_gpus=2),
 )
@@ -57,22 +60,22 @@ def run_part(
     seconds: float,
     seed: int,
     report: Callable[[Row], None],
+    finished: Collection[str] = (),
     command: Sequence[str] = (sys.executable, "-m", "moeserve.bench.gpu.parts"),
     environment: Mapping[str, str] | None = None,
-) -> list[Row]:
-    """Run a part for at most `seconds`. Report each row at once, and return all of them.
+) -> None:
+    """Run a part for at most `seconds`. Report each row at once, and each item that has ended, as {"finished": name}.
 
     Args:
+        finished: items that are left out, because they have ended before.
         command: is extended by the part's name and options.
         environment: of its processes; None: this process's, without Triton's interpreter.
     """
     environment = environment_without("TRITON_INTERPRET") if environment is None else environment
-    rows: list[Row] = []
     lock = threading.Lock()
 
     def add(row: Row) -> None:
         with lock:
-            rows.append(row)
             report(row)
 
     ends_at = time.monotonic() + seconds
@@ -80,14 +83,14 @@ def run_part(
     threads = []
     for index in range(part.num_processes):
         options = [part.name, f"--seed={seed}", f"--ends-at={last_begin:.3f}", f"--share={index}/{part.num_processes}"]
-        arguments = ([*command, *options], f"a process of {part.name}", environment, seconds, ends_at, add)
+        own_name = f"a process of {part.name}"
+        arguments = ([*command, *options], own_name, environment, seconds, ends_at, sorted(finished), add)
         threads.append(threading.Thread(target=run_share, args=arguments, daemon=True))
         threads[-1].start()
     for thread in threads:
         thread.join(max(0.0, ends_at + END_SECONDS - time.monotonic()))
         if thread.is_alive():
             add({"name": f"a process of {part.name}", "status": "failed", "error": "it does not end"})
-    return rows
 
 
 def run_share(
@@ -96,6 +99,7 @@ def run_share(
     environment: Mapping[str, str],
     seconds: float,
     ends_at: float,
+    finished: Sequence[str],
     add: Callable[[Row], None],
 ) -> None:
     """Run one process, and its successors after faults, until all of its items are done or the time is over."""
@@ -107,7 +111,7 @@ def run_share(
         process = subprocess.Popen(
             [*command, f"--skip={num_begun}"],
             env=environment,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -115,7 +119,10 @@ def run_share(
         )
         timer = threading.Timer(max(0.0, ends_at - time.monotonic()), process.kill)
         timer.start()
+        assert process.stdin
         assert process.stdout
+        with contextlib.suppress(BrokenPipeError), process.stdin:
+            process.stdin.write(json.dumps(finished))
         for line in process.stdout:
             if not line.startswith(MARK):
                 log.append(line)
@@ -138,6 +145,7 @@ def run_share(
         else:
             error = f"its process ended with exit code {code} after {ran:.0f} s"
             add({"name": name, "status": "failed", "error": error, "log": "".join(log)})
+            add({"finished": name})
         if is_over or num_begun == num_before or num_begun == len(plan):
             for name in plan[num_begun:]:
                 add(left_out(name, "its process ended before it"))
@@ -162,15 +170,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return ends_at - time.monotonic()
 
     first, step = map(int, options.share.split("/"))
+    finished = set(json.loads(sys.stdin.read() or "[]"))
+
+    def work(items: Iterable[Item]) -> None:
+        left = [item for item in items if item[0] not in finished]
+        work_through(left[first::step], options.skip, seconds_left)
+
     if not options.rehearse:
-        items = list(items_of(options.part, options.seed, seconds_left))
-        work_through(items[first::step], options.skip, seconds_left)
+        work(items_of(options.part, options.seed, seconds_left))
         return
     from moeserve.bench.gpu.rehearsal import rehearsal_items, rehearsing
 
-    with rehearsing():
-        items = list(rehearsal_items(options.part, options.seed, seconds_left))
-        work_through(items[first::step], options.skip, seconds_left)
+    with contextlib.nullcontext() if options.part == "compile" else rehearsing():  # the interpreter compiles nothing
+        work(rehearsal_items(options.part, options.seed, seconds_left))
 
 
 def work_through(items: Sequence[Item], num_skipped: int, seconds_left: SecondsLeft) -> None:
@@ -182,14 +194,18 @@ def work_through(items: Sequence[Item], num_skipped: int, seconds_left: SecondsL
     send({"plan": [name for name, _ in items]})
     for index, (name, rows) in enumerate(items[num_skipped:], num_skipped):
         send({"begun": index + 1})
+        if seconds_left() <= 0:
+            send(left_out(name, "no time was left"))
+            continue
         try:
-            for row in rows() if seconds_left() > 0 else [left_out(name, "no time was left")]:
+            for row in rows():
                 send({"name": name} | row)
         except Exception as error:
             if is_cuda_error(error):
                 raise
             message, trace = f"{type(error).__name__}: {error}"[:2000], traceback.format_exc(limit=-4)
             send({"name": name, "status": "failed", "error": message, "log": trace})
+        send({"finished": name})
 
 
 def send(line: Row) -> None:
@@ -212,6 +228,18 @@ def is_cuda_error(error: BaseException) -> bool:
 def items_of(part: str, seed: int, seconds_left: SecondsLeft) -> Iterator[Item]:
     """Yield the items of a part. Imports only what this part needs."""
     match part:
+        case "compile":
+            import torch
+
+            from moeserve.bench.gpu.compile_ahead import compile_items
+
+            has_gpu = torch.cuda.is_available()
+            major, minor = torch.cuda.get_device_capability() if has_gpu else (9, 0)
+            yield from compile_items(10 * major + minor)
+        case "sanitizer":
+            from moeserve.bench.gpu.sanitizer import sanitizer_items
+
+            yield from sanitizer_items(seed, seconds_left)
         case "checks":
             from moeserve.bench.gpu.check import run_check
             from moeserve.bench.gpu.checks import CHECKS

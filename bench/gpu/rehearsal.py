@@ -27,6 +27,7 @@ from moeserve.ops.side_stream import CudaSideStream
 from moeserve.ops.triton.table import TRITON_KERNELS
 
 FAMILIES = ("Mixtral", "DeepseekV3", "GptOss")  # grouped-query and latent attention; windows, sinks, biases
+CAPABILITY = 90
 COPIED_BYTES = 2**12
 PRODUCT_SIZE = 32
 TORCH_TYPES = {
@@ -72,6 +73,14 @@ def rehearsal_source(seed: int) -> Source:
 def rehearsal_items(part: str, seed: int, seconds_left: SecondsLeft) -> Iterator[Item]:
     """Yield the items of a part, at small sizes."""
     match part:
+        case "compile":
+            from moeserve.bench.gpu.compile_ahead import SMALL_CHECK, compile_items
+
+            yield from (item for item in compile_items(CAPABILITY) if item[0].endswith(SMALL_CHECK))
+        case "sanitizer":
+            from moeserve.bench.gpu.sanitizer import sanitizer_items
+
+            yield from sanitizer_items(seed, seconds_left)
         case "checks":
             from moeserve.bench.gpu.check import run_check
             from moeserve.bench.gpu.checks import CHECKS
@@ -102,10 +111,11 @@ def rehearsal_items(part: str, seed: int, seconds_left: SecondsLeft) -> Iterator
             limits = functools.partial(measure_limits, "cpu", COPIED_BYTES, PRODUCT_SIZE)
             yield from timed_items(rehearsal_source(seed), small_sizes(), limits, OneReplay)
         case "throughput":
-            from moeserve.bench.gpu.throughput import DEEPSEEK, Model, Sizes, measure
+            from moeserve.bench.gpu.throughput import Model, Sizes, measure, published
 
-            sizes = Sizes("cpu", "float32", batches=(1,), prompt_tokens=3, new_tokens=4, prefill_tokens=6, num_rounds=1)
-            model = Model("a small DeepSeek-V2-Lite", DEEPSEEK.config | SMALL_DEEPSEEK)
+            lengths = dict(prompt_tokens=3, new_tokens=4, prompts=(6,), chunk_tokens=4)
+            sizes = Sizes("cpu", "float32", batches=(1,), num_rounds=1, **lengths)  # type: ignore[arg-type]
+            model = Model("a small DeepSeek-V2-Lite", published("DeepSeek-V2-Lite").config | SMALL_DEEPSEEK)
             measured = measure_limits("cpu", COPIED_BYTES, PRODUCT_SIZE)
             yield model.name, functools.partial(measure, model, 1, seconds_left, measured, sizes)
 

@@ -1,15 +1,18 @@
-"""Checks and measures everything that needs a GPU, in less than eight minutes.
+"""Check and measure everything that needs a GPU.
 
-    python -m moeserve.bench.gpu.run [--json PATH] [--only checks|engine|kernels|throughput|ranks] [--seconds 480]
+    python -m moeserve.bench.gpu.run [--json PATH] [--only PART] [--seconds 480] [--cache FOLDER]
 
+- *compile*: all kernels, in parallel (`compile_ahead.py`). Needs no GPU: the folder may come from another machine.
+- *sanitizer*: small shapes under compute-sanitizer (`sanitizer.py`).
 - *checks*: every operation of our kernels beside torch in float32, on new random inputs (`checks.py`).
 - *engine*: greedy tokens beside those of transformers on this GPU (`engine.py`).
 - *kernels*: times under graph replay beside the measured limits of this GPU, torch and transformers (`kernels.py`).
-- *throughput*: tokens per second of whole models with random weights (`throughput.py`).
-- *ranks*, with several GPUs: the same on two ranks, with each dispatcher.
+- *throughput*: tokens per second of whole models with random weights, and where the time goes (`throughput.py`).
+- *ranks*, with several GPUs: tokens on two ranks, with each dispatcher.
 
 Each part has a share of the time and processes of its own (`parts.py`). What is left out for lack of time is reported.
-Each result is written when it is there, as a line of JSON, so a run that is cut at any moment leaves a valid file. With
+Each result is written when it is there, as a line of JSON, so a run that is cut at any moment leaves a valid file, and
+a run with the same file on the same GPU and commit continues: items that have ended are not repeated. With
 `--rehearse` everything runs on a CPU at small sizes (`rehearsal.py`).
 The exit code is 1 if anything has failed; a missed bar fails nothing.
 """
@@ -25,10 +28,12 @@ import re
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-from moeserve.bench.gpu.parts import PARTS, Row, run_part
-from moeserve.bench.harness import at_least, make_parser, save, show
+from moeserve.bench.gpu.page import page, row_text
+from moeserve.bench.gpu.parts import PARTS, Part, Row, run_part
+from moeserve.bench.harness import at_least, make_parser, read_jsonl, save, show
 from moeserve.machine import installed_version, usable_cores
 
 MAX_PROCESSES = 16  # of one part
@@ -41,28 +46,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("gpu.run", "Check and measure everything that needs a GPU.", rounds=None, threads=False)
     parser.add_argument("--only", choices=names, help="run one part (default: all)")
     parser.add_argument("--seconds", type=at_least(30), help="time for all parts together (default: 480, or 3600)")
-    parser.add_argument("--seed", type=at_least(0), help="seed of random inputs (default: a new one)")
+    parser.add_argument("--seed", type=at_least(0), help="of random inputs (default: the file's, or a new one)")
+    parser.add_argument("--cache", type=Path, help="folder of Triton's cache (default: TRITON_CACHE_DIR, or Triton's)")
     parser.add_argument("--commit", help="the commit of an installed wheel (default: that of this checkout)")
     parser.add_argument("--rehearse", action="store_true", help="run small sizes on a CPU in Triton's interpreter")
     options = parser.parse_args(arguments)
     options.seconds = options.seconds or (3600 if options.rehearse else 480)
-    if reason := why_not(needs_gpu=not options.rehearse):
+    if reason := why_not(needs_gpu=not options.rehearse and options.only != "compile"):
         print(f"error: {reason}", file=sys.stderr)
         return 1
+    if options.cache is not None:
+        from moeserve.bench.gpu.compile_ahead import relocate
+
+        relocate(options.cache)
+        os.environ["TRITON_CACHE_DIR"] = str(options.cache.resolve())
     if not options.rehearse:
-        return run_parts(options, count_gpus(), run_part)
+        return run_parts(options, count_gpus(), run_part, min(MAX_PROCESSES, usable_cores()))
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
     from moeserve.bench.gpu.rehearsal import rehearsing
 
     command = [sys.executable, "-m", "moeserve.bench.gpu.parts", "--rehearse"]
+
+    def run_small(part: Part, budget: float, seed: int, report: Callable[[Row], None], finished: Sequence[str]) -> None:
+        environment = None if part.name == "compile" else dict(os.environ)
+        run_part(part, budget, seed, report, finished, command, environment)
+
     with rehearsing():
-        run_small = functools.partial(run_part, command=command, environment=dict(os.environ))
-        return run_parts(options, 1, run_small, max_processes=usable_cores())
+        return run_parts(options, 1, run_small, usable_cores())
 
 
-def run_parts(
-    options: argparse.Namespace, num_gpus: int, run: Callable[..., list[Row]], max_processes: int = MAX_PROCESSES
-) -> int:
+def run_parts(options: argparse.Namespace, num_gpus: int, run: Callable[..., None], max_processes: int) -> int:
     """Run the chosen parts, and return the exit code.
 
     Args:
@@ -77,24 +90,36 @@ def run_parts(
 
     from moeserve.bench.gpu.limits import gpu_environment
 
-    seed = random.SystemRandom().randrange(2**31) if options.seed is None else options.seed
-    environment = gpu_environment(options.commit)
+    environment = gpu_environment(options.commit, has_gpu=num_gpus > 0)
+    identity = [environment["commit"], environment["gpu"]["name"], options.rehearse]
+    earlier = earlier_lines(options.json, identity, options.seed)
+    seed = earlier[0]["seed"] if earlier else options.seed
+    seed = random.SystemRandom().randrange(2**31) if seed is None else seed
+    rows = [line for line in earlier if line["kind"] == "row"]
+    finished = {(line["part"], line["finished"]) for line in earlier if line["kind"] == "finished"}
     show(f"{environment['gpu']}, {environment['versions']}\nseed {seed}")
-    common: Row = {"benchmark": "gpu", "is_rehearsal": options.rehearse, "seed": seed}
+    if finished:
+        show(f"continued: {len(finished)} items have ended before")
+    common: Row = {"benchmark": "gpu", "identity": identity, "seed": seed}
     save(options.json, [common | {"kind": "start", "seconds_allowed": options.seconds, "environment": environment}])
     ends_at = started + options.seconds * (1 - RESERVED_SHARE)
-    rows: list[Row] = []
 
     def add(part: str, row: Row) -> None:
-        rows.append(row)
-        save(options.json, [common | {"kind": "row", "part": part} | row])
+        if "finished" in row:
+            save(options.json, [common | {"kind": "finished", "part": part} | row])
+            return
+        line = common | {"kind": "row", "part": part} | row
+        rows.append(line)
+        save(options.json, [line])
         show(row_text(row))
 
     for index, part in enumerate(chosen):  # time that earlier parts did not use is shared among the later ones
         budget = max(0.0, ends_at - time.monotonic()) * part.share / sum(each.share for each in chosen[index:])
         show(f"\n{part.name}: {budget:.0f} s at most")
         part = dataclasses.replace(part, num_processes=min(part.num_processes, max_processes))
-        run(part, budget, seed, functools.partial(add, part.name))
+        names = [name for its_part, name in finished if its_part == part.name]
+        run(part, budget, seed, functools.partial(add, part.name), names)
+    rows = last_rows(rows)
     result: Row = {
         "kind": "end",
         "passed": not any(row["status"] == "failed" for row in rows),
@@ -103,9 +128,23 @@ def run_parts(
         "left_out": [row["name"] for row in rows if row["status"] == "left out" or "left_out" in row],
         "environment": environment,
     }
-    show(f"\n{summary_text(common | result, rows)}")
+    show(f"\n{page(common | result, rows)}")
     save(options.json, [common | result])
     return 0 if result["passed"] else 1
+
+
+def earlier_lines(path: Path | None, identity: list[Any], seed: int | None) -> list[Row]:
+    """Return the lines of the runs in a file that this run continues: same commit, GPU, kind of run and seed."""
+    if path is None or not path.exists():
+        return []
+    lines = [line for line in read_jsonl(path) if line.get("benchmark") == "gpu" and line["identity"] == identity]
+    seed = lines[-1]["seed"] if lines and seed is None else seed
+    return [line for line in lines if line["seed"] == seed]
+
+
+def last_rows(rows: Sequence[Row]) -> list[Row]:
+    """Return the last row of each name in a part: what an earlier run had left out may be there now."""
+    return list({(row["part"], row["name"]): row for row in rows}.values())
 
 
 def why_not(needs_gpu: bool) -> str | None:
@@ -132,32 +171,6 @@ def count_gpus() -> int:
     import torch
 
     return torch.cuda.device_count()
-
-
-def row_text(row: Row) -> str:
-    """Format a row for a terminal: its own lines, and what went wrong."""
-    lines = [*row.get("lines", ()), *(bar_text(bar) for bar in row.get("bars", ()))]
-    lines += [f"wrong: {each}" for each in row.get("wrong", ())]
-    lines += [row[key] for key in ("left_out", "reason", "error") if key in row]
-    return f"  {row['status']:9} {row['name']}: " + f"\n{'':12}".join(lines)
-
-
-def bar_text(bar: Row) -> str:
-    reached = "nothing" if bar["reached"] is None else f"{bar['reached']:.3g}"
-    return f"bar: {bar['figure']} {bar['least']:.3g}, reached {reached}: {'met' if bar['is_met'] else 'NOT MET'}"
-
-
-def summary_text(result: Row, rows: Sequence[Row]) -> str:
-    """Format the end of a run: failures, bars, and what was left out."""
-    bars: list[dict[str, Any]] = [bar for row in rows for bar in row.get("bars", ())]
-    return "\n".join(
-        [
-            f"{result['environment']['gpu']['name']}, seed {result['seed']}, {result['seconds']:.0f} s",
-            f"failed: {', '.join(result['failed']) or 'nothing'}",
-            f"bars: {sum(bar['is_met'] for bar in bars)} of {len(bars)} met",
-            f"left out for lack of time: {', '.join(result['left_out']) or 'nothing'}",
-        ]
-    )
 
 
 if __name__ == "__main__":

@@ -277,3 +277,30 @@ def test_timed_calls_compute_the_same_as_those_beside_them() -> None:
                 used = 3 if name.startswith("weigh") else None
                 torch.testing.assert_close(own[:used], other()[:used], atol=1e-4, rtol=1e-4)
     assert checked == {name.split()[0] for name in names}
+
+
+def test_experts_of_sglang_get_the_same_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in with the arguments of `fused_experts_impl` in SGLang 0.5.23 computes what our kernels do."""
+    used: list[dict[str, Any]] = []
+
+    def fused_experts_impl(
+        hidden_TD: Tensor, w1: Tensor, w2: Tensor, weights_TK: Tensor, ids_TK: Tensor, **options: Any
+    ) -> Tensor:
+        used.append(options)
+        total = torch.zeros_like(hidden_TD)
+        for place in range(ids_TK.shape[1]):
+            gate, up = torch.einsum("td,tod->to", hidden_TD, w1[ids_TK[:, place]]).chunk(2, dim=1)
+            middle = torch.nn.functional.silu(gate) * up
+            total += weights_TK[:, place, None] * torch.einsum("tc,tdc->td", middle, w2[ids_TK[:, place]])
+        return total
+
+    monkeypatch.setattr(kernels, "sglang_experts", lambda: fused_experts_impl)
+    sizes = kernels.Sizes(moe={"a": MoEShape(5, 128, 128, 2)}, num_tokens=(6,))
+    timed = dict(kernels.items(source(), sizes))["experts bf16 a, 6 tokens"]()
+    own: Any = timed.call()
+    torch.testing.assert_close(own, timed.others["sglang"](), atol=1e-4, rtol=1e-4)
+    assert "sglang" in dict(kernels.items(source(), sizes))["experts fp8 a, 6 tokens"]().others
+    assert used == [{"filter_expert": False}]
+    clamped = MoEShape(3, 160, 48, 2, ClampedSwiGLU(alpha=1.702, limit=7.0))
+    sizes = kernels.Sizes(moe={"a": clamped}, num_tokens=(1,))
+    assert "sglang" not in dict(kernels.items(source(), sizes))["experts bf16 a, 1 tokens"]().others

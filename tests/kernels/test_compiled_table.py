@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib.util
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from moeserve.bench.gpu.machine_code import MachineCode
+from moeserve.bench.gpu.machine_code import AbsentGpu, MachineCode
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
@@ -60,3 +61,51 @@ def test_experts_of_qwen3(capability: str, matrix: str, capsys: pytest.CaptureFi
 )
 def test_blocks_that_fit(registers: int, shared: int, num_warps: int, blocks: int) -> None:
     assert MachineCode("", registers, 0, shared, num_warps).blocks_per_sm == blocks
+
+
+class PlayedGpu(AbsentGpu):
+    """A driver that loads machine code and launches nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(90)
+        self.loaded: list[str] = []
+        self.utils = SimpleNamespace(
+            get_device_properties=lambda device: {"max_shared_mem": 2**18}, load_binary=self.load
+        )
+        self.launcher_cls = lambda source, metadata: lambda *arguments: None
+
+    def get_current_device(self) -> int:
+        return 0  # kernels are compiled anew for it
+
+    def load(self, name: str, binary: bytes, *arguments: object) -> tuple[int, int, int, int, int]:
+        self.loaded.append(name)
+        return 0, 0, 32, 0, 1024
+
+
+def test_launches_on_a_gpu_find_what_was_compiled_without_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder has been moved; the launches are those of tensors, not those that were recorded."""
+    import torch
+    from triton import knobs
+    from triton.runtime.driver import driver
+
+    from moeserve.bench.gpu.compile_ahead import compile_items, relocate
+    from moeserve.triton_kernels.rms_norm import add_rms_norm, rms_norm
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "made"))
+    (row,) = dict(compile_items(90))["kernels of the check norms"]()
+    assert row["status"] == "passed"
+    assert row["num_new"] == row["num_kernels"] > 0
+    (tmp_path / "made").rename(tmp_path / "carried")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "carried"))
+    relocate(tmp_path / "carried")
+    gpu = PlayedGpu()
+    were_found = []
+    monkeypatch.setattr(driver, "_active", gpu)
+    monkeypatch.setattr(knobs.compilation, "listener", lambda *, cache_hit, **_: were_found.append(cache_hit))
+    x, weight = torch.zeros(129, 2048, dtype=torch.bfloat16), torch.zeros(2048, dtype=torch.bfloat16)
+    rms_norm(x, weight, 1e-5)
+    add_rms_norm(x, x, weight, 1e-5)
+    assert gpu.loaded == ["rms_norm_kernel"] * 2
+    assert were_found == [True, True]
+    rms_norm(x.float(), weight.float(), 1e-5)
+    assert were_found == [True, True, False], "the check has no float32 weights"

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from moeserve.bench.gpu import costs, engine, limits, parts, run, throughput
+from moeserve.bench.gpu import costs, engine, limits, page, parts, run, sanitizer, throughput
 from moeserve.bench.gpu.costs import Bar, GpuLimits, LatentShape, MoEShape, Work, attention_shape
+from moeserve.bench.gpu.page import row_text
 from moeserve.bench.gpu.parts import PARTS, Part, run_part
-from moeserve.bench.gpu.run import row_text
 from moeserve.config.validation import parse_settings
 
 LIMITS = GpuLimits(copy_bandwidth=1e12, bf16_rate=4e14, fp8_rate=8e14)  # easy to divide by
@@ -68,28 +68,15 @@ def test_bounds_and_bars() -> None:
     for reached, is_met in ((0.70, True), (0.699, False), (None, False)):
         verdict = Bar(figure, 0.70).verdict({} if reached is None else {figure: reached})
         assert (verdict["reached"], verdict["is_met"]) == (reached, is_met)
-        assert run.bar_text(verdict).endswith(": met" if is_met else ": NOT MET")
-
-
-def test_bytes_of_a_decode_step(tmp_path: Path) -> None:
-    """Mixtral's with 2 layers: each token reads 2 of 8 experts, and 64 of them nearly all."""
-    throughput.MIXTRAL.write(tmp_path, 2)
-    attention = 4096 * (4096 + 2 * 1024) + 4096 * 4096
-    experts = 8 * 3 * 4096 * 14336
-    rest = 2 * (attention + 8 * 4096 + 2 * 4096) + 4096 + 32000 * 4096
-    cache = 2 * 2 * 8 * 128 * 2  # layers, keys and values, heads, their size, bytes
-    for batch in (1, 64):
-        workload = throughput.Workload(batch, 496, 33, 32000)  # 512 positions in the middle
-        expected = 2 * (rest + 2 * experts * (1 - 0.75**batch)) + batch * 512 * cache
-        num_bytes, _ = throughput.work_of(tmp_path, throughput.MIXTRAL, workload, batch)
-        assert num_bytes == pytest.approx(expected, rel=1e-6)
+        assert page.bar_text(verdict).endswith(": met" if is_met else ": NOT MET")
 
 
 def test_layers_are_left_out_where_they_do_not_fit() -> None:
     layer = 2 * (8 * 3 * 4096 * 14336 + 4096 * (2 * 4096 + 2 * 1024) + 2 * 4096) + 4 * 8 * 4096  # float32 routers
     outside = 2 * (2 * 32000 * 4096 + 4096)
     fitting = {outside + 5 * layer: 5, outside + 5 * layer - 1: 4, 0: 2, 10**15: 32}
-    assert {size: throughput.layers_that_fit(throughput.MIXTRAL, size) for size in fitting} == fitting
+    mixtral = throughput.published("Mixtral-8x7B")
+    assert {size: throughput.layers_that_fit(mixtral, size) for size in fitting} == fitting
 
 
 def test_engine_may_be_as_far_from_float32_as_transformers_is() -> None:
@@ -105,7 +92,7 @@ def test_comparisons_are_valid_and_each_process_has_one_checkpoint_and_dtype() -
         num_processes = next(part.num_processes for part in PARTS if part.name == name)
         for share in range(num_processes):
             of_process = comparisons[share::num_processes]
-            assert len({(each.family, each.dtype) for each in of_process if not each.is_wide}) == 1
+            assert len({(each.family, each.dtype) for each in of_process if not each.model}) == 1
         for each in comparisons:
             parse_settings(dict(each.settings))
     assert {each.family for each in engine.COMPARISONS} == set(engine.FAMILIES)
@@ -135,10 +122,11 @@ def test_comparison_without_its_library_is_left_out() -> None:
 
 
 PROGRAM = """
-import os, signal, sys, time
+import json, os, signal, sys, time
 from moeserve.bench.gpu.parts import work_through
 
 options = dict(option.split("=") for option in sys.argv[2:])
+finished = json.load(sys.stdin)
 share = int(options["--share"].split("/")[0])
 
 def fine():
@@ -168,19 +156,21 @@ shares = [
     [("g", faulty), ("h", fine)],
     [("i", fine)],
 ]
-work_through(shares[share], int(options["--skip"]), lambda: 0.0 if share == 4 else 1.0)
+left = [item for item in shares[share] if item[0] not in finished]
+work_through(left, int(options["--skip"]), lambda: 0.0 if share == 4 else 1.0)
 """
 
 
 def test_part_continues_after_faults_and_stops_what_hangs(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    reported: list[str] = []
+    found: list[dict[str, Any]] = []
     command = (sys.executable, str(program))
     part = Part("checks", 1.0, num_processes=5)
-    found = run_part(part, 12.0, 7, lambda row: reported.append(row["name"]), command)
-    rows = {row["name"]: row for row in found}
-    assert sorted(reported) == sorted(rows)
+    run_part(part, 12.0, 7, found.append, command=command)
+    rows = {row["name"]: row for row in found if "name" in row}
+    ended = [row["finished"] for row in found if "finished" in row]
+    assert sorted(ended) == ["a", "b", "c", "d", "e", "f", "g", "h"]  # all that began
     statuses = dict(a="passed", b="failed", c="passed", d="failed", e="passed", f="failed", g="failed", h="passed")
     assert {name: row["status"] for name, row in rows.items()} == {
         **statuses, "g's first row": "passed", "i": "left out", "late": "left out",
@@ -190,11 +180,16 @@ def test_part_continues_after_faults_and_stops_what_hangs(tmp_path: Path) -> Non
     assert "a fault" in rows["b"]["log"]
     assert "misaligned address" in rows["d"]["log"]
     assert "ValueError: oh" in rows["g"]["error"]
+    found.clear()
+    run_part(part, 12.0, 7, found.append, ended, command)  # nothing is left but what was not begun
+    assert {row.get("name", row.get("finished")) for row in found} == {"late", "i"}
 
 
 def test_process_that_cannot_start_fails_once() -> None:
     command = (sys.executable, "-c", "raise ImportError('no such module')")
-    (row,) = run_part(Part("kernels", 1.0, num_processes=1), 20.0, 7, lambda row: None, command)
+    rows: list[dict[str, Any]] = []
+    run_part(Part("kernels", 1.0, num_processes=1), 20.0, 7, rows.append, command=command)
+    (row, _ended) = rows
     assert row["status"] == "failed"
     assert "no such module" in row["log"]
 
@@ -238,37 +233,52 @@ def test_run_from_beginning_to_end(
     check = {"name": "a", "status": status, "lines": ["4 cases"], "wrong": ["rms_norm, 1 x 4096"]}
     late = parts.left_out("late", "no time was left")
 
-    def take(part: Part, seconds: float, seed: int, report: Any) -> list[dict[str, Any]]:
-        found = [check] if part.name == "checks" else [late]
-        for row in found:
-            report(row)
-        return found
+    asked: list[tuple[str, list[str]]] = []
 
-    environment = {"gpu": {"name": "No GPU 9000", "driver": "1.2"}, "versions": {}}
+    def take(part: Part, seconds: float, seed: int, report: Any, finished: list[str]) -> None:
+        asked.append((part.name, finished))
+        if part.name != "checks":
+            report(late)
+        elif not finished:
+            report(check)
+            report({"finished": "a"})
+
+    environment: dict[str, Any] = {"gpu": {"name": "No GPU 9000", "driver": "1.2"}, "versions": {}, "commit": "abc"}
     monkeypatch.setattr(run, "why_not", lambda needs_gpu: None)
     monkeypatch.setattr(run, "count_gpus", lambda: num_gpus)
-    monkeypatch.setattr(limits, "gpu_environment", lambda commit: environment)
+    monkeypatch.setattr(limits, "gpu_environment", lambda commit, has_gpu: environment)
     monkeypatch.setattr(run, "run_part", take)
     path = tmp_path / "gpu.jsonl"
     assert run.main(["--json", str(path), "--seed", "5", "--seconds", "100"]) == (1 if status == "failed" else 0)
-    start, *rows, end = map(json.loads, path.read_text().splitlines())
+    start, *lines, end = map(json.loads, path.read_text().splitlines())
+    rows = [line for line in lines if line["kind"] == "row"]
     assert start["environment"] == environment
     assert (end["passed"], end["seed"], set(end["left_out"])) == (status == "passed", 5, {"late"})
     names = [row["part"] for row in rows]
-    assert names == ["checks", "engine", "kernels", "throughput", *(["ranks"] if num_gpus == 2 else [])]
+    assert names == [part.name for part in PARTS if part.num_gpus <= num_gpus]
     printed = capsys.readouterr().out
     failed = "a" if status == "failed" else "nothing"
-    for fact in ("4 cases", "rms_norm, 1 x 4096", "No GPU 9000, seed 5", f"failed: {failed}", "for lack of time: late"):
+    for fact in ("4 cases", "rms_norm, 1 x 4096", "No GPU 9000, seed 5", f"failed: {failed}", "left out: late"):
         assert fact in printed
+    asked.clear()
+    assert run.main(["--json", str(path)]) == (1 if status == "failed" else 0), "an earlier failure counts"
+    assert dict(asked)["checks"] == ["a"]
+    assert json.loads(path.read_text().splitlines()[-1])["seed"] == 5
+    asked.clear()
+    run.main(["--json", str(path), "--seed", "6"])
+    environment["commit"] = "another"
+    run.main(["--json", str(path), "--seed", "5"])
+    assert not any(finished for _, finished in asked), "another seed or commit repeats everything"
     assert run.main(["--only", "ranks", "--seconds", "30"]) == (0 if num_gpus == 2 else 1), "two GPUs are needed"
 
 
 @pytest.mark.parametrize("published", throughput.MODELS[:2], ids=lambda model: model.name)
 def test_throughput_of_a_tiny_model_on_a_cpu(published: throughput.Model, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = dict(vocab_size=100, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=4)
-    if published is throughput.DEEPSEEK:
-        tiny |= dict(kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8, moe_intermediate_size=16)
-    sizes = throughput.Sizes("cpu", batches=(3, 1), prompt_tokens=5, prefill_tokens=40)
+    tiny |= dict(moe_intermediate_size=16)
+    if "kv_lora_rank" in published.config:
+        tiny |= dict(kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8)
+    sizes = throughput.Sizes("cpu", batches=(3, 1), prompt_tokens=5, new_tokens=6, prompts=(40,), chunk_tokens=30)
     monkeypatch.setattr(throughput, "total_memory", lambda: 2**40)
     monkeypatch.setattr(throughput, "synchronize", lambda: None)
     monkeypatch.setattr(throughput, "rate_measure", lambda kind, generate, workload: lambda: 100.0 * workload.batch)
@@ -279,8 +289,13 @@ def test_throughput_of_a_tiny_model_on_a_cpu(published: throughput.Model, monkey
     assert {row["num_layers"] for row in rows} == {3}
     assert rows[0]["transformers"] == {"rate": 300.0}
     assert rows[0]["times_transformers"] == 1.0
-    assert [bar["figure"] for bar in rows[0]["bars"]] == ["times_transformers", "fraction_of_memory_bound"]
+    assert [bar["figure"] for bar in rows[0]["bars"]] == ["times_transformers", "fraction_of_bound"]
     assert "bars" not in rows[1]
+    for row in rows[:2]:
+        step = row["step"]
+        assert sum(step["terms"].values()) == pytest.approx(step["seconds"], rel=0.5)
+        assert sum(step["bounds"].values()) > 0
+    assert "step" not in rows[2]
     assert "3 of 3 layers, 300 tokens/s" in row_text(rows[0])
     _, *late = throughput.measure(model, 1, lambda: 0.0, LIMITS, sizes)
     assert {row["status"] for row in late} == {"left out"}
@@ -336,3 +351,72 @@ def test_time_of_a_call_excludes_the_cache_flush(cost: float, monkeypatch: pytes
     timer = limits.ColdTimer("cpu")
     assert timer.seconds(lambda: take(cost)) == pytest.approx(cost, rel=1e-6)
     assert timer.seconds_without_graph(lambda: take(cost)) == pytest.approx(cost, rel=1e-6)
+
+
+SANITIZER = """#!{python}
+import os, subprocess, sys
+command = sys.argv[sys.argv.index({python!r}):]
+ended = subprocess.run(command, capture_output=True, text=True)
+print(ended.stdout, ended.stderr)
+print("========= COMPUTE-SANITIZER")
+if {name!r} in command and sys.argv[2] == "memcheck":
+    print("========= Invalid __global__ write of size 2 bytes")
+    print("=========     at spoiled_kernel+0x9d0 in spoiled.py:12")
+    print("=========     by thread (1,0,0) in block (0,0,0)")
+    print("========= ERROR SUMMARY: 3 errors")
+elif sys.argv[2] == "racecheck":
+    print("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)")
+else:
+    print("========= ERROR SUMMARY: 0 errors")
+sys.exit(ended.returncode)
+"""
+
+
+def test_sanitizer_names_the_check_and_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for the tool on the PATH runs each check, and reports an error of one."""
+    pytest.importorskip("triton")
+    tool = tmp_path / sanitizer.TOOL
+    tool.write_text(SANITIZER.format(python=sys.executable, name="routing"))
+    tool.chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    chosen = ["memcheck, routing", "memcheck, norms", "racecheck, norms"]
+    items = dict(sanitizer.sanitizer_items(3, lambda: 100.0))
+    rows = {name: next(iter(items[name]())) for name in chosen}
+    assert [rows[name]["status"] for name in chosen] == ["failed", "passed", "passed"]
+    assert rows["memcheck, routing"]["wrong"] == ["Invalid __global__ write of size 2 bytes (spoiled_kernel)"]
+    assert rows["memcheck, routing"]["num_errors"] == 3
+    (late,) = dict(sanitizer.sanitizer_items(3, lambda: 1e-3))["memcheck, norms"]()
+    assert late["status"] == "left out"
+
+
+def test_without_the_sanitizer_its_part_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(sanitizer, "find_tool", lambda: None)
+    ((name, rows),) = sanitizer.sanitizer_items(3, lambda: 100.0)
+    (row,) = rows()
+    assert (row["name"], row["status"]) == (name, "left out")
+
+
+def test_output_without_a_summary_or_with_a_failed_check_fails() -> None:
+    assert sanitizer.verdict("Segmentation fault", 139)["status"] == "failed"
+    assert sanitizer.verdict("========= ERROR SUMMARY: 0 errors", 1)["status"] == "failed"
+    assert sanitizer.verdict("========= ERROR SUMMARY: 0 errors", 0)["status"] == "passed"
+
+
+def test_page_names_the_largest_loss_first() -> None:
+    """Of a kernel far above its bound, another with more time at its bound, and a device that waits."""
+    step = {
+        "seconds": 10e-3,
+        "terms": {"products": 6e-3, "attend": 3e-3, "the device waits": 1e-3},
+        "bounds": {"products": 5.5e-3, "attend": 0.5e-3},
+    }
+    rows = [{"name": "decode", "step": step}, {"name": "prefill", "fraction_of_bound": 0.25}]
+    found = page.losses(rows)
+    assert [loss.term for loss in found] == ["attend", "the device waits", "products"]
+    assert [loss.share for loss in found] == pytest.approx([0.25, 0.1, 0.05])
+    result = dict(failed=[], left_out=[], seconds=1.0, seed=1, environment={"gpu": {"name": "a GPU"}})
+    lines = page.page(result, rows).splitlines()
+    assert "25%" in lines[1]
+    assert "attend in decode" in lines[1]
+    assert "25%" in next(line for line in lines if "prefill" in line)

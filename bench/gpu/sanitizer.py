@@ -1,0 +1,105 @@
+"""Checks of small shapes under NVIDIA's compute-sanitizer: accesses out of bounds, and races in shared memory.
+
+Each check runs in a process of its own under the tool, which is several times slower, with memory from CUDA for each
+tensor, so that a tensor's end is that of an allocation. An error that the tool prints fails the check.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+
+from moeserve.bench.gpu.parts import Item, Row, SecondsLeft, left_out
+
+TOOL = "compute-sanitizer"
+TOOL_FOLDERS = ("/usr/local/cuda/bin", "/opt/cuda/bin")
+MARK = "========="
+# Racecheck knows nothing of asynchronous copies; these kernels have none.
+TOOLS: Mapping[str, Sequence[str] | None] = {"memcheck": None, "racecheck": ("norms", "pairs", "routing", "tokens")}
+SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)")
+
+
+def find_tool() -> str | None:
+    return shutil.which(TOOL, path=os.pathsep.join((os.environ.get("PATH", ""), *TOOL_FOLDERS)))
+
+
+def sanitizer_items(seed: int, seconds_left: SecondsLeft) -> Iterator[Item]:
+    from moeserve.bench.gpu.checks import CHECKS
+
+    executable = find_tool()
+    if executable is None:
+        yield TOOL, lambda: [left_out(TOOL, f"{TOOL} is not installed (CUDA toolkit)")]
+        return
+    for tool, names in TOOLS.items():
+        for name in CHECKS if names is None else names:
+            yield f"{tool}, {name}", functools.partial(run_under, executable, tool, name, seed, seconds_left)
+
+
+def run_under(executable: str, tool: str, name: str, seed: int, seconds_left: SecondsLeft) -> Iterator[Row]:
+    command = [executable, "--tool", tool, "--target-processes", "application-only", "--print-limit", "20"]
+    command += [sys.executable, "-m", "moeserve.bench.gpu.sanitizer", name, f"--seed={seed}"]
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    try:
+        ended = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=seconds_left(), env=environment
+        )
+    except subprocess.TimeoutExpired:
+        yield left_out(f"{tool}, {name}", "no time was left")
+        return
+    yield verdict(ended.stdout + ended.stderr, ended.returncode)
+
+
+def verdict(output: str, exit_code: int) -> Row:
+    """Return the row of a run under the tool, from all that was printed."""
+    lines = [line.removeprefix(MARK).strip() for line in output.splitlines() if line.startswith(MARK)]
+    summaries = [int(match[1]) for match in map(SUMMARY.search, lines) if match]
+    if not summaries:
+        return {"status": "failed", "error": f"it printed no summary (exit code {exit_code})", "log": output[-2000:]}
+    wrong = errors_of(lines) if sum(summaries) else []
+    failed = bool(sum(summaries)) or exit_code != 0
+    row: Row = {"status": "failed" if failed else "passed", "num_errors": sum(summaries), "wrong": wrong}
+    return row | ({"log": output[-2000:]} if failed else {"lines": ["no errors"]})
+
+
+def errors_of(lines: Sequence[str]) -> list[str]:
+    """Return each kind of error with its kernel: the line before one that begins with "at" or "and"."""
+    found: dict[str, None] = {}
+    for error, place in itertools.pairwise(lines):
+        match = re.match(r"(?:at|and|in) .*?(\w+)(?:\+0x|\()", place)
+        if match:
+            found[f"{error} ({match[1]})"] = None
+    return list(found)[:20]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one check with small shapes in this process, which the tool watches."""
+    from moeserve.bench.gpu.check import run_check
+    from moeserve.bench.gpu.checks import CHECKS
+    from moeserve.bench.gpu.inputs import gpu_source
+
+    parser = argparse.ArgumentParser(prog="python -m moeserve.bench.gpu.sanitizer", description="Run by `parts.py`.")
+    parser.add_argument("check", choices=CHECKS)
+    parser.add_argument("--seed", type=int, required=True)
+    options = parser.parse_args(arguments)
+    if os.environ.get("TRITON_INTERPRET") == "1":  # a rehearsal
+        from moeserve.bench.gpu.rehearsal import rehearsal_source, rehearsing
+
+        with rehearsing() as kernels:
+            row = run_check(
+                CHECKS[options.check], rehearsal_source(options.seed), lambda: 1.0, is_small=True, kernels=kernels
+            )
+    else:
+        row = run_check(CHECKS[options.check], gpu_source(options.seed), lambda: 1.0, is_small=True)
+    print(row.get("lines"), row.get("wrong"), row.get("error"), flush=True)
+    return 1 if row["status"] == "failed" else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
