@@ -231,7 +231,7 @@ def _experts(make_layer: Callable[[], Experts], num_tokens: int) -> Timed:
     note = f"{routed.num_hit} of {shape.num_experts} experts have rows"
     own = partial(run, *layer.products)
     others: dict[str, Call] = {label: partial(run, *products) for label, products in layer.others()}
-    sglang = sglang_experts()
+    sglang = sglang_experts(layer.source.device)
     if sglang is not None and shape.activation == SwiGLU():
         scales = {"w1_scale": layer.gate_up.scales_eGB, "w2_scale": layer.down.scales_eGB}
         fp8 = {"use_fp8_w8a8": True, "block_shape": [costs.SCALE_BLOCK] * 2} | scales if layer.format == "fp8" else {}

@@ -26,11 +26,13 @@ def installed_libraries(device: torch.device) -> tuple[AttentionLibrary, ...]:
 
 
 @functools.cache
-def sglang_experts() -> Callable[..., Tensor] | None:
+def sglang_experts(device: torch.device) -> Callable[..., Tensor] | None:
     """Return SGLang's Triton experts, also of a wheel on the path of Python, or print why they cannot be used.
 
     They get rows [T, D], weights [E, 2 C, D] and [E, D, C], weights and experts of tokens [T, K], and compute SwiGLU.
     """
+    if device.type != "cuda":
+        return None
     try:
         module = importlib.import_module("sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe")
         experts: Callable[..., Tensor] = module.fused_experts_impl

@@ -5,7 +5,8 @@
 Nothing is measured. Each launch takes `LAUNCH_SECONDS`, and the time for its bytes or its operations, whichever is
 longer, at the rates of the data sheet times the share of the multiprocessors that have a program. So figures are upper
 bounds of what these launches can reach. A launch of torch fills the GPU. The *bound* counts nothing but products and
-attention: weights that have rows, and keys and values of contexts, read once, and the operations.
+attention: weights that have rows, and keys and values of contexts, read once, and the operations. Programs that read
+the same keys at the same time share them in the L2 cache.
 
 With ranks that divide the experts, each has the same numbers of tokens and pairs. A token is sent to at most as many
 other ranks as it has groups or experts, in 16 bits, and back, at `EXCHANGE_RATE`, with nothing else at the same time.
@@ -78,6 +79,7 @@ class Cost:
     dtype: torch.dtype = torch.bfloat16  # of the operations
     needed_bytes: float | None = None  # of the step's bound; None: the launch is not part of it
     num_programs: int | None = None
+    needed_operations: float | None = None  # None: all
 
     @property
     def fill(self) -> float:
@@ -85,14 +87,15 @@ class Cost:
         return min(1.0, (self.num_programs or H100_MULTIPROCESSORS) / H100_MULTIPROCESSORS)
 
     def seconds(self, limits: GpuLimits) -> float:
-        return LAUNCH_SECONDS + self._seconds(self.num_bytes, limits) / self.fill
+        return LAUNCH_SECONDS + self._seconds(self.num_bytes, self.operations, limits) / self.fill
 
     def bound(self, limits: GpuLimits) -> float:
-        return 0.0 if self.needed_bytes is None else self._seconds(self.needed_bytes, limits)
+        operations = self.operations if self.needed_operations is None else self.needed_operations
+        return 0.0 if self.needed_bytes is None else self._seconds(self.needed_bytes, operations, limits)
 
-    def _seconds(self, num_bytes: float, limits: GpuLimits) -> float:
+    def _seconds(self, num_bytes: float, operations: float, limits: GpuLimits) -> float:
         rates = {torch.float32: limits.float32_rate, torch.float8_e4m3fn: limits.fp8_rate}
-        return max(num_bytes / limits.copy_bandwidth, self.operations / rates.get(self.dtype, limits.bf16_rate))
+        return max(num_bytes / limits.copy_bandwidth, operations / rates.get(self.dtype, limits.bf16_rate))
 
 
 @dataclass(frozen=True)
@@ -157,26 +160,29 @@ def grouped_cost(launch: Launch, step: Step) -> Cost:
     return Cost(num_bytes, operations, arguments["source_ptr"].dtype, weight_bytes, launch.num_programs)
 
 
-def attention_sizes(launch: Launch) -> tuple[int, int, int, int | None]:
-    """Return the bytes of a position, its elements, the query heads, and the window."""
+def paged_cost(launch: Launch, step: Step, chunks: Sequence[ChunkSpan], other_bytes: float, num_parts: int = 1) -> Cost:
+    """Attention over pages: keys and values once, queries, and the sums that are written."""
     arguments = launch.arguments
     parts = [arguments[name] for name in ("key_cache_ptr", "value_cache_ptr", "key_scales_ptr", "value_scales_ptr")]
-    keys = parts[0].shape
-    num_bytes = sum(each.nbytes // (keys[0] * keys[2]) for each in parts if each)
-    return num_bytes, keys[3] + arguments["VALUE_SIZE"], arguments["num_heads"], arguments["WINDOW"]
-
-
-def paged_cost(launch: Launch, step: Step, chunks: Sequence[ChunkSpan], other_bytes: float, num_reads: int = 1) -> Cost:
-    """Attention over pages: keys and values once, queries, and the sums that are written."""
-    position_bytes, elements, num_heads, window = attention_sizes(launch)
-    cache_bytes = operations = 0.0
+    num_blocks, _, block_size, key_size = parts[0].shape
+    position_bytes = sum(each.nbytes // (num_blocks * block_size) for each in parts if each)
+    value_size = arguments["VALUE_SIZE"]
+    num_heads, window = arguments["num_heads"], arguments["WINDOW"]
+    cache_bytes = num_products = 0.0  # of a query and a key
     for span in chunks:
         first = 0 if window is None else max(0, span.context_len - span.num_rows + 1 - window)
         cache_bytes += (span.context_len - first) * position_bytes
-        operations += 2.0 * num_heads * elements * attended_positions(span.num_rows, span.context_len, window)
-    query_bytes = launch.arguments["query_ptr"].nbytes * sum(span.num_rows for span in chunks) / step.num_tokens
-    num_bytes = num_reads * cache_bytes + query_bytes + other_bytes
-    return Cost(num_bytes, operations, needed_bytes=cache_bytes, num_programs=launch.num_programs)
+        num_products += num_heads * attended_positions(span.num_rows, span.context_len, window)
+    query_bytes = arguments["query_ptr"].nbytes * sum(span.num_rows for span in chunks) / step.num_tokens
+    num_bytes = cache_bytes + query_bytes + other_bytes
+    operations, needed = (2 * num_products * (number * key_size + value_size) for number in (num_parts, 1))
+    return Cost(
+        num_bytes,
+        operations,
+        needed_bytes=cache_bytes,
+        num_programs=launch.num_programs,
+        needed_operations=needed,
+    )
 
 
 def num_splits(launch: Launch, span: ChunkSpan) -> int:
@@ -194,9 +200,9 @@ def partial_bytes(launch: Launch, step: Step) -> float:
 
 
 def split_cost(launch: Launch, step: Step) -> Cost:
-    """Rows of one token each. Latent vectors are read again for every tile of heads."""
+    """Rows of one token each. Each part of the values computes the scores anew."""
     chunks = [span for span in step.spans if span.num_rows == 1]
-    return paged_cost(launch, step, chunks, partial_bytes(launch, step), launch.arguments["num_tiles"])
+    return paged_cost(launch, step, chunks, partial_bytes(launch, step), launch.arguments["NUM_PARTS"])
 
 
 def merge_cost(launch: Launch, step: Step) -> Cost:

@@ -294,7 +294,7 @@ def test_experts_of_sglang_get_the_same_rows(monkeypatch: pytest.MonkeyPatch) ->
             total += weights_TK[:, place, None] * torch.einsum("tc,tdc->td", middle, w2[ids_TK[:, place]])
         return total
 
-    monkeypatch.setattr(kernels, "sglang_experts", lambda: fused_experts_impl)
+    monkeypatch.setattr(kernels, "sglang_experts", lambda device: fused_experts_impl)
     sizes = kernels.Sizes(moe={"a": MoEShape(5, 128, 128, 2)}, num_tokens=(6,))
     timed = dict(kernels.items(source(), sizes))["experts bf16 a, 6 tokens"]()
     own: Any = timed.call()

@@ -17,11 +17,16 @@ from moeserve.bench.gpu.launches import decode, prefill
 from moeserve.bench.gpu.roofline import H100, LAUNCH_SECONDS, Case, Cost
 
 PUBLISHED: dict[str, dict[str, Any]] = json.loads(roofline.PUBLISHED.read_text())
+TESTED: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "published_configs.json").read_text())
 
 
 def config_of(name: str, num_layers: int) -> dict[str, Any]:
     config = PUBLISHED[name] | {"num_hidden_layers": num_layers}
     return config | ({"layer_types": config["layer_types"][:num_layers]} if "layer_types" in config else {})
+
+
+def test_shapes_are_those_that_tests_know() -> None:
+    assert {name: TESTED[name] for name in PUBLISHED} == PUBLISHED
 
 
 def test_decode_of_mixtral_by_hand() -> None:
