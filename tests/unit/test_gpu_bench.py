@@ -405,7 +405,7 @@ def test_output_without_a_summary_or_with_a_failed_check_fails() -> None:
 
 
 def test_page_names_the_largest_loss_first() -> None:
-    """Of a kernel far above its bound, another with more time at its bound, and a device that waits."""
+    """A kernel far above its bound comes before one with more time at its bound, and before a device that waits."""
     step = {
         "seconds": 10e-3,
         "terms": {"products": 6e-3, "attend": 3e-3, "the device waits": 1e-3},
