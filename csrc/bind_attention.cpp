@@ -66,7 +66,7 @@ void attend(const Tensor& query, const Tensor& key_cache, const Tensor& value_ca
   check_array("block_table", block_table, {num_chunks, block_table.size(1)}, ElementType::kInt32, "int32");
   check_array("row_starts", row_starts, {num_chunks + 1}, ElementType::kInt32, "int32");
   check_array("context_lens", context_lens, {num_chunks}, ElementType::kInt32, "int32");
-  if (window && *window < 1) refuse("window=" + std::to_string(*window) + ", but it must be at least 1 or None");
+  if (window && *window == 0) refuse("window=0, but it must be at least 1, negative or None");
 
   PagedAttention step{};
   step.type = query.type;

@@ -34,7 +34,8 @@ Activation activation_of_name(const std::string& name) {
   if (name == "none") return Activation::kNone;
   if (name == "swiglu") return Activation::kSwiGLU;
   if (name == "clamped_swiglu") return Activation::kClampedSwiGLU;
-  refuse("'" + name + "' is no activation; expected none, swiglu or clamped_swiglu");
+  if (name == "limited_swiglu") return Activation::kLimitedSwiGLU;
+  refuse("'" + name + "' is no activation; expected none, swiglu, clamped_swiglu or limited_swiglu");
 }
 
 InputChunks chunks_of(int64_t num_inputs, std::optional<int64_t> chunk_inputs) {

@@ -41,14 +41,15 @@ DEFAULTS: dict[str, Any] = dict(
 class Shape:
     """One configuration of a family, and the seed of its weights."""
 
-    family: str  # transformers' name of the model class, without ForCausalLM
+    family: str  # transformers' name of the configuration, without Config
     settings: dict[str, Any]
     seed: int = 0
     beside_text: dict[str, Any] | None = None  # settings beside those of the text part; None: there is only text
 
     @property
     def architecture(self) -> str:
-        return f"{self.family}{'ForCausalLM' if self.beside_text is None else 'ForConditionalGeneration'}"
+        end = "ForCausalLM" if self.beside_text is None else "ForConditionalGeneration"
+        return self.family.removesuffix("Text") + end
 
     def config(self) -> Any:
         settings = DEFAULTS | self.settings
@@ -130,6 +131,26 @@ def rope(rope_type: str = "default", rope_theta: float = 10000.0, **settings: An
 def yarn(rope_theta: float = 10000.0, **settings: Any) -> dict[str, Any]:
     """YaRN over a context of 32. Small thetas put some of the few frequencies between its two ends."""
     return rope("yarn", rope_theta, original_max_position_embeddings=32, **settings)
+
+
+def step(*parts: dict[str, Any], seed: int, **settings: Any) -> Shape:
+    """Return a shape of Step-3.7, whose layers with windows rotate whole heads."""
+    rotary = {
+        "full_attention": dict(rope_type="default", rope_theta=5e6, partial_rotary_factor=0.5),
+        "sliding_attention": dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=1.0),
+    }
+    vision = dict(num_hidden_layers=1, hidden_size=16, num_attention_heads=2, intermediate_size=16)
+    beside = dict(vision_config=vision, tie_word_embeddings=False)
+    return shape(
+        "Step3p7",
+        *parts,
+        seed=seed,
+        beside_text=beside,
+        rope_parameters=rotary,
+        num_nextn_predict_layers=0,
+        pad_token_id=1,
+        **settings,
+    )
 
 
 def ernie_experts(num: int, top_k: int, *, shared: int, width: int) -> dict[str, Any]:
@@ -556,6 +577,102 @@ SHAPES |= {
     ),
 }
 
+SHAPES |= {
+    # queries grow at positions 16, 32 and so on
+    "mistral4": shape(
+        "Mistral4",
+        sizes(hidden=40, layers=3),
+        latent(4, query=18, kv=28, key=12, rotary=8, value=10),
+        grouped_experts(9, 3, shared=1, width=19, dense=1, groups=(3, 2), scale=1.5),
+        yarn(100.0, factor=4.0, mscale=1.0, mscale_all_dim=1.0, beta_fast=32, beta_slow=1, llama_4_scaling_beta=0.7),
+        initializer_range=0.2,
+        seed=1,
+    ),
+    "mistral4-images": shape(
+        "Mistral3",
+        sizes(hidden=36, layers=2, vocab=127),
+        latent(3, query=None, kv=21, key=10, rotary=6, value=11),
+        grouped_experts(8, 4, shared=2, width=15, dense=0, groups=(1, 1), scale=1.0),
+        yarn(500.0, factor=2.0, mscale=1.0, mscale_all_dim=1.0, beta_fast=32, beta_slow=1, llama_4_scaling_beta=0.3),
+        model_type="mistral4",
+        norm_topk_prob=False,
+        initializer_range=0.2,
+        beside_text=dict(
+            vision_config=dict(
+                model_type="pixtral",
+                num_hidden_layers=1,
+                hidden_size=16,
+                num_attention_heads=2,
+                head_dim=8,
+                intermediate_size=16,
+            ),
+            tie_word_embeddings=False,
+        ),
+        seed=0,
+    ),
+    # chunks of 7 positions, which no block size divides; the third layer has no rotary embedding
+    "llama4": shape(
+        "Llama4Text",
+        sizes(hidden=40, layers=4),
+        heads(4, 2, 12),
+        local_experts(5, 1),
+        rope(rope_theta=5e5),
+        intermediate_size=19,
+        intermediate_size_mlp=27,
+        no_rope_layers=[1, 1, 0, 1],
+        attention_chunk_size=7,
+        floor_scale=8,
+        attn_scale=0.6,
+        seed=1,
+    ),
+    # every second layer has experts; all are rotated alike, and the last one attends to all positions
+    "llama4-odd": shape(
+        "Llama4Text",
+        sizes(hidden=36, layers=4, vocab=127),
+        heads(6, 3, 10),
+        local_experts(4, 1),
+        rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64),
+        intermediate_size=21,
+        intermediate_size_mlp=33,
+        interleave_moe_layer_step=2,
+        no_rope_layer_interval=4,
+        attention_chunk_size=13,
+        use_qk_norm=False,
+        attn_temperature_tuning=False,
+        attention_bias=True,
+        tie_word_embeddings=True,
+        seed=0,
+    ),
+    "step3p7": step(
+        sizes(hidden=40, layers=4),
+        heads(4, 2, 12),
+        experts(6, 2, 17),
+        n_routed_experts=6,
+        num_sliding_attention_heads=6,
+        layer_types=[FULL, SLIDING, SLIDING, FULL],
+        mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
+        sliding_window=9,
+        share_expert_dim=23,
+        moe_router_scaling_factor=1.5,
+        swiglu_limits=[0.0, 0.0, 0.4, 0.0],
+        swiglu_limits_shared=[0.3, 0.0, 0.0, 0.5],
+        seed=1,
+    ),
+    "step3p7-odd": step(
+        sizes(hidden=33, layers=3, vocab=127),
+        heads(3, 1, 12),
+        experts(9, 4, 14),
+        n_routed_experts=9,
+        layer_types=[SLIDING, FULL, SLIDING],
+        mlp_layer_types=["sparse", "sparse", "dense"],
+        sliding_window=5,
+        share_expert_dim=16,
+        query_pre_attn_scalar=20,
+        rms_norm_eps=0.01,
+        seed=0,
+    ),
+}
+
 # Divisible where those of their families above are not: heads over 4 tp ranks, layers into 3 pipeline stages.
 DIVISIBLE = {
     "mixtral-three-layers": Shape("Mixtral", SHAPES["mixtral"].settings | dict(num_hidden_layers=3), seed=5),
@@ -628,7 +745,9 @@ class Reference:
         """Return the arguments of each router, first its inputs [T, D], and the experts [T, K] that it chose."""
         routed: list[tuple[tuple[torch.Tensor, ...], torch.Tensor]] = []
         hooks = [
-            router.register_forward_hook(lambda router, arguments, output: routed.append((arguments, output[2])))
+            router.register_forward_hook(
+                lambda router, arguments, output: routed.append((arguments, chosen_by(router, output)))
+            )
             for router in self._routers()
         ]
         self.logits(token_ids)
@@ -649,7 +768,7 @@ class Reference:
             for _ in range(8):
                 noise = ROUTER_NOISE * torch.randn(hidden.shape, generator=generator)
                 with torch.no_grad():
-                    others = router.forward(hidden * (1 + noise), *others_given)[2]
+                    others = chosen_by(router, router.forward(hidden * (1 + noise), *others_given))
                 num_undecided += int((chosen.sort(dim=-1).values != others.sort(dim=-1).values).any(-1).sum())
         return num_undecided
 
@@ -679,6 +798,11 @@ class Reference:
         raise AssertionError("hardly any prompt is clear")
 
 
+def chosen_by(router: Any, output: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Return the experts [T, K] in a router's output. That of Llama 4 has scores and logits only."""
+    return output[2] if len(output) == 3 else output[1].topk(router.top_k, dim=-1).indices
+
+
 def fill_what_transformers_leaves_plain(model: nn.Module) -> None:
     """Set norms, biases and sinks to random values: as ones and zeros they would hide their absence."""
     state = dict(model.named_parameters()) | {
@@ -687,7 +811,8 @@ def fill_what_transformers_leaves_plain(model: nn.Module) -> None:
     with torch.no_grad():
         for name, tensor in state.items():
             if "norm" in name and tensor.dim() == 1:
-                tensor.normal_(1.0, 0.2)
+                # Zeros are the initial weights of norms that are stored as differences from one.
+                tensor.normal_(1.0 if tensor.any() else 0.0, 0.2)
             elif name.endswith("sinks"):
                 tensor.normal_(0.0, 1.0)
             elif name.endswith("bias"):
@@ -743,12 +868,25 @@ def save_large_mixtral(folder: Path, *, hidden_size: int, expert_width: int, **s
 def in_the_style_of_the_hub(values: dict[str, Any]) -> dict[str, Any]:
     """Convert a config.json of transformers 5 to the style of the hub: older names, and keys that only some have."""
     if "text_config" in values:
-        text = in_the_style_of_the_hub(values["text_config"] | dict(architectures=["DeepseekV3ForCausalLM"]))
+        family = {"deepseek_v3": "DeepseekV3", "mistral4": "Mistral4", "step3p5": "Step3p7"}
+        of_text = f"{family[values['text_config']['model_type']]}ForCausalLM"
+        text = in_the_style_of_the_hub(values["text_config"] | dict(architectures=[of_text]))
         architecture = values["architectures"][0].replace("_", "")
         return values | dict(architectures=[architecture], torch_dtype=values["dtype"], text_config=text)
     values = {key: value for key, value in values.items() if key not in ("qk_head_dim", "transformers_version")}
     family = values["architectures"][0].removesuffix("ForCausalLM")
     scaling = values.pop("rope_parameters")
+    if family == "Step3p7":
+        types = values["layer_types"]
+        values["rope_theta"] = [scaling[name]["rope_theta"] for name in types]
+        values["partial_rotary_factors"] = [scaling[name]["partial_rotary_factor"] for name in types]
+        numbers = [index for index, name in enumerate(values.pop("mlp_layer_types")) if name == "sparse"]
+        values["moe_layers_enum"] = ",".join(map(str, numbers))
+        values["attention_other_setting"] = dict(num_attention_heads=values.pop("num_sliding_attention_heads"))
+        values["num_attention_groups"] = values.pop("num_key_value_heads")
+        values["moe_num_experts"] = values.pop("n_routed_experts")
+        values["moe_top_k"] = values.pop("num_experts_per_tok")
+        return {key: value for key, value in values.items() if key != "per_layer_config"}
     values["rope_theta"] = scaling.pop("rope_theta")
     if "partial_rotary_factor" in scaling:
         values["partial_rotary_factor"] = scaling.pop("partial_rotary_factor")

@@ -11,8 +11,8 @@ from torch import Tensor
 
 # T tokens, C width of each half of a row
 
-Activation = Literal["swiglu", "clamped_swiglu"]
-ACTIVATIONS = {None: 0, "swiglu": 1, "clamped_swiglu": 2}
+Activation = Literal["swiglu", "clamped_swiglu", "limited_swiglu"]
+ACTIVATIONS = {None: 0, "swiglu": 1, "clamped_swiglu": 2, "limited_swiglu": 3}
 BLOCK_C = 1024  # columns of one program
 NUM_WARPS = 4  # 8 numbers for each thread, which are 16 bytes in bfloat16
 
@@ -23,8 +23,8 @@ def gated_activation(
     """Compute the activation of gates and ups, where the first half of each row is the gate.
 
     "swiglu" is silu(gate) * up; "clamped_swiglu" is gate * sigmoid(alpha * gate) * (up + 1), the activation of gpt-oss,
-    with the gate clamped to at most `limit` and up to ± `limit`. NaN stays NaN. Operations are float32, and each result
-    is rounded as torch rounds it.
+    with the gate clamped to at most `limit` and up to ± `limit`; "limited_swiglu" is min(silu(gate), limit) * up, with
+    up clamped to ± `limit` (Step-3.7). NaN stays NaN. Operations are float32, and each result is rounded as torch does.
 
     Memory moved: 3 * T * C * element size, which bounds the time; about 6 * T * C operations.
 
@@ -69,6 +69,10 @@ def gated(gate, up, alpha, limit, ACTIVATION: tl.constexpr):
         gate = gate * share
     else:
         gate = gate / (1.0 + tl.exp(-gate))
+    if ACTIVATION == 3:
+        gate = tl.minimum(gate.to(dtype).to(tl.float32), limit, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.minimum(up, limit, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.maximum(up, -limit, propagate_nan=tl.PropagateNan.ALL).to(dtype).to(tl.float32)
     return (gate.to(dtype).to(tl.float32) * up).to(dtype)
 
 

@@ -572,6 +572,9 @@ def grouped_matmul_kernel(
                 gate, up = tl.split(tl.reshape(accumulator, (BLOCK_M, BLOCK_C, 2)))
             if ACTIVATION == 1:
                 result = gate / (1 + tl.exp(-gate)) * up
+            elif ACTIVATION == 3:
+                up = tl.minimum(tl.maximum(up, -limit), limit)
+                result = tl.minimum(gate / (1 + tl.exp(-gate)), limit) * up
             else:
                 gate = tl.minimum(gate, limit)
                 up = tl.minimum(tl.maximum(up, -limit), limit)

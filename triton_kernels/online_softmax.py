@@ -13,6 +13,13 @@ LOG2_E = tl.constexpr(1.4426950408889634)  # the hardware computes powers of 2
 
 
 @triton.jit
+def first_visible(positions, WINDOW: tl.constexpr):
+    """Return the first position that a row attends to: of a window, or of a chunk of -WINDOW positions if negative."""
+    at_least_0 = tl.maximum(positions, 0)  # rows of padding are before position 0
+    return at_least_0 - at_least_0 % -WINDOW if WINDOW < 0 else tl.maximum(positions - WINDOW + 1, 0)
+
+
+@triton.jit
 def chunk_of_tile(
     starts_ptr,
     num_chunks,
@@ -136,7 +143,7 @@ def attend_positions(
     if IS_MASKED:
         is_visible = columns[None, :] <= positions[:, None]
         if WINDOW is not None:
-            is_visible &= columns[None, :] > positions[:, None] - WINDOW
+            is_visible &= columns[None, :] >= first_visible(positions, WINDOW)[:, None]
         scores = tl.where(is_visible, scores, float("-inf"))
 
     weights, weighted, maximum, total = softmax_weights(scores, weighted, maximum, total, IS_MASKED)

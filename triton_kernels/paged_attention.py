@@ -48,7 +48,8 @@ def paged_attention(
         context_lens: [S] int32.
         key_scales, value_scales: [num_blocks, G, block_size] bfloat16.
         scale: factor of the products of queries and keys.
-        window: number of positions that a row attends to, including its own; default: all.
+        window: number of positions that a row attends to, including its own; default: all. If negative, positions are
+            divided into chunks of -window, and a row attends to those of its own chunk.
         sinks_N: [N] float32, an additional score of each head that has no value.
         max_rows_per_chunk: upper bound of the rows of a chunk. With 1, only the kernels for one row are launched.
         max_context: upper bound of the context lengths, such as max_blocks * block_size.
@@ -67,7 +68,7 @@ def paged_attention(
     assert key_cache.dtype == value_cache.dtype
     assert sinks_N is None or sinks_N.shape == (num_heads,)
     assert sinks_N is None or sinks_N.dtype == torch.float32
-    assert window is None or window >= 1
+    assert window != 0
     return launch_attention(
         query_TNH,
         key_cache,

@@ -164,7 +164,7 @@ def launch_attention(
         return output_TNV.zero_() if is_one_row_each else output_TNV
 
     # A window may begin inside a piece.
-    longest = max_context if window is None else min(max_context, window + splits.piece_size - 1)
+    longest = max_context if window is None else min(max_context, abs(window) + splits.piece_size - 1)
     num_splits = max(min(triton.cdiv(longest, splits.piece_size), splits.max_splits), 1)
     num_parts = split_config.num_parts
     bytes_per_chunk = num_splits * num_heads * (value_size + 2 * num_parts) * torch.float32.itemsize

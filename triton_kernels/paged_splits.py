@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moeserve.triton_kernels.online_softmax import LOG2_E, attend_positions, load_blocks, with_sink
+from moeserve.triton_kernels.online_softmax import LOG2_E, attend_positions, first_visible, load_blocks, with_sink
 
 # T tokens, N query heads, S chunks, Z splits
 
@@ -396,6 +396,6 @@ def pieces_of(context_len, WINDOW: tl.constexpr, PIECE_SIZE: tl.constexpr):
     """Return the first position that the last row attends to, the piece of that position, and the number of pieces."""
     first = context_len * 0
     if WINDOW is not None:
-        first = tl.maximum(context_len - WINDOW, 0)
+        first = first_visible(context_len - 1, WINDOW)
     first_piece = first // PIECE_SIZE
     return first, first_piece, tl.cdiv(context_len, PIECE_SIZE) - first_piece

@@ -8,7 +8,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moeserve.triton_kernels.online_softmax import LOG2_E, attend_positions, chunk_of_tile, load_blocks, with_sink
+from moeserve.triton_kernels.online_softmax import (
+    LOG2_E,
+    attend_positions,
+    chunk_of_tile,
+    first_visible,
+    load_blocks,
+    with_sink,
+)
 
 # T tokens, N query heads, G key-value heads, P size of a key, S chunks
 
@@ -95,8 +102,8 @@ def attend_tile_kernel(
     first = 0
     all_from = 0
     if WINDOW is not None:
-        first = tl.maximum(lowest - WINDOW + 1, 0)
-        all_from = tl.minimum(tl.cdiv(tl.maximum(highest - WINDOW + 1, 0), BLOCK_C) * BLOCK_C, end)
+        first = first_visible(lowest, WINDOW)
+        all_from = tl.minimum(tl.cdiv(first_visible(highest, WINDOW), BLOCK_C) * BLOCK_C, end)
     all_to = tl.maximum((lowest + 1) // BLOCK_C * BLOCK_C, all_from)  # lowest may be negative
 
     head_offset = kv_head.to(tl.int64) * cache_head_stride

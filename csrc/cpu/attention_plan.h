@@ -67,6 +67,7 @@ inline int64_t cache_bytes(const PagedAttention& step) {
 }
 
 inline int64_t first_position(const PagedAttention& step, int64_t position) {
+  if (step.window < 0) return position - position % -step.window;
   return step.window == 0 ? 0 : std::max<int64_t>(0, position - step.window + 1);
 }
 

@@ -61,9 +61,13 @@ template <int W>
 MOESERVE_INLINE Float<W> activate(const PackedProduct& product, Float<W> gate, Float<W> up) {
   if (product.activation == Activation::kSwiGLU) return gate * sigmoid<W>(gate) * up;
   const Float<W> limit = broadcast<W>(product.limit);
-  gate = gate > limit ? limit : gate;
   up = up > limit ? limit : up;
   up = up < -limit ? -limit : up;
+  if (product.activation == Activation::kLimitedSwiGLU) {
+    const Float<W> gated = gate * sigmoid<W>(gate);
+    return (gated > limit ? limit : gated) * up;
+  }
+  gate = gate > limit ? limit : gate;
   return gate * sigmoid<W>(product.alpha * gate) * (up + 1.0f);
 }
 

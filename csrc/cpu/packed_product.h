@@ -14,6 +14,7 @@ enum class Activation {
   kNone,
   kSwiGLU,         // silu(gate) * up
   kClampedSwiGLU,  // g * sigmoid(alpha * g) * (u + 1), with g <= limit and |u| <= limit
+  kLimitedSwiGLU,  // min(silu(gate), limit) * up, with |up| <= limit
 };
 
 constexpr int kMaxInputChunks = 8;

@@ -36,7 +36,9 @@ struct PagedAttention {
   int64_t block_size;
   int64_t max_blocks;
   float scale;
-  int64_t window;  // maximal number of positions that a row attends to, including its own; 0: no limit
+  // Maximal number of positions that a row attends to, including its own; 0: no limit. If negative, the positions are
+  // divided into chunks of -window, and a row attends to its own chunk.
+  int64_t window;
 };
 
 // Fill `out`. Row i of a chunk with R rows and context length C is at position C - R + i and attends to the positions

@@ -14,9 +14,9 @@ from moeserve.layers.context import ModelContext
 from moeserve.layers.input_share import num_input_chunks, share_inputs
 from moeserve.layers.linear import Linear
 from moeserve.layers.norm import RMSNorm, RowsForm
-from moeserve.layers.rotary import NO_ROTARY, RotaryConfig, Rotations
+from moeserve.layers.rotary import NO_ROTARY, RotaryConfig, Rotations, TemperatureConfig
 from moeserve.layers.weights import QuantizationLimits
-from moeserve.ops.interfaces import AttentionShape, KeyValueCache, Rows
+from moeserve.ops.interfaces import AttentionShape, KeyValueCache, Rows, plain_rows
 from moeserve.step_inputs import StepInputs
 
 # T tokens, D model width, N query heads, G key-value heads, H head size
@@ -39,21 +39,27 @@ class AttentionConfig:
     num_kv_heads: int
     head_dim: int
     rotary: RotaryConfig
-    window: int | None = None  # positions that a token attends to at most, its own included
+    # Positions that a token attends to at most, its own included. If negative, positions are divided into chunks of
+    # -window, and a token attends to those of its own chunk (Llama 4).
+    window: int | None = None
     has_bias: bool = False  # of queries, keys and values
     has_output_bias: bool = False
     # RMSNorm of queries and keys: of each head by itself, or of all of a token's heads together
     normalized: Literal["no", "head", "token"] = "no"
+    has_norm_weights: bool = True
     rotates_first: bool = False  # queries and keys are normalised after their rotation (Hunyuan)
     scale: float | None = None  # of the products of queries and keys; None: 1 / sqrt(head_dim)
     clip: float | None = None  # queries, keys and values are clamped to ± this
+    temperature: TemperatureConfig | None = None  # of queries
+    has_head_gates: bool = False  # each head's output is multiplied by a sigmoid of its own (Step-3.7)
     has_sinks: bool = False  # a learned score per head that takes a share of the softmax (gpt-oss)
     has_gate: bool = False  # outputs are multiplied by the sigmoid of a projection as wide as the queries
 
     @property
-    def rotaries(self) -> tuple[RotaryConfig, ...]:
-        """All rotations that the layer makes."""
-        return (self.rotary, NO_ROTARY) if self.rotates_first else (self.rotary,)
+    def rotaries(self) -> tuple[RotaryConfig | TemperatureConfig, ...]:
+        """All that the layer reads of positions."""
+        rotaries = (self.rotary, NO_ROTARY) if self.rotates_first else (self.rotary,)
+        return rotaries if self.temperature is None else (*rotaries, self.temperature)
 
     def can_divide(self, num_ranks: int) -> bool:
         """True if this many tp ranks can each have equally many heads with the key-value heads that they read."""
@@ -95,11 +101,14 @@ class Attention(nn.Module):
             case "no":
                 self.query_norm = self.key_norm = nn.Identity()
             case "head":
-                self.query_norm = RMSNorm(config.head_dim, norm_epsilon, context)
-                self.key_norm = RMSNorm(config.head_dim, norm_epsilon, context)
+                has_weight = config.has_norm_weights
+                self.query_norm = RMSNorm(config.head_dim, norm_epsilon, context, has_weight=has_weight)
+                self.key_norm = RMSNorm(config.head_dim, norm_epsilon, context, has_weight=has_weight)
             case "token":
                 self.query_norm = TokenNorm(self.heads, config.num_heads, config.head_dim, norm_epsilon, context)
                 self.key_norm = TokenNorm(self.kv_heads, config.num_kv_heads, config.head_dim, norm_epsilon, context)
+        self.head_gates = Linear(hidden_size, num_heads, context) if config.has_head_gates else None
+        self._gate_rows = context.kernels.gate_rows
         self.sinks = context.parameter(num_heads, dtype=torch.float32) if config.has_sinks else None
         self.output = Linear(
             query_size,
@@ -121,7 +130,6 @@ class Attention(nn.Module):
         )
         self.backend = context.kernels.make_attention(shape)
         self._apply_rope = context.kernels.apply_rope
-        self._gate_rows = context.kernels.gate_rows
 
     @property
     def cache_bytes_per_token(self) -> int:
@@ -143,7 +151,9 @@ class Attention(nn.Module):
     @property
     def input_form(self) -> RowsForm:
         """The form of rows to give to `forward`, unless they are gathered from tp ranks before."""
-        return "float8" if self.query_key_value.weights.is_in_blocks else "plain"
+        if not self.query_key_value.weights.is_in_blocks:
+            return "plain"
+        return "float8" if self.head_gates is None else "both"
 
     def forward(self, hidden_TD: Rows, rotations: Rotations, cache: KeyValueCache, step: StepInputs) -> Tensor:
         projected = self.query_key_value(hidden_TD).split(self.projected_sizes, dim=-1)
@@ -154,12 +164,17 @@ class Attention(nn.Module):
             query_TNH, key_TGH = self._apply_rope(query_TNH, rotation), self._apply_rope(key_TGH, rotation)
             rotation = rotations[NO_ROTARY]
         query_TNH, key_TGH = self.query_norm(query_TNH), self.key_norm(key_TGH)
+        if self.config.temperature is not None:
+            query_TNH = self._apply_rope(query_TNH, rotations[self.config.temperature])
         if self.config.clip is not None:
             limit = self.config.clip
             query_TNH, key_TGH, value_TGH = (heads.clamp(-limit, limit) for heads in (query_TNH, key_TGH, value_TGH))
         query_TNH = self.backend.rotate_and_write(query_TNH, key_TGH, value_TGH, rotation, cache, step)
         attended_TNH = self.backend.attend(query_TNH, cache, step, self.sinks)
         attended_TX = rearrange(attended_TNH, "T N H -> T (N H)")
+        if self.head_gates is not None:
+            gates_P1 = self.head_gates(plain_rows(hidden_TD)).view(-1, 1)  # P pairs of token and head
+            attended_TX = self._gate_rows(gates_P1, attended_TX.view(-1, size)).view_as(attended_TX)
         return self.output(self._gate_rows(projected[3], attended_TX) if self.config.has_gate else attended_TX)
 
 
@@ -179,7 +194,7 @@ class TokenNorm(nn.Module):
         self.num_holders = _length(heads) * self.tp.world_size // num_heads  # ranks that have the same heads
 
     @property
-    def weight(self) -> nn.Parameter:
+    def weight(self) -> Tensor:
         return self.norm.weight
 
     def forward(self, heads_TNH: Tensor) -> Tensor:

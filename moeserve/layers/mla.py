@@ -26,7 +26,7 @@ from moeserve.layers.context import ModelContext
 from moeserve.layers.input_share import num_input_chunks, share_inputs
 from moeserve.layers.linear import Linear
 from moeserve.layers.norm import RMSNorm, RowsForm
-from moeserve.layers.rotary import RotaryConfig, Rotations
+from moeserve.layers.rotary import RotaryConfig, Rotations, TemperatureConfig
 from moeserve.layers.weights import QuantizationLimits, Weights
 from moeserve.memory import new_empty
 from moeserve.ops.interfaces import Rows
@@ -48,6 +48,7 @@ class LatentAttentionConfig:
     key_dim: int  # of each head, without the rotated part
     rotary: RotaryConfig  # of the rotated part
     value_dim: int
+    temperature: TemperatureConfig | None = None  # of queries
     score_factor: float = 1.0  # see RotaryConfig
     has_bias: bool = False  # of the compressing projections and of the output
 
@@ -56,9 +57,9 @@ class LatentAttentionConfig:
         return self.num_heads % num_ranks == 0
 
     @property
-    def rotaries(self) -> tuple[RotaryConfig, ...]:
-        """All rotations that the layer makes."""
-        return (self.rotary,)
+    def rotaries(self) -> tuple[RotaryConfig | TemperatureConfig, ...]:
+        """All that the layer reads of positions."""
+        return (self.rotary,) if self.temperature is None else (self.rotary, self.temperature)
 
     @property
     def rotary_dim(self) -> int:
@@ -164,6 +165,8 @@ class LatentAttention(nn.Module):
         if self._quantize is not None:  # once for both projections, if the norm has not
             hidden_TD = self._quantize(hidden_TD)
         query_TNQ = rearrange(self.query(hidden_TD), "T (N Q) -> T N Q", N=self.num_heads)
+        if config.temperature is not None:
+            query_TNQ = self._apply_rope(query_TNQ, rotations[config.temperature])
         query_TNK, query_TNS = query_TNQ.split([config.key_dim, config.rotary_dim], dim=-1)
         query_TNP = new_empty(query_TNQ, *query_TNQ.shape[:2], config.cached_size)
         self._apply_rope(query_TNS, rotation, query_TNP[..., config.latent_size :])

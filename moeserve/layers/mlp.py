@@ -8,15 +8,21 @@ from moeserve.layers.context import ModelContext
 from moeserve.layers.input_share import InputShare
 from moeserve.layers.linear import Linear
 from moeserve.layers.weights import QuantizationLimits, Weights
-from moeserve.ops.interfaces import Rows, SwiGLU
+from moeserve.ops.interfaces import GatedActivation, Rows
 
 # T tokens, D model width
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)). With a share of the width, outputs must be summed over the shares."""
+    """down(activation(gate(x), up(x))). With a share of the width, outputs must be summed over the shares."""
 
-    def __init__(self, hidden_size: int, share: InputShare, context: ModelContext) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        share: InputShare,
+        context: ModelContext,
+        activation: GatedActivation,
+    ) -> None:
         """
         Args:
             share: this rank's share of the network's inner values.
@@ -26,7 +32,7 @@ class GatedMLP(nn.Module):
         num_inner, limits = width.stop - width.start, QuantizationLimits(cuts=(width.start,))
         down = Linear(num_inner, hidden_size, context, limits=limits, chunks=share.chunks)
         self.gate_up = Weights(
-            (1, 2 * num_inner, hidden_size), context, activation=SwiGLU(), limits=limits, feeds=down.weights
+            (1, 2 * num_inner, hidden_size), context, activation=activation, limits=limits, feeds=down.weights
         )
         self.down = down
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from moeserve.layers.context import ModelContext
@@ -17,12 +18,23 @@ class RMSNorm(nn.Module):
     """Scales each row to unit mean square, then by a learned weight per column.
 
     Args:
+        has_weight: False: all weights are one.
         form: that of the normalised rows which `after_adding` returns.
     """
 
-    def __init__(self, hidden_size: int, epsilon: float, context: ModelContext, form: RowsForm = "plain") -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        epsilon: float,
+        context: ModelContext,
+        form: RowsForm = "plain",
+        *,
+        has_weight: bool = True,
+    ) -> None:
         super().__init__()
-        self.weight = context.parameter(hidden_size)
+        # A norm without a weight multiplies by ones, which no checkpoint fills.
+        ones_D = torch.ones(hidden_size, dtype=context.dtype, device=context.device)
+        self.weight: Tensor = context.parameter(hidden_size) if has_weight else ones_D
         self.epsilon = epsilon
         self._rms_norm = context.kernels.rms_norm
         self._rms_norm_in_place = context.kernels.rms_norm_in_place

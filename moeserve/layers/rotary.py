@@ -42,7 +42,8 @@ class Llama3Scaling:
 
     def scale(self, frequencies_F: Tensor, theta: float) -> Tensor:
         cycles_F = self.original_max_position_embeddings * frequencies_F / (2 * math.pi)
-        keep_F = (cycles_F - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        width = self.high_freq_factor - self.low_freq_factor or 1e-9  # Llama 4 has no blend
+        keep_F = (cycles_F - self.low_freq_factor) / width
         keep_F = keep_F.clamp(0.0, 1.0)
         return keep_F * frequencies_F + (1 - keep_F) * frequencies_F / self.factor
 
@@ -145,14 +146,37 @@ class Rotary:
 # Of layers without rotary embedding. The cosine of zero is exactly one, so numbers keep their bytes.
 NO_ROTARY = RotaryConfig(dim=2, theta=2.0, scaling=NoScaling())
 
-Rotations = Mapping[RotaryConfig, Rotation]  # of a step's tokens, by the configurations of its layers
+
+@dataclass(frozen=True, kw_only=True)
+class TemperatureConfig:
+    """The factor of a query at position p: 1 + weight * ln(1 + floor((p + offset) / length)) (arXiv 2501.19399).
+
+    It has the form of a rotation by an angle of zero, whose cosines are the factor.
+    """
+
+    dim: int  # even number of values of a query
+    weight: float
+    length: int
+    offset: int = 0
+
+    def at(self, positions_T: Tensor) -> Rotation:
+        lengths_T = torch.floor((positions_T.to(torch.float32) + self.offset) / self.length)
+        factors_T = 1.0 + self.weight * torch.log1p(lengths_T)
+        cosines_TF = factors_T[:, None].repeat(1, self.dim // 2)
+        return Rotation(cosines_TF, torch.zeros_like(cosines_TF), is_interleaved=False)
+
+
+# What layers read of the positions of a step's tokens, by their configurations.
+Rotations = Mapping[RotaryConfig | TemperatureConfig, Rotation]
 
 
 class Rotaries:
-    """The frequencies of all layers of a model, on its device."""
+    """The rotations and temperatures of all layers of a model, on its device."""
 
-    def __init__(self, configs: Iterable[RotaryConfig], device: torch.device) -> None:
-        self._of_config = {config: Rotary(config, device) for config in configs}
+    def __init__(self, configs: Iterable[RotaryConfig | TemperatureConfig], device: torch.device) -> None:
+        self._of_config = {
+            config: Rotary(config, device) if isinstance(config, RotaryConfig) else config for config in configs
+        }
 
     def at(self, positions_T: Tensor) -> Rotations:
         return {config: rotary.at(positions_T) for config, rotary in self._of_config.items()}

@@ -167,6 +167,13 @@ class ConfigValues:
         beside = {key: self.values[key] for key in _BESIDE_TEXT_PART if self.values.get(key) is not None}
         return ConfigValues(self.path, own | beside)
 
+    def of_layer_type(self, layer_type: str) -> ConfigValues:
+        """Return the values with the rotary settings of one type of layers, where they differ between types."""
+        settings = self.values.get("rope_parameters")
+        if not isinstance(settings, dict) or not isinstance(settings.get(layer_type), dict):
+            return self
+        return ConfigValues(self.path, self.values | {"rope_parameters": settings[layer_type]}, self._prefix)
+
     def rotary_settings(self) -> ConfigValues:
         """Return the object under `rope_parameters` (transformers 5) or `rope_scaling` (before), whichever is used."""
         key = "rope_parameters" if self.values.get("rope_parameters") is not None else "rope_scaling"
@@ -229,8 +236,8 @@ def _read_scaling(settings: ConfigValues) -> LinearScaling | Llama3Scaling | Yar
             return LinearScaling(settings.number("factor"))
         case "llama3":
             low, high = settings.number("low_freq_factor"), settings.number("high_freq_factor")
-            if high <= low:
-                raise settings.wrong("high_freq_factor", f"must be above low_freq_factor={low:g}")
+            if high < low:
+                raise settings.wrong("high_freq_factor", f"must be at least low_freq_factor={low:g}")
             return Llama3Scaling(
                 factor=settings.number("factor"),
                 low_freq_factor=low,

@@ -24,7 +24,7 @@ from moeserve.layers.weights import allocate_weights
 from moeserve.models.model_config import LayerConfig, MLPConfig, ModelConfig
 from moeserve.moe.dispatch.factory import DispatcherFactory
 from moeserve.moe.layer import MoEConfig, MoELayer, Stages, run_in_turn
-from moeserve.ops.interfaces import Float8Rows, Rows
+from moeserve.ops.interfaces import Float8Rows, GatedActivation, Rows
 from moeserve.step_inputs import StepInputs
 
 # T tokens of the replica's step, t this tp rank's share of them, D model width
@@ -64,9 +64,9 @@ class DecoderLayer(nn.Module):
         match config.feed_forward:
             case MoEConfig() as moe:
                 feed_forward = MoELayer(moe, hidden_size, next(placements), dispatchers, context)
-            case MLPConfig(width=width):
-                num_chunks = num_input_chunks(config.attention.can_divide)
-                feed_forward = DenseFeedForward(hidden_size, share_inputs(width, num_chunks, context), context)
+            case MLPConfig(width=width, activation=activation):
+                share = share_inputs(width, num_input_chunks(config.attention.can_divide), context)
+                feed_forward = DenseFeedForward(hidden_size, share, context, activation)
         form = attention.input_form if self.tp.world_size == 1 else "plain"
         self.attention_norm = RMSNorm(hidden_size, norm_epsilon, context, form)
         self.attention = attention
@@ -95,11 +95,11 @@ def gathered(rows_tD: Rows, tp: GroupCoordinator, step: StepInputs) -> Rows:
 class DenseFeedForward(nn.Module):
     """The feed-forward network of a layer without experts. Each tp rank has a share of its width."""
 
-    def __init__(self, hidden_size: int, share: InputShare, context: ModelContext) -> None:
+    def __init__(self, hidden_size: int, share: InputShare, context: ModelContext, activation: GatedActivation) -> None:
         super().__init__()
         self.tp = context.tp
         self.sum_dtype = context.sum_dtype
-        self.mlp = GatedMLP(hidden_size, share, context)
+        self.mlp = GatedMLP(hidden_size, share, context, activation)
 
     @property
     def input_form(self) -> RowsForm:

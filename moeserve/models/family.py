@@ -27,6 +27,7 @@ class MoENames:
     fused: tuple[str, str] = ("gate_up_proj", "down_proj")  # of all experts, after `<experts>.`
     shared: str = "mlp.shared_experts"
     shared_fused: tuple[str, str] | None = None  # gate with up, and down, after `<shared>.`; None: three tensors
+    is_transposed: bool = False  # one tensor for all experts, [experts, inputs, outputs], gates before ups
     is_interleaved: bool = False  # one tensor for all experts, [experts, inputs, outputs], gate and up outputs in turn
 
 
@@ -36,6 +37,8 @@ class AttentionNames:
 
     query_norm: str = "q_norm"
     key_norm: str = "k_norm"
+    sinks: str = "sinks"
+    gates: str = "g_proj"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,5 +61,6 @@ class Family:
     read: Callable[[ConfigValues], ModelConfig]  # raises CheckpointError for a config that is not supported
     names: tuple[MoENames, ...] = (MoENames(),)  # a checkpoint follows the first whose router it holds
     attention_names: AttentionNames = AttentionNames()
+    dense: str = "mlp"  # of a layer without experts
     decoder_part: DecoderPart | None = None  # None: all tensors are the decoder's
     norm_offset: float = 0.0  # added to the weights of norms: checkpoints store the difference to this

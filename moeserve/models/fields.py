@@ -8,7 +8,7 @@ from typing import Any
 
 from moeserve.layers.attention import AttentionConfig
 from moeserve.layers.mla import LatentAttentionConfig
-from moeserve.layers.rotary import YarnScaling
+from moeserve.layers.rotary import RotaryConfig, YarnScaling
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.model_config import LayerConfig, MLPConfig, ModelConfig
 from moeserve.moe.layer import MoEConfig
@@ -34,7 +34,8 @@ def read_model(config: ConfigValues, layers: list[LayerConfig]) -> ModelConfig:
 
 def _read_context(config: ConfigValues, layers: list[LayerConfig]) -> int:
     """Return the longest context, which YaRN extends even if max_position_embeddings was left unchanged."""
-    scalings = {rotary.scaling for layer in layers for rotary in layer.attention.rotaries}
+    rotaries = {rotary for layer in layers for rotary in layer.attention.rotaries}
+    scalings = {rotary.scaling for rotary in rotaries if isinstance(rotary, RotaryConfig)}
     extended = (
         int(scaling.original_max_position_embeddings * scaling.factor)
         for scaling in scalings
@@ -211,9 +212,11 @@ def read_listed_dense(config: ConfigValues, moe: MoEConfig) -> list[MoEConfig | 
     return feed_forwards_of(config, moe, is_dense)
 
 
-def feed_forwards_of(config: ConfigValues, moe: MoEConfig, is_dense: Sequence[bool]) -> list[MoEConfig | MLPConfig]:
-    """Return the networks of all layers, given which are dense."""
+def feed_forwards_of(
+    config: ConfigValues, moe: MoEConfig, is_dense: Sequence[bool], *, width_key: str = "intermediate_size"
+) -> list[MoEConfig | MLPConfig]:
+    """Return the networks of all layers, given which are dense, of the width under `width_key`."""
     if not any(is_dense):
         return [moe] * len(is_dense)
-    dense = MLPConfig(width=read_width(config, "intermediate_size"))
+    dense = MLPConfig(width=read_width(config, width_key))
     return [dense if is_layer_dense else moe for is_layer_dense in is_dense]

@@ -13,8 +13,9 @@ from moeserve.layers.attention import AttentionConfig
 from moeserve.layers.gated_delta import GatedDeltaConfig
 from moeserve.layers.input_share import keeps_bytes, num_expert_chunks, num_input_chunks
 from moeserve.layers.mla import LatentAttentionConfig
-from moeserve.layers.rotary import RotaryConfig
+from moeserve.layers.rotary import RotaryConfig, TemperatureConfig
 from moeserve.moe.layer import MoEConfig
+from moeserve.ops.interfaces import GatedActivation, SwiGLU
 
 Item = TypeVar("Item")
 
@@ -24,6 +25,7 @@ class MLPConfig:
     """The shape of a dense feed-forward network."""
 
     width: int
+    activation: GatedActivation = SwiGLU()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +56,8 @@ class ModelConfig:
         return next((layer.feed_forward for layer in self.layers if isinstance(layer.feed_forward, MoEConfig)), None)
 
     @property
-    def rotaries(self) -> frozenset[RotaryConfig]:
-        """All rotations that the layers make."""
+    def rotaries(self) -> frozenset[RotaryConfig | TemperatureConfig]:
+        """All that the layers read of positions."""
         return frozenset(rotary for layer in self.layers for rotary in layer.attention.rotaries)
 
     @property

@@ -70,13 +70,14 @@ def _rows_of(model: Decoder, family: Family, names: Collection[str]) -> Iterator
                 yield from gated_delta_rows(f"{prefix}.linear_attn", attention, names)
         match layer.feed_forward, config.feed_forward:
             case DenseFeedForward(mlp=mlp), MLPConfig(width=width):
-                yield from _mlp(f"{prefix}.mlp", mlp, width)
+                yield from _mlp(f"{prefix}.{family.dense}", mlp, width)
             case MoELayer() as moe, MoEConfig(expert_width=width):
                 used = next((n for n in family.names if f"{prefix}.{n.router}.weight" in names), family.names[0])
                 yield from _moe(prefix, moe, width, used, names)
 
 
 def _attention(prefix: str, attention: Attention, family: Family) -> Iterator[Row]:
+    names = family.attention_names
     config, size, fused = attention.config, attention.config.head_dim, attention.query_key_value
     queries, keys = _times(attention.heads, size), _times(attention.kv_heads, size)
     num_queries, num_keys = config.num_heads * size, config.num_kv_heads * size
@@ -97,11 +98,13 @@ def _attention(prefix: str, attention: Attention, family: Family) -> Iterator[Ro
                 own = part[slot * size : (slot + 1) * size]
                 yield f"{prefix}.q_proj.{kind}", rows(own, slice(first, first + size), 2 * num_queries, owner)
     if attention.sinks is not None:
-        yield f"{prefix}.sinks", rows(attention.sinks, attention.heads, config.num_heads)
-    names = family.attention_names
+        yield f"{prefix}.{names.sinks}", rows(attention.sinks, attention.heads, config.num_heads)
     for name, norm in ((names.query_norm, attention.query_norm), (names.key_norm, attention.key_norm)):
-        if not isinstance(norm, nn.Identity):
+        if not isinstance(norm, nn.Identity) and isinstance(norm.weight, nn.Parameter):
             yield f"{prefix}.{name}.weight", whole(norm.weight, offset=family.norm_offset)
+    if attention.head_gates is not None:
+        gates = attention.head_gates
+        yield f"{prefix}.{names.gates}.weight", rows(gates.weight, attention.heads, config.num_heads, gates.weights)
     yield from _summed_linear(f"{prefix}.o_proj", attention.output, queries, num_queries, config.has_output_bias)
 
 
@@ -159,6 +162,10 @@ def _moe(
     experts = f"{prefix}.{names.experts}"
     if names.is_interleaved:
         yield from _interleaved_experts(experts, moe, width)
+    elif names.is_transposed:
+        yield from _transposed_experts(experts, moe, width)
+    elif f"{experts}.{names.gate}.weight" in names_in_checkpoint:
+        yield from _stacked_experts(experts, moe, width, names)
     elif f"{experts}.{names.fused[0]}" in names_in_checkpoint:
         yield from _fused_experts(experts, moe, width, names)
     else:
@@ -197,6 +204,41 @@ def _fused_experts(prefix: str, moe: MoELayer, width: int, names: MoENames) -> I
         shape = num_experts, hidden_size, width
         place = Destination(down.open.weight_eOI[slot : slot + 1], shape, (one, slice(0, hidden_size), share), down)
         yield f"{prefix}.{down_name}", place
+
+
+def _stacked_experts(prefix: str, moe: MoELayer, width: int, names: MoENames) -> Iterator[Row]:
+    """Yield all experts as two of [experts, width, hidden], and [experts, hidden, width]."""
+    gate_up, down, share = moe.experts.gate_up, moe.experts.down, moe.experts.width
+    num_experts, hidden_size = moe.placement.num_logical, down.shape[1]
+    gate_eID, up_eID = gate_up.open.weight_eOI.chunk(2, dim=1)
+    for name in (names.gate, names.up, names.down):
+        yield f"{prefix}.{name}.weight", None
+    for slot, expert in enumerate(moe.local_experts):
+        one, of_slot = slice(expert, expert + 1), slice(slot, slot + 1)
+        for name, memory_eID in ((names.gate, gate_eID), (names.up, up_eID)):
+            shape = num_experts, width, hidden_size
+            yield f"{prefix}.{name}.weight", Destination(memory_eID[of_slot], shape, (one, share), gate_up)
+        shape = num_experts, hidden_size, width
+        place = Destination(down.open.weight_eOI[of_slot], shape, (one, slice(0, hidden_size), share), down)
+        yield f"{prefix}.{names.down}.weight", place
+
+
+def _transposed_experts(prefix: str, moe: MoELayer, width: int) -> Iterator[Row]:
+    """Yield all experts as [experts, hidden, 2 * width], gates before ups, and [experts, width, hidden]."""
+    gate_up, down, share = moe.experts.gate_up, moe.experts.down, moe.experts.width
+    num_experts, hidden_size = moe.placement.num_logical, down.shape[1]
+    gate_up_eDI2, down_eID = gate_up.open.weight_eOI.transpose(1, 2), down.open.weight_eOI.transpose(1, 2)
+    yield f"{prefix}.gate_up_proj", None
+    yield f"{prefix}.down_proj", None
+    for slot, expert in enumerate(moe.local_experts):
+        one, of_slot = slice(expert, expert + 1), slice(slot, slot + 1)
+        for part, memory_eDI in enumerate(gate_up_eDI2[of_slot].chunk(2, dim=2)):
+            columns_of_part = slice(part * width + share.start, part * width + share.stop)
+            shape = num_experts, hidden_size, 2 * width
+            place = Destination(memory_eDI, shape, (one, slice(0, hidden_size), columns_of_part), gate_up)
+            yield f"{prefix}.gate_up_proj", place
+        place = Destination(down_eID[of_slot], (num_experts, width, hidden_size), (one, share), down)
+        yield f"{prefix}.down_proj", place
 
 
 def _interleaved_experts(prefix: str, moe: MoELayer, width: int) -> Iterator[Row]:

@@ -6,6 +6,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from moeserve.expert_placement.load import ExpertLoad
@@ -16,7 +17,7 @@ from moeserve.layers.norm import RowsForm
 from moeserve.moe.dispatch.base import PendingDispatch
 from moeserve.moe.dispatch.factory import DispatcherFactory
 from moeserve.moe.experts import Experts
-from moeserve.moe.router import Router
+from moeserve.moe.router import Router, Routing
 from moeserve.moe.shared import SharedExperts, SharedExpertsConfig
 from moeserve.ops.interfaces import GatedActivation, RouterConfig, Rows, SwiGLU, plain_rows
 from moeserve.step_inputs import StepInputs
@@ -51,6 +52,8 @@ class MoEConfig:
     activation: GatedActivation = SwiGLU()
     has_expert_bias: bool = False
     shared: SharedExpertsConfig | None = None
+    # Tokens are multiplied by their weights before the experts instead of after them (Llama 4). For one expert a token.
+    weighs_inputs: bool = False
 
 
 class MoELayer(nn.Module):
@@ -83,6 +86,8 @@ class MoELayer(nn.Module):
     ) -> None:
         super().__init__()
         assert placement.num_logical == config.router.num_experts
+        assert not config.weighs_inputs or config.router.top_k == 1
+        self.weighs_inputs = config.weighs_inputs
         self.rank_in_group = dispatchers.group.rank_in_group
         self.router = Router(config.router, hidden_size, context)
         self.experts = Experts(
@@ -139,6 +144,9 @@ class MoELayer(nn.Module):
         if step.padding is not None:
             routing = routing.without(step.padding[step.own_rows])
         sent_TD = hidden_TD if self.dispatcher.takes_float8 else plain_TD
+        if self.weighs_inputs:
+            sent_TD = plain_TD * routing.weights_TK.to(plain_TD.dtype)
+            routing = Routing(routing.experts_TK, torch.ones_like(routing.weights_TK))
         pending = self.dispatcher.dispatch(sent_TD, routing, step)
         shared = None if self.shared_experts is None else self.side_stream.start(self.shared_experts, hidden_TD)
         yield

@@ -47,6 +47,16 @@ class ClampedSwiGLU:
 
 
 @dataclass(frozen=True)
+class LimitedSwiGLU:
+    """min(silu(gate), limit) * up, with up within ± `limit` (Step-3.7)."""
+
+    limit: float
+
+    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
+        return functional.silu(gate).clamp(max=self.limit) * up.clamp(-self.limit, self.limit)
+
+
+@dataclass(frozen=True)
 class Rotation:
     """The rotary angles of a step's tokens, shared by all layers that rotate alike."""
 
@@ -391,7 +401,9 @@ class AttentionShape:
     scale: float  # of the products of queries and keys
     # Query heads of all tp ranks that read one key-value head, on which the order of sums depends; None: N / G.
     whole_group_size: int | None = None
-    window: int | None = None  # positions that a token attends to at most, its own included; None: all up to its own
+    # Positions that a token attends to at most, its own included; None: all up to its own. If negative, positions are
+    # divided into chunks of -window, and a token attends to those of its own chunk.
+    window: int | None = None
     has_sinks: bool = False
 
 

@@ -283,7 +283,9 @@ class LayoutCosts:
             projections = parameters["attention"] - output_projections
             cached = [layer.attention for layer in layers if not isinstance(layer.attention, GatedDeltaConfig)]
             cache = {"cache_bytes": stage.cache_bytes_per_token / max(1, len(cached)), **attention}
-            windows = Counter(getattr(each, "window", None) for each in cached)
+            # Chunks, which have negative sizes, count as windows of that size: an upper bound.
+            sizes = [getattr(each, "window", None) for each in cached]
+            windows = Counter(None if size is None else abs(size) for size in sizes)
             # A tied head of the only stage shares the embedding.
             head = {"parameters": parameters["output head"] or parameters["embedding"], **plain}
             return _StageParts(

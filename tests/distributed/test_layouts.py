@@ -51,7 +51,19 @@ CASES += [
     ("deepseek-v3-four-heads", 1, 8, "shared_memory", 1, 0),
     ("qwen3-moe-eight-heads", 4, 1, "shared_memory", 3, 0),
 ]
-NEWER = ("glm4-moe-lite-odd", "kimi-k25-tied", "minimax-m2", "ernie-odd", "dots1", "hunyuan", "hy-v3", "granite-shared")
+NEWER = (
+    "glm4-moe-lite-odd",
+    "kimi-k25-tied",
+    "minimax-m2",
+    "ernie-odd",
+    "dots1",
+    "hunyuan",
+    "hy-v3",
+    "granite-shared",
+    "mistral4",
+    "llama4",
+    "step3p7",
+)
 CASES += [(name, 2, 2, "all_to_all", 2, MIDDLE) for name in NEWER]
 CASES += [("deepseek-v2-lite", 1, 4, "allgather", 2, MIDDLE)]  # with an odd number of heads
 

@@ -17,8 +17,8 @@ ABSENT = object()
 DEEPSEEK = ("deepseek-v2", "deepseek-v3")
 LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 GROUPED = ("qwen2-moe", "qwen3-moe", "olmoe", "glm4-moe", "gpt-oss")
-NEWER_LATENT = ("glm4-moe-lite", "kimi-k25")
-NEWER_GROUPED = ("minimax-m2", "ernie", "dots1", "hunyuan", "hy-v3", "granite")
+NEWER_LATENT = ("glm4-moe-lite", "kimi-k25", "mistral4")
+NEWER_GROUPED = ("minimax-m2", "ernie", "dots1", "hunyuan", "hy-v3", "granite", "llama4")
 EVERY = ("mixtral", *DEEPSEEK, *GROUPED, *NEWER_LATENT, *NEWER_GROUPED)
 IN_GROUPS = (*DEEPSEEK, "glm4-moe-groups")
 QWEN = ("qwen2-moe", "qwen3-moe")
@@ -36,7 +36,7 @@ def num_experts_key(name: str) -> str:
         return "n_routed_experts"
     if name == "ernie":
         return "moe_num_experts"
-    return "num_local_experts" if name in ("mixtral", "gpt-oss", "minimax-m2", "granite") else "num_experts"
+    return "num_local_experts" if name in ("mixtral", "gpt-oss", "minimax-m2", "granite", "llama4") else "num_experts"
 
 
 def top_k_key(name: str) -> str:
@@ -44,7 +44,7 @@ def top_k_key(name: str) -> str:
 
 
 def expert_width_key(name: str) -> str:
-    named_so = ("mixtral", "olmoe", "gpt-oss", "minimax-m2", "hunyuan", "granite")
+    named_so = ("mixtral", "olmoe", "gpt-oss", "minimax-m2", "hunyuan", "granite", "llama4")
     return "intermediate_size" if name in named_so else "moe_intermediate_size"
 
 
@@ -126,6 +126,24 @@ WRONG: list[tuple[tuple[str, ...], str, tuple[Any, ...]]] = [
     (("hy-v3",), "mlp_bias", (True,)),
     *((("granite",), key, NOT_A_NUMBER) for key in ("embedding_multiplier", "attention_multiplier")),
     *((("granite",), key, NOT_A_NUMBER) for key in ("residual_multiplier", "logits_scaling")),
+    (("mistral4",), "n_group", (*NOT_AN_INTEGER, 2)),
+    (("mistral4",), "norm_topk_prob", NOT_A_FLAG),
+    (("llama4",), "num_experts_per_tok", (2,)),
+    (("llama4",), "attention_chunk_size", (0, -7)),
+    (("llama4",), "no_rope_layers", ([1, 0], [1, 1, 2, 1], "all")),
+    (("llama4",), "layer_types", (["full_attention"], ["sliding_attention"] * 4)),
+    (("llama4",), "attn_temperature_tuning", (7,)),
+    (("llama4",), "floor_scale", NOT_AN_INTEGER),
+    (("llama4",), "attn_scale", NOT_A_NUMBER),
+    (("llama4-odd",), "interleave_moe_layer_step", NOT_AN_INTEGER),
+    (("llama4-odd",), "intermediate_size_mlp", (*NOT_AN_INTEGER, ABSENT)),
+    (("step3p7",), "moe_layers_enum", ("1,two", 3)),
+    (("step3p7",), "swiglu_limits", ([0.0], [0.0, -1, 0.0, 0.0], 7.0)),
+    (("step3p7",), "swiglu_limits_shared", ([0.0, "x", 0.0, 0.0],)),
+    (("step3p7",), "layer_types", (["full_attention"], ["chunked_attention"] * 4)),
+    (("step3p7",), "share_expert_dim", (*NOT_AN_INTEGER, ABSENT)),
+    (("step3p7",), "sliding_window", (*NOT_AN_INTEGER, ABSENT)),
+    (("step3p7",), "use_bidirectional_attention", (True,)),
     (("granite-shared",), "shared_intermediate_size", (-1, "two")),
 ]
 
@@ -135,7 +153,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8, "original_max_position_embeddings"
 SCALINGS: list[tuple[dict[str, Any], str]] = [
     ({"type": "spiral", "factor": 2.0}, "rope_type='spiral'"),
     ({"type": "linear"}, "rope_scaling.factor is missing"),
-    (LLAMA3 | {"high_freq_factor": 4}, "high_freq_factor=4"),
+    (LLAMA3 | {"high_freq_factor": 3}, "high_freq_factor=3"),
     (YARN | {"factor": None}, "rope_scaling.factor is missing"),
     *((YARN | {"factor": value}, f"rope_scaling.factor={value!r}") for value in (*NOT_A_NUMBER, 0.5)),
     (YARN | {"original_max_position_embeddings": 0}, "rope_scaling.original_max_position_embeddings=0"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeserve.ops.interfaces import ClampedSwiGLU, SwiGLU
+from moeserve.ops.interfaces import ClampedSwiGLU, LimitedSwiGLU, SwiGLU
 from moeserve.triton_kernels.activation import gated_activation
 
 GPT_OSS = dict(alpha=1.702, limit=7.0)
@@ -33,6 +33,7 @@ def test_results_equal_the_reference(shape: tuple[int, ...], dtype: torch.dtype)
     gate, up = gate_up.chunk(2, dim=-1)
     assert_close(gated_activation(gate_up, "swiglu"), SwiGLU()(gate, up))
     assert_close(gated_activation(gate_up, "clamped_swiglu", **GPT_OSS), ClampedSwiGLU(**GPT_OSS)(gate, up))
+    assert_close(gated_activation(gate_up, "limited_swiglu", limit=1.3), LimitedSwiGLU(1.3)(gate, up))
 
 
 def test_strided_rows() -> None:
@@ -50,5 +51,6 @@ def test_extremes_equal_torch() -> None:
     for actual, expected in (
         (gated_activation(gate_up, "swiglu")[0], SwiGLU()(gate, up)),
         (gated_activation(gate_up, "clamped_swiglu", **GPT_OSS)[0], ClampedSwiGLU(**GPT_OSS)(gate, up)),
+        (gated_activation(gate_up, "limited_swiglu", limit=7.0)[0], LimitedSwiGLU(7.0)(gate, up)),
     ):
         torch.testing.assert_close(actual, expected, rtol=2e-6, atol=1e-30, equal_nan=True)

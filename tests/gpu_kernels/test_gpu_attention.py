@@ -89,7 +89,7 @@ def test_random_steps(seed: int, is_latent: bool) -> None:
     else:
         num_kv_heads = draw.choice([1, 2, 3])
         num_heads = num_kv_heads * draw.choice([1, 2, 3, 7, 18])
-        window = draw.choice([None, None, 1, 5, 100])
+        window = draw.choice([None, None, 1, 5, 100, -7, -33])
         shape = Shape(num_heads, num_kv_heads, draw.choice([16, 20, 64, 80]), window, draw.choice([False, True]))
     check(make_case([(1, 30), *lengths], shape, block_size=draw.choice([1, 3, 16, 64]), dtype=dtype, seed=seed))
 
@@ -98,11 +98,12 @@ def test_random_steps(seed: int, is_latent: bool) -> None:
     ("shape", "lengths"),
     [
         (Shape(3, 1, 16), [(45, 120), (45, 45), (1, 70)]),  # several tiles of rows
+        (Shape(3, 1, 24, window=-16), [(35, 60), (1, 70), (1, 65)]),
         (Shape(3, 1, 136, window=40, with_sinks=True), [(35, 60), (1, 70)]),  # large heads have a loop less
         (Shape(70, 1, 16), [(1, 100), (3, 20)]),  # a group larger than the pairs of a program
         (Shape(128, 1, 576, latent_size=512), [(1, 130), (2, 40)]),  # DeepSeek-V3
     ],
-    ids=["tiles", "large heads", "large group", "DeepSeek-V3"],
+    ids=["tiles", "chunks", "large heads", "large group", "DeepSeek-V3"],
 )
 def test_large_steps(shape: Shape, lengths: list[tuple[int, int]]) -> None:
     check(make_case(lengths, shape, dtype=torch.float16, block_size=64))

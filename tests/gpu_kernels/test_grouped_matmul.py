@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from moeserve.ops.interfaces import ClampedSwiGLU, OpenWeights, SwiGLU
+from moeserve.ops.interfaces import ClampedSwiGLU, LimitedSwiGLU, OpenWeights, SwiGLU
 from moeserve.ops.torch.products import TorchProduct
 from moeserve.triton_kernels import grouped_matmul as module
 from moeserve.triton_kernels.grouped_matmul import grouped_matmul, grouped_matmul_slots, max_tiles
@@ -25,7 +25,12 @@ from moeserve.triton_kernels.tuning import Config, Problem
 SWAPPED = Config(16, 64, 32, num_warps=4, num_stages=2, programs_per_sm=1, group_m=2)
 STRAIGHT = Config(64, 32, 32, num_warps=4, num_stages=2, programs_per_sm=1, group_m=2)
 CONFIGS = [SWAPPED, STRAIGHT]
-REFERENCE_ACTIVATIONS = {None: None, "swiglu": SwiGLU(), "clamped_swiglu": ClampedSwiGLU(alpha=1.3, limit=0.8)}
+REFERENCE_ACTIVATIONS = {
+    None: None,
+    "swiglu": SwiGLU(),
+    "clamped_swiglu": ClampedSwiGLU(alpha=1.3, limit=0.8),
+    "limited_swiglu": LimitedSwiGLU(limit=0.8),
+}
 CLAMPED = {"alpha": 1.3, "limit": 0.8}
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
 COUNTS = [[5], [0, 0, 3], [70, 0, 1, 9], [1, 0, 0, 0, 0, 0, 0], [0, 40, 0, 17, 33], [0, 0], [2] * 20]

@@ -13,6 +13,7 @@ from paged_steps import NUM_SPARE_BLOCKS, make_step, scatter_blocks
 from torch import Tensor
 
 from moeserve.ops.interfaces import AttentionShape, Kernels, KeyValueCache
+from moeserve.ops.torch.dense_attention import first_visible
 from moeserve.step_inputs import StepInputs
 
 # T tokens, N query heads, G key-value heads, H head size, L size of a value; R rows of one chunk, C positions of its
@@ -87,7 +88,7 @@ def make_case(
             if shape.latent_size is None
             else keys[-1][..., : shape.latent_size]
         )
-        first = 0 if shape.window is None else max(0, context_len - num_rows - shape.window + 1)
+        first = 0 if shape.window is None else first_visible(context_len - num_rows, shape.window)
         for p in range(first, context_len):
             key_cache[ids[p // block_size], :, p % block_size] = keys[-1][p]
             if shape.latent_size is None:
@@ -118,7 +119,7 @@ def random_case(seed: int, dtype: torch.dtype, is_latent: bool) -> tuple[Case, T
             num_heads=num_kv_heads * draw.choice([1, 2, 3, 4, 5, 7, 8]),
             num_kv_heads=num_kv_heads,
             head_size=draw.choice([1, 8, 20, 64, 80, 96, 128, 256]),
-            window=draw.choice([None, None, 1, 5, 100, 300, 10_000]),
+            window=draw.choice([None, None, 1, 5, 100, 300, 10_000, -7, -90]),
             with_sinks=draw.choice([False, True]),
             scale=scale,
         )
@@ -136,7 +137,7 @@ def expected_attention(case: Case) -> tuple[Tensor, Tensor]:
         keys, values = keys_CGH.double(), values_CGL.double()
         for i in range(span.num_rows):
             last = span.context_len - span.num_rows + i
-            first = 0 if case.shape.window is None else max(0, last + 1 - case.shape.window)
+            first = 0 if case.shape.window is None else first_visible(last, case.shape.window)
             query_GnH = case.query_TNH[span.first_row + i].double().unflatten(0, (case.shape.num_kv_heads, -1))
             scores_GnC = torch.einsum("gnh,cgh->gnc", query_GnH, keys[first : last + 1]) * case.scale
             if case.sinks_N is not None:

@@ -52,6 +52,7 @@ SHAPES = {
     "window and sinks": Shape(8, 2, 64, window=150, with_sinks=True),
     "one head, odd size": Shape(1, 1, 33),
     "window, one head each, small heads": Shape(3, 3, 20, window=70),
+    "chunks": Shape(6, 2, 64, window=-90),
     "large heads": Shape(4, 2, 128),
     "groups of 40: longer partitions": Shape(40, 1, 24, with_sinks=True),
     "a group in several items": Shape(110, 1, 16),

@@ -21,6 +21,7 @@ from moeserve.ops.interfaces import (
     ClampedSwiGLU,
     GatedActivation,
     InputChunks,
+    LimitedSwiGLU,
     OpenWeights,
     PackedFormat,
     PackedWeights,
@@ -33,7 +34,12 @@ from moeserve.ops.torch.products import TorchProduct
 pytestmark = needs_kernels
 
 FORMATS: tuple[PackedFormat, ...] = tuple(name for name in get_args(PackedFormat) if name != "mxfp4")
-ACTIVATIONS: tuple[GatedActivation | None, ...] = (None, SwiGLU(), ClampedSwiGLU(alpha=1.7, limit=0.8))
+ACTIVATIONS: tuple[GatedActivation | None, ...] = (
+    None,
+    SwiGLU(),
+    ClampedSwiGLU(alpha=1.7, limit=0.8),
+    LimitedSwiGLU(0.8),
+)
 ROUNDING = {torch.float32: 5e-6, torch.bfloat16: 2**-8}  # of the largest result
 
 

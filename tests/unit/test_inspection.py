@@ -69,6 +69,10 @@ FIGURES = {
     "Hy3": Figures(295, 21, 2 * 80 * 8 * 128),
     "granite-3.0-3b-a800m": Figures(3.3, 0.8, 2 * 32 * 8 * 64),
     "Qwen3-Next-80B-A3B": Figures(80, 3, 2 * 12 * 2 * 256, rounding=0.2),  # model card, in whole billions
+    "Mistral-Small-4": Figures(119, 6, 36 * 320),
+    "Llama-4-Scout": Figures(109, 17, 2 * 48 * 8 * 128),
+    "Llama-4-Maverick": Figures(400, 17, 2 * 48 * 8 * 128),
+    "Step-3.7-Flash": Figures(196, 11, 2 * 45 * 8 * 128),  # of the language model
     "gpt-oss-20b": Figures(20.9, 3.61, 2 * 24 * 8 * 64),  # arXiv 2508.10925
     "gpt-oss-120b": Figures(116.8, 5.13, 2 * 36 * 8 * 64),
 }

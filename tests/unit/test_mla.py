@@ -184,7 +184,7 @@ def test_the_way_with_fewer_multiplications_is_chosen(num_positions: int) -> Non
     assert large_heads.max_absorbed_rows > 2**30  # they are never expanded
 
 
-@pytest.mark.parametrize("window", [None, 1, 6])
+@pytest.mark.parametrize("window", [None, 1, 6, -5])
 @pytest.mark.parametrize(("num_rows", "num_positions"), [(1, 23), (9, 9), (7, 30)])
 @pytest.mark.parametrize("sizes", [(8, 8), (6, 9), (9, 6)])
 def test_dense_attention(
@@ -199,6 +199,8 @@ def test_dense_attention(
     for row in range(num_rows):
         position = num_positions - num_rows + row
         first = 0 if window is None else max(0, position - window + 1)
+        if window is not None and window < 0:
+            first = position // -window * -window
         for head in range(4):
             scores = key[head // 2, first : position + 1].double() @ query[row, head].double() * 0.3
             expected = scores.softmax(0) @ value[head // 2, first : position + 1].double()

@@ -107,6 +107,8 @@ class FlashInfer:
         size = shape.head_size
         if shape.dtype not in DTYPES:
             return f"it computes in 16 bits, not in {shape.dtype}"
+        if shape.window is not None and shape.window < 0:
+            return "it has no chunks of positions"
         if kind == "decode":
             if problem.block_size not in DECODE_BLOCK_SIZES:
                 return f"its blocks have {listed(DECODE_BLOCK_SIZES)} positions, not {problem.block_size}"

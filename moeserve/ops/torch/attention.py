@@ -7,7 +7,7 @@ from torch import Tensor
 
 from moeserve.ops.float8_rows import decode_rows, encode_rows
 from moeserve.ops.interfaces import AttentionShape, ExpandLatents, KeyValueCache, Rotation
-from moeserve.ops.torch.dense_attention import attend_causally, attend_in_float32
+from moeserve.ops.torch.dense_attention import attend_causally, attend_in_float32, first_visible
 from moeserve.ops.torch.elementwise import apply_rope
 from moeserve.step_inputs import ChunkSpan, StepInputs
 
@@ -71,7 +71,8 @@ class TorchAttention:
     ) -> Tensor:
         num_rows, block_size = query_RNH.shape[0], cache.keys.shape[2]
         start = span.context_len - num_rows
-        first = 0 if self.window is None else max(0, start - self.window + 1)
+        # A multiple of the size of chunks: it does not matter from where positions are counted.
+        first = 0 if self.window is None else first_visible(start, self.window)
         first_block = first // block_size
         block_ids_B = block_ids[first_block : -(-span.context_len // block_size)]
         positions = slice(first - first_block * block_size, span.context_len - first_block * block_size)

@@ -25,7 +25,8 @@ def attend_causally(
 
     Args:
         query_RNH: query head n reads key-value head n // (N // G).
-        window: positions that a row attends to at most, its own included; None: all up to its own.
+        window: positions that a row attends to at most, its own included; None: all up to its own. If negative,
+            positions are divided into chunks of -window, and a row attends to those of its own chunk.
         sinks_N: float32, one more score of each query head without a value, or None.
 
     Returns:
@@ -40,7 +41,7 @@ def attend_causally(
     query_RNH, key_GCH, value_GCV = (_widened(heads, size) for heads in (query_RNH, key_GCH, value_GCV))
 
     # For rows that are their whole context torch needs no mask, and skips the masked half.
-    if num_rows == context_len and (window is None or window >= context_len):
+    if num_rows == context_len and (window is None or abs(window) >= context_len):
         return _multiply(query_RNH, key_GCH, value_GCV, scale, visible_RC=None)[..., :value_size]
     rows_at_once = max(1, MAX_MASK_SIZE // context_len)
     pieces = []
@@ -132,5 +133,11 @@ def visible_positions(position_Q: Tensor, num_positions: int, window: int | None
     position_C = torch.arange(num_positions, device=position_Q.device)
     visible_QC = position_C <= position_Q1
     if window is not None:
-        visible_QC &= position_C > position_Q1 - window
+        first_Q1 = position_Q1 - position_Q1 % -window if window < 0 else position_Q1 - window + 1
+        visible_QC &= position_C >= first_Q1
     return visible_QC
+
+
+def first_visible(position: int, window: int) -> int:
+    """Return the first position that a row attends to."""
+    return position - position % -window if window < 0 else max(0, position - window + 1)

@@ -1,0 +1,112 @@
+"""Llama 4: attention within chunks, or to all positions without rotation; one routed expert for each token."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from moeserve.layers.rotary import NO_ROTARY, TemperatureConfig
+from moeserve.models.config_values import ConfigValues
+from moeserve.models.family import DecoderPart, Family, MoENames
+from moeserve.models.fields import (
+    feed_forwards_of,
+    read_attention,
+    read_model,
+    read_num_experts,
+    read_num_layers,
+    read_width,
+)
+from moeserve.models.model_config import LayerConfig, ModelConfig
+from moeserve.moe.layer import MoEConfig
+from moeserve.moe.shared import SharedExpertsConfig
+from moeserve.ops.interfaces import RouterConfig
+
+LAYER_TYPES = ("full_attention", "chunked_attention")
+
+
+def read(config: ConfigValues) -> ModelConfig:
+    num_experts, top_k = read_num_experts(config, "num_local_experts", "num_experts")
+    config.require("num_experts_per_tok", 1)
+    width = read_width(config, "intermediate_size")
+    moe = MoEConfig(
+        router=RouterConfig(num_experts=num_experts, top_k=top_k, scoring="sigmoid"),
+        expert_width=width,
+        shared=SharedExpertsConfig(width=width),
+        weighs_inputs=True,
+    )
+    num_layers = read_num_layers(config)
+    step = config.integer("interleave_moe_layer_step", 1)
+    sparse = config.layer_numbers("moe_layers", num_layers) or frozenset(range(step - 1, num_layers, step))
+    is_dense = [index not in sparse for index in range(num_layers)]
+    feed_forwards = feed_forwards_of(config, moe, is_dense, width_key="intermediate_size_mlp")
+
+    has_bias = config.flag("attention_bias", default=False)
+    rotated = read_attention(
+        config,
+        is_interleaved=True,
+        has_norm_weights=False,
+        normalized="head" if config.flag("use_qk_norm", default=True) else "no",
+        has_bias=has_bias,
+        has_output_bias=has_bias,
+    )
+    plain = dataclasses.replace(
+        rotated, rotary=NO_ROTARY, normalized="no", temperature=_read_temperature(config, rotated.head_dim)
+    )
+    chunk = config.optional_integer("attention_chunk_size")
+    rotates = _read_rotated_layers(config, num_layers)
+    is_chunked = config.flags_of_layers("layer_types", LAYER_TYPES, num_layers) or rotates
+    attentions = [
+        dataclasses.replace(
+            rotated if is_rotated else plain, window=-chunk if has_chunks and chunk is not None else None
+        )
+        for is_rotated, has_chunks in zip(rotates, is_chunked, strict=True)
+    ]
+    layers = [
+        LayerConfig(attention=attention, feed_forward=feed_forward)
+        for attention, feed_forward in zip(attentions, feed_forwards, strict=True)
+    ]
+    return read_model(config, layers)
+
+
+def _read_temperature(config: ConfigValues, head_dim: int) -> TemperatureConfig | None:
+    """Return the factor of queries in layers without rotation."""
+    config.require("attn_temperature_tuning", True, False, 4, 0)  # the numbers are those of early configs
+    if not config.values.get("attn_temperature_tuning", True):
+        return None
+    return TemperatureConfig(
+        dim=head_dim,
+        weight=config.number("attn_scale", 0.1),
+        length=config.integer("floor_scale", 8192),
+        offset=1,
+    )
+
+
+def _read_rotated_layers(config: ConfigValues, num_layers: int) -> list[bool]:
+    """Return True for each layer with a rotary embedding."""
+    listed = config.values.get("no_rope_layers")
+    if not listed:
+        interval = config.integer("no_rope_layer_interval", 4)
+        return [(index + 1) % interval != 0 for index in range(num_layers)]
+    if not isinstance(listed, list) or len(listed) < num_layers or not all(number in (0, 1) for number in listed):
+        raise config.wrong("no_rope_layers", f"must list 1 or 0 for each of the {num_layers} layers")
+    return [bool(number) for number in listed[:num_layers]]
+
+
+LLAMA4 = Family(
+    name="Llama 4",
+    architecture="Llama4ForConditionalGeneration",
+    other_architectures=("Llama4ForCausalLM",),
+    read=read,
+    names=(
+        MoENames(
+            router="feed_forward.router",
+            experts="feed_forward.experts",
+            is_transposed=True,
+            shared="feed_forward.shared_expert",
+        ),
+    ),
+    dense="feed_forward",
+    decoder_part=DecoderPart(
+        prefixes=(("language_model.", ""),),
+        left_out=("vision_model.", "multi_modal_projector."),
+    ),
+)

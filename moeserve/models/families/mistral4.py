@@ -1,0 +1,63 @@
+"""Mistral-4: latent attention whose queries grow with their position; softmax routing with groups of experts."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from moeserve.layers.rotary import TemperatureConfig
+from moeserve.models.config_values import ConfigValues
+from moeserve.models.family import DecoderPart, Family
+from moeserve.models.fields import (
+    read_grouped_router,
+    read_latent_attention,
+    read_leading_dense,
+    read_model,
+    read_shared_experts,
+    read_width,
+)
+from moeserve.models.model_config import LayerConfig, ModelConfig
+from moeserve.moe.layer import MoEConfig
+
+
+def read(config: ConfigValues) -> ModelConfig:
+    config.require("model_type", "mistral4")
+    attention = read_latent_attention(config, is_interleaved=config.flag("rope_interleave", True))
+    settings = config.rotary_settings()
+    if (weight := settings.optional_number("llama_4_scaling_beta")) is not None:
+        if attention.query_dim % 2:
+            raise config.wrong("qk_nope_head_dim", "must be even for llama_4_scaling_beta")
+        length = settings.integer("original_max_position_embeddings")
+        temperature = TemperatureConfig(dim=attention.query_dim, weight=weight, length=length)
+        attention = dataclasses.replace(attention, temperature=temperature)
+    expert_width = read_width(config, "moe_intermediate_size")
+    router = dataclasses.replace(
+        read_grouped_router(config),
+        experts_rating_group=2,
+        is_normalized=config.flag("norm_topk_prob", default=True),
+    )
+    if router.num_groups > 1 and router.num_experts == router.num_groups:
+        raise config.wrong("n_group", "gives groups of one expert, but groups are rated by their best two")
+    moe = MoEConfig(router=router, expert_width=expert_width, shared=read_shared_experts(config, expert_width))
+    layers = [
+        LayerConfig(attention=attention, feed_forward=feed_forward) for feed_forward in read_leading_dense(config, moe)
+    ]
+    return read_model(config, layers)
+
+
+MISTRAL4 = Family(
+    name="Mistral-4",
+    architecture="Mistral4ForCausalLM",
+    other_architectures=("Mistral3ForConditionalGeneration",),  # with a model for images
+    read=read,
+    decoder_part=DecoderPart(
+        prefixes=(
+            ("language_model.lm_head.", "lm_head."),
+            ("language_model.", ""),
+            ("model.language_model.", "model."),
+        ),
+        left_out=(
+            *("vision_tower.", "multi_modal_projector."),
+            *("model.vision_tower.", "model.multi_modal_projector."),
+        ),
+    ),
+)

@@ -1,0 +1,162 @@
+"""Step-3.7: layers with windows have other heads and frequencies; each head is gated; some networks are limited."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from moeserve.layers.attention import AttentionConfig
+from moeserve.models.config_values import ConfigValues
+from moeserve.models.family import DecoderPart, Family, MoENames
+from moeserve.models.fields import (
+    LAYER_TYPES,
+    read_attention,
+    read_model,
+    read_num_experts,
+    read_num_layers,
+    read_width,
+)
+from moeserve.models.model_config import LayerConfig, MLPConfig, ModelConfig
+from moeserve.moe.layer import MoEConfig
+from moeserve.moe.shared import SharedExpertsConfig
+from moeserve.ops.interfaces import GatedActivation, LimitedSwiGLU, RouterConfig, SwiGLU
+
+
+def read(config: ConfigValues) -> ModelConfig:
+    config = _with_usual_names(config)
+    config.require("attention_bias", False)
+    config.require("mlp_bias", False)
+    config.require("use_bidirectional_attention", False)
+    num_layers = read_num_layers(config)
+    has_window = config.flags_of_layers("layer_types", LAYER_TYPES, num_layers) or [False] * num_layers
+    attentions = {is_windowed: _read_attention(config, is_windowed) for is_windowed in set(has_window)}
+    is_sparse = _read_sparse_layers(config, num_layers)
+    limits = _read_limits(config, "swiglu_limits", num_layers)
+    limits_of_shared = _read_limits(config, "swiglu_limits_shared", num_layers)
+    layers = [
+        LayerConfig(
+            attention=attentions[has_window[index]],
+            feed_forward=_read_experts(config, limits[index], limits_of_shared[index])
+            if is_sparse[index]
+            else MLPConfig(width=read_width(config, "intermediate_size"), activation=limits_of_shared[index]),
+        )
+        for index in range(num_layers)
+    ]
+    return read_model(config, layers)
+
+
+def _with_usual_names(config: ConfigValues) -> ConfigValues:
+    """Return the config with transformers' names instead of the published ones, and lists without prediction layers."""
+    values: dict[str, Any] = dict(config.values)
+    renamed = {
+        "num_attention_groups": "num_key_value_heads",
+        "moe_num_experts": "n_routed_experts",
+        "moe_top_k": "num_experts_per_tok",
+        "share_expert_dims": "share_expert_dim",
+    }
+    for old, new in renamed.items():
+        if old in values:
+            values.setdefault(new, values.pop(old))
+    if isinstance(values.get("attention_other_setting"), dict):
+        values.setdefault("num_sliding_attention_heads", values["attention_other_setting"].get("num_attention_heads"))
+    num_layers = read_num_layers(config)
+    num_padded = num_layers + (config.optional_integer("num_nextn_predict_layers", low=0, high=2**6) or 0)
+    for key, value in values.items():
+        if isinstance(value, list) and len(value) == num_padded:
+            values[key] = value[:num_layers]
+    _name_rotary_settings(values)
+    return ConfigValues(config.path, values)
+
+
+def _name_rotary_settings(values: dict[str, Any]) -> None:
+    """Replace lists of one value per layer by settings for each type of layers, all of which agree."""
+    thetas, fractions = values.get("rope_theta"), values.get("partial_rotary_factors")
+    types = values.get("layer_types")
+    if isinstance(values.get("rope_parameters"), dict) or not isinstance(thetas, list) or not isinstance(types, list):
+        return
+    settings: dict[str, Any] = {}
+    for index, layer_type in enumerate(types[: len(thetas)]):
+        fraction = fractions[index] if isinstance(fractions, list) and index < len(fractions) else 1.0
+        of_layer = dict(rope_type="default", rope_theta=thetas[index], partial_rotary_factor=fraction)
+        settings.setdefault(str(layer_type), of_layer)
+    if isinstance(values.get("rope_scaling"), dict) and "full_attention" in settings:
+        settings["full_attention"] |= values["rope_scaling"]
+    values["rope_parameters"] = settings
+
+
+def _read_attention(config: ConfigValues, is_windowed: bool) -> AttentionConfig:
+    own = config.of_layer_type(LAYER_TYPES[is_windowed])
+    if is_windowed and config.values.get("num_sliding_attention_heads") is not None:
+        num_heads = config.integer("num_sliding_attention_heads", high=2**14)
+        own = ConfigValues(own.path, own.values | {"num_attention_heads": num_heads})
+    attention = read_attention(
+        own,
+        default_fraction=1.0,
+        normalized="head",
+        has_head_gates=True,
+        window=config.integer("sliding_window") if is_windowed else None,
+    )
+    if (scalar := config.optional_number("query_pre_attn_scalar")) is not None:
+        attention = dataclasses.replace(attention, scale=scalar**-0.5)
+    return attention
+
+
+def _read_experts(config: ConfigValues, activation: GatedActivation, of_shared: GatedActivation) -> MoEConfig:
+    num_experts, top_k = read_num_experts(config, "n_routed_experts", "num_local_experts")
+    return MoEConfig(
+        router=RouterConfig(
+            num_experts=num_experts,
+            top_k=top_k,
+            scoring="sigmoid",
+            is_normalized=True,
+            has_correction=True,
+            scale=config.number("moe_router_scaling_factor", 1.0),
+        ),
+        expert_width=read_width(config, "moe_intermediate_size"),
+        activation=activation,
+        shared=SharedExpertsConfig(width=read_width(config, "share_expert_dim"), activation=of_shared),
+    )
+
+
+def _read_sparse_layers(config: ConfigValues, num_layers: int) -> list[bool]:
+    """Return True for each layer with experts."""
+    listed = config.flags_of_layers("mlp_layer_types", ("dense", "sparse"), num_layers)
+    if listed is not None:
+        return listed
+    numbers = config.values.get("moe_layers_enum")
+    if numbers is None:
+        return [index >= 3 for index in range(num_layers)]
+    items = numbers.split(",") if isinstance(numbers, str) else numbers
+    if not isinstance(items, list) or not all(str(item).strip().isdigit() for item in items):
+        raise config.wrong("moe_layers_enum", "must list the numbers of layers")
+    return [index in {int(item) for item in items} for index in range(num_layers)]
+
+
+def _read_limits(config: ConfigValues, key: str, num_layers: int) -> list[GatedActivation]:
+    """Return the activation of each layer. A limit of null or 0 is none."""
+    limits = config.values.get(key) or [None] * num_layers
+    if not isinstance(limits, list) or len(limits) != num_layers:
+        raise config.wrong(key, f"must list a limit for each of the {num_layers} layers")
+    if not all(limit is None or (type(limit) in (int, float) and limit >= 0) for limit in limits):
+        raise config.wrong(key, "must list numbers of at least 0, or null")
+    return [LimitedSwiGLU(float(limit)) if limit else SwiGLU() for limit in limits]
+
+
+STEP3P7 = Family(
+    name="Step-3.7",
+    architecture="Step3p7ForConditionalGeneration",
+    read=read,
+    names=(
+        MoENames(
+            router="moe.gate",
+            correction="moe.router_bias",
+            experts="moe",
+            shared="share_expert",
+        ),
+    ),
+    norm_offset=1.0,
+    decoder_part=DecoderPart(
+        prefixes=(("model.language_model.", "model."),),
+        left_out=("vision_model.", "vit_large_projector.", "model.vision_model.", "model.multi_modal_projector."),
+    ),
+)
