@@ -15,6 +15,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 # Disturbances that must not change a reference's tokens: see Reference.is_clear.
@@ -22,7 +23,8 @@ SMALLEST_GAP = 4e-3  # between the two largest logits; float32 results differ by
 ROUTER_NOISE = 3e-5  # relative to each value that a router sees; float32 results differ by about 1e-6
 
 # The chunked form of the gated delta rule differs by up to 1e-3 from the rule itself, which is in the same file.
-modeling_qwen3_next.torch_chunk_gated_delta_rule = modeling_qwen3_next.torch_recurrent_gated_delta_rule
+for modeling in (modeling_qwen3_next, modeling_qwen3_5_moe):
+    modeling.torch_chunk_gated_delta_rule = modeling.torch_recurrent_gated_delta_rule
 
 DEFAULTS: dict[str, Any] = dict(
     vocab_size=101,
@@ -293,6 +295,25 @@ SHAPES = {
         linear_conv_kernel_dim=4,
         initializer_range=0.2,
         seed=2,
+    ),
+    # its projections are joined otherwise than those of Qwen3-Next; a model for images beside it
+    "qwen3.5-moe": shape(
+        "Qwen3_5Moe",
+        sizes(hidden=36, layers=4, vocab=131),
+        heads(6, 2, 16),
+        experts(7, 3, 15),
+        rope(),
+        shared_expert_intermediate_size=21,
+        layer_types=["linear_attention", "linear_attention", FULL, "linear_attention"],
+        linear_num_key_heads=3,
+        linear_num_value_heads=3,
+        linear_key_head_dim=6,
+        linear_value_head_dim=11,
+        linear_conv_kernel_dim=3,
+        initializer_range=0.15,
+        rms_norm_eps=1e-3,  # with less, small outputs of a head are magnified so much that rounding shows
+        beside_text=SMALL_VISION,
+        seed=0,
     ),
     "qwen3-moe": shape(
         "Qwen3Moe",

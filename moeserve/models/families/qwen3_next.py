@@ -1,10 +1,13 @@
-"""Qwen3-Next: three of four layers are gated delta networks; the others have attention whose output is gated."""
+"""Qwen3-Next and Qwen3.5: three of four layers are gated delta networks; the others have attention with gated outputs.
+
+Positions of text are the same along all axes of Qwen3.5's rotary embedding, which is then an ordinary one.
+"""
 
 from __future__ import annotations
 
 from moeserve.layers.gated_delta import GatedDeltaConfig
 from moeserve.models.config_values import ConfigValues
-from moeserve.models.family import Family, MoENames
+from moeserve.models.family import DecoderPart, Family, MoENames
 from moeserve.models.fields import (
     read_attention,
     read_model,
@@ -73,10 +76,21 @@ def _read_is_full(config: ConfigValues) -> list[bool]:
     return [(number + 1) % interval == 0 for number in range(num_layers)]
 
 
+NAMES = (MoENames(shared="mlp.shared_expert"),)
+
 QWEN3_NEXT = Family(
     name="Qwen3-Next",
     architecture="Qwen3NextForCausalLM",
     read=read,
-    names=(MoENames(shared="mlp.shared_expert"),),
+    names=NAMES,
+    decoder_part=DecoderPart(left_out=("mtp.",)),
+    norm_offset=1.0,
+)
+QWEN3_5_MOE = Family(
+    name="Qwen3.5-MoE",
+    architecture="Qwen3_5MoeForConditionalGeneration",
+    read=read,
+    names=NAMES,
+    decoder_part=DecoderPart(prefixes=(("model.language_model.", "model."),), left_out=("model.visual.", "mtp.")),
     norm_offset=1.0,
 )
