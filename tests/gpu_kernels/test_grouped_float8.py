@@ -93,6 +93,11 @@ def test_shared_tiles(config: Config, num_splits: int) -> None:
         assert not arrivals.any()
         # Three sums in float32 are added in another order: a few units in the last place of the largest sum.
         torch.testing.assert_close(given_RC, expected_RC, rtol=0, atol=float(expected_RC.abs().max()) * 2**-20)
+    # Programs that are not the last of a tile write no results: here none is.
+    out_scale_RF = torch.full((40, 2), -1.0)
+    arrivals -= 100
+    grouped_matmul(**options, counts_e=None, arrivals=arrivals, config=split, out_scale_RF=out_scale_RF)
+    assert (out_scale_RF == -1).all()
 
 
 def test_rows_in_8_bits_are_not_quantised_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,3 +143,20 @@ def test_rows_in_8_bits_are_not_quantised_again(monkeypatch: pytest.MonkeyPatch)
     # A number is within half a step of its code: 2**-4 of itself, or of the smallest normal code.
     largest = rows.abs().amax(1, keepdim=True).float()
     assert ((plain_rows(given).float() - rows).abs() <= rows.float().abs() * 2**-4 + largest / 448 * 2**-9).all()
+
+
+def test_products_quantise_only_rows_that_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spare rows and slots are left out by the counts; the source of gathered rows has none."""
+    counts_e, rows = torch.tensor([3, 0, 6]), source().normal(12, NUM_INPUTS)
+    product = TritonBlockProduct(draw_weights(source(), 3, 64, NUM_INPUTS, is_fp8=True))
+    given: list[Tensor | None] = []
+
+    def record(x_TD: Tensor, *, counts_e: Tensor | None = None, **options: Any) -> tuple[Tensor, Tensor]:
+        given.append(counts_e)
+        return quantize_blocks(x_TD, counts_e=counts_e, **options)
+
+    monkeypatch.setattr(products, "quantize_blocks", record)
+    product.multiply_rows(rows, counts_e, True)
+    product.multiply_rows(rows, counts_e, True, Gather(torch.arange(9), 1))
+    product.multiply_slots(rows.view(3, 4, -1), counts_e.clamp(max=4))
+    assert [None if each is None else each.tolist() for each in given] == [[3, 0, 6], None, [3, 0, 4]]
