@@ -313,7 +313,7 @@ SHAPES = {
         initializer_range=0.15,
         rms_norm_eps=1e-3,  # with less, small outputs of a head are magnified so much that rounding shows
         beside_text=SMALL_VISION,
-        seed=0,
+        seed=1,
     ),
     "qwen3-moe": shape(
         "Qwen3Moe",
@@ -889,10 +889,15 @@ def save_large_mixtral(folder: Path, *, hidden_size: int, expert_width: int, **s
 def in_the_style_of_the_hub(values: dict[str, Any]) -> dict[str, Any]:
     """Convert a config.json of transformers 5 to the style of the hub: older names, and keys that only some have."""
     if "text_config" in values:
-        family = {"deepseek_v3": "DeepseekV3", "mistral4": "Mistral4", "step3p5": "Step3p7"}
+        family = {
+            "deepseek_v3": "DeepseekV3",
+            "mistral4": "Mistral4",
+            "step3p5": "Step3p7",
+            "qwen3_5_moe_text": "Qwen3_5Moe",
+        }
         of_text = f"{family[values['text_config']['model_type']]}ForCausalLM"
         text = in_the_style_of_the_hub(values["text_config"] | dict(architectures=[of_text]))
-        architecture = values["architectures"][0].replace("_", "")
+        architecture = values["architectures"][0].replace("Kimi_", "Kimi")
         return values | dict(architectures=[architecture], torch_dtype=values["dtype"], text_config=text)
     values = {key: value for key, value in values.items() if key not in ("qk_head_dim", "transformers_version")}
     family = values["architectures"][0].removesuffix("ForCausalLM")
