@@ -175,7 +175,8 @@ class CudaGraphs:
         own.block_table[:num_requests, :num_blocks].copy_(step.block_table)
         for memory, rows in zip(own.states or (), step.states or (), strict=True):
             memory.copy_(rows)
-        self.model.dispatchers.prepare(own.tokens_per_rank)  # collective: all ep ranks
+        # Halves are dispatched by the size of the larger one. Collective: all ep ranks.
+        self.model.dispatchers.prepare(own.halves[0].most_per_rank if own.halves else own.tokens_per_rank)
         replay, outputs = self._captured[size]
         replay()
         self.on_layers()  # the GPU computes them, while this thread prepares the head

@@ -15,7 +15,7 @@ from moeserve.distributed.groups import Groups
 from moeserve.distributed.mesh import share_sizes
 from moeserve.errors import CheckpointError
 from moeserve.expert_placement.placement import Placement
-from moeserve.layers.attention import Attention, AttentionConfig
+from moeserve.layers.attention import Attention
 from moeserve.layers.context import ModelContext
 from moeserve.layers.weights import allocate_parameters
 from moeserve.machine import free_memory, shown_bytes
@@ -63,7 +63,7 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
     else:
         placements = description.model.slice_experts(groups.ep.world_size)
     context = ModelContext(
-        _select_kernels(config, description, device),
+        _select_kernels(config, device),
         groups,
         dtype,
         device,
@@ -135,28 +135,21 @@ def _open_dispatchers(
     return open_dispatchers(config, shape, context.groups.ep, context)
 
 
-def _select_kernels(config: EngineConfig, description: registry.Description, device: torch.device) -> Kernels:
-    """Return this rank's kernels. Latent attention always runs on our own.
+def _select_kernels(config: EngineConfig, device: torch.device) -> Kernels:
+    """Return this rank's kernels.
 
     Raises:
         SettingsError: a library that the config names cannot be used.
     """
-    kernels = _select_attention(config, description, device)
+    if config.batch_invariant:
+        kernels = select_kernels(device, batch_invariant=True)
+    else:
+        kernels = select_kernels(device, config.attention_backend, config.block_size)
     if config.product_backend == "triton":
         return kernels
     from moeserve.ops.libraries.deep_gemm import with_deep_gemm
 
     return with_deep_gemm(kernels, device, getattr(torch, config.dtype))
-
-
-def _select_attention(config: EngineConfig, description: registry.Description, device: torch.device) -> Kernels:
-    if config.batch_invariant:
-        return select_kernels(device, batch_invariant=True)
-    if any(isinstance(layer.attention, AttentionConfig) for layer in description.model.layers):
-        return select_kernels(device, config.attention_backend, config.block_size)
-    if config.attention_backend != "triton":
-        logger.info("latent attention runs on our kernels, not on %s", config.attention_backend)
-    return select_kernels(device)
 
 
 def _too_large(config: EngineConfig, memory: LoadingMemory, free: int) -> str:

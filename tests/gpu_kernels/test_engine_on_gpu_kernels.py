@@ -25,6 +25,7 @@ from moeserve.moe.experts import Experts
 from moeserve.ops.interfaces import KeyValueCache, SwiGLU
 from moeserve.ops.libraries import flashinfer as flashinfer_attention
 from moeserve.ops.libraries.attention import LibraryAttention
+from moeserve.ops.libraries.latent import LibraryLatentAttention
 from moeserve.ops.select import select_kernels
 from moeserve.ops.triton import pairs as triton_pairs
 from moeserve.ops.triton.attention import TritonAttention, TritonLatentAttention
@@ -213,6 +214,13 @@ def test_tokens_with_another_library_equal_transformers(
         assert_greedy_tokens(llm, reference)
     assert flashinfer.num_decodes > 0
     assert (flashinfer.num_runs > 0) == (name != "gpt-oss")
+
+
+def test_latent_attention_may_use_another_library(
+    flashinfer: attention_stand_ins.FlashInfer, reference_named: Callable[[str], Reference]
+) -> None:
+    with started(reference_named("deepseek-v3")) as llm:
+        assert isinstance(model_of(llm).layers[0].attention.backend, LibraryLatentAttention)
 
 
 def test_expected_rows_determine_the_tiles_of_experts(gpu_kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:

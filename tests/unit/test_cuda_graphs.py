@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import pytest
@@ -13,8 +15,12 @@ from torch import Tensor
 
 from moeserve.distributed.groups import groups_of_one_rank
 from moeserve.distributed.mesh import Mesh
+from moeserve.layers.context import ModelContext
+from moeserve.models.decoder import Decoder
+from moeserve.models.registry import describe
 from moeserve.moe.dispatch.factory import TorchDispatchers
 from moeserve.ops import side_stream
+from moeserve.ops.select import select_kernels
 from moeserve.sampling_params import RequestParams
 from moeserve.scheduling.lockstep import Intent, agree, make_row
 from moeserve.step_inputs import StepInputs
@@ -26,6 +32,15 @@ from moeserve.worker.request_table import RequestTable
 from moeserve.worker.step_replay import StepContext, StepOutputs
 
 ONE_RANK = Mesh(tp=1, dp=1)
+PUBLISHED = json.loads((Path(__file__).parent / "published_configs.json").read_text())
+
+
+class FakeDispatchers:
+    def __init__(self) -> None:
+        self.prepared: list[Sequence[int]] = []  # tokens of each rank
+
+    def prepare(self, tokens_per_rank: Sequence[int]) -> None:
+        self.prepared.append(tokens_per_rank)
 
 
 class FakeModel:
@@ -35,7 +50,7 @@ class FakeModel:
         self.embedding = torch.nn.Linear(1, 1)
         self.head = None
         self.groups = groups_of_one_rank()
-        self.dispatchers = TorchDispatchers("local", self.groups.ep, torch.device("cpu"))
+        self.dispatchers = FakeDispatchers()
         self.steps: list[StepInputs] = []
 
     def __call__(self, step: StepInputs, caches: list[Any]) -> Tensor:
@@ -167,6 +182,24 @@ def test_halves_of_captured_steps() -> None:
     assert (first.rows_before, second.rows_before) == (0, 4)
     assert second.padding is not None
     assert second.padding.tolist() == [False, True]
+
+
+def test_buffers_are_prepared_for_what_a_graph_dispatches() -> None:
+    """The halves of a step may use DeepEP's low-latency kernels although the whole step would not."""
+    rank = Rank((2, 6), Mesh(tp=1, dp=2), halving=HalvingLimits(decode=4))
+    for num_tokens, size in ((5, 6), (1, 2)):
+        rank.graphs(rank.inputs(num_tokens, (num_tokens, 1), size))
+    assert rank.model.dispatchers.prepared == [(3, 3), (2, 2)]
+
+
+@pytest.mark.parametrize(("model", "is_captured"), [("Qwen3-Next-80B-A3B", False), ("Qwen3-30B-A3B", True)])
+def test_no_graph_holds_recurrent_states(model: str, is_captured: bool, tmp_path: Path) -> None:
+    """The host reads their rows."""
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[model]))
+    config, meta, groups = describe(tmp_path).model, torch.device("meta"), groups_of_one_rank()
+    context = ModelContext(select_kernels(meta), groups, torch.bfloat16, meta)
+    decoder = Decoder(config, config.place_experts(1), TorchDispatchers("local", groups.ep, context), context)
+    assert bool(graph_sizes(8, ONE_RANK, decoder.is_capturable)) == is_captured
 
 
 def test_memory_of_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
