@@ -124,6 +124,10 @@ def resolve(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
     )
+    dispatcher: DispatcherName = "allgather"
+    if expert_parallel:
+        dispatcher = _choose_dispatcher(parallel, device, prefers_deepep=not model.batch_invariant)
+    _check_deepep(parallel, dispatcher)
     executor = _choose_executor(parallel, machine.cores_of_nodes)
     _check_kv_store(cache)
     has_float8_cache = is_float8_cache(cache.kv_cache_dtype, checkpoint.has_latent_attention)
@@ -181,9 +185,7 @@ def resolve(
         ray_compiled_graph=parallel.ray_compiled_graph,
         network_interface=parallel.network_interface,
         expert_parallel=expert_parallel,
-        dispatcher=_choose_dispatcher(parallel, device, prefers_deepep=not model.batch_invariant)
-        if expert_parallel
-        else "allgather",
+        dispatcher=dispatcher,
         dispatcher_may_change=parallel.dispatcher == "auto",
         deepep_low_latency_tokens=parallel.deepep_low_latency_tokens,
         deepep_api=None if parallel.deepep_api == "auto" else parallel.deepep_api,
@@ -308,6 +310,16 @@ def _choose_dispatcher(parallel: ParallelSettings, device: str, *, prefers_deepe
             f"dispatcher='local' is for one rank, and there are {num_ranks}; use 'allgather', 'all_to_all' or 'auto'"
         )
     return wanted
+
+
+def _check_deepep(parallel: ParallelSettings, dispatcher: DispatcherName) -> None:
+    """Raise SettingsError for settings of DeepEP that another dispatcher would ignore."""
+    for name, default in (("deepep_float8", False), ("deepep_api", "auto")):
+        value = getattr(parallel, name)
+        if value != default and dispatcher != "deepep":
+            raise SettingsError(
+                f"{name}={shown(value)} is for dispatcher='deepep', and the dispatcher is {dispatcher!r}; leave it out"
+            )
 
 
 def _check_device(model: ModelSettings, device: str, dtype: DtypeName, machine: MachineFacts) -> None:

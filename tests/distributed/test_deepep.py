@@ -31,6 +31,7 @@ from moeserve.distributed.groups import Groups
 from moeserve.distributed.store import connect_store
 from moeserve.distributed.torch_group import as_torch_group
 from moeserve.expert_placement.placement import Placement
+from moeserve.layers.attention import CacheSize
 from moeserve.models.decoder import Decoder
 from moeserve.models.registry import describe
 from moeserve.moe.dispatch.all_to_all import AllToAllDispatcher
@@ -458,14 +459,14 @@ def run_halves(place: Place, folder: str) -> dict[str, list[str]]:
             num_own = tokens[place.rank]
             step = prompt_step(num_own, tokens)
             whole = model_of(folder, here.dispatcher(case, Setup(package, most_of_whole)))
-            whole_TD = whole(step, whole.make_caches(1, 16))
+            whole_TD = whole(step, whole.make_caches(CacheSize(1, 16)))
             dispatcher = here.dispatcher(case, Setup(package, 4))
             timeline = cast(Any, dispatcher.communicator).buffer.timeline
             model = model_of(folder, dispatcher)
             for layer in model.layers:
                 layer.attention.register_forward_pre_hook(lambda *_, log=timeline: log.append("attention"))
                 layer.feed_forward.experts.register_forward_pre_hook(lambda *_, log=timeline: log.append("experts"))
-            halved_TD = model(in_halves(step, tp=1, tp_rank=0), model.make_caches(1, 16))
+            halved_TD = model(in_halves(step, tp=1, tp_rank=0), model.make_caches(CacheSize(1, 16)))
             timelines[name] = list(timeline)
             assert torch.equal(halved_TD, whole_TD), name
             assert len(halved_TD) == num_own

@@ -14,6 +14,7 @@ import torch
 
 from moeserve.bench.gpu import fake_device
 from moeserve.distributed.groups import groups_of_one_rank
+from moeserve.layers.attention import CacheSize
 from moeserve.layers.context import ModelContext
 from moeserve.models.decoder import Decoder
 from moeserve.models.registry import describe
@@ -99,7 +100,7 @@ def test_streams(device: fake_device.FakeDevice, tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     for weight in model.parameters():
         weight.normal_(0.0, 0.3, generator=generator)
-    caches = model.make_caches(NUM_TOKENS, 16)
+    caches = model.make_caches(CacheSize(NUM_TOKENS, 16))
     overlaps: list[bool] = []
 
     def note(*_: Any) -> None:

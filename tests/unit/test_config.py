@@ -158,6 +158,8 @@ def test_wrong_values_are_refused_by_name(option: str, value: object, named: str
         (dict(data_parallel_size=2, dispatcher="local"), ["dispatcher='local'", "'all_to_all'"]),
         (dict(data_parallel_size=2, dispatcher="deepep"), ["dispatcher='deepep'", "device='cpu'"]),
         (dict(dispatcher="deepep", **ON_GPU), ["dispatcher='deepep'", "1 rank"]),
+        (dict(deepep_float8=True, data_parallel_size=2), ["deepep_float8=True", "'shared_memory'"]),
+        (dict(deepep_api="legacy", dispatcher="all_to_all", **ON_GPUS), ["deepep_api='legacy'", "'all_to_all'"]),
         (dict(dispatcher="shared_memory"), ["dispatcher='shared_memory'", "1 rank"]),
         (dict(dispatcher="shared_memory", **ON_GPUS), ["dispatcher='shared_memory'", "device='cuda'"]),
         (dict(tensor_parallel_size=4, data_parallel_size=4, num_cores=2), ["16 ranks", "2 CPU cores", "at most 8"]),

@@ -79,6 +79,8 @@ def test_auto(shape: ExpertShape, tp: int, numbers: Numbers, is_sliced: bool) ->
         (dict(expert_loads="loads.json"), CPU, "expert_loads='loads.json'"),
         (dict(rebalance="auto"), CPU, "rebalance='auto'"),
         (dict(dispatcher="all_to_all"), CPU, "dispatcher='all_to_all'"),
+        (dict(deepep_float8=True), GPU, "deepep_float8=True"),
+        (dict(deepep_api="legacy"), GPU, "deepep_api='legacy'"),
         (dict(tensor_parallel_size=3), CPU, "1, 2, 4, 8 slices"),
         (dict(tensor_parallel_size=3), GPU, "128"),
         ({}, Numbers(device="cuda", dtype="bfloat16", quantization=None, keeps_bytes=True), "batch_invariant"),

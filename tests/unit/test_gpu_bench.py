@@ -382,6 +382,7 @@ def test_sanitizer_names_the_check_and_the_kernel(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     chosen = ["memcheck, routing", "memcheck, norms", "racecheck, norms"]
     items = dict(sanitizer.sanitizer_items(3, lambda: 100.0))
+    assert "memcheck, graphs" not in items
     rows = {name: next(iter(items[name]())) for name in chosen}
     assert [rows[name]["status"] for name in chosen] == ["failed", "passed", "passed"]
     assert rows["memcheck, routing"]["wrong"] == ["Invalid __global__ write of size 2 bytes (spoiled_kernel)"]
