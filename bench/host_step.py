@@ -1,8 +1,8 @@
 """The host's time for a decode step of a GPU, measured without one.
 
 The device is torch's "meta": its tensors have no values, so operations cost the host about as much as launches, and
-reading a value fails. A CUDA graph is one call that does nothing. The copies into its inputs are part of the time, and
-so is the agreement with other replicas but for its collective. The copies from the device are not.
+reading a value fails. A CUDA graph is one call that does nothing. The time includes the copies into its
+inputs, and the agreement with other replicas except its collective. It excludes the copies from the device.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def kernels_of_nothing() -> Kernels:
 
 
 class NullModel:
-    """A model that computes nothing."""
+    """A stand-in for the model that computes nothing."""
 
     head = object()
 
@@ -65,7 +65,7 @@ class NullModel:
 
 
 def capture(run: Callable[[], Result]) -> tuple[Callable[[], None], Result]:
-    """Capture a graph of which nothing is computed."""
+    """Return a stand-in for a CUDA graph that computes nothing."""
     return do_nothing, run()
 
 

@@ -1,4 +1,4 @@
-"""The device that kernels are launched on. Triton's interpreter is a device of its own."""
+"""The device that kernels are launched on. Triton's interpreter counts as a separate device."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ alone determines which kernel serves a row, unless the second one serves all.
 Queries that share keys and values are the rows of a matrix product. They are the pairs (row, head) of a chunk: pair i
 is row i // group and head i % group.
 
-Kernels are not specialised on sizes that change from step to step, because serving must not wait for a compiler.
+Kernels are not specialised on sizes that change from step to step, so that serving never waits for compilation.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class AttentionConfig:
     num_stages: int
     # Programs of chunks of one row: each sums one of this many parts of the values, whose scores it computes anew, ...
     num_parts: int = 1
-    shares_programs: bool = False  # ... and computes several splits, so that none is started for nothing
+    shares_programs: bool = False  # ... and computes several splits, so that no program starts without work
 
     @property
     def compile_options(self) -> dict[str, int]:

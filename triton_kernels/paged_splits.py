@@ -56,8 +56,8 @@ def attend_split_kernel(
     """Attend from the chunks of one row to the splits of their contexts; see `attend_tile_kernel` for the arguments.
 
     A program computes one tile of BLOCK_M heads, one part of the values and one split. With SHARES_PROGRAMS, it
-    computes several, so that none starts for nothing however long the longest context may be. Neighbours read the same
-    positions.
+    computes several splits, so that no program starts without work, however long the longest context may be.
+    Neighbouring programs read the same positions.
     """
     if SHARES_PROGRAMS:
         num_tiles_each = num_heads // GROUP * num_tiles * NUM_PARTS

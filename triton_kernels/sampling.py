@@ -75,8 +75,8 @@ def choose_tokens(scores_RV: Tensor, settings_RW: Tensor, positions_R: Tensor) -
     tokens, or a token within 1e-6 of a bound of `min_p` or `top_p`.
 
     Memory moved: R * V * element size once; from the cache, 20 times as much for a plain draw and again for each of
-    `top_k` and `top_p` that is used. A pass takes about 12 operations for each score, which bound the time of a draw,
-    as one multiprocessor works on one row.
+    `top_k` and `top_p` that is used. A pass takes about 12 operations for each score. These bound the time of a draw,
+    because one multiprocessor processes a row.
 
     Args:
         scores_RV: [R, V] float32, bfloat16 or float16, rows contiguous, at most 2**24 wide.

@@ -150,8 +150,8 @@ def fp8_config_by_rule(problem: Problem) -> Config:
 def num_splits(config: Config, problem: Problem) -> int:
     """Return the number of programs that share the inputs of a tile.
 
-    As many as fill all multiprocessors, if each has a few iterations, and the float32 sums that they write and read are
-    no more bytes than the weight.
+    There are enough to fill all multiprocessors, provided that each has a few iterations and that their float32 partial
+    sums take no more bytes than the weight.
     """
     rows = max(problem.num_rows, 1)
     num_tiles = -(-rows // config.block_m) * -(-problem.num_outputs // config.block_n)

@@ -1,8 +1,8 @@
-"""Kernels compiled before anything is judged, in many processes: on the GPU's machine, or beforehand on any other.
+"""Compile kernels ahead of checks and measurements, in many processes: on the GPU's machine, or earlier on another.
 
-A kernel's key in Triton's cache covers the sources of Triton and of the kernel, ptxas, the target and the types and
-alignments of arguments, and nothing of the driver. So a folder that was filled without a GPU serves a machine with the
-same wheel of Triton, also for the same Python. What is missing there is compiled at the first launch.
+A kernel's key in Triton's cache covers the sources of Triton and of the kernel, ptxas, the target, and the types and
+alignments of arguments, but not the driver. So a folder that was filled without a GPU serves a machine with the same
+wheel of Triton, and thus the same Python version. Kernels that are missing there are compiled at their first launch.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from moeserve.bench.gpu.throughput import MODELS, Model, Sizes
 from moeserve.ops.triton.table import TRITON_KERNELS
 from moeserve.step_inputs import ChunkSpan
 
-SMALLEST_LAYERS = 2  # of a model: one of each kind
-SMALL_CHECK = "the check norms"  # whose kernels are compiled in a second
+SMALLEST_LAYERS = 2  # layers of a model: one of each kind
+SMALL_CHECK = "the check norms"  # compiles in about a second
 
 
 def relocate(folder: Path) -> None:
@@ -41,7 +41,7 @@ def relocate(folder: Path) -> None:
 
 
 def compile_items(capability: int) -> Iterator[Item]:
-    """Yield what compiles the kernels of checks, of timed calls, and of models."""
+    """Yield the functions that compile the kernels of checks, of timed calls, and of models."""
     rows = functools.partial(compile_rows, capability=capability)
     for name, make in kernels.items(untouched_source(), kernels.Sizes()):
         yield f"kernels of {name}", functools.partial(rows, functools.partial(launches_of, make))
@@ -55,7 +55,7 @@ def compile_items(capability: int) -> Iterator[Item]:
 
 
 def compile_rows(record: Callable[[], Sequence[Launch]], capability: int) -> Iterator[Row]:
-    """Yield one row: how many kernels there are, and how many of them were not in the cache."""
+    """Yield one row with the number of kernels and the number that was not in the cache."""
     were_found: dict[str, bool] = {}
 
     def listen(*, metadata: dict[str, Any], cache_hit: bool, **_: Any) -> None:

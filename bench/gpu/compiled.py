@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def machine_codes(launches: Sequence[Launch]) -> list[tuple[Launch, MachineCode]]:
-    """Compile launches. Those that share their machine code are returned once."""
+    """Compile launches, and return each distinct machine code once."""
     found: dict[str, tuple[Launch, MachineCode]] = {}
     for launch in launches:
         compiled = launch.compile()

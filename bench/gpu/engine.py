@@ -3,8 +3,8 @@
 - *float32*: the tokens must be equal. Prompts whose tokens depend on rounding are not used (`SMALLEST_GAP`).
 - *bf16*: the log-probabilities of the engine's tokens may be `ROOM` times as far from transformers in float32 as those
   of transformers in bf16 are.
-- *fp8*: weights in 8-bit blocks and rows rounded to 8 bits, in float32. The log-probabilities must be closer to those
-  of transformers with the same roundings than half of what the roundings change.
+- *fp8*: weights and rows are rounded to FP8 blocks; the engine's dtype is float32. Log-probabilities must be closer to
+  those of transformers with the same roundings than half of what the roundings change.
 - Each runs with CUDA graphs and without, and three of them with long contexts, whose prefills are chunked.
 - With several GPUs it also runs on two ranks with each dispatcher, which covers NCCL, sums in symmetric memory, graphs
   with collectives, and DeepEP where it is installed.
@@ -224,7 +224,7 @@ def compare(comparison: Comparison, device: Device, seed: int) -> dict[str, Any]
 
 @functools.cache
 def find_truth(family: str, model: str, prompts: Prompts, attention: Attention, device: Device, seed: int) -> Truth:
-    """Write a checkpoint, and find prompts. `model` has more settings of the model, as JSON."""
+    """Write a checkpoint, and find prompts. `model` holds additional settings of the model, as JSON."""
     folder = tempfile.TemporaryDirectory()
     write_checkpoint(family, Path(folder.name), seed, json.loads(model))
     transformers = reference(Path(folder.name), device, torch.float32, attention)
@@ -241,7 +241,7 @@ def config_of(family: str, more: Mapping[str, Any] | None = None) -> Any:
 
 
 def write_checkpoint(family: str, folder: Path, seed: int, more: Mapping[str, Any]) -> None:
-    """Save a model with random weights, including those that are zeros and ones by default."""
+    """Save a model with random weights, also for weights that are zeros or ones by default."""
     import transformers
 
     config = config_of(family, more)
@@ -355,10 +355,10 @@ def bf16_figures(own: Tensor, rounded: Tensor, exact: Tensor) -> dict[str, Any]:
 def judged(
     truth: Truth, device: Device, dtype: torch.dtype, tokens: Tensor, *, rounds: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return transformers' log-probabilities of the tokens, and the most likely tokens in their places.
+    """Return transformers' log-probabilities of the tokens, and the most likely token at each position.
 
     Args:
-        rounds: round weights and rows as `quantization="fp8"` is defined to.
+        rounds: round weights and rows according to the definition of `quantization="fp8"`.
     """
     model = reference(truth.path, device, dtype, truth.attention)
     with rounding_to_float8(model) if rounds else contextlib.nullcontext():

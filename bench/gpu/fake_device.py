@@ -1,4 +1,4 @@
-"""A CUDA device played on a CPU, with the contract of streams, events and graphs, and without their speed.
+"""A CUDA device simulated on a CPU, with the contract of streams, events and graphs, but without their speed.
 
 `installed` replaces those functions of `torch.cuda` that this package calls. Tensors stay on the CPU, and operations
 run when they are called. During a capture every operation of torch, and every launch of Triton's interpreter, is

@@ -48,7 +48,7 @@ class Source:
         output token.
 
         Args:
-            fields: of `SAMPLING_SETTINGS`, for all rows or for each; others are zero.
+            fields: values of fields of `SAMPLING_SETTINGS`, one for all rows or one for each; other fields are zero.
         """
         records = np.zeros(num_rows, SAMPLING_SETTINGS)
         records["seed"] = self.integers(0, 2**62, num_rows).cpu().numpy()

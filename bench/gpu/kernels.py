@@ -343,14 +343,14 @@ def _quantize_blocks(source: Source, sizes: Sizes, num_rows: int) -> Timed:
 
 
 def _quantize_rms_norm(source: Source, sizes: Sizes, num_rows: int) -> Timed:
-    """With the addition before it; the rows are kept, as for a router."""
+    """Normalise with the addition before it, and keep the plain rows, as for a router."""
     x, update, weight = (source.normal(*shape, sizes.width) for shape in ((num_rows,), (num_rows,), ()))
     num_bytes = 4 * x.nbytes + weight.nbytes + x.numel() + 4 * num_rows * -(-sizes.width // costs.SCALE_BLOCK)
     return Timed(lambda: quantize_rms_norm(x, update, weight, EPSILON, True), Work(num_bytes))
 
 
 def _quantize_activation(source: Source, sizes: Sizes, num_rows: int) -> Timed:
-    """Half of the slots are in use, as after DeepGEMM's products."""
+    """Apply the activation to slots of which half are in use, as after DeepGEMM's products."""
     gate_up = source.normal(2 * num_rows, 2 * sizes.expert_width)
     counts = torch.full((1,), num_rows, dtype=torch.int64, device=source.device)
     call = partial(quantize_blocks, gate_up, counts_e=counts, num_slots=2 * num_rows, activation="swiglu")
@@ -358,12 +358,12 @@ def _quantize_activation(source: Source, sizes: Sizes, num_rows: int) -> Timed:
 
 
 def _fp8_projection(source: Source, sizes: Sizes, num_rows: int) -> Timed:
-    """DeepSeek-V3's compressed queries, from rows in 8 bits: few tiles, whose inputs programs share."""
+    """Compute DeepSeek-V3's compressed queries from FP8 rows: few tiles, so programs split their inputs (split-K)."""
     return _fp8_product(source, sizes, num_rows, draw_weights(source, 1, 1536, sizes.width, is_fp8=True))
 
 
 def _fp8_shared_experts(source: Source, sizes: Sizes, num_rows: int) -> Timed:
-    """Gates and ups with the activation, to rows in 8 bits."""
+    """Compute gates and ups with the activation, and return FP8 rows."""
     shape = (2 * sizes.expert_width, sizes.width)
     weights = draw_weights(source, 1, *shape, is_fp8=True, activation=SwiGLU())
     return _fp8_product(source, sizes, num_rows, dataclasses.replace(weights, feeds_blocks=True))
@@ -411,7 +411,7 @@ def _row_maximum(source: Source, width: int) -> Timed:
 
 
 def _choose_tokens(source: Source, width: int) -> Timed:
-    """The work is that of one pass; `choose_tokens` describes how many it makes."""
+    """Choose tokens. The work counts one pass; `choose_tokens` documents the number of passes."""
     scores = source.normal(64, width, scale=3.0)
     settings, _ = source.settings(64, temperature=1.0, top_p=0.9)
     positions = torch.zeros(64, dtype=torch.int64, device=source.device)

@@ -90,7 +90,7 @@ def record_step(
 
 
 def launches(folder: Path, spans: list[ChunkSpan], quantization: QuantizationName | None = None) -> list[Counter[str]]:
-    """Return the number of launches by name of each layer, and last of the rest; see `record_step`."""
+    """Return the number of launches by name for each layer, followed by those outside of layers; see `record_step`."""
     return [Counter(launch.name for launch in part) for part in record_step(folder, spans, quantization)]
 
 

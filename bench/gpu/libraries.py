@@ -27,16 +27,17 @@ def installed_libraries(device: torch.device) -> tuple[AttentionLibrary, ...]:
 
 @functools.cache
 def sglang_experts(device: torch.device) -> Callable[..., Tensor] | None:
-    """Return SGLang's Triton experts, also of a wheel on the path of Python, or print why they cannot be used.
+    """Return SGLang's Triton experts, also from a wheel on Python's path, or print why they cannot be used.
 
-    They get rows [T, D], weights [E, 2 C, D] and [E, D, C], weights and experts of tokens [T, K], and compute SwiGLU.
+    Their arguments are rows [T, D], weights [E, 2 C, D] and [E, D, C], and weights and experts of tokens [T, K]. They
+    compute SwiGLU.
     """
     if device.type != "cuda":
         return None
     try:
         module = importlib.import_module("sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe")
         experts: Callable[..., Tensor] = module.fused_experts_impl
-    except Exception as error:  # whatever a package does that is imported without its engine
+    except Exception as error:  # importing part of a package can raise anything
         print(f"sglang is left out: {type(error).__name__}: {error}", flush=True)
         return None
     return experts

@@ -95,7 +95,7 @@ def compile_kernel(
 
 
 class AbsentGpu:
-    """A driver of Triton for a GPU that is not there: it compiles for the GPU, under the same keys as on it."""
+    """A Triton driver that compiles for an absent GPU, with the same cache keys as on that GPU."""
 
     def __init__(self, capability: int = 90) -> None:
         self._capability = capability
@@ -114,7 +114,7 @@ class AbsentGpu:
 
 @contextlib.contextmanager
 def compiling_for(capability: int) -> Iterator[None]:
-    """Compile the kernels of launches with `warmup` for a GPU that is not there."""
+    """Compile the kernels of launches with `warmup` for an absent GPU."""
     from triton.runtime.driver import driver
 
     before = driver._active

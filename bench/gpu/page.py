@@ -1,9 +1,9 @@
-"""The page of text of a GPU benchmark: the largest losses first, then failures, bars, and what was left out.
+"""The summary page of a GPU benchmark: the largest losses first, then failures, bars, and skipped items.
 
     python -m moeserve.bench.gpu.page PATH
 
-A *loss* is time of a model's step above its bound: of one kernel, or of a device that waits for the host. They are
-sorted by their share of the step.
+A *loss* is the part of a step's time above its bound, of one kernel or of the idle device. Losses are sorted by their
+share of the step.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def page(result: Row, rows: Sequence[Row]) -> str:
 
 
 def row_text(row: Row) -> str:
-    """Format a row for a terminal: its own lines, and what went wrong."""
+    """Format a row for a terminal: its own lines, then its errors."""
     lines = [*row.get("lines", ()), *(bar_text(bar) for bar in row.get("bars", ()))]
     lines += [f"wrong: {each}" for each in row.get("wrong", ())]
     lines += [row[key] for key in ("left_out", "reason", "error") if key in row]
@@ -79,7 +79,7 @@ def bar_text(bar: Row) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m moeserve.bench.gpu.page", description=__doc__.splitlines()[0])
-    parser.add_argument("path", type=Path, help="what `run --json` wrote; the last run that ended is shown")
+    parser.add_argument("path", type=Path, help="file written by `run --json`; the last completed run is shown")
     lines = read_jsonl(parser.parse_args().path)
     end = next(line for line in reversed(lines) if line["kind"] == "end")
     rows = [line for line in lines if line["kind"] == "row" and line["seed"] == end["seed"]]

@@ -43,7 +43,7 @@ class Part:
     num_gpus: int = 1  # that it needs
 
 
-# In the order of what a run that is cut short should have shown. Nothing that is judged or timed has to compile.
+# The most important parts come first, for runs that are cut short. `compile` runs before all checks and measurements.
 PARTS = (
     Part("compile", 0.20, num_processes=16, num_gpus=0),
     Part("sanitizer", 0.12, num_processes=4),
@@ -64,10 +64,10 @@ def run_part(
     command: Sequence[str] = (sys.executable, "-m", "moeserve.bench.gpu.parts"),
     environment: Mapping[str, str] | None = None,
 ) -> None:
-    """Run a part for at most `seconds`. Report each row at once, and each item that has ended, as {"finished": name}.
+    """Run a part for at most `seconds`. Report each row at once, and each completed item as {"finished": name}.
 
     Args:
-        finished: items that are left out, because they have ended before.
+        finished: items to skip, because an earlier run has completed them.
         command: is extended by the part's name and options.
         environment: of its processes; None: this process's, without Triton's interpreter.
     """

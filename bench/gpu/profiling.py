@@ -1,4 +1,4 @@
-"""The seconds of a decode step: of each kernel, under torch's profiler, and those in which the device waits."""
+"""The time of a decode step by kernel, from torch's profiler, and the idle time of the device."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Profiled:
 
 
 def profile_step(generate: Generate, workload: Workload, device: Literal["cpu", "cuda"]) -> Profiled:
-    """Profile two generations of different lengths, whose difference is that of decode steps alone.
+    """Profile two generations of different lengths. Their difference consists of decode steps only.
 
-    On a CPU, operations of torch stand for kernels.
+    On a CPU, torch operations take the place of kernels.
     """
     device_type = DeviceType.CUDA if device == "cuda" else DeviceType.CPU
     activity = ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU
@@ -52,7 +52,7 @@ def profile_step(generate: Generate, workload: Workload, device: Literal["cpu", 
 
 
 def step_terms(profiled: Profiled, costs: Roofline) -> dict[str, Any]:
-    """Return the terms of a step beside their bounds, ready for JSON. Kernels without a name of ours are torch's."""
+    """Return the terms of a step and their bounds, ready for JSON. Kernels that are not ours count as torch's."""
     bounds: dict[str, float] = collections.defaultdict(float)
     for name, bound in costs.bounds().items():
         bounds["torch" if name.startswith("torch ") else name] += bound

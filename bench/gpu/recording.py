@@ -1,7 +1,7 @@
-"""Launches of kernels, recorded instead of run, as on an H100 that is not there.
+"""Record kernel launches instead of running them, for an H100 that need not exist.
 
-Tensors may lie on a CPU with memory that is never touched, or on torch's "meta" device. Kernels are launched with the
-grids and compile-time arguments that they have on the assumed GPU.
+Tensors may be on a CPU, in memory that is never touched, or on torch's "meta" device. Launches have the grids and
+compile-time arguments that they have on the assumed GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ H100_NAME, H100_MULTIPROCESSORS = "NVIDIA H100 80GB HBM3", 132
 
 
 class TensorFacts:
-    """A tensor without its memory: what Triton compiles a kernel for, and its size."""
+    """A tensor without its memory: the facts that Triton specialises a kernel on, and the size."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.dtype, self.shape = tensor.dtype, tuple(tensor.shape)
@@ -45,7 +45,7 @@ class Launch:
     options: dict[str, Any] = field(default_factory=dict)  # of the compiler
 
     def compile(self) -> Any:
-        """Compile the kernel as this launch does on the GPU of Triton's driver, or find it in Triton's cache."""
+        """Compile the kernel of this launch for the GPU of Triton's driver, or find it in Triton's cache."""
         return self.kernel.run(**self.arguments, grid=self.grid, warmup=True, **self.options)
 
     @property
@@ -54,7 +54,7 @@ class Launch:
 
 
 def facts(value: Any) -> Any:
-    """Replace tensors by their facts, in lists and tuples too."""
+    """Replace tensors by `TensorFacts`, also in lists and tuples."""
     if isinstance(value, Tensor):
         return TensorFacts(value)
     return [facts(each) for each in value] if isinstance(value, (list, tuple)) else value

@@ -1,4 +1,4 @@
-"""The run on a CPU: all parts at small sizes in Triton's interpreter, with the played device of `fake_device.py`.
+"""The run on a CPU: all parts at small sizes in Triton's interpreter, with the simulated device of `fake_device.py`.
 
 It shows that the installation is complete and that each part works, before there is a GPU. Times mean nothing. Products
 of bfloat16 are wrong in the interpreter, so all results that are compared are in float32, and 8-bit blocks are computed
@@ -40,7 +40,7 @@ TORCH_TYPES = {
 
 @contextlib.contextmanager
 def rehearsing() -> Iterator[Kernels]:
-    """Install the played device, and the Triton table for the CPU, which is the result."""
+    """Install the simulated device, and yield the Triton table for the CPU."""
     from triton.runtime import interpreter
 
     torch.set_num_threads(1)

@@ -1,15 +1,15 @@
-"""The least time of a step on an H100, from its recorded launches, beside the bytes and operations that it needs.
+"""The roofline of a step on an H100: the time that its launches can reach, and the bound of its bytes and operations.
 
     python -m moeserve.bench.gpu.roofline [--only TEXT] [--launches]
 
-Nothing is measured. Each launch takes `LAUNCH_SECONDS`, and the time for its bytes or its operations, whichever is
-longer, at the rates of the data sheet times the share of the multiprocessors that have a program. So figures are upper
-bounds of what these launches can reach. A launch of torch fills the GPU. The *bound* counts nothing but products and
-attention: weights that have rows, and keys and values of contexts, read once, and the operations. Programs that read
-the same keys at the same time share them in the L2 cache.
+Nothing is measured. Each launch takes `LAUNCH_SECONDS`, plus the time for its bytes or its operations, whichever is
+longer, at the rates of the data sheet times the share of the multiprocessors that have a program. Launches of torch
+are assumed to fill the GPU. Losses inside a kernel are not included, so the figures are upper bounds of performance.
+The *bound* counts products and attention only: the weights that get rows, keys and values of contexts, each read once,
+and the operations. Programs that read the same keys at the same time are assumed to share them in the L2 cache.
 
-With ranks that divide the experts, each has the same numbers of tokens and pairs. A token is sent to at most as many
-other ranks as it has groups or experts, in 16 bits, and back, at `EXCHANGE_RATE`, with nothing else at the same time.
+With expert parallelism, each rank has the same numbers of tokens and pairs. A token is sent in 16 bits to at most as
+many other ranks as it has groups or experts, and back, at `EXCHANGE_RATE`. Nothing overlaps with this exchange.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Step:
-    """The facts of a case that its launches do not carry."""
+    """The facts of a case that its launches do not contain."""
 
     spans: Sequence[ChunkSpan]
     num_tokens: int
@@ -121,7 +121,7 @@ def cost_of(launch: Launch, step: Step) -> Cost:
 
 
 def tensors_of(value: Any) -> Iterator[TensorFacts]:
-    """Yield all tensors but the caches, of which little is touched."""
+    """Yield all tensors except the caches, of which a launch touches only a small part."""
     if isinstance(value, TensorFacts):
         yield value
     elif isinstance(value, dict):
@@ -134,7 +134,7 @@ def tensors_of(value: Any) -> Iterator[TensorFacts]:
 
 
 def dense_cost(launch: Launch, step: Step) -> Cost:
-    """A product of torch: rows and weights, both read once."""
+    """Return the cost of a torch product, which reads rows and weights once."""
     results, (rows, weights, *_) = launch.arguments["results"], launch.arguments["arguments"]
     operations = 2.0 * math.prod(results.shape) * rows.shape[-1]
     num_bytes = sum(each.nbytes for each in tensors_of(launch.arguments))
@@ -146,7 +146,7 @@ def lookup_cost(launch: Launch, step: Step) -> Cost:
 
 
 def grouped_cost(launch: Launch, step: Step) -> Cost:
-    """A grouped product: of a rank's experts, those that have rows."""
+    """Return the cost of a grouped product, which reads the experts that have rows."""
     arguments = launch.arguments
     weight, output = arguments["weight_ptr"], arguments["output_ptr"]
     num_weights, num_outputs, _ = weight.shape
@@ -161,7 +161,7 @@ def grouped_cost(launch: Launch, step: Step) -> Cost:
 
 
 def paged_cost(launch: Launch, step: Step, chunks: Sequence[ChunkSpan], other_bytes: float, num_parts: int = 1) -> Cost:
-    """Attention over pages: keys and values once, queries, and the sums that are written."""
+    """Return the cost of paged attention: keys and values read once, queries, and the sums that are written."""
     arguments = launch.arguments
     parts = [arguments[name] for name in ("key_cache_ptr", "value_cache_ptr", "key_scales_ptr", "value_scales_ptr")]
     num_blocks, _, block_size, key_size = parts[0].shape
@@ -193,14 +193,14 @@ def num_splits(launch: Launch, span: ChunkSpan) -> int:
 
 
 def partial_bytes(launch: Launch, step: Step) -> float:
-    """Return the bytes of the sums of all splits, and of what is merged from them."""
+    """Return the bytes of the partial sums of all splits, and of the merged results."""
     partial = launch.arguments["partial_ptr"]
     each = partial.shape[2] * (partial.shape[3] + 2) * partial.dtype.itemsize
     return each * sum(num_splits(launch, span) for span in step.spans if span.num_rows == 1)
 
 
 def split_cost(launch: Launch, step: Step) -> Cost:
-    """Rows of one token each. Each part of the values computes the scores anew."""
+    """Return the cost of chunks of one row. Each part of the values computes the scores again."""
     chunks = [span for span in step.spans if span.num_rows == 1]
     return paged_cost(launch, step, chunks, partial_bytes(launch, step), launch.arguments["NUM_PARTS"])
 
@@ -217,7 +217,7 @@ def tile_cost(launch: Launch, step: Step) -> Cost:
 
 
 def expanded_cost(launch: Launch, step: Step) -> Cost:
-    """Attention to the positions of one piece: its share of those of all contexts."""
+    """Return the cost of attention to one piece, by its share of the positions of all contexts."""
     arguments = launch.arguments
     keys, values, vectors = (arguments[name] for name in ("key_ptr", "value_ptr", "vectors_ptr"))
     num_heads, num_positions, key_size = keys.shape
@@ -263,7 +263,7 @@ class Roofline:
         return sum(map(len, self.costs.values()))
 
     def losses(self) -> dict[str, float]:
-        """Return the seconds above the bound by term, the largest first: all launches as one, and each kernel."""
+        """Return the seconds above the bound by term, the largest first. All launch overheads together are one term."""
         found = {"launches": LAUNCH_SECONDS * self.num_launches()}
         for name, bound in self.bounds().items():
             found[name] = sum(cost.seconds(self.limits) - LAUNCH_SECONDS for cost in self.costs[name]) - bound
@@ -271,7 +271,7 @@ class Roofline:
 
 
 def roofline(case: Case, config: dict[str, Any], limits: GpuLimits = H100) -> Roofline:
-    """Record the launches of a case, and cost them. `config` is the model's config.json."""
+    """Record the launches of a case, and estimate their costs. `config` is the model's config.json."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
         parts = record_step(Path(folder), case.spans, case.quantization)

@@ -11,8 +11,8 @@
 - *ranks*, with several GPUs: tokens on two ranks, with each dispatcher.
 
 Each part has a share of the time and processes of its own (`parts.py`). What is left out for lack of time is reported.
-Each result is written when it is there, as a line of JSON, so a run that is cut at any moment leaves a valid file, and
-a run with the same file on the same GPU and commit continues: items that have ended are not repeated. With
+Each result is written at once, as a line of JSON, so a run that is interrupted leaves a valid file. A run with the
+same file on the same GPU and commit continues it: completed items are not repeated. With
 `--rehearse` everything runs on a CPU at small sizes (`rehearsal.py`).
 The exit code is 1 if anything has failed; a missed bar fails nothing.
 """
@@ -143,7 +143,7 @@ def earlier_lines(path: Path | None, identity: list[Any], seed: int | None) -> l
 
 
 def last_rows(rows: Sequence[Row]) -> list[Row]:
-    """Return the last row of each name in a part: what an earlier run had left out may be there now."""
+    """Return the last row of each name in a part. A later run may have a result that an earlier run skipped."""
     return list({(row["part"], row["name"]): row for row in rows}.values())
 
 

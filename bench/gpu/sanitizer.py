@@ -1,7 +1,7 @@
-"""Checks of small shapes under NVIDIA's compute-sanitizer: accesses out of bounds, and races in shared memory.
+"""Checks of small shapes under NVIDIA's compute-sanitizer: out-of-bounds accesses, and races in shared memory.
 
-Each check runs in a process of its own under the tool, which is several times slower, with memory from CUDA for each
-tensor, so that a tensor's end is that of an allocation. An error that the tool prints fails the check.
+Each check runs in a separate process under the tool, several times slower. Each tensor has its own CUDA allocation, so
+that accesses behind its end are detected. The check fails if the tool prints an error.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moeserve.bench.gpu.parts import Item, Row, SecondsLeft, left_out
 TOOL = "compute-sanitizer"
 TOOL_FOLDERS = ("/usr/local/cuda/bin", "/opt/cuda/bin")
 MARK = "========="
-# Racecheck knows nothing of asynchronous copies; these kernels have none.
+# Racecheck does not support asynchronous copies. These kernels have none.
 TOOLS: Mapping[str, Sequence[str] | None] = {"memcheck": None, "racecheck": ("norms", "pairs", "routing", "tokens")}
 NEEDS_CACHE = "graphs"  # torch refuses to capture while each tensor's memory comes from CUDA
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)")
@@ -58,7 +58,7 @@ def run_under(executable: str, tool: str, name: str, seed: int, seconds_left: Se
 
 
 def verdict(output: str, exit_code: int) -> Row:
-    """Return the row of a run under the tool, from all that was printed."""
+    """Return the row of a run under the tool, from its output and exit code."""
     lines = [line.removeprefix(MARK).strip() for line in output.splitlines() if line.startswith(MARK)]
     summaries = [int(match[1]) for match in map(SUMMARY.search, lines) if match]
     if not summaries:
@@ -80,7 +80,7 @@ def errors_of(lines: Sequence[str]) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one check with small shapes in this process, which the tool watches."""
+    """Run one check with small shapes in this process, which runs under the tool."""
     from moeserve.bench.gpu.check import run_check
     from moeserve.bench.gpu.checks import CHECKS
     from moeserve.bench.gpu.inputs import gpu_source

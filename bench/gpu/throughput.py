@@ -176,7 +176,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def spans_of(workload: Workload, chunk_tokens: int) -> list[list[ChunkSpan]]:
-    """Return the steps whose bounds count: one decode step in the middle, or all chunks of a prompt."""
+    """Return the steps whose bounds are added: one decode step in the middle, or all chunks of a prompt."""
     if workload.new_tokens > 1:
         return [decode(workload.batch, workload.prompt_tokens + workload.new_tokens // 2)]
     ends = [*range(chunk_tokens, workload.prompt_tokens, chunk_tokens), workload.prompt_tokens]

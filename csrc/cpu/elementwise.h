@@ -1,4 +1,4 @@
-// Addition of two tensors, and rows scaled by the sigmoid of a gate each, or of a gate for each element.
+// Addition of two tensors, and multiplication of rows by the sigmoid of gates: one gate per row or per element.
 
 #pragma once
 

@@ -1,5 +1,5 @@
-// The gated delta rule, token by token: few operations for each value of the state, which stays in the L1 cache for
-// some tokens. Lanes are values, so sums over keys have the same order with any width of vectors.
+// The gated delta rule, token by token. There are few operations for each value of the state, so the state stays in the
+// L1 cache for several tokens. Vector lanes are values, so sums over keys have the same order with any vector width.
 
 #include "gated_delta.h"
 
@@ -16,7 +16,7 @@ namespace moeserve {
 
 namespace {
 
-constexpr int64_t kTokens = 32;  // whose queries and keys are prepared at a time
+constexpr int64_t kTokens = 32;  // tokens whose queries and keys are prepared together
 constexpr float kL2Epsilon = 1e-6f;
 
 // Load `count` <= W elements in order; the other lanes are zero.
@@ -91,7 +91,7 @@ MOESERVE_DEFINE_TYPED_VARIANTS(convolve_part, step.type,
 
 // ---- Delta rule
 
-// What some tokens of a chunk have in common for all values of a head.
+// Inputs of some tokens of a chunk that all values of a head share.
 struct Prepared {
   alignas(64) float queries[kTokens][kMaxDeltaHead];
   alignas(64) float keys[kTokens][kMaxDeltaHead];
@@ -100,7 +100,7 @@ struct Prepared {
   float rates[kTokens];
 };
 
-// Write a vector of a head with unit length times `scale`; behind it zeros, up to a multiple of 4.
+// Write a vector of a head, normalised to unit length and multiplied by `scale`. Pad it with zeros to a multiple of 4.
 template <int W>
 MOESERVE_INLINE void normalize(const float* head, int64_t size, float scale, float* out) {
   Float<W> squares = {};
@@ -131,8 +131,8 @@ MOESERVE_INLINE void prepare(const GatedDelta& step, int64_t head, int64_t first
   }
 }
 
-// Update the states [K, count] of some values by some tokens, and write the tokens' outputs. `values` are those of the
-// first token, each row of tokens `width` after the other.
+// Update the states [K, count] of some values by some tokens, and write the tokens' outputs. `values` points to the
+// first token; rows of tokens are `width` apart.
 template <int W>
 MOESERVE_INLINE void update(float* states, int64_t state_stride, int64_t key_dim, const float* values, int64_t width,
                             int64_t num_tokens, int64_t first_value, int64_t count, Prepared& prepared) {

@@ -10,7 +10,7 @@
 namespace moeserve {
 
 constexpr int kMaxTaps = 8;
-constexpr int kMaxDeltaHead = 256;  // values of a key, and of a value
+constexpr int kMaxDeltaHead = 256;  // maximum size of a key, and of a value
 
 // S chunks of T tokens in all. Rows of states are -1 for no state.
 struct ChunkStates {
@@ -35,7 +35,7 @@ struct ShortConvolution {
   ChunkStates chunks;
 };
 
-// N value heads, G key heads, K values of a key, V of a value.
+// N value heads, G key heads, key size K, value size V.
 struct GatedDelta {
   ElementType type;         // of rates, gates and outputs: float32 or bfloat16
   const float* mixed;       // [T, 2 * G * K + N * V]: queries, keys, values
@@ -55,8 +55,8 @@ struct GatedDelta {
   ChunkStates chunks;
 };
 
-// All arithmetic is float32. The bytes of a token's result depend on its request's tokens up to it and on the shapes
-// alone. No two chunks may store or save to the same row, or to one that another chunk loads.
+// All arithmetic is float32. The bytes of a token's result depend only on its request's tokens up to it and on the
+// shapes. No chunk may store or save to a row that another chunk stores to, saves to or loads.
 void convolve(const ShortConvolution& convolution);
 void gated_delta(const GatedDelta& delta);
 

@@ -1,6 +1,8 @@
-"""The layout of experts within a replica: whole experts on different ranks, or a slice of every expert on each rank.
+"""The layout of experts within a replica: whole experts on different ranks (expert parallelism), or a slice of every
+expert on each rank (tensor parallelism).
 
-The formula compares one layer at three sizes of a step. Experts are assumed to be chosen equally often and at random.
+The formula compares the time of one layer at three sizes of a step. Experts are assumed to be chosen equally
+often and at random.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ class RankSpeed:
     products: float  # operations per second; a multiply-add counts two
 
 
-# A CPU core with AVX-512, of which a rank has about one; what an H100 reaches of its peaks.
+# A CPU core with AVX-512, assuming about one core per rank; the part of its peaks that an H100 reaches.
 SPEEDS = {
     "cpu": RankSpeed(memory=8e9, links=4e9, products=70e9),
     "cuda": RankSpeed(memory=2.7e12, links=300e9, products=600e12),
@@ -74,7 +76,7 @@ class LayerSeconds:
 
     @property
     def gain(self) -> float:
-        """How many times as fast slices are."""
+        """The time with whole experts divided by the time with slices."""
         return self.whole / self.sliced
 
 
@@ -112,7 +114,7 @@ def resolve_expert_parallel(
 def slicing_pays(
     shape: ExpertShape, num_ranks: int, numbers: Numbers, *, num_tokens_of_steps: tuple[int, int, int]
 ) -> bool:
-    """Return True if slices are faster in some steps, and hardly slower in any.
+    """Return True if slices are faster on average (`MIN_GAIN`) and in no step much slower (`MAX_LOSS`).
 
     Args:
         num_tokens_of_steps: of decode steps with one request and with many, and of a step with prompts.
@@ -180,7 +182,7 @@ def layer_seconds(shape: ExpertShape, num_ranks: int, num_tokens: int, numbers: 
 
 
 def expected_touched(num_experts: int, top_k: int, num_tokens: int) -> int:
-    """Return about how many experts the tokens of a step choose together."""
+    """Return the expected number of distinct experts that the tokens of a step choose."""
     return round(num_experts * (1 - (1 - top_k / num_experts) ** num_tokens))
 
 

@@ -92,7 +92,7 @@ class CacheSettings:
     )
     num_saved_states: Annotated[int, msgspec.Meta(ge=0)] | None = setting(
         None,
-        "for models with recurrent states: copies of states that are kept for prompts that begin with the same tokens; "
+        "for models with recurrent states: number of saved states, from which prompts with the same prefix start; "
         "none: as many as max_num_seqs",
     )
     kv_host_memory: int | str = setting(
@@ -187,8 +187,8 @@ class ParallelSettings:
     )
     expert_parallel: Literal["auto"] | bool = setting(
         "auto",
-        "true: ranks hold different experts, over all replicas; false: each rank of the only replica holds a slice of "
-        "every expert, as of dense networks; auto: slices, if a formula finds them faster",
+        "true: expert parallelism over all ranks of all replicas; false: tensor-parallel experts (each rank of a "
+        "single replica holds a slice of every expert); auto: slices, if a cost formula finds them faster",
     )
     dispatcher: Literal["auto", DispatcherName] = setting(
         "auto",
@@ -207,8 +207,8 @@ class ParallelSettings:
     )
     overlap_decode_tokens: PositiveInt | None = setting(
         None,
-        "run steps that only decode as two halves, of which one computes while the tokens of the other travel to "
-        "experts, if a replica has as many tokens; none: never",
+        "two-batch overlap: run steps that only decode as two halves, of which one computes while the tokens of the "
+        "other travel to experts, if a replica has at least this many tokens; none: never",
     )
     overlap_prefill_tokens: PositiveInt | None = setting(None, "the same for steps with prompts; none: never")
     deepep_float8: bool = setting(False, "with DeepEP: dispatch activations as fp8")

@@ -31,7 +31,7 @@ class VllmSettings:
     enable_chunked_prefill: bool | None = setting(True, "no effect: long prompts are always computed in chunks")
     enable_eplb: bool = setting(False, 'no effect: experts are rebalanced with rebalance="auto"')
     all2all_backend: str | None = setting(None, "no effect: the exchange is chosen with dispatcher")
-    enable_dbo: bool = setting(False, "overlap steps from the numbers of tokens in the next two settings")
+    enable_dbo: bool = setting(False, "two-batch overlap, from the numbers of tokens in the next two settings")
     dbo_decode_token_threshold: PositiveInt = setting(32, "with --enable-dbo: the same as --overlap-decode-tokens")
     dbo_prefill_token_threshold: PositiveInt = setting(512, "with --enable-dbo: the same as --overlap-prefill-tokens")
     disable_log_stats: bool = setting(True, "no effect: statistics are never logged; see --metrics-port")

@@ -66,7 +66,7 @@ class NcclTransport(Transport):
         self._rank: int = process_group.rank()
         self._small_all_reduce = small_all_reduce
         self._owns_process_group = owns_process_group
-        self._under_way: set[int] = set()  # ids of the works that no stream has waited for
+        self._under_way: set[int] = set()  # ids of collectives in flight that no stream has waited for
 
     def begin_all_gather(self, x: Tensor, sizes: Sequence[int]) -> Pending:
         x = x.contiguous()

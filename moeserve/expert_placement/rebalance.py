@@ -100,7 +100,7 @@ def _slot_bytes(layer: PlacedLayer) -> int:
 
 
 class HostClock:
-    """Measures what the host does between `start` and `stop`."""
+    """Measures the time of the host between `start` and `stop`."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -118,7 +118,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """Measures what the current stream does between `start` and `stop`. The host waits for nothing."""
+    """Measures the time of the current stream between `start` and `stop`, with events. The host never waits."""
 
     def __init__(self) -> None:
         self._first, self._last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -130,7 +130,7 @@ class DeviceClock:
         self._last.record()
 
     def take_seconds(self) -> float | None:
-        """Return None while the stream is not there yet."""
+        """Return the seconds, or None if the stream has not reached `stop` yet."""
         return self._first.elapsed_time(self._last) / 1e3 if self._last.query() else None
 
 
@@ -139,10 +139,10 @@ class Rebalancer:
 
     Each stage rebalances its own layers, independently of the others.
 
-    On a GPU the host waits for nothing. Pieces are sent in the stream of the steps, between two of them, since
-    collectives need one order. They are stored in the spare memory by a side stream, for which a switch waits. A switch
-    writes weights and tables in the stream of the steps: after the last step that reads the old ones, and before the
-    first one, or the first graph, that reads the new ones.
+    On a GPU the host never waits. Pieces are sent on the main stream between two steps, since collectives need the same
+    order on all ranks. A side stream stores them in spare memory, and a switch waits for this stream. The switch writes
+    weights and tables on the main stream, after the last step that reads the old ones and before the first step or
+    graph that reads the new ones.
     """
 
     def __init__(

@@ -38,9 +38,9 @@ class GatedDeltaConfig:
 
 
 class GatedDeltaNet(nn.Module):
-    """Each token updates the state of its request, and reads it.
+    """A gated delta network: each token updates the recurrent state of its request, and reads it.
 
-    Each tp rank has a share of the heads, and computes a part of the sum that is the output.
+    Each tp rank has a share of the heads, and its output is a partial sum over these heads.
     """
 
     cache_bytes_per_token = 0
@@ -59,7 +59,7 @@ class GatedDeltaNet(nn.Module):
         first_key, first_value = self.key_heads.start * config.key_dim, self.heads.start * config.value_dim
         cuts = (first_key, first_value, key_size, 2 * key_size, 2 * key_size + value_size)
         self.input = Linear(hidden_size, sum(self.projected_sizes), context, limits=QuantizationLimits(cuts=cuts))
-        # Decay acts through all later tokens, so its few weights are never quantised below 8 bits.
+        # An error of the decay affects all later tokens, so its few weights are never quantised below 8 bits.
         self.rates = Linear(hidden_size, 2 * num_heads, context, limits=QuantizationLimits(8, None))
         self.shape = GatedDeltaShape(
             num_heads=num_heads,

@@ -53,7 +53,7 @@ def share_inputs(num_inputs: int, num_chunks: int, context: ModelContext) -> Inp
 
 
 def num_expert_chunks(width: int) -> int:
-    """Return the number of chunks in which the down projections of experts of this width add their inputs."""
+    """Return the number of chunks in which down projections of experts of this width add their inputs."""
     return next(number for number in (8, 4, 2, 1) if number == 1 or width >= number * MIN_EXPERT_CHUNK)
 
 

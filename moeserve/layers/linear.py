@@ -54,7 +54,7 @@ class Embedding(nn.Module):
     def __init__(self, vocab_size: int, hidden_size: int, context: ModelContext, *, factor: float = 1.0) -> None:
         """
         Args:
-            factor: of the rows.
+            factor: multiplies the rows.
         """
         super().__init__()
         self.tp = context.tp
@@ -91,7 +91,7 @@ class OutputHead(nn.Module):
         """
         Args:
             tied_to: the embedding whose weight is used.
-            divisor: of the logits.
+            divisor: divides the logits.
         """
         super().__init__()
         self.tp = context.tp

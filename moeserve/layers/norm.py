@@ -19,7 +19,7 @@ class RMSNorm(nn.Module):
 
     Args:
         has_weight: False: all weights are one.
-        form: that of the normalised rows which `after_adding` returns.
+        form: the form of the normalised rows that `after_adding` returns.
     """
 
     def __init__(

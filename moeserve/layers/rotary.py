@@ -1,7 +1,7 @@
 """Rotary position embedding (arXiv 2104.09864): the angles of a step's tokens, computed once for all layers.
 
-Layers may have different frequencies. What else depends on a token's position and on a layer's configuration is in the
-form of a rotation too, so that the kernels of rotations serve it.
+Layers may have different frequencies. Query temperatures, which also depend on positions, are expressed as rotations
+too, so that they need no kernels of their own.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class TemperatureConfig:
         return Rotation(cosines_TF, torch.zeros_like(cosines_TF), is_interleaved=False)
 
 
-# What layers read of the positions of a step's tokens, by their configurations.
+# Position-dependent inputs of the layers in a step, by layer configuration.
 Rotations = Mapping[RotaryConfig | TemperatureConfig, Rotation]
 
 

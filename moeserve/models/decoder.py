@@ -86,7 +86,7 @@ class DecoderLayer(nn.Module):
 
 
 def gathered(rows_tD: Rows, tp: GroupCoordinator, step: StepInputs) -> Rows:
-    """Return the rows [T, D] of all tp ranks. Rows in 8 bits are those of an only rank."""
+    """Return the rows [T, D] of all tp ranks. FP8 rows occur only with a single tp rank."""
     if isinstance(rows_tD, Float8Rows):
         return rows_tD
     return tp.all_gather(rows_tD, step.tp_sizes)  # collective: all tp ranks
@@ -112,7 +112,7 @@ class DenseFeedForward(nn.Module):
         return self.tp.reduce_scatter(self.mlp(hidden_TD), step.tp_sizes, self.sum_dtype)
 
     def stages(self, hidden_tD: Rows, step: StepInputs) -> Stages[Tensor]:
-        """See `MoELayer.stages`. There is one stage."""
+        """Run the network as a generator with a single stage; see `MoELayer.stages`."""
         yield from ()
         output_tD: Tensor = self(hidden_tD, step)
         return output_tD
@@ -232,8 +232,8 @@ class Decoder(nn.Module):
     def stages(self, hidden_tD: Tensor, rotations: Rotations, caches: list[Any], step: StepInputs) -> Stages[Tensor]:
         """Run the layers. See `run_layers`; yields in each layer with experts.
 
-        The first rows of a chunk that halves divide are in the cache before the others attend to them, because in each
-        layer the first half attends first.
+        If the halves divide a chunk, its first rows are in the cache before the later rows attend to them, because the
+        first half runs the attention of each layer first.
         """
         update_tD: Tensor | None = None
         for number, (layer, cache) in enumerate(zip(self.layers, caches, strict=True), self.stage.start):

@@ -45,8 +45,8 @@ class AttentionNames:
 class DecoderPart:
     """The tensors of the decoder in a checkpoint that also holds others, such as for images."""
 
-    # Beginnings of names, and what stands for them in a checkpoint of the decoder alone. The first that fits is used; a
-    # name that has none is kept as it is.
+    # Prefixes of names, and their replacements in a checkpoint of the decoder alone. The first match is used; a name
+    # without a match stays as it is.
     prefixes: tuple[tuple[str, str], ...] = ()
     left_out: tuple[str, ...]  # beginnings of the names of all other tensors, which are not loaded
 

@@ -29,7 +29,7 @@ Stages: TypeAlias = Generator[None, None, Result]  # a computation that yields b
 
 
 def run_in_turn(halves: Sequence[Stages[Result]]) -> list[Result]:
-    """Run halves of a step to their ends, stage by stage: one computes while the rows of the other travel.
+    """Run the halves of a step in alternation, stage by stage: one computes while the rows of the other travel.
 
     All ranks enter the collectives of both in the same order, because each half has the same stages on all of them.
     """
@@ -138,7 +138,7 @@ class MoELayer(nn.Module):
         return output_TD
 
     def stages(self, hidden_TD: Rows, step: StepInputs) -> Stages[Tensor]:
-        """Compute the layer. Yields after the beginning of dispatch, and after that of combine."""
+        """Compute the layer. Yields after dispatch has started, and after combine has started."""
         plain_TD = plain_rows(hidden_TD)
         routing = self.router(plain_TD)
         if step.padding is not None:

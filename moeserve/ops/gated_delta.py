@@ -44,7 +44,7 @@ class GatedDeltaShape:
 
 @dataclass(frozen=True)
 class GatedDeltaWeights:
-    """The weights of a layer that are no projections, all float32."""
+    """The weights of a layer except its projections, all float32."""
 
     taps_WC: Tensor  # the last one multiplies the token itself
     log_decay_N: Tensor  # a = exp(-exp(log_decay) * softplus(x + decay_bias))
@@ -61,7 +61,7 @@ class GatedDeltaCache:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All that a row holds; the first dimension is the row."""
+        """The tensors of the cache; their first dimension is the row."""
         return self.inputs, self.states
 
     def clear(self) -> None:
@@ -84,7 +84,7 @@ class GatedDelta(Protocol):
     ) -> Tensor:
         """Return the gated outputs [T, N * V] in the dtype of the inputs, and update the states.
 
-        Rows of no chunk, and of chunks that store no state, get any finite values.
+        Output rows outside of all chunks, and of chunks that store no state, have arbitrary finite values.
 
         Args:
             input_TC: may be a view of a wider projection.

@@ -1,4 +1,4 @@
-"""Copies of numbers of the host to a device."""
+"""Copies from the host to a device."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ from torch import Tensor
 
 
 def uploaded(numbers: Sequence[Any], device: torch.device) -> Tensor:
-    """Return integers on a device, int64. The host waits for no GPU, as it would if the memory were not pinned."""
+    """Return integers on a device, int64. For a GPU, pinned memory is used so that the host does not wait."""
     on_host = torch.tensor(numbers, dtype=torch.int64)
     return on_host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else on_host.to(device)

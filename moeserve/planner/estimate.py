@@ -25,7 +25,7 @@ FP8_PARTS = ("attention", "dense networks", "routed experts", "shared experts")
 
 @dataclass(frozen=True, kw_only=True)
 class OverlapGain:
-    """A step run as two halves that overlap, beside the same step run as a whole."""
+    """Two-batch overlap: the time of a step in two halves, and of the same step as a whole."""
 
     whole_s: float
     halves_s: float
@@ -259,7 +259,7 @@ def _assumed(assumptions: Assumptions) -> list[str]:
 
 
 def _overlap_gain(whole: LayoutCosts, halves: LayoutCosts, of_replica: ReplicaLoad) -> OverlapGain:
-    """Compare both ways to run a step, also with fewer tokens of the same kind in each replica."""
+    """Compare a step in halves with the whole step, also for fewer tokens of the same kind in each replica."""
 
     def seconds(costs: LayoutCosts, num_tokens: int) -> float:
         share = num_tokens / most

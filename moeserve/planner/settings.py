@@ -47,7 +47,7 @@ class Assumptions:
         "expert of the token, forwarded inside",
     )
     overlap: bool = setting(
-        False, "run steps as two halves, of which one exchanges while the other computes, from the next two on"
+        False, "two-batch overlap: run steps in halves, one exchanging while the other computes, from the next two on"
     )
     overlap_decode_tokens: PositiveInt = setting(
         1, "with --overlap: least tokens of the longest replica in steps that only decode"

@@ -515,10 +515,10 @@ class Scheduler:
         return prefix if self._states is None else prefix[: self._num_blocks_with_state(request, len(prefix))]
 
     def _num_blocks_with_state(self, request: LiveRequest, num_blocks: int) -> int:
-        """Return how many of a request's first blocks, all of them cached, are before a saved state.
+        """Return how many of a request's first blocks, all of them cached, end at or before a saved state.
 
-        If there are more cached blocks than that, another request went on differently after them, as others may: the
-        request saves its state there.
+        If there are more cached blocks, an earlier request diverges from this one after them. More requests may share
+        this prefix, so the request saves its state there.
         """
         assert self._states is not None
         size, per_interval = self.config.block_size, self._state_interval // self.config.block_size
@@ -529,9 +529,9 @@ class Scheduler:
         return found
 
     def _save_state(self, request: LiveRequest, num_tokens: int) -> SavedState | None:
-        """Take a row for a state within a chunk of a prompt: at the branch point, or after the last whole interval.
+        """Allocate a row for a state within a chunk of a prompt: at the branch point, or after the last whole interval.
 
-        The latter is where a request whose prompt continues this one starts.
+        A request whose prompt continues this one starts at the latter.
         """
         if self._states is None or num_tokens == 1 or not self.config.enable_prefix_caching:
             return None
@@ -545,7 +545,7 @@ class Scheduler:
         return None if row is None else SavedState(request.slot, row, position - start)
 
     def _end_save(self, chunk: _PlannedChunk, *, is_kept: bool) -> None:
-        """Make the state that a chunk has saved available, if it was computed."""
+        """Make the state that a chunk has saved available to other requests, if it was computed."""
         if chunk.saved_state is None:
             return
         assert self._states is not None

@@ -1,9 +1,9 @@
-"""Bookkeeping of recurrent states: which rows of the state caches hold the state behind which prefix.
+"""Bookkeeping of recurrent states: the rows of the state caches and the prefixes whose states they hold.
 
 A layer with a recurrent state has a cache with a row for each running request, at the request's slot, and further rows
 for saved states. A saved state is a copy of a request's state after a prefix whose length is a multiple of `interval`
-tokens; another request that begins with the same tokens starts from it. Ranks execute plans in their order, so a row
-can be given to another state in the plan after the last one that reads it.
+tokens; another request that begins with the same tokens starts from it. Ranks execute plans in order, so a row
+can be reused in the plan after the last one that reads it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class StatePool:
         self._read: set[int] = set()  # by the plan that is being made
 
     def begin_plan(self) -> None:
-        """Begin another plan. Rows that the last one reads may be given away."""
+        """Begin another plan. Rows that the previous plan reads may be reused."""
         self._read.clear()
 
     def has(self, digest: bytes) -> bool:
@@ -66,7 +66,7 @@ class StatePool:
             self._row_of_digest[digest] = row
 
     def release(self, row: int) -> None:
-        """Return a row whose plan has failed, or whose request has ended."""
+        """Free a row whose plan has failed, or whose request has ended."""
         self._pending.remove(row)
         self._free.append(row)
 

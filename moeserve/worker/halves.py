@@ -1,6 +1,6 @@
-"""Steps in two halves, of which one computes while the rows of the other travel between ranks.
+"""Two-batch overlap: steps in two halves, of which one computes while the rows of the other travel between ranks.
 
-Each replica divides its own rows. All ranks know the numbers of all rows, so they know those of both halves too.
+Each replica divides its own rows. All ranks know the row counts of all replicas, and thus those of both halves.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from moeserve.distributed.mesh import share_of, share_sizes
 from moeserve.step_inputs import ChunkSpan, StepInputs
 
-# A long half begins at a multiple of this, for addresses and tiles of GPU kernels.
+# A long half begins at a multiple of this, which aligns addresses and tiles of GPU kernels.
 ALIGNMENT = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class HalvingLimits:
-    """The least rows of the longest replica with which a step runs in halves. None: never."""
+    """The minimum rows, of the replica with the most, from which a step runs in halves. None: never."""
 
     decode: int | None = None
     prefill: int | None = None

@@ -65,7 +65,7 @@ class ModelRunner:
         *,
         has_halves: bool = False,
     ) -> StartedStep:
-        """Start one step, and wait for nothing but the values of earlier tokens where a request needs them.
+        """Start one step. Wait only for the values of earlier tokens, and only if a request needs them.
         Collective: all ranks.
 
         Args:
@@ -178,7 +178,7 @@ class ModelRunner:
         if previous is not None and any(needs_tokens(request) for request in requests.values()):
             previous.finish()
             self.replay.on_layers()  # whoever waits for its results need not wait for this step
-        # A GPU computes the logits meanwhile.
+        # A GPU computes the logits in the meantime.
         return {row: sample_spec(request, self._allowed_tokens(request)) for row, request in requests.items()}
 
     def _prompt_logprobs(self, chunk: Chunk, hidden_TD: Tensor) -> list[Tensor]:

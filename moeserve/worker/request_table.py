@@ -111,7 +111,7 @@ class RequestTable:
         self._append_blocks(slot, request, block_ids)
 
     def forget_changes(self) -> None:
-        """Begin the lists of changes again."""
+        """Clear the lists of changes."""
         self.added_slots, self.added_blocks = [], []
 
     def apply(self, plan: StepPlan) -> list[Chunk]:

@@ -1,8 +1,8 @@
 """Samples the next token from each row of logits, independently of the other rows of the batch.
 
 Everything is computed on the device of the logits, and the host does not wait for it. `Kernels.choose_tokens` chooses
-tokens by the settings of their requests. Rows with bias, penalties, barred tokens or a grammar get their tokens from
-copies of their logits that are adjusted before.
+tokens by the settings of their requests. For rows with bias, penalties, barred tokens or a grammar, it
+chooses from adjusted copies of their logits.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class SampledRows:
 
 
 def needs_tokens(request: RequestState) -> bool:
-    """Return True if choosing a token takes the values of all tokens before it on the host."""
+    """Return True if choosing a token requires the values of all earlier tokens on the host."""
     return request.params.has_penalties or request.params.grammar is not None
 
 
@@ -149,7 +149,7 @@ def sample(
     with_logprobs = [row for row, spec in specs.items() if spec.params.logprobs is not None]
     changed_A, with_logprobs_R = upload([np.array(rows, np.int64) for rows in (changed, with_logprobs)])
     if chosen_L is None:
-        # Settings of zeros are greedy: nothing is drawn twice.
+        # All-zero settings are greedy, so no row is drawn twice.
         undrawn_LW = settings_LW.index_fill(0, changed_A, 0) if changed else settings_LW
         chosen_L = kernels.choose_tokens(logits_LV, undrawn_LW, positions_L)
     highest_L, tokens_L = chosen_L

@@ -202,7 +202,7 @@ class GpuMemory:
         return on_device
 
     def _changes(self) -> list[Array]:
-        """Return what the device lacks: entries of the block table, counted row by row, their block ids, slots, and
+        """Return the changes that the device lacks: flat indices into the block table, their block ids, slots, and
         their settings [slots, W].
         """
         table = self._table

@@ -332,7 +332,7 @@ def select_replay(config: EngineConfig, model: Decoder, groups: Groups, context:
 
 
 def halving_of(config: EngineConfig) -> HalvingLimits:
-    """Return the least rows of steps in halves. A single rank exchanges nothing, so it never runs them."""
+    """Return the minimum rows of steps in halves. A single rank exchanges nothing, so it has no such steps."""
     if config.tensor_parallel_size * config.data_parallel_size == 1:
         return HalvingLimits()
     return HalvingLimits(decode=config.overlap_decode_tokens, prefill=config.overlap_prefill_tokens)

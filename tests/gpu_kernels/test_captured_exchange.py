@@ -1,6 +1,6 @@
 """A layer between ranks in a CUDA graph: nothing in it is read on the host, and replays carry the current values.
 
-The device is played on a CPU, in Triton's interpreter.
+The device is simulated on a CPU, in Triton's interpreter.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A captured step in halves on a played CUDA device: its streams wait where they must, and only there."""
+"""A captured step in halves on a simulated CUDA device: its streams wait where they must, and only there."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class PlayedGpu(AbsentGpu):
 
 
 def test_launches_on_a_gpu_find_what_was_compiled_without_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The folder has been moved; the launches are those of tensors, not those that were recorded."""
+    """A moved cache folder still has the kernels, for launches with tensors instead of recorded launches."""
     import torch
     from triton import knobs
     from triton.runtime.driver import driver

@@ -111,7 +111,7 @@ def test_latent_attention_in_fp8(tmp_path: Path) -> None:
 
 
 def test_gain_of_halves(tmp_path: Path) -> None:
-    """It is given whether the assumptions overlap steps or not, with the least tokens for it."""
+    """The estimate compares both ways with and without overlap in the assumptions, and has the least tokens for it."""
     folder = folder_of(tmp_path, "DeepSeek-V3")
 
     def decode_of(num_tokens: int, **assumed: Any) -> PhaseEstimate:

@@ -1,4 +1,4 @@
-"""Experts move on a GPU in the right order of streams, without a waiting host. The device is played on a CPU."""
+"""Rebalancing on a GPU orders its streams correctly, and the host never waits. The device is simulated on a CPU."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def play(group: ThreadGroup, num_steps: int, on_gpu: bool) -> list[tuple[Tensor,
 def test_weights_and_tables_switch_between_two_steps(
     device: fake_device.FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 plays a GPU, which refuses accesses without an event between streams, and hosts that wait.
+    """Rank 0 has a simulated GPU, which rejects accesses without an event between streams, and hosts that wait.
 
     Rank 1 is on a CPU. Both run the same protocol, in several pieces.
     """

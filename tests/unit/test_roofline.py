@@ -45,7 +45,7 @@ def test_decode_of_mixtral_by_hand() -> None:
 
 @pytest.mark.parametrize("quantization", [None, "fp8"])
 def test_products_have_the_operations_of_the_parameters(quantization: Any, tmp_path: Path) -> None:
-    """So no kernel of products is costed as one that only moves its arguments."""
+    """Every kernel of products has its own cost, not that of a kernel that only moves its arguments."""
     config = config_of("Qwen3-30B-A3B", 3)
     (tmp_path / "config.json").write_text(json.dumps(config))
     found = roofline.roofline(Case("", "", prefill(200, 1000), quantization), config)

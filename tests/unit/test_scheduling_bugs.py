@@ -234,7 +234,7 @@ class CancelsWhatOthersNeed(Scheduler):
 
 
 class EvictsStatesThatAreRead(Scheduler):
-    """It gives the row of a state to another one in the plan that reads it."""
+    """It reuses the row of a state in the plan that reads it."""
 
     def _save_state(self, request: LiveRequest, num_tokens: int) -> SavedState | None:
         if self._states is not None:

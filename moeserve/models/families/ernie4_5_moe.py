@@ -1,4 +1,4 @@
-"""ERNIE-4.5 (technical report of 2025-06-29): softmax routing with a correction, and neighbours are rotated."""
+"""ERNIE-4.5 (technical report of 2025-06-29): softmax routing with a correction; interleaved rotary embedding."""
 
 from __future__ import annotations
 

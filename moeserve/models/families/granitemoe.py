@@ -38,7 +38,7 @@ def _read(config: ConfigValues, shared: SharedExpertsConfig | None) -> ModelConf
     )
     layer = LayerConfig(attention=attention, feed_forward=moe)
     model = read_model(config, [layer] * read_num_layers(config))
-    # Each update is multiplied before it is added to the residual stream. Everything that reads the stream normalises
+    # Each update is multiplied before it is added to the residual stream. All layers that read the stream normalise
     # it, so the stream is kept divided by the multiplier instead, and updates are added as they are.
     multiplier = config.number("residual_multiplier", 1.0)
     return dataclasses.replace(

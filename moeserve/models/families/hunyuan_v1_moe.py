@@ -1,4 +1,4 @@
-"""Hunyuan-A13B: queries and keys are normalised after their rotation, whose base is stretched."""
+"""Hunyuan-A13B: query and key norms after the rotary embedding, which has NTK scaling of its base."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Llama 4: attention within chunks, or to all positions without rotation; one routed expert for each token."""
+"""Llama 4: chunked attention, or full attention without rotary embedding; one routed expert for each token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MiniMax-M2 (M2.1 and M2.5 share its architecture): norms over all heads of a token, and half of a head is rotated."""
+"""MiniMax-M2 (M2.1 and M2.5 too): query and key norms over all heads of a token; partial rotary embedding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistral-4: latent attention whose queries grow with their position; softmax routing with groups of experts."""
+"""Mistral-4: latent attention with a query temperature that grows with position; softmax routing with groups."""
 
 from __future__ import annotations
 

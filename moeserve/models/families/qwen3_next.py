@@ -1,6 +1,6 @@
 """Qwen3-Next and Qwen3.5: three of four layers are gated delta networks; the others have attention with gated outputs.
 
-Positions of text are the same along all axes of Qwen3.5's rotary embedding, which is then an ordinary one.
+Text has the same position along all axes of Qwen3.5's multimodal rotary embedding, so an ordinary one suffices.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Step-3.7: layers with windows have other heads and frequencies; each head is gated; some networks are limited."""
+"""Step-3.7: sliding-window layers with their own heads and frequencies; gated heads; some activations are clamped."""
 
 from __future__ import annotations
 

@@ -4,11 +4,11 @@ A small step has shapes that do not depend on the routing, so the host never wai
 two forms of its combine:
 
 - *Sums of ranks*: a rank adds the weighted outputs of its own experts for each token and rounds, and the ranks add
-  these sums. What is exchanged grows with the tokens alone.
+  these sums. The exchanged bytes depend on the number of tokens only.
 - *Rows of pairs*, where results must have the same bytes in every layout: a rank sends a row for each pair of all
   tokens, with zeros for those of other ranks, and the token's rank adds the outputs in top-k order.
 
-Where each rank has a slice of every expert, all steps are small, and every rank computes all pairs. Rows of pairs are
+With tensor-parallel experts, all steps count as small, and every rank computes all pairs. Rows of pairs are
 then partial sums in float32, which the ranks add in the tree of `InputChunks` to the bytes of a whole expert's outputs.
 """
 
@@ -111,7 +111,7 @@ class AllGatherDispatcher:
         """
         self.group = group
         is_sliced = placement.num_slices > 1
-        # With slices there is nothing to choose: every rank computes what a single one would.
+        # With slices, every rank computes the same pairs as a single rank would, so there is no placement.
         held = Placement.even(placement.num_logical, 1) if is_sliced else placement
         self.exchange = Exchange(group, held, context)
         self.expert_copies = self.exchange.expert_copies

@@ -49,9 +49,9 @@ class Dispatched(Generic[Handle]):
 
 @dataclass(frozen=True)
 class StepLimits:
-    """The largest steps in which the host does not know how many rows a rank computes, in bytes of all pairs' rows.
+    """The largest steps that run without the host knowing how many rows a rank computes, in bytes of all pairs' rows.
 
-    Such a step has room for all of them. The memory of graphs is measured at the start, that of eager steps is not.
+    Such a step has memory for all pairs. The memory of graphs is measured at the start; that of eager steps is not.
     """
 
     eager: int
@@ -127,7 +127,7 @@ class Dispatcher(Protocol[Handle]):
 
     @property
     def takes_float8(self) -> bool:
-        """True if rows in 8 bits, if there are any, reach the experts as they are. They must keep the plain rows."""
+        """True if FP8 rows reach the experts unchanged. `dispatch` needs `Float8Rows` that keep the plain rows."""
         ...
 
     def dispatch(self, hidden_TD: Any, routing: Routing, step: StepInputs) -> PendingDispatch[Handle]:

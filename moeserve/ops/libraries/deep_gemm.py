@@ -8,8 +8,8 @@ a row, and for blocks of 128 x 128 of a weight, and rounds to bfloat16:
 - rows side by side: `m_grouped_fp8_gemm_nt_contiguous`, where the rows of each weight begin at a multiple of an
   alignment. Rows are padded to it while they are gathered, without the host knowing the counts.
 
-It has no biases and no activations: a kernel of our own applies the activation afterwards, and quantises its results
-where another product of blocks reads them.
+It supports neither biases nor activations. A kernel of our own applies the activation afterwards, and also quantises
+the results if another FP8 product reads them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The choice of tokens with random numbers on the host: the reference, and what all CPU kernels share.
+"""The choice of tokens with random numbers on the host: the reference, and the functions that all CPU kernels share.
 
-Of equally likely tokens the lower id comes first, everywhere.
+Equally likely tokens are always ordered by ascending id.
 """
 
 from __future__ import annotations
