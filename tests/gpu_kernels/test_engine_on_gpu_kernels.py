@@ -18,6 +18,7 @@ from torch import Tensor
 
 from moeserve import LLM, SamplingParams
 from moeserve.layers.attention import Attention, CacheSize
+from moeserve.layers.gated_delta import GatedDeltaNet
 from moeserve.layers.input_share import InputShare
 from moeserve.layers.weights import allocate_weights
 from moeserve.moe.dispatch.base import PackedTokens, SlottedTokens
@@ -29,6 +30,7 @@ from moeserve.ops.libraries.latent import LibraryLatentAttention
 from moeserve.ops.select import select_kernels
 from moeserve.ops.triton import pairs as triton_pairs
 from moeserve.ops.triton.attention import TritonAttention, TritonLatentAttention
+from moeserve.ops.triton.gated_delta import TritonGatedDelta
 from moeserve.ops.triton.pairs import TritonPairs
 from moeserve.ops.triton.products import TritonProduct
 from moeserve.triton_kernels import grouped_matmul
@@ -41,7 +43,7 @@ from moeserve.worker.step_replay import StepOutputs
 
 # Families, and if their decode steps are replayed from graphs. The others run in `make soak` only.
 FAMILIES = [("mixtral-window", False), ("deepseek-v3", True), ("qwen2-moe", False), ("gpt-oss", True)]
-MORE_FAMILIES = ["mixtral", "deepseek-v2", "qwen3-moe", "olmoe"]
+MORE_FAMILIES = ["qwen3-next", "mixtral", "deepseek-v2", "qwen3-moe", "olmoe"]
 LENGTHS = [1, 19, 6]
 NUM_TOKENS = [5, 3, 4]
 
@@ -111,7 +113,9 @@ def test_tokens_equal_transformers(
     reference = reference_named(name)
     with started(reference) as llm:
         model = model_of(llm)
-        assert isinstance(model.layers[0].attention.backend, (TritonAttention, TritonLatentAttention))
+        for layer in model.layers:
+            kernel = layer.attention.mix if isinstance(layer.attention, GatedDeltaNet) else layer.attention.backend
+            assert isinstance(kernel, (TritonAttention, TritonLatentAttention, TritonGatedDelta))
         moe = next(iter(model.moe_layers.values()))
         assert isinstance(moe.experts.gate_up.product, TritonProduct)
         assert isinstance(moe.dispatcher.pairs, TritonPairs)

@@ -2,97 +2,31 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
-from paged_steps import INSTRUCTION_SETS, kernels, make_step, needs_kernels, same_bytes, settings_restored
-from torch import Tensor
+from gated_delta_layers import SHAPES, Layer
+from paged_steps import INSTRUCTION_SETS, kernels, needs_kernels, same_bytes, settings_restored
 
 from moeserve.ops.cpu.gated_delta import CpuGatedDelta
-from moeserve.ops.gated_delta import GatedDelta, GatedDeltaCache, GatedDeltaShape, GatedDeltaWeights
 from moeserve.ops.threads import set_num_threads
 from moeserve.ops.torch.gated_delta import TorchGatedDelta
-from moeserve.step_inputs import StateRows
 
 # T tokens, N value heads, C channels, X = N * values of a head
 
 pytestmark = needs_kernels
 
-SHAPES = {
-    "published": dict(num_heads=4, num_key_heads=2, key_dim=128, value_dim=128, num_taps=4),
-    "odd": dict(num_heads=6, num_key_heads=3, key_dim=10, value_dim=37, num_taps=3),
-    "wide": dict(num_heads=2, num_key_heads=2, key_dim=256, value_dim=256, num_taps=2),
-}
-NUM_ROWS = 6  # of states
+
+def native(layer: Layer) -> CpuGatedDelta:
+    return CpuGatedDelta(kernels, layer.shape)
 
 
 @pytest.fixture(autouse=True)
 def _restore() -> Iterator[None]:
     with settings_restored():
         yield
-
-
-@dataclasses.dataclass(frozen=True)
-class Layer:
-    """The weights of a layer, and the inputs of some tokens."""
-
-    shape: GatedDeltaShape
-    weights: GatedDeltaWeights
-    input_TC: Tensor
-    gates_TX: Tensor
-    rates_T2N: Tensor
-
-    @classmethod
-    def random(cls, name: str, num_tokens: int, dtype: torch.dtype) -> Layer:
-        shape = GatedDeltaShape(**SHAPES[name], norm_epsilon=1e-6)
-        generator = torch.Generator().manual_seed(len(name))
-
-        def normal(*sizes: int) -> Tensor:
-            return torch.randn(sizes, generator=generator)
-
-        value_size = shape.num_heads * shape.value_dim
-        weights = GatedDeltaWeights(
-            normal(shape.num_taps, shape.num_channels),
-            normal(shape.num_heads),
-            normal(shape.num_heads),
-            normal(shape.value_dim),
-        )
-        both = normal(num_tokens, shape.num_channels + value_size).to(dtype)  # views of one projection
-        return cls(
-            shape,
-            weights,
-            both[:, : shape.num_channels],
-            both[:, shape.num_channels :],
-            normal(num_tokens, 2 * shape.num_heads).to(dtype),
-        )
-
-    @property
-    def native(self) -> CpuGatedDelta:
-        return CpuGatedDelta(kernels, self.shape)
-
-    def cache(self) -> GatedDeltaCache:
-        """Return states of all rows, which a chunk must not use unless it loads them."""
-        inputs_shape = (NUM_ROWS, self.shape.num_taps - 1, self.shape.num_channels)
-        states_shape = (NUM_ROWS, self.shape.num_heads, self.shape.key_dim, self.shape.value_dim)
-        return GatedDeltaCache(
-            torch.full(inputs_shape, torch.nan, dtype=self.input_TC.dtype), torch.full(states_shape, torch.nan)
-        )
-
-    def run(self, mix: GatedDelta, chunks: Sequence[tuple[slice, tuple[int, int, int, int]]], cache: Any) -> Tensor:
-        """Return the outputs of a step of chunks, each with its load, store, save and number before the save."""
-        lengths = [(part.stop - part.start, part.stop - part.start) for part, _ in chunks]
-        step = make_step(lengths, [[0] * length for length, _ in lengths], 1)
-        states = StateRows(*torch.tensor([rows for _, rows in chunks]).T.contiguous())
-        step = dataclasses.replace(step, states=states)
-        rows = torch.cat([torch.arange(part.start, part.stop) for part, _ in chunks])
-        # As in the model, inputs and gates are views of one projection.
-        both = torch.cat([self.input_TC, self.gates_TX], dim=1)[rows]
-        num_channels = self.shape.num_channels
-        return mix(both[:, :num_channels], both[:, num_channels:], self.rates_T2N[rows], self.weights, cache, step)
 
 
 @pytest.mark.parametrize("isa", INSTRUCTION_SETS)
@@ -106,7 +40,7 @@ def test_results_and_states_equal_the_reference(name: str, dtype: torch.dtype, i
     second = [(slice(75, 76), (0, 0, -1, 1)), (slice(76, 120), (4, 2, -1, 1)), (slice(120, 130), (1, 1, 5, 10))]
     found, wanted, reference = layer.cache(), layer.cache(), TorchGatedDelta(layer.shape)
     for chunks in (first, second):
-        actual, expected = layer.run(layer.native, chunks, found), layer.run(reference, chunks, wanted)
+        actual, expected = layer.run(native(layer), chunks, found), layer.run(reference, chunks, wanted)
         # Outputs are about 1. Results in bfloat16 are rounded once, perhaps to neighbouring numbers.
         tolerance = 2e-4 if dtype == torch.float32 else 2**-7
         torch.testing.assert_close(actual.float(), expected.float(), rtol=tolerance, atol=2e-4)
@@ -122,7 +56,7 @@ def test_bytes_do_not_depend_on_chunks_batch_or_threads(name: str, dtype: torch.
     layer = Layer.random(name, 100, dtype)
     parts = [slice(0, 57), slice(57, 100)]
     cache = layer.cache()
-    whole = layer.run(layer.native, [(part, (-1, row, -1, 1)) for row, part in enumerate(parts)], cache)
+    whole = layer.run(native(layer), [(part, (-1, row, -1, 1)) for row, part in enumerate(parts)], cache)
     draw = random.Random(0)
     for num_threads in (1, 2):
         set_num_threads(num_threads)
@@ -138,7 +72,7 @@ def test_bytes_do_not_depend_on_chunks_batch_or_threads(name: str, dtype: torch.
                 done[row] = stop
             if chunks:
                 rows = torch.cat([torch.arange(part.start, part.stop) for part, _ in chunks])
-                pieces[rows] = layer.run(layer.native, chunks, again)
+                pieces[rows] = layer.run(native(layer), chunks, again)
         assert same_bytes(pieces, whole)
         assert same_bytes(again.states[:2], cache.states[:2])
 

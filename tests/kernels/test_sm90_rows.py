@@ -225,3 +225,18 @@ def test_row_maximum(pointer: str, width: int) -> None:
     options = {"num_warps": sizes.pop("num_warps")}
     types = dict(rows_ptr=pointer, largest_ptr="*fp32", indices_ptr="*i64")
     compiled(row_maximum_kernel, types, sizes, options)
+
+
+@pytest.mark.parametrize("pointer", ["*bf16", "*fp32"])
+def test_gated_delta(pointer: str) -> None:
+    """Of Qwen3-Next: a program keeps 128 x 32 values of a state in registers."""
+    from moeserve.triton_kernels.gated_delta import CHANNELS, VALUES, convolve_kernel, delta_kernel, gate_kernel
+
+    rows = dict.fromkeys(("load_ptr", "store_ptr", "save_ptr", "before_save_ptr"), "*i64") | {"row_starts_ptr": "*i32"}
+    numbers = dict.fromkeys(("mixed_ptr", "cache_ptr", "output_ptr", "log_decay_ptr", "decay_bias_ptr"), "*fp32")
+    delta = numbers | rows | dict(rates_ptr=pointer, query_scale="fp32")
+    assert compiled(delta_kernel, delta, dict(BLOCK_K=128, VALUES=VALUES), {}).registers <= 128
+    inputs = rows | dict(input_ptr=pointer, inputs_ptr=pointer, taps_ptr="*fp32", out_ptr="*fp32")
+    compiled(convolve_kernel, inputs, dict(NUM_TAPS=4, CHANNELS=CHANNELS), {})
+    outputs = dict(output_ptr="*fp32", gates_ptr=pointer, norm_ptr="*fp32", out_ptr=pointer, epsilon="fp32")
+    compiled(gate_kernel, outputs, dict(BLOCK_V=128), {})

@@ -9,9 +9,9 @@ from torch.nn import functional
 
 from moeserve.ops.arguments import router_arguments
 from moeserve.ops.interfaces import Float8Rows, Rotation, RouterConfig
-from moeserve.ops.torch.gated_delta import TorchGatedDelta
 from moeserve.ops.torch.table import TORCH_KERNELS
 from moeserve.ops.triton.attention import TritonAttention, TritonLatentAttention
+from moeserve.ops.triton.gated_delta import TritonGatedDelta
 from moeserve.ops.triton.pairs import TritonPairs
 from moeserve.ops.triton.products import make_product, quantize_rows
 from moeserve.triton_kernels import rms_norm as norms
@@ -60,7 +60,7 @@ TRITON_KERNELS = dataclasses.replace(
     make_router=TritonRouter,
     make_attention=TritonAttention,
     make_latent_attention=TritonLatentAttention,
-    make_gated_delta=TorchGatedDelta,
+    make_gated_delta=TritonGatedDelta,
     make_product=make_product,
     quantize_rows=quantize_rows,
     quantize_rms_norm=quantize_rms_norm,
