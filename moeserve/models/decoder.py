@@ -182,8 +182,6 @@ class Decoder(nn.Module):
 
     def is_capturable(self, tokens_per_rank: Sequence[int]) -> bool:
         """Return True if a CUDA graph should hold such a step, padded. The answer is the same on all ranks."""
-        if self.has_states:  # the host reads which rows of the states a step reads and writes
-            return False
         return all(layer.is_capturable(tokens_per_rank) for layer in self.moe_layers.values())
 
     @property

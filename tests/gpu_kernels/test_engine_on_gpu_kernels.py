@@ -42,8 +42,14 @@ from moeserve.worker.profiling import run_all_sizes
 from moeserve.worker.step_replay import StepOutputs
 
 # Families, and if their decode steps are replayed from graphs. The others run in `make soak` only.
-FAMILIES = [("mixtral-window", False), ("deepseek-v3", True), ("qwen2-moe", False), ("gpt-oss", True)]
-MORE_FAMILIES = ["qwen3-next", "mixtral", "deepseek-v2", "qwen3-moe", "olmoe"]
+FAMILIES = [
+    ("mixtral-window", False),
+    ("deepseek-v3", True),
+    ("qwen2-moe", False),
+    ("gpt-oss", True),
+    ("qwen3-next", True),
+]
+MORE_FAMILIES = ["mixtral", "deepseek-v2", "qwen3-moe", "olmoe"]
 LENGTHS = [1, 19, 6]
 NUM_TOKENS = [5, 3, 4]
 

@@ -15,12 +15,7 @@ from torch import Tensor
 
 from moeserve.distributed.groups import groups_of_one_rank
 from moeserve.distributed.mesh import Mesh
-from moeserve.layers.context import ModelContext
-from moeserve.models.decoder import Decoder
-from moeserve.models.registry import describe
-from moeserve.moe.dispatch.factory import TorchDispatchers
 from moeserve.ops import side_stream
-from moeserve.ops.select import select_kernels
 from moeserve.sampling_params import RequestParams
 from moeserve.scheduling.lockstep import Intent, agree, make_row
 from moeserve.step_inputs import StepInputs
@@ -190,16 +185,6 @@ def test_buffers_are_prepared_for_what_a_graph_dispatches() -> None:
     for num_tokens, size in ((5, 6), (1, 2)):
         rank.graphs(rank.inputs(num_tokens, (num_tokens, 1), size))
     assert rank.model.dispatchers.prepared == [(3, 3), (2, 2)]
-
-
-@pytest.mark.parametrize(("model", "is_captured"), [("Qwen3-Next-80B-A3B", False), ("Qwen3-30B-A3B", True)])
-def test_no_graph_holds_recurrent_states(model: str, is_captured: bool, tmp_path: Path) -> None:
-    """The host reads their rows."""
-    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[model]))
-    config, meta, groups = describe(tmp_path).model, torch.device("meta"), groups_of_one_rank()
-    context = ModelContext(select_kernels(meta), groups, torch.bfloat16, meta)
-    decoder = Decoder(config, config.place_experts(1), TorchDispatchers("local", groups.ep, context), context)
-    assert bool(graph_sizes(8, ONE_RANK, decoder.is_capturable)) == is_captured
 
 
 def test_memory_of_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
