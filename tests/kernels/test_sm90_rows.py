@@ -229,7 +229,7 @@ def test_row_maximum(pointer: str, width: int) -> None:
 
 @pytest.mark.parametrize("pointer", ["*bf16", "*fp32"])
 def test_gated_delta(pointer: str) -> None:
-    """Of Qwen3-Next: a program keeps 128 x 32 values of a state in registers."""
+    """Shapes of Qwen3-Next. A program keeps 128 x 32 values of a state in registers."""
     from moeserve.triton_kernels.gated_delta import CHANNELS, VALUES, convolve_kernel, delta_kernel, gate_kernel
 
     rows = dict.fromkeys(("load_ptr", "store_ptr", "save_ptr", "before_save_ptr"), "*i64") | {"row_starts_ptr": "*i32"}
