@@ -169,7 +169,7 @@ def test_a_failed_step_ends_its_requests_and_the_engine_continues(
     next(stream)
     runner = llm.core.executor.worker.runner  # type: ignore[attr-defined]
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "start", lambda *arguments: torch.zeros(2) @ torch.zeros(3))
+        patch.setattr(runner, "start", lambda *_, **__: torch.zeros(2) @ torch.zeros(3))
         with pytest.raises(EngineError, match="RuntimeError"):
             llm.generate([[7], [8]], GREEDY)
     with pytest.raises(EngineError, match="RuntimeError"):  # its request ended in the same step or the one before
