@@ -7,12 +7,14 @@ compile-time arguments that they have on the assumed GPU.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
+from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from moeserve.bench.gpu import fake_device
@@ -70,7 +72,7 @@ def recorded_launches() -> Iterator[list[Launch]]:
 
     run = JITFunction.run
     with fake_device.installed(name=H100_NAME, num_multiprocessors=H100_MULTIPROCESSORS):
-        JITFunction.run = record
+        JITFunction.run = InterpretedFunction.run = record  # the device restores that of the interpreter
         try:
             yield launches
         finally:
@@ -78,7 +80,8 @@ def recorded_launches() -> Iterator[list[Launch]]:
 
 
 def launch_of(kernel: Any, args: Sequence[Any], grid: Any, options: dict[str, Any]) -> Launch:
-    values = {parameter.name: parameter.default for parameter in kernel.params}
+    parameters = inspect.signature(kernel.fn).parameters  # a kernel of the interpreter has no `params`
+    values = {name: parameter.default for name, parameter in parameters.items()}
     values |= dict(zip(kernel.arg_names, args, strict=False))
     values |= {name: options.pop(name) for name in list(options) if name in kernel.arg_names}
     grid = grid(values) if callable(grid) else grid
