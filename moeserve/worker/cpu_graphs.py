@@ -163,7 +163,8 @@ class CpuGraphs:
             },
             step=dataclasses.replace(
                 step,
-                cache_slots=self._input_memory("cache_slots", step.cache_slots),
+                # What torch computes runs while it is captured, and must not write to the cache.
+                cache_slots=self._input_memory("cache_slots", step.cache_slots).fill_(-1),
                 context_lens=self._input_memory("context_lens", step.context_lens),
                 row_starts=step.row_starts.clone(),
                 block_table=self._input_memory("block_table", step.block_table),
