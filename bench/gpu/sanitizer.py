@@ -17,10 +17,12 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 
 from moeserve.bench.gpu.parts import Item, Row, SecondsLeft, left_out
+from moeserve.config.environment import environment_without
 
 TOOL = "compute-sanitizer"
 TOOL_FOLDERS = ("/usr/local/cuda/bin", "/opt/cuda/bin")
 MARK = "========="
+NO_MEMORY_CACHING = "PYTORCH_NO_CUDA_MEMORY_CACHING"  # each tensor is then an allocation that the tool sees
 # Racecheck does not support asynchronous copies. These kernels have none.
 TOOLS: Mapping[str, Sequence[str] | None] = {"memcheck": None, "racecheck": ("norms", "pairs", "routing", "tokens")}
 NEEDS_CACHE = "graphs"  # torch refuses to capture while each tensor's memory comes from CUDA
@@ -28,7 +30,7 @@ SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)")
 
 
 def find_tool() -> str | None:
-    return shutil.which(TOOL, path=os.pathsep.join((os.environ.get("PATH", ""), *TOOL_FOLDERS)))
+    return shutil.which(TOOL) or shutil.which(TOOL, path=os.pathsep.join(TOOL_FOLDERS))
 
 
 def sanitizer_items(seed: int, seconds_left: SecondsLeft) -> Iterator[Item]:
@@ -46,7 +48,7 @@ def sanitizer_items(seed: int, seconds_left: SecondsLeft) -> Iterator[Item]:
 def run_under(executable: str, tool: str, name: str, seed: int, seconds_left: SecondsLeft) -> Iterator[Row]:
     command = [executable, "--tool", tool, "--target-processes", "application-only", "--print-limit", "20"]
     command += [sys.executable, "-m", "moeserve.bench.gpu.sanitizer", name, f"--seed={seed}"]
-    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    environment = environment_without(NO_MEMORY_CACHING) | {NO_MEMORY_CACHING: "1"}
     try:
         ended = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=seconds_left(), env=environment
@@ -84,12 +86,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from moeserve.bench.gpu.check import run_check
     from moeserve.bench.gpu.checks import CHECKS
     from moeserve.bench.gpu.inputs import gpu_source
+    from moeserve.triton_kernels.device import is_interpreted
 
     parser = argparse.ArgumentParser(prog="python -m moeserve.bench.gpu.sanitizer", description="Run by `parts.py`.")
     parser.add_argument("check", choices=CHECKS)
     parser.add_argument("--seed", type=int, required=True)
     options = parser.parse_args(arguments)
-    if os.environ.get("TRITON_INTERPRET") == "1":  # a rehearsal
+    if is_interpreted():  # a rehearsal
         from moeserve.bench.gpu.rehearsal import rehearsal_source, rehearsing
 
         with rehearsing() as kernels:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,12 +39,14 @@ class Launches(dict[str, set[Any]]):
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     """Record launches without running them."""
     from triton.runtime.jit import JITFunction
 
     found = Launches()
     monkeypatch.setattr(JITFunction, "run", lambda self, *args, grid, warmup, **options: found.add(self, args, options))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
     return found
 
 

@@ -16,6 +16,7 @@ from moeserve.errors import RankStateError
 from moeserve.protocol import (
     BlockTransfer,
     KeepBlocks,
+    Registration,
     Request,
     RequestUpdate,
     SavedState,
@@ -252,11 +253,11 @@ class SavesStatesAtTheWrongToken(Scheduler):
         return SavedState(saved.slot, saved.row, saved.num_tokens + 1)
 
 
-class KeepsStatesOfFailedSteps(Scheduler):
-    """It makes a state available that a failed step has saved."""
+class StartsWithoutTheState(Scheduler):
+    """It admits a request behind a cached prefix as if its state were zeros."""
 
-    def _end_save(self, chunk: Any, *, is_kept: bool) -> None:
-        super()._end_save(chunk, is_kept=True)
+    def _registration(self, request: LiveRequest) -> Registration:
+        return msgspec.structs.replace(super()._registration(request), state_row=None)
 
 
 BUGS: Sequence[type[Scheduler]] = [
@@ -274,7 +275,7 @@ BUGS: Sequence[type[Scheduler]] = [
     IgnoresSalts,
     PreemptsToTheEndOfTheQueue,
     EvictsStatesThatAreRead,
-    KeepsStatesOfFailedSteps,
+    StartsWithoutTheState,
     SavesStatesAtTheWrongToken,
 ]
 BUGS_OF_TRANSFERS: Sequence[type[Scheduler]] = [
