@@ -95,6 +95,8 @@ def in_float32(value: Any) -> Any:
     """Return an input with its tensors in float32, and with zeros for NaN. Integers and float64 are unchanged."""
     if isinstance(value, Tensor) and value.is_floating_point():
         return (value.float() if value.element_size() < 4 else value).nan_to_num(0.0)
+    if type(value) is tuple:
+        return tuple(map(in_float32, value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         changed = {field.name: in_float32(getattr(value, field.name)) for field in dataclasses.fields(value)}
         return type(value)(**changed)

@@ -34,6 +34,7 @@ from moeserve.bench.gpu.inputs import (
     num_cache_blocks,
 )
 from moeserve.bench.gpu.libraries import installed_libraries
+from moeserve.ops.gated_delta import GatedDeltaCache, GatedDeltaShape, GatedDeltaWeights
 from moeserve.ops.interfaces import (
     AttentionShape,
     ClampedSwiGLU,
@@ -51,11 +52,12 @@ from moeserve.ops.libraries.attention import LibraryChoice
 from moeserve.ops.libraries.interface import AttentionProblem, StepKind
 from moeserve.ops.torch.table import TORCH_KERNELS
 from moeserve.ops.triton.table import TRITON_KERNELS
-from moeserve.step_inputs import StepInputs
+from moeserve.step_inputs import StateRows, StepInputs
 
 # T tokens, D width, N query heads, G key-value heads, H head size, P elements of a latent vector, R rows, V vocabulary,
 # E experts, K experts per token, e weights side by side, S slots of a weight, I inputs
 
+DELTA_HEADS = dict(num_heads=32, num_key_heads=16, key_dim=128, value_dim=128)  # Qwen3-Next
 EPSILON = 1e-5
 BLOCK_SIZE = 16
 LIBRARY_BLOCK_SIZES = (16, 64, 256)
@@ -131,6 +133,49 @@ def run_norm_of_heads(kernels: Kernels, projected_TNH: Tensor, weight_H: Tensor)
     projected_TNH = projected_TNH.clone()
     kernels.rms_norm_in_place(projected_TNH[:, :-3], weight_H, EPSILON)
     return {"rms_norm_in_place": projected_TNH}
+
+
+def gated_delta(source: Source, is_small: bool) -> Iterator[Case]:
+    """Compute two steps of a few requests. The second step begins with the states that the first one has stored."""
+    size = dict(num_heads=4, num_key_heads=2, key_dim=16, value_dim=24) if is_small else DELTA_HEADS
+    shape = GatedDeltaShape(**size, num_taps=4, norm_epsilon=1e-3)
+    lengths = [5, 1] if is_small else [300, 1, 65]
+    step = source.step([(length, length) for length in lengths], BLOCK_SIZE)
+    rows = torch.arange(len(lengths), device=source.device)
+    weights = GatedDeltaWeights(
+        source.normal(4, shape.num_channels).float(),
+        source.normal(shape.num_heads).float(),
+        source.normal(shape.num_heads).float(),
+        source.normal(shape.value_dim).float(),
+    )
+    inputs = (
+        source.normal(sum(lengths), shape.num_channels),
+        source.normal(sum(lengths), shape.num_heads * shape.value_dim),
+        source.normal(sum(lengths), 2 * shape.num_heads),
+    )
+    yield Case(f"{sum(lengths)} tokens", run_gated_delta, (shape, inputs, weights, step, rows))
+
+
+def run_gated_delta(
+    kernels: Kernels,
+    shape: GatedDeltaShape,
+    inputs: Sequence[Tensor],
+    weights: GatedDeltaWeights,
+    step: StepInputs,
+    rows: Tensor,
+) -> Results:
+    mix, none, ones = kernels.make_gated_delta(shape), torch.full_like(rows, -1), torch.ones_like(rows)
+    input_TC = inputs[0]
+    states_shape = len(rows), shape.num_heads, shape.key_dim, shape.value_dim
+    cache = GatedDeltaCache(
+        input_TC.new_zeros(len(rows), shape.num_taps - 1, shape.num_channels),
+        torch.zeros(states_shape, device=input_TC.device),
+    )
+    results = {}
+    for name, load in (("first step", none), ("second step", rows)):
+        states = StateRows(load, rows, none, ones)
+        results[name] = mix(*inputs, weights, cache, dataclasses.replace(step, states=states))
+    return results | {"states": cache.states}
 
 
 def attention(
@@ -569,6 +614,7 @@ CHECKS: dict[str, Check] = {
     "routing": routing,
     "norms": norms,
     "rotary embedding and cache writes": cache_writes,
+    "gated delta networks": gated_delta,
     "tokens": tokens,
     **{f"products, {name}": partial(products, name=name, is_fp8=False) for name in list(MOE_SHAPES)[1:]},
     **{f"products, fp8, {name}": partial(products, name=name, is_fp8=True) for name in reversed(FP8_SHAPES)},

@@ -39,6 +39,7 @@ OPERATIONS = [
     *((field, None, "tokens") for field in ("row_maximum", "choose_tokens")),
     ("apply_rope", None, "rotary embedding and cache writes"),
     ("make_router", "__call__", "routing"),
+    ("make_gated_delta", "__call__", "gated delta networks"),
     *(("pairs", method, "pairs") for method in ("sort", "order", "gather", "scatter", "weighted_sum", "weigh")),
     ("make_attention", "attend", "attention"),
     ("make_attention", "rotate_and_write", "rotary embedding and cache writes"),
