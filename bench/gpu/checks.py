@@ -165,7 +165,7 @@ def run_gated_delta(
     rows: Tensor,
 ) -> Results:
     mix, none, ones = kernels.make_gated_delta(shape), torch.full_like(rows, -1), torch.ones_like(rows)
-    input_TC = inputs[0]
+    input_TC, gates_TX, rates_T2N = inputs
     states_shape = len(rows), shape.num_heads, shape.key_dim, shape.value_dim
     cache = GatedDeltaCache(
         input_TC.new_zeros(len(rows), shape.num_taps - 1, shape.num_channels),
@@ -174,7 +174,7 @@ def run_gated_delta(
     results = {}
     for name, load in (("first step", none), ("second step", rows)):
         states = StateRows(load, rows, none, ones)
-        results[name] = mix(*inputs, weights, cache, dataclasses.replace(step, states=states))
+        results[name] = mix(input_TC, gates_TX, rates_T2N, weights, cache, dataclasses.replace(step, states=states))
     return results | {"states": cache.states}
 
 
