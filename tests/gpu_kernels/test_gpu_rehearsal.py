@@ -63,8 +63,8 @@ KERNEL_FAULTS = {
         *("attention", "attend"),
     ),
     "a window of one position more": (
-        *("online_softmax", "columns[None, :] > positions[:, None] - WINDOW"),
-        *("columns[None, :] >= positions[:, None] - WINDOW", "attention", "attend, windowed"),
+        *("online_softmax", "tl.maximum(positions - WINDOW + 1, 0)"),
+        *("tl.maximum(positions - WINDOW, 0)", "attention", "attend, windowed"),
     ),
     "a sink that is not in the sum": (
         *("online_softmax", "return share, total * share + tl.exp2(sink - shift)", "return share, total * share"),
