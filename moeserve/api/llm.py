@@ -59,6 +59,7 @@ class LLM:
         self._default_params = started.texts.default_params
         self._has_experts = started.has_experts
         self.core = self.session.engine
+        tqdm.get_lock()  # imports what a progress bar needs now, also if loading drew none
 
     @property
     def config(self) -> EngineConfig:

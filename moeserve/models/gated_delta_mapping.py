@@ -8,7 +8,7 @@ from torch import Tensor
 
 from moeserve.layers.gated_delta import GatedDeltaNet
 from moeserve.layers.weights import Weights
-from moeserve.models.weight_loading import Destination, Row, columns, rows, whole
+from moeserve.models.weight_loading import Destination, Row, columns, rows, rows_of_heads, whole
 
 
 def gated_delta_rows(prefix: str, layer: GatedDeltaNet, names: Collection[str]) -> Iterator[Row]:
@@ -25,7 +25,10 @@ def gated_delta_rows(prefix: str, layer: GatedDeltaNet, names: Collection[str]) 
     else:
         name, owner = f"{prefix}.in_proj_qkv.weight", layer.input.weights
         yield from _by_kind(name, (query, key, value), layer, owner)
-        yield f"{prefix}.in_proj_z.weight", rows(gate, _times(heads, value_dim), config.num_heads * value_dim, owner)
+        yield (
+            f"{prefix}.in_proj_z.weight",
+            rows(gate, rows_of_heads(heads, value_dim), config.num_heads * value_dim, owner),
+        )
         yield f"{prefix}.in_proj_b.weight", rows(rate, heads, config.num_heads, layer.rates.weights)
         yield f"{prefix}.in_proj_a.weight", rows(decay, heads, config.num_heads, layer.rates.weights)
     taps = layer.taps.T[:, None].split(layer.projected_sizes[:3])
@@ -36,7 +39,7 @@ def gated_delta_rows(prefix: str, layer: GatedDeltaNet, names: Collection[str]) 
     num_columns = config.num_heads * value_dim
     yield (
         f"{prefix}.out_proj.weight",
-        columns(layer.output.weight, _times(heads, value_dim), num_columns, layer.output.weights),
+        columns(layer.output.weight, rows_of_heads(heads, value_dim), num_columns, layer.output.weights),
     )
 
 
@@ -55,13 +58,9 @@ def _by_kind(name: str, parts: tuple[Tensor, ...], layer: GatedDeltaNet, owner: 
     """Yield a tensor that has the rows of all queries, below them those of all keys, and of all values."""
     config = layer.config
     sizes = [config.num_key_heads * config.key_dim] * 2 + [config.num_heads * config.value_dim]
-    shares = [_times(layer.key_heads, config.key_dim)] * 2 + [_times(layer.heads, config.value_dim)]
+    shares = [rows_of_heads(layer.key_heads, config.key_dim)] * 2 + [rows_of_heads(layer.heads, config.value_dim)]
     first = 0
     for memory, size, share in zip(parts, sizes, shares, strict=True):
         shape = (sum(sizes), *memory.shape[1:])
         yield name, Destination(memory, shape, (slice(first + share.start, first + share.stop),), owner)
         first += size
-
-
-def _times(share: slice, size: int) -> slice:
-    return slice(share.start * size, share.stop * size)

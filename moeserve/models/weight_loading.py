@@ -93,6 +93,11 @@ def columns(memory: Tensor, share: slice, num_columns: int, owner: Weights | Non
     return Destination(memory, (memory.shape[0], num_columns), (slice(0, memory.shape[0]), share), owner)
 
 
+def rows_of_heads(share: slice, size: int) -> slice:
+    """Return the rows of a share of heads of `size` rows each."""
+    return slice(share.start * size, share.stop * size)
+
+
 def _none_is_ignored(name: str) -> bool:
     return False
 

@@ -21,7 +21,7 @@ from moeserve.models.decoder import Decoder, DenseFeedForward
 from moeserve.models.family import Family, MoENames
 from moeserve.models.gated_delta_mapping import gated_delta_rows
 from moeserve.models.model_config import MLPConfig
-from moeserve.models.weight_loading import Destination, Destinations, Row, columns, rows, whole
+from moeserve.models.weight_loading import Destination, Destinations, Row, columns, rows, rows_of_heads, whole
 from moeserve.moe.layer import MoEConfig, MoELayer
 
 _FREQUENCIES = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")  # computed, not loaded
@@ -79,7 +79,7 @@ def _rows_of(model: Decoder, family: Family, names: Collection[str]) -> Iterator
 def _attention(prefix: str, attention: Attention, family: Family) -> Iterator[Row]:
     names = family.attention_names
     config, size, fused = attention.config, attention.config.head_dim, attention.query_key_value
-    queries, keys = _times(attention.heads, size), _times(attention.kv_heads, size)
+    queries, keys = rows_of_heads(attention.heads, size), rows_of_heads(attention.kv_heads, size)
     num_queries, num_keys = config.num_heads * size, config.num_kv_heads * size
     parts: list[tuple[Tensor, Weights | None, str]] = [(fused.weight, fused.weights, "weight")]
     if fused.bias is not None:
@@ -120,7 +120,7 @@ def _latent_attention(prefix: str, attention: LatentAttention) -> Iterator[Row]:
         keys_KL, values_VL = maps.keys.open.weight_eOI[slot].T, maps.values.open.weight_eOI[slot]
         yield f"{prefix}.kv_b_proj.weight", Destination(keys_KL, shape, (slice(start, middle),), maps.keys)
         yield f"{prefix}.kv_b_proj.weight", Destination(values_VL, shape, (slice(middle, stop),), maps.values)
-    query_rows, num_query_rows = _times(heads, config.query_dim), config.num_heads * config.query_dim
+    query_rows, num_query_rows = rows_of_heads(heads, config.query_dim), config.num_heads * config.query_dim
     match attention.query:
         case Linear() as query:
             yield f"{prefix}.q_proj.weight", rows(query.weight, query_rows, num_query_rows, query.weights)
@@ -128,7 +128,7 @@ def _latent_attention(prefix: str, attention: LatentAttention) -> Iterator[Row]:
             yield from _linear(f"{prefix}.q_a_proj", down)
             yield f"{prefix}.q_a_layernorm.weight", whole(norm.weight)
             yield f"{prefix}.q_b_proj.weight", rows(up.weight, query_rows, num_query_rows, up.weights)
-    value_columns, num_value_columns = _times(heads, config.value_dim), config.num_heads * config.value_dim
+    value_columns, num_value_columns = rows_of_heads(heads, config.value_dim), config.num_heads * config.value_dim
     yield from _summed_linear(f"{prefix}.o_proj", attention.output, value_columns, num_value_columns, config.has_bias)
 
 
@@ -248,7 +248,7 @@ def _interleaved_experts(prefix: str, moe: MoELayer, width: int) -> Iterator[Row
     """
     gate_up, down, share = moe.experts.gate_up, moe.experts.down, moe.experts.width
     num_experts, hidden_size = moe.placement.num_logical, down.shape[1]
-    inputs, outputs = slice(0, hidden_size), _times(share, 2)
+    inputs, outputs = slice(0, hidden_size), rows_of_heads(share, 2)
     table: list[tuple[str, Tensor, tuple[int, ...], tuple[slice, ...], Weights | None]] = []
     if gate_up.is_mxfp4:
         table += _mxfp4_experts(gate_up, down)
@@ -294,8 +294,3 @@ def _summed_linear(prefix: str, linear: Linear, share: slice, num_columns: int, 
     yield f"{prefix}.weight", columns(linear.weight, share, num_columns, linear.weights)
     if has_bias:
         yield f"{prefix}.bias", None if linear.bias is None else whole(linear.bias)
-
-
-def _times(share: slice, size: int) -> slice:
-    """Return the rows of a share of heads of `size` rows each."""
-    return slice(share.start * size, share.stop * size)
