@@ -47,15 +47,15 @@ def test_a_group_of_one_returns_its_input() -> None:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_all_to_all_returns_before_others_join(ranks: Ranks, transport: str) -> None:
     returned, arrived = ranks.run(2, "test_group:exchange_with_a_late_rank", transport=transport)[0]
-    assert returned < 0.2
-    assert arrived > 0.3
+    assert returned < 0.7
+    assert arrived > 0.8
 
 
 def exchange_with_a_late_rank(place: Place, transport: TransportName) -> list[float]:
     group = join(place, transport=transport).ep
     group.barrier()
     if place.rank == 1:
-        time.sleep(0.4)
+        time.sleep(1.0)
     began = time.monotonic()
     arriving = group.all_to_all(torch.ones(2, 3), [1, 1], [1, 1])
     returned = time.monotonic()

@@ -114,7 +114,7 @@ def test_a_napping_rank_notices_data_soon(ranks: Ranks) -> None:
 def test_ctrl_c_ends_a_nap(ranks: Ranks) -> None:
     gathered, (seconds,) = run(ranks, 2, "test_shared_memory:interrupt_a_wait")
     assert gathered == [0, 1]
-    assert seconds < 0.5
+    assert seconds < 1.5
 
 
 def test_a_killed_rank_is_noticed_and_leaves_no_file(folder: Path) -> None:

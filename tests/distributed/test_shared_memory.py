@@ -181,7 +181,9 @@ def test_a_waiting_rank_sleeps(ranks: Ranks) -> None:
     _, (used, waited, sleeps) = ranks.run(2, "test_shared_memory:wait_for_a_late_rank", seconds=1.5)
     assert waited > 1.0
     assert used / waited < 0.1  # a rank that spins has a third of a core or more, even on a busy machine
-    assert sleeps < 50
+    assert (
+        sleeps < waited / 0.01
+    )  # the time between checks of the connections; a rank that naps sleeps 500 times a second
 
 
 def wait_for_a_late_rank(place: Place, seconds: float) -> list[float]:
@@ -229,7 +231,7 @@ def wake_sleeping_ranks(place: Place, num_calls: int) -> list[float]:
 def test_ctrl_c_ends_a_wait(ranks: Ranks) -> None:
     gathered, (seconds,) = ranks.run(2, "test_shared_memory:interrupt_a_wait")
     assert gathered == [0, 1]
-    assert seconds < 0.5
+    assert seconds < 1.5
 
 
 def interrupt_a_wait(place: Place) -> list[float]:
@@ -237,7 +239,7 @@ def interrupt_a_wait(place: Place) -> list[float]:
     group = join(place).world
     group.barrier()
     if place.rank == 0:
-        time.sleep(0.7)
+        time.sleep(2.0)
     pending = group.begin_all_gather(torch.tensor([place.rank]), [1, 1])
     if place.rank == 0:
         return pending.wait().tolist()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import random
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from moeserve.errors import SettingsError
 from moeserve.server.admission import Admission
 from moeserve.server.errors import ApiError
 from moeserve.server.keys import Keys
+from moeserve.server.service import MAX_PREPARED
 
 QUESTION: list[Any] = [{"role": "user", "content": "Count to one hundred."}]
 LONG: dict[str, Any] = {"model": MODEL, "max_tokens": 400, "extra_body": {"ignore_eos": True}}
@@ -76,34 +79,44 @@ def test_a_full_queue_is_answered_at_once(llm: AsyncLLM) -> None:
         assert all(1 <= each <= 60 for each in seconds if each)
 
 
-def test_long_conversations_of_one_key_do_not_hold_up_another(llm: AsyncLLM) -> None:
-    """Each is refused, but only after it was rendered."""
-    num_long = 30
-    long = {"model": MODEL, "messages": QUESTION * 1000, "max_tokens": 1}
-    num_ended, has_ended = 0, []
+def test_conversations_of_one_key_do_not_hold_up_another(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second key's conversation is rendered soon, though many of the first key's came before it."""
+    num_first = 10
+    rendered: list[str] = []  # the keys' clients, in the order in which their conversations were rendered
+    second_has_arrived = asyncio.Event()
 
     async def run(server: RunningServer) -> None:
-        nonlocal num_ended
-        async with server.async_openai(api_key="first") as first:
-
-            async def ask() -> None:
-                nonlocal num_ended
-                with pytest.raises(openai.BadRequestError):
-                    await first.chat.completions.create(**long)
-                num_ended += 1
-
-            asked = [asyncio.create_task(ask()) for _ in range(num_long)]
-            while server.service.preparation.num_waiting < num_long // 2:
+        question: dict[str, Any] = {"model": MODEL, "messages": QUESTION}
+        async with server.async_openai(api_key="first") as first, server.async_anthropic(api_key="second") as second:
+            asked = [first.chat.completions.create(**question, max_tokens=1) for _ in range(num_first)]
+            asking = asyncio.gather(*asked)
+            while server.service.preparation.num_waiting < num_first - MAX_PREPARED:
                 await asyncio.sleep(0.001)
-            before = num_ended
-            async with server.async_anthropic(api_key="second") as second:
-                await second.messages.count_tokens(model=MODEL, messages=QUESTION)
-            has_ended.append(num_ended - before)
-            await asyncio.gather(*asked)
+            await second.messages.count_tokens(**question)
+            await asking
 
     with running(llm, api_key=["first", "second"]) as server:
+        admitted, chat_prompt = server.service.preparation.admitted, server.service.chat_prompt
+        clients: list[str] = []  # in the order of their requests
+
+        @contextlib.asynccontextmanager
+        async def recorded(client: str, num_outputs: int) -> AsyncIterator[None]:
+            clients.append(client)
+            if len(clients) > num_first:
+                second_has_arrived.set()
+            async with admitted(client, num_outputs):
+                rendered.append(client)
+                yield
+
+        async def held_up(*args: Any, **kwargs: Any) -> list[int]:
+            await second_has_arrived.wait()
+            return await chat_prompt(*args, **kwargs)
+
+        monkeypatch.setattr(server.service.preparation, "admitted", recorded)
+        monkeypatch.setattr(server.service, "chat_prompt", held_up)
         asyncio.run(run(server))
-    assert has_ended[0] < num_long - 5  # about all of them without turns
+    assert len(rendered) == num_first + 1
+    assert rendered.index(clients[-1]) <= MAX_PREPARED + 1  # behind those that were rendered when it came, and one turn
 
 
 def test_clients_take_turns() -> None:
