@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moeserve.bench.gpu.recording import Launch, facts, recorded_launches
 from moeserve.config.settings import QuantizationName
 from moeserve.distributed.groups import groups_of_one_rank
-from moeserve.layers.attention import CacheSize
+from moeserve.layers.cache import CacheSize
 from moeserve.layers.context import ModelContext
 from moeserve.models.decoder import Decoder
 from moeserve.models.registry import describe

@@ -10,6 +10,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from moeserve.distributed.mesh import share_of
+from moeserve.layers.cache import CacheNeeds, CacheSize
 from moeserve.layers.context import ModelContext
 from moeserve.layers.input_share import num_input_chunks, share_inputs
 from moeserve.layers.linear import Linear
@@ -20,15 +21,6 @@ from moeserve.ops.interfaces import AttentionShape, KeyValueCache, Rows, plain_r
 from moeserve.step_inputs import StepInputs
 
 # T tokens, D model width, N query heads, G key-value heads, H head size
-
-
-@dataclass(frozen=True)
-class CacheSize:
-    """The size of the cache of a layer of any kind."""
-
-    num_blocks: int
-    block_size: int  # tokens
-    num_states: int = 0  # rows for states, of running requests and of saved ones
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +64,6 @@ class Attention(nn.Module):
 
     Each tp rank has a share of the heads, and computes a part of the sum that is the output.
     """
-
-    state_bytes = 0
 
     def __init__(self, config: AttentionConfig, hidden_size: int, norm_epsilon: float, context: ModelContext) -> None:
         super().__init__()
@@ -132,12 +122,15 @@ class Attention(nn.Module):
         self._apply_rope = context.kernels.apply_rope
 
     @property
-    def cache_bytes_per_token(self) -> int:
+    def cache_needs(self) -> CacheNeeds:
         size = self.config.head_dim
         bytes_of_head = (
             size + torch.bfloat16.itemsize if self.context.has_float8_cache else size * self.context.dtype.itemsize
         )
-        return 2 * self.num_kv_heads * bytes_of_head
+        bytes_per_token = 2 * self.num_kv_heads * bytes_of_head
+        if self.config.window is None:
+            return CacheNeeds(bytes_per_token=bytes_per_token)
+        return CacheNeeds(window_bytes_per_token=bytes_per_token, window=abs(self.config.window))
 
     def make_cache(self, size: CacheSize) -> KeyValueCache:
         shape = (size.num_blocks, self.num_kv_heads, size.block_size, self.config.head_dim)

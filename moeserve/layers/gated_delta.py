@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from moeserve.distributed.mesh import share_of
-from moeserve.layers.attention import CacheSize
+from moeserve.layers.cache import CacheNeeds, CacheSize
 from moeserve.layers.context import ModelContext
 from moeserve.layers.input_share import num_input_chunks, share_inputs
 from moeserve.layers.linear import Linear
@@ -43,7 +43,6 @@ class GatedDeltaNet(nn.Module):
     Each tp rank has a share of the heads, and its output is a partial sum over these heads.
     """
 
-    cache_bytes_per_token = 0
     input_form: RowsForm = "plain"
 
     def __init__(self, config: GatedDeltaConfig, hidden_size: int, norm_epsilon: float, context: ModelContext) -> None:
@@ -85,11 +84,11 @@ class GatedDeltaNet(nn.Module):
         self.mix = context.kernels.make_gated_delta(self.shape)
 
     @property
-    def state_bytes(self) -> int:
-        """Bytes of the state of one request."""
+    def cache_needs(self) -> CacheNeeds:
         shape, itemsize = self.shape, self.context.dtype.itemsize
         inputs = (shape.num_taps - 1) * shape.num_channels * itemsize
-        return inputs + shape.num_heads * shape.key_dim * shape.value_dim * torch.float32.itemsize
+        recurrent = shape.num_heads * shape.key_dim * shape.value_dim * torch.float32.itemsize
+        return CacheNeeds(state_bytes=inputs + recurrent)
 
     def make_cache(self, size: CacheSize) -> GatedDeltaCache:
         shape, device = self.shape, self.context.device

@@ -21,7 +21,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from moeserve.distributed.mesh import share_of
-from moeserve.layers.attention import CacheSize
+from moeserve.layers.cache import CacheNeeds, CacheSize
 from moeserve.layers.context import ModelContext
 from moeserve.layers.input_share import num_input_chunks, share_inputs
 from moeserve.layers.linear import Linear
@@ -107,8 +107,6 @@ class LatentAttention(nn.Module):
     Each tp rank has a share of the heads, and computes a part of the sum that is the output. Each has the whole cache.
     """
 
-    state_bytes = 0
-
     def __init__(self, config: LatentAttentionConfig, hidden_size: int, context: ModelContext) -> None:
         super().__init__()
         tp = context.tp
@@ -148,8 +146,8 @@ class LatentAttention(nn.Module):
         self._attend = self._attend_absorbed if self.backend.takes_all_rows else self._attend_either_way
 
     @property
-    def cache_bytes_per_token(self) -> int:
-        return self.config.cached_size * self.context.dtype.itemsize
+    def cache_needs(self) -> CacheNeeds:
+        return CacheNeeds(bytes_per_token=self.config.cached_size * self.context.dtype.itemsize)
 
     def make_cache(self, size: CacheSize) -> LatentCache:
         shape = (size.num_blocks, size.block_size, self.config.cached_size)

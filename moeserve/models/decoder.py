@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from moeserve.distributed.coordinator import GroupCoordinator
 from moeserve.expert_placement.placement import Placement
-from moeserve.layers.attention import Attention, AttentionConfig, CacheSize
+from moeserve.layers.attention import Attention, AttentionConfig
+from moeserve.layers.cache import CacheNeeds, CacheSize
 from moeserve.layers.context import ModelContext
 from moeserve.layers.gated_delta import GatedDeltaConfig, GatedDeltaNet
 from moeserve.layers.input_share import InputShare, num_input_chunks, share_inputs
@@ -185,18 +186,14 @@ class Decoder(nn.Module):
         return all(layer.is_capturable(tokens_per_rank) for layer in self.moe_layers.values())
 
     @property
-    def cache_bytes_per_token(self) -> int:
-        return sum(layer.attention.cache_bytes_per_token for layer in self.layers)
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of the states of one request, in all layers."""
-        return sum(layer.attention.state_bytes for layer in self.layers)
+    def cache_needs(self) -> CacheNeeds:
+        """The memory that all layers of this rank together need for requests."""
+        return sum((layer.attention.cache_needs for layer in self.layers), CacheNeeds())
 
     @property
     def has_states(self) -> bool:
         """True if a layer of this rank keeps a state for each request."""
-        return self.state_bytes > 0
+        return self.cache_needs.state_bytes > 0
 
     def make_caches(self, size: CacheSize) -> list[Any]:
         """Return one cache for each layer, of its attention's kind."""

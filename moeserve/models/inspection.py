@@ -13,6 +13,7 @@ from moeserve.config.settings import CacheDtypeName, DtypeName
 from moeserve.distributed.groups import unconnected
 from moeserve.distributed.mesh import Mesh
 from moeserve.errors import CheckpointError
+from moeserve.layers.cache import CacheNeeds
 from moeserve.machine import free_memory, shown_bytes
 from moeserve.models.checkpoint import read_headers
 from moeserve.models.registry import Description, describe
@@ -34,7 +35,7 @@ class StageSize:
 
     num_layers: int
     weight_bytes: int
-    cache_bytes_per_token: int
+    cache: CacheNeeds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +55,7 @@ class Inspection:
     num_parameters: int
     num_active_parameters: int
     max_position_embeddings: int
-    cache_bytes_per_token: int
-    state_bytes: int  # recurrent states of one request; 0: there are none
+    cache: CacheNeeds
     dtype: DtypeName
     parts: tuple[Part, ...]
     weight_bytes: int
@@ -105,8 +105,7 @@ def inspect(
         num_parameters=summary.num_parameters,
         num_active_parameters=summary.num_active,
         max_position_embeddings=description.model.max_position_embeddings,
-        cache_bytes_per_token=summary.cache_bytes_per_token,
-        state_bytes=summary.state_bytes,
+        cache=summary.cache,
         dtype=summary.dtype,
         parts=summary.parts,
         weight_bytes=summary.weight_bytes,
@@ -125,22 +124,22 @@ def as_text(found: Inspection) -> str:
     if found.num_skipped_layers:
         layers += "; layers for multi-token prediction are not loaded"
     shared = f"; shared experts of width {found.shared_expert_width}" if found.shared_expert_width else ""
-    context = found.max_position_embeddings
+    context, bytes_per_token = found.max_position_embeddings, found.cache.total_bytes_per_token
     facts = {
         "family": f"{found.family} ({found.architecture})",
         "layers": layers,
         "experts": f"{found.num_experts} in a layer, {found.num_experts_per_token} per token{shared}",
         "parameters": f"{_count(found.num_parameters)}, {_count(found.num_active_parameters)} active per token "
         "(counting one row of the embedding)",
-        "KV cache": f"{shown_bytes(found.cache_bytes_per_token)} per token ({found.cache_bytes_per_token} bytes), "
-        f"{shown_bytes(found.cache_bytes_per_token * context)} for the longest context of {context} tokens",
+        "KV cache": f"{shown_bytes(bytes_per_token)} per token ({bytes_per_token} bytes), "
+        f"{shown_bytes(bytes_per_token * context)} for the longest context of {context} tokens",
         "on disk": _stored_text(found),
         "in memory": f"{shown_bytes(found.weight_bytes)} as {found.dtype}; "
         f"{'fits' if found.weight_bytes <= found.free_bytes else 'does not fit'} in this machine's free memory of "
         f"{shown_bytes(found.free_bytes)}",
     }
-    if found.state_bytes:
-        facts["states"] = f"{shown_bytes(found.state_bytes)} for each running request and each saved state"
+    if found.cache.state_bytes:
+        facts["states"] = f"{shown_bytes(found.cache.state_bytes)} for each running request and each saved state"
     lines = [f"{name:<12}{text}" for name, text in facts.items()]
     lines += ["", f"{'part':<16}{'dtype':<10}{'parameters':>12}{'per token':>12}{'memory':>12}"]
     total = Part("total", "float32", found.num_parameters, found.num_active_parameters, found.weight_bytes)
@@ -151,7 +150,7 @@ def as_text(found: Inspection) -> str:
     if found.stages:
         lines += ["", f"{'stage':<16}{'layers':>10}{'memory':>12}{'KV cache per token':>22}"]
     for number, stage in enumerate(found.stages):
-        sizes = f"{shown_bytes(stage.weight_bytes):>12}{shown_bytes(stage.cache_bytes_per_token):>22}"
+        sizes = f"{shown_bytes(stage.weight_bytes):>12}{shown_bytes(stage.cache.total_bytes_per_token):>22}"
         lines.append(f"{number:<16}{stage.num_layers:>10}{sizes}")
     return "\n".join(lines)
 
@@ -169,7 +168,7 @@ def _stages(
             StageSize(
                 num_layers=end - first,
                 weight_bytes=summary.weight_bytes,
-                cache_bytes_per_token=summary.cache_bytes_per_token,
+                cache=summary.cache,
             )
         )
     return tuple(sizes)

@@ -15,6 +15,7 @@ from moeserve.config.resolve import is_float8_cache
 from moeserve.config.settings import CacheDtypeName, DtypeName, QuantizationName
 from moeserve.distributed.groups import Groups, groups_of_one_rank
 from moeserve.expert_placement.placement import Placement
+from moeserve.layers.cache import CacheNeeds
 from moeserve.layers.context import ModelContext
 from moeserve.layers.weights import Weights
 from moeserve.models.decoder import Decoder
@@ -45,8 +46,7 @@ class Summary:
     parts: tuple[Part, ...]
     num_layers: int
     num_sparse_layers: int  # layers with experts
-    cache_bytes_per_token: int  # sum of all layers
-    state_bytes: int  # of one request, sum of all layers
+    cache: CacheNeeds  # of all layers
 
     @property
     def num_parameters(self) -> int:
@@ -115,8 +115,7 @@ def summarize(
         parts=counts.parts(),
         num_layers=len(model.layers),
         num_sparse_layers=len(config.of_stage(placements, stage)),
-        cache_bytes_per_token=model.cache_bytes_per_token,
-        state_bytes=model.state_bytes,
+        cache=model.cache_needs,
     )
 
 

@@ -282,7 +282,7 @@ class LayoutCosts:
             output_projections = outputs * config.hidden_size * len(layers)
             projections = parameters["attention"] - output_projections
             cached = [layer.attention for layer in layers if not isinstance(layer.attention, GatedDeltaConfig)]
-            cache = {"cache_bytes": stage.cache_bytes_per_token / max(1, len(cached)), **attention}
+            cache = {"cache_bytes": stage.cache.total_bytes_per_token / max(1, len(cached)), **attention}
             # Chunks, which have negative sizes, count as windows of that size: an upper bound.
             sizes = [getattr(each, "window", None) for each in cached]
             windows = Counter(None if size is None else abs(size) for size in sizes)

@@ -181,7 +181,7 @@ def _memory_of_stage(stage: Stage, costs: LayoutCosts, hardware: Hardware) -> tu
         "memory": hardware.memory,
         "share": costs.assumptions.memory_share,
         "weights": weights.value,
-        "bytes_of_a_token": stage.cache_bytes_per_token,
+        "bytes_of_a_token": stage.cache.total_bytes_per_token,
     }
     template = "max(0, ({memory} x {share} - {weights}) / {bytes_of_a_token})"
     return weights, Formula("KV cache of a replica", template, numbers, "tokens")

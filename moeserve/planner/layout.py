@@ -22,6 +22,7 @@ from moeserve.distributed.mesh import Mesh, share_of
 from moeserve.errors import SettingsError, shown
 from moeserve.expert_placement.eplb import imbalance, rank_loads
 from moeserve.expert_placement.placement import Placement, read_loads
+from moeserve.layers.cache import CacheNeeds
 from moeserve.machine import shown_bytes
 from moeserve.models.registry import Description, describe
 from moeserve.models.summary import Part, summarize
@@ -53,7 +54,7 @@ class Stage:
     num_layers: int
     weight_bytes: int
     parts: tuple[Part, ...]  # the same weights by kind
-    cache_bytes_per_token: int
+    cache: CacheNeeds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,7 +211,7 @@ def _stage_line(number: int, stage: Stage) -> str:
     layers = _named("layer", range(stage.first_layer, stage.first_layer + stage.num_layers))
     return (
         f"stage {number}: {layers}, weights of {shown_bytes(stage.weight_bytes)} on a rank, "
-        f"cache of {stage.cache_bytes_per_token} bytes per token"
+        f"cache of {stage.cache.total_bytes_per_token} bytes per token"
     )
 
 
@@ -260,7 +261,7 @@ def _layout(
                 num_layers=len(layers),
                 weight_bytes=summary.weight_bytes,
                 parts=summary.parts,
-                cache_bytes_per_token=summary.cache_bytes_per_token,
+                cache=summary.cache,
             )
         )
     num_heads = config.layers[0].attention.num_heads
@@ -277,7 +278,7 @@ def _layout(
         expert_slices=placements[0].num_slices if placements else 1,
         fullest_rank=1.0 if placements and placements[0].num_slices > 1 else fullest_rank,
         weight_bytes=max(stage.weight_bytes for stage in stages),
-        cache_bytes_per_token=max(stage.cache_bytes_per_token for stage in stages),
+        cache_bytes_per_token=max(stage.cache.total_bytes_per_token for stage in stages),
         stages=tuple(stages),
         # A row from the token's rank to each other one of its replica, and a partial sum back from each.
         attention_bytes=2 * (mesh.tp - 1) * row_bytes,

@@ -10,6 +10,7 @@ import torch
 
 from moeserve.config.settings import EngineConfig
 from moeserve.errors import CacheTooSmallError
+from moeserve.layers.cache import CacheNeeds
 from moeserve.machine import free_memory, shown_bytes
 
 logger = logging.getLogger(__name__)
@@ -20,18 +21,19 @@ FREE_MEMORY_SHARE = {"cpu": 0.5, "cuda": 0.9}
 
 
 def count_blocks(
-    config: EngineConfig, bytes_per_token: int, reserved_bytes: int, run_largest_step: Callable[[], object]
+    config: EngineConfig, needs: CacheNeeds, reserved_bytes: int, run_largest_step: Callable[[], object]
 ) -> int:
     """Return the number of KV cache blocks, from the setting or from a profiling run; at most those usable at once.
 
     Args:
-        bytes_per_token: keys and values of one token in all layers.
+        needs: of all layers of this rank.
         reserved_bytes: of each rank, which look free and are not: weights in mapped files, and later allocations.
         run_largest_step: executes the largest step that the scheduler may plan.
 
     Raises:
         CacheTooSmallError: not even one request of the shortest useful length fits.
     """
+    bytes_per_token = needs.total_bytes_per_token
     block_bytes = bytes_per_token * config.block_size
     blocks_per_request = -(-config.max_model_len // config.block_size)
     if config.kv_cache_memory is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from moeserve.config.settings import EngineConfig
-from moeserve.layers.attention import CacheSize
+from moeserve.layers.cache import CacheNeeds, CacheSize
 from moeserve.models.decoder import Decoder
 from moeserve.ops.torch.dense_attention import MAX_MASK_SIZE
 from moeserve.ops.torch.sampling import PIECE_SIZE
@@ -28,18 +28,18 @@ def make_probe(model: Decoder, context: StepContext, max_num_seqs: int) -> Model
     return ModelRunner(shallow, context, EagerSteps(shallow, caches), table, appends_samples=False)
 
 
-def profile_blocks(config: EngineConfig, probe: ModelRunner, bytes_per_token: int, reserved_bytes: int) -> int:
+def profile_blocks(config: EngineConfig, probe: ModelRunner, needs: CacheNeeds, reserved_bytes: int) -> int:
     """Return the number of KV cache blocks this rank has room for. Collective: all ranks.
 
     Args:
-        bytes_per_token: keys and values of one token in all layers.
+        needs: of all layers of this rank.
         reserved_bytes: memory that looks free and is not.
 
     Raises:
         CacheTooSmallError: see `count_blocks`.
     """
     run_largest_step = functools.partial(_run_for_memory, probe, largest_step(config))
-    return count_blocks(config, bytes_per_token, reserved_bytes, run_largest_step)
+    return count_blocks(config, needs, reserved_bytes, run_largest_step)
 
 
 def run_all_sizes(probe: ModelRunner, config: EngineConfig) -> None:

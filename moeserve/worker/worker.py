@@ -16,7 +16,7 @@ from moeserve.config.settings import EngineConfig
 from moeserve.distributed.groups import Groups
 from moeserve.expert_placement.load import LoadMeter
 from moeserve.expert_placement.rebalance import Rebalancer, spare_bytes
-from moeserve.layers.attention import CacheSize
+from moeserve.layers.cache import CacheSize
 from moeserve.models.decoder import Decoder
 from moeserve.models.model_config import ModelConfig
 from moeserve.moe.dispatch.factory import DispatcherFactory
@@ -102,10 +102,10 @@ class Worker:
             run_all_sizes(probe, config)
         rebalances = config.rebalance == "auto" and bool(layers)
         num_states = config.max_num_seqs + (config.num_saved_states or 0) if model.has_states else 0
-        reserved_bytes = loaded.mapped_bytes + num_states * model.state_bytes + replay.reserved_bytes()
+        reserved_bytes = loaded.mapped_bytes + num_states * model.cache_needs.state_bytes + replay.reserved_bytes()
         if rebalances:
             reserved_bytes += spare_bytes(layers)
-        num_blocks = profile_blocks(config, probe, model.cache_bytes_per_token, reserved_bytes)
+        num_blocks = profile_blocks(config, probe, model.cache_needs, reserved_bytes)
         self.num_blocks = groups.world.all_reduce_minimum(num_blocks)  # collective: all ranks
 
         self.load_meter = LoadMeter({number: layer.load for number, layer in layers.items()}, groups)  # starts at zero
@@ -147,7 +147,7 @@ class Worker:
             return FolderStore(caches, folder, config.kv_folder_size), StoreFacts(folder=str(folder))
         num_blocks = 0
         if config.kv_host_memory:
-            num_blocks = config.kv_host_memory // (model.cache_bytes_per_token * config.block_size)
+            num_blocks = config.kv_host_memory // (model.cache_needs.total_bytes_per_token * config.block_size)
         num_blocks = self.groups.world.all_reduce_minimum(num_blocks)  # collective: all ranks
         store = HostStore(caches, num_blocks, config.kv_file) if num_blocks else None
         return store, StoreFacts(num_host_blocks=num_blocks)

@@ -84,7 +84,7 @@ def test_chunked_prefill_and_prefix_cache_hits(reference: Reference, expected: l
 def test_preemption(llm: LLM, reference: Reference, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     max_len = max(LENGTHS) + NUM_TOKENS
     block_size = 4
-    bytes_per_token = llm.core.executor.worker.runner.model.cache_bytes_per_token  # type: ignore[attr-defined]
+    bytes_per_token = llm.core.executor.worker.runner.model.cache_needs.total_bytes_per_token  # type: ignore[attr-defined]
     # room for the longest request and a little more: four at once cannot all stay
     memory = bytes_per_token * block_size * (-(-max_len // block_size) + 6)
     made: list[Scheduler] = []

@@ -17,7 +17,8 @@ from reference_models import Reference, make_reference
 from torch import Tensor
 
 from moeserve import LLM, SamplingParams
-from moeserve.layers.attention import Attention, CacheSize
+from moeserve.layers.attention import Attention
+from moeserve.layers.cache import CacheSize
 from moeserve.layers.gated_delta import GatedDeltaNet
 from moeserve.layers.input_share import InputShare
 from moeserve.layers.weights import allocate_weights

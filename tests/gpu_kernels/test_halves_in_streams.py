@@ -14,7 +14,7 @@ import torch
 
 from moeserve.bench.gpu import fake_device
 from moeserve.distributed.groups import groups_of_one_rank
-from moeserve.layers.attention import CacheSize
+from moeserve.layers.cache import CacheSize
 from moeserve.layers.context import ModelContext
 from moeserve.models.decoder import Decoder
 from moeserve.models.registry import describe

@@ -12,10 +12,12 @@ from moeserve.config.resolve import CheckpointFacts, MachineFacts, resolve
 from moeserve.config.settings import EngineConfig
 from moeserve.config.validation import parse_settings
 from moeserve.errors import CacheTooSmallError
+from moeserve.layers.cache import CacheNeeds
 from moeserve.worker import kv_cache
 from moeserve.worker.kv_cache import count_blocks
 from moeserve.worker.profiling import largest_step
 
+NEEDS = CacheNeeds(bytes_per_token=60, window_bytes_per_token=40, window=30)
 BYTES_PER_TOKEN = 100
 
 
@@ -38,12 +40,12 @@ def not_called() -> None:
 
 
 def test_a_given_size_is_divided_into_blocks() -> None:
-    assert count_blocks(config(kv_cache_memory=52_999, max_model_len=80), BYTES_PER_TOKEN, 0, not_called) == 52
+    assert count_blocks(config(kv_cache_memory=52_999, max_model_len=80), NEEDS, 0, not_called) == 52
 
 
 def test_at_most_the_blocks_that_all_requests_can_use() -> None:
     options = {"kv_cache_memory": "1GB", "max_model_len": 95, "max_num_seqs": 3}
-    assert count_blocks(config(**options), BYTES_PER_TOKEN, 0, not_called) == 3 * 10
+    assert count_blocks(config(**options), NEEDS, 0, not_called) == 3 * 10
 
 
 @pytest.mark.parametrize(("max_model_len", "needed"), [({"max_model_len": 100}, 10_000), ({}, 2_000)])
@@ -51,7 +53,7 @@ def test_a_cache_too_small_for_one_request_is_refused(max_model_len: dict[str, i
     """Without a given length, two blocks are needed."""
 
     def count(memory: int) -> int:
-        return count_blocks(config(kv_cache_memory=memory, **max_model_len), BYTES_PER_TOKEN, 0, not_called)
+        return count_blocks(config(kv_cache_memory=memory, **max_model_len), NEEDS, 0, not_called)
 
     assert count(needed) == needed // 1000
     with pytest.raises(CacheTooSmallError, match=f"{needed} bytes"):
@@ -64,7 +66,7 @@ def test_ranks_share_the_memory_beside_their_largest_steps(num_ranks: int, monke
     monkeypatch.setattr(kv_cache, "measure_step_memory", lambda run, device: 100 * 2**20)
     options = config(max_num_seqs=10_000, data_parallel_size=num_ranks)
     num_bytes = (1000 - num_ranks * 100) * 2**20 // 2 // num_ranks
-    assert count_blocks(options, BYTES_PER_TOKEN, 0, not_called) == num_bytes // (10 * BYTES_PER_TOKEN)
+    assert count_blocks(options, NEEDS, 0, not_called) == num_bytes // (10 * BYTES_PER_TOKEN)
 
 
 MEASURE = """
@@ -123,7 +125,7 @@ def test_memory_cached_by_torch_is_free(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: cached.__setitem__(0, 0))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (50 * 2**30 - cached[0], 80 * 2**30))
     on_gpu = config(device="cuda", dtype="bfloat16", max_num_seqs=1_000_000)
-    num_blocks = count_blocks(on_gpu, BYTES_PER_TOKEN, 0, run_largest_step)
+    num_blocks = count_blocks(on_gpu, NEEDS, 0, run_largest_step)
     assert num_blocks == int((50 - 10) * 2**30 * 0.9) // (10 * BYTES_PER_TOKEN)
 
 

@@ -13,7 +13,7 @@ from model_context import cpu_context
 from torch import Tensor
 
 from moeserve.distributed.mesh import Mesh
-from moeserve.layers.attention import CacheSize
+from moeserve.layers.cache import CacheSize
 from moeserve.layers.mla import LatentAttention, LatentAttentionConfig
 from moeserve.layers.rotary import Rotary, RotaryConfig
 from moeserve.layers.weights import Weights, allocate_weights
@@ -160,7 +160,7 @@ def test_the_cache_of_deepseek_v3_holds_576_values() -> None:
     config = dataclasses.replace(SHAPE, latent_size=512, rotary=rotary_of(64))
     layer = LatentAttention(config, WIDTH, cpu_context(torch.bfloat16))
     allocate_weights(layer)
-    assert layer.cache_bytes_per_token == 576 * 2
+    assert layer.cache_needs.bytes_per_token == 576 * 2
     assert layer.make_cache(CacheSize(5, 16)).latents.nbytes == 5 * 16 * 576 * 2
 
 
