@@ -18,7 +18,8 @@ from moeserve.errors import EngineError, RequestError
 from moeserve.private_folder import secret_of
 from moeserve.protocol import ReplicaStats, Request, RequestUpdate, Sample
 from moeserve.scheduling.kv_connector import FolderTier, HostTier, KVConnector
-from moeserve.scheduling.scheduler import Scheduler, SchedulerConfig
+from moeserve.scheduling.scheduler import Scheduler
+from moeserve.scheduling.scheduler_config import SchedulerConfig
 from moeserve.telemetry.expert_load import LoadWindow
 from moeserve.worker.protocol import BLOCK_FILE_ENDING, Loaded, sampling_rank
 

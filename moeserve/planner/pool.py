@@ -34,7 +34,8 @@ from moeserve.protocol import (
 )
 from moeserve.scheduling.kv_connector import HostTier
 from moeserve.scheduling.replica import Deliver
-from moeserve.scheduling.scheduler import Scheduler, SchedulerConfig
+from moeserve.scheduling.scheduler import Scheduler
+from moeserve.scheduling.scheduler_config import SchedulerConfig
 
 BLOCK_SIZE = 16  # tokens per block of the KV cache
 

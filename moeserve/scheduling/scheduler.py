@@ -28,36 +28,18 @@ from moeserve.protocol import (
     Transfer,
     TransferOutcome,
 )
-from moeserve.scheduling.block_pool import BlockPool, num_blocks_for, root_digest
+from moeserve.scheduling.block_pool import num_blocks_for, root_digest
 from moeserve.scheduling.block_transfers import BlockTransfers
+from moeserve.scheduling.cache_manager import CacheManager
 from moeserve.scheduling.kv_connector import HostTier, KVConnector
 from moeserve.scheduling.rank_state import ExpectedState, check_reports
 from moeserve.scheduling.request import NO_SLOT, LiveRequest
-from moeserve.scheduling.state_pool import STATE_INTERVAL, StatePool
+from moeserve.scheduling.scheduler_config import SchedulerConfig
 
 # Later requests that may be admitted before one that does not fit into the KV cache yet.
 MAX_PASSED = 64
 # A prompt is long while the rest of it would take more than this many steps if it ran alone.
 STEPS_OF_LONG_PROMPT = 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class SchedulerConfig:
-    """The limits of one replica's scheduling."""
-
-    num_blocks: int  # of KV cache, enough for one request of `max_model_len` tokens
-    block_size: int  # tokens
-    max_num_seqs: int  # requests that run at once
-    max_num_batched_tokens: int  # of one step
-    max_model_len: int  # tokens of a request, prompt and output together
-    enable_prefix_caching: bool
-    # Plan tokens whose predecessor is not sampled yet; ranks append what they sample. False: wait until it is
-    # committed; then plans bring the tokens to the ranks, not all of which may sample.
-    plans_ahead: bool = True
-    max_prefill_tokens: int = 0  # most that a prefill budget allows; 0: prefill budgets are ignored
-    num_batches: int = 1  # in which the requests run, if each plan takes its share of them
-    num_saved_states: int | None = None  # rows for saved recurrent states; None: no layer of the model has a state
-    state_interval: int = STATE_INTERVAL  # tokens between the positions of saved states, rounded up to whole blocks
 
 
 @dataclass(frozen=True)
@@ -140,15 +122,11 @@ class Scheduler:
         self.config = config
         self.num_preemptions = 0
         self._cache_salt = cache_salt
-        self._pool = BlockPool(config.num_blocks)
-        self._states: StatePool | None = None
-        if config.num_saved_states is not None:
-            self._states = StatePool(config.max_num_seqs, config.num_saved_states)
-        self._state_interval = -(-config.state_interval // config.block_size) * config.block_size
+        self._caches = CacheManager(config)
         self._transfers: BlockTransfers | None = None
         if connector is not None or peer_addresses:
             store = HostTier(0) if connector is None else connector
-            self._transfers = BlockTransfers(store, self._pool, config.block_size, peer_addresses)
+            self._transfers = BlockTransfers(store, self._caches.pool, config.block_size, peer_addresses)
         self._running: dict[str, LiveRequest] = {}  # in order of admission
         self._waiting: OrderedDict[str, LiveRequest] = OrderedDict()  # in order of arrival
         self._loading: dict[str, LiveRequest] = {}  # wait for blocks from the store or another engine
@@ -197,7 +175,7 @@ class Scheduler:
     @property
     def num_free_blocks(self) -> int:
         """Blocks that no request holds, including those kept for the prefix cache."""
-        return self._pool.num_free
+        return self._caches.num_free_blocks
 
     @property
     def transfers(self) -> BlockTransfers | None:
@@ -250,8 +228,7 @@ class Scheduler:
         new_blocks: list[tuple[int, list[int]]] = []
         planned: list[tuple[LiveRequest, int]] = []
         num_preemptions = self.num_preemptions
-        if self._states is not None:
-            self._states.begin_plan()
+        self._caches.begin_plan()
         has_room = self._continue_running(planned, new_blocks, budget)
         if has_room and self.num_preemptions == num_preemptions:
             self._admit_waiting(planned, budget)
@@ -261,7 +238,7 @@ class Scheduler:
             assert not is_stuck, "there are requests, but none of them can run"
             return None
         self._step += 1
-        saved_states = [self._save_state(request, num_tokens) for request, num_tokens in planned]
+        saved_states = [self._caches.save_state(request, num_tokens) for request, num_tokens in planned]
         plan = StepPlan(
             step=self._step,
             slots=[request.slot for request, _ in planned],
@@ -309,7 +286,7 @@ class Scheduler:
         request = self._transfers.end(outcome)
         if request is None:
             return
-        self._pool.release(request.block_ids)  # now it is in the prefix cache, in which admission looks
+        self._caches.release(request)  # now it is in the prefix cache, in which admission looks
         request.block_ids = []
         if request.kv_source is None:
             self._drop_source(request)  # other outputs of its prompt find the blocks in the prefix cache
@@ -359,11 +336,10 @@ class Scheduler:
         for request in self._waiting.values():
             assert request.num_planned == len(request.block_ids) == 0, request
             assert request.slot == NO_SLOT, request
-        if self._states is not None:
-            self._states.check_invariants({chunk.saved_state.row for chunk in in_flight if chunk.saved_state})
         holders = [*self._running.values(), *self._waiting.values(), *self._ended_in_flight]
         held = [block_id for request in holders for block_id in request.block_ids]
-        self._pool.check_invariants(held + ([] if self._transfers is None else self._transfers.held_blocks()))
+        held += [] if self._transfers is None else self._transfers.held_blocks()
+        self._caches.check_invariants(held, {chunk.saved_state.row for chunk in in_flight if chunk.saved_state})
 
     def _continue_running(
         self, planned: list[tuple[LiveRequest, int]], new_blocks: list[tuple[int, list[int]]], budget: _Budget
@@ -397,7 +373,7 @@ class Scheduler:
         """Give planned prompts, oldest first, the tokens that they left to others and that nobody took."""
         for index, (request, num_tokens) in enumerate(planned):
             num_more = min(request.num_unplanned - num_tokens, budget.num_left_for_prompts)
-            if num_more <= 0 or self._num_new_blocks(request, num_tokens + num_more) > self._pool.num_free:
+            if num_more <= 0 or not self._caches.fits(request, num_tokens + num_more):
                 continue
             self._allocate(request, num_tokens + num_more, new_blocks)
             planned[index] = request, num_tokens + num_more
@@ -406,11 +382,9 @@ class Scheduler:
 
     def _allocate(self, request: LiveRequest, num_tokens: int, new_blocks: list[tuple[int, list[int]]]) -> None:
         """Allocate the blocks that a running request needs for its next tokens. Enough must be free."""
-        if num_new := self._num_new_blocks(request, num_tokens):
-            added = self._pool.allocate(num_new)
-            request.block_ids += added
-            if request.is_registered:  # else its registration has all of them
-                new_blocks.append((request.slot, added))
+        added = self._caches.extend(request, num_tokens)
+        if added and request.is_registered:  # else its registration has all of them
+            new_blocks.append((request.slot, added))
 
     def _share_of_plan(self, num_requests: int) -> int:
         """Return how many of `num_requests` requests one plan takes: an equal share for each of `num_batches` plans."""
@@ -434,7 +408,7 @@ class Scheduler:
         A request with plans in flight is not preempted: its blocks are in use. It gets no further plans, so it can be
         preempted soon.
         """
-        while self._num_new_blocks(request, num_tokens) > self._pool.num_free:
+        while not self._caches.fits(request, num_tokens):
             if self._ended_in_flight:  # their blocks come back with the results of plans in flight
                 return False
             if self._transfers and self._transfers.hold_blocks_alone:  # they come back soon
@@ -467,12 +441,12 @@ class Scheduler:
         """Admit waiting requests, oldest first. A few may pass those that do not fit yet."""
         passed: list[LiveRequest] = []
         share = self._share_of_plan(min(len(self._running) + len(self._waiting), self.config.max_num_seqs))
-        num_promised = sum(map(self._num_missing_blocks, self._prefilling))
+        num_promised = sum(map(self._caches.num_missing_blocks, self._prefilling))
         for request in list(self._waiting.values()):
             is_full = len(planned) >= share or len(self._running) + len(self._loading) >= self.config.max_num_seqs
             if is_full or budget.num_left_for_prompts == 0:
                 return
-            prefix = self._cached_prefix(request)
+            prefix = self._caches.cached_prefix(request)
             if not self._has_room(request, prefix, num_promised):
                 passed.append(request)
                 if request.num_passed == MAX_PASSED or len(passed) == MAX_PASSED:
@@ -486,75 +460,24 @@ class Scheduler:
             self._num_waiting_tokens -= len(request.token_ids)
             self._running[request.request_id] = request
             self._prefilling.add(request)
-            self._pool.share(prefix)
-            request.block_ids = prefix
-            if self._states is not None and prefix:
-                request.state_row = self._states.read(request.digest(len(prefix) - 1, self.config.block_size))
+            self._caches.start(request, prefix)
             request.slot = self._free_slots.pop()
-            request.num_computed = request.num_planned = len(prefix) * self.config.block_size
             if request.num_cached_tokens is None:
                 request.num_cached_tokens = request.num_computed
             num_tokens = budget.most_for(request)
-            request.block_ids += self._pool.allocate(self._num_new_blocks(request, num_tokens))
-            num_promised += self._num_missing_blocks(request)
+            self._caches.extend(request, num_tokens)
+            num_promised += self._caches.num_missing_blocks(request)
             planned.append((request, num_tokens))
             budget.take(request, num_tokens)
             if any(other.num_passed == MAX_PASSED for other in passed):
                 return
 
-    def _cached_prefix(self, request: LiveRequest) -> list[int]:
-        """Return the longest run of cached blocks that a request begins with. Its last token is always computed."""
-        prefix: list[int] = []
-        if not self.config.enable_prefix_caching or request.needs_every_prompt_row:
-            return prefix
-        for index in range((len(request.token_ids) - 1) // self.config.block_size):
-            block_id = self._pool.find(request.digest(index, self.config.block_size))
-            if block_id is None:
-                break
-            prefix.append(block_id)
-        return prefix if self._states is None else prefix[: self._num_blocks_with_state(request, len(prefix))]
-
-    def _num_blocks_with_state(self, request: LiveRequest, num_blocks: int) -> int:
-        """Return how many of a request's first blocks, all of them cached, end at or before a saved state.
-
-        If there are more cached blocks, an earlier request diverges from this one after them. More requests may share
-        this prefix, so the request saves its state there.
-        """
-        assert self._states is not None
-        size, per_interval = self.config.block_size, self._state_interval // self.config.block_size
-        last = num_blocks - num_blocks % per_interval
-        ends = range(last, 0, -per_interval)
-        found = next((end for end in ends if self._states.has(request.digest(end - 1, size))), 0)
-        request.branch_point = last * size if last > found else 0
-        return found
-
-    def _save_state(self, request: LiveRequest, num_tokens: int) -> SavedState | None:
-        """Allocate a row for a state within a chunk of a prompt: at the branch point, or after the last whole interval.
-
-        A request whose prompt continues this one starts at the latter.
-        """
-        if self._states is None or num_tokens == 1 or not self.config.enable_prefix_caching:
-            return None
-        size = self.config.block_size
-        start, end = request.num_planned, request.num_planned + num_tokens
-        last = end - end % self._state_interval
-        position = request.branch_point if start < request.branch_point <= end else last
-        if position <= start or self._states.has(request.digest(position // size - 1, size)):
-            return None
-        row = self._states.take()
-        return None if row is None else SavedState(request.slot, row, position - start)
-
     def _end_save(self, chunk: _PlannedChunk, *, is_kept: bool) -> None:
         """Make the state that a chunk has saved available to other requests, if it was computed."""
         if chunk.saved_state is None:
             return
-        assert self._states is not None
-        row, request, size = chunk.saved_state.row, chunk.request, self.config.block_size
-        if not is_kept:
-            self._states.release(row)
-            return
-        position = request.num_computed - chunk.num_tokens + chunk.saved_state.num_tokens
-        self._states.register(row, request.digest(position // size - 1, size))
+        start = chunk.request.num_computed - chunk.num_tokens
+        self._caches.end_save(chunk.request, chunk.saved_state, start, is_kept=is_kept)
 
     def _start_receive_or_load(self, request: LiveRequest, prefix: list[int]) -> bool:
         """Begin to copy the blocks behind a request's cached prefix, from another engine or from the store.
@@ -610,9 +533,8 @@ class Scheduler:
 
     def _begin_to_wait(self, request: LiveRequest, prefix: list[int], num_blocks: int) -> list[int]:
         """Give a waiting request its cached prefix and blocks for what will be copied, and return these blocks."""
-        self._pool.share(prefix)
-        block_ids = self._pool.allocate(num_blocks)
-        request.block_ids = prefix + block_ids
+        self._caches.share(request, prefix)
+        block_ids = self._caches.extend(request, (len(prefix) + num_blocks) * self.config.block_size)
         del self._waiting[request.request_id]
         self._loading[request.request_id] = request
         return block_ids
@@ -627,16 +549,7 @@ class Scheduler:
             prefix: blocks of the request that are in the cache.
             num_promised: blocks that running requests need for their known tokens.
         """
-        num_shared = sum(not self._pool.is_free(block_id) for block_id in prefix)
-        num_taken = self._num_missing_blocks(request) - num_shared
-        return num_taken + num_promised + len(self._running) <= self._pool.num_free
-
-    def _num_missing_blocks(self, request: LiveRequest) -> int:
-        """Return how many more blocks the known tokens of a request need."""
-        return num_blocks_for(len(request.token_ids), self.config.block_size) - len(request.block_ids)
-
-    def _num_new_blocks(self, request: LiveRequest, num_tokens: int) -> int:
-        return num_blocks_for(request.num_planned + num_tokens, self.config.block_size) - len(request.block_ids)
+        return self._caches.has_room(request, prefix, num_promised + len(self._running))
 
     def _registration(self, request: LiveRequest) -> Registration:
         """Return what registers a request. Samples share their prompt: while one of them runs, it is not sent again."""
@@ -667,7 +580,7 @@ class Scheduler:
         request.num_computed += chunk.num_tokens
         if request in self._ended_in_flight and request.num_plans == 0:
             self._ended_in_flight.discard(request)
-            self._pool.release(request.block_ids)
+            self._caches.release(request)
 
     def _commit_chunk(self, chunk: _PlannedChunk, result: ChunkResult) -> RequestUpdate | None:
         """Apply the result of one chunk. Only now do its keys and values exist, so only now can others share them."""
@@ -677,13 +590,9 @@ class Scheduler:
         assert chunk.samples == (result.token_id is not None), f"{request.request_id}: token {result}"
         num_rows = sum(rows.num_rows for rows in result.prompt_logprobs)
         assert num_rows == chunk.num_prompt_rows, f"{request.request_id}: rows are missing"
-        if self.config.enable_prefix_caching:
-            first_block = (request.num_computed - chunk.num_tokens) // self.config.block_size
-            for index in range(first_block, request.num_computed // self.config.block_size):
-                block_id, digest = request.block_ids[index], request.digest(index, self.config.block_size)
-                self._pool.register(block_id, digest)
-                if self._transfers is not None:
-                    self._transfers.note_computed(digest, block_id)
+        for digest, block_id in self._caches.register_computed(request, chunk.num_tokens):
+            if self._transfers is not None:
+                self._transfers.note_computed(digest, block_id)
         request.collect_prompt_logprobs(result.prompt_logprobs)
         if result.token_id is None:
             return None
@@ -730,4 +639,4 @@ class Scheduler:
         if request.num_plans:
             self._ended_in_flight.add(request)
         else:
-            self._pool.release(request.block_ids)
+            self._caches.release(request)

@@ -34,7 +34,8 @@ from moeserve.protocol import (
 )
 from moeserve.scheduling.lockstep import HAS_FAILED, REQUESTS_LOAD, Agreement, Outcome, Round, agree
 from moeserve.scheduling.replica import Deliver, Events, Replica, Submit, Wait
-from moeserve.scheduling.scheduler import Scheduler, SchedulerConfig
+from moeserve.scheduling.scheduler import Scheduler
+from moeserve.scheduling.scheduler_config import SchedulerConfig
 from moeserve.worker.request_table import RequestTable
 
 MakeReplica = Callable[..., Replica]

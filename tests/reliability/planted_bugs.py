@@ -17,7 +17,8 @@ from moeserve.protocol import AbortRequest, ReplicaMessage, Request, RequestUpda
 from moeserve.scheduling.lockstep import REQUESTS_LOAD, REQUESTS_SHUTDOWN, Agreement, Outcome, Round, agree
 from moeserve.scheduling.replica import Deliver, Effect, Events, Replica, Submit, Wait
 from moeserve.scheduling.request import LiveRequest
-from moeserve.scheduling.scheduler import Scheduler, SchedulerConfig
+from moeserve.scheduling.scheduler import Scheduler
+from moeserve.scheduling.scheduler_config import SchedulerConfig
 
 Run = Generator[Effect, Any, None]
 Agree = Callable[..., Agreement]
@@ -214,7 +215,7 @@ class AbortsWhileItPlans(Replica):
         if not isinstance(message, AbortRequest):
             super()._handle(message)
             return
-        pool, handle = self._scheduler._pool, super()._handle
+        pool, handle = self._scheduler._caches.pool, super()._handle
         allocate = pool.allocate
 
         def allocate_and_abort(num_blocks: int) -> list[int]:
@@ -274,8 +275,8 @@ class FreesTwice(Scheduler):
         running = self._running.get(request_id)
         update = super().abort(request_id)
         if running is not None and running.block_ids and not running.num_plans:
-            self._pool._free[running.block_ids[0]] = None
-            self._pool._num_holders[running.block_ids[0]] -= 1
+            self._caches.pool._free[running.block_ids[0]] = None
+            self._caches.pool._num_holders[running.block_ids[0]] -= 1
         return update
 
 

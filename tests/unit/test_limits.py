@@ -25,7 +25,8 @@ from moeserve.outputs import Logprob
 from moeserve.protocol import AddRequest, ChunkResult, RankReport, Request, Sample, StepPlan, StepResult, TokenLogprobs
 from moeserve.sampling_params import RequestParams, SamplingParams
 from moeserve.scheduling.request import LiveRequest
-from moeserve.scheduling.scheduler import Scheduler, SchedulerConfig
+from moeserve.scheduling.scheduler import Scheduler
+from moeserve.scheduling.scheduler_config import SchedulerConfig
 from moeserve.worker.request_table import RequestTable
 
 

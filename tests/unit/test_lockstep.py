@@ -27,7 +27,8 @@ from moeserve.sampling_params import RequestParams
 from moeserve.scheduling import lockstep
 from moeserve.scheduling.lockstep import ROW_SIZE, Agreement, Intent, IntentFlags, Outcome, Round, make_row
 from moeserve.scheduling.replica import Deliver, Effect, Events, Replica, Submit, Wait
-from moeserve.scheduling.scheduler import Scheduler, SchedulerConfig
+from moeserve.scheduling.scheduler import Scheduler
+from moeserve.scheduling.scheduler_config import SchedulerConfig
 from moeserve.worker.request_table import RequestTable
 
 NO_FLAGS = IntentFlags()

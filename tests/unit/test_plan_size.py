@@ -6,7 +6,8 @@ import msgspec
 
 from moeserve.protocol import ChunkResult, Request, StepPlan, StepResult
 from moeserve.sampling_params import SamplingParams
-from moeserve.scheduling.scheduler import Scheduler, SchedulerConfig
+from moeserve.scheduling.scheduler import Scheduler
+from moeserve.scheduling.scheduler_config import SchedulerConfig
 
 NUM_REQUESTS, CONTEXT_LEN, BLOCK_SIZE = 256, 8192, 16
 

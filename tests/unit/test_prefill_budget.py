@@ -11,7 +11,8 @@ from moeserve.planner.lockstep_group import LockstepGroup, Step
 from moeserve.protocol import AddRequest, ChunkResult, Request, StepPlan, StepResult
 from moeserve.sampling_params import RequestParams
 from moeserve.scheduling.lockstep import LEAST_PREFILL_BUDGET, Intent, agree, make_row
-from moeserve.scheduling.scheduler import Scheduler, SchedulerConfig
+from moeserve.scheduling.scheduler import Scheduler
+from moeserve.scheduling.scheduler_config import SchedulerConfig
 from moeserve.worker.request_table import RequestTable
 
 BATCHED, MOST_PREFILL = 4096, 300

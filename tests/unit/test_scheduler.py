@@ -13,7 +13,8 @@ from logprob_rows import packed, unpacked
 from moeserve.errors import RequestError
 from moeserve.protocol import ChunkResult, Request, RequestUpdate, StepResult, TokenLogprobs
 from moeserve.sampling_params import RequestParams
-from moeserve.scheduling.scheduler import MAX_PASSED, Scheduler, SchedulerConfig
+from moeserve.scheduling.scheduler import MAX_PASSED, Scheduler
+from moeserve.scheduling.scheduler_config import SchedulerConfig
 from moeserve.worker.request_table import Chunk, RequestTable
 
 EOS, STOP = 99, 98
@@ -225,8 +226,8 @@ def test_a_long_queue_is_not_searched_for_requests_that_fit(monkeypatch: pytest.
     for number in range(10 * MAX_PASSED):
         scheduler.add(request(f"long {number}", 20, max_tokens=1))
     looked_at = []
-    prefix_of = scheduler._cached_prefix
-    monkeypatch.setattr(scheduler, "_cached_prefix", lambda each: looked_at.append(each) or prefix_of(each))
+    prefix_of = scheduler._caches.cached_prefix
+    monkeypatch.setattr(scheduler._caches, "cached_prefix", lambda each: looked_at.append(each) or prefix_of(each))
     step(scheduler)
     assert len(looked_at) == MAX_PASSED
 

@@ -24,9 +24,11 @@ from moeserve.protocol import (
     TransferOutcome,
 )
 from moeserve.scheduling.block_transfers import BlockTransfers
+from moeserve.scheduling.cache_manager import CacheManager
 from moeserve.scheduling.kv_connector import KVConnector
 from moeserve.scheduling.request import LiveRequest
-from moeserve.scheduling.scheduler import Scheduler, SchedulerConfig
+from moeserve.scheduling.scheduler import Scheduler
+from moeserve.scheduling.scheduler_config import SchedulerConfig
 
 
 class FreesBlocksOfPlansInFlight(Scheduler):
@@ -34,7 +36,7 @@ class FreesBlocksOfPlansInFlight(Scheduler):
 
     def _release(self, request: LiveRequest) -> None:
         self._free_slots.append(request.slot)
-        self._pool.release(request.block_ids)
+        self._caches.pool.release(request.block_ids)
 
 
 class LosesBlocksOfPlansInFlight(Scheduler):
@@ -49,11 +51,11 @@ class PreemptsRequestsInFlight(Scheduler):
     """It preempts a request whose blocks a plan in flight writes."""
 
     def _make_room(self, request: LiveRequest, num_tokens: int) -> bool:
-        while self._num_new_blocks(request, num_tokens) > self._pool.num_free:
+        while not self._caches.fits(request, num_tokens):
             newest = next(reversed(self._running.values()))
             del self._running[newest.request_id]
             self._free_slots.append(newest.slot)
-            self._pool.release(newest.block_ids)
+            self._caches.pool.release(newest.block_ids)
             newest.reset_computed()
             self._waiting[newest.request_id] = newest
             if newest is request:
@@ -68,16 +70,25 @@ class PlansBeyondTheEnd(Scheduler):
         return request.num_unplanned > 0 and (request.is_registered or request.num_plans == 0)
 
 
-class SharesBlocksBeforeTheyAreFull(Scheduler):
+class SchedulerWithCaches(Scheduler):
+    caches_class: type[CacheManager]
+
+    def __init__(self, config: SchedulerConfig, *args: Any) -> None:
+        super().__init__(config, *args)
+        self._caches.__class__ = self.caches_class
+
+
+class SharesBlocksBeforeTheyAreFull(SchedulerWithCaches):
     """It shares the block of a request's last token, so that nothing is left to compute."""
 
-    def _cached_prefix(self, request: LiveRequest) -> list[int]:
-        prefix = super()._cached_prefix(request)
-        size = self.config.block_size
-        if prefix and len(request.token_ids) == (len(prefix) + 1) * size:
-            block_id = self._pool.find(request.digest(len(prefix), size))
-            prefix += [] if block_id is None else [block_id]
-        return prefix
+    class caches_class(CacheManager):
+        def cached_prefix(self, request: LiveRequest) -> list[int]:
+            prefix = super().cached_prefix(request)
+            size = self.config.block_size
+            if prefix and len(request.token_ids) == (len(prefix) + 1) * size:
+                block_id = self.pool.find(request.digest(len(prefix), size))
+                prefix += [] if block_id is None else [block_id]
+            return prefix
 
 
 class ReportsEndedRequests(Scheduler):
@@ -154,7 +165,7 @@ class SchedulerWithTransfers(Scheduler):
     ) -> None:
         super().__init__(config, cache_salt, connector, peer_addresses)
         assert connector is not None
-        self._transfers = self.transfers_class(connector, self._pool, config.block_size, peer_addresses)
+        self._transfers = self.transfers_class(connector, self._caches.pool, config.block_size, peer_addresses)
 
 
 class SavesBlocksOfOthers(SchedulerWithTransfers):
@@ -192,7 +203,7 @@ class LoadsIntoBlocksOfOthers(Scheduler):
 
     def _end(self, request: LiveRequest) -> None:
         if request.request_id in self._loading:
-            self._pool.release(request.block_ids)
+            self._caches.pool.release(request.block_ids)
             request.block_ids = []
         super()._end(request)
 
@@ -234,23 +245,24 @@ class CancelsWhatOthersNeed(Scheduler):
             self._transfers.cancel_receive(request.request.kv_source.handle)
 
 
-class EvictsStatesThatAreRead(Scheduler):
+class EvictsStatesThatAreRead(SchedulerWithCaches):
     """It reuses the row of a state in the plan that reads it."""
 
-    def _save_state(self, request: LiveRequest, num_tokens: int) -> SavedState | None:
-        if self._states is not None:
-            self._states.begin_plan()
-        return super()._save_state(request, num_tokens)
+    class caches_class(CacheManager):
+        def save_state(self, request: LiveRequest, num_tokens: int) -> SavedState | None:
+            self.begin_plan()
+            return super().save_state(request, num_tokens)
 
 
-class SavesStatesAtTheWrongToken(Scheduler):
+class SavesStatesAtTheWrongToken(SchedulerWithCaches):
     """It saves a state one token late."""
 
-    def _save_state(self, request: LiveRequest, num_tokens: int) -> SavedState | None:
-        saved = super()._save_state(request, num_tokens)
-        if saved is None or saved.num_tokens == num_tokens:
-            return saved
-        return SavedState(saved.slot, saved.row, saved.num_tokens + 1)
+    class caches_class(CacheManager):
+        def save_state(self, request: LiveRequest, num_tokens: int) -> SavedState | None:
+            saved = super().save_state(request, num_tokens)
+            if saved is None or saved.num_tokens == num_tokens:
+                return saved
+            return SavedState(saved.slot, saved.row, saved.num_tokens + 1)
 
 
 class StartsWithoutTheState(Scheduler):

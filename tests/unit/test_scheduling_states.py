@@ -41,7 +41,8 @@ from moeserve.protocol import (
 from moeserve.sampling_params import RequestParams
 from moeserve.scheduling.block_pool import BlockPool
 from moeserve.scheduling.kv_connector import HostTier
-from moeserve.scheduling.scheduler import Scheduler, SchedulerConfig
+from moeserve.scheduling.scheduler import Scheduler
+from moeserve.scheduling.scheduler_config import SchedulerConfig
 from moeserve.worker.request_table import Chunk, RequestTable
 
 picks = st.integers(min_value=0, max_value=1000)  # an index, modulo the length of the list
