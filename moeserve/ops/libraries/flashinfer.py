@@ -11,6 +11,7 @@ finite numbers there.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from moeserve.ops.interfaces import KeyValueCache
 from moeserve.ops.libraries.interface import Attend, AttentionProblem, LibraryUnusable, StepKind, capability
+from moeserve.ops.libraries.plans import Plans
 from moeserve.step_inputs import ChunkSpan, StepInputs
 
 # T tokens, N query heads, G key-value heads, H head size, S chunks, B blocks of all chunks
@@ -126,7 +128,9 @@ class FlashInfer:
             decode = self._flashinfer.decode.trtllm_batch_decode_with_kv_cache
             return DecodeAttention(decode, problem, self._decode_workspace)
         workspace = torch.empty(CHUNK_WORKSPACE, dtype=torch.uint8, device=self._device)
-        return ChunkAttention(self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, kv_layout="HND"), problem)
+        wrapper = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper
+        make_wrapper = functools.partial(wrapper, workspace, kv_layout="HND")
+        return ChunkAttention(Plans(make_wrapper, self._device), problem)
 
 
 class DecodeAttention:
@@ -168,28 +172,25 @@ class DecodeAttention:
 class ChunkAttention:
     """Attention of chunks of any length, for layers of one shape. It cannot be captured in a graph."""
 
-    def __init__(self, wrapper: Any, problem: AttentionProblem) -> None:
-        self._wrapper = wrapper
+    def __init__(self, plans: Plans[Any, None], problem: AttentionProblem) -> None:
+        self._plans = plans
         self._problem = problem
-        self._planned: StepInputs | None = None  # the step that the wrapper has planned
 
     def __call__(
         self, query_TNH: Tensor, cache: KeyValueCache, step: StepInputs, sinks_N: Tensor | None = None
     ) -> Tensor:
         assert sinks_N is None
-        if step is not self._planned:
-            self._plan(step)
-            self._planned = step
-        output_TNH: Tensor = self._wrapper.run(query_TNH.contiguous(), (cache.keys, cache.values))
+        wrapper, _ = self._plans.of(step, functools.partial(self._plan, step))
+        output_TNH: Tensor = wrapper.run(query_TNH.contiguous(), (cache.keys, cache.values))
         return output_TNH
 
-    def _plan(self, step: StepInputs) -> None:
+    def _plan(self, step: StepInputs, wrapper: Any) -> None:
         """Plan a step from its description on the host, without waiting for the GPU."""
         problem = self._problem
         size = problem.block_size
         block_starts, places_B = places_of_blocks(step, size, list(enumerate(step.spans)))
         ends = [span.last_row + 1 for span in step.spans]
-        self._wrapper.plan(
+        wrapper.plan(
             qo_indptr=numbers([0, *ends]),
             paged_kv_indptr=numbers(block_starts),
             paged_kv_indices=step.block_table.flatten()[places_B.to(step.block_table.device, non_blocking=True)],

@@ -10,8 +10,10 @@ Both are planned on the host, once for the layers of a step, so neither can be i
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -21,6 +23,7 @@ from torch import Tensor
 from moeserve.ops.interfaces import ExpandLatents
 from moeserve.ops.libraries.flashinfer import lacking_argument, listed, numbers, places_of_blocks
 from moeserve.ops.libraries.interface import AttendAbsorbed, AttendExpanded, LatentProblem, capability
+from moeserve.ops.libraries.plans import Plans
 from moeserve.step_inputs import ChunkSpan, StepInputs
 
 # T tokens, R rows of some chunks, N query heads, K unrotated values of a head's key, E rotated ones, Q = K + E, V
@@ -34,7 +37,7 @@ MAX_ABSORBED_ROWS = 8192  # of a step: a plan holds 16384 tiles of 128 heads and
 EXPANDED_SIZES = (192, 128)  # of a key and a value: is_fa3_prefill_head_dim_supported in flashinfer/utils.py
 WORKSPACE = 2**27  # bytes, as its documentation recommends
 MAX_EXPANDED_BYTES = 2**29  # keys and values of a piece of the prefixes
-MAX_PIECES = 16  # the wrapper of each has 8 MiB; longer prefixes run on our kernels
+MAX_PIECES = 16  # the two wrappers of each have 16 MiB; longer prefixes run on our kernels
 
 PLAN_NEEDS = {
     *("metadata", "num_heads", "head_dim_ckv", "head_dim_kpe", "page_size", "causal", "sm_scale"),
@@ -75,16 +78,16 @@ class FlashInferLatent:
     def make_absorbed(self, problem: LatentProblem) -> AttendAbsorbed:
         found = capability(self._device)
         backend = "fa3" if found is None or found[0] == 9 else "fa2"
-        wrapper = self._flashinfer.mla.BatchMLAPagedAttentionWrapper(self._shared_workspace(), backend=backend)
-        return AbsorbedAttention(wrapper, self._flashinfer.mla.MLAPlanMetadata.csr, problem)
+        wrapper = self._flashinfer.mla.BatchMLAPagedAttentionWrapper
+        make_wrapper = functools.partial(wrapper, self._shared_workspace(), backend=backend)
+        return AbsorbedAttention(Plans(make_wrapper, self._device), self._flashinfer.mla.MLAPlanMetadata.csr, problem)
 
     def make_expanded(self, problem: LatentProblem) -> AttendExpanded:
-        workspace = self._shared_workspace()
-
-        def make_wrapper() -> Any:
-            return self._flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, kv_layout="NHD")
-
-        return ExpandedAttention(make_wrapper, self._flashinfer.merge_state_in_place, problem)
+        wrapper = self._flashinfer.BatchPrefillWithRaggedKVCacheWrapper
+        make_wrapper = functools.partial(wrapper, self._shared_workspace(), kv_layout="NHD")
+        return ExpandedAttention(
+            Plans(list, self._device), make_wrapper, self._flashinfer.merge_state_in_place, problem
+        )
 
     def _shared_workspace(self) -> Tensor:
         if self._workspace is None:
@@ -115,12 +118,17 @@ def _missing(flashinfer: ModuleType) -> str:
 class AbsorbedAttention:
     """Attention of short chunks to latent vectors, for layers of one shape."""
 
-    def __init__(self, wrapper: Any, make_metadata: Callable[..., Any], problem: LatentProblem) -> None:
-        self._wrapper = wrapper
+    def __init__(
+        self, plans: Plans[Any, Tensor | None], make_metadata: Callable[..., Any], problem: LatentProblem
+    ) -> None:
+        """
+        Args:
+            plans: each is the rows [R] of the planned chunks among the step's tokens; None: all.
+            make_metadata: `MLAPlanMetadata.csr`.
+        """
+        self._plans = plans
         self._make_metadata = make_metadata
         self._problem = problem
-        self._planned: StepInputs | None = None  # the step that the wrapper has planned
-        self._rows_R: Tensor | None = None  # rows of the planned chunks among the step's tokens; None: all
 
     def serves(self, step: StepInputs, max_rows: int) -> bool:
         spans = [span for _, span in _chunks(step, max_rows, is_long=False)]
@@ -128,29 +136,24 @@ class AbsorbedAttention:
         return has_positions and 0 < sum(span.num_rows for span in spans) <= MAX_ABSORBED_ROWS
 
     def __call__(self, query_TNP: Tensor, cache: Tensor, step: StepInputs, max_rows: int) -> Tensor:
-        if step is not self._planned:
-            self._plan(step, max_rows, cache.shape[1])
-            self._planned = step
-        rows_R = self._rows_R
+        plan = functools.partial(self._plan, step, max_rows, cache.shape[1])
+        wrapper, rows_R = self._plans.of(step, plan)
         query_RNP = query_TNP.contiguous() if rows_R is None else query_TNP[rows_R]
         output_RNL = query_TNP.new_empty(*query_RNP.shape[:2], self._problem.value_size)
-        self._wrapper.run(query=query_RNP, kv_cache=cache, out=output_RNL)
+        wrapper.run(query=query_RNP, kv_cache=cache, out=output_RNL)
         if rows_R is None:
             return output_RNL
         output_TNL = query_TNP.new_zeros(*query_TNP.shape[:2], self._problem.value_size)
         output_TNL[rows_R] = output_RNL
         return output_TNL
 
-    def _plan(self, step: StepInputs, max_rows: int, block_size: int) -> None:
+    def _plan(self, step: StepInputs, max_rows: int, block_size: int, wrapper: Any) -> Tensor | None:
         """Plan the short chunks of a step from its description on the host, without waiting for the GPU."""
         problem, device = self._problem, step.block_table.device
         chunks = _chunks(step, max_rows, is_long=False)
         spans = [span for _, span in chunks]
         block_starts, places_B = places_of_blocks(step, block_size, chunks)
-        self._rows_R = None
-        if len(chunks) < len(step.spans):
-            self._rows_R = _rows_of(spans).to(device, non_blocking=True)
-        self._wrapper.plan(
+        wrapper.plan(
             metadata=self._make_metadata(
                 qo_indptr=numbers([0, *itertools.accumulate(span.num_rows for span in spans)]),
                 kv_indptr=numbers(block_starts),
@@ -166,26 +169,31 @@ class AbsorbedAttention:
             q_data_type=problem.dtype,
             kv_data_type=problem.dtype,
         )
+        return None if len(chunks) == len(step.spans) else _rows_of(spans).to(device, non_blocking=True)
 
 
 class ExpandedAttention:
     """Attention of long chunks to the keys and values of each head, for layers of one shape."""
 
-    def __init__(self, make_wrapper: Callable[[], Any], merge: Callable[..., None], problem: LatentProblem) -> None:
+    def __init__(
+        self,
+        plans: Plans[list[Any], ExpandedPlan],
+        make_wrapper: Callable[[], Any],
+        merge: Callable[..., None],
+        problem: LatentProblem,
+    ) -> None:
         """
         Args:
+            plans: each has a wrapper for each piece, which `make_wrapper` makes.
             make_wrapper: returns a new `BatchPrefillWithRaggedKVCacheWrapper`.
             merge: `merge_state_in_place`.
         """
+        self._plans = plans
         self._make_wrapper = make_wrapper
         self._merge = merge
         self._problem = problem
         keys_and_values = 2 * problem.key_size + problem.rotary_size + problem.value_size  # keys are copied once
         self._piece_size = max(MAX_EXPANDED_BYTES // (problem.num_heads * keys_and_values * problem.dtype.itemsize), 1)
-        self._wrappers = [make_wrapper()]
-        self._planned: StepInputs | None = None
-        self._pieces: list[Piece] = []
-        self._rows_R: Tensor  # rows of the planned chunks among the step's tokens
 
     def serves(self, step: StepInputs, max_rows: int) -> bool:
         prefixes = [span.context_len - span.num_rows for _, span in _chunks(step, max_rows, is_long=True)]
@@ -201,13 +209,11 @@ class ExpandedAttention:
         expand: ExpandLatents,
         out_TNV: Tensor,
     ) -> None:
-        if step is not self._planned:
-            self._plan(step, max_rows, cache.shape[1])
-            self._planned = step
-        query_RNQ = torch.cat([query_TNK[self._rows_R], query_TNE[self._rows_R]], dim=-1)
+        wrappers, plan = self._plans.of(step, functools.partial(self._plan, step, max_rows, cache.shape[1]))
+        query_RNQ = torch.cat([query_TNK[plan.rows_R], query_TNE[plan.rows_R]], dim=-1)
         latents = cache.flatten(0, 1)
         output_RNV = sums_RN = None
-        for piece, wrapper in zip(self._pieces, self._wrappers, strict=False):
+        for piece, wrapper in zip(plan.pieces, wrappers, strict=False):
             key_CNQ, value_CNV = self._expanded(latents[piece.slots_C], expand)
             part_RNV, part_RN = wrapper.run(query_RNQ[piece.rows], key_CNQ, value_CNV, return_lse=True)
             if output_RNV is None or sums_RN is None:
@@ -216,7 +222,7 @@ class ExpandedAttention:
                 self._merge(output_RNV[piece.rows], sums_RN[piece.rows], part_RNV, part_RN)
             del key_CNQ, value_CNV  # before those of the next piece are allocated
         assert output_RNV is not None
-        out_TNV[self._rows_R] = output_RNV
+        out_TNV[plan.rows_R] = output_RNV
 
     def _expanded(self, vectors_CP: Tensor, expand: ExpandLatents) -> tuple[Tensor, Tensor]:
         """Return keys [C, N, K + E] and values [C, N, V] of latent vectors; the values may be strided."""
@@ -229,7 +235,7 @@ class ExpandedAttention:
         key_CNQ[..., problem.key_size :] = rotated_CE[:, None]
         return key_CNQ, value_NCV.transpose(0, 1)
 
-    def _plan(self, step: StepInputs, max_rows: int, block_size: int) -> None:
+    def _plan(self, step: StepInputs, max_rows: int, block_size: int, wrappers: list[Any]) -> ExpandedPlan:
         """Divide the long chunks' contexts into pieces and plan each, without waiting for the GPU.
 
         The first piece has the positions of the chunks themselves. The others divide the prefixes, laid side by side.
@@ -241,11 +247,13 @@ class ExpandedAttention:
         row_ends = [0, *itertools.accumulate(span.num_rows for span in spans)]
         ends = [0, *itertools.accumulate(span.context_len - span.num_rows for span in spans)]
 
-        self._rows_R = _rows_of(spans).to(device, non_blocking=True)
-        self._pieces = [Piece(slice(0, row_ends[-1]), step.cache_slots[self._rows_R])]
-        self._plan_piece(0, row_ends, row_ends, causal=True)
+        rows_R = _rows_of(spans).to(device, non_blocking=True)
+        pieces = [Piece(slice(0, row_ends[-1]), step.cache_slots[rows_R])]
+        num_pieces = 1 + -(-ends[-1] // self._piece_size)
+        wrappers += [self._make_wrapper() for _ in range(num_pieces - len(wrappers))]
+        self._plan_piece(wrappers[0], row_ends, row_ends, causal=True)
 
-        for number, first in enumerate(range(0, ends[-1], self._piece_size), start=1):
+        for wrapper, first in zip(wrappers[1:], range(0, ends[-1], self._piece_size), strict=False):
             last = min(first + self._piece_size, ends[-1])
             own = [i for i in range(len(spans)) if ends[i] < last and ends[i + 1] > first]
             positions = [torch.arange(max(first, ends[i]), min(last, ends[i + 1])) - ends[i] for i in own]
@@ -255,19 +263,18 @@ class ExpandedAttention:
             places_C, offsets_C = (each.to(device, non_blocking=True) for each in (places_C, offsets_C))
             slots_C = step.block_table.flatten()[places_C].long() * block_size + offsets_C
             rows = slice(row_ends[own[0]], row_ends[own[-1] + 1])
-            self._pieces.append(Piece(rows, slots_C))
+            pieces.append(Piece(rows, slots_C))
             self._plan_piece(
-                number,
+                wrapper,
                 [row_ends[i] - rows.start for i in (*own, own[-1] + 1)],
                 [0, *itertools.accumulate(map(len, positions))],
                 causal=False,
             )
+        return ExpandedPlan(rows_R, pieces)
 
-    def _plan_piece(self, number: int, row_starts: list[int], starts: list[int], *, causal: bool) -> None:
+    def _plan_piece(self, wrapper: Any, row_starts: list[int], starts: list[int], *, causal: bool) -> None:
         problem = self._problem
-        if number == len(self._wrappers):
-            self._wrappers.append(self._make_wrapper())
-        self._wrappers[number].plan(
+        wrapper.plan(
             qo_indptr=numbers(row_starts),
             kv_indptr=numbers(starts),
             num_qo_heads=problem.num_heads,
@@ -283,17 +290,20 @@ class ExpandedAttention:
         )
 
 
+@dataclass(frozen=True)
 class Piece:
     """Positions that some rows attend to."""
 
-    def __init__(self, rows: slice, slots_C: Tensor) -> None:
-        """
-        Args:
-            rows: among those of all planned chunks.
-            slots_C: int64, places in the flattened cache.
-        """
-        self.rows = rows
-        self.slots_C = slots_C
+    rows: slice  # among those of all planned chunks
+    slots_C: Tensor  # int64, places in the flattened cache
+
+
+@dataclass(frozen=True)
+class ExpandedPlan:
+    """The long chunks of a step."""
+
+    rows_R: Tensor  # among the step's tokens
+    pieces: list[Piece]
 
 
 def _chunks(step: StepInputs, max_rows: int, *, is_long: bool) -> list[tuple[int, ChunkSpan]]:

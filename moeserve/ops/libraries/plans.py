@@ -1,0 +1,77 @@
+"""Plans of FlashInfer's wrappers, made on the host while the GPU may still run the step before."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+from moeserve.step_inputs import StepInputs
+
+Wrapper = TypeVar("Wrapper")
+Plan = TypeVar("Plan")
+NUM_TURNS = 2  # the step that runs, and the one that is prepared
+
+
+class Copies(Protocol):
+    """The copies to a GPU that were started before."""
+
+    def synchronize(self) -> None:
+        """Wait until they have ended."""
+        ...
+
+
+def started_copies(device: torch.device) -> Copies | None:
+    """Return the copies that the current stream has been given, or None if the device has no streams."""
+    if device.type == "cpu":
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
+@dataclass(frozen=True)
+class Turn(Generic[Wrapper, Plan]):
+    """A planned step."""
+
+    step: StepInputs
+    wrapper: Wrapper
+    plan: Plan
+    copies: Copies | None
+
+
+class Plans(Generic[Wrapper, Plan]):
+    """The plans of the last steps, whose layers share them.
+
+    `plan` of a wrapper writes to pinned memory that the wrapper keeps, and starts copying it to the GPU. A further plan
+    would overwrite what is still copied. So steps take turns between wrappers, and a wrapper is planned again only
+    after its last copy.
+    """
+
+    def __init__(self, make_wrapper: Callable[[], Wrapper], device: torch.device) -> None:
+        self._make_wrapper = make_wrapper
+        self._device = device
+        self._turns: deque[Turn[Wrapper, Plan]] = deque()
+
+    def of(self, step: StepInputs, plan: Callable[[Wrapper], Plan]) -> tuple[Wrapper, Plan]:
+        """Return the wrapper and the plan of a step.
+
+        Args:
+            plan: plans the step with a wrapper. Called at the step's first layer.
+        """
+        for turn in self._turns:
+            if turn.step is step:
+                return turn.wrapper, turn.plan
+        if len(self._turns) < NUM_TURNS:
+            wrapper = self._make_wrapper()
+        else:
+            oldest = self._turns.popleft()
+            wrapper = oldest.wrapper
+            if oldest.copies is not None:
+                oldest.copies.synchronize()
+        planned = plan(wrapper)
+        self._turns.append(Turn(step, wrapper, planned, started_copies(self._device)))
+        return wrapper, planned
