@@ -9,10 +9,13 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from moeserve.distributed.mesh import share_of, share_sizes
 from moeserve.step_inputs import ChunkSpan, StepInputs
 
-# A long half begins at a multiple of this, which aligns addresses and tiles of GPU kernels.
+# A long half begins at a multiple of this many rows, which aligns tiles of GPU kernels. Tensors begin at a multiple of
+# this many bytes, because Triton compiles other kernels for other addresses.
 ALIGNMENT = 16
 
 
@@ -34,7 +37,10 @@ class HalvingLimits:
 
 
 def in_halves(step: StepInputs, *, tp: int, tp_rank: int) -> StepInputs:
-    """Return the step with its two halves. They are views of its memory where no chunk is divided."""
+    """Return the step with its two halves.
+
+    The halves of a padded step are views of its memory, which a CUDA graph reads in each replay.
+    """
     all_counts = [sum(step.tokens_per_rank[first : first + tp]) for first in range(0, len(step.tokens_per_rank), tp)]
     firsts = [_first_half(count) for count in all_counts]
     seconds = [count - first for count, first in zip(all_counts, firsts, strict=True)]
@@ -61,17 +67,22 @@ def _part(step: StepInputs, start: int, end: int, counts: Sequence[int], tp: int
     for span in step.spans[chunks]:
         first, last = max(span.first_row, start), min(span.last_row, end - 1)
         spans.append(ChunkSpan(first - start, last - first + 1, span.context_len - (span.last_row - last)))
-    context_lens = step.context_lens[chunks]
+
+    def part_of(x_R: Tensor, rows: slice) -> Tensor:
+        part_R = x_R[rows]
+        return part_R if step.padding is not None or part_R.data_ptr() % ALIGNMENT == 0 else part_R.clone()
+
+    tokens, context_lens = slice(start, end), part_of(step.context_lens, chunks)
     if spans and (num_later := step.spans[chunks][-1].context_len - spans[-1].context_len):
         context_lens = context_lens.clone()
         context_lens[-1] -= num_later
     return StepInputs(
-        token_ids=step.token_ids[start:end],
-        positions=step.positions[start:end],
-        cache_slots=step.cache_slots[start:end],
+        token_ids=part_of(step.token_ids, tokens),
+        positions=part_of(step.positions, tokens),
+        cache_slots=part_of(step.cache_slots, tokens),
         row_starts=(step.row_starts[chunks.start : chunks.stop + 1] - start).clamp_(0, end - start),
         context_lens=context_lens,
-        block_table=step.block_table[chunks],
+        block_table=part_of(step.block_table, chunks),
         logits_rows=step.logits_rows[:0],
         spans=tuple(spans),
         tp_sizes=share_sizes(end - start, tp),

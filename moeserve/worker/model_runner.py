@@ -14,7 +14,6 @@ from torch import Tensor
 from moeserve.distributed.mesh import share_of, share_sizes
 from moeserve.errors import MoeserveError
 from moeserve.models.decoder import Decoder
-from moeserve.protocol import ChunkResult
 from moeserve.step_inputs import ChunkSpan, StateRows, StepInputs
 from moeserve.worker.grammars import AllowedTokens, Grammars
 from moeserve.worker.halves import in_halves
@@ -109,12 +108,6 @@ class ModelRunner:
         if self.appends_samples:
             self.table.append_tokens(sampling, [UNKNOWN_TOKEN] * len(sampling))
         return started
-
-    def execute(
-        self, chunks: Sequence[Chunk], num_tokens: tuple[int, ...], padded_to: int | None = None
-    ) -> list[ChunkResult]:
-        """Run one step to its end. Collective: all ranks. See `start`."""
-        return self.start(chunks, num_tokens, padded_to).finish()
 
     def skip(self, chunks: Sequence[Chunk]) -> None:
         """Make later plans possible after a step that has failed, on a rank without others."""

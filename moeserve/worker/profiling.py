@@ -87,10 +87,14 @@ def largest_step(config: EngineConfig, max_tokens: int | None = None) -> list[Ch
 
 
 def _run(probe: ModelRunner, chunks: list[Chunk]) -> None:
+    """Run a step, and run it again in halves if there may be halved steps of its size."""
     for chunk in chunks:
         probe.table.add(chunk.slot, chunk.request, [])
     num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
-    probe.execute(chunks, (num_tokens,) * probe.context.mesh.dp)
+    halving = probe.context.halving
+    may_be_halved = any(halving.divide(num_tokens, is_decode_only=each) for each in (False, True))
+    for has_halves in (False, True)[: 1 + may_be_halved]:
+        probe.start(chunks, (num_tokens,) * probe.context.mesh.dp, has_halves=has_halves).finish()
 
 
 def _run_for_memory(probe: ModelRunner, chunks: list[Chunk]) -> None:

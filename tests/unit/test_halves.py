@@ -1,0 +1,82 @@
+"""Steps in halves: their tensors, and trial steps before serving. Results are tested with ranks, in test_overlap.py."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from moeserve.distributed.groups import groups_of_one_rank
+from moeserve.distributed.mesh import Mesh
+from moeserve.step_inputs import ChunkSpan, StepInputs
+from moeserve.worker.halves import HalvingLimits, in_halves
+from moeserve.worker.model_runner import ModelRunner
+from moeserve.worker.profiling import run_all_sizes
+from moeserve.worker.request_table import RequestTable
+from moeserve.worker.step_replay import EagerSteps, StepContext
+
+TENSORS = ("token_ids", "positions", "cache_slots", "row_starts", "context_lens", "block_table")
+
+
+def prompt_step(lengths: list[int]) -> StepInputs:
+    """Return a step of chunks after 7 positions each. All numbers differ."""
+    total, starts = sum(lengths), torch.tensor([0, *lengths]).cumsum(0)
+    return StepInputs(
+        token_ids=torch.arange(total),
+        positions=torch.arange(total) + 1000,
+        cache_slots=torch.arange(total) + 2000,
+        row_starts=starts.int(),
+        context_lens=torch.tensor(lengths, dtype=torch.int32) + 7,
+        block_table=torch.arange(5 * len(lengths), dtype=torch.int32).view(-1, 5),
+        logits_rows=starts[1:] - 1,
+        spans=tuple(map(ChunkSpan, starts.tolist(), lengths, [length + 7 for length in lengths])),
+        tp_sizes=(total,),
+        tokens_per_rank=(total,),
+    )
+
+
+@pytest.mark.parametrize("lengths", [[1] * 5, [1] * 81, [3, 50, 2, 40, 1], [9, 1, 1], [70]], ids=str)
+def test_tensors_of_eager_halves_begin_where_triton_compiles_no_other_kernel(lengths: list[int]) -> None:
+    step = prompt_step(lengths)
+    halves = in_halves(step, tp=1, tp_rank=0).halves
+    for half in halves:
+        assert [name for name in TENSORS if getattr(half, name).data_ptr() % 16] == []
+        assert half.row_starts.tolist() == [0, *(span.last_row + 1 for span in half.spans)]
+        assert half.context_lens.tolist() == [span.context_len for span in half.spans]
+    for name in ("token_ids", "positions", "cache_slots"):
+        assert torch.equal(torch.cat([getattr(half, name) for half in halves]), getattr(step, name))
+    of_chunks = torch.cat([half.block_table for half in halves])
+    assert torch.equal(of_chunks.unique(dim=0), step.block_table)  # a divided chunk is in both
+    assert halves[-1].context_lens[-1] == step.context_lens[-1]
+
+
+class NotedSizes:
+    """A model without a head, which notes the rows of each step and whether it has halves."""
+
+    head = None
+
+    def __init__(self) -> None:
+        self.groups = groups_of_one_rank()
+        self.seen: list[tuple[int, bool]] = []
+
+    def __call__(self, step: StepInputs, caches: list[Any]) -> Tensor:
+        self.seen.append((len(step.token_ids), bool(step.halves)))
+        return torch.zeros(len(step.token_ids), 1)
+
+
+@pytest.mark.parametrize(
+    "halving", [HalvingLimits(prefill=8), HalvingLimits(decode=8), HalvingLimits(decode=8, prefill=30)], ids=str
+)
+def test_halves_of_all_sizes_run_before_serving(halving: HalvingLimits) -> None:
+    model = cast(Any, NotedSizes())
+    context = StepContext(
+        mesh=Mesh(tp=1, dp=2), tp_rank=0, block_size=16, max_blocks=4, device=torch.device("cpu"), halving=halving
+    )
+    runner = ModelRunner(model, context, EagerSteps(model, []), RequestTable(3, 4), appends_samples=False)
+    config = dict(max_num_batched_tokens=20, max_num_seqs=3, max_model_len=64, device="cpu", vocab_size=10)
+    run_all_sizes(runner, cast(Any, SimpleNamespace(**config)))
+    whole = [1, 2, 4, 8, 16, 20]
+    assert sorted(model.seen) == sorted([(size, False) for size in whole] + [(size, True) for size in (8, 16, 20)])
