@@ -138,10 +138,8 @@ def _refusal_to_slice(parallel: ParallelSettings, shape: ExpertShape, numbers: N
         return f"rebalance={shown(parallel.rebalance)}"
     if parallel.dispatcher not in ("auto", "allgather"):
         return f"dispatcher={parallel.dispatcher!r}"
-    if parallel.deepep_float8:
-        return "deepep_float8=True"
-    if parallel.deepep_api != "auto":
-        return f"deepep_api={parallel.deepep_api!r}"
+    if parallel.changed_deepep_setting is not None:
+        return parallel.changed_deepep_setting
     if numbers.quantization == "mxfp4":
         return "quantization='mxfp4', whose experts stay as they are stored"
     if numbers.device == "cuda":

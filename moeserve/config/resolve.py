@@ -314,12 +314,9 @@ def _choose_dispatcher(parallel: ParallelSettings, device: str, *, prefers_deepe
 
 def _check_deepep(parallel: ParallelSettings, dispatcher: DispatcherName) -> None:
     """Raise SettingsError for settings of DeepEP that another dispatcher would ignore."""
-    for name, default in (("deepep_float8", False), ("deepep_api", "auto")):
-        value = getattr(parallel, name)
-        if value != default and dispatcher != "deepep":
-            raise SettingsError(
-                f"{name}={shown(value)} is for dispatcher='deepep', and the dispatcher is {dispatcher!r}; leave it out"
-            )
+    changed = parallel.changed_deepep_setting
+    if changed is not None and dispatcher != "deepep":
+        raise SettingsError(f"{changed} is for dispatcher='deepep', and the dispatcher is {dispatcher!r}; leave it out")
 
 
 def _check_device(model: ModelSettings, device: str, dtype: DtypeName, machine: MachineFacts) -> None:
@@ -468,7 +465,9 @@ def _check_overlap(model: ModelSettings, parallel: ParallelSettings, checkpoint:
     if (parallel.overlap_decode_tokens, parallel.overlap_prefill_tokens) == (None, None):
         return
     refusal = None
-    if checkpoint.has_states:  # the second half of a prompt needs the state after the first
+    if parallel.num_expert_ranks == 1:
+        refusal = "a single rank in a stage, which exchanges nothing; leave them out"
+    elif checkpoint.has_states:  # the second half of a prompt needs the state after the first
         refusal = "models with recurrent states; leave them out"
     elif device != "cuda":
         return

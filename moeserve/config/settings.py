@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 import msgspec
 
+from moeserve.errors import shown
+
 # The upper bounds catch slips: no sensible value reaches them.
 PositiveInt = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 DEFAULT_LOAD_WINDOW = 256  # steps
@@ -263,6 +265,15 @@ class ParallelSettings:
     def num_expert_ranks(self) -> int:
         """Ranks that share the experts of a layer: those of one stage in all replicas."""
         return self.tensor_parallel_size * self.data_parallel_size
+
+    @property
+    def changed_deepep_setting(self) -> str | None:
+        """The first setting of DeepEP that is not the default, as `name=value`; None if all are."""
+        defaults = ParallelSettings()
+        for name in ("deepep_low_latency_tokens", "deepep_api", "deepep_float8"):
+            if (value := getattr(self, name)) != getattr(defaults, name):
+                return f"{name}={shown(value)}"
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -97,7 +97,9 @@ class Attention(nn.Module):
             case "token":
                 self.query_norm = TokenNorm(self.heads, config.num_heads, config.head_dim, norm_epsilon, context)
                 self.key_norm = TokenNorm(self.kv_heads, config.num_kv_heads, config.head_dim, norm_epsilon, context)
-        self.head_gates = Linear(hidden_size, num_heads, context) if config.has_head_gates else None
+        self.head_gates: Linear | None = None
+        if config.has_head_gates:  # of few outputs, which tp ranks divide anywhere: never in blocks
+            self.head_gates = Linear(hidden_size, num_heads, context, limits=QuantizationLimits(cuts=None))
         self._gate_rows = context.kernels.gate_rows
         self.sinks = context.parameter(num_heads, dtype=torch.float32) if config.has_sinks else None
         self.output = Linear(

@@ -93,7 +93,7 @@ class Worker:
             block_size=config.block_size,
             max_blocks=-(-config.max_model_len // config.block_size),
             device=torch.device(config.device),
-            halving=halving_of(config),
+            halving=HalvingLimits(decode=config.overlap_decode_tokens, prefill=config.overlap_prefill_tokens),
             has_states=model.has_states,
         )
         replay = select_replay(config, model, groups, context)
@@ -329,13 +329,6 @@ def select_replay(config: EngineConfig, model: Decoder, groups: Groups, context:
 
         return ReplayFactory(reserved_bytes=reserved_bytes, make=lambda caches: capture(caches, sizes))
     return ReplayFactory(reserved_bytes=lambda: 0, make=lambda caches: EagerSteps(model, caches))
-
-
-def halving_of(config: EngineConfig) -> HalvingLimits:
-    """Return the minimum rows of steps in halves. A single rank exchanges nothing, so it has no such steps."""
-    if config.tensor_parallel_size * config.data_parallel_size == 1:
-        return HalvingLimits()
-    return HalvingLimits(decode=config.overlap_decode_tokens, prefill=config.overlap_prefill_tokens)
 
 
 def note_on_bytes(config: EngineConfig, model: ModelConfig, kernels: Kernels) -> str | None:

@@ -160,6 +160,7 @@ def test_wrong_values_are_refused_by_name(option: str, value: object, named: str
         (dict(dispatcher="deepep", **ON_GPU), ["dispatcher='deepep'", "1 rank"]),
         (dict(deepep_float8=True, data_parallel_size=2), ["deepep_float8=True", "'shared_memory'"]),
         (dict(deepep_api="legacy", dispatcher="all_to_all", **ON_GPUS), ["deepep_api='legacy'", "'all_to_all'"]),
+        (dict(deepep_low_latency_tokens=0), ["deepep_low_latency_tokens=0", "'local'"]),
         (dict(dispatcher="shared_memory"), ["dispatcher='shared_memory'", "1 rank"]),
         (dict(dispatcher="shared_memory", **ON_GPUS), ["dispatcher='shared_memory'", "device='cuda'"]),
         (dict(tensor_parallel_size=4, data_parallel_size=4, num_cores=2), ["16 ranks", "2 CPU cores", "at most 8"]),
@@ -291,7 +292,10 @@ def test_names_and_values_of_vllm_are_translated(option: str, value: object, our
 
 
 def test_overlap() -> None:
-    """vLLM's thresholds count with enable_dbo only. On GPUs the halves must not need other collectives or plans."""
+    """vLLM's thresholds count with enable_dbo only. On GPUs the halves must not need other collectives or plans.
+
+    A rank without others has nothing to overlap.
+    """
 
     def limits(**options: Any) -> tuple[int | None, int | None]:
         config = decide(data_parallel_size=2, executor="mp", **options)
@@ -302,6 +306,8 @@ def test_overlap() -> None:
     assert limits(enable_dbo=True) == (32, 512)
     assert limits(enable_dbo=True, dbo_decode_token_threshold=8, overlap_decode_tokens=8) == (8, 512)
     assert_refused("overlap_decode_tokens=9", enable_dbo=True, overlap_decode_tokens=9)
+    for options in (dict(overlap_decode_tokens=9), dict(enable_dbo=True, pipeline_parallel_size=2)):
+        assert_refused("overlap_decode_tokens", "single rank", **options)
     assert decide(overlap_decode_tokens=9, **ON_GPUS).overlap_decode_tokens == 9
     assert_refused("'flashinfer'", attention_backend="flashinfer", overlap_prefill_tokens=9, **ON_GPUS)
     tp = ON_GPUS | dict(tensor_parallel_size=2, data_parallel_size=1)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from moeserve import cli
 from moeserve.distributed.groups import groups_of_one_rank
 from moeserve.errors import SettingsError
 from moeserve.layers.context import ModelContext
+from moeserve.layers.weights import allocate_weights
 from moeserve.models.decoder import Decoder
 from moeserve.models.inspection import inspect
 from moeserve.models.registry import describe
@@ -178,6 +181,23 @@ def test_the_weight_mapping_has_the_published_names(model: str, tmp_path: Path) 
     assert outside == {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
     assert places.is_ignored(f"model.layers.{len(layers)}.eh_proj.weight") == ("num_nextn" in str(PUBLISHED[model]))
     assert not places.is_ignored(f"model.layers.{len(layers) + 1}.eh_proj.weight")
+
+
+@pytest.mark.parametrize("model", ["Step-3.7-Flash", "Qwen3-30B-A3B", "DeepSeek-V2-Lite", "Qwen1.5-MoE-A2.7B"])
+def test_no_rank_begins_inside_a_block_of_8_bit_floats(model: str, tmp_path: Path) -> None:
+    """A scale belongs to a whole block, so weights that would be divided elsewhere must not be in blocks."""
+    description = describe(folder_of(tmp_path, PUBLISHED[model]))
+    meta, num_ranks = torch.device("meta"), max(size for size in description.model.tensor_parallel_sizes if size <= 8)
+    tp = SimpleNamespace(rank_in_group=num_ranks - 1, world_size=num_ranks)
+    groups = dataclasses.replace(groups_of_one_rank(), tp=cast(Any, tp))
+    context = ModelContext(select_kernels(meta), groups, torch.bfloat16, meta, quantization="fp8")
+    config = description.model
+    decoder = Decoder(config, config.place_experts(1), TorchDispatchers("local", groups.ep, context), context)
+    allocate_weights(decoder)
+    places = [place for places in destinations(decoder, description.family, ()).into.values() for place in places]
+    in_blocks = [place for place in places if place.is_in_blocks]
+    assert in_blocks
+    assert [place.part for place in in_blocks if any(part.start % 128 for part in place.part[-2:])] == []
 
 
 def test_counts_equal_those_of_a_checkpoint_on_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
