@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint, plain or encoded, and the decoding of 8-bit floats and MXFP4.
+"""The tensors of a checkpoint, plain or encoded, and the decoding of 8-bit and 4-bit floats.
 
 An encoded weight is decoded to float32, slice by slice. Only weights are decoded: rules of a format for quantising
 activations are not applied.
@@ -19,11 +19,12 @@ from torch import Tensor
 from moeserve.errors import CheckpointError
 from moeserve.ops.interfaces import MXFP4_GROUP
 
-# O rows, I columns, B blocks in a row, G blocks in a column, or groups of 32 values in a row, e experts
+# O rows, I columns, B blocks in a row, G blocks in a column, or groups of 16 or 32 values in a row, e experts
 
 PLAIN_DTYPES = ("F32", "F16", "BF16")
 FP8_NAN = 0x7F  # E4M3 has no infinities, and one NaN of each sign
 E8M0_NAN = 255
+NVFP4_GROUP = 16  # inputs that share a scale
 FP4_MAGNITUDES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]  # E2M1, by code; codes 8 to 15 are their negatives
 
 _FP4 = torch.tensor(FP4_MAGNITUDES + [-magnitude for magnitude in FP4_MAGNITUDES])
@@ -92,14 +93,26 @@ def decode_fp8(codes_OI: Tensor, scale_OB: Tensor, block_width: int) -> Tensor:
     return values_OI
 
 
-def decode_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Return values [..., 32 G] float32 of blocks [..., G, 16] and scales [..., G] (both uint8, no scale of 255).
+def decode_fp4(codes: Tensor, scales: Tensor) -> Tensor:
+    """Return values [..., G * N] float32 of groups of N values: E2M1 codes in pairs, a scale for each group.
 
-    Source: OCP Microscaling formats specification, MXFP4: E2M1 values with a shared E8M0 scale.
+    Args:
+        codes: [..., G, N / 2] uint8, the first code of a pair in the low bits.
+        scales: [..., G] float32.
     """
-    pairs = _FP4_PAIR_OF_BYTE.index_select(0, blocks.flatten().int())
-    values = pairs.view(torch.float32).view(*scales.shape, MXFP4_GROUP)
-    return values.mul_(_POWER_OF_BYTE[scales.int()][..., None]).flatten(-2)
+    pairs = _FP4_PAIR_OF_BYTE.index_select(0, codes.flatten().int())
+    values = pairs.view(torch.float32).view(*scales.shape, 2 * codes.shape[-1])
+    return values.mul_(scales[..., None]).flatten(-2)
+
+
+def e8m0_values(stored: StoredTensor, exponents: Tensor) -> Tensor:
+    """Return the float32 values of E8M0 scales (uint8).
+
+    Raises:
+        CheckpointError: one is NaN.
+    """
+    check_mxfp4_scales(stored, exponents)
+    return _POWER_OF_BYTE[exponents.int()]
 
 
 def check_mxfp4_scales(stored: StoredTensor, scales: Tensor) -> None:
@@ -133,12 +146,12 @@ class PlainTensor:
 
 @dataclass(frozen=True)
 class Fp8Tensor:
-    """A matrix [O, I] of E4M3 codes with a scale for each block."""
+    """A matrix [O, I] of E4M3 codes with a scale for each block, each row, or all of it."""
 
     is_encoded: ClassVar[bool] = True
     weight: StoredTensor
     scale: StoredTensor
-    block: tuple[int, int]  # rows and columns; the last blocks may be smaller
+    block_size: tuple[int, int] | None = None  # rows and columns; the last blocks may be smaller. None: row or matrix
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -148,18 +161,30 @@ class Fp8Tensor:
     def shard(self) -> Path:
         return self.weight.shard
 
+    @property
+    def block(self) -> tuple[int, int]:
+        """Rows and columns that share a scale."""
+        num_rows, num_columns = self.shape
+        if self.block_size is not None:
+            return self.block_size
+        return (num_rows if math.prod(self.scale.shape) == 1 else 1), num_columns
+
     def check(self) -> None:
         if self.weight.dtype != "F8_E4M3":
             raise self.weight.wrong(f"is {self.weight.dtype}; with the scales {self.scale.name!r} it must be F8_E4M3")
-        if self.scale.dtype not in ("F32", "BF16"):
-            raise self.scale.wrong(f"is {self.scale.dtype}; supported for scales: F32, BF16")
+        if self.scale.dtype not in PLAIN_DTYPES:
+            raise self.scale.wrong(f"is {self.scale.dtype}; supported for scales: {', '.join(PLAIN_DTYPES)}")
         if len(self.shape) != 2:
-            raise self.weight.wrong(f"has shape {list(self.shape)}; fp8 blocks are supported for matrices only")
-        scale_shape = [-(-size // step) for size, step in zip(self.shape, self.block, strict=True)]
-        if list(self.scale.shape) != scale_shape:
+            raise self.weight.wrong(f"has shape {list(self.shape)}; fp8 is supported for matrices only")
+        num_blocks = [-(-size // step) for size, step in zip(self.shape, self.block, strict=True)]
+        supported = [num_blocks]
+        if self.block_size is None:
+            supported = [[], [1], [1, 1], [self.shape[0]], [self.shape[0], 1]]
+        if list(self.scale.shape) not in supported:
             raise self.scale.wrong(
-                f"has shape {list(self.scale.shape)}; a weight of shape {list(self.shape)} in blocks of "
-                f"{self.block[0]} x {self.block[1]} needs {scale_shape}"
+                f"has shape {list(self.scale.shape)}; a weight of shape {list(self.shape)}"
+                + (f" in blocks of {self.block[0]} x {self.block[1]}" if self.block_size else "")
+                + f" needs {' or '.join(map(str, supported))}"
             )
 
     def read(self, read_rows: ReadRows, start: int, stop: int) -> Tensor:
@@ -174,7 +199,56 @@ class Fp8Tensor:
         codes_OI = read_rows(self.weight, start, stop).view(torch.uint8)
         if int((codes_OI & FP8_NAN).amax()) == FP8_NAN:
             raise self.weight.wrong("holds NaN; fetch it again")
-        return codes_OI, read_rows(self.scale, start // height, -(-stop // height)).float()
+        scales = read_rows(self.scale, start // height, -(-stop // height)).float()
+        return codes_OI, scales.reshape(-(-stop // height) - start // height, -1)
+
+
+@dataclass(frozen=True)
+class Fp4Tensor:
+    """A matrix [O, I] of E2M1 codes in pairs, with a scale for each group of 16 (NVFP4) or 32 (MXFP4) inputs."""
+
+    is_encoded: ClassVar[bool] = True
+    codes: StoredTensor  # [O, I / 2] uint8
+    scales: StoredTensor  # [O, G]: E4M3 in NVFP4, E8M0 in MXFP4
+    global_scale: StoredTensor | None = None  # NVFP4's one scale of the matrix
+    has_divisor: bool = False  # the global scale divides the weights, as compressed-tensors stores it
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.codes.shape[:-1], self.codes.shape[-1] * 2)
+
+    @property
+    def shard(self) -> Path:
+        return self.codes.shard
+
+    def check(self) -> None:
+        is_nvfp4 = self.global_scale is not None
+        group, scale_dtype = (NVFP4_GROUP, "F8_E4M3") if is_nvfp4 else (MXFP4_GROUP, "U8")
+        for stored, dtype in ((self.codes, "U8"), (self.scales, scale_dtype), (self.global_scale, "F32")):
+            if stored is not None and stored.dtype != dtype:
+                raise stored.wrong(f"is {stored.dtype}; {'nvfp4' if is_nvfp4 else 'mxfp4'} needs {dtype}")
+        if len(self.shape) != 2 or self.shape[1] % group:
+            raise self.codes.wrong(
+                f"has shape {list(self.codes.shape)}; it must be a matrix of whole groups of {group} inputs in pairs"
+            )
+        scale_shape = [self.shape[0], self.shape[1] // group]
+        if list(self.scales.shape) != scale_shape:
+            raise self.scales.wrong(f"has shape {list(self.scales.shape)}; {self.codes.name!r} needs {scale_shape}")
+        if self.global_scale is not None and math.prod(self.global_scale.shape) != 1:
+            raise self.global_scale.wrong(f"has shape {list(self.global_scale.shape)}; it must be one number")
+
+    def read(self, read_rows: ReadRows, start: int, stop: int) -> Tensor:
+        codes_OGN = read_rows(self.codes, start, stop).unflatten(1, (self.scales.shape[1], -1))
+        stored_scales_OG = read_rows(self.scales, start, stop)
+        if self.global_scale is None:
+            return decode_fp4(codes_OGN, e8m0_values(self.scales, stored_scales_OG))
+        global_scale = read_rows(self.global_scale, 0, 1).reshape(1, 1)
+        scales_OG = stored_scales_OG.float()
+        scales_OG = scales_OG / global_scale if self.has_divisor else scales_OG * global_scale
+        if not bool(scales_OG.isfinite().all()):
+            # A NaN in a weight turns the output of every token into NaN.
+            raise self.scales.wrong(f"or {self.global_scale.name!r} holds NaN or infinity; fetch them again")
+        return decode_fp4(codes_OGN, scales_OG)
 
 
 @dataclass(frozen=True)
@@ -221,6 +295,5 @@ class Mxfp4Tensor:
             )
 
     def read(self, read_rows: ReadRows, start: int, stop: int) -> Tensor:
-        scales = read_rows(self.scales, start, stop)
-        check_mxfp4_scales(self.scales, scales)
-        return decode_mxfp4(read_rows(self.blocks, start, stop), scales).transpose(1, 2)
+        scales = e8m0_values(self.scales, read_rows(self.scales, start, stop))
+        return decode_fp4(read_rows(self.blocks, start, stop), scales).transpose(1, 2)

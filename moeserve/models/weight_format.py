@@ -4,113 +4,171 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from moeserve.models.config_values import ConfigValues
+from moeserve.models.config_values import ConfigValues, read_json
 from moeserve.models.int4_tensors import AWQ, COMPRESSED_TENSORS, GPTQ, GPTQ_V2, Int4Storage, Int4Tensor
-from moeserve.models.quantization import CheckpointTensor, Fp8Tensor, Mxfp4Part, Mxfp4Tensor, PlainTensor, StoredTensor
+from moeserve.models.quantization import (
+    CheckpointTensor,
+    Fp4Tensor,
+    Fp8Tensor,
+    Mxfp4Part,
+    Mxfp4Tensor,
+    PlainTensor,
+    StoredTensor,
+)
+
+# Scales of activations and of the KV cache, which are not quantised as a checkpoint says.
+ACTIVATION_SCALES = (
+    ".input_scale",
+    ".input_global_scale",
+    ".activation_scale",
+    ".output_scale",
+    ".q_scale",
+    ".k_scale",
+    ".v_scale",
+)
+MXFP4_PARTS = {"blocks": "_blocks", "scales": "_scales"}
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """One form of encoded weights: the parts of a weight P + `suffix` are stored as P + a suffix for each."""
+
+    words: str  # its name, such as "int4 of GPTQ"
+    build: Callable[..., CheckpointTensor]  # its arguments are the parts
+    parts: Mapping[str, str]  # suffixes by argument; the last one is not empty
+    optional_parts: Mapping[str, str] = field(default_factory=dict)
+    unused: tuple[str, ...] = ()  # suffixes of tensors beside them that need not be read
+    suffix: str = ""
 
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """The form in which a checkpoint stores its weights: plain, or some weights encoded in several tensors.
+    """The form in which a checkpoint stores its weights: plain, or some weights encoded in several tensors."""
 
-    The parts of a weight P + `suffix` are stored as P + a suffix for each. They are the arguments of `encoded`.
-    """
-
-    stored_as: str | None = None  # the encoding in words; None for weights that are not encoded
-    encoded: Callable[..., CheckpointTensor] | None = None
-    parts: Mapping[str, str] = field(default_factory=dict)  # suffixes by argument; the last one is not empty
-    optional_parts: Mapping[str, str] = field(default_factory=dict)
-    unused: tuple[str, ...] = ()  # suffixes of tensors beside them that need not be read
-    suffix: str = ""
+    encodings: tuple[Encoding, ...] = ()  # the first one of which a weight has all parts is the weight's
     is_int4: bool = False  # in codes that packed weights can keep
-    is_mxfp4: bool = False
+    is_mxfp4: bool = False  # experts as gpt-oss has them
+    keeps_mxfp4: bool = False  # their codes and scales are loaded as they are stored
+
+    @property
+    def stored_as(self) -> str | None:
+        """The encodings in words; None for weights that are not encoded."""
+        return " and ".join(dict.fromkeys(encoding.words for encoding in self.encodings)) or None
 
     def with_mxfp4_kept(self) -> WeightFormat:
         """Return the format of a checkpoint in MXFP4 of which codes and scales are loaded as they are stored."""
         assert self.is_mxfp4
-        return dataclasses.replace(self, encoded=None)
+        return dataclasses.replace(self, keeps_mxfp4=True)
 
     def group(self, stored: Mapping[str, StoredTensor]) -> dict[str, CheckpointTensor]:
         """Return the model's tensors by name. A part whose partner is missing stays a tensor of its own."""
         tensors: dict[str, CheckpointTensor] = {name: PlainTensor(tensor) for name, tensor in stored.items()}
-        if self.encoded is None:
-            ends = tuple(self.parts.values()) if self.is_mxfp4 else ()
+        if self.keeps_mxfp4:
+            ends = tuple(MXFP4_PARTS.values())
             return tensors | {name: Mxfp4Part(tensor) for name, tensor in stored.items() if name.endswith(ends)}
-        *_, last_suffix = self.parts.values()
-        for name in stored:
-            prefix = name.removesuffix(last_suffix)
-            suffixes = {**self.parts, **self.optional_parts}
-            found = {part: stored[prefix + end] for part, end in suffixes.items() if prefix + end in stored}
-            if prefix != name and found.keys() >= self.parts.keys():
-                for stored_name in [tensor.name for tensor in found.values()] + [prefix + end for end in self.unused]:
-                    tensors.pop(stored_name, None)
-                tensors[prefix + self.suffix] = self.encoded(**found)
-        return tensors
+        grouped: dict[str, CheckpointTensor] = {}
+        for encoding in self.encodings:
+            *_, last_suffix = encoding.parts.values()
+            for name in stored:
+                prefix = name.removesuffix(last_suffix)
+                suffixes = {**encoding.parts, **encoding.optional_parts}
+                # A tensor that an earlier encoding has taken is no part of another weight.
+                found = {part: stored[prefix + end] for part, end in suffixes.items() if prefix + end in tensors}
+                if prefix == name or not found.keys() >= encoding.parts.keys():
+                    continue
+                for used in [*(tensor.name for tensor in found.values()), *(prefix + end for end in encoding.unused)]:
+                    tensors.pop(used, None)
+                grouped[prefix + encoding.suffix] = encoding.build(**found)
+        if self.encodings:
+            tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(ACTIVATION_SCALES)}
+        return tensors | grouped
 
 
 def read_weight_format(config: ConfigValues) -> WeightFormat:
-    """Return the format that `quantization_config` names.
+    """Return the format that `quantization_config` names, or hf_quant_config.json beside config.json.
 
     Raises:
         CheckpointError: the format is not supported.
     """
     config.refuse("compression_config")  # the key of compressed-tensors before quantization_config
     quantization = config.values.get("quantization_config")
+    beside = config.path.with_name("hf_quant_config.json")  # of TensorRT Model Optimizer
+    if quantization is None and beside.is_file():
+        found = read_json(beside).get("quantization")
+        quantization = {"quant_method": "modelopt", **found} if isinstance(found, dict) else found
+        config = ConfigValues(beside, {"quantization_config": quantization})
     if quantization is None:
         return WeightFormat()
+    return _format_of(quantization) or _refuse(config)
+
+
+def _refuse(config: ConfigValues) -> WeightFormat:
+    raise config.wrong(
+        "quantization_config",
+        "is not supported; supported: fp8 (e4m3; scales of tensors, rows or blocks), mxfp4, gptq (4 bits), awq (4 "
+        "bits, version gemm), compressed-tensors (pack-quantized with 4 bits and weights only, float-quantized with 8 "
+        "bits, nvfp4-pack-quantized, mxfp4-pack-quantized), modelopt (FP8, NVFP4), or none (float32, bfloat16 or "
+        "float16 weights)",
+    )
+
+
+def _format_of(quantization: Any) -> WeightFormat | None:
+    """Return the format of a quantization_config, or None if it is not supported."""
     match quantization:
         case {"quant_method": "mxfp4"}:
-            return WeightFormat("mxfp4", Mxfp4Tensor, {"blocks": "_blocks", "scales": "_scales"}, is_mxfp4=True)
+            return WeightFormat((Encoding("mxfp4", Mxfp4Tensor, MXFP4_PARTS),), is_mxfp4=True)
         # Matrices in fp8 have scales, so lists of those that are not converted need not be read.
-        case {"quant_method": "fp8", "weight_block_size": [int(height), int(width)]} if (
-            height >= 1
-            and width >= 1
-            and quantization.get("activation_scheme", "dynamic") == "dynamic"
-            and quantization.get("fmt", "e4m3") in ("e4m3", "float8_e4m3fn")
-        ):
-            encoded = functools.partial(Fp8Tensor, block=(height, width))
-            parts = {"weight": "", "scale": "_scale_inv"}
-            return WeightFormat(f"fp8 in blocks of {height} x {width}", encoded, parts)
+        case {"quant_method": "fp8"} if quantization.get("fmt", "e4m3") in ("e4m3", "float8_e4m3fn"):
+            match quantization.get("weight_block_size"):
+                case None:
+                    return WeightFormat((_fp8("_scale"), _fp8("_scale_inv")))
+                case [int(height), int(width)] if height >= 1 and width >= 1:
+                    return WeightFormat((_fp8("_scale_inv", (height, width)),))
         case {"quant_method": "gptq", "bits": 4} if (storage := _gptq_storage(quantization)) is not None:
-            return WeightFormat(
+            of_gptq = Encoding(
                 "int4 of GPTQ",
                 functools.partial(Int4Tensor, storage),
                 _QWEIGHT,
                 optional_parts={"group_of_input": ".g_idx"} if quantization.get("desc_act", True) else {},
                 unused=(".g_idx",),
                 suffix=".weight",
-                is_int4=True,
             )
+            return WeightFormat((of_gptq,), is_int4=True)
         case {"quant_method": "awq", "bits": 4} if str(quantization.get("version", "gemm")).lower() == "gemm":
-            of_awq = functools.partial(Int4Tensor, AWQ)
-            return WeightFormat("int4 of AWQ", of_awq, _QWEIGHT, suffix=".weight", is_int4=True)
-        case {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": dict(groups)} if (
-            groups and all(map(_is_int4, groups.values()))
-        ):
-            zeros = {"zeros": ".weight_zero_point"}
-            has_zeros = not any(group["weights"].get("symmetric", True) for group in groups.values())
-            return WeightFormat(
-                "int4 of compressed-tensors",
-                functools.partial(Int4Tensor, COMPRESSED_TENSORS),
-                {"codes": ".weight_packed", **(zeros if has_zeros else {}), "scales": ".weight_scale"},
-                optional_parts={**zeros, "group_of_input": ".weight_g_idx"},
-                unused=(".weight_shape",),
-                suffix=".weight",
-                is_int4=True,
-            )
-    raise config.wrong(
-        "quantization_config",
-        "is not supported; supported: fp8 (e4m3, dynamic activations, weight_block_size such as [128, 128]), mxfp4, "
-        "gptq (4 bits), awq (4 bits, version gemm), compressed-tensors (pack-quantized, 4 bits, weights only), or none "
-        "(float32, bfloat16 or float16 weights)",
-    )
+            of_awq = Encoding("int4 of AWQ", functools.partial(Int4Tensor, AWQ), _QWEIGHT, suffix=".weight")
+            return WeightFormat((of_awq,), is_int4=True)
+        case {"quant_method": "compressed-tensors", "config_groups": dict(groups)}:
+            found = [_of_compressed_tensors(group, quantization.get("format")) for group in groups.values()]
+            return _joined(found)
+        case {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": dict(layers)}:
+            return _joined(map(_of_modelopt, layers.values()))
+        case {"quant_method": "modelopt" | "modelopt_fp4", "quant_algo": str()}:
+            return _joined([_of_modelopt(quantization)])
+    return None
+
+
+def _joined(encodings: Iterable[Encoding | None]) -> WeightFormat | None:
+    """Return the format of a checkpoint with weights in one or more encodings, or None if one is not supported."""
+    found = list(encodings)
+    known = {tuple(encoding.parts.items()): encoding for encoding in found if encoding is not None}
+    if not found or None in found:
+        return None
+    # Those with more parts come first: NVFP4 has a global scale beside the parts that other encodings have too.
+    ordered = sorted(known.values(), key=lambda encoding: -len(encoding.parts))
+    return WeightFormat(tuple(ordered), is_int4=all(encoding.words.startswith("int4") for encoding in ordered))
 
 
 _QWEIGHT = {"codes": ".qweight", "zeros": ".qzeros", "scales": ".scales"}
+
+
+def _fp8(scale: str, block_size: tuple[int, int] | None = None) -> Encoding:
+    """Return the encoding of fp8 weights whose scales have the weight's name and this suffix."""
+    words = "fp8" if block_size is None else f"fp8 in blocks of {block_size[0]} x {block_size[1]}"
+    return Encoding(words, functools.partial(Fp8Tensor, block_size=block_size), {"weight": "", "scale": scale})
 
 
 def _gptq_storage(quantization: Mapping[str, Any]) -> Int4Storage | None:
@@ -122,9 +180,46 @@ def _gptq_storage(quantization: Mapping[str, Any]) -> Int4Storage | None:
     return None
 
 
-def _is_int4(group: Any) -> bool:
-    """Return True if a group of compressed-tensors has weights in int4, and activations that are not quantised."""
-    match group:
-        case {"weights": {"num_bits": 4, "type": "int", "strategy": "group" | "channel"}}:
-            return group.get("input_activations") is None and group.get("output_activations") is None
-    return False
+def _of_modelopt(layer: Any) -> Encoding | None:
+    match layer:
+        case {"quant_algo": "FP8" | "FP8_PER_CHANNEL_PER_TOKEN"}:
+            return _fp8("_scale")
+        case {"quant_algo": "NVFP4" | "NVFP4_AWQ" | "W4A16_NVFP4"}:
+            return Encoding("nvfp4", Fp4Tensor, {"codes": "", "global_scale": "_scale_2", "scales": "_scale"})
+    return None
+
+
+def _of_compressed_tensors(group: Any, format_of_all: Any) -> Encoding | None:
+    """Return the encoding of a group of weights, which may have a format of its own."""
+    if not isinstance(group, dict):
+        return None
+    match {"format": format_of_all} | {name: value for name, value in group.items() if value is not None}:
+        case {
+            "format": "pack-quantized",
+            "weights": {"num_bits": 4, "type": "int", "strategy": "group" | "channel"},
+        } if group.get("input_activations") is None and group.get("output_activations") is None:
+            zeros = {"zeros": ".weight_zero_point"}
+            has_zeros = not group["weights"].get("symmetric", True)
+            return Encoding(
+                "int4 of compressed-tensors",
+                functools.partial(Int4Tensor, COMPRESSED_TENSORS),
+                {"codes": ".weight_packed", **(zeros if has_zeros else {}), "scales": ".weight_scale"},
+                optional_parts={**zeros, "group_of_input": ".weight_g_idx"},
+                unused=(".weight_shape",),
+                suffix=".weight",
+            )
+        case {"format": "float-quantized" | "naive-quantized", "weights": {"num_bits": 8, "type": "float"} as weights}:
+            match weights:
+                case {"strategy": "tensor" | "channel"}:
+                    return _fp8("_scale")
+                case {"strategy": "block", "block_structure": [int(height), int(width)]}:
+                    return _fp8("_scale", (height, width))
+        case {"format": "nvfp4-pack-quantized"}:
+            of_nvfp4 = functools.partial(Fp4Tensor, has_divisor=True)
+            parts = {"codes": "_packed", "global_scale": "_global_scale", "scales": "_scale"}
+            return Encoding("nvfp4", of_nvfp4, {part: f".weight{end}" for part, end in parts.items()}, suffix=".weight")
+        case {"format": "mxfp4-pack-quantized"}:
+            return Encoding(
+                "mxfp4", Fp4Tensor, {"codes": ".weight_packed", "scales": ".weight_scale"}, suffix=".weight"
+            )
+    return None

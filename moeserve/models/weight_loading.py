@@ -242,13 +242,14 @@ class _Shards:
         self._num_bytes_read = 0
 
     def read_rows(self, stored: StoredTensor, start: int, stop: int) -> Tensor:
-        """Return a view of the mapping, to be copied and dropped at once."""
+        """Return a view of the mapping, to be copied and dropped at once. A tensor without dimensions is whole."""
         if self._num_bytes_read >= REMAP_BYTES:
             self._mapped.clear()
             self._num_bytes_read = 0
         if stored.shard not in self._mapped:
             self._mapped[stored.shard] = open_shard(stored.shard)
-        rows: Tensor = self._mapped[stored.shard].get_slice(stored.name)[start:stop]
+        shard = self._mapped[stored.shard]
+        rows: Tensor = shard.get_slice(stored.name)[start:stop] if stored.shape else shard.get_tensor(stored.name)
         self._num_bytes_read += rows.nbytes
         return rows
 

@@ -16,7 +16,7 @@ from moeserve import CheckpointError
 from moeserve.models import weight_loading
 from moeserve.models.checkpoint import open_checkpoint
 from moeserve.models.config_values import ConfigValues
-from moeserve.models.quantization import decode_fp8, decode_mxfp4
+from moeserve.models.quantization import StoredTensor, decode_fp4, decode_fp8, e8m0_values
 from moeserve.models.weight_format import WeightFormat, read_weight_format
 from moeserve.models.weight_loading import Destination, Destinations, load_weights, whole
 
@@ -92,6 +92,45 @@ def test_fp8_blocks(
     assert torch.equal(memory_n, norm)
 
 
+@pytest.mark.parametrize("suffix", ["_scale", "_scale_inv"])
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (200,), (200, 1)])
+def test_fp8_with_a_scale_for_the_matrix_or_each_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], suffix: str
+) -> None:
+    monkeypatch.setattr(weight_loading, "PIECE_VALUES", 5000)
+    weight_OI, _ = random_fp8(200, 136, (128, 128))
+    scale = random(*shape).abs()
+    stored = {"a.weight": weight_OI, f"a.weight{suffix}": scale, "a.input_scale": torch.tensor(0.5)}
+    save_file(stored, tmp_path / "model.safetensors")
+    memory_OI = torch.empty(200, 136)
+    static = {"quant_method": "fp8", "activation_scheme": "static"}
+    load(tmp_path, format_of(static), {"a.weight": whole(memory_OI)})
+    assert torch.equal(memory_OI, weight_OI.float() * (scale[:, None] if scale.dim() == 1 else scale))
+
+
+def test_modelopt_beside_a_config_that_does_not_name_it(tmp_path: Path) -> None:
+    """Layers in FP8 and in NVFP4: value = code * scale of 16 inputs * scale of the matrix."""
+    codes_OP, (fp8_OI, _) = random_bytes(10, 32), random_fp8(10, 64, (128, 128))
+    scales_OG = random(10, 4, seed=2).abs().to(torch.float8_e4m3fn)
+    stored = {"a.weight": codes_OP, "a.weight_scale": scales_OG, "a.weight_scale_2": torch.tensor(0.3)}
+    stored |= {"a.input_scale": torch.tensor(1.0), "k_proj.k_scale": torch.tensor(1.0)}
+    stored |= {"b.weight": fp8_OI, "b.weight_scale": torch.tensor(0.7), "c.weight": random(3, 4)}
+    save_file(stored, tmp_path / "model.safetensors")
+    layers = {"a": {"quant_algo": "NVFP4", "group_size": 16}, "b": {"quant_algo": "FP8"}}
+    (tmp_path / "hf_quant_config.json").write_text(
+        json.dumps({"quantization": {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}})
+    )
+    weight_format = read_weight_format(ConfigValues(tmp_path / "config.json", {}))
+    assert weight_format.stored_as == "nvfp4 and fp8"
+    a_OI, b_OI, c_OI = torch.empty(10, 64), torch.empty(10, 64), torch.empty(3, 4)
+    load(tmp_path, weight_format, {"a.weight": whole(a_OI), "b.weight": whole(b_OI), "c.weight": whole(c_OI)})
+    codes_OI = torch.stack([codes_OP % 16, codes_OP // 16], dim=-1).flatten(1).long()
+    scales_OI = (scales_OG.float() * 0.3).repeat_interleave(16, dim=1)
+    assert torch.equal(a_OI, torch.tensor(E2M1)[codes_OI] * scales_OI)
+    assert torch.equal(b_OI, fp8_OI.float() * 0.7)
+    assert torch.equal(c_OI, stored["c.weight"])
+
+
 def test_fp8_scales_in_bfloat16_and_in_another_shard(tmp_path: Path) -> None:
     weight_OI, scale = random_fp8(200, 136, (128, 128))
     scale = scale.bfloat16()
@@ -112,7 +151,8 @@ def test_every_mxfp4_code_with_every_scale() -> None:
     low, high = torch.arange(256).view(16, 16).remainder(16), torch.arange(256).view(16, 16) // 16
     blocks = (low + 16 * high).to(torch.uint8).expand(255, 16, 16)
     scales = torch.arange(255, dtype=torch.uint8)[:, None].expand(255, 16)
-    values = decode_mxfp4(blocks.contiguous(), scales.contiguous()).view(255, 256, 2)
+    stored = StoredTensor("scales", Path("shard"), "U8", (255, 16))
+    values = decode_fp4(blocks.contiguous(), e8m0_values(stored, scales.contiguous())).view(255, 256, 2)
     codes = torch.tensor([[byte % 16, byte // 16] for byte in range(256)])
     powers = torch.tensor([2.0 ** (byte - 127) for byte in range(255)], dtype=torch.float64)
     exact = torch.tensor(E2M1, dtype=torch.float64)[codes] * powers[:, None, None]
@@ -190,7 +230,7 @@ def test_the_log_has_the_sizes_before_and_after_dequantising(tmp_path: Path, cap
     [
         (lambda w, s: {"a.weight": w}, r"'a.weight' is F8_E4M3"),
         (lambda w, s: {"a.weight": w, "a.weight_scale_inv": s[:1]}, r"\[1, 2\].*\[2, 2\]"),
-        (lambda w, s: {"a.weight": w, "a.weight_scale_inv": s.half()}, r"'a.weight_scale_inv' is F16"),
+        (lambda w, s: {"a.weight": w, "a.weight_scale_inv": s.double()}, r"'a.weight_scale_inv' is F64"),
         (lambda w, s: {"a.weight": w.half(), "a.weight_scale_inv": s}, r"'a.weight' is F16"),
         (lambda w, s: {"a.weight": w[None], "a.weight_scale_inv": s[None]}, r"\[1, 200, 136\]"),
         (lambda w, s: {"a.weight": w.to(torch.float8_e5m2)}, r"'a.weight' is F8_E5M2"),
@@ -238,12 +278,34 @@ def test_a_part_without_its_partner_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"a.weight": random_bytes(10, 31)}, r"'a.weight' has shape \[10, 31\].*groups of 16"),
+        ({"a.weight": random_bytes(10, 32).to(torch.int8)}, r"'a.weight' is I8; nvfp4 needs U8"),
+        ({"a.weight_scale": torch.ones(10, 4)}, r"'a.weight_scale' is F32; nvfp4 needs F8_E4M3"),
+        ({"a.weight_scale": torch.ones(10, 2).to(torch.float8_e4m3fn)}, r"\[10, 2\]; 'a.weight' needs \[10, 4\]"),
+        ({"a.weight_scale_2": torch.ones(2)}, r"'a.weight_scale_2' has shape \[2\]"),
+        ({"a.weight_scale_2": torch.tensor(torch.nan)}, r"'a.weight_scale' or 'a.weight_scale_2' holds NaN"),
+    ],
+)
+def test_bad_nvfp4(tmp_path: Path, change: dict[str, Tensor], says: str) -> None:
+    scales_OG = torch.ones(10, 4).to(torch.float8_e4m3fn)
+    good = {"a.weight": random_bytes(10, 32), "a.weight_scale": scales_OG, "a.weight_scale_2": torch.tensor(0.3)}
+    save_file(good | change, tmp_path / "model.safetensors")
+    weight_format = format_of({"quant_method": "modelopt", "quant_algo": "NVFP4"})
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: tensor .*" + says):
+        load(tmp_path, weight_format, {"a.weight": whole(torch.empty(10, 64))})
+
+
+@pytest.mark.parametrize(
     ("quantization", "stored_as"),
     [
         (None, None),
         (FP8_CONFIG | {"weight_block_size": [32, 48], "scale_fmt": "ue8m0"}, "fp8 in blocks of 32 x 48"),
         ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8 in blocks of 128 x 128"),
         (MXFP4_CONFIG, "mxfp4"),
+        ({"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}, "fp8"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": {"num_bits": 8}}, "fp8"),
     ],
 )
 def test_formats_by_config(quantization: object, stored_as: str | None) -> None:
@@ -256,11 +318,18 @@ def test_formats_by_config(quantization: object, stored_as: str | None) -> None:
         {"quant_method": "awq"},
         {"bits": 4},
         "fp8",
-        FP8_CONFIG | {"activation_scheme": "static"},
         FP8_CONFIG | {"fmt": "e5m2"},
-        FP8_CONFIG | {"weight_block_size": None},
         FP8_CONFIG | {"weight_block_size": [128]},
         FP8_CONFIG | {"weight_block_size": [128, 0]},
+        {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},
+        {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": {}}},
+        {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": 8}},
+        {
+            "quant_method": "compressed-tensors",
+            "format": "int-quantized",
+            "config_groups": {"group_0": {"weights": {}}},
+        },
+        {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {}},
     ],
 )
 def test_unsupported_formats_are_refused(quantization: object) -> None:
