@@ -46,6 +46,7 @@ NB_MODULE(_cpu, module) {
 #if defined(MOESERVE_HAS_KERNELS)
   moeserve::bind_attention(module);
   moeserve::bind_gated_delta(module);
+  moeserve::bind_indexer(module);
   moeserve::bind_layers(module);
   moeserve::bind_products(module);
   module.def("set_num_threads", &moeserve::set_num_threads, "num_threads"_a,

@@ -84,6 +84,8 @@ struct TileKernels {
   // The same with keys and values that are read in place. `add_in_place` is null if values are always packed.
   void (*weigh_in_place)(const Tile& tile, int head_size);
   void (*add_in_place)(const Tile& tile, int value_size, int64_t values_stride);
+  // Add the scores of each query that are positive, times its weight, to the sum of each position of packed keys.
+  void (*add_positive)(const Tile& tile, int head_size, const float* weights, float* sums);
 };
 
 // The kernels of one instruction set for one element type, and the layout of their operands. A word has 32 bits.

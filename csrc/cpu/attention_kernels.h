@@ -111,6 +111,20 @@ MOESERVE_INLINE void score_in_place(const Tile& tile, int head_size) {
   }
 }
 
+// Add the scores of a tile that are positive, times the weights of their queries, to the sums of the positions. NaN is
+// not positive.
+template <typename L>
+MOESERVE_INLINE void add_weighted(const Tile& tile, const float* weights, float* sums) {
+  constexpr int W = L::W;
+  for (int at = tile.range.begin; at < tile.range.end; at += W) {
+    Float<W> sum = load<W>(sums + at);
+    for (int r = 0; r < tile.num_queries; ++r) {
+      sum += larger<W>(load<W>(tile.scores + r * kBlock + at), Float<W>{}) * broadcast<W>(weights[r]);
+    }
+    store<W>(sums + at, sum);
+  }
+}
+
 // Return all bits in the first `count` lanes, of which there may be fewer or none, and zeros in the others.
 template <int W>
 MOESERVE_INLINE typename Vector<W>::UInt first_lanes(int count) {
@@ -380,6 +394,11 @@ constexpr BlockKernels with_tiles(BlockKernels kernels, const TileKernels (&tile
     TARGET static void add_in_place(const Tile& tile, int value_size, int64_t values_stride) {                      \
       moeserve::add_in_place<L, kRows>(tile, value_size, values_stride);                                            \
     }                                                                                                               \
+    template <int kRows>                                                                                            \
+    TARGET static void add_positive(const Tile& tile, int head_size, const float* weights, float* sums) {           \
+      moeserve::score_packed<L, kRows>(tile, head_size);                                                            \
+      moeserve::add_weighted<L>(tile, weights, sums);                                                               \
+    }                                                                                                               \
     TARGET static void merge(const States& merged, const States& next, int num_queries, int64_t values_stride) {    \
       moeserve::merge<Products::W>(merged, next, num_queries, values_stride);                                       \
     }                                                                                                               \
@@ -387,8 +406,12 @@ constexpr BlockKernels with_tiles(BlockKernels kernels, const TileKernels (&tile
       moeserve::finish<Products::W>(state, sink, value_size, static_cast<Element*>(out));                           \
     }                                                                                                               \
     template <int kRows>                                                                                            \
-    static constexpr TileKernels tile_kernels{kRows, weigh_packed<kRows>, add_packed<kRows>, weigh_in_place<kRows>, \
-                                              add_in_place<kRows>};                                                 \
+    static constexpr TileKernels tile_kernels{kRows,                                                                \
+                                              weigh_packed<kRows>,                                                  \
+                                              add_packed<kRows>,                                                    \
+                                              weigh_in_place<kRows>,                                                \
+                                              add_in_place<kRows>,                                                  \
+                                              add_positive<kRows>};                                                 \
     static constexpr TileKernels tiles[] = {tile_kernels<6>, tile_kernels<4>, tile_kernels<2>, tile_kernels<1>};    \
     static constexpr BlockKernels without_tiles{Products::W,                                                        \
                                                 Products::kVectors,                                                 \

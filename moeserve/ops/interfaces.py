@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from moeserve.ops.gated_delta import GatedDelta, GatedDeltaShape
+from moeserve.ops.indexer import ChooseEntries, ChosenEntries, IndexerRule
 from moeserve.step_inputs import StepInputs
 
 # T tokens, D model width, E experts, K experts per token, P pairs = T * K, R rows, N query heads, G key-value heads,
@@ -503,6 +504,15 @@ class LatentAttentionBackend(Protocol):
         """
         ...
 
+    def attend_chosen(self, query_TNP: Tensor, cache: Tensor, chosen: ChosenEntries) -> Tensor:
+        """Attend from each row to the vectors at its slots.
+
+        Returns:
+            [T, N, L] in the dtype of the queries; zeros for rows without entries. If `takes_all_rows`, a row that
+            attends to all positions up to its own has the bytes that `attend` would give it.
+        """
+        ...
+
     def attend_expanded(
         self,
         query_TNK: Tensor,
@@ -565,6 +575,8 @@ class Kernels:
     # (x_TD, weight_D, epsilon) -> [T, D] in the dtype of x; T may be several dimensions. In place: written to x.
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     rms_norm_in_place: Callable[[Tensor, Tensor, float], None]
+    # (x_TD, weight_D, bias_D, epsilon): LayerNorm, written to x.
+    layer_norm_in_place: Callable[[Tensor, Tensor, Tensor, float], None]
     # (x_TD, update_TD, weight_D, epsilon) -> their sum, and the sum normalised. Neither input is changed.
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     apply_rope: ApplyRope
@@ -583,6 +595,7 @@ class Kernels:
     # (scale, latent size L, query heads of all tp ranks)
     make_latent_attention: Callable[[float, int, int], LatentAttentionBackend]
     make_gated_delta: Callable[[GatedDeltaShape], GatedDelta]
+    make_indexer: Callable[[IndexerRule], ChooseEntries]
     make_product: Callable[[OpenWeights], Product]
     # For products of 8-bit blocks; None: there are none. Rows in 8 bits are returned as they are. The second takes
     # (x_TD, update_TD or None, weight_D, epsilon, whether the rows are kept beside their codes), and returns the sum,

@@ -54,6 +54,7 @@ SHAPES = {
     "DeepSeek-V3, TP 4": Shape(32, 1, 512, extra_size=64, cache_block=64),
     "DeepSeek-V3, TP 2": Shape(64, 1, 512, extra_size=64, cache_block=64),
     "DeepSeek-V3": Shape(128, 1, 512, extra_size=64, cache_block=64),
+    "DeepSeek-V3.2, chosen positions": Shape(128, 1, 512, extra_size=64, cache_block=1),
 }
 # Shapes of the checkpoints with which `bench.gpu` compares the engine's tokens.
 SMALL_SHAPES = {

@@ -240,3 +240,32 @@ def test_gated_delta(pointer: str) -> None:
     compiled(convolve_kernel, inputs, dict(NUM_TAPS=4, CHANNELS=CHANNELS), {})
     outputs = dict(output_ptr="*fp32", gates_ptr=pointer, norm_ptr="*fp32", out_ptr=pointer, epsilon="fp32")
     compiled(gate_kernel, outputs, dict(BLOCK_V=128), {})
+
+
+@pytest.mark.parametrize(("pointer", "num_heads"), [("*bf16", 64), ("*fp32", 32)])
+def test_indexer(pointer: str, num_heads: int) -> None:
+    """Shapes of DeepSeek-V3.2 and GLM-5."""
+    from moeserve.triton_kernels.indexer import (
+        CHOOSE_ENTRIES,
+        CHOOSE_WARPS,
+        DIGITS,
+        choose_entries_kernel,
+        kernel_sizes,
+        score_config,
+        score_entries_kernel,
+    )
+
+    tables = dict.fromkeys(("block_table_ptr", "row_starts_ptr", "context_lens_ptr"), "*i32") | {"scores_ptr": "*fp32"}
+    sizes = kernel_sizes(2048, 1, 16)
+    config = score_config(num_heads, 2 if pointer == "*bf16" else 4)
+    numbers = dict.fromkeys(("query_ptr", "weights_ptr", "cache_ptr"), pointer)
+    tile = dict(NUM_HEADS=num_heads, HEAD_SIZE=128, BLOCK_H=128)
+    tile |= dict(BLOCK_N=config.block_heads, BLOCK_E=config.block_entries)
+    options = dict(num_warps=config.num_warps)
+    varying = ["table_stride", "num_chunks", "first_row"]
+    code = compiled(score_entries_kernel, tables | numbers, sizes | tile, options, not_divisible=varying)
+    assert pointer == "*fp32" or "wgmma" in code.ptx or "mma.sync" in code.ptx
+    results = dict.fromkeys(("slots_ptr", "counts_ptr", "starts_ptr"), "*i32")
+    constants = sizes | dict(DIGITS=DIGITS, BLOCK_E=CHOOSE_ENTRIES)
+    varying.append("num_tokens")
+    compiled(choose_entries_kernel, tables | results, constants, dict(num_warps=CHOOSE_WARPS), not_divisible=varying)

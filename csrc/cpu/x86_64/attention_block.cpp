@@ -75,9 +75,14 @@ struct Amx {
     score_in_place_with_tiles<Common::L>(tile, head_size);
     weigh<Common::L, true>(tile);
   }
+  MOESERVE_TARGET_AVX512_BF16 static void add_positive(const Tile& tile, int head_size, const float* weights,
+                                                       float* sums) {
+    score_with_tiles<Common::L>(tile, head_size);
+    add_weighted<Common::L>(tile, weights, sums);
+  }
   static void configure() { TileSizes(kAmxRows, kAmxInputs).use(); }
 
-  static constexpr TileKernels tiles[] = {{kAmxRows, weigh_packed, add_packed, weigh_in_place, nullptr}};
+  static constexpr TileKernels tiles[] = {{kAmxRows, weigh_packed, add_packed, weigh_in_place, nullptr, add_positive}};
   static constexpr BlockKernels make() {
     BlockKernels kernels = with_tiles(Common::without_tiles, tiles);
     kernels.configure = configure;

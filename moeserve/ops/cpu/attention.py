@@ -15,6 +15,7 @@ from moeserve.memory import new_empty
 from moeserve.ops.cpu.elementwise import RowKernels
 from moeserve.ops.cpu.measured_step import is_measured
 from moeserve.ops.cpu.native import NATIVE_DTYPES
+from moeserve.ops.indexer import ChosenEntries
 from moeserve.ops.interfaces import AttentionShape, KeyValueCache, Rotation
 from moeserve.ops.torch.attention import TorchAttention, TorchLatentAttention
 from moeserve.step_inputs import StepInputs
@@ -88,12 +89,23 @@ class CpuLatentAttention:
         assert max_rows is None, "long chunks run here like all others"
         if query_TNP.dtype not in NATIVE_DTYPES:
             return self._reference.attend(query_TNP, cache, step)
+        return self._attend(query_TNP, cache[:, None], step.block_table, step.row_starts, step.context_lens)
+
+    def attend_chosen(self, query_TNP: Tensor, cache: Tensor, chosen: ChosenEntries) -> Tensor:
+        if query_TNP.dtype not in NATIVE_DTYPES:
+            return self._reference.attend_chosen(query_TNP, cache, chosen)
+        # Each vector is a block, and each row a chunk. The block size affects no byte.
+        vectors = cache.flatten(0, 1)[:, None, None]
+        return self._attend(query_TNP, vectors, chosen.slots_TC, chosen.starts, chosen.counts_T)
+
+    def _attend(
+        self, query_TNP: Tensor, vectors: Tensor, block_table: Tensor, row_starts: Tensor, context_lens: Tensor
+    ) -> Tensor:
         latent_size = self._reference.latent_size
         out_TNL = new_empty(query_TNP, *query_TNP.shape[:2], latent_size)
         if is_measured():
             return out_TNL.zero_()
-        vectors = cache[:, None]
-        tensors = (query_TNP, vectors, vectors, step.block_table, step.row_starts, step.context_lens, out_TNL)
+        tensors = (query_TNP, vectors, vectors, block_table, row_starts, context_lens, out_TNL)
         self._native.paged_attention(
             *tensors,
             scale=self._reference.scale,

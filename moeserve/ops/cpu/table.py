@@ -8,6 +8,7 @@ from types import ModuleType
 from moeserve.ops.cpu.attention import CpuAttention, CpuLatentAttention
 from moeserve.ops.cpu.elementwise import CpuRouter, RowKernels
 from moeserve.ops.cpu.gated_delta import CpuGatedDelta
+from moeserve.ops.cpu.indexer import CpuIndexer
 from moeserve.ops.cpu.measured_step import measure_memory_only
 from moeserve.ops.cpu.native import NATIVE_DTYPES
 from moeserve.ops.cpu.pairs import CpuPairs
@@ -25,6 +26,7 @@ def cpu_kernels(native: ModuleType) -> Kernels:
         gate_rows=rows.gate_rows,
         rms_norm=rows.rms_norm,
         rms_norm_in_place=rows.rms_norm_in_place,
+        layer_norm_in_place=rows.layer_norm_in_place,
         add_rms_norm=rows.add_rms_norm,
         apply_rope=rows.apply_rope,
         row_maximum=rows.row_maximum,
@@ -36,6 +38,7 @@ def cpu_kernels(native: ModuleType) -> Kernels:
         make_attention=functools.partial(CpuAttention, native),
         make_latent_attention=functools.partial(CpuLatentAttention, native),
         make_gated_delta=functools.partial(CpuGatedDelta, native),
+        make_indexer=functools.partial(CpuIndexer, native),
         make_product=TorchProduct,
         make_step_graph=native.CpuGraph,
         packing=packing,

@@ -55,6 +55,7 @@ class LibraryLatentAttention:
         self._scale = scale
         self._latent_size = latent_size
         self.write = own.write
+        self.attend_chosen = own.attend_chosen
 
     def attend(self, query_TNP: Tensor, cache: Tensor, step: StepInputs, max_rows: int | None = None) -> Tensor:
         num_heads, vector_size = query_TNP.shape[1:]

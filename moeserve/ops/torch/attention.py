@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from moeserve.ops.float8_rows import decode_rows, encode_rows
+from moeserve.ops.indexer import ChosenEntries
 from moeserve.ops.interfaces import AttentionShape, ExpandLatents, KeyValueCache, Rotation
 from moeserve.ops.torch.dense_attention import attend_causally, attend_in_float32, first_visible
 from moeserve.ops.torch.elementwise import apply_rope
@@ -15,7 +16,7 @@ from moeserve.step_inputs import ChunkSpan, StepInputs
 # L latent size, P elements of a latent vector, Q queries of one chunk: rows times heads; n some heads, K and E
 # parts of a key, H = K + E, V values of a head
 
-MAX_EXPANDED_SIZE = 2**24  # elements of keys or values that are expanded from latent vectors at a time
+MAX_EXPANDED_SIZE = 2**24  # elements of keys or values that are expanded or gathered at a time
 
 
 class TorchAttention:
@@ -122,6 +123,22 @@ class TorchLatentAttention:
                 window=None,
             )
             out_TNL[rows] = attended_QL.unflatten(0, (num_rows, num_heads)).to(query_TNP.dtype)
+        return out_TNL
+
+    def attend_chosen(self, query_TNP: Tensor, cache: Tensor, chosen: ChosenEntries) -> Tensor:
+        num_places, vector_size = chosen.slots_TC.shape[1], cache.shape[2]
+        out_TNL = query_TNP.new_zeros(*query_TNP.shape[:2], self.latent_size)
+        places_C = torch.arange(num_places, device=cache.device)
+        rows_at_once = max(1, MAX_EXPANDED_SIZE // max(1, num_places * vector_size))
+        for first in range(0, len(query_TNP), rows_at_once):
+            part = slice(first, first + rows_at_once)
+            is_chosen_RC = places_C < chosen.counts_T[part, None]
+            slots_RC = torch.where(is_chosen_RC, chosen.slots_TC[part].long(), 0)
+            latent_RCP = cache.flatten(0, 1)[slots_RC].float()
+            score_RNC = (query_TNP[part].float() * self.scale) @ latent_RCP.transpose(1, 2)
+            score_RNC.masked_fill_(~is_chosen_RC[:, None], float("-inf"))
+            weight_RNC = torch.softmax(score_RNC, dim=-1).nan_to_num(0.0)  # rows without entries
+            out_TNL[part] = (weight_RNC @ latent_RCP[..., : self.latent_size]).to(query_TNP.dtype)
         return out_TNL
 
     def attend_expanded(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from moeserve.ops.interfaces import Rotation
 
@@ -23,6 +24,10 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
 
 def rms_norm_in_place(x_TD: Tensor, weight_D: Tensor, epsilon: float) -> None:
     x_TD.copy_(rms_norm(x_TD, weight_D, epsilon))
+
+
+def layer_norm_in_place(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, epsilon: float) -> None:
+    x_TD.copy_(functional.layer_norm(x_TD, x_TD.shape[-1:], weight_D, bias_D, epsilon))
 
 
 def add_rms_norm(x_TD: Tensor, update_TD: Tensor, weight_D: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from moeserve.ops.side_stream import InlineStream
 from moeserve.ops.torch import elementwise
 from moeserve.ops.torch.attention import TorchAttention, TorchLatentAttention
 from moeserve.ops.torch.gated_delta import TorchGatedDelta
+from moeserve.ops.torch.indexer import TorchIndexer
 from moeserve.ops.torch.pairs import TorchPairs
 from moeserve.ops.torch.products import TorchProduct
 from moeserve.ops.torch.routing import TorchRouter
@@ -28,6 +29,7 @@ TORCH_KERNELS = Kernels(
     gate_rows=elementwise.gate_rows,
     rms_norm=elementwise.rms_norm,
     rms_norm_in_place=elementwise.rms_norm_in_place,
+    layer_norm_in_place=elementwise.layer_norm_in_place,
     add_rms_norm=elementwise.add_rms_norm,
     apply_rope=elementwise.apply_rope,
     row_maximum=elementwise.row_maximum,
@@ -39,6 +41,7 @@ TORCH_KERNELS = Kernels(
     make_attention=TorchAttention,
     make_latent_attention=TorchLatentAttention,
     make_gated_delta=TorchGatedDelta,
+    make_indexer=TorchIndexer,
     make_product=TorchProduct,
     make_step_graph=None,
     packing=None,

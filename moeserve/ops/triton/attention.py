@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from moeserve.ops.indexer import ChosenEntries
 from moeserve.ops.interfaces import AttentionShape, ExpandLatents, KeyValueCache, Rotation
 from moeserve.step_inputs import StepInputs
 from moeserve.triton_kernels.expanded_attention import expanded_attention
@@ -88,6 +89,20 @@ class TritonLatentAttention:
             max_rows_per_chunk=step.max_rows_per_chunk,
             max_context=step.block_table.shape[1] * cache.shape[1],
             max_rows=max_rows,
+            splits_contexts=not self.takes_all_rows,
+        )
+
+    def attend_chosen(self, query_TNP: Tensor, cache: Tensor, chosen: ChosenEntries) -> Tensor:
+        return latent_attention(
+            query_TNP,
+            cache.flatten(0, 1)[:, None],  # each vector is a block, and each row a chunk
+            chosen.slots_TC,
+            chosen.starts,
+            chosen.counts_T,
+            scale=self._scale,
+            latent_size=self._latent_size,
+            max_rows_per_chunk=1,
+            max_context=chosen.slots_TC.shape[1],
             splits_contexts=not self.takes_all_rows,
         )
 

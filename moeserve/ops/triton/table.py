@@ -12,6 +12,7 @@ from moeserve.ops.interfaces import Float8Rows, Rotation, RouterConfig
 from moeserve.ops.torch.table import TORCH_KERNELS
 from moeserve.ops.triton.attention import TritonAttention, TritonLatentAttention
 from moeserve.ops.triton.gated_delta import TritonGatedDelta
+from moeserve.ops.triton.indexer import TritonIndexer
 from moeserve.ops.triton.pairs import TritonPairs
 from moeserve.ops.triton.products import make_product, quantize_rows
 from moeserve.triton_kernels import rms_norm as norms
@@ -61,6 +62,7 @@ TRITON_KERNELS = dataclasses.replace(
     make_attention=TritonAttention,
     make_latent_attention=TritonLatentAttention,
     make_gated_delta=TritonGatedDelta,
+    make_indexer=TritonIndexer,
     make_product=make_product,
     quantize_rows=quantize_rows,
     quantize_rms_norm=quantize_rms_norm,

@@ -1,0 +1,102 @@
+// Bindings of the lightning indexer and of the norm of its keys.
+
+#include "arguments.h"
+#include "bindings.h"
+#include "cpu/indexer.h"
+#include "cpu/layer_norm.h"
+#include "cpu_graph.h"
+
+namespace nb = nanobind;
+
+namespace moeserve {
+
+namespace {
+
+void norm(const Tensor& rows, const Tensor& weight, const Tensor& bias, double epsilon) {
+  check_dims("rows", rows, 2);
+  check_float_type("rows", rows);
+  check_contiguous("rows", rows, 1);
+  const int64_t width = rows.size(1);
+  check_array("weight", weight, {width}, rows.type, "rows'");
+  check_array("bias", bias, {width}, rows.type, "rows'");
+
+  LayerNorm step{};
+  step.type = rows.type;
+  step.rows = rows.data;
+  step.weight = weight.data;
+  step.bias = bias.data;
+  step.row_stride = rows.strides[0];
+  step.num_rows = rows.size(0);
+  step.width = width;
+  step.epsilon = static_cast<float>(epsilon);
+  run_kernel([step] { layer_norm(step); });
+}
+
+void choose(const Tensor& query, const Tensor& weights, const Tensor& key_cache, const Tensor& block_table,
+            const Tensor& row_starts, const Tensor& context_lens, const Tensor& slots, const Tensor& counts,
+            const Tensor& starts, int64_t top_k, int64_t tokens_per_entry) {
+  check_dims("query", query, 3);
+  check_float_type("query", query);
+  check_contiguous("query", query, 2);
+  const int64_t num_tokens = query.size(0), num_heads = query.size(1), head_size = query.size(2);
+  check_shape("weights", weights, {num_tokens, num_heads});
+  check_type("weights", weights, query.type, "query's");
+  check_contiguous("weights", weights, 1);
+  check_dims("key_cache", key_cache, 3);
+  const int64_t num_blocks = key_cache.size(0), block_size = key_cache.size(1);
+  check_array("key_cache", key_cache, {num_blocks, block_size, head_size}, query.type, "query's");
+  if (block_size == 0 || num_blocks * block_size > INT32_MAX) {
+    refuse("key_cache of shape " + shape_text(key_cache) + ", expected 1 to 2^31 - 1 entries");
+  }
+  check_dims("block_table", block_table, 2);
+  const int64_t num_chunks = block_table.size(0);
+  check_array("block_table", block_table, {num_chunks, block_table.size(1)}, ElementType::kInt32, "int32");
+  check_array("row_starts", row_starts, {num_chunks + 1}, ElementType::kInt32, "int32");
+  check_array("context_lens", context_lens, {num_chunks}, ElementType::kInt32, "int32");
+  check_dims("slots", slots, 2);
+  check_array("slots", slots, {num_tokens, slots.size(1)}, ElementType::kInt32, "int32");
+  check_array("counts", counts, {num_tokens}, ElementType::kInt32, "int32");
+  check_array("starts", starts, {num_tokens + 1}, ElementType::kInt32, "int32");
+  if (top_k < 1 || tokens_per_entry < 1) {
+    refuse("top_k=" + std::to_string(top_k) + " and tokens_per_entry=" + std::to_string(tokens_per_entry) +
+           ", but both must be at least 1");
+  }
+
+  Indexer step{};
+  step.type = query.type;
+  step.query = query.data;
+  step.weights = weights.data;
+  step.key_cache = key_cache.data;
+  step.block_table = numbers<int32_t>(block_table);
+  step.row_starts = numbers<int32_t>(row_starts);
+  step.context_lens = numbers<int32_t>(context_lens);
+  step.slots = static_cast<int32_t*>(slots.data);
+  step.counts = static_cast<int32_t*>(counts.data);
+  step.starts = static_cast<int32_t*>(starts.data);
+  step.query_token_stride = query.strides[0];
+  step.query_head_stride = query.strides[1];
+  step.weight_stride = weights.strides[0];
+  step.num_tokens = num_tokens;
+  step.num_chunks = num_chunks;
+  step.num_heads = num_heads;
+  step.head_size = head_size;
+  step.num_blocks = num_blocks;
+  step.block_size = block_size;
+  step.max_blocks = block_table.size(1);
+  step.num_places = slots.size(1);
+  step.top_k = top_k;
+  step.tokens_per_entry = tokens_per_entry;
+  run_kernel([step] { choose_entries(step); });
+}
+
+}  // namespace
+
+void bind_indexer(nb::module_& module) {
+  using namespace nb::literals;
+  module.def("layer_norm", &norm, "rows"_a, "weight"_a, "bias"_a, "epsilon"_a, "Normalise rows in place.");
+  module.def("choose_entries", &choose, "query"_a, "weights"_a, "key_cache"_a, "block_table"_a, "row_starts"_a,
+             "context_lens"_a, "slots"_a, "counts"_a, "starts"_a, nb::kw_only(), "top_k"_a, "tokens_per_entry"_a,
+             "Write the slots of the entries with the highest scores of each row, and their numbers.");
+}
+
+}  // namespace moeserve

@@ -1,0 +1,26 @@
+// LayerNorm of rows, in place.
+
+#pragma once
+
+#include <cstdint>
+
+#include "element_type.h"
+
+namespace moeserve {
+
+// T tokens, D elements of a row.
+struct LayerNorm {
+  ElementType type;    // of rows, weight and bias: float32 or bfloat16
+  void* rows;          // [T, D], rows contiguous: replaced by (x - mean) / sqrt(variance + epsilon) * weight + bias
+  const void* weight;  // [D]
+  const void* bias;    // [D]
+  int64_t row_stride;  // in elements
+  int64_t num_rows;
+  int64_t width;
+  float epsilon;
+};
+
+// All arithmetic is float32, rounded once. The bytes of a row depend on its values and on the instruction set alone.
+void layer_norm(const LayerNorm& norm);
+
+}  // namespace moeserve
