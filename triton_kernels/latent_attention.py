@@ -6,8 +6,6 @@ vectors and the keys and values of heads are part of the queries and of the resu
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 import triton
 import triton.language as tl
@@ -19,7 +17,7 @@ from moeserve.triton_kernels.paged_launch import AttentionConfig, Splits, launch
 
 
 WRITE_WARPS = 4
-HALF_OF_64_HEADS = AttentionConfig(block_pairs=64, block_positions=32, num_warps=4, num_stages=3, num_parts=2)
+MAX_PROGRAMS = 512  # for splits: about four for each multiprocessor, as requests differ in length
 
 
 def write_latents(latent_TP: Tensor, cache: Tensor, slots_T: Tensor) -> None:
@@ -71,12 +69,13 @@ def latent_attention(
     """Attend from row i of a chunk, at position context_len - num_rows + i, to the positions up to it.
 
     Scores, softmax and sums are float32. Weights are rounded to the dtype of the vectors before they are multiplied
-    with them. The result of a row depends on its chunk alone, bit for bit, not on the other chunks of the step; without
-    splits it does not depend on its chunk either.
+    with them. With splits, the last bits of the results of chunks of one row depend on the number of chunks and on
+    `max_context`, because many chunks have fewer splits and other tiles. Without, the result of a row does not depend
+    on its chunk or on others.
 
     Memory moved: for a chunk of one row, P * element size for each position, which bounds the time up to about 32
     heads; and 4 * L + 8 bytes, written and read, for each head and split. Operations: 2 * N * (P + L) for each row and
-    position it attends to, which bound the time otherwise; a chunk of one row computes its scores twice if N > 32.
+    position it attends to, which bound the time otherwise. With `few_config`, scores are computed twice.
 
     Args:
         query_TNP: [T, N, P] float32, bfloat16 or float16; may be strided.
@@ -126,24 +125,22 @@ def tile_config(latent_size: int, element_size: int) -> AttentionConfig:
 
 
 def split_config(num_heads: int, latent_size: int, element_size: int) -> AttentionConfig:
-    """Return the tiles for chunks of one row: a warp group has 64 heads, or fewer heads have two.
-
-    A warp group's registers hold the sums of 64 heads and half of a value: two programs share the values.
-    """
-    block_pairs = max(triton.next_power_of_2(num_heads), 16)
+    """Return the tiles for chunks of one row: two warp groups have up to 64 heads."""
+    block_pairs = min(max(triton.next_power_of_2(num_heads), 16), 64)
     if element_size == 4:
-        return dataclasses.replace(tile_config(latent_size, element_size), shares_programs=True)
-    if block_pairs < 64:
-        num_stages = 4 if block_pairs == 16 else 3
-        return AttentionConfig(block_pairs, 32, num_warps=8, num_stages=num_stages, shares_programs=True)
-    if block_pairs == 64:
-        return HALF_OF_64_HEADS
-    return AttentionConfig(128, 32, num_warps=8, num_stages=2, num_parts=2, shares_programs=True)
+        return tile_config(latent_size, element_size)
+    num_stages = 4 if block_pairs == 16 else 3
+    return AttentionConfig(block_pairs, 32, num_warps=8, num_stages=num_stages)
 
 
 def few_config(num_heads: int, element_size: int) -> AttentionConfig | None:
-    """Return the tiles of one warp group, if `split_config` has two that share the load of a vector."""
-    return HALF_OF_64_HEADS if num_heads > 64 and element_size == 2 else None
+    """Return the tiles for few chunks of one row, if they differ: two programs share the values of 64 heads.
+
+    Both compute the scores, which costs nothing while multiprocessors would be idle.
+    """
+    if num_heads <= 32 or element_size == 4:
+        return None
+    return AttentionConfig(block_pairs=64, block_positions=32, num_warps=4, num_stages=3, num_parts=2)
 
 
 def choose_splits(num_heads: int) -> Splits:
@@ -153,7 +150,11 @@ def choose_splits(num_heads: int) -> Splits:
     """
     num_padded = triton.next_power_of_2(num_heads)
     longest = 256 if num_heads <= 32 else 512  # more heads have two programs for each split
-    return Splits(piece_size=min(max(16 * num_padded, 128), longest), max_splits=min(max(4096 // num_padded, 32), 128))
+    return Splits(
+        piece_size=min(max(16 * num_padded, 128), longest),
+        max_splits=min(max(4096 // num_padded, 32), 128),
+        max_programs=MAX_PROGRAMS,
+    )
 
 
 @triton.jit

@@ -12,7 +12,6 @@ Kernels are not specialised on sizes that change from step to step, so that serv
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,8 +28,9 @@ from moeserve.triton_kernels.paged_tiles import attend_tile_kernel
 
 CHUNKS_AT_ONCE = 256  # chunks that a program reads at a time to find its own
 MAX_PARTIAL_BYTES = 2**30  # partial sums of splits; more chunks take several launches
-PROGRAMS_PER_SM = 4  # for splits; as many as run at a time, or more
-MAX_MERGED = 2**14  # partial sums of one program that merges splits
+SPLITS_AT_ONCE = 16  # that a program merges in one iteration
+BLOCK_MERGED = 128  # values of one program that merges splits
+MERGE_WARPS = 2  # a thread holds 32 partial sums
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,7 @@ class AttentionConfig:
     block_positions: int  # positions of the context in one iteration
     num_warps: int
     num_stages: int
-    # Programs of chunks of one row: each sums one of this many parts of the values, whose scores it computes anew, ...
-    num_parts: int = 1
-    shares_programs: bool = False  # ... and computes several splits, so that no program starts without work
+    num_parts: int = 1  # of the values of a chunk of one row, with a program each, which computes all scores
 
     @property
     def compile_options(self) -> dict[str, int]:
@@ -52,14 +50,16 @@ class AttentionConfig:
 
 @dataclass(frozen=True)
 class Splits:
-    """Division of the context of one row. It depends on the model's shape only, as it fixes the order of additions.
+    """Division of the context of one row. It fixes the order of additions.
 
-    Piece i, counted from the first piece that the row attends to, belongs to split i % max_splits. So a result does not
-    depend on the other chunks of the step, and the number of partial sums is bounded for long contexts.
+    Piece i, counted from the first piece that the row attends to, belongs to split i % num_splits. With `max_programs`
+    there are fewer splits, and fewer partial sums, in steps with many chunks, so the last bits of a result depend on
+    the number of chunks. Without, the division depends on the model's shape only.
     """
 
     piece_size: int  # positions, a multiple of AttentionConfig.block_positions
     max_splits: int  # of one context and key-value head, a power of two
+    max_programs: int | None = None  # for all chunks; there is at least one split, whatever the number of chunks
 
 
 def launch_attention(
@@ -89,7 +89,7 @@ def launch_attention(
     Args:
         value_cache: None if the values are the first `value_size` elements of the keys.
         max_attended_rows: chunks of more rows get zeros.
-        few_config: replaces `split_config`, with the same bytes, if its programs fill at most half of the GPU.
+        few_config: replaces `split_config` if its programs fill at most half of the GPU.
         splits: how the context of a chunk of one row is divided among programs. None: it is not, and all rows have one
             order of additions, whatever the sizes of chunks; slow for few requests with long contexts.
         key_scales, value_scales: of contiguous caches of 8-bit floats.
@@ -166,7 +166,15 @@ def launch_attention(
     # A window may begin inside a piece.
     longest = max_context if window is None else min(max_context, abs(window) + splits.piece_size - 1)
     num_splits = max(min(triton.cdiv(longest, splits.piece_size), splits.max_splits), 1)
-    num_parts = split_config.num_parts
+    config = split_config
+    if few_config is not None:
+        num_full = num_kv_heads * num_tiles_and_parts(group, split_config) * num_chunks * num_splits
+        if 2 * num_full <= num_programs(query_TNP.device, 1):
+            config = few_config
+    programs_per_split = num_kv_heads * num_tiles_and_parts(group, config)
+    if splits.max_programs is not None:
+        num_splits = min(num_splits, max(splits.max_programs // (programs_per_split * num_chunks), 1))
+    num_parts = config.num_parts
     bytes_per_chunk = num_splits * num_heads * (value_size + 2 * num_parts) * torch.float32.itemsize
     # Slices of tables at multiples of 4 keep the alignment that kernels are compiled for.
     chunks_at_once = min(num_chunks, max(MAX_PARTIAL_BYTES // bytes_per_chunk // 4 * 4, 4))
@@ -175,19 +183,11 @@ def launch_attention(
         for size in ((num_heads, value_size), (num_parts, num_heads), (num_parts, num_heads))
     )
     part_size = max(sizes["BLOCK_V"] // num_parts, 16)
-    block_merged = min(part_size, MAX_MERGED // splits.max_splits)
+    block_merged = min(part_size, BLOCK_MERGED)
     for first in range(0, num_chunks, chunks_at_once):
         num_own = min(chunks_at_once, num_chunks - first)
         is_last = first + num_own == num_chunks
-        config, num_tiles = split_config, triton.cdiv(group, split_config.block_pairs)
-        if few_config is not None:
-            num_full = num_kv_heads * num_tiles * num_parts * num_own * num_splits
-            if 2 * num_full <= num_programs(query_TNP.device, 1):
-                config, num_tiles = few_config, triton.cdiv(group, few_config.block_pairs)
-        grid = (num_kv_heads * num_tiles * num_parts, num_own, num_splits)
-        if config.shares_programs:
-            grid = (min(math.prod(grid), num_programs(query_TNP.device, PROGRAMS_PER_SM)), 1, 1)
-        attend_split_kernel[grid](
+        attend_split_kernel[(programs_per_split, num_own, num_splits)](
             query_TNP,
             *caches,
             *(table[first:] for table in tables),
@@ -198,16 +198,13 @@ def launch_attention(
             num_own,
             num_splits,
             num_heads,
-            num_tiles,
+            programs_per_split // num_kv_heads // num_parts,
             scale,
             **sizes | {"BLOCK_V": part_size},
             NUM_PARTS=num_parts,
             PIECE_SIZE=splits.piece_size,
-            MAX_SPLITS=splits.max_splits,
             BLOCK_M=config.block_pairs,
             BLOCK_C=config.block_positions,
-            CHUNKS_AT_ONCE=CHUNKS_AT_ONCE,
-            SHARES_PROGRAMS=config.shares_programs,
             **config.compile_options,
         )
         num_padding = num_tokens if is_one_row_each and is_last else 0
@@ -229,7 +226,8 @@ def launch_attention(
             BLOCK_V=block_merged,
             PIECE_SIZE=splits.piece_size,
             MAX_SPLITS=splits.max_splits,
-            num_warps=merge_warps(splits.max_splits, block_merged),
+            SPLITS_AT_ONCE=min(SPLITS_AT_ONCE, splits.max_splits),
+            num_warps=MERGE_WARPS,
         )
     return output_TNV
 
@@ -254,6 +252,6 @@ def kernel_sizes(
     }
 
 
-def merge_warps(max_splits: int, block_values: int) -> int:
-    """Return the number of warps with which a thread holds 32 or 64 partial sums."""
-    return min(max(max_splits * block_values // 1024, 1), 8)
+def num_tiles_and_parts(group: int, config: AttentionConfig) -> int:
+    """Return the number of programs that a split of one key-value head has."""
+    return triton.cdiv(group, config.block_pairs) * config.num_parts

@@ -1,6 +1,6 @@
 """Attention of chunks of one row over a paged cache: their contexts are divided among programs, and merged.
 
-Piece i of a context, counted from the first piece that the row attends to, belongs to split i % MAX_SPLITS.
+Piece i of a context, counted from the first piece that the row attends to, belongs to split i % num_splits.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def attend_split_kernel(
     cache_position_stride,
     table_stride,
     num_chunks,
-    num_splits,  # Z
+    num_splits,  # Z, of the longest context
     num_heads,
     num_tiles,  # tiles of BLOCK_M heads in a group
     scale,
@@ -47,163 +47,28 @@ def attend_split_kernel(
     BLOCK_E: tl.constexpr,
     SHARES_VALUE: tl.constexpr,
     PIECE_SIZE: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_C: tl.constexpr,
-    CHUNKS_AT_ONCE: tl.constexpr,
-    SHARES_PROGRAMS: tl.constexpr,
 ):
     """Attend from the chunks of one row to the splits of their contexts; see `attend_tile_kernel` for the arguments.
 
-    A program computes one tile of BLOCK_M heads, one part of the values and one split. With SHARES_PROGRAMS, it
-    computes several splits, so that no program starts without work, however long the longest context may be.
-    Neighbouring programs read the same positions.
+    A program computes one tile of BLOCK_M heads, one part of the values and one split: every num_splits-th piece.
+    Programs without pieces return at once. Neighbouring programs read the same positions.
     """
-    if SHARES_PROGRAMS:
-        num_tiles_each = num_heads // GROUP * num_tiles * NUM_PARTS
-        _, _, num_slots = find_split(
-            row_starts_ptr, context_lens_ptr, num_chunks, 0, WINDOW, PIECE_SIZE, MAX_SPLITS, CHUNKS_AT_ONCE
-        )
-        for item in range(tl.program_id(0), num_slots * num_tiles_each, tl.num_programs(0)):
-            slot = item // num_tiles_each
-            chunk, split, _ = find_split(
-                row_starts_ptr, context_lens_ptr, num_chunks, slot, WINDOW, PIECE_SIZE, MAX_SPLITS, CHUNKS_AT_ONCE
-            )
-            attend_split(
-                chunk.to(tl.int64),
-                split,
-                item % num_tiles_each,
-                query_ptr,
-                key_cache_ptr,
-                value_cache_ptr,
-                key_scales_ptr,
-                value_scales_ptr,
-                block_table_ptr,
-                row_starts_ptr,
-                context_lens_ptr,
-                partial_ptr,
-                maximum_ptr,
-                total_ptr,
-                query_row_stride,
-                query_head_stride,
-                cache_block_stride,
-                cache_head_stride,
-                cache_position_stride,
-                table_stride,
-                num_splits,
-                num_heads,
-                num_tiles,
-                scale,
-                GROUP,
-                WINDOW,
-                CACHE_BLOCK,
-                VALUE_SIZE,
-                EXTRA_SIZE,
-                NUM_PARTS,
-                BLOCK_V,
-                BLOCK_E,
-                SHARES_VALUE,
-                PIECE_SIZE,
-                MAX_SPLITS,
-                BLOCK_M,
-                BLOCK_C,
-            )
-    else:
-        chunk = tl.program_id(1).to(tl.int64)
-        _, _, num_pieces = pieces_of(tl.load(context_lens_ptr + chunk), WINDOW, PIECE_SIZE)
-        num_rows = tl.load(row_starts_ptr + chunk + 1) - tl.load(row_starts_ptr + chunk)
-        if (num_rows != 1) | (tl.program_id(2) >= num_pieces):
-            return
-        attend_split(
-            chunk,
-            tl.program_id(2),
-            tl.program_id(0),
-            query_ptr,
-            key_cache_ptr,
-            value_cache_ptr,
-            key_scales_ptr,
-            value_scales_ptr,
-            block_table_ptr,
-            row_starts_ptr,
-            context_lens_ptr,
-            partial_ptr,
-            maximum_ptr,
-            total_ptr,
-            query_row_stride,
-            query_head_stride,
-            cache_block_stride,
-            cache_head_stride,
-            cache_position_stride,
-            table_stride,
-            num_splits,
-            num_heads,
-            num_tiles,
-            scale,
-            GROUP,
-            WINDOW,
-            CACHE_BLOCK,
-            VALUE_SIZE,
-            EXTRA_SIZE,
-            NUM_PARTS,
-            BLOCK_V,
-            BLOCK_E,
-            SHARES_VALUE,
-            PIECE_SIZE,
-            MAX_SPLITS,
-            BLOCK_M,
-            BLOCK_C,
-        )
-
-
-@triton.jit
-def attend_split(
-    chunk,
-    split,
-    tile,
-    query_ptr,
-    key_cache_ptr,
-    value_cache_ptr,
-    key_scales_ptr,
-    value_scales_ptr,
-    block_table_ptr,
-    row_starts_ptr,
-    context_lens_ptr,
-    partial_ptr,
-    maximum_ptr,
-    total_ptr,
-    query_row_stride,
-    query_head_stride,
-    cache_block_stride,
-    cache_head_stride,
-    cache_position_stride,
-    table_stride,
-    num_splits,
-    num_heads,
-    num_tiles,
-    scale,
-    GROUP: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CACHE_BLOCK: tl.constexpr,
-    VALUE_SIZE: tl.constexpr,
-    EXTRA_SIZE: tl.constexpr,
-    NUM_PARTS: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    SHARES_VALUE: tl.constexpr,
-    PIECE_SIZE: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
-    """Attend from one tile of heads, for a part of the values, to every MAX_SPLITS-th piece of a chunk's context."""
+    tile = tl.program_id(0)
+    chunk = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(2)
+    context_len = tl.load(context_lens_ptr + chunk)
+    first, first_piece, num_pieces = pieces_of(context_len, WINDOW, PIECE_SIZE)
+    row = tl.load(row_starts_ptr + chunk).to(tl.int64)
+    num_rows = tl.load(row_starts_ptr + chunk + 1) - row
+    if (num_rows != 1) | (split >= num_pieces):
+        return
     part = 0
     if NUM_PARTS > 1:
         part = tile % NUM_PARTS
         tile = tile // NUM_PARTS
     kv_head = tile // num_tiles
-    row = tl.load(row_starts_ptr + chunk).to(tl.int64)
-    context_len = tl.load(context_lens_ptr + chunk)
-    first, first_piece, num_pieces = pieces_of(context_len, WINDOW, PIECE_SIZE)
     members = (tile % num_tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
     is_head = members < GROUP
     heads = kv_head * GROUP + members
@@ -233,8 +98,8 @@ def attend_split(
 
     # One loop covers the tiles of all pieces of the program. Only the last piece of a context may be shorter.
     TILES_PER_PIECE: tl.constexpr = PIECE_SIZE // BLOCK_C
-    num_own = (num_pieces - 1 - split) // MAX_SPLITS + 1
-    last_begin = (first_piece + split + (num_own - 1) * MAX_SPLITS) * PIECE_SIZE
+    num_own = (num_pieces - 1 - split) // num_splits + 1
+    last_begin = (first_piece + split + (num_own - 1) * num_splits) * PIECE_SIZE
     last_tiles = tl.minimum(tl.cdiv(context_len - last_begin, BLOCK_C), TILES_PER_PIECE)
     head_offset = kv_head.to(tl.int64) * cache_head_stride
     positions = tl.full([BLOCK_M], 0, tl.int32) + (context_len - 1)
@@ -245,7 +110,7 @@ def attend_split(
     columns = (first_piece + split) * PIECE_SIZE + tl.arange(0, BLOCK_C)
     blocks = load_blocks(table_ptr, columns, first, context_len, CACHE_BLOCK)
     for number in range(1, (num_own - 1) * TILES_PER_PIECE + last_tiles + 1):
-        next_piece = first_piece + split + number // TILES_PER_PIECE * MAX_SPLITS
+        next_piece = first_piece + split + number // TILES_PER_PIECE * num_splits
         next_columns = next_piece * PIECE_SIZE + number % TILES_PER_PIECE * BLOCK_C + tl.arange(0, BLOCK_C)
         next_blocks = load_blocks(table_ptr, next_columns, first, context_len, CACHE_BLOCK)
         weighted, maximum, total = attend_positions(
@@ -311,6 +176,7 @@ def merge_splits_kernel(
     BLOCK_V: tl.constexpr,
     PIECE_SIZE: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
+    SPLITS_AT_ONCE: tl.constexpr,
 ):
     """Merge BLOCK_V values of the splits of one head of one chunk.
 
@@ -331,25 +197,32 @@ def merge_splits_kernel(
         return
 
     _, _, num_pieces = pieces_of(tl.load(context_lens_ptr + chunk), WINDOW, PIECE_SIZE)
-    # Always MAX_SPLITS, whatever the step has, so that the order of additions is the same in all steps.
-    splits = tl.arange(0, MAX_SPLITS)
-    is_used = splits < num_pieces
-    places = (chunk * num_splits + splits) * num_heads + head
     part = 0
     if NUM_PARTS > 1:
         part = tl.program_id(2) * BLOCK_V // PART_SIZE
-    places_of_part = ((chunk * num_splits + splits) * NUM_PARTS + part) * num_heads + head
-    maximum_Z = tl.load(maximum_ptr + places_of_part, mask=is_used, other=float("-inf"))
-    total_Z = tl.load(total_ptr + places_of_part, mask=is_used, other=0.0)
-    partial_ZV = tl.load(
-        partial_ptr + places[:, None] * VALUE_SIZE + values[None, :],
-        mask=is_used[:, None] & is_value[None, :],
-        other=0.0,
-    )
+    num_used = tl.minimum(num_pieces, num_splits)
+    first_state = chunk * num_splits * NUM_PARTS * num_heads + part * num_heads + head
+    partial_ptr += (chunk * num_splits * num_heads + head) * VALUE_SIZE
+    # Always MAX_SPLITS, whatever the step has, so that the order of additions is the same in all steps.
+    splits = tl.arange(0, MAX_SPLITS)
+    states = first_state + splits * NUM_PARTS * num_heads
+    maximum_Z = tl.load(maximum_ptr + states, mask=splits < num_used, other=float("-inf"))
+    total_Z = tl.load(total_ptr + states, mask=splits < num_used, other=0.0)
     maximum = tl.max(maximum_Z, axis=0)
-    share_Z = tl.exp2(maximum_Z - tl.where(maximum == float("-inf"), 0.0, maximum))
-    total = tl.sum(total_Z * share_Z, axis=0)
-    weighted = tl.sum(partial_ZV * share_Z[:, None], axis=0)
+    shift = tl.where(maximum == float("-inf"), 0.0, maximum)
+    total = tl.sum(total_Z * tl.exp2(maximum_Z - shift), axis=0)
+    weighted = tl.zeros([BLOCK_V], tl.float32)
+    for first in range(0, num_used, SPLITS_AT_ONCE):
+        some = first + tl.arange(0, SPLITS_AT_ONCE)
+        is_used = some < num_used
+        places = first_state + some * NUM_PARTS * num_heads
+        share_z = tl.exp2(tl.load(maximum_ptr + places, mask=is_used, other=float("-inf")) - shift)
+        partial_zV = tl.load(
+            partial_ptr + some[:, None] * num_heads * VALUE_SIZE + values[None, :],
+            mask=is_used[:, None] & is_value[None, :],
+            other=0.0,
+        )
+        weighted += tl.sum(partial_zV * share_z[:, None], axis=0)
     share = 1.0
     if sinks_ptr is not None:
         share, total = with_sink(maximum, total, tl.load(sinks_ptr + head) * LOG2_E)
@@ -359,36 +232,6 @@ def merge_splits_kernel(
         result.to(output_ptr.dtype.element_ty),
         mask=is_value,
     )
-
-
-@triton.jit
-def find_split(
-    row_starts_ptr,
-    context_lens_ptr,
-    num_chunks,
-    slot,
-    WINDOW: tl.constexpr,
-    PIECE_SIZE: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-    CHUNKS_AT_ONCE: tl.constexpr,
-):
-    """Return the chunk and the split of a slot, and the number of slots: the splits of all chunks of one row."""
-    chunk = 0
-    first_slot = 0
-    num_slots = 0
-    for first_chunk in range(0, num_chunks, CHUNKS_AT_ONCE):
-        chunks = first_chunk + tl.arange(0, CHUNKS_AT_ONCE)
-        is_chunk = chunks < num_chunks
-        starts = tl.load(row_starts_ptr + chunks, mask=is_chunk, other=0)
-        ends = tl.load(row_starts_ptr + chunks + 1, mask=is_chunk, other=0)
-        context_lens = tl.load(context_lens_ptr + chunks, mask=is_chunk, other=0)
-        _, _, num_pieces = pieces_of(context_lens, WINDOW, PIECE_SIZE)
-        counts = tl.where(ends - starts == 1, tl.minimum(num_pieces, MAX_SPLITS), 0)
-        is_before = is_chunk & (num_slots + tl.cumsum(counts, axis=0) <= slot)
-        chunk += tl.sum(is_before.to(tl.int32), axis=0)
-        first_slot += tl.sum(tl.where(is_before, counts, 0), axis=0)
-        num_slots += tl.sum(counts, axis=0)
-    return chunk, slot - first_slot, num_slots
 
 
 @triton.jit

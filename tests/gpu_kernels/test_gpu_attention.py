@@ -117,27 +117,44 @@ def test_more_pieces_than_splits(shape: Shape, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    "shape", [PAGED, WINDOW, LATENT, Shape(64, 1, 513, latent_size=512), Shape(100, 1, 40, latent_size=33)], ids=str
+    ("shape", "settings"),
+    [
+        *((shape, [(3, None), (3, 12), (3, 1)]) for shape in (PAGED, WINDOW, LATENT)),
+        (Shape(33, 1, 20, latent_size=17), [(3, 12), (1000, None)]),
+    ],
+    ids=["paged", "window", "latent", "33 heads"],
 )
-def test_neither_programs_nor_launches_change_a_byte(shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few programs share splits; with more than 64 heads, a large device gets smaller programs."""
-    monkeypatch.setattr(latent, "choose_splits", lambda num_heads: Splits(piece_size=32, max_splits=4))
+def test_fewer_splits_and_other_tiles(
+    shape: Shape, settings: list[tuple[int, int | None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps with many chunks have fewer splits; with more than 32 heads, few chunks get other tiles on a large device.
+
+    The number of launches changes no byte.
+    """
     lengths = [(1, 150), (0, 0), (1, 1), (1, 33), (1, 129), (1, 40)]
-    case = make_case(lengths, shape, dtype=torch.float16)
-    expected = attend(case)
-    check(case, expected)
-    monkeypatch.setattr(paged_launch, "num_programs", lambda device, programs_per_sm: 1000)
-    assert same_bytes(attend(case), expected)
-    monkeypatch.setattr(paged_launch, "MAX_PARTIAL_BYTES", 1)  # four chunks at a time
-    padded = dataclasses.replace(case, query_TNH=torch.cat([case.query_TNH, case.query_TNH[:2]]))
-    actual = attend(padded)
-    assert same_bytes(actual[:-2], expected)
-    assert not actual[-2:].any()
+    case = make_case(lengths[:1] if shape.num_heads > 32 else lengths, shape, dtype=torch.float16)
+    padded = dataclasses.replace(case, query_TNH=torch.cat([case.query_TNH, case.query_TNH[:1]]))
+    for num_device_programs, max_programs in settings:
+        with monkeypatch.context() as patch:
+            patch.setattr(paged_launch, "num_programs", lambda device, per_sm, number=num_device_programs: number)
+            splits = Splits(piece_size=64, max_splits=4, max_programs=max_programs)
+            for module in (paged, latent):
+                patch.setattr(module, "choose_splits", lambda num_heads, splits=splits: splits)
+            expected = attend(case)
+            check(case, expected)
+            patch.setattr(paged_launch, "MAX_PARTIAL_BYTES", 1)  # four chunks at a time
+            actual = attend(padded)
+        assert same_bytes(actual[:-1], expected)
+        assert not actual[-1:].any()
 
 
 @pytest.mark.parametrize(
     ("num_heads", "num_chunks", "num_programs"),
-    [(16, 1, 128), (32, 1, 128), (64, 1, 128), (128, 1, 128), (128, 2, 128), (16, 64, 528), (128, 64, 528)],
+    [
+        *((num_heads, 1, 128) for num_heads in (16, 32, 40, 64, 128)),
+        *((num_heads, num_chunks, 512) for num_heads in (16, 64, 128) for num_chunks in (64, 128, 256)),
+        (128, 512, 1024),  # a split for each chunk
+    ],
 )
 def test_programs_of_latent_attention_on_132_multiprocessors(
     num_heads: int, num_chunks: int, num_programs: int, monkeypatch: pytest.MonkeyPatch

@@ -133,14 +133,13 @@ def compiled(kind: str, shape: Shape, dtype: str = "bf16") -> MachineCode:
     from moeserve.triton_kernels.paged_tiles import attend_tile_kernel
 
     tile_config, split_config, splits = configs(shape, 4 if dtype == "fp32" else 2)
-    own: dict[str, Any] = sizes(shape) | {"CHUNKS_AT_ONCE": CHUNKS_AT_ONCE}
+    own: dict[str, Any] = sizes(shape)
     if kind == "tiles":
         kernel, config = attend_tile_kernel, tile_config
-        own |= {"LEAST_ROWS": 2}
+        own |= {"LEAST_ROWS": 2, "CHUNKS_AT_ONCE": CHUNKS_AT_ONCE}
     else:
         kernel, config = attend_split_kernel, split_config if kind == "splits" else few_config(shape.num_heads, 2)
-        own |= {"PIECE_SIZE": splits.piece_size, "MAX_SPLITS": splits.max_splits}
-        own |= {"NUM_PARTS": config.num_parts, "SHARES_PROGRAMS": config.shares_programs}
+        own |= {"PIECE_SIZE": splits.piece_size, "NUM_PARTS": config.num_parts}
         own["BLOCK_V"] //= config.num_parts
     blocks = {"BLOCK_M": config.block_pairs, "BLOCK_C": config.block_positions}
     code: MachineCode = compile_attention(kernel, shape, blocks | own, config.compile_options, dtype)
@@ -171,17 +170,17 @@ def test_small_models_and_float32_fit(name: str, dtype: str, kind: str) -> None:
 
 @pytest.mark.parametrize("name", ["gpt-oss", "DeepSeek-V2-Lite", "DeepSeek-V3"])
 def test_merging_fits(name: str) -> None:
-    from moeserve.triton_kernels.paged_launch import MAX_MERGED, merge_warps
+    from moeserve.triton_kernels.paged_launch import BLOCK_MERGED, MERGE_WARPS, SPLITS_AT_ONCE
     from moeserve.triton_kernels.paged_splits import merge_splits_kernel
 
     shape = SHAPES[name]
     splits = configs(shape)[2]
     constants = {"WINDOW": shape.window, "PIECE_SIZE": splits.piece_size, "MAX_SPLITS": splits.max_splits}
-    num_parts = configs(shape)[1].num_parts
-    part_size = sizes(shape)["BLOCK_V"] // num_parts
-    block_merged = min(part_size, MAX_MERGED // splits.max_splits)
-    block = {"VALUE_SIZE": shape.value_size, "NUM_PARTS": num_parts, "PART_SIZE": part_size, "BLOCK_V": block_merged}
-    options = {"num_warps": merge_warps(splits.max_splits, block_merged)}
+    constants["SPLITS_AT_ONCE"] = min(SPLITS_AT_ONCE, splits.max_splits)
+    block_values = sizes(shape)["BLOCK_V"]
+    block = {"VALUE_SIZE": shape.value_size, "NUM_PARTS": 1, "PART_SIZE": block_values}
+    block["BLOCK_V"] = min(block_values, BLOCK_MERGED)
+    options = {"num_warps": MERGE_WARPS}
     code = compile_attention(merge_splits_kernel, shape, constants | block, options, "bf16")
     assert code.spilled_bytes == 0
     assert code.shared_bytes <= 32 * 1024  # so that several programs run at a time

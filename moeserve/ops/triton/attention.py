@@ -63,7 +63,7 @@ class TritonAttention:
 
 
 class TritonLatentAttention:
-    """See `LatentAttentionBackend`."""
+    """See `LatentAttentionBackend`. With splits, the last bits of a row depend on the number of chunks of the step."""
 
     def __init__(self, scale: float, latent_size: int, whole_num_heads: int, *, splits_contexts: bool = True) -> None:
         """
