@@ -70,7 +70,10 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SavedState(msgspec.Struct, frozen=True, array_like=True):
-    """A copy of a request's recurrent state within or after a chunk, for later requests with the same prefix."""
+    """A copy of a request's recurrent state within or after a chunk, for later requests with the same prefix.
+
+    If the chunk has drafts, it is the state before them, to which the request returns if one of them is rejected.
+    """
 
     slot: int
     row: int  # of the state caches
@@ -80,16 +83,19 @@ class SavedState(msgspec.Struct, frozen=True, array_like=True):
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The work of one replica in one step: chunks of tokens of registered requests, one chunk for each request.
 
-    A chunk that ends at the last token that the ranks know, sampled ones included, samples the next token.
+    A chunk that ends at the last token that the ranks know, sampled ones included, samples the next token. Drafts,
+    which guess this token and those after it, may follow; the chunk then samples after each of them too.
     """
 
     step: int
     slots: list[int]  # the request of each chunk
     starts: list[int]  # position of each chunk's first token in its request
-    lengths: list[int]  # tokens of each chunk
+    lengths: list[int]  # tokens of each chunk, drafts included
     registrations: list[Registration] = []
     new_blocks: list[tuple[int, list[int]]] = []  # slots, and the KV blocks that are appended to their requests'
-    new_tokens: list[tuple[int, int]] = []  # slots, and the token that is appended to their requests'
+    new_tokens: list[tuple[int, list[int]]] = []  # slots, and the tokens that are appended to their requests'
+    drafts: list[tuple[int, list[int]]] = []  # slots, and the drafts at the end of their chunks
+    moved_states: list[tuple[int, int]] = []  # slots, and the row where the state of their request is from now on
     saved_states: list[SavedState] = []
 
     @property
@@ -136,8 +142,9 @@ class LogprobRows(msgspec.Struct, frozen=True):
 class ChunkResult(msgspec.Struct, frozen=True, kw_only=True):
     """The result of one chunk."""
 
-    token_id: int | None = None  # the token that follows it, if one was sampled
-    logprobs: TokenLogprobs | None = None
+    token_ids: list[int] = []  # the accepted drafts, and the token after them; empty if the chunk does not sample
+    logprobs: list[TokenLogprobs] = []  # of each of these, if they are wanted
+    draft_token_ids: list[int] = []  # guesses of the tokens that follow, for a later plan
     prompt_logprobs: list[LogprobRows] = []  # together one row for each prompt token that a row of the chunk predicts
     error: str | None = None  # why its request cannot go on, for example because its logits are NaN
 
@@ -267,6 +274,14 @@ class CollectLoad(msgspec.Struct, frozen=True, tag="collect-load"):
 ReplicaMessage: TypeAlias = AddRequest | AbortRequest | Wake | CollectLoad | Shutdown
 
 
+class SpeculationTotals(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts of drafts since the start of a replica."""
+
+    num_drafts: int = 0  # runs of draft tokens, each in one chunk
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0  # of these
+
+
 class ReplicaStats(msgspec.Struct, frozen=True, kw_only=True):
     """The load of a replica, for the router and for metrics."""
 
@@ -275,6 +290,7 @@ class ReplicaStats(msgspec.Struct, frozen=True, kw_only=True):
     num_running: int  # requests
     num_rounds: int  # that have ended; grows even while all replicas idle
     num_preemptions: int = 0  # so far
+    speculation: SpeculationTotals = SpeculationTotals()
     steps: StepTotals = msgspec.field(default_factory=StepTotals)
     num_loaded_tokens: int = 0  # whose keys and values came from the store behind the KV cache, so far
     num_saved_blocks: int = 0  # to this store

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from moeserve.ops.interfaces import Kernels
-from moeserve.protocol import ChunkResult
 from moeserve.sampling_params import RequestParams
 from moeserve.step_inputs import SAMPLING_SETTINGS, as_integers
 from moeserve.worker import sampler
-from moeserve.worker.sampler import SampleSpec
+from moeserve.worker.sampler import SampledToken, SampleSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +45,7 @@ def positions_of(num_outputs: Sequence[int]) -> Tensor:
     return torch.tensor([NUM_PROMPT_TOKENS + number - 1 for number in num_outputs], dtype=torch.int64)
 
 
-def sampled(logits_LV: Tensor, rows: Sequence[RowSpec], kernels: Kernels) -> list[ChunkResult]:
+def sampled(logits_LV: Tensor, rows: Sequence[RowSpec], kernels: Kernels) -> list[SampledToken]:
     """Return the tokens of all rows. Nothing more is done for rows that need nothing more."""
     results = sampler.sample(
         logits_LV,

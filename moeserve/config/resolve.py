@@ -136,8 +136,15 @@ def resolve(
             f"attention_backend={model.attention_backend!r} cannot read the scales of "
             f"kv_cache_dtype={cache.kv_cache_dtype!r}; use attention_backend='triton'"
         )
-    # Tokens are sampled on the last stage, and the first needs them: no step can be planned ahead of its tokens.
-    plans_ahead = scheduler.async_scheduling and len(pipeline_layers) == 1
+    # Tokens are sampled on the last stage, and the first needs them: no step can be planned ahead of its tokens. Nor
+    # can it be if drafts decide how many tokens there will be.
+    speculation = scheduler.speculative_config
+    plans_ahead = scheduler.async_scheduling and len(pipeline_layers) == 1 and speculation is None
+    if speculation is not None and speculation.prompt_lookup_min > speculation.prompt_lookup_max:
+        raise SettingsError(
+            f"speculative_config: prompt_lookup_min={speculation.prompt_lookup_min} is more than "
+            f"prompt_lookup_max={speculation.prompt_lookup_max}; choose at most that"
+        )
     return EngineConfig(
         model_path=checkpoint.path,
         tokenizer_path=model.tokenizer or checkpoint.path,
@@ -173,6 +180,7 @@ def resolve(
         max_num_batched_tokens=max_num_batched_tokens,
         max_prefill_tokens=scheduler.max_prefill_tokens,
         async_scheduling=plans_ahead,
+        speculative_config=speculation,
         max_concurrent_batches=scheduler.max_concurrent_batches or (2 if plans_ahead else len(pipeline_layers)),
         tensor_parallel_size=parallel.tensor_parallel_size,
         data_parallel_size=parallel.data_parallel_size,

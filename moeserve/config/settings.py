@@ -128,6 +128,16 @@ class CacheSettings:
     kv_transfer_timeout: PositiveInt = setting(60, "seconds for which blocks are kept until another engine reads them")
 
 
+class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How tokens are drafted ahead of the model. Names are vLLM's."""
+
+    method: Literal["ngram"]
+    num_speculative_tokens: Annotated[int, msgspec.Meta(ge=1, le=64)]  # most drafts of a request in a step
+    # Tokens of the run whose earlier occurrence ngram looks for, at most and at least.
+    prompt_lookup_max: Annotated[int, msgspec.Meta(ge=1, le=64)] = 4
+    prompt_lookup_min: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2
+
+
 @dataclass(frozen=True, kw_only=True)
 class SchedulerSettings:
     """Scheduling"""
@@ -155,6 +165,12 @@ class SchedulerSettings:
         None,
         "most steps in flight at once, the running ones included; none: one for each pipeline stage; with one stage, 2 "
         "with async scheduling",
+    )
+    speculative_config: SpeculativeConfig | None = setting(
+        None,
+        'draft tokens ahead of the model, which verifies several in a step, like {"method": "ngram", '
+        '"num_speculative_tokens": 4}; ngram: drafts continue as the last tokens did where they occurred before; none: '
+        "a step for each token",
     )
     debug_rank_state: bool = setting(
         False, "compare the requests in every rank's table with the scheduler after each step, for debugging; slow"
@@ -346,6 +362,7 @@ class EngineConfig:
     max_prefill_tokens: int
     max_queued_requests: int
     async_scheduling: bool
+    speculative_config: SpeculativeConfig | None
     max_concurrent_batches: int
     tensor_parallel_size: int
     data_parallel_size: int

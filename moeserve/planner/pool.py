@@ -385,7 +385,7 @@ class _Ranks:
                 chunks.append(_NO_TOKEN)
             else:
                 self._request_of_slot[slot] = number, num_known + 1
-                chunks.append(ChunkResult(token_id=own_token(number)))
+                chunks.append(ChunkResult(token_ids=[own_token(number)]))
         return StepResult(step=plan.step, chunks=chunks)
 
 

@@ -58,7 +58,7 @@ class CacheManager:
 
     def num_missing_blocks(self, request: LiveRequest) -> int:
         """Return how many more blocks the known tokens of a request need."""
-        return num_blocks_for(len(request.token_ids), self.config.block_size) - len(request.block_ids)
+        return max(num_blocks_for(len(request.token_ids), self.config.block_size) - len(request.block_ids), 0)
 
     def share(self, request: LiveRequest, prefix: list[int]) -> None:
         """Give a request its cached prefix. It has no other blocks."""
@@ -117,6 +117,24 @@ class CacheManager:
         row = self.states.take()
         return None if row is None else SavedState(request.slot, row, position - start)
 
+    def save_before_drafts(self, request: LiveRequest, num_tokens: int) -> SavedState | None:
+        """Return what saves the state before the drafts of a chunk, in the other row of its request.
+
+        Args:
+            num_tokens: of the chunk, without drafts.
+        """
+        if self.states is None:
+            return None
+        return SavedState(request.slot, self.states.other_row(request.slot, request.own_state_row), num_tokens)
+
+    def return_before_drafts(self, request: LiveRequest) -> bool:
+        """Return a request to its state before drafts, one of which was rejected. Return False if it has no state."""
+        if self.states is None:
+            return False
+        request.state_row = self.states.other_row(request.slot, request.own_state_row)
+        request.own_state_row, request.has_moved_state = request.state_row, True
+        return True
+
     def end_save(self, request: LiveRequest, saved: SavedState, start: int, *, is_kept: bool) -> None:
         """Make the state that a chunk has saved available to other requests, if it was computed.
 
@@ -142,7 +160,9 @@ class CacheManager:
             self.states.check_invariants(saving)
 
     def _num_new_blocks(self, request: LiveRequest, num_tokens: int) -> int:
-        return num_blocks_for(request.num_planned + num_tokens, self.config.block_size) - len(request.block_ids)
+        """Return how many blocks the next tokens of a request need. It may have those of rejected drafts already."""
+        num_blocks = num_blocks_for(request.num_planned + num_tokens, self.config.block_size)
+        return max(num_blocks - len(request.block_ids), 0)
 
     def _num_blocks_with_state(self, request: LiveRequest, num_blocks: int) -> int:
         """Return how many of a request's first blocks, all of them cached, end at or before a saved state.

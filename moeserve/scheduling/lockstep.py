@@ -38,7 +38,7 @@ import msgspec
 from moeserve.errors import LockstepError
 from moeserve.protocol import RankReport, StepPlan, StepResult
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 ROW_SIZE = 8  # protocol version, round, replica, tokens, decode only, decoding requests, prefill tokens, flags
 LEAST_PREFILL_BUDGET = 128  # tokens
 PREFILL_ROUNDS = 4  # that the waiting prefills would take with constant budgets, if all replicas had equally many

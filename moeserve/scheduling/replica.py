@@ -303,6 +303,7 @@ class Replica:
             num_running=self._scheduler.num_running,
             num_rounds=self._num_sent - len(self._rounds),
             num_preemptions=self._scheduler.num_preemptions,
+            speculation=self._scheduler.speculation,
             steps=self._totals,
             num_loaded_tokens=transfers.num_loaded_blocks * self._scheduler.config.block_size if transfers else 0,
             num_saved_blocks=transfers.num_saved_blocks if transfers else 0,

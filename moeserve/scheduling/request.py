@@ -27,11 +27,15 @@ class LiveRequest:
     slot: int = NO_SLOT  # of the ranks' tables
     is_registered: bool = False  # the ranks' tables hold its state
     num_sent: int = 0  # known tokens, when it was last planned; if the ranks do not sample, they have these
+    draft_token_ids: list[int] = field(default_factory=list)  # guesses of the next tokens, for the next plan
+    end_of_drafts: int = 0  # position after the last draft of any plan; the request has blocks up to there
     num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache when it was first admitted
     num_passed: int = 0  # requests that were admitted before this one though they came later
     may_load: bool = True  # blocks from a store behind the cache, if it has some; once each time it is admitted
     kv_source: PeerBlocks | None = field(init=False)  # blocks to be received before it is admitted
     state_row: int | None = None  # of its recurrent state before the next planned token; None: zeros
+    own_state_row: int = NO_SLOT  # the row to which its chunks write the state after them
+    has_moved_state: bool = False  # to `own_state_row`, since the last plan
     branch_point: int = 0  # tokens after which its state is saved, since another request went on differently there
     ended: bool = False
     _digests: list[bytes] = field(default_factory=list)  # of its first full blocks, computed on demand
@@ -70,10 +74,11 @@ class LiveRequest:
         """True until the prompt log-probabilities are sent: no position of the prompt may then be skipped."""
         return self.request.params.prompt_logprobs is not None and self.num_output_tokens == 0
 
-    def will_end(self, max_model_len: int) -> bool:
-        """True if the tokens that plans in flight sample bring the request to its length limit."""
-        num_tokens = len(self.token_ids) + self.num_unknown
-        return num_tokens == max_model_len or num_tokens - self.num_prompt_tokens == self.request.params.max_tokens
+    def num_left(self, max_model_len: int) -> int:
+        """Return how many tokens may follow those that are known and those that plans in flight sample."""
+        num_tokens, max_tokens = len(self.token_ids) + self.num_unknown, self.request.params.max_tokens
+        num_left = max_model_len - num_tokens
+        return num_left if max_tokens is None else min(num_left, self.num_prompt_tokens + max_tokens - num_tokens)
 
     def registration(self, prompt_slot: int | None) -> Registration:
         """Return the state that ranks keep. No plan that names the request may be in flight.
@@ -108,17 +113,27 @@ class LiveRequest:
     def collect_prompt_logprobs(self, rows: list[LogprobRows]) -> None:
         self._prompt_logprobs += rows
 
-    def append(self, token_id: int, logprobs: TokenLogprobs | None, max_model_len: int) -> RequestUpdate:
-        """Add a sampled token. Return the update for the client, whose `finish_reason` is set if it was the last."""
+    def append(self, token_ids: list[int], logprobs: list[TokenLogprobs], max_model_len: int) -> RequestUpdate:
+        """Add sampled tokens up to the one that ends the request.
+
+        Return the update for the client, whose `finish_reason` is set if the request has ended.
+        """
         prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, []
-        finish_reason, stop_reason = self._finish_and_stop_reason(token_id, max_model_len)
         if self.token_ids is self.request.prompt_token_ids:
             self.token_ids = self.token_ids.copy()
-        self.token_ids.append(token_id)
+        num_before = len(self.token_ids)
+        finish_reason: FinishReason | None = None
+        stop_reason: int | None = None
+        for token_id in token_ids:
+            finish_reason, stop_reason = self._finish_and_stop_reason(token_id, max_model_len)
+            self.token_ids.append(token_id)
+            if finish_reason is not None:
+                break
+        added = self.token_ids[num_before:]
         return RequestUpdate(
             request_id=self.request_id,
-            token_ids=[token_id],
-            logprobs=[] if logprobs is None else [logprobs],
+            token_ids=added,
+            logprobs=logprobs[: len(added)],
             prompt_logprobs=prompt_logprobs,
             finish_reason=finish_reason,
             stop_reason=stop_reason,
@@ -143,6 +158,9 @@ class LiveRequest:
         self.block_ids = []
         self.slot = NO_SLOT
         self.state_row = None
+        self.has_moved_state = False
+        self.draft_token_ids = []
+        self.end_of_drafts = 0
         self.is_registered = False
         self.may_load = True
         self._prompt_logprobs = []  # not sent yet, so all of them will be computed again

@@ -23,6 +23,7 @@ from moeserve.protocol import (
     Request,
     RequestUpdate,
     SavedState,
+    SpeculationTotals,
     StepPlan,
     StepResult,
     Transfer,
@@ -47,7 +48,8 @@ class _PlannedChunk:
     """A chunk of a plan in flight."""
 
     request: LiveRequest
-    num_tokens: int
+    num_tokens: int  # without drafts
+    num_drafts: int
     samples: bool
     num_prompt_rows: int  # prompt tokens whose log-probabilities it returns
     num_known: int  # tokens of the request that ranks have after this plan
@@ -121,6 +123,7 @@ class Scheduler:
         assert config.max_num_batched_tokens >= 1, config
         self.config = config
         self.num_preemptions = 0
+        self.speculation = SpeculationTotals()
         self._cache_salt = cache_salt
         self._caches = CacheManager(config)
         self._transfers: BlockTransfers | None = None
@@ -230,26 +233,43 @@ class Scheduler:
         num_preemptions = self.num_preemptions
         self._caches.begin_plan()
         has_room = self._continue_running(planned, new_blocks, budget)
+        drafts: dict[LiveRequest, list[int]] = {}
         if has_room and self.num_preemptions == num_preemptions:
             self._admit_waiting(planned, budget)
             self._extend_prompts(planned, new_blocks, budget)
+            drafts = self._take_drafts(planned, new_blocks, budget)
         if not planned:
             is_stuck = self.has_work and not self._plans and not (self._transfers and self._transfers.are_in_flight)
             assert not is_stuck, "there are requests, but none of them can run"
             return None
         self._step += 1
-        saved_states = [self._caches.save_state(request, num_tokens) for request, num_tokens in planned]
+        saved_states = [
+            self._caches.save_before_drafts(request, num_tokens)
+            if request in drafts
+            else self._caches.save_state(request, num_tokens)
+            for request, num_tokens in planned
+        ]
         plan = StepPlan(
             step=self._step,
             slots=[request.slot for request, _ in planned],
             starts=[request.num_planned for request, _ in planned],
-            lengths=[num_tokens for _, num_tokens in planned],
+            lengths=[num_tokens + len(drafts.get(request, ())) for request, num_tokens in planned],
             registrations=[self._registration(request) for request, _ in planned if not request.is_registered],
             new_blocks=new_blocks,
             new_tokens=[] if self.config.plans_ahead else self._unsent_tokens(planned),
+            drafts=[(request.slot, some) for request, some in drafts.items()],
+            moved_states=[
+                (request.slot, request.own_state_row)
+                for request, _ in planned
+                if request.is_registered and request.has_moved_state
+            ],
             saved_states=[saved for saved in saved_states if saved is not None],
         )
-        self._plans.append([self._start_chunk(*each, saved) for each, saved in zip(planned, saved_states, strict=True)])
+        chunks = [
+            self._start_chunk(request, num_tokens, len(drafts.get(request, ())), None if request in drafts else saved)
+            for (request, num_tokens), saved in zip(planned, saved_states, strict=True)
+        ]
+        self._plans.append(chunks)
         return plan
 
     def commit(self, result: StepResult, reports: Sequence[RankReport] = ()) -> list[RequestUpdate]:
@@ -327,7 +347,8 @@ class Scheduler:
             assert request.num_unknown == sum(chunk.samples for chunk in own), request
         for request in self._running.values():
             assert request.num_planned <= len(request.token_ids) + request.num_unknown <= self.config.max_model_len
-            assert len(request.block_ids) == num_blocks_for(request.num_planned, self.config.block_size), request
+            num_tokens = max(request.num_planned, request.end_of_drafts)
+            assert len(request.block_ids) == num_blocks_for(num_tokens, self.config.block_size), request
         prefilling = {request for request in self._running.values() if request.is_prefilling}
         assert self._prefilling == prefilling, f"prefills are lost: {self._prefilling ^ prefilling}"
         unplanned = [*self._waiting.values(), *self._loading.values()]
@@ -386,18 +407,38 @@ class Scheduler:
         if added and request.is_registered:  # else its registration has all of them
             new_blocks.append((request.slot, added))
 
+    def _take_drafts(
+        self, planned: list[tuple[LiveRequest, int]], new_blocks: list[tuple[int, list[int]]], budget: _Budget
+    ) -> dict[LiveRequest, list[int]]:
+        """Return the drafts of planned requests for which tokens and blocks are left. No request waits for them."""
+        taken: dict[LiveRequest, list[int]] = {}
+        for request, num_tokens in planned:
+            most = min(budget.num_tokens, request.num_left(self.config.max_model_len) - 1)
+            drafts = request.draft_token_ids[: max(most, 0)]
+            num_with_drafts = num_tokens + len(drafts)
+            if not drafts or num_tokens < request.num_unplanned or not request.is_registered:
+                continue
+            if not self._caches.fits(request, num_with_drafts):
+                continue
+            self._allocate(request, num_with_drafts, new_blocks)
+            budget.num_tokens -= len(drafts)
+            request.end_of_drafts = request.num_planned + num_with_drafts
+            taken[request] = drafts
+        return taken
+
     def _share_of_plan(self, num_requests: int) -> int:
         """Return how many of `num_requests` requests one plan takes: an equal share for each of `num_batches` plans."""
         return -(-num_requests // self.config.num_batches)
 
-    def _unsent_tokens(self, planned: Sequence[tuple[LiveRequest, int]]) -> list[tuple[int, int]]:
-        """Return the slots and tokens of registered requests whose last token the ranks do not have yet."""
+    def _unsent_tokens(self, planned: Sequence[tuple[LiveRequest, int]]) -> list[tuple[int, list[int]]]:
+        """Return the slots of registered requests with the tokens that the ranks do not have yet."""
         registered = (request for request, _ in planned if request.is_registered)
-        return [(each.slot, each.token_ids[-1]) for each in registered if each.num_sent < len(each.token_ids)]
+        unsent = ((each.slot, each.token_ids[each.num_sent :]) for each in registered)
+        return [(slot, token_ids) for slot, token_ids in unsent if token_ids]
 
     def _may_continue(self, request: LiveRequest) -> bool:
         """True if another token of the request can be planned now."""
-        if request.num_unknown and (not self.config.plans_ahead or request.will_end(self.config.max_model_len)):
+        if request.num_unknown and (not self.config.plans_ahead or request.num_left(self.config.max_model_len) == 0):
             return False
         # Ranks forgot the request: all of its tokens must be known to register it again.
         return request.num_unplanned > 0 and (request.is_registered or request.num_plans == 0)
@@ -554,15 +595,18 @@ class Scheduler:
     def _registration(self, request: LiveRequest) -> Registration:
         """Return what registers a request. Samples share their prompt: while one of them runs, it is not sent again."""
         owner = self._owner_of_prompt.setdefault(id(request.request.prompt_token_ids), request)
+        request.own_state_row = request.slot
         return request.registration(None if owner is request else owner.slot)
 
-    def _start_chunk(self, request: LiveRequest, num_tokens: int, saved: SavedState | None) -> _PlannedChunk:
+    def _start_chunk(
+        self, request: LiveRequest, num_tokens: int, num_drafts: int, saved: SavedState | None
+    ) -> _PlannedChunk:
         end = request.num_planned + num_tokens
         samples = num_tokens == request.num_unplanned
         needs_rows = request.needs_every_prompt_row and request.num_unknown == 0
         num_prompt_rows = num_tokens - samples if needs_rows else 0  # the last row predicts the sampled token
         request.is_registered = True
-        request.state_row = request.slot
+        request.state_row, request.has_moved_state = request.own_state_row, False
         request.num_sent = len(request.token_ids)
         request.num_planned = end
         request.num_unknown += samples
@@ -570,7 +614,8 @@ class Scheduler:
         if not request.is_prefilling:
             self._prefilling.discard(request)
         num_known = len(request.token_ids) + (request.num_unknown if self.config.plans_ahead else 0)
-        return _PlannedChunk(request, num_tokens, samples, num_prompt_rows, num_known, len(request.block_ids), saved)
+        num_blocks = len(request.block_ids)
+        return _PlannedChunk(request, num_tokens, num_drafts, samples, num_prompt_rows, num_known, num_blocks, saved)
 
     def _finish_chunk(self, chunk: _PlannedChunk) -> None:
         """A plan that names the chunk's request is not in flight any more."""
@@ -587,20 +632,41 @@ class Scheduler:
         request = chunk.request
         if result.error is not None:
             return self._abort(request, error=result.error)
-        assert chunk.samples == (result.token_id is not None), f"{request.request_id}: token {result}"
+        most_tokens = 1 + chunk.num_drafts if chunk.samples else 0
+        assert min(1, most_tokens) <= len(result.token_ids) <= most_tokens, f"{request.request_id}: tokens {result}"
         num_rows = sum(rows.num_rows for rows in result.prompt_logprobs)
         assert num_rows == chunk.num_prompt_rows, f"{request.request_id}: rows are missing"
-        for digest, block_id in self._caches.register_computed(request, chunk.num_tokens):
+        request.collect_prompt_logprobs(result.prompt_logprobs)
+        start = request.num_computed - chunk.num_tokens
+        update = self._append_tokens(chunk, result) if chunk.samples else None
+        for digest, block_id in self._caches.register_computed(request, request.num_computed - start):
             if self._transfers is not None:
                 self._transfers.note_computed(digest, block_id)
-        request.collect_prompt_logprobs(result.prompt_logprobs)
-        if result.token_id is None:
-            return None
-        update = request.append(result.token_id, result.logprobs, self.config.max_model_len)
-        if update.finish_reason is not None:
+        if update is not None and update.finish_reason is not None:
             if self._transfers is not None and request.request.kv_handle:
                 update = self._transfers.keep(request, update)
             self._end(request)
+        return update
+
+    def _append_tokens(self, chunk: _PlannedChunk, result: ChunkResult) -> RequestUpdate:
+        """Add the sampled tokens of a chunk to its request, and note which of its drafts are computed with them."""
+        request, num_accepted = chunk.request, len(result.token_ids) - 1
+        update = request.append(result.token_ids, result.logprobs, self.config.max_model_len)
+        request.draft_token_ids = result.draft_token_ids
+        if not chunk.num_drafts:
+            return update
+        self.speculation = SpeculationTotals(
+            num_drafts=self.speculation.num_drafts + 1,
+            num_draft_tokens=self.speculation.num_draft_tokens + chunk.num_drafts,
+            num_accepted_tokens=self.speculation.num_accepted_tokens + num_accepted,
+        )
+        if num_accepted < chunk.num_drafts and self._caches.return_before_drafts(request):
+            if request.is_prefilling:  # the accepted drafts are computed again
+                self._prefilling.add(request)
+            return update
+        num_computed = min(num_accepted, len(update.token_ids))
+        request.num_computed += num_computed
+        request.num_planned += num_computed
         return update
 
     def _find(self, request_id: str) -> LiveRequest | None:

@@ -4,6 +4,9 @@ A layer with a recurrent state has a cache with a row for each running request, 
 for saved states. A saved state is a copy of a request's state after a prefix whose length is a multiple of `interval`
 tokens; another request that begins with the same tokens starts from it. Ranks execute plans in order, so a row
 can be reused in the plan after the last one that reads it.
+
+A chunk with drafts changes the state of its request in place, and saves the state before them in a second row of the
+request. If a draft is rejected, the two rows change their roles.
 """
 
 from __future__ import annotations
@@ -26,6 +29,11 @@ class StatePool:
         self._row_of_digest: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
         self._pending: set[int] = set()  # written by plans in flight
         self._read: set[int] = set()  # by the plan that is being made
+
+    def other_row(self, slot: int, row: int) -> int:
+        """Return the other one of the two rows of the request in a slot."""
+        second = self.rows.stop + slot
+        return second if row == slot else slot
 
     def begin_plan(self) -> None:
         """Begin another plan. Rows that the previous plan reads may be reused."""

@@ -48,6 +48,18 @@ REPLICA_COUNTERS: dict[str, tuple[str, Callable[[ReplicaStats], float]]] = {
         "Requests that lost their KV cache to older ones.",
         lambda stats: stats.num_preemptions,
     ),
+    "moeserve_spec_decode_num_drafts": (
+        "Runs of draft tokens that were verified.",
+        lambda stats: stats.speculation.num_drafts,
+    ),
+    "moeserve_spec_decode_num_draft_tokens": (
+        "Draft tokens that were verified.",
+        lambda stats: stats.speculation.num_draft_tokens,
+    ),
+    "moeserve_spec_decode_num_accepted_tokens": (
+        "Draft tokens that were accepted.",
+        lambda stats: stats.speculation.num_accepted_tokens,
+    ),
     "moeserve_external_prefix_cache_hits": (
         "Tokens whose keys and values came from the store behind the KV cache.",
         lambda stats: stats.num_loaded_tokens,

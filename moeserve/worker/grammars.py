@@ -204,6 +204,27 @@ class Matcher:
             return AllowedTokens(bits, "structured_outputs: the grammar takes too long for each token; simplify it")
         return AllowedTokens(bits)
 
+    def allowed_after(
+        self, output_token_ids: list[int], drafts: Sequence[int], end_token_ids: Sequence[int]
+    ) -> list[AllowedTokens]:
+        """Return the tokens that may come after the output, and after each draft that is allowed itself.
+
+        Args:
+            output_token_ids, end_token_ids: see `allowed_tokens`.
+        """
+        allowed = [self.allowed_tokens(output_token_ids, end_token_ids)]
+        if not drafts or allowed[0].error is not None:
+            return allowed
+        ahead = Matcher(self._matcher.deep_copy(), self._eos_token_ids)  # may get stuck behind a wrong draft
+        ahead._num_consumed = self._num_consumed
+        for number, draft in enumerate(drafts, 1):
+            if draft in end_token_ids or not allowed[-1].bits[draft // 8] >> draft % 8 & 1:
+                break
+            allowed.append(ahead.allowed_tokens([*output_token_ids, *drafts[:number]], end_token_ids))
+            if allowed[-1].error is not None:
+                break
+        return allowed
+
 
 def _rules(grammar: OutputGrammar) -> dict[str, object]:
     """Return a grammar in the form that llguidance reads.

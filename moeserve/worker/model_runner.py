@@ -15,6 +15,7 @@ from moeserve.distributed.mesh import share_of, share_sizes
 from moeserve.errors import MoeserveError
 from moeserve.models.decoder import Decoder
 from moeserve.step_inputs import ChunkSpan, StateRows, StepInputs
+from moeserve.worker.drafting import Drafter
 from moeserve.worker.grammars import AllowedTokens, Grammars
 from moeserve.worker.halves import in_halves
 from moeserve.worker.request_table import NO_STATES, UNKNOWN_TOKEN, Chunk, RequestState, RequestTable
@@ -39,12 +40,14 @@ class ModelRunner:
         *,
         appends_samples: bool = True,
         grammars: Grammars | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         """
         Args:
             table: of the requests whose chunks are executed.
             appends_samples: append sampled tokens to the table, for later plans that do not bring them.
             grammars: for requests that have one; None: none has.
+            drafter: of tokens for later steps; None: without speculation.
         """
         self.model = model
         self.context = context
@@ -52,6 +55,7 @@ class ModelRunner:
         self.table = table
         self.appends_samples = appends_samples
         self.grammars = grammars
+        self.drafter = drafter
         self.memory = memory_of(table, context.device)
 
     @torch.inference_mode()
@@ -101,6 +105,7 @@ class ModelRunner:
             chunks=chunks if self.context.tp_rank == 0 else [],
             sampling=sampling,
             sampled=sampled,
+            drafter=self.drafter,
             reading=self.memory.start_reading(tensors),
             appends_samples=self.appends_samples,
             raise_failure=self.model.groups.raise_failure,
@@ -114,16 +119,20 @@ class ModelRunner:
         if self.appends_samples:
             self.table.append_tokens(chunks, [0] * sum(chunk.samples for chunk in chunks))
 
-    def _allowed_tokens(self, request: RequestState) -> AllowedTokens | None:
-        """Return the tokens that the grammar of a request allows next; None if it has none."""
+    def _allowed_tokens(self, request: RequestState, drafts: Sequence[int]) -> list[AllowedTokens]:
+        """Return the tokens that the grammar of a request allows next, and after each draft that it allows.
+
+        Return nothing if the request has no grammar.
+        """
         if request.params.grammar is None:
-            return None
+            return []
         assert self.grammars is not None, "there is no tokenizer for grammars"
         try:
             request.matcher = request.matcher or self.grammars.matcher(request.params.grammar)
         except MoeserveError as error:  # where requests are submitted, it compiled
-            return AllowedTokens(np.zeros(0, np.uint8), str(error))
-        return request.matcher.allowed_tokens(request.token_ids[request.num_prompt_tokens :], request.end_token_ids)
+            return [AllowedTokens(np.zeros(0, np.uint8), str(error))]
+        output = request.token_ids[request.num_prompt_tokens :]
+        return request.matcher.allowed_after(output, drafts, request.end_token_ids)
 
     def _sample(
         self,
@@ -167,12 +176,26 @@ class ModelRunner:
         if not self.table.has_spec.any():
             return {}
         is_special = self.table.has_spec[[chunk.slot for chunk in sampling]]
-        requests = {row: sampling[row].request for row in np.flatnonzero(is_special).tolist()}
-        if previous is not None and any(needs_tokens(request) for request in requests.values()):
+        special = [sampling[index] for index in np.flatnonzero(is_special).tolist()]
+        if previous is not None and any(needs_tokens(chunk.request) for chunk in special):
             previous.finish()
             self.replay.on_layers()  # whoever waits for its results need not wait for this step
         # A GPU computes the logits in the meantime.
-        return {row: sample_spec(request, self._allowed_tokens(request)) for row, request in requests.items()}
+        first_rows = itertools.accumulate((chunk.num_sampled for chunk in sampling), initial=0)
+        return {
+            row: spec
+            for chunk, first_row, needs_spec in zip(sampling, first_rows, is_special.tolist(), strict=False)
+            if needs_spec
+            for row, spec in enumerate(self._specs_of(chunk), first_row)
+        }
+
+    def _specs_of(self, chunk: Chunk) -> list[SampleSpec]:
+        """Return more about sampling each row of a chunk. Behind a draft that its grammar bars, no row is used."""
+        allowed = self._allowed_tokens(chunk.request, chunk.drafts)
+        return [
+            sample_spec(chunk.request, allowed[number] if number < len(allowed) else None, chunk.drafts[:number])
+            for number in range(chunk.num_sampled)
+        ]
 
     def _prompt_logprobs(self, chunk: Chunk, hidden_TD: Tensor) -> list[Tensor]:
         """Return what `prompt_rows` takes. Collective: tp ranks, in their logits."""
@@ -195,7 +218,7 @@ class ModelRunner:
         by_name = dict(zip(Chunk._fields, columns, strict=True))
         tokens_of_chunk: Sequence[list[int]] = by_name["token_ids"]
         slots, starts = np.array(by_name["slot"], np.int64), np.array(by_name["start"], np.int64)
-        samples = np.array(by_name["samples"], np.bool_)
+        num_sampled = np.fromiter((chunk.num_sampled for chunk in chunks), np.int64, len(chunks))
         lengths = np.fromiter(map(len, tokens_of_chunk), np.int64, len(chunks))
         ends = starts + lengths
         row_starts = np.concatenate([[0], np.cumsum(lengths)])
@@ -214,9 +237,11 @@ class ModelRunner:
             cache_slots=_padded(cache_slots, np.int64, num_padding, -1),
             row_starts=np.concatenate([row_starts, np.arange(total + 1, size + 1)]).astype(np.int32),
             context_lens=_padded(ends, np.int32, num_padding),
-            logits_rows=row_starts[1:][samples] - 1,
+            logits_rows=np.flatnonzero(np.arange(total) >= np.repeat(row_starts[1:] - num_sampled, lengths)),
             padding=_padded(np.zeros(total, np.bool_), np.bool_, num_padding, True),
-            slots=slots[samples] if padded_to is None else _padded(slots, np.int64, num_padding, self.table.num_slots),
+            slots=np.repeat(slots, num_sampled)
+            if padded_to is None
+            else _padded(slots, np.int64, num_padding, self.table.num_slots),
             chunk_slots=slots,
             state_rows=self._state_rows(chunks, num_padding),
         )

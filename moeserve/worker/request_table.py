@@ -14,6 +14,7 @@ from moeserve.sampling_params import RequestParams
 from moeserve.scheduling.rank_state import request_digest
 from moeserve.step_inputs import SAMPLING_SETTINGS
 from moeserve.worker.grammars import Matcher
+from moeserve.worker.token_history import TokenHistory
 
 UNKNOWN_TOKEN = -1  # the newest token of a request while the device computes it
 
@@ -30,6 +31,8 @@ class RequestState:
     end_token_ids: list[int]
     matcher: Matcher | None = None  # of params.grammar, on the rank that samples, once it has sampled
     state_row: int = -1  # of the state before its next token; -1: zeros
+    own_state_row: int = -1  # where its chunks write the state after them
+    history: TokenHistory | None = None  # of its tokens, on the rank that drafts by n-grams
 
     @property
     def num_output_tokens(self) -> int:
@@ -61,20 +64,28 @@ NO_STATES = ChunkStates()
 
 
 class Chunk(NamedTuple):
-    """The tokens of one request that a step computes: a part of its prompt, or its newest token."""
+    """The tokens of one request that a step computes: a part of its prompt, or its newest token, perhaps with drafts
+    of those after it.
+    """
 
     slot: int
     start: int  # position of the first token
-    token_ids: list[int]
+    token_ids: list[int]  # the drafts last
     request: RequestState
-    samples: bool  # the next token, after the last of these
+    samples: bool  # the next token, after the last one that is no draft, and a token after each draft
     prompt_targets: Sequence[int]  # prompt tokens that rows 0, 1, ... predict, if their log-probabilities are wanted
     states: ChunkStates = NO_STATES
+    drafts: Sequence[int] = ()
 
     @property
     def end(self) -> int:
         """Position after the last token."""
         return self.start + len(self.token_ids)
+
+    @property
+    def num_sampled(self) -> int:
+        """Rows from which a token is sampled: the last ones."""
+        return 1 + len(self.drafts) if self.samples else 0
 
 
 class RequestTable:
@@ -120,22 +131,26 @@ class RequestTable:
             self._register(registration)
         for slot, block_ids in plan.new_blocks:
             self._append_blocks(slot, self._requests[slot], block_ids)
-        for slot, token_id in plan.new_tokens:
-            self._requests[slot].token_ids.append(token_id)
+        for slot, new_ids in plan.new_tokens:
+            self._requests[slot].token_ids += new_ids
+        for slot, row in plan.moved_states:
+            self._requests[slot].state_row = self._requests[slot].own_state_row = row
+        drafts_of_slot = dict(plan.drafts)
         saved = {state.slot: state for state in plan.saved_states}
         chunks = []
         for slot, start, length in zip(plan.slots, plan.starts, plan.lengths, strict=True):
-            request = self._requests[slot]
-            token_ids, end = request.token_ids, start + length
+            request, drafts = self._requests[slot], drafts_of_slot.get(slot, [])
+            token_ids, end = request.token_ids, start + length - len(drafts)
             assert end <= len(token_ids), f"slot {slot}: tokens to {end} are planned, {len(token_ids)} known"
             targets: Sequence[int] = ()
             if request.params.prompt_logprobs is not None and request.num_output_tokens == 0:
                 targets = token_ids[start + 1 : end + 1]
-            states = ChunkStates(request.state_row, slot)
+            states = ChunkStates(request.state_row, request.own_state_row)
             if slot in saved:
                 states = states._replace(save=saved[slot].row, num_before_save=saved[slot].num_tokens)
-            request.state_row = slot
-            chunks.append(Chunk(slot, start, token_ids[start:end], request, end == len(token_ids), targets, states))
+            request.state_row = request.own_state_row
+            samples = end == len(token_ids)
+            chunks.append(Chunk(slot, start, token_ids[start:end] + drafts, request, samples, targets, states, drafts))
         return chunks
 
     def digests(self, slots: Sequence[int]) -> list[RequestDigest]:
@@ -164,6 +179,7 @@ class RequestTable:
             seed=registration.seed,
             end_token_ids=registration.end_token_ids,
             state_row=-1 if registration.state_row is None else registration.state_row,
+            own_state_row=registration.slot,
         )
         self.add(registration.slot, request, registration.block_ids)
 

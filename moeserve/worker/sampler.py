@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moeserve.ops.interfaces import Kernels
 from moeserve.ops.torch.sampling import order_keys, pieces, tokens_of
-from moeserve.protocol import ChunkResult, LogprobRows, TokenLogprobs
+from moeserve.protocol import LogprobRows, TokenLogprobs
 from moeserve.sampling_params import RequestParams
 from moeserve.worker.grammars import AllowedTokens
 from moeserve.worker.request_table import RequestState
@@ -53,6 +53,14 @@ class SampleSpec:
         return bool(self.barred_token_ids or self.allowed or self.params.logit_bias or self.params.has_penalties)
 
 
+class SampledToken(NamedTuple):
+    """The token of one row, or why none could be sampled."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+    error: str | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class SampledRows:
     """The results of sampling, on the device."""
@@ -73,7 +81,7 @@ class SampledRows:
         optional = (self.highest_A, *(self.logprobs or ()))
         return [self.tokens_L, self.highest_L, *(each for each in optional if each is not None)]
 
-    def results(self, on_host: Sequence[Tensor]) -> list[ChunkResult]:
+    def results(self, on_host: Sequence[Tensor]) -> list[SampledToken]:
         """Return the tokens of all rows.
 
         A row that contains NaN or infinity, all of whose tokens are barred, or whose grammar failed, gets an error.
@@ -84,7 +92,7 @@ class SampledRows:
         tokens_L, highest_L, *others = on_host
         errors = _errors_of_rows(highest_L, self.dtype)
         if not self.specs and not errors:
-            return [ChunkResult(token_id=token_id) for token_id in tokens_L.tolist()]
+            return [SampledToken(token_id) for token_id in tokens_L.tolist()]
         for row, spec in self.specs.items():
             if spec.allowed is not None and spec.allowed.error:
                 errors.setdefault(row, spec.allowed.error)
@@ -100,10 +108,7 @@ class SampledRows:
             token_ids, numbers, ranks = (column[:end] for column in columns)
             logprobs[row] = TokenLogprobs(token_ids=token_ids, logprobs=numbers, ranks=ranks)
         return [
-            ChunkResult(error=errors[row])
-            if row in errors
-            else ChunkResult(token_id=token_id, logprobs=logprobs.get(row))
-            for row, token_id in enumerate(tokens_L.tolist())
+            SampledToken(token_id, logprobs.get(row), errors.get(row)) for row, token_id in enumerate(tokens_L.tolist())
         ]
 
 
@@ -112,13 +117,13 @@ def needs_tokens(request: RequestState) -> bool:
     return request.params.has_penalties or request.params.grammar is not None
 
 
-def sample_spec(request: RequestState, allowed: AllowedTokens | None = None) -> SampleSpec:
-    """Return how to sample the next token of a request."""
-    params, token_ids = request.params, request.token_ids
+def sample_spec(request: RequestState, allowed: AllowedTokens | None = None, drafts: Sequence[int] = ()) -> SampleSpec:
+    """Return how to sample the token of a request after some drafts."""
+    params, token_ids = request.params, [*request.token_ids, *drafts] if drafts else request.token_ids
     num_prompt_tokens = request.num_prompt_tokens if params.has_penalties else len(token_ids)
     return SampleSpec(
         params=params,
-        barred_token_ids=request.end_token_ids if request.num_output_tokens < params.min_tokens else (),
+        barred_token_ids=request.end_token_ids if request.num_output_tokens + len(drafts) < params.min_tokens else (),
         prompt_token_ids=token_ids[:num_prompt_tokens] if params.has_penalties else (),
         output_token_ids=token_ids[num_prompt_tokens:],
         allowed=allowed,

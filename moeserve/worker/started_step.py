@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from moeserve.protocol import ChunkResult, LogprobRows
+from moeserve.worker.drafting import Drafter, accepted_tokens
 from moeserve.worker.request_table import Chunk
-from moeserve.worker.sampler import CAUSE_OF_DAMAGE, NUM_PROMPT_TENSORS, SampledRows, prompt_rows
+from moeserve.worker.sampler import CAUSE_OF_DAMAGE, NUM_PROMPT_TENSORS, SampledRows, SampledToken, prompt_rows
 from moeserve.worker.step_memory import Reading
 
 
@@ -23,6 +25,7 @@ class StartedStep:
     # `prompt_logprobs` for each chunk with targets; then the tensors of `sampled`.
     reading: Reading
     sampled: SampledRows | None = None  # None: no chunk samples
+    drafter: Drafter | None = None  # of the tokens after the results; None: without speculation
     appends_samples: bool = False  # write the tokens to the requests, which have UNKNOWN_TOKEN there
     raise_failure: Callable[[], None]  # raises the error of a collective of this step
     _results: list[ChunkResult] | None = field(default=None, init=False)
@@ -56,7 +59,7 @@ class StartedStep:
             if chunk.prompt_targets:
                 prompts[index] = prompt_rows(tensors[:NUM_PROMPT_TENSORS])
                 del tensors[:NUM_PROMPT_TENSORS]
-        sampled = [] if self.sampled is None else self.sampled.results(tensors)
+        sampled = [] if self.sampled is None else self._sampled(self.sampled.results(tensors))
         if len(sampled) == len(self.chunks) and not prompts:
             return sampled
         remaining, finite = iter(sampled), is_finite.tolist()
@@ -66,6 +69,17 @@ class StartedStep:
             else _chunk_result(ChunkResult(), prompts.get(index), is_damaged=not finite[index])
             for index, chunk in enumerate(self.chunks)
         ]
+
+    def _sampled(self, tokens: Sequence[SampledToken]) -> list[ChunkResult]:
+        """Return the results of the chunks that sample."""
+        results, rows = [], iter(tokens)
+        for chunk in self.sampling:
+            result = accepted_tokens(chunk.drafts, list(itertools.islice(rows, chunk.num_sampled)))
+            if self.drafter is not None and result.error is None:
+                drafts = self.drafter.propose(chunk.request, result.token_ids)
+                result = msgspec.structs.replace(result, draft_token_ids=drafts)
+            results.append(result)
+        return results
 
 
 def _chunk_result(sampled: ChunkResult, prompt: LogprobRows | str | None, *, is_damaged: bool) -> ChunkResult:

@@ -28,6 +28,7 @@ from moeserve.scheduling.lockstep import Agreement, Outcome, Round, agree
 from moeserve.telemetry.expert_load import LoadWindow
 from moeserve.worker.cpu_graphs import MEMORY_BYTES, CpuGraphs
 from moeserve.worker.cuda_graphs import CudaGraphs, TorchCapture, graph_sizes, memory_of_graphs
+from moeserve.worker.drafting import NgramDrafter
 from moeserve.worker.grammars import grammars_of
 from moeserve.worker.halves import HalvingLimits
 from moeserve.worker.kv_folder import FolderStore
@@ -101,7 +102,7 @@ class Worker:
         if kernels.compiles_on_first_use:
             run_all_sizes(probe, config)
         rebalances = config.rebalance == "auto" and bool(layers)
-        num_states = config.max_num_seqs + (config.num_saved_states or 0) if model.has_states else 0
+        num_states = num_states_of(config) if model.has_states else 0
         reserved_bytes = loaded.mapped_bytes + num_states * model.cache_needs.state_bytes + replay.reserved_bytes()
         if rebalances:
             reserved_bytes += spare_bytes(layers)
@@ -128,6 +129,7 @@ class Worker:
             table,
             appends_samples=config.async_scheduling,
             grammars=grammars_of(config.tokenizer_path, config.vocab_size),
+            drafter=None if config.speculative_config is None else NgramDrafter(config.speculative_config),
         )
         self.capture_ahead()  # the smallest step, which comes first
         self._num_rounds = 0
@@ -329,6 +331,12 @@ def select_replay(config: EngineConfig, model: Decoder, groups: Groups, context:
 
         return ReplayFactory(reserved_bytes=reserved_bytes, make=lambda caches: capture(caches, sizes))
     return ReplayFactory(reserved_bytes=lambda: 0, make=lambda caches: EagerSteps(model, caches))
+
+
+def num_states_of(config: EngineConfig) -> int:
+    """Return the rows of recurrent states: a row for each running request, or two with drafts, and for saved states."""
+    rows_per_request = 1 if config.speculative_config is None else 2
+    return rows_per_request * config.max_num_seqs + (config.num_saved_states or 0)
 
 
 def note_on_bytes(config: EngineConfig, model: ModelConfig, kernels: Kernels) -> str | None:

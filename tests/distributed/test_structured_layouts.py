@@ -15,11 +15,16 @@ from moeserve import RequestError, SamplingParams
 
 pytestmark = pytest.mark.ranks
 
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": dict(tensor_parallel_size=2),
     "dp2": dict(data_parallel_size=2),
     "pp2": dict(pipeline_parallel_size=2),
     "tp2dp2": dict(tensor_parallel_size=2, data_parallel_size=2, debug_rank_state=True),
+    "tp2dp2 with drafts": dict(
+        tensor_parallel_size=2, data_parallel_size=2, debug_rank_state=True, speculative_config=NGRAM
+    ),
+    "pp2 with drafts": dict(pipeline_parallel_size=2, debug_rank_state=True, speculative_config=NGRAM),
 }
 SETTINGS: dict[str, Any] = dict(max_num_seqs=8, kv_cache_memory="2MiB")
 

@@ -17,11 +17,14 @@ NUM_TOKENS = 20
 CACHE = 130 * 256  # bytes: 130 tokens, a third of what all prompts need at their ends
 SOURCE = random.Random(5)
 PROMPTS = {index: [SOURCE.randrange(90) for _ in range(SOURCE.randrange(1, 60))] for index in range(9)}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
 WAYS: dict[str, dict[str, Any]] = {
     "one step": {"async_scheduling": False, "max_concurrent_batches": 1},
     "two steps": {"async_scheduling": True, "max_concurrent_batches": 2},
     "three steps": {"async_scheduling": True, "max_concurrent_batches": 3},
     "two steps, only known tokens": {"async_scheduling": False, "max_concurrent_batches": 2},
+    "one step with drafts": {"speculative_config": NGRAM},
+    "two steps with drafts": {"speculative_config": NGRAM, "max_concurrent_batches": 2},
 }
 
 
@@ -85,3 +88,4 @@ def test_results_are_those_of_each_prompt_alone(way: str, plain: Reference, alon
             scheduler.check_invariants()
             assert scheduler.num_free_blocks == scheduler.config.num_blocks
         assert scheduler.num_preemptions
+        assert bool(scheduler.speculation.num_accepted_tokens) == ("drafts" in way)

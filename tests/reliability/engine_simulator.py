@@ -159,11 +159,11 @@ class _Ranks:
         chunks = table.apply(plan)
         results = [
             ChunkResult(
-                token_id=sampled_token(chunk.request.seed, chunk.request.num_output_tokens) if chunk.samples else None
+                token_ids=[sampled_token(chunk.request.seed, chunk.request.num_output_tokens)] if chunk.samples else []
             )
             for chunk in chunks
         ]
-        table.append_tokens(chunks, [each.token_id for each in results if each.token_id is not None])
+        table.append_tokens(chunks, [token_id for each in results for token_id in each.token_ids])
         return Outcome(agreement=agreement, result=StepResult(step=plan.step, chunks=results))
 
     def _wait_for_all(self, entered: Any) -> None:

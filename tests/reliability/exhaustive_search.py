@@ -370,7 +370,7 @@ class _Player:
         if plan is None:
             return Outcome(agreement=agreement, result=StepResult(step=0, chunks=[]))
         chunks = self.table.apply(plan)
-        results = [ChunkResult(token_id=7) if chunk.samples else ChunkResult() for chunk in chunks]
+        results = [ChunkResult(token_ids=[7]) if chunk.samples else ChunkResult() for chunk in chunks]
         if self.scheduler.config.plans_ahead:
             self.table.append_tokens(chunks, [7] * sum(chunk.samples for chunk in chunks))
         ids = [chr(chunk.request.seed) for chunk in chunks]

@@ -689,12 +689,12 @@ class _Simulation:
         chunks = table.apply(plan)
         results = [
             ChunkResult(
-                token_id=sampled_token(chunk.request.seed, chunk.request.num_output_tokens) if chunk.samples else None
+                token_ids=[sampled_token(chunk.request.seed, chunk.request.num_output_tokens)] if chunk.samples else []
             )
             for chunk in chunks
         ]
         if self.scenario.plans_ahead:
-            table.append_tokens(chunks, [each.token_id for each in results if each.token_id is not None])
+            table.append_tokens(chunks, [token_id for each in results for token_id in each.token_ids])
         if self.dice.random() < self.scenario.row_failure_probability:
             row = self.dice.randrange(len(results))
             results[row] = ChunkResult(error="not a number")

@@ -129,7 +129,7 @@ def test_samples_share_their_prompt_in_messages_and_in_memory() -> None:
     assert [each.params.prompt_logprobs for each in requests] == [1] + [None] * 127
     live = [LiveRequest(each, index, b"") for index, each in enumerate(requests)]
     assert len({id(each.token_ids) for each in live}) == 1
-    live[0].append(5, None, 20_000)  # has tokens of its own from now on
+    live[0].append([5], [], 20_000)  # has tokens of its own from now on
     assert (len(live[0].token_ids), len(live[1].token_ids)) == (10_001, 10_000)
 
 
@@ -154,7 +154,7 @@ def test_ranks_get_the_prompt_of_running_samples_once() -> None:
         chunks = table.apply(msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=StepPlan))
         assert all(chunk.request.token_ids[:1000] == [7] * 1000 for chunk in chunks)
         table.append_tokens(chunks, [8 for chunk in chunks if chunk.samples])
-        results = [ChunkResult(token_id=8 if chunk.samples else None) for chunk in chunks]
+        results = [ChunkResult(token_ids=[8] if chunk.samples else []) for chunk in chunks]
         report = RankReport(0, table.digests(plan.slots))
         scheduler.commit(StepResult(step=plan.step, chunks=results), [report])
     assert len(sent) == 9  # four at a time

@@ -172,7 +172,7 @@ class Driven:
             return Outcome(agreement=agreement)
         self.agreements.append(agreement)
         chunks = [] if work.plan is None else self.table.apply(work.plan)
-        results = [ChunkResult(token_id=7 if chunk.samples else None) for chunk in chunks]
+        results = [ChunkResult(token_ids=[7] if chunk.samples else []) for chunk in chunks]
         self.table.append_tokens(chunks, [7] * sum(chunk.samples for chunk in chunks))
         if error:
             results[0] = ChunkResult(error=error)

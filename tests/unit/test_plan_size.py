@@ -41,5 +41,5 @@ def plan_and_commit(scheduler: Scheduler) -> StepPlan:
     plan = scheduler.schedule()
     assert plan is not None
     assert len(plan.slots) == NUM_REQUESTS
-    scheduler.commit(StepResult(step=plan.step, chunks=[ChunkResult(token_id=100) for _ in plan.slots]))
+    scheduler.commit(StepResult(step=plan.step, chunks=[ChunkResult(token_ids=[100]) for _ in plan.slots]))
     return plan

@@ -92,7 +92,7 @@ class Group:
         if self.plans_ahead:
             self.tables[index].append_tokens(chunks, [7] * sum(chunk.samples for chunk in chunks))
         return StepResult(
-            step=plan.step, chunks=[ChunkResult(token_id=7 if chunk.samples else None) for chunk in chunks]
+            step=plan.step, chunks=[ChunkResult(token_ids=[7] if chunk.samples else []) for chunk in chunks]
         )
 
 

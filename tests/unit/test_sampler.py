@@ -28,10 +28,11 @@ from moeserve.errors import EngineError
 from moeserve.ops.select import select_kernels
 from moeserve.ops.torch import sampling
 from moeserve.ops.torch.table import TORCH_KERNELS
-from moeserve.protocol import ChunkResult, TokenLogprobs
+from moeserve.protocol import TokenLogprobs
 from moeserve.sampling_params import RequestParams
 from moeserve.worker import sampler
 from moeserve.worker.grammars import AllowedTokens
+from moeserve.worker.sampler import SampledToken
 
 # L rows, V vocabulary
 
@@ -78,7 +79,7 @@ def choose_kernels(request: pytest.FixtureRequest) -> None:
     chosen_kernels = request.param
 
 
-def sample(logits_LV: Tensor, specs: list[RowSpec]) -> list[ChunkResult]:
+def sample(logits_LV: Tensor, specs: list[RowSpec]) -> list[SampledToken]:
     return sampled(logits_LV, specs, KERNELS[chosen_kernels])
 
 
@@ -362,7 +363,7 @@ def test_logprobs_are_log_softmax_of_raw_logits(
 # ---- The same bytes in any batch.
 
 
-def as_bytes(results: list[ChunkResult]) -> list[bytes]:
+def as_bytes(results: list[SampledToken]) -> list[bytes]:
     return [msgspec.msgpack.encode([result.token_id, result.logprobs]) for result in results]
 
 

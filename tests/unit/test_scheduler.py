@@ -54,7 +54,7 @@ def result_of(chunks: list[Chunk], step: int, token_id: int = 1) -> StepResult:
 
     def chunk_result(chunk: Chunk) -> ChunkResult:
         rows = [TokenLogprobs([target], [-float(target)], [1]) for target in chunk.prompt_targets]
-        return ChunkResult(token_id=token_id if chunk.samples else None, prompt_logprobs=packed(rows))
+        return ChunkResult(token_ids=[token_id] if chunk.samples else [], prompt_logprobs=packed(rows))
 
     return StepResult(step=step, chunks=[chunk_result(chunk) for chunk in chunks])
 
@@ -241,7 +241,7 @@ def test_batches_stay_even_when_the_queue_is_longer_than_the_cache() -> None:
         assert first is not None
         assert second is not None
         for plan in (first, second):
-            chunks = [ChunkResult(token_id=1) for _ in plan.slots]
+            chunks = [ChunkResult(token_ids=[1]) for _ in plan.slots]
             scheduler.commit(StepResult(step=plan.step, chunks=chunks))
         assert number == 0 or abs(len(first.slots) - len(second.slots)) <= 1, (first.slots, second.slots)
 

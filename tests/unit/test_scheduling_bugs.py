@@ -15,6 +15,7 @@ from test_scheduling_states import SchedulerMachine, run_histories
 from moeserve.errors import RankStateError
 from moeserve.protocol import (
     BlockTransfer,
+    ChunkResult,
     KeepBlocks,
     Registration,
     Request,
@@ -272,7 +273,35 @@ class StartsWithoutTheState(Scheduler):
         return msgspec.structs.replace(super()._registration(request), state_row=None)
 
 
+class CountsRejectedDrafts(Scheduler):
+    """It takes the keys and values of drafts for computed that were rejected."""
+
+    def _append_tokens(self, chunk: Any, result: ChunkResult) -> RequestUpdate:
+        update = super()._append_tokens(chunk, result)
+        if (
+            self._caches.states is None
+            and chunk.num_drafts > len(result.token_ids) - 1
+            and update.finish_reason is None
+        ):
+            chunk.request.num_computed += 1
+            chunk.request.num_planned += 1
+            chunk.request.token_ids.append(0)
+        return update
+
+
+class KeepsTheStateOfRejectedDrafts(Scheduler):
+    """It goes on from a state that has seen drafts that were rejected."""
+
+    def _append_tokens(self, chunk: Any, result: ChunkResult) -> RequestUpdate:
+        own_row = chunk.request.own_state_row
+        update = super()._append_tokens(chunk, result)
+        chunk.request.state_row = chunk.request.own_state_row = own_row
+        return update
+
+
 BUGS: Sequence[type[Scheduler]] = [
+    CountsRejectedDrafts,
+    KeepsTheStateOfRejectedDrafts,
     FreesBlocksOfPlansInFlight,
     LosesBlocksOfPlansInFlight,
     PreemptsRequestsInFlight,

@@ -231,6 +231,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_host_blocks=st.sampled_from([0, 0, 30, 6, 1]),
         has_peers=st.booleans(),
         num_saved_states=st.sampled_from([None, None, 3, 1, 0]),
+        num_drafts=st.sampled_from([0, 3, 1]),
     )
     def start(
         self,
@@ -245,7 +246,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_host_blocks: int,
         has_peers: bool = False,
         num_saved_states: int | None = None,
+        num_drafts: int = 0,
     ) -> None:
+        self.num_drafts = 0 if plans_ahead else num_drafts
         if num_saved_states is not None:  # which neither a store nor another engine has
             num_host_blocks, has_peers = 0, False
         self.block_size = block_size
@@ -432,6 +435,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.last_step = plan.step
         assert 0 < plan.num_tokens <= self.config.max_num_batched_tokens
         assert len(plan.slots) <= self.scheduler.num_running <= self.config.max_num_seqs
+        assert self.num_drafts or not plan.drafts
         assert len(plan.slots) <= math.ceil(min(len(self.live), self.config.max_num_seqs) / self.config.num_batches)
         blocks_in_flight = {block for other in self.plans for block in other.blocks}
         for registration in plan.registrations:
@@ -466,14 +470,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.update_states(each.requests, chunks)
         for known, chunk in zip(each.requests, chunks, strict=True):
             for position in range(chunk.start, chunk.end):
-                contents = GARBAGE if known.is_garbage else known.contents(position)
+                contents = GARBAGE if known.is_garbage else self.contents_with_drafts(known, chunk, position)
                 self.cache[self.place(chunk, position)] = contents
         for known, chunk in zip(each.requests, chunks, strict=True):
             for position in range(0 if known.is_garbage else chunk.end):
-                assert self.cache[self.place(chunk, position)] == known.contents(position), "overwritten in the step"
+                contents = self.contents_with_drafts(known, chunk, position)
+                assert self.cache[self.place(chunk, position)] == contents, "overwritten in the step"
         results = [self.result_of(chunk) for chunk in chunks]
         if self.config.plans_ahead:
-            self.table.append_tokens(chunks, [each.token_id for each in results if each.token_id is not None])
+            self.table.append_tokens(chunks, [token_id for each in results for token_id in each.token_ids])
         if row_fails:
             results[failing_row % len(results)] = ChunkResult(error="NaN")
         each.failed = fails
@@ -488,7 +493,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             others = [row for row in written if row != chunk.states.store]
             assert chunk.states.load not in others, "overwritten in the step"
             before = [] if chunk.states.load < 0 else self.states[chunk.states.load]
-            after = [known.contents(position) for position in range(chunk.end)]
+            after = [self.contents_with_drafts(known, chunk, position) for position in range(chunk.end)]
             assert known.is_garbage or before == after[: chunk.start], "the state of another prefix"
             if known.is_garbage:
                 after = [GARBAGE] * chunk.end
@@ -509,9 +514,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert [update.request_id for update in updates] == [known.request.request_id for known in still_live]
         else:
             results = zip(each.requests, each.result.chunks, strict=True)
-            expected = [
-                known for known, result in results if not known.ended and (result.error or result.token_id is not None)
-            ]
+            expected = [known for known, result in results if not known.ended and (result.error or result.token_ids)]
             updates = self.scheduler.commit(each.result, [each.report])
             assert [update.request_id for update in updates] == [known.request.request_id for known in expected]
         for update in updates:
@@ -643,16 +646,25 @@ class SchedulerMachine(RuleBasedStateMachine):
     def place(self, chunk: Chunk, position: int) -> tuple[int, int]:
         return int(self.table.block_table[chunk.slot, position // self.block_size]), position % self.block_size
 
+    def contents_with_drafts(self, known: Expected, chunk: Chunk, position: int) -> Contents:
+        """Return what a position holds after a chunk, whose drafts may be wrong."""
+        num_known = chunk.end - len(chunk.drafts)
+        tokens = known.tokens(num_known) + tuple(chunk.drafts)
+        return known.request.cache_salt, tokens[: position + 1]
+
     def check_chunk(self, known: Expected, chunk: Chunk) -> None:
         """Check that a chunk is what its request needs next."""
         request, num_prompt = known.request, len(known.request.prompt_token_ids)
-        tokens = known.tokens(chunk.end)
-        assert tuple(chunk.token_ids) == tokens[chunk.start :] != ()
+        num_known = chunk.end - len(chunk.drafts)
+        assert tuple(chunk.token_ids) == known.tokens(num_known)[chunk.start :] + tuple(chunk.drafts)
+        assert chunk.start < num_known
         assert chunk.request.num_prompt_tokens == num_prompt
         assert (chunk.request.params, chunk.request.seed) == (request.params, request.seed)
         assert chunk.request.end_token_ids == [*request.eos_token_ids, *request.params.stop_token_ids]
-        assert chunk.samples == (chunk.end == len(chunk.request.token_ids))
+        assert chunk.samples == (num_known == len(chunk.request.token_ids))
         assert chunk.end >= num_prompt or not chunk.samples
+        assert chunk.samples or not chunk.drafts
+        assert chunk.end < self.max_model_len
         needs_rows = request.params.prompt_logprobs is not None and chunk.request.num_output_tokens == 0
         assert tuple(chunk.prompt_targets) == (
             known.tokens(min(chunk.end + 1, num_prompt))[chunk.start + 1 :] if needs_rows else ()
@@ -662,11 +674,31 @@ class SchedulerMachine(RuleBasedStateMachine):
         rows = [prompt_row(target, chunk.start + row) for row, target in enumerate(chunk.prompt_targets)]
         if not chunk.samples:
             return ChunkResult(prompt_logprobs=packed(rows))
-        request, position = chunk.request, chunk.request.num_output_tokens
-        barred = request.end_token_ids if position < request.params.min_tokens else []
-        token_id = choose(request.seed, position, barred)
-        logprobs = None if request.params.logprobs is None else prompt_row(token_id, position)
-        return ChunkResult(token_id=token_id, logprobs=logprobs, prompt_logprobs=packed(rows))
+        request, first = chunk.request, chunk.request.num_output_tokens
+
+        def token_at(position: int) -> int:
+            barred = request.end_token_ids if position < request.params.min_tokens else []
+            return choose(request.seed, position, barred)
+
+        token_ids = [token_at(first)]
+        for position, draft in enumerate(chunk.drafts, first + 1):
+            if draft != token_ids[-1]:
+                break
+            token_ids.append(token_at(position))
+        end = first + len(token_ids)
+        drafts = [token_at(position) for position in range(end, end + self.num_drafts)]
+        return ChunkResult(
+            token_ids=token_ids,
+            logprobs=[]
+            if request.params.logprobs is None
+            else [prompt_row(token_id, position) for position, token_id in enumerate(token_ids, first)],
+            prompt_logprobs=packed(rows),
+            # Every third draft is wrong.
+            draft_token_ids=[
+                (draft + (request.seed + position) % 3 // 2) % NUM_TOKEN_IDS
+                for position, draft in enumerate(drafts, end)
+            ],
+        )
 
     def take_update(self, update: RequestUpdate) -> None:
         (known,) = (known for known in self.live if known.request.request_id == update.request_id)

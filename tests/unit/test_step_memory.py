@@ -127,7 +127,7 @@ class Rank:
 
 
 def tokens(step: StartedStep) -> list[int | None]:
-    return [result.token_id for result in step.finish()]
+    return [result.token_ids[0] if result.token_ids else None for result in step.finish()]
 
 
 def expected(slot: int, number: int) -> int:

@@ -42,4 +42,4 @@ def test_every_round_begins_a_step_of_the_groups(plain: Reference, monkeypatch: 
     assert [outcome.agreement.is_idle for outcome in outcomes] == [True, False, True]
     result = outcomes[1].result
     assert result is not None
-    assert [chunk.token_id for chunk in result.chunks] == plain.greedy([5, 6], 1)
+    assert [token_id for chunk in result.chunks for token_id in chunk.token_ids] == plain.greedy([5, 6], 1)
