@@ -43,13 +43,17 @@ def open_checkpoint(folder: Path, weight_format: WeightFormat) -> Checkpoint:
     Raises:
         CheckpointError: no shards, a missing or damaged shard, a wrong index, or a tensor with a missing part.
     """
-    stored = read_headers(folder)
-    return Checkpoint(
-        folder=folder,
-        tensors=weight_format.group(stored),
-        stored_as=weight_format.stored_as,
-        stored_bytes=sum(shard.stat().st_size for shard in {tensor.shard for tensor in stored.values()}),
-    )
+    if weight_format.is_gguf:
+        from moeserve.models.gguf_checkpoint import tensors_of  # needs the gguf package
+
+        tensors = tensors_of(folder)
+        files = set(folder.glob("*.gguf"))
+    else:
+        stored = read_headers(folder)
+        tensors = weight_format.group(stored)
+        files = {tensor.shard for tensor in stored.values()}
+    stored_bytes = sum(file.stat().st_size for file in files)
+    return Checkpoint(folder, tensors, weight_format.stored_as, stored_bytes)
 
 
 def select_decoder(checkpoint: Checkpoint, part: DecoderPart) -> Checkpoint:

@@ -1,4 +1,4 @@
-"""Read a dense Llama-style model from a GGUF file: its config, and its tensors one by one.
+"""Read GGUF files, and a dense Llama-style model from one: its config, and its tensors one by one.
 
 The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 INSTALL_GGUF = "pip install 'moeserve[demo]'"
 
+_ALL_ROWS = slice(None)
 _ROPE_FACTORS = "rope_freqs.weight"
 _LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -55,36 +56,26 @@ class GgufFile:
         Raises:
             CheckpointError: not a GGUF file, damaged, or not a dense Llama; or the gguf package is missing.
         """
-        try:
-            import gguf
-        except ImportError:
-            raise CheckpointError(f"reading {path} needs the gguf package; install it with: {INSTALL_GGUF}") from None
-        try:
-            reader = gguf.GGUFReader(path)
-            metadata = {key: field.contents() for key, field in reader.fields.items()}
-        except (ValueError, IndexError, KeyError, OverflowError) as error:
-            raise CheckpointError(
-                f"{path} is damaged, incomplete or no GGUF file ({path.stat().st_size} bytes: {error}); fetch it again"
-            ) from None
+        self._metadata, tensors = open_gguf(path)
         self.path = path
-        self._metadata = ConfigValues(path, metadata)
         for key, value in _ONLY_VALUES.items():
             self._metadata.require(key, value)
         for key in _UNSUPPORTED:
             self._metadata.refuse(key)
 
-        tensors = {tensor.name: tensor for tensor in reader.tensors}
         rope_factors = tensors.pop(_ROPE_FACTORS, None)
         # GGUF lists dimensions from the innermost outwards.
         shapes = {name: tuple(reversed(tensor.shape.tolist())) for name, tensor in tensors.items()}
-        self.config = self._read_config(shapes, None if rope_factors is None else self._dequantised(rope_factors))
+        self.config = self._read_config(shapes, None if rope_factors is None else dequantised(path, rope_factors))
+        import gguf
+
         gguf_names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, self.config.num_hidden_layers)
         names = {gguf_names.get_name(name, (".weight",)): name for name, _ in self.config.tensors()}
         self._tensors = {names.get(name, name): tensor for name, tensor in tensors.items()}
         self.shapes = {names.get(name, name): shape for name, shape in shapes.items()}
 
     def tensor(self, name: str) -> Tensor:
-        tensor = torch.from_numpy(self._dequantised(self._tensors[name]))
+        tensor = torch.from_numpy(dequantised(self.path, self._tensors[name]))
         if name.endswith("self_attn.q_proj.weight"):
             return _halves_from_pairs(tensor, self.config.num_attention_heads)
         if name.endswith("self_attn.k_proj.weight"):
@@ -111,7 +102,7 @@ class GgufFile:
         )
         metadata.require("llama.rope.dimension_count", head_dim)
         metadata.require("llama.attention.value_length", head_dim)
-        theta = _as_written(metadata.number("llama.rope.freq_base", 10_000.0))
+        theta = as_written(metadata.number("llama.rope.freq_base", 10_000.0))
         ids = {
             name: metadata.token_id(f"tokenizer.ggml.{name}_token_id", high=vocab_size - 1)
             for name in ("bos", "eos", "eot", "eom", "padding")
@@ -126,7 +117,7 @@ class GgufFile:
             num_key_value_heads=metadata.integer("llama.attention.head_count_kv", num_heads),
             head_dim=head_dim,
             max_position_embeddings=metadata.integer("llama.context_length"),
-            rms_norm_eps=_as_written(metadata.number("llama.attention.layer_norm_rms_epsilon")),
+            rms_norm_eps=as_written(metadata.number("llama.attention.layer_norm_rms_epsilon")),
             rope_theta=theta,
             rope_scaling=self._rope_scaling(rope_factors, head_dim, theta),
             sliding_window=metadata.integer("llama.attention.sliding_window", 0, low=0) or None,
@@ -145,7 +136,7 @@ class GgufFile:
         metadata.require(key, "none", "linear")
         if metadata.values.get(key, "none") == "none":
             return None
-        return {"rope_type": "linear", "factor": _as_written(metadata.number("llama.rope.scaling.factor"))}
+        return {"rope_type": "linear", "factor": as_written(metadata.number("llama.rope.scaling.factor"))}
 
     def _llama3_scaling(self, divisors: np.ndarray, head_dim: int, theta: float) -> dict[str, Any]:
         """Return the settings of Llama 3's scaling that give these divisors of the frequencies.
@@ -166,19 +157,44 @@ class GgufFile:
             )
         return {"rope_type": "llama3", "factor": factor, **_LLAMA3_SCALING}
 
-    def _dequantised(self, tensor: gguf.ReaderTensor) -> np.ndarray:
-        """Return the tensor's values as float32, in memory of their own."""
-        from gguf.quants import dequantize
 
-        try:
-            return np.array(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
-        except (NotImplementedError, ValueError) as error:
-            raise CheckpointError(
-                f"{self.path}: tensor {tensor.name!r} of type {tensor.tensor_type.name} cannot be read: {error}"
-            ) from None
+def open_gguf(path: Path) -> tuple[ConfigValues, dict[str, gguf.ReaderTensor]]:
+    """Map a GGUF file. Return its metadata, and its tensors by name.
+
+    Raises:
+        CheckpointError: not a GGUF file, or damaged; or the gguf package is missing.
+    """
+    try:
+        import gguf
+    except ImportError:
+        raise CheckpointError(f"reading {path} needs the gguf package; install it with: {INSTALL_GGUF}") from None
+    try:
+        reader = gguf.GGUFReader(path)
+        metadata = {key: field.contents() for key, field in reader.fields.items()}
+    except (ValueError, IndexError, KeyError, OverflowError) as error:
+        raise CheckpointError(
+            f"{path} is damaged, incomplete or no GGUF file ({path.stat().st_size} bytes: {error}); fetch it again"
+        ) from None
+    return ConfigValues(path, metadata), {tensor.name: tensor for tensor in reader.tensors}
 
 
-def _as_written(value: float) -> float:
+def dequantised(path: Path, tensor: gguf.ReaderTensor, rows: slice | np.ndarray = _ALL_ROWS) -> np.ndarray:
+    """Return rows of a tensor (slices of its first dimension) as float32, in memory of their own.
+
+    Raises:
+        CheckpointError: the gguf package cannot read tensors of this type.
+    """
+    from gguf.quants import dequantize
+
+    try:
+        return np.array(dequantize(tensor.data[rows], tensor.tensor_type), dtype=np.float32)
+    except (NotImplementedError, ValueError) as error:
+        raise CheckpointError(
+            f"{path}: tensor {tensor.name!r} of type {tensor.tensor_type.name} cannot be read: {error}"
+        ) from None
+
+
+def as_written(value: float) -> float:
     """Return the short decimal of a 32-bit float: files store 0.00001 as 9.999999747378752e-06."""
     return float(str(np.float32(value)))
 

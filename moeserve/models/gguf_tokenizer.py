@@ -28,6 +28,17 @@ _LLAMA3_SPLIT = (
 )
 
 
+# The same for Qwen 2 and 3, where each digit is a word.
+_QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
+# As DeepSeek-V3's tokenizer.json has them, one after the other.
+_DEEPSEEK_V3_SPLITS = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    r"""| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+""",
+)
+
+
 @dataclass(frozen=True)
 class _ByteLevel:
     """How a byte-level vocabulary splits text before merging."""
@@ -35,21 +46,27 @@ class _ByteLevel:
     pre_tokenizers: tuple[pre_tokenizers.PreTokenizer, ...]
     ignore_merges: bool = False  # a word in the vocabulary is one token, even if the merges split it
     adds_bos: bool = False  # default, if the file does not set it
+    normalizer: normalizers.Normalizer | None = None
+
+
+def _split_by(*patterns: str) -> tuple[pre_tokenizers.PreTokenizer, ...]:
+    splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns]
+    return (*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
 
 
 # No space is put before the first word: these vocabularies have separate tokens for words after a space.
-_LLAMA3 = _ByteLevel(
-    (
-        pre_tokenizers.Split(Regex(_LLAMA3_SPLIT), behavior="isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ),
-    ignore_merges=True,
-    adds_bos=True,
-)
+_LLAMA3 = _ByteLevel(_split_by(_LLAMA3_SPLIT), ignore_merges=True, adds_bos=True)
+_QWEN2 = _ByteLevel(_split_by(_QWEN2_SPLIT), normalizer=normalizers.NFC())
+_DEEPSEEK_V3 = _ByteLevel(_split_by(*_DEEPSEEK_V3_SPLITS), adds_bos=True)
 _SMOLLM = _ByteLevel(
     (pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True))
 )
-_BYTE_LEVEL = {"llama-bpe": _LLAMA3, "llama-v3": _LLAMA3, "llama3": _LLAMA3, "smollm": _SMOLLM}  # tokenizer.ggml.pre
+_BYTE_LEVEL = {  # tokenizer.ggml.pre
+    **dict.fromkeys(("llama-bpe", "llama-v3", "llama3"), _LLAMA3),
+    "smollm": _SMOLLM,
+    "qwen2": _QWEN2,
+    "deepseek-v3": _DEEPSEEK_V3,
+}
 
 
 def write_tokenizer(source: Path, metadata: dict[str, Any], folder: Path, *, max_length: int) -> None:
@@ -134,6 +151,8 @@ def _byte_level(metadata: dict[str, Any], id_of_token: dict[str, int], kind: _By
     """Return a byte-level BPE tokenizer (GPT-2)."""
     merges = [tuple(merge.split(" ", 1)) for merge in metadata["ggml.merges"]]
     tokenizer = Tokenizer(BPE(id_of_token, merges, ignore_merges=kind.ignore_merges))
+    if kind.normalizer is not None:
+        tokenizer.normalizer = kind.normalizer
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(list(kind.pre_tokenizers))
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer

@@ -16,8 +16,9 @@ from moeserve.errors import CheckpointError
 from moeserve.layers.cache import CacheNeeds
 from moeserve.machine import free_memory, shown_bytes
 from moeserve.models.checkpoint import read_headers
-from moeserve.models.registry import Description, describe
+from moeserve.models.registry import Description, describe, folder_of
 from moeserve.models.summary import Part, summarize
+from moeserve.models.weight_format import WeightFormat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +87,7 @@ def inspect(
         SettingsError: the layers cannot be divided so, or `kv_cache_dtype` does not support this model.
     """
     description = describe(folder)
-    stored, problem = _stored(folder)
+    stored, problem = _stored(folder_of(folder), description.weight_format)
     dtype = dtype or description.dtype
     summary = summarize(description, dtype, kv_cache_dtype=kv_cache_dtype)
     stage_layers = layers_of_stages(summary.num_layers, num_stages, pipeline_layers)
@@ -174,18 +175,24 @@ def _stages(
     return tuple(sizes)
 
 
-def _stored(folder: Path) -> tuple[Stored | None, str | None]:
+def _stored(folder: Path, weight_format: WeightFormat) -> tuple[Stored | None, str | None]:
     """Return the size of the shards, or the reason why they cannot be loaded."""
-    if not any(folder.glob("*.safetensors*")):
-        return None, None
-    try:
-        tensors = read_headers(folder).values()
-    except CheckpointError as error:
-        return None, str(error)
     bytes_of_dtype: Counter[str] = Counter()
-    for tensor in tensors:
-        bytes_of_dtype[tensor.dtype] += tensor.num_bytes
-    shards = {tensor.shard for tensor in tensors}
+    if weight_format.is_gguf:
+        from moeserve.models.gguf_checkpoint import bytes_of_types  # needs the gguf package
+
+        shards = set(folder.glob("*.gguf"))
+        bytes_of_dtype += bytes_of_types(folder)
+    elif any(folder.glob("*.safetensors*")):
+        try:
+            tensors = read_headers(folder).values()
+        except CheckpointError as error:
+            return None, str(error)
+        for tensor in tensors:
+            bytes_of_dtype[tensor.dtype] += tensor.num_bytes
+        shards = {tensor.shard for tensor in tensors}
+    else:
+        return None, None
     stored = Stored(
         num_shards=len(shards),
         num_bytes=sum(shard.stat().st_size for shard in shards),

@@ -52,11 +52,12 @@ class GenerationDefaults:
 
 
 def read_facts(folder: str | Path) -> CheckpointFacts:
-    """Return the facts that the engine needs before it loads a checkpoint.
+    """Return the facts that the engine needs before it loads a checkpoint, a folder or a GGUF file.
 
     Raises:
         CheckpointError: no such folder, no config.json, an unsupported architecture, or a wrong config.
     """
+    folder = folder_of(folder)
     description = describe(folder)
     return CheckpointFacts(
         path=str(folder),
@@ -81,7 +82,7 @@ def describe(folder: str | Path) -> Description:
     Raises:
         CheckpointError: see `read_facts`.
     """
-    config = _open_config(Path(folder))
+    config = _open_config(folder_of(folder))
     architecture = config.architecture()
     if architecture not in FAMILIES:
         raise CheckpointError(
@@ -125,10 +126,20 @@ _SAMPLING_NAMES = {
 }
 
 
+def folder_of(model: str | Path) -> Path:
+    """Return the folder of a checkpoint; of a GGUF file, the one that stands for it."""
+    if Path(model).suffix != ".gguf":
+        return Path(model)
+    from moeserve.models.gguf_checkpoint import checkpoint_folder
+
+    return checkpoint_folder(Path(model))
+
+
 def _open_config(folder: Path) -> ConfigValues:
     if not folder.is_dir():
         raise CheckpointError(
-            f"{folder} is not a folder; give the folder that holds the checkpoint's config.json (nothing is downloaded)"
+            f"{folder} is not a folder; give the folder that holds the checkpoint's config.json, or a GGUF "
+            "file (nothing is downloaded)"
         )
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder} holds no config.json; give the folder of a checkpoint in Hugging Face layout")

@@ -52,11 +52,14 @@ class WeightFormat:
     encodings: tuple[Encoding, ...] = ()  # the first one of which a weight has all parts is the weight's
     is_int4: bool = False  # in codes that packed weights can keep
     is_mxfp4: bool = False  # experts as gpt-oss has them
+    is_gguf: bool = False  # in GGUF files instead of safetensors
     keeps_mxfp4: bool = False  # their codes and scales are loaded as they are stored
 
     @property
     def stored_as(self) -> str | None:
         """The encodings in words; None for weights that are not encoded."""
+        if self.is_gguf:
+            return "GGUF"
         return " and ".join(dict.fromkeys(encoding.words for encoding in self.encodings)) or None
 
     def with_mxfp4_kept(self) -> WeightFormat:
@@ -119,6 +122,8 @@ def _refuse(config: ConfigValues) -> WeightFormat:
 def _format_of(quantization: Any) -> WeightFormat | None:
     """Return the format of a quantization_config, or None if it is not supported."""
     match quantization:
+        case {"quant_method": "gguf"}:  # of a folder that `gguf_checkpoint` wrote
+            return WeightFormat(is_gguf=True)
         case {"quant_method": "mxfp4"}:
             return WeightFormat((Encoding("mxfp4", Mxfp4Tensor, MXFP4_PARTS),), is_mxfp4=True)
         # Matrices in fp8 have scales, so lists of those that are not converted need not be read.

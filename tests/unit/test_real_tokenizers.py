@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import json
+import random
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -127,6 +128,28 @@ def test_text_becomes_the_tokens_of_the_published_tokenizer(family: Published, t
     for written in (text, f"{text}{special} {text}"):
         token_ids = family.codec.encode(written)
         assert token_ids == family.first_ids + family.reference.encode(written).ids
+
+
+@pytest.mark.parametrize(("name", "pre"), [("qwen3", "qwen2"), ("deepseek-v3", "deepseek-v3")])
+def test_text_becomes_the_same_tokens_with_the_vocabulary_of_a_gguf_file(tmp_path: Path, name: str, pre: str) -> None:
+    published = json.loads((fetched(name) / "tokenizer.json").read_text(encoding="utf-8"))
+    model, reference = published["model"], Tokenizer.from_file(str(fetched(name) / "tokenizer.json"))
+    id_of_token = model["vocab"] | {token["content"]: token["id"] for token in published["added_tokens"]}
+    tokens = sorted(id_of_token, key=id_of_token.__getitem__)
+    special = {token["content"] for token in published["added_tokens"]}
+    metadata = {
+        "ggml.model": "gpt2",
+        "ggml.pre": pre,
+        "ggml.tokens": tokens,
+        "ggml.token_type": [CONTROL if token in special else NORMAL for token in tokens],
+        "ggml.merges": [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]],
+    }
+    assert [id_of_token[token] for token in tokens] == list(range(len(tokens)))
+    write_tokenizer(Path("a.gguf"), metadata, tmp_path, max_length=1000)
+    codec = loaded(tmp_path)
+    dice = random.Random(0)
+    for text in [*TEXTS, *("".join(dice.choices("".join(TEXTS), k=40)) for _ in range(200))]:
+        assert codec.encode(text) == reference.encode(text, add_special_tokens=False).ids, repr(text)
 
 
 @given(data=st.data())
