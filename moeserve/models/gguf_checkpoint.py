@@ -159,16 +159,20 @@ class GgufTensor:
     shard: Path
     stored: gguf.ReaderTensor
     num_paired_heads: int = 0  # heads whose rows are in pairs; 0: rows are in the order of the model
+    is_row: bool = False  # a matrix of one row, stored as a vector
 
     @property
     def shape(self) -> tuple[int, ...]:
         # GGUF lists dimensions from the innermost outwards.
-        return tuple(reversed(self.stored.shape.tolist()))
+        shape = tuple(reversed(self.stored.shape.tolist()))
+        return (1, *shape) if self.is_row else shape
 
     def check(self) -> None:
         """Nothing is left to check: which types can be read is known when they are."""
 
     def read(self, read_rows: ReadRows, start: int, stop: int) -> Tensor:
+        if self.is_row:
+            return torch.from_numpy(dequantised(self.shard, self.stored))[None][start:stop]
         if not self.num_paired_heads:
             return torch.from_numpy(dequantised(self.shard, self.stored, slice(start, stop)))
         # GGUF rotates neighbours (0, 1), (2, 3), ...; the model rotates i with i + half.
@@ -258,7 +262,7 @@ def tensors_of(folder: Path) -> dict[str, CheckpointTensor]:
     stored_tensors = [(file, stored) for file in files for stored in _open(file)[1].values()]
     for shard, stored in stored_tensors:
         kind = stored.name.rpartition(".")[0].split(".")[-1]
-        tensor = GgufTensor(shard, stored, heads.get(kind, 0))
+        tensor = GgufTensor(shard, stored, heads.get(kind, 0), is_row=kind == "ffn_gate_inp_shexp")
         if kind in ("attn_k_b", "attn_v_b"):
             layer = re.sub(r"^blk\.(\d+)\..*", r"model.layers.\1", stored.name)
             apart.setdefault(f"{layer}.self_attn.kv_b_proj.weight", {})[kind] = tensor

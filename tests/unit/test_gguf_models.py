@@ -6,6 +6,7 @@ The files are written as llama.cpp's converter writes them: the benchmarks run l
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,18 @@ from moeserve.models.gguf_checkpoint import GgufTensor, checkpoint_folder, tenso
 THETA = 500.0
 SHAPES = {
     "mixtral": shape("Mixtral", sizes(), local_experts(4, 2), heads(4, 2), rope(rope_theta=THETA), seed=5),
+    "qwen2-moe": shape(
+        "Qwen2Moe",
+        sizes(),
+        heads(4, 2),
+        own_experts(6, 2, 21),
+        rope(rope_theta=THETA),
+        shared_expert_intermediate_size=40,
+        norm_topk_prob=False,
+        qkv_bias=True,
+        tie_word_embeddings=False,
+        seed=8,
+    ),
     "qwen3-moe": shape(
         "Qwen3Moe",
         sizes(hidden=40),
@@ -72,8 +85,38 @@ def checkpoint_and_gguf(folder: Path, name: str) -> tuple[Reference, Path]:
     config = reference.folder / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"rope_theta": THETA}))
     path = folder / f"{name}-BF16.gguf"
-    write(reference.folder, path)
+    (write_qwen2_moe if name == "qwen2-moe" else write)(reference.folder, path)
     return reference, path
+
+
+def write_qwen2_moe(folder: Path, path: Path) -> None:
+    """Write a Qwen2-MoE checkpoint as a GGUF file, by the gguf package's names of tensors and keys."""
+    config = json.loads((folder / "config.json").read_text())
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2MOE, config["num_hidden_layers"])
+    stacks: dict[str, list[np.ndarray]] = {}
+    for name, tensor in sorted(load_file(folder / "model.safetensors").items()):
+        stacks.setdefault(re.sub(r"experts\.\d\.", "experts.", name), []).append(tensor.float().numpy())
+    tensors = {}
+    for name, parts in stacks.items():
+        own_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert own_name is not None, name
+        tensors[own_name] = np.stack(parts) if len(parts) > 1 else parts[0].squeeze()
+    keys = {
+        "block_count": "num_hidden_layers",
+        "context_length": "max_position_embeddings",
+        "embedding_length": "hidden_size",
+        "feed_forward_length": "intermediate_size",
+        "attention.head_count": "num_attention_heads",
+        "attention.head_count_kv": "num_key_value_heads",
+        "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+        "rope.freq_base": "rope_theta",
+        "expert_count": "num_experts",
+        "expert_used_count": "num_experts_per_tok",
+        "expert_feed_forward_length": "moe_intermediate_size",
+        "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    }
+    metadata = {f"qwen2moe.{key}": config[name] for key, name in keys.items()}
+    written(path, {"general.architecture": "qwen2moe"} | metadata, tensors)
 
 
 @pytest.mark.parametrize("name", SHAPES)
