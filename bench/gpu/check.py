@@ -1,9 +1,10 @@
-"""The comparison of a kernel's results with those of torch in float32, and the rows of checks.
+"""Cases of kernels, and the comparison of their results with those of torch in float32.
 
-An operation is run by the table of kernels that is checked, and by the torch table on the same inputs in float32. One
-rule holds for all floating-point results: the root of the mean square of all errors may be the tolerance times that of
-the results, and each error `PEAK` times the tolerance times the largest result of its row. The tolerance is `ROUNDINGS`
-roundings to the result's dtype, and `FLOAT32_SLACK` for float32 arithmetic. Integers must be equal.
+A case is a call on random inputs. The table of kernels that is checked runs it, and so does the torch table on the same
+inputs in float32. One rule holds for all floating-point results: the root of the mean square of all errors may be the
+tolerance times that of the results, and each error `PEAK` times the tolerance times the largest result of its row. The
+tolerance is `ROUNDINGS` roundings to the result's dtype, and `FLOAT32_SLACK` for float32 arithmetic. Integers must be
+equal.
 """
 
 from __future__ import annotations
@@ -11,16 +12,17 @@ from __future__ import annotations
 import dataclasses
 import math
 import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moeserve.bench.gpu.inputs import Source
-from moeserve.bench.gpu.parts import is_cuda_error
-from moeserve.ops.interfaces import Kernels
+from moeserve.bench.gpu.costs import Bar, Work
+from moeserve.bench.gpu.parts import Row, is_cuda_error
+from moeserve.ops.interfaces import Float8Rows, Kernels, plain_rows
 from moeserve.ops.torch.table import TORCH_KERNELS
 from moeserve.ops.triton.table import TRITON_KERNELS
 
@@ -28,53 +30,75 @@ WRONG = 1e9  # the error ratio of a wrong integer, of NaN, or of another shape: 
 ROUNDINGS = 4
 FLOAT32_SLACK = 2.0**-12  # relative: sums of up to 16384 products on tensor cores, and approximated functions
 FP8_SLACK = 2.0**-6  # tensor cores of sm_90 keep 13 bits below the largest of 32 products of 8-bit floats
+CODES_SLACK = 2.0**-5  # of results in 8 bits: roundings to 4 significant bits are 2.4% on average
 PEAK = 8.0  # the errors of a row are about normally distributed; 8 standard deviations of them never occur
 
-Results = dict[str, Tensor]
+Call = Callable[[], Any]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One operation on one set of inputs."""
+    """A call on one set of inputs, which is checked, timed, or run under the sanitizer."""
 
-    name: str
-    run: Callable[..., Results]  # (kernels, *inputs) -> results by name; leaves the inputs unchanged
+    call: Callable[..., Any]  # (what `made` returns, *inputs) -> tensors, also in tuples; may change the inputs
     inputs: tuple[Any, ...]
+    made: Callable[[Kernels], Any] = lambda kernels: kernels  # is not timed
+    defined: Callable[..., Any] | None = None  # (results, *inputs) -> what is compared; None: all results
     slack: float = FLOAT32_SLACK
-    kernels: Kernels | None = None  # another table than the checked one
+    others: Mapping[str, Call] = field(default_factory=dict)  # of libraries, with the same results
+    beside: Mapping[str, Call] = field(default_factory=dict)  # only timed
+    work: Work | None = None  # None: moves each input and each result once
+    bar: Bar | None = None
+    choices: tuple[tuple[str, int], ...] = ()  # keys of `measured.py`, for which the fastest of these is chosen
+    note: str = ""
+
+    def bind(self, kernels: Kernels) -> Call:
+        return partial(self.call, self.made(kernels), *self.inputs)
 
     def ratios(self, kernels: Kernels) -> Iterator[tuple[str, float]]:
-        """Yield the name and error ratio of each result. A ratio above 1 is wrong."""
-        found = self.run(self.kernels or kernels, *self.inputs)
-        expected = self.run(TORCH_KERNELS, *map(in_float32, self.inputs))
-        for result, actual in found.items():
-            yield f"{result}, {self.name}", compare(actual, expected[result], self.slack)
+        """Yield the error ratio of each result, with a name if there are several. A ratio above 1 is wrong."""
+        inputs = tuple(map(in_float32, self.inputs))
+        expected = list(self._compared(self.call(self.made(TORCH_KERNELS), *inputs), inputs))
+        for label, call in {"": self.bind(kernels), **self.others}.items():
+            for place, actual in enumerate(self._compared(call(), self.inputs)):
+                name = label if len(expected) == 1 else f"{label} result {place}"
+                yield name.strip(), compare(actual, expected[place], self.slack)
+
+    def _compared(self, results: Any, inputs: tuple[Any, ...]) -> Iterator[Tensor]:
+        return tensors_of(results if self.defined is None else self.defined(results, *inputs))
 
 
-# (source, True for small shapes, since others take minutes in the interpreter) -> cases with new random inputs
-Check = Callable[[Source, bool], Iterator[Case]]
+@dataclass(frozen=True)
+class Operation:
+    """Cases of one kind. Shapes are arguments of `make`."""
+
+    make: Callable[..., Case]  # (source, *shape)
+    small: Iterable[tuple[Any, ...]]  # others take minutes in the interpreter
+    large: Iterable[tuple[Any, ...]] = ()
+    timed: Iterable[tuple[Any, ...]] = ()
+
+    def cases(self, source: Any, shapes: Iterable[tuple[Any, ...]]) -> Iterator[tuple[str, Callable[[], Case]]]:
+        for shape in shapes:
+            yield ", ".join(map(str, (self.make.__name__, *shape))), partial(self.make, source, *shape)
 
 
 def run_check(
-    check: Check,
-    source: Source,
+    cases: Iterable[tuple[str, Callable[[], Case]]],
     seconds_left: Callable[[], float],
-    *,
-    is_small: bool = False,
     kernels: Kernels = TRITON_KERNELS,
-) -> dict[str, Any]:
+) -> Row:
     """Return the row of a check.
 
     Raises:
         Exception: a CUDA error. Other errors fail the check only.
     """
     ratios: dict[str, float] = {}
-    row: dict[str, Any] = {}
+    row: Row = {}
     try:
-        for case in check(source, is_small):
-            ratios |= case.ratios(kernels)
+        for name, make in cases:
+            ratios |= {f"{name} {result}".strip(): ratio for result, ratio in make().ratios(kernels)}
             if seconds_left() <= 0:
-                row["left_out"] = f"everything after {case.name!r}: no time was left"
+                row["left_out"] = f"everything after {name!r}: no time was left"
                 break
     except Exception as error:
         if is_cuda_error(error):
@@ -93,14 +117,31 @@ def run_check(
 
 def in_float32(value: Any) -> Any:
     """Return an input with its tensors in float32, and with zeros for NaN. Integers and float64 are unchanged."""
+    if isinstance(value, Float8Rows):
+        return plain_rows(value).float()
     if isinstance(value, Tensor) and value.is_floating_point():
         return (value.float() if value.element_size() < 4 else value).nan_to_num(0.0)
-    if type(value) is tuple:
-        return tuple(map(in_float32, value))
+    if type(value) in (tuple, list):
+        return type(value)(map(in_float32, value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        changed = {field.name: in_float32(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        changed = {each.name: in_float32(getattr(value, each.name)) for each in dataclasses.fields(value)}
         return type(value)(**changed)
     return value
+
+
+def tensors_of(value: Any, *, dequantizes: bool = True) -> Iterator[Tensor]:
+    """Yield all tensors in a result or an input."""
+    if isinstance(value, Float8Rows) and dequantizes:
+        yield plain_rows(dataclasses.replace(value, rows=None))
+    elif isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from tensors_of(each, dequantizes=dequantizes)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield from tensors_of(
+            [getattr(value, each.name) for each in dataclasses.fields(value)], dequantizes=dequantizes
+        )
 
 
 def compare(actual: Tensor, expected: Tensor, slack: float = FLOAT32_SLACK) -> float:

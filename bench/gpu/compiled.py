@@ -1,26 +1,47 @@
-"""A table of the machine code of every Triton kernel at the shapes of published models, without a GPU.
+"""Kernels compiled without a GPU: ahead of checks and measurements, and as a table of their machine code.
 
     python -m moeserve.bench.gpu.compiled [--capability 90|100] [--only TEXT]
 
-The operations are those that `kernels.py` times. Their launches are recorded instead of run, on tensors whose memory is
-never touched, and each is compiled as it would be on a GPU. Bytes and operations are the least of the whole operation,
-which may have several launches; blocks are those that fit on a multiprocessor at a time.
+The table has the kernels of all cases that are timed, at the shapes of published models. Launches are recorded instead
+of run, on tensors whose memory is never touched, and compiled as they would be on a GPU. Bytes and operations are the
+least of the whole operation, which may have several launches; blocks are those that fit on a multiprocessor at a time.
+
+A kernel's key in Triton's cache covers the sources of Triton and of the kernel, ptxas, the target, and the types and
+alignments of arguments, but not the driver. So a folder that was filled without a GPU serves a machine with the same
+wheel of Triton, and thus the same Python version. Kernels that are missing there are compiled at their first launch.
 """
 
 from __future__ import annotations
 
+import functools
+import json
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from triton import knobs
 
-from moeserve.bench.gpu import kernels
+from moeserve.bench.gpu import engine
+from moeserve.bench.gpu.cases import CASES
+from moeserve.bench.gpu.check import Case
 from moeserve.bench.gpu.inputs import Source
+from moeserve.bench.gpu.kernels import timed_cases, work_of
+from moeserve.bench.gpu.launches import decode, prefill, record_step
 from moeserve.bench.gpu.machine_code import MachineCode, compiling_for, machine_code_of
+from moeserve.bench.gpu.parts import Item, Row
 from moeserve.bench.gpu.recording import Launch, recorded_launches
+from moeserve.bench.gpu.throughput import MODELS, Model, Sizes
 from moeserve.bench.harness import make_parser, show
+from moeserve.ops.triton.table import TRITON_KERNELS
 from moeserve.ops.weight_blocks import CODES
+from moeserve.step_inputs import ChunkSpan
+
+SMALLEST_LAYERS = 2  # layers of a model: one of each kind
+SMALL_CHECK = "norms"  # compiles in about a second
 
 
 class UntouchedSource(Source):
@@ -32,9 +53,93 @@ class UntouchedSource(Source):
     def codes(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=CODES)
 
+    def scattered(self, *shape: int, places: Any, unread: float) -> Tensor:
+        return self.normal(*shape)
+
 
 def untouched_source() -> UntouchedSource:
     return UntouchedSource(torch.device("cpu"), torch.Generator().manual_seed(0), torch.bfloat16)
+
+
+def relocate(folder: Path) -> None:
+    """Correct the paths in a cache of Triton that was filled elsewhere."""
+    for path in folder.glob("*/__grp__*.json"):
+        names = json.loads(path.read_text())["child_paths"]
+        path.write_text(json.dumps({"child_paths": {name: str(path.parent / name) for name in names}}))
+
+
+def compile_items(capability: int) -> Iterator[Item]:
+    """Yield the functions that compile the kernels of checks, of timed cases, and of models."""
+    recorders: dict[str, Callable[[], Sequence[Launch]]] = {}
+    source = untouched_source()
+    for name, make in timed_cases(source):
+        recorders[name] = functools.partial(launches_of, [make])
+    for name, operations in CASES.items():
+        makes = [make for each in operations for _, make in each.cases(source, each.large)]
+        recorders[f"the check {name}"] = functools.partial(launches_of, makes)
+    for model in MODELS:
+        recorders[model.name] = functools.partial(launches_of_model, model)
+    for family, dtype in engine.CHECKPOINTS:
+        recorders[f"{family}, {dtype}"] = functools.partial(launches_of_family, family, dtype)
+    for name, record in recorders.items():
+        yield f"kernels of {name}", functools.partial(compile_rows, record, capability)
+
+
+def compile_rows(record: Callable[[], Sequence[Launch]], capability: int) -> Iterator[Row]:
+    """Yield one row with the number of kernels and the number that was not in the cache."""
+    were_found: dict[str, bool] = {}
+
+    def listen(*, metadata: dict[str, Any], cache_hit: bool, **_: Any) -> None:
+        were_found[metadata["hash"]] = cache_hit
+
+    wrong: set[str] = set()
+    hashes = set()
+    launches = record()
+    knobs.compilation.listener = listen
+    try:
+        with compiling_for(capability):
+            for launch in launches:
+                try:
+                    if launch.kernel is not None:
+                        hashes.add(launch.compile().hash)
+                except Exception as error:
+                    wrong.add(f"{launch.name}: {type(error).__name__}: {error}"[:500])
+    finally:
+        knobs.compilation.listener = None
+    num_new = sum(not is_found for is_found in were_found.values())
+    lines = [f"{len(hashes)} kernels, {num_new} of them compiled now"]
+    status = "failed" if wrong else "passed"
+    yield {"status": status, "num_kernels": len(hashes), "num_new": num_new, "lines": lines, "wrong": sorted(wrong)}
+
+
+@torch.inference_mode()
+def launches_of(makes: Iterable[Callable[[], Case]]) -> list[Launch]:
+    with recorded_launches() as launches:
+        for make in makes:
+            make().bind(TRITON_KERNELS)()
+    return launches
+
+
+def launches_of_model(model: Model) -> list[Launch]:
+    sizes = Sizes()
+    steps = [decode(batch, sizes.prompt_tokens) for batch in sizes.batches]
+    with tempfile.TemporaryDirectory() as folder:
+        model.write(Path(folder), SMALLEST_LAYERS)
+        return launches_of_steps(Path(folder), [*steps, prefill(sizes.chunk_tokens, sizes.chunk_tokens)], model)
+
+
+def launches_of_family(family: str, dtype: engine.Dtype) -> list[Launch]:
+    steps = [decode(4, 40), prefill(40, 40), [*prefill(6, 40), ChunkSpan(6, 1, 20)]]
+    with tempfile.TemporaryDirectory() as folder:
+        engine.config_of(family).save_pretrained(folder)
+        return launches_of_steps(Path(folder), steps, Model(family, {}, None), getattr(torch, dtype))
+
+
+def launches_of_steps(
+    folder: Path, steps: Sequence[list[ChunkSpan]], model: Model, dtype: torch.dtype = torch.bfloat16
+) -> list[Launch]:
+    recorded = [record_step(folder, spans, model.quantization, dtype) for spans in steps]
+    return [launch for parts in recorded for part in parts for launch in part]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,28 +151,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     show(f"| operation | MB | GFLOP | kernel | registers | shared | spilled | {matrix} | warps | blocks |")
     show("| :-- | --: | --: | :-- | --: | --: | --: | --: | --: | --: |")
     num_spilling = 0
-    for name, make in kernels.items(untouched_source(), kernels.Sizes()):
+    for name, make in timed_cases(untouched_source()):
         if options.only not in name:
             continue
-        timed = make()
         with recorded_launches() as launches, torch.inference_mode():
-            timed.call()
-        first = f"| {name} | {timed.work.num_bytes / 1e6:,.2f} | {timed.work.operations / 1e9:,.2f} |"
+            case = make()
+            work = work_of(case, case.bind(TRITON_KERNELS)())
+        first = f"| {name} | {work.num_bytes / 1e6:,.2f} | {work.operations / 1e9:,.2f} |"
         with compiling_for(options.capability):
-            for launch, code in machine_codes(launches):
-                num_spilling += code.spilled_bytes > 0
-                show(f"{first} {launch.name} {figures(code)}")
-                first = "| | | |"
+            kernels = {(code := launch.compile()).hash: (launch.name, code) for launch in launches}
+        for kernel, code in kernels.values():
+            machine_code = machine_code_of(code)
+            num_spilling += machine_code.spilled_bytes > 0
+            show(f"{first} {kernel} {figures(machine_code)}")
+            first = "| | | |"
     return 1 if num_spilling else 0
-
-
-def machine_codes(launches: Sequence[Launch]) -> list[tuple[Launch, MachineCode]]:
-    """Compile launches, and return each distinct machine code once."""
-    found: dict[str, tuple[Launch, MachineCode]] = {}
-    for launch in launches:
-        compiled = launch.compile()
-        found.setdefault(compiled.hash, (launch, machine_code_of(compiled)))
-    return list(found.values())
 
 
 def figures(code: MachineCode) -> str:

@@ -109,7 +109,7 @@ class Work:
 class Bar:
     """The least value that a figure should reach. A missed bar is reported, and fails nothing."""
 
-    figure: Literal["fraction_of_memory_bound", "fraction_of_bound", "operations_per_second", "times_transformers"]
+    figure: Literal["fraction_of_memory_bound", "fraction_of_bound", "operations_per_second"]
     least: float
 
     def verdict(self, figures: dict[str, Any]) -> dict[str, Any]:
@@ -145,27 +145,23 @@ def experts_work(shape: MoEShape, *, num_tokens: int, num_hit: int, format: Form
     return Work(num_bytes, operations, format)
 
 
-def attention_work(shape: AttentionShape, chunks: Chunks) -> Work:
-    """Return the work of a step: the visible keys and values of each chunk once, queries and results."""
-    per_position = 2 * shape.num_kv_heads * shape.head_size * RESULT_SIZE
-    per_row = 2 * shape.num_heads * shape.head_size * RESULT_SIZE
+def attention_work(shape: AttentionShape | LatentShape, chunks: Chunks) -> Work:
+    """Return the work of a step: what is visible to each chunk once, queries and results.
+
+    With latent attention, all heads read one vector of each position, whose first part is also the value.
+    """
+    if isinstance(shape, LatentShape):
+        key_size, value_size, window = shape.latent_size + shape.rotary_size, shape.latent_size, None
+        per_position = key_size * RESULT_SIZE
+    else:
+        key_size, value_size, window = shape.head_size, shape.head_size, shape.window
+        per_position = 2 * shape.num_kv_heads * key_size * RESULT_SIZE
     num_bytes = operations = 0
     for num_rows, context in chunks:
-        first = 0 if shape.window is None else max(0, context - num_rows + 1 - shape.window)
-        num_bytes += (context - first) * per_position + num_rows * per_row
-        operations += 4 * shape.num_heads * shape.head_size * attended_positions(num_rows, context, shape.window)
-    return Work(num_bytes, operations)
-
-
-def latent_work(shape: LatentShape, chunks: Chunks) -> Work:
-    """Return the same for latent attention, where a chunk of one row reads its vectors once for every 64 heads."""
-    size = shape.latent_size + shape.rotary_size
-    num_bytes = operations = 0
-    for num_rows, context in chunks:
-        num_reads = -(-shape.num_heads // 64) if num_rows == 1 else 1
-        num_bytes += num_reads * context * size * RESULT_SIZE
-        num_bytes += num_rows * shape.num_heads * (size + shape.latent_size) * RESULT_SIZE
-        operations += 2 * shape.num_heads * (size + shape.latent_size) * attended_positions(num_rows, context, None)
+        first = 0 if window is None else max(0, context - num_rows + 1 - window)
+        num_bytes += (context - first) * per_position
+        num_bytes += num_rows * shape.num_heads * (key_size + value_size) * RESULT_SIZE
+        operations += 2 * shape.num_heads * (key_size + value_size) * attended_positions(num_rows, context, window)
     return Work(num_bytes, operations)
 
 

@@ -32,6 +32,13 @@ class Source:
         drawn = torch.randn(shape, generator=self.generator, device=self.device)
         return drawn.mul_(scale).to(dtype or self.dtype)
 
+    def scattered(self, *shape: int, places: tuple[Tensor | slice, ...], unread: float) -> Tensor:
+        """Draw numbers at some places; everywhere else is the same number."""
+        drawn = self.normal(*shape)
+        result = torch.full_like(drawn, unread)
+        result[places] = drawn[places]
+        return result
+
     def uniform(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.rand(shape, generator=self.generator, device=self.device, dtype=dtype)
 
@@ -85,35 +92,24 @@ class Source:
         )
 
 
-def gpu_source(seed: int) -> Source:
-    device = torch.device("cuda")
-    return Source(device, torch.Generator(device).manual_seed(seed), torch.bfloat16)
-
-
 def num_cache_blocks(step: StepInputs) -> int:
     return int(step.block_table.max()) + 1
 
 
-def context_slots(step: StepInputs, block_size: int) -> Tensor:
-    """Return the cache slots of all positions of all contexts."""
-    slots = []
+def context_places(step: StepInputs, block_size: int) -> tuple[Tensor, Tensor]:
+    """Return the block and the place in it of all positions of all contexts."""
+    blocks, offsets = [], []
     for span, ids in zip(step.spans, step.block_table, strict=True):
         positions = torch.arange(span.context_len, device=ids.device)
-        slots.append(ids[positions // block_size].long() * block_size + positions % block_size)
-    return torch.cat(slots)
+        blocks.append(ids[positions // block_size].long())
+        offsets.append(positions % block_size)
+    return torch.cat(blocks), torch.cat(offsets)
 
 
 def draw_cache(source: Source, shape: AttentionShape, step: StepInputs, block_size: int) -> KeyValueCache:
     """Draw the keys and values of all blocks."""
     sizes = num_cache_blocks(step), shape.num_kv_heads, block_size, shape.head_size
     return KeyValueCache(source.normal(*sizes), source.normal(*sizes))
-
-
-def draw_attention(source: Source, shape: AttentionShape, step: StepInputs) -> tuple[Tensor, Tensor | None]:
-    """Draw queries, and attention sinks if the shape has them."""
-    query_TNH = source.normal(len(step.positions), shape.num_heads, shape.head_size)
-    sinks_N = source.normal(shape.num_heads, dtype=torch.float32, scale=2.0) if shape.has_sinks else None
-    return query_TNH, sinks_N
 
 
 def draw_weights(

@@ -6,8 +6,6 @@ instead of launched. So published shapes need neither a GPU nor memory. Anything
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from moeserve.layers.context import ModelContext
 from moeserve.models.decoder import Decoder
 from moeserve.models.registry import describe
 from moeserve.moe.dispatch.factory import TorchDispatchers
+from moeserve.ops.interfaces import Kernels
 from moeserve.ops.triton.table import TRITON_KERNELS
 from moeserve.step_inputs import NUM_SETTINGS, ChunkSpan, StepInputs
 
@@ -52,6 +51,20 @@ class Operations(TorchDispatchMode):
         return result
 
 
+def make_model(
+    folder: Path,
+    kernels: Kernels,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: QuantizationName | None = None,
+) -> Decoder:
+    """Return the model of a config.json for one rank, with weights that are not set."""
+    groups = groups_of_one_rank()
+    context = ModelContext(kernels, groups, dtype, device, quantization=quantization)
+    config = describe(folder).model
+    return Decoder(config, config.place_experts(1), TorchDispatchers("local", groups.ep, context), context)
+
+
 def record_step(
     folder: Path,
     spans: list[ChunkSpan],
@@ -64,11 +77,7 @@ def record_step(
         folder: has a config.json.
         spans: the chunks of the step.
     """
-    description = describe(folder)
-    groups = groups_of_one_rank()
-    context = ModelContext(TRITON_KERNELS, groups, dtype, META, quantization=quantization)
-    placements = description.model.place_experts(1)
-    model = Decoder(description.model, placements, TorchDispatchers("local", groups.ep, context), context)
+    model = make_model(folder, TRITON_KERNELS, dtype, META, quantization)
     caches = model.make_caches(CacheSize(4, BLOCK_SIZE))
     step = _step(spans)
     settings_LW = torch.zeros(len(spans), NUM_SETTINGS, dtype=torch.int64, device=META)
@@ -85,7 +94,7 @@ def record_step(
         assert model.norm is not None
         _, normed_TD = model.norm.after_adding(update_tD, hidden_tD)
         logits_LV = model.logits(step.rows_for_logits(normed_TD))
-        context.kernels.choose_tokens(logits_LV, settings_LW, step.logits_rows)
+        TRITON_KERNELS.choose_tokens(logits_LV, settings_LW, step.logits_rows)
     return [*of_layers, launches]
 
 
@@ -120,28 +129,3 @@ def decode(num_requests: int, context_len: int) -> list[ChunkSpan]:
 
 def prefill(num_rows: int, context_len: int) -> list[ChunkSpan]:
     return [ChunkSpan(0, num_rows, context_len)]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m moeserve.bench.gpu.launches", description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="with the model's config.json")
-    parser.add_argument("--quantization", choices=["fp8"])
-    parser.add_argument("--requests", type=int, default=64, help="that decode a token each")
-    parser.add_argument("--prefill", type=int, help="tokens of one chunk, instead of decoding")
-    parser.add_argument("--context", type=int, default=8192, help="tokens, those of the step included")
-    arguments = parser.parse_args()
-    context_len = arguments.context
-    spans = prefill(arguments.prefill, context_len) if arguments.prefill else decode(arguments.requests, context_len)
-    *layers, rest = launches(arguments.folder, spans, arguments.quantization)
-    kinds = Counter(json.dumps(dict(layer)) for layer in layers)
-    for kind, number in kinds.items():
-        counts = json.loads(kind)
-        print(f"{number} layers, {sum(counts.values())} launches each:")
-        for name, count in counts.items():
-            print(f"  {count:3} {name}")
-    print(f"Outside of layers: {sum(rest.values())} launches")
-    print(f"In all: {sum(rest.values()) + sum(sum(layer.values()) for layer in layers)}")
-
-
-if __name__ == "__main__":
-    main()

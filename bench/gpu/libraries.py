@@ -9,8 +9,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from moeserve.bench.gpu.inputs import Source
+from moeserve.errors import SettingsError
+from moeserve.ops.interfaces import OpenWeights, Product
 from moeserve.ops.libraries.attention import LIBRARY_NAMES, open_library
+from moeserve.ops.libraries.deep_gemm import why_unavailable, with_deep_gemm
 from moeserve.ops.libraries.interface import AttentionLibrary, LibraryUnusable
+from moeserve.ops.triton.table import TRITON_KERNELS
 
 
 @functools.cache
@@ -23,6 +28,18 @@ def installed_libraries(device: torch.device) -> tuple[AttentionLibrary, ...]:
         except LibraryUnusable as error:
             print(f"{name} is left out: {error}", flush=True)
     return tuple(found)
+
+
+def deep_gemm_products(source: Source, *weights: OpenWeights) -> dict[str, list[Product]]:
+    """Return DeepGEMM's products by its name; empty where it cannot be used."""
+    if source.device.type != "cuda" or any(map(why_unavailable, weights)):
+        return {}
+    try:
+        table = with_deep_gemm(TRITON_KERNELS, source.device, source.dtype)
+    except SettingsError as error:
+        print(f"deep_gemm is left out: {error}", flush=True)
+        return {}
+    return {"deep_gemm": [table.make_product(each) for each in weights]}
 
 
 @functools.cache

@@ -7,7 +7,7 @@ import re
 import statistics
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -91,16 +91,7 @@ def event_seconds(call: Callable[[], object], num_calls: int = 10) -> float:
     return statistics.median(seconds)
 
 
-class Timer(Protocol):
-    """Times calls."""
-
-    def seconds(self, call: Callable[[], object]) -> float:
-        """Return the seconds of one call under graph replay."""
-        ...
-
-    def seconds_without_graph(self, call: Callable[[], object]) -> float:
-        """Return the seconds of a call that waits for the GPU, so that no graph can hold it."""
-        ...
+Timer = Callable[[Callable[[], object]], float]  # a call -> its seconds under graph replay
 
 
 class ColdTimer:
@@ -110,21 +101,17 @@ class ColdTimer:
         self._flushed = torch.ones(FLUSHED_BYTES // 4, dtype=torch.int32, device=device)
         self._flush_seconds = functools.cache(functools.partial(replay_seconds, self.flush))
 
-    def seconds(self, call: Callable[[], object]) -> float:
+    def __call__(self, call: Callable[[], object]) -> float:
         """Return the seconds of one call: of replays with flushes, minus those of the flushes alone."""
+
+        def cold() -> None:
+            self.flush()
+            call()
+
         call()  # compiles
         once = event_seconds(call, num_calls=3)
         num_calls = max(1, min(MAX_CALLS, int(GRAPH_SECONDS / max(once, 1e-6))))
-        both = replay_seconds(lambda: self._cold(call), num_calls)
-        return max(both - self._flush_seconds(num_calls), 1e-9)
-
-    def seconds_without_graph(self, call: Callable[[], object]) -> float:
-        both = event_seconds(lambda: self._cold(call), num_calls=5)
-        return max(both - event_seconds(self.flush, num_calls=5), 1e-9)
-
-    def _cold(self, call: Callable[[], object]) -> None:
-        self.flush()
-        call()
+        return max(replay_seconds(cold, num_calls) - self._flush_seconds(num_calls), 1e-9)
 
     def flush(self) -> None:
         self._flushed.sum()

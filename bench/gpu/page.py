@@ -1,6 +1,8 @@
 """The summary page of a GPU benchmark: the largest losses first, then failures, bars, and skipped items.
 
-    python -m moeserve.bench.gpu.page PATH
+    python -m moeserve.bench.gpu.page PATH [--save]
+
+With `--save`, the fastest implementation of each class of shapes is also written to the table that `measured.py` reads.
 
 A *loss* is the part of a step's time above its bound, of one kernel or of the idle device. Losses are sorted by their
 share of the step.
@@ -77,13 +79,24 @@ def bar_text(bar: Row) -> str:
     return f"bar: {bar['figure']} {bar['least']:.3g}, reached {reached}: {'met' if bar['is_met'] else 'NOT MET'}"
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
+    from moeserve.ops.libraries import measured
+    from moeserve.triton_kernels.tuning import file_name
+
     parser = argparse.ArgumentParser(prog="python -m moeserve.bench.gpu.page", description=__doc__.splitlines()[0])
     parser.add_argument("path", type=Path, help="file written by `run --json`; the last completed run is shown")
-    lines = read_jsonl(parser.parse_args().path)
+    parser.add_argument("--save", action="store_true", help="write the fastest libraries to the table of this GPU")
+    options = parser.parse_args(arguments)
+    lines = read_jsonl(options.path)
     end = next(line for line in reversed(lines) if line["kind"] == "end")
     rows = [line for line in lines if line["kind"] == "row" and line["seed"] == end["seed"]]
-    show(page(end, list({(row["part"], row["name"]): row for row in rows}.values())))
+    rows = list({(row["part"], row["name"]): row for row in rows}.values())
+    show(page(end, rows))
+    if options.save:
+        path = measured.MEASURED_FOLDER / file_name(end["environment"]["gpu"]["name"])
+        found = [(key, num_rows, row["fastest"]) for row in rows for key, num_rows in row.get("choices", ())]
+        measured.save_table(path, found)
+        show(f"{path}: {len(found)} measurements")
 
 
 if __name__ == "__main__":

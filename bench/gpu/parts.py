@@ -10,14 +10,13 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
-import functools
 import json
 import subprocess
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -172,17 +171,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     first, step = map(int, options.share.split("/"))
     finished = set(json.loads(sys.stdin.read() or "[]"))
 
-    def work(items: Iterable[Item]) -> None:
-        left = [item for item in items if item[0] not in finished]
+    from moeserve.bench.gpu.items import Setting, items_of
+
+    setting = Setting(options.seed, seconds_left, on_cpu=options.rehearse)
+    # The interpreter compiles nothing.
+    with contextlib.nullcontext() if options.part == "compile" else setting.installed():
+        left = [item for item in items_of(options.part, setting) if item[0] not in finished]
         work_through(left[first::step], options.skip, seconds_left)
-
-    if not options.rehearse:
-        work(items_of(options.part, options.seed, seconds_left))
-        return
-    from moeserve.bench.gpu.rehearsal import rehearsal_items, rehearsing
-
-    with contextlib.nullcontext() if options.part == "compile" else rehearsing():  # the interpreter compiles nothing
-        work(rehearsal_items(options.part, options.seed, seconds_left))
 
 
 def work_through(items: Sequence[Item], num_skipped: int, seconds_left: SecondsLeft) -> None:
@@ -223,51 +218,6 @@ def is_cuda_error(error: BaseException) -> bool:
         return True
     before = error.__cause__ or error.__context__
     return before is not None and is_cuda_error(before)
-
-
-def items_of(part: str, seed: int, seconds_left: SecondsLeft) -> Iterator[Item]:
-    """Yield the items of a part. Imports only what this part needs."""
-    match part:
-        case "compile":
-            import torch
-
-            from moeserve.bench.gpu.compile_ahead import compile_items
-
-            has_gpu = torch.cuda.is_available()
-            major, minor = torch.cuda.get_device_capability() if has_gpu else (9, 0)
-            yield from compile_items(10 * major + minor)
-        case "sanitizer":
-            from moeserve.bench.gpu.sanitizer import sanitizer_items
-
-            yield from sanitizer_items(seed, seconds_left)
-        case "checks":
-            from moeserve.bench.gpu.check import run_check
-            from moeserve.bench.gpu.checks import CHECKS
-            from moeserve.bench.gpu.inputs import gpu_source
-
-            def check_rows(name: str, index: int) -> Iterator[Row]:
-                yield run_check(CHECKS[name], gpu_source(seed + index), seconds_left)
-
-            for index, name in enumerate(CHECKS):
-                yield name, functools.partial(check_rows, name, index)
-        case "engine" | "ranks":
-            from moeserve.bench.gpu.engine import COMPARISONS, RANK_COMPARISONS, Comparison, compare
-
-            def comparison_rows(comparison: Comparison) -> Iterator[Row]:
-                yield compare(comparison, "cuda", seed)
-
-            for comparison in COMPARISONS if part == "engine" else RANK_COMPARISONS:
-                yield comparison.name, functools.partial(comparison_rows, comparison)
-        case "kernels":
-            from moeserve.bench.gpu.inputs import gpu_source
-            from moeserve.bench.gpu.kernels import Sizes, timed_items
-
-            yield from timed_items(gpu_source(seed), Sizes())
-        case "throughput":
-            from moeserve.bench.gpu.throughput import MODELS, measure
-
-            for index, model in enumerate(MODELS):
-                yield model.name, functools.partial(measure, model, len(MODELS) - index, seconds_left)
 
 
 if __name__ == "__main__":

@@ -2,18 +2,18 @@
 
     python -m moeserve.bench.gpu.run [--json PATH] [--only PART] [--seconds 480] [--cache FOLDER]
 
-- *compile*: all kernels, in parallel (`compile_ahead.py`). Needs no GPU: the folder may come from another machine.
+- *compile*: all kernels, in parallel (`compiled.py`). Needs no GPU: the folder may come from another machine.
 - *sanitizer*: small shapes under compute-sanitizer (`sanitizer.py`).
-- *checks*: every operation of our kernels beside torch in float32, on new random inputs (`checks.py`).
+- *checks*: every operation of our kernels beside torch in float32, on new random inputs (`cases.py`).
 - *engine*: greedy tokens beside those of transformers on this GPU (`engine.py`).
-- *kernels*: times under graph replay beside the measured limits of this GPU, torch and transformers (`kernels.py`).
+- *kernels*: times under graph replay beside the measured limits of this GPU, torch and libraries (`kernels.py`).
 - *throughput*: tokens per second of whole models with random weights, and where the time goes (`throughput.py`).
-- *ranks*, with several GPUs: tokens on two ranks, with each dispatcher.
+- *ranks*, with several GPUs: tokens on two ranks, with each dispatcher and layout.
 
 Each part has a share of the time and processes of its own (`parts.py`). What is left out for lack of time is reported.
 Each result is written at once, as a line of JSON, so a run that is interrupted leaves a valid file. A run with the
 same file on the same GPU and commit continues it: completed items are not repeated. With
-`--rehearse` everything runs on a CPU at small sizes (`rehearsal.py`).
+`--rehearse` everything runs on a CPU at small sizes (`items.py`).
 The exit code is 1 if anything has failed; a missed bar fails nothing.
 """
 
@@ -56,14 +56,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {reason}", file=sys.stderr)
         return 1
     if options.cache is not None:
-        from moeserve.bench.gpu.compile_ahead import relocate
+        from moeserve.bench.gpu.compiled import relocate
 
         relocate(options.cache)
         os.environ["TRITON_CACHE_DIR"] = str(options.cache.resolve())
     if not options.rehearse:
         return run_parts(options, count_gpus(), run_part, min(MAX_PROCESSES, usable_cores()))
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
-    from moeserve.bench.gpu.rehearsal import rehearsing
+    from moeserve.bench.gpu.items import rehearsing
 
     command = [sys.executable, "-m", "moeserve.bench.gpu.parts", "--rehearse"]
 

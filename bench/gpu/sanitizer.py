@@ -34,14 +34,14 @@ def find_tool() -> str | None:
 
 
 def sanitizer_items(seed: int, seconds_left: SecondsLeft) -> Iterator[Item]:
-    from moeserve.bench.gpu.checks import CHECKS
+    from moeserve.bench.gpu.cases import CASES
 
     executable = find_tool()
     if executable is None:
         yield TOOL, lambda: [left_out(TOOL, f"{TOOL} is not installed (CUDA toolkit)")]
         return
     for tool, names in TOOLS.items():
-        for name in [each for each in CHECKS if each != NEEDS_CACHE] if names is None else names:
+        for name in [each for each in CASES if each != NEEDS_CACHE] if names is None else names:
             yield f"{tool}, {name}", functools.partial(run_under, executable, tool, name, seed, seconds_left)
 
 
@@ -83,24 +83,16 @@ def errors_of(lines: Sequence[str]) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one check with small shapes in this process, which runs under the tool."""
-    from moeserve.bench.gpu.check import run_check
-    from moeserve.bench.gpu.checks import CHECKS
-    from moeserve.bench.gpu.inputs import gpu_source
+    from moeserve.bench.gpu.items import Setting
     from moeserve.triton_kernels.device import is_interpreted
 
-    parser = argparse.ArgumentParser(prog="python -m moeserve.bench.gpu.sanitizer", description="Run by `parts.py`.")
-    parser.add_argument("check", choices=CHECKS)
+    parser = argparse.ArgumentParser(prog="python -m moeserve.bench.gpu.sanitizer", description="Run by `items.py`.")
+    parser.add_argument("check")
     parser.add_argument("--seed", type=int, required=True)
     options = parser.parse_args(arguments)
-    if is_interpreted():  # a rehearsal
-        from moeserve.bench.gpu.rehearsal import rehearsal_source, rehearsing
-
-        with rehearsing() as kernels:
-            row = run_check(
-                CHECKS[options.check], rehearsal_source(options.seed), lambda: 1.0, is_small=True, kernels=kernels
-            )
-    else:
-        row = run_check(CHECKS[options.check], gpu_source(options.seed), lambda: 1.0, is_small=True)
+    setting = Setting(options.seed, lambda: 1.0, on_cpu=is_interpreted())
+    with setting.installed():
+        row = setting.check(options.check, is_small=True)
     print(row.get("lines"), row.get("wrong"), row.get("error"), flush=True)
     return 1 if row["status"] == "failed" else 0
 

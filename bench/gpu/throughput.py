@@ -1,10 +1,9 @@
-"""Tokens per second of the engine on models of published shapes with random weights, beside transformers.
+"""Tokens per second of the engine on models of published shapes with random weights.
 
 - *decode*: `decode.py` describes the rate.
 - *prefill*: of one prompt, the longer one in chunks.
 - The bounds are those of `roofline.py`, at the measured limits.
 - *step*: where the time of a decode step goes (`profiling.py`).
-- *transformers*: `generate` with a batch of equal length and random weights of its own, with sdpa attention.
 - Models that do not fit have fewer layers; the row says how many.
 """
 
@@ -14,8 +13,7 @@ import gc
 import json
 import statistics
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -37,13 +35,7 @@ from moeserve.models.summary import summarize
 from moeserve.step_inputs import ChunkSpan
 
 MEMORY_SHARE = 0.75  # of the GPU, for weights
-# Of transformers, which needs them; our files of published shapes do without.
-MODEL_TYPES = {
-    "DeepseekV2ForCausalLM": "deepseek_v2",
-    "MixtralForCausalLM": "mixtral",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
-}
-DECODE_BARS = (Bar("times_transformers", 4.0), Bar("fraction_of_bound", 0.9))
+DECODE_BAR = Bar("fraction_of_bound", 0.9)
 
 
 @dataclass(frozen=True)
@@ -52,7 +44,7 @@ class Sizes:
 
     device: Literal["cpu", "cuda"] = "cuda"
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    batches: tuple[int, ...] = (64, 8, 1)  # the first is compared with transformers
+    batches: tuple[int, ...] = (64, 8, 1)  # the first has a bar
     prompt_tokens: int = 496
     new_tokens: int = 33  # contexts are 512 long in the middle of these
     prompts: tuple[int, ...] = (4096, 32000)
@@ -68,21 +60,15 @@ class Model:
     config: dict[str, Any]
     quantization: QuantizationName | None = None
 
-    def write(self, folder: Path, num_layers: int) -> None:
-        """Write its config.json with the first `num_layers` layers."""
-        common: dict[str, Any] = {
-            "torch_dtype": "bfloat16",
-            "bos_token_id": None,
-            "eos_token_id": None,
-            "hidden_act": "silu",
-        }
-        common |= {"tie_word_embeddings": False, "num_hidden_layers": num_layers}
-        (folder / "config.json").write_text(json.dumps(self.config | common))
+    def write(self, folder: Path, num_layers: int) -> dict[str, Any]:
+        """Write and return its config.json with the first `num_layers` layers."""
+        config = self.config | {"num_hidden_layers": num_layers, "bos_token_id": None, "eos_token_id": None}
+        (folder / "config.json").write_text(json.dumps(config))
+        return config
 
 
 def published(name: str, quantization: QuantizationName | None = None) -> Model:
     config = json.loads(PUBLISHED.read_text())[name]
-    config["model_type"] = MODEL_TYPES[config["architectures"][0]]
     return Model(f"{name}, {quantization}" if quantization else name, config, quantization)
 
 
@@ -110,69 +96,58 @@ def measure(
     model: Model,
     num_remaining: int,
     seconds_left: SecondsLeft,
-    limits: GpuLimits | None = None,
+    measure_limits: Callable[[], GpuLimits] = measure_limits,
     sizes: Sizes = Sizes(),
 ) -> Iterator[Row]:
     """Yield rows of one model: limits, decode with each batch, and prefill.
 
     Args:
         num_remaining: models with which it shares the time, itself included.
-        limits: of this GPU; None: measured here.
 
     Raises:
         Exception: whatever prevents the engine from running.
     """
     reserved = seconds_left() * (1 - 1 / num_remaining)
-    limits = limits or measure_limits()
+    limits = measure_limits()
     yield {"name": f"limits before {model.name}"} | limits_row(limits)
-    num_layers = layers_that_fit(model, MEMORY_SHARE * total_memory())
-    vocab_size = model.config["vocab_size"]
-    workloads = [Workload(batch, sizes.prompt_tokens, sizes.new_tokens, vocab_size) for batch in sizes.batches]
-    workloads += [Workload(1, num_tokens, 1, vocab_size) for num_tokens in sizes.prompts]
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        model.write(folder, num_layers)
-        other: Row = {} if model.quantization else transformers_figures(folder, workloads[0], sizes)
-        settings: dict[str, Any] = dict(
-            device=sizes.device, dtype=sizes.dtype, load_format="dummy", show_progress=False
-        )
-        settings |= dict(
-            max_num_seqs=max(sizes.batches),
-            max_model_len=max(sizes.prompts) + sizes.new_tokens,
-            max_num_batched_tokens=sizes.chunk_tokens,
-            enable_prefix_caching=False,
-        )
-        with LLM(folder, quantization=model.quantization, **settings) as llm:
-            for workload in workloads:
-                is_decode = workload.new_tokens > 1
-                name = f"{model.name}, " + (
-                    f"decode, batch {workload.batch}" if is_decode else f"prefill of {workload.prompt_tokens}"
-                )
+    num_layers, vocab_size = layers_that_fit(model, MEMORY_SHARE * total_memory()), model.config["vocab_size"]
+    decodes = {
+        f"{model.name}, decode, batch {batch}": Workload(batch, sizes.prompt_tokens, sizes.new_tokens, vocab_size)
+        for batch in sizes.batches
+    }
+    prefills = {f"{model.name}, prefill of {length}": Workload(1, length, 1, vocab_size) for length in sizes.prompts}
+    settings: dict[str, Any] = dict(
+        device=sizes.device,
+        dtype=sizes.dtype,
+        quantization=model.quantization,
+        load_format="dummy",
+        show_progress=False,
+        max_num_seqs=max(sizes.batches),
+        max_model_len=max(sizes.prompts) + sizes.new_tokens,
+        max_num_batched_tokens=sizes.chunk_tokens,
+        enable_prefix_caching=False,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        config = model.write(Path(folder), num_layers)
+        with LLM(folder, **settings) as llm:
+            for name, workload in (decodes | prefills).items():
                 if seconds_left() <= reserved:
                     yield left_out(name, "no time was left")
                     continue
                 steps = [
-                    roofline(Case(name, "", spans, model.quantization), read_config(folder), limits)
+                    roofline(Case(name, "", spans, model.quantization), config, limits)
                     for spans in spans_of(workload, sizes.chunk_tokens)
                 ]
                 row = rate_row(generate_with(llm), workload, steps, sizes.num_rounds)
                 row["lines"][0] = f"{num_layers} of {model.config['num_hidden_layers']} layers, {row['lines'][0]}"
-                if other and workload is workloads[0]:
-                    row |= {"transformers": other}
-                    row["lines"].append(f"transformers: {other}")
-                    if "rate" in other:
-                        row["times_transformers"] = row["rate"] / other["rate"]
-                    row["bars"] = [bar.verdict(row) for bar in DECODE_BARS]
-                if is_decode:
+                if workload.batch == sizes.batches[0] and name in decodes:
+                    row["bars"] = [DECODE_BAR.verdict(row)]
+                if name in decodes:
                     row["step"] = step_terms(profile_step(generate_with(llm), workload, sizes.device), steps[0])
                     row["lines"].append(step_text(row["step"]))
                 yield {"name": name, "status": "measured", "num_layers": num_layers} | row
-    free_memory()
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    return config
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def spans_of(workload: Workload, chunk_tokens: int) -> list[list[ChunkSpan]]:
@@ -192,51 +167,10 @@ def rate_row(generate: Generate, workload: Workload, steps: Sequence[Roofline], 
     num_tokens = workload.batch if is_decode else workload.batch * workload.prompt_tokens
     rate = statistics.median(rates)
     bound = num_tokens / sum(sum(step.bounds().values()) for step in steps)
-    return {
-        "rounds": rates,
-        "rate": rate,
-        "bound": bound,
-        "fraction_of_bound": rate / bound,
-        "lines": [f"{rate:,.0f} tokens/s, {rate / bound:.0%} of the bound"],
-    }
-
-
-@torch.inference_mode()
-def transformers_figures(folder: Path, workload: Workload, sizes: Sizes) -> Row:
-    """Return the decode rate of transformers, or why there is none."""
-    import transformers
-
-    try:
-        config = transformers.AutoConfig.from_pretrained(folder)
-        with torch.device(sizes.device):
-            model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, sizes.dtype)).eval()
-
-        def generate(prompts: list[list[int]], num_tokens: int) -> float:
-            prompt_ids = torch.tensor(prompts, device=sizes.device)
-            options = dict(max_new_tokens=num_tokens, min_new_tokens=num_tokens, do_sample=False, pad_token_id=0)
-            synchronize()
-            start = time.perf_counter()
-            model.generate(prompt_ids, attention_mask=torch.ones_like(prompt_ids), **options)
-            synchronize()
-            return time.perf_counter() - start
-
-        generate(draw_prompts(workload, Random(1)), 2)  # initialises libraries
-        return {"rate": rate_measure("decode", generate, workload)()}
-    except Exception as error:  # for example, it does not fit into memory
-        return {"error": f"{type(error).__name__}: {error}"[:500]}
-    finally:
-        free_memory()
+    line = f"{rate:,.0f} tokens/s, {rate / bound:.0%} of the bound"
+    return {"rounds": rates, "rate": rate, "bound": bound, "fraction_of_bound": rate / bound, "lines": [line]}
 
 
 def total_memory() -> int:
     """Return the bytes of the GPU's memory."""
     return int(torch.cuda.get_device_properties(0).total_memory)
-
-
-def synchronize() -> None:
-    torch.cuda.synchronize()
-
-
-def free_memory() -> None:
-    gc.collect()
-    torch.cuda.empty_cache()

@@ -10,6 +10,7 @@ from moeserve.config.environment import is_inside_ray
 from moeserve.config.expert_layout import ExpertShape, Numbers, resolve_expert_parallel
 from moeserve.config.settings import (
     DEFAULT_LOAD_WINDOW,
+    AttentionChoice,
     CacheDtypeName,
     CacheSettings,
     DispatcherName,
@@ -17,6 +18,7 @@ from moeserve.config.settings import (
     EngineConfig,
     ModelSettings,
     ParallelSettings,
+    ProductChoice,
     Settings,
 )
 from moeserve.config.validation import parse_bytes
@@ -136,6 +138,15 @@ def resolve(
             f"attention_backend={model.attention_backend!r} cannot read the scales of "
             f"kv_cache_dtype={cache.kv_cache_dtype!r}; use attention_backend='triton'"
         )
+    # Libraries have neither scales of cached rows nor fixed orders of sums, and FlashInfer plans one step at a time.
+    overlaps = (parallel.overlap_decode_tokens, parallel.overlap_prefill_tokens) != (None, None)
+    may_use_libraries = device == "cuda" and not (has_float8_cache or model.batch_invariant or overlaps)
+    attention_backend: AttentionChoice = "measured" if may_use_libraries else "triton"
+    if model.attention_backend != "auto":
+        attention_backend = model.attention_backend
+    product_backend: ProductChoice = "measured" if quantization == "fp8" else "triton"
+    if model.product_backend != "auto":
+        product_backend = model.product_backend
     # Tokens are sampled on the last stage, and the first needs them: no step can be planned ahead of its tokens. Nor
     # can it be if drafts decide how many tokens there will be.
     speculation = scheduler.speculative_config
@@ -152,8 +163,8 @@ def resolve(
         dtype=dtype,
         quantization=quantization,
         device=device,
-        attention_backend="triton" if model.attention_backend == "auto" else model.attention_backend,
-        product_backend="triton" if model.product_backend == "auto" else model.product_backend,
+        attention_backend=attention_backend,
+        product_backend=product_backend,
         batch_invariant=model.batch_invariant,
         load_format=model.load_format,
         packed_cache=parse_bytes("packed_cache", model.packed_cache, least=0),

@@ -19,6 +19,8 @@ DeepEPApi = Literal["legacy", "elastic"]
 DispatcherName = Literal["local", "allgather", "all_to_all", "shared_memory", "deepep"]
 AttentionName = Literal["triton", "flashinfer"]  # attention kernels on a GPU
 ProductName = Literal["triton", "deep_gemm"]  # kernels of products in 8-bit blocks on a GPU
+AttentionChoice = AttentionName | Literal["measured"]  # measured: the fastest, by a table of this GPU
+ProductChoice = ProductName | Literal["measured"]
 
 
 def setting(default: Any, help: str) -> Any:
@@ -50,12 +52,13 @@ class ModelSettings:
     attention_backend: Literal["auto", AttentionName] = setting(
         "auto",
         "attention kernels on a GPU; triton: moeserve's own; flashinfer: that library for the steps "
-        "that it supports, triton for others; auto: triton",
+        "that it supports, triton for others; auto: the fastest when measured on this GPU, else triton",
     )
     product_backend: Literal["auto", ProductName] = setting(
         "auto",
         "products of 8-bit blocks on a GPU, with quantization=fp8; triton: moeserve's own; deep_gemm: DeepGEMM for the "
-        "shapes that it supports, triton for others; auto: triton",
+        "shapes that it supports, triton for others; auto: the fastest when measured on this GPU, "
+        "else triton",
     )
     batch_invariant: bool = setting(
         False,
@@ -335,8 +338,8 @@ class EngineConfig:
     dtype: DtypeName
     quantization: QuantizationName | None
     device: Literal["cpu", "cuda"]
-    attention_backend: AttentionName
-    product_backend: ProductName
+    attention_backend: AttentionChoice
+    product_backend: ProductChoice
     batch_invariant: bool  # required; a CPU may be it anyway
     load_format: Literal["auto", "dummy"]
     packed_cache: int  # bytes

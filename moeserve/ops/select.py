@@ -16,7 +16,7 @@ from moeserve.ops.side_stream import CudaSideStream
 from moeserve.ops.torch.table import TORCH_KERNELS
 
 if TYPE_CHECKING:
-    from moeserve.config.settings import AttentionName
+    from moeserve.config.settings import AttentionChoice
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ TABLES: dict[str, Callable[[], Kernels]] = {"cpu": _for_cpu, "cuda": _for_cuda, 
 
 def select_kernels(
     device: torch.device,
-    attention_library: AttentionName = "triton",
+    attention_library: AttentionChoice = "triton",
     block_size: int | None = None,
     *,
     batch_invariant: bool = False,
@@ -55,7 +55,8 @@ def select_kernels(
     """Return the kernels for a device. Called once per rank.
 
     Args:
-        attention_library: on a GPU, the library that serves grouped-query attention; "triton": our own kernels.
+        attention_library: on a GPU, the library that serves grouped-query attention; "triton": our own kernels;
+            "measured": the one that was measured to be the fastest.
         block_size: positions of a block of the KV cache; needed for any other library than our own.
         batch_invariant: required, at the cost of speed on a GPU. The config allows it for our own kernels only.
 

@@ -149,7 +149,8 @@ def _select_kernels(config: EngineConfig, device: torch.device) -> Kernels:
         return kernels
     from moeserve.ops.libraries.deep_gemm import with_deep_gemm
 
-    return with_deep_gemm(kernels, device, getattr(torch, config.dtype))
+    only_fastest = config.product_backend == "measured"
+    return with_deep_gemm(kernels, device, getattr(torch, config.dtype), only_fastest=only_fastest)
 
 
 def _too_large(config: EngineConfig, memory: LoadingMemory, free: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -13,9 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from moeserve.bench.gpu import page
 from moeserve.bench.gpu.inputs import Source, draw_rows, draw_weights
 from moeserve.errors import SettingsError
 from moeserve.ops.interfaces import Gather, OpenWeights, SwiGLU
+from moeserve.ops.libraries import measured
 from moeserve.ops.libraries.deep_gemm import (
     NEEDS,
     DeepGemmProduct,
@@ -159,6 +162,39 @@ def test_shapes_that_run_on_our_kernels(weights: OpenWeights, value: str, stand_
     assert value in str(why_unavailable(weights))
     product = with_deep_gemm(TRITON_KERNELS, CPU, torch.bfloat16).make_product(weights)
     assert not isinstance(product, DeepGemmProduct)
+
+
+def test_measured_products_run_where_they_were_the_fastest(
+    stand_in: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The table of this device, which the page of a benchmark writes, decides by shape and number of rows."""
+    weights, unknown = (draw_weights(source(), num, 128, 128, is_fp8=True) for num in (1, 2))
+    monkeypatch.setattr(measured, "MEASURED_FOLDER", tmp_path)
+    result = {"kind": "end", "seed": 1, "seconds": 1.0, "failed": [], "left_out": []}
+    row = {"kind": "row", "seed": 1, "part": "kernels", "status": "measured"}
+    rows = [
+        row | {"name": "few", "choices": [[measured.product_key(weights), 4]], "fastest": "triton"},
+        row | {"name": "many", "choices": [[measured.product_key(weights), 64]], "fastest": "deep_gemm"},
+    ]
+    path = tmp_path / "gpu.jsonl"
+    lines = [*rows, result | {"environment": {"gpu": {"name": "CPU"}}}]
+    path.write_text("\n".join(map(json.dumps, lines)))
+
+    def make_product(weights: OpenWeights, *, dtype: torch.dtype = torch.bfloat16) -> Any:
+        return with_deep_gemm(TRITON_KERNELS, CPU, dtype, only_fastest=True).make_product(weights)
+
+    own = type(TRITON_KERNELS.make_product(weights))
+    assert isinstance(make_product(weights), own), "there is no table"
+    page.main([str(path), "--save"])
+    product = make_product(weights)
+    assert [type(product.fastest(num_rows)) for num_rows in (0, 15, 17)] == [own, own, DeepGemmProduct]
+    assert isinstance(make_product(unknown), own)
+    assert isinstance(make_product(weights, dtype=torch.float16), own), "the library cannot be used"
+    rows_RI = torch.randn(17, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
+    counts = torch.tensor([17])
+    expected = with_deep_gemm(TRITON_KERNELS, CPU, torch.bfloat16).make_product(weights).multiply(rows_RI)
+    for found in (product.multiply(rows_RI), product.multiply_rows(rows_RI, counts)):
+        assert torch.equal(found, expected)
 
 
 def test_reasons_why_it_cannot_be_used(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,12 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeserve.bench.gpu import checks, costs, kernels
-from moeserve.bench.gpu.check import FLOAT32_SLACK, WRONG, compare, run_check
-from moeserve.bench.gpu.checks import CHECKS
-from moeserve.bench.gpu.costs import GpuLimits, LatentShape, MoEShape, attention_shape
+from moeserve.bench.gpu import expert_cases, kernels, layer_cases
+from moeserve.bench.gpu.cases import CASES
+from moeserve.bench.gpu.check import FLOAT32_SLACK, WRONG, Case, compare, run_check
+from moeserve.bench.gpu.costs import GpuLimits, Work
 from moeserve.bench.gpu.inputs import Source
-from moeserve.ops.interfaces import ClampedSwiGLU, Float8Rows, Kernels, KeyValueCache
+from moeserve.ops.interfaces import Float8Rows, Kernels, KeyValueCache
 from moeserve.ops.libraries.attention import open_library
 from moeserve.ops.torch.table import TORCH_KERNELS
 from moeserve.ops.triton.table import TRITON_KERNELS
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("torch_conversions")
 FAULT = 1 + 1 / 16  # far less than a wrong row or scale
 # With small shapes the checks of most models' products are alike.
 # That of graphs needs a device: test_gpu_rehearsal.py.
-DIFFERENT = [name for name in CHECKS if "products" not in name or name.endswith(("Mixtral-8x7B", "gpt-oss-20b"))]
+DIFFERENT = [name for name in CASES if "products, " not in name or name.endswith(("Mixtral-8x7B", "gpt-oss-20b"))]
 DIFFERENT.remove("graphs")
 # Each operation of the table that is not torch's, as field and method, and the check that covers it.
 OPERATIONS = [
@@ -47,9 +47,10 @@ OPERATIONS = [
     ("make_latent_attention", "attend_expanded", "expanded attention"),
     *(
         ("make_product", method, f"products, {name}")
-        for method in ("multiply", "multiply_rows", "multiply_slots")
+        for method in ("multiply_rows", "multiply_slots")
         for name in ("gpt-oss-20b", "fp8, Mixtral-8x7B")
     ),
+    ("make_product", "multiply", "products of one weight"),
 ]
 
 
@@ -59,14 +60,16 @@ def source(dtype: torch.dtype = torch.float32, seed: int = 1) -> Source:
 
 
 def run(name: str, table: Kernels = TRITON_KERNELS, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    return run_check(CHECKS[name], source(dtype), lambda: 1.0, is_small=True, kernels=table)
+    drawn = source(dtype)
+    cases = (case for operation in CASES[name] for case in operation.cases(drawn, operation.small))
+    return run_check(cases, lambda: 1.0, table)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_right_kernels_pass(name: str, dtype: torch.dtype) -> None:
     row = run(name, dtype=dtype)
-    assert row["status"] == ("left out" if name == "attention of other libraries" else "passed"), row
+    assert row["status"] == "passed", row
 
 
 def spoiled(value: Any) -> Any:
@@ -138,35 +141,29 @@ def test_every_operation_is_checked() -> None:
 
 
 @pytest.fixture
-def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Install stand-ins for other libraries."""
+def library(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Install a stand-in for another library, and return its label."""
     attention_stand_ins.install(monkeypatch, attention_stand_ins.strict())
-    found = [open_library("flashinfer", torch.device("cpu"))]
-    for module in (checks, kernels):
-        monkeypatch.setattr(module, "installed_libraries", lambda device: tuple(found))
-    monkeypatch.setattr(checks, "SMALL_ATTENTION", {"windowed": attention_shape(4, 2, 64, window=11)})
+    found = open_library("flashinfer", torch.device("cpu"))
+    monkeypatch.setattr(layer_cases, "installed_libraries", lambda device: (found,))
+    return found.label
 
 
-def test_installed_libraries_are_checked(libraries: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_installed_libraries_are_checked_and_timed(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They get the same inputs as our kernels."""
     check = "attention of other libraries"
-    names = [case.name for case in CHECKS[check](source(torch.float16), True)]
-    assert len([name for name in names if "flashinfer 1.2.3" in name]) == 5, names  # steps and block sizes
+    drawn = source(torch.float16)  # bfloat16 is wrong in the interpreter
+    made = [make() for each in CASES[check] for _, make in each.cases(drawn, each.small)]
+    assert len([case for case in made if library in case.others]) == 5  # steps and block sizes
+    row = kernels.measure(next(case for case in made if case.others), TRITON_KERNELS, OneCall(), LIMITS)
+    assert row["others"][library]["seconds"] == 1e-3
+    assert row["fastest"] == "triton"
     assert run(check, dtype=torch.float16)["status"] == "passed"
     attend = attention_stand_ins.attend
     monkeypatch.setattr(attention_stand_ins, "attend", lambda *args, **options: attend(*args, **options) * FAULT)
-    assert len(run(check, dtype=torch.float16)["wrong"]) == len(names)
-
-
-def test_libraries_are_timed_on_the_same_caches(libraries: None) -> None:
-    half = source(torch.float16)  # bfloat16 is wrong in the interpreter
-    for chunks in ([(1, 20), (1, 20)], [(4, 20), (4, 20)]):
-        calls = kernels.attention_calls(half, attention_shape(4, 2, 64, window=7), chunks)
-        assert [label.split()[0] for label in calls] == ["triton", "flashinfer"]
-        own, *others = (call() for call in calls.values())
-        for other in others:
-            torch.testing.assert_close(other, own, atol=4e-3, rtol=4e-3)
-    sinks = kernels.attention_calls(half, attention_shape(4, 2, 64, has_sinks=True), [(4, 20)])
-    assert list(sinks) == ["triton"], "no other takes sinks in chunks"
+    wrong = run(check, dtype=torch.float16)["wrong"]
+    assert len(wrong) == 5
+    assert all(library in each for each in wrong)
 
 
 @pytest.mark.parametrize("message", ["out of resources: shared memory", "CUDA error: an illegal memory access"])
@@ -185,8 +182,9 @@ def test_kernel_that_raises_fails_its_check(message: str) -> None:
 
 
 def test_check_stops_when_its_time_is_over() -> None:
-    row = run_check(CHECKS["norms"], source(), lambda: 0.0, is_small=True)
-    assert (row["num_cases"], row["status"]) == (3, "passed")
+    (operation, *_) = CASES["norms"]
+    row = run_check(operation.cases(source(), operation.small), lambda: 0.0)
+    assert (row["num_cases"], row["status"]) == (1, "passed")
     assert "left_out" in row
 
 
@@ -208,76 +206,47 @@ def test_comparison_detects_nan_shapes_single_and_systematic_errors() -> None:
     assert compare(torch.tensor([1, 2]), torch.tensor([1, 3])) == WRONG
 
 
+LIMITS = GpuLimits(1e12, 1e14, 2e14)
+
+
 class OneCall:
     """A timer that calls once."""
 
     def __init__(self) -> None:
         self.num_calls = 0
 
-    def seconds(self, call: Callable[[], object]) -> float:
+    def __call__(self, call: Callable[[], object]) -> float:
         self.num_calls += 1
         call()
         return 1e-3
 
-    seconds_without_graph = seconds
-
 
 def test_everything_that_is_timed_runs() -> None:
-    clamped = MoEShape(3, 160, 48, 2, ClampedSwiGLU(alpha=1.702, limit=7.0), has_bias=True)
-    sizes = kernels.Sizes(
-        moe={"a": MoEShape(3, 32, 16, 2), "b": clamped},
-        attention={"Mixtral-8x7B": attention_shape(4, 2, 16), "c": attention_shape(4, 2, 16, window=7, has_sinks=True)},
-        latent={"d": LatentShape(3, 16, 8)},
-        vocab={"e": 40},
-        num_tokens=(1,),
-        decode_batches=((2, 20),),
-        prefill_rows=20,
-        latent_rows=3,
-        row_counts=(2,),
-        width=64,
-        expert_width=48,
-    )
-    timer: Any = OneCall()
-    limits = GpuLimits(1e12, 1e14, 2e14)
-    items = list(kernels.items(source(torch.bfloat16), sizes))
-    rows = {name: kernels.measure(make(), timer, limits) for name, make in items}
-    assert len(rows) == len(items)
+    timer = OneCall()
+    cases = list(kernels.timed_cases(source(torch.bfloat16), is_small=True))
+    rows = {name: kernels.measure(make(), TRITON_KERNELS, timer, LIMITS) for name, make in cases}
+    assert len(rows) == len(cases)
     assert timer.num_calls == len(rows) + sum(len(row["others"]) for row in rows.values())
-    assert not [(name, other) for name, row in rows.items() for other in row["others"].values() if "error" in other]
+    assert {name for name, row in rows.items() if any("error" in other for other in row["others"].values())} <= {
+        "experts, bf16, small, clamped, 4"  # torch needs rows of multiples of 16 bytes
+    }
     for row in rows.values():
         assert row["bytes"] > 0
         assert row["lines"][0].startswith("1,000.0 us")
-    experts = rows["experts bf16 a, 1 tokens"]
+    experts = rows["experts, bf16, small, 1"]
     assert "2 of 3 experts have rows" in experts["lines"]
     assert [bar["is_met"] for bar in experts["bars"]] == [False]
-    assert set(experts["others"]) == {"torch grouped_mm", "transformers"}
+    assert set(experts["others"]) == {"torch grouped_mm"}
+    assert rows["rms_norm, 3, 40"]["bytes"] == 2 * (3 * 40 + 40 + 3 * 40)
 
 
 def test_other_implementation_that_fails_is_recorded() -> None:
     def refuse() -> None:
         raise RuntimeError("no kernel for this shape")
 
-    timed = kernels.Timed(lambda: None, costs.Work(1.0), others={"other": refuse})
-    timer: Any = OneCall()
-    row = kernels.measure(timed, timer, GpuLimits(1.0, 1.0, 1.0))
+    case = Case(lambda kernels: None, (), beside={"other": refuse}, work=Work(1.0))
+    row = kernels.measure(case, TRITON_KERNELS, OneCall(), GpuLimits(1.0, 1.0, 1.0))
     assert "no kernel for this shape" in row["others"]["other"]["error"]
-
-
-def test_timed_calls_compute_the_same_as_those_beside_them() -> None:
-    sizes = kernels.Sizes(moe={"a": MoEShape(5, 32, 16, 2)}, num_tokens=(6,), row_counts=(3,), width=64)
-    names = ("experts bf16", "rms_norm", "add_rms_norm", "silu_multiply", "weigh", "row_maximum")
-    checked = set()
-    for name, make in kernels.items(source(), sizes):  # the interpreter's products in bfloat16 are wrong
-        if name.startswith(names):
-            timed: Any = make()
-            own = timed.call()
-            others = timed.others | timed.eager_others
-            others.pop("torch grouped_mm", None)  # without the order of pairs and the sum
-            for other in others.values():
-                checked.add(name.split()[0].rstrip(","))
-                used = 3 if name.startswith("weigh") else None
-                torch.testing.assert_close(own[:used], other()[:used], atol=1e-4, rtol=1e-4)
-    assert checked == {name.split()[0] for name in names}
 
 
 def test_experts_of_sglang_get_the_same_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,13 +264,9 @@ def test_experts_of_sglang_get_the_same_rows(monkeypatch: pytest.MonkeyPatch) ->
             total += weights_TK[:, place, None] * torch.einsum("tc,tdc->td", middle, w2[ids_TK[:, place]])
         return total
 
-    monkeypatch.setattr(kernels, "sglang_experts", lambda device: fused_experts_impl)
-    sizes = kernels.Sizes(moe={"a": MoEShape(5, 128, 128, 2)}, num_tokens=(6,))
-    timed = dict(kernels.items(source(), sizes))["experts bf16 a, 6 tokens"]()
-    own: Any = timed.call()
-    torch.testing.assert_close(own, timed.others["sglang"](), atol=1e-4, rtol=1e-4)
-    assert "sglang" in dict(kernels.items(source(), sizes))["experts fp8 a, 6 tokens"]().others
+    monkeypatch.setattr(expert_cases, "sglang_experts", lambda device: fused_experts_impl)
+    case = expert_cases.experts(source(), "bf16", "small", 6)
+    assert dict(case.ratios(TRITON_KERNELS))["sglang"] <= 1
     assert used == [{"filter_expert": False}]
-    clamped = MoEShape(3, 160, 48, 2, ClampedSwiGLU(alpha=1.702, limit=7.0))
-    sizes = kernels.Sizes(moe={"a": clamped}, num_tokens=(1,))
-    assert "sglang" not in dict(kernels.items(source(), sizes))["experts bf16 a, 1 tokens"]().others
+    assert "sglang" in expert_cases.experts(source(), "fp8", "small blocks", 6).others
+    assert "sglang" not in expert_cases.experts(source(), "bf16", "small, clamped", 1).others

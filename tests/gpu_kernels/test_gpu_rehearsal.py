@@ -25,13 +25,13 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
 from moeserve.bench.gpu import fake_device
-from moeserve.bench.gpu.check import run_check
-from moeserve.bench.gpu.checks import CHECKS
+from moeserve.bench.gpu.items import Setting, items_of, rehearsing
 from moeserve.bench.gpu.parts import Part, run_part
-from moeserve.bench.gpu.rehearsal import rehearsal_source, rehearsing
 from moeserve.ops import side_stream
 from moeserve.ops.interfaces import Kernels
 from moeserve.worker.cuda_graphs import TorchCapture
+
+SETTING = Setting(1, lambda: 1.0, on_cpu=True)
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def table() -> Iterator[Kernels]:
 
 
 def check(name: str, kernels: Kernels) -> dict[str, Any]:
-    return run_check(CHECKS[name], rehearsal_source(1), lambda: 1.0, is_small=True, kernels=kernels)
+    return dataclasses.replace(SETTING, table=kernels).check(name, is_small=True)
 
 
 # A kernel's module, the text of the right kernel, that of the wrong one, the check, and a result that it must name.
@@ -64,11 +64,11 @@ KERNEL_FAULTS = {
     ),
     "a window of one position more": (
         *("online_softmax", "tl.maximum(positions - WINDOW + 1, 0)"),
-        *("tl.maximum(positions - WINDOW, 0)", "attention", "attend, windowed"),
+        *("tl.maximum(positions - WINDOW, 0)", "attention", "attend, small, windowed"),
     ),
     "a sink that is not in the sum": (
         *("online_softmax", "return share, total * share + tl.exp2(sink - shift)", "return share, total * share"),
-        *("attention", "attend, windowed"),
+        *("attention", "attend, small, windowed"),
     ),
     "another sign of the sine": (
         *("rotary", "rotated = second * cosines + first * sines", "rotated = second * cosines - first * sines"),
@@ -190,9 +190,9 @@ def stale_output(table: Kernels, monkeypatch: pytest.MonkeyPatch) -> Kernels:
     """A capture that returns a copy of the result, which replays do not write to."""
     capture = TorchCapture.__call__
 
-    def copied(self: TorchCapture, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    def copied(self: TorchCapture, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         replay, result = capture(self, run)
-        return replay, result.clone()
+        return replay, dataclasses.replace(result, hidden_TD=result.hidden_TD.clone())
 
     monkeypatch.setattr(TorchCapture, "__call__", copied)
     return table
@@ -256,16 +256,15 @@ def test_stream_that_is_never_joined_is_refused(table: Kernels) -> None:
 
 
 LOST_DEVICE = """
-import dataclasses
-from moeserve.bench.gpu import checks, fake_device, parts
-from moeserve.ops.triton.table import TRITON_KERNELS
+from moeserve.bench.gpu import cases, fake_device, parts
+from moeserve.bench.gpu.check import Operation
 
-def lost(source, is_small):
+def lost(source):
     fake_device.DEVICE.fail("an illegal memory access was encountered")
-    yield
 
-checks.CHECKS.clear()
-checks.CHECKS.update({"norms": checks.norms, "lost": lost, "routing": checks.routing})
+chosen = {"norms": cases.CASES["norms"], "lost": [Operation(lost, [()])], "routing": cases.CASES["routing"]}
+cases.CASES.clear()
+cases.CASES.update(chosen)
 parts.main()
 """
 
@@ -281,6 +280,17 @@ def test_lost_device_fails_only_the_item_that_lost_it(tmp_path: Path) -> None:
     assert {row["name"]: row["status"] for row in rows} == {"norms": "passed", "lost": "failed", "routing": "passed"}
     (lost,) = (row for row in rows if row["name"] == "lost")
     assert "illegal memory access" in lost["log"]
+
+
+def test_throughput_of_a_small_model(table: Kernels) -> None:
+    """Time goes to kernels of ours that have a bound, in a model with latent attention, shared experts and graphs."""
+    ((_, measure),) = items_of("throughput", SETTING)
+    _, decode, prefill = measure()
+    assert [row["status"] for row in (decode, prefill)] == ["measured"] * 2
+    assert decode["bound"] > prefill["rate"] > 0
+    named = {name for name in decode["step"]["bounds"] if name != "torch"}
+    assert {"grouped_matmul_kernel", "attend_split_kernel"} <= named
+    assert "the device is busy for" in decode["lines"][1]
 
 
 def test_sticky_error_fails_every_later_launch(table: Kernels) -> None:

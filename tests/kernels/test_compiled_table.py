@@ -33,11 +33,11 @@ def rows_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[st
 
 @pytest.mark.parametrize(("capability", "matrix"), [("90", "wgmma"), ("100", "tcgen05")])
 def test_experts_of_qwen3(capability: str, matrix: str, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = rows_of(capsys, "--capability", capability, "--only", "experts bf16 Qwen3-30B-A3B, 128 tokens")
+    rows = rows_of(capsys, "--capability", capability, "--only", "experts, bf16, Qwen3-30B-A3B, 128")
     assert [row["kernel"] for row in rows] == [
         *("rank_pairs_kernel", "grouped_matmul_kernel", "grouped_matmul_kernel", "weighted_sum_kernel")
     ]
-    assert rows[0]["operation"] == "experts bf16 Qwen3-30B-A3B, 128 tokens"
+    assert rows[0]["operation"] == "experts, bf16, Qwen3-30B-A3B, 128"
     weights = 128 * 3 * 2048 * 768 * 2 / 1e6  # nearly all experts have rows
     assert 0.99 * weights < float(rows[0]["MB"].replace(",", "")) < 1.05 * weights
     assert float(rows[0]["GFLOP"]) == pytest.approx(128 * 8 * 3 * 2 * 2048 * 768 / 1e9, rel=0.01)
@@ -88,7 +88,7 @@ def test_launches_on_a_gpu_find_what_was_compiled_without_one(tmp_path: Path, mo
     from triton import knobs
     from triton.runtime.driver import driver
 
-    from moeserve.bench.gpu.compile_ahead import compile_items, relocate
+    from moeserve.bench.gpu.compiled import compile_items, relocate
     from moeserve.triton_kernels.rms_norm import add_rms_norm, rms_norm
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "made"))

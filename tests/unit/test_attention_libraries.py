@@ -17,11 +17,12 @@ import torch
 from attention_stand_ins import VERSION
 from torch import Tensor
 
-from moeserve.config.settings import AttentionName
+from moeserve.config.settings import AttentionChoice
 from moeserve.errors import SettingsError
 from moeserve.ops import select
 from moeserve.ops.interfaces import AttentionBackend, AttentionShape, Kernels, KeyValueCache
 from moeserve.ops.libraries import flashinfer as flashinfer_attention
+from moeserve.ops.libraries import measured
 from moeserve.ops.libraries.attention import LibraryAttention, LibraryChoice, open_library
 from moeserve.ops.libraries.flashinfer import open_flashinfer
 from moeserve.ops.libraries.interface import AttentionProblem, LibraryUnusable, StepKind
@@ -237,7 +238,7 @@ def test_a_step_without_tokens_or_with_an_empty_chunk_is_no_decode_step() -> Non
     check(case_of(PROBLEM, [(1, 20), (0, 5)]), layer.attend)
 
 
-def selected(name: AttentionName) -> Kernels:
+def selected(name: AttentionChoice) -> Kernels:
     return select_kernels(CPU, name, 16)
 
 
@@ -252,6 +253,22 @@ def test_a_library_serves_only_if_it_is_named(own_kernels: None, flashinfer: att
     layer = selected("flashinfer").make_attention(SHAPE)
     check(case_of(PROBLEM, [(1, 20), (1, 3)]), layer.attend)
     assert (flashinfer.num_decodes, flashinfer.num_runs) == (1, 0)
+
+
+def test_a_measured_library_serves_the_steps_for_which_it_was_mostly_the_fastest(
+    own_kernels: None, flashinfer: attention_stand_ins.FlashInfer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measured, "MEASURED_FOLDER", tmp_path)
+    assert selected("measured") is OWN_KERNELS, "there is no table"
+    key = measured.attention_key(SHAPE, "decode")
+    faster = [(key, 1, "triton"), (key, 16, "flashinfer"), (key, 64, "flashinfer")]
+    measured.save_table(tmp_path / "CPU.json", [*faster, (measured.attention_key(SHAPE, "chunks"), 9, "triton")])
+    attend = selected("measured").make_attention(SHAPE).attend
+    check(case_of(PROBLEM, [(1, 20), (1, 3)]), attend)
+    attended(case_of(PROBLEM, [(4, 20)]), attend)
+    assert (flashinfer.num_decodes, flashinfer.num_runs) == (1, 0)
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    assert selected("measured") is OWN_KERNELS, "it is not installed"
 
 
 def test_a_named_library_must_be_installed(own_kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:

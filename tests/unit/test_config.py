@@ -62,7 +62,7 @@ def test_defaults_come_from_the_checkpoint_and_the_machine() -> None:
     assert decide(in_float16, quantization="int4").dtype == "bfloat16"
     on_gpu = decide(quantization="fp8", has_kernels=False, attention_backend="flashinfer", **ON_GPU)
     assert (on_gpu.device, on_gpu.quantization, on_gpu.attention_backend) == ("cuda", "fp8", "flashinfer")
-    assert on_gpu.product_backend == "triton"
+    assert on_gpu.product_backend == "measured"
     on_gpu = decide(quantization="fp8", has_kernels=False, product_backend="deep_gemm", **ON_GPU)
     assert on_gpu.product_backend == "deep_gemm"
     assert_refused("product_backend='deep_gemm'", "quantization=None", product_backend="deep_gemm", **ON_GPU)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,16 +25,18 @@ from moeserve.ops.libraries.interface import (
     StepKind,
 )
 from moeserve.ops.libraries.latent import LatentChoice
+from moeserve.ops.libraries.measured import attention_key, is_ever_fastest, measured_on
 from moeserve.step_inputs import StepInputs
 
 if TYPE_CHECKING:
-    from moeserve.config.settings import AttentionName
+    from moeserve.config.settings import AttentionChoice
 
 # T tokens, N query heads, G key-value heads, H head size
 
 logger = logging.getLogger(__name__)
 
 LIBRARY_NAMES = ("flashinfer",)
+Table = Mapping[str, Mapping[int, str]]  # see `measured.py`
 
 
 class LibraryAttention:
@@ -59,11 +62,13 @@ class LibraryAttention:
 class LibraryChoice:
     """Makes the attention backends of a model's layers from our own kernels and one library."""
 
-    def __init__(self, own: Kernels, library: AttentionLibrary, block_size: int) -> None:
+    def __init__(self, own: Kernels, library: AttentionLibrary, block_size: int, measured: Table | None = None) -> None:
         """
         Args:
             block_size: positions of a block of the caches.
+            measured: the library serves only classes of steps for which it was mostly the fastest; None: all.
         """
+        self._measured = measured
         self._own = own
         self._library = library
         self._block_size = block_size
@@ -81,6 +86,10 @@ class LibraryChoice:
 
     def _choose(self, problem: AttentionProblem, kind: StepKind) -> Attend | None:
         """Return the library's function, or None for our own."""
+        if self._measured is not None:
+            fastest = list(self._measured.get(attention_key(problem.shape, kind), {}).values())
+            if 2 * sum(name in LIBRARY_NAMES for name in fastest) <= len(fastest):
+                return None
         if reason := self._library.why_unavailable(problem, kind):
             label = self._library.label
             logger.info("attention (%s, %s) runs on our kernels, not %s: %s", problem, kind, label, reason)
@@ -88,12 +97,24 @@ class LibraryChoice:
         return self._library.make_attend(problem, kind)
 
 
-def with_attention_library(own: Kernels, name: AttentionName, device: torch.device, block_size: int) -> Kernels:
-    """Return the table with grouped-query attention by the named library.
+def with_attention_library(own: Kernels, name: AttentionChoice, device: torch.device, block_size: int) -> Kernels:
+    """Return the table with attention by the named library.
+
+    Args:
+        name: "measured": grouped-query attention by the library that was measured to be the fastest, if it can be used.
 
     Raises:
         SettingsError: the library cannot be used here.
     """
+    if name == "measured":
+        if own.name != "triton" or not is_ever_fastest(LIBRARY_NAMES[0], device):
+            return own
+        try:
+            choice = LibraryChoice(own, open_library(LIBRARY_NAMES[0], device), block_size, measured_on(device))
+        except LibraryUnusable as error:
+            logger.info("attention runs on our kernels, although a library was measured to be faster: %s", error)
+            return own
+        return dataclasses.replace(own, make_attention=choice.make_attention)
     try:
         if own.name != "triton":
             raise LibraryUnusable("keys and values are written by Triton kernels, and triton is not installed")

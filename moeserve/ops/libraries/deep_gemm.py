@@ -29,6 +29,7 @@ from moeserve.errors import SettingsError
 from moeserve.ops.arguments import activation_arguments
 from moeserve.ops.interfaces import Gather, Kernels, OpenWeights, Product, Rows
 from moeserve.ops.libraries.interface import LibraryUnusable, capability
+from moeserve.ops.libraries.measured import FastestProduct, is_ever_fastest, measured_on, product_key
 from moeserve.ops.triton.products import activated, quantize_rows
 
 # T tokens, R rows, Q padded rows, S slots of each weight, e weights side by side, I inputs, O outputs, C columns,
@@ -47,24 +48,37 @@ NEEDS = {
 }
 
 
-def with_deep_gemm(own: Kernels, device: torch.device, dtype: torch.dtype) -> Kernels:
+def with_deep_gemm(own: Kernels, device: torch.device, dtype: torch.dtype, *, only_fastest: bool = False) -> Kernels:
     """Return the table with products of 8-bit blocks by DeepGEMM, where it supports their shapes.
+
+    Args:
+        only_fastest: only where it was measured to be the fastest on this GPU, and if it can be used.
 
     Raises:
         SettingsError: it cannot be used here.
     """
+    if only_fastest and not is_ever_fastest("deep_gemm", device):
+        return own
     try:
         if dtype != torch.bfloat16:
             raise LibraryUnusable(f"its results are in bfloat16, not in {dtype}")
         library = open_deep_gemm(device)
     except LibraryUnusable as error:
+        if only_fastest:
+            logger.info("products run on our kernels, although DeepGEMM was measured to be faster: %s", error)
+            return own
         raise SettingsError(f"product_backend='deep_gemm' cannot be used: {error}. Use 'triton'") from None
 
     def make_product(weights: OpenWeights) -> Product:
         if reason := why_unavailable(weights):
             logger.info("a product of %s runs on our kernels: %s", tuple(weights.weight_eOI.shape), reason)
             return own.make_product(weights)
-        return DeepGemmProduct(library, weights)
+        product = DeepGemmProduct(library, weights)
+        if not only_fastest:
+            return product
+        of_rows = measured_on(device).get(product_key(weights))
+        mine = own.make_product(weights)
+        return FastestProduct({"triton": mine, "deep_gemm": product}, of_rows) if of_rows else mine
 
     return dataclasses.replace(own, make_product=make_product)
 

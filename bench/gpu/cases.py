@@ -1,0 +1,279 @@
+"""The table of all cases: each operation of the Triton table, at small shapes and at those of published models."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from moeserve.bench.gpu.check import CODES_SLACK, Case, Operation
+from moeserve.bench.gpu.costs import DEEPSEEK_V3_ROUTER, VOCAB_SIZES, Work
+from moeserve.bench.gpu.expert_cases import EXPERT_CASES
+from moeserve.bench.gpu.inputs import Source, draw_rows
+from moeserve.bench.gpu.layer_cases import ATTENTION_CASES, BLOCK_SIZE, crossed
+from moeserve.ops.gated_delta import GatedDeltaCache, GatedDeltaShape, GatedDeltaWeights
+from moeserve.ops.interfaces import Kernels, Keys, PairKernels, RouterConfig
+from moeserve.ops.torch.table import TORCH_KERNELS
+from moeserve.step_inputs import StateRows, StepInputs
+from moeserve.triton_kernels.activation import gated_activation
+
+# T tokens, D width, N heads, H head size, R rows, V vocabulary, W fields of settings, E experts, K experts per token
+
+EPSILON = 1e-5
+DRAW_SLACK = 1e-4  # of the kept probability, by which a draw may miss the border between two tokens
+MOST_TIES = 0.01  # of the tokens, whose experts rounding may change
+ROUTERS = {
+    "Mixtral": RouterConfig(num_experts=8, top_k=2, is_normalized=True),
+    "DeepSeek-V2": RouterConfig(num_experts=160, top_k=6, num_groups=8, num_chosen_groups=3, scale=16.0),
+    "DeepSeek-V3": DEEPSEEK_V3_ROUTER,
+    "gpt-oss": RouterConfig(num_experts=32, top_k=4, scoring="softmax_of_chosen", has_bias=True),
+}
+
+
+def draw_norm(source: Source, *shape: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return rows, an update of them, and the weight of a norm."""
+    return source.normal(*shape), source.normal(*shape), 1 + source.normal(shape[-1], scale=0.2)
+
+
+def rms_norm(source: Source, num_rows: int, width: int) -> Case:
+    x_TD, _, weight_D = draw_norm(source, num_rows, width)
+    return Case(lambda kernels, x_TD, weight_D: kernels.rms_norm(x_TD, weight_D, EPSILON), (x_TD, weight_D))
+
+
+def add_rms_norm(source: Source, num_rows: int, width: int) -> Case:
+    return Case(lambda kernels, *inputs: kernels.add_rms_norm(*inputs, EPSILON), draw_norm(source, num_rows, width))
+
+
+def rms_norm_in_place(source: Source, num_rows: int, num_heads: int, size: int) -> Case:
+    """Normalise some heads of a fused projection; the others must not change."""
+
+    def call(kernels: Kernels, heads_TNH: Tensor, weight_H: Tensor) -> Tensor:
+        kernels.rms_norm_in_place(heads_TNH[:, :-3], weight_H, EPSILON)
+        return heads_TNH
+
+    heads_TNH, _, weight_H = draw_norm(source, num_rows, num_heads + 3, size)
+    return Case(call, (heads_TNH, weight_H))
+
+
+def quantize_rms_norm(source: Source, num_rows: int, width: int, is_added: bool) -> Case:
+    """Normalise and quantise, also with the addition before it, and keep the plain rows, as for a router."""
+
+    def call(kernels: Kernels, x_TD: Tensor, update_TD: Tensor | None, weight_D: Tensor) -> Any:
+        if kernels.quantize_rms_norm is not None:
+            sum_TD, rows = kernels.quantize_rms_norm(x_TD, update_TD, weight_D, EPSILON, True)
+            return sum_TD, rows.rows, rows
+        sum_TD = x_TD if update_TD is None else x_TD + update_TD
+        normed_TD = kernels.rms_norm(sum_TD, weight_D, EPSILON)
+        return sum_TD, normed_TD, normed_TD
+
+    x_TD, update_TD, weight_D = draw_norm(source, num_rows, width)
+    return Case(call, (x_TD, update_TD if is_added else None, weight_D), slack=CODES_SLACK)
+
+
+def quantize_rows(source: Source, num_rows: int, width: int) -> Case:
+    """Quantise rows that lose nothing."""
+
+    def call(kernels: Kernels, rows_TD: Tensor) -> Any:
+        return rows_TD if kernels.quantize_rows is None else kernels.quantize_rows(rows_TD)
+
+    return Case(call, (draw_rows(source, num_rows, width, is_fp8=True),))
+
+
+def activate(source: Source, num_rows: int, width: int) -> Case:
+    def call(kernels: Kernels, rows_TO: Tensor) -> Tensor:
+        if kernels.name == "torch":
+            gate, up = rows_TO.chunk(2, dim=-1)
+            return functional.silu(gate) * up
+        return gated_activation(rows_TO, "swiglu")
+
+    return Case(call, (source.normal(num_rows, 2 * width),))
+
+
+def gated_delta(source: Source, lengths: tuple[int, ...], num_heads: int, key_dim: int, value_dim: int) -> Case:
+    """Compute two steps of some requests. The second step begins with the states that the first one has stored."""
+    shape = GatedDeltaShape(
+        num_heads=num_heads,
+        num_key_heads=num_heads // 2,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        num_taps=4,
+        norm_epsilon=1e-3,
+    )
+    num_tokens, rows = sum(lengths), torch.arange(len(lengths), device=source.device)
+    float32 = partial(source.normal, dtype=torch.float32)
+    weights = GatedDeltaWeights(
+        float32(4, shape.num_channels), float32(num_heads), float32(num_heads), float32(value_dim)
+    )
+    tokens = (
+        source.normal(num_tokens, shape.num_channels),
+        source.normal(num_tokens, num_heads * value_dim),
+        source.normal(num_tokens, 2 * num_heads),
+    )
+    cache = GatedDeltaCache(
+        torch.zeros_like(source.normal(len(lengths), shape.num_taps - 1, shape.num_channels)),
+        torch.zeros(len(lengths), num_heads, key_dim, value_dim, device=source.device),
+    )
+    none, ones = torch.full_like(rows, -1), torch.ones_like(rows)
+    step = source.step([(length, length) for length in lengths], BLOCK_SIZE)
+    steps = [dataclasses.replace(step, states=StateRows(load, rows, none, ones)) for load in (none, rows)]
+
+    def call(mix: Any, tokens: Any, weights: GatedDeltaWeights, cache: Any, steps: list[StepInputs]) -> Any:
+        return [mix(*tokens, weights, cache, step) for step in steps], cache.states
+
+    return Case(call, (tokens, weights, cache, steps), lambda kernels: kernels.make_gated_delta(shape))
+
+
+def route(source: Source, name: str, num_tokens: int, width: int) -> Case:
+    """Route. Torch's weights are taken for the few tokens for which rounding may choose other experts."""
+    config = ROUTERS[name]
+    float32 = partial(source.normal, config.num_experts, dtype=torch.float32)
+    biases = (float32(scale=0.1) if is_used else None for is_used in (config.has_bias, config.has_correction))
+    inputs = (source.normal(num_tokens, width), float32(width, scale=width**-0.5), *biases)
+
+    def defined(results: tuple[Tensor, Tensor], *inputs: Any) -> Any:
+        (experts_TK, weights_TK), (torch_TK, torch_weights_TK) = results, TORCH_KERNELS.make_router(config)(*inputs)
+        is_equal_T = (experts_TK == torch_TK).all(-1)
+        are_enough = (~is_equal_T).float().mean() <= MOST_TIES
+        return are_enough, torch.where(is_equal_T[:, None], weights_TK, torch_weights_TK)
+
+    work = Work(sum(each.nbytes for each in inputs if each is not None) + 12 * config.top_k * num_tokens)
+    return Case(
+        lambda router, *inputs: router(*inputs), inputs, lambda kernels: kernels.make_router(config), defined, work=work
+    )
+
+
+def order_and_sum(source: Source, num_tokens: int, top_k: int, num_experts: int, width: int) -> Case:
+    """Order, move and sum pairs, of which some belong to experts of other ranks."""
+    keys = Keys(num_experts - num_experts // 4, first=num_experts // 4)
+    experts_TK = source.integers(0, num_experts, num_tokens, top_k)
+    order_P, counts = TORCH_KERNELS.pairs.order(experts_TK, keys)
+    used = slice(int(counts.sum()))
+    rows_TD, output_PD = source.normal(num_tokens, width), source.normal(num_tokens * top_k, width)
+
+    def call(pairs: PairKernels, rows_TD: Tensor, output_PD: Tensor, weights_TK: Tensor) -> Any:
+        sum_TD = pairs.weighted_sum(output_PD[used], order_P[used], weights_TK, output_PD.dtype)
+        gathered = pairs.gather(rows_TD, order_P, top_k)[used]
+        moved = gathered, pairs.scatter(output_PD, order_P, len(output_PD))
+        return pairs.order(experts_TK, keys), pairs.sort(experts_TK, keys), moved, sum_TD
+
+    return Case(call, (rows_TD, output_PD, source.uniform(num_tokens, top_k)), lambda kernels: kernels.pairs)
+
+
+def weigh(source: Source, num_rows: int, width: int) -> Case:
+    """Weigh a quarter of the rows; the others are spare."""
+    rows_RD, weights_R = source.normal(4 * num_rows, width), source.uniform(4 * num_rows)
+    return Case(
+        lambda pairs, *inputs: pairs.weigh(*inputs),
+        (rows_RD, weights_R, torch.tensor([num_rows], device=source.device)),
+        lambda kernels: kernels.pairs,
+        lambda results, *_: results[:num_rows],
+        work=Work(rows_RD.nbytes / 2 + 4 * num_rows),
+    )
+
+
+def row_maximum(source: Source, num_rows: int, width: int) -> Case:
+    return Case(lambda kernels, scores_RV: kernels.row_maximum(scores_RV), (source.normal(num_rows, width, scale=3.0),))
+
+
+def choose_greedily(source: Source, num_rows: int, width: int) -> Case:
+    scores_RV, (settings_RW, _) = source.normal(num_rows, width, scale=3.0), source.settings(num_rows)
+    inputs = scores_RV, settings_RW, settings_RW[:, 0].contiguous()
+    return Case(lambda kernels, *inputs: kernels.choose_tokens(*inputs), inputs)
+
+
+def choose_tokens(source: Source, num_rows: int, width: int, top_k: int, top_p: float, min_p: float) -> Case:
+    """Draw tokens: the random number must be within the token's share of the kept probability.
+
+    The work counts one pass; the kernel documents the number of passes.
+    """
+    scores_RV = source.normal(num_rows, width, scale=3.0)
+    scores_RV[:, ::7] = -torch.inf
+    temperature_R = source.uniform(num_rows) * 1.5 + 0.3
+    settings_RW, uniform_R = source.settings(
+        num_rows, temperature=temperature_R.cpu().numpy(), top_k=top_k, top_p=top_p, min_p=min_p
+    )
+    positions_R = torch.zeros(num_rows, dtype=torch.int64, device=source.device)
+
+    def are_drawn(results: tuple[Tensor, Tensor], scores_RV: Tensor) -> Tensor:
+        tokens_R = results[1]
+        ordered_RV, order_RV = scores_RV.double().sort(dim=-1, descending=True, stable=True)
+        kept_RV = ((ordered_RV - ordered_RV[:, :1]) / temperature_R[:, None]).exp()
+        rank_V = torch.arange(width, device=source.device)
+        kept_RV[(kept_RV < min_p) | (rank_V >= (top_k or width))] = 0.0
+        ends_RV = kept_RV.cumsum(-1)
+        kept_RV[ends_RV - kept_RV >= top_p * ends_RV[:, -1:]] = 0.0
+        shares_RV = kept_RV / kept_RV.sum(-1, keepdim=True)
+        place_R1 = (order_RV == tokens_R[:, None]).int().argmax(-1, keepdim=True)
+        share_R, end_R = (each.gather(1, place_R1)[:, 0] for each in (shares_RV, shares_RV.cumsum(-1)))
+        is_inside_R = (uniform_R < end_R + DRAW_SLACK) & (uniform_R >= end_R - share_R - DRAW_SLACK)
+        return is_inside_R & (tokens_R >= 0) & (tokens_R < width)
+
+    def run_torch() -> Tensor:
+        ordered = scores_RV.float().softmax(-1).sort(-1, descending=True)
+        cumulative = ordered.values.cumsum(-1)
+        kept = torch.where(cumulative - ordered.values < top_p, ordered.values, 0.0)
+        return ordered.indices.gather(1, (kept / torch.empty_like(kept).exponential_()).argmax(-1, keepdim=True))
+
+    return Case(
+        lambda kernels, scores_RV: kernels.choose_tokens(scores_RV, settings_RW, positions_R),
+        (scores_RV,),
+        defined=are_drawn,
+        beside={"torch": run_torch},
+    )
+
+
+SMALL_NORMS, NORMS = [(3, 40), (2, 130)], [(1, 4096), (129, 2048), (64, 2880), (33, 7168), (4096, 4096)]
+ROWS = [(64, 4096), (8192, 4096)]
+WIDTHS, FILTERS = VOCAB_SIZES.values(), [(0, 1.0, 0.0), (20, 1.0, 0.0), (0, 0.9, 0.0), (0, 1.0, 0.05), (50, 0.8, 0.01)]
+# What a decode step in bf16 runs comes first: a run that is cut short has checked it.
+CASES: dict[str, list[Operation]] = {
+    **ATTENTION_CASES,
+    "norms": [
+        Operation(rms_norm, SMALL_NORMS, NORMS, ROWS),
+        Operation(add_rms_norm, SMALL_NORMS, NORMS, ROWS),
+        Operation(rms_norm_in_place, [(3, 2, 16)], [(4096, 32, 128), (5, 4, 64)]),
+        Operation(
+            quantize_rms_norm,
+            crossed([3], [130], [False, True]),
+            [(*shape, is_added) for shape in NORMS for is_added in (False, True)],
+            [(*shape, True) for shape in ROWS],
+        ),
+        Operation(quantize_rows, SMALL_NORMS, NORMS, ROWS),
+        Operation(activate, SMALL_NORMS, NORMS, [(64, 14336), (8192, 14336)]),
+    ],
+    "pairs": [
+        Operation(
+            order_and_sum,
+            [(3, 2, 5, 40), (40, 3, 7, 17)],
+            # One launch serves few tokens.
+            [(1, 8, 256, 7168), (64, 6, 64, 2048), (4096, 2, 8, 4096), (16384, 8, 128, 2048), (1000, 4, 32, 2880)],
+        ),
+        Operation(weigh, [(3, 40)], [(33, 7168), (1000, 2880)], ROWS),
+    ],
+    "routing": [
+        Operation(
+            route,
+            crossed(ROUTERS, [12], [64]),
+            crossed(ROUTERS, [4, 256, 32768], [64]),
+            crossed(["DeepSeek-V3"], [64, 8192], [4096]),
+        )
+    ],
+    "gated delta networks": [
+        Operation(gated_delta, [((5, 1), 4, 16, 24)], [((300, 1, 65), 32, 128, 128)])  # Qwen3-Next
+    ],
+    "tokens": [
+        Operation(row_maximum, [(2, 3), (2, 300)], crossed([1, 64], WIDTHS), crossed([64], WIDTHS)),
+        Operation(choose_greedily, [(2, 3), (2, 300)], crossed([1, 64], WIDTHS)),
+        Operation(
+            choose_tokens,
+            [(2, 40, *each) for each in FILTERS],
+            [(64, width, *each) for width in WIDTHS for each in FILTERS],
+            [(64, width, *FILTERS[2]) for width in WIDTHS],
+        ),
+    ],
+    **EXPERT_CASES,
+}

@@ -1,0 +1,102 @@
+"""The fastest implementation of an operation on this GPU, as measured. Without a measurement, ours runs.
+
+`measured/` has one JSON file for each GPU, named after it: the fastest by class of shapes and number of rows. The GPU
+benchmark measures, and `python -m moeserve.bench.gpu.page PATH --save` writes the file.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moeserve.ops.interfaces import AttentionShape, Float8Rows, Gather, OpenWeights, Product
+from moeserve.triton_kernels.tuning import file_name
+
+MEASURED_FOLDER = Path(__file__).parent / "measured"
+NAMES = ("triton", "deep_gemm", "flashinfer")  # triton: our own kernels
+
+OfRows = Mapping[int, str]  # the fastest by the number of rows that were measured
+
+
+def product_key(weights: OpenWeights) -> str:
+    """Return the class of products of weights in 8-bit blocks."""
+    sizes = "x".join(map(str, weights.weight_eOI.shape))
+    return f"product {sizes}{' gated' if weights.num_parts > 1 else ''}"
+
+
+def attention_key(shape: AttentionShape, kind: str) -> str:
+    """Return the class of steps of a kind, "decode" or "chunks"."""
+    window = "" if shape.window is None else f" window {shape.window}"
+    return f"attention {kind} {shape.num_heads}/{shape.num_kv_heads}x{shape.head_size}{window}"
+
+
+def measured_on(device: torch.device) -> dict[str, dict[int, str]]:
+    """Return the table of a GPU: by class, the fastest by number of rows."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"  # Triton's interpreter
+    return load_table(MEASURED_FOLDER / file_name(name))
+
+
+def is_ever_fastest(name: str, device: torch.device) -> bool:
+    return any(name in of_rows.values() for of_rows in measured_on(device).values())
+
+
+@dataclass(frozen=True)
+class FastestProduct:
+    """Multiplies with the product that was the fastest for the nearest number of rows, by ratio. See `Product`."""
+
+    products: Mapping[str, Product]
+    of_rows: OfRows
+
+    def fastest(self, num_rows: int) -> Product:
+        rows = max(num_rows, 1)
+        return self.products[self.of_rows[min(self.of_rows, key=lambda each: (abs(math.log(each / rows)), each))]]
+
+    def multiply(self, input_TI: Any) -> Any:
+        return self.fastest(len(input_TI)).multiply(input_TI)
+
+    def multiply_rows(
+        self,
+        rows_RI: Any,
+        counts_e: Tensor,
+        has_spare_rows: bool = False,
+        gather: Gather | None = None,
+        expected_rows: int | None = None,
+        out_RC: Tensor | None = None,
+    ) -> Any:
+        num_rows = expected_rows or (len(rows_RI) if gather is None else len(gather.indices_R))
+        product = self.fastest(num_rows)
+        return product.multiply_rows(rows_RI, counts_e, has_spare_rows, gather, expected_rows, out_RC)
+
+    def multiply_slots(self, slots_eSI: Any, counts_e: Tensor, expected_rows: int | None = None) -> Any:
+        codes = slots_eSI.codes if isinstance(slots_eSI, Float8Rows) else slots_eSI
+        product = self.fastest(expected_rows or math.prod(codes.shape[:2]))
+        return product.multiply_slots(slots_eSI, counts_e, expected_rows)
+
+    def multiply_each(self, input_TeI: Tensor, out_TeC: Tensor | None = None) -> Tensor:
+        return self.products["triton"].multiply_each(input_TeI, out_TeC)
+
+
+@functools.cache
+def load_table(path: Path) -> dict[str, dict[int, str]]:
+    if not path.exists():
+        return {}
+    table = json.loads(path.read_text())
+    return {key: {int(num_rows): name for num_rows, name in of_rows.items()} for key, of_rows in table.items()}
+
+
+def save_table(path: Path, measured: Iterable[tuple[str, int, str]]) -> None:
+    """Add measurements to a file: classes, numbers of rows, and the fastest. Entries are sorted."""
+    load_table.cache_clear()
+    table = load_table(path)
+    for key, num_rows, name in measured:
+        table.setdefault(key, {})[num_rows] = name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({key: dict(sorted(table[key].items())) for key in sorted(table)}, indent=1) + "\n")
