@@ -27,14 +27,17 @@ from moeserve.bench.gpu.costs import (
 )
 from moeserve.bench.gpu.inputs import Source, context_places, draw_cache, num_cache_blocks
 from moeserve.bench.gpu.libraries import installed_libraries
+from moeserve.ops.indexer import ChosenEntries, IndexerRule
 from moeserve.ops.interfaces import AttentionBackend, Kernels, KeyValueCache, LatentAttentionBackend, Rotation
 from moeserve.ops.libraries.interface import AttentionProblem, StepKind
 from moeserve.ops.libraries.measured import attention_key
+from moeserve.ops.torch.table import TORCH_KERNELS
 from moeserve.step_inputs import StepInputs
 
 # T tokens, N query heads, G key-value heads, H head size, P elements of a latent vector, C positions
 
 BLOCK_SIZE = 16
+MOST_TIES = 1e-3  # of the chosen positions, which rounding may change
 ATTENTION = ATTENTION_SHAPES | {
     "small, windowed": attention_shape(4, 2, 16, window=11, has_sinks=True),
     "small": attention_shape(3, 1, 20),
@@ -200,6 +203,44 @@ def latent_backend(kernels: Kernels, shape: LatentShape, size: int) -> LatentAtt
     return kernels.make_latent_attention(size**-0.5, shape.latent_size, shape.num_heads)
 
 
+def choose_entries(source: Source, kind: str, num_heads: int, key_size: int, top_k: int) -> Case:
+    """Choose positions to attend to. Rounding may change a few of them."""
+    rule, step = IndexerRule(top_k=top_k), source.step(CHUNKS[kind], BLOCK_SIZE)
+    num_tokens = len(step.positions)
+    keys = source.normal(num_cache_blocks(step), BLOCK_SIZE, key_size)
+    inputs = source.normal(num_tokens, num_heads, key_size), source.normal(num_tokens, num_heads), keys, step
+
+    def are_chosen(chosen: ChosenEntries) -> Tensor:
+        places_C = torch.arange(chosen.slots_TC.shape[1], device=source.device)
+        tokens, places = torch.nonzero(places_C < chosen.counts_T[:, None], as_tuple=True)
+        mask = torch.zeros(num_tokens, len(keys) * BLOCK_SIZE, dtype=torch.bool, device=source.device)
+        mask[tokens, chosen.slots_TC[tokens, places].long()] = True
+        return mask
+
+    def defined(chosen: ChosenEntries, *inputs: Any) -> Any:
+        expected = are_chosen(TORCH_KERNELS.make_indexer(rule)(*inputs))
+        num_others = (are_chosen(chosen) ^ expected).sum()
+        return chosen.counts_T, num_others <= MOST_TIES * expected.sum()
+
+    return Case(lambda choose, *inputs: choose(*inputs), inputs, lambda kernels: kernels.make_indexer(rule), defined)
+
+
+def attend_chosen(source: Source, name: str, num_tokens: int, most: int) -> Case:
+    """Attend to chosen positions, each row to another number of them."""
+    shape = LATENT[name]
+    size = shape.latent_size + shape.rotary_size
+    query_TNP, cache = source.normal(num_tokens, shape.num_heads, size), source.normal(most, BLOCK_SIZE, size)
+    chosen = ChosenEntries.new(query_TNP, most)
+    chosen.slots_TC.copy_(source.integers(0, most * BLOCK_SIZE, num_tokens, most))
+    chosen.counts_T.copy_(source.integers(1, most + 1, num_tokens))
+    chosen.starts.copy_(torch.arange(num_tokens + 1))
+    return Case(
+        lambda backend, *inputs: backend.attend_chosen(*inputs),
+        (query_TNP, cache, chosen),
+        lambda kernels: latent_backend(kernels, shape, size),
+    )
+
+
 def expanded_attend(source: Source, name: str, kind: str, head_size: int) -> Case:
     """Attend from all chunks of more than one row, with keys and values of each head."""
     shape, step = LATENT[name], source.step(CHUNKS[kind], BLOCK_SIZE)
@@ -292,6 +333,10 @@ ATTENTION_CASES = {
             crossed(LATENT_SHAPES, (*TIMED_CHUNKS, "4 chunks of 64")),
         ),
         Operation(latent_write, crossed(["small"], SMALL_CHUNKS), crossed(LATENT_SHAPES, LARGE_CHUNKS)),
+    ],
+    "chosen positions": [
+        Operation(choose_entries, crossed(SMALL_CHUNKS, [3], [20], [8]), crossed(LARGE_CHUNKS, [64], [128], [2048])),
+        Operation(attend_chosen, [("small", 3, 20)], [("DeepSeek-V3", 33, 2048)]),
     ],
     "expanded attention": [
         Operation(
