@@ -272,7 +272,7 @@ def replay(source: Source, name: str) -> Case:
     """
     from moeserve.bench.gpu.launches import make_model  # needs msgspec, which other cases do without
     from moeserve.distributed.mesh import Mesh
-    from moeserve.layers.attention import CacheSize
+    from moeserve.layers.cache import CacheSize
     from moeserve.worker.cuda_graphs import CudaGraphs, TorchCapture
     from moeserve.worker.step_replay import StepContext
 
