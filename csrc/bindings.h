@@ -7,10 +7,10 @@
 namespace moeserve {
 
 void bind_attention(nanobind::module_& module);
-void bind_gated_delta(nanobind::module_& module);
 void bind_indexer(nanobind::module_& module);
 void bind_layers(nanobind::module_& module);
 void bind_products(nanobind::module_& module);
+void bind_recurrent(nanobind::module_& module);
 void bind_shared_memory(nanobind::module_& module);
 
 }  // namespace moeserve

@@ -45,10 +45,10 @@ NB_MODULE(_cpu, module) {
 
 #if defined(MOESERVE_HAS_KERNELS)
   moeserve::bind_attention(module);
-  moeserve::bind_gated_delta(module);
   moeserve::bind_indexer(module);
   moeserve::bind_layers(module);
   moeserve::bind_products(module);
+  moeserve::bind_recurrent(module);
   module.def("set_num_threads", &moeserve::set_num_threads, "num_threads"_a,
              "Set the number of threads that kernels use.");
   module.def("num_threads", &moeserve::num_threads, "Return the number of threads that kernels use.");

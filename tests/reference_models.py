@@ -315,6 +315,32 @@ SHAPES = {
         beside_text=SMALL_VISION,
         seed=1,
     ),
+    # short convolutions of three tokens; the first layer is dense
+    "lfm2-moe": shape(
+        "Lfm2Moe",
+        sizes(hidden=40, layers=4),
+        heads(4, 2),
+        experts(8, 3, 17),
+        rope(rope_theta=1e6),
+        layer_types=["conv", FULL, "conv", "conv"],
+        num_dense_layers=1,
+        norm_eps=1e-3,
+    ),
+    # convolutions of five tokens with biases; the weights of experts are not normalised
+    "lfm2-moe-odd": shape(
+        "Lfm2Moe",
+        sizes(hidden=36, layers=3, vocab=131),
+        heads(6, 2),
+        experts(5, 2, 22),
+        rope(rope_theta=500.0),
+        layer_types=["conv", "conv", FULL],
+        num_dense_layers=0,
+        conv_L_cache=5,
+        conv_bias=True,
+        norm_topk_prob=False,
+        routed_scaling_factor=1.5,
+        tie_word_embeddings=False,
+    ),
     "qwen3-moe": shape(
         "Qwen3Moe",
         sizes(hidden=40, layers=3),

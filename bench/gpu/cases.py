@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from functools import partial
 from typing import Any
 
@@ -14,11 +13,10 @@ from moeserve.bench.gpu.check import CODES_SLACK, Case, Operation
 from moeserve.bench.gpu.costs import DEEPSEEK_V3_ROUTER, VOCAB_SIZES, Work
 from moeserve.bench.gpu.expert_cases import EXPERT_CASES
 from moeserve.bench.gpu.inputs import Source, draw_rows
-from moeserve.bench.gpu.layer_cases import ATTENTION_CASES, BLOCK_SIZE, crossed
-from moeserve.ops.gated_delta import GatedDeltaCache, GatedDeltaShape, GatedDeltaWeights
+from moeserve.bench.gpu.layer_cases import ATTENTION_CASES, crossed
+from moeserve.bench.gpu.state_cases import STATE_CASES
 from moeserve.ops.interfaces import Kernels, Keys, PairKernels, RouterConfig
 from moeserve.ops.torch.table import TORCH_KERNELS
-from moeserve.step_inputs import StateRows, StepInputs
 from moeserve.triton_kernels.activation import gated_activation
 
 # T tokens, D width, N heads, H head size, R rows, V vocabulary, W fields of settings, E experts, K experts per token
@@ -91,40 +89,6 @@ def activate(source: Source, num_rows: int, width: int) -> Case:
         return gated_activation(rows_TO, "swiglu")
 
     return Case(call, (source.normal(num_rows, 2 * width),))
-
-
-def gated_delta(source: Source, lengths: tuple[int, ...], num_heads: int, key_dim: int, value_dim: int) -> Case:
-    """Compute two steps of some requests. The second step begins with the states that the first one has stored."""
-    shape = GatedDeltaShape(
-        num_heads=num_heads,
-        num_key_heads=num_heads // 2,
-        key_dim=key_dim,
-        value_dim=value_dim,
-        num_taps=4,
-        norm_epsilon=1e-3,
-    )
-    num_tokens, rows = sum(lengths), torch.arange(len(lengths), device=source.device)
-    float32 = partial(source.normal, dtype=torch.float32)
-    weights = GatedDeltaWeights(
-        float32(4, shape.num_channels), float32(num_heads), float32(num_heads), float32(value_dim)
-    )
-    tokens = (
-        source.normal(num_tokens, shape.num_channels),
-        source.normal(num_tokens, num_heads * value_dim),
-        source.normal(num_tokens, 2 * num_heads),
-    )
-    cache = GatedDeltaCache(
-        torch.zeros_like(source.normal(len(lengths), shape.num_taps - 1, shape.num_channels)),
-        torch.zeros(len(lengths), num_heads, key_dim, value_dim, device=source.device),
-    )
-    none, ones = torch.full_like(rows, -1), torch.ones_like(rows)
-    step = source.step([(length, length) for length in lengths], BLOCK_SIZE)
-    steps = [dataclasses.replace(step, states=StateRows(load, rows, none, ones)) for load in (none, rows)]
-
-    def call(mix: Any, tokens: Any, weights: GatedDeltaWeights, cache: Any, steps: list[StepInputs]) -> Any:
-        return [mix(*tokens, weights, cache, step) for step in steps], cache.states
-
-    return Case(call, (tokens, weights, cache, steps), lambda kernels: kernels.make_gated_delta(shape))
 
 
 def route(source: Source, name: str, num_tokens: int, width: int) -> Case:
@@ -262,9 +226,7 @@ CASES: dict[str, list[Operation]] = {
             crossed(["DeepSeek-V3"], [64, 8192], [4096]),
         )
     ],
-    "gated delta networks": [
-        Operation(gated_delta, [((5, 1), 4, 16, 24)], [((300, 1, 65), 32, 128, 128)])  # Qwen3-Next
-    ],
+    **STATE_CASES,
     "tokens": [
         Operation(row_maximum, [(2, 3), (2, 300)], crossed([1, 64], WIDTHS), crossed([64], WIDTHS)),
         Operation(choose_greedily, [(2, 3), (2, 300)], crossed([1, 64], WIDTHS)),

@@ -87,7 +87,7 @@ def record_step(
         update_tD = None
         for layer, cache in zip(model.layers, caches, strict=True):
             num_before = len(launches)
-            hidden_tD, normed_tD = layer.attend(hidden_tD, update_tD, rotations, cache, step)
+            hidden_tD, normed_tD = layer.mix(hidden_tD, update_tD, rotations, cache, step)
             update_tD = layer.feed_forward(normed_tD, step)
             of_layers.append(launches[num_before:])
             del launches[num_before:]

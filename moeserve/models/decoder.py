@@ -1,4 +1,7 @@
-"""The decoder of all families: layers of attention and feed-forward networks between an embedding and a head."""
+"""The decoder of all families: layers of mixers and feed-forward networks between an embedding and a head.
+
+A mixer is what lets a token depend on those before it: attention, linear attention or a short convolution.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,14 @@ from moeserve.expert_placement.placement import Placement
 from moeserve.layers.attention import Attention, AttentionConfig
 from moeserve.layers.cache import CacheNeeds, CacheSize
 from moeserve.layers.context import ModelContext
-from moeserve.layers.gated_delta import GatedDeltaConfig, GatedDeltaNet
 from moeserve.layers.input_share import InputShare, num_input_chunks, share_inputs
 from moeserve.layers.linear import Embedding, OutputHead
+from moeserve.layers.linear_attention import LinearAttention, LinearAttentionConfig
 from moeserve.layers.mla import LatentAttention, LatentAttentionConfig
 from moeserve.layers.mlp import GatedMLP
 from moeserve.layers.norm import RMSNorm, RowsForm
 from moeserve.layers.rotary import Rotaries, Rotations
+from moeserve.layers.short_convolution import GatedConvolution, ShortConvolutionConfig
 from moeserve.layers.weights import allocate_weights
 from moeserve.models.model_config import LayerConfig, MLPConfig, ModelConfig
 from moeserve.moe.dispatch.factory import DispatcherFactory
@@ -32,12 +36,12 @@ from moeserve.step_inputs import StepInputs
 
 
 class DecoderLayer(nn.Module):
-    """Attention and a feed-forward network, each on the normalised residual stream and added back to it.
+    """A mixer and a feed-forward network, each on the normalised residual stream and added back to it.
 
     The next norm does the addition, since it reads the stream anyway. So a layer takes the stream and the update of the
     layer before it, and returns the stream with its own update.
 
-    Between layers, each tp rank has a share of the step's tokens. They are gathered before attention, and its sums are
+    Between layers, each tp rank has a share of the step's tokens. They are gathered before the mixer, and its sums are
     scattered after it.
     """
 
@@ -53,37 +57,39 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.tp = context.tp
         self.sum_dtype = context.sum_dtype
-        attention: Attention | LatentAttention | GatedDeltaNet
-        match config.attention:
+        mixer: Attention | LatentAttention | LinearAttention | GatedConvolution
+        match config.mixer:
             case AttentionConfig():
-                attention = Attention(config.attention, hidden_size, norm_epsilon, context)
+                mixer = Attention(config.mixer, hidden_size, norm_epsilon, context)
             case LatentAttentionConfig():
-                attention = LatentAttention(config.attention, hidden_size, context)
-            case GatedDeltaConfig():
-                attention = GatedDeltaNet(config.attention, hidden_size, norm_epsilon, context)
+                mixer = LatentAttention(config.mixer, hidden_size, context)
+            case LinearAttentionConfig():
+                mixer = LinearAttention(config.mixer, hidden_size, context)
+            case ShortConvolutionConfig():
+                mixer = GatedConvolution(config.mixer, hidden_size, context)
         feed_forward: MoELayer | DenseFeedForward
         match config.feed_forward:
             case MoEConfig() as moe:
                 feed_forward = MoELayer(moe, hidden_size, next(placements), dispatchers, context)
             case MLPConfig(width=width, activation=activation):
-                share = share_inputs(width, num_input_chunks(config.attention.can_divide), context)
+                share = share_inputs(width, num_input_chunks(config.mixer.can_divide), context)
                 feed_forward = DenseFeedForward(hidden_size, share, context, activation)
-        form = attention.input_form if self.tp.world_size == 1 else "plain"
-        self.attention_norm = RMSNorm(hidden_size, norm_epsilon, context, form)
-        self.attention = attention
+        form = mixer.input_form if self.tp.world_size == 1 else "plain"
+        self.mixer_norm = RMSNorm(hidden_size, norm_epsilon, context, form)
+        self.mixer = mixer
         self.feed_forward_norm = RMSNorm(hidden_size, norm_epsilon, context, feed_forward.input_form)
         self.feed_forward = feed_forward
 
-    def attend(
+    def mix(
         self, hidden_tD: Tensor, update_tD: Tensor | None, rotations: Rotations, cache: Any, step: StepInputs
     ) -> tuple[Tensor, Rows]:
-        """Return the residual stream after attention, and the input of the feed-forward network."""
-        hidden_tD, normed_tD = self.attention_norm.after_adding(update_tD, hidden_tD)
+        """Return the residual stream after the mixer, and the input of the feed-forward network."""
+        hidden_tD, normed_tD = self.mixer_norm.after_adding(update_tD, hidden_tD)
         normed_TD = gathered(normed_tD, self.tp, step)
-        attended_TD = self.attention(normed_TD, rotations, cache, step)
+        mixed_TD = self.mixer(normed_TD, rotations, cache, step)
         # collective: all tp ranks
-        attended_tD = self.tp.reduce_scatter(attended_TD, step.tp_sizes, self.sum_dtype)
-        return self.feed_forward_norm.after_adding(attended_tD, hidden_tD)
+        mixed_tD = self.tp.reduce_scatter(mixed_TD, step.tp_sizes, self.sum_dtype)
+        return self.feed_forward_norm.after_adding(mixed_tD, hidden_tD)
 
 
 def gathered(rows_tD: Rows, tp: GroupCoordinator, step: StepInputs) -> Rows:
@@ -188,7 +194,7 @@ class Decoder(nn.Module):
     @property
     def cache_needs(self) -> CacheNeeds:
         """The memory that all layers of this rank together need for requests."""
-        return sum((layer.attention.cache_needs for layer in self.layers), CacheNeeds())
+        return sum((layer.mixer.cache_needs for layer in self.layers), CacheNeeds())
 
     @property
     def has_states(self) -> bool:
@@ -196,8 +202,8 @@ class Decoder(nn.Module):
         return self.cache_needs.state_bytes > 0
 
     def make_caches(self, size: CacheSize) -> list[Any]:
-        """Return one cache for each layer, of its attention's kind."""
-        return [layer.attention.make_cache(size) for layer in self.layers]
+        """Return one cache for each layer, of its mixer's kind."""
+        return [layer.mixer.make_cache(size) for layer in self.layers]
 
     def forward(self, step: StepInputs, caches: list[Any]) -> Tensor:
         """Return hidden states [T, D] of all tokens of the replica; on the last stage, after the last norm."""
@@ -228,12 +234,12 @@ class Decoder(nn.Module):
         """Run the layers. See `run_layers`; yields in each layer with experts.
 
         If the halves divide a chunk, its first rows are in the cache before the later rows attend to them, because the
-        first half runs the attention of each layer first.
+        first half runs the mixer of each layer first.
         """
         update_tD: Tensor | None = None
         for number, (layer, cache) in enumerate(zip(self.layers, caches, strict=True), self.stage.start):
             self.groups.set_layer(number)
-            hidden_tD, normed_tD = layer.attend(hidden_tD, update_tD, rotations, cache, step)
+            hidden_tD, normed_tD = layer.mix(hidden_tD, update_tD, rotations, cache, step)
             update_tD = None  # DeepEP's low-latency kernels have memory for two results
             update_tD = yield from layer.feed_forward.stages(normed_tD, step)
         self.groups.set_layer(None)

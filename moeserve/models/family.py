@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.model_config import ModelConfig
@@ -39,6 +40,36 @@ class AttentionNames:
     key_norm: str = "k_norm"
     sinks: str = "sinks"
     gates: str = "g_proj"
+    output: str = "o_proj"
+
+
+LinearAttentionPart: TypeAlias = Literal["query", "key", "value", "gate", "rate", "decay"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearAttentionNames:
+    """Tensor names of linear attention, after `model.layers.3.linear_attn.`, each with the parts that it joins."""
+
+    projections: tuple[tuple[str, tuple[LinearAttentionPart, ...]], ...]
+    convolutions: tuple[tuple[str, tuple[LinearAttentionPart, ...]], ...]
+    is_by_key_head: bool = False  # projections have, key head after key head, the rows of all parts
+    decays_down: str = "f_a_proj"  # projections to few values
+    gates_down: str = "g_a_proj"
+    log_decay_dims: tuple[int, int] = (0, 0)  # dimensions of one before and after that of the heads
+    norm: str = "norm"
+    output: str = "out_proj"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerNames:
+    """Tensor names of a layer's parts, after `model.layers.3.`."""
+
+    mixer_norm: str = "input_layernorm"
+    feed_forward_norm: str = "post_attention_layernorm"
+    attention: str = "self_attn"
+    recurrent: str = "linear_attn"  # a mixer with a state
+    dense: str = "mlp"  # a network without experts
+    dense_matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +92,7 @@ class Family:
     read: Callable[[ConfigValues], ModelConfig]  # raises CheckpointError for a config that is not supported
     names: tuple[MoENames, ...] = (MoENames(),)  # a checkpoint follows the first whose router it holds
     attention_names: AttentionNames = AttentionNames()
-    dense: str = "mlp"  # of a layer without experts
+    linear_attention_names: LinearAttentionNames | None = None  # None: there is none
+    layer_names: LayerNames = LayerNames()
     decoder_part: DecoderPart | None = None  # None: all tensors are the decoder's
     norm_offset: float = 0.0  # added to the weights of norms: checkpoints store the difference to this

@@ -18,23 +18,29 @@ from moeserve.ops.interfaces import RouterConfig
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
-def read_model(config: ConfigValues, layers: list[LayerConfig]) -> ModelConfig:
-    """Read everything but the layers."""
+def read_model(
+    config: ConfigValues, layers: list[LayerConfig], *, epsilon_key: str = "rms_norm_eps", is_tied: bool = False
+) -> ModelConfig:
+    """Read everything but the layers.
+
+    Args:
+        is_tied: the default of `tie_word_embeddings`.
+    """
     config.require("hidden_act", "silu")
     return ModelConfig(
         vocab_size=config.integer("vocab_size", high=2**24),
         hidden_size=read_hidden_size(config),
         layers=tuple(layers),
-        norm_epsilon=config.number("rms_norm_eps"),
+        norm_epsilon=config.number(epsilon_key),
         max_position_embeddings=_read_context(config, layers),
-        tie_word_embeddings=config.flag("tie_word_embeddings", default=False),
+        tie_word_embeddings=config.flag("tie_word_embeddings", default=is_tied),
         num_skipped_layers=config.optional_integer("num_nextn_predict_layers", low=0, high=2**6) or 0,
     )
 
 
 def _read_context(config: ConfigValues, layers: list[LayerConfig]) -> int:
     """Return the longest context, which YaRN extends even if max_position_embeddings was left unchanged."""
-    rotaries = {rotary for layer in layers for rotary in layer.attention.rotaries}
+    rotaries = {rotary for layer in layers for rotary in layer.mixer.rotaries}
     scalings = {rotary.scaling for rotary in rotaries if isinstance(rotary, RotaryConfig)}
     extended = (
         int(scaling.original_max_position_embeddings * scaling.factor)

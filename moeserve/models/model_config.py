@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -10,10 +10,11 @@ from moeserve.config.expert_layout import ExpertShape
 from moeserve.expert_placement.eplb import place_experts
 from moeserve.expert_placement.placement import Placement
 from moeserve.layers.attention import AttentionConfig
-from moeserve.layers.gated_delta import GatedDeltaConfig
 from moeserve.layers.input_share import keeps_bytes, num_expert_chunks, num_input_chunks
+from moeserve.layers.linear_attention import LinearAttentionConfig
 from moeserve.layers.mla import LatentAttentionConfig
 from moeserve.layers.rotary import RotaryConfig, TemperatureConfig
+from moeserve.layers.short_convolution import ShortConvolutionConfig
 from moeserve.moe.layer import MoEConfig
 from moeserve.ops.interfaces import GatedActivation, SwiGLU
 
@@ -32,8 +33,14 @@ class MLPConfig:
 class LayerConfig:
     """The shape of one layer."""
 
-    attention: AttentionConfig | LatentAttentionConfig | GatedDeltaConfig
+    mixer: AttentionConfig | LatentAttentionConfig | LinearAttentionConfig | ShortConvolutionConfig
     feed_forward: MoEConfig | MLPConfig
+
+
+def attentions_of(layers: Iterable[LayerConfig]) -> tuple[AttentionConfig | LatentAttentionConfig, ...]:
+    """Return the mixers of some layers that keep something for each token."""
+    mixers = (layer.mixer for layer in layers)
+    return tuple(mixer for mixer in mixers if isinstance(mixer, AttentionConfig | LatentAttentionConfig))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +65,7 @@ class ModelConfig:
     @property
     def rotaries(self) -> frozenset[RotaryConfig | TemperatureConfig]:
         """All that the layers read of positions."""
-        return frozenset(rotary for layer in self.layers for rotary in layer.attention.rotaries)
+        return frozenset(rotary for layer in self.layers for rotary in layer.mixer.rotaries)
 
     @property
     def num_experts(self) -> int:
@@ -87,12 +94,17 @@ class ModelConfig:
 
     @property
     def has_latent_attention(self) -> bool:
-        return any(isinstance(layer.attention, LatentAttentionConfig) for layer in self.layers)
+        return any(isinstance(layer.mixer, LatentAttentionConfig) for layer in self.layers)
 
     @property
     def has_states(self) -> bool:
         """True if a layer keeps a state for each request."""
-        return any(isinstance(layer.attention, GatedDeltaConfig) for layer in self.layers)
+        return any(isinstance(layer.mixer, LinearAttentionConfig | ShortConvolutionConfig) for layer in self.layers)
+
+    @property
+    def attentions(self) -> tuple[AttentionConfig | LatentAttentionConfig, ...]:
+        """The mixers that keep something for each token. Every model has some."""
+        return attentions_of(self.layers)
 
     def of_stage(self, of_sparse_layers: Sequence[Item], stage: range) -> Sequence[Item]:
         """Return the items of a stage: `of_sparse_layers` has one for each layer of the model that has experts."""
@@ -121,16 +133,16 @@ class ModelConfig:
     @property
     def tensor_parallel_sizes(self) -> tuple[int, ...]:
         """Numbers of tp ranks over which the heads can be divided."""
-        most = max(layer.attention.num_heads for layer in self.layers)
+        most = max(layer.mixer.num_heads for layer in self.layers)
         return tuple(size for size in range(1, most + 1) if self.refusal_to_divide(size) is None)
 
     def keeps_bytes(self, num_ranks: int) -> bool:
         """True if results with `num_ranks` tp ranks have the bytes of those with one, given kernels that keep to it."""
-        return all(keeps_bytes(num_input_chunks(layer.attention.can_divide), num_ranks) for layer in self.layers)
+        return all(keeps_bytes(num_input_chunks(layer.mixer.can_divide), num_ranks) for layer in self.layers)
 
     def refusal_to_divide(self, num_ranks: int) -> str | None:
         """Return why the heads cannot be divided over `num_ranks` tp ranks; None if they can."""
         for layer in self.layers:
-            if not layer.attention.can_divide(num_ranks):
+            if not layer.mixer.can_divide(num_ranks):
                 return f"the attention heads or key-value heads cannot be divided evenly over {num_ranks} ranks"
         return None

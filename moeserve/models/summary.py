@@ -96,8 +96,8 @@ def summarize(
     if model.embedding is not None:
         counts.add("embedding", model.embedding, active=(rows_used, config.vocab_size))
     for layer, layer_config in zip(model.layers, model.layer_configs, strict=True):
-        counts.add("attention", layer.attention)
-        counts.add("norms", layer.attention_norm, layer.feed_forward_norm)
+        counts.add("attention", layer.mixer)
+        counts.add("norms", layer.mixer_norm, layer.feed_forward_norm)
         match layer.feed_forward, layer_config.feed_forward:
             case MoELayer() as moe, MoEConfig(router=router):
                 counts.add("routers", moe.router)

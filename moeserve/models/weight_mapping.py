@@ -12,15 +12,16 @@ from collections.abc import Collection, Iterator
 from torch import Tensor, nn
 
 from moeserve.layers.attention import Attention
-from moeserve.layers.gated_delta import GatedDeltaNet
 from moeserve.layers.linear import Linear
+from moeserve.layers.linear_attention import LinearAttention
 from moeserve.layers.mla import CompressedQuery, LatentAttention
 from moeserve.layers.mlp import GatedMLP
+from moeserve.layers.short_convolution import GatedConvolution
 from moeserve.layers.weights import Weights
 from moeserve.models.decoder import Decoder, DenseFeedForward
 from moeserve.models.family import Family, MoENames
-from moeserve.models.gated_delta_mapping import gated_delta_rows
 from moeserve.models.model_config import MLPConfig
+from moeserve.models.recurrent_mapping import convolution_rows, linear_attention_rows, summed_rows
 from moeserve.models.weight_loading import Destination, Destinations, Row, columns, rows, rows_of_heads, whole
 from moeserve.moe.layer import MoEConfig, MoELayer
 
@@ -58,19 +59,25 @@ def _rows_of(model: Decoder, family: Family, names: Collection[str]) -> Iterator
         yield name, rows(head.weight, head.share, vocab_size, head.weights)
     for number, layer, config in zip(model.stage, model.layers, model.layer_configs, strict=True):
         prefix = f"model.layers.{number}"
-        norms = {"input_layernorm": layer.attention_norm, "post_attention_layernorm": layer.feed_forward_norm}
+        layer_names = family.layer_names
+        norms = {layer_names.mixer_norm: layer.mixer_norm, layer_names.feed_forward_norm: layer.feed_forward_norm}
         for name, norm in norms.items():
             yield f"{prefix}.{name}.weight", whole(norm.weight, offset=family.norm_offset)
-        match layer.attention:
-            case Attention() as attention:
-                yield from _attention(f"{prefix}.self_attn", attention, family)
-            case LatentAttention() as attention:
-                yield from _latent_attention(f"{prefix}.self_attn", attention)
-            case GatedDeltaNet() as attention:
-                yield from gated_delta_rows(f"{prefix}.linear_attn", attention, names)
+        match layer.mixer:
+            case Attention() as mixer:
+                yield from _attention(f"{prefix}.{layer_names.attention}", mixer, family)
+            case LatentAttention() as mixer:
+                yield from _latent_attention(f"{prefix}.{layer_names.attention}", mixer)
+            case LinearAttention() as mixer:
+                assert family.linear_attention_names is not None
+                yield from linear_attention_rows(
+                    f"{prefix}.{layer_names.recurrent}", mixer, family.linear_attention_names
+                )
+            case GatedConvolution() as mixer:
+                yield from convolution_rows(f"{prefix}.{layer_names.recurrent}", mixer)
         match layer.feed_forward, config.feed_forward:
             case DenseFeedForward(mlp=mlp), MLPConfig(width=width):
-                yield from _mlp(f"{prefix}.{family.dense}", mlp, width)
+                yield from _mlp(f"{prefix}.{layer_names.dense}", mlp, width, layer_names.dense_matrices)
             case MoELayer() as moe, MoEConfig(expert_width=width):
                 used = next((n for n in family.names if f"{prefix}.{n.router}.weight" in names), family.names[0])
                 yield from _moe(prefix, moe, width, used, names)
@@ -105,7 +112,7 @@ def _attention(prefix: str, attention: Attention, family: Family) -> Iterator[Ro
     if attention.head_gates is not None:
         gates = attention.head_gates
         yield f"{prefix}.{names.gates}.weight", rows(gates.weight, attention.heads, config.num_heads, gates.weights)
-    yield from _summed_linear(f"{prefix}.o_proj", attention.output, queries, num_queries, config.has_output_bias)
+    yield from summed_rows(f"{prefix}.{names.output}", attention.output, queries, num_queries, config.has_output_bias)
 
 
 def _latent_attention(prefix: str, attention: LatentAttention) -> Iterator[Row]:
@@ -129,14 +136,17 @@ def _latent_attention(prefix: str, attention: LatentAttention) -> Iterator[Row]:
             yield f"{prefix}.q_a_layernorm.weight", whole(norm.weight)
             yield f"{prefix}.q_b_proj.weight", rows(up.weight, query_rows, num_query_rows, up.weights)
     value_columns, num_value_columns = rows_of_heads(heads, config.value_dim), config.num_heads * config.value_dim
-    yield from _summed_linear(f"{prefix}.o_proj", attention.output, value_columns, num_value_columns, config.has_bias)
+    yield from summed_rows(f"{prefix}.o_proj", attention.output, value_columns, num_value_columns, config.has_bias)
 
 
-def _mlp(prefix: str, mlp: GatedMLP, width: int) -> Iterator[Row]:
+def _mlp(
+    prefix: str, mlp: GatedMLP, width: int, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+) -> Iterator[Row]:
     gate, up = mlp.gate_up.open.weight_eOI[0].chunk(2)
-    yield f"{prefix}.gate_proj.weight", rows(gate, mlp.width, width, mlp.gate_up)
-    yield f"{prefix}.up_proj.weight", rows(up, mlp.width, width, mlp.gate_up)
-    yield f"{prefix}.down_proj.weight", columns(mlp.down.weight, mlp.width, width, mlp.down.weights)
+    gate_name, up_name, down_name = names
+    yield f"{prefix}.{gate_name}.weight", rows(gate, mlp.width, width, mlp.gate_up)
+    yield f"{prefix}.{up_name}.weight", rows(up, mlp.width, width, mlp.gate_up)
+    yield f"{prefix}.{down_name}.weight", columns(mlp.down.weight, mlp.width, width, mlp.down.weights)
 
 
 def _moe(
@@ -287,10 +297,3 @@ def _linear(prefix: str, linear: Linear) -> Iterator[Row]:
     yield f"{prefix}.weight", whole(linear.weight, linear.weights)
     if linear.bias is not None:
         yield f"{prefix}.bias", whole(linear.bias)
-
-
-def _summed_linear(prefix: str, linear: Linear, share: slice, num_columns: int, has_bias: bool) -> Iterator[Row]:
-    """Yield a projection divided by columns over the tp ranks. One rank adds the bias."""
-    yield f"{prefix}.weight", columns(linear.weight, share, num_columns, linear.weights)
-    if has_bias:
-        yield f"{prefix}.bias", None if linear.bias is None else whole(linear.bias)

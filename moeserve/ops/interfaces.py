@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moeserve.ops.gated_delta import GatedDelta, GatedDeltaShape
 from moeserve.ops.indexer import ChooseEntries, ChosenEntries, IndexerRule
+from moeserve.ops.linear_attention import LinearAttention, LinearAttentionShape
+from moeserve.ops.short_convolution import ConvolutionShape, ShortConvolution
 from moeserve.step_inputs import StepInputs
 
 # T tokens, D model width, E experts, K experts per token, P pairs = T * K, R rows, N query heads, G key-value heads,
@@ -594,8 +595,9 @@ class Kernels:
     make_attention: Callable[[AttentionShape], AttentionBackend]
     # (scale, latent size L, query heads of all tp ranks)
     make_latent_attention: Callable[[float, int, int], LatentAttentionBackend]
-    make_gated_delta: Callable[[GatedDeltaShape], GatedDelta]
     make_indexer: Callable[[IndexerRule], ChooseEntries]
+    make_short_convolution: Callable[[ConvolutionShape], ShortConvolution]
+    make_linear_attention: Callable[[LinearAttentionShape], LinearAttention]
     make_product: Callable[[OpenWeights], Product]
     # For products of 8-bit blocks; None: there are none. Rows in 8 bits are returned as they are. The second takes
     # (x_TD, update_TD or None, weight_D, epsilon, whether the rows are kept beside their codes), and returns the sum,

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
-from moeserve.layers.gated_delta import GatedDeltaConfig
+from moeserve.models.model_config import attentions_of
 from moeserve.models.registry import Description
 from moeserve.moe.layer import MoEConfig
 from moeserve.planner.calibration import calibration_of
@@ -220,8 +220,7 @@ class LayoutCosts:
         stays_mxfp4 = not self.is_fp8 and description.keeps_mxfp4(found.dtype)
         bytes_of_weight = MXFP4_BYTES if stays_mxfp4 else weight_bytes
         self.expert_bytes = parameters_of_expert * bytes_of_weight
-        with_cache = [layer.attention for layer in config.layers if not isinstance(layer.attention, GatedDeltaConfig)]
-        decode_operations, prompt_operations = operations_of_pair(with_cache[0], layout.tp)
+        decode_operations, prompt_operations = operations_of_pair(config.attentions[0], layout.tp)
         attention = {
             "decode_operations": decode_operations,
             "prompt_operations": prompt_operations,
@@ -229,7 +228,7 @@ class LayoutCosts:
             "rate": hardware.bf16_rate * calibration.attention * cores,
         }
         values = {"passes": calibration.passes, "bytes": value_bytes, "memory_bandwidth": memory_bandwidth}
-        projected, outputs = attention_values(with_cache[0], layout.tp)
+        projected, outputs = attention_values(config.attentions[0], layout.tp)
         expert_values = config.hidden_size + 2 * (moe.expert_width if moe else 0)  # of gate, up and down
         experts = {
             "slots": self._slots,
@@ -281,7 +280,7 @@ class LayoutCosts:
 
             output_projections = outputs * config.hidden_size * len(layers)
             projections = parameters["attention"] - output_projections
-            cached = [layer.attention for layer in layers if not isinstance(layer.attention, GatedDeltaConfig)]
+            cached = attentions_of(layers)
             cache = {"cache_bytes": stage.cache.total_bytes_per_token / max(1, len(cached)), **attention}
             # Chunks, which have negative sizes, count as windows of that size: an upper bound.
             sizes = [getattr(each, "window", None) for each in cached]

@@ -264,7 +264,7 @@ def _layout(
                 cache=summary.cache,
             )
         )
-    num_heads = config.layers[0].attention.num_heads
+    num_heads = config.attentions[0].num_heads
     row_bytes = config.hidden_size * BYTES_OF_DTYPE[dtype]
     dispatched, gathered = (
         _exchange(config.first_moe, placements, config.hidden_size, row_bytes) if placements else (0.0, 0.0)

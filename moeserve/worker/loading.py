@@ -191,7 +191,7 @@ def cache_share(config: EngineConfig, model: Decoder) -> CacheShare:
     """Return what this rank's KV cache holds, for ranks of other engines."""
     layers = []
     for number, layer in enumerate(model.layers, start=model.stage.start):
-        heads = layer.attention.kv_heads if isinstance(layer.attention, Attention) else slice(0, 0)
+        heads = layer.mixer.kv_heads if isinstance(layer.mixer, Attention) else slice(0, 0)
         layers.append(LayerShare(number, heads.start, heads.stop - heads.start))
     return CacheShare(facts=_cache_facts(config, model), layers=layers)
 

@@ -464,7 +464,7 @@ def run_halves(place: Place, folder: str) -> dict[str, list[str]]:
             timeline = cast(Any, dispatcher.communicator).buffer.timeline
             model = model_of(folder, dispatcher)
             for layer in model.layers:
-                layer.attention.register_forward_pre_hook(lambda *_, log=timeline: log.append("attention"))
+                layer.mixer.register_forward_pre_hook(lambda *_, log=timeline: log.append("attention"))
                 layer.feed_forward.experts.register_forward_pre_hook(lambda *_, log=timeline: log.append("experts"))
             halved_TD = model(in_halves(step, tp=1, tp_rank=0), model.make_caches(CacheSize(1, 16)))
             timelines[name] = list(timeline)

@@ -118,7 +118,7 @@ def assert_is_as_stored(model: Any, stored: Stored, tp: int, rank: int) -> None:
         return codes, scales
 
     for number, layer in enumerate(model.layers):
-        prefix, attention = f"model.layers.{number}", layer.attention
+        prefix, attention = f"model.layers.{number}", layer.mixer
         assert_taken(attention.query.down.weights, 0, part(f"{prefix}.self_attn.q_a_proj"))
         assert_taken(attention.query.up.weights, 0, part(f"{prefix}.self_attn.q_b_proj", rows=256))
         assert_taken(attention.compress.weights, 0, part(f"{prefix}.self_attn.kv_a_proj_with_mqa"))
@@ -176,7 +176,7 @@ def test_blocks_are_taken_as_they_are_stored(
 def test_a_share_that_begins_inside_a_block_is_dequantised(deepseek: tuple[Path, Stored]) -> None:
     folder, stored = deepseek
     model = loaded(folder, tp=4, rank=1)
-    attention = model.layers[0].attention
+    attention = model.layers[0].mixer
     scales = stored["model.layers.0.self_attn.q_b_proj.weight_scale_inv"]
     values = stored["model.layers.0.self_attn.q_b_proj.weight"][64:128].float()
     values *= scales[0].repeat_interleave(128)[: values.shape[1]]

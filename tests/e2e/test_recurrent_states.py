@@ -13,7 +13,7 @@ NUM_TOKENS = 8
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 SETTINGS = {"dtype": "float32", "kv_cache_memory": "8MiB", "max_model_len": 400}
 
-pytestmark = pytest.mark.parametrize("reference", ["qwen3-next"], indirect=True)
+of_qwen3_next = pytest.mark.parametrize("reference", ["qwen3-next"], indirect=True)
 
 
 def clear_prompts(
@@ -27,6 +27,7 @@ def clear_prompts(
     raise AssertionError("no prompts are clear")
 
 
+@of_qwen3_next
 @pytest.mark.parametrize("block_size", [4, 16])
 def test_branches_start_from_saved_states(reference: Reference, block_size: int) -> None:
     """A prompt that continues another, a branch of it, and a second branch, which starts where the first one began."""
@@ -46,6 +47,7 @@ def test_branches_start_from_saved_states(reference: Reference, block_size: int)
     assert num_cached == [0, 192, 0, 128]
 
 
+@of_qwen3_next
 def test_few_rows_are_reused(reference: Reference) -> None:
     prompts, expected = clear_prompts(reference, (130, 131, 132), lambda *prompts: list(prompts))
     num_cached = []
@@ -57,22 +59,28 @@ def test_few_rows_are_reused(reference: Reference) -> None:
     assert num_cached == [0, 0, 0, 128, 0]
 
 
+LAYOUTS = [
+    ("qwen3-next", {"tensor_parallel_size": 2}),
+    ("qwen3-next", {"data_parallel_size": 2}),
+    ("qwen3-next", {"pipeline_parallel_size": 3}),
+    ("qwen3-next", {"max_num_batched_tokens": 70}),
+    ("qwen3-next", {"max_num_seqs": 2, "max_num_batched_tokens": 33}),
+    ("qwen3-next", {"num_saved_states": 0}),
+    ("lfm2-moe", {"tensor_parallel_size": 2, "max_num_batched_tokens": 33}),
+    ("lfm2-moe", {"data_parallel_size": 2, "pipeline_parallel_size": 2}),
+]
+
+
 @pytest.mark.parametrize(
-    "layout",
-    [
-        {"tensor_parallel_size": 2},
-        {"data_parallel_size": 2},
-        {"pipeline_parallel_size": 3},
-        {"max_num_batched_tokens": 70},
-        {"max_num_seqs": 2, "max_num_batched_tokens": 33},
-        {"num_saved_states": 0},
-    ],
-    ids=lambda layout: "-".join(layout),
+    ("reference", "layout"),
+    LAYOUTS,
+    indirect=["reference"],
+    ids=[f"{name}-{'-'.join(layout)}" for name, layout in LAYOUTS],
 )
 def test_layouts(reference: Reference, layout: dict[str, int]) -> None:
     """Two rounds of prompts with common beginnings, several at a time."""
     prompts, expected = clear_prompts(
-        reference, (180, 40), lambda whole, other: [whole, whole[:100] + other, whole[:170], other]
+        reference, (100, 30), lambda whole, other: [whole, whole[:70] + other, whole[:90], other]
     )
     with LLM(reference.folder, num_threads=1, **SETTINGS, **layout) as llm:
         for _ in range(2):

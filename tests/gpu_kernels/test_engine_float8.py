@@ -182,7 +182,7 @@ def test_weights_that_cannot_be_divided_into_blocks_stay_float32(
     reference = reference_named("mixtral")
     with LLM(reference.folder, quantization="fp8", dtype="float32", kv_cache_memory="4MiB", enforce_eager=True) as llm:
         layer = llm.core.executor.worker.runner.model.layers[0]  # type: ignore[attr-defined]
-        assert isinstance(layer.attention.query_key_value.weights.product, TritonProduct)
-        assert layer.attention.query_key_value.weight.dtype == torch.float32
+        assert isinstance(layer.mixer.query_key_value.weights.product, TritonProduct)
+        assert layer.mixer.query_key_value.weight.dtype == torch.float32
         assert isinstance(layer.feed_forward.experts.down.product, TritonBlockProduct)
         assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)

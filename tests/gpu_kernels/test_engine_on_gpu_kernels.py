@@ -19,8 +19,8 @@ from torch import Tensor
 from moeserve import LLM, SamplingParams
 from moeserve.layers.attention import Attention
 from moeserve.layers.cache import CacheSize
-from moeserve.layers.gated_delta import GatedDeltaNet
 from moeserve.layers.input_share import InputShare
+from moeserve.layers.linear_attention import LinearAttention
 from moeserve.layers.weights import allocate_weights
 from moeserve.moe.dispatch.base import PackedTokens, SlottedTokens
 from moeserve.moe.experts import Experts
@@ -31,7 +31,7 @@ from moeserve.ops.libraries.latent import LibraryLatentAttention
 from moeserve.ops.select import select_kernels
 from moeserve.ops.triton import pairs as triton_pairs
 from moeserve.ops.triton.attention import TritonAttention, TritonLatentAttention
-from moeserve.ops.triton.gated_delta import TritonGatedDelta
+from moeserve.ops.triton.linear_attention import TritonLinearAttention
 from moeserve.ops.triton.pairs import TritonPairs
 from moeserve.ops.triton.products import TritonProduct
 from moeserve.triton_kernels import grouped_matmul
@@ -121,8 +121,8 @@ def test_tokens_equal_transformers(
     with started(reference) as llm:
         model = model_of(llm)
         for layer in model.layers:
-            kernel = layer.attention.mix if isinstance(layer.attention, GatedDeltaNet) else layer.attention.backend
-            assert isinstance(kernel, (TritonAttention, TritonLatentAttention, TritonGatedDelta))
+            kernel = layer.mixer.attend if isinstance(layer.mixer, LinearAttention) else layer.mixer.backend
+            assert isinstance(kernel, (TritonAttention, TritonLatentAttention, TritonLinearAttention))
         moe = next(iter(model.moe_layers.values()))
         assert isinstance(moe.experts.gate_up.product, TritonProduct)
         assert isinstance(moe.dispatcher.pairs, TritonPairs)
@@ -216,7 +216,7 @@ def test_tokens_with_another_library_equal_transformers(
     """Chunks with sinks are served by our own kernels, all other steps by the library."""
     reference = reference_named(name)
     with started(reference) as llm:
-        attention = model_of(llm).layers[0].attention.backend
+        attention = model_of(llm).layers[0].mixer.backend
         assert isinstance(attention, LibraryAttention)
         assert isinstance(attention.own, TritonAttention)
         if is_captured:
@@ -231,7 +231,7 @@ def test_latent_attention_may_use_another_library(
     flashinfer: attention_stand_ins.FlashInfer, reference_named: Callable[[str], Reference]
 ) -> None:
     with started(reference_named("deepseek-v3")) as llm:
-        assert isinstance(model_of(llm).layers[0].attention.backend, LibraryLatentAttention)
+        assert isinstance(model_of(llm).layers[0].mixer.backend, LibraryLatentAttention)
 
 
 def test_expected_rows_determine_the_tiles_of_experts(gpu_kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:

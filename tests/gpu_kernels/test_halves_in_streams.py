@@ -109,7 +109,7 @@ def test_streams(device: fake_device.FakeDevice, tmp_path: Path) -> None:
         overlaps.append(cast(Any, now).clock.get(number, 0) < communicator.clock.get(number, 0))
 
     for layer in model.layers:
-        layer.attention.register_forward_pre_hook(note)
+        layer.mixer.register_forward_pre_hook(note)
         cast(Any, layer.feed_forward).experts.register_forward_pre_hook(note)
 
     def replayed(step: StepInputs) -> torch.Tensor:

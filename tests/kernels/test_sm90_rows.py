@@ -227,19 +227,39 @@ def test_row_maximum(pointer: str, width: int) -> None:
     compiled(row_maximum_kernel, types, sizes, options)
 
 
-@pytest.mark.parametrize("pointer", ["*bf16", "*fp32"])
-def test_gated_delta(pointer: str) -> None:
-    """Shapes of Qwen3-Next. A program keeps 128 x 32 values of a state in registers."""
-    from moeserve.triton_kernels.gated_delta import CHANNELS, VALUES, convolve_kernel, delta_kernel, gate_kernel
+STATE_ROWS = dict.fromkeys(("load_ptr", "store_ptr", "save_ptr", "before_save_ptr"), "*i64")
+STATE_ROWS |= {"row_starts_ptr": "*i32"}
 
-    rows = dict.fromkeys(("load_ptr", "store_ptr", "save_ptr", "before_save_ptr"), "*i64") | {"row_starts_ptr": "*i32"}
-    numbers = dict.fromkeys(("mixed_ptr", "cache_ptr", "output_ptr", "log_decay_ptr", "decay_bias_ptr"), "*fp32")
-    delta = numbers | rows | dict(rates_ptr=pointer, query_scale="fp32")
-    assert compiled(delta_kernel, delta, dict(BLOCK_K=128, VALUES=VALUES), {}).registers <= 128
-    inputs = rows | dict(input_ptr=pointer, inputs_ptr=pointer, taps_ptr="*fp32", out_ptr="*fp32")
-    compiled(convolve_kernel, inputs, dict(NUM_TAPS=4, CHANNELS=CHANNELS), {})
-    outputs = dict(output_ptr="*fp32", gates_ptr=pointer, norm_ptr="*fp32", out_ptr=pointer, epsilon="fp32")
-    compiled(gate_kernel, outputs, dict(BLOCK_V=128), {})
+
+@pytest.mark.parametrize("pointer", ["*bf16", "*fp32"])
+@pytest.mark.parametrize("rule", ["delta", "channels", "state space"])
+def test_linear_attention(pointer: str, rule: str) -> None:
+    """Shapes of Qwen3-Next, Kimi-Linear and Nemotron-3-Nano. 128 x 32 values of a state are in registers."""
+    from moeserve.triton_kernels.linear_attention import VALUES, gate_kernel, recurrence_kernel
+
+    is_delta, group_size = rule != "state space", 512 if rule == "state space" else 128
+    numbers = dict.fromkeys(("mixed_ptr", "states_ptr", "output_ptr", "log_decay_ptr", "decay_bias_ptr"), "*fp32")
+    types = numbers | STATE_ROWS | dict(decays_ptr=pointer, rates_ptr=pointer, query_scale="fp32", decay_floor="fp32")
+    flags = dict(IS_DELTA=is_delta, HAS_CHANNEL_DECAYS=rule == "channels", HAS_FLOOR=rule == "channels")
+    sizes: dict[str, Any] = dict(BLOCK_K=128, VALUES=VALUES)
+    if is_delta:
+        sizes["skip_ptr"] = None
+    else:
+        types["skip_ptr"] = "*fp32"
+    assert compiled(recurrence_kernel, types, sizes | flags, {}).registers <= 128
+    types = dict(output_ptr="*fp32", gates_ptr=pointer, norm_ptr="*fp32", out_ptr=pointer, epsilon="fp32")
+    flags = dict(WITH_SIGMOID=rule == "channels", BEFORE_NORM=not is_delta)
+    compiled(gate_kernel, types, dict(BLOCK=group_size) | flags, {})
+
+
+@pytest.mark.parametrize("pointer", ["*bf16", "*fp32"])
+@pytest.mark.parametrize("is_gated", [False, True], ids=["plain", "gated"])
+def test_short_convolution(pointer: str, is_gated: bool) -> None:
+    from moeserve.triton_kernels.short_convolution import CHANNELS, convolve_kernel
+
+    types = STATE_ROWS | dict(input_ptr=pointer, states_ptr=pointer, taps_ptr="*fp32", bias_ptr="*fp32")
+    types["out_ptr"] = pointer if is_gated else "*fp32"
+    compiled(convolve_kernel, types, dict(NUM_TAPS=4, CHANNELS=CHANNELS, IS_GATED=is_gated), {})
 
 
 @pytest.mark.parametrize(("pointer", "num_heads"), [("*bf16", 64), ("*fp32", 32)])

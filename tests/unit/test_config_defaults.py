@@ -59,7 +59,7 @@ def test_a_missing_key_means_what_it_means_to_transformers(model: str, key: str,
 def test_the_rotated_part_of_a_head_is_half_where_glm_does_not_say(tmp_path: Path) -> None:
     config = {name: value for name, value in PUBLISHED["GLM-4.5"].items() if name != "partial_rotary_factor"}
     assert (
-        described(tmp_path, config).layers[0].attention.rotary.dim
+        described(tmp_path, config).layers[0].mixer.rotary.dim
         == 64
         == transformers.Glm4MoeConfig().rope_parameters["partial_rotary_factor"] * config["head_dim"]
     )

@@ -38,12 +38,13 @@ def folder_of(tmp_path: Path, config: dict[str, Any]) -> Path:
 
 @dataclass(frozen=True)
 class Figures:
-    """Published figures: billions of parameters, and the values that a token caches."""
+    """Published figures: billions of parameters, the values that a token caches, and bytes of a request's states."""
 
     total: float
     active: float
     cached: int
     rounding: float = 0.07  # of the active parameters
+    states: int = 0
 
 
 FIGURES = {
@@ -71,11 +72,14 @@ FIGURES = {
     "Hunyuan-A13B": Figures(80, 13, 2 * 32 * 8 * 128),
     "Hy3": Figures(295, 21, 2 * 80 * 8 * 128),
     "granite-3.0-3b-a800m": Figures(3.3, 0.8, 2 * 32 * 8 * 64),
-    "Qwen3-Next-80B-A3B": Figures(80, 3, 2 * 12 * 2 * 256, rounding=0.2),  # model card, in whole billions
+    "Qwen3-Next-80B-A3B": Figures(  # model card, in whole billions
+        80, 3, 2 * 12 * 2 * 256, rounding=0.2, states=36 * (2 * 3 * 8192 + 4 * 32 * 128 * 128)
+    ),
     "Mistral-Small-4": Figures(119, 6, 36 * 320),
     "Llama-4-Scout": Figures(109, 17, 2 * 48 * 8 * 128),
     "Llama-4-Maverick": Figures(400, 17, 2 * 48 * 8 * 128),
     "Step-3.7-Flash": Figures(196, 11, 2 * 45 * 8 * 128),  # of the language model
+    "LFM2-8B-A1B": Figures(8.3, 1.5, 2 * 6 * 8 * 64, states=18 * 2 * 2 * 2048),  # model card
     "gpt-oss-20b": Figures(20.9, 3.61, 2 * 24 * 8 * 64),  # arXiv 2508.10925
     "gpt-oss-120b": Figures(116.8, 5.13, 2 * 36 * 8 * 64),
 }
@@ -92,6 +96,7 @@ def test_published_figures(name: str, tmp_path: Path) -> None:
     assert any(active == pytest.approx(figures.active, rel=figures.rounding) for active in with_or_without)
     assert found.dtype == "bfloat16"  # gpt-oss names none
     assert found.cache.total_bytes_per_token == 2 * figures.cached
+    assert found.cache.state_bytes == figures.states
     assert found.stored is None
     assert found.weight_bytes == sum(part.num_bytes for part in found.parts)
 

@@ -49,7 +49,7 @@ def _read(config: ConfigValues, router: RouterConfig, *, is_interleaved: bool) -
     expert_width = read_width(config, "moe_intermediate_size")
     moe = MoEConfig(router=router, expert_width=expert_width, shared=read_shared_experts(config, expert_width))
     feed_forwards = read_leading_dense(config, moe)
-    layers = [LayerConfig(attention=attention, feed_forward=feed_forward) for feed_forward in feed_forwards]
+    layers = [LayerConfig(mixer=attention, feed_forward=feed_forward) for feed_forward in feed_forwards]
     return read_model(config, layers)
 
 

@@ -30,7 +30,7 @@ def read(config: ConfigValues) -> ModelConfig:
     )
     attention = read_attention(config, is_interleaved=True)
     layers = [
-        LayerConfig(attention=attention, feed_forward=feed_forward)
+        LayerConfig(mixer=attention, feed_forward=feed_forward)
         for feed_forward in feed_forwards_of(config, moe, _read_dense(config))
     ]
     return read_model(config, layers)

@@ -32,7 +32,7 @@ def read(config: ConfigValues) -> ModelConfig:
         default_fraction=0.5,
     )
     feed_forwards = read_leading_dense(config, moe)
-    layers = [LayerConfig(attention=attention, feed_forward=feed_forward) for feed_forward in feed_forwards]
+    layers = [LayerConfig(mixer=attention, feed_forward=feed_forward) for feed_forward in feed_forwards]
     return read_model(config, layers)
 
 

@@ -27,7 +27,7 @@ def read(config: ConfigValues) -> ModelConfig:
         shared=read_shared_experts(config, expert_width),
     )
     feed_forwards = read_listed_dense(config, moe)
-    layers = [LayerConfig(attention=attention, feed_forward=feed_forward) for feed_forward in feed_forwards]
+    layers = [LayerConfig(mixer=attention, feed_forward=feed_forward) for feed_forward in feed_forwards]
     return read_model(config, layers)
 
 

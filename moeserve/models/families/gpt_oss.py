@@ -34,7 +34,7 @@ def read(config: ConfigValues) -> ModelConfig:
     has_window = config.flags_of_layers("layer_types", LAYER_TYPES, num_layers)
     if has_window is None:
         has_window = [index % 2 == 0 for index in range(num_layers)]
-    layers = [LayerConfig(attention=windowed if window else full, feed_forward=moe) for window in has_window]
+    layers = [LayerConfig(mixer=windowed if window else full, feed_forward=moe) for window in has_window]
     return read_model(config, layers)
 
 

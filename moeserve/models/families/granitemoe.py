@@ -36,7 +36,7 @@ def _read(config: ConfigValues, shared: SharedExpertsConfig | None) -> ModelConf
         has_bias=has_bias,
         has_output_bias=has_bias,
     )
-    layer = LayerConfig(attention=attention, feed_forward=moe)
+    layer = LayerConfig(mixer=attention, feed_forward=moe)
     model = read_model(config, [layer] * read_num_layers(config))
     # Each update is multiplied before it is added to the residual stream. All layers that read the stream normalise
     # it, so the stream is kept divided by the multiplier instead, and updates are added as they are.

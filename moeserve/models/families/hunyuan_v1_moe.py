@@ -38,7 +38,7 @@ def read(config: ConfigValues) -> ModelConfig:
         has_output_bias=has_bias,
         rotary=_read_rotary(config),
     )
-    layer = LayerConfig(attention=attention, feed_forward=moe)
+    layer = LayerConfig(mixer=attention, feed_forward=moe)
     return read_model(config, [layer] * read_num_layers(config))
 
 

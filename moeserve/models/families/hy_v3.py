@@ -33,7 +33,7 @@ def read(config: ConfigValues) -> ModelConfig:
     has_bias = config.flag("attention_bias", default=False)
     attention = read_attention(config, normalized="head", has_bias=has_bias, has_output_bias=has_bias)
     layers = [
-        LayerConfig(attention=attention, feed_forward=feed_forward) for feed_forward in read_listed_dense(config, moe)
+        LayerConfig(mixer=attention, feed_forward=feed_forward) for feed_forward in read_listed_dense(config, moe)
     ]
     return read_model(config, layers)
 

@@ -6,7 +6,7 @@ import dataclasses
 
 from moeserve.layers.rotary import NO_ROTARY, TemperatureConfig
 from moeserve.models.config_values import ConfigValues
-from moeserve.models.family import DecoderPart, Family, MoENames
+from moeserve.models.family import DecoderPart, Family, LayerNames, MoENames
 from moeserve.models.fields import (
     feed_forwards_of,
     read_attention,
@@ -61,7 +61,7 @@ def read(config: ConfigValues) -> ModelConfig:
         for is_rotated, has_chunks in zip(rotates, is_chunked, strict=True)
     ]
     layers = [
-        LayerConfig(attention=attention, feed_forward=feed_forward)
+        LayerConfig(mixer=attention, feed_forward=feed_forward)
         for attention, feed_forward in zip(attentions, feed_forwards, strict=True)
     ]
     return read_model(config, layers)
@@ -104,7 +104,7 @@ LLAMA4 = Family(
             shared="feed_forward.shared_expert",
         ),
     ),
-    dense="feed_forward",
+    layer_names=LayerNames(dense="feed_forward"),
     decoder_part=DecoderPart(
         prefixes=(("language_model.", ""),),
         left_out=("vision_model.", "multi_modal_projector."),

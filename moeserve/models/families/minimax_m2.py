@@ -26,7 +26,7 @@ def read(config: ConfigValues) -> ModelConfig:
     rotary_dim = config.optional_integer("rotary_dim", high=head_dim)  # published instead of partial_rotary_factor
     fraction = 1.0 if rotary_dim is None else rotary_dim / head_dim
     attention = read_attention(config, normalized="token", default_fraction=fraction)
-    layer = LayerConfig(attention=attention, feed_forward=moe)
+    layer = LayerConfig(mixer=attention, feed_forward=moe)
     return read_model(config, [layer] * read_num_layers(config))
 
 

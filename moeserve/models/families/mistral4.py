@@ -39,7 +39,7 @@ def read(config: ConfigValues) -> ModelConfig:
         raise config.wrong("n_group", "gives groups of one expert, but groups are rated by their best two")
     moe = MoEConfig(router=router, expert_width=expert_width, shared=read_shared_experts(config, expert_width))
     layers = [
-        LayerConfig(attention=attention, feed_forward=feed_forward) for feed_forward in read_leading_dense(config, moe)
+        LayerConfig(mixer=attention, feed_forward=feed_forward) for feed_forward in read_leading_dense(config, moe)
     ]
     return read_model(config, layers)
 

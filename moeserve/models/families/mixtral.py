@@ -14,7 +14,7 @@ def read(config: ConfigValues) -> ModelConfig:
     num_experts, top_k = read_num_experts(config, "num_local_experts")
     attention = read_attention(config, window=config.optional_integer("sliding_window"))
     layer = LayerConfig(
-        attention=attention,
+        mixer=attention,
         feed_forward=MoEConfig(
             router=RouterConfig(num_experts=num_experts, top_k=top_k, is_normalized=True),
             expert_width=read_width(config, "intermediate_size"),

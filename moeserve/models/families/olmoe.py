@@ -25,7 +25,7 @@ def read(config: ConfigValues) -> ModelConfig:
         router=RouterConfig(num_experts=num_experts, top_k=top_k, is_normalized=is_normalized),
         expert_width=read_width(config, "intermediate_size"),
     )
-    layer = LayerConfig(attention=attention, feed_forward=moe)
+    layer = LayerConfig(mixer=attention, feed_forward=moe)
     return read_model(config, [layer] * read_num_layers(config))
 
 

@@ -32,7 +32,7 @@ def read(config: ConfigValues) -> ModelConfig:
     )
     attention = read_attention(config, has_bias=config.flag("qkv_bias", default=True))
     layers = [
-        LayerConfig(attention=dataclasses.replace(attention, window=window), feed_forward=feed_forward)
+        LayerConfig(mixer=dataclasses.replace(attention, window=window), feed_forward=feed_forward)
         for window, feed_forward in zip(_read_windows(config), read_sparse_layers(config, moe), strict=True)
     ]
     return read_model(config, layers)

@@ -28,7 +28,7 @@ def read(config: ConfigValues) -> ModelConfig:
         window=config.integer("sliding_window") if has_window else None,
     )
     feed_forwards = read_sparse_layers(config, moe)
-    layers = [LayerConfig(attention=attention, feed_forward=feed_forward) for feed_forward in feed_forwards]
+    layers = [LayerConfig(mixer=attention, feed_forward=feed_forward) for feed_forward in feed_forwards]
     return read_model(config, layers)
 
 

@@ -5,9 +5,9 @@ Text has the same position along all axes of Qwen3.5's multimodal rotary embeddi
 
 from __future__ import annotations
 
-from moeserve.layers.gated_delta import GatedDeltaConfig
+from moeserve.layers.linear_attention import LinearAttentionConfig
 from moeserve.models.config_values import ConfigValues
-from moeserve.models.family import DecoderPart, Family, MoENames
+from moeserve.models.family import DecoderPart, Family, LinearAttentionNames, LinearAttentionPart, MoENames
 from moeserve.models.fields import (
     read_attention,
     read_model,
@@ -20,8 +20,9 @@ from moeserve.models.model_config import LayerConfig, ModelConfig
 from moeserve.moe.layer import MoEConfig
 from moeserve.moe.shared import SharedExpertsConfig
 from moeserve.ops.interfaces import RouterConfig
+from moeserve.ops.linear_attention import MAX_HEAD
+from moeserve.ops.short_convolution import MAX_TAPS
 
-MAX_HEAD, MAX_TAPS = 256, 8  # of the kernels
 LAYER_TYPES = ("linear_attention", "full_attention")
 
 
@@ -46,23 +47,24 @@ def read(config: ConfigValues) -> ModelConfig:
     )
     delta = _read_gated_delta(config)
     layers = [
-        LayerConfig(attention=attention if is_full else delta, feed_forward=feed_forward)
+        LayerConfig(mixer=attention if is_full else delta, feed_forward=feed_forward)
         for is_full, feed_forward in zip(_read_is_full(config), read_sparse_layers(config, moe), strict=True)
     ]
     return read_model(config, layers)
 
 
-def _read_gated_delta(config: ConfigValues) -> GatedDeltaConfig:
+def _read_gated_delta(config: ConfigValues) -> LinearAttentionConfig:
     num_heads = config.integer("linear_num_value_heads", high=2**14)
     num_key_heads = config.integer("linear_num_key_heads", high=2**14)
     if num_heads % num_key_heads:
         raise config.wrong("linear_num_key_heads", f"must divide linear_num_value_heads={num_heads}")
-    return GatedDeltaConfig(
+    return LinearAttentionConfig(
         num_heads=num_heads,
         num_key_heads=num_key_heads,
         key_dim=config.integer("linear_key_head_dim", high=MAX_HEAD),
         value_dim=config.integer("linear_value_head_dim", high=MAX_HEAD),
         num_taps=config.integer("linear_conv_kernel_dim", low=2, high=MAX_TAPS),
+        norm_epsilon=config.number("rms_norm_eps"),
     )
 
 
@@ -77,12 +79,29 @@ def _read_is_full(config: ConfigValues) -> list[bool]:
 
 
 NAMES = (MoENames(shared="mlp.shared_expert"),)
+# Qwen3-Next joins the projections of each key head, Qwen3.5 those of each kind.
+CONVOLUTIONS: tuple[tuple[str, tuple[LinearAttentionPart, ...]], ...] = (("conv1d", ("query", "key", "value")),)
+BY_KEY_HEAD = LinearAttentionNames(
+    projections=(("in_proj_qkvz", ("query", "key", "value", "gate")), ("in_proj_ba", ("rate", "decay"))),
+    convolutions=CONVOLUTIONS,
+    is_by_key_head=True,
+)
+BY_KIND = LinearAttentionNames(
+    projections=(
+        ("in_proj_qkv", ("query", "key", "value")),
+        ("in_proj_z", ("gate",)),
+        ("in_proj_b", ("rate",)),
+        ("in_proj_a", ("decay",)),
+    ),
+    convolutions=CONVOLUTIONS,
+)
 
 QWEN3_NEXT = Family(
     name="Qwen3-Next",
     architecture="Qwen3NextForCausalLM",
     read=read,
     names=NAMES,
+    linear_attention_names=BY_KEY_HEAD,
     decoder_part=DecoderPart(left_out=("mtp.",)),
     norm_offset=1.0,
 )
@@ -91,6 +110,7 @@ QWEN3_5_MOE = Family(
     architecture="Qwen3_5MoeForConditionalGeneration",
     read=read,
     names=NAMES,
+    linear_attention_names=BY_KIND,
     decoder_part=DecoderPart(prefixes=(("model.language_model.", "model."),), left_out=("model.visual.", "mtp.")),
     norm_offset=1.0,
 )

@@ -35,7 +35,7 @@ def read(config: ConfigValues) -> ModelConfig:
     limits_of_shared = _read_limits(config, "swiglu_limits_shared", num_layers)
     layers = [
         LayerConfig(
-            attention=attentions[has_window[index]],
+            mixer=attentions[has_window[index]],
             feed_forward=_read_experts(config, limits[index], limits_of_shared[index])
             if is_sparse[index]
             else MLPConfig(width=read_width(config, "intermediate_size"), activation=limits_of_shared[index]),

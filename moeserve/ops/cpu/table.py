@@ -7,12 +7,13 @@ from types import ModuleType
 
 from moeserve.ops.cpu.attention import CpuAttention, CpuLatentAttention
 from moeserve.ops.cpu.elementwise import CpuRouter, RowKernels
-from moeserve.ops.cpu.gated_delta import CpuGatedDelta
 from moeserve.ops.cpu.indexer import CpuIndexer
+from moeserve.ops.cpu.linear_attention import CpuLinearAttention
 from moeserve.ops.cpu.measured_step import measure_memory_only
 from moeserve.ops.cpu.native import NATIVE_DTYPES
 from moeserve.ops.cpu.pairs import CpuPairs
 from moeserve.ops.cpu.products import CpuPacking
+from moeserve.ops.cpu.short_convolution import CpuShortConvolution
 from moeserve.ops.interfaces import Kernels
 from moeserve.ops.side_stream import InlineStream
 from moeserve.ops.torch.products import TorchProduct
@@ -37,8 +38,9 @@ def cpu_kernels(native: ModuleType) -> Kernels:
         make_router=functools.partial(CpuRouter, native),
         make_attention=functools.partial(CpuAttention, native),
         make_latent_attention=functools.partial(CpuLatentAttention, native),
-        make_gated_delta=functools.partial(CpuGatedDelta, native),
         make_indexer=functools.partial(CpuIndexer, native),
+        make_short_convolution=functools.partial(CpuShortConvolution, native),
+        make_linear_attention=functools.partial(CpuLinearAttention, native),
         make_product=TorchProduct,
         make_step_graph=native.CpuGraph,
         packing=packing,

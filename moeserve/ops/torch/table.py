@@ -11,12 +11,13 @@ from moeserve.ops.interfaces import Kernels
 from moeserve.ops.side_stream import InlineStream
 from moeserve.ops.torch import elementwise
 from moeserve.ops.torch.attention import TorchAttention, TorchLatentAttention
-from moeserve.ops.torch.gated_delta import TorchGatedDelta
 from moeserve.ops.torch.indexer import TorchIndexer
+from moeserve.ops.torch.linear_attention import TorchLinearAttention
 from moeserve.ops.torch.pairs import TorchPairs
 from moeserve.ops.torch.products import TorchProduct
 from moeserve.ops.torch.routing import TorchRouter
 from moeserve.ops.torch.sampling import choose_tokens
+from moeserve.ops.torch.short_convolution import TorchShortConvolution
 
 
 def allocate_weights(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -40,8 +41,9 @@ TORCH_KERNELS = Kernels(
     make_router=TorchRouter,
     make_attention=TorchAttention,
     make_latent_attention=TorchLatentAttention,
-    make_gated_delta=TorchGatedDelta,
     make_indexer=TorchIndexer,
+    make_short_convolution=TorchShortConvolution,
+    make_linear_attention=TorchLinearAttention,
     make_product=TorchProduct,
     make_step_graph=None,
     packing=None,

@@ -11,10 +11,11 @@ from moeserve.ops.arguments import router_arguments
 from moeserve.ops.interfaces import Float8Rows, Rotation, RouterConfig
 from moeserve.ops.torch.table import TORCH_KERNELS
 from moeserve.ops.triton.attention import TritonAttention, TritonLatentAttention
-from moeserve.ops.triton.gated_delta import TritonGatedDelta
 from moeserve.ops.triton.indexer import TritonIndexer
+from moeserve.ops.triton.linear_attention import TritonLinearAttention
 from moeserve.ops.triton.pairs import TritonPairs
 from moeserve.ops.triton.products import make_product, quantize_rows
+from moeserve.ops.triton.short_convolution import TritonShortConvolution
 from moeserve.triton_kernels import rms_norm as norms
 from moeserve.triton_kernels.rotary import rotary
 from moeserve.triton_kernels.routing import route
@@ -61,8 +62,9 @@ TRITON_KERNELS = dataclasses.replace(
     make_router=TritonRouter,
     make_attention=TritonAttention,
     make_latent_attention=TritonLatentAttention,
-    make_gated_delta=TritonGatedDelta,
     make_indexer=TritonIndexer,
+    make_short_convolution=TritonShortConvolution,
+    make_linear_attention=TritonLinearAttention,
     make_product=make_product,
     quantize_rows=quantize_rows,
     quantize_rms_norm=quantize_rms_norm,

@@ -1,26 +1,35 @@
-"""The gated delta rule by C++ kernels: against torch, and with the same bytes in any chunks, batch and threads."""
+"""C++ kernels of layers with states: against torch, and with the same bytes in any chunks, batch and threads."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
-from gated_delta_layers import SHAPES, Layer
+from linear_attention_layers import CONVOLUTIONS, SHAPES, Chunk, Layer
 from paged_steps import INSTRUCTION_SETS, kernels, needs_kernels, same_bytes, settings_restored
+from torch import Tensor
 
-from moeserve.ops.cpu.gated_delta import CpuGatedDelta
+from moeserve.ops.cpu.linear_attention import CpuLinearAttention
+from moeserve.ops.cpu.short_convolution import CpuShortConvolution
+from moeserve.ops.linear_attention import LinearAttentionShape
 from moeserve.ops.threads import set_num_threads
-from moeserve.ops.torch.gated_delta import TorchGatedDelta
-
-# T tokens, N value heads, C channels, X = N * values of a head
+from moeserve.ops.torch.linear_attention import TorchLinearAttention
+from moeserve.ops.torch.short_convolution import TorchShortConvolution
 
 pytestmark = needs_kernels
+CASES = [("linear_attention", name) for name in SHAPES] + [("convolution", name) for name in CONVOLUTIONS]
 
 
-def native(layer: Layer) -> CpuGatedDelta:
-    return CpuGatedDelta(kernels, layer.shape)
+def native(shape: Any) -> Callable[..., Tensor]:
+    kind = CpuLinearAttention if isinstance(shape, LinearAttentionShape) else CpuShortConvolution
+    return kind(kernels, shape)
+
+
+def reference(shape: Any) -> Callable[..., Tensor]:
+    return TorchLinearAttention(shape) if isinstance(shape, LinearAttentionShape) else TorchShortConvolution(shape)
 
 
 @pytest.fixture(autouse=True)
@@ -30,40 +39,40 @@ def _restore() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("isa", INSTRUCTION_SETS)
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(("kind", "name"), CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_results_and_states_equal_the_reference(name: str, dtype: torch.dtype, isa: str) -> None:
+def test_results_and_states_equal_the_reference(kind: str, name: str, dtype: torch.dtype, isa: str) -> None:
     """Two requests in two steps; the first saves its state on the way, and a third continues from there."""
     kernels.set_isa(isa)
-    layer = Layer.random(name, 130, dtype)
-    first = [(slice(0, 70), (-1, 0, 4, 64)), (slice(70, 75), (-1, 1, -1, 1))]
-    second = [(slice(75, 76), (0, 0, -1, 1)), (slice(76, 120), (4, 2, -1, 1)), (slice(120, 130), (1, 1, 5, 10))]
-    found, wanted, reference = layer.cache(), layer.cache(), TorchGatedDelta(layer.shape)
+    layer = getattr(Layer, kind)(name, 100, dtype)
+    first = [(slice(0, 40), (-1, 0, 4, 34)), (slice(40, 45), (-1, 1, -1, 1))]
+    second = [(slice(45, 46), (0, 0, -1, 1)), (slice(46, 90), (4, 2, -1, 1)), (slice(90, 100), (1, 1, 5, 10))]
+    found, wanted = layer.states(), layer.states()
     for chunks in (first, second):
-        actual, expected = layer.run(native(layer), chunks, found), layer.run(reference, chunks, wanted)
+        actual = layer.run(native(layer.shape), chunks, found)
+        expected = layer.run(reference(layer.shape), chunks, wanted)
         # Outputs are about 1. Results in bfloat16 are rounded once, perhaps to neighbouring numbers.
         tolerance = 2e-4 if dtype == torch.float32 else 2**-7
         torch.testing.assert_close(actual.float(), expected.float(), rtol=tolerance, atol=2e-4)
     written = [0, 1, 2, 4, 5]
-    torch.testing.assert_close(found.states[written], wanted.states[written], rtol=1e-4, atol=1e-4)
-    assert same_bytes(found.inputs[written], wanted.inputs[written])
-    assert found.states[3].isnan().all()
+    torch.testing.assert_close(found[written], wanted[written], rtol=1e-4, atol=1e-4)
+    assert found[3].isnan().all()
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(("kind", "name"), CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_bytes_do_not_depend_on_chunks_batch_or_threads(name: str, dtype: torch.dtype) -> None:
-    layer = Layer.random(name, 100, dtype)
+def test_bytes_do_not_depend_on_chunks_batch_or_threads(kind: str, name: str, dtype: torch.dtype) -> None:
+    layer = getattr(Layer, kind)(name, 100, dtype)
     parts = [slice(0, 57), slice(57, 100)]
-    cache = layer.cache()
-    whole = layer.run(native(layer), [(part, (-1, row, -1, 1)) for row, part in enumerate(parts)], cache)
+    states = layer.states()
+    whole = layer.run(native(layer.shape), [(part, (-1, row, -1, 1)) for row, part in enumerate(parts)], states)
     draw = random.Random(0)
     for num_threads in (1, 2):
         set_num_threads(num_threads)
-        again, pieces = layer.cache(), torch.empty_like(whole)
+        again, pieces = layer.states(), torch.empty_like(whole)
         done = [part.start for part in parts]
         while any(start < part.stop for start, part in zip(done, parts, strict=True)):
-            chunks = []
+            chunks: list[Chunk] = []
             for row, part in enumerate(parts):
                 stop = min(part.stop, done[row] + draw.choice([0, 1, 2, 7, 40]))
                 load = row if done[row] > part.start else -1
@@ -72,9 +81,9 @@ def test_bytes_do_not_depend_on_chunks_batch_or_threads(name: str, dtype: torch.
                 done[row] = stop
             if chunks:
                 rows = torch.cat([torch.arange(part.start, part.stop) for part, _ in chunks])
-                pieces[rows] = layer.run(native(layer), chunks, again)
+                pieces[rows] = layer.run(native(layer.shape), chunks, again)
         assert same_bytes(pieces, whole)
-        assert same_bytes(again.states[:2], cache.states[:2])
+        assert same_bytes(again[:2], states[:2])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

@@ -1,0 +1,86 @@
+// Short convolutions. Vector lanes are channels; the last inputs stay in registers from token to token.
+
+#include "short_convolution.h"
+
+#include <algorithm>
+
+#include "isa.h"
+#include "parallel.h"
+#include "partial_lanes.h"
+
+namespace moeserve {
+
+namespace {
+
+template <int W, typename Element>
+MOESERVE_INLINE void convolve_lanes(const ShortConvolution& step, int64_t chunk, int64_t first, int64_t count) {
+  const int num_before = step.num_taps - 1;
+  const ChunkStates& chunks = step.chunks;
+  const auto history_at = [&](int64_t row, int tap) {
+    return static_cast<Element*>(step.states) + (row * num_before + tap) * step.num_channels + first;
+  };
+  Float<W> taps[kMaxTaps] = {}, history[kMaxTaps - 1] = {};
+  for (int tap = 0; tap < step.num_taps; ++tap) {
+    taps[tap] = load_lanes<W>(step.taps + tap * step.num_channels + first, count);
+  }
+  const Float<W> bias = step.bias == nullptr ? Float<W>{} : load_lanes<W>(step.bias + first, count);
+  const int64_t load_row = chunks.load[chunk];
+  for (int tap = 0; load_row >= 0 && tap < num_before; ++tap) {
+    history[tap] = load_lanes<W>(history_at(load_row, tap), count);
+  }
+  const auto keep = [&](int64_t row) {
+    for (int tap = 0; row >= 0 && tap < num_before; ++tap) {
+      store_lanes<W>(history_at(row, tap), history[tap], count);
+    }
+  };
+  const int64_t begin = chunks.row_starts[chunk], end = chunks.row_starts[chunk + 1];
+  const int64_t saved = begin + chunks.num_before_save[chunk];
+  for (int64_t t = begin; t < end; ++t) {
+    const Element* row = static_cast<const Element*>(step.input) + t * step.row_stride + first;
+    Float<W> x = load_lanes<W>(row + (step.is_gated ? 2 * step.num_channels : 0), count);
+    if (step.is_gated) {
+      Element rounded[W];
+      store_in_order<W>(rounded, load_lanes<W>(row, count) * x);
+      x = load_in_order<W>(rounded);
+    }
+    Float<W> sum = bias;
+    for (int tap = 0; tap < num_before; ++tap) sum += history[tap] * taps[tap];
+    sum += x * taps[num_before];
+    const int64_t place = t * step.num_channels + first;
+    if (step.is_gated) {
+      const Float<W> gated = sum * load_lanes<W>(row + step.num_channels, count);
+      store_lanes<W>(static_cast<Element*>(step.out) + place, gated, count);
+    } else {
+      store_lanes<W>(static_cast<float*>(step.out) + place, silu<W>(sum), count);
+    }
+    for (int tap = 0; tap + 1 < num_before; ++tap) history[tap] = history[tap + 1];
+    history[num_before - 1] = x;
+    if (t + 1 == saved) keep(chunks.save[chunk]);
+  }
+  keep(chunks.store[chunk]);
+}
+
+template <int W, typename Element>
+MOESERVE_INLINE void convolve_part(const ShortConvolution& step, int64_t chunk, int64_t first, int64_t last) {
+  for (int64_t c = first; c < last; c += W) {
+    convolve_lanes<W, Element>(step, chunk, c, std::min<int64_t>(W, last - c));
+  }
+}
+
+MOESERVE_DEFINE_TYPED_VARIANTS(convolve_part, step.type,
+                               (const ShortConvolution& step, int64_t chunk, int64_t first, int64_t last),
+                               (step, chunk, first, last))
+
+}  // namespace
+
+void short_convolution(const ShortConvolution& convolution) {
+  constexpr int64_t kPart = 512;  // channels that a thread computes at a time
+  const auto run = choose_convolve_part_of_type(current_isa());
+  const int64_t num_parts = (convolution.num_channels + kPart - 1) / kPart;
+  parallel_for(convolution.chunks.num_chunks * num_parts, [&](int64_t item) {
+    const int64_t first = item % num_parts * kPart;
+    run(convolution, item / num_parts, first, std::min(first + kPart, convolution.num_channels));
+  });
+}
+
+}  // namespace moeserve

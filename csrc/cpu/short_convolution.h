@@ -1,0 +1,33 @@
+// A causal convolution over the last few tokens, for each channel by itself. See moeserve/ops/short_convolution.py.
+
+#pragma once
+
+#include <cstdint>
+
+#include "chunk_states.h"
+#include "element_type.h"
+
+namespace moeserve {
+
+constexpr int kMaxTaps = 8;
+
+// C channels, W taps.
+struct ShortConvolution {
+  ElementType type;    // of inputs and states: float32 or bfloat16
+  const void* input;   // [T, C]; gated: [T, 3 * C], gates of inputs, gates of outputs, values
+  int64_t row_stride;  // of the input
+  const float* taps;   // [W, C]: the last multiplies the token itself
+  const float* bias;   // [C], or null
+  void* states;        // [rows, W - 1, C]: the last inputs, the oldest first
+  void* out;           // [T, C]: SiLU of the convolution in float32; gated: in the type of the input, without SiLU
+  int64_t num_channels;
+  int num_taps;
+  bool is_gated;
+  ChunkStates chunks;
+};
+
+// All arithmetic is float32, but gated inputs are rounded to their type. The bytes of a token's result depend only on
+// its request's tokens up to it.
+void short_convolution(const ShortConvolution& convolution);
+
+}  // namespace moeserve

@@ -1,0 +1,164 @@
+"""Linear attention: gated delta networks, Kimi delta attention, and Mamba-2, with a state of fixed size per request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from moeserve.distributed.mesh import share_of
+from moeserve.layers.cache import CacheNeeds, CacheSize
+from moeserve.layers.context import ModelContext
+from moeserve.layers.input_share import num_input_chunks, share_inputs
+from moeserve.layers.linear import Linear
+from moeserve.layers.norm import RowsForm
+from moeserve.layers.rotary import RotaryConfig, Rotations
+from moeserve.layers.state_cache import StateCache
+from moeserve.layers.weights import QuantizationLimits
+from moeserve.ops.linear_attention import LinearAttentionShape, LinearAttentionWeights
+from moeserve.ops.short_convolution import ConvolutionShape, ConvolutionWeights
+from moeserve.step_inputs import StepInputs
+
+# T tokens, D model width, N value heads of this rank, K values of a key, V of a value, X = N * V,
+# C channels of the convolution, O outputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearAttentionConfig:
+    """The shape of one layer. Value head n reads key head n // (num_heads / num_key_heads)."""
+
+    num_heads: int  # of values
+    num_key_heads: int
+    key_dim: int
+    value_dim: int
+    num_taps: int  # tokens of the convolution, its own included
+    norm_epsilon: float
+    is_delta: bool = True  # see ops/linear_attention.py for this and the next three
+    has_channel_decays: bool = False
+    decay_floor: float | None = None
+    gate: Literal["silu", "sigmoid"] = "silu"
+    low_rank: int | None = None  # decays and gates are projected to so many values first; None: directly
+    has_convolution_bias: bool = False
+    rotaries: tuple[RotaryConfig, ...] = ()
+
+    def can_divide(self, num_ranks: int) -> bool:
+        """True if this many tp ranks can each have equally many heads of both kinds."""
+        return self.num_heads % num_ranks == 0 and self.num_key_heads % num_ranks == 0
+
+
+class LowRankLinear(nn.Module):
+    """A projection to few values, whole on every rank, and from them to this rank's outputs."""
+
+    def __init__(
+        self, hidden_size: int, rank: int, num_outputs: int, limits: QuantizationLimits, context: ModelContext
+    ) -> None:
+        super().__init__()
+        self.down = Linear(hidden_size, rank, context, limits=QuantizationLimits(limits.min_bits))
+        self.up = Linear(rank, num_outputs, context, limits=limits)
+
+    def forward(self, hidden_TD: Tensor) -> Tensor:
+        """Return [T, O]."""
+        output_TO: Tensor = self.up(self.down(hidden_TD))
+        return output_TO
+
+
+class LinearAttention(nn.Module):
+    """Each token updates the recurrent state of its request, and reads it.
+
+    Each tp rank has a share of the heads, and its output is a partial sum over these heads.
+    """
+
+    input_form: RowsForm = "plain"
+
+    def __init__(self, config: LinearAttentionConfig, hidden_size: int, context: ModelContext) -> None:
+        super().__init__()
+        tp = context.tp
+        self.config = config
+        self.context = context
+        self.heads = share_of(config.num_heads, tp.rank_in_group, tp.world_size)
+        self.key_heads = share_of(config.num_key_heads, tp.rank_in_group, tp.world_size)
+        num_heads, num_key_heads = (int(heads.stop - heads.start) for heads in (self.heads, self.key_heads))
+        self.shape = shape = LinearAttentionShape(
+            num_heads=num_heads,
+            num_key_heads=num_key_heads,
+            key_dim=config.key_dim,
+            value_dim=config.value_dim,
+            is_delta=config.is_delta,
+            norm_epsilon=config.norm_epsilon,
+            has_channel_decays=config.has_channel_decays,
+            decay_floor=config.decay_floor,
+            gate=config.gate,
+        )
+        key_size, value_size = num_key_heads * config.key_dim, num_heads * config.value_dim
+        first_key, first_value = self.key_heads.start * config.key_dim, self.heads.start * config.value_dim
+        first_decay = self.heads.start * shape.num_decays // num_heads
+        self.projected_sizes = [key_size, key_size, value_size]  # queries, keys, values; gates
+        self.rate_sizes = [num_heads] * config.is_delta
+        # An error of the decay affects all later tokens, so its few weights are never quantised below 8 bits.
+        decay_limits = QuantizationLimits(8, (first_decay,))
+        self.decays: LowRankLinear | None = None
+        self.gates: LowRankLinear | None = None
+        if config.low_rank is None:
+            self.projected_sizes.append(value_size)
+            self.rate_sizes.append(shape.num_decays)
+        else:
+            self.decays = LowRankLinear(hidden_size, config.low_rank, shape.num_decays, decay_limits, context)
+            gate_limits = QuantizationLimits(cuts=(first_value,))
+            self.gates = LowRankLinear(hidden_size, config.low_rank, value_size, gate_limits, context)
+        cuts = (first_key, first_value, key_size, 2 * key_size, 2 * key_size + value_size)
+        self.input = Linear(hidden_size, sum(self.projected_sizes), context, limits=QuantizationLimits(cuts=cuts))
+        self.rates = Linear(hidden_size, sum(self.rate_sizes), context, limits=QuantizationLimits(8, None))
+        self.taps = context.parameter(config.num_taps, shape.num_channels, dtype=torch.float32)
+        self.bias = context.parameter(shape.num_channels, dtype=torch.float32) if config.has_convolution_bias else None
+        self.log_decay = context.parameter(num_heads, dtype=torch.float32)
+        self.decay_bias = context.parameter(shape.num_decays, dtype=torch.float32)
+        self.skip = None if config.is_delta else context.parameter(num_heads, dtype=torch.float32)
+        norm_size = config.value_dim if config.is_delta else value_size
+        self.norm_weight = context.parameter(norm_size, dtype=torch.float32)
+        self.output = Linear(
+            value_size,
+            hidden_size,
+            context,
+            limits=QuantizationLimits(cuts=(first_value,)),
+            chunks=share_inputs(
+                config.num_heads * config.value_dim, num_input_chunks(config.can_divide), context
+            ).chunks,
+        )
+        convolution = ConvolutionShape(num_channels=shape.num_channels, num_taps=config.num_taps, is_gated=False)
+        self.convolve = context.kernels.make_short_convolution(convolution)
+        self.attend = context.kernels.make_linear_attention(shape)
+
+    @property
+    def cache_needs(self) -> CacheNeeds:
+        shape = self.shape
+        inputs = (self.config.num_taps - 1) * shape.num_channels * self.context.dtype.itemsize
+        recurrent = shape.num_heads * shape.key_dim * shape.value_dim * torch.float32.itemsize
+        return CacheNeeds(state_bytes=inputs + recurrent)
+
+    def make_cache(self, size: CacheSize) -> StateCache:
+        shape, device = self.shape, self.context.device
+        inputs_shape = (size.num_states, self.config.num_taps - 1, shape.num_channels)
+        states_shape = (size.num_states, shape.num_heads, shape.key_dim, shape.value_dim)
+        return StateCache(
+            torch.empty(inputs_shape, dtype=self.context.dtype, device=device),
+            torch.empty(states_shape, dtype=torch.float32, device=device),
+        )
+
+    def forward(self, hidden_TD: Tensor, rotations: Rotations, cache: StateCache, step: StepInputs) -> Tensor:
+        assert cache.states is not None
+        projected, rates = self.input(hidden_TD), self.rates(hidden_TD)
+        num_channels, num_rates = self.shape.num_channels, self.shape.num_heads if self.config.is_delta else 0
+        convolution = ConvolutionWeights(self.taps, self.bias)
+        weights = LinearAttentionWeights(self.log_decay, self.decay_bias, self.norm_weight, self.skip)
+        mixed_TX = self.attend(
+            self.convolve(projected[:, :num_channels], convolution, cache.inputs, step),
+            projected[:, num_channels:] if self.gates is None else self.gates(hidden_TD),
+            rates[:, num_rates:] if self.decays is None else self.decays(hidden_TD),
+            rates[:, :num_rates] if num_rates else None,
+            weights,
+            cache.states,
+            step,
+        )
+        return self.output(mixed_TX)

@@ -1,0 +1,89 @@
+"""The gated short convolution of LFM2: a layer that mixes each token with the few tokens before it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from moeserve.layers.cache import CacheNeeds, CacheSize
+from moeserve.layers.context import ModelContext
+from moeserve.layers.input_share import num_input_chunks, share_inputs
+from moeserve.layers.linear import Linear
+from moeserve.layers.norm import RowsForm
+from moeserve.layers.rotary import RotaryConfig, Rotations
+from moeserve.layers.state_cache import StateCache
+from moeserve.layers.weights import QuantizationLimits
+from moeserve.ops.short_convolution import ConvolutionShape, ConvolutionWeights
+from moeserve.step_inputs import StepInputs
+
+# T tokens, D model width
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShortConvolutionConfig:
+    """The shape of one layer."""
+
+    num_channels: int
+    num_taps: int  # tokens of the convolution, its own included
+    has_bias: bool = False  # of both projections and of the convolution
+    rotaries: tuple[RotaryConfig, ...] = ()
+
+    @property
+    def num_heads(self) -> int:
+        """The units that tp ranks divide: channels."""
+        return self.num_channels
+
+    def can_divide(self, num_ranks: int) -> bool:
+        """True if this many tp ranks can each have equally many channels."""
+        return self.num_channels % num_ranks == 0
+
+
+class GatedConvolution(nn.Module):
+    """output(C * convolution(B * x)), where B, C and x are projections of the token.
+
+    Each tp rank has a share of the channels, and its output is a partial sum over them.
+    """
+
+    input_form: RowsForm = "plain"
+
+    def __init__(self, config: ShortConvolutionConfig, hidden_size: int, context: ModelContext) -> None:
+        super().__init__()
+        self.config = config
+        self.context = context
+        share = share_inputs(config.num_channels, num_input_chunks(config.can_divide), context)
+        self.channels = share.inputs
+        size, first = self.channels.stop - self.channels.start, self.channels.start
+        self.shape = ConvolutionShape(num_channels=size, num_taps=config.num_taps, is_gated=True)
+        self.input = Linear(
+            hidden_size,
+            3 * size,
+            context,
+            has_bias=config.has_bias,
+            limits=QuantizationLimits(cuts=(first, size, 2 * size)),
+        )
+        self.taps = context.parameter(config.num_taps, size, dtype=torch.float32)
+        self.bias = context.parameter(size, dtype=torch.float32) if config.has_bias else None
+        self.output = Linear(
+            size,
+            hidden_size,
+            context,
+            has_bias=config.has_bias and context.tp.rank_in_group == 0,  # added once: outputs are summed over the ranks
+            limits=QuantizationLimits(cuts=(first,)),
+            chunks=share.chunks,
+        )
+        self.convolve = context.kernels.make_short_convolution(self.shape)
+
+    @property
+    def cache_needs(self) -> CacheNeeds:
+        num_inputs = (self.shape.num_taps - 1) * self.shape.num_channels
+        return CacheNeeds(state_bytes=num_inputs * self.context.dtype.itemsize)
+
+    def make_cache(self, size: CacheSize) -> StateCache:
+        shape = (size.num_states, self.shape.num_taps - 1, self.shape.num_channels)
+        return StateCache(torch.empty(shape, dtype=self.context.dtype, device=self.context.device))
+
+    def forward(self, hidden_TD: Tensor, rotations: Rotations, cache: StateCache, step: StepInputs) -> Tensor:
+        weights = ConvolutionWeights(self.taps, self.bias)
+        return self.output(self.convolve(self.input(hidden_TD), weights, cache.inputs, step))

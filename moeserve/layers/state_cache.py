@@ -1,0 +1,26 @@
+"""The states of a layer that keeps one for each request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+# W tokens of a convolution, w = W - 1, C channels, N value heads, K values of a key, V of a value
+
+
+@dataclass(frozen=True)
+class StateCache:
+    """The states of one layer, a row for each running request and each saved state; see `StateRows`."""
+
+    inputs: Tensor  # [rows, w, C] in the model's dtype: the last inputs of the convolution, the oldest first
+    states: Tensor | None = None  # [rows, N, K, V] float32, of linear attention
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors of the cache; their first dimension is the row."""
+        return (self.inputs,) if self.states is None else (self.inputs, self.states)
+
+    def clear(self) -> None:
+        for tensor in self.tensors:
+            tensor.zero_()

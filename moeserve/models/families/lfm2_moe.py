@@ -1,0 +1,80 @@
+"""LFM2-MoE: most layers have a gated short convolution instead of attention; sigmoid routing with a correction."""
+
+from __future__ import annotations
+
+from moeserve.layers.short_convolution import ShortConvolutionConfig
+from moeserve.models.config_values import ConfigValues
+from moeserve.models.family import AttentionNames, DecoderPart, Family, LayerNames, MoENames
+from moeserve.models.fields import (
+    feed_forwards_of,
+    read_attention,
+    read_hidden_size,
+    read_model,
+    read_num_experts,
+    read_num_layers,
+    read_width,
+)
+from moeserve.models.model_config import LayerConfig, ModelConfig
+from moeserve.moe.layer import MoEConfig
+from moeserve.ops.interfaces import RouterConfig
+from moeserve.ops.short_convolution import MAX_TAPS
+
+LAYER_TYPES = ("conv", "full_attention")
+
+
+def read(config: ConfigValues) -> ModelConfig:
+    num_layers = read_num_layers(config)
+    num_experts, top_k = read_num_experts(config, "num_experts")
+    moe = MoEConfig(
+        router=RouterConfig(
+            num_experts=num_experts,
+            top_k=top_k,
+            scoring="sigmoid",
+            is_normalized=config.flag("norm_topk_prob", default=True),
+            has_correction=config.flag("use_expert_bias", default=True),
+            scale=config.number("routed_scaling_factor", 1.0),
+        ),
+        expert_width=read_width(config, "moe_intermediate_size"),
+    )
+    attention = read_attention(config, normalized="head", default_theta=1e6)
+    convolution = ShortConvolutionConfig(
+        num_channels=read_hidden_size(config),
+        num_taps=config.integer("conv_L_cache", low=2, high=MAX_TAPS),
+        has_bias=config.flag("conv_bias", default=False),
+    )
+    is_full = config.flags_of_layers("layer_types", LAYER_TYPES, num_layers)
+    if is_full is None:
+        raise config.missing("layer_types")
+    num_dense = config.integer("num_dense_layers", low=0)
+    feed_forwards = feed_forwards_of(config, moe, [number < num_dense for number in range(num_layers)])
+    layers = [
+        LayerConfig(mixer=attention if has_attention else convolution, feed_forward=feed_forward)
+        for has_attention, feed_forward in zip(is_full, feed_forwards, strict=True)
+    ]
+    return read_model(config, layers, epsilon_key="norm_eps", is_tied=config.flag("tie_embedding", default=True))
+
+
+LFM2_MOE = Family(
+    name="LFM2-MoE",
+    architecture="Lfm2MoeForCausalLM",
+    read=read,
+    names=(
+        MoENames(
+            router="feed_forward.gate",
+            correction="feed_forward.expert_bias",
+            experts="feed_forward.experts",
+            gate="w1",
+            up="w3",
+            down="w2",
+        ),
+    ),
+    attention_names=AttentionNames(query_norm="q_layernorm", key_norm="k_layernorm", output="out_proj"),
+    layer_names=LayerNames(
+        mixer_norm="operator_norm",
+        feed_forward_norm="ffn_norm",
+        recurrent="conv",
+        dense="feed_forward",
+        dense_matrices=("w1", "w3", "w2"),
+    ),
+    decoder_part=DecoderPart(prefixes=(("model.embedding_norm.", "model.norm."),), left_out=()),
+)

@@ -1,0 +1,101 @@
+"""Linear attention with a state for each request, as an operation: its shapes, weights and protocol.
+
+For each value head, with the state S [K, V] of a request, a token's query q and key k, its value v and its decay a,
+one number in (0, 1] or one for each channel of the key:
+
+    delta rule (gated delta networks, arXiv 2412.06464; Kimi delta attention, arXiv 2510.26692)
+        S <- a S
+        S <- S + k (b (v - S^T k))^T
+        o  = S^T q / sqrt(K)
+
+    state space model (Mamba-2, arXiv 2405.21060)
+        S <- a S + k (d v)^T
+        o  = S^T q + skip v
+
+The delta rule normalises q and k to unit length, and b in (0, 1) is its rate. d is the step size, from which a follows
+too. Queries, keys and values come out of a short convolution. Outputs are normalised, and multiplied by the activation
+of a gate: before the norm in a state space model, after it with the delta rule.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from moeserve.step_inputs import StepInputs
+
+# T tokens, N value heads, G key heads, K values of a key, V of a value, X = N * V,
+# C = 2 * G * K + N * V channels: queries, keys, values
+
+L2_EPSILON = 1e-6  # added to the sum of squares of a query or key
+MAX_HEAD = 256  # values of a key, and of a value, in the kernels
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearAttentionShape:
+    """One layer's part on one rank. Value head n reads key head n // (num_heads / num_key_heads)."""
+
+    num_heads: int
+    num_key_heads: int
+    key_dim: int
+    value_dim: int
+    is_delta: bool
+    norm_epsilon: float
+    has_channel_decays: bool = False  # each channel of a key has its own decay; with the delta rule only
+    # With a floor f < 0, a = exp(f * sigmoid(exp(log_decay) * (x + bias))); otherwise a = exp(-exp(log_decay) * d) with
+    # the step size d = softplus(x + bias).
+    decay_floor: float | None = None
+    gate: Literal["silu", "sigmoid"] = "silu"
+
+    @property
+    def num_channels(self) -> int:
+        return 2 * self.num_key_heads * self.key_dim + self.num_heads * self.value_dim
+
+    @property
+    def num_decays(self) -> int:
+        return self.num_heads * (self.key_dim if self.has_channel_decays else 1)
+
+    @property
+    def norm_heads(self) -> int:
+        """Heads that are normalised together: one, or those that read the same key head in a state space model."""
+        return 1 if self.is_delta else self.num_heads // self.num_key_heads
+
+
+@dataclass(frozen=True)
+class LinearAttentionWeights:
+    """The weights of a layer except its projections and its convolution, all float32."""
+
+    log_decay_N: Tensor
+    decay_bias: Tensor  # [N], or [N * K] for decays of each channel
+    norm: Tensor  # [V] for all heads, or [X] in a state space model
+    skip_N: Tensor | None = None  # in a state space model
+
+
+class LinearAttention(Protocol):
+    """The part of a layer between its convolution and its output projection."""
+
+    def __call__(
+        self,
+        mixed_TC: Tensor,
+        gates_TX: Tensor,
+        decays_TX: Tensor,
+        rates_TN: Tensor | None,
+        weights: LinearAttentionWeights,
+        states: Tensor,
+        step: StepInputs,
+        /,
+    ) -> Tensor:
+        """Return the gated outputs [T, X] in the dtype of the gates, and update the states.
+
+        Output rows outside of all chunks, and of chunks that store no state, have arbitrary finite values.
+
+        Args:
+            mixed_TC: float32, contiguous: queries, keys and values.
+            gates_TX: this and the next two may be views of a wider projection.
+            decays_TX: the numbers x, [T, N] or, for each channel, [T, N * K].
+            rates_TN: the numbers whose sigmoid is b; None in a state space model.
+            states: [rows, N, K, V] float32; see `StateRows`.
+        """
+        ...

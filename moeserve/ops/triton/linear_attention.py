@@ -1,0 +1,48 @@
+"""Linear attention by Triton kernels."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from moeserve.ops.linear_attention import LinearAttentionShape, LinearAttentionWeights
+from moeserve.step_inputs import StepInputs
+from moeserve.triton_kernels.linear_attention import linear_attention
+
+# T tokens, N value heads, V values of a head, X = N * V, C channels
+
+
+class TritonLinearAttention:
+    """See `LinearAttention`."""
+
+    def __init__(self, shape: LinearAttentionShape) -> None:
+        self._shape = shape
+
+    def __call__(
+        self,
+        mixed_TC: Tensor,
+        gates_TX: Tensor,
+        decays_TX: Tensor,
+        rates_TN: Tensor | None,
+        weights: LinearAttentionWeights,
+        states: Tensor,
+        step: StepInputs,
+    ) -> Tensor:
+        assert step.states is not None
+        shape = self._shape
+        return linear_attention(
+            mixed_TC,
+            gates_TX,
+            decays_TX,
+            rates_TN,
+            weights.log_decay_N,
+            weights.decay_bias,
+            weights.skip_N,
+            weights.norm,
+            states,
+            step.row_starts,
+            step.states,
+            norm_heads=shape.norm_heads,
+            norm_epsilon=shape.norm_epsilon,
+            decay_floor=shape.decay_floor,
+            gates_with_sigmoid=shape.gate == "sigmoid",
+        )

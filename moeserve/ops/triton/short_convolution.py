@@ -1,0 +1,28 @@
+"""Short convolutions by a Triton kernel."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from moeserve.ops.short_convolution import ConvolutionShape, ConvolutionWeights
+from moeserve.step_inputs import StepInputs
+from moeserve.triton_kernels.short_convolution import short_convolution
+
+
+class TritonShortConvolution:
+    """See `ShortConvolution`."""
+
+    def __init__(self, shape: ConvolutionShape) -> None:
+        self._shape = shape
+
+    def __call__(self, input_TX: Tensor, weights: ConvolutionWeights, states: Tensor, step: StepInputs) -> Tensor:
+        assert step.states is not None
+        return short_convolution(
+            input_TX,
+            weights.taps_WC,
+            weights.bias_C,
+            states,
+            step.row_starts,
+            step.states,
+            is_gated=self._shape.is_gated,
+        )

@@ -1,0 +1,113 @@
+"""Random layers that keep states, and steps of their chunks, for tests of kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moeserve.ops.linear_attention import LinearAttentionShape, LinearAttentionWeights
+from moeserve.ops.short_convolution import ConvolutionShape, ConvolutionWeights
+from moeserve.step_inputs import ChunkSpan, StateRows, StepInputs, decode_step
+
+# T tokens, N value heads, C channels, X = N * values of a head
+
+DELTA = dict(is_delta=True, norm_epsilon=1e-6)
+STATE_SPACE = dict(is_delta=False, norm_epsilon=1e-5)
+SHAPES: dict[str, dict[str, Any]] = {
+    "delta": dict(num_heads=4, num_key_heads=2, key_dim=128, value_dim=128, **DELTA),
+    "delta-odd": dict(num_heads=6, num_key_heads=3, key_dim=10, value_dim=37, **DELTA),
+    "delta-wide": dict(num_heads=2, num_key_heads=2, key_dim=256, value_dim=256, **DELTA),
+    "channels": dict(
+        num_heads=2, num_key_heads=2, key_dim=128, value_dim=128, has_channel_decays=True, gate="sigmoid", **DELTA
+    ),
+    "channels-odd": dict(
+        num_heads=4, num_key_heads=2, key_dim=9, value_dim=21, has_channel_decays=True, decay_floor=-5.0, **DELTA
+    ),
+    "state-space": dict(num_heads=8, num_key_heads=2, key_dim=128, value_dim=64, **STATE_SPACE),
+    "state-space-odd": dict(num_heads=3, num_key_heads=1, key_dim=11, value_dim=13, **STATE_SPACE),
+}
+CONVOLUTIONS = {
+    "plain": dict(num_channels=600, num_taps=4, is_gated=False),
+    "odd": dict(num_channels=37, num_taps=2, is_gated=False),
+    "gated": dict(num_channels=530, num_taps=3, is_gated=True),
+}
+NUM_ROWS = 6  # of states
+Chunk = tuple[slice, tuple[int, int, int, int]]  # tokens; load, store, save, tokens before the save
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """The weights of an operation, and the inputs of some tokens."""
+
+    shape: Any
+    weights: Any
+    inputs: tuple[Tensor | None, ...]  # [T, ...] each, as the operation takes them
+    state_shape: tuple[int, ...]
+    state_dtype: torch.dtype
+
+    @classmethod
+    def linear_attention(cls, name: str, num_tokens: int, dtype: torch.dtype) -> Layer:
+        shape, normal = LinearAttentionShape(**SHAPES[name]), _normal(name)
+        num_heads, value_size = shape.num_heads, shape.num_heads * shape.value_dim
+        weights = LinearAttentionWeights(
+            normal(num_heads),
+            normal(shape.num_decays),
+            normal(shape.value_dim if shape.is_delta else value_size),
+            None if shape.is_delta else normal(num_heads),
+        )
+        # As in the model, some inputs are views of wider projections.
+        gates, rates = normal(num_tokens, value_size + 5).to(dtype), normal(num_tokens, 2 * num_heads).to(dtype)
+        decays = normal(num_tokens, shape.num_decays).to(dtype)
+        mixed = normal(num_tokens, shape.num_channels)
+        inputs = mixed, gates[:, 5:], decays, rates[:, num_heads:] if shape.is_delta else None
+        return cls(shape, weights, inputs, (num_heads, shape.key_dim, shape.value_dim), torch.float32)
+
+    @classmethod
+    def convolution(cls, name: str, num_tokens: int, dtype: torch.dtype) -> Layer:
+        shape, normal = ConvolutionShape(**CONVOLUTIONS[name]), _normal(name)
+        weights = ConvolutionWeights(
+            normal(shape.num_taps, shape.num_channels), normal(shape.num_channels) if name != "odd" else None
+        )
+        width = shape.num_channels * (3 if shape.is_gated else 1)
+        wide = normal(num_tokens, width + 5).to(dtype)
+        return cls(shape, weights, (wide[:, :width],), (shape.num_taps - 1, shape.num_channels), dtype)
+
+    def states(self) -> Tensor:
+        """Return states of all rows, which a chunk must not use unless it loads them."""
+        return torch.full((NUM_ROWS, *self.state_shape), torch.nan, dtype=self.state_dtype)
+
+    def run(self, operation: Callable[..., Tensor], chunks: Sequence[Chunk], states: Tensor) -> Tensor:
+        """Return the outputs of a step of chunks, each with its load, store, save and number before the save."""
+        rows = torch.cat([torch.arange(part.start, part.stop) for part, _ in chunks])
+        inputs = [_rows_of(each, rows) for each in self.inputs]
+        return operation(*inputs, self.weights, states, step_of(chunks))
+
+
+def step_of(chunks: Sequence[Chunk]) -> StepInputs:
+    spans, first_row = [], 0
+    for part, _ in chunks:
+        spans.append(ChunkSpan(first_row, part.stop - part.start, part.stop - part.start))
+        first_row += part.stop - part.start
+    return dataclasses.replace(
+        decode_step(first_row),
+        row_starts=torch.tensor([*(span.first_row for span in spans), first_row], dtype=torch.int32),
+        spans=tuple(spans),
+        states=StateRows(*torch.tensor([rows for _, rows in chunks]).T.contiguous()),
+    )
+
+
+def _rows_of(matrix: Tensor | None, rows: Tensor) -> Tensor | None:
+    """Return some rows of a matrix with the distance of its rows."""
+    if matrix is None:
+        return None
+    wide = matrix.new_empty(len(rows), matrix.stride(0))
+    return wide[:, : matrix.shape[1]].copy_(matrix[rows])
+
+
+def _normal(name: str) -> Callable[..., Tensor]:
+    generator = torch.Generator().manual_seed(len(name))
+    return lambda *sizes: torch.randn(sizes, generator=generator)
