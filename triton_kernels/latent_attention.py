@@ -17,7 +17,7 @@ from moeserve.triton_kernels.paged_launch import AttentionConfig, Splits, launch
 
 
 WRITE_WARPS = 4
-MAX_PROGRAMS = 512  # for splits: about four for each multiprocessor, as requests differ in length
+MAX_PROGRAMS = 1024  # for splits: about eight for each multiprocessor, as contexts differ in length
 
 
 def write_latents(latent_TP: Tensor, cache: Tensor, slots_T: Tensor) -> None:

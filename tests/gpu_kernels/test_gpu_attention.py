@@ -152,8 +152,8 @@ def test_fewer_splits_and_other_tiles(
     ("num_heads", "num_chunks", "num_programs"),
     [
         *((num_heads, 1, 128) for num_heads in (16, 32, 40, 64, 128)),
-        *((num_heads, num_chunks, 512) for num_heads in (16, 64, 128) for num_chunks in (64, 128, 256)),
-        (128, 512, 1024),  # a split for each chunk
+        *((num_heads, num_chunks, 1024) for num_heads in (16, 64, 128) for num_chunks in (64, 128, 256)),
+        (128, 1024, 2048),  # a split for each chunk
     ],
 )
 def test_programs_of_latent_attention_on_132_multiprocessors(
