@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-import itertools
 import json
 import re
 import tempfile
@@ -95,6 +94,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 WIDE: dict[str, Any] = dict(
     hidden_size=2048, num_attention_heads=16, num_key_value_heads=2, num_hidden_layers=2, initializer_range=0.03
 )
+# Experts whose slices suit each device.
+SLICED: dict[str, Any] = dict(intermediate_size=1536, moe_intermediate_size=1536)
 # Whole blocks of 128 in each weight, those of queries, keys and values too.
 BLOCKS: dict[str, Any] = dict(
     hidden_size=256, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=128,
@@ -165,16 +166,33 @@ COMPARISONS = (
     ),
 )
 LAYOUTS: dict[str, dict[str, Any]] = {"tp=2": dict(tensor_parallel_size=2), "dp=2": dict(data_parallel_size=2)}
+EXCHANGES: dict[str, dict[str, Any]] = {
+    **{
+        f"{layout}, {dispatcher}": settings | dict(dispatcher=dispatcher, expert_parallel=True)
+        for layout, settings in LAYOUTS.items()
+        for dispatcher in ("allgather", "all_to_all")
+    },
+    "tp=2, sliced experts": LAYOUTS["tp=2"] | dict(expert_parallel=False),
+    "dp=2, in halves": LAYOUTS["dp=2"] | dict(overlap_decode_tokens=2, overlap_prefill_tokens=2),
+    "dp=2, rebalanced": LAYOUTS["dp=2"]
+    | dict(rebalance="auto", rebalance_horizon=100_000, expert_load_window=2, num_redundant_experts=2),
+}
 RANK_COMPARISONS = (
     *(
-        Comparison(family, "float32", f"{layout}, {dispatcher}", LAYOUTS[layout] | dict(dispatcher=dispatcher))
-        for layout, dispatcher, family in itertools.product(
-            LAYOUTS, ("allgather", "all_to_all"), ("Mixtral", "DeepseekV3")
-        )
+        Comparison(family, "float32", exchange, settings, model=SLICED if "sliced" in exchange else {})
+        for exchange, settings in EXCHANGES.items()
+        for family in ("Mixtral", "DeepseekV3")
     ),
     *(
-        Comparison("Mixtral", "bfloat16", f"{layout}, deepep", settings | dict(dispatcher="deepep"), model=WIDE)
+        Comparison(
+            "Mixtral",
+            "bfloat16",
+            f"{layout}, deepep, {api}",
+            settings | dict(dispatcher="deepep", deepep_api=api, expert_parallel=True),
+            model=WIDE,
+        )
         for layout, settings in LAYOUTS.items()
+        for api in ("legacy", "elastic")
     ),
 )
 
