@@ -27,6 +27,7 @@ from moeserve.triton_kernels.tuning import (
     Problem,
     config_by_rule,
     file_name,
+    num_splits,
     save_table,
 )
 
@@ -34,6 +35,7 @@ from moeserve.triton_kernels.tuning import (
 # inputs, G blocks of 128 outputs
 
 DEFAULT_TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384]
+MXFP4_GROUP = 32  # inputs that share an exponent
 NUM_LAUNCHES = 10  # launches in a graph
 NUM_REPLAYS = 7  # replays, of which the median is reported
 FLUSHED_BYTES = 2**27  # bytes read between launches, more than an L2 cache holds
@@ -45,7 +47,7 @@ OTHER_REGISTERS = 80  # registers of a thread beside its accumulators, mostly fo
 class Layer:
     """Shapes of the experts of a layer on one GPU."""
 
-    kind: str  # "bf16" or "fp8"
+    kind: str  # "bf16", "fp8" or "mxfp4"
     num_experts: int
     hidden_size: int
     expert_width: int
@@ -62,6 +64,7 @@ class Layer:
                 num_outputs=num_outputs,
                 num_inputs=num_inputs,
                 num_rows=num_tokens * self.top_k,
+                can_split=self.kind == "fp8" and self.num_experts == 1,
             )
             for is_gated, num_outputs, num_inputs in shapes
         ]
@@ -76,7 +79,13 @@ def candidates(problem: Problem) -> list[Config]:
         is_full = config.programs_per_sm == 4 or not is_possible(one_more, problem)
         if is_full and config not in found and is_possible(config, problem) and suits(config, problem):
             found.append(config)
-    return found
+    if not problem.can_split:
+        return found
+    counts = {config: num_splits(dataclasses.replace(config, num_splits=1), problem) for config in found}
+    split = [
+        dataclasses.replace(each, num_splits=n) for each in found for n in {1, counts[each], -(-counts[each] // 2)}
+    ]
+    return list(dict.fromkeys([*found[:1], *split]))
 
 
 def is_possible(config: Config, problem: Problem) -> bool:
@@ -111,7 +120,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--width", type=_positive, required=True, help="intermediate size of an expert on this GPU")
     parser.add_argument("--top-k", type=_positive, required=True, help="experts of each token on this GPU")
     parser.add_argument(
-        "--dtype", choices=("bf16", "fp8"), default="bf16", help="fp8: 8-bit blocks with scales (default: bf16)"
+        "--dtype",
+        choices=("bf16", "fp8", "mxfp4"),
+        default="bf16",
+        help="of weights; fp8: 8-bit blocks with scales; of a single weight (--experts 1) also split-K (default: bf16)",
     )
     parser.add_argument(
         "--rows",
@@ -169,6 +181,13 @@ def _random_operands(problem: Problem, num_sources: int) -> dict[str, Any]:
             "rows_SI": rows,
             "weight_eOI": torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_(std=0.02),
         }
+    if problem.kind == "mxfp4":
+        codes, exponents = (
+            torch.randint(low, high, (*shape[:2], problem.num_inputs // size), dtype=torch.uint8, device="cuda")
+            for low, high, size in ((0, 256, 2), (120, 128, MXFP4_GROUP))
+        )
+        rows = torch.randn(num_sources, problem.num_inputs, device="cuda").bfloat16()
+        return {"rows_SI": rows, "weight_eOI": codes, "weight_scale_eGB": exponents}
     num_parts = 2 if problem.is_gated else 1
     num_blocks = -(-problem.num_inputs // FP8_BLOCK)
     num_output_blocks = num_parts * -(-problem.num_outputs // num_parts // FP8_BLOCK)
@@ -187,14 +206,17 @@ def _random_codes(*shape: int) -> Tensor:
 
 def _make_launch(problem: Problem, layer: Layer, num_tokens: int) -> Callable[[Config], Tensor]:
     """Return the product of a step with random routing. Gates and ups gather their rows."""
-    from moeserve.triton_kernels.grouped_matmul import grouped_matmul
+    from moeserve.triton_kernels.grouped_matmul import NUM_ARRIVALS, grouped_matmul
 
     torch.manual_seed(0)
     experts_P = torch.rand(num_tokens, layer.num_experts, device="cuda").topk(layer.top_k, dim=1).indices.flatten()
     operands = _random_operands(problem, num_tokens if problem.is_gated else problem.num_rows)
-    operands["counts_e"] = experts_P.bincount(minlength=layer.num_experts)
+    operands["counts_e"] = None if problem.can_split else experts_P.bincount(minlength=layer.num_experts)
+    if problem.can_split:
+        operands["arrivals"] = torch.zeros(NUM_ARRIVALS, dtype=torch.int32, device="cuda")
     if problem.is_gated:
-        operands |= {"indices_R": experts_P.argsort(stable=True), "divisor": layer.top_k, "activation": "swiglu"}
+        order = {} if problem.can_split else {"indices_R": experts_P.argsort(stable=True), "divisor": layer.top_k}
+        operands |= {"activation": "swiglu"} | order
         if problem.kind == "fp8":
             num_blocks = -(-problem.num_outputs // 2 // FP8_BLOCK)
             operands["out_scale_RF"] = torch.empty(problem.num_rows, num_blocks, device="cuda")

@@ -1,10 +1,8 @@
-"""Shapes of published models, the least bytes and operations of a kernel's call, and the bars for them.
-
-The docstring of each kernel says which bytes count.
-"""
+"""Shapes of published models, the least bytes and operations of a kernel's call, and the bars for them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -120,29 +118,13 @@ class Bar:
 
 
 def experts_work(shape: MoEShape, *, num_tokens: int, num_hit: int, format: Format) -> Work:
-    """Return the work of a layer after routing: order of pairs, both products, and weighted sum of outputs.
-
-    Args:
-        num_hit: experts that have rows. Each token is read once.
-    """
-    num_rows = num_tokens * shape.top_k
-    size = 2 if format == "bf16" else 1
-    num_bytes = 2 * 8 * num_rows  # order
-    num_bytes += RESULT_SIZE * shape.hidden * (num_rows + num_tokens) + (8 + 4) * num_rows  # weighted sum
-    operations = 0.0
-    for num_outputs, num_inputs, columns, num_read in (
-        (2 * shape.width, shape.hidden, shape.width, num_tokens),
-        (shape.hidden, shape.width, shape.hidden, num_rows),
-    ):
-        num_bytes += num_hit * num_outputs * num_inputs * size + num_read * num_inputs * size
-        if format == "fp8":
-            num_blocks, parts = -(-num_inputs // SCALE_BLOCK), num_outputs // columns
-            num_bytes += 4 * num_blocks * (num_hit * parts * -(-columns // SCALE_BLOCK) + num_read)
-        elif shape.has_bias:
-            num_bytes += num_hit * num_outputs * size
-        num_bytes += num_rows * columns * RESULT_SIZE
-        operations += 2.0 * num_rows * num_outputs * num_inputs
-    return Work(num_bytes, operations, format)
+    """Return the work of a layer's experts: read the `num_hit` experts that have rows and each token, write its sum."""
+    num_blocks = [-(-size // SCALE_BLOCK) for size in (shape.hidden, shape.width)]
+    parameters, outputs = 3 * shape.hidden * shape.width, 2 * shape.width + shape.hidden
+    of_expert = parameters + 4 * 3 * math.prod(num_blocks) if format == "fp8" else 2 * parameters
+    of_expert += 2 * outputs * (shape.has_bias and format == "bf16")
+    num_bytes = num_hit * of_expert + 2 * num_tokens * shape.hidden * RESULT_SIZE
+    return Work(num_bytes, 2.0 * num_tokens * shape.top_k * parameters, format)
 
 
 def attention_work(shape: AttentionShape | LatentShape, chunks: Chunks) -> Work:

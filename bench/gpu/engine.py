@@ -40,55 +40,28 @@ Dtype = Literal["float32", "bfloat16"]
 Attention = Literal["eager", "sdpa"]  # the memory of eager scores is quadratic
 
 COMMON: dict[str, Any] = dict(
-    vocab_size=160,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=3,
-    max_position_embeddings=256,
-    initializer_range=0.2,
-    bos_token_id=None,
-    eos_token_id=None,
-    pad_token_id=None,
-)
+    vocab_size=160, hidden_size=64, intermediate_size=96, num_hidden_layers=3, max_position_embeddings=256,
+    initializer_range=0.2, bos_token_id=None, eos_token_id=None, pad_token_id=None,
+)  # fmt: skip
 LATENT: dict[str, Any] = dict(
-    num_attention_heads=4,
-    num_key_value_heads=4,
-    kv_lora_rank=32,
-    qk_nope_head_dim=16,
-    qk_rope_head_dim=8,
-    v_head_dim=16,
-    n_routed_experts=8,
-    num_experts_per_tok=3,
-    n_shared_experts=1,
-    moe_intermediate_size=32,
-    first_k_dense_replace=1,
-)
+    num_attention_heads=4, num_key_value_heads=4, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8,
+    v_head_dim=16, n_routed_experts=8, num_experts_per_tok=3, n_shared_experts=1, moe_intermediate_size=32,
+    first_k_dense_replace=1, n_group=4, topk_group=2,
+)  # fmt: skip
 # transformers' name of a family, and the settings of a small model
 FAMILIES: dict[str, dict[str, Any]] = {
     "Mixtral": dict(num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2),
-    "DeepseekV2": LATENT
-    | dict(q_lora_rank=None, topk_method="group_limited_greedy", n_group=4, topk_group=2, routed_scaling_factor=1.5),
-    "DeepseekV3": LATENT
-    | dict(q_lora_rank=24, n_group=4, topk_group=2, norm_topk_prob=True, routed_scaling_factor=2.5),
+    "DeepseekV2": LATENT | dict(q_lora_rank=None, topk_method="group_limited_greedy", routed_scaling_factor=1.5),
+    "DeepseekV3": LATENT | dict(q_lora_rank=24, norm_topk_prob=True, routed_scaling_factor=2.5),
     "Qwen3Moe": dict(
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_experts=16,
-        num_experts_per_tok=4,
-        moe_intermediate_size=32,
-        norm_topk_prob=True,
+        num_attention_heads=8, num_key_value_heads=2, head_dim=16, num_experts=16, num_experts_per_tok=4,
+        moe_intermediate_size=32, norm_topk_prob=True,
     ),
     "GptOss": dict(
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_local_experts=6,
-        num_experts_per_tok=2,
-        sliding_window=9,
-        rope_parameters=dict(rope_type="default", rope_theta=10000.0),
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_local_experts=6, num_experts_per_tok=2,
+        sliding_window=9, rope_parameters=dict(rope_type="default", rope_theta=10000.0),
     ),
-}
+}  # fmt: skip
 
 # A width that all of DeepEP's kernels support.
 WIDE: dict[str, Any] = dict(
@@ -223,18 +196,15 @@ def compare(comparison: Comparison, device: Device, seed: int) -> dict[str, Any]
     model = json.dumps(comparison.model)  # is hashable
     truth = find_truth(comparison.family, model, comparison.prompts, comparison.attention, device, seed)
     tokens, logprobs = generate(truth, device, comparison.dtype, comparison.settings)
+    is_fp8 = comparison.settings.get("quantization") == "fp8"
     row: dict[str, Any]
-    if comparison.settings.get("quantization") == "fp8":
-        exact, _ = judged(truth, device, torch.float32, tokens)
-        rounded, expected = judged(truth, device, torch.float32, tokens, rounds=True)
-        row = fp8_figures(logprobs, rounded, exact)
-    elif comparison.dtype == "float32":
+    if comparison.dtype == "float32" and not is_fp8:
         expected = torch.tensor(truth.tokens)
         row = {"wrong": [] if torch.equal(tokens, expected) else ["tokens differ from transformers'"]}
     else:
         exact, _ = judged(truth, device, torch.float32, tokens)
-        rounded, expected = judged(truth, device, torch.bfloat16, tokens)
-        row = bf16_figures(logprobs, rounded, exact)
+        rounded, expected = judged(truth, device, getattr(torch, comparison.dtype), tokens, rounds=is_fp8)
+        row = figures(logprobs, rounded, exact, is_fp8=is_fp8)
     share = float((tokens == expected).float().mean())
     lines = [f"{share:.1%} of {tokens.numel()} tokens equal", *row.pop("lines", [])]
     return {"status": "failed" if row["wrong"] else "passed", "equal_tokens": share, "lines": lines} | row
@@ -347,26 +317,14 @@ def _rounded(values: Tensor, num_rows: int) -> Tensor:
     return ((blocks / scale).to(CODES).to(values.dtype) * scale).flatten(-4, -3).flatten(-2)[..., :height, :width]
 
 
-def fp8_figures(own: Tensor, rounded: Tensor, exact: Tensor) -> dict[str, Any]:
-    """Compare log-probabilities: the engine's, and transformers' with roundings to 8 bits and without."""
-    error, effect = float((own - rounded).abs().mean()), float((rounded - exact).abs().mean())
-    line = f"log-probabilities are off by {error:.3g}; the roundings change them by {effect:.3g}"
-    wrong = [] if 2 * error < effect else [line]  # NaN is wrong
+def figures(own: Tensor, rounded: Tensor, exact: Tensor, *, is_fp8: bool) -> dict[str, Any]:
+    """Compare log-probabilities of the same tokens: the engine's, and transformers' with roundings and in float32."""
+    effect = float((rounded - exact).abs().mean())
+    error = float((own - (rounded if is_fp8 else exact)).abs().mean())
+    bound = effect / 2 if is_fp8 else ROOM * effect + ROOM_BEYOND
+    line = f"log-probabilities are off by {error:.3g}, of {bound:.3g} allowed; roundings change them by {effect:.3g}"
+    wrong = [] if error <= bound else [line]  # NaN is wrong
     return {"mean_error": error, "effect_of_rounding": effect, "wrong": wrong, "lines": [line]}
-
-
-def bf16_figures(own: Tensor, rounded: Tensor, exact: Tensor) -> dict[str, Any]:
-    """Compare log-probabilities of the same tokens: the engine's, and transformers' in bf16 and in float32."""
-    mean_error, reference_error = float((own - exact).abs().mean()), float((rounded - exact).abs().mean())
-    bound = ROOM * reference_error + ROOM_BEYOND
-    line = f"log-probabilities are off by {mean_error:.3g} on average, of {bound:.3g} allowed"
-    wrong = [] if mean_error <= bound else [line]  # NaN is wrong
-    return {
-        "mean_error": mean_error,
-        "mean_error_of_transformers": reference_error,
-        "wrong": wrong,
-        "lines": [line],
-    }
 
 
 @torch.inference_mode()

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from compiled_kernels import compile_kernel
 
-from moeserve.bench.gpu.machine_code import MAX_SHARED_BYTES, MachineCode, compile_kernel
+from moeserve.bench.gpu.machine_code import MAX_SHARED_BYTES, MachineCode
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),

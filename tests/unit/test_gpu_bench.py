@@ -26,24 +26,13 @@ LIMITS = GpuLimits(copy_bandwidth=1e12, bf16_rate=4e14, fp8_rate=8e14)  # easy t
 
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_work_of_experts(has_bias: bool) -> None:
-    """2 tokens, each with 2 of 4 experts; 3 experts have rows. 10 wide, experts of 6."""
-    shape = MoEShape(num_experts=4, hidden=10, width=6, top_k=2, has_bias=has_bias)
-    work = costs.experts_work(shape, num_tokens=2, num_hit=3, format="bf16")
-    order, weighted_sum = 2 * 8 * 4, (4 + 2) * 10 * 2 + 4 * (8 + 4)
-    gate_up = 3 * 12 * 10 * 2 + 2 * 10 * 2 + 4 * 6 * 2  # weights, the tokens once, a result for each row
-    down = 3 * 10 * 6 * 2 + 4 * 6 * 2 + 4 * 10 * 2
-    assert work.num_bytes == order + gate_up + down + weighted_sum + has_bias * 3 * (12 + 10) * 2
-    assert work.operations == 2 * 4 * (12 * 10 + 10 * 6)
-
-
-def test_work_of_experts_in_8_bit_blocks() -> None:
-    """One byte for a weight and a row's number, two for a result, four for each scale."""
-    shape = MoEShape(num_experts=4, hidden=256, width=200, top_k=2)
+    """3 tokens, each with 2 of 4 experts; 2 experts have rows. 256 wide, experts of 200."""
+    shape = MoEShape(num_experts=4, hidden=256, width=200, top_k=2, has_bias=has_bias)
+    work = costs.experts_work(shape, num_tokens=3, num_hit=2, format="bf16")
+    assert work.num_bytes == 2 * 3 * 256 * 200 * 2 + 3 * (256 + 256) * 2 + has_bias * 2 * (400 + 256) * 2
+    assert work.operations == 2 * 3 * 2 * 3 * 256 * 200
     work = costs.experts_work(shape, num_tokens=3, num_hit=2, format="fp8")
-    order, weighted_sum = 2 * 8 * 6, (6 + 3) * 256 * 2 + 6 * (8 + 4)
-    gate_up = 2 * 400 * 256 + 3 * 256 + 4 * (2 * 2 * 2 * 2 + 3 * 2) + 6 * 200 * 2  # gates and ups: 2 x 2 blocks each
-    down = 2 * 256 * 200 + 6 * 200 + 4 * (2 * 2 * 2 + 6 * 2) + 6 * 256 * 2
-    assert work.num_bytes == order + gate_up + down + weighted_sum
+    assert work.num_bytes == 2 * 3 * (256 * 200 + 4 * 2 * 2) + 3 * (256 + 256) * 2  # scales of 2 x 2 blocks
     assert work.format == "fp8"
 
 
@@ -81,9 +70,9 @@ def test_layers_are_left_out_where_they_do_not_fit() -> None:
 
 def test_engine_may_be_as_far_from_float32_as_transformers_is() -> None:
     exact = torch.tensor([-1.0, -2.0])
-    assert engine.bf16_figures(exact + 0.02, exact + torch.tensor([0.01, -0.01]), exact)["wrong"] == []
+    assert engine.figures(exact + 0.02, exact + torch.tensor([0.01, -0.01]), exact, is_fp8=False)["wrong"] == []
     for wrong in (exact + 0.04, exact * float("nan")):
-        assert engine.bf16_figures(wrong, exact + 0.01, exact)["wrong"]
+        assert engine.figures(wrong, exact + 0.01, exact, is_fp8=False)["wrong"]
 
 
 def test_comparisons_are_valid_and_each_process_has_one_checkpoint_and_dtype() -> None:

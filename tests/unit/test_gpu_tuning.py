@@ -26,7 +26,7 @@ SMALL = Config(16, 64, 64, num_warps=4, num_stages=3, programs_per_sm=2)
 LARGE = Config(128, 128, 64, num_warps=8, num_stages=3, programs_per_sm=1, group_m=8)
 LAYERS = [
     tune.Layer(kind, *shape)
-    for kind in ("bf16", "fp8")
+    for kind in ("bf16", "fp8", "mxfp4")
     for shape in [(8, 4096, 14336, 2), (64, 2048, 1408, 6), (256, 7168, 2048, 8), (128, 2048, 768, 8), (1, 64, 64, 1)]
 ]
 
@@ -91,8 +91,18 @@ def test_candidates(layer: tune.Layer, num_tokens: int) -> None:
             assert shared_bytes < MAX_SHARED_BYTES
             assert config.programs_per_sm * (shared_bytes + 1024) < SM_SHARED_BYTES
             assert config.block_n >= 64 if config.is_swapped else config.block_m >= 64
-            assert one.kind == "bf16" or config.block_n <= (256 if one.is_gated else 128)
-            assert one.kind == "bf16" or config.block_k == FP8_BLOCK, "another order of additions is other bytes"
+            assert one.kind != "fp8" or config.block_n <= (256 if one.is_gated else 128)
+            assert one.kind != "fp8" or config.block_k == FP8_BLOCK, "another order of additions is other bytes"
+
+
+def test_inputs_of_a_single_weight_are_split() -> None:
+    """As the product of one token with DeepSeek-V3's compressed queries: 56 iterations, and few tiles."""
+    (_, down) = tune.Layer("fp8", 1, 1536, 7168, 1).problems(1)
+    found = tune.candidates(down)
+    assert down.can_split
+    assert config_by_rule(down) == found[0]
+    assert {1, found[0].num_splits} < {config.num_splits for config in found}
+    assert all(config.num_splits == 1 for config in tune.candidates(problem(10, kind="fp8", is_gated=False)))
 
 
 def test_tiles_that_do_not_fit_are_not_candidates() -> None:
