@@ -1,4 +1,8 @@
-"""Routing on a GPU: the top-k experts of each token and their weights, with one program per token."""
+"""Routing on a GPU: the top-k experts of each token and their weights.
+
+One program chooses the experts of a token from its logits. With the router's weights, several programs compute the
+logits of a token first, each from a part of the inputs, and the last of them adds the parts and chooses.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# T tokens, E experts, K experts per token, G groups of experts, S experts of one group
+from moeserve.triton_kernels.arrivals import is_last_to_arrive
+
+# T tokens, D model width, E experts, K experts per token, G groups of experts, S experts of one group
 
 SCORINGS = ("softmax", "sigmoid", "softmax_of_chosen")
 MAX_EXPERTS = 4096  # they fit the registers of one program
+MAX_WEIGHED_TOKENS = 64  # with weights, which each token reads from the L2 cache
+MAX_WEIGHED_PRODUCTS = 2**23
+MAX_SPLITS = 32  # programs of a token
+TILE_SIZE = 4096  # weights that a program holds at a time
 
 TINY = tl.constexpr(1e-20)  # avoids a division by zero if all weights are zero
 LOWEST_KEY = tl.constexpr(-(2**31))  # of an expert whose group is not selected; above TAKEN
@@ -18,10 +28,18 @@ TAKEN = tl.constexpr(-(2**63))  # rank of an expert or group that is already sel
 LOW_BITS = tl.constexpr(2**32 - 1)
 
 
+def can_weigh(hidden_TD: Tensor, weight_ED: Tensor) -> bool:
+    """Return True if `route` takes weights for these tokens, and so few that this saves time."""
+    return len(hidden_TD) <= MAX_WEIGHED_TOKENS and len(hidden_TD) * weight_ED.numel() <= MAX_WEIGHED_PRODUCTS
+
+
 def route(
-    logits_TE: Tensor,
+    rows: Tensor,
     correction_E: Tensor | None,
     *,
+    weight_ED: Tensor | None = None,
+    bias_E: Tensor | None = None,
+    arrivals_T: Tensor | None = None,
     top_k: int,
     scoring: str,
     num_groups: int = 1,
@@ -36,19 +54,22 @@ def route(
     of its token contain NaN, and its K experts are still distinct.
 
     Memory moved: T * (4 * E + 12 * K) bytes. About 2 * K * E comparisons and E exponentials for each token, in K
-    dependent steps, which bound the time.
+    dependent steps, which bound the time. With weights also 4 * E * D bytes, and from the L2 cache T times as many.
 
     Args:
-        logits_TE: float32, with the bias; rows contiguous.
+        rows: logits [T, E] float32, with the bias; or with weights hidden states [T, D]. Rows are contiguous.
+        weight_ED: float32, contiguous; None: the rows are logits. See `can_weigh`.
+        bias_E: float32, contiguous; only with weights.
+        arrivals_T: [MAX_WEIGHED_TOKENS] int32, zeros before and after; only with weights.
         correction_E: float32, added to the scores for the selection, not for the weights.
         scoring: "softmax", "sigmoid" or "softmax_of_chosen".
 
     Returns:
         Experts [T, K] int64, best first, and their weights [T, K] float32.
     """
-    num_tokens, num_experts = logits_TE.shape
-    assert logits_TE.dtype == torch.float32, f"logits in {logits_TE.dtype}"
-    assert logits_TE.stride(1) == 1, f"strides {logits_TE.stride()}"
+    num_tokens, num_experts = len(rows), rows.shape[1] if weight_ED is None else len(weight_ED)
+    assert weight_ED is not None or rows.dtype == torch.float32, f"logits in {rows.dtype}"
+    assert rows.stride(1) == 1, f"strides {rows.stride()}"
     assert scoring in SCORINGS, f"scoring={scoring!r}"
     assert num_experts <= MAX_EXPERTS, f"{num_experts} experts do not fit one program"
     assert num_experts % num_groups == 0, f"{num_experts} experts in {num_groups} groups"
@@ -61,17 +82,28 @@ def route(
         assert correction_E.shape == (num_experts,), f"{tuple(correction_E.shape)} corrections"
         assert correction_E.dtype == torch.float32, f"corrections in {correction_E.dtype}"
         correction_E = correction_E.contiguous()
-    experts_TK = torch.empty(num_tokens, top_k, dtype=torch.int64, device=logits_TE.device)
-    weights_TK = torch.empty(num_tokens, top_k, dtype=torch.float32, device=logits_TE.device)
+    experts_TK = torch.empty(num_tokens, top_k, dtype=torch.int64, device=rows.device)
+    weights_TK = torch.empty(num_tokens, top_k, dtype=torch.float32, device=rows.device)
     if num_tokens == 0:  # an empty grid cannot be launched
         return experts_TK, weights_TK
-    route_kernel[(num_tokens,)](
-        logits_TE,
+    sizes, partial_TPE = launch_sizes(num_experts, num_groups, top_k), None
+    if weight_ED is not None:
+        assert can_weigh(rows, weight_ED), f"{len(rows)} tokens, weights {tuple(weight_ED.shape)}"
+        assert weight_ED.is_contiguous(), f"strides {weight_ED.stride()}"
+        sizes = weighing_sizes(sizes, rows.shape[1])
+        partial_TPE = rows.new_empty(num_tokens, sizes["NUM_SPLITS"], num_experts, dtype=torch.float32)
+    route_kernel[num_tokens, sizes["NUM_SPLITS"]](
+        rows,
+        weight_ED,
+        bias_E,
+        partial_TPE,
+        arrivals_T,
         correction_E,
         experts_TK,
         weights_TK,
-        logits_TE.stride(0),
+        rows.stride(0),
         scale,
+        NUM_INPUTS=rows.shape[1],
         NUM_GROUPS=num_groups,
         GROUP_SIZE=group_size,
         TOP_K=top_k,
@@ -79,7 +111,7 @@ def route(
         NUM_CHOSEN_GROUPS=num_chosen_groups,
         EXPERTS_RATING_GROUP=experts_rating_group,
         IS_NORMALIZED=is_normalized,
-        **launch_sizes(num_experts, num_groups, top_k),
+        **sizes,
     )
     return experts_TK, weights_TK
 
@@ -92,9 +124,18 @@ def launch_sizes(num_experts: int, num_groups: int, top_k: int) -> dict[str, int
         "BLOCK_G": block_groups,
         "BLOCK_S": block_size,
         "BLOCK_K": triton.next_power_of_2(top_k),
+        "BLOCK_D": 1,
+        "NUM_SPLITS": 1,
         # One warp reduces without shared memory.
         "num_warps": max(block_groups * block_size // 512, 1),
     }
+
+
+def weighing_sizes(sizes: dict[str, int], width: int) -> dict[str, int]:
+    """Return `launch_sizes` for programs that also compute logits from hidden states of this width."""
+    block = max(TILE_SIZE // (sizes["BLOCK_G"] * sizes["BLOCK_S"]), 8)
+    num_splits = min(triton.cdiv(width, 2 * block), MAX_SPLITS)
+    return sizes | {"BLOCK_D": block, "NUM_SPLITS": num_splits, "num_warps": 4}
 
 
 @triton.jit
@@ -125,12 +166,17 @@ def _index_of(ranks):
 
 @triton.jit
 def route_kernel(
-    logits_ptr,  # [T, E], rows row_stride elements apart
+    rows_ptr,  # logits [T, E], or with weights hidden states [T, D]; row_stride elements apart
+    weight_ptr,  # [E, D], or None
+    bias_ptr,  # [E], or None
+    partial_ptr,  # [T, NUM_SPLITS, E]: logits from parts of the inputs; only with weights
+    arrivals_ptr,  # int32 for each token; only with weights
     correction_ptr,  # [E], or None
     experts_ptr,  # [T, K]
     weights_ptr,  # [T, K]
     row_stride,
     scale,
+    NUM_INPUTS: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -141,6 +187,8 @@ def route_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,  # inputs at a time; only with weights
+    NUM_SPLITS: tl.constexpr,  # programs of a token; more than one only with weights
 ):
     token = tl.program_id(0).to(tl.int64)  # token * stride can exceed 2**31
     groups = tl.arange(0, BLOCK_G)
@@ -148,7 +196,30 @@ def route_kernel(
     experts = groups[:, None] * GROUP_SIZE + members[None, :]
     is_expert = (groups < NUM_GROUPS)[:, None] & (members < GROUP_SIZE)[None, :]
 
-    scores = tl.load(logits_ptr + token * row_stride + experts, mask=is_expert, other=float("-inf"))
+    row_ptr = rows_ptr + token * row_stride
+    if weight_ptr is None:
+        scores = tl.load(row_ptr + experts, mask=is_expert, other=float("-inf"))
+    else:
+        NUM_EXPERTS: tl.constexpr = NUM_GROUPS * GROUP_SIZE
+        STEPS: tl.constexpr = (NUM_INPUTS + NUM_SPLITS * BLOCK_D - 1) // (NUM_SPLITS * BLOCK_D)
+        split = tl.program_id(1)
+        products = tl.zeros([BLOCK_G, BLOCK_S, BLOCK_D], tl.float32)
+        for step in tl.static_range(STEPS):
+            inputs = (split * STEPS + step) * BLOCK_D + tl.arange(0, BLOCK_D)
+            is_input = inputs < NUM_INPUTS
+            row = tl.load(row_ptr + inputs, mask=is_input, other=0.0).to(tl.float32)
+            weight_ptrs = weight_ptr + experts[:, :, None] * NUM_INPUTS + inputs
+            products += row * tl.load(weight_ptrs, mask=is_expert[:, :, None] & is_input, other=0.0)
+        part_ptr = partial_ptr + token * NUM_SPLITS * NUM_EXPERTS
+        tl.store(part_ptr + split * NUM_EXPERTS + experts, tl.sum(products, axis=2), mask=is_expert)
+        if not is_last_to_arrive(arrivals_ptr + token, NUM_SPLITS):
+            return
+        scores = tl.zeros([BLOCK_G, BLOCK_S], tl.float32)
+        if bias_ptr is not None:
+            scores += tl.load(bias_ptr + experts, mask=is_expert, other=0.0)
+        for part in tl.static_range(NUM_SPLITS):
+            scores += tl.load(part_ptr + part * NUM_EXPERTS + experts, mask=is_expert, other=0.0, cache_modifier=".cg")
+        scores = tl.where(is_expert, scores, float("-inf"))
     if SCORING == "softmax":
         powers = tl.where(is_expert, tl.exp(scores - tl.max(scores)), 0.0)
         scores = powers / tl.sum(powers)

@@ -222,8 +222,8 @@ CASES: dict[str, list[Operation]] = {
         Operation(
             route,
             crossed(ROUTERS, [12], [64]),
-            crossed(ROUTERS, [4, 256, 32768], [64]),
-            crossed(["DeepSeek-V3"], [64, 8192], [4096]),
+            [*crossed(ROUTERS, [4], [2048]), *crossed(ROUTERS, [256, 32768], [64])],
+            crossed(["DeepSeek-V3"], [4, 64, 8192], [4096]),  # 4 tokens take one launch
         )
     ],
     **STATE_CASES,

@@ -87,8 +87,11 @@ def record_step(
         update_tD = None
         for layer, cache in zip(model.layers, caches, strict=True):
             num_before = len(launches)
-            hidden_tD, normed_tD = layer.mix(hidden_tD, update_tD, rotations, cache, step)
-            update_tD = layer.feed_forward(normed_tD, step)
+            for _ in range(2):  # in the first run, kernels also clear memory that they keep
+                del launches[num_before:]
+                sum_tD, normed_tD = layer.mix(hidden_tD, update_tD, rotations, cache, step)
+                following_tD = layer.feed_forward(normed_tD, step)
+            hidden_tD, update_tD = sum_tD, following_tD
             of_layers.append(launches[num_before:])
             del launches[num_before:]
         assert model.norm is not None

@@ -233,6 +233,17 @@ def gather_cost(launch: Launch, step: Step) -> Cost:
     return Cost(2 * launch.arguments["output_ptr"].nbytes, num_programs=launch.num_programs)
 
 
+def route_cost(launch: Launch, step: Step) -> Cost:
+    """Return the cost of a router, which reads its weights once if it computes the logits. Further tokens find them in
+    the L2 cache.
+    """
+    num_bytes, weight = sum(each.nbytes for each in tensors_of(launch.arguments)), launch.arguments["weight_ptr"]
+    if weight is None:
+        return Cost(num_bytes, num_programs=launch.num_programs)
+    operations = 2.0 * step.num_tokens * math.prod(weight.shape)
+    return Cost(num_bytes, operations, torch.float32, weight.nbytes, launch.num_programs)
+
+
 # Other launches move each of their tensors once.
 RULES: dict[str, Callable[[Launch, Step], Cost]] = {
     **{f"torch {name}": dense_cost for name in ("linear", "mm", "bmm", "matmul")},
@@ -243,6 +254,7 @@ RULES: dict[str, Callable[[Launch, Step], Cost]] = {
     "attend_tile_kernel": tile_cost,
     "attend_expanded_kernel": expanded_cost,
     "gather_vectors_kernel": gather_cost,
+    "route_kernel": route_cost,
 }
 
 

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
 
 from moeserve.bench.gpu.costs import DEEPSEEK_V3_ROUTER
+from moeserve.ops.arguments import router_arguments
 from moeserve.ops.interfaces import RouterConfig
 from moeserve.ops.triton.table import TritonRouter
 from moeserve.triton_kernels.routing import route
@@ -32,7 +34,40 @@ def test_experts_and_weights_equal_the_reference(seed: int) -> None:
     draw = random.Random(seed)
     torch.manual_seed(seed)
     config = KNOWN[seed] if seed < len(KNOWN) else random_config(draw)
-    routing_checks.check_choice_and_weights(TritonRouter, config, draw.choice([0, 1, 2, 5]), 50, torch.float32)
+    routing_checks.check_choice_and_weights(TritonRouter, config, draw.choice([0, 1, 2, 5, 70]), 50, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("config", "num_tokens", "width", "dtype"),
+    [
+        (DEEPSEEK_V3_ROUTER, 2, 1100, torch.float16),
+        (
+            RouterConfig(num_experts=60, top_k=4, num_groups=3, num_chosen_groups=2, has_bias=True),
+            3,
+            1100,
+            torch.float32,
+        ),
+        (RouterConfig(num_experts=8, top_k=2, is_normalized=True), 5, 3000, torch.float16),
+    ],
+    ids=["DeepSeek-V3", "bias", "few experts"],
+)
+def test_logits_from_parts_of_the_inputs(config: RouterConfig, num_tokens: int, width: int, dtype: torch.dtype) -> None:
+    """With small integers, whose sums are exact, all bytes are those of logits from torch. Ties are many."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randint(-2, 3, shape, generator=generator).float()
+
+    hidden_TD = drawn(num_tokens, width + 8).to(dtype)[:, 8:]
+    weight_ED, bias_E, correction_E = drawn(config.num_experts, width), drawn(config.num_experts), None
+    if config.has_correction:
+        correction_E = drawn(config.num_experts)
+    logits_TE = functional.linear(hidden_TD.float(), weight_ED, bias_E)
+    expected = route(logits_TE, correction_E, top_k=config.top_k, **router_arguments(config))
+    router = TritonRouter(config)
+    for _ in range(2):  # the counters of arrivals are reset
+        given = router(hidden_TD, weight_ED, bias_E, correction_E)
+        assert [torch.equal(*pair) for pair in zip(given, expected, strict=True)] == [True, True]
 
 
 @pytest.mark.parametrize("scoring", SCORINGS)

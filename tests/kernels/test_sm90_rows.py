@@ -97,18 +97,32 @@ def test_products_in_chunks(pointer: str, num_chunks: int, has_bias: bool) -> No
         (256, 8, "sigmoid", (8, 4, 2), True),  # DeepSeek-V3
         (32, 4, "softmax_of_chosen", (1, 1, 1), False),  # gpt-oss
         (512, 16, "softmax", (1, 1, 1), False),
+        (8, 2, "softmax", (1, 1, 1), False),  # Mixtral
     ],
 )
+@pytest.mark.parametrize("width", [None, 4096, 7168], ids=lambda width: "logits" if width is None else f"width-{width}")
 def test_routing(
-    num_experts: int, top_k: int, scoring: str, groups: tuple[int, int, int], has_correction: bool
+    num_experts: int,
+    top_k: int,
+    scoring: str,
+    groups: tuple[int, int, int],
+    has_correction: bool,
+    width: int | None,
 ) -> None:
-    from moeserve.triton_kernels.routing import launch_sizes, route_kernel
+    from moeserve.triton_kernels.routing import launch_sizes, route_kernel, weighing_sizes
 
     num_groups, num_chosen_groups, experts_rating_group = groups
-    types = dict(logits_ptr="*fp32", experts_ptr="*i64", weights_ptr="*fp32", scale="fp32")
+    types = dict(rows_ptr="*fp32", experts_ptr="*i64", weights_ptr="*fp32", scale="fp32")
     sizes = launch_sizes(num_experts, num_groups, top_k)
+    of_weights = ("weight_ptr", "bias_ptr", "partial_ptr", "arrivals_ptr")
+    absent = of_weights if width is None else ("bias_ptr",)
+    if width is not None:
+        sizes = weighing_sizes(sizes, width)
+        types |= dict(rows_ptr="*bf16", weight_ptr="*fp32", partial_ptr="*fp32", arrivals_ptr="*i32")
     options = {"num_warps": sizes.pop("num_warps")}
     constexprs: dict[str, Any] = dict(
+        **dict.fromkeys(absent),
+        NUM_INPUTS=width or num_experts,
         NUM_GROUPS=num_groups,
         GROUP_SIZE=num_experts // num_groups,
         TOP_K=top_k,

@@ -107,3 +107,14 @@ def test_order_of_any_step_is_compiled_once(launches: Launches) -> None:
     for size in (*SIZES, 4096, 10001):
         order_pairs(torch.zeros(size, 6).long(), 0, 64)
     assert set(counts(launches).values()) == {1}
+
+
+def test_routing_of_any_step_is_compiled_twice(launches: Launches) -> None:
+    """Few tokens are routed with the router's weights, and many from logits."""
+    from moeserve.ops.interfaces import RouterConfig
+    from moeserve.ops.triton.table import TritonRouter
+
+    router = TritonRouter(RouterConfig(num_experts=8, top_k=2))
+    for size in SIZES:
+        router(torch.zeros(size, 64), torch.zeros(8, 64), None, None)
+    assert counts(launches) == {"route_kernel": 2}

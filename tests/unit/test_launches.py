@@ -16,22 +16,24 @@ PUBLISHED = json.loads((Path(__file__).parent / "published_configs.json").read_t
 
 
 @pytest.mark.parametrize(
-    ("name", "quantization", "most_in_a_layer"),
+    ("name", "quantization", "batches", "most_in_a_layer"),
     [
-        ("Mixtral-8x7B", None, 15),
-        ("Mixtral-8x7B", "fp8", 16),
-        ("Qwen3-30B-A3B", None, 17),
-        ("DeepSeek-V3", None, 30),
-        ("DeepSeek-V3", "fp8", 30),
-        ("gpt-oss-20b", None, 15),
+        ("Mixtral-8x7B", None, (2, 64), 13),
+        ("Mixtral-8x7B", "fp8", (2, 64), 14),
+        ("Qwen3-30B-A3B", None, (2, 32), 15),
+        ("DeepSeek-V3", None, (2, 4), 28),
+        ("DeepSeek-V3", "fp8", (5, 33), 30),  # logits of the router are a product of torch
+        ("gpt-oss-20b", None, (2, 64), 13),
     ],
 )
-def test_launches_of_a_layer(name: str, quantization: Any, most_in_a_layer: int, tmp_path: Path) -> None:
+def test_launches_of_a_layer(
+    name: str, quantization: Any, batches: tuple[int, int], most_in_a_layer: int, tmp_path: Path
+) -> None:
     config = PUBLISHED[name] | {"num_hidden_layers": 4}
     if "layer_types" in config:
         config["layer_types"] = config["layer_types"][:4]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    few, many = (launches(tmp_path, decode(num_requests, 300), quantization) for num_requests in (2, 33))
+    few, many = (launches(tmp_path, decode(num_requests, 300), quantization) for num_requests in batches)
     assert few == many
     assert max(sum(layer.values()) for layer in many[:-1]) <= most_in_a_layer
     assert sum(many[-1].values()) <= 10

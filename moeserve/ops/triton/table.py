@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -18,7 +20,7 @@ from moeserve.ops.triton.products import make_product, quantize_rows
 from moeserve.ops.triton.short_convolution import TritonShortConvolution
 from moeserve.triton_kernels import rms_norm as norms
 from moeserve.triton_kernels.rotary import rotary
-from moeserve.triton_kernels.routing import route
+from moeserve.triton_kernels.routing import MAX_WEIGHED_TOKENS, can_weigh, route
 from moeserve.triton_kernels.sampling import choose_tokens, row_maximum
 
 # T tokens, D model width, E experts, N heads, H head size
@@ -36,17 +38,24 @@ def quantize_rms_norm(
 
 
 class TritonRouter:
-    """See `RouteTokens`. Torch computes the logits, and one kernel the rest."""
+    """See `RouteTokens`. One kernel computes everything for few tokens, and for many all but the logits.
+
+    It has memory in which programs count arrivals, so its calls must follow each other in time.
+    """
 
     def __init__(self, config: RouterConfig) -> None:
-        self._top_k = config.top_k
-        self._rules = router_arguments(config)
+        self._rules: dict[str, Any] = {"top_k": config.top_k, **router_arguments(config)}
+        self._arrivals_T: Tensor | None = None
 
     def __call__(
         self, hidden_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, correction_E: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        logits_TE = functional.linear(hidden_TD.float(), weight_ED, bias_E)
-        return route(logits_TE, correction_E, top_k=self._top_k, **self._rules)
+        if not can_weigh(hidden_TD, weight_ED):
+            return route(functional.linear(hidden_TD.float(), weight_ED, bias_E), correction_E, **self._rules)
+        if self._arrivals_T is None:
+            self._arrivals_T = hidden_TD.new_zeros(MAX_WEIGHED_TOKENS, dtype=torch.int32)
+        given = {"weight_ED": weight_ED, "bias_E": bias_E, "arrivals_T": self._arrivals_T}
+        return route(hidden_TD, correction_E, **given, **self._rules)
 
 
 TRITON_KERNELS = dataclasses.replace(
