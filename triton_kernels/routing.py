@@ -19,7 +19,7 @@ SCORINGS = ("softmax", "sigmoid", "softmax_of_chosen")
 MAX_EXPERTS = 4096  # they fit the registers of one program
 MAX_WEIGHED_TOKENS = 64  # with weights, which each token reads from the L2 cache
 MAX_WEIGHED_PRODUCTS = 2**23
-MAX_SPLITS = 32  # programs of a token
+MAX_PARTS = 2**15  # logits from parts of the inputs, which one program adds
 TILE_SIZE = 4096  # weights that a program holds at a time
 
 TINY = tl.constexpr(1e-20)  # avoids a division by zero if all weights are zero
@@ -133,9 +133,10 @@ def launch_sizes(num_experts: int, num_groups: int, top_k: int) -> dict[str, int
 
 def weighing_sizes(sizes: dict[str, int], width: int) -> dict[str, int]:
     """Return `launch_sizes` for programs that also compute logits from hidden states of this width."""
-    block = max(TILE_SIZE // (sizes["BLOCK_G"] * sizes["BLOCK_S"]), 8)
-    num_splits = min(triton.cdiv(width, 2 * block), MAX_SPLITS)
-    return sizes | {"BLOCK_D": block, "NUM_SPLITS": num_splits, "num_warps": 4}
+    num_experts = sizes["BLOCK_G"] * sizes["BLOCK_S"]
+    block = max(TILE_SIZE // num_experts, 8)
+    num_steps = max(triton.cdiv(width, MAX_PARTS // num_experts * block), 2)
+    return sizes | {"BLOCK_D": block, "NUM_SPLITS": triton.cdiv(width, num_steps * block), "num_warps": 4}
 
 
 @triton.jit
