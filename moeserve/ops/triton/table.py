@@ -54,7 +54,7 @@ class TritonRouter:
             return route(functional.linear(hidden_TD.float(), weight_ED, bias_E), correction_E, **self._rules)
         if self._arrivals_T is None:
             self._arrivals_T = hidden_TD.new_zeros(MAX_WEIGHED_TOKENS, dtype=torch.int32)
-        given = {"weight_ED": weight_ED, "bias_E": bias_E, "arrivals_T": self._arrivals_T}
+        given: dict[str, Any] = {"weight_ED": weight_ED, "bias_E": bias_E, "arrivals_T": self._arrivals_T}
         return route(hidden_TD, correction_E, **given, **self._rules)
 
 
