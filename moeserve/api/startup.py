@@ -79,7 +79,11 @@ def start_engine(settings: Settings, *, show_progress: bool) -> StartedEngine:
         SettingsError, CheckpointError, EngineError: as `LLM`.
     """
     folder = settings.model.model
-    facts = default_model.FACTS if folder is None else registry.read_facts(folder)
+    drafting = settings.scheduler.speculative_config
+    has_draft_layer = drafting is not None and drafting.method == "mtp"
+    facts = default_model.FACTS
+    if folder is not None:
+        facts = registry.read_facts(folder, with_draft_layer=has_draft_layer)
     with contextlib.ExitStack() as cleanup:
         cluster = _find_cluster(settings.parallel)
         if cluster is not None:

@@ -20,6 +20,7 @@ from moeserve.config.settings import (
     ParallelSettings,
     ProductChoice,
     Settings,
+    SpeculativeConfig,
 )
 from moeserve.config.validation import parse_bytes
 from moeserve.errors import SettingsError, shown
@@ -51,6 +52,7 @@ class CheckpointFacts:
     has_mxfp4: bool = False  # its experts are stored in MXFP4
     has_latent_attention: bool = False
     has_states: bool = False  # a layer keeps a recurrent state for each request
+    has_draft_layer: bool = False  # the last of the layers is that for multi-token prediction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,11 +153,8 @@ def resolve(
     # can it be if drafts decide how many tokens there will be.
     speculation = scheduler.speculative_config
     plans_ahead = scheduler.async_scheduling and len(pipeline_layers) == 1 and speculation is None
-    if speculation is not None and speculation.prompt_lookup_min > speculation.prompt_lookup_max:
-        raise SettingsError(
-            f"speculative_config: prompt_lookup_min={speculation.prompt_lookup_min} is more than "
-            f"prompt_lookup_max={speculation.prompt_lookup_max}; choose at most that"
-        )
+    if speculation is not None:
+        _check_speculation(speculation, checkpoint, len(pipeline_layers))
     return EngineConfig(
         model_path=checkpoint.path,
         tokenizer_path=model.tokenizer or checkpoint.path,
@@ -226,6 +225,32 @@ def resolve(
         expert_load_file=telemetry.expert_load_file,
         metrics_port=telemetry.metrics_port,
     )
+
+
+def _check_speculation(speculation: SpeculativeConfig, checkpoint: CheckpointFacts, num_stages: int) -> None:
+    """Raise SettingsError if tokens cannot be drafted so."""
+    if speculation.prompt_lookup_min > speculation.prompt_lookup_max:
+        raise SettingsError(
+            f"speculative_config: prompt_lookup_min={speculation.prompt_lookup_min} is more than "
+            f"prompt_lookup_max={speculation.prompt_lookup_max}; choose at most that"
+        )
+    if speculation.method != "mtp":
+        return
+    if not checkpoint.has_draft_layer:
+        raise SettingsError(
+            "speculative_config: method='mtp' needs a layer for multi-token prediction, and "
+            f"{checkpoint.path} has none that is supported; use method='ngram'"
+        )
+    if speculation.num_speculative_tokens > 1:
+        raise SettingsError(
+            f"speculative_config: num_speculative_tokens={speculation.num_speculative_tokens}, but a layer for "
+            "multi-token prediction drafts one token; use 1"
+        )
+    if num_stages > 1:
+        raise SettingsError(
+            "speculative_config: method='mtp' needs pipeline_parallel_size=1, because the draft layer is on the last "
+            f"of {num_stages} stages, and the embedding on the first; use method='ngram'"
+        )
 
 
 def wants_ray(parallel: ParallelSettings, num_cores: int) -> bool:

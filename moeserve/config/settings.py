@@ -132,9 +132,12 @@ class CacheSettings:
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How tokens are drafted ahead of the model. Names are vLLM's."""
+    """How tokens are drafted ahead of the model. Names are vLLM's.
 
-    method: Literal["ngram"]
+    Methods: ngram, from tokens of the request that were followed by others before; mtp, multi-token prediction.
+    """
+
+    method: Literal["ngram", "mtp"]
     num_speculative_tokens: Annotated[int, msgspec.Meta(ge=1, le=64)]  # most drafts of a request in a step
     # Tokens of the run whose earlier occurrence ngram looks for, at most and at least.
     prompt_lookup_max: Annotated[int, msgspec.Meta(ge=1, le=64)] = 4
@@ -172,8 +175,8 @@ class SchedulerSettings:
     speculative_config: SpeculativeConfig | None = setting(
         None,
         'draft tokens ahead of the model, which verifies several in a step, like {"method": "ngram", '
-        '"num_speculative_tokens": 4}; ngram: drafts continue as the last tokens did where they occurred before; none: '
-        "a step for each token",
+        '"num_speculative_tokens": 4}; ngram: drafts continue as the last tokens did where they occurred before; mtp: '
+        "the checkpoint's layer for multi-token prediction drafts one token; none: a step for each token",
     )
     debug_rank_state: bool = setting(
         False, "compare the requests in every rank's table with the scheduler after each step, for debugging; slow"
@@ -398,6 +401,11 @@ class EngineConfig:
     expert_load_window: int  # steps; 0: only on request
     expert_load_file: str | None
     metrics_port: int | None
+
+    @property
+    def has_draft_layer(self) -> bool:
+        """True if the last layer is that for multi-token prediction."""
+        return self.speculative_config is not None and self.speculative_config.method == "mtp"
 
     @property
     def pipeline_parallel_size(self) -> int:

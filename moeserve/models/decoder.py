@@ -26,6 +26,7 @@ from moeserve.layers.norm import RMSNorm, RowsForm
 from moeserve.layers.rotary import Rotaries, Rotations
 from moeserve.layers.short_convolution import GatedConvolution, ShortConvolutionConfig
 from moeserve.layers.weights import allocate_weights
+from moeserve.models.draft_layer import DraftInput
 from moeserve.models.model_config import LayerConfig, MLPConfig, ModelConfig
 from moeserve.moe.dispatch.factory import DispatcherFactory
 from moeserve.moe.layer import MoEConfig, MoELayer, Stages, run_in_turn
@@ -160,6 +161,8 @@ class Decoder(nn.Module):
         assert len(placements) == config.num_sparse_layers, (len(placements), config.num_sparse_layers)
         unused = iter(config.of_stage(placements, self.stage))
         self.layers = [DecoderLayer(layer, size, epsilon, unused, dispatchers, context) for layer in self.layer_configs]
+        self.decoder_layers = self.layers[: len(self.layers) - config.num_draft_layers] if is_last else self.layers
+        self.draft_input = DraftInput(size, epsilon, context) if is_last and config.num_draft_layers else None
         # So that torch finds their weights, by the same names on any number of stages.
         self.registered_layers = nn.ModuleDict({str(n): each for n, each in zip(self.stage, self.layers, strict=True)})
         self.add = context.kernels.add
@@ -173,9 +176,9 @@ class Decoder(nn.Module):
 
     def with_one_layer_of_each_kind(self) -> Decoder:
         """Return the model with fewer layers. A step needs as much memory in it, since layers run one after another."""
-        layer_of_config = dict(zip(self.layer_configs, self.layers, strict=True))
+        layer_of_config = dict(zip(self.layer_configs, self.decoder_layers, strict=False))
         shallow = copy.copy(self)
-        shallow.layers = list(layer_of_config.values())
+        shallow.decoder_layers = shallow.layers = list(layer_of_config.values())
         return shallow
 
     @property
@@ -237,7 +240,7 @@ class Decoder(nn.Module):
         first half runs the mixer of each layer first.
         """
         update_tD: Tensor | None = None
-        for number, (layer, cache) in enumerate(zip(self.layers, caches, strict=True), self.stage.start):
+        for number, (layer, cache) in enumerate(zip(self.decoder_layers, caches, strict=False), self.stage.start):
             self.groups.set_layer(number)
             hidden_tD, normed_tD = layer.mix(hidden_tD, update_tD, rotations, cache, step)
             update_tD = None  # DeepEP's low-latency kernels have memory for two results
@@ -253,6 +256,26 @@ class Decoder(nn.Module):
         """Send the residual stream to the next stage. On the last stage, return the hidden states as they are."""
         following = self.groups.next
         return hidden if following is None else following.broadcast(hidden, 0)  # collective: this rank and the next's
+
+    def draft(self, step: StepInputs, next_ids_T: Tensor, hidden_TD: Tensor, caches: list[Any]) -> Tensor:
+        """Return hidden states [T, D] whose logits are those of the token after the next one. Collective: all ranks.
+
+        Args:
+            step: also one in halves runs as a whole.
+            next_ids_T: the token after each row's.
+            hidden_TD: the result of `forward`.
+        """
+        assert self.draft_input is not None
+        assert self.embedding is not None
+        layer, cache = self.layers[-1], caches[-1]
+        self.groups.set_layer(self.stage.stop - 1)
+        embedded_tD = self.embedding(next_ids_T, step.tp_sizes)
+        hidden_tD = self.draft_input(embedded_tD, hidden_TD[step.own_rows])
+        hidden_tD, normed_tD = layer.mix(hidden_tD, None, self.rotaries.at(step.positions), cache, step)
+        (update_tD,) = run_in_turn([layer.feed_forward.stages(normed_tD, step)])
+        self.groups.set_layer(None)
+        _, normed_tD = self.draft_input.norm.after_adding(update_tD, hidden_tD)
+        return self.tp.all_gather(normed_tD, step.tp_sizes)  # collective: all tp ranks
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Return logits [T, vocab_size] of hidden states, on the last stage. All tp ranks must pass the same rows."""

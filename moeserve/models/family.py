@@ -83,6 +83,22 @@ class DecoderPart:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DraftNames:
+    """Tensor names of the layer for multi-token prediction. `{number}` is the number of the layer after the last."""
+
+    layer: str = "model.layers.{number}"  # of its decoder layer, as of other layers
+    embedding_norm: str = "model.layers.{number}.enorm"
+    hidden_norm: str = "model.layers.{number}.hnorm"
+    projection: str = "model.layers.{number}.eh_proj"
+    norm: str = "model.layers.{number}.shared_head.norm"
+    # Copies of the model's own embedding and head.
+    copies: tuple[str, ...] = (
+        "model.layers.{number}.embed_tokens.weight",
+        "model.layers.{number}.shared_head.head.weight",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Family:
     """One family of models. Each is a file in `moeserve/models/families`."""
 
@@ -94,5 +110,6 @@ class Family:
     attention_names: AttentionNames = AttentionNames()
     linear_attention_names: LinearAttentionNames | None = None  # None: there is none
     layer_names: LayerNames = LayerNames()
+    draft_names: DraftNames = DraftNames()  # used if the model has a `draft_layer`
     decoder_part: DecoderPart | None = None  # None: all tensors are the decoder's
     norm_offset: float = 0.0  # added to the weights of norms: checkpoints store the difference to this

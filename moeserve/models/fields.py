@@ -38,6 +38,14 @@ def read_model(
     )
 
 
+def with_draft_layer_like_the_last(model: ModelConfig) -> ModelConfig:
+    """Return the model with a layer for multi-token prediction of the shape of its last layer, if it has such layers.
+
+    All layers of a decoder have the same shape but for the first ones (DeepSeek-V3, GLM-4.5).
+    """
+    return dataclasses.replace(model, draft_layer=model.layers[-1]) if model.num_skipped_layers else model
+
+
 def _read_context(config: ConfigValues, layers: list[LayerConfig]) -> int:
     """Return the longest context, which YaRN extends even if max_position_embeddings was left unchanged."""
     rotaries = {rotary for layer in layers for rotary in layer.mixer.rotaries}

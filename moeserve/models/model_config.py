@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -55,7 +56,20 @@ class ModelConfig:
     tie_word_embeddings: bool
     embedding_factor: float = 1.0  # of the token embeddings
     logits_divisor: float = 1.0
-    num_skipped_layers: int = 0  # after the last: multi-token prediction, which is not served
+    num_skipped_layers: int = 0  # after the last, for multi-token prediction, which are not loaded
+    draft_layer: LayerConfig | None = None  # the first of these, if it can be served; see `with_draft_layer`
+    num_draft_layers: int = 0  # the last of `layers`, which draft tokens and are no part of the decoder
+
+    def with_draft_layer(self) -> ModelConfig:
+        """Return the model with its layer for multi-token prediction, as the last of the layers."""
+        assert self.draft_layer is not None
+        return dataclasses.replace(
+            self,
+            layers=(*self.layers, self.draft_layer),
+            num_skipped_layers=max(self.num_skipped_layers - 1, 0),
+            draft_layer=None,
+            num_draft_layers=1,
+        )
 
     @property
     def first_moe(self) -> MoEConfig | None:

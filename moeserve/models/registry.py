@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any
@@ -38,6 +38,14 @@ class Description:
     dtype: DtypeName  # of weights that are not quantised
     weight_format: WeightFormat
 
+    def with_draft_layer(self) -> Description:
+        """Return the description with the model's layer for multi-token prediction, whose tensors are then loaded."""
+        family, names = self.family, self.family.draft_names
+        if (part := family.decoder_part) is not None:
+            left_out = tuple(each for each in part.left_out if not names.layer.startswith(each))
+            family = replace(family, decoder_part=replace(part, left_out=left_out))
+        return replace(self, family=family, model=self.model.with_draft_layer())
+
     def keeps_mxfp4(self, dtype: DtypeName) -> bool:
         """Return True if experts in MXFP4 stay as the checkpoint stores them, where there are kernels."""
         return dtype == "bfloat16" and self.weight_format.is_mxfp4
@@ -51,14 +59,19 @@ class GenerationDefaults:
     sampling: dict[str, Any]  # arguments of SamplingParams
 
 
-def read_facts(folder: str | Path) -> CheckpointFacts:
+def read_facts(folder: str | Path, *, with_draft_layer: bool = False) -> CheckpointFacts:
     """Return the facts that the engine needs before it loads a checkpoint, a folder or a GGUF file.
+
+    Args:
+        with_draft_layer: count the layer for multi-token prediction among the layers, if there is one.
 
     Raises:
         CheckpointError: no such folder, no config.json, an unsupported architecture, or a wrong config.
     """
     folder = folder_of(folder)
     description = describe(folder)
+    if with_draft_layer and description.model.draft_layer is not None:
+        description = description.with_draft_layer()
     return CheckpointFacts(
         path=str(folder),
         dtype=description.dtype,
@@ -73,6 +86,7 @@ def read_facts(folder: str | Path) -> CheckpointFacts:
         has_mxfp4=description.weight_format.is_mxfp4,
         has_latent_attention=description.model.has_latent_attention,
         has_states=description.model.has_states,
+        has_draft_layer=description.model.num_draft_layers > 0,
     )
 
 

@@ -19,6 +19,7 @@ from moeserve.layers.mlp import GatedMLP
 from moeserve.layers.short_convolution import GatedConvolution
 from moeserve.layers.weights import Weights
 from moeserve.models.decoder import Decoder, DenseFeedForward
+from moeserve.models.draft_layer import DraftInput
 from moeserve.models.family import Family, MoENames
 from moeserve.models.model_config import MLPConfig
 from moeserve.models.recurrent_mapping import convolution_rows, linear_attention_rows, summed_rows
@@ -37,9 +38,11 @@ def destinations(model: Decoder, family: Family, names: Collection[str]) -> Dest
             ignored.add(name)
         else:
             into.setdefault(name, []).append(place)
-    # Layers of other pipeline stages, and those after the last: multi-token prediction, which is not served.
+    # Layers of other pipeline stages, and those after the last: multi-token prediction, which only speculation loads.
     num_layers = len(model.config.layers) + model.config.num_skipped_layers
     skipped = tuple(f"model.layers.{number}." for number in range(num_layers) if number not in model.stage)
+    if model.draft_input is not None:
+        ignored |= {name.format(number=model.stage.stop - 1) for name in family.draft_names.copies}
     ignored |= {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"} - into.keys()
 
     def is_ignored(name: str) -> bool:
@@ -57,8 +60,12 @@ def _rows_of(model: Decoder, family: Family, names: Collection[str]) -> Iterator
     if head is not None and not head.weights.is_borrowed:
         name = "model.embed_tokens.weight" if model.config.tie_word_embeddings else "lm_head.weight"
         yield name, rows(head.weight, head.share, vocab_size, head.weights)
+    first_draft_layer = len(model.config.layers) - model.config.num_draft_layers
+    if model.draft_input is not None:
+        yield from _draft_input(model.draft_input, first_draft_layer, family)
     for number, layer, config in zip(model.stage, model.layers, model.layer_configs, strict=True):
-        prefix = f"model.layers.{number}"
+        is_draft = number >= first_draft_layer
+        prefix = (family.draft_names.layer if is_draft else "model.layers.{number}").format(number=number)
         layer_names = family.layer_names
         norms = {layer_names.mixer_norm: layer.mixer_norm, layer_names.feed_forward_norm: layer.feed_forward_norm}
         for name, norm in norms.items():
@@ -81,6 +88,18 @@ def _rows_of(model: Decoder, family: Family, names: Collection[str]) -> Iterator
             case MoELayer() as moe, MoEConfig(expert_width=width):
                 used = next((n for n in family.names if f"{prefix}.{n.router}.weight" in names), family.names[0])
                 yield from _moe(prefix, moe, width, used, names)
+
+
+def _draft_input(parts: DraftInput, number: int, family: Family) -> Iterator[Row]:
+    names = family.draft_names
+    norms = (
+        (names.embedding_norm, parts.embedding_norm),
+        (names.hidden_norm, parts.hidden_norm),
+        (names.norm, parts.norm),
+    )
+    for name, norm in norms:
+        yield f"{name.format(number=number)}.weight", whole(norm.weight, offset=family.norm_offset)
+    yield from _linear(names.projection.format(number=number), parts.projection)
 
 
 def _attention(prefix: str, attention: Attention, family: Family) -> Iterator[Row]:

@@ -55,6 +55,8 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
         CheckpointError: the weights do not fit in memory, or do not match the config.
     """
     description = registry.describe(config.model_path)
+    if config.has_draft_layer:
+        description = description.with_draft_layer()
     dtype, device = getattr(torch, config.dtype), torch.device(config.device)
     if config.expert_parallel:
         placements = tuple(map(Placement.from_json, config.placements)) or description.model.place_experts(

@@ -100,12 +100,22 @@ class ModelRunner:
         if len(sampling) < len(chunks):
             last_rows_SD = outputs.hidden_TD.index_select(0, step.row_starts[1:] - 1)
             is_finite = last_rows_SD.isfinite().all(dim=1)
-        tensors = [is_finite, *(each for prompt in prompts for each in prompt), *(sampled.tensors if sampled else ())]
+        of_drafter: list[Tensor] = []
+        if self.drafter is not None:
+            tokens_L, upload = sampled.tokens_L if sampled else None, self.memory.upload
+            of_drafter = self.drafter.start(step, chunks, outputs.hidden_TD, tokens_L, upload)
+        tensors = [
+            is_finite,
+            *(each for prompt in prompts for each in prompt),
+            *(sampled.tensors if sampled else ()),
+            *of_drafter,
+        ]
         started = StartedStep(
             chunks=chunks if self.context.tp_rank == 0 else [],
             sampling=sampling,
             sampled=sampled,
             drafter=self.drafter,
+            num_draft_tensors=len(of_drafter),
             reading=self.memory.start_reading(tensors),
             appends_samples=self.appends_samples,
             raise_failure=self.model.groups.raise_failure,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
+from torch import Tensor
 
 from moeserve.protocol import ChunkResult, LogprobRows
 from moeserve.worker.drafting import Drafter, accepted_tokens
@@ -22,10 +22,11 @@ class StartedStep:
     chunks: Sequence[Chunk]  # none on a rank that returns no results
     sampling: Sequence[Chunk]  # the chunks that sample
     # If the last row of each chunk is finite (empty if all sample); then, if chunks are returned, the tensors of
-    # `prompt_logprobs` for each chunk with targets; then the tensors of `sampled`.
+    # `prompt_logprobs` for each chunk with targets; then the tensors of `sampled`, and those of `drafter`.
     reading: Reading
     sampled: SampledRows | None = None  # None: no chunk samples
     drafter: Drafter | None = None  # of the tokens after the results; None: without speculation
+    num_draft_tensors: int = 0  # for the drafter, the last that are read
     appends_samples: bool = False  # write the tokens to the requests, which have UNKNOWN_TOKEN there
     raise_failure: Callable[[], None]  # raises the error of a collective of this step
     _results: list[ChunkResult] | None = field(default=None, init=False)
@@ -48,6 +49,8 @@ class StartedStep:
     def _finish(self) -> list[ChunkResult]:
         is_finite, *tensors = self.reading.wait()
         self.raise_failure()
+        num_others = len(tensors) - self.num_draft_tensors
+        tensors, of_drafter = tensors[:num_others], tensors[num_others:]
         if self.appends_samples and self.sampled is not None:
             tokens_L = tensors[len(tensors) - len(self.sampled.tensors)]
             for chunk, token_id in zip(self.sampling, tokens_L.tolist(), strict=True):
@@ -59,7 +62,7 @@ class StartedStep:
             if chunk.prompt_targets:
                 prompts[index] = prompt_rows(tensors[:NUM_PROMPT_TENSORS])
                 del tensors[:NUM_PROMPT_TENSORS]
-        sampled = [] if self.sampled is None else self._sampled(self.sampled.results(tensors))
+        sampled = [] if self.sampled is None else self._sampled(self.sampled.results(tensors), of_drafter)
         if len(sampled) == len(self.chunks) and not prompts:
             return sampled
         remaining, finite = iter(sampled), is_finite.tolist()
@@ -70,15 +73,17 @@ class StartedStep:
             for index, chunk in enumerate(self.chunks)
         ]
 
-    def _sampled(self, tokens: Sequence[SampledToken]) -> list[ChunkResult]:
+    def _sampled(self, tokens: Sequence[SampledToken], of_drafter: Sequence[Tensor]) -> list[ChunkResult]:
         """Return the results of the chunks that sample."""
-        results, rows = [], iter(tokens)
+        results, first_row = [], 0
         for chunk in self.sampling:
-            result = accepted_tokens(chunk.drafts, list(itertools.islice(rows, chunk.num_sampled)))
+            result = accepted_tokens(chunk.drafts, tokens[first_row : first_row + chunk.num_sampled])
             if self.drafter is not None and result.error is None:
-                drafts = self.drafter.propose(chunk.request, result.token_ids)
+                last_row = first_row + len(result.token_ids) - 1
+                drafts = self.drafter.propose(chunk.request, result.token_ids, last_row, of_drafter)
                 result = msgspec.structs.replace(result, draft_token_ids=drafts)
             results.append(result)
+            first_row += chunk.num_sampled
         return results
 
 

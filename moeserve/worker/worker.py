@@ -28,7 +28,7 @@ from moeserve.scheduling.lockstep import Agreement, Outcome, Round, agree
 from moeserve.telemetry.expert_load import LoadWindow
 from moeserve.worker.cpu_graphs import MEMORY_BYTES, CpuGraphs
 from moeserve.worker.cuda_graphs import CudaGraphs, TorchCapture, graph_sizes, memory_of_graphs
-from moeserve.worker.drafting import NgramDrafter
+from moeserve.worker.drafting import Drafter, LayerDrafter, NgramDrafter
 from moeserve.worker.grammars import grammars_of
 from moeserve.worker.halves import HalvingLimits
 from moeserve.worker.kv_folder import FolderStore
@@ -129,7 +129,7 @@ class Worker:
             table,
             appends_samples=config.async_scheduling,
             grammars=grammars_of(config.tokenizer_path, config.vocab_size),
-            drafter=None if config.speculative_config is None else NgramDrafter(config.speculative_config),
+            drafter=drafter_of(config, model, caches),
         )
         self.capture_ahead()  # the smallest step, which comes first
         self._num_rounds = 0
@@ -331,6 +331,13 @@ def select_replay(config: EngineConfig, model: Decoder, groups: Groups, context:
 
         return ReplayFactory(reserved_bytes=reserved_bytes, make=lambda caches: capture(caches, sizes))
     return ReplayFactory(reserved_bytes=lambda: 0, make=lambda caches: EagerSteps(model, caches))
+
+
+def drafter_of(config: EngineConfig, model: Decoder, caches: list[Any]) -> Drafter | None:
+    """Return what drafts tokens on this rank; None: without speculation."""
+    if config.speculative_config is None:
+        return None
+    return LayerDrafter(model, caches) if config.has_draft_layer else NgramDrafter(config.speculative_config)
 
 
 def num_states_of(config: EngineConfig) -> int:

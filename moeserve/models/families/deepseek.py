@@ -17,6 +17,7 @@ from moeserve.models.fields import (
     read_num_experts,
     read_shared_experts,
     read_width,
+    with_draft_layer_like_the_last,
 )
 from moeserve.models.model_config import LayerConfig, ModelConfig
 from moeserve.moe.layer import MoEConfig
@@ -39,7 +40,8 @@ def read_v2(config: ConfigValues) -> ModelConfig:
 def read_v3(config: ConfigValues) -> ModelConfig:
     config.require("scoring_func", "sigmoid")
     config.require("topk_method", "noaux_tc")
-    return _read(config, read_corrected_router(config), is_interleaved=config.flag("rope_interleave", True))
+    model = _read(config, read_corrected_router(config), is_interleaved=config.flag("rope_interleave", True))
+    return with_draft_layer_like_the_last(model)
 
 
 def _read(config: ConfigValues, router: RouterConfig, *, is_interleaved: bool) -> ModelConfig:

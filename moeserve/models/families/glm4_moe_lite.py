@@ -11,6 +11,7 @@ from moeserve.models.fields import (
     read_model,
     read_shared_experts,
     read_width,
+    with_draft_layer_like_the_last,
 )
 from moeserve.models.model_config import LayerConfig, ModelConfig
 from moeserve.moe.layer import MoEConfig
@@ -28,7 +29,7 @@ def read(config: ConfigValues) -> ModelConfig:
     )
     feed_forwards = read_listed_dense(config, moe)
     layers = [LayerConfig(mixer=attention, feed_forward=feed_forward) for feed_forward in feed_forwards]
-    return read_model(config, layers)
+    return with_draft_layer_like_the_last(read_model(config, layers))
 
 
 GLM4_MOE_LITE = Family(name="GLM-4.7-Flash", architecture="Glm4MoeLiteForCausalLM", read=read)

@@ -5,9 +5,11 @@ Text has the same position along all axes of Qwen3.5's multimodal rotary embeddi
 
 from __future__ import annotations
 
+import dataclasses
+
 from moeserve.layers.linear_attention import LinearAttentionConfig
 from moeserve.models.config_values import ConfigValues
-from moeserve.models.family import DecoderPart, Family, LinearAttentionNames, LinearAttentionPart, MoENames
+from moeserve.models.family import DecoderPart, DraftNames, Family, LinearAttentionNames, LinearAttentionPart, MoENames
 from moeserve.models.fields import (
     read_attention,
     read_model,
@@ -50,7 +52,7 @@ def read(config: ConfigValues) -> ModelConfig:
         LayerConfig(mixer=attention if is_full else delta, feed_forward=feed_forward)
         for is_full, feed_forward in zip(_read_is_full(config), read_sparse_layers(config, moe), strict=True)
     ]
-    return read_model(config, layers)
+    return dataclasses.replace(read_model(config, layers), draft_layer=LayerConfig(mixer=attention, feed_forward=moe))
 
 
 def _read_gated_delta(config: ConfigValues) -> LinearAttentionConfig:
@@ -95,6 +97,14 @@ BY_KIND = LinearAttentionNames(
     ),
     convolutions=CONVOLUTIONS,
 )
+DRAFT_NAMES = DraftNames(
+    layer="mtp.layers.0",
+    embedding_norm="mtp.pre_fc_norm_embedding",
+    hidden_norm="mtp.pre_fc_norm_hidden",
+    projection="mtp.fc",
+    norm="mtp.norm",
+    copies=(),
+)
 
 QWEN3_NEXT = Family(
     name="Qwen3-Next",
@@ -102,6 +112,7 @@ QWEN3_NEXT = Family(
     read=read,
     names=NAMES,
     linear_attention_names=BY_KEY_HEAD,
+    draft_names=DRAFT_NAMES,
     decoder_part=DecoderPart(left_out=("mtp.",)),
     norm_offset=1.0,
 )
@@ -111,6 +122,7 @@ QWEN3_5_MOE = Family(
     read=read,
     names=NAMES,
     linear_attention_names=BY_KIND,
+    draft_names=DRAFT_NAMES,
     decoder_part=DecoderPart(prefixes=(("model.language_model.", "model."),), left_out=("model.visual.", "mtp.")),
     norm_offset=1.0,
 )
