@@ -517,7 +517,7 @@ def _check_overlap(model: ModelSettings, parallel: ParallelSettings, checkpoint:
         return
     elif parallel.tensor_parallel_size > 1:  # collectives of both groups would be under way at a time
         refusal = f"tensor_parallel_size={parallel.tensor_parallel_size}; use 1, and more replicas"
-    elif model.attention_backend == "flashinfer":  # plans one step at a time
+    elif model.attention_backend == "flashinfer":  # halves would take the turns of two steps (`Plans`)
         refusal = "attention_backend='flashinfer'; use 'auto'"
     if refusal is not None:
         raise SettingsError(f"overlap_decode_tokens and overlap_prefill_tokens do not allow {refusal}")
