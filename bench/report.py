@@ -107,6 +107,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "disaggregated": ("model", "engine", "threads", "short_every", "long_every", "long_tokens"),
     "servers": ("model", "kernels", "workload", "clients"),
     "attention": ("name", "shape"),
+    "sparse_attention": ("context", "kernels"),
     "quality": ("model", "variant"),
     "collectives": ("transport", "num_ranks", "operation", "dtype", "num_bytes"),
     "parallel": (
@@ -130,6 +131,12 @@ class Cells(string.Formatter):
 
 
 COLUMNS: dict[str, Columns] = {
+    "sparse_attention": [
+        ("context", "{context}"),
+        ("indexer, ms", "{milliseconds[indexer]:.3g}"),
+        ("attention to 2048 chosen positions, ms", "{milliseconds[chosen]:.3g}"),
+        ("attention to all positions, ms", "{milliseconds[all]:.3g}"),
+    ],
     "scheduling": [
         ("table", "{table}"),
         ("model", "{model}"),
@@ -358,6 +365,7 @@ TABLES: dict[str, Callable[[Sequence[Row]], Iterable[str]]] = {
     "disaggregated": lambda rows: [table(rows, COLUMNS["disaggregated"])],
     "servers": servers_tables,
     "attention": attention_tables,
+    "sparse_attention": lambda rows: [table(rows, COLUMNS["sparse_attention"])],
     "quality": lambda rows: [table(rows, COLUMNS["quality"])],
     "collectives": collectives_tables,
     "parallel": parallel_tables,

@@ -33,8 +33,10 @@ LARGE: dict[str, dict[str, Any]] = {
         num_experts_per_tok=3,
         moe_intermediate_size=200,
     ),
+    "deepseek-v32": dict(index_n_heads=4, index_head_dim=48),
     "gpt-oss": dict(hidden_size=192, intermediate_size=160, initializer_range=0.1),
 }
+LARGE["deepseek-v32"] |= LARGE["deepseek-v3"]
 
 
 def large(name: str) -> Shape:
@@ -74,7 +76,7 @@ def encoded_and_decoded(
     encoded: dict[str, torch.Tensor] = {}
     decoded: dict[str, torch.Tensor] = {}
     for key, tensor in load_file(original.folder / "model.safetensors").items():
-        if re.search(r"(_proj|kv_a_proj_with_mqa|w[123])\.weight$", key):
+        if re.search(r"((?<!weights)_proj|kv_a_proj_with_mqa|w[123]|wq_b|wk)\.weight$", key):
             encoded[key], encoded[key + "_scale_inv"], decoded[key] = to_fp8_blocks(tensor, *block)
         else:
             encoded[key] = decoded[key] = tensor

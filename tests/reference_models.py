@@ -720,6 +720,69 @@ SHAPES |= {
     ),
 }
 
+
+def indexed(heads: int, dim: int, top_k: int) -> dict[str, Any]:
+    """Sparse attention: heads of the indexer, size of its keys, and the number of positions."""
+    return dict(index_n_heads=heads, index_head_dim=dim, index_topk=top_k)
+
+
+# With few heads of an indexer, many scores are zero, and transformers' choice among equal ones is undefined.
+SHAPES |= {
+    "deepseek-v32": shape(
+        "DeepseekV32",
+        sizes(hidden=40, layers=3),
+        latent(4, query=18, kv=28, key=12, rotary=8, value=10),
+        grouped_experts(12, 5, shared=1, width=19, dense=1, groups=(4, 2), scale=2.5),
+        indexed(12, 20, 11),
+        yarn(100.0, mscale=1.0, mscale_all_dim=1.0, **DEEPSEEK_YARN),
+        norm_topk_prob=True,
+        max_position_embeddings=1280,
+        initializer_range=0.2,
+        seed=7,
+    ),
+    # fewer positions than a block has, keys of an odd size, the second layer dense
+    "deepseek-v32-odd": shape(
+        "DeepseekV32",
+        sizes(hidden=33, layers=3, vocab=127),
+        latent(3, query=15, kv=19, key=9, rotary=6, value=13),
+        grouped_experts(9, 3, shared=2, width=14, groups=(3, 2), scale=1.25),
+        indexed(17, 13, 3),
+        rope(rope_theta=500.0),
+        mlp_layer_types=["sparse", "dense", "sparse"],
+        norm_topk_prob=False,
+        attention_bias=True,
+        tie_word_embeddings=True,
+        rms_norm_eps=0.01,
+        seed=2,
+    ),
+    # the second and third layer attend to the positions that the first chose, the fifth to those of the fourth
+    "glm5": shape(
+        "GlmMoeDsa",
+        sizes(hidden=40, layers=5),
+        latent(4, query=20, kv=24, key=10, rotary=8, value=14),
+        grouped_experts(8, 3, shared=1, width=17, groups=(1, 1), scale=2.5),
+        indexed(14, 16, 9),
+        rope(rope_theta=1e6),
+        mlp_layer_types=["dense", "sparse", "sparse", "sparse", "sparse"],
+        indexer_types=["full", "shared", "shared", "full", "shared"],
+        norm_topk_prob=True,
+        initializer_range=0.2,
+        seed=4,
+    ),
+    "glm5-odd": shape(
+        "GlmMoeDsa",
+        sizes(hidden=36, layers=3, vocab=131),
+        latent(6, query=13, kv=21, key=8, rotary=10, value=9),
+        grouped_experts(7, 2, shared=1, width=15, groups=(1, 1), scale=1.5),
+        indexed(16, 10, 17),
+        rope(rope_theta=500.0),
+        mlp_layer_types=["sparse"] * 3,
+        index_topk_freq=1,
+        tie_word_embeddings=True,
+        seed=3,
+    ),
+}
+
 # Divisible where those of their families above are not: heads over 4 tp ranks, layers into 3 pipeline stages.
 DIVISIBLE = {
     "mixtral-three-layers": Shape("Mixtral", SHAPES["mixtral"].settings | dict(num_hidden_layers=3), seed=5),
@@ -809,14 +872,42 @@ class Reference:
         return routers
 
     def num_undecided(self, token_ids: list[int]) -> int:
-        """Return how many tokens would change experts, in all layers, with router inputs off by ROUTER_NOISE."""
-        generator, num_undecided = torch.Generator().manual_seed(0), 0
+        """Return how many tokens would change experts, or the positions that an indexer chooses, in all layers.
+
+        The inputs of routers and indexers are off by ROUTER_NOISE.
+        """
+        generator, num_undecided = torch.Generator().manual_seed(0), self._num_undecided_positions(token_ids)
         for router, ((hidden, *others_given), chosen) in zip(self._routers(), self._routed(token_ids), strict=True):
             for _ in range(8):
                 noise = ROUTER_NOISE * torch.randn(hidden.shape, generator=generator)
                 with torch.no_grad():
                     others = chosen_by(router, router.forward(hidden * (1 + noise), *others_given))
                 num_undecided += int((chosen.sort(dim=-1).values != others.sort(dim=-1).values).any(-1).sum())
+        return num_undecided
+
+    def _num_undecided_positions(self, token_ids: list[int]) -> int:
+        """Return how many tokens would change the positions that they attend to."""
+        indexers = [module for module in self.model.modules() if type(module).__name__.endswith("Indexer")]
+        called: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any], torch.Tensor]] = []
+        hooks = [
+            indexer.register_forward_hook(lambda *call: called.append(call), with_kwargs=True) for indexer in indexers
+        ]
+        self.logits(token_ids)
+        for hook in hooks:
+            hook.remove()
+        generator, num_undecided = torch.Generator().manual_seed(1), 0
+        seen = torch.ones(len(token_ids), len(token_ids), dtype=torch.bool).tril()
+
+        def chosen(indices: torch.Tensor) -> torch.Tensor:
+            return torch.zeros(seen.shape, dtype=torch.bool).scatter(1, indices[0].long(), True) & seen
+
+        for indexer, (hidden, queries, *others), named, indices in called:
+            named = named | {"past_key_values": None}  # which would get the keys a second time
+            for _ in range(8):
+                noise = 1 + ROUTER_NOISE * torch.randn(hidden.shape, generator=generator)
+                noise_of_queries = 1 + ROUTER_NOISE * torch.randn(queries.shape, generator=generator)
+                again = indexer.forward(hidden * noise, queries * noise_of_queries, *others, **named)
+                num_undecided += int((chosen(indices) != chosen(again)).any(-1).sum())
         return num_undecided
 
     def prompts(self, *lengths: int, seed: int = 0) -> list[list[int]]:
@@ -948,8 +1039,9 @@ def in_the_style_of_the_hub(values: dict[str, Any]) -> dict[str, Any]:
     if family.startswith("Deepseek"):
         if values["rope_scaling"]:
             scaling["type"] = scaling.pop("rope_type")
-        routing = {"DeepseekV2": ("softmax", values.get("topk_method")), "DeepseekV3": ("sigmoid", "noaux_tc")}
-        values["scoring_func"], values["topk_method"] = routing[family]
+        is_v2 = family == "DeepseekV2"
+        values["scoring_func"] = "softmax" if is_v2 else "sigmoid"
+        values["topk_method"] = values.get("topk_method") if is_v2 else "noaux_tc"
         values |= dict(moe_layer_freq=1, ep_size=1, aux_loss_alpha=0.001, seq_aux=True)
         values["auto_map"] = {"AutoModelForCausalLM": f"modeling_deepseek.{family}ForCausalLM"}
         absent = ["head_dim", "mlp_bias"]

@@ -18,6 +18,7 @@ from moeserve.config.settings import QuantizationName
 from moeserve.distributed.groups import groups_of_one_rank
 from moeserve.layers.cache import CacheSize
 from moeserve.layers.context import ModelContext
+from moeserve.layers.indexer import Choice
 from moeserve.models.decoder import Decoder
 from moeserve.models.registry import describe
 from moeserve.moe.dispatch.factory import TorchDispatchers
@@ -84,12 +85,12 @@ def record_step(
     of_layers = []
     with torch.inference_mode(), recorded_launches() as launches, Operations(launches):
         hidden_tD, rotations = model.receive(step)
-        update_tD = None
+        update_tD, choice = None, Choice()
         for layer, cache in zip(model.layers, caches, strict=True):
             num_before = len(launches)
             for _ in range(2):  # in the first run, kernels also clear memory that they keep
                 del launches[num_before:]
-                sum_tD, normed_tD = layer.mix(hidden_tD, update_tD, rotations, cache, step)
+                sum_tD, normed_tD = layer.mix(hidden_tD, update_tD, rotations, cache, step, choice)
                 following_tD = layer.feed_forward(normed_tD, step)
             hidden_tD, update_tD = sum_tD, following_tD
             of_layers.append(launches[num_before:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, cast
@@ -53,6 +54,7 @@ class CheckpointFacts:
     has_latent_attention: bool = False
     has_states: bool = False  # a layer keeps a recurrent state for each request
     has_draft_layer: bool = False  # the last of the layers is that for multi-token prediction
+    first_layers: frozenset[int] | None = None  # that a pipeline stage may begin with; None: all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +108,9 @@ def resolve(
     _check_layout(parallel, checkpoint.tensor_parallel_sizes, machine, device)
     if model.batch_invariant:
         _check_batch_invariant(settings, device, dtype, checkpoint, machine)
-    pipeline_layers = layers_of_stages(checkpoint.num_layers, parallel.pipeline_parallel_size, parallel.pipeline_layers)
+    pipeline_layers = layers_of_stages(
+        checkpoint.num_layers, parallel.pipeline_parallel_size, parallel.pipeline_layers, checkpoint.first_layers
+    )
     _check_expert_placement(parallel, checkpoint)
     _check_overlap(model, parallel, checkpoint, device)
     if needs_load and not checkpoint.num_sparse_layers:
@@ -260,12 +264,33 @@ def wants_ray(parallel: ParallelSettings, num_cores: int) -> bool:
     return parallel.executor == "ray"
 
 
-def layers_of_stages(num_layers: int, num_stages: int, given: Sequence[int] | None = None) -> tuple[int, ...]:
+def layers_of_stages(
+    num_layers: int,
+    num_stages: int,
+    given: Sequence[int] | None = None,
+    first_layers: frozenset[int] | None = None,
+) -> tuple[int, ...]:
     """Return the number of layers of each pipeline stage: as given, or even shares, of which the first are larger.
 
+    Args:
+        first_layers: layers that a stage may begin with; None: all.
+
     Raises:
-        SettingsError: there are more stages than layers, or `given` has another number of stages or layers.
+        SettingsError: there are more stages than layers, `given` has another number of stages or layers, or a stage
+            would begin with another layer than it may.
     """
+    sizes = _sizes_of_stages(num_layers, num_stages, given)
+    starts = set(itertools.accumulate(sizes[:-1]))
+    if first_layers is not None and (wrong := sorted(starts - first_layers)):
+        raise SettingsError(
+            f"pipeline_layers={shown(list(sizes))}: a stage would begin with layer {wrong[0]}, which attends to the "
+            "positions that the layer before it chose; stages may begin with the layers "
+            f"{', '.join(map(str, sorted(first_layers)))}, counted from 0"
+        )
+    return sizes
+
+
+def _sizes_of_stages(num_layers: int, num_stages: int, given: Sequence[int] | None) -> tuple[int, ...]:
     if num_stages > num_layers:
         raise SettingsError(
             f"pipeline_parallel_size={num_stages}: the checkpoint has {num_layers} layers, and each stage needs one; "

@@ -10,6 +10,8 @@ linear maps of the latent vector, which can be used in two ways:
 
 The two differ in the last bits, so a token's result may depend on the size of its chunk, except with a backend that
 takes all rows: there all chunks are absorbed.
+
+With an indexer (DeepSeek-V3.2), a token attends to some positions only. Such rows are absorbed, whatever their number.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from torch import Tensor, nn
 from moeserve.distributed.mesh import share_of
 from moeserve.layers.cache import CacheNeeds, CacheSize
 from moeserve.layers.context import ModelContext
+from moeserve.layers.indexer import Choice, Indexer, IndexerConfig
 from moeserve.layers.input_share import num_input_chunks, share_inputs
 from moeserve.layers.linear import Linear
 from moeserve.layers.norm import RMSNorm, RowsForm
@@ -36,6 +39,9 @@ from moeserve.step_inputs import StepInputs
 # Q = K + S, V values of a head, L latent size, P = L + S, R rows of one chunk, C positions of its context
 
 NORM_EPSILON = 1e-6  # of the two norms in here, independent of the model's own
+# Rows of the longest chunk from which on a step whose tokens attend to all positions anyway is computed as such. Steps
+# that graphs capture have shorter chunks: what a graph replays must not depend on the lengths of contexts.
+MIN_DENSE_ROWS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +57,18 @@ class LatentAttentionConfig:
     temperature: TemperatureConfig | None = None  # of queries
     score_factor: float = 1.0  # see RotaryConfig
     has_bias: bool = False  # of the compressing projections and of the output
+    top_k: int | None = None  # positions that a token attends to at most, chosen by an indexer; None: all
+    indexer: IndexerConfig | None = None  # chooses them; None with `top_k`: they are those of the layer before
+
+    @property
+    def is_sparse(self) -> bool:
+        """True if a token attends to some of its positions only."""
+        return self.top_k is not None
+
+    @property
+    def shares_choice(self) -> bool:
+        """True if the layer attends to the positions that the layer before attends to."""
+        return self.is_sparse and self.indexer is None
 
     def can_divide(self, num_ranks: int) -> bool:
         """True if this many tp ranks can each have equally many heads."""
@@ -59,7 +77,8 @@ class LatentAttentionConfig:
     @property
     def rotaries(self) -> tuple[RotaryConfig | TemperatureConfig, ...]:
         """All that the layer reads of positions."""
-        return (self.rotary,) if self.temperature is None else (self.rotary, self.temperature)
+        others = (self.temperature, None if self.indexer is None else self.indexer.rotary)
+        return (self.rotary, *(other for other in others if other is not None))
 
     @property
     def rotary_dim(self) -> int:
@@ -71,7 +90,7 @@ class LatentAttentionConfig:
 
     @property
     def cached_size(self) -> int:
-        """Values of one token in the cache."""
+        """Values of the vector of one token in the cache."""
         return self.latent_size + self.rotary_dim
 
     @property
@@ -91,14 +110,16 @@ class LatentCache:
     """Normalised latent vectors and rotated keys of one layer in blocks, [num_blocks, block_size, P]."""
 
     latents: Tensor
+    index_keys: Tensor | None = None  # [num_blocks, block_size, size of an indexer's key]
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All that a block holds; the first dimension is the block."""
-        return (self.latents,)
+        return (self.latents,) if self.index_keys is None else (self.latents, self.index_keys)
 
     def clear(self) -> None:
-        self.latents.zero_()
+        for tensor in self.tensors:
+            tensor.zero_()
 
 
 class LatentAttention(nn.Module):
@@ -136,6 +157,11 @@ class LatentAttention(nn.Module):
             limits=QuantizationLimits(cuts=(self.heads.start * config.value_dim,)),
             chunks=share_inputs(config.num_heads * config.value_dim, num_chunks, context).chunks,
         )
+        self.indexer: Indexer | None = None
+        if config.indexer is not None:
+            assert config.top_k is not None
+            assert config.query_rank is not None, "an indexer reads compressed queries"
+            self.indexer = Indexer(config.indexer, hidden_size, config.query_rank, config.top_k, context)
         self.scale = config.query_dim**-0.5 * config.score_factor
         kernels = context.kernels
         self.backend = kernels.make_latent_attention(self.scale, config.latent_size, config.num_heads)
@@ -147,22 +173,46 @@ class LatentAttention(nn.Module):
 
     @property
     def cache_needs(self) -> CacheNeeds:
-        return CacheNeeds(bytes_per_token=self.config.cached_size * self.context.dtype.itemsize)
+        return CacheNeeds(bytes_per_token=sum(self._cached_sizes) * self.context.dtype.itemsize)
+
+    @property
+    def _cached_sizes(self) -> tuple[int, ...]:
+        """Values of one token in each tensor of the cache."""
+        indexer = self.config.indexer
+        return (self.config.cached_size,) if indexer is None else (self.config.cached_size, indexer.key_dim)
 
     def make_cache(self, size: CacheSize) -> LatentCache:
-        shape = (size.num_blocks, size.block_size, self.config.cached_size)
-        return LatentCache(torch.empty(shape, dtype=self.context.dtype, device=self.context.device))
+        shapes = ((size.num_blocks, size.block_size, values) for values in self._cached_sizes)
+        return LatentCache(
+            *(torch.empty(shape, dtype=self.context.dtype, device=self.context.device) for shape in shapes)
+        )
 
     @property
     def input_form(self) -> RowsForm:
         """The form of rows to give to `forward`, unless they are gathered from tp ranks before."""
-        return "float8" if self.reads_float8 else "plain"
+        if not self.reads_float8:
+            return "plain"
+        return "float8" if self.indexer is None else "both"
 
-    def forward(self, hidden_TD: Rows, rotations: Rotations, cache: LatentCache, step: StepInputs) -> Tensor:
+    def forward(
+        self,
+        hidden_TD: Rows,
+        rotations: Rotations,
+        cache: LatentCache,
+        step: StepInputs,
+        choice: Choice | None = None,
+    ) -> Tensor:
+        """
+        Args:
+            choice: of a layer with an indexer or a shared choice: gets or has the positions that tokens attend to.
+        """
         config, rotation = self.config, rotations[self.config.rotary]
+        given_TD = hidden_TD
         if self._quantize is not None:  # once for both projections, if the norm has not
             hidden_TD = self._quantize(hidden_TD)
-        query_TNQ = rearrange(self.query(hidden_TD), "T (N Q) -> T N Q", N=self.num_heads)
+        compressed_TI = self.query.compress(hidden_TD) if isinstance(self.query, CompressedQuery) else hidden_TD
+        up = self.query.up if isinstance(self.query, CompressedQuery) else self.query
+        query_TNQ = rearrange(up(compressed_TI), "T (N Q) -> T N Q", N=self.num_heads)
         if config.temperature is not None:
             query_TNQ = self._apply_rope(query_TNQ, rotations[config.temperature])
         query_TNK, query_TNS = query_TNQ.split([config.key_dim, config.rotary_dim], dim=-1)
@@ -175,8 +225,25 @@ class LatentAttention(nn.Module):
         self._apply_rope(key_TS[:, None], rotation, key_TS[:, None])
         self.backend.write(latent_TP, cache.latents, step)
 
-        attended_TNV = self._attend(query_TNK, query_TNP, cache, step)
+        if self.indexer is not None:
+            assert choice is not None
+            assert cache.index_keys is not None
+            self.backend.write(self.indexer.keys(given_TD, rotations), cache.index_keys, step)
+            choice.entries = None
+            if not self._sees_all(step):
+                choice.entries = self.indexer.choose(given_TD, compressed_TI, rotations, cache.index_keys, step)
+        if choice is None or choice.entries is None:
+            attended_TNV = self._attend(query_TNK, query_TNP, cache, step)
+        else:
+            self.head_maps.absorb(query_TNK, out_TNL=query_TNP[..., : config.latent_size])
+            attended_TNV = self.head_maps.project(self.backend.attend_chosen(query_TNP, cache.latents, choice.entries))
         return self.output(rearrange(attended_TNV, "T N V -> T (N V)"))
+
+    def _sees_all(self, step: StepInputs) -> bool:
+        """Return True for a step of prompts that are not longer than the number of chosen positions."""
+        assert self.config.top_k is not None
+        longest = max((span.context_len for span in step.spans), default=0)
+        return step.max_rows_per_chunk >= MIN_DENSE_ROWS and longest <= self.config.top_k
 
     def _attend_absorbed(
         self,
@@ -256,6 +323,7 @@ class CompressedQuery(nn.Module):
         self.norm = RMSNorm(config.query_rank, NORM_EPSILON, context, form)
         self.up = up
 
-    def forward(self, hidden_TD: Rows) -> Tensor:
+    def compress(self, hidden_TD: Rows) -> Rows:
+        """Return the inputs of `up`."""
         _, normed_TI = self.norm.after_adding(None, self.down(hidden_TD))
-        return self.up(normed_TI)
+        return normed_TI  # type: ignore[no-any-return]

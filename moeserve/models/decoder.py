@@ -17,6 +17,7 @@ from moeserve.expert_placement.placement import Placement
 from moeserve.layers.attention import Attention, AttentionConfig
 from moeserve.layers.cache import CacheNeeds, CacheSize
 from moeserve.layers.context import ModelContext
+from moeserve.layers.indexer import Choice
 from moeserve.layers.input_share import InputShare, num_input_chunks, share_inputs
 from moeserve.layers.linear import Embedding, OutputHead
 from moeserve.layers.linear_attention import LinearAttention, LinearAttentionConfig
@@ -78,16 +79,28 @@ class DecoderLayer(nn.Module):
         form = mixer.input_form if self.tp.world_size == 1 else "plain"
         self.mixer_norm = RMSNorm(hidden_size, norm_epsilon, context, form)
         self.mixer = mixer
+        self.is_sparse = isinstance(config.mixer, LatentAttentionConfig) and config.mixer.is_sparse
         self.feed_forward_norm = RMSNorm(hidden_size, norm_epsilon, context, feed_forward.input_form)
         self.feed_forward = feed_forward
 
     def mix(
-        self, hidden_tD: Tensor, update_tD: Tensor | None, rotations: Rotations, cache: Any, step: StepInputs
+        self,
+        hidden_tD: Tensor,
+        update_tD: Tensor | None,
+        rotations: Rotations,
+        cache: Any,
+        step: StepInputs,
+        choice: Choice,
     ) -> tuple[Tensor, Rows]:
-        """Return the residual stream after the mixer, and the input of the feed-forward network."""
+        """Return the residual stream after the mixer, and the input of the feed-forward network.
+
+        Args:
+            choice: of the step, passed from layer to layer.
+        """
         hidden_tD, normed_tD = self.mixer_norm.after_adding(update_tD, hidden_tD)
         normed_TD = gathered(normed_tD, self.tp, step)
-        mixed_TD = self.mixer(normed_TD, rotations, cache, step)
+        more = (choice,) if self.is_sparse else ()
+        mixed_TD = self.mixer(normed_TD, rotations, cache, step, *more)
         # collective: all tp ranks
         mixed_tD = self.tp.reduce_scatter(mixed_TD, step.tp_sizes, self.sum_dtype)
         return self.feed_forward_norm.after_adding(mixed_tD, hidden_tD)
@@ -150,6 +163,7 @@ class Decoder(nn.Module):
         self.config = config
         self.context = context
         self.stage = range(len(config.layers)) if stage is None else stage
+        assert self.stage.start in config.first_layers
         self.layer_configs = config.layers[self.stage.start : self.stage.stop]
         is_last = self.stage.stop == len(config.layers)
         self.groups = context.groups
@@ -240,9 +254,10 @@ class Decoder(nn.Module):
         first half runs the mixer of each layer first.
         """
         update_tD: Tensor | None = None
+        choice = Choice()
         for number, (layer, cache) in enumerate(zip(self.decoder_layers, caches, strict=False), self.stage.start):
             self.groups.set_layer(number)
-            hidden_tD, normed_tD = layer.mix(hidden_tD, update_tD, rotations, cache, step)
+            hidden_tD, normed_tD = layer.mix(hidden_tD, update_tD, rotations, cache, step, choice)
             update_tD = None  # DeepEP's low-latency kernels have memory for two results
             update_tD = yield from layer.feed_forward.stages(normed_tD, step)
         self.groups.set_layer(None)
@@ -271,7 +286,8 @@ class Decoder(nn.Module):
         self.groups.set_layer(self.stage.stop - 1)
         embedded_tD = self.embedding(next_ids_T, step.tp_sizes)
         hidden_tD = self.draft_input(embedded_tD, hidden_TD[step.own_rows])
-        hidden_tD, normed_tD = layer.mix(hidden_tD, None, self.rotaries.at(step.positions), cache, step)
+        rotations = self.rotaries.at(step.positions)
+        hidden_tD, normed_tD = layer.mix(hidden_tD, None, rotations, cache, step, Choice())
         (update_tD,) = run_in_turn([layer.feed_forward.stages(normed_tD, step)])
         self.groups.set_layer(None)
         _, normed_tD = self.draft_input.norm.after_adding(update_tD, hidden_tD)

@@ -90,7 +90,8 @@ def inspect(
     stored, problem = _stored(folder_of(folder), description.weight_format)
     dtype = dtype or description.dtype
     summary = summarize(description, dtype, kv_cache_dtype=kv_cache_dtype)
-    stage_layers = layers_of_stages(summary.num_layers, num_stages, pipeline_layers)
+    first_layers = description.model.first_layers
+    stage_layers = layers_of_stages(summary.num_layers, num_stages, pipeline_layers, first_layers)
     moe = description.model.first_moe
     return Inspection(
         model=str(folder),

@@ -120,6 +120,14 @@ class ModelConfig:
         """The mixers that keep something for each token. Every model has some."""
         return attentions_of(self.layers)
 
+    @property
+    def first_layers(self) -> frozenset[int]:
+        """Layers that a pipeline stage may begin with: those that share no choice of positions with the one before."""
+        kinds = enumerate(layer.mixer for layer in self.layers)
+        return frozenset(
+            number for number, kind in kinds if not (isinstance(kind, LatentAttentionConfig) and kind.shares_choice)
+        )
+
     def of_stage(self, of_sparse_layers: Sequence[Item], stage: range) -> Sequence[Item]:
         """Return the items of a stage: `of_sparse_layers` has one for each layer of the model that has experts."""
         before, last = (

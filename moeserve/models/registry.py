@@ -87,6 +87,7 @@ def read_facts(folder: str | Path, *, with_draft_layer: bool = False) -> Checkpo
         has_latent_attention=description.model.has_latent_attention,
         has_states=description.model.has_states,
         has_draft_layer=description.model.num_draft_layers > 0,
+        first_layers=description.model.first_layers,
     )
 
 

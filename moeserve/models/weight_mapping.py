@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator
 from torch import Tensor, nn
 
 from moeserve.layers.attention import Attention
+from moeserve.layers.indexer import Indexer
 from moeserve.layers.linear import Linear
 from moeserve.layers.linear_attention import LinearAttention
 from moeserve.layers.mla import CompressedQuery, LatentAttention
@@ -154,8 +155,18 @@ def _latent_attention(prefix: str, attention: LatentAttention) -> Iterator[Row]:
             yield from _linear(f"{prefix}.q_a_proj", down)
             yield f"{prefix}.q_a_layernorm.weight", whole(norm.weight)
             yield f"{prefix}.q_b_proj.weight", rows(up.weight, query_rows, num_query_rows, up.weights)
+    if attention.indexer is not None:
+        yield from _indexer(f"{prefix}.indexer", attention.indexer)
     value_columns, num_value_columns = rows_of_heads(heads, config.value_dim), config.num_heads * config.value_dim
     yield from summed_rows(f"{prefix}.o_proj", attention.output, value_columns, num_value_columns, config.has_bias)
+
+
+def _indexer(prefix: str, indexer: Indexer) -> Iterator[Row]:
+    yield from _linear(f"{prefix}.wq_b", indexer.query)
+    yield from _linear(f"{prefix}.wk", indexer.key)
+    yield f"{prefix}.k_norm.weight", whole(indexer.key_norm_weight)
+    yield f"{prefix}.k_norm.bias", whole(indexer.key_norm_bias)
+    yield from _linear(f"{prefix}.weights_proj", indexer.head_weights)
 
 
 def _mlp(

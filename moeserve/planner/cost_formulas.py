@@ -63,8 +63,17 @@ def operations_of_pair(attention: AttentionConfig | LatentAttentionConfig, tp: i
             return heads * 4 * attention.head_dim, heads * 4 * attention.head_dim
         case LatentAttentionConfig():
             absorbed = attention.cached_size + attention.latent_size
-            expanded = attention.query_dim + attention.value_dim
+            expanded = absorbed if attention.is_sparse else attention.query_dim + attention.value_dim
             return heads * 2 * absorbed, heads * 2 * expanded
+
+
+def positions_attended(attention: AttentionConfig | LatentAttentionConfig) -> int | None:
+    """Return the most positions that a token attends to; None: all. Chunks count as windows: an upper bound."""
+    match attention:
+        case AttentionConfig():
+            return None if attention.window is None else abs(attention.window)
+        case LatentAttentionConfig():
+            return attention.top_k
 
 
 def attention_values(attention: AttentionConfig | LatentAttentionConfig, tp: int) -> tuple[float, float]:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
+from moeserve.layers.mla import LatentAttentionConfig
 from moeserve.models.model_config import attentions_of
 from moeserve.models.registry import Description
 from moeserve.moe.layer import MoEConfig
@@ -34,6 +35,7 @@ from moeserve.planner.cost_formulas import (
     VALUES,
     attention_values,
     operations_of_pair,
+    positions_attended,
     rows_that_leave,
 )
 from moeserve.planner.formula import Formula
@@ -153,7 +155,7 @@ class _StageParts:
 
     of_replica_rows: list[_Part]
     of_own_rows: list[_Part]
-    attention: dict[int | None, _Part]  # by window
+    attention: list[tuple[int | None, _Part]]  # with the positions that a token reads at most; None: all
     experts: _Part
     of_expert_rows: list[_Part]
     exchange: list[_Part]
@@ -281,10 +283,20 @@ class LayoutCosts:
             output_projections = outputs * config.hidden_size * len(layers)
             projections = parameters["attention"] - output_projections
             cached = attentions_of(layers)
-            cache = {"cache_bytes": stage.cache.total_bytes_per_token / max(1, len(cached)), **attention}
-            # Chunks, which have negative sizes, count as windows of that size: an upper bound.
-            sizes = [getattr(each, "window", None) for each in cached]
-            windows = Counter(None if size is None else abs(size) for size in sizes)
+            latent = [each for each in cached if isinstance(each, LatentAttentionConfig)]
+            indexers = [each.indexer for each in latent if each.indexer is not None]
+            index_bytes = sum(indexer.key_dim for indexer in indexers) * value_bytes
+            bytes_of_attention = stage.cache.total_bytes_per_token - index_bytes
+            cache = {"cache_bytes": bytes_of_attention / max(1, len(cached)), **attention}
+            windows = Counter(map(positions_attended, cached))
+            # Every rank computes all heads of an indexer, for all positions.
+            index_operations = sum(indexer.num_heads * 2 * indexer.key_dim for indexer in indexers)
+            of_indexer = {
+                **cache,
+                "cache_bytes": index_bytes / max(1, len(indexers)),
+                "decode_operations": index_operations / max(1, len(indexers)),
+                "prompt_operations": index_operations / max(1, len(indexers)),
+            }
             # A tied head of the only stage shares the embedding.
             head = {"parameters": parameters["output head"] or parameters["embedding"], **plain}
             return _StageParts(
@@ -299,16 +311,22 @@ class LayoutCosts:
                     *products("router", parameters["routers"], num_sparse, plain, "after"),
                     *products("shared experts", parameters["shared experts"], num_sparse, weights, "before"),
                 ],
-                attention={
-                    window: _Part(
-                        "attention" if window is None else f"attention to {window} positions",
-                        ATTENTION,
-                        cache,
-                        count,
-                        "after",
-                    )
-                    for window, count in windows.items()
-                },
+                attention=[
+                    *(
+                        (
+                            window,
+                            _Part(
+                                "attention" if window is None else f"attention to {window} positions",
+                                ATTENTION,
+                                cache,
+                                count,
+                                "after",
+                            ),
+                        )
+                        for window, count in windows.items()
+                    ),
+                    *([(None, _Part("indexers", ATTENTION, of_indexer, len(indexers), "after"))] if indexers else []),
+                ],
                 experts=_Part("routed experts", EXPERTS, experts, num_sparse, "experts"),
                 of_expert_rows=passes("values of experts", expert_values, num_sparse, "experts"),
                 exchange=[
@@ -360,7 +378,7 @@ class LayoutCosts:
         for stage, work in enumerate(self._stages):
             for product in work.of_replica_rows:
                 yield product.term(stage, parts, tokens=tokens)
-            for window, attention in work.attention.items():
+            for window, attention in work.attention:
                 pairs = part.decode_pairs, part.prefill_pairs
                 if window is not None:
                     pairs = min(pairs[0], part.num_decoding * window), min(pairs[1], part.num_prefill * window)

@@ -126,7 +126,7 @@ def find_layouts(
     config, dtype = description.model, dtype or description.dtype
     if pp < 1 or num_ranks % pp:
         raise SettingsError(f"pipeline_parallel_size={shown(pp)} does not divide ranks={num_ranks}")
-    stage_layers = layers_of_stages(len(config.layers), pp, pipeline_layers)
+    stage_layers = layers_of_stages(len(config.layers), pp, pipeline_layers, config.first_layers)
     num_expert_ranks = num_ranks // pp
     sizes = [size for size in range(1, num_expert_ranks + 1) if num_expert_ranks % size == 0]
     if tp is not None:

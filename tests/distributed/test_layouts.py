@@ -63,6 +63,8 @@ NEWER = (
     "mistral4",
     "llama4",
     "step3p7",
+    "deepseek-v32",
+    "glm5",
 )
 CASES += [(name, 2, 2, "all_to_all", 2, MIDDLE) for name in NEWER]
 CASES += [("deepseek-v2-lite", 1, 4, "allgather", 2, MIDDLE)]  # with an odd number of heads

@@ -33,6 +33,7 @@ ALL_STEPS = dict(overlap_decode_tokens=1, overlap_prefill_tokens=1)
         ("deepseek-v3-four-heads", 1, 3, 1, "shared_memory", 0),
         ("deepseek-v3-four-heads", 2, 2, 1, "all_to_all", MIDDLE),
         ("deepseek-v3-four-heads", 2, 1, 2, "allgather", 0),
+        ("glm5", 1, 2, 1, "shared_memory", MIDDLE),
     ],
 )
 def test_bytes_of_whole_steps(

@@ -30,7 +30,13 @@ OPTIONS: dict[str, Any] = dict(
     collective_timeout=30,
 )
 LAYOUTS = ((2, 1, 1), (2, 2, 1), (2, 1, 2), (3, 1, 1))  # pp, tp, dp
-MODELS = ("mixtral-three-layers", "deepseek-v3-four-heads", "qwen3-moe-eight-heads", "gpt-oss")  # of three layers
+MODELS = (
+    "mixtral-three-layers",
+    "deepseek-v3-four-heads",
+    "qwen3-moe-eight-heads",
+    "gpt-oss",
+    "deepseek-v32",
+)  # of three layers
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -29,8 +29,9 @@ LENGTHS = (1, 5, 17, 40)
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 CACHE = "8MiB"
 
-# One shape of each kind of mixer: windows, latent attention, sinks, recurrent states, short convolutions.
-ATTENTION_KINDS = ["mixtral-window", "deepseek-v3", "gpt-oss", "qwen3-next", "lfm2-moe"]
+# One shape of each kind of mixer: windows, latent attention, that to chosen positions, sinks, recurrent states, short
+# convolutions.
+ATTENTION_KINDS = ["mixtral-window", "deepseek-v3", "glm5", "gpt-oss", "qwen3-next", "lfm2-moe"]
 
 
 def tokens_of(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:

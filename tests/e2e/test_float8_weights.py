@@ -58,11 +58,11 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Refere
 def deepseek(original: Callable[[str], Reference], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Stored]:
     """As DeepSeek publishes it, and what its shard holds. No code is the largest: made anew, there would be others."""
     folder = tmp_path_factory.mktemp("encoded") / "deepseek"
-    encoded, _, quantization = encoded_and_decoded(original("deepseek-v3"), (128, 128))
+    encoded, _, quantization = encoded_and_decoded(original("deepseek-v32"), (128, 128))
     for name, tensor in encoded.items():
         if tensor.dtype == FLOAT8:
             encoded[name] = (tensor.float() / 2).to(FLOAT8)
-    write(folder, original("deepseek-v3"), encoded, quantization)
+    write(folder, original("deepseek-v32"), encoded, quantization)
     return folder, encoded
 
 
@@ -123,6 +123,9 @@ def assert_is_as_stored(model: Any, stored: Stored, tp: int, rank: int) -> None:
         assert_taken(attention.query.up.weights, 0, part(f"{prefix}.self_attn.q_b_proj", rows=256))
         assert_taken(attention.compress.weights, 0, part(f"{prefix}.self_attn.kv_a_proj_with_mqa"))
         assert_taken(attention.output.weights, 0, part(f"{prefix}.self_attn.o_proj", columns=256))
+        assert_taken(attention.indexer.query.weights, 0, part(f"{prefix}.self_attn.indexer.wq_b"))
+        assert_taken(attention.indexer.key.weights, 0, part(f"{prefix}.self_attn.indexer.wk"))
+        assert attention.indexer.head_weights.weight.dtype == torch.bfloat16
         for maps in (attention.head_maps.keys, attention.head_maps.values):
             assert maps.memory.dtype == torch.bfloat16
             assert maps.scales is None

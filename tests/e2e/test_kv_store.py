@@ -74,7 +74,7 @@ def run(llm: LLM, prompts: list[dict[str, list[int]]]) -> tuple[list[list[int]],
     return tokens, num_cached
 
 
-@pytest.mark.parametrize("name", ["mixtral", "mixtral, fp8", "deepseek-v3"])
+@pytest.mark.parametrize("name", ["mixtral", "mixtral, fp8", "deepseek-v32"])
 @pytest.mark.parametrize("store", ["memory", "file", "folder"])
 def test_the_same_tokens_with_less_computation(
     name: str, store: str, reference_named: Callable[[str], Reference], tmp_path: Path

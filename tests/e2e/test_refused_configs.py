@@ -145,6 +145,12 @@ WRONG: list[tuple[tuple[str, ...], str, tuple[Any, ...]]] = [
     (("step3p7",), "sliding_window", (*NOT_AN_INTEGER, ABSENT)),
     (("step3p7",), "use_bidirectional_attention", (True,)),
     (("granite-shared",), "shared_intermediate_size", (-1, "two")),
+    *((("deepseek-v32", "glm5"), f"index_{key}", (*NOT_AN_INTEGER, ABSENT)) for key in ("topk", "n_heads", "head_dim")),
+    (("deepseek-v32",), "index_head_dim", (7,)),
+    (("deepseek-v32",), "q_lora_rank", (None,)),
+    (("deepseek-v32",), "indexer_rope_interleave", (True,)),
+    (("glm5",), "indexer_rope_interleave", (False,)),
+    (("glm5",), "indexer_types", (["full"], ["shared"] + ["full"] * 4, ["full", "dense"] + ["full"] * 3, "full")),
 ]
 
 # Values of rope_scaling.
@@ -167,6 +173,9 @@ COMBINED = [
     ("deepseek-v3", {"n_group": 12, "num_experts_per_tok": 2}, "n_group=12"),  # a group is as good as its best two
     ("glm4-moe-groups", {"n_group": 9, "num_experts_per_tok": 2}, "n_group=9"),
     ("qwen2-moe", {"use_sliding_window": True, "sliding_window": 4}, "use_sliding_window=True"),
+    ("glm5", {"indexer_types": None, "index_topk_pattern": "FSX"}, "index_topk_pattern="),
+    ("glm5", {"indexer_types": None, "index_topk_pattern": "SFFSF"}, "index_topk_pattern="),
+    ("glm5", {"indexer_types": None, "index_topk_freq": 0}, "index_topk_freq=0"),
     *((name, {"rope_scaling": scaling}, says) for name in EVERY for scaling, says in SCALINGS),
 ]
 

@@ -45,12 +45,12 @@ from moeserve.worker.step_replay import StepOutputs
 # Families, and if their decode steps are replayed from graphs. The others run in `make soak` only.
 FAMILIES = [
     ("mixtral-window", False),
-    ("deepseek-v3", True),
+    ("deepseek-v32", True),
     ("qwen2-moe", False),
     ("gpt-oss", True),
     ("qwen3-next", True),
 ]
-MORE_FAMILIES = ["mixtral", "deepseek-v2", "qwen3-moe", "olmoe"]
+MORE_FAMILIES = ["mixtral", "deepseek-v2", "deepseek-v3", "qwen3-moe", "olmoe"]
 LENGTHS = [1, 19, 6]
 NUM_TOKENS = [5, 3, 4]
 

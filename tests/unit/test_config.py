@@ -314,6 +314,14 @@ def test_overlap() -> None:
     assert_refused("tensor_parallel_size=2", overlap_decode_tokens=9, **tp)
 
 
+def test_a_stage_begins_with_a_layer_that_chooses_its_own_positions() -> None:
+    sharing = dataclasses.replace(FACTS, first_layers=frozenset({0, 1, 3, 6}))
+    assert decide(sharing).pipeline_layers == (7,)
+    assert decide(sharing, pipeline_parallel_size=2, pipeline_layers=[3, 4]).pipeline_layers == (3, 4)
+    with pytest.raises(SettingsError, match=r"pipeline_layers=\[4, 3\]: .* layer 4.* layers 0, 1, 3, 6"):
+        decide(sharing, pipeline_parallel_size=2)
+
+
 def test_kv_cache_dtype() -> None:
     assert not decide(kv_cache_dtype="auto").has_float8_cache
     assert decide(kv_cache_dtype="fp8").has_float8_cache

@@ -147,6 +147,16 @@ def test_windows_limit_the_positions_read(tmp_path: Path) -> None:
     assert shown["attention to 128 positions"].splitlines()[-1].startswith("    x 12 = ")
 
 
+def test_an_indexer_limits_the_positions_read(tmp_path: Path) -> None:
+    """It reads a key of 128 values of all positions itself."""
+    decode = estimate(folder_of(tmp_path, "GLM-5"), 64, decode_requests=16).decode
+    assert decode is not None
+    shown = {text.split(":")[0]: text for text in decode.formulas}
+    assert f"{16 * 2048} x {576 * 2}" in shown["attention to 2048 positions"]
+    assert f"{16 * 4097} x {128 * 2}" in shown["indexers"]
+    assert "attention" not in shown
+
+
 def test_loads_determine_the_balance(tmp_path: Path) -> None:
     """Known hot experts are placed apart; without loads, experts are placed in order."""
     folder = folder_of(tmp_path, "Mixtral-8x7B")

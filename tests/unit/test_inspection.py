@@ -52,6 +52,8 @@ FIGURES = {
     "DeepSeek-V2-Lite": Figures(15.7, 2.4, 27 * 576),  # the same, appendix B
     "DeepSeek-V3": Figures(671, 37, 61 * 576),  # arXiv 2412.19437; 70.272 KB in bfloat16 (arXiv 2505.09343, table 1)
     "DeepSeek-V3.1": Figures(671, 37, 61 * 576),
+    "DeepSeek-V3.2": Figures(671, 37, 61 * (576 + 128)),  # arXiv 2512.02556; with the indexer's keys
+    "GLM-5": Figures(744, 40, 78 * (576 + 128)),  # arXiv 2602.15763
     "GLM-4.5": Figures(355, 32, 2 * 92 * 8 * 128),  # arXiv 2508.06471, with multi-token prediction
     "GLM-4.5-Air": Figures(106, 12, 2 * 46 * 8 * 128),
     "Kimi-K2": Figures(1040, 32.6, 61 * 576),  # arXiv 2507.20534
@@ -118,6 +120,11 @@ LATENT = "q_a_proj q_a_layernorm q_b_proj kv_a_proj_with_mqa kv_a_layernorm kv_b
 NAMES = {
     "DeepSeek-V3": (
         f"self_attn: {LATENT} | mlp.gate: . e_score_correction_bias | mlp.shared_experts: gate_proj up_proj down_proj"
+        " | mlp.experts.#: gate_proj up_proj down_proj"
+    ),
+    "GLM-5": (
+        f"self_attn: {LATENT} | self_attn.indexer: wq_b wk k_norm k_norm.bias weights_proj"
+        " | mlp.gate: . e_score_correction_bias | mlp.shared_experts: gate_proj up_proj down_proj"
         " | mlp.experts.#: gate_proj up_proj down_proj"
     ),
     "DeepSeek-V2-Lite": (

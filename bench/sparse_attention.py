@@ -1,0 +1,69 @@
+"""Attention of one token to positions that an indexer chooses, by the C++ kernels, at growing contexts.
+
+    python -m moeserve.bench.sparse_attention [--rounds 5] [--json PATH]
+
+One layer in bf16 with the shapes of DeepSeek-V3.2: an indexer of 64 heads of 128, and 128 heads over vectors of 576,
+of which 2048 are chosen. The indexer reads all keys of a context, so its time grows with the context. That of attention
+to the chosen positions should not. Beside them stands attention to all positions, which grows far more.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+
+import torch
+
+from moeserve.bench.gpu.inputs import Source, num_cache_blocks
+from moeserve.bench.harness import Row, call_timer, interleave, make_parser
+from moeserve.bench.report import show_and_save
+from moeserve.ops.indexer import IndexerRule
+from moeserve.ops.select import select_kernels
+from moeserve.ops.threads import set_num_threads
+from moeserve.ops.torch.table import TORCH_KERNELS
+
+KERNELS = select_kernels(torch.device("cpu"))
+CONTEXTS = (8192, 16384, 32768, 65536)
+TOP_K = 2048
+INDEX_HEADS, INDEX_SIZE, NUM_HEADS, VECTOR_SIZE, LATENT_SIZE = 64, 128, 128, 576, 512
+BLOCK_SIZE = 16
+SAMPLE_SECONDS = 0.1
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = make_parser("sparse_attention", "Attention of one token to chosen positions.", rounds=5)
+    options = parser.parse_args(arguments)
+    if KERNELS is TORCH_KERNELS:
+        raise SystemExit("the C++ kernels are not built")
+    set_num_threads(options.threads)
+    show_and_save(options.json, [measure(context, options.rounds) for context in CONTEXTS])
+
+
+@torch.inference_mode()
+def measure(context_len: int, num_rounds: int) -> Row:
+    """Return the times of one token's indexer and attention at the end of a context."""
+    measures = {name: call_timer(call, SAMPLE_SECONDS) for name, call in calls(context_len).items()}
+    samples = interleave(measures, num_rounds, warms_up=True)
+    times = {name: statistics.median(seconds) * 1e3 for name, seconds in samples.items()}
+    return {"benchmark": "sparse_attention", "context": context_len, "milliseconds": times, "samples": samples}
+
+
+def calls(context_len: int) -> dict[str, Callable[[int], object]]:
+    source = Source(torch.device("cpu"), torch.Generator().manual_seed(0), torch.bfloat16)
+    step = source.step([(1, context_len)], BLOCK_SIZE)
+    num_blocks = num_cache_blocks(step)
+    query, weights = source.normal(1, INDEX_HEADS, INDEX_SIZE), source.normal(1, INDEX_HEADS)
+    keys, vectors = (source.normal(num_blocks, BLOCK_SIZE, size) for size in (INDEX_SIZE, VECTOR_SIZE))
+    attention_query = source.normal(1, NUM_HEADS, VECTOR_SIZE)
+    choose = KERNELS.make_indexer(IndexerRule(top_k=TOP_K))
+    attention = KERNELS.make_latent_attention(VECTOR_SIZE**-0.5, LATENT_SIZE, NUM_HEADS)
+    chosen = choose(query, weights, keys, step)
+    return {
+        "indexer": lambda _: choose(query, weights, keys, step),
+        "chosen": lambda _: attention.attend_chosen(attention_query, vectors, chosen),
+        "all": lambda _: attention.attend(attention_query, vectors, step),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""The lightning indexer of sparse attention (DeepSeek-V3.2): the positions that each token attends to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from einops import rearrange
+from torch import Tensor, nn
+
+from moeserve.layers.context import ModelContext
+from moeserve.layers.linear import Linear
+from moeserve.layers.rotary import RotaryConfig, Rotations
+from moeserve.layers.weights import QuantizationLimits
+from moeserve.ops.indexer import ChosenEntries, IndexerRule
+from moeserve.ops.interfaces import Rows, plain_rows
+from moeserve.step_inputs import StepInputs
+
+# T tokens, D model width, I size of compressed queries, N heads of the indexer, H size of a key
+
+NORM_EPSILON = 1e-6  # of the keys' LayerNorm, independent of the model's own
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexerConfig:
+    """The shape of an indexer. All of its heads share one key for each token."""
+
+    num_heads: int
+    key_dim: int
+    rotary: RotaryConfig  # of the beginning of queries and keys
+
+
+@dataclass
+class Choice:
+    """The positions that the last layer with an indexer chose in a step, for itself and layers that share them."""
+
+    entries: ChosenEntries | None = None  # None: all
+
+
+class Indexer(nn.Module):
+    """Chooses the positions with the highest sums over heads of weight * max(0, query . key).
+
+    The published inference code scales these sums, and rotates queries and keys by a Hadamard matrix before it rounds
+    them to 8 bits. Neither changes the order of exact sums. Every tp rank computes all heads.
+    """
+
+    def __init__(
+        self, config: IndexerConfig, hidden_size: int, query_rank: int, top_k: int, context: ModelContext
+    ) -> None:
+        super().__init__()
+        self.config = config
+        limits = QuantizationLimits(8)  # as for attention's own queries and keys
+        self.query = Linear(query_rank, config.num_heads * config.key_dim, context, limits=limits)
+        self.key = Linear(hidden_size, config.key_dim, context, limits=limits)
+        self.key_norm_weight = context.parameter(config.key_dim)
+        self.key_norm_bias = context.parameter(config.key_dim)
+        # Published in bfloat16 beside 8-bit projections.
+        self.head_weights = Linear(hidden_size, config.num_heads, context, limits=QuantizationLimits(8, None))
+        self._norm = context.kernels.layer_norm_in_place
+        self._apply_rope = context.kernels.apply_rope
+        self._choose = context.kernels.make_indexer(IndexerRule(top_k=top_k))
+
+    def keys(self, hidden_TD: Rows, rotations: Rotations) -> Tensor:
+        """Return the keys [T, H] to store."""
+        key_TH = self.key(self.key.weights.input_of(hidden_TD))
+        self._norm(key_TH, self.key_norm_weight, self.key_norm_bias, NORM_EPSILON)
+        self._apply_rope(key_TH[:, None], rotations[self.config.rotary], key_TH[:, None])
+        return key_TH
+
+    def choose(
+        self, hidden_TD: Rows, query_TI: Rows, rotations: Rotations, key_cache: Tensor, step: StepInputs
+    ) -> ChosenEntries:
+        """Return the positions of each token. The keys of the step's tokens must be stored before.
+
+        Args:
+            query_TI: the compressed queries of attention.
+            key_cache: [num_blocks, block_size, H]
+        """
+        query_TX = self.query(self.query.weights.input_of(query_TI))
+        query_TNH = rearrange(query_TX, "T (N H) -> T N H", H=self.config.key_dim)
+        query_TNH = self._apply_rope(query_TNH, rotations[self.config.rotary])
+        weights_TN = self.head_weights(plain_rows(hidden_TD))
+        return self._choose(query_TNH, weights_TN, key_cache, step)

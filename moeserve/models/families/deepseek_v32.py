@@ -1,0 +1,96 @@
+"""DeepSeek-V3.2 and GLM-5: the latent attention of DeepSeek-V3 over positions that a lightning indexer chooses.
+
+In GLM-5, layers may attend to the positions that an earlier layer chose (arXiv 2603.12201).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from moeserve.layers.indexer import IndexerConfig
+from moeserve.layers.mla import LatentAttentionConfig
+from moeserve.models.config_values import ConfigValues
+from moeserve.models.family import Family
+from moeserve.models.fields import (
+    read_corrected_router,
+    read_latent_attention,
+    read_listed_dense,
+    read_model,
+    read_num_layers,
+    read_shared_experts,
+    read_width,
+)
+from moeserve.models.model_config import LayerConfig, ModelConfig
+from moeserve.moe.layer import MoEConfig
+
+INDEXER_TYPES = ("shared", "full")
+
+
+def read_v32(config: ConfigValues) -> ModelConfig:
+    config.require("indexer_rope_interleave", False)
+    return _read(config, [True] * read_num_layers(config), is_interleaved=False)
+
+
+def read_glm5(config: ConfigValues) -> ModelConfig:
+    config.require("indexer_rope_interleave", True)
+    return _read(config, _layers_with_indexer(config), is_interleaved=True)
+
+
+def _layers_with_indexer(config: ConfigValues) -> list[bool]:
+    """Return for each layer True if it has an indexer, False if it shares the choice of the layer before."""
+    num_layers = read_num_layers(config)
+    has_indexer = config.flags_of_layers("indexer_types", INDEXER_TYPES, num_layers)
+    key = "indexer_types"
+    if has_indexer is None and config.values.get("index_topk_pattern") is not None:
+        key = "index_topk_pattern"
+        pattern = config.values[key]
+        letters = {"F": "full", "S": "shared"}
+        names = [letters.get(name, name) for name in pattern] if isinstance(pattern, (str, list)) else pattern
+        expanded = ConfigValues(config.path, {key: names})
+        has_indexer = expanded.flags_of_layers(key, INDEXER_TYPES, num_layers)
+    if has_indexer is None:
+        key = "index_topk_freq"
+        frequency, offset = config.integer(key, 1), config.integer("index_skip_topk_offset", 2, low=0)
+        has_indexer = [max(layer - offset + 1, 0) % frequency == 0 for layer in range(num_layers)]
+    if not has_indexer[0]:
+        raise config.wrong(key, "gives the first layer no indexer, and there is none before it")
+    return has_indexer
+
+
+def _read(config: ConfigValues, has_indexer: list[bool], *, is_interleaved: bool) -> ModelConfig:
+    config.require("scoring_func", "sigmoid")
+    config.require("topk_method", "noaux_tc")
+    config.require("moe_layer_freq", 1)
+    config.require("rope_interleave", True)
+    attention = read_latent_attention(config, is_interleaved=True)
+    if attention.query_rank is None:
+        raise config.wrong("q_lora_rank", "must be set: the indexer reads compressed queries")
+    indexer = _read_indexer(config, attention, is_interleaved=is_interleaved)
+    expert_width = read_width(config, "moe_intermediate_size")
+    moe = MoEConfig(
+        router=read_corrected_router(config),
+        expert_width=expert_width,
+        shared=read_shared_experts(config, expert_width),
+    )
+    attention = dataclasses.replace(attention, top_k=config.integer("index_topk", high=2**20))
+    of_layer = {True: dataclasses.replace(attention, indexer=indexer), False: attention}
+    layers = [
+        LayerConfig(mixer=of_layer[has], feed_forward=feed_forward)
+        for has, feed_forward in zip(has_indexer, read_listed_dense(config, moe), strict=True)
+    ]
+    return read_model(config, layers)
+
+
+def _read_indexer(config: ConfigValues, attention: LatentAttentionConfig, *, is_interleaved: bool) -> IndexerConfig:
+    key_dim = config.integer("index_head_dim", high=2**14)
+    if key_dim < attention.rotary_dim:
+        raise config.wrong("index_head_dim", f"is less than qk_rope_head_dim={attention.rotary_dim}")
+    return IndexerConfig(
+        num_heads=config.integer("index_n_heads", high=2**14),
+        key_dim=key_dim,
+        rotary=dataclasses.replace(attention.rotary, is_interleaved=is_interleaved),
+    )
+
+
+DEEPSEEK_V32 = Family(name="DeepSeek-V3.2", architecture="DeepseekV32ForCausalLM", read=read_v32)
+GLM5 = Family(name="GLM-5", architecture="GlmMoeDsaForCausalLM", read=read_glm5)
