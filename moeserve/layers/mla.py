@@ -326,4 +326,4 @@ class CompressedQuery(nn.Module):
     def compress(self, hidden_TD: Rows) -> Rows:
         """Return the inputs of `up`."""
         _, normed_TI = self.norm.after_adding(None, self.down(hidden_TD))
-        return normed_TI  # type: ignore[no-any-return]
+        return normed_TI
