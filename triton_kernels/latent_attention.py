@@ -17,7 +17,7 @@ from moeserve.triton_kernels.paged_launch import AttentionConfig, Splits, launch
 
 
 WRITE_WARPS = 4
-MAX_PROGRAMS = 1024  # for splits: about eight for each multiprocessor, as contexts differ in length
+MAX_PROGRAMS = 512  # for splits: about four for each multiprocessor
 
 
 def write_latents(latent_TP: Tensor, cache: Tensor, slots_T: Tensor) -> None:
@@ -69,8 +69,8 @@ def latent_attention(
     """Attend from row i of a chunk, at position context_len - num_rows + i, to the positions up to it.
 
     Scores, softmax and sums are float32. Weights are rounded to the dtype of the vectors before they are multiplied
-    with them. With splits, the last bits of the results of chunks of one row depend on the number of chunks and on
-    `max_context`, because many chunks have fewer splits and other tiles. Without, the result of a row does not depend
+    with them. With splits, the last bits of the results of chunks of one row depend on the other chunks and on
+    `max_context`, because many chunks have longer splits and other tiles. Without, the result of a row does not depend
     on its chunk or on others.
 
     Memory moved: for a chunk of one row, P * element size for each position, which bounds the time up to about 32

@@ -24,7 +24,7 @@ from moeserve.triton_kernels.paged_splits import attend_split_kernel, merge_spli
 from moeserve.triton_kernels.paged_tiles import attend_tile_kernel
 
 # T tokens, N query heads, G key-value heads, P size of a key, V size of a value, E elements of a key beyond its value,
-# S chunks, Z splits, p parts of the values, M pairs of a tile, C positions of a tile
+# S chunks, Y splits of all chunks, p parts of the values, M pairs of a tile, C positions of a tile
 
 CHUNKS_AT_ONCE = 256  # chunks that a program reads at a time to find its own
 MAX_PARTIAL_BYTES = 2**30  # partial sums of splits; more chunks take several launches
@@ -52,14 +52,13 @@ class AttentionConfig:
 class Splits:
     """Division of the context of one row. It fixes the order of additions.
 
-    Piece i, counted from the first piece that the row attends to, belongs to split i % num_splits. With `max_programs`
-    there are fewer splits, and fewer partial sums, in steps with many chunks, so the last bits of a result depend on
-    the number of chunks. Without, the division depends on the model's shape only.
+    With `max_programs`, steps with many positions have longer splits, and fewer partial sums, so the last bits of a
+    result depend on the other chunks of the step. Without, they depend on the chunk and the model's shape only.
     """
 
     piece_size: int  # positions, a multiple of AttentionConfig.block_positions
     max_splits: int  # of one context and key-value head, a power of two
-    max_programs: int | None = None  # for all chunks; there is at least one split, whatever the number of chunks
+    max_programs: int | None = None  # for all chunks, which share them evenly; each chunk may have one split more
 
 
 def launch_attention(
@@ -172,31 +171,38 @@ def launch_attention(
         if 2 * num_full <= num_programs(query_TNP.device, 1):
             config = few_config
     programs_per_split = num_kv_heads * num_tiles_and_parts(group, config)
-    if splits.max_programs is not None:
-        num_splits = min(num_splits, max(splits.max_programs // (programs_per_split * num_chunks), 1))
     num_parts = config.num_parts
-    bytes_per_chunk = num_splits * num_heads * (value_size + 2 * num_parts) * torch.float32.itemsize
+    is_balanced = splits.max_programs is not None
+    num_balanced = max((splits.max_programs or 0) // programs_per_split, 1)
+    most_splits = MAX_PARTIAL_BYTES // (num_heads * (value_size + 2 * num_parts) * torch.float32.itemsize)
     # Slices of tables at multiples of 4 keep the alignment that kernels are compiled for.
-    chunks_at_once = min(num_chunks, max(MAX_PARTIAL_BYTES // bytes_per_chunk // 4 * 4, 4))
-    partial_SZNV, maximum_SZpN, total_SZpN = (
-        query_TNP.new_empty(chunks_at_once, num_splits, *size, dtype=torch.float32)
+    most_chunks = most_splits - num_balanced if is_balanced else most_splits // num_splits
+    chunks_at_once = min(num_chunks, max(most_chunks // 4 * 4, 4))
+    num_slots = chunks_at_once * num_splits
+    if is_balanced:  # `find_split` rounds up, so there may be one more split for each chunk
+        num_slots = min(num_slots, num_balanced + chunks_at_once)
+    partial_YNV, maximum_YpN, total_YpN = (
+        query_TNP.new_empty(num_slots, *size, dtype=torch.float32)
         for size in ((num_heads, value_size), (num_parts, num_heads), (num_parts, num_heads))
     )
+    balanced_S2 = context_lens.new_empty(chunks_at_once, 2) if is_balanced else None
     part_size = max(sizes["BLOCK_V"] // num_parts, 16)
     block_merged = min(part_size, BLOCK_MERGED)
     for first in range(0, num_chunks, chunks_at_once):
         num_own = min(chunks_at_once, num_chunks - first)
         is_last = first + num_own == num_chunks
-        attend_split_kernel[(programs_per_split, num_own, num_splits)](
+        attend_split_kernel[(programs_per_split * (num_slots if is_balanced else num_own * num_splits),)](
             query_TNP,
             *caches,
             *(table[first:] for table in tables),
-            partial_SZNV,
-            maximum_SZpN,
-            total_SZpN,
+            partial_YNV,
+            maximum_YpN,
+            total_YpN,
+            balanced_S2,
             *strides,
             num_own,
             num_splits,
+            num_balanced,
             num_heads,
             programs_per_split // num_kv_heads // num_parts,
             scale,
@@ -205,13 +211,15 @@ def launch_attention(
             PIECE_SIZE=splits.piece_size,
             BLOCK_M=config.block_pairs,
             BLOCK_C=config.block_positions,
+            CHUNKS_AT_ONCE=CHUNKS_AT_ONCE,
             **config.compile_options,
         )
         num_padding = num_tokens if is_one_row_each and is_last else 0
         merge_splits_kernel[(num_own + num_padding, num_heads, triton.cdiv(value_size, block_merged))](
-            partial_SZNV,
-            maximum_SZpN,
-            total_SZpN,
+            partial_YNV,
+            maximum_YpN,
+            total_YpN,
+            balanced_S2,
             row_starts[first:],
             context_lens[first:],
             sinks_N,

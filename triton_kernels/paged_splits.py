@@ -1,6 +1,8 @@
 """Attention of chunks of one row over a paged cache: their contexts are divided among programs, and merged.
 
-Piece i of a context, counted from the first piece that the row attends to, belongs to split i % num_splits.
+Piece i of a context, counted from the first piece that the row attends to, belongs to split i % number of splits. There
+are two forms. Either all contexts have up to Z splits, and those of chunk s are s * Z to s * Z + Z - 1. Or splits are
+balanced: all have about as many pieces, and those of all chunks are numbered one after another.
 """
 
 from __future__ import annotations
@@ -10,10 +12,10 @@ import triton.language as tl
 
 from moeserve.triton_kernels.online_softmax import LOG2_E, attend_positions, first_visible, load_blocks, with_sink
 
-# T tokens, N query heads, S chunks, Z splits
+# T tokens, N query heads, S chunks, Z splits of a chunk at most, Y splits of all chunks
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_chunks", "num_splits"])
+@triton.jit(do_not_specialize=["table_stride", "num_chunks", "num_splits", "num_balanced"])
 def attend_split_kernel(
     query_ptr,
     key_cache_ptr,
@@ -23,9 +25,10 @@ def attend_split_kernel(
     block_table_ptr,
     row_starts_ptr,
     context_lens_ptr,
-    partial_ptr,  # [S, Z, N, VALUE_SIZE] float32: sums of values times weights, relative to the maximum
-    maximum_ptr,  # [S, Z, NUM_PARTS, N] float32: largest score, in base-2 logarithms
-    total_ptr,  # [S, Z, NUM_PARTS, N] float32: sums of the weights
+    partial_ptr,  # [Y, N, VALUE_SIZE] float32: sums of values times weights, relative to the maximum
+    maximum_ptr,  # [Y, NUM_PARTS, N] float32: largest score, in base-2 logarithms
+    total_ptr,  # [Y, NUM_PARTS, N] float32: sums of the weights
+    balanced_ptr,  # [S, 2] int32: each chunk's first split, and the number of its splits; None: they are not balanced
     query_row_stride,
     query_head_stride,
     cache_block_stride,
@@ -33,7 +36,8 @@ def attend_split_kernel(
     cache_position_stride,
     table_stride,
     num_chunks,
-    num_splits,  # Z, of the longest context
+    num_splits,  # Z
+    num_balanced,  # splits that all chunks share evenly, besides one for each chunk
     num_heads,
     num_tiles,  # tiles of BLOCK_M heads in a group
     scale,
@@ -49,21 +53,38 @@ def attend_split_kernel(
     PIECE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    CHUNKS_AT_ONCE: tl.constexpr,
 ):
     """Attend from the chunks of one row to the splits of their contexts; see `attend_tile_kernel` for the arguments.
 
-    A program computes one tile of BLOCK_M heads, one part of the values and one split: every num_splits-th piece.
-    Programs without pieces return at once. Neighbouring programs read the same positions.
+    A program computes one tile of BLOCK_M heads, one part of the values and one split. Programs without
+    pieces return at once. Neighbouring programs read the same positions.
     """
-    tile = tl.program_id(0)
-    chunk = tl.program_id(1).to(tl.int64)
-    split = tl.program_id(2)
+    num_programs_each = num_heads // GROUP * num_tiles * NUM_PARTS
+    tile = tl.program_id(0) % num_programs_each
+    slot = tl.program_id(0) // num_programs_each
+    if balanced_ptr is None:
+        chunk = slot // num_splits
+        split = slot % num_splits
+    else:
+        chunk, split, pieces_each = find_split(
+            row_starts_ptr, context_lens_ptr, num_chunks, num_splits, num_balanced, slot,
+            WINDOW, PIECE_SIZE, CHUNKS_AT_ONCE,
+        )  # fmt: skip
+        if chunk >= num_chunks:
+            return
+    chunk = chunk.to(tl.int64)
     context_len = tl.load(context_lens_ptr + chunk)
     first, first_piece, num_pieces = pieces_of(context_len, WINDOW, PIECE_SIZE)
     row = tl.load(row_starts_ptr + chunk).to(tl.int64)
     num_rows = tl.load(row_starts_ptr + chunk + 1) - row
     if (num_rows != 1) | (split >= num_pieces):
         return
+    if balanced_ptr is not None:
+        num_splits = tl.minimum(tl.cdiv(num_pieces, pieces_each), num_splits)
+        if (split == 0) & (tile == 0):
+            tl.store(balanced_ptr + 2 * chunk, slot)
+            tl.store(balanced_ptr + 2 * chunk + 1, num_splits)
     part = 0
     if NUM_PARTS > 1:
         part = tile % NUM_PARTS
@@ -146,8 +167,8 @@ def attend_split_kernel(
         )
         columns, blocks = next_columns, next_blocks
 
-    places = (chunk * num_splits + split) * num_heads + heads
-    places_of_part = ((chunk * num_splits + split) * NUM_PARTS + part) * num_heads + heads
+    places = slot.to(tl.int64) * num_heads + heads
+    places_of_part = (slot.to(tl.int64) * NUM_PARTS + part) * num_heads + heads
     tl.store(maximum_ptr + places_of_part, maximum, mask=is_head)
     tl.store(total_ptr + places_of_part, total, mask=is_head)
     tl.store(
@@ -162,6 +183,7 @@ def merge_splits_kernel(
     partial_ptr,
     maximum_ptr,
     total_ptr,
+    balanced_ptr,
     row_starts_ptr,
     context_lens_ptr,
     sinks_ptr,
@@ -200,9 +222,13 @@ def merge_splits_kernel(
     part = 0
     if NUM_PARTS > 1:
         part = tl.program_id(2) * BLOCK_V // PART_SIZE
+    first_split = chunk * num_splits
+    if balanced_ptr is not None:
+        first_split = tl.load(balanced_ptr + 2 * chunk).to(tl.int64)
+        num_splits = tl.load(balanced_ptr + 2 * chunk + 1)
     num_used = tl.minimum(num_pieces, num_splits)
-    first_state = chunk * num_splits * NUM_PARTS * num_heads + part * num_heads + head
-    partial_ptr += (chunk * num_splits * num_heads + head) * VALUE_SIZE
+    first_state = (first_split * NUM_PARTS + part) * num_heads + head
+    partial_ptr += (first_split * num_heads + head) * VALUE_SIZE
     # Always MAX_SPLITS, whatever the step has, so that the order of additions is the same in all steps.
     splits = tl.arange(0, MAX_SPLITS)
     states = first_state + splits * NUM_PARTS * num_heads
@@ -232,6 +258,52 @@ def merge_splits_kernel(
         result.to(output_ptr.dtype.element_ty),
         mask=is_value,
     )
+
+
+@triton.jit
+def find_split(
+    row_starts_ptr,
+    context_lens_ptr,
+    num_chunks,
+    num_splits,
+    num_balanced,
+    slot,
+    WINDOW: tl.constexpr,
+    PIECE_SIZE: tl.constexpr,
+    CHUNKS_AT_ONCE: tl.constexpr,
+):
+    """Return the chunk of a balanced split, its number in the chunk, and the pieces of a split.
+
+    The chunk is `num_chunks` if there are fewer splits.
+    """
+    total = 0
+    for first_chunk in range(0, num_chunks, CHUNKS_AT_ONCE):
+        chunks = first_chunk + tl.arange(0, CHUNKS_AT_ONCE)
+        total += tl.sum(count_pieces(row_starts_ptr, context_lens_ptr, chunks, num_chunks, WINDOW, PIECE_SIZE), axis=0)
+    pieces_each = tl.maximum(tl.cdiv(total, num_balanced), 1)
+    chunk = 0
+    first_slot = 0
+    num_slots = 0
+    for first_chunk in range(0, num_chunks, CHUNKS_AT_ONCE):
+        chunks = first_chunk + tl.arange(0, CHUNKS_AT_ONCE)
+        num_pieces = count_pieces(row_starts_ptr, context_lens_ptr, chunks, num_chunks, WINDOW, PIECE_SIZE)
+        counts = tl.minimum(tl.cdiv(num_pieces, pieces_each), num_splits)
+        is_before = (chunks < num_chunks) & (num_slots + tl.cumsum(counts, axis=0) <= slot)
+        chunk += tl.sum(is_before.to(tl.int32), axis=0)
+        first_slot += tl.sum(tl.where(is_before, counts, 0), axis=0)
+        num_slots += tl.sum(counts, axis=0)
+    return chunk, slot - first_slot, pieces_each
+
+
+@triton.jit
+def count_pieces(row_starts_ptr, context_lens_ptr, chunks, num_chunks, WINDOW: tl.constexpr, PIECE_SIZE: tl.constexpr):
+    """Return the number of pieces of each chunk of one row; 0 for other chunks."""
+    is_chunk = chunks < num_chunks
+    starts = tl.load(row_starts_ptr + chunks, mask=is_chunk, other=0)
+    ends = tl.load(row_starts_ptr + chunks + 1, mask=is_chunk, other=0)
+    context_lens = tl.load(context_lens_ptr + chunks, mask=is_chunk, other=0)
+    _, _, num_pieces = pieces_of(context_lens, WINDOW, PIECE_SIZE)
+    return tl.where(ends - starts == 1, num_pieces, 0)
 
 
 @triton.jit

@@ -185,18 +185,23 @@ def paged_cost(launch: Launch, step: Step, chunks: Sequence[ChunkSpan], other_by
     )
 
 
-def num_splits(launch: Launch, span: ChunkSpan) -> int:
-    """Return the splits of a chunk that have positions."""
-    window = launch.arguments["WINDOW"]
-    seen = span.context_len if window is None else min(span.context_len, window + launch.arguments["PIECE_SIZE"] - 1)
-    return min(-(-seen // launch.arguments["PIECE_SIZE"]), launch.arguments["num_splits"])
+def num_splits(launch: Launch, step: Step) -> int:
+    """Return the splits of all chunks of one row that have positions."""
+    arguments = launch.arguments
+    window, piece_size, most = (arguments[name] for name in ("WINDOW", "PIECE_SIZE", "num_splits"))
+    lens = [span.context_len for span in step.spans if span.num_rows == 1]
+    pieces = [-(-(each if window is None else min(each, window + piece_size - 1)) // piece_size) for each in lens]
+    num_slots = arguments["partial_ptr"].shape[0]
+    pieces_each = 1
+    if arguments["balanced_ptr"] is not None and num_slots < len(pieces) * most:
+        pieces_each = -(-sum(pieces) // (num_slots - len(pieces)))
+    return sum(min(-(-each // pieces_each), most) for each in pieces)
 
 
 def partial_bytes(launch: Launch, step: Step) -> float:
     """Return the bytes of the partial sums of all splits, and of the merged results."""
     partial = launch.arguments["partial_ptr"]
-    each = partial.shape[2] * (partial.shape[3] + 2) * partial.dtype.itemsize
-    return each * sum(num_splits(launch, span) for span in step.spans if span.num_rows == 1)
+    return partial.shape[1] * (partial.shape[2] + 2) * partial.dtype.itemsize * num_splits(launch, step)
 
 
 def split_cost(launch: Launch, step: Step) -> Cost:

@@ -129,7 +129,7 @@ def test_fewer_splits_and_other_tiles(
 ) -> None:
     """Steps with many chunks have fewer splits; with more than 32 heads, few chunks get other tiles on a large device.
 
-    The number of launches changes no byte.
+    The number of launches changes no byte, unless splits are balanced over the chunks of a launch.
     """
     lengths = [(1, 150), (0, 0), (1, 1), (1, 33), (1, 129), (1, 40)]
     case = make_case(lengths[:1] if shape.num_heads > 32 else lengths, shape, dtype=torch.float16)
@@ -144,7 +144,8 @@ def test_fewer_splits_and_other_tiles(
             check(case, expected)
             patch.setattr(paged_launch, "MAX_PARTIAL_BYTES", 1)  # four chunks at a time
             actual = attend(padded)
-        assert same_bytes(actual[:-1], expected)
+        check(case, actual[:-1])
+        assert max_programs is not None or same_bytes(actual[:-1], expected)
         assert not actual[-1:].any()
 
 
@@ -152,8 +153,8 @@ def test_fewer_splits_and_other_tiles(
     ("num_heads", "num_chunks", "num_programs"),
     [
         *((num_heads, 1, 128) for num_heads in (16, 32, 40, 64, 128)),
-        *((num_heads, num_chunks, 1024) for num_heads in (16, 64, 128) for num_chunks in (64, 128, 256)),
-        (128, 1024, 2048),  # a split for each chunk
+        *((num_heads, num_chunks, 512 + num_chunks) for num_heads in (16, 64) for num_chunks in (64, 512)),
+        *((128, num_chunks, 512 + 2 * num_chunks) for num_chunks in (64, 512)),
     ],
 )
 def test_programs_of_latent_attention_on_132_multiprocessors(
@@ -175,7 +176,8 @@ def test_programs_of_latent_attention_on_132_multiprocessors(
 
 def test_more_chunks_than_a_program_reads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paged_launch, "CHUNKS_AT_ONCE", 8)
-    check(make_case([(1, 3), (0, 9)] * 7 + [(2, 9), (1, 5), (3, 3)], Shape(2, 1, 16)))
+    for shape in (Shape(2, 1, 16), Shape(2, 1, 20, latent_size=16)):
+        check(make_case([(1, 3), (0, 9)] * 7 + [(2, 9), (1, 5), (3, 3)], shape))
 
 
 @pytest.mark.parametrize("splits_contexts", [True, False])

@@ -88,6 +88,7 @@ def compile_attention(
         "partial_ptr": "*fp32",
         "maximum_ptr": "*fp32",
         "total_ptr": "*fp32",
+        "balanced_ptr": "*i32",
         "sinks_ptr": "*fp32",
     }
     signature = {}
@@ -97,6 +98,7 @@ def compile_attention(
         is_none = {
             "value_cache_ptr": shape.is_latent,
             "sinks_ptr": not shape.has_sinks,
+            "balanced_ptr": not shape.is_latent,
             "key_scales_ptr": not shape.has_float8_cache,
             "value_scales_ptr": not shape.has_float8_cache,
         }
@@ -109,7 +111,8 @@ def compile_attention(
         else:
             signature[name] = "fp32" if name == "scale" else "i32"
     counts = {
-        "num_chunks", "num_heads", "num_kv_heads", "num_splits", "num_tiles", "table_stride", "max_attended_rows",
+        "num_chunks", "num_heads", "num_kv_heads", "num_splits", "num_balanced", "num_tiles", "table_stride",
+        "max_attended_rows",
     }  # fmt: skip
     return compile_kernel(kernel, signature, constexprs, options, not_divisible=counts)
 
@@ -134,10 +137,10 @@ def compiled(kind: str, shape: Shape, dtype: str = "bf16") -> MachineCode:
     from moeserve.triton_kernels.paged_tiles import attend_tile_kernel
 
     tile_config, split_config, splits = configs(shape, 4 if dtype == "fp32" else 2)
-    own: dict[str, Any] = sizes(shape)
+    own: dict[str, Any] = sizes(shape) | {"CHUNKS_AT_ONCE": CHUNKS_AT_ONCE}
     if kind == "tiles":
         kernel, config = attend_tile_kernel, tile_config
-        own |= {"LEAST_ROWS": 2, "CHUNKS_AT_ONCE": CHUNKS_AT_ONCE}
+        own |= {"LEAST_ROWS": 2}
     else:
         kernel, config = attend_split_kernel, split_config if kind == "splits" else few_config(shape.num_heads, 2)
         own |= {"PIECE_SIZE": splits.piece_size, "NUM_PARTS": config.num_parts}
