@@ -63,6 +63,7 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
     num_prompt_tokens: int
     prompt_slot: int | None = None  # of a request registered before, which has the same prompt
     block_ids: list[int]
+    window_block_ids: list[int] = []  # of layers with windows, as many; any block behind the window
     params: RequestParams
     seed: int
     end_token_ids: list[int]  # excluded from sampling while below params.min_tokens
@@ -93,6 +94,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     lengths: list[int]  # tokens of each chunk, drafts included
     registrations: list[Registration] = []
     new_blocks: list[tuple[int, list[int]]] = []  # slots, and the KV blocks that are appended to their requests'
+    new_window_blocks: list[tuple[int, list[int]]] = []  # the same of layers with windows
     new_tokens: list[tuple[int, list[int]]] = []  # slots, and the tokens that are appended to their requests'
     drafts: list[tuple[int, list[int]]] = []  # slots, and the drafts at the end of their chunks
     moved_states: list[tuple[int, int]] = []  # slots, and the row where the state of their request is from now on

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -59,6 +61,23 @@ class StateRows(NamedTuple):
         return cls(*rows)
 
 
+class WindowBlocks(NamedTuple):
+    """The blocks of layers with windows, if they are freed behind the window; see the same names in `StepInputs`."""
+
+    cache_slots: Tensor
+    block_table: Tensor  # any block behind the window
+
+    def copy_(self, other: WindowBlocks) -> None:
+        """Copy the first columns of `block_table`, and as many rows as `other` has."""
+        num_chunks, num_blocks = other.block_table.shape
+        self.cache_slots.copy_(other.cache_slots)
+        self.block_table[:num_chunks, :num_blocks].copy_(other.block_table)
+
+    def part(self, rows: slice, chunks: slice) -> WindowBlocks:
+        """Return those of some rows and chunks."""
+        return WindowBlocks(self.cache_slots[rows], self.block_table[chunks])
+
+
 @dataclass(frozen=True)
 class StepInputs:
     """The tokens of one step, chunk after chunk. Tensors are on the device."""
@@ -82,6 +101,12 @@ class StepInputs:
     slots: Tensor | None = None  # [R] int64: slot of the row's request; padding has the slot behind the last
     settings: Tensor | None = None  # [R, W] int64: SAMPLING_SETTINGS of the row's request; all zeros for padding
     states: StateRows | None = None  # None: no layer keeps a state for each request
+    window_blocks: WindowBlocks | None = None  # None: layers with windows use the blocks of the others
+
+    @functools.cached_property
+    def of_windows(self) -> StepInputs:
+        """The step as layers with windows read it."""
+        return dataclasses.replace(self, **self.window_blocks._asdict()) if self.window_blocks else self
 
     @property
     def max_rows_per_chunk(self) -> int:
@@ -92,7 +117,7 @@ class StepInputs:
         return hidden_TD if len(self.logits_rows) == len(hidden_TD) else hidden_TD.index_select(0, self.logits_rows)
 
 
-def decode_step(num_tokens: int, *, has_states: bool = False) -> StepInputs:
+def decode_step(num_tokens: int, *, has_states: bool = False, has_windows: bool = False) -> StepInputs:
     """Return a step of one rank in which each request has one token. The numbers in it have no meaning."""
     zeros_T = torch.zeros(num_tokens, dtype=torch.int64)
     return StepInputs(
@@ -107,4 +132,5 @@ def decode_step(num_tokens: int, *, has_states: bool = False) -> StepInputs:
         tp_sizes=(num_tokens,),
         tokens_per_rank=(num_tokens,),
         states=StateRows.none(num_tokens) if has_states else None,
+        window_blocks=WindowBlocks(zeros_T, torch.zeros(num_tokens, 1, dtype=torch.int32)) if has_windows else None,
     )

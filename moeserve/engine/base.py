@@ -207,6 +207,8 @@ def new_scheduler(config: EngineConfig, loaded: Sequence[Loaded]) -> Scheduler:
             plans_ahead=config.async_scheduling,
             num_batches=1 if config.async_scheduling else config.max_concurrent_batches,
             num_saved_states=config.num_saved_states,
+            window=loaded[0].window,
+            num_window_blocks=loaded[0].num_window_blocks,
         ),
         salt,
         connector,

@@ -135,7 +135,8 @@ class Attention(nn.Module):
         return CacheNeeds(window_bytes_per_token=bytes_per_token, window=abs(self.config.window))
 
     def make_cache(self, size: CacheSize) -> KeyValueCache:
-        shape = (size.num_blocks, self.num_kv_heads, size.block_size, self.config.head_dim)
+        num_blocks = size.blocks_of(has_window=self.config.window is not None)
+        shape = (num_blocks, self.num_kv_heads, size.block_size, self.config.head_dim)
         device = self.context.device
         if self.context.has_float8_cache:
             codes = (torch.empty(shape, dtype=torch.uint8, device=device) for _ in range(2))
@@ -164,6 +165,8 @@ class Attention(nn.Module):
         if self.config.clip is not None:
             limit = self.config.clip
             query_TNH, key_TGH, value_TGH = (heads.clamp(-limit, limit) for heads in (query_TNH, key_TGH, value_TGH))
+        if self.config.window is not None:
+            step = step.of_windows
         query_TNH = self.backend.rotate_and_write(query_TNH, key_TGH, value_TGH, rotation, cache, step)
         attended_TNH = self.backend.attend(query_TNH, cache, step, self.sinks)
         attended_TX = rearrange(attended_TNH, "T N H -> T (N H)")

@@ -30,6 +30,14 @@ class CacheNeeds:
         """Bytes of one token's entries of both kinds."""
         return self.bytes_per_token + self.window_bytes_per_token
 
+    def bytes_of_tokens(self, num_tokens: int) -> int:
+        """Return the bytes of the entries of a request with this many tokens, if those behind the window are freed."""
+        return self.bytes_per_token * num_tokens + self.window_bytes_per_token * min(num_tokens, self.window)
+
+    def without_window(self) -> CacheNeeds:
+        """Return what is needed if nothing is freed behind the window."""
+        return CacheNeeds(bytes_per_token=self.total_bytes_per_token, state_bytes=self.state_bytes)
+
 
 @dataclass(frozen=True)
 class CacheSize:
@@ -38,3 +46,8 @@ class CacheSize:
     num_blocks: int
     block_size: int  # tokens
     num_states: int = 0  # rows for states, of running requests and of saved ones
+    num_window_blocks: int = 0  # of layers with windows; 0: as many as of others, since nothing is freed
+
+    def blocks_of(self, *, has_window: bool) -> int:
+        """Return the number of blocks of a layer."""
+        return self.num_window_blocks or self.num_blocks if has_window else self.num_blocks

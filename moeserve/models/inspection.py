@@ -127,14 +127,18 @@ def as_text(found: Inspection) -> str:
         layers += "; layers for multi-token prediction are not loaded"
     shared = f"; shared experts of width {found.shared_expert_width}" if found.shared_expert_width else ""
     context, bytes_per_token = found.max_position_embeddings, found.cache.total_bytes_per_token
+    windows = ""
+    if found.cache.window:
+        in_windows = found.cache.window_bytes_per_token
+        windows = f", of which {shown_bytes(in_windows)} are kept for the last {found.cache.window} tokens alone"
     facts = {
         "family": f"{found.family} ({found.architecture})",
         "layers": layers,
         "experts": f"{found.num_experts} in a layer, {found.num_experts_per_token} per token{shared}",
         "parameters": f"{_count(found.num_parameters)}, {_count(found.num_active_parameters)} active per token "
         "(counting one row of the embedding)",
-        "KV cache": f"{shown_bytes(bytes_per_token)} per token ({bytes_per_token} bytes), "
-        f"{shown_bytes(bytes_per_token * context)} for the longest context of {context} tokens",
+        "KV cache": f"{shown_bytes(bytes_per_token)} per token ({bytes_per_token} bytes){windows}, "
+        f"{shown_bytes(found.cache.bytes_of_tokens(context))} for the longest context of {context} tokens",
         "on disk": _stored_text(found),
         "in memory": f"{shown_bytes(found.weight_bytes)} as {found.dtype}; "
         f"{'fits' if found.weight_bytes <= found.free_bytes else 'does not fit'} in this machine's free memory of "

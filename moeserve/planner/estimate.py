@@ -164,13 +164,15 @@ def memory_formulas(
 
     With several pipeline stages, they are those of the stage that has room for the fewest tokens.
     """
-    of_stages = [_memory_of_stage(stage, costs, hardware) for stage in layout.stages]
+    of_stages = [_memory_of_stage(stage, costs, hardware, lengths.decode_context) for stage in layout.stages]
     weights, cache = min(of_stages, key=lambda formulas: formulas[1].value)
     numbers = {"tokens": cache.value, "tokens_of_a_request": lengths.decode_context}
     return weights, cache, Formula("the same", "{tokens} / {tokens_of_a_request}", numbers, "requests")
 
 
-def _memory_of_stage(stage: Stage, costs: LayoutCosts, hardware: Hardware) -> tuple[Formula, Formula]:
+def _memory_of_stage(stage: Stage, costs: LayoutCosts, hardware: Hardware, context: float) -> tuple[Formula, Formula]:
+    # Layers with windows keep the last tokens of each request.
+    share_in_windows = min(1.0, stage.cache.window / context)
     fp8_parts = FP8_PARTS if costs.is_fp8 else ()
     numbers: dict[str, float] = {
         "fp8_parameters": sum(part.num_parameters for part in stage.parts if part.name in fp8_parts),
@@ -181,7 +183,7 @@ def _memory_of_stage(stage: Stage, costs: LayoutCosts, hardware: Hardware) -> tu
         "memory": hardware.memory,
         "share": costs.assumptions.memory_share,
         "weights": weights.value,
-        "bytes_of_a_token": stage.cache.total_bytes_per_token,
+        "bytes_of_a_token": stage.cache.bytes_per_token + stage.cache.window_bytes_per_token * share_in_windows,
     }
     template = "max(0, ({memory} x {share} - {weights}) / {bytes_of_a_token})"
     return weights, Formula("KV cache of a replica", template, numbers, "tokens")

@@ -20,15 +20,17 @@ class BlockPool:
         self._num_holders = [0] * num_blocks
         # In the order of allocation: blocks without a digest, then the least recently used digest first.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        # Blocks with a digest that are allocated before all others that have one, in the order of their release.
+        self._unlikely: OrderedDict[int, None] = OrderedDict()
         self._block_of_digest: dict[bytes, int] = {}
         self._digest_of_block: dict[int, bytes] = {}
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return len(self._free) + len(self._unlikely)
 
     def is_free(self, block_id: int) -> bool:
-        return block_id in self._free
+        return block_id in self._free or block_id in self._unlikely
 
     def num_holders(self, block_id: int) -> int:
         return self._num_holders[block_id]
@@ -36,7 +38,7 @@ class BlockPool:
     def allocate(self, num_blocks: int) -> list[int]:
         """Take blocks off the free list for one holder, and evict their digests."""
         assert num_blocks <= self.num_free, f"{num_blocks} blocks needed, {self.num_free} free"
-        taken = [self._free.popitem(last=False)[0] for _ in range(num_blocks)]
+        taken = [self._take_free() for _ in range(num_blocks)]
         for block_id in taken:
             self._num_holders[block_id] = 1
             digest = self._digest_of_block.pop(block_id, None)
@@ -48,26 +50,34 @@ class BlockPool:
         """Return the block registered under a digest. It may be free: `share` it before anything is allocated."""
         return self._block_of_digest.get(digest)
 
+    def block_of(self, digest: bytes) -> int:
+        """Return the block registered under a digest, which must be."""
+        return self._block_of_digest[digest]
+
     def share(self, block_ids: Iterable[int]) -> None:
         """Add a holder to blocks that are registered or held."""
         for block_id in block_ids:
             if self._num_holders[block_id] == 0:
                 assert block_id in self._digest_of_block, f"block {block_id} is neither registered nor held"
-                del self._free[block_id]
+                del (self._free if block_id in self._free else self._unlikely)[block_id]
             self._num_holders[block_id] += 1
 
-    def release(self, block_ids: Sequence[int]) -> None:
+    def release(self, block_ids: Sequence[int], *, is_unlikely: bool = False) -> None:
         """Remove one holder from each block of a request, given in the order of its positions.
 
         The last block is freed first, so a cached prefix is evicted from its tail: without its head the tail could not
         be found.
+
+        Args:
+            is_unlikely: they will hardly be shared again, so they are evicted before others.
         """
         for block_id in reversed(block_ids):
             assert self._num_holders[block_id] > 0, f"block {block_id} is released, but has no holder"
             self._num_holders[block_id] -= 1
             if self._num_holders[block_id] == 0:
-                self._free[block_id] = None
-                if block_id not in self._digest_of_block:
+                has_digest = block_id in self._digest_of_block
+                (self._unlikely if is_unlikely and has_digest else self._free)[block_id] = None
+                if not has_digest:
                     self._free.move_to_end(block_id, last=False)
 
     def register(self, block_id: int, digest: bytes) -> None:
@@ -83,14 +93,30 @@ class BlockPool:
         holders = Counter(held)
         assert self._num_holders == [holders[block_id] for block_id in range(self.num_blocks)], "holders are miscounted"
         unheld = {block_id for block_id in range(self.num_blocks) if not holders[block_id]}
-        assert set(self._free) == unheld, "a block is lost, or free while it is held"
+        assert {*self._free, *self._unlikely} == unheld, "a block is lost, or free while it is held"
         blocks_and_digests = {(block_id, digest) for digest, block_id in self._block_of_digest.items()}
         assert blocks_and_digests == set(self._digest_of_block.items()), "the prefix cache contradicts itself"
+
+    def _take_free(self) -> int:
+        first = next(iter(self._free), None)
+        if self._unlikely and (first is None or first in self._digest_of_block):
+            return self._unlikely.popitem(last=False)[0]
+        return self._free.popitem(last=False)[0]
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:
     """Return the number of blocks that hold these tokens, the last perhaps not full."""
     return -(-num_tokens // block_size)
+
+
+def num_blocks_of_windows(window: int, block_size: int, *, max_num_seqs: int, num_tokens_in_flight: int) -> int:
+    """Return the number of blocks in which the windows of all running requests fit, and the chunks of plans in flight.
+
+    The first and the last block of a window may be partly outside of it, and another block begins before the results
+    of plans in flight are known.
+    """
+    num_chunk_blocks = num_blocks_for(num_tokens_in_flight, block_size)
+    return max_num_seqs * (num_blocks_for(window, block_size) + 2) + num_chunk_blocks
 
 
 def root_digest(engine_salt: bytes, cache_salt: str) -> bytes:

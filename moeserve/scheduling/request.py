@@ -24,6 +24,8 @@ class LiveRequest:
     num_unknown: int = 0  # output tokens that plans in flight sample
     num_plans: int = 0  # in flight
     block_ids: list[int] = field(default_factory=list)
+    window_block_ids: list[int] = field(default_factory=list)  # of layers with windows, as many if these have their own
+    num_dropped_blocks: int = 0  # of the latter, from the first on: it does not hold them any more
     slot: int = NO_SLOT  # of the ranks' tables
     is_registered: bool = False  # the ranks' tables hold its state
     num_sent: int = 0  # known tokens, when it was last planned; if the ranks do not sample, they have these
@@ -36,7 +38,7 @@ class LiveRequest:
     state_row: int | None = None  # of its recurrent state before the next planned token; None: zeros
     own_state_row: int = NO_SLOT  # the row to which its chunks write the state after them
     has_moved_state: bool = False  # to `own_state_row`, since the last plan
-    branch_point: int = 0  # tokens after which its state is saved, since another request went on differently there
+    branch_point: int = 0  # tokens after which another request went on differently: its state and window are kept
     ended: bool = False
     _digests: list[bytes] = field(default_factory=list)  # of its first full blocks, computed on demand
     _prompt_logprobs: list[LogprobRows] = field(default_factory=list)  # collected until the first token
@@ -95,6 +97,7 @@ class LiveRequest:
             num_prompt_tokens=self.num_prompt_tokens,
             prompt_slot=prompt_slot,
             block_ids=self.block_ids.copy(),  # grows before the ranks read it
+            window_block_ids=self.window_block_ids.copy(),
             params=request.params,
             seed=request.seed,
             end_token_ids=[*request.eos_token_ids, *request.params.stop_token_ids],
@@ -155,7 +158,8 @@ class LiveRequest:
     def reset_computed(self) -> None:
         """Return to the start after a preemption. The output is kept; all tokens will be computed again."""
         self.num_computed = self.num_planned = 0
-        self.block_ids = []
+        self.block_ids, self.window_block_ids = [], []
+        self.num_dropped_blocks = 0
         self.slot = NO_SLOT
         self.state_row = None
         self.has_moved_state = False

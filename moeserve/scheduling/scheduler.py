@@ -31,7 +31,7 @@ from moeserve.protocol import (
 )
 from moeserve.scheduling.block_pool import num_blocks_for, root_digest
 from moeserve.scheduling.block_transfers import BlockTransfers
-from moeserve.scheduling.cache_manager import CacheManager
+from moeserve.scheduling.cache_manager import CachedPrefix, CacheManager, NewBlocks
 from moeserve.scheduling.kv_connector import HostTier, KVConnector
 from moeserve.scheduling.rank_state import ExpectedState, check_reports
 from moeserve.scheduling.request import NO_SLOT, LiveRequest
@@ -59,7 +59,8 @@ class _PlannedChunk:
     def expected_state(self) -> ExpectedState:
         """Return the state that ranks have after the plan, once its result is committed."""
         request = self.request
-        token_ids, block_ids = request.token_ids[: self.num_known], request.block_ids[: self.num_blocks]
+        token_ids = request.token_ids[: self.num_known]
+        block_ids = request.block_ids[: self.num_blocks] + request.window_block_ids[: self.num_blocks]
         return ExpectedState(request.request_id, request.slot, token_ids, block_ids)
 
 
@@ -228,7 +229,7 @@ class Scheduler:
         if prefill_budget is not None and self.config.max_prefill_tokens:
             num_prefill_tokens = min(prefill_budget, self.config.max_prefill_tokens)
         budget = _Budget(num_tokens, num_prefill_tokens)
-        new_blocks: list[tuple[int, list[int]]] = []
+        new_blocks: list[tuple[int, NewBlocks]] = []
         planned: list[tuple[LiveRequest, int]] = []
         num_preemptions = self.num_preemptions
         self._caches.begin_plan()
@@ -255,7 +256,8 @@ class Scheduler:
             starts=[request.num_planned for request, _ in planned],
             lengths=[num_tokens + len(drafts.get(request, ())) for request, num_tokens in planned],
             registrations=[self._registration(request) for request, _ in planned if not request.is_registered],
-            new_blocks=new_blocks,
+            new_blocks=[(slot, added.block_ids) for slot, added in new_blocks],
+            new_window_blocks=[(slot, added.window_block_ids) for slot, added in new_blocks if self.config.window],
             new_tokens=[] if self.config.plans_ahead else self._unsent_tokens(planned),
             drafts=[(request.slot, some) for request, some in drafts.items()],
             moved_states=[
@@ -358,12 +360,12 @@ class Scheduler:
             assert request.num_planned == len(request.block_ids) == 0, request
             assert request.slot == NO_SLOT, request
         holders = [*self._running.values(), *self._waiting.values(), *self._ended_in_flight]
-        held = [block_id for request in holders for block_id in request.block_ids]
-        held += [] if self._transfers is None else self._transfers.held_blocks()
-        self._caches.check_invariants(held, {chunk.saved_state.row for chunk in in_flight if chunk.saved_state})
+        of_transfers = [] if self._transfers is None else self._transfers.held_blocks()
+        saving = {chunk.saved_state.row for chunk in in_flight if chunk.saved_state}
+        self._caches.check_invariants(holders, of_transfers, saving)
 
     def _continue_running(
-        self, planned: list[tuple[LiveRequest, int]], new_blocks: list[tuple[int, list[int]]], budget: _Budget
+        self, planned: list[tuple[LiveRequest, int]], new_blocks: list[tuple[int, NewBlocks]], budget: _Budget
     ) -> bool:
         """Plan the running requests, oldest first. Prompts leave a token for each request that decodes.
 
@@ -389,7 +391,7 @@ class Scheduler:
         return True
 
     def _extend_prompts(
-        self, planned: list[tuple[LiveRequest, int]], new_blocks: list[tuple[int, list[int]]], budget: _Budget
+        self, planned: list[tuple[LiveRequest, int]], new_blocks: list[tuple[int, NewBlocks]], budget: _Budget
     ) -> None:
         """Give planned prompts, oldest first, the tokens that they left to others and that nobody took."""
         for index, (request, num_tokens) in enumerate(planned):
@@ -401,14 +403,14 @@ class Scheduler:
             budget.num_tokens -= num_more
             budget.num_prefill_tokens -= num_more
 
-    def _allocate(self, request: LiveRequest, num_tokens: int, new_blocks: list[tuple[int, list[int]]]) -> None:
+    def _allocate(self, request: LiveRequest, num_tokens: int, new_blocks: list[tuple[int, NewBlocks]]) -> None:
         """Allocate the blocks that a running request needs for its next tokens. Enough must be free."""
         added = self._caches.extend(request, num_tokens)
-        if added and request.is_registered:  # else its registration has all of them
+        if added.block_ids and request.is_registered:  # else its registration has all of them
             new_blocks.append((request.slot, added))
 
     def _take_drafts(
-        self, planned: list[tuple[LiveRequest, int]], new_blocks: list[tuple[int, list[int]]], budget: _Budget
+        self, planned: list[tuple[LiveRequest, int]], new_blocks: list[tuple[int, NewBlocks]], budget: _Budget
     ) -> dict[LiveRequest, list[int]]:
         """Return the drafts of planned requests for which tokens and blocks are left. No request waits for them."""
         taken: dict[LiveRequest, list[int]] = {}
@@ -488,7 +490,9 @@ class Scheduler:
             if is_full or budget.num_left_for_prompts == 0:
                 return
             prefix = self._caches.cached_prefix(request)
-            if not self._has_room(request, prefix, num_promised):
+            # Checking the first chunk alone would admit long prompts only to preempt them half computed. A request that
+            # would run alone may take all blocks, so every request is admitted eventually.
+            if not self._caches.has_room(request, prefix, num_promised, len(self._running)):
                 passed.append(request)
                 if request.num_passed == MAX_PASSED or len(passed) == MAX_PASSED:
                     return
@@ -520,7 +524,7 @@ class Scheduler:
         start = chunk.request.num_computed - chunk.num_tokens
         self._caches.end_save(chunk.request, chunk.saved_state, start, is_kept=is_kept)
 
-    def _start_receive_or_load(self, request: LiveRequest, prefix: list[int]) -> bool:
+    def _start_receive_or_load(self, request: LiveRequest, prefix: CachedPrefix) -> bool:
         """Begin to copy the blocks behind a request's cached prefix, from another engine or from the store.
 
         Return False if it need not wait for any.
@@ -528,7 +532,7 @@ class Scheduler:
         transfers = self._transfers
         if transfers is None:
             return False
-        size, first = self.config.block_size, len(prefix)
+        size, first = self.config.block_size, prefix.num_blocks
         num_full = 0 if request.needs_every_prompt_row else (len(request.token_ids) - 1) // size
         digests = [request.digest(index, size) for index in range(first, num_full)]
         if request.kv_source is not None and transfers.has_peers:
@@ -572,25 +576,13 @@ class Scheduler:
             if source is not None and other.kv_source == source and other is not request
         ]
 
-    def _begin_to_wait(self, request: LiveRequest, prefix: list[int], num_blocks: int) -> list[int]:
+    def _begin_to_wait(self, request: LiveRequest, prefix: CachedPrefix, num_blocks: int) -> list[int]:
         """Give a waiting request its cached prefix and blocks for what will be copied, and return these blocks."""
         self._caches.share(request, prefix)
-        block_ids = self._caches.extend(request, (len(prefix) + num_blocks) * self.config.block_size)
+        block_ids, _ = self._caches.extend(request, (prefix.num_blocks + num_blocks) * self.config.block_size)
         del self._waiting[request.request_id]
         self._loading[request.request_id] = request
         return block_ids
-
-    def _has_room(self, request: LiveRequest, prefix: list[int], num_promised: int) -> bool:
-        """True if all known tokens of a request fit, leaving one block for each running request to grow.
-
-        Checking the first chunk alone would admit long prompts only to preempt them half computed. A request that
-        would run alone may take all blocks, so every request is admitted eventually.
-
-        Args:
-            prefix: blocks of the request that are in the cache.
-            num_promised: blocks that running requests need for their known tokens.
-        """
-        return self._caches.has_room(request, prefix, num_promised + len(self._running))
 
     def _registration(self, request: LiveRequest) -> Registration:
         """Return what registers a request. Samples share their prompt: while one of them runs, it is not sent again."""
@@ -642,6 +634,7 @@ class Scheduler:
         for digest, block_id in self._caches.register_computed(request, request.num_computed - start):
             if self._transfers is not None:
                 self._transfers.note_computed(digest, block_id)
+        self._caches.drop_behind_window(request)
         if update is not None and update.finish_reason is not None:
             if self._transfers is not None and request.request.kv_handle:
                 update = self._transfers.keep(request, update)

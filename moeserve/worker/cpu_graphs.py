@@ -29,8 +29,8 @@ from moeserve.layers.rotary import Rotations
 from moeserve.memory import Arena, without_pool
 from moeserve.models.decoder import Decoder
 from moeserve.scheduling.lockstep import Agreement
-from moeserve.step_inputs import StateRows, StepInputs, decode_step
-from moeserve.worker.step_replay import StepOutputs, do_nothing
+from moeserve.step_inputs import StateRows, StepInputs, WindowBlocks, decode_step
+from moeserve.worker.step_replay import StepContext, StepOutputs, do_nothing
 
 # T tokens of the replica's step, t this tp rank's share of them, D model width
 
@@ -75,6 +75,8 @@ class CapturedStep:
         self.step.cache_slots.copy_(step.cache_slots)
         self.step.context_lens.copy_(step.context_lens)
         self.step.block_table[:, : step.block_table.shape[1]].copy_(step.block_table)
+        if self.step.window_blocks and step.window_blocks:
+            self.step.window_blocks.copy_(step.window_blocks)
         for memory, rows in zip(self.step.states or (), step.states or (), strict=True):
             memory.copy_(rows)
 
@@ -86,16 +88,18 @@ class CpuGraphs:
     time, which takes about as long as running the layers without a graph.
     """
 
-    def __init__(self, model: Decoder, caches: list[Any], groups: Groups, max_blocks: int, max_num_seqs: int) -> None:
+    def __init__(
+        self, model: Decoder, caches: list[Any], groups: Groups, context: StepContext, max_num_seqs: int
+    ) -> None:
         """
         Args:
             groups: those that the model's layers call.
-            max_blocks: of one request.
             max_num_seqs: of one step.
         """
         self.model = model
         self.groups = groups
         self.caches = caches
+        self._context = context
         self.on_layers: Callable[[], None] = do_nothing
         self.memory = Arena(MEMORY_BYTES)
         self.captured: OrderedDict[StepSizes, CapturedStep | None] = OrderedDict()  # LRU; None: cannot be captured
@@ -104,7 +108,8 @@ class CpuGraphs:
         num_ahead = min(MAX_TOKENS, max_num_seqs) if groups.mesh.world_size == 1 else 0
         self._sizes_ahead = deque(range(1, num_ahead + 1))
         # Shared by all graphs:
-        self._inputs = {"block_table": torch.zeros(MAX_TOKENS, max_blocks, dtype=torch.int32)}
+        tables = ("block_table", "block_table of windows")
+        self._inputs = {name: torch.zeros(MAX_TOKENS, context.max_blocks, dtype=torch.int32) for name in tables}
 
     def padded_size(self, agreement: Agreement) -> int | None:
         return None
@@ -112,7 +117,8 @@ class CpuGraphs:
     def capture_ahead(self) -> bool:
         if not self._sizes_ahead:
             return False
-        step = decode_step(self._sizes_ahead.popleft(), has_states=self.model.has_states)
+        size, context = self._sizes_ahead.popleft(), self._context
+        step = decode_step(size, has_states=context.has_states, has_windows=context.has_windows)
         sizes = len(step.token_ids), step.tokens_per_rank
         if sizes not in self.captured:
             self._capture(sizes, *self.model.receive(step), step)
@@ -169,6 +175,7 @@ class CpuGraphs:
                 row_starts=step.row_starts.clone(),
                 block_table=self._input_memory("block_table", step.block_table),
                 states=self._state_rows(len(step.token_ids)) if step.states else None,
+                window_blocks=self._window_blocks(step.window_blocks) if step.window_blocks else None,
             ),
             result=hidden_tD,
         )
@@ -200,6 +207,13 @@ class CpuGraphs:
         """Return the rows of states where all graphs find them, with no state in them for now."""
         none = StateRows.none(num_tokens)
         return StateRows(*(self._input_memory(f"states {n}", rows).copy_(rows) for n, rows in enumerate(none)))
+
+    def _window_blocks(self, like: WindowBlocks) -> WindowBlocks:
+        """Return the blocks of windows where all graphs find them, with no slot to write to for now."""
+        return WindowBlocks(
+            self._input_memory("cache_slots of windows", like.cache_slots).fill_(-1),
+            self._input_memory("block_table of windows", like.block_table),
+        )
 
     def _input_memory(self, name: str, like: Tensor) -> Tensor:
         """Return the rows where all graphs find an input."""

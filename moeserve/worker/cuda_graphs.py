@@ -21,7 +21,7 @@ from torch import Tensor
 from moeserve.distributed.mesh import Mesh, share_of, share_sizes
 from moeserve.models.decoder import Decoder
 from moeserve.scheduling.lockstep import Agreement
-from moeserve.step_inputs import NUM_SETTINGS, ChunkSpan, StateRows, StepInputs
+from moeserve.step_inputs import NUM_SETTINGS, ChunkSpan, StateRows, StepInputs, WindowBlocks
 from moeserve.worker.halves import in_halves
 from moeserve.worker.kv_cache import free_gpu_memory
 from moeserve.worker.step_replay import StepContext, StepOutputs, do_nothing
@@ -122,8 +122,7 @@ class CudaGraphs:
         self.caches = caches
         self.sizes = tuple(sizes)
         self.on_layers: Callable[[], None] = do_nothing
-        device = context.device
-        inputs = _empty_inputs(max(sizes, default=0), context.max_blocks, device, has_states=context.has_states)
+        inputs = _empty_inputs(max(sizes, default=0), context)
         self._steps: dict[int, StepInputs] = {}
         self._captured: dict[int, tuple[Callable[[], None], StepOutputs]] = {}
         self._num_collectives: dict[int, tuple[int, ...]] = {}
@@ -173,6 +172,8 @@ class CudaGraphs:
             getattr(own, name).copy_(getattr(step, name))
         num_requests, num_blocks = step.block_table.shape
         own.block_table[:num_requests, :num_blocks].copy_(step.block_table)
+        if own.window_blocks and step.window_blocks:
+            own.window_blocks.copy_(step.window_blocks)
         for memory, rows in zip(own.states or (), step.states or (), strict=True):
             memory.copy_(rows)
         # Halves are dispatched by the size of the larger one. Collective: all ep ranks.
@@ -184,26 +185,34 @@ class CudaGraphs:
         return outputs
 
 
-def _empty_inputs(size: int, max_blocks: int, device: torch.device, *, has_states: bool) -> StepInputs:
+def _empty_inputs(size: int, context: StepContext) -> StepInputs:
     """Return a step of padding rows, in memory that all graphs read."""
+    device = context.device
 
     def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
+    def no_slots() -> Tensor:
+        return torch.full((size,), -1, dtype=torch.int64, device=device)
+
+    def block_table() -> Tensor:
+        return zeros(size, context.max_blocks, dtype=torch.int32)
+
     return StepInputs(
         token_ids=zeros(size, dtype=torch.int64),
         positions=zeros(size, dtype=torch.int64),
-        cache_slots=torch.full((size,), -1, dtype=torch.int64, device=device),
+        cache_slots=no_slots(),
         row_starts=torch.arange(size + 1, dtype=torch.int32, device=device),
         context_lens=zeros(size, dtype=torch.int32),
-        block_table=zeros(size, max_blocks, dtype=torch.int32),
+        block_table=block_table(),
         logits_rows=zeros(0, dtype=torch.int64),
         spans=tuple(ChunkSpan(first_row=row, num_rows=1, context_len=0) for row in range(size)),
         tp_sizes=(),
         tokens_per_rank=(),
         padding=torch.ones(size, dtype=torch.bool, device=device),
         settings=zeros(size, NUM_SETTINGS, dtype=torch.int64),
-        states=StateRows.none(size, device) if has_states else None,
+        states=StateRows.none(size, device) if context.has_states else None,
+        window_blocks=WindowBlocks(no_slots(), block_table()) if context.has_windows else None,
     )
 
 
@@ -227,4 +236,5 @@ def _first_rows(inputs: StepInputs, size: int, mesh: Mesh, tp_rank: int) -> Step
         settings=inputs.settings[:size],
         states=StateRows(*(rows[:size] for rows in inputs.states)) if inputs.states else None,
         own_rows=share_of(size, tp_rank, mesh.tp),
+        window_blocks=inputs.window_blocks.part(slice(size), slice(size)) if inputs.window_blocks else None,
     )

@@ -89,4 +89,5 @@ def _part(step: StepInputs, start: int, end: int, counts: Sequence[int], tp: int
         tokens_per_rank=tuple(share for count in counts for share in share_sizes(count, tp)),
         padding=None if step.padding is None else step.padding[start:end],
         own_rows=share_of(end - start, tp_rank, tp),
+        window_blocks=step.window_blocks.part(slice(start, end), chunks) if step.window_blocks else None,
     )

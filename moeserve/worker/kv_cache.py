@@ -12,6 +12,7 @@ from moeserve.config.settings import EngineConfig
 from moeserve.errors import CacheTooSmallError
 from moeserve.layers.cache import CacheNeeds
 from moeserve.machine import free_memory, shown_bytes
+from moeserve.scheduling.block_pool import num_blocks_of_windows
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +26,8 @@ def count_blocks(
 ) -> int:
     """Return the number of KV cache blocks, from the setting or from a profiling run; at most those usable at once.
 
+    Layers with windows have as many, but at most `most_window_blocks`.
+
     Args:
         needs: of all layers of this rank.
         reserved_bytes: of each rank, which look free and are not: weights in mapped files, and later allocations.
@@ -33,8 +36,14 @@ def count_blocks(
     Raises:
         CacheTooSmallError: not even one request of the shortest useful length fits.
     """
-    bytes_per_token = needs.total_bytes_per_token
-    block_bytes = bytes_per_token * config.block_size
+    block_bytes, window_bytes = (
+        bytes_per_token * config.block_size for bytes_per_token in (needs.bytes_per_token, needs.window_bytes_per_token)
+    )
+    most_in_windows = most_window_blocks(config, needs.window)
+
+    def bytes_of(num_blocks: int) -> int:
+        return num_blocks * block_bytes + min(num_blocks, most_in_windows) * window_bytes
+
     blocks_per_request = -(-config.max_model_len // config.block_size)
     if config.kv_cache_memory is not None:
         num_bytes = config.kv_cache_memory
@@ -46,21 +55,33 @@ def count_blocks(
         free = max(0, now_free - (peak + reserved_bytes) * num_sharing)
         num_bytes = int(free * FREE_MEMORY_SHARE[config.device] / num_sharing)
         if config.num_cache_blocks is not None:  # the cache of the old replicas is not free yet
-            num_bytes = max(num_bytes, min(config.num_cache_blocks * block_bytes, free // num_sharing))
+            num_bytes = max(num_bytes, min(bytes_of(config.num_cache_blocks), free // num_sharing))
         logger.info("largest step takes %s, KV cache may take %s", shown_bytes(peak), shown_bytes(num_bytes))
     num_usable = blocks_per_request * config.max_num_seqs
-    # A pipeline stage whose layers all keep states has no keys and values.
-    num_blocks = min(num_bytes // block_bytes, num_usable) if block_bytes else num_usable
+    # A pipeline stage whose layers all keep states or windows has no further keys and values.
+    num_blocks, bytes_of_both = num_usable, block_bytes + window_bytes
+    if bytes_of_both and num_bytes <= most_in_windows * bytes_of_both:
+        num_blocks = min(num_blocks, num_bytes // bytes_of_both)
+    elif block_bytes:
+        num_blocks = min(num_blocks, (num_bytes - most_in_windows * window_bytes) // block_bytes)
 
     blocks_needed = min(2, blocks_per_request) if config.max_model_len_may_shrink else blocks_per_request
     if num_blocks < blocks_needed:
         length = min(config.max_model_len, blocks_needed * config.block_size)
         raise CacheTooSmallError(
             f"a KV cache of {num_bytes} bytes holds {num_blocks * config.block_size} tokens, but one request of "
-            f"max_model_len={length} tokens needs {blocks_needed * block_bytes} bytes "
-            f"({bytes_per_token} per token); raise kv_cache_memory or lower max_model_len"
+            f"max_model_len={length} tokens needs {bytes_of(blocks_needed)} bytes "
+            f"({needs.total_bytes_per_token} per token); raise kv_cache_memory or lower max_model_len"
         )
     return num_blocks
+
+
+def most_window_blocks(config: EngineConfig, window: int) -> int:
+    """Return the number of blocks of layers with windows that are never all in use; 0 without a window."""
+    num_tokens_in_flight = config.max_concurrent_batches * config.max_num_batched_tokens
+    return window and num_blocks_of_windows(
+        window, config.block_size, max_num_seqs=config.max_num_seqs, num_tokens_in_flight=num_tokens_in_flight
+    )
 
 
 def measure_step_memory(run_largest_step: Callable[[], object], device: str) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 from moeserve.distributed.mesh import share_of, share_sizes
 from moeserve.errors import MoeserveError
 from moeserve.models.decoder import Decoder
-from moeserve.step_inputs import ChunkSpan, StateRows, StepInputs
+from moeserve.step_inputs import ChunkSpan, StateRows, StepInputs, WindowBlocks
 from moeserve.worker.drafting import Drafter
 from moeserve.worker.grammars import AllowedTokens, Grammars
 from moeserve.worker.halves import in_halves
@@ -237,14 +237,20 @@ class ModelRunner:
         num_padding = size - total
         assert num_padding == 0 or len(chunks) == total < size, "only decode steps are padded"
         positions = np.arange(total) + np.repeat(starts - row_starts[:-1], lengths)
-        blocks = self.table.block_table[np.repeat(slots, lengths), positions // block_size]
-        cache_slots = blocks.astype(np.int64) * block_size + positions % block_size
+
+        def slots_of_rows(rows: Array) -> Array:
+            blocks = self.table.block_table[np.repeat(rows, lengths), positions // block_size]
+            cache_slots = blocks.astype(np.int64) * block_size + positions % block_size
+            return _padded(cache_slots, np.int64, num_padding, -1)
+
+        has_windows = self.table.has_windows
         max_blocks = -(-int(ends.max(initial=0)) // block_size)
         spans = tuple(map(ChunkSpan, row_starts.tolist(), lengths.tolist(), ends.tolist()))
         inputs = HostInputs(
             token_ids=_padded(list(itertools.chain.from_iterable(tokens_of_chunk)), np.int64, num_padding),
             positions=_padded(positions, np.int64, num_padding),
-            cache_slots=_padded(cache_slots, np.int64, num_padding, -1),
+            cache_slots=slots_of_rows(slots),
+            window_cache_slots=slots_of_rows(slots + self.table.num_slots) if has_windows else np.zeros(0, np.int64),
             row_starts=np.concatenate([row_starts, np.arange(total + 1, size + 1)]).astype(np.int32),
             context_lens=_padded(ends, np.int32, num_padding),
             logits_rows=np.flatnonzero(np.arange(total) >= np.repeat(row_starts[1:] - num_sampled, lengths)),
@@ -257,6 +263,7 @@ class ModelRunner:
         )
         on_device: dict[str, Any] = self.memory.upload_step(inputs, max_blocks)
         del on_device["chunk_slots"]
+        window_blocks = on_device.pop("window_cache_slots"), on_device.pop("window_block_table", None)
         padding, state_rows_4S = on_device.pop("padding"), on_device.pop("state_rows")
         counts = num_tokens if padded_to is None else (size,) * mesh.dp
         return StepInputs(
@@ -267,6 +274,7 @@ class ModelRunner:
             padding=None if padded_to is None else padding,
             own_rows=share_of(size, self.context.tp_rank, mesh.tp),
             states=StateRows(*state_rows_4S) if self.context.has_states else None,
+            window_blocks=WindowBlocks(*window_blocks) if has_windows else None,
         )
 
     def _state_rows(self, chunks: Sequence[Chunk], num_padding: int) -> Array:

@@ -24,7 +24,7 @@ def make_probe(model: Decoder, context: StepContext, max_num_seqs: int) -> Model
     caches = shallow.make_caches(CacheSize(1, context.block_size, 1))  # trial steps store no states
     for cache in caches:
         cache.clear()  # trial steps read positions that were never written
-    table = RequestTable(max_num_seqs, context.max_blocks)  # all blocks are block 0
+    table = RequestTable(max_num_seqs, context.max_blocks, has_windows=context.has_windows)  # all blocks are block 0
     return ModelRunner(shallow, context, EagerSteps(shallow, caches), table, appends_samples=False)
 
 

@@ -59,6 +59,8 @@ class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
     num_blocks: int  # of KV cache, the same on all ranks
     store: StoreFacts = StoreFacts()
     address: str = ""  # "host:port" where other engines can read its KV cache blocks; empty: they cannot
+    window: int = 0  # tokens of which layers with windows keep blocks; 0: all, in the blocks of the other layers
+    num_window_blocks: int = 0  # of these layers
 
 
 FromRank: TypeAlias = Loaded | Outcome | TransferOutcome

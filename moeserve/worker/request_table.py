@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -91,21 +91,26 @@ class Chunk(NamedTuple):
 class RequestTable:
     """The registered requests of a replica, by slot. All ranks of the replica have the same content."""
 
-    def __init__(self, num_slots: int, max_blocks: int) -> None:
+    def __init__(self, num_slots: int, max_blocks: int, *, has_windows: bool = False) -> None:
         """
         Args:
             max_blocks: of one request.
+            has_windows: layers with windows have blocks of their own.
         """
         self.num_slots = num_slots
-        self.block_table: npt.NDArray[np.int32] = np.zeros((num_slots, max_blocks), np.int32)
+        # A row for each slot, and further ones for the blocks of layers with windows.
+        self.block_table: npt.NDArray[np.int32] = np.zeros((num_slots * (1 + has_windows), max_blocks), np.int32)
+        self.has_windows = has_windows
         self.settings = np.zeros(num_slots + 1, SAMPLING_SETTINGS)  # the last row is for padding, and is greedy
         self.has_spec: npt.NDArray[np.bool_] = np.zeros(num_slots, np.bool_)  # see `RequestState.has_spec`
         # Changes since a copy on a device was updated:
         self.added_slots: list[int] = []
-        self.added_blocks: list[tuple[int, int, int]] = []  # slot, first block, end
+        self.added_blocks: list[tuple[int, int, int]] = []  # row of the block table, first block, end
         self._requests: dict[int, RequestState] = {}
 
-    def add(self, slot: int, request: RequestState, block_ids: Sequence[int]) -> None:
+    def add(
+        self, slot: int, request: RequestState, block_ids: Sequence[int], window_block_ids: Sequence[int] = ()
+    ) -> None:
         """Put a request into a slot, with the blocks it has."""
         params = request.params
         self.settings[slot] = (
@@ -119,7 +124,7 @@ class RequestTable:
         self.has_spec[slot] = request.has_spec
         self.added_slots.append(slot)
         self._requests[slot] = request
-        self._append_blocks(slot, request, block_ids)
+        self._append_blocks(slot, request, block_ids, window_block_ids)
 
     def forget_changes(self) -> None:
         """Clear the lists of changes."""
@@ -129,8 +134,9 @@ class RequestTable:
         """Update the table, and return the chunks of the plan."""
         for registration in plan.registrations:
             self._register(registration)
-        for slot, block_ids in plan.new_blocks:
-            self._append_blocks(slot, self._requests[slot], block_ids)
+        of_windows: Iterable[tuple[int, list[int]]] = plan.new_window_blocks or ((0, []) for _ in plan.new_blocks)
+        for (slot, block_ids), (_, window_block_ids) in zip(plan.new_blocks, of_windows, strict=True):
+            self._append_blocks(slot, self._requests[slot], block_ids, window_block_ids)
         for slot, new_ids in plan.new_tokens:
             self._requests[slot].token_ids += new_ids
         for slot, row in plan.moved_states:
@@ -155,11 +161,12 @@ class RequestTable:
 
     def digests(self, slots: Sequence[int]) -> list[RequestDigest]:
         """Return what is compared with the scheduler's state of these requests."""
-        requests = [(slot, self._requests[slot]) for slot in slots]
-        return [
-            request_digest(request.token_ids, self.block_table[slot, : request.num_blocks].tolist())
-            for slot, request in requests
-        ]
+        digests = []
+        for slot in slots:
+            request = self._requests[slot]
+            own_rows = self.block_table[slot :: self.num_slots, : request.num_blocks]
+            digests.append(request_digest(request.token_ids, own_rows.reshape(-1).tolist()))
+        return digests
 
     def append_tokens(self, chunks: Sequence[Chunk], token_ids: list[int]) -> None:
         """Add the sampled tokens, one for each chunk that samples."""
@@ -181,10 +188,13 @@ class RequestTable:
             state_row=-1 if registration.state_row is None else registration.state_row,
             own_state_row=registration.slot,
         )
-        self.add(registration.slot, request, registration.block_ids)
+        self.add(registration.slot, request, registration.block_ids, registration.window_block_ids)
 
-    def _append_blocks(self, slot: int, request: RequestState, block_ids: Sequence[int]) -> None:
+    def _append_blocks(
+        self, slot: int, request: RequestState, block_ids: Sequence[int], window_block_ids: Sequence[int]
+    ) -> None:
         end = request.num_blocks + len(block_ids)
-        self.block_table[slot, request.num_blocks : end] = block_ids
-        self.added_blocks.append((slot, request.num_blocks, end))
+        for row, ids in ((slot, block_ids), (slot + self.num_slots, window_block_ids))[: 1 + self.has_windows]:
+            self.block_table[row, request.num_blocks : end] = ids
+            self.added_blocks.append((row, request.num_blocks, end))
         request.num_blocks = end

@@ -33,6 +33,7 @@ class HostInputs:
     token_ids: Array  # UNKNOWN_TOKEN for the newest token of a request, if the device has it only
     positions: Array
     cache_slots: Array
+    window_cache_slots: Array  # empty if layers with windows have no blocks of their own
     row_starts: Array
     context_lens: Array
     logits_rows: Array
@@ -71,7 +72,7 @@ class StepMemory(Protocol):
         ...
 
     def upload_step(self, inputs: HostInputs, max_blocks: int) -> dict[str, Tensor]:
-        """Return the inputs on the device, with all tokens, and `block_table` and `settings`; see `StepInputs`.
+        """Return the inputs on the device, with all tokens, block tables and `settings`; see `StepInputs`.
 
         Args:
             max_blocks: of any chunk's context.
@@ -108,10 +109,13 @@ class HostMemory:
 
     def upload_step(self, inputs: HostInputs, max_blocks: int) -> dict[str, Tensor]:
         self._table.forget_changes()
-        block_table = self._table.block_table[inputs.chunk_slots, :max_blocks]
-        settings = as_integers(self._table.settings[inputs.slots])
-        tensors = self.upload([*inputs.arrays, block_table, settings])
-        return dict(zip([*HostInputs.names(), "block_table", "settings"], tensors, strict=True))
+        table, slots = self._table, inputs.chunk_slots
+        more: dict[str, Array] = {"block_table": table.block_table[slots, :max_blocks]}
+        if table.has_windows:
+            more["window_block_table"] = table.block_table[slots + table.num_slots, :max_blocks]
+        more["settings"] = as_integers(table.settings[inputs.slots])
+        tensors = self.upload([*inputs.arrays, *more.values()])
+        return dict(zip([*HostInputs.names(), *more], tensors, strict=True))
 
     def keep_tokens(self, slots_L: Tensor, token_ids_L: Tensor) -> None:
         """Do nothing: the table of requests has them."""
@@ -151,7 +155,7 @@ class GpuMemory:
         self._device = device
         self._block_table = torch.from_numpy(table.block_table).to(device, copy=True)
         self._settings = torch.from_numpy(as_integers(table.settings)).to(device, copy=True)
-        self._newest_tokens = torch.zeros(len(table.block_table), dtype=torch.int64, device=device)
+        self._newest_tokens = torch.zeros(table.num_slots, dtype=torch.int64, device=device)
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return memory of the host that the GPU reads and writes by itself. torch reuses it when a copy has ended."""
@@ -197,7 +201,10 @@ class GpuMemory:
         on_device = dict(zip(HostInputs.names(), tensors, strict=True))
         if len(unknown_rows):
             on_device["token_ids"].index_put_((rows,), self._newest_tokens.index_select(0, newest))
-        on_device["block_table"] = self._block_table[:, :max_blocks].index_select(0, on_device["chunk_slots"])
+        block_table, slots = self._block_table[:, :max_blocks], on_device["chunk_slots"]
+        on_device["block_table"] = block_table.index_select(0, slots)
+        if self._table.has_windows:
+            on_device["window_block_table"] = block_table.index_select(0, slots + self._table.num_slots)
         on_device["settings"] = self._settings.index_select(0, on_device["slots"])
         return on_device
 

@@ -27,6 +27,7 @@ class StepContext:
     device: torch.device
     halving: HalvingLimits = HalvingLimits()
     has_states: bool = False  # a layer of this rank keeps a state for each request
+    has_windows: bool = False  # layers with windows have blocks of their own, on any rank
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import time
@@ -31,6 +32,7 @@ from moeserve.worker.cuda_graphs import CudaGraphs, TorchCapture, graph_sizes, m
 from moeserve.worker.drafting import Drafter, LayerDrafter, NgramDrafter
 from moeserve.worker.grammars import grammars_of
 from moeserve.worker.halves import HalvingLimits
+from moeserve.worker.kv_cache import most_window_blocks
 from moeserve.worker.kv_folder import FolderStore
 from moeserve.worker.kv_nixl import NixlMemory
 from moeserve.worker.kv_receiver import BlockReceiver
@@ -88,6 +90,10 @@ class Worker:
         # collective: all ranks; all have loaded, so what is free now is left for caches
         groups.wait_until_loaded(config.load_timeout, started)
 
+        needs = model.cache_needs
+        if config.kv_folder or config.kv_host_memory or config.kv_transfer_address:  # which have whole blocks
+            needs = needs.without_window()
+        window = -groups.world.all_reduce_minimum(-needs.window)  # collective: all ranks, over stages
         context = StepContext(
             mesh=groups.mesh,
             tp_rank=groups.tp.rank_in_group,
@@ -96,6 +102,7 @@ class Worker:
             device=torch.device(config.device),
             halving=HalvingLimits(decode=config.overlap_decode_tokens, prefill=config.overlap_prefill_tokens),
             has_states=model.has_states,
+            has_windows=window > 0,
         )
         replay = select_replay(config, model, groups, context)
         probe = make_probe(model, context, config.max_num_seqs)
@@ -103,25 +110,27 @@ class Worker:
             run_all_sizes(probe, config)
         rebalances = config.rebalance == "auto" and bool(layers)
         num_states = num_states_of(config) if model.has_states else 0
-        reserved_bytes = loaded.mapped_bytes + num_states * model.cache_needs.state_bytes + replay.reserved_bytes()
+        reserved_bytes = loaded.mapped_bytes + num_states * needs.state_bytes + replay.reserved_bytes()
         if rebalances:
             reserved_bytes += spare_bytes(layers)
-        num_blocks = profile_blocks(config, probe, model.cache_needs, reserved_bytes)
+        num_blocks = profile_blocks(config, probe, dataclasses.replace(needs, window=window), reserved_bytes)
         self.num_blocks = groups.world.all_reduce_minimum(num_blocks)  # collective: all ranks
 
         self.load_meter = LoadMeter({number: layer.load for number, layer in layers.items()}, groups)  # starts at zero
         side_stream = CudaSideStream() if config.device == "cuda" else None
         self.rebalancer = Rebalancer(layers, groups, config.rebalance_horizon, side_stream) if rebalances else None
         self._load: LoadWindow | None = None  # collected, not yet returned
-        caches = model.make_caches(CacheSize(self.num_blocks, config.block_size, num_states))
+        num_window_blocks = min(self.num_blocks, most_window_blocks(config, window))
+        caches = model.make_caches(CacheSize(self.num_blocks, config.block_size, num_states, num_window_blocks))
         if kernels.needs_finite_caches:  # an external kernel may multiply what lies behind a context by zero
             for cache in caches:
                 cache.clear()
         self._store, store_facts = self._open_store(config, model, caches)
         self._sender, self._receiver = self._open_to_peers(config, model, caches)
         self._transfers: Transfers | None = None  # once they are started
-        self.facts = Loaded(self.num_blocks, store_facts, self._sender.address if self._sender else "")
-        table = RequestTable(config.max_num_seqs, context.max_blocks)
+        address = self._sender.address if self._sender else ""
+        self.facts = Loaded(self.num_blocks, store_facts, address, window, num_window_blocks)
+        table = RequestTable(config.max_num_seqs, context.max_blocks, has_windows=context.has_windows)
         self.runner = ModelRunner(
             model,
             context,
@@ -137,6 +146,8 @@ class Worker:
         self._finished_s = 0.0  # when the last step was finished
         self._reports_state = config.debug_rank_state
         logger.info("KV cache: %d blocks, %d tokens", self.num_blocks, self.num_blocks * config.block_size)
+        if window:
+            logger.info("layers with windows of up to %d tokens have %d blocks", window, num_window_blocks)
         if groups.rank == 0 and (note := note_on_bytes(config, model.config, kernels)):
             (logger.warning if config.device == "cpu" else logger.info)(note)
 
@@ -310,7 +321,7 @@ def select_replay(config: EngineConfig, model: Decoder, groups: Groups, context:
     if kernels.make_step_graph is not None and not config.enforce_eager and groups.supports_cpu_graphs:
         return ReplayFactory(
             reserved_bytes=lambda: MEMORY_BYTES,
-            make=lambda caches: CpuGraphs(model, caches, groups, context.max_blocks, config.max_num_seqs),
+            make=lambda caches: CpuGraphs(model, caches, groups, context, config.max_num_seqs),
         )
     if kernels.supports_cuda_graphs and not config.enforce_eager and groups.supports_cuda_graphs:
 

@@ -17,8 +17,8 @@ from moeserve.worker import kv_cache
 from moeserve.worker.kv_cache import count_blocks
 from moeserve.worker.profiling import largest_step
 
-NEEDS = CacheNeeds(bytes_per_token=60, window_bytes_per_token=40, window=30)
 BYTES_PER_TOKEN = 100
+NEEDS = CacheNeeds(bytes_per_token=BYTES_PER_TOKEN)
 
 
 def config(**options: object) -> EngineConfig:
@@ -41,6 +41,24 @@ def not_called() -> None:
 
 def test_a_given_size_is_divided_into_blocks() -> None:
     assert count_blocks(config(kv_cache_memory=52_999, max_model_len=80), NEEDS, 0, not_called) == 52
+
+
+def test_layers_with_windows_have_blocks_for_all_running_requests_at_most() -> None:
+    """The number of blocks is the largest that fits, whether or not windows need fewer."""
+    options = dict(max_num_seqs=3, max_num_batched_tokens=20, max_model_len=200)
+    # A window of 30 tokens lies in 3 whole blocks or in 4, and another block may begin; two steps are in flight.
+    most_in_windows = 3 * (3 + 2) + 2 * 20 // 10
+    for bytes_per_token, window_bytes in ((60, 40), (0, 40), (60, 0)):
+        needs = CacheNeeds(bytes_per_token=bytes_per_token, window_bytes_per_token=window_bytes, window=30)
+        for memory in range(20_000, 50_000, 333):
+
+            def fits(
+                num_blocks: int, memory: int = memory, sizes: tuple[int, int] = (bytes_per_token, window_bytes)
+            ) -> bool:
+                return 10 * (num_blocks * sizes[0] + min(num_blocks, most_in_windows) * sizes[1]) <= memory
+
+            largest = max(num_blocks for num_blocks in range(3 * 20 + 1) if fits(num_blocks))
+            assert count_blocks(config(kv_cache_memory=memory, **options), needs, 0, not_called) == largest
 
 
 def test_at_most_the_blocks_that_all_requests_can_use() -> None:

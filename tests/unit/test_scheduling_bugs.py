@@ -25,7 +25,7 @@ from moeserve.protocol import (
     TransferOutcome,
 )
 from moeserve.scheduling.block_transfers import BlockTransfers
-from moeserve.scheduling.cache_manager import CacheManager
+from moeserve.scheduling.cache_manager import CachedPrefix, CacheManager
 from moeserve.scheduling.kv_connector import KVConnector
 from moeserve.scheduling.request import LiveRequest
 from moeserve.scheduling.scheduler import Scheduler
@@ -83,12 +83,12 @@ class SharesBlocksBeforeTheyAreFull(SchedulerWithCaches):
     """It shares the block of a request's last token, so that nothing is left to compute."""
 
     class caches_class(CacheManager):
-        def cached_prefix(self, request: LiveRequest) -> list[int]:
+        def cached_prefix(self, request: LiveRequest) -> CachedPrefix:
             prefix = super().cached_prefix(request)
             size = self.config.block_size
-            if prefix and len(request.token_ids) == (len(prefix) + 1) * size:
-                block_id = self.pool.find(request.digest(len(prefix), size))
-                prefix += [] if block_id is None else [block_id]
+            if prefix.block_ids and len(request.token_ids) == (prefix.num_blocks + 1) * size:
+                block_id = self.pool.find(request.digest(prefix.num_blocks, size))
+                prefix.block_ids.extend([] if block_id is None else [block_id])
             return prefix
 
 
@@ -299,6 +299,41 @@ class KeepsTheStateOfRejectedDrafts(Scheduler):
         return update
 
 
+class DropsBlocksInTheWindow(SchedulerWithCaches):
+    """It frees blocks that the next token reads."""
+
+    class caches_class(CacheManager):
+        def _first_block_of_window(self, position: int) -> int:
+            return super()._first_block_of_window(position + 1)
+
+
+class DropsBlocksOfPlansInFlight(SchedulerWithCaches):
+    """It frees blocks that a plan in flight reads, because a later one does not."""
+
+    class caches_class(CacheManager):
+        def drop_behind_window(self, request: LiveRequest) -> None:
+            num_computed, request.num_computed = request.num_computed, request.num_planned
+            super().drop_behind_window(request)
+            request.num_computed = num_computed
+
+
+class KeepsBlocksBehindTheWindow(SchedulerWithCaches):
+    """It frees no blocks before a request ends."""
+
+    class caches_class(CacheManager):
+        def drop_behind_window(self, request: LiveRequest) -> None:
+            pass
+
+
+class StartsWithoutTheWindow(SchedulerWithCaches):
+    """It shares a prefix of whose window a block is missing."""
+
+    class caches_class(CacheManager):
+        def cached_prefix(self, request: LiveRequest) -> CachedPrefix:
+            prefix = super().cached_prefix(request)
+            return CachedPrefix(prefix.block_ids, prefix.window_block_ids[1:])
+
+
 BUGS: Sequence[type[Scheduler]] = [
     CountsRejectedDrafts,
     KeepsTheStateOfRejectedDrafts,
@@ -318,6 +353,10 @@ BUGS: Sequence[type[Scheduler]] = [
     EvictsStatesThatAreRead,
     StartsWithoutTheState,
     SavesStatesAtTheWrongToken,
+    DropsBlocksInTheWindow,
+    DropsBlocksOfPlansInFlight,
+    KeepsBlocksBehindTheWindow,
+    StartsWithoutTheWindow,
 ]
 BUGS_OF_TRANSFERS: Sequence[type[Scheduler]] = [
     LoadsIntoBlocksOfOthers,

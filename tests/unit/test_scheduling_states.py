@@ -39,7 +39,7 @@ from moeserve.protocol import (
     TransferOutcome,
 )
 from moeserve.sampling_params import RequestParams
-from moeserve.scheduling.block_pool import BlockPool
+from moeserve.scheduling.block_pool import BlockPool, num_blocks_of_windows
 from moeserve.scheduling.kv_connector import HostTier
 from moeserve.scheduling.scheduler import Scheduler
 from moeserve.scheduling.scheduler_config import SchedulerConfig
@@ -60,7 +60,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
         self.num_blocks = num_blocks
         self.holders: list[list[int]] = []
         self.registered: dict[bytes, int] = {}
-        self.freed_at = dict.fromkeys(range(num_blocks), 0)
+        self.freed_at = dict.fromkeys(range(num_blocks), (False, 0))  # the lowest is evicted first
         self.now = 0
 
     def held(self) -> list[int]:
@@ -95,15 +95,15 @@ class BlockPoolMachine(RuleBasedStateMachine):
         self.holders.append(shared)
 
     @precondition(lambda self: self.holders)
-    @rule(pick=picks)
-    def release(self, pick: int) -> None:
+    @rule(pick=picks, is_unlikely=st.booleans())
+    def release(self, pick: int, is_unlikely: bool) -> None:
         holder = self.holders.pop(pick % len(self.holders))
-        self.pool.release(holder)
+        self.pool.release(holder, is_unlikely=is_unlikely)
         still_held = set(self.held())
         for block_id in reversed(holder):
             if block_id not in still_held:
                 self.now += 1
-                self.freed_at[block_id] = self.now
+                self.freed_at[block_id] = not is_unlikely, self.now
 
     @precondition(lambda self: self.holders)
     @rule(pick=picks, first_digest=picks, num_blocks=st.integers(1, 4))
@@ -167,6 +167,7 @@ class PlanInFlight:
     plan: StepPlan
     requests: list[Expected]
     blocks: dict[int, int]  # to the slot that holds it
+    window_blocks: set[int]
     result: StepResult | None = None
     report: RankReport | None = None  # of the rank's table after the step
     failed: bool = False
@@ -232,6 +233,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         has_peers=st.booleans(),
         num_saved_states=st.sampled_from([None, None, 3, 1, 0]),
         num_drafts=st.sampled_from([0, 3, 1]),
+        window=st.sampled_from([0, 0, 3, 1, 6]),
+        num_spare_window_blocks=st.integers(0, 8),
     )
     def start(
         self,
@@ -247,9 +250,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         has_peers: bool = False,
         num_saved_states: int | None = None,
         num_drafts: int = 0,
+        window: int = 0,
+        num_spare_window_blocks: int = 0,
     ) -> None:
         self.num_drafts = 0 if plans_ahead else num_drafts
-        if num_saved_states is not None:  # which neither a store nor another engine has
+        if num_saved_states is not None or window:  # which neither a store nor another engine has
             num_host_blocks, has_peers = 0, False
         self.block_size = block_size
         self.max_model_len = max_model_len
@@ -265,18 +270,25 @@ class SchedulerMachine(RuleBasedStateMachine):
             plans_ahead=plans_ahead,
             num_batches=1 if plans_ahead else max_plans,
             num_saved_states=num_saved_states,
+            window=window,
+            num_window_blocks=num_spare_window_blocks
+            + num_blocks_of_windows(
+                window, block_size, max_num_seqs=1, num_tokens_in_flight=min(max_num_batched_tokens, max_model_len)
+            ),
             state_interval=2,
         )
         self.tier = HostTier(num_host_blocks) if num_host_blocks else None
         self.peer_addresses = ["127.0.0.1:1"] if has_peers else []
         self.scheduler = self.scheduler_class(self.config, b"engine", self.tier, self.peer_addresses)
-        self.new_table = lambda: RequestTable(max_num_seqs, max_blocks)
+        self.new_table = lambda: RequestTable(max_num_seqs, max_blocks, has_windows=window > 0)
         self.table = self.new_table()
         self.live: list[Expected] = []  # in order of arrival
         self.past: list[Expected] = []
         self.of_slot: dict[int, Expected] = {}
         self.blocks_of_slot: dict[int, list[int]] = {}
+        self.window_blocks_of_slot: dict[int, list[int]] = {}
         self.cache: dict[tuple[int, int], Contents] = {}  # by block id and offset
+        self.window_cache: dict[tuple[int, int], Contents] = {}  # the same of layers with windows
         self.states: dict[int, list[Contents]] = {}  # by row: the tokens that a recurrent state has seen
         self.plans: deque[PlanInFlight] = deque()
         self.last_step = 0
@@ -438,22 +450,34 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.num_drafts or not plan.drafts
         assert len(plan.slots) <= math.ceil(min(len(self.live), self.config.max_num_seqs) / self.config.num_batches)
         blocks_in_flight = {block for other in self.plans for block in other.blocks}
+        window_blocks_in_flight = {block for other in self.plans for block in other.window_blocks}
         for registration in plan.registrations:
             known = next(known for known in self.live if known.request.seed == registration.seed)
             self.of_slot[registration.slot] = known
             shared = registration.block_ids[: plan.starts[plan.slots.index(registration.slot)] // self.block_size]
             assert blocks_in_flight.isdisjoint(set(registration.block_ids) - set(shared)), "reused too early"
             self.blocks_of_slot[registration.slot] = list(registration.block_ids)
+            self.window_blocks_of_slot[registration.slot] = list(registration.window_block_ids)
+            first = len(shared) * bool(self.config.window)
+            assert window_blocks_in_flight.isdisjoint(registration.window_block_ids[first:]), "reused too early"
             if not known.was_admitted:
                 known.was_admitted, known.num_cached = True, plan.starts[plan.slots.index(registration.slot)]
         for slot, block_ids in plan.new_blocks:
             assert blocks_in_flight.isdisjoint(block_ids), "reused too early"
             self.blocks_of_slot[slot] += block_ids
+        for slot, block_ids in plan.new_window_blocks:
+            assert window_blocks_in_flight.isdisjoint(block_ids), "reused too early"
+            self.window_blocks_of_slot[slot] += block_ids
         requests = [self.of_slot[slot] for slot in plan.slots]
         assert len(set(requests)) == len(requests)
         assert not any(known.ended for known in requests)
         blocks = {block: slot for slot in plan.slots for block in self.blocks_of_slot[slot]}
-        self.plans.append(PlanInFlight(plan, requests, blocks))
+        window_blocks = {
+            block
+            for slot, start in zip(plan.slots, plan.starts, strict=True)
+            for block in self.window_blocks_of_slot[slot][self.first_in_window(start) // self.block_size :]
+        }
+        self.plans.append(PlanInFlight(plan, requests, blocks, window_blocks))
 
     @precondition(lambda self: any(each.result is None for each in self.plans))
     @rule(fails=seldom, failing_row=picks, row_fails=seldom)
@@ -466,12 +490,16 @@ class SchedulerMachine(RuleBasedStateMachine):
             known.is_garbage |= fails
             for position in range(0 if known.is_garbage else chunk.start):
                 assert self.cache.get(self.place(chunk, position)) == known.contents(position), "attends before"
+        self.check_windows(each.requests, chunks, written=False)
         if self.config.num_saved_states is not None:
             self.update_states(each.requests, chunks)
         for known, chunk in zip(each.requests, chunks, strict=True):
             for position in range(chunk.start, chunk.end):
                 contents = GARBAGE if known.is_garbage else self.contents_with_drafts(known, chunk, position)
                 self.cache[self.place(chunk, position)] = contents
+                if self.config.window:
+                    self.window_cache[self.place(chunk, position, in_window=True)] = contents
+        self.check_windows(each.requests, chunks, written=True)
         for known, chunk in zip(each.requests, chunks, strict=True):
             for position in range(0 if known.is_garbage else chunk.end):
                 contents = self.contents_with_drafts(known, chunk, position)
@@ -484,6 +512,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         each.failed = fails
         each.result = StepResult(step=each.plan.step, chunks=results)
         each.report = RankReport(0, self.table.digests(each.plan.slots))
+
+    def first_in_window(self, start: int) -> int:
+        """Return the first position that the token at `start` reads."""
+        return max(0, start - self.config.window + 1)
+
+    def check_windows(self, requests: Sequence[Expected], chunks: Sequence[Chunk], *, written: bool) -> None:
+        """Check what layers with windows read, before or after the chunks are written."""
+        for known, chunk in zip(requests, chunks, strict=True) if self.config.window else ():
+            end = chunk.end if written else chunk.start
+            for position in range(self.first_in_window(chunk.start), 0 if known.is_garbage else end):
+                found = self.window_cache.get(self.place(chunk, position, in_window=True))
+                assert found == self.contents_with_drafts(known, chunk, position), "a window reads another prefix"
 
     def update_states(self, requests: Sequence[Expected], chunks: Sequence[Chunk]) -> None:
         """Load, store and save the states of chunks, which run in any order."""
@@ -643,8 +683,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     # Checks
 
-    def place(self, chunk: Chunk, position: int) -> tuple[int, int]:
-        return int(self.table.block_table[chunk.slot, position // self.block_size]), position % self.block_size
+    def place(self, chunk: Chunk, position: int, *, in_window: bool = False) -> tuple[int, int]:
+        row = chunk.slot + self.table.num_slots * in_window
+        return int(self.table.block_table[row, position // self.block_size]), position % self.block_size
 
     def contents_with_drafts(self, known: Expected, chunk: Chunk, position: int) -> Contents:
         """Return what a position holds after a chunk, whose drafts may be wrong."""
