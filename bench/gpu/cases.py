@@ -39,11 +39,13 @@ def draw_norm(source: Source, *shape: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def rms_norm(source: Source, num_rows: int, width: int) -> Case:
     x_TD, _, weight_D = draw_norm(source, num_rows, width)
-    return Case(lambda kernels, x_TD, weight_D: kernels.rms_norm(x_TD, weight_D, EPSILON), (x_TD, weight_D))
+    call = lambda kernels, *inputs: kernels.rms_norm(*inputs, EPSILON)  # noqa: E731
+    return Case(call, (x_TD, weight_D), is_beside_torch=True)
 
 
 def add_rms_norm(source: Source, num_rows: int, width: int) -> Case:
-    return Case(lambda kernels, *inputs: kernels.add_rms_norm(*inputs, EPSILON), draw_norm(source, num_rows, width))
+    call = lambda kernels, *inputs: kernels.add_rms_norm(*inputs, EPSILON)  # noqa: E731
+    return Case(call, draw_norm(source, num_rows, width), is_beside_torch=True)
 
 
 def rms_norm_in_place(source: Source, num_rows: int, num_heads: int, size: int) -> Case:
@@ -88,7 +90,7 @@ def activate(source: Source, num_rows: int, width: int) -> Case:
             return functional.silu(gate) * up
         return gated_activation(rows_TO, "swiglu")
 
-    return Case(call, (source.normal(num_rows, 2 * width),))
+    return Case(call, (source.normal(num_rows, 2 * width),), is_beside_torch=True)
 
 
 def route(source: Source, name: str, num_tokens: int, width: int) -> Case:
@@ -105,9 +107,8 @@ def route(source: Source, name: str, num_tokens: int, width: int) -> Case:
         return are_enough, torch.where(is_equal_T[:, None], weights_TK, torch_weights_TK)
 
     work = Work(sum(each.nbytes for each in inputs if each is not None) + 12 * config.top_k * num_tokens)
-    return Case(
-        lambda router, *inputs: router(*inputs), inputs, lambda kernels: kernels.make_router(config), defined, work=work
-    )
+    made = lambda kernels: kernels.make_router(config)  # noqa: E731
+    return Case(lambda router, *inputs: router(*inputs), inputs, made, defined, is_beside_torch=True, work=work)
 
 
 def order_and_sum(source: Source, num_tokens: int, top_k: int, num_experts: int, width: int) -> Case:
@@ -135,12 +136,14 @@ def weigh(source: Source, num_rows: int, width: int) -> Case:
         (rows_RD, weights_R, torch.tensor([num_rows], device=source.device)),
         lambda kernels: kernels.pairs,
         lambda results, *_: results[:num_rows],
+        is_beside_torch=True,
         work=Work(rows_RD.nbytes / 2 + 4 * num_rows),
     )
 
 
 def row_maximum(source: Source, num_rows: int, width: int) -> Case:
-    return Case(lambda kernels, scores_RV: kernels.row_maximum(scores_RV), (source.normal(num_rows, width, scale=3.0),))
+    scores_RV = source.normal(num_rows, width, scale=3.0)
+    return Case(lambda kernels, scores_RV: kernels.row_maximum(scores_RV), (scores_RV,), is_beside_torch=True)
 
 
 def choose_greedily(source: Source, num_rows: int, width: int) -> Case:

@@ -47,6 +47,7 @@ class Case:
     slack: float = FLOAT32_SLACK
     others: Mapping[str, Call] = field(default_factory=dict)  # of libraries, with the same results
     beside: Mapping[str, Call] = field(default_factory=dict)  # only timed
+    is_beside_torch: bool = False  # the torch table is timed too
     work: Work | None = None  # None: moves each input and each result once
     bar: Bar | None = None
     choices: tuple[tuple[str, int], ...] = ()  # keys of `measured.py`, for which the fastest of these is chosen

@@ -226,7 +226,7 @@ EXPERT_CASES = {
         Operation(
             experts,
             [("bf16", "small", 1), ("bf16", "small, clamped", 4), ("fp8", "small blocks", 2)],
-            (),
+            [("bf16", "Qwen3-30B-A3B", 128), ("fp8", "Qwen3-30B-A3B", 128)],
             crossed(["bf16", "fp8"], MOE_SHAPES, NUM_TOKENS),
         )
     ],

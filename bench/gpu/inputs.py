@@ -66,7 +66,7 @@ class Source:
         return settings_RW, torch.tensor(numbers, dtype=torch.float64, device=self.device)
 
     def step(self, chunks: Chunks, block_size: int) -> StepInputs:
-        """Return a step whose requests have scattered blocks. It is for attention, which reads no token ids."""
+        """Return a step whose requests have scattered blocks."""
         counts = [-(-context // block_size) for _, context in chunks]
         ids = torch.randperm(sum(counts) + 3, generator=self.generator, device=self.device)[: sum(counts)]
         table = torch.zeros(len(chunks), max(counts), dtype=torch.int32, device=self.device)
@@ -79,13 +79,13 @@ class Source:
             positions.append(torch.arange(context - num_rows, context, device=self.device))
             slots.append(own[positions[-1] // block_size] * block_size + positions[-1] % block_size)
         return StepInputs(
-            token_ids=torch.zeros(0, dtype=torch.int64, device=self.device),
+            token_ids=torch.zeros(starts[-1], dtype=torch.int64, device=self.device),
             positions=torch.cat(positions),
             cache_slots=torch.cat(slots),
             row_starts=torch.tensor(starts, dtype=torch.int32, device=self.device),
             context_lens=torch.tensor([context for _, context in chunks], dtype=torch.int32, device=self.device),
             block_table=table,
-            logits_rows=torch.zeros(0, dtype=torch.int64, device=self.device),
+            logits_rows=torch.tensor([span.last_row for span in spans], device=self.device),
             spans=tuple(spans),
             tp_sizes=(starts[-1],),
             tokens_per_rank=(starts[-1],),

@@ -73,7 +73,7 @@ def measure(case: Case, kernels: Kernels, timer: Timer, limits: GpuLimits) -> Ro
     }
     rates = f"{row['bytes'] / seconds / 1e9:,.0f} GB/s, {row['operations_per_second'] / 1e12:,.1f} TFLOP/s"
     lines = [f"{seconds * 1e6:,.1f} us, {rates}, {row['fraction_of_bound']:.0%} of the bound"]
-    beside = case.beside or {"torch": case.bind(TORCH_KERNELS)} if case.work is None else case.beside
+    beside = {"torch": case.bind(TORCH_KERNELS)} if case.is_beside_torch else case.beside
     for name, other_call in {**case.others, **beside}.items():
         try:
             other = timer(other_call)

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moeserve.bench.gpu.inputs import Source
 from moeserve.bench.gpu.recording import Launch, facts, recorded_launches
 from moeserve.config.settings import QuantizationName
 from moeserve.distributed.groups import groups_of_one_rank
@@ -43,10 +45,10 @@ class Operations(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         first = result[0] if isinstance(result, (tuple, list)) and result else result
         name = func.overloadpacket.__name__
-        if isinstance(first, torch.Tensor) and first.device == META and name not in ALLOCATIONS:
+        if isinstance(first, Tensor) and first.device == META and name not in ALLOCATIONS:
             is_written = name.endswith("_") or "out" in (kwargs or {})
             is_alias = torch._C._is_alias_of  # type: ignore[attr-defined]
-            is_view = any(isinstance(each, torch.Tensor) and is_alias(first, each) for each in args)
+            is_view = any(isinstance(each, Tensor) and is_alias(first, each) for each in args)
             if is_written or not is_view:
                 self._launches.append(Launch(f"torch {name}", {"results": facts(result), "arguments": facts(args)}))
         return result
@@ -80,7 +82,9 @@ def record_step(
     """
     model = make_model(folder, TRITON_KERNELS, dtype, META, quantization)
     caches = model.make_caches(CacheSize(4, BLOCK_SIZE))
-    step = _step(spans)
+    source = Source(torch.device("cpu"), torch.Generator(), dtype)
+    drawn = vars(source.step([(span.num_rows, span.context_len) for span in spans], BLOCK_SIZE))
+    step = StepInputs(**{name: each.to(META) if isinstance(each, Tensor) else each for name, each in drawn.items()})
     settings_LW = torch.zeros(len(spans), NUM_SETTINGS, dtype=torch.int64, device=META)
     of_layers = []
     with torch.inference_mode(), recorded_launches() as launches, Operations(launches):
@@ -105,26 +109,6 @@ def record_step(
 def launches(folder: Path, spans: list[ChunkSpan], quantization: QuantizationName | None = None) -> list[Counter[str]]:
     """Return the number of launches by name for each layer, followed by those outside of layers; see `record_step`."""
     return [Counter(launch.name for launch in part) for part in record_step(folder, spans, quantization)]
-
-
-def _step(spans: list[ChunkSpan]) -> StepInputs:
-    def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype, device=META)
-
-    num_tokens = sum(span.num_rows for span in spans)
-    max_blocks = max(-(-span.context_len // BLOCK_SIZE) for span in spans)
-    return StepInputs(
-        token_ids=zeros(num_tokens),
-        positions=zeros(num_tokens),
-        cache_slots=zeros(num_tokens),
-        row_starts=zeros(len(spans) + 1, dtype=torch.int32),
-        context_lens=zeros(len(spans), dtype=torch.int32),
-        block_table=zeros(len(spans), max_blocks, dtype=torch.int32),
-        logits_rows=zeros(len(spans)),
-        spans=tuple(spans),
-        tp_sizes=(num_tokens,),
-        tokens_per_rank=(num_tokens,),
-    )
 
 
 def decode(num_requests: int, context_len: int) -> list[ChunkSpan]:
