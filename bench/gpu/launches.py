@@ -6,6 +6,7 @@ instead of launched. So published shapes need neither a GPU nor memory. Anything
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from moeserve.models.registry import describe
 from moeserve.moe.dispatch.factory import TorchDispatchers
 from moeserve.ops.interfaces import Kernels
 from moeserve.ops.triton.table import TRITON_KERNELS
-from moeserve.step_inputs import NUM_SETTINGS, ChunkSpan, StepInputs
+from moeserve.step_inputs import NUM_SETTINGS, ChunkSpan
 
 META = torch.device("meta")
 BLOCK_SIZE = 16
@@ -83,8 +84,9 @@ def record_step(
     model = make_model(folder, TRITON_KERNELS, dtype, META, quantization)
     caches = model.make_caches(CacheSize(4, BLOCK_SIZE))
     source = Source(torch.device("cpu"), torch.Generator(), dtype)
-    drawn = vars(source.step([(span.num_rows, span.context_len) for span in spans], BLOCK_SIZE))
-    step = StepInputs(**{name: each.to(META) if isinstance(each, Tensor) else each for name, each in drawn.items()})
+    drawn = source.step([(span.num_rows, span.context_len) for span in spans], BLOCK_SIZE)
+    tensors: Any = {name: each.to(META) for name, each in vars(drawn).items() if isinstance(each, Tensor)}
+    step = dataclasses.replace(drawn, **tensors)
     settings_LW = torch.zeros(len(spans), NUM_SETTINGS, dtype=torch.int64, device=META)
     of_layers = []
     with torch.inference_mode(), recorded_launches() as launches, Operations(launches):
