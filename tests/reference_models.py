@@ -5,6 +5,7 @@ Most of the file is the table of shapes, which tests of all folders name.
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers.models.kimi_linear import modeling_kimi_linear
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 from transformers.models.qwen3_next import modeling_qwen3_next
 
@@ -25,6 +27,7 @@ ROUTER_NOISE = 3e-5  # relative to each value that a router sees; float32 result
 # The chunked form of the gated delta rule differs by up to 1e-3 from the rule itself, which is in the same file.
 for modeling in (modeling_qwen3_next, modeling_qwen3_5_moe):
     modeling.torch_chunk_gated_delta_rule = modeling.torch_recurrent_gated_delta_rule
+modeling_kimi_linear.chunk_kimi_delta_attention = modeling_kimi_linear.recurrent_kimi_delta_attention
 
 DEFAULTS: dict[str, Any] = dict(
     vocab_size=101,
@@ -340,6 +343,82 @@ SHAPES = {
         norm_topk_prob=False,
         routed_scaling_factor=1.5,
         tie_word_embeddings=False,
+    ),
+    # three layers with states of four; queries are not rotated
+    "kimi-linear": shape(
+        "KimiLinear",
+        sizes(hidden=40, layers=4),
+        latent(4, query=None, kv=20, key=10, rotary=6, value=9),
+        layer_types=["linear_attention", "linear_attention", FULL, "linear_attention"],
+        num_experts=9,
+        num_experts_per_token=3,
+        num_shared_experts=1,
+        num_expert_group=3,
+        topk_group=2,
+        moe_intermediate_size=17,
+        routed_scaling_factor=1.5,
+        linear_num_heads=2,
+        linear_head_dim=12,
+        rms_norm_eps=1e-3,
+        initializer_range=0.2,
+        seed=1,
+    ),
+    "kimi-linear-odd": shape(
+        "KimiLinear",
+        sizes(hidden=36, layers=3, vocab=131),
+        latent(3, query=None, kv=18, key=9, rotary=8, value=11),
+        layer_types=[FULL, "linear_attention", "linear_attention"],
+        mlp_layer_types=["sparse", "dense", "sparse"],
+        num_experts=7,
+        num_experts_per_token=2,
+        num_shared_experts=2,
+        num_expert_group=1,
+        topk_group=1,
+        moe_intermediate_size=15,
+        linear_num_heads=3,
+        linear_head_dim=7,
+        linear_conv_kernel_dim=3,
+        moe_renormalize=False,
+        rms_norm_eps=1e-3,
+        initializer_range=0.2,
+        seed=2,
+    ),
+    # states of two groups of three heads; attention without positions
+    "granite-hybrid": shape(
+        "GraniteMoeHybrid",
+        sizes(hidden=36, layers=4),
+        heads(4, 2),
+        local_experts(6, 3),
+        GRANITE_MULTIPLIERS,
+        intermediate_size=19,
+        shared_intermediate_size=27,
+        layer_types=["linear_attention", FULL, "linear_attention", "linear_attention"],
+        mamba_n_heads=6,
+        mamba_d_head=12,
+        mamba_n_groups=2,
+        mamba_d_state=10,
+        mamba_chunk_size=16,
+        seed=7,
+    ),
+    "granite-hybrid-rope": shape(
+        "GraniteMoeHybrid",
+        sizes(hidden=40, layers=3, vocab=127),
+        heads(4, 2),
+        local_experts(5, 2),
+        rope(rope_theta=500.0),
+        GRANITE_MULTIPLIERS,
+        intermediate_size=22,
+        shared_intermediate_size=15,
+        layer_types=["linear_attention", "linear_attention", FULL],
+        position_embedding_type="rope",
+        mamba_n_heads=5,
+        mamba_d_head=16,
+        mamba_n_groups=1,
+        mamba_d_state=7,
+        mamba_chunk_size=16,
+        mamba_d_conv=3,
+        mamba_conv_bias=False,
+        tie_word_embeddings=True,
     ),
     "qwen3-moe": shape(
         "Qwen3Moe",
@@ -951,7 +1030,7 @@ def fill_what_transformers_leaves_plain(model: nn.Module) -> None:
             if "norm" in name and tensor.dim() == 1:
                 # Zeros are the initial weights of norms that are stored as differences from one.
                 tensor.normal_(1.0 if tensor.any() else 0.0, 0.2)
-            elif name.endswith("sinks"):
+            elif name.endswith(("sinks", ".D")):
                 tensor.normal_(0.0, 1.0)
             elif name.endswith("bias"):
                 tensor.normal_(0.0, 0.3)
@@ -965,9 +1044,18 @@ def make_reference(folder: Path, shape: Shape) -> Reference:
     model.config._experts_implementation = "eager"  # transformers' faster ones refuse odd widths
     model.config._attn_implementation = "eager"
     model.save_pretrained(folder)
+    if shape.family == "KimiLinear":
+        tensors = load_file(folder / "model.safetensors")
+        save_file(with_dense_names(tensors), folder / "model.safetensors", metadata={"format": "pt"})
     if shape.family == "Kimi_K25":
         save_file(kimi_k25_tensors(model, folder), folder / "model.safetensors", metadata={"format": "pt"})
     return Reference(folder, model)
+
+
+def with_dense_names(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors of Kimi-Linear by their published names: transformers 5.23 renames dense networks as well."""
+    names = {name: re.sub(r"block_sparse_moe\.((gate|up|down)_proj)", r"mlp.\1", name) for name in tensors}
+    return {names[name]: tensor for name, tensor in tensors.items()}
 
 
 def kimi_k25_tensors(model: Any, folder: Path) -> dict[str, torch.Tensor]:

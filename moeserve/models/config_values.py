@@ -146,12 +146,23 @@ class ConfigValues:
             raise self.wrong(key, f"must list {names[0]!r} or {names[1]!r} for each of the {num_layers} layers")
         return [name == names[1] for name in value]
 
-    def layer_numbers(self, key: str, num_layers: int) -> frozenset[int]:
-        """Return a list of layers, counted from 0; empty if the config has none."""
+    def object(self, key: str) -> ConfigValues | None:
+        """Return the values of an object in the config; None if there is none."""
+        values = self.values.get(key)
+        if values is None:
+            return None
+        if not isinstance(values, dict):
+            raise self.wrong(key, "must be an object")
+        return ConfigValues(self.path, values, f"{self._prefix}{key}.")
+
+    def layer_numbers(self, key: str, num_layers: int, *, first: int = 0) -> frozenset[int]:
+        """Return a list of layers, counted from `first`; empty if the config has none."""
         value = self.values.get(key) or []
-        is_list = isinstance(value, list) and all(type(layer) is int and 0 <= layer < num_layers for layer in value)
+        is_list = isinstance(value, list) and all(
+            type(layer) is int and first <= layer < first + num_layers for layer in value
+        )
         if not is_list:
-            raise self.wrong(key, f"must list layers from 0 to {num_layers - 1}")
+            raise self.wrong(key, f"must list layers from {first} to {first + num_layers - 1}")
         return frozenset(value)
 
     def text_part(self) -> ConfigValues:

@@ -60,6 +60,13 @@ class LinearAttentionNames:
     output: str = "out_proj"
 
 
+# In the terms of Mamba-2: C, B, x, z and dt.
+MAMBA2_NAMES = LinearAttentionNames(
+    projections=(("in_proj", ("gate", "value", "key", "query", "decay")),),
+    convolutions=(("conv1d", ("value", "key", "query")),),
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerNames:
     """Tensor names of a layer's parts, after `model.layers.3.`."""

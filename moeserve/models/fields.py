@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,12 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def read_model(
-    config: ConfigValues, layers: list[LayerConfig], *, epsilon_key: str = "rms_norm_eps", is_tied: bool = False
+    config: ConfigValues,
+    layers: list[LayerConfig],
+    *,
+    epsilon_key: str = "rms_norm_eps",
+    context_key: str = "max_position_embeddings",
+    is_tied: bool = False,
 ) -> ModelConfig:
     """Read everything but the layers.
 
@@ -32,7 +38,7 @@ def read_model(
         hidden_size=read_hidden_size(config),
         layers=tuple(layers),
         norm_epsilon=config.number(epsilon_key),
-        max_position_embeddings=_read_context(config, layers),
+        max_position_embeddings=_read_context(config, layers, context_key),
         tie_word_embeddings=config.flag("tie_word_embeddings", default=is_tied),
         num_skipped_layers=config.optional_integer("num_nextn_predict_layers", low=0, high=2**6) or 0,
     )
@@ -46,8 +52,8 @@ def with_draft_layer_like_the_last(model: ModelConfig) -> ModelConfig:
     return dataclasses.replace(model, draft_layer=model.layers[-1]) if model.num_skipped_layers else model
 
 
-def _read_context(config: ConfigValues, layers: list[LayerConfig]) -> int:
-    """Return the longest context, which YaRN extends even if max_position_embeddings was left unchanged."""
+def _read_context(config: ConfigValues, layers: list[LayerConfig], key: str) -> int:
+    """Return the longest context, which YaRN extends even if the value under `key` was left unchanged."""
     rotaries = {rotary for layer in layers for rotary in layer.mixer.rotaries}
     scalings = {rotary.scaling for rotary in rotaries if isinstance(rotary, RotaryConfig)}
     extended = (
@@ -55,7 +61,7 @@ def _read_context(config: ConfigValues, layers: list[LayerConfig]) -> int:
         for scaling in scalings
         if isinstance(scaling, YarnScaling)
     )
-    return max(config.integer("max_position_embeddings"), *extended, 0)
+    return max(config.integer(key), *extended, 0)
 
 
 def read_hidden_size(config: ConfigValues) -> int:
@@ -152,17 +158,24 @@ def read_num_experts(config: ConfigValues, *keys: str, top_k_key: str = "num_exp
     return num_experts, top_k
 
 
-def read_groups(config: ConfigValues, num_experts: int, top_k: int) -> tuple[int, int]:
+def read_groups(config: ConfigValues, num_experts: int, top_k: int, *, key: str = "n_group") -> tuple[int, int]:
     """Read the number of groups of experts, and how many groups are chosen for a token."""
-    num_groups, num_chosen = config.integer("n_group"), config.integer("topk_group")
+    num_groups, num_chosen = config.integer(key), config.integer("topk_group")
     if num_experts % num_groups:
-        raise config.wrong("n_group", f"must divide n_routed_experts={num_experts}")
+        raise config.wrong(key, f"must divide the number of experts, {num_experts}")
     if num_chosen > num_groups:
-        raise config.wrong("topk_group", f"is more than n_group={num_groups}")
+        raise config.wrong("topk_group", f"is more than {key}={num_groups}")
     num_eligible = num_chosen * (num_experts // num_groups)
     if top_k > num_eligible:
         raise config.wrong("num_experts_per_tok", f"is more than the {num_eligible} experts of topk_group={num_chosen}")
     return num_groups, num_chosen
+
+
+def read_step_limit(config: ConfigValues) -> None:
+    """Refuse limits of Mamba-2's step sizes other than those that limit nothing."""
+    unlimited = (None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}])  # the last as transformers writes it
+    if config.values.get("time_step_limit") not in unlimited:
+        raise config.wrong("time_step_limit", "is not supported; supported: [0.0, Infinity]")
 
 
 def read_grouped_router(config: ConfigValues) -> RouterConfig:

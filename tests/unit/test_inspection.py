@@ -81,6 +81,12 @@ FIGURES = {
     "Llama-4-Scout": Figures(109, 17, 2 * 48 * 8 * 128),
     "Llama-4-Maverick": Figures(400, 17, 2 * 48 * 8 * 128),
     "Step-3.7-Flash": Figures(196, 11, 2 * 45 * 8 * 128),  # of the language model
+    "Kimi-Linear-48B-A3B": Figures(  # arXiv 2510.26692; its tensors have 49.1 billion
+        49.1, 3, 7 * 576, states=20 * (2 * 3 * 3 * 4096 + 4 * 32 * 128 * 128), rounding=0.2
+    ),
+    "granite-4.0-h-small": Figures(  # model card
+        32.2, 9, 2 * 4 * 8 * 128, states=36 * (2 * 3 * (8192 + 256) + 4 * 128 * 128 * 64)
+    ),
     "LFM2-8B-A1B": Figures(8.3, 1.5, 2 * 6 * 8 * 64, states=18 * 2 * 2 * 2048),  # model card
     "gpt-oss-20b": Figures(20.9, 3.61, 2 * 24 * 8 * 64),  # arXiv 2508.10925
     "gpt-oss-120b": Figures(116.8, 5.13, 2 * 36 * 8 * 64),

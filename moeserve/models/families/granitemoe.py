@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import Family, MoENames
@@ -14,15 +15,16 @@ from moeserve.ops.interfaces import RouterConfig
 
 
 def read(config: ConfigValues) -> ModelConfig:
-    return _read(config, shared=None)
+    return _read(config, None)
 
 
-def read_with_shared(config: ConfigValues) -> ModelConfig:
+def read_with_shared(config: ConfigValues, **settings: Any) -> ModelConfig:
+    """Read Granite with shared experts. `settings` are fields of its AttentionConfig."""
     width = config.integer("shared_intermediate_size", 0, low=0, high=2**20)
-    return _read(config, shared=SharedExpertsConfig(width=width) if width else None)
+    return _read(config, SharedExpertsConfig(width=width) if width else None, **settings)
 
 
-def _read(config: ConfigValues, shared: SharedExpertsConfig | None) -> ModelConfig:
+def _read(config: ConfigValues, shared: SharedExpertsConfig | None, **settings: Any) -> ModelConfig:
     num_experts, top_k = read_num_experts(config, "num_local_experts", "num_experts")
     moe = MoEConfig(
         router=RouterConfig(num_experts=num_experts, top_k=top_k, scoring="softmax_of_chosen"),
@@ -35,6 +37,7 @@ def _read(config: ConfigValues, shared: SharedExpertsConfig | None) -> ModelConf
         scale=config.number("attention_multiplier", 1.0),
         has_bias=has_bias,
         has_output_bias=has_bias,
+        **settings,
     )
     layer = LayerConfig(mixer=attention, feed_forward=moe)
     model = read_model(config, [layer] * read_num_layers(config))

@@ -1,0 +1,66 @@
+"""Granite 4: Granite MoE in which most layers have Mamba-2 instead of attention; the others may have no positions."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from moeserve.layers.linear_attention import LinearAttentionConfig
+from moeserve.layers.rotary import NO_ROTARY
+from moeserve.models.config_values import ConfigValues
+from moeserve.models.families.granitemoe import NAMES, read_with_shared
+from moeserve.models.family import MAMBA2_NAMES, Family, LayerNames
+from moeserve.models.fields import read_hidden_size, read_step_limit
+from moeserve.models.model_config import ModelConfig
+from moeserve.ops.linear_attention import MAX_HEAD
+from moeserve.ops.short_convolution import MAX_TAPS
+
+LAYER_TYPES = ("mamba", "attention")
+OTHER_LAYER_TYPES = ("linear_attention", "full_attention")  # of transformers
+
+
+def read(config: ConfigValues) -> ModelConfig:
+    config.require("position_embedding_type", "nope", "rope")
+    is_rotated = config.values.get("position_embedding_type") == "rope"
+    model = read_with_shared(config, **({} if is_rotated else dict(rotary=NO_ROTARY)))
+    types = OTHER_LAYER_TYPES if set(config.values.get("layer_types") or ()) & set(OTHER_LAYER_TYPES) else LAYER_TYPES
+    has_attention = config.flags_of_layers("layer_types", types, len(model.layers))
+    if has_attention is None:
+        raise config.missing("layer_types")
+    mamba = _read_mamba(config)
+    layers = [
+        layer if has else dataclasses.replace(layer, mixer=mamba)
+        for has, layer in zip(has_attention, model.layers, strict=True)
+    ]
+    return dataclasses.replace(model, layers=tuple(layers))
+
+
+def _read_mamba(config: ConfigValues) -> LinearAttentionConfig:
+    config.require("mamba_proj_bias", False)
+    read_step_limit(config)
+    num_heads = config.integer("mamba_n_heads", high=2**14)
+    num_groups = config.integer("mamba_n_groups", high=2**14)
+    if num_heads % num_groups:
+        raise config.wrong("mamba_n_groups", f"must divide mamba_n_heads={num_heads}")
+    value_dim = config.integer("mamba_d_head", high=MAX_HEAD)
+    if num_heads * value_dim != config.integer("mamba_expand", 2) * read_hidden_size(config):
+        raise config.wrong("mamba_d_head", f"times mamba_n_heads={num_heads} must be mamba_expand times hidden_size")
+    return LinearAttentionConfig(
+        num_heads=num_heads,
+        num_key_heads=num_groups,
+        key_dim=config.integer("mamba_d_state", high=MAX_HEAD),
+        value_dim=value_dim,
+        num_taps=config.integer("mamba_d_conv", low=2, high=MAX_TAPS),
+        norm_epsilon=config.number("rms_norm_eps"),
+        is_delta=False,
+        has_convolution_bias=config.flag("mamba_conv_bias", default=True),
+    )
+
+
+GRANITE_MOE_HYBRID = Family(
+    name="Granite 4",
+    architecture="GraniteMoeHybridForCausalLM",
+    read=read,
+    names=(NAMES,),
+    linear_attention_names=MAMBA2_NAMES,
+    layer_names=LayerNames(recurrent="mamba"),
+)

@@ -1,0 +1,134 @@
+"""Kimi-Linear: most layers have Kimi delta attention, the others latent attention without positions."""
+
+from __future__ import annotations
+
+from moeserve.layers.linear_attention import LinearAttentionConfig
+from moeserve.layers.mla import LatentAttentionConfig
+from moeserve.layers.rotary import NoScaling, RotaryConfig
+from moeserve.models.config_values import ConfigValues
+from moeserve.models.family import Family, LayerNames, LinearAttentionNames, MoENames
+from moeserve.models.fields import (
+    read_groups,
+    read_listed_dense,
+    read_model,
+    read_num_experts,
+    read_num_layers,
+    read_width,
+)
+from moeserve.models.model_config import LayerConfig, ModelConfig
+from moeserve.moe.layer import MoEConfig
+from moeserve.moe.shared import SharedExpertsConfig
+from moeserve.ops.interfaces import RouterConfig
+from moeserve.ops.linear_attention import MAX_HEAD
+from moeserve.ops.short_convolution import MAX_TAPS
+
+LAYER_TYPES = ("linear_attention", "full_attention")
+
+
+def read(config: ConfigValues) -> ModelConfig:
+    config.require("mla_use_nope", True)
+    config.require("moe_router_activation_func", "sigmoid")
+    config.require("moe_layer_freq", 1)
+    config.require("attention_bias", False)
+    num_experts, top_k = read_num_experts(config, "num_experts", top_k_key="num_experts_per_token")
+    num_groups, num_chosen_groups = read_groups(config, num_experts, top_k, key="num_expert_group")
+    expert_width = read_width(config, "moe_intermediate_size")
+    num_shared = config.integer("num_shared_experts", low=0, high=2**10)
+    moe = MoEConfig(
+        router=RouterConfig(
+            num_experts=num_experts,
+            top_k=top_k,
+            scoring="sigmoid",
+            num_groups=num_groups,
+            num_chosen_groups=num_chosen_groups,
+            experts_rating_group=2,
+            is_normalized=config.flag("moe_renormalize", default=True),
+            scale=config.number("routed_scaling_factor"),
+            has_correction=True,
+        ),
+        expert_width=expert_width,
+        shared=SharedExpertsConfig(width=num_shared * expert_width) if num_shared else None,
+    )
+    attention, delta = _read_latent_attention(config), _read_delta_attention(config)
+    layers = [
+        LayerConfig(mixer=attention if is_full else delta, feed_forward=feed_forward)
+        for is_full, feed_forward in zip(_read_is_full(config), read_listed_dense(config, moe), strict=True)
+    ]
+    return read_model(config, layers, context_key="model_max_length")
+
+
+def _read_latent_attention(config: ConfigValues) -> LatentAttentionConfig:
+    return LatentAttentionConfig(
+        num_heads=config.integer("num_attention_heads", high=2**14),
+        query_rank=config.optional_integer("q_lora_rank", high=2**18),
+        latent_size=config.integer("kv_lora_rank", high=2**18),
+        key_dim=config.integer("qk_nope_head_dim", high=2**14),
+        # The part of the keys that all heads share is not rotated.
+        rotary=RotaryConfig(dim=config.integer("qk_rope_head_dim", high=2**14), theta=2.0, scaling=NoScaling()),
+        value_dim=config.integer("v_head_dim", high=2**14),
+    )
+
+
+def _read_delta_attention(config: ConfigValues) -> LinearAttentionConfig:
+    nested = config.object("linear_attn_config")  # transformers writes the same values beside the others
+    source, prefix = (config, "linear_") if nested is None else (nested, "")
+    taps = "linear_conv_kernel_dim" if nested is None else "short_conv_kernel_size"
+    num_heads = source.integer(f"{prefix}num_heads", high=2**14)
+    head_dim = source.integer(f"{prefix}head_dim", high=MAX_HEAD)
+    return LinearAttentionConfig(
+        num_heads=num_heads,
+        num_key_heads=num_heads,
+        key_dim=head_dim,
+        value_dim=head_dim,
+        num_taps=source.integer(taps, low=2, high=MAX_TAPS),
+        norm_epsilon=config.number("rms_norm_eps"),
+        has_channel_decays=True,
+        gate="sigmoid",
+        low_rank=head_dim,
+    )
+
+
+def _read_is_full(config: ConfigValues) -> list[bool]:
+    """Return for each layer True if it has latent attention."""
+    num_layers = read_num_layers(config)
+    is_full = config.flags_of_layers("layer_types", LAYER_TYPES, num_layers)
+    if is_full is not None:
+        return is_full
+    nested = config.object("linear_attn_config")
+    if nested is None:
+        raise config.missing("linear_attn_config")
+    full = nested.layer_numbers("full_attn_layers", num_layers, first=1)
+    return [number in full for number in range(1, num_layers + 1)]
+
+
+KIMI_LINEAR = Family(
+    name="Kimi-Linear",
+    architecture="KimiLinearForCausalLM",
+    read=read,
+    names=(
+        MoENames(
+            router="block_sparse_moe.gate",
+            correction="block_sparse_moe.gate.e_score_correction_bias",
+            experts="block_sparse_moe.experts",
+            gate="w1",
+            up="w3",
+            down="w2",
+            shared="block_sparse_moe.shared_experts",
+        ),
+    ),
+    linear_attention_names=LinearAttentionNames(
+        projections=(
+            ("q_proj", ("query",)),
+            ("k_proj", ("key",)),
+            ("v_proj", ("value",)),
+            ("g_b_proj", ("gate",)),
+            ("b_proj", ("rate",)),
+            ("f_b_proj", ("decay",)),
+        ),
+        convolutions=(("q_conv1d", ("query",)), ("k_conv1d", ("key",)), ("v_conv1d", ("value",))),
+        log_decay_dims=(2, 1),
+        norm="o_norm",
+        output="o_proj",
+    ),
+    layer_names=LayerNames(recurrent="self_attn"),
+)
