@@ -83,7 +83,7 @@ def start_engine(settings: Settings, *, show_progress: bool) -> StartedEngine:
     has_draft_layer = drafting is not None and drafting.method == "mtp"
     facts = default_model.FACTS
     if folder is not None:
-        facts = registry.read_facts(folder, with_draft_layer=has_draft_layer)
+        facts = registry.read_facts(folder, settings.model.model_impl, with_draft_layer=has_draft_layer)
     with contextlib.ExitStack() as cleanup:
         cluster = _find_cluster(settings.parallel)
         if cluster is not None:

@@ -113,6 +113,8 @@ def resolve(
     )
     _check_expert_placement(parallel, checkpoint)
     _check_overlap(model, parallel, checkpoint, device)
+    if model.model_impl == "transformers":
+        _check_transformers(settings)
     if needs_load and not checkpoint.num_sparse_layers:
         raise SettingsError(
             "rebalance, expert_load_file and metrics_port need a model with experts, and this one has none"
@@ -170,6 +172,7 @@ def resolve(
         product_backend=product_backend,
         batch_invariant=model.batch_invariant,
         load_format=model.load_format,
+        model_impl="moeserve" if model.model_impl == "auto" else model.model_impl,
         packed_cache=parse_bytes("packed_cache", model.packed_cache, least=0),
         seed=model.seed or 0,
         max_model_len=model.max_model_len or checkpoint.max_position_embeddings,
@@ -200,7 +203,7 @@ def resolve(
         data_parallel_size=parallel.data_parallel_size,
         pipeline_layers=pipeline_layers,
         max_queued_requests=scheduler.max_queued_requests,
-        enforce_eager=scheduler.enforce_eager,
+        enforce_eager=scheduler.enforce_eager or model.model_impl == "transformers",
         num_threads=parallel.num_threads or _threads_per_rank(machine.cores_of_nodes or (machine.num_cores,), parallel),
         numa_binding=parallel.numa_binding and executor == "mp" and device == "cpu",
         executor=executor,
@@ -527,6 +530,26 @@ def _check_expert_placement(parallel: ParallelSettings, checkpoint: CheckpointFa
             f"rebalance={shown(parallel.rebalance)} and expert_loads={shown(parallel.expert_loads)} both place the "
             "experts; leave one of them out"
         )
+
+
+def _check_transformers(settings: Settings) -> None:
+    """Raise SettingsError for settings that need moeserve's own code of a model."""
+    model, parallel = settings.model, settings.parallel
+    chosen = {
+        "quantization": (model.quantization, None),
+        "load_format": (model.load_format, "auto"),
+        "batch_invariant": (model.batch_invariant, False),
+        "rebalance": (parallel.rebalance, "off"),
+        "pipeline_parallel_size": (parallel.pipeline_parallel_size, 1),
+        "overlap_decode_tokens": (parallel.overlap_decode_tokens, None),
+        "overlap_prefill_tokens": (parallel.overlap_prefill_tokens, None),
+        "kv_transfer_address": (settings.cache.kv_transfer_address, None),
+    }
+    for name, (value, supported) in chosen.items():
+        if value != supported:
+            raise SettingsError(f"{name}={shown(value)} does not work with model_impl='transformers'; leave it out")
+    if parallel.dispatcher == "deepep":
+        raise SettingsError("dispatcher='deepep' does not work with model_impl='transformers'; use 'auto'")
 
 
 def _check_overlap(model: ModelSettings, parallel: ParallelSettings, checkpoint: CheckpointFacts, device: str) -> None:

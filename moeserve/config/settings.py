@@ -17,6 +17,7 @@ CacheDtypeName = Literal["auto", "fp8", "fp8_e4m3"]
 QuantizationName = Literal["int8", "int4", "fp8", "mxfp4"]
 DeepEPApi = Literal["legacy", "elastic"]
 DispatcherName = Literal["local", "allgather", "all_to_all", "shared_memory", "deepep"]
+ModelImplName = Literal["moeserve", "transformers"]
 AttentionName = Literal["triton", "flashinfer"]  # attention kernels on a GPU
 ProductName = Literal["triton", "deep_gemm"]  # kernels of products in 8-bit blocks on a GPU
 AttentionChoice = AttentionName | Literal["measured"]  # measured: the fastest, by a table of this GPU
@@ -66,6 +67,11 @@ class ModelSettings:
         "errors; slower on a GPU, no difference on a CPU, which does so wherever it can",
     )
     load_format: Literal["auto", "dummy"] = setting("auto", "dummy: random weights; only config.json is read")
+    model_impl: Literal["auto", ModelImplName] = setting(
+        "auto",
+        "transformers: run the model through transformers' own code, with moeserve's attention and expert parallelism, "
+        "for architectures that moeserve does not know; slower; auto: moeserve",
+    )
     packed_cache: int | str = setting(
         "16GiB",
         "size of the cache of packed weights on disk, which makes the next start fast, as bytes or like 16GiB; the "
@@ -345,6 +351,7 @@ class EngineConfig:
     product_backend: ProductChoice
     batch_invariant: bool  # required; a CPU may be it anyway
     load_format: Literal["auto", "dummy"]
+    model_impl: ModelImplName
     packed_cache: int  # bytes
     seed: int
     max_model_len: int

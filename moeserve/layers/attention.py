@@ -125,24 +125,10 @@ class Attention(nn.Module):
 
     @property
     def cache_needs(self) -> CacheNeeds:
-        size = self.config.head_dim
-        bytes_of_head = (
-            size + torch.bfloat16.itemsize if self.context.has_float8_cache else size * self.context.dtype.itemsize
-        )
-        bytes_per_token = 2 * self.num_kv_heads * bytes_of_head
-        if self.config.window is None:
-            return CacheNeeds(bytes_per_token=bytes_per_token)
-        return CacheNeeds(window_bytes_per_token=bytes_per_token, window=abs(self.config.window))
+        return cache_needs_of(self.config, self.num_kv_heads, self.context)
 
     def make_cache(self, size: CacheSize) -> KeyValueCache:
-        num_blocks = size.blocks_of(has_window=self.config.window is not None)
-        shape = (num_blocks, self.num_kv_heads, size.block_size, self.config.head_dim)
-        device = self.context.device
-        if self.context.has_float8_cache:
-            codes = (torch.empty(shape, dtype=torch.uint8, device=device) for _ in range(2))
-            scales = (torch.empty(shape[:-1], dtype=torch.bfloat16, device=device) for _ in range(2))
-            return KeyValueCache(*codes, *scales)
-        return KeyValueCache(*(torch.empty(shape, dtype=self.context.dtype, device=device) for _ in range(2)))
+        return make_key_value_cache(self.config, self.num_kv_heads, size, self.context)
 
     @property
     def input_form(self) -> RowsForm:
@@ -174,6 +160,29 @@ class Attention(nn.Module):
             gates_P1 = self.head_gates(plain_rows(hidden_TD)).view(-1, 1)  # P pairs of token and head
             attended_TX = self._gate_rows(gates_P1, attended_TX.view(-1, size)).view_as(attended_TX)
         return self.output(self._gate_rows(projected[3], attended_TX) if self.config.has_gate else attended_TX)
+
+
+def cache_needs_of(config: AttentionConfig, num_kv_heads: int, context: ModelContext) -> CacheNeeds:
+    """Return the memory that a layer with `num_kv_heads` on this rank needs for requests."""
+    size = config.head_dim
+    bytes_of_head = size + torch.bfloat16.itemsize if context.has_float8_cache else size * context.dtype.itemsize
+    bytes_per_token = 2 * num_kv_heads * bytes_of_head
+    if config.window is None:
+        return CacheNeeds(bytes_per_token=bytes_per_token)
+    return CacheNeeds(window_bytes_per_token=bytes_per_token, window=abs(config.window))
+
+
+def make_key_value_cache(
+    config: AttentionConfig, num_kv_heads: int, size: CacheSize, context: ModelContext
+) -> KeyValueCache:
+    """Return the cache of a layer with `num_kv_heads` on this rank."""
+    num_blocks = size.blocks_of(has_window=config.window is not None)
+    shape = (num_blocks, num_kv_heads, size.block_size, config.head_dim)
+    if context.has_float8_cache:
+        codes = (torch.empty(shape, dtype=torch.uint8, device=context.device) for _ in range(2))
+        scales = (torch.empty(shape[:-1], dtype=torch.bfloat16, device=context.device) for _ in range(2))
+        return KeyValueCache(*codes, *scales)
+    return KeyValueCache(*(torch.empty(shape, dtype=context.dtype, device=context.device) for _ in range(2)))
 
 
 class TokenNorm(nn.Module):

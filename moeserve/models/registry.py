@@ -6,10 +6,10 @@ import importlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from pkgutil import iter_modules
-from typing import Any
+from typing import Any, Literal
 
 from moeserve.config.resolve import CheckpointFacts
-from moeserve.config.settings import DtypeName
+from moeserve.config.settings import DtypeName, ModelImplName
 from moeserve.errors import CheckpointError
 from moeserve.models import families
 from moeserve.models.config_values import ConfigValues, read_json
@@ -59,7 +59,9 @@ class GenerationDefaults:
     sampling: dict[str, Any]  # arguments of SamplingParams
 
 
-def read_facts(folder: str | Path, *, with_draft_layer: bool = False) -> CheckpointFacts:
+def read_facts(
+    folder: str | Path, model_impl: Literal["auto", ModelImplName] = "auto", *, with_draft_layer: bool = False
+) -> CheckpointFacts:
     """Return the facts that the engine needs before it loads a checkpoint, a folder or a GGUF file.
 
     Args:
@@ -69,7 +71,8 @@ def read_facts(folder: str | Path, *, with_draft_layer: bool = False) -> Checkpo
         CheckpointError: no such folder, no config.json, an unsupported architecture, or a wrong config.
     """
     folder = folder_of(folder)
-    description = describe(folder)
+    description = describe(folder, model_impl)
+    is_foreign = model_impl == "transformers"
     if with_draft_layer and description.model.draft_layer is not None:
         description = description.with_draft_layer()
     return CheckpointFacts(
@@ -77,12 +80,12 @@ def read_facts(folder: str | Path, *, with_draft_layer: bool = False) -> Checkpo
         dtype=description.dtype,
         vocab_size=description.model.vocab_size,
         max_position_embeddings=description.model.max_position_embeddings,
-        tensor_parallel_sizes=(sizes := description.model.tensor_parallel_sizes),
+        tensor_parallel_sizes=(sizes := (1,) if is_foreign else description.model.tensor_parallel_sizes),
         tensor_parallel_sizes_alike=tuple(filter(description.model.keeps_bytes, sizes)),
         num_layers=len(description.model.layers),
         num_sparse_layers=description.model.num_sparse_layers,
         num_experts=description.model.num_experts,
-        expert_shape=description.model.expert_shape,
+        expert_shape=None if is_foreign else description.model.expert_shape,
         has_mxfp4=description.weight_format.is_mxfp4,
         has_latent_attention=description.model.has_latent_attention,
         has_states=description.model.has_states,
@@ -91,21 +94,32 @@ def read_facts(folder: str | Path, *, with_draft_layer: bool = False) -> Checkpo
     )
 
 
-def describe(folder: str | Path) -> Description:
+def describe(folder: str | Path, model_impl: Literal["auto", ModelImplName] = "auto") -> Description:
     """Read a checkpoint's config.json.
+
+    Args:
+        model_impl: "transformers" for a model that runs through transformers' code.
 
     Raises:
         CheckpointError: see `read_facts`.
     """
     config = _open_config(folder_of(folder))
     architecture = config.architecture()
-    if architecture not in FAMILIES:
+    if model_impl == "transformers":
+        from moeserve.models.transformers_model import family_of
+
+        family = family_of(architecture)
+    elif architecture not in FAMILIES:
         raise CheckpointError(
-            f"{config.path}: architecture {architecture!r} is not supported; supported: {', '.join(sorted(FAMILIES))}"
+            f"{config.path}: architecture {architecture!r} is not supported; supported: {', '.join(sorted(FAMILIES))}; "
+            "model_impl='transformers' runs others through transformers' code"
         )
-    family = FAMILIES[architecture]
+    else:
+        family = FAMILIES[architecture]
     config = config.text_part()
     weight_format = read_weight_format(config)
+    if model_impl == "transformers" and weight_format.stored_as is not None:
+        raise config.wrong("quantization_config", "cannot be read with model_impl='transformers'; use plain weights")
     return Description(
         family=family,
         model=family.read(config),

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -54,7 +55,7 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
     Raises:
         CheckpointError: the weights do not fit in memory, or do not match the config.
     """
-    description = registry.describe(config.model_path)
+    description = registry.describe(config.model_path, config.model_impl)
     if config.has_draft_layer:
         description = description.with_draft_layer()
     dtype, device = getattr(torch, config.dtype), torch.device(config.device)
@@ -73,6 +74,11 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
         has_float8_cache=config.has_float8_cache,
     )
     dispatchers = _open_dispatchers(config, description, placements, context)
+    if config.model_impl == "transformers":
+        from moeserve.models.transformers_model import TransformersModel
+
+        foreign = TransformersModel(Path(config.model_path), description.model, placements, dispatchers, context)
+        return LoadedModel(cast(Decoder, foreign))  # it has the members of a Decoder that a worker uses
     stage = config.layers_of_stage(groups.mesh.coordinates(groups.rank).pp)
     model = Decoder(description.model, placements, dispatchers, context.without_memory(), stage)
     memory = loading_memory(model, fills_all_first=config.load_format == "dummy")
