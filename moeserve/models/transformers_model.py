@@ -10,7 +10,7 @@ The shape of such a model is found by a trial run on the meta device, which comp
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,7 +92,7 @@ def read_shape(config: ConfigValues) -> ModelConfig:
     if not experts:
         raise refuse("none of its layers has experts behind transformers' experts interface")
     for number, attention in enumerate(attentions):
-        layers.append(LayerConfig(attention=attention, feed_forward=experts.get(number, MLPConfig(width=0))))
+        layers.append(LayerConfig(mixer=attention, feed_forward=experts.get(number, MLPConfig(width=0))))
     return ModelConfig(
         vocab_size=text.vocab_size,
         hidden_size=text.hidden_size,
@@ -263,9 +263,9 @@ class TransformersModel(nn.Module):
         self.dispatchers = dispatchers
         self.stage = range(len(config.layers))
         self._current: _Current | None = None
+        self._attentions = [layer.mixer for layer in config.layers if isinstance(layer.mixer, AttentionConfig)]
         self._backends = [
-            context.kernels.make_attention(_shape_of(layer.attention, context))  # type: ignore[arg-type]
-            for layer in config.layers
+            context.kernels.make_attention(_shape_of(attention, context)) for attention in self._attentions
         ]
         self._rotaries = Rotaries(frozenset({NO_ROTARY}), context.device)
         model = _build(folder, self._attend, self._run_experts, torch.device("cpu"), context.dtype)
@@ -282,21 +282,14 @@ class TransformersModel(nn.Module):
     @property
     def cache_needs(self) -> CacheNeeds:
         """The memory that all layers together need for requests."""
-        return sum((needs for _, needs in self._caches_of_layers()), CacheNeeds())
+        needs = (cache_needs_of(config, config.num_kv_heads, self.context) for config in self._attentions)
+        return sum(needs, CacheNeeds())
 
     has_states = False
 
-    def _caches_of_layers(self) -> Iterator[tuple[AttentionConfig, CacheNeeds]]:
-        for layer in self.config.layers:
-            assert isinstance(layer.attention, AttentionConfig)
-            yield layer.attention, cache_needs_of(layer.attention, layer.attention.num_kv_heads, self.context)
-
     def make_caches(self, size: CacheSize) -> list[KeyValueCache]:
         """Return one cache for each layer."""
-        return [
-            make_key_value_cache(config, config.num_kv_heads, size, self.context)
-            for config, _ in self._caches_of_layers()
-        ]
+        return [make_key_value_cache(config, config.num_kv_heads, size, self.context) for config in self._attentions]
 
     def with_one_layer_of_each_kind(self) -> TransformersModel:
         """Return the model itself: its layers are transformers' own."""
