@@ -330,6 +330,8 @@ class TransformersModel(nn.Module):
             return query.new_zeros(1, 1, query.shape[1], value_size)
         value = functional.pad(value, (0, key.shape[3] - value_size))  # the cache has equal heads for both
         backend = self._backends[module.layer_idx]
+        if self._attentions[module.layer_idx].window is not None:
+            step = step.of_windows
         query_TNH, key_TGH, value_TGH = (heads[0].transpose(0, 1).contiguous() for heads in (query, key, value))
         rotation = self._rotaries.at(step.positions)[NO_ROTARY]
         query_TNH = backend.rotate_and_write(query_TNH, key_TGH, value_TGH, rotation, cache, step)
