@@ -23,6 +23,7 @@ from typing import Any
 from moeserve.config.environment import environment_without
 
 MARK = "@moeserve "
+PROCESS_OF = "a process of "  # in the name of a row that belongs to no item
 FINISHING_SHARE = 0.15  # of a part's time, after which nothing more is begun
 STUCK_SHARE = 0.7  # of a part's time: an item that has run so long has failed
 END_SECONDS = 10.0  # until a killed process and its children have closed their output
@@ -82,14 +83,14 @@ def run_part(
     threads = []
     for index in range(part.num_processes):
         options = [part.name, f"--seed={seed}", f"--ends-at={last_begin:.3f}", f"--share={index}/{part.num_processes}"]
-        own_name = f"a process of {part.name}"
+        own_name = f"{PROCESS_OF}{part.name}"
         arguments = ([*command, *options], own_name, environment, seconds, ends_at, sorted(finished), add)
         threads.append(threading.Thread(target=run_share, args=arguments, daemon=True))
         threads[-1].start()
     for thread in threads:
         thread.join(max(0.0, ends_at + END_SECONDS - time.monotonic()))
         if thread.is_alive():
-            add({"name": f"a process of {part.name}", "status": "failed", "error": "it does not end"})
+            add({"name": f"{PROCESS_OF}{part.name}", "status": "failed", "error": "it does not end"})
 
 
 def run_share(

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from moeserve.bench.gpu.page import page, row_text
-from moeserve.bench.gpu.parts import PARTS, Part, Row, run_part
+from moeserve.bench.gpu.parts import PARTS, PROCESS_OF, Part, Row, run_part
 from moeserve.bench.harness import at_least, make_parser, read_jsonl, save, show
 from moeserve.machine import installed_version, usable_cores
 
@@ -95,7 +95,8 @@ def run_parts(options: argparse.Namespace, num_gpus: int, run: Callable[..., Non
     earlier = earlier_lines(options.json, identity, options.seed)
     seed = earlier[0]["seed"] if earlier else options.seed
     seed = random.SystemRandom().randrange(2**31) if seed is None else seed
-    rows = [line for line in earlier if line["kind"] == "row"]
+    # A process that could not start is started again.
+    rows = [line for line in earlier if line["kind"] == "row" and not line["name"].startswith(PROCESS_OF)]
     finished = {(line["part"], line["finished"]) for line in earlier if line["kind"] == "finished"}
     show(f"{environment['gpu']}, {environment['versions']}\nseed {seed}")
     if finished:
