@@ -117,6 +117,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "executors": ("tp", "dp"),
     "rebalance": ("ranks", "tokens"),
     "scheduling": ("table", "model", "batch", "way"),
+    "speculation": ("model", "way"),
 }
 
 
@@ -145,6 +146,15 @@ COLUMNS: dict[str, Columns] = {
         ("tokens/s", "{rate:3}"),
         ("ratio", "{ratio:.2f}"),
         ("idle", "{idle:.0%}"),
+    ],
+    "speculation": [
+        ("model", "{model}"),
+        ("way", "{way}"),
+        ("tokens/s", "{rate:3}"),
+        ("ratio", "{ratio:.2f}"),
+        ("by processor time", "{processor_ratio:.2f}"),
+        ("drafts accepted", "{accepted:.0%}"),
+        ("steps", "{steps:.0%}"),
     ],
     "latency": [
         ("model", "{model}, {engine}"),
@@ -372,6 +382,7 @@ TABLES: dict[str, Callable[[Sequence[Row]], Iterable[str]]] = {
     "executors": lambda rows: [table(rows, COLUMNS["executors"])],
     "rebalance": rebalance_tables,
     "scheduling": lambda rows: [table(rows, COLUMNS["scheduling"])],
+    "speculation": lambda rows: [table(rows, COLUMNS["speculation"])],
 }
 
 

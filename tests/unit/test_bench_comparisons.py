@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from moeserve import cli
-from moeserve.bench import attention, latency, moe, startup, throughput
+from moeserve.bench import attention, latency, moe, speculation, startup, throughput
 from moeserve.bench.checkpoints import make_checkpoint
 from moeserve.bench.decode import Generate, Workload, draw_prompts
 from moeserve.bench.harness import read_jsonl
@@ -168,6 +168,19 @@ def test_latency_from_end_to_end(tiny: Path, tmp_path: Path, capsys: pytest.Capt
             assert min(values) >= 0
             assert row[wait] == {"median": statistics.median(values), "p99": max(values)}
     assert "| mixtral-tiny, moeserve | 20 |" in capsys.readouterr().out
+
+
+def test_speculation_from_end_to_end(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results = tmp_path / "speculation.jsonl"
+    speculation.main([
+        "--model", str(tiny), "--drafts", "3", "--new-tokens", "60", "--rounds", "1", "--threads", "1", "--json",
+        str(results),
+    ])  # fmt: skip
+    without, drafted = read_jsonl(results)
+    assert (without["accepted"], without["steps"]) == (None, 1)
+    assert 0 < drafted["accepted"] <= 1
+    assert drafted["steps"] < 1
+    assert "| mixtral-tiny | 3 drafts |" in capsys.readouterr().out
 
 
 def test_arrivals_have_the_given_rate() -> None:
