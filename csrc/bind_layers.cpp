@@ -98,7 +98,8 @@ Scoring scoring_of_name(const std::string& name) {
   if (name == "softmax") return Scoring::kSoftmax;
   if (name == "sigmoid") return Scoring::kSigmoid;
   if (name == "softmax_of_chosen") return Scoring::kSoftmaxOfChosen;
-  refuse("scoring='" + name + "' is none of softmax, sigmoid, softmax_of_chosen");
+  if (name == "sqrt_softplus") return Scoring::kSqrtSoftplus;
+  refuse("scoring='" + name + "' is none of softmax, sigmoid, softmax_of_chosen, sqrt_softplus");
 }
 
 const float* read_per_expert(const char* name, const std::optional<Tensor>& tensor, int64_t num_experts) {
@@ -110,7 +111,7 @@ const float* read_per_expert(const char* name, const std::optional<Tensor>& tens
 void choose(const Tensor& hidden, const Tensor& weight, const std::optional<Tensor>& bias,
             const std::optional<Tensor>& correction, const Tensor& experts, const Tensor& weights,
             const std::string& scoring, int64_t num_groups, int64_t num_chosen_groups, int64_t experts_rating_group,
-            bool is_normalized, double scale) {
+            bool is_normalized, double scale, const std::optional<Tensor>& given) {
   check_dims("hidden", hidden, 2);
   check_float_type("hidden", hidden);
   check_contiguous("hidden", hidden, 1);
@@ -125,6 +126,7 @@ void choose(const Tensor& hidden, const Tensor& weight, const std::optional<Tens
   if (top_k < 1 || top_k > num_experts) {
     refuse("top_k=" + std::to_string(top_k) + ", but there are " + std::to_string(num_experts) + " experts");
   }
+  if (given) check_array("given", *given, {num_tokens, top_k}, ElementType::kInt64, "int64");
   if (num_groups < 1 || num_experts % num_groups != 0) {
     refuse("num_groups=" + std::to_string(num_groups) + " does not divide " + std::to_string(num_experts) + " experts");
   }
@@ -143,6 +145,7 @@ void choose(const Tensor& hidden, const Tensor& weight, const std::optional<Tens
   step.weight = numbers<float>(weight);
   step.bias = read_per_expert("bias", bias, num_experts);
   step.correction = read_per_expert("correction", correction, num_experts);
+  step.given = given ? numbers<int64_t>(*given) : nullptr;
   step.experts = static_cast<int64_t*>(experts.data);
   step.weights = static_cast<float*>(weights.data);
   step.num_tokens = num_tokens;
@@ -400,7 +403,8 @@ void bind_layers(nb::module_& module) {
              "Apply the rotary embedding to the first 2 * F elements of each head. `out` may be `heads`.");
   module.def("route", &choose, "hidden"_a, "weight"_a, "bias"_a.none(), "correction"_a.none(), "experts"_a, "weights"_a,
              nb::kw_only(), "scoring"_a, "num_groups"_a, "num_chosen_groups"_a, "experts_rating_group"_a,
-             "is_normalized"_a, "scale"_a, "Write the experts of each token, best first, and their weights.");
+             "is_normalized"_a, "scale"_a, "given"_a.none() = nb::none(),
+             "Write the experts of each token, best first, and their weights.");
   module.def("sort_pairs", &sort, "keys"_a, "first_key"_a, "num_known"_a, "order"_a, "counts"_a,
              "Write the indices of the pairs with a counted key, sorted by key, and the number of pairs of each key. "
              "Return the number of indices written. Keys are -1 or in [0, num_known).");

@@ -35,7 +35,8 @@ Activation activation_of_name(const std::string& name) {
   if (name == "swiglu") return Activation::kSwiGLU;
   if (name == "clamped_swiglu") return Activation::kClampedSwiGLU;
   if (name == "limited_swiglu") return Activation::kLimitedSwiGLU;
-  refuse("'" + name + "' is no activation; expected none, swiglu, clamped_swiglu or limited_swiglu");
+  if (name == "cut_swiglu") return Activation::kCutSwiGLU;
+  refuse("'" + name + "' is no activation; expected none, swiglu, clamped_swiglu, limited_swiglu or cut_swiglu");
 }
 
 InputChunks chunks_of(int64_t num_inputs, std::optional<int64_t> chunk_inputs) {

@@ -7,6 +7,7 @@
 namespace moeserve {
 
 void bind_attention(nanobind::module_& module);
+void bind_compressed_attention(nanobind::module_& module);
 void bind_indexer(nanobind::module_& module);
 void bind_layers(nanobind::module_& module);
 void bind_products(nanobind::module_& module);

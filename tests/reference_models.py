@@ -862,6 +862,54 @@ SHAPES |= {
     ),
 }
 
+
+def entries(sparse: int, dense: int, types: str, *, window: int, indexer: tuple[int, int, int]) -> dict[str, Any]:
+    """Compressed attention: tokens of an entry of either type, the types of the layers, and the indexer."""
+    names = dict(w="sliding_attention", c="compressed_sparse_attention", h="heavily_compressed_attention")
+    num_heads, size, top_k = indexer
+    return dict(
+        layer_types=[names[letter] for letter in types],
+        compress_rates={names["c"]: sparse, names["h"]: dense},
+        sliding_window=window,
+        index_n_heads=num_heads,
+        index_head_dim=size,
+        index_topk=top_k,
+    )
+
+
+SHAPES |= {
+    # windows of 10 tokens cross the ends of blocks; most tokens see more entries than they attend to
+    "deepseek-v4": shape(
+        "DeepseekV4",
+        sizes(hidden=40, layers=4),
+        heads(4, 1, 16),
+        entries(4, 10, "wchc", window=7, indexer=(12, 14, 5)),
+        experts(7, 3, 21, key="n_routed_experts"),
+        dict(q_lora_rank=18, o_groups=2, o_lora_rank=9, qk_rope_head_dim=6),
+        rope_scaling=dict(type="yarn", factor=8.0, original_max_position_embeddings=64, beta_fast=32, beta_slow=1),
+        intermediate_size=21,
+        mlp_layer_types=["hash_moe", "hash_moe", "moe", "moe"],
+        swiglu_limit=1.5,
+        initializer_range=0.2,
+        seed=1,
+    ),
+    "deepseek-v4-odd": shape(
+        "DeepseekV4",
+        sizes(hidden=33, layers=3, vocab=127),
+        heads(3, 1, 20),
+        entries(2, 7, "chw", window=5, indexer=(17, 11, 3)),
+        experts(5, 2, 14, key="n_routed_experts"),
+        dict(q_lora_rank=13, o_groups=3, o_lora_rank=7, qk_rope_head_dim=10),
+        dict(hc_mult=3, hc_sinkhorn_iters=5, hc_eps=1e-3, routed_scaling_factor=2.5),
+        intermediate_size=14,
+        mlp_layer_types=["moe"] * 3,
+        rms_norm_eps=0.01,
+        tie_word_embeddings=True,
+        initializer_range=0.2,
+        seed=0,
+    ),
+}
+
 # Divisible where those of their families above are not: heads over 4 tp ranks, layers into 3 pipeline stages.
 DIVISIBLE = {
     "mixtral-three-layers": Shape("Mixtral", SHAPES["mixtral"].settings | dict(num_hidden_layers=3), seed=5),
@@ -978,10 +1026,14 @@ class Reference:
         seen = torch.ones(len(token_ids), len(token_ids), dtype=torch.bool).tril()
 
         def chosen(indices: torch.Tensor) -> torch.Tensor:
-            return torch.zeros(seen.shape, dtype=torch.bool).scatter(1, indices[0].long(), True) & seen
+            none = len(seen)  # the column of choices of -1
+            columns = indices[0].long().where(indices[0] >= 0, none)
+            return torch.zeros(none, none + 1, dtype=torch.bool).scatter(1, columns, True)[:, :none] & seen
 
         for indexer, (hidden, queries, *others), named, indices in called:
-            named = named | {"past_key_values": None}  # which would get the keys a second time
+            # Without the cache, which would get the keys a second time.
+            others = [None if isinstance(each, transformers.Cache) else each for each in others]
+            named = {key: None if isinstance(each, transformers.Cache) else each for key, each in named.items()}
             for _ in range(8):
                 noise = 1 + ROUTER_NOISE * torch.randn(hidden.shape, generator=generator)
                 noise_of_queries = 1 + ROUTER_NOISE * torch.randn(queries.shape, generator=generator)
@@ -1032,8 +1084,11 @@ def fill_what_transformers_leaves_plain(model: nn.Module) -> None:
                 tensor.normal_(1.0 if tensor.any() else 0.0, 0.2)
             elif name.endswith(("sinks", ".D")):
                 tensor.normal_(0.0, 1.0)
-            elif name.endswith("bias"):
+            elif name.endswith(("bias", "hc.base", "hc_base")):
                 tensor.normal_(0.0, 0.3)
+            elif name.endswith("tid2eid"):
+                num_experts = model.config.n_routed_experts
+                tensor.copy_(torch.rand(len(tensor), num_experts).argsort(dim=1)[:, : tensor.shape[1]])
 
 
 def make_reference(folder: Path, shape: Shape) -> Reference:
@@ -1107,6 +1162,12 @@ def in_the_style_of_the_hub(values: dict[str, Any]) -> dict[str, Any]:
     values = {key: value for key, value in values.items() if key not in ("qk_head_dim", "transformers_version")}
     family = values["architectures"][0].removesuffix("ForCausalLM")
     scaling = values.pop("rope_parameters")
+    if family == "DeepseekV4":
+        of_entries = {key: value for key, value in scaling["compress"].items() if key != "attention_factor"}
+        values["rope_scaling"] = None if of_entries["rope_type"] == "default" else of_entries
+        for key in ("rope_type", "rope_theta", "partial_rotary_factor"):
+            of_entries.pop(key)
+        return values | dict(torch_dtype=values.pop("dtype", "float32"))
     if family == "Step3p7":
         types = values["layer_types"]
         values["rope_theta"] = [scaling[name]["rope_theta"] for name in types]

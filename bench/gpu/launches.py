@@ -90,6 +90,7 @@ def record_step(
     settings_LW = torch.zeros(len(spans), NUM_SETTINGS, dtype=torch.int64, device=META)
     of_layers = []
     with torch.inference_mode(), recorded_launches() as launches, Operations(launches):
+        hidden_tD: Any
         hidden_tD, rotations = model.receive(step)
         update_tD, choice = None, Choice()
         for layer, cache in zip(model.layers, caches, strict=True):

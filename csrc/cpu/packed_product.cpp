@@ -68,6 +68,7 @@ MOESERVE_INLINE Float<W> activate(const PackedProduct& product, Float<W> gate, F
     return (gated > limit ? limit : gated) * up;
   }
   gate = gate > limit ? limit : gate;
+  if (product.activation == Activation::kCutSwiGLU) return gate * sigmoid<W>(gate) * up;
   return gate * sigmoid<W>(product.alpha * gate) * (up + 1.0f);
 }
 

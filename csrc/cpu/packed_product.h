@@ -15,6 +15,7 @@ enum class Activation {
   kSwiGLU,         // silu(gate) * up
   kClampedSwiGLU,  // g * sigmoid(alpha * g) * (u + 1), with g <= limit and |u| <= limit
   kLimitedSwiGLU,  // min(silu(gate), limit) * up, with |up| <= limit
+  kCutSwiGLU,      // silu(g) * u, with g <= limit and |u| <= limit
 };
 
 constexpr int kMaxInputChunks = 8;

@@ -6,9 +6,12 @@
 
 #include "routing.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "isa.h"
@@ -193,6 +196,8 @@ MOESERVE_INLINE void sigmoid(float* numbers, int64_t count, std::vector<float>& 
   for (int64_t i = 0; i < count; ++i) numbers[i] = (numbers[i] > 0.0f ? 1.0f : x[i]) / (1.0f + x[i]);
 }
 
+inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
+
 // Return an integer that compares like the number, with NaN above all numbers. No sum that begins with 0 is -0.
 MOESERVE_INLINE int32_t order_key(float number) {
   int32_t bits;
@@ -303,16 +308,24 @@ MOESERVE_INLINE void choose_experts(const Routing& routing, float* scores, int64
   if (routing.scoring == Scoring::kSoftmax) softmax<W>(scores, num_experts, buffers.powers);
   if (routing.scoring == Scoring::kSigmoid) sigmoid<W>(scores, num_experts, buffers.powers);
 
+  if (routing.scoring == Scoring::kSqrtSoftplus) {
+    for (int64_t e = 0; e < num_experts; ++e) scores[e] = std::sqrt(softplus(scores[e]));
+  }
+
   const float* ranks = scores;
   if (routing.correction != nullptr) {
     float* corrected = buffers.corrected.data();
     for (int64_t e = 0; e < num_experts; ++e) corrected[e] = scores[e] + routing.correction[e];
     ranks = corrected;
   }
-  for (int64_t e = 0; e < num_experts; ++e) buffers.keys[e] = with_index(order_key(ranks[e]), e);
-  if (routing.num_groups > 1) exclude_other_groups<W>(routing, ranks, buffers);
   int64_t* experts = routing.experts + token * top_k;
-  take_best<W>(buffers.keys.data(), num_experts, top_k, experts);
+  if (routing.given != nullptr) {
+    std::copy_n(routing.given + token * top_k, top_k, experts);
+  } else {
+    for (int64_t e = 0; e < num_experts; ++e) buffers.keys[e] = with_index(order_key(ranks[e]), e);
+    if (routing.num_groups > 1) exclude_other_groups<W>(routing, ranks, buffers);
+    take_best<W>(buffers.keys.data(), num_experts, top_k, experts);
+  }
 
   float* weights = routing.weights + token * top_k;
   for (int64_t k = 0; k < top_k; ++k) weights[k] = scores[experts[k]];
@@ -352,6 +365,12 @@ int64_t choose_num_experts(const Routing& routing, int64_t num_blocks, int num_t
 
 void route(const Routing& routing) {
   if (routing.num_tokens == 0) return;
+  for (int64_t i = 0; routing.given != nullptr && i < routing.num_tokens * routing.top_k; ++i) {
+    if (routing.given[i] < 0 || routing.given[i] >= routing.num_experts) {
+      throw std::invalid_argument("route: a token is given expert " + std::to_string(routing.given[i]) + " of " +
+                                  std::to_string(routing.num_experts));
+    }
+  }
   const auto compute = choose_compute_logits(current_isa());
   const auto choose = choose_choose_experts(current_isa());
   float* logits = at_least(scratch().logits, routing.num_tokens * routing.num_experts);

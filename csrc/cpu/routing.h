@@ -8,7 +8,7 @@
 
 namespace moeserve {
 
-enum class Scoring { kSoftmax, kSigmoid, kSoftmaxOfChosen };
+enum class Scoring { kSoftmax, kSigmoid, kSoftmaxOfChosen, kSqrtSoftplus };
 
 // T tokens, D model width, E experts, K experts per token. RouterConfig in moeserve/ops/interfaces.py documents the
 // rules.
@@ -19,7 +19,8 @@ struct Routing {
   const float* weight;      // [E, D]
   const float* bias;        // [E], or null
   const float* correction;  // [E], or null
-  int64_t* experts;         // [T, K], best first
+  const int64_t* given;     // [T, K]: the experts, or null
+  int64_t* experts;         // [T, K], best first, or as given
   float* weights;           // [T, K]
   int64_t num_tokens;
   int64_t width;
@@ -35,6 +36,8 @@ struct Routing {
 
 // All arithmetic is float32. Ties between experts or groups go to the lowest index, and NaN counts as the largest
 // number. The bytes of a row depend on its values, the weights and the instruction set alone.
+//
+// Throws std::invalid_argument for given experts out of range, before anything is written.
 void route(const Routing& routing);
 
 }  // namespace moeserve

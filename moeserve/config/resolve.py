@@ -55,6 +55,8 @@ class CheckpointFacts:
     has_states: bool = False  # a layer keeps a recurrent state for each request
     has_draft_layer: bool = False  # the last of the layers is that for multi-token prediction
     first_layers: frozenset[int] | None = None  # that a pipeline stage may begin with; None: all
+    has_entries: bool = False  # a layer keeps compressed entries
+    block_multiple: int = 1  # divides the tokens of a block of the KV cache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +105,8 @@ def resolve(
     if quantization is None and checkpoint.has_mxfp4 and dtype == "bfloat16" and _has_mxfp4_kernels(device, machine):
         quantization = "mxfp4"
     _check_device(model, device, dtype, machine)
+    if checkpoint.has_entries:
+        _check_entries(settings, checkpoint, device)
     if quantization == "mxfp4":
         _check_mxfp4(device, dtype, checkpoint, machine)
     _check_layout(parallel, checkpoint.tensor_parallel_sizes, machine, device)
@@ -585,10 +589,29 @@ def is_float8_cache(kv_cache_dtype: CacheDtypeName, has_latent_attention: bool) 
     """
     if kv_cache_dtype != "auto" and has_latent_attention:
         raise SettingsError(
-            f"kv_cache_dtype={kv_cache_dtype!r} does not support models with latent attention (MLA), whose cache is "
-            "small as it is; use kv_cache_dtype='auto'"
+            f"kv_cache_dtype={kv_cache_dtype!r} does not support models with latent attention (MLA) or compressed "
+            "entries, whose cache is small as it is; use kv_cache_dtype='auto'"
         )
     return kv_cache_dtype != "auto"
+
+
+def _check_entries(settings: Settings, checkpoint: CheckpointFacts, device: str) -> None:
+    """Raise SettingsError for what models with compressed entries (DeepSeek-V4) do not support."""
+    cache = settings.cache
+    if device == "cuda":
+        raise SettingsError(
+            "device='cuda': attention to compressed entries, which this model has, has no kernels for GPUs yet; use "
+            "device='cpu'"
+        )
+    if settings.scheduler.speculative_config is not None:
+        raise SettingsError(
+            "speculative_config: an entry of this model that has begun cannot forget a rejected token; leave it out"
+        )
+    if cache.block_size % checkpoint.block_multiple:
+        raise SettingsError(
+            f"block_size={cache.block_size}: an entry of this model stands for {checkpoint.block_multiple} tokens, and "
+            f"blocks must have whole entries; use a multiple of {checkpoint.block_multiple}"
+        )
 
 
 def _num_saved_states(cache: CacheSettings, checkpoint: CheckpointFacts, max_num_seqs: int) -> int | None:

@@ -24,6 +24,7 @@ class ModelContext:
     device: torch.device
     quantization: QuantizationName | None = None
     has_float8_cache: bool = False  # of keys and values
+    block_size: int = 16  # tokens of a block of the KV cache
     has_memory: bool = True  # False: parameters have shapes and dtypes only; see `allocate_parameters`
 
     @property

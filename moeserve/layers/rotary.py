@@ -109,6 +109,8 @@ class RotaryConfig:
     theta: float
     scaling: LinearScaling | Llama3Scaling | YarnScaling | NtkScaling | NoScaling | None = None
     is_interleaved: bool = False  # a pair is two neighbours (2f, 2f + 1); otherwise it is (f, f + dim / 2)
+    stride: int = 1  # positions are rounded down to multiples of this: all tokens of a window rotate alike
+    is_reversed: bool = False  # by the negative angle, which undoes a rotation
 
     @property
     def attention_factor(self) -> float:
@@ -136,8 +138,12 @@ class Rotary:
 
     def at(self, positions_T: Tensor) -> Rotation:
         """Return the angles of a step's tokens, computed in float32."""
+        if self.config.stride != 1:
+            positions_T = positions_T - positions_T % self.config.stride
         angles_TF = torch.outer(positions_T.to(torch.float32), self.frequencies_F)
         cosines_TF, sines_TF = angles_TF.cos(), angles_TF.sin()
+        if self.config.is_reversed:
+            sines_TF = -sines_TF
         if (factor := self.config.attention_factor) != 1.0:
             cosines_TF, sines_TF = cosines_TF * factor, sines_TF * factor
         return Rotation(cosines_TF, sines_TF, self.config.is_interleaved)

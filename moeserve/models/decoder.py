@@ -16,7 +16,9 @@ from moeserve.distributed.coordinator import GroupCoordinator
 from moeserve.expert_placement.placement import Placement
 from moeserve.layers.attention import Attention, AttentionConfig
 from moeserve.layers.cache import CacheNeeds, CacheSize
+from moeserve.layers.compressed_attention import CompressedAttentionConfig, CompressedSparseAttention
 from moeserve.layers.context import ModelContext
+from moeserve.layers.hyper_connections import HyperConnection, Streams
 from moeserve.layers.indexer import Choice
 from moeserve.layers.input_share import InputShare, num_input_chunks, share_inputs
 from moeserve.layers.linear import Embedding, OutputHead
@@ -50,16 +52,16 @@ class DecoderLayer(nn.Module):
     def __init__(
         self,
         config: LayerConfig,
-        hidden_size: int,
-        norm_epsilon: float,
+        model: ModelConfig,
         placements: Iterator[Placement],
         dispatchers: DispatcherFactory,
         context: ModelContext,
     ) -> None:
         super().__init__()
+        hidden_size, norm_epsilon = model.hidden_size, model.norm_epsilon
         self.tp = context.tp
         self.sum_dtype = context.sum_dtype
-        mixer: Attention | LatentAttention | LinearAttention | GatedConvolution
+        mixer: Attention | LatentAttention | LinearAttention | GatedConvolution | CompressedSparseAttention
         match config.mixer:
             case AttentionConfig():
                 mixer = Attention(config.mixer, hidden_size, norm_epsilon, context)
@@ -69,6 +71,8 @@ class DecoderLayer(nn.Module):
                 mixer = LinearAttention(config.mixer, hidden_size, context)
             case ShortConvolutionConfig():
                 mixer = GatedConvolution(config.mixer, hidden_size, context)
+            case CompressedAttentionConfig():
+                mixer = CompressedSparseAttention(config.mixer, hidden_size, norm_epsilon, context)
         feed_forward: MoELayer | DenseFeedForward
         match config.feed_forward:
             case MoEConfig() as moe:
@@ -77,21 +81,21 @@ class DecoderLayer(nn.Module):
                 share = share_inputs(width, num_input_chunks(config.mixer.can_divide), context)
                 feed_forward = DenseFeedForward(hidden_size, share, context, activation)
         form = mixer.input_form if self.tp.world_size == 1 else "plain"
-        self.mixer_norm = RMSNorm(hidden_size, norm_epsilon, context, form)
+        self.mixer_norm = make_norm(model, context, form)
         self.mixer = mixer
         self.is_sparse = isinstance(config.mixer, LatentAttentionConfig) and config.mixer.is_sparse
-        self.feed_forward_norm = RMSNorm(hidden_size, norm_epsilon, context, feed_forward.input_form)
+        self.feed_forward_norm = make_norm(model, context, feed_forward.input_form)
         self.feed_forward = feed_forward
 
     def mix(
         self,
-        hidden_tD: Tensor,
+        hidden_tD: Any,
         update_tD: Tensor | None,
         rotations: Rotations,
         cache: Any,
         step: StepInputs,
         choice: Choice,
-    ) -> tuple[Tensor, Rows]:
+    ) -> tuple[Any, Rows]:
         """Return the residual stream after the mixer, and the input of the feed-forward network.
 
         Args:
@@ -104,6 +108,20 @@ class DecoderLayer(nn.Module):
         # collective: all tp ranks
         mixed_tD = self.tp.reduce_scatter(mixed_TD, step.tp_sizes, self.sum_dtype)
         return self.feed_forward_norm.after_adding(mixed_tD, hidden_tD)
+
+
+def make_norm(
+    model: ModelConfig, context: ModelContext, form: RowsForm = "plain", *, num_kinds: int = 3
+) -> RMSNorm | HyperConnection:
+    """Return the norm before a network, or after the last one, which also adds the output of the network before.
+
+    Args:
+        num_kinds: see `HyperConnection`.
+    """
+    size, epsilon = model.hidden_size, model.norm_epsilon
+    if model.streams is None:
+        return RMSNorm(size, epsilon, context, form)
+    return HyperConnection(model.streams, size, epsilon, context, form, num_kinds=num_kinds)
 
 
 def gathered(rows_tD: Rows, tp: GroupCoordinator, step: StepInputs) -> Rows:
@@ -169,18 +187,21 @@ class Decoder(nn.Module):
         self.groups = context.groups
         self.dispatchers = dispatchers
         self.tp = context.tp
-        size, epsilon = config.hidden_size, config.norm_epsilon
+        size = config.hidden_size
+        self.num_streams = 1 if config.streams is None else config.streams.num_streams
         factor = config.embedding_factor
         self.embedding = Embedding(config.vocab_size, size, context, factor=factor) if self.stage.start == 0 else None
         assert len(placements) == config.num_sparse_layers, (len(placements), config.num_sparse_layers)
         unused = iter(config.of_stage(placements, self.stage))
-        self.layers = [DecoderLayer(layer, size, epsilon, unused, dispatchers, context) for layer in self.layer_configs]
+        self.layers = [DecoderLayer(layer, config, unused, dispatchers, context) for layer in self.layer_configs]
         self.decoder_layers = self.layers[: len(self.layers) - config.num_draft_layers] if is_last else self.layers
-        self.draft_input = DraftInput(size, epsilon, context) if is_last and config.num_draft_layers else None
+        has_draft = is_last and config.num_draft_layers > 0
+        self.draft_input = DraftInput(size, config.norm_epsilon, context) if has_draft else None
         # So that torch finds their weights, by the same names on any number of stages.
         self.registered_layers = nn.ModuleDict({str(n): each for n, each in zip(self.stage, self.layers, strict=True)})
-        self.add = context.kernels.add
-        self.norm = RMSNorm(size, epsilon, context) if is_last else None
+        last_norm = self.layers[-1].feed_forward_norm
+        self.add = last_norm.add if isinstance(last_norm, HyperConnection) else context.kernels.add
+        self.norm = make_norm(config, context, num_kinds=1) if is_last else None
         # Tied weights are loaded a second time where the head is on another stage than the embedding.
         tied_to = self.embedding if config.tie_word_embeddings else None
         divisor = config.logits_divisor
@@ -232,13 +253,17 @@ class Decoder(nn.Module):
         return sent[0] if len(sent) == 1 else torch.cat(sent)
 
     def receive(self, step: StepInputs) -> tuple[Tensor, Rotations]:
-        """Return the inputs of the first layer: embedded tokens, or the residual stream of the stage before."""
+        """Return the inputs of the first layer: embedded tokens, or the residual of the stage before.
+
+        Several streams of a residual are side by side.
+        """
         rotations = self.rotaries.at(step.positions)
         if self.embedding is not None:
-            return self.embedding(step.token_ids, step.tp_sizes), rotations
+            embedded_tD = self.embedding(step.token_ids, step.tp_sizes)
+            return embedded_tD if self.num_streams == 1 else embedded_tD.repeat(1, self.num_streams), rotations
         previous = self.groups.previous
         assert previous is not None
-        shape = step.tp_sizes[self.tp.rank_in_group], self.config.hidden_size
+        shape = step.tp_sizes[self.tp.rank_in_group], self.num_streams * self.config.hidden_size
         empty_tD = torch.empty(shape, dtype=self.context.dtype, device=step.positions.device)
         return previous.broadcast(empty_tD, 0), rotations  # collective: this rank and that of the stage before
 
@@ -254,17 +279,18 @@ class Decoder(nn.Module):
         first half runs the mixer of each layer first.
         """
         update_tD: Tensor | None = None
+        residual: Any = hidden_tD if self.config.streams is None else Streams(hidden_tD)
         choice = Choice()
         for number, (layer, cache) in enumerate(zip(self.decoder_layers, caches, strict=False), self.stage.start):
             self.groups.set_layer(number)
-            hidden_tD, normed_tD = layer.mix(hidden_tD, update_tD, rotations, cache, step, choice)
+            residual, normed_tD = layer.mix(residual, update_tD, rotations, cache, step, choice)
             update_tD = None  # DeepEP's low-latency kernels have memory for two results
             update_tD = yield from layer.feed_forward.stages(normed_tD, step)
         self.groups.set_layer(None)
         if self.norm is None:
             assert update_tD is not None
-            return self.add(hidden_tD, update_tD)  # the norm of the next layer would add them to the same bytes
-        _, normed_tD = self.norm.after_adding(update_tD, hidden_tD)
+            return self.add(residual, update_tD)  # the norm of the next layer would add them to the same bytes
+        _, normed_tD = self.norm.after_adding(update_tD, residual)
         return self.tp.all_gather(normed_tD, step.tp_sizes)  # collective: all tp ranks
 
     def send(self, hidden: Tensor) -> Tensor:

@@ -27,7 +27,9 @@ class MoENames:
     down: str = "down_proj"
     fused: tuple[str, str] = ("gate_up_proj", "down_proj")  # of all experts, after `<experts>.`
     shared: str = "mlp.shared_experts"
+    shared_parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     shared_fused: tuple[str, str] | None = None  # gate with up, and down, after `<shared>.`; None: three tensors
+    table: str = ""  # the experts of each token id, where a router has them
     is_transposed: bool = False  # one tensor for all experts, [experts, inputs, outputs], gates before ups
     is_interleaved: bool = False  # one tensor for all experts, [experts, inputs, outputs], gate and up outputs in turn
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -11,15 +12,18 @@ from moeserve.config.expert_layout import ExpertShape
 from moeserve.expert_placement.eplb import place_experts
 from moeserve.expert_placement.placement import Placement
 from moeserve.layers.attention import AttentionConfig
+from moeserve.layers.compressed_attention import CompressedAttentionConfig
 from moeserve.layers.input_share import keeps_bytes, num_expert_chunks, num_input_chunks
 from moeserve.layers.linear_attention import LinearAttentionConfig
 from moeserve.layers.mla import LatentAttentionConfig
 from moeserve.layers.rotary import RotaryConfig, TemperatureConfig
 from moeserve.layers.short_convolution import ShortConvolutionConfig
 from moeserve.moe.layer import MoEConfig
+from moeserve.ops.hyper_connections import StreamsConfig
 from moeserve.ops.interfaces import GatedActivation, SwiGLU
 
 Item = TypeVar("Item")
+CachedAttention = AttentionConfig | LatentAttentionConfig | CompressedAttentionConfig  # mixers with a cache of tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,14 +38,14 @@ class MLPConfig:
 class LayerConfig:
     """The shape of one layer."""
 
-    mixer: AttentionConfig | LatentAttentionConfig | LinearAttentionConfig | ShortConvolutionConfig
+    mixer: CachedAttention | LinearAttentionConfig | ShortConvolutionConfig
     feed_forward: MoEConfig | MLPConfig
 
 
-def attentions_of(layers: Iterable[LayerConfig]) -> tuple[AttentionConfig | LatentAttentionConfig, ...]:
+def attentions_of(layers: Iterable[LayerConfig]) -> tuple[CachedAttention, ...]:
     """Return the mixers of some layers that keep something for each token."""
     mixers = (layer.mixer for layer in layers)
-    return tuple(mixer for mixer in mixers if isinstance(mixer, AttentionConfig | LatentAttentionConfig))
+    return tuple(mixer for mixer in mixers if isinstance(mixer, CachedAttention))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +59,7 @@ class ModelConfig:
     max_position_embeddings: int
     tie_word_embeddings: bool
     embedding_factor: float = 1.0  # of the token embeddings
+    streams: StreamsConfig | None = None  # hyper-connections; None: the residual is one stream
     logits_divisor: float = 1.0
     num_skipped_layers: int = 0  # after the last, for multi-token prediction, which are not loaded
     draft_layer: LayerConfig | None = None  # the first of these, if it can be served; see `with_draft_layer`
@@ -108,7 +113,20 @@ class ModelConfig:
 
     @property
     def has_latent_attention(self) -> bool:
-        return any(isinstance(layer.mixer, LatentAttentionConfig) for layer in self.layers)
+        """True if the cache of a layer has vectors that are keys and values at once."""
+        kinds = LatentAttentionConfig, CompressedAttentionConfig
+        return any(isinstance(layer.mixer, kinds) for layer in self.layers)
+
+    @property
+    def has_entries(self) -> bool:
+        """True if a layer keeps compressed entries, which have no kernels for GPUs."""
+        return any(isinstance(layer.mixer, CompressedAttentionConfig) for layer in self.layers)
+
+    @property
+    def block_multiple(self) -> int:
+        """The number that must divide the tokens of a block: those of the entries that an indexer chooses from."""
+        compressed = (each for each in self.attentions if isinstance(each, CompressedAttentionConfig))
+        return math.lcm(*(each.ratio for each in compressed if each.ratio is not None and each.indexer is not None))
 
     @property
     def has_states(self) -> bool:
@@ -116,7 +134,7 @@ class ModelConfig:
         return any(isinstance(layer.mixer, LinearAttentionConfig | ShortConvolutionConfig) for layer in self.layers)
 
     @property
-    def attentions(self) -> tuple[AttentionConfig | LatentAttentionConfig, ...]:
+    def attentions(self) -> tuple[CachedAttention, ...]:
         """The mixers that keep something for each token. Every model has some."""
         return attentions_of(self.layers)
 

@@ -22,6 +22,7 @@ from moeserve.ops.interfaces import MXFP4_GROUP
 # O rows, I columns, B blocks in a row, G blocks in a column, or groups of 16 or 32 values in a row, e experts
 
 PLAIN_DTYPES = ("F32", "F16", "BF16")
+INTEGER_DTYPES = ("I64", "I32")  # of tables, such as the experts of each token id
 FP8_NAN = 0x7F  # E4M3 has no infinities, and one NaN of each sign
 E8M0_NAN = 255
 NVFP4_GROUP = 16  # inputs that share a scale
@@ -136,8 +137,12 @@ class PlainTensor:
     def shard(self) -> Path:
         return self.stored.shard
 
+    @property
+    def is_integer(self) -> bool:
+        return self.stored.dtype in INTEGER_DTYPES
+
     def check(self) -> None:
-        if self.stored.dtype not in PLAIN_DTYPES:
+        if self.stored.dtype not in PLAIN_DTYPES + INTEGER_DTYPES:
             raise self.stored.wrong(f"is {self.stored.dtype}; supported: {', '.join(PLAIN_DTYPES)}")
 
     def read(self, read_rows: ReadRows, start: int, stop: int) -> Tensor:

@@ -91,6 +91,8 @@ def read_facts(
         has_states=description.model.has_states,
         has_draft_layer=description.model.num_draft_layers > 0,
         first_layers=description.model.first_layers,
+        has_entries=description.model.has_entries,
+        block_multiple=description.model.block_multiple,
     )
 
 

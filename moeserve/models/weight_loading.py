@@ -24,7 +24,8 @@ from moeserve.layers.weights import Weights
 from moeserve.machine import shown_bytes
 from moeserve.models.checkpoint import Checkpoint, list_names, open_shard
 from moeserve.models.int4_tensors import Int4Tensor
-from moeserve.models.quantization import CheckpointTensor, Fp8Tensor, ReadRows, StoredTensor
+from moeserve.models.quantization import CheckpointTensor, Fp8Tensor, PlainTensor, ReadRows, StoredTensor
+from moeserve.moe.router import Router
 from moeserve.ops.interfaces import INT4_GROUP
 from moeserve.ops.weight_blocks import BLOCK, blocks_of, num_blocks, quantize
 
@@ -194,6 +195,10 @@ def fill_randomly(model: nn.Module, seed: int) -> None:
             match module:
                 case RMSNorm():
                     weight.fill_(1.0)
+                case Router() if name == "table":  # neighbouring experts, so that none is chosen twice
+                    first_V1 = torch.arange(len(weight), device=weight.device)[:, None] * 7
+                    number_K = torch.arange(weight.shape[1], device=weight.device)
+                    weight.copy_((first_V1 + number_K) % module.config.num_experts)
                 case Weights(is_mxfp4=False, scales=nn.Parameter()) if name == "memory":
                     for blocks in blocks_of(module.open, weight):
                         values_OI = torch.empty(blocks.codes_OI.shape, device=weight.device)
@@ -227,6 +232,8 @@ def _check(checkpoint: Checkpoint, destinations: Destinations) -> None:
         tensor = checkpoint.tensors[name]
         tensor.check()
         for place in places:
+            if isinstance(tensor, PlainTensor) and tensor.is_integer != (place.memory.dtype == torch.int64):
+                raise CheckpointError(f"{tensor.shard}: tensor {name!r} is {tensor.stored.dtype}, which does not fit")
             if tensor.shape != place.shape:
                 raise CheckpointError(
                     f"{tensor.shard}: tensor {name!r} has shape {list(tensor.shape)}, "

@@ -12,6 +12,8 @@ from collections.abc import Collection, Iterator
 from torch import Tensor, nn
 
 from moeserve.layers.attention import Attention
+from moeserve.layers.compressed_attention import CompressedSparseAttention
+from moeserve.layers.hyper_connections import HyperConnection
 from moeserve.layers.indexer import Indexer
 from moeserve.layers.linear import Linear
 from moeserve.layers.linear_attention import LinearAttention
@@ -19,6 +21,7 @@ from moeserve.layers.mla import CompressedQuery, LatentAttention
 from moeserve.layers.mlp import GatedMLP
 from moeserve.layers.short_convolution import GatedConvolution
 from moeserve.layers.weights import Weights
+from moeserve.models.compressed_attention_mapping import compressed_attention_rows, connection_rows
 from moeserve.models.decoder import Decoder, DenseFeedForward
 from moeserve.models.draft_layer import DraftInput
 from moeserve.models.family import Family, MoENames
@@ -27,6 +30,9 @@ from moeserve.models.recurrent_mapping import convolution_rows, linear_attention
 from moeserve.models.weight_loading import Destination, Destinations, Row, columns, rows, rows_of_heads, whole
 from moeserve.moe.layer import MoEConfig, MoELayer
 
+# Tensors that the first or the last pipeline stage needs.
+OF_ENDS = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
+OF_ENDS |= {f"model.hc_head.hc_{part}" for part in ("fn", "base", "scale")}
 _FREQUENCIES = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")  # computed, not loaded
 
 
@@ -44,7 +50,7 @@ def destinations(model: Decoder, family: Family, names: Collection[str]) -> Dest
     skipped = tuple(f"model.layers.{number}." for number in range(num_layers) if number not in model.stage)
     if model.draft_input is not None:
         ignored |= {name.format(number=model.stage.stop - 1) for name in family.draft_names.copies}
-    ignored |= {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"} - into.keys()
+    ignored |= OF_ENDS - into.keys()
 
     def is_ignored(name: str) -> bool:
         return name in ignored or name.startswith(skipped) or bool(_FREQUENCIES.fullmatch(name))
@@ -58,6 +64,8 @@ def _rows_of(model: Decoder, family: Family, names: Collection[str]) -> Iterator
         yield "model.embed_tokens.weight", rows(embedding.weight, embedding.share, vocab_size)
     if model.norm is not None:
         yield "model.norm.weight", whole(model.norm.weight, offset=family.norm_offset)
+        if isinstance(model.norm, HyperConnection):
+            yield from connection_rows("model.hc_head.hc_", model.norm)
     if head is not None and not head.weights.is_borrowed:
         name = "model.embed_tokens.weight" if model.config.tie_word_embeddings else "lm_head.weight"
         yield name, rows(head.weight, head.share, vocab_size, head.weights)
@@ -69,8 +77,10 @@ def _rows_of(model: Decoder, family: Family, names: Collection[str]) -> Iterator
         prefix = (family.draft_names.layer if is_draft else "model.layers.{number}").format(number=number)
         layer_names = family.layer_names
         norms = {layer_names.mixer_norm: layer.mixer_norm, layer_names.feed_forward_norm: layer.feed_forward_norm}
-        for name, norm in norms.items():
+        for (name, norm), place in zip(norms.items(), ("attn", "ffn"), strict=True):
             yield f"{prefix}.{name}.weight", whole(norm.weight, offset=family.norm_offset)
+            if isinstance(norm, HyperConnection):
+                yield from connection_rows(f"{prefix}.hc_{place}_", norm)
         match layer.mixer:
             case Attention() as mixer:
                 yield from _attention(f"{prefix}.{layer_names.attention}", mixer, family)
@@ -83,6 +93,8 @@ def _rows_of(model: Decoder, family: Family, names: Collection[str]) -> Iterator
                 )
             case GatedConvolution() as mixer:
                 yield from convolution_rows(f"{prefix}.{layer_names.recurrent}", mixer)
+            case CompressedSparseAttention() as mixer:
+                yield from compressed_attention_rows(f"{prefix}.{layer_names.attention}", mixer, names)
         match layer.feed_forward, config.feed_forward:
             case DenseFeedForward(mlp=mlp), MLPConfig(width=width):
                 yield from _mlp(f"{prefix}.{layer_names.dense}", mlp, width, layer_names.dense_matrices)
@@ -189,10 +201,12 @@ def _moe(
     if moe.router.correction is not None:
         correction_E = moe.router.correction
         yield f"{prefix}.{names.correction}", whole(correction_E[None] if names.is_correction_matrix else correction_E)
+    if moe.router.table is not None:
+        yield f"{prefix}.{names.table}", whole(moe.router.table)
     if moe.shared_experts is not None:
         mlp, shared = moe.shared_experts.mlp, f"{prefix}.{names.shared}"
         if names.shared_fused is None:
-            yield from _mlp(shared, mlp, mlp.width.stop)
+            yield from _mlp(shared, mlp, mlp.width.stop, names.shared_parts)
         else:
             gate_up, down = names.shared_fused
             yield f"{shared}.{gate_up}.weight", whole(mlp.gate_up.open.weight_eOI[0], mlp.gate_up)

@@ -140,7 +140,7 @@ class MoELayer(nn.Module):
     def stages(self, hidden_TD: Rows, step: StepInputs) -> Stages[Tensor]:
         """Compute the layer. Yields after dispatch has started, and after combine has started."""
         plain_TD = plain_rows(hidden_TD)
-        routing = self.router(plain_TD)
+        routing = self.router(plain_TD, step)
         if step.padding is not None:
             routing = routing.without(step.padding[step.own_rows])
         sent_TD = hidden_TD if self.dispatcher.takes_float8 else plain_TD

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from moeserve.layers.context import ModelContext
 from moeserve.ops.interfaces import RouterConfig
+from moeserve.step_inputs import StepInputs
 
 # T tokens, D model width, K experts per token
 
@@ -35,7 +36,16 @@ class Router(nn.Module):
         self.weight = context.parameter(num_experts, hidden_size, dtype=dtype)
         self.bias = context.parameter(num_experts, dtype=dtype) if config.has_bias else None
         self.correction = context.parameter(num_experts, dtype=dtype) if config.has_correction else None
+        self.table: nn.Parameter | None = None  # the experts of each token id
+        if config.table_size is not None:
+            self.table = context.parameter(config.table_size, config.top_k, dtype=torch.int64)
+        self.gather = context.kernels.pairs.gather
         self.kernel = context.kernels.make_router(config)
 
-    def forward(self, hidden_TD: Tensor) -> Routing:
-        return Routing(*self.kernel(hidden_TD, self.weight, self.bias, self.correction))
+    def forward(self, hidden_TD: Tensor, step: StepInputs | None = None) -> Routing:
+        """Route this rank's tokens of a step, which is needed where token ids determine the experts."""
+        given_TK = None
+        if self.table is not None:
+            assert step is not None
+            given_TK = self.gather(self.table, step.token_ids[step.own_rows])
+        return Routing(*self.kernel(hidden_TD, self.weight, self.bias, self.correction, given_TK))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from moeserve.ops.interfaces import ClampedSwiGLU, GatedActivation, LimitedSwiGLU, RouterConfig, SwiGLU
+from moeserve.ops.interfaces import ClampedSwiGLU, CutSwiGLU, GatedActivation, LimitedSwiGLU, RouterConfig, SwiGLU
 
 
 def router_arguments(config: RouterConfig) -> dict[str, Any]:
@@ -29,5 +29,7 @@ def activation_arguments(activation: GatedActivation | None) -> dict[str, Any]:
             return {"activation": "clamped_swiglu", "alpha": alpha, "limit": limit}
         case LimitedSwiGLU(limit=limit):
             return {"activation": "limited_swiglu", "limit": limit}
+        case CutSwiGLU(limit=limit):
+            return {"activation": "cut_swiglu", "limit": limit}
         case _:
             raise AssertionError(f"no kernel has the activation {activation}")

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from moeserve.ops.compressed_attention import CompressedAttention, CompressedShape
+from moeserve.ops.hyper_connections import StreamKernels, StreamsConfig
 from moeserve.ops.indexer import ChooseEntries, ChosenEntries, IndexerRule
 from moeserve.ops.linear_attention import LinearAttention, LinearAttentionShape
 from moeserve.ops.short_convolution import ConvolutionShape, ShortConvolution
@@ -56,6 +58,16 @@ class LimitedSwiGLU:
 
     def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
         return functional.silu(gate).clamp(max=self.limit) * up.clamp(-self.limit, self.limit)
+
+
+@dataclass(frozen=True)
+class CutSwiGLU:
+    """silu(gate) * up, with gate at most `limit` and up within ± `limit` (DeepSeek-V4)."""
+
+    limit: float
+
+    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
+        return functional.silu(gate.clamp(max=self.limit)) * up.clamp(-self.limit, self.limit)
 
 
 @dataclass(frozen=True)
@@ -138,8 +150,9 @@ class RouterConfig:
 
     num_experts: int
     top_k: int
-    # softmax over all experts, each expert's own sigmoid, or softmax over the chosen experts only
-    scoring: Literal["softmax", "sigmoid", "softmax_of_chosen"] = "softmax"
+    # softmax over all experts, each expert's own sigmoid, softmax over the chosen experts only, or the square root of
+    # each expert's own softplus
+    scoring: Literal["softmax", "sigmoid", "softmax_of_chosen", "sqrt_softplus"] = "softmax"
     # Experts are in groups of equal size, and only experts of the best groups can be chosen (arXiv 2405.04434). The
     # rating of a group is the sum of its best one or two experts.
     num_groups: int = 1
@@ -149,6 +162,9 @@ class RouterConfig:
     scale: float = 1.0  # multiply the weights by this at the end
     has_bias: bool = False  # add a bias to the logits
     has_correction: bool = False  # a learned number per expert that affects the choice alone (arXiv 2412.19437)
+    # The experts of a token are those of its id in a table with as many rows, and scores are weights alone
+    # (DeepSeek-V4). None: they are the best.
+    table_size: int | None = None
 
 
 class RouteTokens(Protocol):
@@ -160,13 +176,20 @@ class RouteTokens(Protocol):
     Args:
         hidden_TD: any floating dtype.
         weight_ED: float32, like bias_E and correction_E.
+        given_TK: the experts of each token, int64, where logits only determine weights.
 
     Returns:
         Experts [T, K] int64, best first, and their weights [T, K] float32.
     """
 
     def __call__(
-        self, hidden_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, correction_E: Tensor | None, /
+        self,
+        hidden_TD: Tensor,
+        weight_ED: Tensor,
+        bias_E: Tensor | None,
+        correction_E: Tensor | None,
+        given_TK: Tensor | None = None,
+        /,
     ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -598,6 +621,8 @@ class Kernels:
     make_indexer: Callable[[IndexerRule], ChooseEntries]
     make_short_convolution: Callable[[ConvolutionShape], ShortConvolution]
     make_linear_attention: Callable[[LinearAttentionShape], LinearAttention]
+    make_compressed_attention: Callable[[CompressedShape], CompressedAttention]
+    make_streams: Callable[[StreamsConfig, float], StreamKernels]  # the second argument is the epsilon of norms
     make_product: Callable[[OpenWeights], Product]
     # For products of 8-bit blocks; None: there are none. Rows in 8 bits are returned as they are. The second takes
     # (x_TD, update_TD or None, weight_D, epsilon, whether the rows are kept beside their codes), and returns the sum,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from moeserve.layers.attention import AttentionConfig
+from moeserve.layers.compressed_attention import CompressedAttentionConfig
 from moeserve.layers.mla import LatentAttentionConfig
+from moeserve.models.model_config import CachedAttention
 from moeserve.planner.formula import Formula
 
 PRODUCTS = "max({parameters} x {bytes} / {memory_bandwidth}, 2 x {parameters} x {tokens} / {rate})"
@@ -55,11 +57,11 @@ def rows_that_leave(exchange: str, num_ranks: int, ranks_per_node: int, chosen: 
     )
 
 
-def operations_of_pair(attention: AttentionConfig | LatentAttentionConfig, tp: int) -> tuple[float, float]:
+def operations_of_pair(attention: CachedAttention, tp: int) -> tuple[float, float]:
     """Return the operations of a pair of token and position on one tp rank, in decoding and in a prompt."""
     heads = attention.num_heads / tp
     match attention:
-        case AttentionConfig():
+        case AttentionConfig() | CompressedAttentionConfig():
             return heads * 4 * attention.head_dim, heads * 4 * attention.head_dim
         case LatentAttentionConfig():
             absorbed = attention.cached_size + attention.latent_size
@@ -67,16 +69,22 @@ def operations_of_pair(attention: AttentionConfig | LatentAttentionConfig, tp: i
             return heads * 2 * absorbed, heads * 2 * expanded
 
 
-def positions_attended(attention: AttentionConfig | LatentAttentionConfig) -> int | None:
-    """Return the most positions that a token attends to; None: all. Chunks count as windows: an upper bound."""
+def positions_attended(attention: CachedAttention) -> int | None:
+    """Return the most positions that a token attends to; None: all. Chunks count as windows: an upper bound.
+
+    Of compressed entries, those that an indexer chooses are counted, and neither its scores nor the few entries of
+    layers without one.
+    """
     match attention:
         case AttentionConfig():
             return None if attention.window is None else abs(attention.window)
         case LatentAttentionConfig():
             return attention.top_k
+        case CompressedAttentionConfig(window=window, indexer=indexer):
+            return window + (0 if indexer is None else indexer.top_k)
 
 
-def attention_values(attention: AttentionConfig | LatentAttentionConfig, tp: int) -> tuple[float, float]:
+def attention_values(attention: CachedAttention, tp: int) -> tuple[float, float]:
     """Return the values of a token on one tp rank: of its queries, keys and values, and of attention's outputs."""
     match attention:
         case AttentionConfig():
@@ -85,4 +93,15 @@ def attention_values(attention: AttentionConfig | LatentAttentionConfig, tp: int
         case LatentAttentionConfig():
             outputs = attention.num_heads * attention.value_dim
             projected = outputs + attention.num_heads * 2 * attention.query_dim
+        case CompressedAttentionConfig():
+            outputs = attention.num_heads * attention.head_dim
+            projected = outputs + attention.query_rank + attention.head_dim
     return projected / tp, outputs / tp
+
+
+def output_parameters(attention: CachedAttention, hidden_size: int, tp: int) -> float:
+    """Return the parameters of a layer's output projection on one tp rank."""
+    _, outputs = attention_values(attention, tp)
+    if isinstance(attention, CompressedAttentionConfig):
+        return (outputs + attention.num_groups / tp * hidden_size) * attention.group_rank
+    return outputs * hidden_size

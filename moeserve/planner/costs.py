@@ -35,6 +35,7 @@ from moeserve.planner.cost_formulas import (
     VALUES,
     attention_values,
     operations_of_pair,
+    output_parameters,
     positions_attended,
     rows_that_leave,
 )
@@ -280,7 +281,7 @@ class LayoutCosts:
                 constants = {"seconds": calibration.exchange_on_cores}
                 return [_Part(name, ON_CORES, constants, num_sparse, kind)] if self.is_paired and num_sparse else []
 
-            output_projections = outputs * config.hidden_size * len(layers)
+            output_projections = output_parameters(config.attentions[0], config.hidden_size, layout.tp) * len(layers)
             projections = parameters["attention"] - output_projections
             cached = attentions_of(layers)
             latent = [each for each in cached if isinstance(each, LatentAttentionConfig)]

@@ -72,6 +72,7 @@ class CapturedStep:
         for config, rotation in rotations.items():
             self.rotations[config].cosines.copy_(rotation.cosines)
             self.rotations[config].sines.copy_(rotation.sines)
+        self.step.token_ids.copy_(step.token_ids)
         self.step.cache_slots.copy_(step.cache_slots)
         self.step.context_lens.copy_(step.context_lens)
         self.step.block_table[:, : step.block_table.shape[1]].copy_(step.block_table)
@@ -169,6 +170,7 @@ class CpuGraphs:
             },
             step=dataclasses.replace(
                 step,
+                token_ids=self._input_memory("token_ids", step.token_ids),
                 # What torch computes runs while it is captured, and must not write to the cache.
                 cache_slots=self._input_memory("cache_slots", step.cache_slots).fill_(-1),
                 context_lens=self._input_memory("context_lens", step.context_lens),

@@ -72,6 +72,7 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
         device,
         quantization=config.quantization,
         has_float8_cache=config.has_float8_cache,
+        block_size=config.block_size,
     )
     dispatchers = _open_dispatchers(config, description, placements, context)
     if config.model_impl == "transformers":

@@ -30,8 +30,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 CACHE = "8MiB"
 
 # One shape of each kind of mixer: windows, latent attention, that to chosen positions, sinks, recurrent states, short
-# convolutions.
-ATTENTION_KINDS = ["mixtral-window", "deepseek-v3", "glm5", "gpt-oss", "qwen3-next", "lfm2-moe"]
+# convolutions, compressed entries.
+ATTENTION_KINDS = ["mixtral-window", "deepseek-v3", "glm5", "gpt-oss", "qwen3-next", "lfm2-moe", "deepseek-v4"]
 
 
 def tokens_of(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
@@ -84,10 +84,10 @@ def test_chunked_prefill_and_prefix_cache_hits(reference: Reference, expected: l
 @pytest.mark.parametrize("reference", ATTENTION_KINDS, indirect=True)
 def test_preemption(llm: LLM, reference: Reference, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     max_len = max(LENGTHS) + NUM_TOKENS
-    block_size = 4
+    block_size = 8  # that of `llm`, on which the bytes per token of compressed entries depend
     bytes_per_token = llm.core.executor.worker.runner.model.cache_needs.total_bytes_per_token  # type: ignore[attr-defined]
     # room for the longest request and a little more: four at once cannot all stay
-    memory = bytes_per_token * block_size * (-(-max_len // block_size) + 6)
+    memory = bytes_per_token * block_size * (-(-max_len // block_size) + 3)
     made: list[Scheduler] = []
 
     def recorded(config: EngineConfig, loaded: Sequence[Loaded]) -> Scheduler:
@@ -183,7 +183,9 @@ def reread(folder: Path, reference: Reference, *, dtype: torch.dtype) -> Referen
     return Reference(folder, model.eval())
 
 
-@pytest.mark.parametrize("name", ["deepseek-v2", "deepseek-v3", "qwen2-moe", "qwen3-moe", "glm4-moe-groups", "gpt-oss"])
+@pytest.mark.parametrize(
+    "name", ["deepseek-v2", "deepseek-v3", "deepseek-v4", "qwen2-moe", "qwen3-moe", "glm4-moe-groups", "gpt-oss"]
+)
 def test_config_in_the_style_of_the_hub(name: str, reference_named: Callable[[str], Reference], tmp_path: Path) -> None:
     reference = reference_named(name)
     folder = copy_of(reference, tmp_path)

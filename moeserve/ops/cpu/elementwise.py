@@ -117,12 +117,18 @@ class CpuRouter:
         self._rules = router_arguments(config)
 
     def __call__(
-        self, hidden_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, correction_E: Tensor | None
+        self,
+        hidden_TD: Tensor,
+        weight_ED: Tensor,
+        bias_E: Tensor | None,
+        correction_E: Tensor | None,
+        given_TK: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         if hidden_TD.dtype not in NATIVE_DTYPES:
-            return self._reference(hidden_TD, weight_ED, bias_E, correction_E)
+            return self._reference(hidden_TD, weight_ED, bias_E, correction_E, given_TK)
         num_tokens = hidden_TD.shape[0]
         experts_TK = torch.empty(num_tokens, self._top_k, dtype=torch.int64)
         weights_TK = torch.empty(num_tokens, self._top_k, dtype=torch.float32)
-        self._native.route(hidden_TD, weight_ED, bias_E, correction_E, experts_TK, weights_TK, **self._rules)
+        tensors = hidden_TD, weight_ED, bias_E, correction_E, experts_TK, weights_TK
+        self._native.route(*tensors, **self._rules, given=given_TK)
         return experts_TK, weights_TK

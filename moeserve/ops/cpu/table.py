@@ -6,6 +6,7 @@ import functools
 from types import ModuleType
 
 from moeserve.ops.cpu.attention import CpuAttention, CpuLatentAttention
+from moeserve.ops.cpu.compressed_attention import CpuCompressedAttention, CpuStreams
 from moeserve.ops.cpu.elementwise import CpuRouter, RowKernels
 from moeserve.ops.cpu.indexer import CpuIndexer
 from moeserve.ops.cpu.linear_attention import CpuLinearAttention
@@ -41,6 +42,8 @@ def cpu_kernels(native: ModuleType) -> Kernels:
         make_indexer=functools.partial(CpuIndexer, native),
         make_short_convolution=functools.partial(CpuShortConvolution, native),
         make_linear_attention=functools.partial(CpuLinearAttention, native),
+        make_compressed_attention=functools.partial(CpuCompressedAttention, native),
+        make_streams=functools.partial(CpuStreams, native),
         make_product=TorchProduct,
         make_step_graph=native.CpuGraph,
         packing=packing,

@@ -22,7 +22,12 @@ class TorchRouter:
         self.config = config
 
     def __call__(
-        self, hidden_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, correction_E: Tensor | None
+        self,
+        hidden_TD: Tensor,
+        weight_ED: Tensor,
+        bias_E: Tensor | None,
+        correction_E: Tensor | None,
+        given_TK: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         config = self.config
         scores_TE = functional.linear(hidden_TD.float(), weight_ED, bias_E)
@@ -31,10 +36,12 @@ class TorchRouter:
                 scores_TE = scores_TE.softmax(dim=-1)
             case "sigmoid":
                 scores_TE = scores_TE.sigmoid()
+            case "sqrt_softplus":
+                scores_TE = functional.softplus(scores_TE).sqrt()
         ranked_TE = scores_TE if correction_E is None else scores_TE + correction_E
         if config.num_groups > 1:
             ranked_TE = self._keep_best_groups(ranked_TE)
-        experts_TK = ranked_TE.topk(config.top_k, dim=-1).indices
+        experts_TK = ranked_TE.topk(config.top_k, dim=-1).indices if given_TK is None else given_TK
         weights_TK = scores_TE.gather(-1, experts_TK)
         if config.scoring == "softmax_of_chosen":
             weights_TK = weights_TK.softmax(dim=-1)

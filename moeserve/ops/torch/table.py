@@ -11,6 +11,8 @@ from moeserve.ops.interfaces import Kernels
 from moeserve.ops.side_stream import InlineStream
 from moeserve.ops.torch import elementwise
 from moeserve.ops.torch.attention import TorchAttention, TorchLatentAttention
+from moeserve.ops.torch.compressed_attention import TorchCompressedAttention
+from moeserve.ops.torch.hyper_connections import TorchStreams
 from moeserve.ops.torch.indexer import TorchIndexer
 from moeserve.ops.torch.linear_attention import TorchLinearAttention
 from moeserve.ops.torch.pairs import TorchPairs
@@ -44,6 +46,8 @@ TORCH_KERNELS = Kernels(
     make_indexer=TorchIndexer,
     make_short_convolution=TorchShortConvolution,
     make_linear_attention=TorchLinearAttention,
+    make_compressed_attention=TorchCompressedAttention,
+    make_streams=TorchStreams,
     make_product=TorchProduct,
     make_step_graph=None,
     packing=None,

@@ -54,8 +54,14 @@ class OrderedRouter:
         self._rules = router_arguments(config)
 
     def __call__(
-        self, hidden_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, correction_E: Tensor | None
+        self,
+        hidden_TD: Tensor,
+        weight_ED: Tensor,
+        bias_E: Tensor | None,
+        correction_E: Tensor | None,
+        given_TK: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
+        assert given_TK is None, "models whose experts follow from token ids run on CPUs"
         logits_TE = chunked_matmul(hidden_TD.float(), weight_ED, bias_O=bias_E)
         return route(logits_TE, correction_E, top_k=self._top_k, **self._rules)
 

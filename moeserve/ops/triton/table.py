@@ -48,8 +48,14 @@ class TritonRouter:
         self._arrivals_T: Tensor | None = None
 
     def __call__(
-        self, hidden_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, correction_E: Tensor | None
+        self,
+        hidden_TD: Tensor,
+        weight_ED: Tensor,
+        bias_E: Tensor | None,
+        correction_E: Tensor | None,
+        given_TK: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
+        assert given_TK is None, "models whose experts follow from token ids run on CPUs"
         if not can_weigh(hidden_TD, weight_ED):
             return route(functional.linear(hidden_TD.float(), weight_ED, bias_E), correction_E, **self._rules)
         if self._arrivals_T is None:

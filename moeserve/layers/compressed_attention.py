@@ -1,0 +1,235 @@
+"""Attention to a window of tokens and to compressed entries of all tokens before (DeepSeek-V4)."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+from moeserve.distributed.mesh import share_of
+from moeserve.layers.cache import CacheNeeds, CacheSize
+from moeserve.layers.context import ModelContext
+from moeserve.layers.input_share import num_input_chunks, share_inputs
+from moeserve.layers.linear import Linear
+from moeserve.layers.norm import RMSNorm, RowsForm
+from moeserve.layers.rotary import RotaryConfig, Rotations
+from moeserve.layers.weights import QuantizationLimits, Weights
+from moeserve.ops.compressed_attention import CompressedAttention, CompressedCache, CompressedShape
+from moeserve.ops.indexer import ChosenEntries, IndexerRule
+from moeserve.step_inputs import StepInputs
+
+# T tokens, D model width, N heads of this rank, H head size, G groups of heads of this rank, I size of an indexer's
+# head, m tokens of a window, X values and gates of a token, Y = X / 2
+
+EIGHT_BITS = QuantizationLimits(8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexerShape:
+    """The indexer that chooses the entries of a layer, by keys of their own. Its windows overlap."""
+
+    num_heads: int
+    head_size: int
+    top_k: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressedAttentionConfig:
+    """The shape of one layer. Heads in a group share the first part of the output projection."""
+
+    num_heads: int
+    head_dim: int
+    query_rank: int  # size that queries are compressed to
+    num_groups: int
+    group_rank: int  # size that the outputs of a group are compressed to
+    rotary: RotaryConfig  # of the last values of a head
+    window: int
+    ratio: int | None = None  # tokens of an entry; None: there are no entries
+    indexer: IndexerShape | None = None
+
+    def can_divide(self, num_ranks: int) -> bool:
+        """True if this many tp ranks can each have equally many groups of heads."""
+        return self.num_groups % num_ranks == 0
+
+    @property
+    def rotaries(self) -> tuple[RotaryConfig, ...]:
+        """All that the layer reads of positions."""
+        entries = () if self.ratio is None else (self.rotary_of_entries,)
+        return self.rotary, self.reversed_rotary, *entries
+
+    @property
+    def reversed_rotary(self) -> RotaryConfig:
+        """The rotation of outputs. Values are rotated because they are keys too, and this makes it relative."""
+        return dataclasses.replace(self.rotary, is_reversed=True)
+
+    @property
+    def rotary_of_entries(self) -> RotaryConfig:
+        """The rotation of an entry, by the position of the first token of its window."""
+        assert self.ratio is not None
+        return dataclasses.replace(self.rotary, stride=self.ratio)
+
+
+class Pooling(nn.Module):
+    """The weights by which tokens become entries, or the indexer's keys of entries."""
+
+    def __init__(
+        self, size: int, num_series: int, ratio: int, hidden_size: int, norm_epsilon: float, context: ModelContext
+    ) -> None:
+        super().__init__()
+        width = num_series * size
+        self.sizes = [width, width]  # values and gates
+        self.project = Linear(hidden_size, 2 * width, context, limits=QuantizationLimits(8, None))
+        self.bias = context.parameter(ratio, width, dtype=torch.float32)
+        self.norm = RMSNorm(size, norm_epsilon, context)
+
+    def forward(
+        self, hidden_TD: Tensor, tails: Tensor, cache: CompressedCache, step: StepInputs, backend: CompressedAttention
+    ) -> Tensor:
+        """Return the entry of a window, before it is rotated, in the row of its last token."""
+        projected_TX = self.project(hidden_TD)
+        return self.norm(backend.pool(projected_TX, self.bias, tails, cache.block_size, step))
+
+
+class Indexer(nn.Module):
+    """Chooses entries by products with keys of their own. Every tp rank has all of its heads."""
+
+    def __init__(
+        self, shape: IndexerShape, config: CompressedAttentionConfig, hidden_size: int, epsilon: float,
+        context: ModelContext,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        assert config.ratio is not None
+        self.shape = shape
+        self.keys = Pooling(shape.head_size, 2, config.ratio, hidden_size, epsilon, context)
+        self.query = Linear(config.query_rank, shape.num_heads * shape.head_size, context, limits=EIGHT_BITS)
+        self.weights = Linear(hidden_size, shape.num_heads, context, limits=QuantizationLimits(8, None))
+        self.choose = context.kernels.make_indexer(IndexerRule(top_k=shape.top_k, tokens_per_entry=config.ratio))
+
+
+class CompressedSparseAttention(nn.Module):
+    """Each token attends to the last `window` tokens, and to entries of the windows that ended before.
+
+    Each tp rank has a share of the groups of heads, and computes a part of the sum that is the output. Each has the
+    whole cache.
+    """
+
+    input_form: RowsForm = "plain"
+
+    def __init__(
+        self, config: CompressedAttentionConfig, hidden_size: int, norm_epsilon: float, context: ModelContext
+    ) -> None:
+        super().__init__()
+        tp = context.tp
+        self.config = config
+        self.context = context
+        self.groups = share_of(config.num_groups, tp.rank_in_group, tp.world_size)
+        num_groups = int(self.groups.stop - self.groups.start)
+        heads_per_group = config.num_heads // config.num_groups
+        self.heads = slice(self.groups.start * heads_per_group, self.groups.stop * heads_per_group)
+        num_heads, size = num_groups * heads_per_group, config.head_dim
+        self.compressed_sizes = [config.query_rank, size]
+        # Errors in scores grow exponentially in the softmax, so queries and keys keep 8 bits.
+        self.compress = Linear(
+            hidden_size, config.query_rank + size, context, limits=QuantizationLimits(8, (config.query_rank,))
+        )
+        self.query_norm = RMSNorm(config.query_rank, norm_epsilon, context)
+        self.query = Linear(
+            config.query_rank, num_heads * size, context, limits=QuantizationLimits(8, (self.heads.start * size,))
+        )
+        self.head_norm = RMSNorm(size, norm_epsilon, context, has_weight=False)
+        self.key_norm = RMSNorm(size, norm_epsilon, context)
+        self.sinks = context.parameter(num_heads, dtype=torch.float32)
+        self.shape = CompressedShape(
+            num_heads=num_heads,
+            whole_num_heads=config.num_heads,
+            head_size=size,
+            scale=size**-0.5,
+            window=config.window,
+            ratio=config.ratio,
+            index_size=None if config.indexer is None else config.indexer.head_size,
+        )
+        self.entries: Pooling | None = None
+        if config.ratio is not None:
+            self.entries = Pooling(size, self.shape.num_series, config.ratio, hidden_size, norm_epsilon, context)
+        self.indexer: Indexer | None = None
+        if config.indexer is not None:
+            self.indexer = Indexer(config.indexer, config, hidden_size, norm_epsilon, context)
+        # No kernel multiplies 8-bit blocks with an input of its own for each group.
+        group_shape = num_groups, config.group_rank, heads_per_group * size
+        self.group_maps = Weights(group_shape, context, limits=QuantizationLimits(8, None))
+        first_column = self.groups.start * config.group_rank
+        num_inputs = config.num_groups * config.group_rank
+        self.output = Linear(
+            num_groups * config.group_rank,
+            hidden_size,
+            context,
+            limits=QuantizationLimits(cuts=(first_column,)),
+            chunks=share_inputs(num_inputs, num_input_chunks(config.can_divide), context).chunks,
+        )
+        self.backend = context.kernels.make_compressed_attention(self.shape)
+        self._apply_rope = context.kernels.apply_rope
+
+    @property
+    def cache_needs(self) -> CacheNeeds:
+        """The memory for one token: that of entries and tails is a block's, divided by its tokens and rounded up."""
+        size = CacheSize(1, self.context.block_size)
+        block = self._empty_cache(size, torch.device("meta"))
+        kept = sum(tensor.nbytes for tensor in block.kept_tensors)
+        return CacheNeeds(
+            bytes_per_token=-(-kept // size.block_size),
+            window_bytes_per_token=self.config.head_dim * self.context.dtype.itemsize,
+            window=self.config.window,
+        )
+
+    def make_cache(self, size: CacheSize) -> CompressedCache:
+        return self._empty_cache(size, self.context.device)
+
+    def _empty_cache(self, size: CacheSize, device: torch.device) -> CompressedCache:
+        return CompressedCache.empty(
+            self.shape,
+            num_blocks=size.num_blocks,
+            num_window_blocks=size.blocks_of(has_window=True),
+            block_size=size.block_size,
+            dtype=self.context.dtype,
+            device=device,
+        )
+
+    def forward(self, hidden_TD: Tensor, rotations: Rotations, cache: CompressedCache, step: StepInputs) -> Tensor:
+        config = self.config
+        query_TQ, key_TH = self.compress(hidden_TD).split(self.compressed_sizes, dim=1)
+        query_TQ, key_TH = self.query_norm(query_TQ), self.key_norm(key_TH)
+        query_TNH = self.head_norm(rearrange(self.query(query_TQ), "T (N H) -> T N H", H=config.head_dim))
+        query_TNH = self._rotate(query_TNH, config.rotary, rotations)
+        key_TH = self._rotate(key_TH[:, None], config.rotary, rotations)[:, 0]
+
+        entry_TH = index_key_TI = None
+        if self.entries is not None:
+            assert cache.tails is not None
+            entry_TH = self.entries(hidden_TD, cache.tails, cache, step, self.backend)
+            entry_TH = self._rotate(entry_TH[:, None], config.rotary_of_entries, rotations)[:, 0]
+        if self.indexer is not None:
+            assert cache.index_tails is not None
+            index_key_TI = self.indexer.keys(hidden_TD, cache.index_tails, cache, step, self.backend)
+            index_key_TI = self._rotate(index_key_TI[:, None], config.rotary_of_entries, rotations)[:, 0]
+        self.backend.write(key_TH, entry_TH, index_key_TI, cache, step, step.of_windows)
+
+        chosen: ChosenEntries | None = None
+        if self.indexer is not None:
+            size = self.indexer.shape.head_size
+            index_query_TnI = rearrange(self.indexer.query(query_TQ), "T (n I) -> T n I", I=size)
+            index_query_TnI = self._rotate(index_query_TnI, config.rotary, rotations)
+            assert cache.index_keys is not None
+            chosen = self.indexer.choose(index_query_TnI, self.indexer.weights(hidden_TD), cache.index_keys, step)
+        attended_TNH = self.backend.attend(query_TNH, chosen, self.sinks, cache, step, step.of_windows)
+        attended_TNH = self._rotate(attended_TNH, config.reversed_rotary, rotations)
+        in_groups = rearrange(attended_TNH, "T (G n) H -> T G (n H)", G=self.group_maps.shape[0])
+        return self.output(rearrange(self.group_maps.product.multiply_each(in_groups), "T G r -> T (G r)"))
+
+    def _rotate(self, heads_TNH: Tensor, rotary: RotaryConfig, rotations: Rotations) -> Tensor:
+        """Return heads with their last values rotated. The argument may be overwritten."""
+        last_TNF = heads_TNH[..., heads_TNH.shape[-1] - rotary.dim :]
+        self._apply_rope(last_TNF, rotations[rotary], last_TNF)
+        return heads_TNH

@@ -1,0 +1,179 @@
+"""DeepSeek-V4 (Flash and Pro): windows with compressed entries, hyper-connections, and experts by token id at first."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from moeserve.layers.compressed_attention import CompressedAttentionConfig, IndexerShape
+from moeserve.layers.rotary import RotaryConfig
+from moeserve.models.config_values import ConfigValues
+from moeserve.models.family import DecoderPart, Family, LayerNames, MoENames
+from moeserve.models.fields import read_model, read_num_experts, read_num_layers, read_width
+from moeserve.models.model_config import LayerConfig, ModelConfig
+from moeserve.moe.layer import MoEConfig
+from moeserve.moe.shared import SharedExpertsConfig
+from moeserve.ops.hyper_connections import StreamsConfig
+from moeserve.ops.interfaces import CutSwiGLU, RouterConfig
+
+WINDOW, SPARSE, DENSE = LAYER_TYPES = (
+    "sliding_attention",
+    "compressed_sparse_attention",
+    "heavily_compressed_attention",
+)
+TYPE_OF_RATIO = {0: WINDOW, 4: SPARSE, 128: DENSE}  # published configs list the tokens of an entry
+MAX_HEAD = 2**14
+MAX_STREAMS = 8  # of the kernels
+
+
+def read(config: ConfigValues) -> ModelConfig:
+    config.require("num_key_value_heads", 1)
+    config.require("attention_bias", False)
+    config.require("mlp_bias", False)
+    num_layers = read_num_layers(config)
+    attentions = {name: _read_attention(config, name) for name in LAYER_TYPES}
+    moe = _read_experts(config)
+    router = dataclasses.replace(moe.router, has_correction=False, table_size=config.integer("vocab_size", high=2**24))
+    by_token = dataclasses.replace(moe, router=router)
+    layers = [
+        LayerConfig(mixer=attentions[name], feed_forward=by_token if has_table else moe)
+        for name, has_table in zip(_read_types(config, num_layers), _read_tables(config, num_layers), strict=True)
+    ]
+    streams = StreamsConfig(
+        num_streams=config.integer("hc_mult", 4, high=MAX_STREAMS),
+        num_iterations=config.integer("hc_sinkhorn_iters", 20, high=1000),
+        epsilon=config.number("hc_eps", 1e-6),
+    )
+    return dataclasses.replace(read_model(config, layers), streams=streams)
+
+
+def _read_types(config: ConfigValues, num_layers: int) -> list[str]:
+    """Return the type of attention of each layer. Published lists also have those of multi-token prediction."""
+    ratios = config.values.get("compress_ratios")
+    key = "layer_types" if ratios is None else "compress_ratios"
+    listed = config.values.get(key)
+    if listed is None:
+        raise config.missing(key)
+    known: dict[Any, str] = {**TYPE_OF_RATIO, **{name: name for name in LAYER_TYPES}}
+    is_list = isinstance(listed, list) and all(type(name) in (int, str) and name in known for name in listed)
+    if not is_list or len(listed) < num_layers:
+        raise config.wrong(key, f"must list one of {', '.join(map(repr, known))} for each of the {num_layers} layers")
+    return [known[value] for value in listed[:num_layers]]
+
+
+def _read_tables(config: ConfigValues, num_layers: int) -> list[bool]:
+    """Return True for each layer whose experts follow from the token id."""
+    has_table = config.flags_of_layers("mlp_layer_types", ("moe", "hash_moe"), num_layers)
+    if has_table is not None:
+        return has_table
+    num_first = config.integer("num_hash_layers", 3, low=0)
+    return [number < num_first for number in range(num_layers)]
+
+
+def _read_attention(config: ConfigValues, layer_type: str) -> CompressedAttentionConfig:
+    num_heads = config.integer("num_attention_heads", high=MAX_HEAD)
+    num_groups = config.integer("o_groups", high=MAX_HEAD)
+    if num_heads % num_groups:
+        raise config.wrong("o_groups", f"must divide num_attention_heads={num_heads}")
+    head_dim = config.integer("head_dim", high=MAX_HEAD)
+    attention = CompressedAttentionConfig(
+        num_heads=num_heads,
+        head_dim=head_dim,
+        query_rank=config.integer("q_lora_rank", high=2**18),
+        num_groups=num_groups,
+        group_rank=config.integer("o_lora_rank", high=2**18),
+        rotary=_read_rotary(config, head_dim, is_scaled=layer_type != WINDOW),
+        window=config.integer("sliding_window"),
+    )
+    if layer_type == WINDOW:
+        return attention
+    indexer = IndexerShape(
+        num_heads=config.integer("index_n_heads", high=MAX_HEAD),
+        head_size=config.integer("index_head_dim", high=MAX_HEAD),
+        top_k=config.integer("index_topk"),
+    )
+    if indexer.head_size < attention.rotary.dim:
+        raise config.wrong("index_head_dim", f"is less than the {attention.rotary.dim} rotated values of a head")
+    ratio = _read_ratio(config, layer_type)
+    return dataclasses.replace(attention, ratio=ratio, indexer=indexer if layer_type == SPARSE else None)
+
+
+def _read_ratio(config: ConfigValues, layer_type: str) -> int:
+    default = next(ratio for ratio, name in TYPE_OF_RATIO.items() if name == layer_type)
+    rates = config.values.get("compress_rates")
+    if rates is None:
+        return default
+    if not isinstance(rates, dict):
+        raise config.wrong("compress_rates", "must be an object")
+    return ConfigValues(config.path, rates, "compress_rates.").integer(layer_type, default)
+
+
+def _read_rotary(config: ConfigValues, head_dim: int, *, is_scaled: bool) -> RotaryConfig:
+    """Read the rotation of layers with entries, or of those without, whose frequencies are never scaled."""
+    own = config.of_layer_type("compress" if is_scaled else "main")
+    if own is config:  # published configs: one scaling, and a base for each
+        names = {"rope_theta": config.values.get("compress_rope_theta" if is_scaled else "rope_theta")}
+        scaling = config.values.get("rope_scaling") if is_scaled else None
+        own = ConfigValues(config.path, config.values | names | {"rope_scaling": scaling, "rope_parameters": None})
+    settings = own.rotary_settings()
+    if settings.values["rope_type"] == "yarn":  # cosines and sines are not scaled
+        own = ConfigValues(own.path, own.values | {"rope_parameters": settings.values | {"attention_factor": 1.0}})
+    if config.values.get("qk_rope_head_dim") is None:
+        return own.rotary(head_dim, default_fraction=64 / 512, is_interleaved=True)
+    dim = config.integer("qk_rope_head_dim", high=head_dim)
+    return own.rotary(dim, head_dim_key="qk_rope_head_dim", is_interleaved=True)
+
+
+def _read_experts(config: ConfigValues) -> MoEConfig:
+    config.require("scoring_func", "sqrtsoftplus")
+    config.require("norm_topk_prob", True)
+    num_experts, top_k = read_num_experts(config, "n_routed_experts", "num_local_experts")
+    width = read_width(config, "moe_intermediate_size")
+    activation = CutSwiGLU(config.number("swiglu_limit", 10.0))
+    config.require("n_shared_experts", 1)
+    return MoEConfig(
+        router=RouterConfig(
+            num_experts=num_experts,
+            top_k=top_k,
+            scoring="sqrt_softplus",
+            is_normalized=True,
+            scale=config.number("routed_scaling_factor", 1.5),
+            has_correction=True,
+        ),
+        expert_width=width,
+        activation=activation,
+        shared=SharedExpertsConfig(width=width, activation=activation),
+    )
+
+
+PARTS = ("w1", "w3", "w2")  # gate, up, down
+
+DEEPSEEK_V4 = Family(
+    name="DeepSeek-V4",
+    architecture="DeepseekV4ForCausalLM",
+    read=read,
+    names=(
+        MoENames(
+            router="ffn.gate",
+            correction="ffn.gate.bias",
+            table="ffn.gate.tid2eid",
+            experts="ffn.experts",
+            gate=PARTS[0],
+            up=PARTS[1],
+            down=PARTS[2],
+            shared="ffn.shared_experts",
+            shared_parts=PARTS,
+        ),
+    ),
+    layer_names=LayerNames(mixer_norm="attn_norm", feed_forward_norm="ffn_norm", attention="attn"),
+    decoder_part=DecoderPart(
+        prefixes=(
+            ("layers.", "model.layers."),
+            ("embed.", "model.embed_tokens."),
+            ("norm.", "model.norm."),
+            ("head.", "lm_head."),
+            ("hc_head_", "model.hc_head.hc_"),
+        ),
+        left_out=("mtp.",),
+    ),
+)
