@@ -1,6 +1,6 @@
 """Attention of one token to positions that an indexer chooses, by the C++ kernels, at growing contexts.
 
-    python -m moeserve.bench.sparse_attention [--rounds 5] [--json PATH]
+    python -m moeserve.bench.sparse_attention [--threads 1] [--rounds 15] [--json PATH]
 
 One layer in bf16 with the shapes of DeepSeek-V3.2: an indexer of 64 heads of 128, and 128 heads over vectors of 576,
 of which 2048 are chosen. The indexer reads all keys of a context, so its time grows with the context. That of attention
@@ -31,24 +31,33 @@ SAMPLE_SECONDS = 0.1
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = make_parser("sparse_attention", "Attention of one token to chosen positions.", rounds=5)
+    parser = make_parser("sparse_attention", "Attention of one token to chosen positions.", rounds=15)
     options = parser.parse_args(arguments)
     if KERNELS is TORCH_KERNELS:
         raise SystemExit("the C++ kernels are not built")
     set_num_threads(options.threads)
-    show_and_save(options.json, [measure(context, options.rounds) for context in CONTEXTS])
+    show_and_save(options.json, measure(options.rounds))
 
 
 @torch.inference_mode()
-def measure(context_len: int, num_rounds: int) -> Row:
-    """Return the times of one token's indexer and attention at the end of a context."""
-    measures = {name: call_timer(call, SAMPLE_SECONDS) for name, call in calls(context_len).items()}
+def measure(num_rounds: int) -> list[Row]:
+    """Return a row for each context, all measured in alternation."""
+    measures = {
+        f"{name} {context}": call_timer(call, SAMPLE_SECONDS)
+        for context in CONTEXTS
+        for name, call in calls(context).items()
+    }
     samples = interleave(measures, num_rounds, warms_up=True)
-    times = {name: statistics.median(seconds) * 1e3 for name, seconds in samples.items()}
-    return {"benchmark": "sparse_attention", "context": context_len, "milliseconds": times, "samples": samples}
+    rows: list[Row] = []
+    for context in CONTEXTS:
+        own = {name: samples[f"{name} {context}"] for name in ("indexer", "chosen", "all")}
+        times = {name: statistics.median(seconds) * 1e3 for name, seconds in own.items()}
+        rows.append({"benchmark": "sparse_attention", "context": context, "milliseconds": times, "samples": own})
+    return rows
 
 
 def calls(context_len: int) -> dict[str, Callable[[int], object]]:
+    """Return the indexer and both kinds of attention of one token at the end of a context."""
     source = Source(torch.device("cpu"), torch.Generator().manual_seed(0), torch.bfloat16)
     step = source.step([(1, context_len)], BLOCK_SIZE)
     num_blocks = num_cache_blocks(step)

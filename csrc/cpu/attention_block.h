@@ -23,6 +23,7 @@ namespace moeserve {
 
 constexpr int kBlock = 128;  // positions
 constexpr float kNoScore = std::numeric_limits<float>::lowest();
+constexpr float kLog2E = 1.44269504f;
 
 // Positions of a block, relative to its first.
 struct Range {
@@ -67,7 +68,7 @@ struct Tile {
   const void* const* values;
   PrefetchRows keys_ahead;
   PrefetchRows values_ahead;
-  float factor;   // of scores, positive
+  float factor;   // of the products of queries and keys, positive: scores are in powers of two
   float* scores;  // [max_queries, kBlock], scratch memory of the kernels
   States states;
   void* weights;   // [queries, kBlock] as words, filled in `range`

@@ -12,8 +12,6 @@
 
 namespace moeserve {
 
-constexpr float kLog2E = 1.44269504f;
-
 template <typename Element>
 MOESERVE_INLINE bool all_finite(const void* const* rows, Range range, int value_size) {
   int num_others = 0;
@@ -34,7 +32,7 @@ MOESERVE_INLINE void score_vectors(const Tile& tile, int head_size, int at) {
   Float<W> sums[kRows][kVectors];
   multiply<typename L::Products, kRows, kVectors>(static_cast<const typename L::Word*>(tile.queries), num_steps, strip,
                                                   num_steps, sums);
-  const Float<W> factor = broadcast<W>(tile.factor * kLog2E);
+  const Float<W> factor = broadcast<W>(tile.factor);
   MOESERVE_UNROLL
   for (int r = 0; r < kRows; ++r) {
     MOESERVE_UNROLL
@@ -90,7 +88,7 @@ MOESERVE_INLINE void score_in_place(const Tile& tile, int head_size) {
   const int num_whole = head_size / L::kPerLoad / W * W;
   const int num_steps = L::key_steps(head_size);
   const auto* queries = static_cast<const typename L::Word*>(tile.queries);
-  const Float<W> factor = broadcast<W>(tile.factor * kLog2E);
+  const Float<W> factor = broadcast<W>(tile.factor);
   for (int at = tile.range.begin; at < tile.range.end; at += W) {
     prefetch(tile.keys_ahead, at, W, 0, head_size * sizeof(typename L::Element));
     Float<W> sums[kRows];
@@ -160,7 +158,7 @@ MOESERVE_INLINE void weigh(const Tile& tile) {
   using Products = typename L::Products;
   constexpr int W = L::W;
   const Range range = tile.range;
-  const Float<W> scale = broadcast<W>(kScales ? tile.factor * kLog2E : 1.0f);
+  const Float<W> scale = broadcast<W>(kScales ? tile.factor : 1.0f);
   float* all_largest = tile.factors;  // until the factors are known
   for (int r = 0; r < tile.num_queries; ++r) {
     float* scores = tile.scores + r * kBlock;

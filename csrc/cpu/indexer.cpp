@@ -139,7 +139,7 @@ void score_entries(const Indexer& step, const BlockKernels& kernels, const Row& 
   }
   Tile tile{};
   tile.packed = packed;
-  tile.factor = 1.0f;  // the order of scores does not depend on it
+  tile.factor = 1.0f;  // which rounds nothing
   tile.scores = Room::at_least(room.scores, int64_t{kernels.max_queries()} * kBlock);
   if (kernels.configure != nullptr) kernels.configure();
   const void* keys[kBlock];

@@ -262,7 +262,7 @@ void attend_rows(const ItemContext& context, int first_row, int num_rows, int64_
                 context.rows->values,
                 {context.ahead->keys, ahead},
                 {context.ahead->values, has_values(context) ? ahead : Range{0, 0}},
-                context.step.scale,
+                context.step.scale * kLog2E,
                 context.scores,
                 tile_states,
                 context.weights + query * weights_bytes,

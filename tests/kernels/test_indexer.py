@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from indexer_cases import SHAPES, Case, slots_of
 from paged_steps import KERNELS, drawn_chunks, kernels, make_step, needs_kernels, same_bytes, scatter_blocks
 
+from moeserve.ops.indexer import IndexerRule
 from moeserve.ops.threads import set_num_threads
 from moeserve.ops.torch.table import TORCH_KERNELS
 
@@ -24,6 +26,15 @@ def test_choices_are_those_of_the_definition(name: str, dtype: torch.dtype, impl
     case = Case.random(name, dtype, make_step(LENGTHS, block_ids, shape.block_size))
     table = TORCH_KERNELS if implementation == "torch" else KERNELS
     assert slots_of(case.run(table.make_indexer(shape.rule))) == case.by_hand()
+
+
+@needs_kernels
+def test_choices_of_a_context_of_64k_positions(isa: str) -> None:
+    """Several threads score parts of it. With the scores of few heads and small integers, many are equal."""
+    lengths, shape = [(2, 65536), (1, 4000)], SHAPES["odd"]
+    block_ids = scatter_blocks(lengths, shape.block_size, seed=5)
+    case = Case.random("odd", torch.float32, make_step(lengths, block_ids, shape.block_size))
+    assert slots_of(case.run(KERNELS.make_indexer(shape.rule))) == case.by_hand()
 
 
 @needs_kernels
@@ -58,7 +69,7 @@ def test_attention_to_all_positions_has_the_bytes_of_dense_attention(dtype: torc
     case = Case.random("odd", dtype, step)
     attention = KERNELS.make_latent_attention(size**-0.5, latent_size, 20)
     keys = torch.zeros(len(cache), 16, 36, dtype=dtype)
-    everything = KERNELS.make_indexer(SHAPES["odd"].rule.__class__(top_k=600))
+    everything = KERNELS.make_indexer(IndexerRule(top_k=600))
     chosen = everything(case.query_TNH, case.weights_TN, keys, step)
     assert same_bytes(attention.attend_chosen(query_TNP, cache, chosen), attention.attend(query_TNP, cache, step))
 
@@ -106,7 +117,7 @@ def test_arguments_out_of_range_are_refused() -> None:
     case = Case.random("odd", torch.float32, make_step([(2, 9)], block_ids, shape.block_size))
     choose = KERNELS.make_indexer(shape.rule)
     for change in ({"block_table": case.step.block_table + 99}, {"context_lens": case.step.context_lens + 99}):
-        step = case.step.__class__(**{**case.step.__dict__, **change})
+        step = dataclasses.replace(case.step, **change)
         with pytest.raises(ValueError, match="choose_entries"):
             choose(case.query_TNH, case.weights_TN, case.key_cache, step)
     assert kernels is not None
