@@ -16,6 +16,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers.models.bailing_hybrid import modeling_bailing_hybrid
 from transformers.models.kimi_linear import modeling_kimi_linear
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 from transformers.models.qwen3_next import modeling_qwen3_next
@@ -27,7 +28,8 @@ ROUTER_NOISE = 3e-5  # relative to each value that a router sees; float32 result
 # The chunked form of the gated delta rule differs by up to 1e-3 from the rule itself, which is in the same file.
 for modeling in (modeling_qwen3_next, modeling_qwen3_5_moe):
     modeling.torch_chunk_gated_delta_rule = modeling.torch_recurrent_gated_delta_rule
-modeling_kimi_linear.chunk_kimi_delta_attention = modeling_kimi_linear.recurrent_kimi_delta_attention
+for modeling in (modeling_kimi_linear, modeling_bailing_hybrid):
+    modeling.chunk_kimi_delta_attention = modeling.recurrent_kimi_delta_attention
 
 DEFAULTS: dict[str, Any] = dict(
     vocab_size=101,
@@ -382,6 +384,49 @@ SHAPES = {
         rms_norm_eps=1e-3,
         initializer_range=0.2,
         seed=2,
+    ),
+    # decays of at least e^-3; the third layer has attention, whose heads have gates
+    "ling3": shape(
+        "BailingHybrid",
+        sizes(hidden=36, layers=4),
+        dict(num_attention_heads=3, num_key_value_heads=3, kv_lora_rank=20),
+        # transformers 5.23 saves the former as the latter
+        dict(qk_rope_head_dim=12, head_dim=12, qk_nope_head_dim=10, v_head_dim=9),
+        rope(rope_theta=1e4),
+        layer_types=["linear_attention", "linear_attention", FULL, "linear_attention"],
+        first_k_dense_replace=1,
+        num_experts=9,
+        num_experts_per_token=3,
+        num_shared_experts=1,
+        num_expert_group=3,
+        topk_group=2,
+        moe_intermediate_size=17,
+        routed_scaling_factor=1.5,
+        kda_lower_bound=-3.0,
+        num_nextn_predict_layers=0,
+        rms_norm_eps=1e-3,
+        initializer_range=0.2,
+    ),
+    "ling3-unbounded": shape(
+        "BailingHybrid",
+        sizes(hidden=40, layers=3, vocab=131),
+        dict(num_attention_heads=4, num_key_value_heads=4, kv_lora_rank=18),
+        dict(qk_rope_head_dim=8, head_dim=8, qk_nope_head_dim=9, v_head_dim=11),
+        rope(rope_theta=500.0),
+        layer_group_size=2,
+        first_k_dense_replace=0,
+        num_experts=7,
+        num_experts_per_token=2,
+        num_shared_experts=2,
+        num_expert_group=1,
+        topk_group=1,
+        moe_intermediate_size=15,
+        short_conv_kernel_size=3,
+        kda_safe_gate=False,
+        num_nextn_predict_layers=0,
+        moe_renormalize=False,
+        rms_norm_eps=1e-3,
+        initializer_range=0.2,
     ),
     # states of two groups of three heads; attention without positions
     "granite-hybrid": shape(

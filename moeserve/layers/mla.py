@@ -32,7 +32,7 @@ from moeserve.layers.norm import RMSNorm, RowsForm
 from moeserve.layers.rotary import RotaryConfig, Rotations, TemperatureConfig
 from moeserve.layers.weights import QuantizationLimits, Weights
 from moeserve.memory import new_empty
-from moeserve.ops.interfaces import Rows
+from moeserve.ops.interfaces import Rows, plain_rows
 from moeserve.step_inputs import StepInputs
 
 # T tokens, D model width, N heads of this rank, n some of them, K unrotated values of a head's key, S rotated ones,
@@ -57,6 +57,7 @@ class LatentAttentionConfig:
     temperature: TemperatureConfig | None = None  # of queries
     score_factor: float = 1.0  # see RotaryConfig
     has_bias: bool = False  # of the compressing projections and of the output
+    has_head_gates: bool = False  # each head's output is multiplied by a sigmoid of its own (Ling 3)
     top_k: int | None = None  # positions that a token attends to at most, chosen by an indexer; None: all
     indexer: IndexerConfig | None = None  # chooses them; None with `top_k`: they are those of the layer before
 
@@ -157,6 +158,10 @@ class LatentAttention(nn.Module):
             limits=QuantizationLimits(cuts=(self.heads.start * config.value_dim,)),
             chunks=share_inputs(config.num_heads * config.value_dim, num_chunks, context).chunks,
         )
+        self.head_gates: Linear | None = None
+        if config.has_head_gates:  # of few outputs, which tp ranks divide anywhere: never in blocks
+            self.head_gates = Linear(hidden_size, num_heads, context, limits=QuantizationLimits(cuts=None))
+        self._gate_rows = context.kernels.gate_rows
         self.indexer: Indexer | None = None
         if config.indexer is not None:
             assert config.top_k is not None
@@ -192,7 +197,7 @@ class LatentAttention(nn.Module):
         """The form of rows to give to `forward`, unless they are gathered from tp ranks before."""
         if not self.reads_float8:
             return "plain"
-        return "float8" if self.indexer is None else "both"
+        return "float8" if self.indexer is None and self.head_gates is None else "both"
 
     def forward(
         self,
@@ -237,6 +242,9 @@ class LatentAttention(nn.Module):
         else:
             self.head_maps.absorb(query_TNK, out_TNL=query_TNP[..., : config.latent_size])
             attended_TNV = self.head_maps.project(self.backend.attend_chosen(query_TNP, cache.latents, choice.entries))
+        if self.head_gates is not None:
+            gates_P1 = self.head_gates(plain_rows(given_TD)).view(-1, 1)  # P pairs of token and head
+            attended_TNV = self._gate_rows(gates_P1, attended_TNV.flatten(0, 1)).view_as(attended_TNV)
         return self.output(rearrange(attended_TNV, "T N V -> T (N V)"))
 
     def _sees_all(self, step: StepInputs) -> bool:

@@ -36,7 +36,7 @@ class MoENames:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionNames:
-    """Tensor names of grouped-query attention, after `model.layers.3.self_attn.`."""
+    """Tensor names of attention, after `model.layers.3.self_attn.`."""
 
     query_norm: str = "q_norm"
     key_norm: str = "k_norm"

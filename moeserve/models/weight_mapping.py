@@ -24,7 +24,7 @@ from moeserve.layers.weights import Weights
 from moeserve.models.compressed_attention_mapping import compressed_attention_rows, connection_rows
 from moeserve.models.decoder import Decoder, DenseFeedForward
 from moeserve.models.draft_layer import DraftInput
-from moeserve.models.family import Family, MoENames
+from moeserve.models.family import AttentionNames, Family, MoENames
 from moeserve.models.model_config import MLPConfig
 from moeserve.models.recurrent_mapping import convolution_rows, linear_attention_rows, summed_rows
 from moeserve.models.weight_loading import Destination, Destinations, Row, columns, rows, rows_of_heads, whole
@@ -85,7 +85,7 @@ def _rows_of(model: Decoder, family: Family, names: Collection[str]) -> Iterator
             case Attention() as mixer:
                 yield from _attention(f"{prefix}.{layer_names.attention}", mixer, family)
             case LatentAttention() as mixer:
-                yield from _latent_attention(f"{prefix}.{layer_names.attention}", mixer)
+                yield from _latent_attention(f"{prefix}.{layer_names.attention}", mixer, family.attention_names)
             case LinearAttention() as mixer:
                 assert family.linear_attention_names is not None
                 yield from linear_attention_rows(
@@ -147,7 +147,7 @@ def _attention(prefix: str, attention: Attention, family: Family) -> Iterator[Ro
     yield from summed_rows(f"{prefix}.{names.output}", attention.output, queries, num_queries, config.has_output_bias)
 
 
-def _latent_attention(prefix: str, attention: LatentAttention) -> Iterator[Row]:
+def _latent_attention(prefix: str, attention: LatentAttention, names: AttentionNames) -> Iterator[Row]:
     config, heads = attention.config, attention.heads
     yield f"{prefix}.kv_a_layernorm.weight", whole(attention.latent_norm.weight)
     yield from _linear(f"{prefix}.kv_a_proj_with_mqa", attention.compress)
@@ -169,8 +169,12 @@ def _latent_attention(prefix: str, attention: LatentAttention) -> Iterator[Row]:
             yield f"{prefix}.q_b_proj.weight", rows(up.weight, query_rows, num_query_rows, up.weights)
     if attention.indexer is not None:
         yield from _indexer(f"{prefix}.indexer", attention.indexer)
+    if attention.head_gates is not None:
+        gates = attention.head_gates
+        yield f"{prefix}.{names.gates}.weight", rows(gates.weight, heads, config.num_heads, gates.weights)
     value_columns, num_value_columns = rows_of_heads(heads, config.value_dim), config.num_heads * config.value_dim
-    yield from summed_rows(f"{prefix}.o_proj", attention.output, value_columns, num_value_columns, config.has_bias)
+    output = f"{prefix}.{names.output}"
+    yield from summed_rows(output, attention.output, value_columns, num_value_columns, config.has_bias)
 
 
 def _indexer(prefix: str, indexer: Indexer) -> Iterator[Row]:

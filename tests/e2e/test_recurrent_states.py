@@ -68,6 +68,8 @@ LAYOUTS = [
     ("qwen3-next", {"num_saved_states": 0}),
     ("lfm2-moe", {"tensor_parallel_size": 2, "max_num_batched_tokens": 33}),
     ("lfm2-moe", {"data_parallel_size": 2, "pipeline_parallel_size": 2}),
+    ("kimi-linear", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
+    ("granite-hybrid", {"tensor_parallel_size": 2, "data_parallel_size": 2}),
 ]
 
 

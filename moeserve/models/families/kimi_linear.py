@@ -6,7 +6,7 @@ from moeserve.layers.linear_attention import LinearAttentionConfig
 from moeserve.layers.mla import LatentAttentionConfig
 from moeserve.layers.rotary import NoScaling, RotaryConfig
 from moeserve.models.config_values import ConfigValues
-from moeserve.models.family import Family, LayerNames, LinearAttentionNames, MoENames
+from moeserve.models.family import Family, LayerNames, LinearAttentionNames, LinearAttentionPart, MoENames
 from moeserve.models.fields import (
     read_groups,
     read_listed_dense,
@@ -30,11 +30,26 @@ def read(config: ConfigValues) -> ModelConfig:
     config.require("moe_router_activation_func", "sigmoid")
     config.require("moe_layer_freq", 1)
     config.require("attention_bias", False)
-    num_experts, top_k = read_num_experts(config, "num_experts", top_k_key="num_experts_per_token")
-    num_groups, num_chosen_groups = read_groups(config, num_experts, top_k, key="num_expert_group")
+    moe = read_experts(config)
+    attention, delta = _read_latent_attention(config), _read_delta_attention(config)
+    layers = [
+        LayerConfig(mixer=attention if is_full else delta, feed_forward=feed_forward)
+        for is_full, feed_forward in zip(_read_is_full(config), read_listed_dense(config, moe), strict=True)
+    ]
+    return read_model(config, layers, context_key="model_max_length")
+
+
+def read_experts(config: ConfigValues) -> MoEConfig:
+    """Read the experts, whose numbers transformers names otherwise than DeepSeek's."""
+    num_experts, top_k = read_num_experts(
+        config, "num_experts", top_k_key=config.key_of("num_experts_per_token", "num_experts_per_tok")
+    )
+    num_groups, num_chosen_groups = read_groups(
+        config, num_experts, top_k, key=config.key_of("num_expert_group", "n_group")
+    )
     expert_width = read_width(config, "moe_intermediate_size")
-    num_shared = config.integer("num_shared_experts", low=0, high=2**10)
-    moe = MoEConfig(
+    num_shared = config.integer(config.key_of("num_shared_experts", "n_shared_experts"), low=0, high=2**10)
+    return MoEConfig(
         router=RouterConfig(
             num_experts=num_experts,
             top_k=top_k,
@@ -42,19 +57,13 @@ def read(config: ConfigValues) -> ModelConfig:
             num_groups=num_groups,
             num_chosen_groups=num_chosen_groups,
             experts_rating_group=2,
-            is_normalized=config.flag("moe_renormalize", default=True),
+            is_normalized=config.flag(config.key_of("moe_renormalize", "norm_topk_prob"), default=True),
             scale=config.number("routed_scaling_factor"),
             has_correction=True,
         ),
         expert_width=expert_width,
         shared=SharedExpertsConfig(width=num_shared * expert_width) if num_shared else None,
     )
-    attention, delta = _read_latent_attention(config), _read_delta_attention(config)
-    layers = [
-        LayerConfig(mixer=attention if is_full else delta, feed_forward=feed_forward)
-        for is_full, feed_forward in zip(_read_is_full(config), read_listed_dense(config, moe), strict=True)
-    ]
-    return read_model(config, layers, context_key="model_max_length")
 
 
 def _read_latent_attention(config: ConfigValues) -> LatentAttentionConfig:
@@ -101,6 +110,11 @@ def _read_is_full(config: ConfigValues) -> list[bool]:
     return [number in full for number in range(1, num_layers + 1)]
 
 
+CONVOLUTIONS: tuple[tuple[str, tuple[LinearAttentionPart, ...]], ...] = (
+    ("q_conv1d", ("query",)),
+    ("k_conv1d", ("key",)),
+    ("v_conv1d", ("value",)),
+)
 KIMI_LINEAR = Family(
     name="Kimi-Linear",
     architecture="KimiLinearForCausalLM",
@@ -125,7 +139,7 @@ KIMI_LINEAR = Family(
             ("b_proj", ("rate",)),
             ("f_b_proj", ("decay",)),
         ),
-        convolutions=(("q_conv1d", ("query",)), ("k_conv1d", ("key",)), ("v_conv1d", ("value",))),
+        convolutions=CONVOLUTIONS,
         log_decay_dims=(2, 1),
         norm="o_norm",
         output="o_proj",

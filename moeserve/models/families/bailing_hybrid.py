@@ -1,0 +1,88 @@
+"""Ling 3: most layers have Kimi delta attention with bounded decays, the others latent attention with gated heads."""
+
+from __future__ import annotations
+
+from moeserve.layers.linear_attention import LinearAttentionConfig
+from moeserve.layers.mla import LatentAttentionConfig
+from moeserve.models.config_values import ConfigValues
+from moeserve.models.families.kimi_linear import CONVOLUTIONS, LAYER_TYPES, read_experts
+from moeserve.models.family import AttentionNames, DecoderPart, Family, LayerNames, LinearAttentionNames, MoENames
+from moeserve.models.fields import read_listed_dense, read_model, read_num_layers
+from moeserve.models.model_config import LayerConfig, ModelConfig
+from moeserve.ops.linear_attention import MAX_HEAD
+from moeserve.ops.short_convolution import MAX_TAPS
+
+
+def read(config: ConfigValues) -> ModelConfig:
+    config.require("attention_bias", False)
+    num_layers = read_num_layers(config)
+    attention, delta = _read_latent_attention(config), _read_delta_attention(config)
+    is_full = config.flags_of_layers("layer_types", LAYER_TYPES, num_layers)
+    if is_full is None:
+        group_size = config.integer("layer_group_size")
+        is_full = [number % group_size == 0 for number in range(1, num_layers + 1)]
+    feed_forwards = read_listed_dense(config, read_experts(config))
+    layers = [
+        LayerConfig(mixer=attention if full else delta, feed_forward=feed_forward)
+        for full, feed_forward in zip(is_full, feed_forwards, strict=True)
+    ]
+    return read_model(config, layers, context_key=config.key_of("model_max_length", "max_position_embeddings"))
+
+
+def _read_latent_attention(config: ConfigValues) -> LatentAttentionConfig:
+    return LatentAttentionConfig(
+        num_heads=config.integer("num_attention_heads", high=2**14),
+        query_rank=None,
+        latent_size=config.integer("kv_lora_rank", high=2**18),
+        key_dim=config.integer("qk_nope_head_dim", high=2**14),
+        rotary=config.rotary(
+            config.integer("qk_rope_head_dim", high=2**14), head_dim_key="qk_rope_head_dim", is_interleaved=True
+        ),
+        value_dim=config.integer("v_head_dim", high=2**14),
+        has_head_gates=True,
+    )
+
+
+def _read_delta_attention(config: ConfigValues) -> LinearAttentionConfig:
+    num_heads = config.integer("num_attention_heads", high=2**14)
+    head_dim = config.integer("head_dim", high=MAX_HEAD)
+    floor = None
+    if config.flag("kda_safe_gate", default=True):
+        floor = config.number("kda_lower_bound", -5.0, above=-1e3)
+        if floor >= 0:
+            raise config.wrong("kda_lower_bound", "must be negative")
+    return LinearAttentionConfig(
+        num_heads=num_heads,
+        num_key_heads=num_heads,
+        key_dim=head_dim,
+        value_dim=head_dim,
+        num_taps=config.integer("short_conv_kernel_size", low=2, high=MAX_TAPS),
+        norm_epsilon=config.number("rms_norm_eps"),
+        has_channel_decays=True,
+        decay_floor=floor,
+        gate="sigmoid",
+    )
+
+
+BAILING_HYBRID = Family(
+    name="Ling 3",
+    architecture="BailingHybridForCausalLM",
+    read=read,
+    names=(MoENames(correction="mlp.gate.expert_bias"),),
+    attention_names=AttentionNames(output="dense"),
+    linear_attention_names=LinearAttentionNames(
+        projections=(
+            ("q_proj", ("query",)),
+            ("k_proj", ("key",)),
+            ("v_proj", ("value",)),
+            ("g_proj", ("gate",)),
+            ("b_proj", ("rate",)),
+            ("f_proj", ("decay",)),
+        ),
+        convolutions=CONVOLUTIONS,
+        norm="o_norm",
+        output="dense",
+    ),
+    layer_names=LayerNames(attention="attention", recurrent="attention"),
+    decoder_part=DecoderPart(prefixes=(("model.word_embeddings.", "model.embed_tokens."),), left_out=()),
+)
