@@ -26,6 +26,8 @@ INTEGER_DTYPES = ("I64", "I32")  # of tables, such as the experts of each token 
 FP8_NAN = 0x7F  # E4M3 has no infinities, and one NaN of each sign
 E8M0_NAN = 255
 NVFP4_GROUP = 16  # inputs that share a scale
+FP4_CODES = ("U8", "I8")  # dtypes of pairs of codes
+E8M0_DTYPES = ("U8", "F8_E8M0")
 FP4_MAGNITUDES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]  # E2M1, by code; codes 8 to 15 are their negatives
 
 _FP4 = torch.tensor(FP4_MAGNITUDES + [-magnitude for magnitude in FP4_MAGNITUDES])
@@ -107,11 +109,12 @@ def decode_fp4(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def e8m0_values(stored: StoredTensor, exponents: Tensor) -> Tensor:
-    """Return the float32 values of E8M0 scales (uint8).
+    """Return the float32 values of E8M0 scales (8 bits).
 
     Raises:
         CheckpointError: one is NaN.
     """
+    exponents = exponents.view(torch.uint8)
     check_mxfp4_scales(stored, exponents)
     return _POWER_OF_BYTE[exponents.int()]
 
@@ -177,7 +180,7 @@ class Fp8Tensor:
     def check(self) -> None:
         if self.weight.dtype != "F8_E4M3":
             raise self.weight.wrong(f"is {self.weight.dtype}; with the scales {self.scale.name!r} it must be F8_E4M3")
-        if self.scale.dtype not in PLAIN_DTYPES:
+        if self.scale.dtype not in (*PLAIN_DTYPES, "F8_E8M0"):
             raise self.scale.wrong(f"is {self.scale.dtype}; supported for scales: {', '.join(PLAIN_DTYPES)}")
         if len(self.shape) != 2:
             raise self.weight.wrong(f"has shape {list(self.shape)}; fp8 is supported for matrices only")
@@ -204,7 +207,8 @@ class Fp8Tensor:
         codes_OI = read_rows(self.weight, start, stop).view(torch.uint8)
         if int((codes_OI & FP8_NAN).amax()) == FP8_NAN:
             raise self.weight.wrong("holds NaN; fetch it again")
-        scales = read_rows(self.scale, start // height, -(-stop // height)).float()
+        scales = read_rows(self.scale, start // height, -(-stop // height))
+        scales = e8m0_values(self.scale, scales) if self.scale.dtype == "F8_E8M0" else scales.float()
         return codes_OI, scales.reshape(-(-stop // height) - start // height, -1)
 
 
@@ -213,7 +217,7 @@ class Fp4Tensor:
     """A matrix [O, I] of E2M1 codes in pairs, with a scale for each group of 16 (NVFP4) or 32 (MXFP4) inputs."""
 
     is_encoded: ClassVar[bool] = True
-    codes: StoredTensor  # [O, I / 2] uint8
+    codes: StoredTensor  # [O, I / 2], 8 bits
     scales: StoredTensor  # [O, G]: E4M3 in NVFP4, E8M0 in MXFP4
     global_scale: StoredTensor | None = None  # NVFP4's one scale of the matrix
     has_divisor: bool = False  # the global scale divides the weights, as compressed-tensors stores it
@@ -228,10 +232,12 @@ class Fp4Tensor:
 
     def check(self) -> None:
         is_nvfp4 = self.global_scale is not None
-        group, scale_dtype = (NVFP4_GROUP, "F8_E4M3") if is_nvfp4 else (MXFP4_GROUP, "U8")
-        for stored, dtype in ((self.codes, "U8"), (self.scales, scale_dtype), (self.global_scale, "F32")):
-            if stored is not None and stored.dtype != dtype:
-                raise stored.wrong(f"is {stored.dtype}; {'nvfp4' if is_nvfp4 else 'mxfp4'} needs {dtype}")
+        group = NVFP4_GROUP if is_nvfp4 else MXFP4_GROUP
+        of_codes, of_scales = (("U8",), ("F8_E4M3",)) if is_nvfp4 else (FP4_CODES, E8M0_DTYPES)
+        for stored, dtypes in ((self.codes, of_codes), (self.scales, of_scales), (self.global_scale, ("F32",))):
+            if stored is not None and stored.dtype not in dtypes:
+                name = "nvfp4" if is_nvfp4 else "mxfp4"
+                raise stored.wrong(f"is {stored.dtype}; {name} needs {' or '.join(dtypes)}")
         if len(self.shape) != 2 or self.shape[1] % group:
             raise self.codes.wrong(
                 f"has shape {list(self.codes.shape)}; it must be a matrix of whole groups of {group} inputs in pairs"
@@ -243,7 +249,7 @@ class Fp4Tensor:
             raise self.global_scale.wrong(f"has shape {list(self.global_scale.shape)}; it must be one number")
 
     def read(self, read_rows: ReadRows, start: int, stop: int) -> Tensor:
-        codes_OGN = read_rows(self.codes, start, stop).unflatten(1, (self.scales.shape[1], -1))
+        codes_OGN = read_rows(self.codes, start, stop).view(torch.uint8).unflatten(1, (self.scales.shape[1], -1))
         stored_scales_OG = read_rows(self.scales, start, stop)
         if self.global_scale is None:
             return decode_fp4(codes_OGN, e8m0_values(self.scales, stored_scales_OG))

@@ -11,6 +11,7 @@ from typing import Any
 from moeserve.models.config_values import ConfigValues, read_json
 from moeserve.models.int4_tensors import AWQ, COMPRESSED_TENSORS, GPTQ, GPTQ_V2, Int4Storage, Int4Tensor
 from moeserve.models.quantization import (
+    FP4_CODES,
     CheckpointTensor,
     Fp4Tensor,
     Fp8Tensor,
@@ -132,7 +133,10 @@ def _format_of(quantization: Any) -> WeightFormat | None:
                 case None:
                     return WeightFormat((_fp8("_scale"), _fp8("_scale_inv")))
                 case [int(height), int(width)] if height >= 1 and width >= 1:
-                    return WeightFormat((_fp8("_scale_inv", (height, width)),))
+                    usual = _fp8("_scale_inv", (height, width))
+                    build = functools.partial(_fp8_or_mxfp4, block_size=(height, width))
+                    pairs = {"weight": ".weight", "scale": ".scale"}
+                    return WeightFormat((usual, Encoding(usual.words, build, pairs, suffix=".weight")))
         case {"quant_method": "gptq", "bits": 4} if (storage := _gptq_storage(quantization)) is not None:
             of_gptq = Encoding(
                 "int4 of GPTQ",
@@ -168,6 +172,13 @@ def _joined(encodings: Iterable[Encoding | None]) -> WeightFormat | None:
 
 
 _QWEIGHT = {"codes": ".qweight", "zeros": ".qzeros", "scales": ".scales"}
+
+
+def _fp8_or_mxfp4(weight: StoredTensor, scale: StoredTensor, block_size: tuple[int, int]) -> CheckpointTensor:
+    """Return a weight of DeepSeek-V4, whose experts are in MXFP4 and whose other matrices are in fp8."""
+    if weight.dtype in FP4_CODES:
+        return Fp4Tensor(weight, scale)
+    return Fp8Tensor(weight, scale, block_size)
 
 
 def _fp8(scale: str, block_size: tuple[int, int] | None = None) -> Encoding:
