@@ -72,7 +72,7 @@ def test_mixed_requests_have_the_same_bytes(num_requests: int, folder: str) -> N
         assert 0 < scheduler.speculation.num_accepted_tokens < scheduler.speculation.num_draft_tokens
 
 
-@pytest.mark.parametrize("name", ["qwen3-next", "lfm2-moe", "deepseek-v3", "gpt-oss"])
+@pytest.mark.parametrize("name", ["qwen3-next", "lfm2-moe", "kimi-linear", "granite-hybrid", "deepseek-v3", "gpt-oss"])
 def test_other_layers_verify_drafts(name: str, reference_named: Callable[[str], Reference]) -> None:
     """Recurrent states forget rejected drafts; latents and windows are overwritten."""
     reference = reference_named(name)
