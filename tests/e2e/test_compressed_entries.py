@@ -6,6 +6,7 @@ import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -64,9 +65,20 @@ def test_layouts(layout: dict[str, int], prompts: list[list[int]], reference_nam
             assert [output.num_cached_tokens for output in outputs] == cached
 
 
-def test_blocks_with_parts_of_entries_are_refused(reference_named: Callable[[str], Reference]) -> None:
-    with pytest.raises(SettingsError, match="multiple of 4"):
-        LLM(reference_named("deepseek-v4").folder, block_size=6)
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"block_size": 6}, "multiple of 4"),
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "speculative_config"),
+        ({"kv_cache_dtype": "fp8"}, "compressed"),
+    ],
+    ids=lambda value: "" if isinstance(value, dict) else value,
+)
+def test_what_entries_do_not_support_is_refused(
+    settings: dict[str, Any], says: str, reference_named: Callable[[str], Reference]
+) -> None:
+    with pytest.raises(SettingsError, match=says):
+        LLM(reference_named("deepseek-v4").folder, **settings)
 
 
 def test_published_configs_read_like_those_of_transformers(tmp_path: Path) -> None:
