@@ -24,6 +24,7 @@ from torch import Tensor
 from moeserve.ops.interfaces import KeyValueCache
 from moeserve.ops.libraries.interface import Attend, AttentionProblem, LibraryUnusable, StepKind, capability
 from moeserve.ops.libraries.plans import Plans
+from moeserve.ops.upload import upload
 from moeserve.step_inputs import ChunkSpan, StepInputs
 
 # T tokens, N query heads, G key-value heads, H head size, S chunks, B blocks of all chunks
@@ -193,7 +194,7 @@ class ChunkAttention:
         wrapper.plan(
             qo_indptr=numbers([0, *ends]),
             paged_kv_indptr=numbers(block_starts),
-            paged_kv_indices=step.block_table.flatten()[places_B.to(step.block_table.device, non_blocking=True)],
+            paged_kv_indices=step.block_table.flatten()[upload(places_B, step.block_table.device)],
             paged_kv_last_page_len=numbers(
                 [(span.context_len - 1) % size + 1 if span.context_len else 0 for span in step.spans]
             ),

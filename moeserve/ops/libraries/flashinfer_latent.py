@@ -24,6 +24,7 @@ from moeserve.ops.interfaces import ExpandLatents
 from moeserve.ops.libraries.flashinfer import lacking_argument, listed, numbers, places_of_blocks
 from moeserve.ops.libraries.interface import AttendAbsorbed, AttendExpanded, LatentProblem, capability
 from moeserve.ops.libraries.plans import Plans
+from moeserve.ops.upload import upload
 from moeserve.step_inputs import ChunkSpan, StepInputs
 
 # T tokens, R rows of some chunks, N query heads, K unrotated values of a head's key, E rotated ones, Q = K + E, V
@@ -157,7 +158,7 @@ class AbsorbedAttention:
             metadata=self._make_metadata(
                 qo_indptr=numbers([0, *itertools.accumulate(span.num_rows for span in spans)]),
                 kv_indptr=numbers(block_starts),
-                kv_indices=step.block_table.flatten()[places_B.to(device, non_blocking=True)],
+                kv_indices=step.block_table.flatten()[upload(places_B, device)],
                 kv_len_arr=numbers([span.context_len for span in spans]),
             ),
             num_heads=problem.num_heads,
@@ -169,7 +170,7 @@ class AbsorbedAttention:
             q_data_type=problem.dtype,
             kv_data_type=problem.dtype,
         )
-        return None if len(chunks) == len(step.spans) else _rows_of(spans).to(device, non_blocking=True)
+        return None if len(chunks) == len(step.spans) else upload(_rows_of(spans), device)
 
 
 class ExpandedAttention:
@@ -247,7 +248,7 @@ class ExpandedAttention:
         row_ends = [0, *itertools.accumulate(span.num_rows for span in spans)]
         ends = [0, *itertools.accumulate(span.context_len - span.num_rows for span in spans)]
 
-        rows_R = _rows_of(spans).to(device, non_blocking=True)
+        rows_R = upload(_rows_of(spans), device)
         pieces = [Piece(slice(0, row_ends[-1]), step.cache_slots[rows_R])]
         num_pieces = 1 + -(-ends[-1] // self._piece_size)
         wrappers += [self._make_wrapper() for _ in range(num_pieces - len(wrappers))]
@@ -260,8 +261,8 @@ class ExpandedAttention:
             before = [chunks[i][0] * step.block_table.shape[1] for i in own]
             places_C = torch.cat([a + each // block_size for a, each in zip(before, positions, strict=True)])
             offsets_C = torch.cat(positions) % block_size
-            places_C, offsets_C = (each.to(device, non_blocking=True) for each in (places_C, offsets_C))
-            slots_C = step.block_table.flatten()[places_C].long() * block_size + offsets_C
+            blocks_C = step.block_table.flatten()[upload(places_C, device)].long()
+            slots_C = blocks_C * block_size + upload(offsets_C, device)
             rows = slice(row_ends[own[0]], row_ends[own[-1] + 1])
             pieces.append(Piece(rows, slots_C))
             self._plan_piece(
