@@ -53,8 +53,8 @@ class CheckpointFacts:
     has_mxfp4: bool = False  # its experts are stored in MXFP4
     has_latent_attention: bool = False
     has_states: bool = False  # a layer keeps a recurrent state for each request
-    has_draft_layer: bool = False  # the last of the layers is that for multi-token prediction
-    first_layers: frozenset[int] | None = None  # that a pipeline stage may begin with; None: all
+    has_draft_layer: bool = False  # the last layer is the multi-token prediction (MTP) layer
+    first_layers: frozenset[int] | None = None  # layers that may start a pipeline stage; None: all
     has_entries: bool = False  # a layer keeps compressed entries
     block_multiple: int = 1  # divides the tokens of a block of the KV cache
 
@@ -150,7 +150,8 @@ def resolve(
             f"attention_backend={model.attention_backend!r} cannot read the scales of "
             f"kv_cache_dtype={cache.kv_cache_dtype!r}; use attention_backend='triton'"
         )
-    # Libraries have neither scales of cached rows nor fixed orders of sums, and FlashInfer plans one step at a time.
+    # Libraries support neither scales per cached row nor a fixed order of additions, and FlashInfer plans one step at a
+    # time.
     overlaps = (parallel.overlap_decode_tokens, parallel.overlap_prefill_tokens) != (None, None)
     may_use_libraries = device == "cuda" and not (has_float8_cache or model.batch_invariant or overlaps)
     attention_backend: AttentionChoice = "measured" if may_use_libraries else "triton"
@@ -159,8 +160,8 @@ def resolve(
     product_backend: ProductChoice = "measured" if quantization == "fp8" else "triton"
     if model.product_backend != "auto":
         product_backend = model.product_backend
-    # Tokens are sampled on the last stage, and the first needs them: no step can be planned ahead of its tokens. Nor
-    # can it be if drafts decide how many tokens there will be.
+    # The last stage samples the tokens that the first stage needs, so no step can be planned before its tokens are
+    # known. With draft tokens, not even the number of tokens is known before.
     speculation = scheduler.speculative_config
     plans_ahead = scheduler.async_scheduling and len(pipeline_layers) == 1 and speculation is None
     if speculation is not None:
@@ -239,27 +240,27 @@ def resolve(
 
 
 def _check_speculation(speculation: SpeculativeConfig, checkpoint: CheckpointFacts, num_stages: int) -> None:
-    """Raise SettingsError if tokens cannot be drafted so."""
+    """Raise SettingsError if the model or the layout does not support the draft method."""
     if speculation.prompt_lookup_min > speculation.prompt_lookup_max:
         raise SettingsError(
             f"speculative_config: prompt_lookup_min={speculation.prompt_lookup_min} is more than "
-            f"prompt_lookup_max={speculation.prompt_lookup_max}; choose at most that"
+            f"prompt_lookup_max={speculation.prompt_lookup_max}; lower prompt_lookup_min"
         )
     if speculation.method != "mtp":
         return
     if not checkpoint.has_draft_layer:
         raise SettingsError(
-            "speculative_config: method='mtp' needs a layer for multi-token prediction, and "
-            f"{checkpoint.path} has none that is supported; use method='ngram'"
+            "speculative_config: method='mtp' needs a multi-token prediction (MTP) layer, and "
+            f"{checkpoint.path} has no supported one; use method='ngram'"
         )
     if speculation.num_speculative_tokens > 1:
         raise SettingsError(
-            f"speculative_config: num_speculative_tokens={speculation.num_speculative_tokens}, but a layer for "
-            "multi-token prediction drafts one token; use 1"
+            f"speculative_config: num_speculative_tokens={speculation.num_speculative_tokens}, but a "
+            "multi-token prediction (MTP) layer drafts one token; use 1"
         )
     if num_stages > 1:
         raise SettingsError(
-            "speculative_config: method='mtp' needs pipeline_parallel_size=1, because the draft layer is on the last "
+            "speculative_config: method='mtp' needs pipeline_parallel_size=1, because the MTP layer is on the last "
             f"of {num_stages} stages, and the embedding on the first; use method='ngram'"
         )
 
@@ -277,21 +278,21 @@ def layers_of_stages(
     given: Sequence[int] | None = None,
     first_layers: frozenset[int] | None = None,
 ) -> tuple[int, ...]:
-    """Return the number of layers of each pipeline stage: as given, or even shares, of which the first are larger.
+    """Return the number of layers of each pipeline stage: as given, or divided evenly, with the remainder in front.
 
     Args:
-        first_layers: layers that a stage may begin with; None: all.
+        first_layers: layers that may start a stage; None: all.
 
     Raises:
-        SettingsError: there are more stages than layers, `given` has another number of stages or layers, or a stage
-            would begin with another layer than it may.
+        SettingsError: there are more stages than layers, `given` has a wrong number of stages or layers, or a stage
+            would start with a layer that is not in `first_layers`.
     """
     sizes = _sizes_of_stages(num_layers, num_stages, given)
     starts = set(itertools.accumulate(sizes[:-1]))
     if first_layers is not None and (wrong := sorted(starts - first_layers)):
         raise SettingsError(
-            f"pipeline_layers={shown(list(sizes))}: a stage would begin with layer {wrong[0]}, which attends to the "
-            "positions that the layer before it chose; stages may begin with the layers "
+            f"pipeline_layers={shown(list(sizes))}: a stage would start with layer {wrong[0]}, which attends to the "
+            "positions that the previous layer's indexer selected; stages may start with the layers "
             f"{', '.join(map(str, sorted(first_layers)))}, counted from 0"
         )
     return sizes
@@ -537,7 +538,7 @@ def _check_expert_placement(parallel: ParallelSettings, checkpoint: CheckpointFa
 
 
 def _check_transformers(settings: Settings) -> None:
-    """Raise SettingsError for settings that need moeserve's own code of a model."""
+    """Raise SettingsError for settings that need moeserve's own model code."""
     model, parallel = settings.model, settings.parallel
     chosen = {
         "quantization": (model.quantization, None),
@@ -569,7 +570,7 @@ def _check_overlap(model: ModelSettings, parallel: ParallelSettings, checkpoint:
         return
     elif parallel.tensor_parallel_size > 1:  # collectives of both groups would be under way at a time
         refusal = f"tensor_parallel_size={parallel.tensor_parallel_size}; use 1, and more replicas"
-    elif model.attention_backend == "flashinfer":  # halves would take the turns of two steps (`Plans`)
+    elif model.attention_backend == "flashinfer":  # both halves would use up the wrappers of two steps (`Plans`)
         refusal = "attention_backend='flashinfer'; use 'auto'"
     if refusal is not None:
         raise SettingsError(f"overlap_decode_tokens and overlap_prefill_tokens do not allow {refusal}")

@@ -20,7 +20,7 @@ DispatcherName = Literal["local", "allgather", "all_to_all", "shared_memory", "d
 ModelImplName = Literal["moeserve", "transformers"]
 AttentionName = Literal["triton", "flashinfer"]  # attention kernels on a GPU
 ProductName = Literal["triton", "deep_gemm"]  # kernels of products in 8-bit blocks on a GPU
-AttentionChoice = AttentionName | Literal["measured"]  # measured: the fastest, by a table of this GPU
+AttentionChoice = AttentionName | Literal["measured"]  # measured: the fastest in a table of this GPU
 ProductChoice = ProductName | Literal["measured"]
 
 
@@ -70,7 +70,7 @@ class ModelSettings:
     model_impl: Literal["auto", ModelImplName] = setting(
         "auto",
         "transformers: run the model through transformers' own code, with moeserve's attention and expert parallelism, "
-        "for architectures that moeserve does not know; slower; auto: moeserve",
+        "for architectures that moeserve does not implement; slower; auto: moeserve's own code",
     )
     packed_cache: int | str = setting(
         "16GiB",
@@ -138,14 +138,14 @@ class CacheSettings:
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How tokens are drafted ahead of the model. Names are vLLM's.
+    """The method of speculative decoding. Names are vLLM's.
 
-    Methods: ngram, from tokens of the request that were followed by others before; mtp, multi-token prediction.
+    Methods: ngram, prompt lookup in the tokens of the request; mtp, the checkpoint's multi-token prediction layer.
     """
 
     method: Literal["ngram", "mtp"]
-    num_speculative_tokens: Annotated[int, msgspec.Meta(ge=1, le=64)]  # most drafts of a request in a step
-    # Tokens of the run whose earlier occurrence ngram looks for, at most and at least.
+    num_speculative_tokens: Annotated[int, msgspec.Meta(ge=1, le=64)]  # maximum draft tokens per request and step
+    # The maximum and minimum length of the n-gram whose earlier occurrence is looked up.
     prompt_lookup_max: Annotated[int, msgspec.Meta(ge=1, le=64)] = 4
     prompt_lookup_min: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2
 
@@ -180,9 +180,9 @@ class SchedulerSettings:
     )
     speculative_config: SpeculativeConfig | None = setting(
         None,
-        'draft tokens ahead of the model, which verifies several in a step, like {"method": "ngram", '
-        '"num_speculative_tokens": 4}; ngram: drafts continue as the last tokens did where they occurred before; mtp: '
-        "the checkpoint's layer for multi-token prediction drafts one token; none: a step for each token",
+        'speculative decoding, such as {"method": "ngram", "num_speculative_tokens": 4}; ngram: draft the tokens that '
+        "followed an earlier occurrence of the last tokens in the request; mtp: draft one token with the checkpoint's "
+        "multi-token prediction layer; none: no speculative decoding",
     )
     debug_rank_state: bool = setting(
         False, "compare the requests in every rank's table with the scheduler after each step, for debugging; slow"
@@ -296,7 +296,7 @@ class ParallelSettings:
 
     @property
     def changed_deepep_setting(self) -> str | None:
-        """The first setting of DeepEP that is not the default, as `name=value`; None if all are."""
+        """The first DeepEP setting that differs from its default, as `name=value`; None if there is none."""
         defaults = ParallelSettings()
         for name in ("deepep_low_latency_tokens", "deepep_api", "deepep_float8"):
             if (value := getattr(self, name)) != getattr(defaults, name):
@@ -411,7 +411,7 @@ class EngineConfig:
 
     @property
     def has_draft_layer(self) -> bool:
-        """True if the last layer is that for multi-token prediction."""
+        """True if the last layer is the multi-token prediction layer."""
         return self.speculative_config is not None and self.speculative_config.method == "mtp"
 
     @property

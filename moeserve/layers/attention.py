@@ -98,7 +98,7 @@ class Attention(nn.Module):
                 self.query_norm = TokenNorm(self.heads, config.num_heads, config.head_dim, norm_epsilon, context)
                 self.key_norm = TokenNorm(self.kv_heads, config.num_kv_heads, config.head_dim, norm_epsilon, context)
         self.head_gates: Linear | None = None
-        if config.has_head_gates:  # of few outputs, which tp ranks divide anywhere: never in blocks
+        if config.has_head_gates:  # never in 8-bit blocks: tp ranks divide its few outputs anywhere
             self.head_gates = Linear(hidden_size, num_heads, context, limits=QuantizationLimits(cuts=None))
         self._gate_rows = context.kernels.gate_rows
         self.sinks = context.parameter(num_heads, dtype=torch.float32) if config.has_sinks else None
@@ -163,7 +163,7 @@ class Attention(nn.Module):
 
 
 def cache_needs_of(config: AttentionConfig, num_kv_heads: int, context: ModelContext) -> CacheNeeds:
-    """Return the memory that a layer with `num_kv_heads` on this rank needs for requests."""
+    """Return the cache memory that a layer with `num_kv_heads` on this rank needs."""
     size = config.head_dim
     bytes_of_head = size + torch.bfloat16.itemsize if context.has_float8_cache else size * context.dtype.itemsize
     bytes_per_token = 2 * num_kv_heads * bytes_of_head

@@ -1,4 +1,4 @@
-"""Caches of layers: the memory they need for requests, declared as data, and their sizes."""
+"""The cache memory that layers need, declared as data, and the sizes of their caches."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class CacheNeeds:
-    """The memory that a layer, or several layers together, need for requests, in bytes.
+    """The cache memory that one layer, or several layers together, need, in bytes.
 
-    Entries of tokens lie in blocks. A state has a fixed size for each request.
+    Tokens have entries, which are stored in blocks. A state has a fixed size for each request.
     """
 
-    bytes_per_token: int = 0  # of entries that are kept to the end of a request
-    window_bytes_per_token: int = 0  # of entries that are kept while later tokens may read them
-    window: int = 0  # the most positions that a token reads of the latter, its own included; 0: there are none
-    state_bytes: int = 0  # of the states of each running request, and of each saved copy of them
+    bytes_per_token: int = 0  # of entries that are kept until the request ends
+    window_bytes_per_token: int = 0  # of entries that are kept only while inside the window
+    window: int = 0  # the largest window, the token's own position included; 0: no layer has a window
+    state_bytes: int = 0  # of one request's states, and of each saved copy of them
 
     def __add__(self, other: CacheNeeds) -> CacheNeeds:
         return CacheNeeds(
@@ -31,11 +31,11 @@ class CacheNeeds:
         return self.bytes_per_token + self.window_bytes_per_token
 
     def bytes_of_tokens(self, num_tokens: int) -> int:
-        """Return the bytes of the entries of a request with this many tokens, if those behind the window are freed."""
+        """Return the bytes of the entries of a request with this many tokens, without those behind the window."""
         return self.bytes_per_token * num_tokens + self.window_bytes_per_token * min(num_tokens, self.window)
 
     def without_window(self) -> CacheNeeds:
-        """Return what is needed if nothing is freed behind the window."""
+        """Return the needs if entries behind the window are kept too."""
         return CacheNeeds(bytes_per_token=self.total_bytes_per_token, state_bytes=self.state_bytes)
 
 
@@ -45,8 +45,8 @@ class CacheSize:
 
     num_blocks: int
     block_size: int  # tokens
-    num_states: int = 0  # rows for states, of running requests and of saved ones
-    num_window_blocks: int = 0  # of layers with windows; 0: as many as of others, since nothing is freed
+    num_states: int = 0  # rows for states: those of running requests and saved copies
+    num_window_blocks: int = 0  # of sliding-window layers; 0: `num_blocks`, because they keep all entries
 
     def blocks_of(self, *, has_window: bool) -> int:
         """Return the number of blocks of a layer."""

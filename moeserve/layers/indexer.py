@@ -15,7 +15,7 @@ from moeserve.ops.indexer import ChosenEntries, IndexerRule
 from moeserve.ops.interfaces import Rows, plain_rows
 from moeserve.step_inputs import StepInputs
 
-# T tokens, D model width, I size of compressed queries, N heads of the indexer, H size of a key
+# T tokens, D model width, I size of a compressed query, N heads of the indexer, H key size
 
 NORM_EPSILON = 1e-6  # of the keys' LayerNorm, independent of the model's own
 
@@ -26,21 +26,22 @@ class IndexerConfig:
 
     num_heads: int
     key_dim: int
-    rotary: RotaryConfig  # of the beginning of queries and keys
+    rotary: RotaryConfig  # applied to the first elements of queries and keys
 
 
 @dataclass
 class Choice:
-    """The positions that the last layer with an indexer chose in a step, for itself and layers that share them."""
+    """The positions that the last layer with an indexer selected in a step, also used by layers that share them."""
 
     entries: ChosenEntries | None = None  # None: all
 
 
 class Indexer(nn.Module):
-    """Chooses the positions with the highest sums over heads of weight * max(0, query . key).
+    """Selects the positions with the highest scores: the sum over heads of weight * max(0, query . key).
 
-    The published inference code scales these sums, and rotates queries and keys by a Hadamard matrix before it rounds
-    them to 8 bits. Neither changes the order of exact sums. Every tp rank computes all heads.
+    The published inference code scales these scores, and rotates queries and keys by a Hadamard matrix before it rounds
+    them to 8 bits. In exact arithmetic, neither the scale nor the rotation changes the order of scores. Every tp rank
+    computes all heads.
     """
 
     def __init__(
@@ -48,12 +49,12 @@ class Indexer(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        limits = QuantizationLimits(8)  # as for attention's own queries and keys
+        limits = QuantizationLimits(8)  # the same limit as for the queries and keys of attention
         self.query = Linear(query_rank, config.num_heads * config.key_dim, context, limits=limits)
         self.key = Linear(hidden_size, config.key_dim, context, limits=limits)
         self.key_norm_weight = context.parameter(config.key_dim)
         self.key_norm_bias = context.parameter(config.key_dim)
-        # Published in bfloat16 beside 8-bit projections.
+        # FP8 checkpoints also store this projection in bfloat16.
         self.head_weights = Linear(hidden_size, config.num_heads, context, limits=QuantizationLimits(8, None))
         self._norm = context.kernels.layer_norm_in_place
         self._apply_rope = context.kernels.apply_rope
@@ -69,7 +70,7 @@ class Indexer(nn.Module):
     def choose(
         self, hidden_TD: Rows, query_TI: Rows, rotations: Rotations, key_cache: Tensor, step: StepInputs
     ) -> ChosenEntries:
-        """Return the positions of each token. The keys of the step's tokens must be stored before.
+        """Return the positions that each token attends to. The cache must already hold the keys of the step's tokens.
 
         Args:
             query_TI: the compressed queries of attention.

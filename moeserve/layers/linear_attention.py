@@ -29,27 +29,27 @@ from moeserve.step_inputs import StepInputs
 class LinearAttentionConfig:
     """The shape of one layer. Value head n reads key head n // (num_heads / num_key_heads)."""
 
-    num_heads: int  # of values
+    num_heads: int  # value heads
     num_key_heads: int
     key_dim: int
     value_dim: int
-    num_taps: int  # tokens of the convolution, its own included
+    num_taps: int  # tokens that the convolution spans, the current one included
     norm_epsilon: float
-    is_delta: bool = True  # see ops/linear_attention.py for this and the next three
+    is_delta: bool = True  # ops/linear_attention.py describes this field and the next three
     has_channel_decays: bool = False
     decay_floor: float | None = None
     gate: Literal["silu", "sigmoid"] = "silu"
-    low_rank: int | None = None  # decays and gates are projected to so many values first; None: directly
+    low_rank: int | None = None  # rank of the two-step projections to decays and gates; None: one projection
     has_convolution_bias: bool = False
     rotaries: tuple[RotaryConfig, ...] = ()
 
     def can_divide(self, num_ranks: int) -> bool:
-        """True if this many tp ranks can each have equally many heads of both kinds."""
+        """True if the key heads and the value heads can be divided evenly over this many tp ranks."""
         return self.num_heads % num_ranks == 0 and self.num_key_heads % num_ranks == 0
 
 
 class LowRankLinear(nn.Module):
-    """A projection to few values, whole on every rank, and from them to this rank's outputs."""
+    """A low-rank projection: the first factor is whole on every rank, the second has this rank's outputs."""
 
     def __init__(
         self, hidden_size: int, rank: int, num_outputs: int, limits: QuantizationLimits, context: ModelContext
@@ -65,7 +65,7 @@ class LowRankLinear(nn.Module):
 
 
 class LinearAttention(nn.Module):
-    """Each token updates the recurrent state of its request, and reads it.
+    """A layer in which each token updates the recurrent state of its request, and reads it.
 
     Each tp rank has a share of the heads, and its output is a partial sum over these heads.
     """
@@ -96,7 +96,7 @@ class LinearAttention(nn.Module):
         first_decay = self.heads.start * shape.num_decays // num_heads
         self.projected_sizes = [key_size, key_size, value_size]  # queries, keys, values; gates
         self.rate_sizes = [num_heads] * config.is_delta
-        # An error of the decay affects all later tokens, so its few weights are never quantised below 8 bits.
+        # An error in the decay affects all later tokens, so its few weights are never quantised below 8 bits.
         decay_limits = QuantizationLimits(8, (first_decay,))
         self.decays: LowRankLinear | None = None
         self.gates: LowRankLinear | None = None

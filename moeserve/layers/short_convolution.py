@@ -26,8 +26,8 @@ class ShortConvolutionConfig:
     """The shape of one layer."""
 
     num_channels: int
-    num_taps: int  # tokens of the convolution, its own included
-    has_bias: bool = False  # of both projections and of the convolution
+    num_taps: int  # tokens that the convolution spans, the current one included
+    has_bias: bool = False  # in both projections and in the convolution
     rotaries: tuple[RotaryConfig, ...] = ()
 
     @property
@@ -36,7 +36,7 @@ class ShortConvolutionConfig:
         return self.num_channels
 
     def can_divide(self, num_ranks: int) -> bool:
-        """True if this many tp ranks can each have equally many channels."""
+        """True if the channels can be divided evenly over this many tp ranks."""
         return self.num_channels % num_ranks == 0
 
 
@@ -69,7 +69,7 @@ class GatedConvolution(nn.Module):
             size,
             hidden_size,
             context,
-            has_bias=config.has_bias and context.tp.rank_in_group == 0,  # added once: outputs are summed over the ranks
+            has_bias=config.has_bias and context.tp.rank_in_group == 0,  # outputs are summed: only one rank adds it
             limits=QuantizationLimits(cuts=(first,)),
             chunks=share.chunks,
         )

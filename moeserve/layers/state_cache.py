@@ -1,4 +1,4 @@
-"""The states of a layer that keeps one for each request."""
+"""The cache of a layer that keeps one state per request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 class StateCache:
     """The states of one layer, a row for each running request and each saved state; see `StateRows`."""
 
-    inputs: Tensor  # [rows, w, C] in the model's dtype: the last inputs of the convolution, the oldest first
+    inputs: Tensor  # [rows, w, C] in the model's dtype: the last inputs of the convolution, oldest first
     states: Tensor | None = None  # [rows, N, K, V] float32, of linear attention
 
     @property

@@ -147,7 +147,7 @@ class ConfigValues:
         return [name == names[1] for name in value]
 
     def object(self, key: str) -> ConfigValues | None:
-        """Return the values of an object in the config; None if there is none."""
+        """Return the values of a nested object in the config; None if the key is missing."""
         values = self.values.get(key)
         if values is None:
             return None

@@ -1,6 +1,6 @@
 """The decoder of all families: layers of mixers and feed-forward networks between an embedding and a head.
 
-A mixer is what lets a token depend on those before it: attention, linear attention or a short convolution.
+A token mixer lets a token depend on earlier tokens: attention, linear attention or a short convolution.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class DecoderLayer(nn.Module):
         """Return the residual stream after the mixer, and the input of the feed-forward network.
 
         Args:
-            choice: of the step, passed from layer to layer.
+            choice: the selected positions of the step, passed from layer to layer.
         """
         hidden_tD, normed_tD = self.mixer_norm.after_adding(update_tD, hidden_tD)
         normed_TD = gathered(normed_tD, self.tp, step)
@@ -231,7 +231,7 @@ class Decoder(nn.Module):
 
     @property
     def cache_needs(self) -> CacheNeeds:
-        """The memory that all layers of this rank together need for requests."""
+        """The cache memory that all layers of this rank together need."""
         return sum((layer.mixer.cache_needs for layer in self.layers), CacheNeeds())
 
     @property

@@ -1,4 +1,4 @@
-"""The layer for multi-token prediction (arXiv 2412.19437, section 2.2): guesses the token after the next one."""
+"""The multi-token prediction (MTP) layer (arXiv 2412.19437, section 2.2), which drafts the token after the next one."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from moeserve.layers.norm import RMSNorm
 
 
 class DraftInput(nn.Module):
-    """The part of a draft layer before and after its decoder layer, whole on every tp rank.
+    """The input projection and the norms of an MTP layer around its decoder layer, replicated on every tp rank.
 
-    The decoder layer reads, at the position of each token, a projection of the model's last hidden state there and of
-    the embedding of the next token. Its output, after a norm of its own, goes through the model's head.
+    At each token's position, the decoder layer reads a projection of two inputs: the model's last hidden state at this
+    position, and the embedding of the next token. Its output passes through a norm of its own and the model's LM head.
     """
 
     def __init__(self, hidden_size: int, norm_epsilon: float, context: ModelContext) -> None:
@@ -30,6 +30,6 @@ class DraftInput(nn.Module):
         """Return the input [t, D] of the decoder layer.
 
         Args:
-            embedded_tD: of the next tokens.
+            embedded_tD: embeddings of the next tokens.
         """
         return self.projection(torch.cat([self.embedding_norm(embedded_tD), self.hidden_norm(hidden_tD)], dim=-1))

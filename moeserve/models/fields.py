@@ -27,7 +27,7 @@ def read_model(
     context_key: str = "max_position_embeddings",
     is_tied: bool = False,
 ) -> ModelConfig:
-    """Read everything but the layers.
+    """Read a config's settings outside the layers.
 
     Args:
         is_tied: the default of `tie_word_embeddings`.
@@ -45,9 +45,9 @@ def read_model(
 
 
 def with_draft_layer_like_the_last(model: ModelConfig) -> ModelConfig:
-    """Return the model with a layer for multi-token prediction of the shape of its last layer, if it has such layers.
+    """Return the model with an MTP layer of the shape of its last decoder layer, if the checkpoint has MTP layers.
 
-    All layers of a decoder have the same shape but for the first ones (DeepSeek-V3, GLM-4.5).
+    In these models (DeepSeek-V3, GLM-4.5), only the first decoder layers differ in shape from the others.
     """
     return dataclasses.replace(model, draft_layer=model.layers[-1]) if model.num_skipped_layers else model
 
@@ -172,7 +172,7 @@ def read_groups(config: ConfigValues, num_experts: int, top_k: int, *, key: str 
 
 
 def read_step_limit(config: ConfigValues) -> None:
-    """Refuse limits of Mamba-2's step sizes other than those that limit nothing."""
+    """Refuse limits on Mamba-2's step sizes, unless they have no effect."""
     unlimited = (None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}])  # the last as transformers writes it
     if config.values.get("time_step_limit") not in unlimited:
         raise config.wrong("time_step_limit", "is not supported; supported: [0.0, Infinity]")

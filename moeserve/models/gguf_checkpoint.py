@@ -1,7 +1,7 @@
-"""Serve a GGUF file: its metadata as a config.json, its tensors by the names of Hugging Face checkpoints.
+"""Present a GGUF file as a Hugging Face checkpoint: its metadata as config.json, its tensors under the usual names.
 
-`checkpoint_folder` writes config.json and the tokenizer into a folder of the cache, beside links to the files, and
-from then on that folder is a checkpoint like others. Weights are dequantised by the gguf package, row by row.
+`checkpoint_folder` writes config.json, the tokenizer and links to the files into a cache folder, which is then loaded
+like any other checkpoint. The gguf package dequantises weights row by row.
 
 Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; names of tensors and keys: the gguf package.
 """
@@ -36,19 +36,19 @@ if TYPE_CHECKING:
 
 # O rows, I columns, H heads, K and V rows of a head's keys and values, L latent
 
-_VERSION = 1  # of the folders in the cache; increase it when their files change
+_VERSION = 1  # format version of the cache folders; increase it when their files change
 _PART = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")
-_SIGMOID = 2  # the number of a gating function
+_SIGMOID = 2  # GGUF's number of the sigmoid gating function
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """An architecture of GGUF: the model that it is, and how its config and tensors are named in that model."""
+    """A GGUF architecture, and how to translate its metadata and tensor names to those of a Hugging Face model."""
 
-    model: str  # in config.json under `architectures`
+    model: str  # the value of `architectures` in config.json
     read: Callable[[ConfigValues, str], dict[str, Any]]  # (metadata, prefix of its keys) -> more values of config.json
-    layer_names: Mapping[str, str]  # GGUF's name of a layer's tensor, and ours
-    paired_rows: Mapping[str, str]  # tensors that are rotated in pairs of neighbours, and the key of their heads
+    layer_names: Mapping[str, str]  # GGUF's tensor names in a layer -> Hugging Face's
+    paired_rows: Mapping[str, str]  # tensors whose heads are rotated in adjacent pairs -> key of the head count
 
 
 _MODEL_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -99,7 +99,7 @@ def _read_qwen(metadata: ConfigValues, prefix: str) -> dict[str, Any]:
 
 def _read_deepseek(metadata: ConfigValues, prefix: str) -> dict[str, Any]:
     rotary = metadata.integer(f"{prefix}.rope.dimension_count")
-    # Files made before 2025-04 have no keys for attention to the latent, and store the size of a head's keys here.
+    # Files written before 2025-04 have no `*_mla` keys. In these files, the other keys hold the sizes of a head.
     key_size = metadata.integer(
         f"{prefix}.attention.key_length_mla", metadata.integer(f"{prefix}.attention.key_length")
     )
@@ -158,8 +158,8 @@ class GgufTensor:
     is_encoded: ClassVar[bool] = True
     shard: Path
     stored: gguf.ReaderTensor
-    num_paired_heads: int = 0  # heads whose rows are in pairs; 0: rows are in the order of the model
-    is_row: bool = False  # a matrix of one row, stored as a vector
+    num_paired_heads: int = 0  # heads whose rows are in adjacent-pair order; 0: rows are in the model's order
+    is_row: bool = False  # a one-row matrix, stored as a vector
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -168,21 +168,21 @@ class GgufTensor:
         return (1, *shape) if self.is_row else shape
 
     def check(self) -> None:
-        """Nothing is left to check: which types can be read is known when they are."""
+        """Check nothing: the gguf package reports an unsupported type when the tensor is read."""
 
     def read(self, read_rows: ReadRows, start: int, stop: int) -> Tensor:
         if self.is_row:
             return torch.from_numpy(dequantised(self.shard, self.stored))[None][start:stop]
         if not self.num_paired_heads:
             return torch.from_numpy(dequantised(self.shard, self.stored, slice(start, stop)))
-        # GGUF rotates neighbours (0, 1), (2, 3), ...; the model rotates i with i + half.
+        # GGUF rotates adjacent pairs (0, 1), (2, 3), ...; the model rotates i with i + half.
         order = np.arange(self.shape[0]).reshape(self.num_paired_heads, -1, 2).swapaxes(1, 2).reshape(-1)
         return torch.from_numpy(dequantised(self.shard, self.stored, order[start:stop]))
 
 
 @dataclass(frozen=True)
 class HeadMapsTensor:
-    """The maps from the latent to the keys and values of all heads [H * (K + V), L], stored apart."""
+    """The up-projections from the latent to keys and values [H * (K + V), L], which GGUF stores as two tensors."""
 
     is_encoded: ClassVar[bool] = True
     keys: GgufTensor  # [H, L, K], transposed
@@ -214,14 +214,14 @@ class HeadMapsTensor:
 
 
 def checkpoint_folder(path: Path) -> Path:
-    """Return the folder in the cache that stands for a GGUF file. It is written when it is first needed.
+    """Return the cache folder that represents a GGUF file as a checkpoint. It is written on first use.
 
     Args:
-        path: the file, or any of its parts (`model-00001-of-00003.gguf`), which must lie in one folder.
+        path: the file, or any of its parts (`model-00001-of-00003.gguf`), which must be in one folder.
 
     Raises:
-        CheckpointError: no such file, a missing part, a damaged file, or an architecture or tokenizer that is not
-            supported; or the cache cannot be written.
+        CheckpointError: the file or a part is missing or damaged, the architecture or tokenizer is not supported, or
+            the cache cannot be written.
     """
     files = _parts_of(path)
     facts = [_VERSION, *(f"{file.resolve()} {(state := file.stat()).st_size} {state.st_mtime_ns}" for file in files)]
@@ -237,7 +237,7 @@ def checkpoint_folder(path: Path) -> Path:
             _write_companions(files, partial)
             partial.rename(folder)
         except OSError:
-            if not (folder / "config.json").is_file():  # another process has not written it meanwhile
+            if not (folder / "config.json").is_file():  # no other process has written it in the meantime
                 raise
         finally:
             shutil.rmtree(partial, ignore_errors=True)
@@ -284,7 +284,7 @@ def bytes_of_types(folder: Path) -> Counter[str]:
 
 
 def _name_of(name: str, architecture: Architecture) -> str:
-    """Return the model's name of a tensor, or its own name if the model has no such tensor."""
+    """Return the Hugging Face name of a tensor, or its GGUF name if the model has no such tensor."""
     stem, _, end = name.rpartition(".")
     if stem in _MODEL_NAMES:
         return f"{_MODEL_NAMES[stem]}.{end}"
@@ -304,7 +304,7 @@ def _parts_of(path: Path) -> list[Path]:
     parts = [path.with_name(f"{match[1]}-{number + 1:05d}-of-{match[2]}.gguf") for number in range(int(match[2]))]
     missing = [part.name for part in parts if not part.is_file()]
     if missing:
-        raise CheckpointError(f"{path} is one of {len(parts)} parts; {', '.join(missing)} must lie beside it")
+        raise CheckpointError(f"{path} is one of {len(parts)} parts; {', '.join(missing)} must be in the same folder")
     return parts
 
 
@@ -331,7 +331,7 @@ def _config_of(metadata: ConfigValues, shapes: Mapping[str, Any]) -> dict[str, A
     if name not in ARCHITECTURES or not metadata.integer(f"{name}.expert_count", 0, low=0):
         raise metadata.wrong(
             "general.architecture",
-            f"with {name}.expert_count={metadata.values.get(f'{name}.expert_count', 0)} is not served; served: "
+            f"with {name}.expert_count={metadata.values.get(f'{name}.expert_count', 0)} is not supported; supported: "
             f"{', '.join(ARCHITECTURES)}, with experts (`moeserve upcycle` turns dense Llama models into Mixtral ones)",
         )
     if "token_embd.weight" not in shapes:

@@ -173,13 +173,13 @@ def open_gguf(path: Path) -> tuple[ConfigValues, dict[str, gguf.ReaderTensor]]:
         metadata = {key: field.contents() for key, field in reader.fields.items()}
     except (ValueError, IndexError, KeyError, OverflowError) as error:
         raise CheckpointError(
-            f"{path} is damaged, incomplete or no GGUF file ({path.stat().st_size} bytes: {error}); fetch it again"
+            f"{path} is damaged, incomplete or not a GGUF file ({path.stat().st_size} bytes: {error}); fetch it again"
         ) from None
     return ConfigValues(path, metadata), {tensor.name: tensor for tensor in reader.tensors}
 
 
 def dequantised(path: Path, tensor: gguf.ReaderTensor, rows: slice | np.ndarray = _ALL_ROWS) -> np.ndarray:
-    """Return rows of a tensor (slices of its first dimension) as float32, in memory of their own.
+    """Return rows of a tensor (slices of its first dimension) as a new float32 array.
 
     Raises:
         CheckpointError: the gguf package cannot read tensors of this type.

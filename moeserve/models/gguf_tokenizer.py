@@ -28,9 +28,9 @@ _LLAMA3_SPLIT = (
 )
 
 
-# The same for Qwen 2 and 3, where each digit is a word.
+# The same for Qwen 2 and 3, which split numbers into single digits.
 _QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
-# As DeepSeek-V3's tokenizer.json has them, one after the other.
+# The patterns of DeepSeek-V3's tokenizer.json, applied one after the other.
 _DEEPSEEK_V3_SPLITS = (
     r"\p{N}{1,3}",
     "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",

@@ -130,7 +130,7 @@ def as_text(found: Inspection) -> str:
     windows = ""
     if found.cache.window:
         in_windows = found.cache.window_bytes_per_token
-        windows = f", of which {shown_bytes(in_windows)} are kept for the last {found.cache.window} tokens alone"
+        windows = f", of which {shown_bytes(in_windows)} are kept only for the last {found.cache.window} tokens"
     facts = {
         "family": f"{found.family} ({found.architecture})",
         "layers": layers,

@@ -61,12 +61,12 @@ class ModelConfig:
     embedding_factor: float = 1.0  # of the token embeddings
     streams: StreamsConfig | None = None  # hyper-connections; None: the residual is one stream
     logits_divisor: float = 1.0
-    num_skipped_layers: int = 0  # after the last, for multi-token prediction, which are not loaded
-    draft_layer: LayerConfig | None = None  # the first of these, if it can be served; see `with_draft_layer`
-    num_draft_layers: int = 0  # the last of `layers`, which draft tokens and are no part of the decoder
+    num_skipped_layers: int = 0  # multi-token prediction (MTP) layers after the last one, which are not loaded
+    draft_layer: LayerConfig | None = None  # the first MTP layer, if it is supported; see `with_draft_layer`
+    num_draft_layers: int = 0  # MTP layers at the end of `layers`, which only draft tokens
 
     def with_draft_layer(self) -> ModelConfig:
-        """Return the model with its layer for multi-token prediction, as the last of the layers."""
+        """Return the model with its MTP layer appended to the layers."""
         assert self.draft_layer is not None
         return dataclasses.replace(
             self,
@@ -140,7 +140,7 @@ class ModelConfig:
 
     @property
     def first_layers(self) -> frozenset[int]:
-        """Layers that a pipeline stage may begin with: those that share no choice of positions with the one before."""
+        """Layers that may start a pipeline stage: those that do not reuse the previous layer's selected positions."""
         kinds = enumerate(layer.mixer for layer in self.layers)
         return frozenset(
             number for number, kind in kinds if not (isinstance(kind, LatentAttentionConfig) and kind.shares_choice)

@@ -19,7 +19,7 @@ from moeserve.models.weight_loading import Destination, Row, columns, rows, rows
 
 @dataclass(frozen=True)
 class _Part:
-    """This rank's rows of a part, head after head; `share` are their places among those of all ranks."""
+    """This rank's rows of a part, ordered by head. `share` is their range among the rows of all ranks."""
 
     memory: Tensor
     owner: Weights | None
@@ -33,7 +33,7 @@ class _Part:
 
 
 def linear_attention_rows(prefix: str, layer: LinearAttention, names: LinearAttentionNames) -> Iterator[Row]:
-    """Yield the rows of one layer."""
+    """Yield the mapping rows of one linear attention layer."""
     config, heads, num_heads = layer.config, layer.heads, layer.config.num_heads
     parts = _projections(layer)
     for name, joined in names.projections:
@@ -49,7 +49,7 @@ def linear_attention_rows(prefix: str, layer: LinearAttention, names: LinearAtte
         parts = _queries_keys_values(layer, memory)
         for name, joined in names.convolutions:
             yield from _joined(f"{prefix}.{name}.{kind}", [parts[part] for part in joined])
-    before, after = names.log_decay_dims  # dimensions of one around that of the heads
+    before, after = names.log_decay_dims  # dimensions of size 1 around the heads
     shape = (*(1,) * before, num_heads, *(1,) * after)
     log_decay = layer.log_decay.view(*(1,) * before, -1, *(1,) * after)
     yield f"{prefix}.A_log", Destination(log_decay, shape, (*(slice(0, 1),) * before, heads))
@@ -66,7 +66,7 @@ def linear_attention_rows(prefix: str, layer: LinearAttention, names: LinearAtte
 
 
 def convolution_rows(prefix: str, layer: GatedConvolution) -> Iterator[Row]:
-    """Yield the rows of one layer of LFM2."""
+    """Yield the mapping rows of one short convolution of LFM2."""
     channels, num_channels = layer.channels, layer.config.num_channels
     kinds: list[tuple[str, Tensor, Tensor, Weights | None]]
     kinds = [("weight", layer.input.weight, layer.taps.T[:, None], layer.input.weights)]
@@ -88,7 +88,7 @@ def summed_rows(prefix: str, linear: Linear, share: slice, num_columns: int, has
 
 
 def _projections(layer: LinearAttention) -> dict[LinearAttentionPart, _Part]:
-    """Return the parts of all projections but those to few values."""
+    """Return the parts of all projections, without the first factors of low-rank projections."""
     heads, num_heads = layer.heads, layer.config.num_heads
     parts = _queries_keys_values(layer, layer.input.weight, layer.input.weights)
     rates = list(layer.rates.weight.split(layer.rate_sizes))
@@ -108,7 +108,7 @@ def _projections(layer: LinearAttention) -> dict[LinearAttentionPart, _Part]:
 def _queries_keys_values(
     layer: LinearAttention, memory: Tensor, owner: Weights | None = None
 ) -> dict[LinearAttentionPart, _Part]:
-    """Return the parts of memory that begins with the rows of queries, keys and values."""
+    """Return the query, key and value parts of memory that begins with their rows, in this order."""
     query, key, value = memory[: sum(layer.projected_sizes[:3])].split(layer.projected_sizes[:3])
     num_heads, num_key_heads = layer.config.num_heads, layer.config.num_key_heads
     return {
@@ -119,7 +119,7 @@ def _queries_keys_values(
 
 
 def _joined(name: str, parts: list[_Part]) -> Iterator[Row]:
-    """Yield a tensor that has the rows of all heads of the first part, below them those of the second, and so on."""
+    """Yield a tensor that stores all heads of the first part, then all heads of the second, and so on."""
     num_rows, first = sum(part.num_rows for part in parts), 0
     for part in parts:
         share = slice(first + part.share.start, first + part.share.stop)
@@ -128,7 +128,7 @@ def _joined(name: str, parts: list[_Part]) -> Iterator[Row]:
 
 
 def _by_key_head(name: str, parts: list[_Part], layer: LinearAttention) -> Iterator[Row]:
-    """Yield a tensor that has, key head after key head, the rows of all parts."""
+    """Yield a tensor that stores the rows of all parts for one key head after another."""
     sizes = [part.num_rows // layer.config.num_key_heads for part in parts]
     num_rows = sum(part.num_rows for part in parts)
     for slot, head in enumerate(range(layer.key_heads.start, layer.key_heads.stop)):

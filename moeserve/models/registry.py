@@ -39,7 +39,7 @@ class Description:
     weight_format: WeightFormat
 
     def with_draft_layer(self) -> Description:
-        """Return the description with the model's layer for multi-token prediction, whose tensors are then loaded."""
+        """Return the description with the model's MTP layer, so that its tensors are loaded."""
         family, names = self.family, self.family.draft_names
         if (part := family.decoder_part) is not None:
             left_out = tuple(each for each in part.left_out if not names.layer.startswith(each))
@@ -62,13 +62,14 @@ class GenerationDefaults:
 def read_facts(
     folder: str | Path, model_impl: Literal["auto", ModelImplName] = "auto", *, with_draft_layer: bool = False
 ) -> CheckpointFacts:
-    """Return the facts that the engine needs before it loads a checkpoint, a folder or a GGUF file.
+    """Return the facts that the engine needs before it loads a checkpoint (a folder or a GGUF file).
 
     Args:
-        with_draft_layer: count the layer for multi-token prediction among the layers, if there is one.
+        with_draft_layer: include the multi-token prediction (MTP) layer, if there is one.
 
     Raises:
-        CheckpointError: no such folder, no config.json, an unsupported architecture, or a wrong config.
+        CheckpointError: the folder or its config.json is missing, the architecture is unsupported, or the config is
+            invalid.
     """
     folder = folder_of(folder)
     description = describe(folder, model_impl)
@@ -114,7 +115,7 @@ def describe(folder: str | Path, model_impl: Literal["auto", ModelImplName] = "a
     elif architecture not in FAMILIES:
         raise CheckpointError(
             f"{config.path}: architecture {architecture!r} is not supported; supported: {', '.join(sorted(FAMILIES))}; "
-            "model_impl='transformers' runs others through transformers' code"
+            "model_impl='transformers' runs other MoE models through transformers' code"
         )
     else:
         family = FAMILIES[architecture]
@@ -158,7 +159,7 @@ _SAMPLING_NAMES = {
 
 
 def folder_of(model: str | Path) -> Path:
-    """Return the folder of a checkpoint; of a GGUF file, the one that stands for it."""
+    """Return the folder of a checkpoint. For a GGUF file, return the cache folder that represents it."""
     if Path(model).suffix != ".gguf":
         return Path(model)
     from moeserve.models.gguf_checkpoint import checkpoint_folder

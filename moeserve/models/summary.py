@@ -46,7 +46,7 @@ class Summary:
     parts: tuple[Part, ...]
     num_layers: int
     num_sparse_layers: int  # layers with experts
-    cache: CacheNeeds  # of all layers
+    cache: CacheNeeds  # all layers together
 
     @property
     def num_parameters(self) -> int:

@@ -1,8 +1,8 @@
 """Models that run through transformers' own modelling code: `model_impl="transformers"`.
 
-transformers lets a caller replace attention and experts by functions of a registered name. Ours attend over the paged
-KV cache, and send tokens to the experts of all ranks. Everything else of the model, such as norms, routers, shared
-experts and the head, is transformers' code, whole on each rank, and sums of it depend on the batch.
+transformers lets a caller register functions that replace attention and experts. Ours attend over the paged KV cache,
+and dispatch tokens to the experts of all ranks. Everything else, such as norms, routers, shared experts and the LM
+head, runs in transformers' code. Each rank holds it whole, and the last bits of its results depend on the batch.
 
 The shape of such a model is found by a trial run on the meta device, which computes nothing.
 """
@@ -38,14 +38,14 @@ from moeserve.step_inputs import StepInputs
 
 # T tokens, D model width, V vocabulary, N query heads, G key-value heads, H head size, K experts per token, R rows
 
-_numbers = itertools.count()  # of models in this process: transformers registers functions by name
+_numbers = itertools.count()  # numbers the models of this process, because transformers registers functions by name
 
 Attend = Callable[[nn.Module, Tensor, Tensor, Tensor, dict[str, Any]], Tensor]  # (module, 1NTH, 1GTH, 1GTH, settings)
 RunExperts = Callable[[Any, Tensor, Tensor, Tensor], Tensor]  # (module, TD, experts TK, weights TK) -> TD
 
 
 def family_of(architecture: str) -> Family:
-    """Return the family of a model that transformers knows and moeserve does not."""
+    """Return a family for a model that transformers implements and moeserve does not."""
     return Family(name=f"transformers' {architecture}", architecture=architecture, read=read_shape)
 
 
@@ -53,8 +53,8 @@ def read_shape(config: ConfigValues) -> ModelConfig:
     """Return the shape of a checkpoint's model, by a trial run without weights.
 
     Raises:
-        CheckpointError: transformers does not know the architecture, or the model needs something that its attention
-            and experts functions do not pass on, which the error names.
+        CheckpointError: transformers does not know the architecture, or the model needs a feature that the replaced
+            attention and experts functions cannot express. The error names the feature.
         SettingsError: transformers is not installed.
     """
     layers: list[LayerConfig] = []
@@ -80,9 +80,9 @@ def read_shape(config: ConfigValues) -> ModelConfig:
         model(input_ids=ids, position_ids=ids, attention_mask=_no_mask(ids.device), use_cache=False)
     except CheckpointError:
         raise
-    except Exception as error:  # modelling code raises anything
+    except Exception as error:  # modelling code can raise any exception
         raise refuse(
-            f"its code cannot be traced, as if experts do not use transformers' interface "
+            f"its code cannot be traced, perhaps because its experts do not use transformers' experts interface "
             f"({type(error).__name__}: {error})"
         ) from error
     if len(attentions) != text.num_hidden_layers:
@@ -104,19 +104,19 @@ def read_shape(config: ConfigValues) -> ModelConfig:
 
 
 class _Refusal:
-    """Makes the errors of models that cannot run so."""
+    """Makes the errors for models that this implementation cannot run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def __call__(self, why: str) -> CheckpointError:
-        return CheckpointError(f"{self.path}: model_impl='transformers' does not serve this model: {why}")
+        return CheckpointError(f"{self.path}: model_impl='transformers' does not support this model: {why}")
 
 
 def _attention_config(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, settings: dict[str, Any], refuse: _Refusal
 ) -> AttentionConfig:
-    """Return the shape of the attention that a module asks for."""
+    """Return the shape of the attention that a module calls."""
     if value.shape[:3] != key.shape[:3] or value.shape[3] > key.shape[3]:
         raise refuse(f"its values have the shape {list(value.shape)}, and its keys {list(key.shape)}")
     if not (settings.get("is_causal", True) and getattr(module, "is_causal", True)):
@@ -128,7 +128,7 @@ def _attention_config(
         num_heads=query.shape[1],
         num_kv_heads=key.shape[1],
         head_dim=query.shape[3],
-        rotary=NO_ROTARY,  # queries and keys are rotated already
+        rotary=NO_ROTARY,  # modelling code has already rotated queries and keys
         window=settings.get("sliding_window"),
         scale=settings.get("scaling"),
         has_sinks=settings.get("s_aux") is not None,
@@ -138,7 +138,7 @@ def _attention_config(
 def _build(
     folder: Path, attend: Attend, run_experts: RunExperts, device: torch.device, dtype: torch.dtype | None
 ) -> Any:
-    """Return transformers' model with these functions: without weights on the meta device, else with them.
+    """Return transformers' model with these functions. On the meta device it has no weights.
 
     Raises:
         CheckpointError: transformers does not know the model, or cannot load it.
@@ -171,7 +171,7 @@ def _build(
             model = transformers.AutoModelForCausalLM.from_pretrained(
                 folder, config=config, dtype=dtype, **implementations
             )
-    except Exception as error:  # of any type: configs and weights of all kinds
+    except Exception as error:  # any type: reading configs and weights can raise any exception
         raise _Refusal(folder / "config.json")(f"{type(error).__name__}: {error}") from error
     if not model._supports_attention_backend:
         raise _Refusal(folder / "config.json")("its attention does not use transformers' attention interface")
@@ -180,7 +180,7 @@ def _build(
 
 @dataclass
 class _Current:
-    """The step that the model computes."""
+    """The step that the model is computing."""
 
     step: StepInputs
     caches: Sequence[KeyValueCache]
@@ -192,7 +192,7 @@ class ForeignExperts(nn.Module):
     def __init__(
         self, module: Any, placement: Placement, dispatchers: DispatcherFactory, context: ModelContext
     ) -> None:
-        """Take the weights of this rank's experts from a module of transformers, which gives up the others."""
+        """Keep the weights of this rank's experts in a module of transformers, and free those of all others."""
         super().__init__()
         rank = dispatchers.group.rank_in_group
         self.load = ExpertLoad(placement, rank, context)
@@ -204,7 +204,7 @@ class ForeignExperts(nn.Module):
                 setattr(module, name, nn.Parameter(parameter[own], requires_grad=False))
 
     def is_capturable(self, tokens_per_rank: Sequence[int]) -> bool:
-        """False: transformers' code reads the numbers of rows on the host."""
+        """Return False, because the number of rows of each expert is read on the host."""
         return False
 
     def run(self, module: Any, hidden_TD: Tensor, routing: Routing, step: StepInputs) -> Tensor:
@@ -241,10 +241,10 @@ class ForeignExperts(nn.Module):
 
 
 class TransformersModel(nn.Module):
-    """A model of transformers in place of a `Decoder`, with the members of it that a worker uses.
+    """A model of transformers that replaces a `Decoder`, and has the same members that a worker uses.
 
     Args:
-        folder: of the checkpoint, which is loaded whole; then each rank keeps its own experts.
+        folder: the checkpoint. It is loaded whole; then each rank keeps only its own experts.
         config: the result of `read_shape`.
     """
 
@@ -281,7 +281,7 @@ class TransformersModel(nn.Module):
 
     @property
     def cache_needs(self) -> CacheNeeds:
-        """The memory that all layers together need for requests."""
+        """The cache memory that all layers together need."""
         needs = (cache_needs_of(config, config.num_kv_heads, self.context) for config in self._attentions)
         return sum(needs, CacheNeeds())
 
@@ -292,7 +292,7 @@ class TransformersModel(nn.Module):
         return [make_key_value_cache(config, config.num_kv_heads, size, self.context) for config in self._attentions]
 
     def with_one_layer_of_each_kind(self) -> TransformersModel:
-        """Return the model itself: its layers are transformers' own."""
+        """Return the model itself, because the layers of transformers' model cannot be taken apart."""
         return self
 
     def is_capturable(self, tokens_per_rank: Sequence[int]) -> bool:
@@ -302,7 +302,7 @@ class TransformersModel(nn.Module):
     def forward(self, step: StepInputs, caches: Sequence[KeyValueCache]) -> Tensor:
         """Return hidden states [T, D] of all tokens of the replica, after the last norm. Collective: all ep ranks."""
         self._current = _Current(step, caches)
-        # Modelling code cannot run without tokens, but this rank's experts may have some of other ranks.
+        # Modelling code cannot run without tokens, but this rank's experts may receive tokens of other ranks.
         tokens_T, positions_T = (x if len(x) else x.new_zeros(1) for x in (step.token_ids, step.positions))
         try:
             output = self.base(
@@ -317,7 +317,7 @@ class TransformersModel(nn.Module):
         return hidden_TD[: len(step.token_ids)]
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
-        """Return logits [T, V] of hidden states, as transformers' model computes them, caps and factors included."""
+        """Return logits [T, V] of hidden states, as in transformers, with soft caps and scale factors."""
         logits_TV: Tensor = self.head(inputs_embeds=hidden_TD[None]).logits[0]
         return logits_TV
 
@@ -328,7 +328,7 @@ class TransformersModel(nn.Module):
         value_size = value.shape[3]
         if len(step.token_ids) == 0:
             return query.new_zeros(1, 1, query.shape[1], value_size)
-        value = functional.pad(value, (0, key.shape[3] - value_size))  # the cache has equal heads for both
+        value = functional.pad(value, (0, key.shape[3] - value_size))  # the cache has one head size for keys and values
         backend = self._backends[module.layer_idx]
         if self._attentions[module.layer_idx].window is not None:
             step = step.of_windows
@@ -363,13 +363,13 @@ def _shape_of(config: AttentionConfig, context: ModelContext) -> AttentionShape:
 
 
 def _no_mask(device: torch.device) -> Tensor:
-    """Return a mask that no attention function reads: transformers makes none where one of four dimensions is given."""
+    """Return an unused four-dimensional mask. It keeps transformers from building one."""
     return torch.empty(1, 1, 1, 1, device=device)
 
 
 @dataclass
 class _Output:
-    """The result of a model's layers. A head may pass on more of it, which nobody asked for."""
+    """The result of a model's layers. A head may read further fields to pass them on; they are None."""
 
     last_hidden_state: Tensor
 
@@ -378,13 +378,13 @@ class _Output:
 
 
 class _Given(nn.Module):
-    """Stands for the layers of a model where their result is known."""
+    """Replaces the layers of a model when their result is already known."""
 
     def forward(self, *args: Any, inputs_embeds: Tensor, **kwargs: Any) -> Any:
         return _Output(inputs_embeds)
 
 
 def _head_alone(model: Any) -> Any:
-    """Return a model of transformers without its layers: its inputs are hidden states."""
+    """Return a model of transformers without its layers. It computes logits from hidden states."""
     setattr(model, model.base_model_prefix, _Given())
     return model

@@ -249,7 +249,7 @@ class _Shards:
         self._num_bytes_read = 0
 
     def read_rows(self, stored: StoredTensor, start: int, stop: int) -> Tensor:
-        """Return a view of the mapping, to be copied and dropped at once. A tensor without dimensions is whole."""
+        """Return a view of the mapping, which must be copied and released at once. A scalar is returned whole."""
         if self._num_bytes_read >= REMAP_BYTES:
             self._mapped.clear()
             self._num_bytes_read = 0

@@ -125,7 +125,7 @@ def test_experts_are_spread_over_replicas(tmp_path: Path) -> None:
 )
 def test_models_that_need_more_are_refused(tmp_path: Path, family: str, says: str) -> None:
     shape(family, sizes()).config().save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match=rf"config\.json: model_impl='transformers' does not serve.*{says}"):
+    with pytest.raises(CheckpointError, match=rf"config\.json: model_impl='transformers' does not support.*{says}"):
         registry.read_facts(tmp_path, "transformers")
 
 

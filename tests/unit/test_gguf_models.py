@@ -236,7 +236,7 @@ def test_a_file_in_parts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("metadata", "says"),
     [
-        ({"general.architecture": "mamba"}, r"general\.architecture='mamba'.*not served"),
+        ({"general.architecture": "mamba"}, r"general\.architecture='mamba'.*not supported"),
         ({"general.architecture": "llama"}, r"llama\.expert_count=0.*upcycle"),
     ],
 )

@@ -1,6 +1,6 @@
-"""DeepSeek-V3.2 and GLM-5: the latent attention of DeepSeek-V3 over positions that a lightning indexer chooses.
+"""DeepSeek-V3.2 and GLM-5: DeepSeek-V3 with sparse attention to positions that a lightning indexer selects.
 
-In GLM-5, layers may attend to the positions that an earlier layer chose (arXiv 2603.12201).
+In GLM-5, layers may reuse the positions that an earlier layer selected (arXiv 2603.12201).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def read_glm5(config: ConfigValues) -> ModelConfig:
 
 
 def _layers_with_indexer(config: ConfigValues) -> list[bool]:
-    """Return for each layer True if it has an indexer, False if it shares the choice of the layer before."""
+    """Return for each layer True if it has an indexer, False if it reuses the selection of the previous layer."""
     num_layers = read_num_layers(config)
     has_indexer = config.flags_of_layers("indexer_types", INDEXER_TYPES, num_layers)
     key = "indexer_types"
@@ -53,7 +53,7 @@ def _layers_with_indexer(config: ConfigValues) -> list[bool]:
         frequency, offset = config.integer(key, 1), config.integer("index_skip_topk_offset", 2, low=0)
         has_indexer = [max(layer - offset + 1, 0) % frequency == 0 for layer in range(num_layers)]
     if not has_indexer[0]:
-        raise config.wrong(key, "gives the first layer no indexer, and there is none before it")
+        raise config.wrong(key, "must give the first layer an indexer, because no earlier layer has one to share")
     return has_indexer
 
 

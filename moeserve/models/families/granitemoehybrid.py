@@ -1,4 +1,4 @@
-"""Granite 4: Granite MoE in which most layers have Mamba-2 instead of attention; the others may have no positions."""
+"""Granite 4: Granite MoE with Mamba-2 instead of attention in most layers; position embeddings are optional."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moeserve.ops.linear_attention import MAX_HEAD
 from moeserve.ops.short_convolution import MAX_TAPS
 
 LAYER_TYPES = ("mamba", "attention")
-OTHER_LAYER_TYPES = ("linear_attention", "full_attention")  # of transformers
+OTHER_LAYER_TYPES = ("linear_attention", "full_attention")  # the names that transformers writes
 
 
 def read(config: ConfigValues) -> ModelConfig:

@@ -1,4 +1,4 @@
-"""LFM2-MoE: most layers have a gated short convolution instead of attention; sigmoid routing with a correction."""
+"""LFM2-MoE: most layers have a gated short convolution instead of attention; sigmoid routing with a correction bias."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def _read_is_full(config: ConfigValues) -> list[bool]:
 
 
 NAMES = (MoENames(shared="mlp.shared_expert"),)
-# Qwen3-Next joins the projections of each key head, Qwen3.5 those of each kind.
+# Qwen3-Next concatenates the projections of each key head, Qwen3.5 the heads of each projection.
 CONVOLUTIONS: tuple[tuple[str, tuple[LinearAttentionPart, ...]], ...] = (("conv1d", ("query", "key", "value")),)
 BY_KEY_HEAD = LinearAttentionNames(
     projections=(("in_proj_qkvz", ("query", "key", "value", "gate")), ("in_proj_ba", ("rate", "decay"))),
