@@ -8,10 +8,10 @@ linear maps of the latent vector, which can be used in two ways:
 - *expanded*: keys and values of all heads are computed for the whole context, and attended to as usual. Each row costs
   less, so that many rows outweigh the cost of the expansion.
 
-The two differ in the last bits, so a token's result may depend on the size of its chunk, except with a backend that
-takes all rows: there all chunks are absorbed.
+The two differ in the last bits, so a token's result may depend on the size of its chunk. With a backend that takes all
+rows, it does not: all chunks are absorbed.
 
-With an indexer (DeepSeek-V3.2), a token attends to some positions only. Such rows are absorbed, whatever their number.
+With an indexer (DeepSeek-V3.2), a token attends to a selection of positions only. Such rows are always absorbed.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from moeserve.step_inputs import StepInputs
 # Q = K + S, V values of a head, L latent size, P = L + S, R rows of one chunk, C positions of its context
 
 NORM_EPSILON = 1e-6  # of the two norms in here, independent of the model's own
-# Rows of the longest chunk from which on a step whose tokens attend to all positions anyway is computed as such. Steps
-# that graphs capture have shorter chunks: what a graph replays must not depend on the lengths of contexts.
+# If no context has more than `top_k` positions, and the longest chunk has at least this many rows, a step skips the
+# indexer and runs dense attention. Captured steps have shorter chunks, because a replay must not depend on contexts.
 MIN_DENSE_ROWS = 64
 
 
@@ -58,17 +58,17 @@ class LatentAttentionConfig:
     score_factor: float = 1.0  # see RotaryConfig
     has_bias: bool = False  # of the compressing projections and of the output
     has_head_gates: bool = False  # each head's output is multiplied by a sigmoid of its own (Ling 3)
-    top_k: int | None = None  # positions that a token attends to at most, chosen by an indexer; None: all
-    indexer: IndexerConfig | None = None  # chooses them; None with `top_k`: they are those of the layer before
+    top_k: int | None = None  # maximum number of positions that a token attends to; None: all
+    indexer: IndexerConfig | None = None  # selects them; None with `top_k`: reuse the selection of the previous layer
 
     @property
     def is_sparse(self) -> bool:
-        """True if a token attends to some of its positions only."""
+        """True if a token attends only to the positions that an indexer selects."""
         return self.top_k is not None
 
     @property
     def shares_choice(self) -> bool:
-        """True if the layer attends to the positions that the layer before attends to."""
+        """True if the layer reuses the positions that the previous layer attends to."""
         return self.is_sparse and self.indexer is None
 
     def can_divide(self, num_ranks: int) -> bool:
@@ -91,7 +91,7 @@ class LatentAttentionConfig:
 
     @property
     def cached_size(self) -> int:
-        """Values of the vector of one token in the cache."""
+        """The size of a token's vector in the cache."""
         return self.latent_size + self.rotary_dim
 
     @property
@@ -182,7 +182,7 @@ class LatentAttention(nn.Module):
 
     @property
     def _cached_sizes(self) -> tuple[int, ...]:
-        """Values of one token in each tensor of the cache."""
+        """The number of values per token in each tensor of the cache."""
         indexer = self.config.indexer
         return (self.config.cached_size,) if indexer is None else (self.config.cached_size, indexer.key_dim)
 
@@ -209,7 +209,7 @@ class LatentAttention(nn.Module):
     ) -> Tensor:
         """
         Args:
-            choice: of a layer with an indexer or a shared choice: gets or has the positions that tokens attend to.
+            choice: the positions that tokens attend to: written by a layer with an indexer, read by a layer without.
         """
         config, rotation = self.config, rotations[self.config.rotary]
         given_TD = hidden_TD
@@ -248,7 +248,7 @@ class LatentAttention(nn.Module):
         return self.output(rearrange(attended_TNV, "T N V -> T (N V)"))
 
     def _sees_all(self, step: StepInputs) -> bool:
-        """Return True for a step of prompts that are not longer than the number of chosen positions."""
+        """Return True for a prefill step without a context longer than `top_k`, in which dense attention is faster."""
         assert self.config.top_k is not None
         longest = max((span.context_len for span in step.spans), default=0)
         return step.max_rows_per_chunk >= MIN_DENSE_ROWS and longest <= self.config.top_k

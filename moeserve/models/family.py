@@ -54,10 +54,10 @@ class LinearAttentionNames:
 
     projections: tuple[tuple[str, tuple[LinearAttentionPart, ...]], ...]
     convolutions: tuple[tuple[str, tuple[LinearAttentionPart, ...]], ...]
-    is_by_key_head: bool = False  # projections have, key head after key head, the rows of all parts
-    decays_down: str = "f_a_proj"  # projections to few values
+    is_by_key_head: bool = False  # projections store the rows of all parts for one key head after another
+    decays_down: str = "f_a_proj"  # the first factor of low-rank projections
     gates_down: str = "g_a_proj"
-    log_decay_dims: tuple[int, int] = (0, 0)  # dimensions of one before and after that of the heads
+    log_decay_dims: tuple[int, int] = (0, 0)  # dimensions of size 1 before and after the heads
     norm: str = "norm"
     output: str = "out_proj"
 
@@ -76,8 +76,8 @@ class LayerNames:
     mixer_norm: str = "input_layernorm"
     feed_forward_norm: str = "post_attention_layernorm"
     attention: str = "self_attn"
-    recurrent: str = "linear_attn"  # a mixer with a state
-    dense: str = "mlp"  # a network without experts
+    recurrent: str = "linear_attn"  # a token mixer with a state
+    dense: str = "mlp"  # a feed-forward network without experts
     dense_matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -93,9 +93,9 @@ class DecoderPart:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftNames:
-    """Tensor names of the layer for multi-token prediction. `{number}` is the number of the layer after the last."""
+    """Tensor names of the multi-token prediction (MTP) layer. `{number}` is the index after the last decoder layer."""
 
-    layer: str = "model.layers.{number}"  # of its decoder layer, as of other layers
+    layer: str = "model.layers.{number}"  # prefix of its decoder layer, named like other layers
     embedding_norm: str = "model.layers.{number}.enorm"
     hidden_norm: str = "model.layers.{number}.hnorm"
     projection: str = "model.layers.{number}.eh_proj"

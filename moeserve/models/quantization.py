@@ -1,7 +1,6 @@
 """The tensors of a checkpoint, plain or encoded, and the decoding of 8-bit and 4-bit floats.
 
-An encoded weight is decoded to float32, slice by slice. Only weights are decoded: rules of a format for quantising
-activations are not applied.
+An encoded weight is decoded to float32, slice by slice. A format's rules for activations are ignored.
 """
 
 from __future__ import annotations
@@ -97,7 +96,7 @@ def decode_fp8(codes_OI: Tensor, scale_OB: Tensor, block_width: int) -> Tensor:
 
 
 def decode_fp4(codes: Tensor, scales: Tensor) -> Tensor:
-    """Return values [..., G * N] float32 of groups of N values: E2M1 codes in pairs, a scale for each group.
+    """Return values [..., G * N] float32 from pairs of E2M1 codes, with one scale for each group of N values.
 
     Args:
         codes: [..., G, N / 2] uint8, the first code of a pair in the low bits.
@@ -112,7 +111,7 @@ def e8m0_values(stored: StoredTensor, exponents: Tensor) -> Tensor:
     """Return the float32 values of E8M0 scales (8 bits).
 
     Raises:
-        CheckpointError: one is NaN.
+        CheckpointError: a scale is NaN.
     """
     exponents = exponents.view(torch.uint8)
     check_mxfp4_scales(stored, exponents)
@@ -122,7 +121,7 @@ def e8m0_values(stored: StoredTensor, exponents: Tensor) -> Tensor:
 def check_mxfp4_scales(stored: StoredTensor, scales: Tensor) -> None:
     """Raise CheckpointError for a NaN, which would turn the output of every token into NaN."""
     if int(scales.amax()) == E8M0_NAN:
-        raise stored.wrong(f"holds a scale of {E8M0_NAN}, which is NaN; fetch it again")
+        raise stored.wrong(f"holds a scale of {E8M0_NAN}, which is NaN; download it again")
 
 
 @dataclass(frozen=True)
@@ -154,12 +153,12 @@ class PlainTensor:
 
 @dataclass(frozen=True)
 class Fp8Tensor:
-    """A matrix [O, I] of E4M3 codes with a scale for each block, each row, or all of it."""
+    """A matrix [O, I] of E4M3 codes with a scale per block, per row, or for the whole matrix."""
 
     is_encoded: ClassVar[bool] = True
     weight: StoredTensor
     scale: StoredTensor
-    block_size: tuple[int, int] | None = None  # rows and columns; the last blocks may be smaller. None: row or matrix
+    block_size: tuple[int, int] | None = None  # the last blocks may be smaller; None: scales per row or matrix
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -219,8 +218,8 @@ class Fp4Tensor:
     is_encoded: ClassVar[bool] = True
     codes: StoredTensor  # [O, I / 2], 8 bits
     scales: StoredTensor  # [O, G]: E4M3 in NVFP4, E8M0 in MXFP4
-    global_scale: StoredTensor | None = None  # NVFP4's one scale of the matrix
-    has_divisor: bool = False  # the global scale divides the weights, as compressed-tensors stores it
+    global_scale: StoredTensor | None = None  # NVFP4's scale for the whole matrix
+    has_divisor: bool = False  # weights are divided by the global scale, as in compressed-tensors
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -240,7 +239,7 @@ class Fp4Tensor:
                 raise stored.wrong(f"is {stored.dtype}; {name} needs {' or '.join(dtypes)}")
         if len(self.shape) != 2 or self.shape[1] % group:
             raise self.codes.wrong(
-                f"has shape {list(self.codes.shape)}; it must be a matrix of whole groups of {group} inputs in pairs"
+                f"has shape {list(self.codes.shape)}; it must be a matrix of whole groups of {group} codes in pairs"
             )
         scale_shape = [self.shape[0], self.shape[1] // group]
         if list(self.scales.shape) != scale_shape:
@@ -258,7 +257,7 @@ class Fp4Tensor:
         scales_OG = scales_OG / global_scale if self.has_divisor else scales_OG * global_scale
         if not bool(scales_OG.isfinite().all()):
             # A NaN in a weight turns the output of every token into NaN.
-            raise self.scales.wrong(f"or {self.global_scale.name!r} holds NaN or infinity; fetch them again")
+            raise self.scales.wrong(f"or {self.global_scale.name!r} holds NaN or infinity; download them again")
         return decode_fp4(codes_OGN, scales_OG)
 
 

@@ -21,7 +21,7 @@ from moeserve.models.quantization import (
     StoredTensor,
 )
 
-# Scales of activations and of the KV cache, which are not quantised as a checkpoint says.
+# Scales of activations and of the KV cache are ignored: neither is quantised as the checkpoint says.
 ACTIVATION_SCALES = (
     ".input_scale",
     ".input_global_scale",
@@ -36,11 +36,11 @@ MXFP4_PARTS = {"blocks": "_blocks", "scales": "_scales"}
 
 @dataclass(frozen=True)
 class Encoding:
-    """One form of encoded weights: the parts of a weight P + `suffix` are stored as P + a suffix for each."""
+    """An encoding of weights. The parts of the weight named P + `suffix` are stored as P + the suffix of each part."""
 
-    words: str  # its name, such as "int4 of GPTQ"
-    build: Callable[..., CheckpointTensor]  # its arguments are the parts
-    parts: Mapping[str, str]  # suffixes by argument; the last one is not empty
+    words: str  # its description, such as "int4 of GPTQ"
+    build: Callable[..., CheckpointTensor]  # takes the parts as keyword arguments
+    parts: Mapping[str, str]  # argument of `build` -> suffix; the last suffix is not empty
     optional_parts: Mapping[str, str] = field(default_factory=dict)
     unused: tuple[str, ...] = ()  # suffixes of tensors beside them that need not be read
     suffix: str = ""
@@ -50,11 +50,11 @@ class Encoding:
 class WeightFormat:
     """The form in which a checkpoint stores its weights: plain, or some weights encoded in several tensors."""
 
-    encodings: tuple[Encoding, ...] = ()  # the first one of which a weight has all parts is the weight's
+    encodings: tuple[Encoding, ...] = ()  # a weight has the first one of which all parts are stored
     is_int4: bool = False  # in codes that packed weights can keep
-    is_mxfp4: bool = False  # experts as gpt-oss has them
+    is_mxfp4: bool = False  # gpt-oss's MXFP4 experts
     is_gguf: bool = False  # in GGUF files instead of safetensors
-    keeps_mxfp4: bool = False  # their codes and scales are loaded as they are stored
+    keeps_mxfp4: bool = False  # their codes and scales are loaded without decoding
 
     @property
     def stored_as(self) -> str | None:
@@ -80,7 +80,7 @@ class WeightFormat:
             for name in stored:
                 prefix = name.removesuffix(last_suffix)
                 suffixes = {**encoding.parts, **encoding.optional_parts}
-                # A tensor that an earlier encoding has taken is no part of another weight.
+                # A tensor that belongs to an earlier encoding is not part of another weight.
                 found = {part: stored[prefix + end] for part, end in suffixes.items() if prefix + end in tensors}
                 if prefix == name or not found.keys() >= encoding.parts.keys():
                     continue
@@ -93,14 +93,14 @@ class WeightFormat:
 
 
 def read_weight_format(config: ConfigValues) -> WeightFormat:
-    """Return the format that `quantization_config` names, or hf_quant_config.json beside config.json.
+    """Return the format named by `quantization_config`, or by hf_quant_config.json in the same folder.
 
     Raises:
         CheckpointError: the format is not supported.
     """
     config.refuse("compression_config")  # the key of compressed-tensors before quantization_config
     quantization = config.values.get("quantization_config")
-    beside = config.path.with_name("hf_quant_config.json")  # of TensorRT Model Optimizer
+    beside = config.path.with_name("hf_quant_config.json")  # written by TensorRT Model Optimizer
     if quantization is None and beside.is_file():
         found = read_json(beside).get("quantization")
         quantization = {"quant_method": "modelopt", **found} if isinstance(found, dict) else found
@@ -113,7 +113,7 @@ def read_weight_format(config: ConfigValues) -> WeightFormat:
 def _refuse(config: ConfigValues) -> WeightFormat:
     raise config.wrong(
         "quantization_config",
-        "is not supported; supported: fp8 (e4m3; scales of tensors, rows or blocks), mxfp4, gptq (4 bits), awq (4 "
+        "is not supported; supported: fp8 (e4m3; scales per tensor, row or block), mxfp4, gptq (4 bits), awq (4 "
         "bits, version gemm), compressed-tensors (pack-quantized with 4 bits and weights only, float-quantized with 8 "
         "bits, nvfp4-pack-quantized, mxfp4-pack-quantized), modelopt (FP8, NVFP4), or none (float32, bfloat16 or "
         "float16 weights)",
@@ -123,7 +123,7 @@ def _refuse(config: ConfigValues) -> WeightFormat:
 def _format_of(quantization: Any) -> WeightFormat | None:
     """Return the format of a quantization_config, or None if it is not supported."""
     match quantization:
-        case {"quant_method": "gguf"}:  # of a folder that `gguf_checkpoint` wrote
+        case {"quant_method": "gguf"}:  # a folder that `gguf_checkpoint` wrote
             return WeightFormat(is_gguf=True)
         case {"quant_method": "mxfp4"}:
             return WeightFormat((Encoding("mxfp4", Mxfp4Tensor, MXFP4_PARTS),), is_mxfp4=True)
@@ -166,7 +166,7 @@ def _joined(encodings: Iterable[Encoding | None]) -> WeightFormat | None:
     known = {tuple(encoding.parts.items()): encoding for encoding in found if encoding is not None}
     if not found or None in found:
         return None
-    # Those with more parts come first: NVFP4 has a global scale beside the parts that other encodings have too.
+    # Encodings with more parts come first: NVFP4 has the parts of other encodings and a global scale.
     ordered = sorted(known.values(), key=lambda encoding: -len(encoding.parts))
     return WeightFormat(tuple(ordered), is_int4=all(encoding.words.startswith("int4") for encoding in ordered))
 

@@ -45,7 +45,7 @@ def destinations(model: Decoder, family: Family, names: Collection[str]) -> Dest
             ignored.add(name)
         else:
             into.setdefault(name, []).append(place)
-    # Layers of other pipeline stages, and those after the last: multi-token prediction, which only speculation loads.
+    # Layers of other pipeline stages, and MTP layers after the last layer, which only speculative decoding loads.
     num_layers = len(model.config.layers) + model.config.num_skipped_layers
     skipped = tuple(f"model.layers.{number}." for number in range(num_layers) if number not in model.stage)
     if model.draft_input is not None:

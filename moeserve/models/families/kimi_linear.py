@@ -1,4 +1,4 @@
-"""Kimi-Linear: most layers have Kimi delta attention, the others latent attention without positions."""
+"""Kimi-Linear: most layers have Kimi delta attention, the others latent attention without position embeddings."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _read_latent_attention(config: ConfigValues) -> LatentAttentionConfig:
 
 
 def _read_delta_attention(config: ConfigValues) -> LinearAttentionConfig:
-    nested = config.object("linear_attn_config")  # transformers writes the same values beside the others
+    nested = config.object("linear_attn_config")  # transformers writes the same values at the top level
     source, prefix = (config, "linear_") if nested is None else (nested, "")
     taps = "linear_conv_kernel_dim" if nested is None else "short_conv_kernel_size"
     num_heads = source.integer(f"{prefix}num_heads", high=2**14)
