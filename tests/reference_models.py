@@ -1206,7 +1206,7 @@ def in_the_style_of_the_hub(values: dict[str, Any]) -> dict[str, Any]:
         return values | dict(architectures=[architecture], torch_dtype=values["dtype"], text_config=text)
     values = {key: value for key, value in values.items() if key not in ("qk_head_dim", "transformers_version")}
     family = values["architectures"][0].removesuffix("ForCausalLM")
-    scaling = values.pop("rope_parameters")
+    scaling = values.pop("rope_parameters", dict(rope_type="default", rope_theta=10000.0))  # Kimi-Linear has none
     if family == "DeepseekV4":
         of_entries = {key: value for key, value in scaling["compress"].items() if key != "attention_factor"}
         values["rope_scaling"] = None if of_entries["rope_type"] == "default" else of_entries

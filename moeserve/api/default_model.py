@@ -36,6 +36,7 @@ FACTS = CheckpointFacts(
     tensor_parallel_sizes_alike=(1, 3),
     num_layers=30,
     num_sparse_layers=30,
+    first_layers=frozenset(range(30)),
     num_experts=4,
     expert_shape=ExpertShape(num_experts=4, top_k=2, hidden_size=576, width=1536, slices_alike=(1, 2, 4)),
 )

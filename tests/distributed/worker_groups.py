@@ -64,7 +64,7 @@ from moeserve.scheduling.replica import Deliver, Replica
 from moeserve.scheduling.scheduler import Scheduler
 from moeserve.step_inputs import StepInputs
 from moeserve.worker.process import join
-from moeserve.worker.protocol import FromRank, Leave, Loaded, RankStart, ToRank
+from moeserve.worker.protocol import FromRank, Leave, RankStart, ToRank
 from moeserve.worker.worker import Worker
 
 HEARTBEAT_S = 0.01  # of a sleeping replica: shorter than an engine's, so that pauses are short
@@ -173,7 +173,9 @@ def lead(
     worker = Worker(config, groups, show_progress=False)
     assert num_blocks is None or num_blocks <= worker.num_blocks, (num_blocks, worker.num_blocks)
     num_blocks = num_blocks or worker.num_blocks
-    scheduler = new_scheduler(config, [Loaded(num_blocks)] * config.ranks_per_replica)
+    scheduler = new_scheduler(
+        config, [msgspec.structs.replace(worker.facts, num_blocks=num_blocks)] * config.ranks_per_replica
+    )
     client = Client(dp_index, num_replicas, timetable, scheduler, random.Random(f"{seed} {dp_index}"), story)
     executor = LeadingExecutor(worker, followers, dp_index, story)
     if isinstance(faulty_part, type) and issubclass(faulty_part, Scheduler):

@@ -29,7 +29,7 @@ from moeserve.worker.worker import note_on_bytes
 def with_heads(model: ModelConfig, num_heads: int) -> ModelConfig:
     attention = AttentionConfig(num_heads=num_heads, num_kv_heads=1, head_dim=8, rotary=NO_ROTARY)
     return dataclasses.replace(
-        model, layers=tuple(dataclasses.replace(layer, attention=attention) for layer in model.layers)
+        model, layers=tuple(dataclasses.replace(layer, mixer=attention) for layer in model.layers)
     )
 
 
