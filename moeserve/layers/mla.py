@@ -273,8 +273,9 @@ class LatentAttention(nn.Module):
         """Return [T, N, V], each chunk computed in the way that takes fewer multiplications."""
         max_rows = self.config.max_absorbed_rows
         is_long = [min(span.num_rows, span.context_len) > max_rows for span in step.spans]
-        attended_TNV = query_TNK.new_zeros(*query_TNK.shape[:2], self.config.value_dim)
-        if not all(is_long):
+        if all(is_long):
+            attended_TNV = query_TNK.new_zeros(*query_TNK.shape[:2], self.config.value_dim)
+        else:
             attended_TNV = self._attend_absorbed(query_TNK, query_TNP, cache, step, max_rows)
         if any(is_long):
             query_TNS = query_TNP[..., self.config.latent_size :]

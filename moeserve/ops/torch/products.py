@@ -55,11 +55,17 @@ class TorchProduct:
         return self._activated(output_eSO)
 
     def multiply_each(self, input_TeI: Tensor, out_TeC: Tensor | None = None) -> Tensor:
-        output_eTO = torch.bmm(input_TeI.transpose(0, 1), self.weights.weight_eOI.transpose(1, 2))
+        input_eTI, weight_eIO = input_TeI.transpose(0, 1), self.weights.weight_eOI.transpose(1, 2)
+        if out_TeC is None:
+            out_TeC = input_TeI.new_empty(*input_TeI.shape[:2], self._num_columns)
+        is_plain = self.weights.bias_eO is None and self.weights.activation is None
+        if is_plain and input_TeI.device.type != "cpu":  # on a CPU, the order of float32 sums depends on the strides
+            torch.bmm(input_eTI, weight_eIO, out=out_TeC.transpose(0, 1))
+            return out_TeC
+        output_eTO = torch.bmm(input_eTI, weight_eIO)
         if self.weights.bias_eO is not None:
             output_eTO = output_eTO + self.weights.bias_eO[:, None]
-        output_TeC = self._activated(output_eTO).transpose(0, 1)
-        return output_TeC.contiguous() if out_TeC is None else out_TeC.copy_(output_TeC)
+        return out_TeC.copy_(self._activated(output_eTO).transpose(0, 1))
 
     @property
     def _num_columns(self) -> int:
