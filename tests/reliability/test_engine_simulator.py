@@ -44,12 +44,12 @@ def test_planted_bug_is_found(bug: PlantedInEngine, monkeypatch: pytest.MonkeyPa
 
 
 def first_violation(bug: PlantedInEngine) -> str:
-    for seed in range(60):
+    for seed in range(80):
         try:
             simulate_engine(EngineScenario.drawn(seed), bug.engine_class, bug.channel_class)
         except InvariantViolation as violation:
             return violation.invariant
-    return "60 scenarios did not find it"
+    return "80 scenarios did not find it"
 
 
 @pytest.mark.soak
