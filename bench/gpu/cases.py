@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moeserve.bench.gpu.check import CODES_SLACK, Case, Operation
+from moeserve.bench.gpu.check import CODES_SLACK, Case, Operation, in_order
 from moeserve.bench.gpu.costs import DEEPSEEK_V3_ROUTER, VOCAB_SIZES, Work
 from moeserve.bench.gpu.expert_cases import EXPERT_CASES
 from moeserve.bench.gpu.inputs import Source, draw_rows
@@ -93,7 +93,7 @@ def activate(source: Source, num_rows: int, width: int) -> Case:
     return Case(call, (source.normal(num_rows, 2 * width),), is_beside_torch=True)
 
 
-def route(source: Source, name: str, num_tokens: int, width: int) -> Case:
+def route(source: Source, name: str, num_tokens: int, width: int, is_ordered: bool = False) -> Case:
     """Route. Torch's weights are taken for the few tokens for which rounding may choose other experts."""
     config = ROUTERS[name]
     float32 = partial(source.normal, config.num_experts, dtype=torch.float32)
@@ -107,7 +107,7 @@ def route(source: Source, name: str, num_tokens: int, width: int) -> Case:
         return are_enough, torch.where(is_equal_T[:, None], weights_TK, torch_weights_TK)
 
     work = Work(sum(each.nbytes for each in inputs if each is not None) + 12 * config.top_k * num_tokens)
-    made = lambda kernels: kernels.make_router(config)  # noqa: E731
+    made = lambda kernels: (in_order(kernels) if is_ordered else kernels).make_router(config)  # noqa: E731
     return Case(lambda router, *inputs: router(*inputs), inputs, made, defined, is_beside_torch=True, work=work)
 
 
@@ -224,8 +224,12 @@ CASES: dict[str, list[Operation]] = {
     "routing": [
         Operation(
             route,
-            crossed(ROUTERS, [12], [64]),
-            [*crossed(ROUTERS, [4], [2048]), *crossed(ROUTERS, [256, 32768], [64])],
+            [*crossed(ROUTERS, [12], [64]), ("gpt-oss", 12, 64, True)],
+            [
+                *crossed(ROUTERS, [4], [2048], [True]),
+                *crossed(ROUTERS, [4], [2048]),
+                *crossed(ROUTERS, [256, 32768], [64]),
+            ],
             crossed(["DeepSeek-V3"], [4, 64, 8192], [4096]),  # 4 tokens take one launch
         )
     ],

@@ -36,6 +36,7 @@ from moeserve.bench.gpu.parts import Item, Row
 from moeserve.bench.gpu.recording import Launch, recorded_launches
 from moeserve.bench.gpu.throughput import MODELS, Model, Sizes
 from moeserve.bench.harness import make_parser, show
+from moeserve.ops.interfaces import KeyValueCache
 from moeserve.ops.triton.table import TRITON_KERNELS
 from moeserve.ops.weight_blocks import CODES
 from moeserve.step_inputs import ChunkSpan
@@ -50,8 +51,16 @@ class UntouchedSource(Source):
     def normal(self, *shape: int, dtype: torch.dtype | None = None, scale: float = 1.0) -> Tensor:
         return torch.empty(shape, dtype=dtype or self.dtype)
 
+    def raw_bytes(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.uint8)
+
     def codes(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=CODES)
+        return self.raw_bytes(*shape).view(CODES)
+
+    def encoded(self, cache: KeyValueCache) -> KeyValueCache:
+        shape = cache.keys.shape
+        scales = [torch.empty(shape[:-1], dtype=torch.bfloat16) for _ in range(2)]
+        return KeyValueCache(self.raw_bytes(*shape), self.raw_bytes(*shape), *scales)
 
     def scattered(self, *shape: int, places: Any, unread: float) -> Tensor:
         return self.normal(*shape)

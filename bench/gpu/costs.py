@@ -9,11 +9,18 @@ from typing import Any, Literal
 
 import torch
 
-from moeserve.ops.interfaces import AttentionShape, ClampedSwiGLU, GatedActivation, RouterConfig, SwiGLU
+from moeserve.ops.interfaces import (
+    MXFP4_GROUP,
+    AttentionShape,
+    ClampedSwiGLU,
+    GatedActivation,
+    RouterConfig,
+    SwiGLU,
+)
 
-Format = Literal["bf16", "fp8"]
+Format = Literal["bf16", "fp8", "mxfp4"]
 Chunks = Sequence[tuple[int, int]]  # of each request: rows, and length of the context including them
-RESULT_SIZE = 2  # bytes: results are bf16 in both formats
+RESULT_SIZE = 2  # bytes: results are bf16 in all formats
 SCALE_BLOCK = 128  # values of a row, or rows and columns of a weight, that share a scale of 4 bytes
 
 
@@ -84,7 +91,7 @@ class GpuLimits:
     float32_rate: float = 67e12  # without tensor cores, as torch multiplies by default: not measured, H100's data sheet
 
     def rate(self, format: Format) -> float:
-        return self.bf16_rate if format == "bf16" else self.fp8_rate
+        return self.fp8_rate if format == "fp8" else self.bf16_rate
 
 
 @dataclass(frozen=True)
@@ -121,23 +128,27 @@ def experts_work(shape: MoEShape, *, num_tokens: int, num_hit: int, format: Form
     """Return the work of a layer's experts: read the `num_hit` experts that have rows and each token, write its sum."""
     num_blocks = [-(-size // SCALE_BLOCK) for size in (shape.hidden, shape.width)]
     parameters, outputs = 3 * shape.hidden * shape.width, 2 * shape.width + shape.hidden
-    of_expert = parameters + 4 * 3 * math.prod(num_blocks) if format == "fp8" else 2 * parameters
-    of_expert += 2 * outputs * (shape.has_bias and format == "bf16")
+    scale_bytes = {"bf16": 0.0, "fp8": 4.0 * 3 * math.prod(num_blocks), "mxfp4": parameters / MXFP4_GROUP}[format]
+    of_expert = parameters * {"bf16": 2.0, "fp8": 1.0, "mxfp4": 0.5}[format] + scale_bytes
+    of_expert += 2 * outputs * (shape.has_bias and format != "fp8")
     num_bytes = num_hit * of_expert + 2 * num_tokens * shape.hidden * RESULT_SIZE
     return Work(num_bytes, 2.0 * num_tokens * shape.top_k * parameters, format)
 
 
-def attention_work(shape: AttentionShape | LatentShape, chunks: Chunks) -> Work:
+def attention_work(shape: AttentionShape | LatentShape, chunks: Chunks, *, is_float8: bool = False) -> Work:
     """Return the work of a step: what is visible to each chunk once, queries and results.
 
     With latent attention, all heads read one vector of each position, whose first part is also the value.
+
+    Args:
+        is_float8: keys and values are 8-bit floats, with a scale of 2 bytes for each head.
     """
     if isinstance(shape, LatentShape):
         key_size, value_size, window = shape.latent_size + shape.rotary_size, shape.latent_size, None
         per_position = key_size * RESULT_SIZE
     else:
         key_size, value_size, window = shape.head_size, shape.head_size, shape.window
-        per_position = 2 * shape.num_kv_heads * key_size * RESULT_SIZE
+        per_position = 2 * shape.num_kv_heads * (key_size + 2 if is_float8 else key_size * RESULT_SIZE)
     num_bytes = operations = 0
     for num_rows, context in chunks:
         first = 0 if window is None else max(0, context - num_rows + 1 - window)
@@ -157,4 +168,4 @@ def experts_bar(num_tokens: int, format: Format) -> Bar:
     """Return the bar of a layer's experts: a share of the memory bound for few tokens, a rate for many."""
     if num_tokens <= 128:
         return Bar("fraction_of_memory_bound", 0.70 if num_tokens <= 16 else 0.85)
-    return Bar("operations_per_second", 500e12 if format == "bf16" else 1000e12)
+    return Bar("operations_per_second", 1000e12 if format == "fp8" else 500e12)

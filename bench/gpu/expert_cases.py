@@ -1,4 +1,4 @@
-"""Cases of products in 16 bits and in 8-bit blocks: of experts, of one weight, and of a layer's experts together."""
+"""Cases of products in 16 bits, 8-bit blocks and MXFP4: of experts, of one weight, of a layer's experts together."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moeserve.bench.gpu.check import CODES_SLACK, FLOAT32_SLACK, FP8_SLACK, Call, Case, Operation, in_float32
+from moeserve.bench.gpu.check import CODES_SLACK, FLOAT32_SLACK, FP8_SLACK, Call, Case, Operation, in_float32, in_order
 from moeserve.bench.gpu.costs import (
     MOE_SHAPES,
     SCALE_BLOCK,
@@ -25,7 +25,17 @@ from moeserve.bench.gpu.costs import (
 from moeserve.bench.gpu.inputs import Source, dequantized, draw_routed, draw_rows, draw_weights
 from moeserve.bench.gpu.layer_cases import crossed
 from moeserve.bench.gpu.libraries import deep_gemm_products, sglang_experts
-from moeserve.ops.interfaces import ClampedSwiGLU, Float8Rows, Gather, Kernels, Keys, OpenWeights, Product, SwiGLU
+from moeserve.ops.interfaces import (
+    ClampedSwiGLU,
+    Float8Rows,
+    Gather,
+    InputChunks,
+    Kernels,
+    Keys,
+    OpenWeights,
+    Product,
+    SwiGLU,
+)
 from moeserve.ops.libraries.measured import product_key
 from moeserve.ops.triton.table import TRITON_KERNELS
 
@@ -37,6 +47,7 @@ SHAPES = MOE_SHAPES | {
     "small": MoEShape(3, 48, 24, 2),
     "small, clamped": MoEShape(5, 33, 20, 3, CLAMPED, has_bias=True),
     "small blocks": MoEShape(2, 260, 136, 2),
+    "small groups": MoEShape(3, 96, 64, 2, CLAMPED, has_bias=True),
 }
 EXPECTED_ROWS = (None, 1, 10**6)  # choose other tiles, which must not change a byte
 NUM_TOKENS = (1, 16, 128, 4096, 16384)
@@ -54,11 +65,12 @@ def product_of(weights: OpenWeights) -> Callable[[Kernels], Product]:
 
 
 def draw_experts(source: Source, shape: MoEShape, format: Format, part: str) -> OpenWeights:
-    is_gated, is_fp8 = part == "gate, up", format == "fp8"
+    is_gated = part == "gate, up"
     sizes = (2 * shape.width, shape.hidden) if is_gated else (shape.hidden, shape.width)
     activation = shape.activation if is_gated else None
-    has_bias = shape.has_bias and not is_fp8
-    return draw_weights(source, shape.num_experts, *sizes, is_fp8=is_fp8, has_bias=has_bias, activation=activation)
+    is_fp8, is_mxfp4 = format == "fp8", format == "mxfp4"
+    options: Any = dict(has_bias=shape.has_bias and not is_fp8, activation=activation)
+    return draw_weights(source, shape.num_experts, *sizes, is_fp8=is_fp8, is_mxfp4=is_mxfp4, **options)
 
 
 def multiply_rows(source: Source, format: Format, name: str, part: str, rows_of_expert: int) -> Case:
@@ -130,6 +142,24 @@ def multiply(
         work=Work(num_bytes, 2.0 * num_rows * num_outputs * num_inputs, format),
         choices=((product_key(weights), num_rows),) if is_fp8 else (),
     )
+
+
+def multiply_in_order(source: Source, num_outputs: int, num_inputs: int, num_rows: int, chunk_inputs: int) -> Case:
+    """Multiply by one weight in chunks of inputs. The bytes of a row must not depend on the number of rows."""
+    chunks = InputChunks(chunk_inputs, keeps_float32=False)
+    weights = draw_weights(source, 1, num_outputs, num_inputs, has_bias=True)
+    weights = dataclasses.replace(weights, chunks=chunks)
+
+    def call(product: Product, rows_TI: Tensor) -> tuple[Tensor, Tensor]:
+        return product.multiply(rows_TI), product.multiply(rows_TI[-1:])
+
+    def defined(results: tuple[Tensor, Tensor], *_: Any) -> Any:
+        output_TO, last_1O = results
+        return output_TO, torch.tensor(last_1O.dtype == torch.float32 or torch.equal(output_TO[-1:], last_1O))
+
+    rows_TI = source.normal(num_rows, num_inputs)
+    work = Work(2.0 * weights.weight_eOI.nbytes, 2.0 * (num_rows + 1) * num_outputs * num_inputs)
+    return Case(call, (rows_TI,), lambda kernels: product_of(weights)(in_order(kernels)), defined, work=work)
 
 
 @functools.lru_cache(maxsize=1)
@@ -212,6 +242,7 @@ MODELS = ["Mixtral-8x7B", *(name for name in MOE_SHAPES if name != "Mixtral-8x7B
 EXPERT_CASES = {
     **{f"products, {name}": products("bf16", SMALL_SHAPES.get(name, "small"), name) for name in MODELS},
     **{f"products, fp8, {name}": products("fp8", "small blocks", name) for name in (*MODELS, "DeepSeek-V3, 32 of 256")},
+    "products, mxfp4, gpt-oss-20b": products("mxfp4", "small groups", "gpt-oss-20b"),
     "products of one weight": [
         Operation(
             multiply,
@@ -220,14 +251,25 @@ EXPERT_CASES = {
             # DeepSeek-V3's compressed queries, and the gates and ups of shared experts
             crossed(["fp8"], [1536], [4096], [64, 8192], [False])
             + crossed(["fp8"], [28672], [4096], [64, 8192], [True]),
-        )
+        ),
+        Operation(
+            multiply_in_order,
+            [(40, 70, 3, 70), (33, 150, 2, 20)],  # one chunk, and eight
+            crossed([1536], [7168], [1, 65, 500], [7168, 896, 1024]),
+            crossed([5120], [4096], [64, 8192], [4096, 512]),
+        ),
     ],
     "experts": [
         Operation(
             experts,
-            [("bf16", "small", 1), ("bf16", "small, clamped", 4), ("fp8", "small blocks", 2)],
-            [("bf16", "Qwen3-30B-A3B", 128), ("fp8", "Qwen3-30B-A3B", 128)],
-            crossed(["bf16", "fp8"], MOE_SHAPES, NUM_TOKENS),
+            [
+                ("bf16", "small", 1),
+                ("bf16", "small, clamped", 4),
+                ("fp8", "small blocks", 2),
+                ("mxfp4", "small groups", 2),
+            ],
+            [("bf16", "Qwen3-30B-A3B", 128), ("fp8", "Qwen3-30B-A3B", 128), ("mxfp4", "gpt-oss-20b", 128)],
+            crossed(["bf16", "fp8"], MOE_SHAPES, NUM_TOKENS) + crossed(["mxfp4"], ["gpt-oss-20b"], NUM_TOKENS),
         )
     ],
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor
 
 from moeserve.bench.gpu.costs import Chunks, MoEShape
-from moeserve.ops.interfaces import AttentionShape, GatedActivation, Keys, KeyValueCache, OpenWeights
+from moeserve.ops.float8_rows import encode_rows
+from moeserve.ops.interfaces import MXFP4_GROUP, AttentionShape, GatedActivation, Keys, KeyValueCache, OpenWeights
 from moeserve.ops.torch.sampling import uniform
 from moeserve.ops.torch.table import TORCH_KERNELS
 from moeserve.ops.weight_blocks import BLOCK, CODES, LARGEST_CODE, num_blocks
@@ -18,6 +20,9 @@ from moeserve.step_inputs import SAMPLING_SETTINGS, ChunkSpan, StepInputs, as_in
 
 # E experts, K experts per token, T tokens, P pairs, D model width, O outputs, I inputs, B and G blocks of 128 inputs
 # and outputs
+
+MXFP4_NUMBERS = [sign * number for sign in (1, -1) for number in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]  # by code
+MXFP4_BIAS = 127  # of exponents
 
 
 @dataclass(frozen=True)
@@ -42,10 +47,17 @@ class Source:
     def uniform(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.rand(shape, generator=self.generator, device=self.device, dtype=dtype)
 
+    def raw_bytes(self, *shape: int) -> Tensor:
+        return torch.randint(0, 256, shape, dtype=torch.uint8, generator=self.generator, device=self.device)
+
     def codes(self, *shape: int) -> Tensor:
         """Draw 8-bit floats of magnitudes below 2: without the exponent's highest bit, none is NaN."""
-        drawn = torch.randint(0, 256, shape, dtype=torch.uint8, generator=self.generator, device=self.device)
-        return drawn.bitwise_and_(0xBF).view(CODES)
+        return self.raw_bytes(*shape).bitwise_and_(0xBF).view(CODES)
+
+    def encoded(self, cache: KeyValueCache) -> KeyValueCache:
+        """Return a cache as 8-bit floats with scales."""
+        (keys, key_scales), (values, value_scales) = map(encode_rows, (cache.keys, cache.values))
+        return KeyValueCache(keys, values, key_scales, value_scales)
 
     def integers(self, low: int, high: int, *shape: int) -> Tensor:
         return torch.randint(low, high, shape, generator=self.generator, device=self.device)
@@ -118,7 +130,8 @@ def draw_weights(
     num_outputs: int,
     num_inputs: int,
     *,
-    is_fp8: bool,
+    is_fp8: bool = False,
+    is_mxfp4: bool = False,
     has_bias: bool = False,
     activation: GatedActivation | None = None,
 ) -> OpenWeights:
@@ -129,6 +142,11 @@ def draw_weights(
         parts = 1 if activation is None else 2
         blocks = parts * num_blocks(num_outputs // parts), num_blocks(num_inputs)
         scales = source.uniform(num_weights, *blocks) * 2 * num_inputs**-0.5
+    elif is_mxfp4:
+        weight = source.raw_bytes(num_weights, num_outputs, num_inputs // 2)
+        exponent = MXFP4_BIAS - round(math.log2(4 * num_inputs**0.5))  # the codes' mean square is 8.6
+        shape = num_weights, num_outputs, num_inputs // MXFP4_GROUP
+        scales = source.integers(exponent - 1, exponent + 2, *shape).to(torch.uint8)
     else:
         weight = source.normal(num_weights, num_outputs, num_inputs, scale=num_inputs**-0.5)
     bias = source.normal(num_weights, num_outputs) if has_bias else None
@@ -146,9 +164,14 @@ def draw_rows(source: Source, num_rows: int, width: int, *, is_fp8: bool) -> Ten
 
 
 def dequantized(weights: OpenWeights) -> OpenWeights:
-    """Return weights in 8-bit blocks as float32; others unchanged."""
+    """Return weights in 8-bit blocks and in MXFP4 as float32; others unchanged."""
     if weights.scales_eGB is None:
         return weights
+    if weights.is_mxfp4:
+        codes = torch.stack([weights.weight_eOI & 0xF, weights.weight_eOI >> 4], dim=-1).flatten(-2).int()
+        numbers = torch.tensor(MXFP4_NUMBERS, device=codes.device)[codes]
+        exponents = (weights.scales_eGB.int() - MXFP4_BIAS).repeat_interleave(MXFP4_GROUP, dim=2)
+        return replace(weights, weight_eOI=torch.ldexp(numbers, exponents), scales_eGB=None)
     rows_of_part = weights.weight_eOI.shape[1] // weights.num_parts
     parts = [
         part.repeat_interleave(BLOCK, dim=1)[:, :rows_of_part]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moeserve.bench.gpu.check import Case, Operation, compare
+from moeserve.bench.gpu.check import CODES_SLACK, Case, Operation, compare, in_order
 from moeserve.bench.gpu.costs import (
     ATTENTION_SHAPES,
     LATENT_SHAPES,
@@ -27,6 +27,7 @@ from moeserve.bench.gpu.costs import (
 )
 from moeserve.bench.gpu.inputs import Source, context_places, draw_cache, num_cache_blocks
 from moeserve.bench.gpu.libraries import installed_libraries
+from moeserve.ops.float8_rows import decode_rows
 from moeserve.ops.indexer import ChosenEntries, IndexerRule
 from moeserve.ops.interfaces import AttentionBackend, Kernels, KeyValueCache, LatentAttentionBackend, Rotation
 from moeserve.ops.libraries.interface import AttentionProblem, StepKind
@@ -76,11 +77,22 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def attend(source: Source, name: str, kind: str, block_size: int = BLOCK_SIZE, *, beside: bool = False) -> Case:
+def attend(
+    source: Source,
+    name: str,
+    kind: str,
+    block_size: int = BLOCK_SIZE,
+    *,
+    beside: bool = False,
+    is_float8: bool = False,
+    is_ordered: bool = False,
+) -> Case:
     """Attend to contexts in scattered blocks. There is NaN where no row may read.
 
     Args:
         beside: also with libraries, which multiply unread positions by zero, and without chunks that have no rows.
+        is_float8: keys and values are 8-bit floats, of which the reference reads the same codes.
+        is_ordered: with the kernels of `batch_invariant`.
     """
     chunks = [chunk for chunk in CHUNKS[kind] if chunk[0] or not beside]
     shape, step = dataclasses.replace(ATTENTION[name], dtype=source.dtype), source.step(chunks, block_size)
@@ -88,6 +100,7 @@ def attend(source: Source, name: str, kind: str, block_size: int = BLOCK_SIZE, *
     sizes = num_cache_blocks(step), shape.num_kv_heads, block_size, shape.head_size
     options: Any = dict(places=(blocks, slice(None), offsets), unread=0.0 if beside else torch.nan)
     cache = KeyValueCache(*(source.scattered(*sizes, **options) for _ in range(2)))
+    cache = source.encoded(cache) if is_float8 else cache
     query_TNH = source.normal(len(step.positions), shape.num_heads, shape.head_size)
     sinks_N = source.normal(shape.num_heads, dtype=torch.float32, scale=2.0) if shape.has_sinks else None
     inputs = (query_TNH, cache, step, sinks_N)
@@ -96,14 +109,14 @@ def attend(source: Source, name: str, kind: str, block_size: int = BLOCK_SIZE, *
     case = Case(
         lambda backend, *inputs: backend.attend(*inputs),
         inputs,
-        made=lambda kernels: kernels.make_attention(shape),
+        made=lambda kernels: (in_order(kernels) if is_ordered else kernels).make_attention(shape),
         others={
             library.label: partial(library.make_attend(problem, step_kind), *inputs)
             for library in (installed_libraries(source.device) if beside else ())
             if not library.why_unavailable(problem, step_kind)
         },
-        work=attention_work(shape, chunks),
-        choices=((attention_key(shape, step_kind), len(query_TNH)),),
+        work=attention_work(shape, chunks, is_float8=is_float8),
+        choices=() if is_float8 or is_ordered else ((attention_key(shape, step_kind), len(query_TNH)),),
     )
     if len(set(chunks)) > 1:
         return case
@@ -122,14 +135,29 @@ def attend(source: Source, name: str, kind: str, block_size: int = BLOCK_SIZE, *
     )
 
 
+def attend_float8(source: Source, name: str, kind: str) -> Case:
+    return attend(source, name, kind, is_float8=True)
+
+
+def attend_in_order(source: Source, name: str, kind: str) -> Case:
+    return attend(source, name, kind, is_ordered=True)
+
+
 def attend_beside_libraries(source: Source, name: str, kind: str, block_size: int) -> Case:
     return attend(source, name, kind, block_size, beside=True)
 
 
 def rotate_and_write(
-    source: Source, num_tokens: int, num_heads: int, num_kv_heads: int, size: int, num_pairs: int, is_interleaved: bool
+    source: Source,
+    num_tokens: int,
+    num_heads: int,
+    num_kv_heads: int,
+    size: int,
+    num_pairs: int,
+    is_interleaved: bool,
+    is_float8: bool = False,
 ) -> Case:
-    """Rotate heads, or parts of them, and write a cache."""
+    """Rotate heads, or parts of them, and write a cache. Of one in 8-bit floats, the decoded numbers are compared."""
     shape = attention_shape(num_heads, num_kv_heads, size, dtype=source.dtype)
     heads = [num_heads, num_kv_heads, num_kv_heads]
     fused_TXH = source.normal(num_tokens, sum(heads), size)
@@ -141,12 +169,19 @@ def rotate_and_write(
     def call(
         backend: AttentionBackend, fused_TXH: Tensor, rotation: Rotation, cache: KeyValueCache, step: StepInputs
     ) -> Any:
+        cache = source.encoded(cache) if is_float8 else cache
         query_TNH, key_TGH, value_TGH = fused_TXH.split(heads, dim=1)
         return backend.rotate_and_write(query_TNH, key_TGH, value_TGH, rotation, cache, step), cache
 
+    def decoded(results: tuple[Tensor, KeyValueCache], *_: Any) -> Any:
+        query_TNH, cache = results
+        pairs = (cache.keys, cache.key_scales), (cache.values, cache.value_scales)
+        return query_TNH, [decode_rows(codes, scales, torch.float32) for codes, scales in pairs if scales is not None]
+
     inputs = fused_TXH, rotation, draw_cache(source, shape, step, BLOCK_SIZE), step
     work = Work(2 * fused_TXH.nbytes + 2 * angles_TF.nbytes + 8 * num_tokens)
-    return Case(call, inputs, lambda kernels: kernels.make_attention(shape), work=work)
+    case = Case(call, inputs, lambda kernels: kernels.make_attention(shape), work=work)
+    return dataclasses.replace(case, defined=decoded, slack=CODES_SLACK) if is_float8 else case
 
 
 def apply_rope(source: Source, num_tokens: int, num_heads: int, size: int, num_pairs: int) -> Case:
@@ -323,7 +358,18 @@ ATTENTION_CASES = {
             attend,
             crossed(("small, windowed", "small"), SMALL_CHUNKS),
             crossed(ATTENTION_SHAPES, LARGE_CHUNKS),
-        )
+        ),
+        Operation(
+            attend_float8,
+            crossed(("small, windowed", "small"), SMALL_CHUNKS),
+            crossed(ATTENTION_SHAPES, LARGE_CHUNKS),
+            crossed(ATTENTION_SHAPES, (*TIMED_CHUNKS, "prompt of 4096")),
+        ),
+        Operation(
+            attend_in_order,
+            [("small, windowed", "short prompts"), ("small", "short decode")],
+            crossed(ATTENTION_SHAPES, LARGE_CHUNKS),
+        ),
     ],
     "latent attention": [
         Operation(
@@ -348,9 +394,9 @@ ATTENTION_CASES = {
     "rotary embedding and cache writes": [
         Operation(
             rotate_and_write,
-            [(5, 3, 1, 16, 8, False), (3, 4, 2, 20, 6, True)],
+            [(5, 3, 1, 16, 8, False), (3, 4, 2, 20, 6, True), (5, 4, 2, 16, 8, False, True)],
             [
-                *[(1, 32, 8, 128, 64, False), (4097, 64, 8, 64, 32, False)],
+                *[(1, 32, 8, 128, 64, False), (4097, 64, 8, 64, 32, False), (4097, 64, 8, 64, 32, False, True)],
                 *[(128, 96, 8, 128, 32, True), (77, 16, 16, 192, 32, True)],
             ],
             [(64, 32, 8, 128, 64, False), (8192, 32, 8, 128, 64, False)],

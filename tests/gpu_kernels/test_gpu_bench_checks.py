@@ -6,7 +6,9 @@ On a GPU the same checks run with other shapes and dtypes.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import math
+import pkgutil
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +17,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from moeserve import triton_kernels as package
 from moeserve.bench.gpu import expert_cases, kernels, layer_cases
 from moeserve.bench.gpu.cases import CASES
 from moeserve.bench.gpu.check import FLOAT32_SLACK, WRONG, Case, compare, run_check
+from moeserve.bench.gpu.compiled import launches_of, untouched_source
 from moeserve.bench.gpu.costs import GpuLimits, Work
 from moeserve.bench.gpu.inputs import Source
 from moeserve.ops.indexer import ChosenEntries
@@ -52,7 +56,7 @@ OPERATIONS = [
     *(
         ("make_product", method, f"products, {name}")
         for method in ("multiply_rows", "multiply_slots")
-        for name in ("gpt-oss-20b", "fp8, Mixtral-8x7B")
+        for name in ("gpt-oss-20b", "fp8, Mixtral-8x7B", "mxfp4, gpt-oss-20b")
     ),
     ("make_product", "multiply", "products of one weight"),
 ]
@@ -144,6 +148,33 @@ def test_every_operation_is_checked() -> None:
         and not isinstance(getattr(TRITON_KERNELS, field.name), (bool, str))
     }
     assert own == {field for field, _, _ in OPERATIONS}
+
+
+def test_every_kernel_is_checked_with_each_format() -> None:
+    """Cases launch all kernels of the package, and those that read several formats with each of them."""
+    drawn = untouched_source()
+    makes = [
+        make
+        for name in [each for each in CASES if each != "graphs"]
+        for operation in CASES[name]
+        # Only many pairs are sorted by several kernels.
+        for shapes in [(*operation.small, *(operation.large if name == "pairs" else ()))]
+        for _, make in operation.cases(drawn, shapes)
+    ]
+    launches = launches_of(makes)
+    modules = [
+        importlib.import_module(f"{package.__name__}.{each.name}") for each in pkgutil.iter_modules(package.__path__)
+    ]
+    all_kernels = {name for module in modules for name in vars(module) if name.endswith("_kernel")}
+    assert {launch.name for launch in launches} == all_kernels
+
+    def dtypes(kernel: str, argument: str) -> set[torch.dtype]:
+        return {each.arguments[argument].dtype for each in launches if each.name == kernel}
+
+    assert dtypes("grouped_matmul_kernel", "weight_ptr") == {torch.bfloat16, torch.float8_e4m3fn, torch.uint8}
+    for kernel in ("attend_tile_kernel", "attend_split_kernel", "rotary_with_cache_write_kernel"):
+        assert dtypes(kernel, "key_cache_ptr") == {torch.bfloat16, torch.uint8}
+    assert dtypes("chunked_matmul_kernel", "weight_ptr") == {torch.bfloat16, torch.float32}
 
 
 @pytest.fixture
