@@ -251,7 +251,7 @@ def _check_speculation(speculation: SpeculativeConfig, checkpoint: CheckpointFac
     if not checkpoint.has_draft_layer:
         raise SettingsError(
             "speculative_config: method='mtp' needs a multi-token prediction (MTP) layer, and "
-            f"{checkpoint.path} has no supported one; use method='ngram'"
+            f"{checkpoint.path or 'the default model'} has no supported one; use method='ngram'"
         )
     if speculation.num_speculative_tokens > 1:
         raise SettingsError(
