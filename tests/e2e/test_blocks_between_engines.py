@@ -274,8 +274,10 @@ def test_a_rank_of_the_sender_dies(reference_named: Callable[[str], Reference]) 
             decode.core.add(request(kv_source=relay.source))
             threading.Thread(target=lambda: (relay.wait_until_stalled(), decode.core.wake())).start()
             assert decode.core.step() == []
+            sender = living_ranks()[0]
+            sender.suspend()  # or it might have computed the prompt before it is killed
             prefill.core.add(request(kv_handle="computed again"))
-            living_ranks()[0].kill()
+            sender.kill()
         (found,) = ends(decode)
         assert (found.token_ids, found.num_cached_tokens) == (expected.token_ids, 0)
         (kept,) = ends(prefill)
