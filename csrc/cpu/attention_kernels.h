@@ -22,41 +22,56 @@ MOESERVE_INLINE bool all_finite(const void* const* rows, Range range, int value_
   return num_others == 0;
 }
 
-// Compute scores of kRows queries with kVectors vectors of packed keys from position `at` on.
+// Compute the products of kRows queries with kVectors vectors of packed keys from position `at` on.
 template <typename L, int kRows, int kVectors>
-MOESERVE_INLINE void score_vectors(const Tile& tile, int head_size, int at) {
-  constexpr int W = L::W;
+MOESERVE_INLINE void multiply_packed(const Tile& tile, int head_size, int at, Float<L::W> (&sums)[kRows][kVectors]) {
   const int num_steps = L::key_steps(head_size);
   const auto* keys = static_cast<const typename L::Word*>(tile.packed);
   const auto* strip = keys + at / L::kStrip * int64_t{L::kStrip} * num_steps + at % L::kStrip;
-  Float<W> sums[kRows][kVectors];
   multiply<typename L::Products, kRows, kVectors>(static_cast<const typename L::Word*>(tile.queries), num_steps, strip,
                                                   num_steps, sums);
-  const Float<W> factor = broadcast<W>(tile.factor);
-  MOESERVE_UNROLL
-  for (int r = 0; r < kRows; ++r) {
-    MOESERVE_UNROLL
-    for (int v = 0; v < kVectors; ++v) store<W>(tile.scores + r * kBlock + at + v * W, sums[r][v] * factor);
-  }
 }
 
 template <typename L, int kRows>
-MOESERVE_INLINE void score_packed(const Tile& tile, int head_size) {
+struct Scores {
+  // Store the scores of kVectors vectors of positions.
+  template <int kVectors>
+  MOESERVE_INLINE void compute(const Tile& tile, int head_size, int at) const {
+    constexpr int W = L::W;
+    Float<W> sums[kRows][kVectors];
+    multiply_packed<L, kRows, kVectors>(tile, head_size, at, sums);
+    const Float<W> factor = broadcast<W>(tile.factor);
+    MOESERVE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      MOESERVE_UNROLL
+      for (int v = 0; v < kVectors; ++v) store<W>(tile.scores + r * kBlock + at + v * W, sums[r][v] * factor);
+    }
+  }
+};
+
+// Call `of_vectors.compute<kVectors>` for all vectors of the positions of a tile, as many at a time as a strip has.
+template <typename L, typename OfVectors>
+MOESERVE_INLINE void for_vectors(const Tile& tile, int head_size, const OfVectors& of_vectors) {
   constexpr int W = L::W;
   constexpr int kMost = L::Products::kVectors;
   for (int at = tile.range.begin; at < tile.range.end;) {
     const int num_vectors = std::min(kMost - at / W % kMost, (tile.range.end - at) / W);
     if (num_vectors == kMost) {
-      score_vectors<L, kRows, kMost>(tile, head_size, at);
+      of_vectors.template compute<kMost>(tile, head_size, at);
       at += kMost * W;
     } else if (num_vectors >= 2) {
-      score_vectors<L, kRows, 2>(tile, head_size, at);
+      of_vectors.template compute<2>(tile, head_size, at);
       at += 2 * W;
     } else {
-      score_vectors<L, kRows, 1>(tile, head_size, at);
+      of_vectors.template compute<1>(tile, head_size, at);
       at += W;
     }
   }
+}
+
+template <typename L, int kRows>
+MOESERVE_INLINE void score_packed(const Tile& tile, int head_size) {
+  for_vectors<L>(tile, head_size, Scores<L, kRows>());
 }
 
 // Add the products of kRows queries with columns [begin, end) of a tile.
@@ -109,15 +124,41 @@ MOESERVE_INLINE void score_in_place(const Tile& tile, int head_size) {
   }
 }
 
-// Add the scores of a tile that are positive, times the weights of their queries, to the sums of the positions. NaN is
-// not positive.
+// Return a sum of positive scores times weights with one more product. NaN is not positive.
+template <int W>
+MOESERVE_INLINE Float<W> add_positive_score(Float<W> sum, Float<W> score, float weight) {
+  return sum + larger<W>(score, Float<W>{}) * broadcast<W>(weight);
+}
+
+template <typename L, int kRows>
+struct PositiveSums {
+  const float* weights;
+  float* sums;
+
+  // Add the scores of kVectors vectors of positions that are positive, times the weights of their queries.
+  template <int kVectors>
+  MOESERVE_INLINE void compute(const Tile& tile, int head_size, int at) const {
+    constexpr int W = L::W;
+    Float<W> scores[kRows][kVectors];
+    multiply_packed<L, kRows, kVectors>(tile, head_size, at, scores);
+    MOESERVE_UNROLL
+    for (int v = 0; v < kVectors; ++v) {
+      Float<W> sum = load<W>(sums + at + v * W);
+      MOESERVE_UNROLL
+      for (int r = 0; r < kRows; ++r) sum = add_positive_score<W>(sum, scores[r][v], weights[r]);
+      store<W>(sums + at + v * W, sum);
+    }
+  }
+};
+
+// Add the scores of a tile that are positive, times the weights of their queries, to the sums of the positions.
 template <typename L>
 MOESERVE_INLINE void add_weighted(const Tile& tile, const float* weights, float* sums) {
   constexpr int W = L::W;
   for (int at = tile.range.begin; at < tile.range.end; at += W) {
     Float<W> sum = load<W>(sums + at);
     for (int r = 0; r < tile.num_queries; ++r) {
-      sum += larger<W>(load<W>(tile.scores + r * kBlock + at), Float<W>{}) * broadcast<W>(weights[r]);
+      sum = add_positive_score<W>(sum, load<W>(tile.scores + r * kBlock + at), weights[r]);
     }
     store<W>(sums + at, sum);
   }
@@ -394,8 +435,7 @@ constexpr BlockKernels with_tiles(BlockKernels kernels, const TileKernels (&tile
     }                                                                                                               \
     template <int kRows>                                                                                            \
     TARGET static void add_positive(const Tile& tile, int head_size, const float* weights, float* sums) {           \
-      moeserve::score_packed<L, kRows>(tile, head_size);                                                            \
-      moeserve::add_weighted<L>(tile, weights, sums);                                                               \
+      moeserve::for_vectors<L>(tile, head_size, PositiveSums<L, kRows>{weights, sums});                             \
     }                                                                                                               \
     TARGET static void merge(const States& merged, const States& next, int num_queries, int64_t values_stride) {    \
       moeserve::merge<Products::W>(merged, next, num_queries, values_stride);                                       \

@@ -9,6 +9,7 @@
 #include "isa.h"
 #include "lanes.h"
 #include "parallel.h"
+#include "partial_lanes.h"
 #include "rows.h"
 
 namespace moeserve {
@@ -19,23 +20,6 @@ constexpr int64_t kTokensPerItem = 8;
 constexpr int kCoefficientsPerItem = 8;
 constexpr int kMaxCoefficients = kMaxStreams * (2 + kMaxStreams);
 constexpr int64_t kWorthThreads = 1 << 18;  // products that justify a second thread
-
-// Load `count` <= W elements in order; the other lanes are zero.
-template <int W, typename Element>
-MOESERVE_INLINE Float<W> load_lanes(const Element* source, int64_t count) {
-  if (count == W) return load_in_order<W>(source);
-  Element elements[W] = {};
-  for (int64_t i = 0; i < count; ++i) elements[i] = source[i];
-  return load_in_order<W>(elements);
-}
-
-template <int W, typename Element>
-MOESERVE_INLINE void store_lanes(Element* target, Float<W> lanes, int64_t count) {
-  if (count == W) return store_in_order<W>(target, lanes);
-  Element elements[W];
-  store_in_order<W>(elements, lanes);
-  for (int64_t i = 0; i < count; ++i) target[i] = elements[i];
-}
 
 // Write the products of some tokens with the rows [first, last) of the map.
 template <int W, typename Element>
