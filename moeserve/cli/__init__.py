@@ -13,7 +13,7 @@ from moeserve.cli.parser import Parser
 from moeserve.errors import MoeserveError
 
 COMMANDS = {
-    "generate": "Generate text for a prompt and print it as it comes.",
+    "generate": "Generate text for a prompt and print it as it is generated.",
     "chat": "Talk to a model in the terminal.",
     "serve": "Serve a model over HTTP, with OpenAI's API.",
     "inspect": "Describe a checkpoint and the memory it needs, without loading it.",
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Returns:
-        The exit status: 0, or 1 after an error that was reported. A wrong command line exits with status 2.
+        The exit status: 0, or 1 after an error that was reported. An invalid command line exits with status 2.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     options, unknown = _parser(arguments).parse_known_args(arguments)
@@ -53,12 +53,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser(arguments: Sequence[str]) -> Parser:
-    """Return a parser that lists every command, and has the flags of the command in `arguments`."""
+    """Return a parser that lists all commands, and has the flags of the command in `arguments`."""
     from moeserve import __version__
 
     parser = Parser(prog="moeserve", description="Inference engine for mixture-of-experts language models.")
     parser.add_argument("--version", action="version", version=f"moeserve {__version__}")
-    parser.add_argument("--verbose", "-v", action="store_true", help=argparse.SUPPRESS)  # also before the command
+    parser.add_argument("--verbose", "-v", action="store_true", help=argparse.SUPPRESS)  # may also precede the command
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
     for name, summary in COMMANDS.items():

@@ -17,18 +17,18 @@ HELP = """\
 /undo          forget the last question and its answer
 /reset         forget the conversation
 /exit          leave, as does Ctrl-D
-Ctrl-C ends an answer, and keeps what came of it."""
+Ctrl-C stops an answer and keeps the part that was generated."""
 
 
 def add_arguments(command: Parser) -> None:
     command.usage = "moeserve chat [MODEL] [flags]\n       moeserve chat --url URL [flags]"
     command.add_argument("--url", metavar="URL", help="a server with OpenAI's API, such as http://127.0.0.1:8000/v1")
-    command.add_argument("--api-key", default="none", metavar="KEY", help="of that server")
-    command.add_argument("--served-model", metavar="NAME", help="model of that server (default: its first)")
+    command.add_argument("--api-key", default="none", metavar="KEY", help="API key of the server")
+    command.add_argument("--served-model", metavar="NAME", help="model of the server (default: its first one)")
     command.add_argument("--system", metavar="TEXT", help="system prompt")
     command.add_argument("--temperature", type=reader(float), metavar="TEMPERATURE", help="0: the most likely tokens")
     command.add_argument(
-        "--max-tokens", type=reader(int), default=1024, metavar="TOKENS", help="of an answer (default: 1024)"
+        "--max-tokens", type=reader(int), default=1024, metavar="TOKENS", help="maximum per answer (default: 1024)"
     )
     add_engine_flags(command)
 
@@ -36,10 +36,10 @@ def add_arguments(command: Parser) -> None:
 def run(options: argparse.Namespace) -> None:
     settings = engine_settings(options)
     if options.url is not None and settings:
-        options.parser.error(f"--url names a server, which has its own model: leave out {', '.join(settings)}")
+        options.parser.error(f"--url uses the model of a server: leave out {', '.join(settings)}")
     sampling = {"max_tokens": options.max_tokens}
     if options.temperature is not None or (settings.get("model") is None and options.url is None):
-        sampling["temperature"] = options.temperature or 0.0  # of the default model: it is small, and rambles otherwise
+        sampling["temperature"] = options.temperature or 0.0  # the default model is small, and rambles when sampled
     model: ChatModel
     if options.url is not None:
         model = RemoteModel(options.url, options.api_key, options.served_model)
@@ -57,7 +57,7 @@ def converse(
     lines: Iterator[str],
     write: Callable[[str], None] = lambda text: print(text, end="", flush=True),
 ) -> None:
-    """Answer lines until they end, or until one is /exit."""
+    """Answer each line of input until the lines end or one is /exit."""
     conversation = Conversation(system)
     for line in lines:
         command, _, text = line.strip().partition(" ")
@@ -95,7 +95,7 @@ class Conversation:
 def _answer(
     model: ChatModel, sampling: dict[str, Any], conversation: Conversation, question: str, write: Callable[[str], None]
 ) -> None:
-    """Write the answer as it comes. A question whose answer fails is forgotten."""
+    """Write the answer as it is generated. A question whose answer fails is removed."""
     answer = ""
     try:
         with contextlib.closing(model.answer(conversation.with_question(question), sampling)) as pieces:
@@ -112,11 +112,11 @@ def _answer(
 
 
 def _typed_lines() -> Iterator[str]:
-    """Yield lines of standard input, with a prompt on a terminal. Ctrl-C discards a line that is being typed."""
+    """Yield lines of standard input, with a prompt if it is a terminal. Ctrl-C discards a partly typed line."""
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         with contextlib.suppress(ImportError):
-            import readline  # noqa: F401, gives `input` a history and editing
+            import readline  # noqa: F401, adds history and editing to `input`
     while True:
         try:
             yield input("\n> " if is_terminal else "")

@@ -1,4 +1,4 @@
-"""Models that `moeserve chat` talks to: one in this process, or one of a server."""
+"""Models that `moeserve chat` talks to: a model in this process, or the model of a server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TIMEOUT_S = 600
 
 
 class ServerError(MoeserveError, RuntimeError):
-    """A server cannot be reached, or has refused a request."""
+    """The server cannot be reached, or has refused a request."""
 
 
 class ChatModel(Protocol):
@@ -24,7 +24,7 @@ class ChatModel(Protocol):
     name: str
 
     def answer(self, messages: list[dict[str, str]], sampling: Mapping[str, Any]) -> Generator[str, None, None]:
-        """Yield an answer in pieces. Closing the generator ends it.
+        """Yield an answer in pieces. Closing the generator stops the answer.
 
         Raises:
             RequestError, ServerError: the model refuses the conversation, or cannot be reached.
@@ -61,8 +61,8 @@ class RemoteModel:
     def __init__(self, url: str, api_key: str, name: str | None) -> None:
         """
         Args:
-            url: ends with the version, as in http://127.0.0.1:8000/v1.
-            name: None: the server's first model.
+            url: URL that ends with the version, as in http://127.0.0.1:8000/v1.
+            name: name of the model; None: the server's first model.
 
         Raises:
             ServerError: the server cannot be reached, or lists no model.

@@ -34,9 +34,9 @@ def add_arguments(command: Parser) -> None:
         type=reader(int),
         default=MAX_TOKENS,
         metavar="TOKENS",
-        help=f"most tokens to generate (default: {MAX_TOKENS})",
+        help=f"maximum tokens to generate (default: {MAX_TOKENS})",
     )
-    # One text is printed, so there is one output, from one engine. --seed is the engine's.
+    # The command prints one text, from one engine, so it has no flags for several outputs. --seed is the engine's.
     without = {"max_tokens", "n", "logprobs", "prompt_logprobs", "seed", "output_kind", "kv_transfer_params"}
     add_flags(sampling, SamplingParams, without, shows_defaults=False)
     add_engine_flags(command)
@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> None:
         options.parser.error("--prompt is missing")
     settings = engine_settings(options)
     sampling = given(options, SamplingParams)
-    SamplingParams(**sampling)  # refuses wrong values before a model is loaded
+    SamplingParams(**sampling)  # refuses invalid values before a model is loaded
     if settings.get("model") is None:
         sampling = {"temperature": 0.0} | sampling
 

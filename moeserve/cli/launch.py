@@ -28,7 +28,7 @@ def add_arguments(command: Parser) -> None:
         "--remote-shell",
         default="ssh -o BatchMode=yes",
         metavar="COMMAND",
-        help="with --hosts: runs a command on a host (default: ssh -o BatchMode=yes)",
+        help="with --hosts: command that runs a command line on a host (default: ssh -o BatchMode=yes)",
     )
     command.add_argument("--interface", help="network interface by name (eth1) or subnet (10.1.0.0/16)")
     command.add_argument("--num-cpus", type=int, metavar="CPUS", help="cores for ranks on this host (default: all)")
@@ -38,7 +38,7 @@ def add_arguments(command: Parser) -> None:
     )
     command.add_argument("--token-from-stdin", action="store_true", help=argparse.SUPPRESS)
     command.add_argument(
-        "command", nargs="*", metavar="-- COMMAND", help="runs on the first host; none: the cluster stays up"
+        "command", nargs="*", metavar="-- COMMAND", help="command to run on the first host; none: keep the cluster up"
     )
 
 

@@ -1,4 +1,4 @@
-"""Argument parsing shared by the subcommands: flags made from dataclasses, and answers to unknown flags."""
+"""Argument parsing shared by the subcommands: flags made from dataclasses, and errors for unknown flags."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GPUS_PER_NODE = 8
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser that takes no abbreviations and answers an unknown long flag with the nearest known one."""
+    """A parser that accepts no abbreviations, and suggests the nearest known flag for an unknown one."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"allow_abbrev": False, "formatter_class": _Formatter, **options})
@@ -33,7 +33,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Formatter(argparse.HelpFormatter):
-    """Help as wide as the terminal, with a wider column for flags than argparse's own."""
+    """Formats help to the width of the terminal, with a wider column for flags than argparse's default."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=30)
@@ -52,7 +52,7 @@ SHORT_FLAGS = {  # as in vLLM
 
 
 def add_flags(group: Any, settings: type, without: Iterable[str] = (), *, shows_defaults: bool = True) -> None:
-    """Add one flag for each field of a dataclass. A flag that is not given is absent from the parsed options."""
+    """Add one flag for each field of a dataclass. Flags that are not given are absent from the parsed options."""
     hints = get_type_hints(settings, include_extras=True)
     for field in dataclasses.fields(settings):
         if field.name in without:
@@ -79,14 +79,14 @@ def add_flags(group: Any, settings: type, without: Iterable[str] = (), *, shows_
 
 
 def add_engine_flags(command: Parser) -> None:
-    """Add the model as an argument, and a flag for each setting of the engine, also by its name in vLLM."""
+    """Add the model as an argument, and for each setting of the engine a flag and its alias from vLLM."""
     command.add_argument("model_folder", nargs="?", metavar="MODEL", help="the same as --model")
     for group in (*Settings.groups().values(), VllmSettings):
         add_flags(command.add_argument_group(group.__doc__), group)
 
 
 def engine_settings(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings that the command line gave for the flags of `add_engine_flags`."""
+    """Return the engine settings that were given on the command line (see `add_engine_flags`)."""
     if options.model_folder is not None and "model" in options:
         options.parser.error(f"MODEL={options.model_folder} and --model={options.model} are both given; give one")
     named = {} if options.model_folder is None else {"model": options.model_folder}
@@ -98,27 +98,27 @@ def _metavar(name: str) -> str:
 
 
 def reader(expected: Any) -> Callable[[str], Any]:
-    """Return a function that converts a flag's text to a type, for argparse. Commas separate the entries of a list."""
+    """Return a function for argparse that converts a flag's text to a type. Commas separate the entries of a list."""
 
     def read(text: str) -> Any:
         try:
             if get_origin(expected) is list:
                 return [convert(each, *get_args(expected), strict=False) for each in text.split(",")]
             return convert(json.loads(text) if text.startswith("{") else text, expected, strict=False)
-        except ValueError as error:  # also of JSON
+        except ValueError as error:  # also raised by JSON parsing
             raise argparse.ArgumentTypeError(f"{text!r} {error}") from None
 
     return read
 
 
 def given(options: argparse.Namespace, *groups: type) -> dict[str, Any]:
-    """Return the options that the command line gave for the fields of these dataclasses."""
+    """Return the options given on the command line for the fields of these dataclasses."""
     names = {field.name for group in groups for field in dataclasses.fields(group)}
     return {name: value for name, value in vars(options).items() if name in names}
 
 
 def add_dtype(command: Parser, help: str) -> None:
-    """Add --dtype, of the checkpoint by default."""
+    """Add --dtype, whose default is the checkpoint's."""
     choices = ["auto", "float32", "bfloat16", "float16"]
     command.add_argument(
         "--dtype", choices=choices, default="auto", metavar="DTYPE", help=f"{help} [{', '.join(choices)}]"
@@ -135,7 +135,7 @@ def add_kv_cache_dtype(command: Parser) -> None:
 
 
 def add_cluster(command: Parser) -> None:
-    """Add the checkpoint and the number of ranks, as `plan` and `simulate` take them."""
+    """Add the flags for the checkpoint and the number of ranks, shared by `plan` and `simulate`."""
     command.add_argument("model", type=Path, metavar="MODEL", help="checkpoint folder; weights are not needed")
     command.add_argument("--ranks", type=reader(int), help="number of ranks, at most 4096, all in one node")
     command.add_argument("--nodes", type=reader(int), help="number of nodes; instead of --ranks")
@@ -152,7 +152,7 @@ def add_cluster(command: Parser) -> None:
 
 
 def add_stages(command: Parser) -> None:
-    """Add the pipeline stages."""
+    """Add the flags for pipeline stages."""
     command.add_argument(
         "--pipeline-parallel-size",
         "-pp",
@@ -170,7 +170,7 @@ def add_stages(command: Parser) -> None:
 
 
 def cluster_of(options: argparse.Namespace) -> tuple[int, int]:
-    """Return the number of ranks, and the number of them in each node.
+    """Return the number of ranks, and the number of ranks per node.
 
     Raises:
         SettingsError: the flags contradict each other.

@@ -17,22 +17,22 @@ from moeserve.planner.settings import Assumptions
 def add_arguments(command: Parser) -> None:
     command.usage = "moeserve plan MODEL [flags]"
     add_cluster(command)
-    command.add_argument("--tp", type=reader(int), help="show only the layout with this tp, all its ranks and formulas")
+    command.add_argument("--tp", type=reader(int), help="show only the layout with this tp, ranks and formulas")
     group = command.add_argument_group("Placement of experts")
     group.add_argument(
         "--num-redundant-experts",
         type=reader(int),
         default=0,
         metavar="SLOTS",
-        help="slots beyond one for each expert, over all ranks together (default: 0)",
+        help="slots beyond one per expert, over all ranks together (default: 0)",
     )
     group.add_argument(
         "--expert-parallel",
         type=reader(Literal["auto"] | bool),
         metavar="PARALLEL",
-        help="as the setting of the engine on a CPU (default: auto; with --hardware always true)",
+        help="the engine's setting, for a CPU (default: auto; always true with --hardware)",
     )
-    group = command.add_argument_group("Estimates", "Made when --hardware is given.")
+    group = command.add_argument_group("Estimates", "Printed when --hardware is given.")
     group.add_argument("--hardware", metavar="NAME", help=f"{', '.join(TABLE)}, or a .json file that describes it")
     group.add_argument(
         "--traffic",
@@ -46,7 +46,7 @@ def add_arguments(command: Parser) -> None:
         type=reader(PositiveInt),
         default=argparse.SUPPRESS,
         metavar="REQUESTS",
-        help="requests that each replica decodes at once, if its cache holds them (default: 128)",
+        help="concurrent requests that each replica decodes, if its cache holds them (default: 128)",
     )
     group.add_argument(
         "--prefill-tokens",

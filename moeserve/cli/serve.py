@@ -9,7 +9,7 @@ from moeserve.cli.parser import Parser, add_engine_flags, add_flags, engine_sett
 from moeserve.errors import SettingsError, missing_extra
 from moeserve.server.settings import RouterSettings, ServerSettings
 
-# Of the server's settings, those that a router has too.
+# The server's settings that a router has too.
 SETTINGS_OF_ROUTER = frozenset(
     ["host", "port", "max_body_bytes", "drain_timeout", "cors_origin", "ssl_certfile", "ssl_keyfile"]
 )
@@ -42,10 +42,10 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _require_router(routes: dict[str, Any], others: list[str]) -> None:
-    """Raise SettingsError for a router without servers, or with settings that only a server with an engine has."""
+    """Raise SettingsError for a router without servers, or with settings that need an engine."""
     for name in ("prefill", "decode"):
         if name not in routes:
-            raise SettingsError(f"a router needs --{name} URL; give --prefill and --decode, each once or several times")
+            raise SettingsError(f"a router needs --{name} URL; give --prefill and --decode, each at least once")
     if others:
         flag = "MODEL" if others[0] == "model" else f"--{others[0].replace('_', '-')}"
-        raise SettingsError(f"{flag} is of a server with an engine; give it to the servers behind the router")
+        raise SettingsError(f"{flag} needs an engine; give it to the servers behind the router")

@@ -28,12 +28,12 @@ def add_arguments(command: Parser) -> None:
         "(default: 200 requests of Mooncake's conversations)",
     )
     pools = command.add_argument_group("Pools and sizes")
-    for name, does in (("prefill", "computes prompts for those that decode"), ("decode", "decodes")):
+    for name, does in (("prefill", "computes prompts for the decode pools"), ("decode", "decodes")):
         pools.add_argument(
             f"--{name}-nodes",
             type=reader(list[PositiveInt]),
             metavar="N[,N...]",
-            help=f"nodes of each pool that {does}, instead of --nodes; each pool steps on its own",
+            help=f"nodes of each pool that {does}, instead of --nodes; pools run independently",
         )
     pools.add_argument(
         "--resize",
@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def size_of(options: argparse.Namespace) -> ClusterSize:
-    """Return the pools of the cluster and their changes.
+    """Return the pools of the cluster and their resizes.
 
     Raises:
         SettingsError: the flags contradict each other.

@@ -10,7 +10,7 @@ from moeserve.cli.parser import Parser, add_dtype
 
 def add_arguments(command: Parser) -> None:
     command.add_argument("dense", type=Path, metavar="DENSE", help="a GGUF file, or a folder with safetensors")
-    command.add_argument("out", type=Path, metavar="OUT", help="folder to make")
+    command.add_argument("out", type=Path, metavar="OUT", help="folder to create")
     command.add_argument("--experts", type=int, default=4, help="experts of each layer (default: 4)")
     command.add_argument("--top-k", type=int, help="experts per token (default: 2; in split mode, all of them)")
     command.add_argument(
@@ -18,7 +18,7 @@ def add_arguments(command: Parser) -> None:
         choices=["replicate", "split"],
         default="replicate",
         help="replicate: each expert is a copy of the dense network, behind a random router; "
-        "split: the neurons of the network are divided among the experts, all of them chosen (default: replicate)",
+        "split: the neurons of the network are divided among the experts, all of which are used (default: replicate)",
     )
     add_dtype(command, "number format to write; auto: the dense checkpoint's, float32 for GGUF")
     command.add_argument("--seed", type=int, default=0, help="seed of the random router (default: 0)")

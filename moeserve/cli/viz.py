@@ -12,7 +12,7 @@ from moeserve.cli.parser import Parser, reader
 
 
 def add_arguments(command: Parser) -> None:
-    command.add_argument("loads", type=Path, metavar="LOADS", help="file that expert_load_file named")
+    command.add_argument("loads", type=Path, metavar="LOADS", help="file that was written as expert_load_file")
     command.add_argument(
         "--png", type=Path, metavar="FILE", help="write a picture of experts and ranks by layer, and of ranks over time"
     )
@@ -20,7 +20,7 @@ def add_arguments(command: Parser) -> None:
         "--num-redundant-experts",
         type=reader(Annotated[int, msgspec.Meta(ge=0, le=2**20)]),
         metavar="EXPERTS",
-        help="also show the balance of ranks if experts were placed by these loads, with this many redundant experts "
+        help="also show the balance of ranks under a placement made from these loads, with this many redundant experts "
         "in each layer",
     )
 

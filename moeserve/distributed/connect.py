@@ -28,14 +28,14 @@ logger = logging.getLogger(__name__)
 TransportName = Literal["auto", "gloo"]
 
 CPU = torch.device("cpu")
-# They carry tensors on the model's device; the other groups carry host tensors only.
-GROUPS_ON_DEVICES = ("tp", "ep", "stage", NEIGHBOURS)  # of layers, and of the ranks between which experts move
-MEASURED_GROUPS = ("ep",)  # whose waits show by how much ranks are unevenly loaded
+# These groups carry tensors on the model's device; all other groups carry CPU tensors only.
+GROUPS_ON_DEVICES = ("tp", "ep", "stage", NEIGHBOURS)  # used by layers and to move experts
+MEASURED_GROUPS = ("ep",)  # wait times are measured here: they show how unevenly ranks are loaded
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """The store at which the ranks of a launch meet. A rank connects once to a store, or to each scope of it.
+    """The store where the ranks of a launch meet. A rank connects once to a store, or once to each scope of it.
 
     timeout_s limits the rendezvous and each collective.
     """
@@ -54,19 +54,19 @@ def connect(
     transport: TransportName = "auto",
     device: torch.device = CPU,
 ) -> Groups:
-    """Meet the other ranks of the mesh, and connect with them. collective: all ranks of the mesh.
+    """Meet the other ranks of the mesh, and connect to them. collective: all ranks of the mesh.
 
-    gloo and NCCL listen on the address from which the store is reached, or on the loopback interface if it is on this
-    host; shared memory has no address.
+    gloo and NCCL listen on the address from which this rank reaches the store, or on the loopback interface if the
+    store is on this host. Shared memory uses no network address.
 
     Args:
-        check_order: ranks compare each collective with the others' before they begin it. Slow, for debugging.
-        transport: the transport of tensors on the CPU.
-        device: this rank's GPU, which no other rank has and which is current in this thread; the groups that layers use
-            then carry tensors on it too. Or the CPU.
+        check_order: ranks compare descriptions of each collective before they begin it. Slow; for debugging.
+        transport: the transport of CPU tensors.
+        device: the CPU, or this rank's GPU, which no other rank uses and which is current in this thread. With a GPU,
+            the groups that layers use carry tensors on it as well.
 
     Raises:
-        DistributedError: names the ranks that did not connect.
+        DistributedError: a rank did not connect; the message names all such ranks.
         SettingsError: the device is a GPU, but torch has no NCCL.
     """
     timeout_s = rendezvous.timeout_s
@@ -92,7 +92,7 @@ def connect(
             )
         nodes = tuple(hosts.index(hosts[member]) for member in ranks)
         group = GroupCoordinator(name=name, rank=rank, ranks=ranks, node_of_rank=nodes, connection=connection)
-        group.barrier()  # collective: all ranks of the group; a broken connection fails here, not in the first step
+        group.barrier()  # collective: all ranks of the group; detects broken connections before the first step
         return group
 
     return make_groups(mesh, rank, coordinator, rank_store)
@@ -100,9 +100,9 @@ def connect(
 
 @dataclass
 class _Connector:
-    """Connects one rank with the members of its groups, once for each distinct set of members.
+    """Connects one rank to the members of its groups, once for each distinct set of members.
 
-    All ranks of a group call each method for it, and for their groups in the same order.
+    All ranks of a group must call each method for it, and call the methods for their groups in the same order.
     """
 
     rank: int
@@ -121,7 +121,7 @@ class _Connector:
         return self.rank_store.timeout_s
 
     def host_transport(self, name: str, ranks: tuple[int, ...]) -> Transport:
-        """Return the transport of a group's tensors on the CPU, over the connection with its members."""
+        """Return the transport of a group's CPU tensors, on the connection to its members."""
         if ranks not in self.host_connections:
             self.host_connections[ranks] = self._connect_hosts(name, ranks)
         connection, measures_waits = self.host_connections[ranks], name in MEASURED_GROUPS
@@ -130,7 +130,7 @@ class _Connector:
         return shared_memory.SharedMemoryTransport(connection, measures_waits=measures_waits)
 
     def device_transport(self, name: str, ranks: tuple[int, ...]) -> Transport | None:
-        """Return the transport of a group's tensors on GPUs. None if it carries none."""
+        """Return the transport of a group's GPU tensors. None if the group carries none."""
         is_needed = self.device.type != "cpu" and name in GROUPS_ON_DEVICES
         return self._nccl_transport(name, ranks) if is_needed else None
 
@@ -142,7 +142,7 @@ class _Connector:
             self._fail(name, ranks, gloo.cause_of(error, self.timeout_s), error)
 
     def torch_group_factory(self, name: str, ranks: tuple[int, ...]) -> functools.partial[Any] | None:
-        """Return a function that makes the torch.distributed group of the ep ranks' GPUs. None for other groups."""
+        """Return a function that makes a torch.distributed group of the ep ranks' GPUs. None for other groups."""
         if name != "ep" or self.device.type == "cpu":
             return None
         return functools.partial(self._torch_group, ranks)
@@ -168,7 +168,7 @@ class _Connector:
         return gloo.GlooConnection(self.gloo_group(name, ranks), self.timeout_s)
 
     def _nccl_transport(self, name: str, ranks: tuple[int, ...]) -> nccl.NcclTransport:
-        """Return a transport over these ranks' only NCCL group. Kernels of two groups could deadlock on the device."""
+        """Return a transport on the only NCCL group of these ranks. Kernels of two groups could deadlock on a GPU."""
         store, index = self._store_of(f"{self.device.type}/{name}", ranks), ranks.index(self.rank)
         is_new = ranks not in self.nccl_groups
         try:
@@ -177,7 +177,7 @@ class _Connector:
                     store, index, len(ranks), device=self.device, address=self.address, timeout_s=self.timeout_s
                 )
             small_all_reduce = None
-            if name == "tp":  # not for ep, whose sums may run beside those of tp, on another stream
+            if name == "tp":  # not ep: its sums may run concurrently with those of tp on another stream
                 small_all_reduce = self._one_shot_all_reduce(store.within("symmetric"), ranks)
             transport = nccl.NcclTransport(
                 self.nccl_groups[ranks], self.timeout_s, small_all_reduce=small_all_reduce, owns_process_group=is_new

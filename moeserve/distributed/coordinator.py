@@ -1,7 +1,7 @@
 """One rank's membership of a group, with all collectives that the engine uses.
 
-How data travels is the transport's concern. This file adds what is common to all transports: counters, the check of the
-order, and errors that name ranks.
+The transport carries the data. This file adds the parts that all transports have in common: counters, the check of the
+order of collectives, and errors that name ranks.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from moeserve.errors import DistributedError
 
 @dataclass(frozen=True)
 class GroupConnection:
-    """The objects through which the coordinator of several ranks reaches the others.
+    """The objects through which the coordinator of a group of several ranks reaches the other ranks.
 
-    All ranks of a collective have their tensors on the same kind of device.
+    In each collective, all ranks have their tensors on the same kind of device.
     """
 
     transport: Transport  # carries tensors on the CPU
@@ -41,13 +41,13 @@ class GroupConnection:
 
 @dataclass(frozen=True)
 class PendingTensor:
-    """The result of a collective under way."""
+    """The result of a collective in progress."""
 
     tensor: Tensor
     finish: Callable[[], None]
 
     def wait(self) -> Tensor:
-        """Return the tensor once it is complete. May be called twice. Raises DistributedError like the collective."""
+        """Return the tensor once it is complete. May be called twice. Raises the DistributedError of the collective."""
         self.finish()
         return self.tensor
 
@@ -56,14 +56,14 @@ class GroupCoordinator:
     """One rank's membership of a group, with its collectives.
 
     Every rank of the group calls the same collectives in the same order. Tensors on the CPU may be of dtype float16,
-    bfloat16, float32, float64, bool or any integer, and need not be contiguous. Rows are entries of the first
-    dimension, and a rank may have none. A group of one rank returns its input, not a copy.
+    bfloat16, float32, float64, bool or any integer, and need not be contiguous. Rows are the entries of the first
+    dimension; a rank may have none. A group of one rank returns its input, not a copy.
 
-    The tp, ep and stage groups also carry tensors on the ranks' GPUs; see `nccl.py` for dtypes and for the order in
-    which sums are added. There a collective returns, and a wait ends, as soon as it is queued on the current stream.
+    The tp, ep and stage groups also carry tensors on the ranks' GPUs; see `nccl.py` for dtypes and for the order of
+    additions. With GPU tensors, a collective or a wait returns as soon as it is queued on the current stream.
 
-    Each collective raises DistributedError if a rank has died or does not join in time. On a GPU the error may come
-    later: see `raise_failure`.
+    Each collective raises DistributedError if a rank has died or does not join in time. With GPU tensors the error may
+    be raised later: see `raise_failure`.
     """
 
     def __init__(
@@ -79,8 +79,8 @@ class GroupCoordinator:
         Args:
             rank: the rank of this process in the world.
             ranks: the ranks of the group, ascending.
-            node_of_rank: by rank in the group: the index of its host.
-            connection: None if there are no other ranks, or none that is connected.
+            node_of_rank: the index of the host of each rank of the group, in the group's order.
+            connection: None if the group has no other ranks, or is left unconnected.
         """
         assert rank in ranks
         self.name = name
@@ -91,8 +91,8 @@ class GroupCoordinator:
         self.rank_in_group = ranks.index(rank)
         self.step = NO_STEP  # shown in errors, as is the layer
         self.layer: int | None = None
-        self.num_begun = 0  # collectives, including the one under way
-        self.num_bytes_sent = 0  # to other ranks; of shared memory, what this rank reads of theirs
+        self.num_begun = 0  # collectives begun, including the one in progress
+        self.num_bytes_sent = 0  # to other ranks; with shared memory, the bytes that others read
         self._connection = connection
 
     def all_gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -100,7 +100,7 @@ class GroupCoordinator:
         return self.begin_all_gather(x, sizes).wait()
 
     def begin_all_gather(self, x: Tensor, sizes: Sequence[int]) -> PendingTensor:
-        """Begin `all_gather` and return at once. x must not change before the wait."""
+        """Begin `all_gather` and return at once. x must not change before the result is waited for."""
         assert len(x) == sizes[self.rank_in_group]
         if self.world_size == 1:
             return PendingTensor(x, _nothing)
@@ -111,10 +111,10 @@ class GroupCoordinator:
     def reduce_scatter(self, x: Tensor, sizes: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
         """Return this rank's rows of the sum over ranks: x [sum(sizes), ...] -> [sizes[rank_in_group], ...].
 
-        On the CPU it is added in float32 in a tree of ranks (`sum_in_tree`); on a GPU see `nccl.py`.
+        CPU tensors are added in float32, in a tree of ranks (`sum_in_tree`). For GPU tensors see `nccl.py`.
 
         Args:
-            dtype: to which the sum is rounded. If it is given, GPUs add in the tree as well.
+            dtype: dtype to which the sum is rounded. If given, GPU tensors are added in the same tree as well.
         """
         assert len(x) == sum(sizes)
         if self.world_size == 1:
@@ -131,7 +131,7 @@ class GroupCoordinator:
     def all_to_all(self, x: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]) -> PendingTensor:
         """Begin to send rows to each rank: x [sum(send_sizes), ...] -> [sum(receive_sizes), ...], both in rank order.
 
-        Returns at once. x must not change before the wait.
+        Returns at once. x must not change before the result is waited for.
         """
         assert len(x) == sum(send_sizes)
         if self.world_size == 1:
@@ -145,7 +145,7 @@ class GroupCoordinator:
         return self._pending_tensor(pending, "all_to_all")
 
     def broadcast(self, x: Tensor, source_in_group: int) -> Tensor:
-        """Return x of the source rank. The others pass a tensor of the same shape and dtype with any values."""
+        """Return x of the source rank. The others pass a tensor of the same shape and dtype; its values are unused."""
         assert 0 <= source_in_group < self.world_size
         if self.world_size == 1:
             return x
@@ -156,25 +156,25 @@ class GroupCoordinator:
         return self._begin_all_gather(sent, sizes, "broadcast").wait().view(x.shape)
 
     def all_reduce_minimum(self, value: int) -> int:
-        """Return the smallest of all ranks' values, which fit into 64 bits."""
+        """Return the minimum of all ranks' values, which must fit into 64 bits."""
         if self.world_size == 1:
             return value
         self._count_and_check("all_reduce_minimum", torch.int64)
         return int(self._gather_scalars(torch.tensor([value]), "all_reduce_minimum").min())
 
     def barrier(self) -> None:
-        """Wait until all ranks are here."""
+        """Wait until all ranks have called this."""
         if self.world_size > 1:
             self._count_and_check("barrier", torch.uint8)
             self._gather_scalars(torch.zeros(1, dtype=torch.uint8), "barrier")
 
     def share_memory(self, num_bytes: int) -> Tensor:
-        """Return memory that all ranks map, uint8, all zeros. Pages that nobody writes take none.
+        """Return uint8 memory that all ranks map, filled with zeros. Pages that no rank writes take no physical memory.
 
-        Collective. What a rank has written before it joins a collective, others can read after that collective.
+        Collective. After a further collective, a rank can read what other ranks wrote before it.
 
         Raises:
-            TransportUnavailable: on all ranks, because one of them cannot map it; says why.
+            TransportUnavailable: on all ranks, if one of them cannot map the memory; the message gives the reason.
         """
         try:
             return self._connected.transport.share_memory(num_bytes)
@@ -188,21 +188,21 @@ class GroupCoordinator:
         return make()
 
     def begin_step(self, step: int) -> None:
-        """Set the step for errors and the order check, and restart the indices of `seconds_waited`."""
+        """Set the step that errors and the order check name, and restart the operation indices of `seconds_waited`."""
         self.step = step
         if self._connection is not None:
             self._connection.transport.begin_step()
 
     def seconds_waited(self) -> list[float]:
-        """Return the seconds spent waiting for other ranks by index of the operation in its step, all steps together.
+        """Return the seconds spent waiting for other ranks, by index of the operation within its step, over all steps.
 
-        Measured in the ep group only. Equally long on all ranks; a collective is one or two operations.
+        Measured in the ep group only. The list has the same length on all ranks; a collective is one or two operations.
         """
         return [] if self._connection is None else self._connection.transport.seconds_waited()
 
     @property
     def progresses_in_background(self) -> bool:
-        """True if a collective under way proceeds while its rank computes, and lets later collectives pass."""
+        """True if a collective in progress advances while its rank computes, without blocking later collectives."""
         return self._connection is None or self._connection.transport.progresses_in_background
 
     @property
@@ -217,16 +217,16 @@ class GroupCoordinator:
 
     @property
     def supports_cuda_graphs(self) -> bool:
-        """True if CUDA graphs can capture and replay collectives of this group with tensors on GPUs."""
+        """True if CUDA graphs can capture and replay collectives of this group on GPU tensors."""
         if self.world_size == 1:
             return True
         connection = self._connected
         return connection.order_check is None and connection.device_transport is not None
 
     def raise_failure(self) -> None:
-        """Raise DistributedError if a collective on a GPU was aborted: its stream continues, without a valid result.
+        """Raise DistributedError if a collective on a GPU was aborted: its stream goes on, without a valid result.
 
-        Call it when the host has waited for the GPU, before results are used. Costs next to nothing.
+        Call this after the host has waited for the GPU, before results are used. It costs almost nothing.
         """
         if self._connection is not None and self._connection.device_transport is not None:
             try:
@@ -235,7 +235,7 @@ class GroupCoordinator:
                 self._fail("a collective", f"up to {self._position()}", error)
 
     def close(self) -> None:
-        """Drop the connection, also of other groups with the same members. No collective may be under way.
+        """Close the connection, which other groups with the same members share. No collective may be in progress.
 
         Ranks that wait for this one fail at once.
         """
@@ -275,7 +275,7 @@ class GroupCoordinator:
         return PendingTensor(tensor, finish)
 
     def _prepare_replay(self, operation: Operation) -> None:
-        """While a CPU graph is captured, register the error of the last collective for replays."""
+        """While a CPU graph is being captured, register the error to raise if a replay of the last collective fails."""
         transport = self._connected.transport
         if not transport.is_capturing:
             return
@@ -299,7 +299,7 @@ class GroupCoordinator:
         send_sizes: Sequence[int] = (),
         receive_sizes: Sequence[int] = (),
     ) -> None:
-        """Count a collective, and with an order check make sure that all ranks of the group call the same one."""
+        """Count a collective. With an order check, verify that all ranks of the group call the same one."""
         self.num_begun += 1
         connection = self._connected
         if connection.order_check is None:

@@ -1,6 +1,6 @@
-"""The transport over gloo, torch's library for tensors on the CPU within and between hosts.
+"""The transport over gloo, torch's library for CPU tensors within and between hosts.
 
-gloo carries float16, bfloat16, float32, float64, integers and bool. Its errors are RuntimeErrors that name no rank.
+gloo carries float16, bfloat16, float32, float64, integers and bool. Its errors are RuntimeErrors that name no ranks.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from moeserve.distributed.transport import (
 from moeserve.memory import new_empty
 
 TIMER_SLACK_NS = 100_000_000
-PR_SET_TIMERSLACK = 29  # an option of Linux' prctl
+PR_SET_TIMERSLACK = 29  # an option of Linux's prctl
 
 
 @dataclass
 class GlooConnection:
-    """One rank's connection with a set of ranks. Transports of groups with equal members share it."""
+    """One rank's connection to a set of ranks. Transports of groups with the same members share it."""
 
     process_group: ProcessGroupGloo | None  # None once it is closed
     timeout_s: float
@@ -47,7 +47,7 @@ class GlooTransport(Transport):
         self._measures_waits = measures_waits
         self._num_ranks = connection.process_group.size()
         self._rank = connection.process_group.rank()
-        self._seconds_waited: list[float] = []  # indexed by the number of the operation in its step
+        self._seconds_waited: list[float] = []  # by index of the operation within its step
         self._num_begun = 0  # operations of this step
 
     def begin_all_gather(self, x: Tensor, sizes: Sequence[int]) -> Pending:
@@ -98,9 +98,9 @@ class GlooTransport(Transport):
 def make_process_group(
     store: Store, rank_in_group: int, num_ranks: int, *, address: str, timeout_s: float
 ) -> ProcessGroupGloo:
-    """Connect with the other ranks, listening on `address` only.
+    """Connect to the other ranks, listening on `address` only.
 
-    timeout_s limits the connecting and each collective. RuntimeError if a rank does not connect in time.
+    timeout_s limits both the connecting and each collective. Raises RuntimeError if a rank does not connect in time.
     """
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [_gloo_device(address)]
@@ -110,16 +110,16 @@ def make_process_group(
 
 @functools.cache
 def _gloo_device(address: str) -> object:
-    """Return gloo's device, shared by all groups of this process because each one has a polling thread."""
+    """Return gloo's device. All groups of this process share it, because each device has a polling thread."""
     with _long_timer_slack():
         return ProcessGroupGloo.create_device(hostname=address)
 
 
 @contextlib.contextmanager
 def _long_timer_slack() -> Iterator[None]:
-    """Let threads started in this context sleep up to TIMER_SLACK_NS longer than they request; data still wakes them.
+    """Let threads started in this context sleep up to TIMER_SLACK_NS longer than requested; data still wakes them.
 
-    gloo's thread polls a hundred times a second, which would be most of the CPU time of an idle rank.
+    gloo's thread polls a hundred times a second, which would account for most of the CPU time of an idle rank.
     """
     if sys.platform == "linux":
         set_timer_slack = functools.partial(ctypes.CDLL(None).prctl, PR_SET_TIMERSLACK)
@@ -143,7 +143,7 @@ def receive(group: ProcessGroupGloo, x: Tensor, rank_in_group: int) -> Work:
 
 
 def cause_of(error: RuntimeError, timeout_s: float) -> str:
-    """Translate an error of gloo into a cause that a user understands."""
+    """Return the cause of an error of gloo, in words that a user understands."""
     message = str(error)
     if "timed out" in message.lower() or "timeout" in message:
         return f"not all ranks joined within {timeout_s:g} s"

@@ -1,4 +1,4 @@
-"""All groups that one rank is in."""
+"""All groups that one rank belongs to."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from moeserve.distributed.coordinator import GroupCoordinator
 from moeserve.distributed.mesh import Axis, Mesh
 from moeserve.distributed.store import RankStore
 
-NEIGHBOURS = "neighbours"  # name of the groups of two ranks in consecutive pipeline stages
+NEIGHBOURS = "neighbours"  # name of each group of two ranks in consecutive pipeline stages
 AXES: tuple[Axis, ...] = ("tp", "dp", "ep", "pp")
 
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups that one rank is in. A group of one rank has a coordinator too.
+    """The groups that one rank belongs to. A group of one rank has a coordinator too.
 
-    `stage` has the ranks of `ep`, for exchanges outside of layers: waits in it are not those for uneven experts.
+    `stage` has the same ranks as `ep`, for exchanges outside of layers, whose wait times do not show uneven experts.
     """
 
     mesh: Mesh
@@ -28,9 +28,9 @@ class Groups:
     ep: GroupCoordinator
     pp: GroupCoordinator
     stage: GroupCoordinator
-    previous: GroupCoordinator | None = None  # a rank of the pipeline stage before, and this one; None: there is none
-    next: GroupCoordinator | None = None  # this rank, and one of the stage after
-    store: RankStore | None = None  # None without other ranks
+    previous: GroupCoordinator | None = None  # with a rank of the previous stage; None: first stage
+    next: GroupCoordinator | None = None  # with a rank of the next stage; None: last stage
+    store: RankStore | None = None  # None if there are no other ranks
 
     @property
     def all(self) -> tuple[GroupCoordinator, ...]:
@@ -39,38 +39,38 @@ class Groups:
 
     @property
     def of_layers(self) -> tuple[GroupCoordinator, ...]:
-        """The groups that carry tensors of the model, on its device."""
+        """The groups that carry the model's tensors on its device."""
         return tuple(group for group in (self.tp, self.ep, self.previous, self.next) if group is not None)
 
     def wait_until_loaded(self, timeout_s: float, since_s: float) -> None:
         """Wait until all ranks have loaded the model. Collective: all ranks.
 
         Args:
-            since_s: the time, by `time.monotonic`, at which this rank began to load.
+            since_s: the `time.monotonic` time at which this rank began to load.
 
         Raises:
-            DistributedError: a rank has not loaded it in time.
+            DistributedError: a rank has not loaded the model in time.
         """
         if self.store:
             self.store.wait_until_loaded(self.world.ranks, timeout_s, since_s)
 
     def begin_step(self, step: int) -> None:
-        """Begin a step in all groups. DistributedError if a collective of an earlier step has failed on a GPU."""
+        """Begin a step in all groups. Raises DistributedError if a GPU collective of an earlier step has failed."""
         self.raise_failure()
         for group in self.all:
             group.begin_step(step)
 
     def set_layer(self, layer: int | None) -> None:
-        """Set the layer of the model that errors name; None outside of all layers."""
+        """Set the layer that error messages name; None outside of all layers."""
         for group in self.all:
             group.layer = layer
 
     def count_collectives(self) -> tuple[int, ...]:
-        """Return the number of collectives begun in each group, then the bytes sent in each."""
+        """Return the number of collectives begun in each group, followed by the bytes sent in each."""
         return *(group.num_begun for group in self.all), *(group.num_bytes_sent for group in self.all)
 
     def add_replayed(self, counts: Sequence[int]) -> None:
-        """Add the counts (as of `count_collectives`) of collectives that a graph has replayed."""
+        """Add the counts (in the order of `count_collectives`) of collectives that a graph has replayed."""
         num_groups = len(self.all)
         for group, count, num_bytes in zip(self.all, counts[:num_groups], counts[num_groups:], strict=True):
             group.num_begun += count
@@ -78,7 +78,7 @@ class Groups:
 
     @property
     def supports_cpu_graphs(self) -> bool:
-        """True if CPU graphs can capture layers that use these groups. They do not hold what is between stages."""
+        """True if CPU graphs can capture layers that use these groups. Transfers between stages are never captured."""
         return self.tp.supports_cpu_graphs and self.ep.supports_cpu_graphs
 
     @property
@@ -92,9 +92,9 @@ class Groups:
             group.raise_failure()
 
     def leave(self, cause: str) -> None:
-        """Leave all groups because of an error of this rank, which the errors of the other ranks will quote.
+        """Leave all groups because of an error of this rank. The errors of the other ranks quote `cause`.
 
-        Ranks that wait for this one fail at once; if a collective is under way here, they fail when this process ends.
+        Ranks that wait for this one fail at once, or, if a collective is in progress here, when this process exits.
         """
         if self.store:
             self.store.report_failure(cause)
@@ -103,12 +103,12 @@ class Groups:
 
 
 def groups_of_one_rank() -> Groups:
-    """Return the groups of an engine of one rank."""
+    """Return the groups of an engine with a single rank."""
     return unconnected(Mesh(tp=1, dp=1), 0)
 
 
 def unconnected(mesh: Mesh, rank: int) -> Groups:
-    """Return the groups of one rank without connections, to build its part of a model and inspect it."""
+    """Return unconnected groups of one rank, to build its part of a model and inspect it."""
 
     def coordinator(name: str, ranks: tuple[int, ...]) -> GroupCoordinator:
         nodes = (0,) * len(ranks)
@@ -126,12 +126,13 @@ def make_groups(
     """Return the groups of one rank.
 
     Args:
-        make: returns the coordinator of a group with a name and ranks. Called in one order on all ranks of a group.
+        make: returns the coordinator of a group, given its name and ranks. All ranks of a group call it in the same
+            order.
     """
     world = make("world", tuple(range(mesh.world_size)))
     tp, dp, ep, pp = (make(axis, mesh.group(axis, rank)) for axis in AXES)
     stage = make("stage", ep.ranks)
-    # Rank after rank along the pipeline, so none waits for another in a circle.
+    # Each rank connects to the previous stage first, so no ranks wait for each other in a cycle.
     previous, following = (
         None if (pair := mesh.neighbour(rank, distance)) is None else make(NEIGHBOURS, pair) for distance in (-1, 1)
     )

@@ -1,9 +1,9 @@
-"""The exchange of open files between the ranks of one host, and the agreement of ranks on whether something worked.
+"""The exchange of open files between the ranks of one host, and a vote among ranks on whether an attempt succeeded.
 
-Ranks connect over sockets of this host (`processes/local_sockets.py`). Their addresses are random and published in the
-store only; a process that connects must run as the same user and send a secret from the store. The result does not
-depend on hosts, containers or process ids: either all files reach all ranks, or all ranks agree that they do not. The
-sockets stay open: a closed one shows that the rank at its other end has died or left.
+Ranks connect over sockets of this host (`processes/local_sockets.py`). Their addresses are random and published only in
+the store; a process that connects must run as the same user and send a secret from the store. The result does not
+depend on host names, containers or process ids: either all files reach all ranks, or all ranks agree that they do not.
+The sockets stay open: a closed socket shows that the rank at the other end has died or left.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from moeserve.processes import local_sockets
 from moeserve.processes.local_sockets import is_same_user
 
 SECRET_BYTES = 32
-RANK_DIGITS = 8  # a message is the secret of its receiver and the rank of its sender
-POLL_S = 0.05  # between checks whether another rank refused
+RANK_DIGITS = 8  # a message holds the receiver's secret and the sender's rank
+POLL_S = 0.05  # interval between checks for a refusal of another rank
 NO_ADDRESS = "-"
 OTHER_REFUSED = "another rank refused"
 
 
 @dataclass
 class PeerConnections:
-    """The sockets to all ranks and the files they sent, by rank. This rank's own entries are None and its own file."""
+    """The sockets to all ranks and the files they sent, by rank. This rank's entries are None and its own file."""
 
     sockets: list[socket.socket | None]
     files: list[int]
@@ -59,11 +59,11 @@ def exchange_files(
     """Make a file, and exchange it for the files of all other ranks.
 
     Args:
-        store: used by this exchange alone.
+        store: used only by this exchange.
 
     Raises:
         TransportUnavailable: on all ranks, if one of them cannot make its file or reach another rank.
-        RuntimeError: a rank does not come in time.
+        RuntimeError: a rank does not answer in time.
     """
     with _Handshake(store, rank, num_ranks, timeout_s) as handshake:
         refusal = ""
@@ -79,11 +79,11 @@ def exchange_files(
 
 
 def agree(store: Store, rank: int, num_ranks: int, refusal: str, timeout_s: float) -> None:
-    """Publish this rank's reason to refuse ("" to accept), and wait for those of all ranks.
+    """Publish this rank's reason to refuse ("" to accept), and wait for the votes of all ranks.
 
     Raises:
         TransportUnavailable: on all ranks, if one of them refuses.
-        RuntimeError: a rank does not come in time.
+        RuntimeError: a rank does not answer in time.
     """
     if refusal:
         store.set("refused", "")
@@ -97,16 +97,16 @@ def agree(store: Store, rank: int, num_ranks: int, refusal: str, timeout_s: floa
 
 @dataclass
 class _Handshake:
-    """One rank's side of `exchange_files`. Leaving its context closes what was opened, unless the caller took it."""
+    """One rank's side of `exchange_files`. Leaving its context closes what it opened and no caller has taken."""
 
     store: Store
     rank: int
     num_ranks: int
     timeout_s: float
     connections: PeerConnections = field(init=False)
-    secrets: list[bytes] = field(default_factory=list)  # by rank: what to send to it
+    secrets: list[bytes] = field(default_factory=list)  # by receiving rank
     listener: socket.socket | None = None
-    unidentified: dict[int, socket.socket] = field(default_factory=dict)  # accepted, by descriptor
+    unidentified: dict[int, socket.socket] = field(default_factory=dict)  # accepted connections by file descriptor
 
     def __post_init__(self) -> None:
         self.connections = PeerConnections([None] * self.num_ranks, [-1] * self.num_ranks)
@@ -128,7 +128,7 @@ class _Handshake:
         return taken
 
     def listen(self, make_file: Callable[[], int]) -> None:
-        """Make the file, listen, and publish the address; on failure publish that there is none."""
+        """Make the file, listen, and publish the address; on failure, publish that there is no address."""
         address = NO_ADDRESS
         try:
             self.connections.files[self.rank] = make_file()
@@ -164,7 +164,7 @@ class _Handshake:
             try:
                 local_sockets.connect(peer, address)
                 break
-            except BlockingIOError:  # the queue of the listener is full, and the kernel does not wait with a timeout
+            except BlockingIOError:  # the listener's queue is full; the kernel does not wait despite a timeout
                 if self.store.check(["refused"]):
                     raise TransportUnavailable(OTHER_REFUSED) from None
                 if time.monotonic() > self.deadline:
@@ -179,7 +179,7 @@ class _Handshake:
         socket.send_fds(peer, [message], [self.connections.files[self.rank]])
 
     def _handle_events(self) -> bool:
-        """Handle what has arrived, waiting for at most POLL_S. Return False if nothing has."""
+        """Handle events, waiting for at most POLL_S. Return False if there were none."""
         assert self.listener is not None
         poll = select.poll()
         awaited = {
@@ -207,7 +207,7 @@ class _Handshake:
         return bool(ready)
 
     def _identify(self, peer: socket.socket) -> None:
-        """Read the first message of an accepted connection, and drop it unless it comes from a rank of the group."""
+        """Read the first message of an accepted connection, and close it unless it comes from a rank of the group."""
         received = self._receive_file(peer) if is_same_user(peer) else None
         if received is None:
             peer.close()
@@ -223,7 +223,7 @@ class _Handshake:
     def _receive_file(self, peer: socket.socket) -> tuple[int, int] | None:
         """Return the rank of the sender and its file. None if the sender does not have the secret.
 
-        A rank sends its short message at once, so one that arrives in pieces is of another sender.
+        A rank sends its short message at once, so a message that arrives in pieces does not come from a rank.
         """
         with contextlib.suppress(OSError, ValueError):
             message, fds, _, _ = socket.recv_fds(peer, SECRET_BYTES + RANK_DIGITS, 1)

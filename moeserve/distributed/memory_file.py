@@ -1,4 +1,4 @@
-"""Memory that processes share by passing its file descriptor. It has no name, so killed processes leave nothing."""
+"""Memory that processes share by passing its file descriptor. It has no name, so a killed process leaves nothing."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ HAS_MEMFD = sys.platform == "linux"
 
 
 def make_memory_file(num_bytes: int) -> int:
-    """Return the file descriptor of new memory, which is zero. Raises OSError if there is not enough."""
+    """Return the file descriptor of new zero-filled memory. Raises OSError if there is not enough memory."""
     fd = _open_without_name()
     try:
         os.ftruncate(fd, num_bytes)
         if sys.platform == "linux" and HAS_MEMFD:
-            # A rank that shrank its memory would kill the ranks that read it.
+            # If a rank could shrink its memory, ranks that read it would be killed.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     except OSError:
         os.close(fd)
@@ -25,10 +25,10 @@ def make_memory_file(num_bytes: int) -> int:
 
 
 def _open_without_name() -> int:
-    """Return an empty memfd or, elsewhere, POSIX shared memory. macOS lets the size of that be set once."""
+    """Return an empty memfd on Linux, else POSIX shared memory, whose size can be set only once on macOS."""
     if sys.platform == "linux" and HAS_MEMFD:
         return os.memfd_create("moeserve", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    # The module behind multiprocessing.shared_memory, which gives its users no file descriptor.
+    # The module behind multiprocessing.shared_memory, which does not expose the file descriptor.
     import _posixshmem  # type: ignore[import-not-found]
 
     name = f"/moeserve-{secrets.token_hex(8)}"  # macOS allows 31 characters

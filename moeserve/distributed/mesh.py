@@ -1,4 +1,4 @@
-"""Rank arithmetic: the groups of a mesh, and even shares of items."""
+"""Rank arithmetic: the groups of a mesh, and even division of items."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ Axis = Literal["tp", "dp", "pp", "ep"]
 
 
 def share_of(num_items: int, part: int, num_parts: int) -> slice:
-    """Return the items of one part when items are divided in order and as evenly as possible."""
+    """Return the items of one part, where items are divided in order and as evenly as possible."""
     assert 0 <= part < num_parts
     return slice(num_items * part // num_parts, num_items * (part + 1) // num_parts)
 
 
 def share_sizes(num_items: int, num_parts: int) -> tuple[int, ...]:
-    """Return the number of items in each part of `share_of`. Sizes differ by at most one."""
+    """Return the number of items in each part of `share_of`. The numbers differ by at most one."""
     bounds = [num_items * part // num_parts for part in range(num_parts + 1)]
     return tuple(end - start for start, end in pairwise(bounds))
 
@@ -34,9 +34,9 @@ class Coordinates:
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """All ranks: `dp` replicas of `pp` stages of `tp` ranks. tp varies fastest with the rank, dp slowest.
+    """All ranks: `dp` replicas of `pp` stages of `tp` ranks. With rising rank, tp varies fastest and dp slowest.
 
-    The ep group of a rank is all ranks of its stage. SettingsError if a size is less than one.
+    The ep group of a rank consists of all ranks of its stage. Raises SettingsError if a size is less than one.
     """
 
     tp: int
@@ -59,12 +59,12 @@ class Mesh:
         return Coordinates(dp=dp, pp=pp, tp=tp)
 
     def group(self, axis: Axis, rank: int) -> tuple[int, ...]:
-        """Return the ranks of the axis' group that contains `rank`, ascending."""
+        """Return the ranks of the group along `axis` that contains `rank`, ascending."""
         key = self._group_key(axis, rank)
         return tuple(other for other in range(self.world_size) if self._group_key(axis, other) == key)
 
     def neighbour(self, rank: int, distance: Literal[-1, 1]) -> tuple[int, int] | None:
-        """Return a rank and the one at the same place of the stage before (-1) or after (1), ascending, if any."""
+        """Return the rank and its counterpart in the previous (-1) or next (1) stage, ascending; None without one."""
         stage = self.coordinates(rank).pp + distance
         if not 0 <= stage < self.pp:
             return None
@@ -72,7 +72,7 @@ class Mesh:
         return min(rank, other), max(rank, other)
 
     def _group_key(self, axis: Axis, rank: int) -> tuple[int, ...]:
-        """Return the coordinates that all ranks of a group have in common."""
+        """Return the coordinates that all ranks of the group share."""
         at = self.coordinates(rank)
         match axis:
             case "tp":

@@ -1,8 +1,8 @@
-"""The transport over NCCL, torch's library for tensors on GPUs.
+"""The transport over NCCL, torch's library for GPU tensors.
 
-NCCL carries float16, bfloat16, float32, float64, 8-bit floats, int8, uint8, int32, int64 and bool. Errors are
-RuntimeErrors. torch's watchdog thread detects a failure on the device after the call has returned. Any torch process
-group with the methods used here works: the tests pass gloo's.
+NCCL carries float16, bfloat16, float32, float64, 8-bit floats, int8, uint8, int32, int64 and bool. Its errors are
+RuntimeErrors. A failure on the device is detected by torch's watchdog thread after the call has returned. Any torch
+process group with the methods used here works: the tests pass one of gloo.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from moeserve.distributed.symmetric_memory import OneShotAllReduce
 from moeserve.distributed.transport import Pending, Transport, TransportError, reduce_scatter_by_all_to_all
 from moeserve.errors import SettingsError
 
-# A thread of torch watches the communicators. With 2 it aborts one that has failed, and the process goes on. With 3,
-# torch's default, it ends the process, before this rank can report which collective has failed.
+# torch's watchdog thread monitors the communicators. With 2 it aborts a failed communicator, and the process goes on.
+# With 3, torch's default, it ends the process before this rank can report which collective failed.
 ENVIRONMENT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"}
 
 LOST = "NCCL lost the connection with another rank"
 
 
 class NcclTransport(Transport):
-    """One rank's transport of tensors on a GPU.
+    """One rank's transport of GPU tensors.
 
-    **Waiting.** Only the current stream waits for a collective. The host never does, because it knows all sizes.
+    **Waiting.** Only the current stream waits for a collective. The host never waits, because it knows all sizes.
 
-    **CUDA graphs** can capture a collective, which allocates from torch's allocator only. One of the same kind and size
-    must have run before, because the first one makes the connections. A rank that does not replay a graph keeps the
-    others waiting, without a time limit.
+    **CUDA graphs** can capture a collective, because it allocates only from torch's allocator. A collective of the same
+    kind and size must have run before, because the first one makes the connections. If a rank does not replay a graph,
+    the other ranks wait for it without a time limit.
 
-    **Sums.** NCCL chooses the order of the additions by its algorithm, the size and the wiring of the machine, and may
-    round after each addition, so last bits depend on all of these. The order does not matter where all terms but one
-    are zero, as in the combine of small steps. Shares of different sizes are added here in the order of other
-    transports and in float32, unless `small_all_reduce` applies. So are all sums of which the dtype of the result is
-    given: those of products of chunks (`InputChunks`), whose order matters.
+    **Sums.** NCCL chooses the order of additions by its algorithm, the size, and the wiring of the machine, and may
+    round after each addition, so the last bits depend on all of these. The order does not matter where all terms but
+    one are zero, as in the combine of small steps. Where ranks have different numbers of rows, sums are added here
+    instead, in float32 and in the order of the other transports, unless `small_all_reduce` applies. So are sums for
+    which the caller gives the dtype of the result: those of chunked products (`InputChunks`), whose order matters.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class NcclTransport(Transport):
         Args:
             process_group: from `make_process_group`.
             small_all_reduce: used for the tensors that it supports.
-            owns_process_group: True if `close` aborts the process group. One transport owns a shared group.
+            owns_process_group: True if `close` aborts the process group. Exactly one transport owns a shared group.
         """
         self._process_group: Any = process_group
         self._timeout_s = timeout_s
@@ -66,12 +66,12 @@ class NcclTransport(Transport):
         self._rank: int = process_group.rank()
         self._small_all_reduce = small_all_reduce
         self._owns_process_group = owns_process_group
-        self._under_way: set[int] = set()  # ids of collectives in flight that no stream has waited for
+        self._under_way: set[int] = set()  # ids of collectives that no stream has waited for
 
     def begin_all_gather(self, x: Tensor, sizes: Sequence[int]) -> Pending:
         x = x.contiguous()
         gathered = x.new_empty((sum(sizes), *x.shape[1:]))
-        if not gathered.numel():  # on all ranks
+        if not gathered.numel():  # true on all ranks or on none
             return gathered, _nothing
         if _are_equal(sizes):
             work = self._begin(lambda: self._process_group._allgather_base(gathered, x, AllgatherOptions()))
@@ -89,7 +89,7 @@ class NcclTransport(Transport):
 
     def reduce_scatter(self, x: Tensor, sizes: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
         x, num_own = x.contiguous(), sizes[self._rank]
-        if not x.numel():  # on all ranks
+        if not x.numel():  # true on all ranks or on none
             return x.new_empty((num_own, *x.shape[1:]), dtype=dtype)
         if dtype is not None:
             return reduce_scatter_by_all_to_all(self, x, sizes, self._rank, dtype)
@@ -99,17 +99,17 @@ class NcclTransport(Transport):
             return reduce_scatter_by_all_to_all(self, x, sizes, self._rank, dtype)
         reduced = x.new_empty((num_own, *x.shape[1:]))
         options = ReduceScatterOptions()
-        if not self._under_way:  # otherwise the communicator would be used in two streams at a time
+        if not self._under_way:  # else two streams would use the communicator at once
             options = _on_current_stream(options)
         self._waiter(self._begin(lambda: self._process_group._reduce_scatter_base(reduced, x, options)))()
         return reduced
 
     def raise_failure(self) -> None:
-        """Raise TransportError if a collective was aborted: its stream continues, without a valid result.
+        """Raise TransportError if a collective was aborted: its stream goes on, without a valid result.
 
-        Call it once the host has waited for the device, before the results are used.
+        Call this after the host has waited for the device, before the results are used.
         """
-        get_error = getattr(self._process_group, "get_error", None)  # NCCL's process groups have it
+        get_error = getattr(self._process_group, "get_error", None)  # only NCCL's process groups have it
         match "SUCCESS" if get_error is None else get_error().name:
             case "SUCCESS":
                 return
@@ -119,9 +119,9 @@ class NcclTransport(Transport):
                 raise TransportError(LOST)
 
     def check(self, device: torch.device) -> None:
-        """Run one small collective of each kind and wait for it on the host, so that a failure shows before a step.
+        """Run one small collective of each kind and wait for it on the host, to detect failures before the first step.
 
-        collective: all ranks of the group. TransportError if something fails or a result is wrong.
+        collective: all ranks of the group. Raises TransportError if one fails or returns a wrong result.
         """
         ones = torch.ones(self._num_ranks, dtype=torch.float32, device=device)
         equal = [1] * self._num_ranks
@@ -135,12 +135,12 @@ class NcclTransport(Transport):
         results = [gathered, exchanged, flat, self.reduce_scatter(ones, equal)]
         try:
             sums = [float(each.sum()) for each in results]
-        except RuntimeError as error:  # an error of the device, found when the host waits
+        except RuntimeError as error:  # an error on the device, raised when the host waits
             raise TransportError(cause_of(error, self._timeout_s)) from error
         self.raise_failure()
         n = self._num_ranks
         if sums != [n + 1, n, n, n]:
-            raise TransportError(f"NCCL carries wrong values here: {sums} instead of {[n + 1, n, n, n]}")
+            raise TransportError(f"NCCL returns wrong values here: {sums} instead of {[n + 1, n, n, n]}")
 
     def close(self) -> None:
         """Abort the process group: NCCL's waiting kernels on this device end, and ranks waiting for this one fail."""
@@ -159,13 +159,13 @@ class NcclTransport(Transport):
             raise TransportError(cause_of(error, self._timeout_s)) from error
 
     def _waiter(self, work: Work | None) -> Callable[[], None]:
-        """Return a function that makes the current stream wait. Until then the work keeps its tensors alive."""
+        """Return a function that makes the current stream wait. The work keeps its tensors alive until then."""
         self._under_way.add(id(work))
 
         def wait() -> None:
             self._under_way.discard(id(work))
             try:
-                if work is not None:  # None: it runs on the current stream
+                if work is not None:  # None: the collective runs on the current stream
                     work.wait()
             except RuntimeError as error:
                 raise TransportError(cause_of(error, self._timeout_s)) from error
@@ -182,10 +182,10 @@ class NcclTransport(Transport):
 def make_process_group(
     store: Store, rank_in_group: int, num_ranks: int, *, device: torch.device, address: str, timeout_s: float
 ) -> Any:
-    """Connect with the other ranks, which have a GPU each, and return a ProcessGroupNCCL.
+    """Connect to the other ranks, each of which has its own GPU, and return a ProcessGroupNCCL.
 
-    timeout_s limits the connecting and each collective. NCCL uses the network interface that has `address`, unless
-    NCCL_SOCKET_IFNAME names one: its own choice would be open to the network even on a single host.
+    timeout_s limits both the connecting and each collective. NCCL uses the network interface with `address`, unless
+    NCCL_SOCKET_IFNAME names one. By default NCCL would choose one that is open to the network, even on a single host.
 
     Raises:
         SettingsError: this torch has no NCCL.
@@ -205,7 +205,7 @@ def make_process_group(
 
 
 def cause_of(error: RuntimeError, timeout_s: float) -> str:
-    """Translate an error of NCCL into a cause that a user understands."""
+    """Return the cause of an error of NCCL, in words that a user understands."""
     message = " ".join(str(error).split())
     lower = message.lower()
     if "timeout" in lower or "timed out" in lower:
@@ -227,7 +227,7 @@ def _are_equal(sizes: Sequence[int]) -> bool:
 
 
 def _on_current_stream(options: Any) -> Any:
-    """Set the options of a collective that is waited for at once: it needs no stream of its own, and no events."""
+    """Set options for a collective that is waited for at once, which needs neither a stream of its own nor events."""
     options.asyncOp = False
     return options
 

@@ -1,7 +1,7 @@
-"""A debugging check that all ranks of a group call the same collective, before they wait for each other.
+"""A debugging check that all ranks of a group call the same collective, made before they wait for each other.
 
-Before each collective its ranks exchange descriptions of it, over connections that only the check uses. One set of
-connections serves all groups, so a rank that calls a collective of another group is detected as well.
+Before each collective, its ranks exchange descriptions of it over connections that only the check uses. All groups
+share these connections, so a rank that calls a collective of another group is detected as well.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ NO_STEP = -1
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveCall:
-    """A collective that a rank is about to call, as described to one other rank.
+    """A description of the collective that a rank is about to call, for one other rank.
 
     All fields but the last two must be equal on both ranks.
     """
 
     group: str
     operation: Operation
-    number: int  # among the collectives of the group
+    number: int  # index among the collectives of the group
     step: int = NO_STEP
     dtype: str = "uint8"
-    shape: tuple[int, ...] = ()  # without the first dimension if ranks may differ in it
-    sizes: tuple[int, ...] = ()  # rows of each rank if all ranks must agree on them; of a broadcast, the source
+    shape: tuple[int, ...] = ()  # without the first dimension where it may differ between ranks
+    sizes: tuple[int, ...] = ()  # rows by rank where ranks must agree; for a broadcast, the source
     num_sent: int = 0  # rows from this rank to the other
     num_expected: int = 0  # rows from the other rank to this one
 
@@ -54,7 +54,7 @@ class CollectiveCall:
         return f"{self.operation} of group {self.group!r} ({', '.join(parts)})"
 
     def to_row(self, num_ranks: int) -> Tensor:
-        """Encode as uint8. The length depends on num_ranks alone."""
+        """Encode as uint8. The length depends only on num_ranks."""
         encoded = msgspec.json.encode(self).ljust(512 + 16 * num_ranks)
         return torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
 
@@ -71,13 +71,13 @@ class OrderCheck:
         self.timeout_s = timeout_s
         self.num_ranks = process_group.size()
         self.process_group = process_group
-        self._sends: list[object] = []  # kept, so that ranks which come later still receive a disagreement
+        self._sends: list[object] = []  # kept alive, so that late ranks still receive the descriptions
 
     def find_mismatch(self, calls: Mapping[int, CollectiveCall]) -> str | None:
-        """Exchange call descriptions with other ranks, and describe the first mismatch, if there is one.
+        """Exchange descriptions of this call with other ranks. Return a description of the first mismatch, or None.
 
         Args:
-            calls: by other rank: this rank's call, as described to that rank.
+            calls: this rank's call as described to each other rank, by that rank.
 
         Raises:
             TransportError: a rank does not answer in time, or has died.

@@ -1,12 +1,13 @@
 """The transport between ranks of one host through memory that all of them map.
 
-Each rank makes a memory without a name, gives it to the others, and writes what it sends into it; the protocol is in
-csrc/host/shared_memory.h. Killed ranks leave nothing behind, and on Linux the size of /dev/shm does not matter.
+Each rank makes unnamed memory, passes it to the other ranks, and writes the data that it sends into it. The protocol is
+described in csrc/host/shared_memory.h. Killed ranks leave nothing behind, and on Linux the size of /dev/shm is
+irrelevant.
 
-A rank that waits spins for a moment and then sleeps. A collective under way proceeds only while this rank begins or
-waits for a collective on the same connection, and data is sent in the order of the beginnings: up to NUM_SLOTS
-collectives of up to SLOT_BYTES each are sent completely when they begin. All ranks wait for their collectives in the
-same order of the program; within a group any order works.
+A waiting rank spins briefly and then sleeps. A collective in progress advances only while this rank begins or waits for
+a collective on the same connection. Data is sent in the order in which collectives begin; up to NUM_SLOTS collectives
+of up to SLOT_BYTES each are sent completely when they begin. All ranks must wait for collectives of different groups in
+the same order; those of one group may be waited for in any order.
 """
 
 from __future__ import annotations
@@ -38,20 +39,20 @@ from moeserve.memory import new_empty
 NUM_SLOTS = 8
 SLOT_BYTES = 2**18
 
-# Seconds that a waiting rank spins before it sleeps: longer than it takes to wake a sleeper if each rank has a core,
-# and next to nothing if the rank it waits for may need this core.
+# Seconds that a waiting rank spins before it sleeps. With a core per rank, longer than it takes to wake a sleeping
+# process; else almost none, because the rank that is waited for may need this core.
 SPIN_S = 50e-6
 SPIN_WITHOUT_CORE_S = 1e-6
 
-# The dtypes whose sums the C++ part computes where it has kernels for this processor. torch adds all others.
+# The dtypes whose sums the C++ extension computes, if it has kernels for this processor. torch adds all others.
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 
-# Waiting ranks sleep in short naps, as on a system on which processes cannot sleep on a shared word; for tests.
+# Let waiting ranks sleep for short intervals, as on systems without futexes; set by tests.
 NAPS = False
 
 
 class Outcome(IntEnum):
-    """The results of a wait in the C++ part that matter here."""
+    """The results of a wait in the C++ extension that are handled here."""
 
     DONE = 0
     TIMEOUT = 2
@@ -65,12 +66,12 @@ def connect(
     """Map the memory of all ranks of a group.
 
     Args:
-        store: used by this connection alone.
+        store: used only by this connection.
         world_size: number of ranks that compete for this host's cores.
 
     Raises:
         TransportUnavailable: on all ranks, if they cannot all map each other's memory.
-        TransportError: a rank does not come in time.
+        TransportError: a rank does not connect in time.
     """
     native = _native()
     num_ranks = len(ranks)
@@ -93,13 +94,13 @@ def connect(
         except BaseException:
             peers.close()
             raise
-    except RuntimeError as error:  # the store raises it
+    except RuntimeError as error:  # raised by the store
         raise TransportError(f"not all ranks connected within {timeout_s:g} s") from error
     return SharedMemoryConnection(memory, peers, store, ranks, rank_in_group, timeout_s)
 
 
 class SharedMemoryConnection:
-    """One rank's connection with a set of ranks. Transports of groups with equal members share it."""
+    """One rank's connection to a set of ranks. Transports of groups with the same members share it."""
 
     def __init__(
         self,
@@ -112,17 +113,17 @@ class SharedMemoryConnection:
     ) -> None:
         """
         Args:
-            memory: a SharedMemory of the C++ part.
-            store: used by this connection alone.
+            memory: a SharedMemory of the C++ extension.
+            store: used only by this connection.
         """
         self.memory = memory
         self.ranks = ranks
         self.rank_in_group = rank_in_group
         self._peers = peers
         self._store = store
-        self._num_shared = 0  # calls of `share_memory`
+        self._num_shared = 0  # number of calls of `share_memory`
         self._timeout_s = timeout_s
-        # By operation: the tensors it reads and writes, kept until it is waited for.
+        # By operation: the tensors that it reads and writes, kept alive until it is waited for.
         self._in_use: dict[int, tuple[Tensor, Tensor]] = {}
 
     def waiter(self, operation: int, source: Tensor, target: Tensor, *, is_measured: bool) -> Callable[[], None]:
@@ -138,7 +139,7 @@ class SharedMemoryConnection:
         return wait
 
     def share_memory(self, num_bytes: int) -> Tensor:
-        """Return memory of the first rank that all ranks map. See `GroupCoordinator.share_memory`."""
+        """Return memory of the group's first rank that all ranks map. See `GroupCoordinator.share_memory`."""
         store = PrefixStore(f"shared/{self._num_shared}", self._store)
         self._num_shared += 1
         size = num_bytes if self.rank_in_group == 0 else mmap.PAGESIZE
@@ -155,13 +156,13 @@ class SharedMemoryConnection:
             finally:
                 peers.close()
             agree(PrefixStore("maps", store), self.rank_in_group, num_ranks, refusal, self._timeout_s)
-        except RuntimeError as error:  # the store raises it
+        except RuntimeError as error:  # raised by the store
             raise TransportError(f"not all ranks shared memory within {self._timeout_s:g} s") from error
         assert memory is not None
         return torch.frombuffer(memory, dtype=torch.uint8)
 
     def cause_of(self, outcome: int) -> str:
-        """Describe the outcome of a wait that failed, naming the ranks of the world."""
+        """Return the cause of a failed wait. It names ranks by their number in the world."""
         absent = [self.ranks[index] for index in self.memory.absent()]
         match outcome:
             case Outcome.TIMEOUT:
@@ -177,7 +178,7 @@ class SharedMemoryConnection:
                 return "this rank has left the group"
 
     def close(self) -> None:
-        """Leave: other ranks that wait for this one fail at once. May be called twice."""
+        """Leave the group: other ranks that wait for this one fail at once. May be called twice."""
         self.memory.close()
         self._peers.close()
 
@@ -255,7 +256,7 @@ class SharedMemoryTransport(Transport):
 
 
 def _make_memory(native: Any, num_ranks: int, sizes: dict[str, int]) -> int:
-    """Return a file of this rank's memory. OSError where there can be none."""
+    """Return the file descriptor of this rank's memory. Raises OSError if it cannot be made."""
     if native is None:
         raise OSError("moeserve._cpu is not built")
     return make_memory_file(native.SharedMemory.num_bytes(num_ranks, **sizes))
@@ -263,5 +264,5 @@ def _make_memory(native: Any, num_ranks: int, sizes: dict[str, int]) -> int:
 
 @functools.cache
 def _native() -> Any:
-    """Return the C++ part. None if it is not built."""
+    """Return the C++ extension. None if it is not built."""
     return None if importlib.util.find_spec("moeserve._cpu") is None else importlib.import_module("moeserve._cpu")

@@ -1,4 +1,4 @@
-"""The key-value store where ranks meet, and where each rank reports why it failed. Not used on the path of a step."""
+"""The key-value store where ranks meet, and where each rank reports why it failed. Steps do not use it."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ from moeserve.processes import local_sockets
 from moeserve.processes.channel import Channel
 from moeserve.processes.proof import NONCE_BYTES, proof
 
-# Ranks that fail of the same cause report within moments of each other. Those silent after this time are the cause.
+# Ranks that fail from the same cause report within moments of each other. Ranks silent after this time are the cause.
 WAIT_FOR_REPORTS_S = 0.5
 
 
 class StoreConnection:
-    """An authenticated connection with the server of a store. Any thread may use it."""
+    """An authenticated connection to the server of a store. Any thread may use it."""
 
     def __init__(self, address: StoreAddress, timeout_s: float) -> None:
         """
         Args:
-            timeout_s: limits connecting, and each request that is given no time of its own.
+            timeout_s: limits the connecting, and each request without a timeout of its own.
 
         Raises:
             OSError: the server cannot be reached, or does not know the secret.
         """
         self.timeout_s = timeout_s
-        self.kept: list[Store] = []  # torch's objects refer to a store in Python without keeping it alive
+        self.kept: list[Store] = []  # torch objects refer to a store without keeping it alive
         if address.name:
             connection = socket.socket(socket.AF_UNIX)
             connection.settimeout(timeout_s)
@@ -64,11 +64,11 @@ class StoreConnection:
         self._num_requests = 0
 
     def request(self, operation: Operation, timeout_s: float | None = None) -> Any:
-        """Return the reply to a request.
+        """Send a request, and return the reply.
 
         Raises:
-            DistStoreError: there is none in time, because another rank did not set a key.
-            DistNetworkError: the server has ended.
+            DistStoreError: there is no reply in time, because another rank did not set a key.
+            DistNetworkError: the server has exited.
         """
         deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
         with self._lock:
@@ -76,7 +76,7 @@ class StoreConnection:
             self._channel.send(Request(self._num_requests, operation))
             while True:
                 for reply in self._channel.receive(max(0.0, deadline - time.monotonic())):
-                    if reply.number == self._num_requests:  # not of a request that was given up
+                    if reply.number == self._num_requests:  # else the reply to a request that timed out
                         return reply.value
                 if self._channel.is_closed:
                     raise DistNetworkError("the store has ended")
@@ -85,9 +85,9 @@ class StoreConnection:
 
 
 class RendezvousStore(Store):
-    """A store of torch.distributed over a `StoreConnection`, whose keys all begin with a prefix.
+    """A store of torch.distributed over a `StoreConnection`. All its keys begin with a prefix.
 
-    The names of its methods are torch's: its libraries call them.
+    Its methods have torch's names, because torch's libraries call them.
     """
 
     def __init__(self, connection: StoreConnection, prefix: str = "") -> None:
@@ -98,7 +98,7 @@ class RendezvousStore(Store):
 
     @property
     def own_address(self) -> str:
-        """The address of this machine on the network of the store, where other ranks can reach it."""
+        """The address of this machine in the network of the store, at which other ranks can reach it."""
         return self._connection.own_address
 
     def within(self, name: str) -> RendezvousStore:
@@ -106,9 +106,9 @@ class RendezvousStore(Store):
         return RendezvousStore(self._connection, f"{self._prefix}{name}/")
 
     def collect(self, folder: str, num_entries: int) -> dict[str, bytes]:
-        """Return all entries whose keys are `folder`, "/" and one name, once there are this many.
+        """Return all entries whose keys are `folder`, "/" and a name, once there are `num_entries` of them.
 
-        This is one request, however many entries there are.
+        This takes one request, however many entries there are.
         """
         entries = self._connection.request(Collect(self._prefix + folder, num_entries))
         return {f"{folder}/{name}": value for name, value in entries.items()}
@@ -139,7 +139,7 @@ class RendezvousStore(Store):
     def delete_key(self, key: str) -> bool:
         return bool(self._connection.request(Delete(self._prefix + key)))
 
-    deleteKey = delete_key  # the name by which torch's C++ code looks it up
+    deleteKey = delete_key  # the name that torch's C++ code looks up
 
     def clone(self) -> RendezvousStore:
         return RendezvousStore(self._connection, self._prefix)
@@ -162,9 +162,9 @@ def _as_bytes(value: str | bytes) -> bytes:
 
 
 class GatheringStore(Store):
-    """A store in which each rank sets one key and reads all: it fetches them together.
+    """A store in which each rank sets one key and reads all. It fetches all keys together.
 
-    gloo connects its ranks in this way. Without this, n ranks would make n * n requests.
+    gloo connects its ranks in this way. Without this class, n ranks would make n * n requests.
     """
 
     def __init__(self, store: RendezvousStore, num_ranks: int) -> None:
@@ -185,7 +185,7 @@ class GatheringStore(Store):
             folder, separator, _ = key.rpartition("/")
             if key not in self._values and separator:
                 self._values |= self._store.collect(folder, self._num_ranks)
-            if key not in self._values:  # not one key for each rank
+            if key not in self._values:  # not one of the keys that ranks set
                 self._values[key] = self._store.get(key)
 
 
@@ -193,10 +193,10 @@ def connect_store(rank: int, address: StoreAddress, timeout_s: float, scope: str
     """Return the store at an address.
 
     Args:
-        scope: launches that share a store use different ones.
+        scope: launches that share a store use different scopes.
 
     Raises:
-        DistributedError: it cannot be reached.
+        DistributedError: the store cannot be reached.
     """
     try:
         store = RendezvousStore(StoreConnection(address, timeout_s))
@@ -208,7 +208,7 @@ def connect_store(rank: int, address: StoreAddress, timeout_s: float, scope: str
 
 
 def _authenticate(connection: socket.socket, key: str) -> None:
-    """Prove that this side knows the secret, and check that the other one does."""
+    """Prove that this side knows the secret, and check that the other side does."""
     challenge = _receive(connection, NONCE_BYTES)
     nonce = secrets.token_bytes(NONCE_BYTES)
     connection.sendall(nonce + proof(bytes.fromhex(key), b"rank", challenge, nonce))
@@ -236,7 +236,7 @@ class RankStore:
         self._has_reported = False
 
     def register(self, ranks: Sequence[int], description: str) -> list[str]:
-        """Publish this rank's description, and return those of `ranks` once all have registered.
+        """Publish this rank's description, and return the descriptions of `ranks` once all of them have registered.
 
         Raises:
             DistributedError: this rank registered before, or a rank did not register in time; names the missing ranks.
@@ -247,10 +247,10 @@ class RankStore:
         return self._read("rank", ranks, self.timeout_s, f"did not connect within {self.timeout_s:g} s")
 
     def wait_until_loaded(self, ranks: Sequence[int], timeout_s: float, since_s: float) -> None:
-        """Wait until all of `ranks` have called this, for longer than a collective may take.
+        """Wait until all of `ranks` have called this. The wait may exceed the timeout of a collective.
 
         Args:
-            since_s: the time, by `time.monotonic`, at which the wait began to count.
+            since_s: the `time.monotonic` time from which `timeout_s` counts.
 
         Raises:
             DistributedError: a rank did not call it in time; names the missing ranks.
@@ -260,7 +260,7 @@ class RankStore:
         self._read("loaded", ranks, left_s, f"did not load the model within {timeout_s:g} s (load_timeout)")
 
     def _read(self, name: str, ranks: Sequence[int], timeout_s: float, failure: str) -> list[str]:
-        """Return what each of `ranks` has stored under a name, after waiting for it."""
+        """Wait until each of `ranks` has stored a value under `name`, and return the values."""
         keys = [f"{name}/{rank}" for rank in ranks]
         try:
             self.store.wait(keys, timedelta(seconds=timeout_s))
@@ -274,16 +274,16 @@ class RankStore:
             ) from error
 
     def report_failure(self, cause: str) -> None:
-        """Publish why this rank stops. Only the first report counts: later failures follow from it."""
+        """Publish the reason why this rank stops. Only the first report counts: later failures follow from it."""
         if not self._has_reported:
             self._has_reported = True
             try:
                 self.store.set(f"failure/{self.rank}", cause)
-            except RuntimeError:  # the process with the store has ended, and with it all readers
+            except RuntimeError:  # the process of the store has exited, and with it all readers
                 return
 
     def failure_reports(self, ranks: Sequence[int]) -> str:
-        """Return the failure reports of `ranks` as sentences, silent ranks first. Waits a moment for late reports."""
+        """Return the failure reports of `ranks` as sentences, silent ranks first. Waits briefly for late reports."""
         deadline = time.monotonic() + WAIT_FOR_REPORTS_S
         others = [rank for rank in ranks if rank != self.rank]
         while not all(self._has_key(f"failure/{rank}") for rank in others) and time.monotonic() < deadline:
@@ -300,10 +300,10 @@ class RankStore:
     def _has_key(self, key: str) -> bool:
         try:
             return self.store.check([key])
-        except RuntimeError:  # the process with the store has ended
+        except RuntimeError:  # the process of the store has exited
             return False
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """Format ranks for a message: "rank 3", "ranks 0, 1"."""
+    """Format ranks for a message, such as "rank 3" or "ranks 0, 1"."""
     return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"

@@ -1,10 +1,10 @@
-"""The key-value store where ranks meet: its server, which answers only peers that know the secret of the launch.
+"""The server of the key-value store where ranks meet. It answers only peers that know the secret of the launch.
 
-The secret reaches the ranks over inherited sockets or through Ray. A peer that connects gets a random challenge, and is
-disconnected unless it answers with the secret's HMAC of it; the server proves in the same way that it knows the secret.
-So a peer without the secret reads nothing but random bytes, and changes nothing. If all ranks run on one host with
-Linux, the server listens on a socket with an abstract name, and the kernel must confirm that a peer runs as the same
-user. On another system it then listens on the loopback interface.
+The secret reaches the ranks over inherited sockets or through Ray. A peer that connects receives a random challenge,
+and is disconnected unless it answers with the HMAC of the challenge; the server proves in the same way that it knows
+the secret. A peer without the secret therefore reads only random bytes, and changes nothing. If all ranks run on one
+Linux host, the server listens on a socket with an abstract name, and the kernel must confirm that a peer runs as the
+same user. On other systems the server of a single host listens on the loopback interface.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from moeserve.processes.proof import NONCE_BYTES, proof
 from moeserve.processes.wake_up import WakeUp
 
 SECONDS_TO_AUTHENTICATE = 10.0
-MAX_UNAUTHENTICATED = 1024  # connected peers that have not authenticated: beyond this the first one is dropped
+MAX_UNAUTHENTICATED = 1024  # unauthenticated peers; when one more connects, the oldest is disconnected
 
 
 class Set(msgspec.Struct, frozen=True, tag="set"):
@@ -47,7 +47,7 @@ class Add(msgspec.Struct, frozen=True, tag="add"):
 
 
 class CompareSet(msgspec.Struct, frozen=True, tag="compare-set"):
-    """Set a key that has the expected value, or that is absent if that is empty. Return its value."""
+    """Set a key if it has the expected value, or if the key is absent and `expected` is empty. Return its value."""
 
     key: str
     expected: bytes
@@ -67,13 +67,13 @@ class Check(msgspec.Struct, frozen=True, tag="check"):
 
 
 class Get(msgspec.Struct, frozen=True, tag="get"):
-    """Return the values of keys, once all of them exist."""
+    """Return the values of all keys, once all of them exist."""
 
     keys: list[str]
 
 
 class Collect(msgspec.Struct, frozen=True, tag="collect"):
-    """Return all entries of a folder (keys up to the last "/"), by the rest of the key, once there are enough."""
+    """Return all entries of a folder (the keys up to the last "/") by the rest of the key, once there are enough."""
 
     folder: str
     num_entries: int
@@ -83,19 +83,19 @@ Operation: TypeAlias = Set | Add | CompareSet | Delete | Check | Get | Collect
 
 
 class Request(msgspec.Struct, frozen=True):
-    """A connection has one request at a time: a new one replaces one that waits."""
+    """One request. A connection has one request at a time: a new request replaces one that still waits."""
 
     number: int
     operation: Operation
 
 
 class Reply(msgspec.Struct, frozen=True):
-    number: int  # of the request
+    number: int  # the request's number
     value: Any
 
 
 class StoreServer:
-    """A store in a thread of this process. It stops when `close` is called, or the object is deleted."""
+    """A store in a thread of this process. It stops when `close` is called or the object is deleted."""
 
     def __init__(self, listener: socket.socket, address: StoreAddress) -> None:
         self.address = address
@@ -114,7 +114,7 @@ def start_store(host: str | None = None) -> StoreServer:
     """Start a store for one launch.
 
     Args:
-        host: address on which the ranks of other hosts reach it; None: all ranks run on this host.
+        host: address at which ranks on other hosts reach the store; None: all ranks run on this host.
     """
     key = secrets.token_hex(NONCE_BYTES)
     if host is None and local_sockets.HAS_ABSTRACT_NAMES:
@@ -125,24 +125,24 @@ def start_store(host: str | None = None) -> StoreServer:
 
 
 def _growth(folder: str, num_entries: int) -> str:
-    """Return what a request waits for that needs this many entries. No key has an empty part."""
+    """Return the entry that a request for `num_entries` waits for. It cannot be a key: no key has an empty part."""
     return f"{folder}//{num_entries}"
 
 
 def _stop(wake_up: WakeUp, thread: threading.Thread, owner: int) -> None:
-    if os.getpid() == owner:  # a fork has no such thread, but shares the event that would end the owner's
+    if os.getpid() == owner:  # a fork lacks the thread, but shares the event that ends it
         wake_up.wake()
         thread.join()
 
 
 @dataclass(eq=False)
 class _UnauthenticatedPeer:
-    """A connected peer that has not authenticated."""
+    """A connected peer that has not authenticated yet."""
 
     connection: socket.socket
     deadline: float
     nonce: bytes = field(default_factory=lambda: secrets.token_bytes(NONCE_BYTES))
-    answer: bytes = b""  # received so far: its nonce and its proof
+    answer: bytes = b""  # bytes received so far of the peer's nonce and proof
 
 
 @dataclass(eq=False)
@@ -160,9 +160,9 @@ class _Loop:
         self._listener, self._key, self._wake_up = listener, key, wake_up
         listener.setblocking(False)
         self._folders: dict[str, dict[str, bytes]] = {}
-        self._unauthenticated: dict[int, _UnauthenticatedPeer] = {}  # by file descriptor, as are the ranks
+        self._unauthenticated: dict[int, _UnauthenticatedPeer] = {}  # by file descriptor; so are the ranks
         self._ranks: dict[int, _Rank] = {}
-        self._waiting_for: dict[str, list[_Rank]] = {}  # ranks whose request needs a key, or more entries of a folder
+        self._waiting_for: dict[str, list[_Rank]] = {}  # ranks whose request needs this key or `_growth`
         self._poll = select.poll()
         self._is_listening = True
 
@@ -180,7 +180,7 @@ class _Loop:
                 except BlockingIOError:
                     pass
                 except OSError:
-                    if fd in self._unauthenticated or fd in self._ranks:  # else it would stay ready
+                    if fd in self._unauthenticated or fd in self._ranks:  # else the descriptor would stay ready
                         self._drop(fd)
             now = time.monotonic()
             for fd in [fd for fd, peer in self._unauthenticated.items() if peer.deadline < now]:
@@ -212,9 +212,9 @@ class _Loop:
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except (BlockingIOError, ConnectionError):  # the peer has left
+        except (BlockingIOError, ConnectionError):  # the peer has disconnected
             return
-        except OSError:  # no file descriptor is free; the listener stays ready, so look away for a while
+        except OSError:  # no free file descriptor; stop polling the listener, which stays ready
             self._poll.unregister(self._listener)
             self._is_listening = False
             return
@@ -227,7 +227,7 @@ class _Loop:
         peer = _UnauthenticatedPeer(connection, time.monotonic() + SECONDS_TO_AUTHENTICATE)
         self._unauthenticated[connection.fileno()] = peer
         self._poll.register(connection, select.POLLIN)
-        with contextlib.suppress(OSError):  # it has left, which the next event shows
+        with contextlib.suppress(OSError):  # the peer has disconnected; the next event shows it
             connection.send(peer.nonce, NO_SIGNAL)
 
     def _authenticate(self, fd: int, peer: _UnauthenticatedPeer) -> None:
@@ -244,7 +244,7 @@ class _Loop:
         self._ranks[fd] = _Rank(Channel(peer.connection, Request))
 
     def _answer(self, rank: _Rank, request: Request) -> None:
-        """Reply to a request, or let it wait."""
+        """Reply to a request, or keep it until it can be answered."""
         match request.operation:
             case Set(key=key, value=value):
                 self._set(key, value)

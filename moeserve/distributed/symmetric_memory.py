@@ -1,10 +1,10 @@
-"""All-reduce of small tensors on the GPUs of one host in one kernel: each GPU reads the others' memory and adds.
+"""All-reduce of small tensors on the GPUs of one host in one kernel: each GPU reads and adds the others' memory.
 
-A decode step reduces a few rows in every layer, and most of that time is waiting: NCCL passes data from rank to rank or
-through a tree, whereas here each GPU reads each other GPU once. It needs memory that all GPUs map, which torch calls
-symmetric (torch.distributed._symmetric_memory, not public yet). So all ranks try whether it works and adds correctly,
-and agree to use NCCL where it does not. That includes Ray, which shows each rank its own GPU as number 0: torch refuses
-ranks whose GPUs have the same number.
+A decode step reduces a few rows in every layer, and most of that time is latency: NCCL passes data from rank to rank or
+through a tree, whereas here each GPU reads every other GPU once. This needs memory that all GPUs map, which torch calls
+symmetric (torch.distributed._symmetric_memory, not public yet). All ranks therefore test whether it works and adds
+correctly, and agree to use NCCL if it does not. It does not work with Ray, where each rank sees its own GPU as number
+0: torch refuses ranks whose GPUs have the same number.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from moeserve.distributed.handshake import agree
 from moeserve.distributed.torch_group import as_torch_group
 from moeserve.distributed.transport import TransportError, TransportUnavailable
 
-MAX_BYTES = 2**18  # the largest tensor; larger ones take the time of their bytes
+MAX_BYTES = 2**18  # larger tensors are limited by bandwidth, not latency
 ALIGNMENT = 16  # bytes that the kernel reads at once
-MAX_RANKS = 8  # each of which reads the memory of all others
+MAX_RANKS = 8  # each rank reads the memory of all others
 DTYPES = (torch.float32, torch.bfloat16)
 
-# Memory of closed groups, never freed: to free it torch waits for the device, where a kernel may wait for a dead rank.
+# Memory of closed groups is never freed: freeing waits for the device, where a kernel may wait for a dead rank.
 _leaked: list[Tensor] = []
 
 
@@ -46,26 +46,26 @@ def connect(
     All memory is allocated here, so that graphs can be captured afterwards.
 
     Args:
-        store: used by this group alone.
+        store: used only by this group.
 
     Raises:
-        TransportUnavailable: on all ranks, if one of them cannot use it.
-        TransportError: a rank does not come in time.
+        TransportUnavailable: on all ranks, if one of them cannot use symmetric memory.
+        TransportError: a rank does not connect in time.
     """
     stage = 0
 
     def agreed(do: Callable[[], object]) -> None:
-        """Run `do`, and raise TransportUnavailable on all ranks if it fails on one."""
+        """Run `do`. Raise TransportUnavailable on all ranks if it fails on any."""
         nonlocal stage
         stage += 1
         refusal = ""
         try:
             do()
-        except Exception as error:  # not public in torch: any name may be missing or have changed
+        except Exception as error:  # a private API of torch: any name may be missing
             refusal = " ".join(str(error).split()) or type(error).__name__
         try:
             agree(PrefixStore(f"stage{stage}", store), rank_in_group, num_ranks, refusal, timeout_s)
-        except RuntimeError as error:  # the store raises it
+        except RuntimeError as error:  # raised by the store
             raise TransportError(f"not all ranks connected within {timeout_s:g} s") from error
 
     def check_requirements() -> None:
@@ -99,9 +99,9 @@ def connect(
 
 
 def _check(one_shot: OneShotAllReduce, rank_in_group: int, num_ranks: int, device: torch.device) -> None:
-    """Raise TransportUnavailable if a sum is wrong. The second sum must not read values of the first one."""
+    """Raise TransportUnavailable if a sum is wrong. Two trials: the second must not read values of the first."""
     sums, expected = [], []
-    for trial in range(2):  # both trials even if the first one fails, because the other ranks wait in the second
+    for trial in range(2):  # run both even if the first fails, because other ranks join both
         x = torch.arange(256, dtype=torch.float32, device=device)
         sums.append(one_shot.all_reduce(x * (trial + rank_in_group + 1)))
         expected.append(x.cpu() * sum(trial + rank + 1 for rank in range(num_ranks)))
@@ -110,10 +110,10 @@ def _check(one_shot: OneShotAllReduce, rank_in_group: int, num_ranks: int, devic
 
 
 class OneShotAllReduce:
-    """All-reduce over the ranks of a group. One at a time: on one stream, or on streams that wait for each other.
+    """All-reduce over the ranks of a group. Calls must not overlap: use one stream, or streams that synchronise.
 
-    Terms are added in rank order and in the tensors' dtype: bfloat16 is rounded after each addition. All ranks get the
-    same bytes. A missing rank keeps the GPUs of the others waiting without end: no timeout applies on the device.
+    Terms are added in rank order and in the tensors' dtype; bfloat16 is rounded after each addition. All ranks get the
+    same bytes. If a rank is missing, the GPUs of the others wait for ever: no timeout applies on the device.
     """
 
     def __init__(self, library: TorchSymmetricMemory, name: str, memory: Tensor) -> None:
@@ -126,7 +126,7 @@ class OneShotAllReduce:
         self._memory = memory
 
     def supports(self, x: Tensor) -> bool:
-        """True if it can add x. All ranks get the same answer, which follows from dtype and size."""
+        """True if x can be added. The answer depends only on dtype and size, so it is the same on all ranks."""
         return x.dtype in DTYPES and 0 < x.nbytes <= MAX_BYTES and x.nbytes % ALIGNMENT == 0
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -146,22 +146,22 @@ class OneShotAllReduce:
 
 
 class TorchSymmetricMemory:
-    """torch's symmetric memory, in the parts that versions 2.9 to 2.13 have in common.
+    """The parts of torch's symmetric memory that versions 2.9 to 2.13 have in common.
 
-    Its operations find a group by its name in a table of the process, so an open group is registered there. It touches
-    no other global state of torch.distributed.
+    Its operations look up a group by name in a table of the process, so an open group is registered there. No other
+    global state of torch.distributed is changed.
     """
 
     def __init__(self, process_group: Any) -> None:
         """
         Args:
-            process_group: the same ranks' group from `nccl.make_process_group`; torch reads names from it only.
+            process_group: the group of the same ranks from `nccl.make_process_group`; only its names are read.
         """
         self._backend = process_group
         self._group: Any = None
 
     def missing(self, device: torch.device) -> str:
-        """Describe what this rank lacks to use symmetric memory; "" if nothing, as far as one rank can find out."""
+        """Return the requirement that this rank lacks for symmetric memory; "" if it finds none."""
         if not hasattr(_c10d(), "_SymmetricMemory") or not hasattr(torch.ops.symm_mem, "one_shot_all_reduce_copy"):
             return f"torch {torch.__version__} has no symmetric memory"
         if torch.cuda.get_device_capability(device) < (8, 0):
@@ -169,7 +169,7 @@ class TorchSymmetricMemory:
         return "" if _has_nvlink(device) else f"{device} has no NVLink"
 
     def open(self, name: str, store: Store, rank: int, num_ranks: int) -> None:
-        """Register the group under a name that no other group of this process has had."""
+        """Register the group under a name that no other group of this process has ever had."""
         c10d = _c10d()
         group = as_torch_group(store, rank, num_ranks, self._backend)
         group._set_group_name(name)
@@ -178,7 +178,7 @@ class TorchSymmetricMemory:
         c10d._SymmetricMemory.set_group_info(name, rank, num_ranks, store)
 
     def allocate(self, name: str, num_bytes: int, device: torch.device) -> Tensor:
-        """Return bytes that the other ranks can map."""
+        """Return memory that the other ranks can map."""
         memory: Tensor = _c10d()._SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device, name)
         return memory
 
@@ -202,7 +202,7 @@ class TorchSymmetricMemory:
 
 
 def _has_nvlink(device: torch.device) -> bool:
-    """True if this GPU has an NVLink to all others that this process sees, or to a switch that reaches all."""
+    """True if NVLink connects this GPU to all others that this process sees, or to a switch that reaches all."""
     cuda = importlib.import_module("torch._C._autograd").DeviceType.CUDA
     if _c10d()._SymmetricMemory.has_multicast_support(cuda, device.index):
         return True
@@ -212,5 +212,5 @@ def _has_nvlink(device: torch.device) -> bool:
 
 
 def _c10d() -> Any:
-    """Return the C++ part of torch.distributed. Most of its names used here are not public, nor in all versions."""
+    """Return the C++ part of torch.distributed. Most names used here are private and missing in some versions."""
     return importlib.import_module("torch._C._distributed_c10d")

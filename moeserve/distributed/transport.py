@@ -1,7 +1,7 @@
-"""The transport interface: collectives on the tensors of one group, and their parts that all transports share.
+"""The transport interface: collectives on the tensors of one group, and the parts that transports share.
 
-A group's transport is chosen when it is connected. Tensors on the CPU use shared memory (`shared_memory.py`) where all
-ranks are on one host, else gloo (`gloo.py`), with the same bytes as results. Tensors on GPUs use NCCL (`nccl.py`).
+The transport of a group is chosen when the group is connected. CPU tensors use shared memory (`shared_memory.py`) if
+all ranks are on one host, else gloo (`gloo.py`), with bytewise equal results. GPU tensors use NCCL (`nccl.py`).
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ ACCUMULATED_IN_FLOAT32 = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class TransportError(Exception):
-    """A collective failed. The message gives the cause; the group coordinator adds which collective it was."""
+    """A collective failed. The message gives the cause; the group coordinator adds the name of the collective."""
 
 
 class TransportUnavailable(Exception):
-    """A rank of the group cannot use a transport, so none of them does. Raised on all ranks."""
+    """A rank of the group cannot use a transport, so no rank does. Raised on all ranks."""
 
 
-# The result of a collective under way, and the function that waits until it is complete (TransportError if it fails).
+# The result of a collective in progress, and a function that waits until it is complete (TransportError if it fails).
 Pending: TypeAlias = tuple[Tensor, Callable[[], object]]
 
 
 class Transport(Protocol):
     """One rank's collectives with the other ranks (at least one) of a group.
 
-    Collectives have the contracts of `GroupCoordinator`. Sizes are rows of each rank, and consistent with x. Calls come
-    from one thread at a time. Properties and methods with a default are overridden by the transports that differ.
+    The collectives have the contracts of `GroupCoordinator`. Sizes are the rows of each rank, and match x. Calls come
+    from one thread at a time. Transports override the properties and methods with a default where they differ.
     """
 
     def begin_all_gather(self, x: Tensor, sizes: Sequence[int]) -> Pending: ...
@@ -42,27 +42,27 @@ class Transport(Protocol):
     def reduce_scatter(self, x: Tensor, sizes: Sequence[int], dtype: torch.dtype | None = None) -> Tensor: ...
 
     def share_memory(self, num_bytes: int) -> Tensor:
-        """See `GroupCoordinator.share_memory`. Raises TransportError if a rank does not come in time."""
+        """See `GroupCoordinator.share_memory`. Raises TransportError if a rank does not answer in time."""
         raise TransportUnavailable(f"{type(self).__name__} shares no memory")
 
     def close(self) -> None:
-        """Drop the connections, so that ranks waiting for this one fail at once. May be called twice."""
+        """Close the connections, so that ranks waiting for this one fail at once. May be called twice."""
         ...
 
     def begin_step(self) -> None:
-        """Restart the numbering of operations that `seconds_waited` uses. All ranks call it at the same point."""
+        """Restart the operation indices of `seconds_waited`. All ranks call it at the same point of the program."""
         return
 
     def seconds_waited(self) -> list[float]:
-        """Return the seconds spent waiting for other ranks by index of the operation in its step, all steps together.
+        """Return the seconds spent waiting for other ranks, by index of the operation within its step, over all steps.
 
-        Equally long on all ranks. Empty if this transport does not measure.
+        The list has the same length on all ranks. It is empty if this transport does not measure.
         """
         return []
 
     @property
     def progresses_in_background(self) -> bool:
-        """True if a collective under way proceeds while its rank computes, and lets later collectives pass."""
+        """True if a collective in progress advances while its rank computes, without blocking later collectives."""
         return True
 
     @property
@@ -76,18 +76,18 @@ class Transport(Protocol):
         return False
 
     def on_replay_failure(self, fail: Callable[[str], NoReturn]) -> None:
-        """While capturing: call `fail` with the cause when the collective just waited for fails during a replay."""
+        """While capturing: make replays call `fail` with the cause if the collective just waited for fails."""
         raise AssertionError(f"CPU graphs cannot capture the collectives of {type(self).__name__}")
 
     def raise_failure(self) -> None:
-        """Raise TransportError if a collective on a device failed after it had returned: its result is invalid."""
+        """Raise TransportError if a collective on a device failed after its call returned: the result is invalid."""
         return
 
 
 def reduce_scatter_by_all_to_all(
     transport: Transport, x: Tensor, sizes: Sequence[int], rank_in_group: int, dtype: torch.dtype | None
 ) -> Tensor:
-    """Return this rank's rows of the sum: receive them from all ranks, and add them in the tree."""
+    """Return this rank's rows of the sum: receive them from all ranks, and add them with `sum_in_tree`."""
     num_own = sizes[rank_in_group]
     parts, wait = transport.begin_all_to_all(x, sizes, [num_own] * len(sizes))
     wait()
@@ -95,12 +95,12 @@ def reduce_scatter_by_all_to_all(
 
 
 def sum_in_tree(parts: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the sum over the first dimension: ((0 + 1) + (2 + 3)) + ..., where the last parts may lack a neighbour.
+    """Return the sum over the first dimension: ((0 + 1) + (2 + 3)) + ..., where the last part may lack a neighbour.
 
-    So twice as many parts have a sum of the same bytes, if neighbours among them add up to these parts.
+    Splitting each part into two neighbours that add up to it therefore does not change the bytes of the sum.
 
     Args:
-        dtype: to which the sum is rounded; None: that of the parts.
+        dtype: dtype to which the sum is rounded; None: that of the parts.
     """
     sums = list(parts.float() if parts.dtype in ACCUMULATED_IN_FLOAT32 else parts)
     while len(sums) > 1:

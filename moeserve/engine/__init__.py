@@ -1,1 +1,1 @@
-"""Engines: they turn requests into steps, and steps into tokens, on one rank or many."""
+"""Engines, which schedule requests into steps and return the tokens, on one rank or many."""

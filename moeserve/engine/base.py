@@ -1,4 +1,4 @@
-"""The interface of engines, and what every engine does with its config."""
+"""The interface of engines, and functions that all engines share."""
 
 from __future__ import annotations
 
@@ -29,78 +29,78 @@ SALT_BYTES = 32
 
 
 class Engine(Protocol):
-    """Requests are added, and each `step` returns updates of some of them.
+    """Accepts requests; each `step` returns updates of some of them.
 
-    One thread at a time may use it, except for `wake`.
+    Only one thread at a time may use an engine, except for `wake`.
     """
 
     @property
     def config(self) -> EngineConfig:
-        """The config, with the max_model_len that the KV cache allows, and the number of replicas that serve."""
+        """The config, with the max_model_len that the KV cache allows and the current number of replicas."""
         ...
 
     @property
     def replica_stats(self) -> list[ReplicaStats]:
-        """The load of each replica, as it reported last."""
+        """The load of each replica, as last reported."""
         ...
 
     @property
     def num_blocks(self) -> int:
-        """KV cache blocks of each rank."""
+        """The number of KV cache blocks of each rank."""
         ...
 
     @property
     def refusal(self) -> str:
-        """Why no requests are accepted; empty while they are, or while the next one would restart a failed engine."""
+        """The reason why requests are refused. Empty while they are accepted, even if one restarts a failed engine."""
         ...
 
     @property
     def has_failed(self) -> bool:
-        """True from a failure on, until a restart has ended it."""
+        """True from a failure until a restart has succeeded."""
         ...
 
     @property
     def has_work(self) -> bool:
-        """True if a request has not ended, or its end was not returned yet, or a step is in flight for it.
+        """True if a request has not ended, its end has not been returned yet, or a step is in flight for it.
 
-        Also while the number of replicas changes.
+        Also true while the number of replicas changes.
         """
         ...
 
     def add(self, request: Request, samples: Sequence[Sample] = ()) -> None:
-        """Queue a request, and further samples of it. Their ids must be unique among those that have not ended.
+        """Queue a request, and further samples of it. Their ids must differ from those of all unfinished requests.
 
         Raises:
-            RequestError: it can never run. Nothing has changed.
+            RequestError: the request can never run. Nothing has changed.
             EngineError: the engine was shut down, or has failed for good.
         """
         ...
 
     def abort(self, request_id: str) -> None:
-        """End a request if it is still running. A later step returns its end."""
+        """End a request if it is still running. A later `step` returns its end."""
         ...
 
     def step(self) -> list[RequestUpdate]:
-        """Return new tokens and ends of requests. Wait for the first ones, or for `wake`, if any is in flight.
+        """Return new tokens and ends of requests. If any request is in flight, wait for the first update or for `wake`.
 
-        A request that fails ends with an update that carries an error. A deferred Ctrl-C is raised while waiting, and
-        changes nothing.
+        A failed request ends with an update that carries an error. A deferred Ctrl-C is raised during the wait, and
+        does not change the state.
 
         Raises:
-            EngineError: the engine was shut down or has failed for good, and all ends were returned.
+            EngineError: the engine was shut down or has failed for good, and the ends of all requests were returned.
         """
         ...
 
     def wake(self) -> None:
-        """Make a `step` that waits, or else the next one that would, return. Any thread may call this."""
+        """Make a waiting `step`, or else the next one that would wait, return. Any thread may call this."""
         ...
 
     def cancel_restart(self) -> None:
-        """Let a restart after a failure fail soon: the engine is to end. Any thread may call this."""
+        """Make a restart after a failure fail soon, because the engine is to shut down. Any thread may call this."""
         ...
 
     def collect_load(self) -> None:
-        """Start to collect all ranks' expert loads since the last collection. `take_loads` returns them.
+        """Request all ranks' expert loads since the last collection. `take_loads` returns them.
 
         Raises:
             EngineError: the engine was shut down, or has failed.
@@ -111,33 +111,33 @@ class Engine(Protocol):
         """Return the windows of expert loads that no earlier call returned.
 
         Args:
-            wait: wait for the window that `collect_load` requested.
+            wait: wait for the window that `collect_load` has requested.
 
         Raises:
-            EngineError: the engine fails meanwhile.
+            EngineError: the engine has failed while waiting.
         """
         ...
 
     def scale(self, data_parallel_size: int) -> Future[None]:
-        """Start to change the number of replicas. The change goes on while `step` is called; requests continue.
+        """Start to change the number of replicas. Calls of `step` advance the change; requests continue meanwhile.
 
         Returns:
-            A future that is done when the change is over. Its exception is a ScaleError: the number was not changed.
+            A future that is done when the change is over. Its exception is a ScaleError if the number was not changed.
 
         Raises:
-            SettingsError: this engine, model or machine cannot have that many.
-            ScalingInProgressError: the last change is not over.
+            SettingsError: this engine, model or machine does not support that number.
+            ScalingInProgressError: an earlier change is not over.
             EngineError: the engine was shut down, or has failed.
         """
         ...
 
     def shutdown(self) -> None:
-        """End all requests and all processes. May be called twice."""
+        """End all requests and exit all processes. May be called twice."""
         ...
 
 
 class Ownership:
-    """Refuses an engine in a fork of the process that made it: its processes and threads are not there."""
+    """Refuses the use of an engine in a fork of the process that made it, where its threads do not exist."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
@@ -177,17 +177,17 @@ def stats_at_start(num_blocks: int) -> ReplicaStats:
 def new_scheduler(config: EngineConfig, loaded: Sequence[Loaded]) -> Scheduler:
     """Return a scheduler without requests.
 
-    The prefix cache has a random salt of its own, or that of the folder where its blocks are kept.
+    The prefix cache has a new random salt, or the salt of the folder that its blocks are stored in.
 
     Args:
-        loaded: by each rank of the replica, in order.
+        loaded: the reports of the replica's ranks, in order.
 
     Raises:
         SettingsError: the folder cannot be used.
     """
     connector: KVConnector | None = None
     salt = secrets.token_bytes(SALT_BYTES)
-    store = loaded[sampling_rank(config)].store  # the ranks' folders have the same blocks, each its own part of them
+    store = loaded[sampling_rank(config)].store  # the folder of each rank has its own part of the same blocks
     if store.folder is not None:
         assert config.kv_folder is not None, "a rank has opened a folder"
         folder = Path(store.folder)
@@ -217,7 +217,7 @@ def new_scheduler(config: EngineConfig, loaded: Sequence[Loaded]) -> Scheduler:
 
 
 def fit_to_cache(config: EngineConfig, num_blocks: int) -> EngineConfig:
-    """Return the config with max_model_len lowered to what the KV cache holds, if the user did not set it."""
+    """Return the config with max_model_len lowered to the capacity of the KV cache, unless the user has set it."""
     capacity = num_blocks * config.block_size
     if config.max_model_len <= capacity:
         return config
@@ -229,7 +229,7 @@ def log_lowered_length(before: EngineConfig, after: EngineConfig) -> None:
     """Log a warning if `fit_to_cache` has lowered max_model_len."""
     if before.max_model_len != after.max_model_len:
         logger.warning(
-            "max_model_len lowered from %d to %d, what the KV cache holds; raise kv_cache_memory for more",
+            "max_model_len lowered from %d to %d, the capacity of the KV cache; raise kv_cache_memory for more",
             before.max_model_len,
             after.max_model_len,
         )

@@ -1,4 +1,4 @@
-"""The engine of one rank, in the process that uses it."""
+"""The engine of a single rank, which runs in the process that uses it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from moeserve.telemetry.expert_load import LoadWindow
 
 
 class EngineCore:
-    """See `Engine`. The replica's loop runs inside `step`; the rank computes in a thread meanwhile."""
+    """See `Engine`. The replica's loop runs inside `step`, while the rank computes in a thread."""
 
     def __init__(self, config: EngineConfig, *, show_progress: bool) -> None:
         self.executor = UniprocExecutor(config, show_progress=show_progress)
@@ -43,17 +43,17 @@ class EngineCore:
         self._ownership = Ownership()
         self._wake_up = WakeUp()
         self._inbox: list[ReplicaMessage] = []
-        self._in_flight: dict[str, None] = {}  # requests whose end was not delivered
-        self._undelivered: list[RequestUpdate] = []  # not returned by `step` yet
-        self._loads: list[LoadWindow] = []  # not returned by `take_loads` yet
+        self._in_flight: dict[str, None] = {}  # requests whose end has not been delivered
+        self._undelivered: list[RequestUpdate] = []  # not yet returned by `step`
+        self._loads: list[LoadWindow] = []  # not yet returned by `take_loads`
         self._awaits_load = False
         self.replica_stats = [stats_at_start(self.num_blocks)]
-        self.refusal = ""  # why no requests are accepted
+        self.refusal = ""  # the reason why requests are refused
         self._driver = Driver(self._replica, self.executor, self._receive, self.config.step_timeout)
 
     @property
     def num_free_blocks(self) -> list[int]:
-        """KV cache blocks that are free, as in `Replicas`."""
+        """The number of free KV cache blocks, as in `Replicas`."""
         self._end_transfers()
         return [stats.num_free_blocks for stats in self.replica_stats]
 
@@ -63,7 +63,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        has_rounds = self._driver.has_rounds and not self.refusal  # those of an engine that has failed never end
+        has_rounds = self._driver.has_rounds and not self.refusal  # rounds of a failed engine never end
         return bool(self._in_flight or self._undelivered or has_rounds)
 
     def add(self, request: Request, samples: Sequence[Sample] = ()) -> None:
@@ -92,7 +92,7 @@ class EngineCore:
         self._wake_up.wake()
 
     def cancel_restart(self) -> None:
-        """Do nothing: an engine of one rank in this process is not restarted."""
+        """Do nothing: this engine is never restarted."""
 
     def collect_load(self) -> None:
         self._require_open()
@@ -103,10 +103,10 @@ class EngineCore:
         was_woken = False
         while wait and self._awaits_load:
             self._require_open()
-            was_woken |= self._wake_up.take()  # which would end every wait
+            was_woken |= self._wake_up.take()  # else every wait would return at once
             self._advance()
         if was_woken:
-            self._wake_up.wake()  # the next step that waits
+            self._wake_up.wake()  # restore the wake-up for the next step that waits
         loads, self._loads = self._loads, []
         return loads
 
@@ -117,22 +117,22 @@ class EngineCore:
         )
 
     def shutdown(self) -> None:
-        if self.refusal or not self._ownership.is_owner:  # a fork of the owner has no thread that computes
+        if self.refusal or not self._ownership.is_owner:  # a fork of the owner does not have the thread
             return
         self._inbox.append(Shutdown())
         while self._driver.wait is not None and not self.refusal:
-            self._wake_up.take()  # which would end every wait
+            self._wake_up.take()  # else every wait would return at once
             self._advance()
         self.refusal = self.refusal or "the engine was shut down; make a new one"
         self.executor.shutdown()
 
     def _end_transfers(self) -> None:
-        """Take the ends of transfers of an idle engine: blocks that were kept for another engine may be free by now."""
+        """Handle the transfers of an idle engine that have ended, which may free blocks kept for another engine."""
         if not self.has_work and not self.refusal and (ended := self._driver.ended()):
             self._driver.handle([], ended, self._receive)
 
     def _advance(self) -> None:
-        """Wait for something to happen, and let the replica handle it. A failure ends all requests."""
+        """Wait for an event, and let the replica handle it. A failure ends all requests."""
         assert self._driver.wait is not None
         try:
             ended = self._driver.ended()

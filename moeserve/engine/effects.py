@@ -1,4 +1,4 @@
-"""Drives the loop of a `Replica` with an executor. Engines differ in where they wait and in who gets updates."""
+"""Runs the loop of a `Replica` with an executor. Engines differ in where they wait and in who receives updates."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class StepTimeoutError(DistributedError):
 
 @dataclass(frozen=True)
 class Ended:
-    """Rounds, in their order, and transfers that have ended."""
+    """Outcomes of rounds in order, and of transfers, that have ended."""
 
     outcomes: list[Outcome]
     transfers: list[TransferOutcome]
@@ -31,22 +31,23 @@ class Ended:
 
 
 class Driver:
-    """Performs the effects of a replica's loop, and limits the time of its steps."""
+    """Performs the effects of a replica's loop, and enforces the timeout of its steps."""
 
     def __init__(
         self, replica: Replica, executor: Executor, deliver: Callable[[Deliver], None], step_timeout_s: float
     ) -> None:
-        """Perform the effects until the loop waits for the first time.
+        """Run the loop, and perform its effects, until it waits for the first time.
 
         Args:
-            deliver: takes what the loop delivers now. It is not kept: an engine that owns this may be deleted.
+            deliver: receives what the loop delivers during this call. It is not stored, because that would keep the
+                engine which owns this object alive.
         """
         self._executor = executor
         self._step_timeout_s = step_timeout_s
         self._loop = replica.run()
-        self._futures: deque[Future[Outcome]] = deque()  # of the rounds in flight
+        self._futures: deque[Future[Outcome]] = deque()  # outcomes of the rounds in flight
         self._transfers: list[Future[TransferOutcome]] = []  # in flight
-        self._last_outcome_s = time.monotonic()  # or the first round in flight, if that was later
+        self._last_outcome_s = time.monotonic()  # time of the last outcome, or of the first round in flight if later
         self.wait = self._perform(None, deliver)  # None: the loop has ended
 
     @property
@@ -55,17 +56,17 @@ class Driver:
         return bool(self._futures)
 
     def ended(self) -> Ended:
-        """Return what has ended since the last call. Raises the error of a failed round."""
+        """Return the rounds and transfers that have ended since the last call. Raises the error of a failed round."""
         self._executor.progress()
         transfers = [future.result() for future in self._transfers if future.done()]
         self._transfers = [future for future in self._transfers if not future.done()]
         return Ended(completed(self._futures), transfers)
 
     def handle(self, messages: list[ReplicaMessage], ended: Ended, deliver: Callable[[Deliver], None]) -> None:
-        """Hand events to the replica's loop, and do what it asks for until it waits again.
+        """Pass events to the replica's loop, and perform its effects until it waits again.
 
         Raises:
-            StepTimeoutError: rounds are in flight, and none has ended for too long.
+            StepTimeoutError: rounds are in flight, and none has ended within the timeout.
         """
         if ended.outcomes or not self._futures:
             self._last_outcome_s = time.monotonic()
@@ -95,9 +96,9 @@ class Driver:
 
 
 def completed(futures: deque[Future[Outcome]]) -> list[Outcome]:
-    """Remove and return the outcomes of the oldest rounds that have ended.
+    """Remove the oldest rounds that have ended, and return their outcomes.
 
-    Raises the error of a round that has failed, once the outcomes before it were returned.
+    Raises the error of a failed round once the outcomes of all earlier rounds have been returned.
     """
     outcomes: list[Outcome] = []
     while futures and futures[0].done() and not (outcomes and futures[0].exception()):

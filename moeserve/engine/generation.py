@@ -1,4 +1,4 @@
-"""`Generation`: the processes of all replicas from their start to their end, and what the engine knows of them."""
+"""`Generation`: the processes of all replicas from start to exit, and the engine's state that concerns them."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from moeserve.processes.worker_group import WorkerGroup
 from moeserve.protocol import ReplicaStats, Shutdown
 from moeserve.scheduling.dp_router import DPRouter
 
-# Time for the replicas to finish their step and agree to end. Seconds.
+# Seconds for the replicas to finish their step and agree to shut down.
 SECONDS_TO_END = 5.0
-# Interval in which a start looks whether the engine is to end. Seconds.
+# Interval, in seconds, between checks during start-up whether the engine is to shut down.
 SECONDS_BETWEEN_LOOKS = 0.2
-# Time for ranks that have loaded the model to name those that have not. Seconds.
+# Seconds for ranks that have loaded the model to name those that have not.
 SECONDS_TO_NAME_A_RANK = 10.0
 
 
 class Generation:
     """A worker group that loads the model and then serves, with the router of its replicas.
 
-    An engine that changes the number of its replicas has two for a while: one serves, the other loads. The processes
-    are ended when the object is no longer used.
+    An engine that changes the number of its replicas briefly has two: one serves while the other loads. The processes
+    are terminated when this object is deleted.
     """
 
     def __init__(self, config: EngineConfig, group: WorkerGroup) -> None:
@@ -39,21 +39,21 @@ class Generation:
             group: processes that were started with this config.
         """
         self.config, self.group = config, group
-        self.end = weakref.finalize(self, group.end)  # at once
+        self.end = weakref.finalize(self, group.end)  # terminates the processes at once
         self.index_of: dict[WatchedProcess[EngineMessage], int] = {
             engine: index for index, engine in enumerate(group.engines)
         }
-        self.num_blocks = 0  # of the KV cache of each rank; this and the next two are known once all have loaded
+        self.num_blocks = 0  # KV cache blocks of each rank; set once all have loaded, like the next two
         self.replica_stats: list[ReplicaStats] = []
         self.router: DPRouter
         self._loading = {engine.name: None for engine in group.engines}
         self._deadline = time.monotonic() + config.load_timeout + SECONDS_TO_NAME_A_RANK
 
     def take_ready(self) -> bool:
-        """Take the messages of processes that load the model. Return True once all replicas have, and none has failed.
+        """Handle messages of loading processes. Return True if all replicas have loaded the model and none has failed.
 
         Raises:
-            EngineError: it takes too long.
+            EngineError: loading takes too long.
         """
         for engine in self.group.engines if self._loading else ():
             for message in engine.receive():
@@ -67,7 +67,7 @@ class Generation:
                     "load_timeout if it needs more"
                 )
             return False
-        if self.group.has_failed:  # one that was ready before others
+        if self.group.has_failed:  # a replica that was ready before the others
             return False
         num_replicas = len(self.group.engines)
         self.replica_stats = [stats_at_start(self.num_blocks)] * num_replicas
@@ -81,11 +81,11 @@ class Generation:
         return True
 
     def wait_until_ready(self, is_cancelled: Callable[[], bool]) -> None:
-        """Return when all replicas have loaded the model.
+        """Wait until all replicas have loaded the model.
 
         Raises:
-            CheckpointError, SettingsError: found by a rank.
-            EngineError: a process failed, it takes too long, or it was cancelled.
+            CheckpointError, SettingsError: raised by a rank.
+            EngineError: a process failed, loading takes too long, or the wait was cancelled.
         """
         while not self.take_ready():
             if self.group.has_failed:
@@ -95,11 +95,11 @@ class Generation:
             wait_for_messages(self.group.members, SECONDS_BETWEEN_LOOKS)
 
     def loading_failure(self) -> MoeserveError:
-        """Return the error of a process that has failed while it loaded. Waits a moment for the first cause."""
+        """Return the error of a process that failed while loading. Waits briefly to find the root cause."""
         return as_error(root_cause(self.group.collect_failures()), "while the model was loaded")
 
     def shut_down(self) -> None:
-        """Let the replicas agree to end, and return when all processes have ended."""
+        """Make the replicas agree to shut down, and wait until all processes have exited."""
         self.end.detach()
         for engine in self.group.engines:
             engine.channel.send(Shutdown())
@@ -107,12 +107,13 @@ class Generation:
 
 
 def with_limits_of(running: EngineConfig, num_blocks: int, config: EngineConfig) -> EngineConfig:
-    """Return the config of another number of replicas, with the longest requests that a running engine accepts.
+    """Return the config of another number of replicas, with the maximum request length of the running engine.
 
-    On CPUs, a KV cache that was measured is measured again. The share of the old one is then the least, if it fits.
+    On CPUs, an unset KV cache size is measured again. It must hold at least this replica's share of the running
+    engine's blocks, and a request of maximum length.
 
     Args:
-        num_blocks: of the running engine's KV cache on each rank.
+        num_blocks: blocks of the running engine's KV cache on each rank.
     """
     num_cache_blocks = None
     if config.kv_cache_memory is None and config.device == "cpu":

@@ -1,7 +1,7 @@
 """`EngineHub`: one engine that several processes share.
 
-The hub's process owns the engine and restarts it. Each of the others tokenizes, detokenizes and serves its clients
-through a `RemoteEngine`; the hub passes its requests and their updates on as they are.
+The hub's process owns the engine and restarts it. Each other process tokenizes, detokenizes and serves its clients
+through a `RemoteEngine`; the hub forwards its requests and their updates unchanged.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from moeserve.telemetry.observer import LoadObserver
 
 logger = logging.getLogger(__name__)
 
-# Seconds between reports of the engine's state, and between looks at an idle engine.
+# Seconds between reports of the engine's state, and between checks of an idle engine.
 SECONDS_BETWEEN_CHECKS = 0.25
-# A process that ends unexpectedly is replaced, unless this many did so within a minute.
+# A process that exits unexpectedly is replaced, unless this many have done so within a minute.
 MAX_FAILURES_PER_MINUTE = 3
 
 
 class EngineHub:
-    """Passes requests of several processes to an engine, and its updates back."""
+    """Forwards requests of several processes to an engine, and returns its updates."""
 
     def __init__(
         self,
@@ -55,11 +55,11 @@ class EngineHub:
     ) -> None:
         """
         Args:
-            start_process: starts a process that shares the engine, as the one with this `SharedEngine.index`.
+            start_process: starts a process that shares the engine, given its `SharedEngine.index`.
         """
         self._engine, self._observer = engine, observer
         self._start_process = start_process
-        self._processes: dict[int, WatchedProcess[ToHub]] = {}  # those that run
+        self._processes: dict[int, WatchedProcess[ToHub]] = {}  # running processes by index
         self._num_started = 0
         self._in_flight: dict[str, None] = {}  # requests that have not ended
         self._for_engine: deque[AddRequest | AbortRequest | Scale] = deque()
@@ -68,20 +68,20 @@ class EngineHub:
         self._listener_wake_up = WakeUp()
         self._failure: BaseException | None = None
         self._failure_times: deque[float] = deque(maxlen=MAX_FAILURES_PER_MINUTE)
-        self._drain: Drain | None = None  # requested
+        self._drain: Drain | None = None  # set once shutdown is requested
         self._sent_drain: Drain | None = None
-        self._notes: dict[int, Note] = {}  # the last one of each process, also of those that have ended
-        self._state: EngineState | None = None  # as it was sent last
+        self._notes: dict[int, Note] = {}  # the last note of each process, also of processes that have exited
+        self._state: EngineState | None = None  # as last sent
         self._state_sent_s = 0.0
         for _ in range(num_processes):
             self._add_process()
 
     def drain(self, *, at_once: bool = False) -> None:
-        """Request all processes to end: after their requests, or at once. A signal handler may call this."""
+        """Request all processes to exit, either after their requests or at once. A signal handler may call this."""
         self._drain = Drain(at_once)
 
     def run(self) -> None:
-        """Run the engine until all processes have ended.
+        """Run the engine until all processes have exited.
 
         Raises:
             EngineError: too many of the processes failed.
@@ -94,12 +94,12 @@ class EngineHub:
         if self._failure is not None:
             raise self._failure
 
-    # In the thread that runs the engine
+    # The following methods run in the engine's thread.
 
     def _step(self) -> None:
         while self._for_engine:
             self._pass_on(self._for_engine.popleft())
-        with contextlib.suppress(EngineError):  # it has ended all requests; its refusal says why it takes no others
+        with contextlib.suppress(EngineError):  # it has ended all requests; `refusal` gives the reason
             self._send(self._engine.step())
         for window in self._engine.take_loads():
             self._observer.observe(window)
@@ -145,7 +145,7 @@ class EngineHub:
             self._send_to(index, Updates(concerned))
 
     def _send_to(self, index: int, message: FromHub) -> None:
-        """Send a message to a process, if it runs. Any thread may call this."""
+        """Send a message to a process if it is running. Any thread may call this."""
         process = self._processes.get(index)
         if process is not None:
             process.channel.send(message)
@@ -157,12 +157,12 @@ class EngineHub:
         for process in list(self._processes.values()):
             process.channel.send_frame(data)
 
-    # In the listener's thread
+    # The following methods run in the listener's thread.
 
     def _listen(self) -> None:
-        """Receive messages of the processes, report to them, and replace those that fail, until all have ended."""
+        """Receive messages of the processes, report to them, and replace failed ones, until all have exited."""
         try:
-            leaving: set[int] = set()  # those that have sent their last message
+            leaving: set[int] = set()  # processes that have sent their last message
             while self._processes:
                 index_of = {process: index for index, process in self._processes.items()}
                 poll = ProcessPoll(list(index_of), self._listener_wake_up.fd)
@@ -183,7 +183,7 @@ class EngineHub:
         self._wake()
 
     def _receive(self, process: WatchedProcess[ToHub]) -> bool:
-        """Take the messages of a process. Return True if it has sent its last one."""
+        """Handle the messages of a process. Return True if it has sent its last one."""
         messages = process.receive()
         has_left = False
         for message in messages:
@@ -199,7 +199,7 @@ class EngineHub:
         return has_left
 
     def _remove(self, index: int, *, has_left: bool) -> None:
-        """Forget a process that has ended, and replace it if it should not have."""
+        """Remove a process that has exited, and replace it if the exit was unexpected."""
         process = self._processes.pop(index)
         if not has_left:
             self._for_engine += [AbortRequest(name) for name in list(self._in_flight) if _owner(name) == index]
@@ -218,7 +218,7 @@ class EngineHub:
         return len(self._failure_times) == MAX_FAILURES_PER_MINUTE and time.monotonic() - self._failure_times[0] < 60
 
     def _add_process(self) -> None:
-        """Start a process, and tell it what the others know."""
+        """Start a process, and send it the current state and notes."""
         process = self._start_process(self._num_started)
         for note in self._notes.values():
             process.channel.send(note)
@@ -228,7 +228,7 @@ class EngineHub:
         self._num_started += 1
 
     def _report(self) -> None:
-        """Send the engine's state if it has changed, and the request to end."""
+        """Send the engine's state if it has changed, and the request to exit."""
         engine, last, now = self._engine, self._state, time.monotonic()
         is_urgent = last is None or (last.refusal, last.has_failed) != (engine.refusal, engine.has_failed)
         if is_urgent or now - self._state_sent_s >= SECONDS_BETWEEN_CHECKS:
@@ -251,5 +251,5 @@ class EngineHub:
 
 
 def _owner(request_id: str) -> int:
-    """Return the index of the process that a request is of: see `RemoteEngine`."""
+    """Return the index of the process that sent a request: see `RemoteEngine`."""
     return int(request_id.partition("/")[0])

@@ -14,7 +14,7 @@ from moeserve.processes.channel import frame
 from moeserve.processes.supervision import WatchedProcess
 from moeserve.protocol import AbortRequest, AddRequest, CollectLoad, Request, RequestUpdate, Sample, Wake
 
-# Restarts without a new token of a request, after which the next failure ends it: it may be the cause.
+# Restarts without a new token of a request, after which the next failure ends the request: it may be the cause.
 MAX_FRUITLESS_RESTARTS = 3
 WAKE = frame(Wake())
 
@@ -24,27 +24,27 @@ class InFlight:
     """A request that has not ended."""
 
     request: Request
-    engine: WatchedProcess[EngineMessage]  # of its replica
-    token_ids: list[int] = field(default_factory=list)  # received
-    is_aborted: bool = False  # its end is on its way
-    num_failures: int = 0  # of the engine since its last token
+    engine: WatchedProcess[EngineMessage]  # the engine process of its replica
+    token_ids: list[int] = field(default_factory=list)  # tokens received
+    is_aborted: bool = False  # abort sent, end not received yet
+    num_failures: int = 0  # failures of the engine since the last token
 
     def resumed(self) -> Request:
-        """Return the request that continues after the tokens that were received."""
+        """Return a request that continues after the tokens that were received."""
         return msgspec.structs.replace(self.request, output_token_ids=self.request.output_token_ids + self.token_ids)
 
 
 class RequestsInFlight:
-    """Sends requests to the replicas of a generation, and again to those of another one with the tokens they have.
+    """Sends requests to the replicas of a generation, and resends them with their tokens to those of the next one.
 
-    Replicas sleep while none has a request. No step begins without all of them, so all are woken when one gets work.
+    Replicas sleep while no replica has a request. A step needs all replicas, so all are woken when one gets a request.
     """
 
     def __init__(self) -> None:
-        self.generation: Generation  # that serves
+        self.generation: Generation  # the generation that serves
         self._known: dict[str, InFlight] = {}
-        self._must_wake = False  # replicas may be asleep, and one has work
-        self._has_sleepers = False  # a request was sent while others ran, without waking the other replicas
+        self._must_wake = False  # a replica has work while others may be asleep
+        self._has_sleepers = False  # requests were sent without a wake-up, because others were running
 
     def __len__(self) -> int:
         return len(self._known)
@@ -57,7 +57,7 @@ class RequestsInFlight:
         """Send a request and further samples of it, in one message to each replica that serves some of them.
 
         Raises:
-            RequestError: it cannot be encoded. Nothing has changed.
+            RequestError: the request cannot be encoded. Nothing has changed.
         """
         require_encodable(request)
         self._must_wake |= not self._known
@@ -71,7 +71,7 @@ class RequestsInFlight:
         for index, (first, *others) in by_replica.items():
             message = AddRequest(first, [Sample(each.request_id, each.seed) for each in others])
             engines[index].channel.send(message)
-        self._has_sleepers |= not self._must_wake  # replicas that run requests keep all others awake
+        self._has_sleepers |= not self._must_wake  # a replica that runs requests keeps all others awake
 
     def collect_load(self) -> None:
         """Request a window of expert loads."""
@@ -84,14 +84,14 @@ class RequestsInFlight:
             known.engine.channel.send(AbortRequest(request_id))
 
     def wake_sleepers(self) -> None:
-        """Wake all replicas if one may be asleep: no step begins without them."""
+        """Wake all replicas if one may be asleep, because a step needs all of them."""
         if self._must_wake:
             self._must_wake = self._has_sleepers = False
             for engine in self.generation.group.engines:
                 engine.channel.send_frame(WAKE)
 
     def live_updates(self, updates: Iterable[RequestUpdate]) -> Iterable[RequestUpdate]:
-        """Yield the updates of requests that have not ended, and forget requests that end."""
+        """Yield the updates of requests that have not ended, and remove requests that end."""
         for update in updates:
             known = self._known.get(update.request_id)
             if known is None:
@@ -103,11 +103,11 @@ class RequestsInFlight:
             self.generation.router.note_update(update.request_id, has_ended=has_ended)
             if has_ended:
                 del self._known[update.request_id]
-                self._must_wake |= self._has_sleepers  # the request that kept replicas awake may have been this one
+                self._must_wake |= self._has_sleepers  # this may have been the request that kept replicas awake
             yield update
 
     def continue_all(self) -> list[RequestUpdate]:
-        """Send all requests again with the tokens that were received. Return the ends of those that were aborted."""
+        """Resend all requests with the tokens that were received. Return the ends of requests that were aborted."""
         before, self._known = self._known, {}
         for name, known in before.items():
             if not known.is_aborted:
@@ -117,7 +117,7 @@ class RequestsInFlight:
         return [RequestUpdate(request_id=name, finish_reason="abort") for name in aborted]
 
     def end_after_failure(self, error: str, *, may_resume: bool) -> list[RequestUpdate]:
-        """Note a failure of the engine, and end the requests that it ends: all, or those that it has met too often."""
+        """Count a failure for each request. End all requests, or with `may_resume` those with too many failures."""
         for known in self._known.values():
             known.num_failures += 1
         return self._end(
@@ -130,10 +130,10 @@ class RequestsInFlight:
         )
 
     def end_all(self, *, error: str | None) -> list[RequestUpdate]:
-        """Forget all requests. Return their ends.
+        """Remove all requests. Return their ends.
 
         Args:
-            error: why; None: the engine was shut down.
+            error: the reason; None: the engine was shut down.
         """
         return self._end(list(self._known), error=error)
 

@@ -1,4 +1,4 @@
-"""The process of one replica. It schedules and computes nothing: the replica's ranks are processes of their own."""
+"""The process of one replica's engine. It only schedules: the replica's ranks are separate processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moeserve.protocol import ReplicaMessage, ReplicaStats, Shutdown, Wake
 from moeserve.scheduling.replica import Deliver, Replica
 from moeserve.worker.protocol import RankStart
 
-# The longest sleep of an idle replica between agreements with the others. Seconds.
+# The longest sleep of an idle replica between agreements with the other replicas, in seconds.
 HEARTBEAT_S = 1.0
 
 
@@ -36,7 +36,7 @@ def serve(channel: Channel[ReplicaMessage], start: RankStart, executor: Executor
     """Report that the model is loaded, and serve until all replicas have agreed to shut down.
 
     Args:
-        start: of the replica's first rank.
+        start: the start message of the replica's first rank.
 
     Raises:
         EngineError: a rank, another replica or the user's process has failed.
@@ -75,30 +75,30 @@ def drive(replica: Replica, user: User, executor: Executor, step_timeout_s: floa
 
 
 class User:
-    """The user's process, as the engine process sees it."""
+    """The connection of an engine process to the user's process."""
 
     def __init__(self, channel: Channel[ReplicaMessage], max_rounds: int) -> None:
         """
-        Args:
+        max_rounds: maximum rounds of a replica in flight.
             max_rounds: rounds of a replica in flight at once.
         """
         self._channel = channel
         self._max_rounds = max_rounds
-        self._num_sleeps_skipped = 0  # of the next ones
+        self._num_sleeps_skipped = 0  # number of coming sleeps to skip
         self._is_ending = False
-        self._last_load: tuple[int, int, int] | None = None  # as it was delivered last
+        self._last_load: tuple[int, int, int] | None = None  # as last delivered
         self._last_idle_steps = 0
         self._last_delivery_s = 0.0
 
     def register(self, poll: select.poll) -> None:
-        """Register what becomes ready when `receive` has something to do."""
+        """Register the file descriptor that becomes ready when `receive` has work to do."""
         poll.register(self._channel, select.POLLIN | (select.POLLOUT if self._channel.has_unsent else 0))
 
     def receive(self) -> list[ReplicaMessage]:
-        """Return the messages that have arrived, and send what could not be sent before.
+        """Return the messages that have arrived, and send pending data.
 
         Raises:
-            EngineError: the user's process has ended.
+            EngineError: the user's process has exited.
         """
         messages = self._channel.receive(0.0)
         if self._channel.is_closed:
@@ -109,11 +109,12 @@ class User:
         return messages
 
     def sleep_s(self, *, heartbeat: bool) -> float | None:
-        """Return how long an idle replica may sleep. None: until something happens.
+        """Return the maximum time that an idle replica may sleep. None: no limit.
 
-        A replica that is woken may find the one with the request inside rounds that were sent before the request came.
-        Those end idle, and the next one has the request. So after a wake-up a replica skips sleeping as often as there
-        may be rounds in flight. After `Shutdown` it does not sleep at all: the others are about to receive it too.
+        After a wake-up, a replica skips as many sleeps as there may be rounds in flight. The replica with the new
+        request may have sent rounds before the request arrived; these end idle, and only the round after them has the
+        request. After `Shutdown` the replica does not sleep at all, because the other replicas are about to receive it
+        too.
         """
         if not heartbeat:
             return None
@@ -125,8 +126,9 @@ class User:
     def deliver(self, delivery: Deliver) -> None:
         """Send a delivery unless it repeats the last one, so that unread messages of idle replicas do not pile up.
 
-        While requests run, one is sent now and then all the same: the user's process takes long silence for a failure,
-        and a long prompt has no updates for many steps. So it is while only other replicas have requests, for metrics.
+        While requests run, a delivery is sent at intervals in any case: a long prompt has no updates for many steps,
+        and the user's process would take the silence for a failure. The same applies while only other replicas have
+        requests, so that metrics stay current.
         """
         stats, now = delivery.stats, time.monotonic()
         load, num_idle_steps = _load_of(stats), stats.steps.num_idle_steps

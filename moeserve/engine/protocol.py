@@ -1,6 +1,6 @@
 """Messages of engine processes to the user's process, and between processes that share an engine.
 
-Others are in `protocol.ReplicaMessage`.
+`protocol.ReplicaMessage` has the messages to engine processes.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from moeserve.worker.protocol import RankStart
 class EngineStart(msgspec.Struct, frozen=True, kw_only=True):
     """The configuration of an engine process."""
 
-    first_rank: RankStart  # of the replica
+    first_rank: RankStart  # the replica's first rank
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """Sent by an engine process once, when the model is loaded."""
 
-    num_blocks: int  # of KV cache, the same on all ranks
+    num_blocks: int  # KV cache blocks, equal on all ranks
 
 
 class Delivery(msgspec.Struct, frozen=True, tag="delivery"):
-    """Sent by an engine process: updates of requests, how busy it is, and from the first replica expert loads."""
+    """Sent by an engine process: updates of requests, its load, and, from the first replica, expert loads."""
 
     updates: list[RequestUpdate]
     stats: ReplicaStats
     load: LoadWindow | None = None
-    answers: bool = False  # the load was requested
+    answers: bool = False  # `load` answers a CollectLoad
 
 
 EngineMessage: TypeAlias = Ready | Delivery
 
 
 class SharedEngine(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine as it is described to one of several processes that share it."""
+    """The description of an engine for one of several processes that share it."""
 
-    index: int  # of the process
+    index: int  # the process's index
     config: EngineConfig
-    num_blocks: int  # of KV cache of each rank
+    num_blocks: int  # KV cache blocks of each rank
 
 
 class Updates(msgspec.Struct, frozen=True, tag="updates"):
@@ -54,7 +54,7 @@ class Updates(msgspec.Struct, frozen=True, tag="updates"):
 
 
 class EngineState(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
-    """Sent to all processes that share an engine, when it has changed."""
+    """Sent to all processes that share an engine when the state has changed."""
 
     refusal: str  # as in `Engine`
     has_failed: bool
@@ -63,36 +63,36 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
 
 
 class Load(msgspec.Struct, frozen=True, tag="load"):
-    """Sent to all processes that share an engine."""
+    """Sent to all processes that share an engine: a window of expert loads."""
 
     window: LoadWindow
 
 
 class Note(msgspec.Struct, frozen=True, tag="note"):
-    """Sent by a process that shares an engine, for all others. It replaces the sender's last one."""
+    """Sent by a process that shares an engine, for all others. It replaces the sender's last note."""
 
     sender: int
     body: bytes
 
 
 class Scale(msgspec.Struct, frozen=True, tag="scale"):
-    """Sent by a process that shares an engine: change the number of replicas."""
+    """Sent by a process that shares an engine, to change the number of replicas."""
 
     sender: int
     data_parallel_size: int
 
 
 class Scaled(msgspec.Struct, frozen=True, tag="scaled"):
-    """The answer to `Scale`, when the change is over."""
+    """The answer to `Scale`, sent when the change is over."""
 
-    error: str = ""  # empty: as many replicas as requested serve
-    kind: str = ""  # name of the error's class
+    error: str = ""  # empty: the change has succeeded
+    kind: str = ""  # class name of the error
 
 
 class Drain(msgspec.Struct, frozen=True, tag="drain"):
-    """Sent to all processes that share an engine: end after the requests in flight."""
+    """Sent to all processes that share an engine: exit after the requests in flight."""
 
-    at_once: bool = False  # or now, with an error for them
+    at_once: bool = False  # exit now; the requests fail
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave"):

@@ -1,4 +1,4 @@
-"""The engine of one replica whose ranks are actors, and the engine over all of them."""
+"""The engine of one replica whose ranks are actors, and the engine of all replicas."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class EngineActor(ActorProcess):
         """Serve until all replicas have agreed to shut down.
 
         Args:
-            encoded: a `RankStart` for each rank of the replica.
+            ranks: the actors of these ranks.
             ranks: their actors.
         """
         channel = self._open_channel(ReplicaMessage)
@@ -40,7 +40,7 @@ class EngineActor(ActorProcess):
                 serve(channel, starts[0], executor)
                 executor.shutdown()
         finally:
-            self._exit()  # nobody waits for the result of this call
+            self._exit()  # no process waits for the result of this call
 
 
 def ray_replicas(

@@ -1,4 +1,4 @@
-"""`RemoteEngine`: an engine in another process, for one of several processes that share it. See `engine/hub.py`."""
+"""`RemoteEngine`: a client of the engine in the hub's process, which several processes share. See `engine/hub.py`."""
 
 from __future__ import annotations
 
@@ -29,36 +29,36 @@ from moeserve.processes.wake_up import WakeUp
 from moeserve.protocol import AbortRequest, AddRequest, ReplicaStats, Request, RequestUpdate, Sample
 from moeserve.telemetry.expert_load import LoadWindow
 
-# Errors of `Engine.scale` by name; others are an EngineError.
+# Errors of `Engine.scale` by class name; other names become an EngineError.
 _ERRORS: dict[str, type[MoeserveError]] = {
     kind.__name__: kind for kind in (ScaleError, ScalingInProgressError, SettingsError)
 }
 
 
 class RemoteEngine:
-    """See `Engine`. A failure of the hub's process ends this process too."""
+    """See `Engine`. If the hub's process fails, this process exits too."""
 
     def __init__(self, channel: Channel[FromHub], engine: SharedEngine, on_drain: Callable[[bool], None]) -> None:
         """
-        Args:
+        channel: the channel to the hub.
             channel: to the hub.
             on_drain: called with `Drain.at_once`, in the thread that uses the engine, when the hub sends `Drain`.
         """
-        # With a seed of its own: requests without a seed must not get the random numbers of another process's.
+        # Each process has its own seed, so that requests without a seed differ between processes.
         self.config = dataclasses.replace(engine.config, seed=(engine.config.seed + engine.index) % 2**64)
         self.num_blocks = engine.num_blocks
         self.replica_stats: list[ReplicaStats] = [stats_at_start(engine.num_blocks)] * self.config.data_parallel_size
         self.has_failed = False
-        self.notes: dict[int, bytes] = {}  # the last one of each other process
+        self.notes: dict[int, bytes] = {}  # the last note of each other process
         self._refusal = ""
         self._index = engine.index
         self._channel = channel
         self._on_drain = on_drain
         self._wake_up = WakeUp()
         self._in_flight: set[str] = set()
-        self._undelivered: list[RequestUpdate] = []  # received, and not returned by `step` yet
-        self._loads: list[LoadWindow] = []  # not returned by `take_loads` yet
-        self._change: Future[None] | None = None  # of the number of replicas, requested here
+        self._undelivered: list[RequestUpdate] = []  # received, but not yet returned by `step`
+        self._loads: list[LoadWindow] = []  # not yet returned by `take_loads`
+        self._change: Future[None] | None = None  # the pending change of the number of replicas
         self._is_shut_down = False
 
     @property
@@ -100,7 +100,7 @@ class RemoteEngine:
         """Do nothing: the hub decides whether the engine is restarted."""
 
     def collect_load(self) -> None:
-        """Refused: the process of the hub collects expert loads, for all."""
+        """Always raises EngineError: the hub's process collects expert loads for all processes."""
         raise EngineError("expert loads are collected by the process that runs the engine")
 
     def take_loads(self, *, wait: bool = False) -> list[LoadWindow]:
@@ -133,7 +133,7 @@ class RemoteEngine:
             self._channel.flush()
 
     def _global_id(self, request_id: str) -> str:
-        """Return the id of a request among those of all processes: begins with the number of this process."""
+        """Return an id that is unique over all processes: it begins with the index of this process."""
         return f"{self._index}/{request_id}"
 
     def _wait(self) -> None:

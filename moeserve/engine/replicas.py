@@ -1,4 +1,4 @@
-"""Several replicas as one engine: assigns requests to replicas, receives their results, notices failures, restarts."""
+"""Several replicas as one engine: routes requests, receives results, detects failures, and restarts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from moeserve.telemetry.expert_load import LoadWindow
 
 logger = logging.getLogger(__name__)
 
-# Times `step_timeout` without a message, after which the replicas' processes hang. They report ranks that hang earlier.
+# All replicas have failed if there is no message for this many `step_timeout`s. They report hung ranks earlier.
 MOST_SILENT_STEPS = 2
 
 
@@ -37,14 +37,14 @@ def _run_in_thread(work: Callable[[], None]) -> None:
 class Replicas:
     """See `Engine`.
 
-    When a process fails, all processes are ended. Then either all requests end with an error that names the process,
-    and further requests are refused; or, with on_failure="restart", new processes are started and the requests continue
-    after the tokens that were received; or, with on_failure="shrink", the same with one replica fewer. A restart is
-    retried for a while (`restart`), until the operator of the cluster has replaced a failed node. Without requests the
-    next one restarts the engine.
+    When a process fails, all processes are terminated. By default, all requests then end with an error that names the
+    process, and further requests are refused. With on_failure="restart", new processes are started, and the requests
+    continue after the tokens that were received; with on_failure="shrink", there is one replica fewer. The restart is
+    retried for a while (`restart`), until the cluster's operator has replaced a failed node. If there are no requests,
+    the next one restarts the engine.
 
-    The number of replicas changes in the same way: the requests continue on another worker group (`Generation`), which
-    has loaded the model while the first one served.
+    A change of the number of replicas works in the same way: the requests continue on another worker group
+    (`Generation`), which has loaded the model while the first one served.
     """
 
     def __init__(
@@ -56,16 +56,16 @@ class Replicas:
         close: Callable[[], None] = lambda: None,
         run_in_background: Callable[[Callable[[], None]], object] = _run_in_thread,
     ) -> None:
-        """Return when all replicas have loaded the model.
+        """Start all replicas, and wait until they have loaded the model.
 
         Args:
             start_group: starts the processes of all replicas.
             config_of: returns the same settings resolved for another number of replicas, or raises SettingsError.
-            close: frees what all worker groups have used, after the last one.
-            run_in_background: calls a function, in another thread.
+            close: releases the resources that all worker groups share, after the last group.
+            run_in_background: runs a function in another thread.
 
         Raises:
-            CheckpointError, SettingsError: found by a rank.
+            CheckpointError, SettingsError: raised by a rank.
             EngineError: a process failed, or could not be started.
         """
         self.config = config
@@ -73,16 +73,16 @@ class Replicas:
         self._close, self._run_in_background = close, run_in_background
         self._ownership = Ownership()
         self._wake_up = WakeUp()
-        self._undelivered: list[RequestUpdate] = []  # received, and not returned by `step` yet
-        self._loads: list[LoadWindow] = []  # not returned by `take_loads` yet
+        self._undelivered: list[RequestUpdate] = []  # received, but not yet returned by `step`
+        self._loads: list[LoadWindow] = []  # not yet returned by `take_loads`
         self._in_flight = RequestsInFlight()
-        self._awaits_load = False  # a window was requested and has not been received
-        self._last_message_s = 0.0  # or the first request, if that was later
-        self._failure = ""  # why there are no processes; empty while they run
+        self._awaits_load = False  # a requested window has not been received yet
+        self._last_message_s = 0.0  # time of the last message, or of the first request if later
+        self._failure = ""  # the reason why no processes run; empty while they run
         self._is_shut_down = False
-        self._is_ending = False  # no restart should go on
-        self._scaling: Scaling | None = None  # the last one
-        self._is_changing_in_place = False  # there are no processes while the number of replicas changes
+        self._is_ending = False  # restarts are cancelled
+        self._scaling: Scaling | None = None  # the last change
+        self._is_changing_in_place = False  # no processes run during the change
         try:
             self._start(config)
         except BaseException:
@@ -115,7 +115,7 @@ class Replicas:
 
     @property
     def num_free_blocks(self) -> list[int]:
-        """KV cache blocks that each replica has free, as it reported last. A failure is noticed here too."""
+        """The number of free KV cache blocks of each replica, as last reported. Also detects failures."""
         self._receive()
         return [stats.num_free_blocks for stats in self.replica_stats]
 
@@ -136,7 +136,7 @@ class Replicas:
         while True:
             self._receive()
             if self._failure and self.config.on_failure != "end" and not (self._is_shut_down or self._is_ending):
-                self._undelivered += self._resume()  # without requests too: the next one should find an engine
+                self._undelivered += self._resume()  # also without requests, so that the next one finds an engine
             if self._undelivered or not self.has_work or self._wake_up.take():
                 break
             self._wait()
@@ -162,11 +162,11 @@ class Replicas:
         was_woken = False
         while wait and self._awaits_load:  # a periodic window may arrive before the requested one
             self._require_open()
-            was_woken |= self._wake_up.take()  # which would end every wait
+            was_woken |= self._wake_up.take()  # else every wait would return at once
             self._wait()
             self._receive()
         if was_woken:
-            self._wake_up.wake()  # the next step that waits
+            self._wake_up.wake()  # restore the wake-up for the next step that waits
         loads, self._loads = self._loads, []
         return loads
 
@@ -209,7 +209,7 @@ class Replicas:
             self._generation.shut_down()
             self._watch_nothing()
         if self._scaling is not None and not wait([self._scaling.done], 2 * SECONDS_TO_END).done:
-            # A start of processes takes longer. What it uses must not be freed before it has ended.
+            # A background start of processes may take longer. Its resources must not be released before it has ended.
             self._scaling.done.add_done_callback(lambda _: self._close())
         else:
             self._close()
@@ -219,7 +219,7 @@ class Replicas:
         return self._scaling is not None and not self._scaling.is_over
 
     def _start(self, config: EngineConfig) -> None:
-        """Start processes, and let them serve once all replicas have loaded the model."""
+        """Start processes, wait until all replicas have loaded the model, and let them serve."""
         generation = Generation(config, self._start_group(config))
         try:
             generation.wait_until_ready(lambda: self._is_ending)
@@ -238,18 +238,18 @@ class Replicas:
             self._request_load()
 
     def _watch(self) -> None:
-        """Watch the processes that serve, and those that load."""
+        """Watch the processes that serve and those that load."""
         loading = self._scaling.loading if self._scaling is not None else None
         self._serving = dict.fromkeys(self._generation.group.members)
         self._poll = ProcessPoll([*self._serving, *(loading.group.members if loading else ())], self._wake_up.fd)
         self._watched_loading = loading
 
     def _watch_nothing(self) -> None:
-        """Let nothing but a wake-up end a wait: file descriptors of processes that were ended would end every one."""
+        """Watch only the wake-up: file descriptors of terminated processes would end every wait at once."""
         self._poll = ProcessPoll([], self._wake_up.fd)
 
     def _advance_scaling(self) -> None:
-        """Let a new generation serve if it is ready: requests continue there, and the old one is ended."""
+        """If a new generation is ready, let it serve: requests continue there, and the old generation is ended."""
         if self._scaling is None:
             return
         new, old = self._scaling.advance(), self._generation
@@ -262,7 +262,7 @@ class Replicas:
             self._watch()
 
     def _scale_in_place(self, config: EngineConfig) -> Future[None]:
-        """End the processes that serve, and start others, because the devices cannot hold both."""
+        """End the serving processes before others are started, because the devices cannot hold both."""
         done: Future[None] = Future()
         running = self.config
         self._generation.shut_down()
@@ -289,16 +289,16 @@ class Replicas:
         self._in_flight.collect_load()
 
     def _restart(self, config: EngineConfig) -> None:
-        """Start new processes, and try again until the resources for them are there.
+        """Start new processes, and retry until the resources for them are available.
 
         Raises:
-            EngineError: they are not there in time.
+            EngineError: the resources are not available in time.
         """
         restart(self._start, config, self._config_after_failure, lambda: self._is_ending)
         self._failure = ""
 
     def _config_after_failure(self, config: EngineConfig) -> EngineConfig:
-        """Return the config to restart with: with on_failure="shrink", of the next smaller size that is possible."""
+        """Return the config to restart with: with on_failure="shrink", that of the next smaller possible size."""
         for smaller in range(config.data_parallel_size - 1, 0, -1) if config.on_failure == "shrink" else ():
             try:
                 return with_limits_of(self.config, self.num_blocks, self._config_of(smaller))
@@ -307,12 +307,12 @@ class Replicas:
         return config
 
     def _wait(self) -> None:
-        """Wait for messages. A replica that hangs is noticed by the others, or here if all are silent."""
+        """Wait for messages. Other replicas detect a replica that hangs; if all are silent, `_receive` does."""
         self._in_flight.wake_sleepers()
         self._poll.ready(SECONDS_BETWEEN_LOOKS if self._is_scaling else self.config.step_timeout)
 
     def _receive(self) -> None:
-        """Take all updates that have arrived, without waiting. A failure ends requests or resumes them."""
+        """Handle all updates that have arrived, without waiting. A failure ends requests or resumes them."""
         if not self._failure and not self._is_shut_down:
             ready = self._poll.ready()
             self._undelivered += self._received(ready)
@@ -327,7 +327,7 @@ class Replicas:
                 self._generation.end()
                 self._watch_nothing()
                 self._fail(str(as_error(cause, f"the engine failed with {len(self._in_flight)} request(s) in flight")))
-        if self._failure and self._in_flight:  # also after a Ctrl-C during the restart
+        if self._failure and self._in_flight:  # also if a Ctrl-C has interrupted a restart
             self._undelivered += self._resume()
 
     def _fail(self, error: str) -> None:
@@ -338,10 +338,10 @@ class Replicas:
         self._undelivered += self._in_flight.end_after_failure(error, may_resume=self.config.on_failure != "end")
 
     def _resume(self, config: EngineConfig | None = None) -> list[RequestUpdate]:
-        """Restart, and send all requests again with the tokens that were received. Return the ends of the others.
+        """Restart, and resend all requests with the tokens that were received. Return the ends of aborted requests.
 
         Args:
-            config: of the new processes; None: the one that `on_failure` calls for.
+            config: the config of the new processes; None: the one that follows from `on_failure`.
         """
         logger.warning("the engine is restarted, and its requests continue. The failure: %s", self._failure)
         try:
@@ -352,11 +352,11 @@ class Replicas:
         return self._in_flight.continue_all()
 
     def _received(self, ready: Iterable[WatchedProcess[EngineMessage]]) -> list[RequestUpdate]:
-        """Return the updates that these processes have sent."""
+        """Return the updates sent by these processes."""
         updates: list[RequestUpdate] = []
         for process in ready:
             index = self._generation.index_of.get(process)
-            if index is None:  # of the other processes, failures alone are looked for
+            if index is None:  # not a replica of this generation: only its failure matters
                 continue
             for message in process.receive():
                 assert isinstance(message, Delivery), message
@@ -372,12 +372,12 @@ class Replicas:
         """Restart the engine if it has failed and may be restarted.
 
         Raises:
-            EngineError: it takes no requests.
+            EngineError: the engine refuses requests.
         """
         self._ownership.require()
         self._receive()
         if self._failure and not self.refusal:
-            self._awaits_load = False  # the call that waited has raised
+            self._awaits_load = False  # the waiting call has raised
             self._restart(self._config_after_failure(self.config))
         self._require_open()
 

@@ -1,4 +1,4 @@
-"""The restart after a failure: tried until the resources for new processes are there, if need be for fewer replicas."""
+"""The restart after a failure, retried until there are resources for new processes, if need be with fewer replicas."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from moeserve.interrupts import interrupts_allowed
 
 logger = logging.getLogger(__name__)
 
-# Time in which the resources of a failed worker group must be back. Seconds.
+# Seconds within which the resources of a failed worker group must be available again.
 SECONDS_TO_RESTART = 110.0
 SECONDS_BETWEEN_STARTS = 1.0
-# Time for which starts of one size may fail before a further replica is dropped. Seconds.
+# Seconds for which starts of one size may fail before another replica is dropped.
 SECONDS_TO_SHRINK = 10.0
 
 
@@ -25,23 +25,23 @@ def restart(
     shrink: Callable[[EngineConfig], EngineConfig],
     is_cancelled: Callable[[], bool],
 ) -> None:
-    """Start new processes, and try again until the resources for them are there.
+    """Start new processes, and retry until the resources for them are available.
 
     Args:
-        start: returns when the processes serve.
-        shrink: returns the config to go on with when starts have failed for a while; maybe the same one.
+        start: starts the processes, and returns when they serve.
+        shrink: returns the config to use after starts have failed for a while; it may be the same config.
 
     Raises:
-        EngineError: they are not there in time, or the restart was cancelled.
+        EngineError: the resources are not available in time, or the restart was cancelled.
     """
     deadline = time.monotonic() + SECONDS_TO_RESTART
-    first_failure_s: float | None = None  # of this size
+    first_failure_s: float | None = None  # time of the first failure of this size
     while True:
         try:
             with interrupts_allowed():
                 start(config)
             return
-        except (EngineError, ValueError, OSError) as error:  # a node that comes back may be incomplete for a while
+        except (EngineError, ValueError, OSError) as error:  # a node that rejoins may be incomplete for a while
             now = time.monotonic()
             if now > deadline or is_cancelled():
                 raise EngineError(f"the engine could not be restarted: {error}") from error

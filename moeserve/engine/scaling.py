@@ -14,11 +14,11 @@ logger = logging.getLogger(__name__)
 
 
 class Scaling:
-    """Starts another generation beside the one that serves, and ends one of the two.
+    """Starts another generation next to the one that serves, and ends one of the two.
 
-    The engine calls `advance` until it returns the new generation, lets this serve, and calls `retire` with the old
-    one. A failure before that ends the new generation. Whatever takes long runs in the background: the start of
-    processes and their end.
+    The engine calls `advance` until it returns the new generation, lets that generation serve, and calls `retire` with
+    the old one. A failure before that ends the new generation. The start and the end of processes take long, so they
+    run in the background.
     """
 
     def __init__(
@@ -31,18 +31,18 @@ class Scaling:
     ) -> None:
         """
         Args:
-            start: starts the processes of the new generation, and may wait for that.
-            run_in_background: calls a function, in another thread.
+            start: starts the processes of the new generation; may block.
+            run_in_background: runs a function in another thread.
             wake: makes the engine call `advance`. Any thread may call it.
-            num_before: replicas that serve.
+            num_before: number of replicas that serve.
         """
-        # Its result is set when the change is over: only the processes of one generation are left.
+        # Done when the change is over, that is, when only the processes of one generation are left.
         self.done: Future[None] = Future()
         self.done.set_running_or_notify_cancel()
-        self.loading: Generation | None = None  # the new generation, once its processes were started
+        self.loading: Generation | None = None  # the new generation, once its processes are started
         self._run_in_background, self._wake = run_in_background, wake
         self._num_before = num_before
-        self._lock = threading.Lock()  # guards the next one, and `loading` while it is None
+        self._lock = threading.Lock()  # guards `_cancelled`, and `loading` while it is None
         self._cancelled = ""  # the reason
         run_in_background(lambda: self._start(start))
 
@@ -51,7 +51,7 @@ class Scaling:
         return self.done.done()
 
     def advance(self) -> Generation | None:
-        """Return the new generation when it can serve. Never waits."""
+        """Return the new generation once it can serve, else None. Never waits."""
         generation = self.loading
         if generation is None:
             return None
@@ -68,7 +68,7 @@ class Scaling:
         return None
 
     def retire(self, old: Generation) -> None:
-        """End the generation that has served, in the background. The change has succeeded."""
+        """End the old generation in the background. The change has succeeded."""
 
         def end() -> None:
             try:
@@ -81,7 +81,7 @@ class Scaling:
         self._run_in_background(end)
 
     def cancel(self, reason: str) -> None:
-        """End the new generation, unless it serves already. One that has not been started yet is ended afterwards."""
+        """End the new generation unless it already serves. If it has not been started yet, it is ended once it is."""
         with self._lock:
             self._cancelled = reason
             generation, self.loading = self.loading, None

@@ -13,8 +13,8 @@ from moeserve.worker.protocol import RankStart
 
 
 def start_local_group(config: EngineConfig, *, show_progress: bool) -> WorkerGroup:
-    """Start a process for each replica, which starts those of its further ranks itself."""
-    store = start_store()  # where the ranks meet, until the processes have ended
+    """Start the engine process of each replica, which in turn starts the processes of its ranks."""
+    store = start_store()  # ranks meet at the store, which must outlive their processes
     group = WorkerGroup(release=store.close)
     environment = environment_of_rank(config, usable_cores())
     try:

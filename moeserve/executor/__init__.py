@@ -1,1 +1,1 @@
-"""Executors: how the ranks of one replica are run."""
+"""Executors, which run the ranks of one replica."""

@@ -12,30 +12,30 @@ from moeserve.worker.protocol import Loaded
 
 
 class Executor(Protocol):
-    """Runs the ranks of one replica. Its constructor returns when they have loaded the model and sized the KV cache."""
+    """Runs the ranks of one replica. The constructor returns once they have loaded the model and sized the KV cache."""
 
-    name: str  # of its ranks, for error messages
-    loaded: list[Loaded]  # by each rank of the replica, in order
+    name: str  # the name of the ranks in error messages
+    loaded: list[Loaded]  # the reports of the replica's ranks, in order
 
     def submit(self, work: Round) -> Future[Outcome]:
         """Send a round to all ranks, and return at once. They run rounds in order.
 
-        The future is completed by `progress`, with the outcome from the rank that samples or with the error that ends
-        this executor. With `EngineConfig.gathers_reports` it is completed when all ranks have answered, and the outcome
-        has the reports of all.
+        `progress` completes the future, with the outcome from the rank that samples or with the error that ends this
+        executor. With `EngineConfig.gathers_reports` it does so when all ranks have answered, and the outcome has the
+        reports of all.
         """
         ...
 
     def transfer(self, work: Transfer) -> Future[TransferOutcome]:
-        """Send a transfer to all ranks, and return at once. They run transfers beside rounds.
+        """Send a transfer to all ranks, and return at once. They run transfers concurrently with rounds.
 
-        The future is completed by `progress` when all ranks have ended it: with the blocks that all have copied, and
-        the time of the slowest.
+        `progress` completes the future when the transfer has ended on all ranks. Its result has the number of blocks
+        that all ranks have copied, and the time of the slowest rank.
         """
         ...
 
     def register(self, poll: select.poll) -> None:
-        """Register file descriptors, one of which becomes ready when `progress` has something to do."""
+        """Register file descriptors. One of them becomes ready when `progress` has work to do."""
         ...
 
     def progress(self) -> None:

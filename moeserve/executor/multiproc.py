@@ -27,7 +27,7 @@ def start_ranks(first: RankStart) -> list[WatchedProcess[Any]]:
     """Start the processes of all ranks of a replica.
 
     Args:
-        first: of these ranks.
+        first: the start message of the replica's first rank.
     """
     config = first.config
     environment = environment_of_rank(config, usable_cores())
@@ -49,17 +49,17 @@ class MultiprocExecutor:
     def __init__(self, ranks: Sequence[WatchedProcess[Any]], config: EngineConfig) -> None:
         """
         Args:
-            ranks: from `start_ranks`.
+            ranks: the processes from `start_ranks`.
 
-        Raises:
-            DistributedError: one of them has failed.
+            Raises:
+                DistributedError: a rank has failed.
         """
         self.name = ", ".join(rank.name for rank in ranks)
         first = sampling_rank(config)
-        self._ranks = [*ranks[first:], *ranks[:first]]  # the one that samples first
+        self._ranks = [*ranks[first:], *ranks[:first]]  # starts with the rank that samples
         self._pending: deque[Future[Outcome]] = deque()
         self._num_answering = len(ranks) if config.gathers_reports else 1
-        self._answers: list[deque[Outcome]] = [deque() for _ in ranks]  # to the oldest rounds, in order
+        self._answers: list[deque[Outcome]] = [deque() for _ in ranks]  # by rank, in order of rounds
         self._transfers = TransferAnswers(len(ranks))
         loaded: dict[str, Loaded] = {}
         while len(loaded) < len(ranks):
@@ -89,13 +89,13 @@ class MultiprocExecutor:
 
     def progress(self) -> None:
         for rank, answers in zip(self._ranks, self._answers, strict=True):
-            for message in rank.receive():  # also sends what could not be sent before
+            for message in rank.receive():  # also sends pending data
                 if isinstance(message, TransferOutcome):
                     self._transfers.add(message)
                 else:
                     answers.append(message)
         answering = self._answers[: self._num_answering]
-        if not all(answering):  # else the next call raises: an outcome that has arrived is never lost
+        if not all(answering):  # the next call raises; outcomes that have arrived are returned first
             self._require_alive()
         while all(answering):
             self._pending.popleft().set_result(gathered([answers.popleft() for answers in answering]))

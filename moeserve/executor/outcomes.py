@@ -1,4 +1,4 @@
-"""Ends of rounds and of transfers, on their way to the thread that runs the engine."""
+"""Passes the results of rounds and of transfers to the thread that runs the engine."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from moeserve.scheduling.lockstep import Outcome
 
 
 class TransferAnswers:
-    """Completes the future of a transfer when all ranks of the replica have ended it."""
+    """Completes the future of a transfer once it has ended on all ranks of the replica."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
         self._futures: dict[int, Future[TransferOutcome]] = {}
-        self._answers: dict[int, list[TransferOutcome]] = {}  # by transfer
+        self._answers: dict[int, list[TransferOutcome]] = {}  # by number of the transfer
 
     def expect(self, number: int) -> Future[TransferOutcome]:
-        """Return the future of a transfer that was sent to all ranks."""
+        """Return the future of a transfer that is sent to all ranks."""
         self._futures[number], self._answers[number] = Future(), []
         return self._futures[number]
 
@@ -39,22 +39,22 @@ class TransferAnswers:
 
 
 class OutcomeQueue:
-    """Completes the futures of rounds, in order, in the thread that calls `complete`."""
+    """Completes the futures of rounds in order, in the thread that calls `complete`."""
 
     def __init__(self, num_ranks: int = 1) -> None:
         """
         Args:
-            num_ranks: that answer each transfer.
+            num_ranks: the number of ranks that answer each transfer.
         """
         self._pending: deque[Future[Outcome]] = deque()
-        self._ended: deque[Outcome | BaseException] = deque()  # of the oldest rounds, in order
+        self._ended: deque[Outcome | BaseException] = deque()  # results of the oldest rounds, in order
         self._transfers = TransferAnswers(num_ranks)
-        self._ended_transfers: deque[TransferOutcome] = deque()  # on one rank each
+        self._ended_transfers: deque[TransferOutcome] = deque()  # one answer of one rank each
         self._wake_up = WakeUp()
 
     @property
     def fd(self) -> int:
-        """Readable when `complete` has something to do."""
+        """Readable when `complete` has work to do."""
         return self._wake_up.fd
 
     def expect(self) -> Future[Outcome]:
@@ -63,7 +63,7 @@ class OutcomeQueue:
         return self._pending[-1]
 
     def add(self, ended: Outcome | BaseException) -> None:
-        """Add the end of the oldest round without one. Any thread may call this."""
+        """Add the result of the oldest round that has none yet. Any thread may call this."""
         self._ended.append(ended)
         self._wake_up.wake()
 
@@ -72,13 +72,13 @@ class OutcomeQueue:
         return self._transfers.expect(number)
 
     def add_transfer(self, ended: TransferOutcome) -> None:
-        """Add the end of a transfer on one rank. Any thread may call this."""
+        """Add one rank's answer to a transfer. Any thread may call this."""
         self._ended_transfers.append(ended)
         self._wake_up.wake()
 
     def complete(self) -> None:
-        """Complete the futures of rounds whose ends were added, and of transfers that all ranks have ended."""
-        self._wake_up.take()  # first: an end that is added from now on wakes again
+        """Complete the futures of rounds with a result, and of transfers that have ended on all ranks."""
+        self._wake_up.take()  # clear it first, so that a result added from now on signals again
         while self._ended:
             future, ended = self._pending.popleft(), self._ended.popleft()
             if isinstance(ended, Outcome):

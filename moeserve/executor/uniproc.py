@@ -16,16 +16,16 @@ from moeserve.protocol import Transfer, TransferOutcome
 from moeserve.scheduling.lockstep import Outcome, Round
 from moeserve.worker.worker import StartedRound, Worker
 
-SECONDS_BETWEEN_LOOKS = 2e-4  # at a GPU that computes the only round
-IDLE_SECONDS = 0.05  # without a round, after which the rank captures steps: longer than between two steps of a request
+SECONDS_BETWEEN_LOOKS = 2e-4  # interval between checks whether a GPU has finished the only round
+IDLE_SECONDS = 0.05  # idle time before graphs are captured; longer than between two steps
 
 
 class UniprocExecutor:
-    """See `Executor`. All of the rank's work is done in its thread: torch keeps settings for each thread."""
+    """See `Executor`. All work of the rank runs in its thread, because some settings of torch are per thread."""
 
     def __init__(self, config: EngineConfig, *, show_progress: bool) -> None:
         self.name = "rank 0"
-        self._work: SimpleQueue[Round | None] = SimpleQueue()  # None: the thread ends
+        self._work: SimpleQueue[Round | None] = SimpleQueue()  # None: the thread exits
         self._outcomes = OutcomeQueue()
         loaded: Future[Worker] = Future()
         thread = threading.Thread(
@@ -35,7 +35,7 @@ class UniprocExecutor:
             daemon=True,
         )
         thread.start()
-        # Without a call of shutdown too, also as Python exits: the thread holds the model.
+        # Ends the thread, which holds the model, even if shutdown is never called; also when Python exits.
         self._end_thread = weakref.finalize(self, _end, thread, self._work)
         try:
             self.worker: Worker | None = loaded.result()
@@ -63,7 +63,7 @@ class UniprocExecutor:
         self._outcomes.complete()
 
     def abandon(self) -> None:
-        """Let a thread that hangs end by itself, if it ever does: nothing can end it, and `shutdown` must not wait."""
+        """Leave a hung thread alone, because nothing can end it and `shutdown` must not wait for it."""
         if self._end_thread.detach() is not None:
             self._work.put(None)
 
@@ -79,17 +79,17 @@ def _run(
     rounds: SimpleQueue[Round | None],
     outcomes: OutcomeQueue,
 ) -> None:
-    """Load the model and execute rounds until there is None. Does not refer to the executor, which may be deleted."""
+    """Load the model and execute rounds until None arrives. Does not refer to the executor, which may be deleted."""
     try:
         worker = Worker(config, groups_of_one_rank(), show_progress=show_progress)
     except BaseException as error:
         loaded.set_exception(error)
-        del loaded  # which refers to this frame through the traceback
+        del loaded  # it refers to this frame through the traceback
         rounds.get()
         return
     loaded.set_result(worker)
     del loaded
-    held: list[StartedRound | BaseException] = []  # the latest round, unless its outcome was handed over
+    held: list[StartedRound | BaseException] = []  # the latest round, until its outcome is handed over
 
     def hand_over() -> None:
         while held:
@@ -99,12 +99,12 @@ def _run(
         if held and _is_done(held[0]):
             hand_over()
 
-    # An outcome wakes the engine's thread, and Python runs one thread at a time. So if another round has come already,
-    # its layers begin first, which run without Python.
+    # Handing over an outcome wakes the engine's thread, which competes for Python's interpreter lock. If the next round
+    # has arrived, its layers are started first, because they run without the lock.
     worker.runner.replay.on_layers = hand_over_if_done
     while True:
         try:
-            # While a GPU computes the round that is held, look if it is done.
+            # While a GPU computes the held round, check at intervals whether it is done.
             work = rounds.get(timeout=SECONDS_BETWEEN_LOOKS) if held else _next_round(rounds, worker)
         except Empty:
             hand_over_if_done()
@@ -137,7 +137,7 @@ def _outcome(started: StartedRound | BaseException) -> Outcome | BaseException:
 
 
 def _next_round(rounds: SimpleQueue[Round | None], worker: Worker) -> Round | None:
-    """Return the next round. An idle rank captures likely steps while it waits."""
+    """Return the next round. While the rank is idle, capture graphs of likely steps."""
     timeout: float | None = IDLE_SECONDS
     while True:
         try:
@@ -148,7 +148,7 @@ def _next_round(rounds: SimpleQueue[Round | None], worker: Worker) -> Round | No
 
 def _end(thread: threading.Thread, rounds: SimpleQueue[Round | None]) -> None:
     rounds.put(None)
-    if thread is threading.current_thread():  # the garbage collector ran in it, and has found the executor
-        atexit.register(thread.join)  # Python aborts if it ends while the thread computes
+    if thread is threading.current_thread():  # the garbage collector deleted the executor in this thread
+        atexit.register(thread.join)  # Python aborts if it exits while the thread computes
     else:
         thread.join()

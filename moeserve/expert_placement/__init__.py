@@ -1,1 +1,1 @@
-"""The placement of experts on ranks: from their loads, and changed while the engine runs."""
+"""The placement of experts on ranks: computed from their loads, and changed while the engine runs."""

@@ -1,12 +1,12 @@
-"""Chooses which rank holds which experts, from their loads, and what must move when loads change.
+"""Computes placements of experts from their loads, and the moves from one placement to another.
 
-The load of an expert is the number of tokens it gets, in any unit. Its copies share it evenly, so the load of a rank is
-the sum over its slots of the expert's load divided by the expert's copies. The imbalance is the load of the fullest
-rank over the mean of the ranks: all ranks wait for the fullest one.
+The load of an expert is the number of tokens routed to it, in any unit. Copies of an expert share its load evenly, so
+the load of a rank is the sum over its slots of the expert's load divided by its number of copies. The imbalance is the
+load of the fullest rank over the mean of the ranks: all ranks wait for the fullest one.
 
 `eplb` is DeepSeek's published algorithm (https://github.com/deepseek-ai/EPLB), for any number of experts, slots and
-ranks. `rebalance` reaches nearly the same imbalance with few changes of a placement in use. Both are deterministic, so
-every rank can compute them for itself.
+ranks. `rebalance` reaches nearly the same imbalance with few changes to the current placement. Both are deterministic,
+so every rank can compute them independently.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from moeserve.distributed.mesh import share_sizes
 from moeserve.errors import SettingsError, shown
 from moeserve.expert_placement.placement import MAX_LOAD, Placement, check_num_slots
 
-# A repair gives another copy to experts whose copies carry more than this share of what a rank may carry.
+# A repair adds a copy of an expert if each of its copies carries more than this fraction of a rank's limit.
 HEAVY_SHARE = 0.6
-LEAST_GAIN = 1e-9  # by which a swap must lower the fullest rank; rounding does not
+LEAST_GAIN = 1e-9  # minimum reduction of the fullest rank's load by a swap, above rounding errors
 
-# In names of arrays: E logical experts, R ranks, S slots of all ranks, s slots of the fullest rank
+# Dimensions: E logical experts, R ranks, S slots of all ranks, s slots of the fullest rank
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
@@ -35,16 +35,16 @@ FloatArray = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class Move:
-    """A slot that gets another expert."""
+    """The copy of an expert into a slot that holds another expert."""
 
     to_rank: int
     slot: int  # slot of `to_rank`
     expert: int
-    from_rank: int  # a rank that held the expert before; `to_rank` itself if the expert only changes slots
+    from_rank: int  # a rank that holds the expert before; `to_rank` if it only changes slots
 
 
 def rank_loads(loads: Sequence[float], placement: Placement) -> tuple[float, ...]:
-    """Return the load of each rank. `loads`: by logical expert."""
+    """Return the load of each rank, given the load of each logical expert."""
     assert len(loads) == placement.num_logical, (len(loads), placement.num_logical)
     num_copies = Counter(placement.logical_of_physical)
     share = [load / num_copies[expert] for expert, load in enumerate(loads)]
@@ -52,7 +52,7 @@ def rank_loads(loads: Sequence[float], placement: Placement) -> tuple[float, ...
 
 
 def imbalance(loads: Sequence[float], placement: Placement) -> float:
-    """Return the load of the fullest rank over the mean of the ranks; 1 if there is no load."""
+    """Return the load of the fullest rank over the mean of the ranks; 1 if all loads are zero."""
     of_rank = rank_loads(loads, placement)
     total = sum(of_rank)
     return max(of_rank) * len(of_rank) / total if total else 1.0
@@ -61,15 +61,15 @@ def imbalance(loads: Sequence[float], placement: Placement) -> float:
 def eplb(loads: Sequence[float], num_ranks: int, num_slots: int) -> Placement:
     """Return the placement of the published algorithm: replicate the hottest experts, then pack, heaviest first.
 
-    This is its global policy, which ignores nodes. As published, a rank may get two copies of an expert.
+    This is its global policy, which ignores nodes. As in the original, a rank may get two copies of an expert.
 
     Args:
         loads: by logical expert. If all are zero, experts count as equally loaded.
-        num_ranks: ranks of the ep group.
-        num_slots: slots of all ranks together.
+        num_ranks: number of ranks of the ep group.
+        num_slots: number of slots of all ranks together.
 
     Raises:
-        SettingsError: a load is out of range, or there are fewer slots than experts or more than possible copies.
+        SettingsError: a load is out of range, or the slots are fewer than the experts or more than one copy per rank.
     """
     for expert, load in enumerate(loads):
         if not 0 <= load <= MAX_LOAD:
@@ -84,7 +84,7 @@ def eplb(loads: Sequence[float], num_ranks: int, num_slots: int) -> Placement:
 
 
 def replicate(loads: Sequence[float], num_copies: int) -> list[int]:
-    """Return the expert of each copy: every expert once, then repeatedly the one with the highest load per copy.
+    """Return the expert of each copy: first each expert once, then repeatedly the expert with the most load per copy.
 
     Ties go to the lowest index.
     """
@@ -99,16 +99,17 @@ def replicate(loads: Sequence[float], num_copies: int) -> list[int]:
 
 
 def pack(loads: Sequence[float], sizes: Sequence[int]) -> list[list[int]]:
-    """Divide items over packs, heaviest first, each to the lightest pack that has room.
+    """Distribute items over packs: the heaviest item first, each to the lightest pack with room.
 
-    Ties go to the lowest index. Where every pack takes one item at most, items keep their order, as published.
+    Ties go to the lowest index. If every pack has room for at most one item, items keep their order, as in the
+    original.
 
     Args:
         loads: by item.
-        sizes: by pack, the number of its items; together as many as there are items.
+        sizes: the number of items of each pack; their sum is the number of items.
 
     Returns:
-        By pack: its items, in the order in which they were placed.
+        The items of each pack, in the order in which they were placed.
     """
     packs: list[list[int]] = [[] for _ in sizes]
     lightest = [(0.0, index) for index, size in enumerate(sizes) if size]
@@ -122,16 +123,16 @@ def pack(loads: Sequence[float], sizes: Sequence[int]) -> list[list[int]]:
 
 
 def rebalance(loads: Sequence[float], before: Placement, *, slack: float = 0.02) -> Placement:
-    """Return a placement almost as even as that of `eplb`, which changes few slots of one in use.
+    """Return a placement almost as even as that of `eplb`, with few changes to the current one.
 
-    The placement in use is repaired: copies of cold experts give way to copies of hot ones, then the fullest rank swaps
-    experts with others. If that does not reach `eplb`'s imbalance, `eplb`'s placement is used, with its ranks ordered
-    so that little moves. An expert that stays on its rank stays in its slot.
+    The current placement is repaired: copies of cold experts are replaced with copies of hot ones, then the fullest
+    rank swaps experts with others. If this does not come close enough to `eplb`'s imbalance, its placement is used,
+    with ranks renumbered so that few experts move. An expert that stays on its rank stays in its slot.
 
     Args:
         loads: by logical expert.
-        before: in use, with as many slots on each rank as `eplb` would give it.
-        slack: by how much the imbalance may exceed that of `eplb`; 0.02 is two percent.
+        before: the current placement, with as many slots on each rank as `eplb` would assign.
+        slack: the fraction by which the imbalance may exceed that of `eplb`; 0.02 is two percent.
 
     Raises:
         SettingsError: see `eplb`.
@@ -146,17 +147,17 @@ def rebalance(loads: Sequence[float], before: Placement, *, slack: float = 0.02)
 
 
 def moves(before: Placement, after: Placement, node_of_rank: Sequence[int] = ()) -> tuple[Move, ...]:
-    """Return what must be copied to change from one placement to another with the same slots.
+    """Return the copies that change one placement into another with the same slots.
 
-    An expert comes from a rank of the same node if one there holds it, and among those from the one that sends least.
+    The source of an expert is a rank of the same node if possible, and among several the one that sends least.
 
     Args:
-        before: in use.
-        after: wanted.
-        node_of_rank: by rank, the number of its node. Empty: all share one.
+        before: the current placement.
+        after: the next placement.
+        node_of_rank: the node of each rank. Empty: all ranks share one node.
 
     Returns:
-        A move for each slot whose expert changes, by rank and slot.
+        A move for each slot whose expert changes, ordered by rank and slot.
     """
     assert (before.num_slots, before.num_logical) == (after.num_slots, after.num_logical)
     holders: list[list[int]] = [[] for _ in range(before.num_logical)]
@@ -181,14 +182,14 @@ def moves(before: Placement, after: Placement, node_of_rank: Sequence[int] = ())
 def place_experts(
     loads: Sequence[Sequence[float]], *, num_layers: int, num_experts: int, num_ranks: int, num_redundant: int
 ) -> tuple[Placement, ...]:
-    """Return a placement for each layer that has experts: by their loads, or in order where no loads are known.
+    """Return a placement for each MoE layer: from the loads, or with experts in order if the loads are unknown.
 
     Args:
-        loads: by layer, by logical expert, as from `read_loads`; empty: unknown.
-        num_layers: the model's layers that have experts.
-        num_experts: logical experts of each.
-        num_ranks: ranks of the ep group.
-        num_redundant: slots of all ranks together, beyond one for each expert.
+        loads: by layer and by logical expert, as from `read_loads`; empty: unknown.
+        num_layers: number of MoE layers of the model.
+        num_experts: number of logical experts of each layer.
+        num_ranks: number of ranks of the ep group.
+        num_redundant: number of slots of all ranks together, beyond one per expert.
 
     Raises:
         SettingsError: see `eplb`.
@@ -200,7 +201,7 @@ def place_experts(
 
 
 def _repair(loads: Sequence[float], before: Placement, limit: float) -> list[list[int]] | None:
-    """Return the experts of each rank after few changes that leave no rank above `limit`; None if none are found."""
+    """Return the experts of each rank after a few changes that leave no rank above `limit`; None if not possible."""
     load_E = np.asarray(loads, dtype=np.float64)
     expert_S = np.array(before.logical_of_physical)
     rank_S = np.repeat(np.arange(before.num_ranks), before.num_slots)
@@ -211,7 +212,7 @@ def _repair(loads: Sequence[float], before: Placement, limit: float) -> list[lis
         fullest = total_R.argmax()
         if total_R[fullest] <= limit:
             return [expert_S[rank_S == rank].tolist() for rank in range(before.num_ranks)]
-        # Swap the pair of experts that leaves least on the fuller of its two ranks.
+        # Swap the pair of experts that minimises the load of the fuller of their two ranks.
         own_s = np.flatnonzero(rank_S == fullest)
         change_sS = share_S[own_s, None] - share_S
         fuller_sS = np.maximum(total_R[fullest] - change_sS, total_R[rank_S] + change_sS)
@@ -227,7 +228,7 @@ def _repair(loads: Sequence[float], before: Placement, limit: float) -> list[lis
 
 
 def _move_copies(load_E: FloatArray, expert_S: IntArray, rank_S: IntArray, heavy: float) -> None:
-    """Give slots of cold experts, in place, to experts whose copies carry more than `heavy`."""
+    """Assign slots of cold experts, in place, to experts whose copies each carry more than `heavy`."""
     copies_E = np.bincount(expert_S, minlength=len(load_E))
     while True:
         share_E = load_E / copies_E
@@ -244,7 +245,7 @@ def _move_copies(load_E: FloatArray, expert_S: IntArray, rank_S: IntArray, heavy
 
 
 def _relabel(before: Placement, after: Placement) -> list[list[int]]:
-    """Return the experts of each rank of `after`, with its ranks ordered so that they share many with `before`."""
+    """Return the experts of each rank of `after`, with its ranks ordered to share many experts with `before`."""
     left = {rank: set(experts) for rank, experts in enumerate(after.logical_of_slot)}
     ranks = []
     for slots in before.logical_of_slot:
@@ -256,7 +257,7 @@ def _relabel(before: Placement, after: Placement) -> list[list[int]]:
 
 
 def _keep_slots(before: Placement, experts_of_rank: Sequence[Sequence[int]]) -> Placement:
-    """Return a placement in which each expert that stays on its rank keeps its slot."""
+    """Return a placement in which each expert that stays on its rank stays in its slot."""
     ranks = []
     for slots, experts in zip(before.logical_of_slot, experts_of_rank, strict=True):
         arriving = Counter(experts)

@@ -1,6 +1,6 @@
-"""Decides if experts should move: the gain of a better placement against the cost of the moves.
+"""Decides whether experts should move: compares the gain of a better placement with the cost of the moves.
 
-The engine and the simulator both decide by these functions.
+The engine and the simulator share these functions.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from moeserve.expert_placement.eplb import imbalance, rank_loads, rebalance
 from moeserve.expert_placement.placement import Placement
 
-MIN_GAIN = 0.02  # least improvement of a layer's imbalance
-DECAY = 0.5  # factor on older counts, per window
+MIN_GAIN = 0.02  # minimum improvement of a layer's imbalance
+DECAY = 0.5  # factor on older counts for each new window
 
 
 @dataclass(frozen=True)
@@ -25,27 +25,27 @@ class Proposal:
 
 
 def add_window(loads: Sequence[float], counts: Sequence[float]) -> list[float]:
-    """Return a layer's loads after another window, in which older counts have decayed.
+    """Return a layer's loads after another window. Older counts decay.
 
     Args:
-        loads: by expert, before.
-        counts: by expert, of the new window.
+        loads: loads before the window, by expert.
+        counts: counts of the window, by expert.
     """
     return [DECAY * old + new for old, new in zip(loads, counts, strict=True)]
 
 
 def excess_rows(loads: Sequence[float], placement: Placement) -> float:
-    """Return the rows of the fullest rank above the mean of the ranks, for which all ranks wait."""
+    """Return the rows of the fullest rank above the mean of the ranks. All other ranks wait for these rows."""
     of_rank = rank_loads(loads, placement)
     return max(of_rank) - sum(of_rank) / len(of_rank)
 
 
 def propose(loads: Sequence[float], placement: Placement) -> Proposal | None:
-    """Propose a better placement for one layer. Return None unless it gains more than chance explains.
+    """Return a better placement for one layer, or None if the gain could be due to chance.
 
     Args:
-        loads: rows by expert, as counted.
-        placement: in use.
+        loads: counted rows by expert.
+        placement: the current placement.
     """
     if not any(loads):
         return None
@@ -57,11 +57,11 @@ def propose(loads: Sequence[float], placement: Placement) -> Proposal | None:
 
 
 def is_worth_it(proposal: Proposal, *, excess_of_model: float, waited_s: float, cost_s: float) -> bool:
-    """True if less waiting makes up for the moves.
+    """Return True if the reduction of waiting time exceeds the cost of the moves.
 
     Args:
-        excess_of_model: `excess_rows` of all layers together.
-        waited_s: forecast of the time that ranks wait for fuller ones, in all layers, if nothing moves.
-        cost_s: time by which the moves make steps longer, in total.
+        excess_of_model: the sum of `excess_rows` over all layers.
+        waited_s: forecast of the time that ranks wait for fuller ones, over all layers, if nothing moves.
+        cost_s: total time by which the moves make steps longer.
     """
     return excess_of_model > 0 and waited_s * min(1.0, proposal.rows_saved / excess_of_model) > cost_s

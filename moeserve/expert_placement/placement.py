@@ -1,7 +1,7 @@
-"""The placement of one layer's experts on ranks, its files, and the files of expert loads.
+"""The placement of one layer's experts on ranks; files of placements and of expert loads.
 
-A logical expert is one of the model's. A physical expert is a slot of some rank that holds a copy of a logical one.
-Physical experts are numbered through the slots of all ranks, rank by rank.
+A logical expert is an expert of the model. A physical expert is a slot of a rank, which holds a copy of a logical
+expert. Physical experts are numbered consecutively over the slots of all ranks, in order of rank.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ MAX_LOAD = 1e30
 class Placement:
     """The experts of one layer on the ranks of an expert-parallel group. Every logical expert has at least one slot.
 
-    Ranks hold whole experts, or all of them a slice of each expert's width.
+    Either each rank holds some whole experts, or each rank holds a slice of every expert, along the expert's width.
     """
 
-    logical_of_slot: tuple[tuple[int, ...], ...]  # by rank, by slot; a rank may have no slots
+    logical_of_slot: tuple[tuple[int, ...], ...]  # by rank and slot; a rank may have no slots
     num_logical: int
-    num_slices: int = 1  # of each expert; the number of ranks, if experts are sliced
+    num_slices: int = 1  # of each expert; equal to the number of ranks if sliced
 
     def __post_init__(self) -> None:
         fault = _fault(self.logical_of_slot, self.num_logical)
@@ -44,7 +44,7 @@ class Placement:
 
     @property
     def num_slots(self) -> tuple[int, ...]:
-        """Number of slots of each rank."""
+        """The number of slots of each rank."""
         return tuple(len(slots) for slots in self.logical_of_slot)
 
     @property
@@ -66,12 +66,12 @@ class Placement:
 
     @classmethod
     def even(cls, num_experts: int, num_ranks: int, num_redundant: int = 0) -> Placement:
-        """Return a placement of the experts in order, over ranks with slots as even as possible.
+        """Return a placement of the experts in order. The numbers of slots per rank differ by at most one.
 
-        After the last expert, redundant slots start again with the first.
+        Redundant slots follow the last expert, and start again with the first one.
 
         Raises:
-            SettingsError: there are more slots than copies to place, at most one copy of an expert on each rank.
+            SettingsError: there are more slots than experts times ranks.
         """
         num_slots = num_experts + num_redundant
         check_num_slots(num_slots, num_experts, num_ranks)
@@ -81,7 +81,7 @@ class Placement:
 
     @classmethod
     def sliced(cls, num_experts: int, num_ranks: int) -> Placement:
-        """Return the placement of a slice of each expert, in order, on every rank."""
+        """Return the placement that holds a slice of each expert, in order, on every rank."""
         return cls((tuple(range(num_experts)),) * num_ranks, num_experts, num_slices=num_ranks)
 
     def to_json(self) -> str:
@@ -95,7 +95,7 @@ class Placement:
 
 
 def check_num_slots(num_slots: int, num_experts: int, num_ranks: int) -> None:
-    """Check that the slots can hold every expert, and that no expert needs two slots of one rank.
+    """Check that the slots can hold every expert, and that no rank needs two copies of an expert.
 
     Raises:
         SettingsError: there are too few or too many slots.
@@ -110,19 +110,19 @@ def check_num_slots(num_slots: int, num_experts: int, num_ranks: int) -> None:
 
 
 def read_loads(path: Path, *, num_layers: int, num_experts: int) -> tuple[tuple[float, ...], ...]:
-    """Read expert loads from a file such as {"loads": [[5, 1, 0, 2], [3, 3, 1, 1]]}, or from the windows of a run.
+    """Read expert loads from a file such as {"loads": [[5, 1, 0, 2], [3, 3, 1, 1]]}, or from recorded load windows.
 
     Args:
-        path: JSON with one list of loads for each layer that has experts, or a single list for all of them. Or .jsonl,
-            as `expert_load_file` writes it, whose windows are added up.
-        num_layers: the model's layers that have experts.
-        num_experts: logical experts of each.
+        path: a JSON file with one list of loads per MoE layer, or with a single list for all of them. Or a .jsonl file
+            written by `expert_load_file`, whose windows are added up.
+        num_layers: number of MoE layers of the model.
+        num_experts: number of logical experts of each layer.
 
     Returns:
-        By layer, by logical expert.
+        The loads by layer and by logical expert.
 
     Raises:
-        SettingsError: the file cannot be read, or does not hold the loads of this model.
+        SettingsError: the file cannot be read, or its loads do not fit this model.
     """
     loads: tuple[tuple[float, ...], ...]
     try:
@@ -150,24 +150,24 @@ def read_loads(path: Path, *, num_layers: int, num_experts: int) -> tuple[tuple[
 
 
 def copies_in_turn(placement: Placement, rank: int, node_of_rank: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Return by logical expert the copies to which a rank sends its tokens, in turn.
+    """Return, for each logical expert, the copies to which a rank sends its tokens, in turn.
 
-    With c copies and n ranks, each rank has c turns and each copy takes n of them, so all copies get the same work if
-    all ranks have the same number of tokens. Turns go to copies on the rank's own node first. All ranks of a node are
-    treated alike, because a rank with more tokens than others should not compute all of them itself.
+    With c copies and n ranks, each rank has c turns and each copy is used in n of them, so all copies get the same work
+    if all ranks have the same number of tokens. Turns use copies on the rank's own node first. All ranks of a node are
+    treated alike, so that a rank with more tokens than others does not compute all of them itself.
 
     Args:
-        rank: the sender.
-        node_of_rank: by rank, the number of its host.
+        rank: the sending rank.
+        node_of_rank: the node of each rank.
 
     Returns:
-        Physical experts, by logical expert and turn.
+        Physical experts by logical expert and turn.
     """
     assert len(node_of_rank) == placement.num_ranks
     node_of_physical = [node for node, size in zip(node_of_rank, placement.num_slots, strict=True) for _ in range(size)]
     turns: list[tuple[int, ...]] = []
     for copies in placement.physical_of_logical:
-        room = dict.fromkeys(copies, placement.num_ranks)  # turns left
+        room = dict.fromkeys(copies, placement.num_ranks)  # turns left for each copy
         given: list[list[int]] = [[] for _ in node_of_rank]
         for is_near in (True, False):
             for node, own in zip(node_of_rank, given, strict=True):
@@ -181,7 +181,7 @@ def copies_in_turn(placement: Placement, rank: int, node_of_rank: Sequence[int])
 
 
 def write_placements(path: Path, placements: Sequence[Placement]) -> None:
-    """Write the placement of each layer that has experts, for `read_placements`.
+    """Write the placement of each MoE layer, for `read_placements`.
 
     Raises:
         SettingsError: the file cannot be written.
@@ -196,10 +196,10 @@ def write_placements(path: Path, placements: Sequence[Placement]) -> None:
 def read_placements(
     path: Path, *, num_layers: int, num_experts: int, num_ranks: int, num_redundant: int
 ) -> tuple[Placement, ...]:
-    """Read the file of `write_placements`: a placement for each layer that has experts.
+    """Read the file of `write_placements`: a placement for each MoE layer.
 
     Raises:
-        SettingsError: the file cannot be read, or its placements do not fit this model, these ranks or these slots.
+        SettingsError: the file cannot be read, or its placements do not fit this model, its ranks or its slots.
     """
     try:
         found = msgspec.json.decode(path.read_bytes(), type=_PlacementsJson).placements
@@ -243,7 +243,7 @@ class _LoadsJson(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def _fault(logical_of_slot: Sequence[Sequence[int]], num_logical: int) -> str | None:
-    """Return a description of what is wrong with a placement; None if nothing is."""
+    """Return a description of the error in a placement; None if it is valid."""
     placed = set(itertools.chain.from_iterable(logical_of_slot))
     for expert in range(num_logical):
         if expert not in placed:

@@ -1,4 +1,4 @@
-"""Moves experts between ranks while the engine runs: plans, sends weights piece by piece, and switches placements.
+"""Moves experts between ranks while the engine runs: plans changes, sends weights in pieces, switches placements.
 
 A layer keeps its old placement until every rank holds the weights of the new one.
 """
@@ -24,10 +24,10 @@ from moeserve.ops.interfaces import Pending, SideStream
 from moeserve.ops.side_stream import InlineStream
 from moeserve.telemetry.expert_load import LoadWindow
 
-SHARE_OF_A_STEP = 0.1  # the most that sending may take
-SHARE_OF_EXPERTS = 0.5  # of a step of the fullest rank: assumed on GPUs, where waits for it are not measured
-INITIAL_BYTES_PER_SECOND = 1e9  # assumed until a transfer was measured
-MIN_PIECE_BYTES, MAX_PIECE_BYTES = 2**16, 2**24  # limits of what a rank sends or receives in a step
+SHARE_OF_A_STEP = 0.1  # maximum fraction of a step that sending may take
+SHARE_OF_EXPERTS = 0.5  # assumed fraction of a step on GPUs, where waiting is not measured
+INITIAL_BYTES_PER_SECOND = 1e9  # assumed until a transfer has been measured
+MIN_PIECE_BYTES, MAX_PIECE_BYTES = 2**16, 2**24  # bytes that a rank sends or receives in a step
 PIECE_ALIGNMENT = 64
 FEMTOSECONDS = 10**15
 
@@ -37,7 +37,7 @@ class PlacedExperts(Protocol):
 
     @property
     def memory_of_each(self) -> list[Tensor]:
-        """[e, bytes] uint8 each, together all weights of the e local experts."""
+        """Tensors [e, bytes] uint8 that together are all weights of the e local experts."""
         ...
 
 
@@ -54,7 +54,7 @@ class PlacedLayer(Protocol):
     def experts(self) -> PlacedExperts: ...
 
     def place(self, placement: Placement) -> None:
-        """Use another placement with the same slots, whose weights are in them already."""
+        """Use another placement with the same slots, whose weights are already in them."""
         ...
 
 
@@ -68,7 +68,7 @@ class Change:
 
     @property
     def max_moves_of_rank(self) -> int:
-        """The most moves that one rank sends or that one rank receives."""
+        """The maximum number of moves that any rank sends or receives."""
         senders = Counter(move.from_rank for move in self.moves)
         receivers = Counter(move.to_rank for move in self.moves)
         return max(*senders.values(), *receivers.values())
@@ -76,19 +76,19 @@ class Change:
 
 @dataclass(frozen=True)
 class Piece:
-    """The bytes [start, start + size) of each expert of a change, in flight during one step."""
+    """The bytes [start, start + size) of each moved expert of a change, in flight during one step."""
 
     change: Change
     start: int
     size: int
     pending: PendingTensor
-    sent: Tensor  # kept alive until it has arrived
+    sent: Tensor  # kept alive until the transfer has completed
 
 
 def spare_bytes(layers: Mapping[int, PlacedLayer]) -> int:
     """Return the memory that a rebalancer of these layers reserves."""
     num_slots, num_bytes = _spare_shape(layers)
-    return num_slots * num_bytes + 2 * MAX_PIECE_BYTES  # pieces that are sent and received
+    return num_slots * num_bytes + 2 * MAX_PIECE_BYTES  # one piece sent and one received
 
 
 def _spare_shape(layers: Mapping[int, PlacedLayer]) -> tuple[int, int]:
@@ -100,7 +100,7 @@ def _slot_bytes(layer: PlacedLayer) -> int:
 
 
 class HostClock:
-    """Measures the time of the host between `start` and `stop`."""
+    """Measures the host's time between `start` and `stop`."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -118,7 +118,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """Measures the time of the current stream between `start` and `stop`, with events. The host never waits."""
+    """Measures the current stream's time between `start` and `stop`, with events. The host never waits."""
 
     def __init__(self) -> None:
         self._first, self._last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -137,12 +137,12 @@ class DeviceClock:
 class Rebalancer:
     """One rank's part of rebalancing. All ranks of a pipeline stage call the same methods in the same steps.
 
-    Each stage rebalances its own layers, independently of the others.
+    Each stage rebalances its own layers, independently of the other stages.
 
-    On a GPU the host never waits. Pieces are sent on the main stream between two steps, since collectives need the same
-    order on all ranks. A side stream stores them in spare memory, and a switch waits for this stream. The switch writes
-    weights and tables on the main stream, after the last step that reads the old ones and before the first step or
-    graph that reads the new ones.
+    On a GPU the host never waits. Pieces are sent on the main stream between two steps, because collectives need the
+    same order on all ranks. A side stream stores them in spare memory, and a switch waits for this stream. The switch
+    writes weights and tables on the main stream, after the last step that reads the old ones and before the first step
+    or graph replay that reads the new ones.
     """
 
     def __init__(
@@ -154,18 +154,19 @@ class Rebalancer:
     ) -> None:
         """
         Args:
-            layers: those of this stage with experts, by their index in the model; at least one. Their weights are
-                loaded and packed.
-            horizon: steps within which a new placement must save more time than it costs.
-            side_stream: of the GPU that the experts are on; None: they are on the CPU.
+            layers: the MoE layers of this stage, by their index in the model; at least one. Their weights are loaded
+                and packed.
+            horizon: number of steps within which a new placement must save more time than it costs.
+            side_stream: a side stream of the GPU that holds the experts; None: they are on the CPU.
         """
         self._is_on_gpu = side_stream is not None
         self._side_stream = InlineStream() if side_stream is None else side_stream
         self._clock = HostClock() if side_stream is None else DeviceClock()
-        self._storing: Pending | None = None  # the last piece, by the side stream
-        self._timed_bytes = 0  # of the piece that the clock measures
+        self._storing: Pending | None = None  # the last piece, which the side stream stores
+        self._timed_bytes = 0  # bytes of the piece that the clock measures
         self.epoch = 0  # epoch of the placement in use: the number of switched layers
-        # The weights of the first change have arrived: `switch` is due before the next step. So it is on all ranks.
+        # True if the weights of the first change have arrived, so that `switch` is due before the next step. Equal on
+        # all ranks.
         self.must_switch = False
         self._layers = layers
         self._groups = groups
@@ -176,37 +177,37 @@ class Rebalancer:
         device = next(iter(self._memory.values()))[0].device
         self._spare = torch.empty(*_spare_shape(layers), dtype=torch.uint8, device=device)
         self._outgoing = torch.empty(MAX_PIECE_BYTES, dtype=torch.uint8, device=device)
-        for layer in layers.values():  # makes graphs look up copies in tables, which can change
+        for layer in layers.values():  # so that graphs read copies from tables, which can change
             layer.place(layer.placement)
         self._loads = {index: [0.0] * layer.placement.num_logical for index, layer in layers.items()}
-        self._window: LoadWindow | None = None  # the basis of the current plans
+        self._window: LoadWindow | None = None  # the window that the current plans are based on
         self._unplanned: deque[int] = deque()  # layers still to plan
         self._planned: list[Change] = []  # not yet accepted or rejected
         self._excess_of_model = 0.0  # rows of each layer's fullest rank above the mean, over all layers
-        self._rows_of_fullest = 0.0  # over all layers
+        self._rows_of_fullest = 0.0  # summed over all layers
         self._changes: deque[Change] = deque()  # accepted; the first one is in progress
-        self._num_arrived = 0  # bytes of each expert of the first change
+        self._num_arrived = 0  # bytes of each expert of the first change that have arrived
         self._seconds_per_byte = 1 / INITIAL_BYTES_PER_SECOND  # on the slowest rank
         self._own_seconds_per_byte = self._seconds_per_byte
         self._step_seconds = 0.0
 
     @property
     def is_busy(self) -> bool:
-        """True while plans are made or experts are moved."""
+        """True while changes are planned or experts are moved."""
         return bool(self._changes or self._unplanned)
 
     def own_figures(self) -> list[int]:
-        """Return the measurements of this rank that `consider` needs from all ranks."""
+        """Return this rank's measurements, which `consider` needs from all ranks."""
         if self._timed_bytes and (seconds := self._clock.take_seconds()) is not None:
             self._own_seconds_per_byte, self._timed_bytes = seconds / self._timed_bytes, 0
         return [round(self._own_seconds_per_byte * FEMTOSECONDS)]
 
     def consider(self, window: LoadWindow, figures_of_rank: Sequence[Sequence[int]]) -> None:
-        """Add a window to the loads, and start to plan if nothing is in progress.
+        """Add a window to the loads, and start planning if no change is in progress.
 
         Args:
-            window: the newest one of this stage's layers, the same on all its ranks.
-            figures_of_rank: by rank of the stage, its `own_figures`.
+            window: the latest window of this stage's layers, the same on all its ranks.
+            figures_of_rank: the `own_figures` of each rank of the stage.
         """
         for layer, counts in zip(window.layers, window.tokens_of_expert, strict=True):
             self._loads[layer] = add_window(self._loads[layer], counts)
@@ -220,11 +221,11 @@ class Rebalancer:
 
     @property
     def next_layer(self) -> int:
-        """The layer that `switch` changes."""
+        """The layer that `switch` will change."""
         return self._changes[0].layer
 
     def switch(self) -> None:
-        """Use the new placement of the layer whose weights have arrived on all ranks."""
+        """Switch the layer whose weights have arrived on all ranks to its new placement."""
         change = self._changes.popleft()
         self._wait_for_side_stream()
         for index, move in enumerate(self._incoming(change)):
@@ -239,7 +240,7 @@ class Rebalancer:
         self.epoch += 1
 
     def begin_step(self) -> Piece | None:
-        """Start to move a piece, if there is one, and return it for `finish_step`. Collective: all ranks of a stage."""
+        """Begin to send a piece, if there is one, and return it for `finish_step`. Collective: all ranks of a stage."""
         if not self._changes or self.must_switch:
             return None
         change = self._changes[0]
@@ -257,12 +258,12 @@ class Rebalancer:
         # collective: all ranks of the stage
         pending = self._groups.stage.all_to_all(sent, send_sizes, receive_sizes)
         if self._is_on_gpu or not self._groups.stage.progresses_in_background:
-            pending.wait()  # the collectives of the step would queue behind it
+            pending.wait()  # else the collectives of the step would queue behind it
         self._clock.stop()
         return Piece(change, self._num_arrived, size, pending, sent)
 
     def finish_step(self, piece: Piece | None) -> None:
-        """Store the piece of this step; without one, plan the next layer if plans are being made."""
+        """Store the piece of this step. Without a piece, plan the next layer if there is one to plan."""
         if piece is not None:
             self._receive(piece)
         elif self._unplanned:
@@ -271,7 +272,7 @@ class Rebalancer:
                 self._decide()
 
     def _piece_size(self, change: Change) -> int:
-        """Return the bytes of each expert to move in this step."""
+        """Return the number of bytes of each expert to send in this step."""
         budget = max(MIN_PIECE_BYTES, SHARE_OF_A_STEP * self._step_seconds / self._seconds_per_byte)
         size = int(min(budget, MAX_PIECE_BYTES)) // change.max_moves_of_rank
         size = max(size // PIECE_ALIGNMENT * PIECE_ALIGNMENT, PIECE_ALIGNMENT)
@@ -290,7 +291,7 @@ class Rebalancer:
             self.must_switch = True
 
     def _store(self, piece: Piece, received: Tensor) -> Tensor:
-        """Store a piece, and return it: its memory must live until the side stream is waited for."""
+        """Store a piece, and return it: its memory must stay alive until the side stream has been waited for."""
         experts = received.view(-1, piece.size)
         self._spare[: len(experts), piece.start : piece.start + piece.size] = experts
         return received
@@ -329,16 +330,16 @@ class Rebalancer:
         )
 
     def _cost_seconds(self, change: Change) -> float:
-        """Return the time that a change takes: each byte is sent, and copied once more at the switch."""
+        """Return the time that a change takes: each byte is sent once, and copied once more at the switch."""
         return 2 * change.max_moves_of_rank * self._slot_bytes[change.layer] * self._seconds_per_byte
 
     def _incoming(self, change: Change) -> list[Move]:
-        """Return the moves to this rank in order of arrival, which is also their order in the spare memory."""
+        """Return the moves to this rank in order of arrival, which is their order in the spare memory."""
         own = [move for move in change.moves if move.to_rank == self._rank]
         return sorted(own, key=lambda move: (move.from_rank, move.slot))
 
     def _copy_part(self, layer: int, slot: int, start: int, part: Tensor) -> None:
-        """Fill `part` with a slot's bytes from `start` on, as if all its weights were one after the other."""
+        """Fill `part` with a slot's bytes from `start` on, as if the slot's weights were consecutive in memory."""
         first = 0
         for memory in self._memory[layer]:
             last = first + memory.shape[1]

@@ -1,1 +1,1 @@
-"""`moeserve launch`: a Ray cluster for one command, made of the nodes on which the same command line is run."""
+"""`moeserve launch`: a Ray cluster for one command, on the nodes where the same command line is run."""

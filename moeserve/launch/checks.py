@@ -1,4 +1,4 @@
-"""Options of `moeserve launch`, and checks of a node before Ray is started there."""
+"""The options of `moeserve launch`, and the checks of a node before Ray is started on it."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ SECONDS_TO_CONNECT = 2.0
 class Launch:
     """The options of `moeserve launch`."""
 
-    head: str | None  # address or name of the first node; None: this host, with `hosts`
+    head: str | None  # address or name of the first node; None: this host, if `hosts` is used
     port: int
     num_nodes: int
-    hosts: Sequence[str]  # the other nodes, for the remote shell; empty: this command is run on them by others
-    remote_shell: str  # command line, without the host's name
-    interface: str | None  # name or subnet
-    num_cpus: int | None  # the CPUs of this node that Ray uses; None: those that this process may use
-    model: str | None  # folder that each node must be able to read
-    timeout_s: float  # for nodes to join
-    command: Sequence[str]  # empty: the cluster runs until it is interrupted
-    reads_token: bool = False  # from standard input
+    hosts: Sequence[str]  # other nodes, started by the remote shell; empty: started by other means
+    remote_shell: str  # command line without the host name
+    interface: str | None  # network interface by name or subnet
+    num_cpus: int | None  # number of CPUs that Ray uses here; None: those this process may use
+    model: str | None  # checkpoint folder that each node must be able to read
+    timeout_s: float  # limit for all nodes to join
+    command: Sequence[str]  # command to run; empty: keep the cluster until interrupted
+    reads_token: bool = False  # read the token from standard input
 
 
 def find_addresses(options: Launch) -> tuple[str, str]:
-    """Return the addresses of the head and of this node; they are equal on the head.
+    """Return the addresses of the head and of this node, which are equal on the head.
 
     Raises:
-        SettingsError: there are no such addresses.
+        SettingsError: an address cannot be determined.
     """
     if options.hosts and options.head is None:
         head = address_on(options.interface) if options.interface else _address_towards(options.hosts[0])
@@ -51,14 +51,14 @@ def find_addresses(options: Launch) -> tuple[str, str]:
     else:
         head = _resolved(options.head, options.timeout_s)
     if options.interface and is_loopback(head) and options.num_nodes > 1:
-        head = address_on(options.interface)  # this host's own name, as /etc/hosts often has it
+        head = address_on(options.interface)  # its own name often resolves to loopback in /etc/hosts
     if is_own(head):
         return head, head
     return head, address_on(options.interface) if options.interface else _address_towards(head)
 
 
 def check_node(options: Launch, head: str, own: str) -> None:
-    """Check all that can be known before anything is started.
+    """Check the requirements that can be checked before anything is started.
 
     Raises:
         SettingsError: this node cannot be part of the cluster.
@@ -78,7 +78,7 @@ def check_node(options: Launch, head: str, own: str) -> None:
         raise SettingsError(f"--head {head} is not on {options.interface}, which is {address_on(options.interface)}")
     try:
         if not shlex.split(options.remote_shell):
-            raise ValueError("it names no program")
+            raise ValueError("it is empty")
     except ValueError as error:
         raise SettingsError(f"--remote-shell {options.remote_shell!r}: {error}") from None
     if not 1 <= options.port <= MAX_PORT:
@@ -87,7 +87,7 @@ def check_node(options: Launch, head: str, own: str) -> None:
         message = f"the model cannot be read: {why}; every node needs it under the same path"
         if is_head:
             raise SettingsError(message)
-        logger.warning(message)  # the head checks all nodes, and ends the launch with the name of this one
+        logger.warning(message)  # the head checks all nodes, and its error names this node
     if is_head:
         try:
             socket.create_server((head, options.port)).close()
@@ -99,7 +99,7 @@ def check_node(options: Launch, head: str, own: str) -> None:
 
 
 def why_unreachable(host: str, port: int, own: str) -> str:
-    """Return why this address cannot connect to a port; "" if it can."""
+    """Return the reason why `own` cannot connect to a port of `host`; "" if it can."""
     try:
         socket.create_connection((host, port), timeout=SECONDS_TO_CONNECT, source_address=(own, 0)).close()
     except OSError as error:
@@ -110,12 +110,12 @@ def why_unreachable(host: str, port: int, own: str) -> str:
 def _address_towards(host: str) -> str:
     try:
         return address_towards(host)
-    except (OSError, TypeError) as error:  # TypeError: it cannot be a name
-        raise SettingsError(f"there is no way from here to {host}: {error}") from None
+    except (OSError, TypeError) as error:  # TypeError: not a valid host name
+        raise SettingsError(f"{host} cannot be reached from here: {error}") from None
 
 
 def _resolved(host: str, timeout_s: float) -> str:
-    """Return the address of a name, which a scheduler may publish only when that host has started."""
+    """Return the address of a host name. Retries: a scheduler may publish the name only once the host has started."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:

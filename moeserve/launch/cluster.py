@@ -1,7 +1,7 @@
-"""Starts the Ray of this node, waits for the others, and runs the command on the head.
+"""Starts Ray on this node, waits for the other nodes, and runs the command on the head.
 
-Each node checks itself before it starts anything, so an error names the node where it is. Ray's processes are children
-of this process and end with it: no other Ray on the machine is touched.
+Each node checks itself before it starts anything, so an error appears on the node concerned. Ray's processes are
+children of this process and exit with it. No other Ray processes on the machine are affected.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from moeserve.machine import usable_cores
 logger = logging.getLogger(__name__)
 
 DEFAULT_PORT = 6379
-SECONDS_WITHOUT_HEAD = 5.0  # after which a node that has joined ends its Ray
-SECONDS_OF_A_START = 20.0  # a Ray that ends sooner has never worked
+SECONDS_WITHOUT_HEAD = 5.0  # time without the head after which a joined node stops its Ray
+SECONDS_OF_A_START = 20.0  # a Ray that exits sooner counts as one that never started
 TOKEN_BYTES = 32
 
 
 def launch(options: Launch) -> int:
-    """Run this node's part. Return the exit status: that of the command on the head, 0 on other nodes.
+    """Run this node's part. Return the exit status: on the head that of the command, on other nodes 0.
 
     Raises:
         SettingsError: this node cannot be part of the cluster.
@@ -85,13 +85,13 @@ def _run_head(options: Launch, head: str, token: str) -> int:
 
 
 def _exports(environment: dict[str, str]) -> str:
-    """Return shell commands after which programs use the cluster. They hold the token, for its owner to see."""
+    """Return shell commands that let programs use the cluster. They contain the token, which is secret."""
     names = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN")
     return "\n".join(f"export {name}={shlex.quote(environment[name])}" for name in names if name in environment)
 
 
 def _wait_for_nodes(options: Launch, address: str, environment: dict[str, str], started: Sequence[Command]) -> None:
-    """Return when all nodes have joined and were checked, in a process of its own: Ray may end that process."""
+    """Wait until all nodes have joined and been checked, in a separate process, which Ray may terminate."""
     arguments = ["--nodes", str(options.num_nodes), "--timeout", str(options.timeout_s)]
     arguments += ["--model", options.model] if options.model else []
     command = [sys.executable, "-m", "moeserve.executor.ray", *arguments]
@@ -105,7 +105,7 @@ def _wait_for_nodes(options: Launch, address: str, environment: dict[str, str], 
 
 
 def _join(options: Launch, head: str, own: str, token: str) -> int:
-    """Serve as a node until the head has ended. Join again after this node's Ray or the way to the head has failed."""
+    """Serve as a node until the head has stopped. Join again after a failure of this node's Ray or of the network."""
     address = f"{head}:{options.port}"
     environment = environment_of_cluster(address, token)
     while True:
@@ -118,7 +118,7 @@ def _join(options: Launch, head: str, own: str, token: str) -> int:
                 if not why:
                     last_reached = time.monotonic()
                 time.sleep(POLL_INTERVAL_S)
-            if why == os.strerror(errno.ECONNREFUSED):  # that host is up, and its Ray has ended
+            if why == os.strerror(errno.ECONNREFUSED):  # the host is up, but its Ray has stopped
                 return 0
             if not ray.is_running and time.monotonic() - started < SECONDS_OF_A_START:
                 raise_ended([ray])
@@ -145,7 +145,7 @@ def _ray_node(
 
 
 def _remote_node(options: Launch, host: str, head: str, token: str) -> contextlib.AbstractContextManager[Command]:
-    """Run this command on another host, with the token on its standard input where other users cannot see it."""
+    """Run this command on another host. The token is sent on standard input, where other users cannot see it."""
     command = [sys.executable, "-m", "moeserve", "launch", "--head", head, "--port", str(options.port)]
     command += ["--token-from-stdin", "--nodes", str(options.num_nodes), "--timeout", str(options.timeout_s)]
     for flag, value in [

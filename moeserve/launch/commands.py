@@ -1,4 +1,4 @@
-"""External commands that run beside this process and end with it: Ray, remote shells, the user's command."""
+"""External commands that run as children of this process and end with it: Ray, remote shells, the user's command."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from moeserve.errors import EngineError, SettingsError
 logger = logging.getLogger(__name__)
 
 SECONDS_TO_END = 10.0
-NUM_LINES_SHOWN = 15  # the last lines of the output of a command that failed
-PR_SET_PDEATHSIG = 1  # Linux
+NUM_LINES_SHOWN = 15  # number of output lines shown of a command that failed
+PR_SET_PDEATHSIG = 1  # an option of Linux's prctl
 
 
 class Command:
@@ -40,12 +40,12 @@ class Command:
 
     @property
     def status(self) -> int:
-        """The exit status as a shell gives it. Waits for the end of the command."""
+        """The exit status as a shell reports it. Waits until the command has exited."""
         status = self._process.wait()
         return status if status >= 0 else 128 - status
 
     def last_output(self) -> str:
-        """Return the last lines of a command that has ended."""
+        """Return the last lines of output of a command that has exited."""
         if self._reader is not None:
             self._reader.join(1)
         return "\n".join(self._lines)
@@ -59,10 +59,10 @@ class Command:
 
 @contextlib.contextmanager
 def running(name: str, command: Sequence[str], environment: dict[str, str] | None) -> Iterator[Command]:
-    """Run a command on this process's terminal, and end it when the context is left.
+    """Run a command on this process's terminal, and terminate it when the context is left.
 
     Raises:
-        SettingsError: there is no such program.
+        SettingsError: the program does not exist.
     """
     process = _started(name, command, environment, stdin=None)
     with _ending(process):
@@ -73,12 +73,12 @@ def running(name: str, command: Sequence[str], environment: dict[str, str] | Non
 def running_in_background(
     name: str, command: Sequence[str], environment: dict[str, str] | None, stdin: str = ""
 ) -> Iterator[Command]:
-    """Run a command in a session of its own, keep its last output, and end it when the context is left.
+    """Run a command in its own session, keep its last output, and terminate it when the context is left.
 
-    It receives SIGTERM also if this process is killed.
+    It also receives SIGTERM if this process is killed.
 
     Raises:
-        SettingsError: there is no such program.
+        SettingsError: the program does not exist.
     """
     process = _started(
         name,
@@ -87,7 +87,7 @@ def running_in_background(
         stdin=subprocess.PIPE if stdin else subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        start_new_session=True,  # a Ctrl-C in the terminal is handled by this process alone
+        start_new_session=True,  # only this process handles a Ctrl-C in the terminal
         preexec_fn=_end_with_parent,
     )
     with _ending(process):
@@ -99,11 +99,11 @@ def running_in_background(
 
 
 def raise_ended(commands: Sequence[Command]) -> NoReturn:
-    """Raise the error of the first command that has ended and should not have.
+    """Raise an error for the first command that has exited unexpectedly.
 
     Raises:
         SettingsError: the head refused this node's token.
-        EngineError: for any other reason; shows its last output.
+        EngineError: the command exited for any other reason; shows its last output.
     """
     ended = next(command for command in commands if not command.is_running)
     output = ended.last_output()
@@ -116,7 +116,7 @@ def raise_ended(commands: Sequence[Command]) -> NoReturn:
 
 @contextlib.contextmanager
 def ending_on_signals() -> Iterator[None]:
-    """Make SIGTERM and SIGHUP leave the context, so that all commands are ended. Further signals are ignored."""
+    """Make SIGTERM and SIGHUP leave the context, so that all commands are terminated. Further signals are ignored."""
 
     def stop(number: int, _: object) -> NoReturn:
         for each in before:
@@ -150,7 +150,7 @@ def _ending(process: subprocess.Popen[str]) -> Iterator[None]:
             process.wait(SECONDS_TO_END)
         except subprocess.TimeoutExpired:
             with contextlib.suppress(ProcessLookupError):
-                if process.stdout:  # it leads a session of its own
+                if process.stdout:  # the command leads its own session
                     os.killpg(process.pid, signal.SIGKILL)
             process.kill()
             process.wait()
@@ -160,5 +160,5 @@ def _ending(process: subprocess.Popen[str]) -> Iterator[None]:
 
 
 def _end_with_parent() -> None:
-    with contextlib.suppress(OSError, AttributeError):  # a system without it
+    with contextlib.suppress(OSError, AttributeError):  # not supported on this system
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

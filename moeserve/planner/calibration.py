@@ -1,9 +1,9 @@
-"""Shares of the hardware's peaks that steps reach: in the best case, and in published engines.
+"""Efficiencies of the cost model: the fractions of the hardware's peak rates that a step reaches.
 
-Most terms of `CALIBRATED` follow from tables of single kernels, which DeepEP, DeepGEMM and FlashMLA publish. Two terms
-are fitted to systems, one figure of each: `passes` here, and `Assumptions.expert_imbalance`. docs/published_figures.md
-has the sources and compares the result with systems that were not fitted; tests/unit/test_calibration.py repeats the
-fits.
+Most terms of `CALIBRATED` come from the kernel benchmarks that DeepEP, DeepGEMM and FlashMLA publish. Two terms,
+`passes` here and `Assumptions.expert_imbalance`, are each fitted to one published measurement of a whole system.
+docs/published_figures.md lists the sources and compares the model with other systems; tests/unit/test_calibration.py
+repeats the fits.
 """
 
 from __future__ import annotations
@@ -15,42 +15,42 @@ from moeserve.planner.settings import Assumptions
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """Terms of the cost model that depend on the engine. Shares are of the peaks in `Hardware`."""
+    """Terms of the cost model that depend on the engine. A fraction is relative to the peak in `Hardware`."""
 
-    memory: float  # share of the memory bandwidth that products reach when they read weights
-    products: float  # share of the rate that products reach
-    cache: float  # share of the memory bandwidth that attention reaches when it reads the cache
-    attention: float  # share of the bfloat16 rate that attention reaches
-    node_links: float  # share of the links inside a node that an exchange reaches
-    direct_network: float  # share of the network that a direct exchange reaches
-    forwarding_network: float  # the same, by_node
-    exchange_latency: float  # seconds that each of dispatch and combine takes beside its bytes
-    # If two halves of a step overlap:
-    forwarding_cores: float  # share of the cores that a by_node exchange occupies all the time
-    exchange_on_cores: float  # seconds in which each of dispatch and combine occupies all cores, if direct
-    is_paired: bool  # direct: dispatch hides behind projections and shared experts only, combine behind attention only
-    # Beside the products:
-    passes: float  # how often each value between products is read or written; 0: not counted
+    memory: float  # fraction of the memory bandwidth that matrix products reach when they read weights
+    products: float  # fraction of the peak rate that matrix products reach
+    cache: float  # fraction of the memory bandwidth that attention reaches when it reads the KV cache
+    attention: float  # fraction of the bfloat16 rate that attention reaches
+    node_links: float  # fraction of the links inside a node that an exchange reaches
+    direct_network: float  # fraction of the network bandwidth that a direct exchange reaches
+    forwarding_network: float  # fraction of the network bandwidth that a by_node exchange reaches
+    exchange_latency: float  # seconds that each dispatch and each combine takes in addition to its transfer time
+    # Used only with two-batch overlap:
+    forwarding_cores: float  # fraction of the cores that a by_node exchange occupies throughout the step
+    exchange_on_cores: float  # seconds for which each dispatch and each combine of a direct exchange occupies all cores
+    is_paired: bool  # a direct dispatch overlaps only the work before attention, and combine only attention and after
+    # Work between the matrix products:
+    passes: float  # reads and writes of each value between two matrix products; 0: not counted
 
 
 CALIBRATED = Calibration(
-    # DeepGEMM's table of 28 products, with the bytes of inputs and outputs taken apart.
+    # DeepGEMM's table of 28 matrix products; the traffic of inputs and outputs is counted separately.
     memory=0.74,
     products=0.70,
     # FlashMLA: 3000 of 3350 GB/s, and 580 of 989 TFLOP/s. FlashAttention-3 reaches 590 on prompts of 4096 tokens.
     cache=0.90,
     attention=0.59,
-    # DeepEP's 12 low-latency exchanges; and its normal kernels on 32 and 64 ranks, without the rows that stay.
+    # DeepEP's 12 low-latency exchanges, and its normal kernels on 32 and 64 ranks without the rows that stay local.
     node_links=0.86,
     direct_network=0.97,
     forwarding_network=0.87,
     exchange_latency=37e-6,
-    # DeepSeek's profile: 24 of 132 cores for prompts; the pairs for decoding. SGLang's report has the cores' part of a
-    # dispatch, which is taken for combine too.
+    # DeepSeek's profile: 24 of 132 cores for prefill; the paired overlap for decoding. SGLang's report gives the time
+    # for which a dispatch occupies the cores; combine is assumed to take as long.
     forwarding_cores=24 / 132,
     exchange_on_cores=60e-6,
     is_paired=True,
-    # Fitted to SGLang's prompts with even experts on 32 H100.
+    # Fitted to SGLang's prefill throughput with evenly loaded experts on 32 H100.
     passes=6.0,
 )
 

@@ -1,4 +1,4 @@
-"""Virtual time of steps that overlap: the host's work for a step, then its pipeline stages, one after another."""
+"""Virtual time of overlapping steps: each takes the host's work first, then one pipeline stage after another."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from collections.abc import Sequence
 
 
 class Clock:
-    """Time of rounds in their order. The host and each stage work on one round at a time."""
+    """Virtual time of a sequence of rounds. The host and each stage work on one round at a time."""
 
     def __init__(self, num_stages: int, host_s: float) -> None:
         """
         Args:
-            host_s: seconds of the host's work for each round.
+            host_s: seconds that the host works for each round.
         """
-        self.now = 0.0  # the last round ended
+        self.now = 0.0  # end of the last round
         self.busy_s = 0.0  # time in which at least one round was in flight
-        self.host_s = 0.0  # work of the host
+        self.host_s = 0.0  # time that the host worked
         self.host_waited_s = 0.0  # time in which all stages waited for the host alone
         self._host_s_of_round = host_s
         self._host_free_at = 0.0
         self._stages_free_at = [0.0] * num_stages
-        self._ends = array("d", [0.0])  # when so many rounds had ended
+        self._ends = array("d", [0.0])  # index: number of rounds; value: the time when that many had ended
 
     def run(self, stage_s: Sequence[float], moving_s: float, planned_after: int) -> float:
-        """Run a round to its end. Return the seconds by which it ends after the one before it.
+        """Run a round to its end. Return the seconds between the end of the previous round and the end of this one.
 
         Args:
             stage_s: seconds of each stage.
-            moving_s: seconds that all stages stand still after it.
-            planned_after: rounds that had ended when it could be planned.
+            moving_s: seconds for which all stages stop after the round, to move experts.
+            planned_after: number of rounds that had ended when this one could first be planned.
         """
         may_begin_at = max(self._ends[planned_after], self._host_free_at)
         self._host_free_at = planned_at = may_begin_at + self._host_s_of_round

@@ -1,4 +1,4 @@
-"""The formulas of the cost model, and what they count in a layer."""
+"""The formulas of the cost model, and the quantities of a layer that enter them."""
 
 from __future__ import annotations
 
@@ -9,39 +9,39 @@ from moeserve.models.model_config import CachedAttention
 from moeserve.planner.formula import Formula
 
 PRODUCTS = "max({parameters} x {bytes} / {memory_bandwidth}, 2 x {parameters} x {tokens} / {rate})"
-# Decoding reads the cache of every pair. A prompt has many pairs for each position it reads, so it only computes.
+# Decoding reads the KV cache for every pair. In prefill many tokens share each position read, so it is compute-bound.
 ATTENTION = (
     "max({decode_pairs} x {cache_bytes} / {memory_bandwidth}, {decode_pairs} x {decode_operations} / {rate}) "
     "+ {prompt_pairs} x {prompt_operations} / {rate}"
 )
-# Only weights of chosen experts are read. A token misses a slot with probability 1 - chosen / all slots.
+# Only weights of routed experts are read. A token does not use a given slot with probability 1 - chosen / all slots.
 EXPERTS = (
     "max({slots} x (1 - (1 - {chosen} / {all_slots}) ^ {tokens}) x {parameters} x {bytes} / {memory_bandwidth}"
     ", 2 x {parameters} x {tokens} x {chosen} / {ranks} x {imbalance} / {rate})"
 )
-# Values that products write, and other kernels read and write: norms, rotary positions, quantising, sorting rows.
+# Values that matrix products write and other kernels read and write: norms, rotary positions, quantization, sorting.
 VALUES = "{passes} x {tokens} x {values} x {bytes} / {memory_bandwidth}"
-# What a direct exchange's kernels do on the cores while nothing else runs on them.
+# Time for which the kernels of a direct exchange occupy the cores, so that no other kernel runs.
 ON_CORES = "{seconds}"
-# Dispatch, or combine. Both kinds of links work at the same time.
+# Time of one dispatch or one combine. Links inside the node and the network transfer at the same time.
 EXCHANGE = (
     "{tokens} x max({node_rows} x {width} x {bytes} / {node_bandwidth}, "
     "{network_rows} x {width} x {bytes} / {network_bandwidth}) x {imbalance} + {latency}"
 )
-# An all-gather of a replica's rows over its tp ranks before a part of a layer, and a reduce-scatter after it.
+# All-gather of a replica's rows over its tp ranks before attention or a dense network, and reduce-scatter after it.
 GATHER = "2 x ({tokens} x (1 - 1 / {tp}) x {width} x {bytes} / {bandwidth} + {latency})"
-# The residual stream, from each rank of a stage to one of the next.
+# Transfer of the residual stream from each rank of a stage to one rank of the next stage.
 HANDOVER = "{tokens} x {width} x {bytes} / {bandwidth} + {latency}"
-# If tokens choose independently, a rank's rows vary about as a Poisson distribution: by the square root of their mean.
+# If tokens are routed independently, a rank's rows follow about a Poisson distribution: their deviation is sqrt(mean).
 # The largest of n independent normal values lies about z deviations above their mean (Blom, 1958).
 BALANCE = "max({placement}, min({placement} + {z} x ({placement} / {mean_rows}) ^ 0.5, {highest}))"
 
 
 def rows_that_leave(exchange: str, num_ranks: int, ranks_per_node: int, chosen: int) -> tuple[Formula, Formula]:
-    """Return the rows that leave a rank for each of its tokens: to other ranks of its node, and to other nodes.
+    """Return the rows that leave a rank per token: those to other ranks of its node, and those to other nodes.
 
-    All experts are chosen equally often. With "by_node", a row enters a node at one rank, which forwards it once for
-    each expert on another of its ranks.
+    All experts are assumed to be equally loaded. With "by_node", one rank of each node receives a row and forwards it
+    once for each expert on another rank of that node.
     """
     in_node = min(num_ranks, ranks_per_node)
     numbers = {"chosen": chosen, "ranks_of_a_node": in_node, "ranks": num_ranks, "nodes": num_ranks / in_node}
@@ -58,7 +58,7 @@ def rows_that_leave(exchange: str, num_ranks: int, ranks_per_node: int, chosen: 
 
 
 def operations_of_pair(attention: CachedAttention, tp: int) -> tuple[float, float]:
-    """Return the operations of a pair of token and position on one tp rank, in decoding and in a prompt."""
+    """Return the operations for one pair of token and position on one tp rank, when decoding and in prefill."""
     heads = attention.num_heads / tp
     match attention:
         case AttentionConfig() | CompressedAttentionConfig():
@@ -70,10 +70,10 @@ def operations_of_pair(attention: CachedAttention, tp: int) -> tuple[float, floa
 
 
 def positions_attended(attention: CachedAttention) -> int | None:
-    """Return the most positions that a token attends to; None: all. Chunks count as windows: an upper bound.
+    """Return the maximum number of positions that a token attends to; None: no limit.
 
-    Of compressed entries, those that an indexer chooses are counted, and neither its scores nor the few entries of
-    layers without one.
+    Chunked attention counts as a window, which is an upper bound. With compressed attention, the entries that an
+    indexer selects are counted, but not the indexer's scores, nor the few entries of layers without an indexer.
     """
     match attention:
         case AttentionConfig():
@@ -85,7 +85,7 @@ def positions_attended(attention: CachedAttention) -> int | None:
 
 
 def attention_values(attention: CachedAttention, tp: int) -> tuple[float, float]:
-    """Return the values of a token on one tp rank: of its queries, keys and values, and of attention's outputs."""
+    """Return the values per token on one tp rank: of queries, keys and values, and of attention's output."""
     match attention:
         case AttentionConfig():
             outputs = attention.num_heads * attention.head_dim
@@ -100,7 +100,7 @@ def attention_values(attention: CachedAttention, tp: int) -> tuple[float, float]
 
 
 def output_parameters(attention: CachedAttention, hidden_size: int, tp: int) -> float:
-    """Return the parameters of a layer's output projection on one tp rank."""
+    """Return the number of parameters of a layer's output projection on one tp rank."""
     _, outputs = attention_values(attention, tp)
     if isinstance(attention, CompressedAttentionConfig):
         return (outputs + attention.num_groups / tp * hidden_size) * attention.group_rank

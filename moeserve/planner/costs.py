@@ -1,13 +1,13 @@
-"""A cost model of steps on accelerators, made of formulas that can be shown with their numbers.
+"""A cost model of steps on accelerators, built from formulas that can be printed with their numbers.
 
-This is arithmetic, not measurement. Each part of a layer takes as long as the slower of reading its weights or cache
-and computing its products, at the shares of the hardware's peaks in a `Calibration`; parts follow each other. All
-ranks wait for each other in every layer, so the replica with the most tokens determines the time of attention, and the
-rank with the most rows the time of experts and of the exchange.
+This is arithmetic, not measurement. Each part of a layer takes the time to read its weights or cache or the time to
+compute its matrix products, whichever is longer, at the fractions of the hardware's peaks in a `Calibration`. Parts run
+one after another. All ranks synchronise in every layer, so the replica with the most tokens determines the time of
+attention, and the rank with the most rows determines the time of experts and of the exchange.
 
-Not counted: the embedding, sampling, agreement between replicas, reading a prompt's cache while it is computed, scales
-of fp8 rows, padding of tiles; and, at the optimum, the work between products (norms, rotary positions, quantising,
-sorting rows) with its launches.
+Not counted: the embedding, sampling, agreement between replicas, reading the KV cache during prefill, scales of fp8
+rows and padding of tiles; and, for the optimum, the kernels between matrix products (norms, rotary positions,
+quantization, sorting rows) and their launches.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ from moeserve.planner.settings import Assumptions
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaLoad:
-    """The work of one replica in a step. A pair is a token and a position that it attends to."""
+    """The work of one replica in a step. A pair is a token and one position that it attends to."""
 
     num_decoding: int = 0  # decoding requests
     decode_pairs: float = 0
-    num_prefill: int = 0  # tokens of prompts
+    num_prefill: int = 0  # prompt tokens
     prefill_pairs: float = 0
 
 
 class StepLoad(NamedTuple):
-    """The work of all replicas in a step, as far as it affects its time."""
+    """The work of all replicas in a step, reduced to the quantities that determine its time."""
 
-    num_tokens: float  # sum of all replicas
+    num_tokens: float  # sum over the replicas
     # Maxima over the replicas:
     most_tokens: float
     num_decoding: float
@@ -79,14 +79,14 @@ class StepLoad(NamedTuple):
         )
 
 
-# "before" and "after" are the layers before and after the positions of the cache are read; shared experts and dense
-# networks count to "before".
+# "before" and "after" are relative to reading the KV cache. "before" includes shared experts and dense networks;
+# "after" includes attention itself and the router.
 Kind: TypeAlias = Literal["before", "after", "experts", "dispatch", "combine", "head"]
 
 
 @dataclass(frozen=True)
 class Term:
-    """A part of a step's time."""
+    """One summand of a step's time."""
 
     formula: Formula
     count: int  # occurrences in the step
@@ -100,7 +100,7 @@ class Term:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of a step by kind of work; with overlap, the shorter of what runs at the same time is hidden."""
+    """Seconds of a step by kind of work. With overlap, only the longer of two concurrent kinds counts."""
 
     before: float
     after: float
@@ -109,16 +109,16 @@ class StepTime:
     combine: float
     head: float
     has_overlap: bool
-    is_paired: bool  # dispatch hides behind `before` only, and combine behind `after`
+    is_paired: bool  # dispatch overlaps only `before`, and combine only `after`
 
     @property
     def layers(self) -> float:
-        """Computing and reading in all layers."""
+        """Seconds of computing and reading in all layers."""
         return self.before + self.after + self.experts
 
     @property
     def exchange(self) -> float:
-        """Dispatch and combine, and what tp ranks and pipeline stages exchange."""
+        """Seconds of dispatch and combine, and of transfers between tp ranks and between pipeline stages."""
         return self.dispatch + self.combine
 
     @property
@@ -137,7 +137,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class _Part:
-    """A part of a step whose formula lacks the quantities of the step."""
+    """A term whose formula still lacks the quantities of a particular step."""
 
     name: str
     template: str
@@ -156,7 +156,7 @@ class _StageParts:
 
     of_replica_rows: list[_Part]
     of_own_rows: list[_Part]
-    attention: list[tuple[int | None, _Part]]  # with the positions that a token reads at most; None: all
+    attention: list[tuple[int | None, _Part]]  # each with the maximum positions per token; None: no limit
     experts: _Part
     of_expert_rows: list[_Part]
     exchange: list[_Part]
@@ -167,7 +167,7 @@ class _StageParts:
 
 
 class LayoutCosts:
-    """Times of the steps of one layout on one kind of hardware."""
+    """The costs of steps in one layout on one kind of hardware."""
 
     def __init__(
         self,
@@ -182,15 +182,15 @@ class LayoutCosts:
         moe = config.first_moe
         self.assumptions = assumptions
         calibration = calibration_of(assumptions)
-        self.num_parts = 2 if assumptions.overlap else 1  # halves of a step
+        self.num_parts = 2 if assumptions.overlap else 1  # micro-batches of a step
         self._of_whole_steps = self
         if assumptions.overlap:
             whole = replace(assumptions, overlap=False)
             self._of_whole_steps = LayoutCosts(description, found, layout, hardware, whole, ranks_per_node)
         self.tp, self.dp, self.pp = layout.tp, layout.dp, layout.pp
-        self.num_ranks = layout.tp * layout.dp  # of a stage
+        self.num_ranks = layout.tp * layout.dp  # in each stage
         ranks_of_replica = layout.tp * layout.pp
-        # Ranks of a stage in one node.
+        # Ranks of a stage that share a node.
         self.ranks_per_node = max(min(layout.tp, ranks_per_node), ranks_per_node // layout.pp)
         self.is_fp8 = is_fp8(description, assumptions)
         self.num_sparse_layers = config.num_sparse_layers
@@ -200,7 +200,7 @@ class LayoutCosts:
         is_direct = assumptions.exchange == "direct"
         network = calibration.direct_network if is_direct else calibration.forwarding_network
         self.network_bandwidth = hardware.network_bandwidth * network
-        # How two halves overlap:
+        # How two micro-batches overlap:
         self.is_paired = calibration.is_paired and self.has_exchange and assumptions.overlap and is_direct
         self._slots = layout.experts_per_rank[1]
         self._fullest_rank = layout.fullest_rank
@@ -208,7 +208,7 @@ class LayoutCosts:
         value_bytes = BYTES_OF_DTYPE[found.dtype]
         weight_bytes = 1 if self.is_fp8 else value_bytes
         takes_cores = self.has_exchange and assumptions.overlap and not is_direct
-        cores = 1 - calibration.forwarding_cores if takes_cores else 1.0  # share that is left to the layers
+        cores = 1 - calibration.forwarding_cores if takes_cores else 1.0  # fraction left to the layers
         memory_bandwidth = hardware.memory_bandwidth * calibration.memory
         plain = {
             "memory_bandwidth": memory_bandwidth,
@@ -232,7 +232,7 @@ class LayoutCosts:
         }
         values = {"passes": calibration.passes, "bytes": value_bytes, "memory_bandwidth": memory_bandwidth}
         projected, outputs = attention_values(config.attentions[0], layout.tp)
-        expert_values = config.hidden_size + 2 * (moe.expert_width if moe else 0)  # of gate, up and down
+        expert_values = config.hidden_size + 2 * (moe.expert_width if moe else 0)  # gate, up and down
         experts = {
             "slots": self._slots,
             "all_slots": sum(len(holder.experts) for holder in layout.holders if holder.stage == 0),
@@ -290,7 +290,7 @@ class LayoutCosts:
             bytes_of_attention = stage.cache.total_bytes_per_token - index_bytes
             cache = {"cache_bytes": bytes_of_attention / max(1, len(cached)), **attention}
             windows = Counter(map(positions_attended, cached))
-            # Every rank computes all heads of an indexer, for all positions.
+            # An indexer is not divided over tp ranks: every rank computes all its heads for all positions.
             index_operations = sum(indexer.num_heads * 2 * indexer.key_dim for indexer in indexers)
             of_indexer = {
                 **cache,
@@ -298,7 +298,7 @@ class LayoutCosts:
                 "decode_operations": index_operations / max(1, len(indexers)),
                 "prompt_operations": index_operations / max(1, len(indexers)),
             }
-            # A tied head of the only stage shares the embedding.
+            # With one stage, a tied output head is counted under the embedding.
             head = {"parameters": parameters["output head"] or parameters["embedding"], **plain}
             return _StageParts(
                 of_replica_rows=[
@@ -335,7 +335,7 @@ class LayoutCosts:
                     exchanged("combine", value_bytes, "combine"),
                 ],
                 on_cores=[*on_cores("dispatch on cores", "before"), *on_cores("combine on cores", "after")],
-                # Around attention, and around dense networks.
+                # Once for attention in each layer, and once for each dense network.
                 gather=_Part("gather and scatter of tp ranks", GATHER, gather, len(layers) + num_dense, "dispatch"),
                 head=_Part("output head", PRODUCTS, head, 1, "head") if is_last else None,
                 handover=None if is_last else _Part("hand-over to the next stage", HANDOVER, handover, 1, "dispatch"),
@@ -344,21 +344,21 @@ class LayoutCosts:
         self._stages = tuple(map(parts_of, layout.stages))
 
     def for_step(self, load: StepLoad) -> LayoutCosts:
-        """Return the costs of steps with so many tokens: in halves if `assumptions` say so, else as a whole."""
+        """Return the costs that apply to this load: with two-batch overlap if the settings enable it, else without."""
         assumptions = self.assumptions
         least = assumptions.overlap_prefill_tokens if load.num_prefill else assumptions.overlap_decode_tokens
         return self if load.most_tokens >= least else self._of_whole_steps
 
     def step_seconds(self, load: StepLoad, imbalance: float | None = None) -> StepTime:
-        """Return the time of a step with tokens, from the first stage to the last.
+        """Return the time of a step from the first pipeline stage to the last.
 
         Args:
-            imbalance: rows of the fullest rank over the mean; None: the expected one for this number of tokens.
+            imbalance: rows of the fullest rank over the mean; None: the value expected for this number of tokens.
         """
         return self._step_time(self.terms(load, imbalance))
 
     def stage_seconds(self, load: StepLoad, imbalance: float | None = None) -> list[float]:
-        """Return the seconds that a step with tokens takes in each pipeline stage. See `step_seconds`."""
+        """Return the seconds of a step in each pipeline stage. See `step_seconds` for the arguments."""
         terms = list(self.terms(load, imbalance))
         stages = ([term for term in terms if term.stage == stage] for stage in range(self.pp))
         return [self._step_time(of_stage).seconds for of_stage in stages]
@@ -370,7 +370,7 @@ class LayoutCosts:
         return StepTime(**seconds, has_overlap=self.assumptions.overlap, is_paired=self.is_paired)
 
     def terms(self, load: StepLoad, imbalance: float | None = None) -> Iterator[Term]:
-        """Yield the terms of a step with tokens. See `step_seconds`."""
+        """Yield the terms of a step. See `step_seconds` for the arguments."""
         parts = self.num_parts
         part = StepLoad(*(number / parts for number in load))
         if imbalance is None:
@@ -392,8 +392,9 @@ class LayoutCosts:
                     rows = part.num_tokens * self.top_k / self.num_ranks * imbalance
                     yield values.term(stage, parts, tokens=rows)
             if self.has_exchange and work.experts.count:
-                # The rank sends its own rows, which do not depend on the balance of experts. The fullest rank receives
-                # its rows, whose number does not depend on the balance of replicas.
+                # A rank sends its own rows, which do not depend on the imbalance of experts; the formula multiplies by
+                # it, so it is divided out. The fullest rank receives rows that do not depend on the balance of
+                # replicas.
                 exchanged = max(tokens / self.tp / imbalance, part.num_tokens / self.num_ranks)
                 for exchange in work.exchange:
                     yield exchange.term(stage, parts, tokens=exchanged, imbalance=imbalance)
@@ -407,15 +408,15 @@ class LayoutCosts:
                 yield work.head.term(stage, 1, tokens=max(1, load.num_decoding))
 
     def imbalance(self, num_tokens: float, placement: float | None = None) -> Formula:
-        """Return the rows of the fullest rank over the mean, by placement and by chance.
+        """Return the rows of the fullest rank over the mean, as expected from the placement and from random variation.
 
         Args:
             num_tokens: tokens of all ranks in the step; more than zero.
-            placement: the fullest rank's expected rows over the mean; None: those of the layout.
+            placement: the fullest rank's expected rows over the mean; None: that of the layout's placement.
         """
         placement = self._fullest_rank if placement is None else placement
         chosen = self.top_k or 1
-        # A token chooses each of a rank's experts at most once.
+        # A token is routed to each expert of a rank at most once.
         highest = min(chosen, self._slots or 1) * self.num_ranks / chosen
         if self.assumptions.speed == "calibrated":
             placement = max(placement, min(self.assumptions.expert_imbalance, highest))
@@ -436,7 +437,7 @@ def _parameters(stage: Stage) -> Counter[str]:
 
 
 def is_fp8(description: Description, assumptions: Assumptions) -> bool:
-    """Return True if the estimates assume weights in fp8."""
+    """Return True if the estimates assume fp8 weights."""
     if assumptions.weights == "auto":
         return "fp8" in (description.weight_format.stored_as or "")
     return assumptions.weights == "fp8"

@@ -1,6 +1,6 @@
-"""Estimates for the layouts of a model on accelerators: cache, exchange, balance, and tokens per second.
+"""Estimates for the layouts of a model on accelerators: KV cache, exchange, balance, and tokens per second.
 
-The figures follow from the hardware and from `Assumptions` on how well an engine uses it. They are not measurements.
+They are computed from the hardware and from `Assumptions` about how well an engine uses it. They are not measurements.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from moeserve.planner.traffic import Lengths, Traffic
 
 DECODE_REQUESTS = 128
 PREFILL_TOKENS = 4096
-# The other parts are small or need precision.
+# All other parts are small, or lose too much accuracy in fp8.
 FP8_PARTS = ("attention", "dense networks", "routed experts", "shared experts")
 
 
 @dataclass(frozen=True, kw_only=True)
 class OverlapGain:
-    """Two-batch overlap: the time of a step in two halves, and of the same step as a whole."""
+    """Effect of two-batch overlap: the time of a step as two micro-batches, and of the same step as a whole."""
 
     whole_s: float
     halves_s: float
-    least_tokens: int | None  # of a replica, with which halves are faster, to a tenth; None: not even with all of them
+    least_tokens: int | None  # tokens per replica from which overlap is faster, within 10%; None: not even at this load
 
     def as_text(self) -> str:
         from_tokens = "never faster" if self.least_tokens is None else f"faster from {self.least_tokens} tokens"
@@ -38,18 +38,18 @@ class OverlapGain:
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseEstimate:
-    """Steps that only decode, or only compute prompts. All replicas have equally many tokens."""
+    """Steps that only decode, or that only compute prompts. All replicas have the same number of tokens."""
 
-    tokens_per_replica: int  # of one step
-    # At the optimum, and calibrated:
+    tokens_per_replica: int  # in one step
+    # At the optimum, and with the calibrated terms:
     step_s: float  # from the first pipeline stage to the last
     tokens_per_s: float  # sum of all replicas
     calibrated_step_s: float
     calibrated_tokens_per_s: float
-    # At the speed that `Assumptions.speed` names, one of these two:
-    slowest_stage_s: float  # a step begins and ends in each such time
-    exchange_s: float  # dispatch and combine, in one layer that has experts
-    sent_bytes: float  # bytes that a rank sends to others in one such layer
+    # At the speed that `Assumptions.speed` selects:
+    slowest_stage_s: float  # in a full pipeline, one step ends in each such interval
+    exchange_s: float  # dispatch and combine of one MoE layer
+    sent_bytes: float  # bytes that a rank sends to other ranks in one MoE layer
     fullest_rank: float  # rows of the fullest rank over the mean
     overlap: OverlapGain
     calibrated_overlap: OverlapGain
@@ -58,15 +58,15 @@ class PhaseEstimate:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """One layout on some hardware."""
+    """The estimate of one layout."""
 
     tp: int
     dp: int
     pp: int
-    weight_bytes: int  # on the rank that has most
+    weight_bytes: int  # on the rank with the most
     cache_tokens: int  # capacity of a replica's cache
-    cache_requests: int  # the same in requests of average length while they decode
-    refusal: str | None  # why no request fits into the memory
+    cache_requests: int  # the same capacity in decoding requests of average length
+    refusal: str | None  # the reason why no request fits into the memory; None: one does
     memory_formulas: tuple[str, ...]
     decode: PhaseEstimate | None  # None: the cache does not hold a request
     prefill: PhaseEstimate | None
@@ -74,7 +74,7 @@ class Estimate:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimates:
-    """The possible layouts, in their order."""
+    """The estimates of all possible layouts, in the order of `Layouts`."""
 
     hardware: str
     num_nodes: int
@@ -100,8 +100,8 @@ def estimate_layouts(
 
     Args:
         found: layouts over whole nodes.
-        decode_requests: requests that each replica decodes at once, if its cache holds them; with several pipeline
-            stages, each has an equal share of them in a step.
+        decode_requests: concurrent requests of each replica, limited by what its KV cache holds. They are divided
+            equally over the pipeline stages.
         prefill_tokens: prompt tokens that each replica computes in a step.
 
     Raises:
@@ -162,7 +162,7 @@ def memory_formulas(
 ) -> tuple[Formula, Formula, Formula]:
     """Return the bytes of a rank's weights, and the capacity of a replica's cache in tokens and in requests.
 
-    With several pipeline stages, they are those of the stage that has room for the fewest tokens.
+    With several pipeline stages, the results are those of the stage with room for the fewest tokens.
     """
     of_stages = [_memory_of_stage(stage, costs, hardware, lengths.decode_context) for stage in layout.stages]
     weights, cache = min(of_stages, key=lambda formulas: formulas[1].value)
@@ -171,7 +171,7 @@ def memory_formulas(
 
 
 def _memory_of_stage(stage: Stage, costs: LayoutCosts, hardware: Hardware, context: float) -> tuple[Formula, Formula]:
-    # Layers with windows keep the last tokens of each request.
+    # Layers with a sliding window keep only the last tokens of each request.
     share_in_windows = min(1.0, stage.cache.window / context)
     fp8_parts = FP8_PARTS if costs.is_fp8 else ()
     numbers: dict[str, float] = {
@@ -190,7 +190,7 @@ def _memory_of_stage(stage: Stage, costs: LayoutCosts, hardware: Hardware, conte
 
 
 def as_text(found: Estimates) -> str:
-    """Return two tables, followed by the formulas if there is one layout."""
+    """Return the estimates as two tables. With a single layout, its formulas follow."""
     lengths = found.lengths
     note = f"{found.traffic_note}; " if found.traffic_note else ""
     lines = [
@@ -261,7 +261,7 @@ def _assumed(assumptions: Assumptions) -> list[str]:
 
 
 def _overlap_gain(whole: LayoutCosts, halves: LayoutCosts, of_replica: ReplicaLoad) -> OverlapGain:
-    """Compare a step in halves with the whole step, also for fewer tokens of the same kind in each replica."""
+    """Compare a step with two-batch overlap to the same step without it, for this load and for smaller ones."""
 
     def seconds(costs: LayoutCosts, num_tokens: int) -> float:
         share = num_tokens / most
@@ -282,7 +282,7 @@ def _phase(
     of_replica: ReplicaLoad,
     overlap: tuple[OverlapGain, OverlapGain],
 ) -> PhaseEstimate:
-    """Estimate a step. `costs` is that of the other two whose details are shown; `overlap` is of both."""
+    """Estimate a step. `costs` is either `optimum` or `calibrated`, and gives the details; `overlap` has both gains."""
     load = StepLoad.of((of_replica,) * costs.dp)
     costs, optimum, calibrated = (each.for_step(load) for each in (costs, optimum, calibrated))
     best, expected = optimum.stage_seconds(load), calibrated.stage_seconds(load)
@@ -304,7 +304,7 @@ def _phase(
 
 
 def _formulas(costs: LayoutCosts, load: StepLoad) -> Iterator[str]:
-    """Yield the formula of each term of a step, with its numbers, and of their sum."""
+    """Yield the formula of each term of a step with its numbers, and the formula of their sum."""
     for term in costs.terms(load):
         where = f"Stage {term.stage}: " if costs.pp > 1 else ""
         yield f"{where}{term.formula.as_text()}\n    x {term.count} = {shown_seconds(term.seconds)}"

@@ -1,8 +1,8 @@
-"""The load of experts, their placement and its rebalancing while virtual time passes.
+"""The load of experts, their placement, and its rebalancing in virtual time.
 
-Every `DRIFT_PERIOD_S`, pairs of experts exchange their loads, so the skew of a layer is constant. Rebalancing decides
-by the engine's own policy (expert_placement/gain.py) at the end of each window. Its moves happen at once, and the step
-that ends the window takes longer by their time.
+Every `DRIFT_PERIOD_S`, pairs of experts swap their loads, so the skew of a layer stays constant. At the end of each
+window, the engine's own policy (expert_placement/gain.py) decides on rebalancing. The experts move at once, and the
+step that ends the window takes longer by the time of the transfers.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ DRIFT_PERIOD_S = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Rebalance:
-    """The moves at the end of a window."""
+    """A rebalancing of experts at the end of a window."""
 
     at_s: float
     num_layers: int  # layers that changed
-    num_bytes: float  # weights of the experts that went to other ranks
+    num_bytes: float  # weights of the experts that moved to other ranks
     transfer_s: float  # time on the links of the busiest ranks, all layers together
     balance_before: float  # `ExpertBalance.expected`
     balance_after: float
 
 
 class ExpertBalance:
-    """The experts of all layers, from the start of a run to its end."""
+    """The experts of all layers during a simulation."""
 
     def __init__(
         self, costs: LayoutCosts, settings: ExpertSettings, loads: Sequence[Sequence[float]], seed: int
     ) -> None:
         """
         Args:
-            loads: by layer, by expert.
+            loads: tokens per expert, by layer and by expert.
 
-        Raises:
-            SettingsError: the number of slots is impossible.
+            Raises:
+                SettingsError: the number of expert slots is impossible.
         """
         self._costs = costs
         self._settings = settings
@@ -69,7 +69,7 @@ class ExpertBalance:
         self.rebalances: list[Rebalance] = []
 
     def advance(self, load: StepLoad, step_s: float) -> float:
-        """Run a step. Return the seconds by which moving experts made it longer."""
+        """Advance by one step. Return the seconds by which the transfer of experts made it longer."""
         self._pass_time(step_s)
         if self._settings.rebalance == "off" or not self._loads:
             return 0.0
@@ -84,7 +84,7 @@ class ExpertBalance:
         return moving_s
 
     def rest(self, seconds: float) -> None:
-        """Let time pass without steps."""
+        """Advance the time without a step."""
         self._pass_time(seconds)
 
     def _start_window(self) -> None:
@@ -94,7 +94,7 @@ class ExpertBalance:
     def _measure(self) -> None:
         """Compute `expected` after loads or placements have changed."""
         imbalances = list(map(imbalance, self._loads, self._placements))
-        # Expected rows of the fullest rank over the mean, without chance; the mean of all layers.
+        # Rows of the fullest rank over the mean, as expected from the placement alone; mean of the layers.
         self.expected = sum(imbalances) / len(imbalances) if imbalances else 1.0
 
     def _pass_time(self, seconds: float) -> None:
@@ -106,7 +106,7 @@ class ExpertBalance:
 
     def _drift(self) -> None:
         for loads in self._loads:
-            # Each exchange changes two experts.
+            # Each swap changes two experts.
             mean = self._settings.drift * len(loads) / 2 * DRIFT_PERIOD_S / 3600
             num_exchanges = int(self._random.poisson(mean))
             for one, other in self._random.integers(len(loads), size=(num_exchanges, 2)).tolist():
@@ -114,7 +114,7 @@ class ExpertBalance:
         self._measure()
 
     def _rebalance(self) -> float:
-        """Place experts anew in each layer that is forecast to gain more than its moves cost; return their time."""
+        """Rebalance each layer whose forecast gain exceeds the cost of its moves; return the time of the transfers."""
         for layer, loads in enumerate(self._loads):
             rows = self._num_tokens * self._costs.top_k / sum(loads)
             counts = [rows * load for load in loads]
@@ -145,8 +145,8 @@ class ExpertBalance:
         return transfer_s
 
     def _transfer(self, before: Placement, after: Placement) -> tuple[int, float]:
-        """Return the experts that go to other ranks, and the time of the busiest link of any rank, in one direction."""
-        # Experts that each rank sends and receives, by kind of link (inside the node, network).
+        """Return the number of experts that change ranks, and the transfer time of the busiest link, one way."""
+        # Experts sent and received by each rank; axes: kind of link (node, network), direction, rank.
         counts = np.zeros((2, 2, before.num_ranks))
         for move in moves(before, after, self._node_of_rank):
             if move.from_rank != move.to_rank:
@@ -160,6 +160,6 @@ class ExpertBalance:
 
 
 def draw_loads(num_layers: int, num_experts: int, skew: float, seed: int) -> list[list[float]]:
-    """Return loads by layer, by expert, whose logarithms are normal with standard deviation `skew`."""
+    """Return loads by layer and by expert, drawn log-normally with standard deviation `skew` of the logarithm."""
     generator = np.random.default_rng([seed, 0])
     return [np.exp(generator.normal(0.0, skew, num_experts)).tolist() for _ in range(num_layers)]

@@ -1,4 +1,4 @@
-"""Formulas that can be evaluated, and shown in words and in numbers."""
+"""Formulas that can be evaluated, and printed with the names and with the values of their inputs."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _FUNCTIONS: dict[str, Callable[..., float]] = {"max": max, "min": min}
 
 @dataclass(frozen=True)
 class Formula:
-    """A figure, defined by arithmetic on named numbers."""
+    """A named quantity, computed by arithmetic on named numbers."""
 
     name: str
-    template: str  # +, -, x, /, ^, max and min; names in braces stand for the numbers
+    template: str  # operators +, -, x, /, ^, max and min on {names} of numbers
     numbers: Mapping[str, float]
     unit: str = "s"
 
@@ -47,7 +47,7 @@ def _parsed(template: str) -> Value:
 
 
 def _value_of(node: ast.expr) -> Value:
-    """Return a function from the numbers to the value of an expression."""
+    """Return a function that evaluates an expression for given numbers."""
     match node:
         case ast.Constant(value=(int() | float()) as constant):
             return lambda _: constant

@@ -1,4 +1,4 @@
-"""Accelerators in numbers: memory, rates, and the links between them."""
+"""Accelerators in numbers: memory, peak rates, and bandwidth of the links between them."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ _Amount = Annotated[float, msgspec.Meta(gt=0, le=1e30)]
 
 
 class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One accelerator and its share of the links, at the vendor's peak, in bytes and per second, one direction.
+    """One accelerator and its share of the links: the vendor's peak values, in bytes and per second, in one direction.
 
-    `Assumptions` has the shares of the peaks that are reached.
+    `Assumptions` gives the fractions of these peaks that an engine reaches.
     """
 
     name: str
     memory: _Amount
     memory_bandwidth: _Amount
     bf16_rate: _Amount  # operations of dense matrix products; a multiply-add counts two
-    fp8_rate: _Amount  # the same as bf16_rate without fp8 units
-    node_bandwidth: _Amount  # links to all other accelerators of its node together
+    fp8_rate: _Amount  # equal to bf16_rate if the hardware has no fp8 units
+    node_bandwidth: _Amount  # all links to other accelerators of the node together
     network_bandwidth: _Amount  # link to other nodes
 
 
-# Vendors give twice the dense rates ("with sparsity"), and links in both directions together; these are halves.
-# A GB of memory is 1e9 bytes; a driver shows a little more. The network does not belong to the accelerator: one adapter
-# of 400 Gb/s for each is assumed, as where DeepEP was measured (https://github.com/deepseek-ai/DeepEP:
+# Vendors quote twice the dense rates ("with sparsity") and the sum of both directions of a link; the table has half.
+# A GB of memory is 1e9 bytes; a driver reports slightly more. The network depends on the server: one 400 Gb/s adapter
+# per accelerator is assumed, as in DeepEP's measurements (https://github.com/deepseek-ai/DeepEP:
 # H800) and in servers of B200 (https://inferencex.semianalysis.com, "GB200 NVL72 vs B200").
 TABLE = {
     hardware.name: hardware
@@ -99,10 +99,10 @@ TABLE = {
 
 
 def read_hardware(name: str) -> Hardware:
-    """Return an entry of the table, or the content of a JSON file with the fields of `Hardware`.
+    """Return an entry of the table, or read a JSON file with the fields of `Hardware`.
 
     Raises:
-        SettingsError: the name is neither known nor a file, or the file has other content.
+        SettingsError: the name is neither in the table nor a file, or the file's content is invalid.
     """
     if name.lower() in TABLE:
         return TABLE[name.lower()]

@@ -1,9 +1,9 @@
-"""The layouts of a model over a number of ranks: contents of each rank, memory, and bytes exchanged.
+"""The layouts of a model over a number of ranks: the contents of each rank, its memory, and the bytes exchanged.
 
-Weights are counted on a model without memory (see models/summary.py), built as the rank would build it. Exchanged bytes
-are those that all ranks together send for one token in one layer with experts, if all ranks have equally many tokens
-and a router chooses all experts equally often. Dispatch is that of large steps; in small ones both dispatchers use
-all-gather (moe/dispatch/allgather.py).
+Weights are counted on a model without memory (see models/summary.py), built as the rank would build it. The bytes
+exchanged are those that all ranks together send per token in one MoE layer, if all ranks have equally many tokens
+and all experts are equally loaded. They hold for large steps; in small ones both dispatchers use all-gather
+(moe/dispatch/allgather.py).
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from moeserve.models.summary import Part, summarize
 from moeserve.moe.layer import MoEConfig
 
 BYTES_OF_DTYPE = {"float32": 4, "bfloat16": 2, "float16": 2}
-MXFP4_BYTES = 1 / 2 + 1 / 32  # of a weight, with its share of a scale
-BYTES_OF_CHOICE = 8  # expert ids travel as int64
+MXFP4_BYTES = 1 / 2 + 1 / 32  # per weight, including its share of the scale
+BYTES_OF_CHOICE = 8  # expert ids are sent as int64
 MAX_RANKS = 4096
-MAX_RANKS_LISTED = 16  # with more, the text lists ranks only if a single layout is shown
+MAX_RANKS_LISTED = 16  # with more ranks, as_text lists them only for a single layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,24 +42,24 @@ class Holder:
     rank: int
     replica: int
     stage: int = 0
-    heads: tuple[int, int]  # the first and the last
-    experts: tuple[int, ...]  # in the first layer with experts; without loads, in each
+    heads: tuple[int, int]  # first and last index
+    experts: tuple[int, ...]  # of the first MoE layer; without loads, all layers are alike
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """One pipeline stage: some consecutive layers. Sizes are those of its rank that has most."""
+    """One pipeline stage, which holds consecutive layers. Sizes are those of the stage's rank with the most weights."""
 
     first_layer: int
     num_layers: int
     weight_bytes: int
-    parts: tuple[Part, ...]  # the same weights by kind
+    parts: tuple[Part, ...]  # the weights by kind
     cache: CacheNeeds
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """One way to use all ranks: dp replicas of attention, each divided over tp ranks of pp pipeline stages.
+    """One way to use all ranks: dp replicas, each divided over tp ranks in each of pp pipeline stages.
 
     The experts of a layer are divided over the tp x dp ranks of its stage.
     """
@@ -67,24 +67,24 @@ class Layout:
     tp: int
     dp: int
     pp: int = 1
-    refusal: str | None = None  # why the layout is impossible; all other fields are then zero or empty
+    refusal: str | None = None  # the reason why the layout is impossible; sizes are then unset
     heads_per_rank: int = 0
     experts_per_rank: tuple[int, int] = (0, 0)  # fewest and most
-    expert_slices: int = 1  # more: each rank has a slice of every expert
+    expert_slices: int = 1  # above 1: each rank has a slice of every expert
     fullest_rank: float = 0.0  # expected rows of the fullest rank over the mean; mean of the layers
-    weight_bytes: int = 0  # on the rank that has most
-    cache_bytes_per_token: int = 0  # on the rank that has most, for each token of its replica
+    weight_bytes: int = 0  # on the rank with the most
+    cache_bytes_per_token: int = 0  # on the rank with the most, per token of its replica
     stages: tuple[Stage, ...] = ()
-    # Bytes sent by all ranks together, per token and layer, in large steps:
-    attention_bytes: int = 0  # gathered before attention, scattered after it
-    dispatch_bytes: float = 0.0  # expert ids to all ranks, rows to those that need them, outputs back
-    allgather_bytes: float = 0.0  # the same if rows go to all ranks instead
+    # Bytes that all ranks together send per token and layer in large steps:
+    attention_bytes: int = 0  # all-gather before attention and reduce-scatter after it
+    dispatch_bytes: float = 0.0  # all-to-all: expert ids to all ranks, rows to ranks of their experts, outputs
+    allgather_bytes: float = 0.0  # all-gather: the same, but rows go to all ranks
     holders: tuple[Holder, ...] = ()  # by rank
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layouts:
-    """The layouts of a model over a number of ranks: all of them, or one."""
+    """All layouts of a model over a number of ranks, or the one that was asked for."""
 
     model: str
     num_ranks: int
@@ -106,14 +106,14 @@ def find_layouts(
     num_redundant: int = 0,
     expert_parallel: Literal["auto"] | bool = True,
 ) -> Layouts:
-    """Return all layouts of `num_ranks` ranks, from most replicas to fewest, or only the one with this tp.
+    """Return all layouts of `num_ranks` ranks, from most replicas to fewest, or only the one with the given tp.
 
     Args:
         pp: pipeline stages of each replica.
-        pipeline_layers: of each stage; None: even shares.
-        loads: file of the tokens of each routed expert; see `read_loads`.
-        num_redundant: slots beyond one for each expert, over all ranks together.
-        expert_parallel: the engine's setting on a CPU with kernels. False: layouts of one replica have slices.
+        pipeline_layers: number of layers of each stage; None: even shares.
+        loads: file with the tokens of each routed expert; see `read_loads`.
+        num_redundant: slots beyond one per expert, over all ranks together.
+        expert_parallel: the engine's setting on a CPU with kernels. False: a layout of one replica slices its experts.
 
     Raises:
         SettingsError: an impossible number of ranks, tp, stages or slots, loads of another model, a KV cache that
@@ -132,7 +132,7 @@ def find_layouts(
     if tp is not None:
         _refuse_tp(description, tp, num_expert_ranks, sizes)
         sizes = [tp]
-    # The placement depends on the number of ranks of a stage alone and is the same for all layouts.
+    # The placement depends only on the number of ranks of a stage, so all layouts share it.
     loads_of_layer: Sequence[Sequence[float]] = ()
     if loads is not None:
         loads_of_layer = read_loads(loads, num_layers=config.num_sparse_layers, num_experts=config.num_experts)
@@ -173,7 +173,7 @@ def find_layouts(
 
 
 def as_text(found: Layouts) -> str:
-    """Return a table, followed by the contents of each rank if the ranks are few or there is one layout."""
+    """Return the layouts as a table. The contents of each rank follow if there are few ranks or one layout."""
     lines = [
         f"{found.num_ranks} ranks, {found.num_experts} experts in a layer, {found.dtype}",
         "",
@@ -247,8 +247,8 @@ def _layout(
         return Layout(tp=mesh.tp, dp=mesh.dp, pp=mesh.pp, refusal=refusal)
     slots = placements[0].logical_of_slot if placements else ((),) * (mesh.tp * mesh.dp)
     counts = list(map(len, slots))
-    # Ranks differ in their experts, and by a row or two in weights that do not divide evenly: the rank with most
-    # experts stands for all of its stage.
+    # Ranks of a stage differ in their number of experts, and by a row or two of weights that do not divide evenly.
+    # The rank with the most experts represents its stage.
     fullest = counts.index(max(counts))
     ends = list(itertools.accumulate(stage_layers, initial=0))
     stages = []
@@ -280,7 +280,7 @@ def _layout(
         weight_bytes=max(stage.weight_bytes for stage in stages),
         cache_bytes_per_token=max(stage.cache.total_bytes_per_token for stage in stages),
         stages=tuple(stages),
-        # A row from the token's rank to each other one of its replica, and a partial sum back from each.
+        # A row goes from the token's rank to each other rank of its replica, and each of them returns a partial sum.
         attention_bytes=2 * (mesh.tp - 1) * row_bytes,
         dispatch_bytes=dispatched,
         allgather_bytes=gathered,
@@ -298,17 +298,17 @@ def _holder(rank: int, mesh: Mesh, num_heads: int, slots: Sequence[tuple[int, ..
 def _exchange(
     moe: MoEConfig | None, placements: Sequence[Placement], hidden_size: int, row_bytes: int
 ) -> tuple[float, float]:
-    """Return the bytes that all ranks send for a token in a large step, with all-to-all and with all-gather.
+    """Return the bytes that all ranks send per token in a large step, with all-to-all and with all-gather.
 
-    In both, the expert ids go to every other rank, and one output row comes back per expert elsewhere. With all-to-all
-    the token's row goes once to each other rank that has one of its experts. A rank with c of E experts is needed by a
-    token of k experts with probability 1 - C(E - c, k) / C(E, k); a copy of an expert with n copies counts 1 / n.
+    Both send the expert ids to every other rank, and return one output row for each expert on another rank. All-to-all
+    sends the token's row once to each other rank that has one of its experts. A token with k experts needs a rank that
+    has c of the E experts with probability 1 - C(E - c, k) / C(E, k); one of n copies of an expert counts as 1 / n.
     """
     assert moe is not None
     num_experts, top_k, num_ranks = moe.router.num_experts, moe.router.top_k, placements[0].num_ranks
     num_others = num_ranks - 1
     if placements[0].num_slices > 1:
-        # The row and its choices to each other rank; a partial sum of each expert's output in float32 from each.
+        # Each other rank receives the row and its expert ids, and returns a float32 partial sum for each expert.
         sliced = num_others * (top_k * BYTES_OF_CHOICE + row_bytes + top_k * hidden_size * BYTES_OF_DTYPE["float32"])
         return sliced, sliced
     needed = 0.0
@@ -317,8 +317,8 @@ def _exchange(
         for chosen in range(top_k):
             chance_of_none *= max(0.0, num_experts - count - chosen) / (num_experts - chosen)
         needed += 1 - chance_of_none
-    elsewhere = num_others / num_ranks  # share of ranks other than the token's own
-    both_ways = num_others * top_k * BYTES_OF_CHOICE + top_k * elsewhere * row_bytes  # expert ids there, outputs back
+    elsewhere = num_others / num_ranks  # fraction of the ranks other than the token's own
+    both_ways = num_others * top_k * BYTES_OF_CHOICE + top_k * elsewhere * row_bytes  # expert ids out, outputs back
     return both_ways + needed * elsewhere * row_bytes, both_ways + num_others * row_bytes
 
 
@@ -330,7 +330,7 @@ def _named(kind: str, numbers: Sequence[int]) -> str:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Return 3, 4, 5, 9 as "3-5, 9"."""
+    """Return sorted numbers as text: "3-5, 9" for 3, 4, 5, 9."""
     parts, first = [], numbers[0]
     for number, following in zip(numbers, [*numbers[1:], None], strict=True):
         if following != number + 1:

@@ -1,7 +1,8 @@
-"""Replicas that run in lockstep in one process, with the real `Replica`, agreement and `Scheduler`, without a model.
+"""Replicas in lockstep in one process, with the real `Replica`, agreement and `Scheduler`, but without a model.
 
-Only replicas with work are driven. A replica without work contributes the same row in every round, except for the
-round's number, and delivers nothing. It stays asleep in its `Wait`, and a prepared row stands for it.
+Only replicas with work are run. A replica without work sends the same row in every round, except for the number of
+the round, and delivers no updates. Its generator therefore stays suspended in its `Wait`, and a prepared row is used
+in its place.
 """
 
 from __future__ import annotations
@@ -18,25 +19,25 @@ from moeserve.scheduling.replica import Deliver, Effect, Events, Replica, Submit
 from moeserve.scheduling.scheduler import Scheduler
 
 _NUMBER = 1  # index of the round's number in a row
-_NOTHING = Intent(num_tokens=0, is_decode_only=True)  # of a replica without work
+_NOTHING = Intent(num_tokens=0, is_decode_only=True)  # intent of a replica without work
 
 
 @dataclass(frozen=True)
 class Step:
-    """The agreement of all replicas in a round, and the plans of those that have one."""
+    """The agreement of all replicas in a round, and the plans of the replicas that have one."""
 
     agreement: Agreement
     plans: Mapping[int, StepPlan]  # by replica
-    planned_after: int  # rounds that had ended when the last of the plans was sent; 0 without plans
-    woken: Sequence[tuple[int, Deliver]] = ()  # replicas that were woken, and their deliveries
+    planned_after: int  # number of rounds that had ended when the last plan was sent; 0 without plans
+    woken: Sequence[tuple[int, Deliver]] = ()  # replicas that resumed in this round, with their deliveries
 
 
 class LockstepGroup:
-    """Drives replicas round by round: `send` messages, `begin`, run the plans, `finish`.
+    """Runs replicas round by round: `send` messages, `begin`, run the plans, `finish`.
 
-    Transfers of KV cache blocks run beside the rounds: `take_transfers`, copy, `end_transfer`.
+    KV cache transfers run concurrently with rounds: call `take_transfers`, copy the blocks, call `end_transfer`.
 
-    A replica is created when it is first driven, so those that never get a request take no memory.
+    A replica is created when it is first run, so replicas that never receive a request take no memory.
     """
 
     def __init__(
@@ -49,9 +50,9 @@ class LockstepGroup:
     ) -> None:
         """
         Args:
-            make_scheduler: returns the scheduler of the replica with an index.
-            max_rounds: rounds of each replica in flight at once.
-            drives_all: drive every replica in every round. The results are the same; tests compare them.
+            make_scheduler: returns the scheduler of the replica with a given index.
+            max_rounds: maximum rounds of each replica in flight.
+            drives_all: run every replica in every round. The results are the same; tests compare the two.
         """
         self.num_replicas = num_replicas
         self.num_rounds = 0
@@ -59,8 +60,8 @@ class LockstepGroup:
         self._max_rounds = max_rounds
         self._drives_all = drives_all
         self._members: dict[int, _Member] = {}
-        self._awake: list[_Member] = []  # in order of replica
-        self._woken: set[int] = set(range(num_replicas)) if drives_all else set()  # driven from the next round on
+        self._awake: list[_Member] = []  # ordered by index
+        self._woken: set[int] = set(range(num_replicas)) if drives_all else set()  # run from the next round on
         self._rows_of_sleepers = [make_row(_NOTHING, number=0, replica=index) for index in range(num_replicas)]
         self._agreement: Agreement | None = None
         self._recent: deque[Agreement] = deque(maxlen=max_rounds)  # newest last
@@ -71,27 +72,27 @@ class LockstepGroup:
         return sum(member.scheduler.num_preemptions for member in self._members.values())
 
     def num_free_blocks(self, index: int) -> int:
-        """Return the number of free blocks of a replica that has run a round."""
+        """Return the number of free blocks of a replica that has run at least one round."""
         return self._members[index].scheduler.num_free_blocks
 
     def send(self, index: int, request: AddRequest) -> None:
-        """Send a request to a replica, which plans it as soon as it may send another round."""
+        """Send a request to a replica. The replica schedules it as soon as it may send another round."""
         self._member(index).inbox.append(request)
         self._woken.add(index)
 
     def take_transfers(self) -> list[tuple[int, protocol.Transfer]]:
-        """Return each transfer that replicas have begun since the last call, with its replica."""
+        """Return the transfers that replicas have begun since the last call, each with the index of its replica."""
         begun = self._new_transfers.copy()
         self._new_transfers.clear()
         return begun
 
     def end_transfer(self, index: int, outcome: TransferOutcome) -> None:
-        """End a transfer of a replica, which takes note of it before it plans another round."""
+        """Report the end of a transfer to its replica, which handles it before it plans another round."""
         self._member(index).inbox.append(outcome)
         self._woken.add(index)
 
     def begin(self) -> Step:
-        """Begin a round: all replicas agree on the plans that they sent first. In an idle one there are none."""
+        """Begin a round: all replicas agree on the oldest plans that they sent. An idle round has no plans."""
         woken = self._wake()
         for row in self._rows_of_sleepers:
             row[_NUMBER] = self.num_rounds
@@ -100,12 +101,12 @@ class LockstepGroup:
         planned_after = 0
         for member in self._awake:
             if not member.rounds and self._drives_all:
-                woken.append((member.index, member.handle([], self.num_rounds)))  # its sleep ends
-            if not member.rounds:  # it has nothing to run
+                woken.append((member.index, member.handle([], self.num_rounds)))  # resumes from its sleep
+            if not member.rounds:  # the replica has no work
                 continue
             first = member.rounds[0]
             rows[member.index] = first.work.row
-            if not self._drives_all:  # it slept through other rounds
+            if not self._drives_all:  # the row was numbered before the replica was suspended
                 rows[member.index][_NUMBER] = self.num_rounds
             if first.work.plan is not None:
                 plans[member.index] = first.work.plan
@@ -115,7 +116,7 @@ class LockstepGroup:
         return Step(self._agreement, plans, planned_after, woken)
 
     def finish(self, results: Mapping[int, StepResult], step_seconds: float = 0.0) -> list[tuple[int, Deliver]]:
-        """End the round, and return each replica that took part with its delivery.
+        """End the round. Return the index and the delivery of each replica that took part.
 
         Args:
             results: the results of the plans, by replica.
@@ -146,7 +147,7 @@ class LockstepGroup:
             if not member.is_awake:
                 member.is_awake = True
                 self._awake.append(member)
-                if self.num_replicas > 1:  # a single replica sends no rounds without a plan
+                if self.num_replicas > 1:  # a single replica never sends a round without a plan
                     member.catch_up(self._recent, self.num_rounds)
                 woken.append((index, member.handle([], self.num_rounds)))
         if self._woken:
@@ -165,31 +166,36 @@ class LockstepGroup:
 @dataclass(frozen=True)
 class _Sent:
     work: Round
-    num_ended: int  # rounds, when it was sent
+    num_ended: int  # number of rounds that had ended when it was sent
 
 
 @dataclass(eq=False)
 class _Member:
-    """A replica, in its `Wait` between rounds."""
+    """A replica that is suspended in its `Wait` between rounds."""
 
     index: int
     scheduler: Scheduler
     loop: Generator[Effect, Any, None]
-    transfers: list[tuple[int, protocol.Transfer]]  # of all replicas, to which it adds those that it begins
+    transfers: list[tuple[int, protocol.Transfer]]  # shared by all replicas; each appends the transfers that it begins
     inbox: list[ReplicaMessage | TransferOutcome] = field(default_factory=list)
     rounds: deque[_Sent] = field(default_factory=deque)  # in flight
-    num_ended: int = 0  # rounds, when it was last driven
+    num_ended: int = 0  # number of rounds that had ended when it was last run
     is_awake: bool = False
     has_started: bool = False
 
     @property
     def announces_work(self) -> bool:
-        """True if rows that it has sent differ from those of a replica without work."""
+        """True if a row in flight differs from the row of a replica without work."""
         sent = (each.work.row for each in self.rounds)
         return any(row != make_row(_NOTHING, number=row[_NUMBER], replica=self.index) for row in sent)
 
     def handle(self, outcomes: list[Outcome], num_ended: int) -> Deliver:
-        """Hand messages and outcomes to the replica after so many rounds, and return its delivery."""
+        """Resume the replica with its messages and these outcomes. Return its delivery.
+
+        Args:
+            outcomes: the outcomes of its rounds.
+            num_ended: number of rounds that have ended.
+        """
         self.num_ended = num_ended
         if not self.has_started:
             self.has_started = True
@@ -200,16 +206,16 @@ class _Member:
         return self._run(Events(messages, outcomes, transfers))
 
     def catch_up(self, recent: Sequence[Agreement], num_ended: int) -> None:
-        """Take part in the last rounds without a plan. Its messages arrive with the outcome of the last one.
+        """Take part in the most recent rounds without a plan. New messages arrive with the outcome of the last round.
 
         Args:
-            recent: agreements of the last rounds, as many as can be in flight.
+            recent: agreements of the most recent rounds, at most as many as can be in flight.
         """
         inbox = self.inbox
         self.inbox = [] if recent else inbox
         for agreement in recent:
             if not self.rounds:
-                self.handle([], num_ended)  # its sleep ends
+                self.handle([], num_ended)  # resumes from its sleep
             if agreement is recent[-1]:
                 self.inbox = inbox
             self.rounds.popleft()
@@ -217,7 +223,7 @@ class _Member:
             self.handle([Outcome(agreement=agreement, result=result)], num_ended)
 
     def sleep(self, agreement: Agreement, num_ended: int) -> None:
-        """End the rounds that the replica has sent without a plan, as if all replicas had agreed to idle."""
+        """Suspend the replica: end its rounds in flight, which have no plans, as if all replicas had agreed to idle."""
         idle = Outcome(agreement=replace(agreement, is_idle=True))
         rounds, self.rounds = len(self.rounds), deque()
         self.handle([idle] * rounds, num_ended)

@@ -1,7 +1,7 @@
-"""One pool of a simulated cluster: replicas that step in lockstep, in virtual time, and their transfers of blocks.
+"""One pool of a simulated cluster: replicas in lockstep in virtual time, and their transfers of KV cache blocks.
 
-Copies between the KV cache and the host's memory share one link of each rank, as do those that leave it for other
-replicas, and those that arrive. A link carries one copy at a time. All ranks of a replica copy alike.
+Each rank has three links: one for copies between the KV cache and the host's memory, one for blocks sent to other
+replicas, and one for blocks received. A link carries one copy at a time. All ranks of a replica copy the same amounts.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class PoolPlan:
     costs: LayoutCosts
     balance: ExpertBalance
     cache_tokens: int  # capacity of a replica's KV cache
-    cache_bytes_per_token: int  # of a rank
+    cache_bytes_per_token: int  # on each rank
 
     def config(
         self, settings: SimulationSettings, *, max_model_len: int, finds_prefixes: bool, decodes: bool = True
@@ -56,7 +56,7 @@ class PoolPlan:
         """Return the limits of each replica's scheduling.
 
         Args:
-            decodes: False: the pool computes prompts for others, so it has no tokens that long chunks could delay.
+            decodes: False: the pool only computes prompts, so long chunks cannot delay other requests' tokens.
         """
         return SchedulerConfig(
             num_blocks=self.cache_tokens // BLOCK_SIZE,
@@ -78,7 +78,7 @@ class _Link:
     free_at: float = 0.0
 
     def carry(self, now: float, seconds: float) -> float:
-        """Carry a copy that could begin now. Return when it ends."""
+        """Carry a copy that could begin at `now`. Return the time when it ends."""
         self.free_at = max(now, self.free_at) + seconds
         return self.free_at
 
@@ -96,14 +96,14 @@ class KeptBlocks:
     """Blocks that a replica keeps for another pool."""
 
     pool: Pool
-    index: int  # of the replica
-    number: int  # of its transfer
+    index: int  # the replica's index
+    number: int  # the number of the replica's transfer
 
 
 class Pool:
     """Replicas in lockstep.
 
-    `next_s` is the virtual time of its next event. Then `finish` ends the step in flight, and `begin` begins another.
+    `next_s` is the virtual time of the next event. At that time, call `finish` to end the step in flight, then `begin`.
     """
 
     def __init__(
@@ -120,11 +120,11 @@ class Pool:
         drives_all: bool = False,
     ) -> None:
         """
-        Args:
-            kept: blocks that replicas of any pool keep for others, by handle. All pools share it.
-            host_blocks: of a store behind the KV cache of each replica, in the host's memory; 0: none.
-            shares_blocks: replicas keep blocks for other pools, or read theirs.
-            starts_at: virtual time of the first step at the earliest.
+        kept: blocks that replicas of any pool keep for others, by handle; shared by all pools.
+        host_blocks: blocks of the host memory tier of each replica's KV cache; 0: no such tier.
+        shares_blocks: replicas keep blocks for other pools, or receive blocks from them.
+        starts_at: earliest virtual time of the first step.
+        drives_all: see `LockstepGroup`.
             drives_all: see `LockstepGroup`.
         """
         self.name, self.plan = name, plan
@@ -140,12 +140,12 @@ class Pool:
         self._starts_at = starts_at
         self._balance = plan.balance
         self._step: Step | None = None  # in flight
-        self._wakes_at = math.inf  # to begin a round
+        self._wakes_at = math.inf  # time at which the next round may begin
         self._ranks = defaultdict[int, _Ranks](_Ranks)  # by replica
-        # Transfers in flight: when they end, a number that orders equal times, the replica, and the end.
+        # Heap of transfers in flight: end time, a number that orders equal times, replica, outcome.
         self._transfers: list[tuple[float, int, int, TransferOutcome]] = []
         self._num_ends = 0
-        self._host_links = defaultdict[int, _Link](_Link)  # by replica, as the next two
+        self._host_links = defaultdict[int, _Link](_Link)  # by replica; so are the next two
         self._sending_links = defaultdict[int, _Link](_Link)
         self._receiving_links = defaultdict[int, _Link](_Link)
         block_bytes = BLOCK_SIZE * plan.cache_bytes_per_token
@@ -175,13 +175,13 @@ class Pool:
         return self._step is not None
 
     def send(self, index: int, request: Request, now: float) -> None:
-        """Send a request to a replica."""
+        """Send a request to a replica, at the virtual time `now`."""
         self._used.add(index)
         self._group.send(index, AddRequest(request))
         self._wakes_at = min(self._wakes_at, now)
 
     def finish(self, now: float) -> list[Report]:
-        """End the step and the transfers that end now."""
+        """End the step and the transfers whose end time is `now`."""
         while self._transfers and self._transfers[0][0] <= now:
             _, _, index, outcome = heapq.heappop(self._transfers)
             self._group.end_transfer(index, outcome)
@@ -193,7 +193,7 @@ class Pool:
         return self._end_round({rank: self._ranks[rank].run(plan) for rank, plan in plans.items()})
 
     def begin(self, now: float) -> list[Report]:
-        """Begin a step, unless the pool rests or no replica has anything to run."""
+        """Begin a step, unless the pool has not started yet or no replica has work."""
         if self._step is not None or self._wakes_at > now or self._starts_at > now:
             return []
         reports: list[Report] = []
@@ -201,7 +201,7 @@ class Pool:
         if now > self._clock.now:
             self._balance.rest(now - self._clock.now)
             self._clock.rest_until(now)
-        # Replicas that got work have rounds without a plan in flight before.
+        # A replica that receives work may still have earlier rounds without a plan in flight.
         for _ in range(self._max_rounds + 1):
             step = self._group.begin()
             reports += map(_report, step.woken)
@@ -214,11 +214,11 @@ class Pool:
         return reports
 
     def end_kept(self, index: int, number: int, at_s: float) -> None:
-        """Forget blocks that were kept for another pool, which has read them by then."""
+        """End the transfer of blocks that were kept for another pool, which has read them by `at_s`."""
         self._add_end(index, TransferOutcome(number=number, num_copied=0, seconds=0.0), at_s)
 
     def sending_link(self, index: int) -> _Link:
-        """Return the link on which blocks leave each rank of a replica for other pools."""
+        """Return the link on which each rank of a replica sends blocks to other pools."""
         return self._sending_links[index]
 
     def _new_scheduler(self, index: int) -> Scheduler:
@@ -231,7 +231,7 @@ class Pool:
         return list(map(_report, deliveries))
 
     def _run(self, step: Step) -> None:
-        """Begin a step of all replicas: virtual time is then the time of its end."""
+        """Begin a step of all replicas, and advance the clock to its end."""
         plans = step.plans
         load = StepLoad.of([load_of(plan) for plan in plans.values()])
         costs = self.plan.costs.for_step(load)
@@ -284,7 +284,7 @@ class Pool:
         """Return the statistics of the pool.
 
         Args:
-            ended_at: virtual time of its end.
+            ended_at: virtual time at which the pool ended.
         """
         clock, num_steps = self._clock, max(1, len(self._step_s))
         seconds = ended_at - self._starts_at
@@ -350,7 +350,7 @@ def _report(delivery: tuple[int, Deliver]) -> Report:
 
 
 def load_of(plan: StepPlan) -> ReplicaLoad:
-    """Return the load of a plan. A chunk of a single token counts as decoding, longer ones as prompts."""
+    """Return the load of a plan. A chunk of one token counts as decoding, a longer one as prefill."""
     num_decoding = decode_pairs = num_prefill = prefill_pairs = 0
     for start, num_tokens in zip(plan.starts, plan.lengths, strict=True):
         if num_tokens == 1:
@@ -365,15 +365,15 @@ def load_of(plan: StepPlan) -> ReplicaLoad:
 
 
 def own_token(number: int) -> int:
-    """Return the token id of request `number` that no block has."""
+    """Return the token id that stands for the own tokens of request `number`; no recorded block has it."""
     return -1 - number
 
 
 class _Ranks:
-    """The ranks of a replica, as far as its scheduler needs them: they sample a request's own token."""
+    """Stands in for the ranks of a replica: samples each request's own token wherever a real rank would sample."""
 
     def __init__(self) -> None:
-        self._request_of_slot: dict[int, tuple[int, int]] = {}  # its number, and how many tokens are known
+        self._request_of_slot: dict[int, tuple[int, int]] = {}  # the request's number, and the tokens known so far
 
     def run(self, plan: StepPlan) -> StepResult:
         for new in plan.registrations:

@@ -1,7 +1,7 @@
-"""Requests in virtual time: they arrive, are sent to the replicas of a simulated cluster, and end.
+"""The requests of a simulation: they arrive, run on the replicas of a simulated cluster, and finish.
 
-Token values do not matter, but common prefixes of prompts do. A prompt token is therefore the id of its block in the
-traffic, or the request's own negative number if the traffic records no blocks. Output tokens are the request's own.
+Only common prefixes of prompts matter, not the values of tokens. A prompt token is therefore the id of its block in
+the traffic, or the request's own negative number if the traffic records no blocks. So are all output tokens.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from moeserve.scheduling.dp_router import DPRouter
 class ClusterPlan:
     """The pools of a simulated cluster."""
 
-    serving: tuple[PoolPlan, ...]  # they generate tokens
-    prefill: tuple[PoolPlan, ...] = ()  # they compute prompts for those; empty: those compute them
-    resizes: tuple[tuple[float, PoolPlan], ...] = ()  # what the only pool becomes, and when that is asked for
+    serving: tuple[PoolPlan, ...]  # pools that generate tokens
+    prefill: tuple[PoolPlan, ...] = ()  # pools that only compute prompts; empty: the serving pools do
+    resizes: tuple[tuple[float, PoolPlan], ...] = ()  # the time of each request to resize, and the new pool
 
 
 def serve(traffic: Traffic, plan: ClusterPlan, settings: SimulationSettings, *, drives_all: bool = False) -> Outcome:
-    """Run unscaled traffic to its end.
+    """Serve all requests, at the recorded rate and lengths.
 
     Args:
         drives_all: see `LockstepGroup`.
@@ -51,7 +51,7 @@ def serve(traffic: Traffic, plan: ClusterPlan, settings: SimulationSettings, *, 
                 f"the traffic has a request of {longest} tokens, but the KV cache of a replica holds "
                 f"{pool.cache_tokens}; use more ranks, a larger tp, or shorter requests with length"
             )
-    gc.disable()  # steps leave no reference cycles, and searching for them doubles the time
+    gc.disable()  # steps create no reference cycles, and collection would double the time
     try:
         return _Run(traffic, plan, settings, max_model_len=longest + 1, drives_all=drives_all).run()
     finally:
@@ -74,7 +74,7 @@ class _Fleet:
         return min(pool.next_s for pool in self.pools)
 
     def send(self, request: Request, now: float) -> None:
-        """Send a request to a replica."""
+        """Route a request to a replica."""
         pool, index = self._places[self._router.choose(request)]
         pool.send(index, request, now)
 
@@ -90,7 +90,7 @@ class _Fleet:
         return updates
 
     def begin(self, now: float) -> None:
-        """Begin steps of the pools that have something to run."""
+        """Begin a step in each pool that has work."""
         for first, pool in self._pools_due(now):
             for report in pool.begin(now):
                 self._router.note_free_blocks(first + report.replica, report.num_free_blocks)
@@ -110,12 +110,12 @@ class _InFlight:
 
     recorded: RecordedRequest
     request: Request
-    is_prefill: bool  # its prompt is computed by a pool of its own now
-    num_cached_tokens: int = 0  # of the prompt, found where it was computed
+    is_prefill: bool  # a prefill pool computes its prompt now
+    num_cached_tokens: int = 0  # prompt tokens found in the cache of the prefill pool
     first_token_s: float = 0.0
     last_token_s: float = 0.0
     num_tokens: int = 0
-    switch: int | None = None  # index of the switch since which it has no new token
+    switch: int | None = None  # index of the last switch, until the first token after it
 
 
 class _Run:
@@ -128,7 +128,7 @@ class _Run:
         self._max_model_len, self._drives_all = max_model_len, drives_all
         self._host_memory = parse_bytes("kv_host_memory", settings.kv_host_memory, least=0)
         self._is_divided = bool(plan.prefill)
-        # Without recorded prefixes and transfers, looking for them only takes time.
+        # The prefix cache is off if nothing could be found in it, which saves time.
         has_prefixes = any(each.prefix_blocks for each in traffic.requests)
         self._finds_prefixes = has_prefixes or self._is_divided or self._host_memory > 0
         self._kept: dict[str, KeptBlocks] = {}
@@ -193,7 +193,7 @@ class _Run:
         return requests[self._num_sent].arrival_s if self._num_sent < len(requests) else math.inf
 
     def _send_arrivals(self) -> None:
-        """Route the requests that have arrived until now."""
+        """Route the requests that have arrived by now."""
         while self._next_arrival_s() <= self._now:
             number, recorded = self._num_sent, self._traffic.requests[self._num_sent]
             self._num_sent += 1
@@ -216,7 +216,7 @@ class _Run:
     def _note_update(self, update: RequestUpdate) -> None:
         assert update.error is None, update
         request = self._in_flight[update.request_id]
-        if request.is_prefill:  # the other pool samples the first token again, as engines do
+        if request.is_prefill:  # the decode pool samples the first token again, as the engine does
             request.is_prefill = False
             request.num_cached_tokens = update.num_cached_tokens
             self._serving.send(msgspec.structs.replace(request.request, kv_source=update.kv_blocks), self._now)
@@ -256,7 +256,7 @@ class _Run:
             self._good_output_tokens += request.num_tokens
 
     def _next_switch_s(self) -> float:
-        """Return when the next size may take over: it has started, and no step is in flight. Infinite: not now."""
+        """Return when the next size may take over: once it has started and no step is in flight, else infinity."""
         (pool, *_) = self._serving.pools
         if not self._resizes or pool.is_running or (not self._in_flight and self._next_arrival_s() == math.inf):
             return math.inf
@@ -264,7 +264,7 @@ class _Run:
         return max(self._now, at_s + self._settings.start_time)
 
     def _switch(self) -> None:
-        """End the pool, and let another one continue its requests with empty caches, as the engine does."""
+        """End the pool, and start its successor, which continues the requests with empty caches, as the engine does."""
         (asked_s, plan), *self._resizes = self._resizes
         (pool,) = self._serving.pools
         self._ended_pools.append((pool, self._now))
@@ -303,7 +303,7 @@ class _Run:
 
 
 class _Switch:
-    """Effects of a change of size on requests."""
+    """The effects of a resize on requests."""
 
     def __init__(self, asked_s: float, at_s: float, nodes_before: int, nodes_after: int) -> None:
         self._asked_s, self._at_s = asked_s, at_s
@@ -313,7 +313,12 @@ class _Switch:
         self._gap_s = array("d")
 
     def note_token(self, gap_s: float, now: float) -> None:
-        """Note the first token of a request after the switch, and the time since the one before."""
+        """Record the first token of a request after the switch.
+
+        Args:
+            gap_s: seconds since the request's previous token.
+            now: virtual time.
+        """
         self._gap_s.append(gap_s)
         if self._first_token_s is None:
             self._first_token_s = now - self._at_s
@@ -331,7 +336,7 @@ class _Switch:
 
 
 def prompt_of(recorded: RecordedRequest, tokens_per_block: int, *, own_token: int) -> list[int]:
-    """Return token ids of a prompt: that of its block for each token, and `own_token` if no block is recorded."""
+    """Return token ids of a prompt: each token is the id of its recorded block, or `own_token` without a block."""
     token_ids: list[int] = []
     for block in recorded.prefix_blocks:
         token_ids += [block] * tokens_per_block

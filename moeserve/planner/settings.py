@@ -1,4 +1,4 @@
-"""Settings of estimates and simulations. Defaults are those of the engine on a GPU, as far as it has them."""
+"""Settings of estimates and simulations. Where the engine has the same setting, the default is its default on a GPU."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ class Assumptions:
 
     speed: Speed = setting(
         "optimum",
-        "times of steps; optimum: as the hardware allows, by the efficiencies and the latency below; calibrated: as in "
-        "published engines, by fitted terms instead (`plan` always shows both, and the formulas of this one)",
+        "times of steps; optimum: limited by the hardware, with the efficiencies and the latency below; calibrated: as "
+        "in published engines, with fitted terms instead (`plan` always shows both, and the formulas of this one)",
     )
     expert_imbalance: Annotated[float, msgspec.Meta(ge=1, le=1e4)] = setting(
         1.27,
-        "calibrated only: least expected rows of the fullest rank over the mean, as of real text whose experts were "
-        "placed by counted loads; 1: even loads are even",
+        "calibrated only: minimum of the expected rows of the fullest rank over the mean, as for real text with "
+        "experts placed by counted loads; 1: even loads stay even",
     )
-    memory_efficiency: _Share = setting(0.8, "share of the peak memory bandwidth that is reached")
-    compute_efficiency: _Share = setting(0.6, "share of the peak rate that matrix products reach")
-    link_efficiency: _Share = setting(0.8, "share of a link's peak bandwidth that exchanges reach")
+    memory_efficiency: _Share = setting(0.8, "fraction of the peak memory bandwidth that is reached")
+    compute_efficiency: _Share = setting(0.6, "fraction of the peak rate that matrix products reach")
+    link_efficiency: _Share = setting(0.8, "fraction of a link's peak bandwidth that exchanges reach")
     exchange_latency: Annotated[float, msgspec.Meta(ge=0, le=1)] = setting(
-        5e-6, "seconds that each exchange takes beside its bytes"
+        5e-6, "seconds that each exchange takes in addition to its transfer time"
     )
-    memory_share: _Share = setting(0.9, "share of the memory that weights and KV cache may take together")
+    memory_share: _Share = setting(0.9, "fraction of the memory that weights and KV cache may take together")
     weights: Literal["auto", "dtype", "fp8"] = setting(
         "auto",
         "format of the weights of attention, experts and dense networks, and of their products; auto: fp8 if the "
@@ -43,16 +43,16 @@ class Assumptions:
     )
     exchange: Literal["direct", "by_node"] = setting(
         "direct",
-        "how rows travel; direct: one for each expert on another rank; by_node: one for each other node that has an "
-        "expert of the token, forwarded inside",
+        "how rows are sent; direct: one row per expert on another rank; by_node: one row to each other node that has "
+        "an expert of the token, forwarded within that node",
     )
     overlap: bool = setting(
-        False, "two-batch overlap: run steps in halves, one exchanging while the other computes, from the next two on"
+        False, "two-batch overlap: divide steps into two halves, one exchanging rows while the other computes"
     )
     overlap_decode_tokens: PositiveInt = setting(
-        1, "with --overlap: least tokens of the longest replica in steps that only decode"
+        1, "with --overlap: minimum tokens of the replica with the most, in steps that only decode"
     )
-    overlap_prefill_tokens: PositiveInt = setting(1, "with --overlap: the same for steps with prompts")
+    overlap_prefill_tokens: PositiveInt = setting(1, "with --overlap: the same minimum, in steps with prompts")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,32 +62,32 @@ class SimulationSettings:
     rate: _Factor = setting(1.0, "factor on the request rate of the traffic")
     length: _Factor = setting(1.0, "factor on the lengths of prompts and outputs")
     seconds: _Factor | None = setting(None, "simulate only the requests that arrive in the first seconds; none: all")
-    max_num_seqs: PositiveInt = setting(256, "most requests that a replica runs in one step")
-    max_num_batched_tokens: PositiveInt = setting(8192, "most tokens that a replica computes in one step")
+    max_num_seqs: PositiveInt = setting(256, "maximum requests that a replica runs in one step")
+    max_num_batched_tokens: PositiveInt = setting(8192, "maximum tokens that a replica computes in one step")
     async_scheduling: bool = setting(True, "plan the next step while one runs; always off with several pipeline stages")
     host_time: Annotated[float, msgspec.Meta(ge=0, le=10)] = setting(
         0.002, "seconds that the host takes for each step: planning, messages and updates"
     )
     max_prefill_tokens: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = setting(
-        512, "most of these that belong to prompts while any replica decodes; 0: all"
+        512, "maximum prompt tokens in a step while any replica decodes; 0: no limit of their own"
     )
     kv_host_memory: int | str = setting(
-        0, "size of a store behind the KV cache of each rank, in the host's memory, like 64GiB; 0: none"
+        0, "size of the store behind the KV cache of each rank, in the host's memory, such as 64GiB; 0: none"
     )
     host_bandwidth: _Bandwidth = setting(
         64e9, "peak bandwidth between a rank and its host's memory, one direction; the default is PCIe 5.0 x16"
     )
     first_token_limit: _Factor | None = setting(
-        None, "most seconds to the first token of a request that counts as good"
+        None, "maximum seconds to the first token of a request that counts for the goodput"
     )
     output_token_limit: _Factor | None = setting(
-        None, "most seconds per output token, the mean after the first, of a request that counts as good"
+        None, "maximum mean seconds per output token after the first, of a request that counts for the goodput"
     )
     start_time: Annotated[float, msgspec.Meta(ge=0, le=1e9)] = setting(
-        60.0, "seconds in which the replicas of a new size start, while the old ones serve"
+        60.0, "seconds that the replicas of a new size take to start, while the old ones serve"
     )
     switch_time: Annotated[float, msgspec.Meta(ge=0, le=1e9)] = setting(
-        1.0, "seconds without steps, when a new size takes over"
+        1.0, "seconds without steps while a new size takes over"
     )
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = setting(0, "seed of the experts' loads and their drift")
 
@@ -100,26 +100,26 @@ class ExpertSettings:
         0.0, "without --loads: standard deviation of the logarithm of experts' loads; 0: equal loads"
     )
     drift: Annotated[float, msgspec.Meta(ge=0, le=1000)] = setting(
-        0.0, "share of a layer's experts that exchange their loads with others per hour"
+        0.0, "fraction of a layer's experts that swap loads with others per hour"
     )
     num_redundant_experts: Annotated[int, msgspec.Meta(ge=0, le=2**20)] = setting(
-        0, "slots beyond one for each expert, over all ranks together"
+        0, "slots beyond one per expert, over all ranks together"
     )
     placement: Literal["even", "loads"] = setting(
-        "even", "placement at the start; even: in order; loads: balanced for the loads at the start"
+        "even", "placement at the start; even: in order; loads: balanced for the initial loads"
     )
     rebalance: Literal["off", "auto"] = setting(
-        "off", "auto: after each window, experts move by its counts if the forecast gain exceeds the cost"
+        "off", "auto: after each window, move experts by its counts if the forecast gain exceeds the cost"
     )
-    rebalance_window: _Factor = setting(60.0, "seconds of virtual time in which loads are counted")
-    rebalance_horizon: _Factor = setting(600.0, "seconds of steps for which counted loads are assumed to last")
+    rebalance_window: _Factor = setting(60.0, "seconds of virtual time over which loads are counted")
+    rebalance_horizon: _Factor = setting(600.0, "seconds of steps for which counted loads are assumed to stay valid")
 
 
 @dataclass(frozen=True)
 class Resize:
     """A change of the number of ranks while serving."""
 
-    at_s: float  # virtual time at which it is asked for
+    at_s: float  # virtual time at which the change is requested
     num_ranks: int
 
 
@@ -128,6 +128,6 @@ class ClusterSize:
     """The ranks of a simulated cluster, in whole nodes."""
 
     ranks_per_node: int
-    serving: tuple[int, ...]  # ranks of each pool that generates tokens; a pool runs in lockstep
-    prefill: tuple[int, ...] = ()  # ranks of each pool that computes prompts for those; empty: they compute them
-    resizes: tuple[Resize, ...] = ()  # of the only pool
+    serving: tuple[int, ...]  # ranks of each pool that generates tokens; each pool runs in lockstep
+    prefill: tuple[int, ...] = ()  # ranks of each pool that only computes prompts; empty: none
+    resizes: tuple[Resize, ...] = ()  # allowed with a single pool only

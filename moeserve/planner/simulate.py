@@ -1,8 +1,8 @@
-"""Serves recorded traffic on a simulated cluster in virtual time: `moeserve simulate`.
+"""`moeserve simulate`: serves recorded traffic on a simulated cluster in virtual time.
 
-The scheduling is real: `Replica` and `Scheduler` for each replica, in a `LockstepGroup`, behind a `DPRouter`.
-The times of steps come from the cost model, placements and rebalancing from expert_balance.py, the times of copies of
-KV cache blocks from their bytes. The result depends on the arguments alone.
+The scheduling is real: each replica of a `LockstepGroup` runs `Replica` and `Scheduler`, behind a `DPRouter`. The time
+of a step comes from the cost model, placement and rebalancing of experts from expert_balance.py, and the time of a KV
+cache transfer from its bytes. The result depends only on the arguments.
 """
 
 from __future__ import annotations
@@ -50,15 +50,16 @@ def simulate(
         traffic: before its rate and lengths are scaled.
         tp: ranks that share the heads of each replica.
         pp: pipeline stages of each replica.
-        pipeline_layers: of each stage; None: even shares.
-        loads: file of expert loads at the start; see `read_loads`. None: drawn.
+        pipeline_layers: number of layers of each stage; None: even shares.
+        loads: file of the initial expert loads; see `read_loads`. None: random loads.
 
     Raises:
-        SettingsError: an impossible layout, traffic that does not fit into it, or loads of another model or twice.
+        SettingsError: an impossible layout, traffic that does not fit into it, or loads that belong to another model or
+            are given twice.
         CheckpointError: see `describe`.
     """
     if loads is not None and experts.skew:
-        raise SettingsError(f"skew={experts.skew:g} draws loads, and loads={loads} gives them; use one of them")
+        raise SettingsError(f"skew={experts.skew:g} draws random loads, but loads={loads} gives them; use one of them")
     traffic = _scaled(traffic, settings)
     description = describe(model)
     config = description.model

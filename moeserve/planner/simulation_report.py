@@ -10,7 +10,7 @@ from moeserve.machine import shown_bytes
 from moeserve.planner.expert_balance import Rebalance
 from moeserve.planner.formula import shown_seconds
 
-MAX_LISTED = 12  # rebalances
+MAX_LISTED = 12  # maximum number of rebalances in the table
 
 
 @dataclass(frozen=True)
@@ -30,46 +30,46 @@ class Percentiles:
 
 @dataclass(frozen=True, kw_only=True)
 class TransferTotals:
-    """Copies of KV cache blocks of one kind, by all replicas of a pool."""
+    """KV cache transfers of one kind, summed over all replicas of a pool."""
 
     num_transfers: int
     num_tokens: int
     num_bytes: int  # on one rank of each replica
-    busy_s: float  # sum of the times in which links carried them
-    takes_s: Percentiles  # from the scheduler's decision to the end of a transfer, with the wait for the link
+    busy_s: float  # sum of the times for which links were busy
+    takes_s: Percentiles  # from the scheduler's decision to the end of a transfer, including the wait for the link
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolOutcome:
-    """Replicas that step in lockstep, from their start to their end."""
+    """Statistics of a pool of replicas in lockstep, from its start to its end."""
 
-    name: str  # "prefill" or "decode", with a number if there are several; empty: it does both
+    name: str  # "prefill" or "decode", numbered if there are several; empty: one pool does both
     num_nodes: int
     dp: int
-    cache_tokens: int  # capacity of a replica
+    cache_tokens: int  # capacity of each replica
     starts_at: float  # virtual time
     seconds: float  # to the end
-    busy_s: float  # the part of these in which steps ran
+    busy_s: float  # part of `seconds` in which steps ran
     output_tokens: int
     output_tokens_per_s: float
     num_steps: int
     step_s: Percentiles  # on the accelerators, from the first pipeline stage to the last
-    decode_only_share: float  # of the steps
-    host_s: float  # work of the host for all steps
-    host_waited_s: float  # the part of it in which the accelerators waited; the rest was hidden
-    fullest_rank: Percentiles  # rows over the mean in each step, by placement and chance
+    decode_only_share: float  # fraction of the steps
+    host_s: float  # time that the host worked for all steps
+    host_waited_s: float  # part of `host_s` in which the accelerators waited; the rest was hidden
+    fullest_rank: Percentiles  # its rows over the mean in each step, by placement and random variation
     tokens_run: int
     tokens_per_step: float
-    idle_step_share: float  # share of all replicas' steps in which one had nothing to run while another had
+    idle_step_share: float  # fraction of replica-steps in which the replica had no work but another had
     num_replicas_used: int
     num_preemptions: int
-    cache_used_most: float  # maximum share of one replica's blocks
+    cache_used_most: float  # maximum fraction of a replica's blocks in use
     loaded: TransferTotals  # from the host's memory
-    saved: TransferTotals  # to it
+    saved: TransferTotals  # to the host's memory
     received: TransferTotals  # from replicas of another pool
-    # Expected rows of the fullest rank over the mean, by the placements; mean of the layers, without chance:
+    # Rows of the fullest rank over the mean as expected from the placements alone; mean of the layers:
     balance_at_start: float
-    balance_mean: float  # mean of the time in which steps ran
+    balance_mean: float  # mean over the time in which steps ran
     balance_at_end: float
     rebalances: tuple[Rebalance, ...]
 
@@ -79,12 +79,12 @@ class Switch:
     """A change of the number of nodes."""
 
     asked_s: float
-    at_s: float  # the last step of the old size ended
+    at_s: float  # end of the last step of the old size
     nodes_before: int
     nodes_after: int
     num_resumed: int  # requests that the new size continued
-    pause_s: float  # from `at_s` to the first token of a request that had some
-    gap_s: Percentiles  # between the last token before and the first one after the switch, of each such request
+    pause_s: float  # from `at_s` to the next token of the first request to continue
+    gap_s: Percentiles  # between the tokens before and after the switch, of requests that had tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,19 +92,19 @@ class Outcome:
     """Results of serving the traffic. Times are in virtual seconds."""
 
     num_finished: int
-    prompt_tokens: int  # of finished requests, as the following numbers of tokens
-    repeated_tokens: int  # prompt tokens that an earlier prompt begins with: no cache could find more
-    # Prompt tokens found in the KV cache when the request was first admitted by the last pool that computed its prompt.
-    # Those that were loaded from the host's memory just before are found there too.
+    prompt_tokens: int  # of finished requests; so are the following numbers of tokens
+    repeated_tokens: int  # prompt tokens shared with an earlier prompt: the most that any cache could find
+    # Prompt tokens found in the KV cache when the request was first admitted by the last pool that computed its prompt,
+    # including tokens loaded from the host's memory just before.
     cached_tokens: int
     output_tokens: int
     seconds: float  # from the first arrival to the last end
     output_tokens_per_s: float
-    first_token_s: Percentiles  # after the arrival
-    gap_s: Percentiles  # between one token of a request and the next; of all tokens
-    output_token_s: Percentiles  # between tokens after the first; mean of each request with several
+    first_token_s: Percentiles  # from the arrival
+    gap_s: Percentiles  # between consecutive tokens of a request; over all tokens
+    output_token_s: Percentiles  # mean time per token after the first, of each request with at least two
     num_good: int  # requests within the limits of the settings
-    good_output_tokens_per_s: float  # of these
+    good_output_tokens_per_s: float  # output tokens of those requests
     pools: tuple[PoolOutcome, ...]
     switches: tuple[Switch, ...]
 
@@ -200,7 +200,7 @@ def _pool_lines(pool: PoolOutcome, *, is_one: bool) -> list[str]:
         lines += ["", f"{'rebalanced at':>13}{'layers':>8}{'moved':>12}{'takes':>12}{'balance':>16}"]
         lines += map(_rebalance_line, pool.rebalances[:MAX_LISTED])
         if len(pool.rebalances) > MAX_LISTED:
-            lines.append(f"{'':>13}and {len(pool.rebalances) - MAX_LISTED} more, which --json shows")
+            lines.append(f"{'':>13}and {len(pool.rebalances) - MAX_LISTED} more; use --json to see all")
     return lines
 
 

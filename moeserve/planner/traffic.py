@@ -3,8 +3,8 @@
 Two published formats are read:
 
 - Mooncake's (https://github.com/kvcache-ai/Mooncake, FAST25-release), a JSON object in each line: `timestamp` in
-  milliseconds, `input_length` and `output_length` in tokens, `hash_ids` with one id for each block of 512 tokens of the
-  prompt. Equal ids stand for equal blocks after equal prefixes.
+  milliseconds, `input_length` and `output_length` in tokens, `hash_ids` with one id per block of 512 prompt tokens.
+  Equal ids stand for equal blocks after equal prefixes.
 - Azure's of 2023 (https://github.com/Azure/AzurePublicDataset), CSV with `TIMESTAMP`, `ContextTokens` and
   `GeneratedTokens`. It does not record common prefixes.
 """
@@ -24,7 +24,7 @@ import msgspec
 
 from moeserve.errors import SettingsError, shown
 
-TOKENS_PER_BLOCK = 512  # tokens for each of Mooncake's ids
+TOKENS_PER_BLOCK = 512  # prompt tokens per id in Mooncake's format
 MAX_TOKENS = 2**24
 SAMPLE = "sample_traffic.jsonl"
 
@@ -36,7 +36,7 @@ class RecordedRequest:
     arrival_s: float  # seconds after the first request of the file
     prompt_tokens: int
     output_tokens: int
-    prefix_blocks: tuple[int, ...]  # ids of the prompt's blocks, the last of which may not be full; empty: not recorded
+    prefix_blocks: tuple[int, ...]  # ids of the prompt's blocks; the last block may be partial; empty: not recorded
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Traffic:
     """Requests in order of arrival; at least one."""
 
     requests: tuple[RecordedRequest, ...]
-    tokens_per_block: int  # tokens for each of their prefix_blocks
-    note: str = field(default="", compare=False)  # its origin, if the user has not named a file
+    tokens_per_block: int  # tokens per id in `prefix_blocks`
+    note: str = field(default="", compare=False)  # the origin of the traffic, if the user has not named a file
 
     @property
     def lengths(self) -> Lengths:
@@ -54,7 +54,8 @@ class Traffic:
     def scaled(self, *, rate: float = 1.0, length: float = 1.0) -> Traffic:
         """Return the same traffic at `rate` times the request rate and `length` times the lengths.
 
-        Blocks are scaled with the prompts, so common prefixes remain. Each request keeps at least a token of each kind.
+        Blocks are scaled with the prompts, so common prefixes remain. Each request keeps at least one prompt token and
+        one output token.
 
         Raises:
             SettingsError: a request becomes too long.
@@ -84,12 +85,12 @@ class Lengths:
 
     prompt_tokens: float
     output_tokens: float
-    decode_context: float  # positions that an output token attends to, mean of output tokens
-    pairs_per_prompt_token: float  # positions that a prompt token attends to, mean of prompt tokens, itself included
+    decode_context: float  # mean number of positions that an output token attends to
+    pairs_per_prompt_token: float  # mean number of positions that a prompt token attends to, itself included
 
     @classmethod
     def of(cls, requests: tuple[RecordedRequest, ...]) -> Lengths:
-        """Return the means without prefix caching: every prompt is computed and cached in full."""
+        """Return the means, assuming no prefix caching: every prompt is computed and cached in full."""
         prompts, outputs = [each.prompt_tokens for each in requests], [each.output_tokens for each in requests]
         positions = sum(output * (prompt + output / 2) for prompt, output in zip(prompts, outputs, strict=True))
         return cls(
@@ -101,11 +102,11 @@ class Lengths:
 
 
 def repeated_tokens(traffic: Traffic, block_size: int) -> int:
-    """Return how many prompt tokens are in blocks that an earlier prompt begins with, by the order of arrival.
+    """Return the number of prompt tokens in full blocks that an earlier prompt begins with, in the order of arrival.
 
-    Nothing could find more in a cache. A prompt's last token is always computed.
+    No prefix cache could find more. The last token of a prompt does not count, because it is always computed.
     """
-    ends: dict[tuple[int, int], list[int]] = {}  # by the parent and the id of a recorded block: its number, and its end
+    ends: dict[tuple[int, int], list[int]] = {}  # (parent, block id) to [number, end in tokens]
     total = 0
     for request in traffic.requests:
         parent = shared = end = 0
@@ -122,7 +123,7 @@ def repeated_tokens(traffic: Traffic, block_size: int) -> int:
 
 
 def choose_traffic(text: str | None) -> Traffic:
-    """Return the traffic for a file name, "4096:512" (tokens of prompt and output), or None (the sample).
+    """Return the traffic of a file, a single request for "4096:512" (prompt and output tokens), or the sample for None.
 
     Raises:
         SettingsError: see `read_traffic` and `fixed_traffic`.
@@ -138,7 +139,7 @@ def read_traffic(path: Path) -> Traffic:
     """Read a `.jsonl` or `.csv` file in one of the formats above.
 
     Raises:
-        SettingsError: no such file, another format, or an invalid line, which it names.
+        SettingsError: the file does not exist, has an unknown format, or has an invalid line, which the message names.
     """
     readers: dict[str, tuple[Callable[[Path], Iterator[RecordedRequest]], int]] = {
         ".jsonl": (_read_mooncake, TOKENS_PER_BLOCK),
@@ -181,7 +182,7 @@ def fixed_traffic(prompt_tokens: int, output_tokens: int) -> Traffic:
     """
     for name, tokens in (("prompt", prompt_tokens), ("output", output_tokens)):
         if not 1 <= tokens <= MAX_TOKENS:
-            raise SettingsError(f"traffic: {name} of {shown(tokens)} tokens; lengths are from 1 to {MAX_TOKENS}")
+            raise SettingsError(f"traffic: {name} of {shown(tokens)} tokens; choose from 1 to {MAX_TOKENS}")
     return Traffic((RecordedRequest(0.0, prompt_tokens, output_tokens, ()),), 1)
 
 

@@ -1,4 +1,4 @@
-"""`moeserve viz`: shows recorded expert loads as a table or a picture, also as planned with another placement."""
+"""`moeserve viz`: shows recorded expert loads as a table or a picture, and forecasts them for another placement."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from moeserve.telemetry.load_table import as_text
 
 
 def show(path: Path, *, png_path: Path | None = None, num_redundant: int | None = None) -> str:
-    """Return a file's records as a table, or write a picture of them and return its path.
+    """Return a file's records as a table, or save them as a picture and return its path.
 
     Args:
-        path: written by `write_window`.
-        png_path: where to write the picture; None: no picture.
-        num_redundant: also show the loads of ranks if experts were placed by these very loads, with this many redundant
+        path: file written by `write_window`.
+        png_path: file to write the picture to; None: no picture.
+        num_redundant: also show the rank loads under a placement made from these loads, with this many redundant
             experts; None: not shown.
 
     Raises:
@@ -35,6 +35,6 @@ def show(path: Path, *, png_path: Path | None = None, num_redundant: int | None 
 
 
 def plan(total: LoadWindow, num_redundant: int) -> tuple[tuple[float, ...], ...]:
-    """Return by layer, by rank, the tokens with a placement made for these loads."""
+    """Return the tokens by layer and by rank that a placement made from these loads would give."""
     num_slots = total.num_experts + num_redundant
     return tuple(rank_loads(loads, eplb(loads, total.num_ranks, num_slots)) for loads in total.tokens_of_expert)

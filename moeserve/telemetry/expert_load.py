@@ -1,7 +1,7 @@
 """Load windows: the tokens of experts and ranks over some steps, their files, and measures of evenness.
 
-A token counts once for each expert that computes it, so with k experts per token a layer's counts add up to k times its
-tokens. Padding goes to no expert.
+A token counts once for each expert that computes it. With k experts per token, a layer's counts therefore add up to k
+times its tokens. Padding rows are routed to no expert.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Seconds = Annotated[float, msgspec.Meta(ge=0)]
 class LoadWindow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The expert load of consecutive steps.
 
-    All layers have the same numbers of experts and of ranks, at least one of each. In each layer the counts of ranks
-    and of experts have the same sum.
+    All layers have the same numbers of experts and of ranks, at least one of each. In each layer, the counts by rank
+    and the counts by expert have the same sum.
 
     Raises:
-        SettingsError: the counts do not agree.
+        SettingsError: the sizes of the fields contradict each other.
     """
 
     first_step: Count  # index of the first step among the executed ones
@@ -38,14 +38,14 @@ class LoadWindow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     placement_epoch: Count  # number of placement changes of layers so far
     num_tokens: Count  # tokens that the model processed, without padding
     num_padding_tokens: Count
-    num_idle_steps: Count  # steps of a replica without tokens while another one had some
-    bytes_dispatched: Count  # bytes that all ranks sent to other ranks for experts, in both directions
-    # Time in collectives beyond that of the rank that waited least; the mean over ranks.
+    num_idle_steps: Count  # steps in which a replica had no tokens while another had some
+    bytes_dispatched: Count  # bytes that ranks sent to each other in dispatch and combine
+    # Time in collectives beyond that of the rank that waited least; mean over the ranks.
     straggler_seconds: Seconds
-    layers: tuple[Count, ...]  # indices of the model's layers that have experts, ascending
+    layers: tuple[Count, ...]  # indices of the MoE layers in the model, ascending
     tokens_of_expert: tuple[tuple[Count, ...], ...]  # by layer, by logical expert
     tokens_of_rank: tuple[tuple[Count, ...], ...]  # by layer, by rank
-    # By layer, by rank, by slot: the logical expert, at the end of the window.
+    # By layer, rank and slot: the logical expert at the end of the window.
     logical_of_slot: tuple[tuple[tuple[int, ...], ...], ...] = ()
 
     def __post_init__(self) -> None:
@@ -66,7 +66,7 @@ class LoadWindow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def max_over_mean(counts: Sequence[float]) -> float:
-    """Return the largest count over the mean: 1 if all are equal or nothing was counted."""
+    """Return the largest count over the mean; 1 if all counts are equal or zero."""
     total = sum(counts)
     return max(counts) * len(counts) / total if total else 1.0
 
@@ -77,19 +77,19 @@ def ranks_max_over_mean(window: LoadWindow) -> float:
 
 
 def layers_max_over_mean(of_ranks: Sequence[Sequence[float]]) -> float:
-    """Return the sum of the layers' maxima over the sum of their means: in each layer all wait for its fullest rank.
+    """Return the sum of the layers' maxima over the sum of their means: in each layer, all ranks wait for the fullest.
 
     Args:
-        of_ranks: tokens by layer, by rank.
+        of_ranks: tokens by layer and by rank.
     """
     total = sum(map(sum, of_ranks))
     return sum(map(max, of_ranks)) * len(of_ranks[0]) / total if total else 1.0
 
 
 def evenness(counts: Sequence[float]) -> float:
-    """Return the entropy of the shares over its maximum: 0 if one expert got all tokens, 1 if all got the same.
+    """Return the entropy of the shares over its maximum: 0 if one expert got all tokens, 1 if all got equally many.
 
-    Also 1 if nothing was counted or there is only one expert.
+    The result is also 1 if all counts are zero or there is only one expert.
     """
     total = sum(counts)
     if not total or len(counts) == 1:
@@ -100,13 +100,13 @@ def evenness(counts: Sequence[float]) -> float:
 
 
 def padding_share(window: LoadWindow) -> float:
-    """Return the share of padding in all processed rows, from 0 to 1; 0 if there were none."""
+    """Return the fraction of padding in all processed rows; 0 if there were no rows."""
     total = window.num_tokens + window.num_padding_tokens
     return window.num_padding_tokens / total if total else 0.0
 
 
 def summed(windows: Sequence[LoadWindow]) -> LoadWindow:
-    """Merge windows of one model, in order, into one. Its placement is that of the last."""
+    """Merge consecutive windows of one model into one, with the placement of the last."""
     assert windows
     assert all(_sizes(window) == _sizes(windows[0]) for window in windows)
     last = windows[-1]
@@ -129,7 +129,7 @@ def summed(windows: Sequence[LoadWindow]) -> LoadWindow:
 
 
 def joined(stages: Sequence[LoadWindow]) -> LoadWindow:
-    """Join the windows of the pipeline stages of one model, which are of the same steps, into one."""
+    """Join the windows of the pipeline stages of one model, over the same steps, into one."""
     first = stages[0]
     return msgspec.structs.replace(
         first,
@@ -145,21 +145,21 @@ def joined(stages: Sequence[LoadWindow]) -> LoadWindow:
 
 
 def coarsened(windows: Sequence[LoadWindow], at_most: int) -> tuple[LoadWindow, ...]:
-    """Merge equally many neighbours each, so that at most `at_most` windows are left."""
+    """Merge groups of neighbouring windows, so that at most `at_most` windows are left."""
     size = max(1, math.ceil(len(windows) / at_most))
     return tuple(summed(windows[start : start + size]) for start in range(0, len(windows), size))
 
 
 def write_window(file: BinaryIO, window: LoadWindow) -> None:
-    """Append one line of JSON in a single write, so that concurrent readers see whole lines except for the last."""
+    """Append a window as one line of JSON in a single write, so that readers see only whole lines before the last."""
     file.write(msgspec.json.encode(window) + b"\n")
     file.flush()
 
 
 def read_windows(path: Path) -> tuple[LoadWindow, ...]:
-    """Read the windows that `write_window` wrote, in order. An incomplete last line is skipped.
+    """Read the windows written by `write_window`, in order. An incomplete last line is skipped.
 
-    Steps need not be consecutive between windows: a restarted engine begins again at step 0.
+    Step indices need not be consecutive between windows: a restarted engine begins again at step 0.
 
     Raises:
         SettingsError: the file cannot be read, or mixes models or numbers of ranks.

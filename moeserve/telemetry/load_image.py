@@ -1,4 +1,4 @@
-"""Expert load as a picture: maps of experts and ranks, coloured by load over mean. Needs matplotlib."""
+"""Expert load as a picture: heat maps of experts and ranks by load over mean. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-EXPERT_SCALE, RANK_SCALE = 8.0, 2.0  # colours run from 1 / scale of the mean to scale times the mean
+EXPERT_SCALE, RANK_SCALE = 8.0, 2.0  # colours range from mean / scale to mean * scale
 NO_LOAD_COLOUR = "#7d8a97"
 WIDTH, MAP_HEIGHT = 11.0, 3.6  # inches
 
 
 def load_figure(windows: Sequence[LoadWindow], planned: Sequence[Sequence[float]] | None = None) -> Figure:
-    """Draw experts by layer, ranks by layer, ranks by layer as planned, and ranks over time, below each other.
+    """Draw four maps below each other: experts by layer, ranks by layer, planned ranks by layer, ranks over time.
 
     Args:
         windows: records of one model, in order.
-        planned: by layer, by rank, the tokens with another placement; None: not shown.
+        planned: tokens by layer and by rank under another placement; None: not shown.
 
     Raises:
         SettingsError: matplotlib is not installed.
@@ -88,5 +88,5 @@ def _draw(
 
 
 def _label_layers(axes: Axes, layers: Sequence[int]) -> None:
-    """Label rows by the indices of their layers in the model."""
+    """Label rows with the indices of their layers in the model."""
     axes.yaxis.set_major_formatter(lambda row, _: str(layers[round(row)]) if 0 <= round(row) < len(layers) else "")

@@ -25,11 +25,11 @@ _NOTHING = "·"
 
 
 def as_text(windows: Sequence[LoadWindow], planned: Sequence[Sequence[float]] | None = None) -> str:
-    """Return a summary, one line for each layer, and the course over time.
+    """Return a summary, one line per layer, and the imbalance over time.
 
     Args:
         windows: records of one model, in order.
-        planned: by layer, by rank, the tokens with another placement; None: not shown.
+        planned: tokens by layer and by rank under another placement; None: not shown.
     """
     total = summed(windows)
     figures = [max_over_mean(counts) for counts in total.tokens_of_rank]
@@ -45,7 +45,7 @@ def as_text(windows: Sequence[LoadWindow], planned: Sequence[Sequence[float]] | 
 def _summary(
     windows: Sequence[LoadWindow], total: LoadWindow, worst: int, planned: Sequence[Sequence[float]] | None
 ) -> tuple[str, str, str]:
-    """Return three sentences: the size of the record, its cost, and its evenness."""
+    """Return three lines: the extent of the record, its costs, and the balance of ranks."""
     even = f"fullest rank over mean: {ranks_max_over_mean(total):.2f} in all layers together, "
     even += f"{max_over_mean(total.tokens_of_rank[worst]):.2f} in layer {total.layers[worst]}"
     if planned is not None:
@@ -62,12 +62,12 @@ def _summary(
 
 
 def _counted(number: int, name: str) -> str:
-    """Return a count such as "1 layer" or "4,096 experts"."""
+    """Return text such as "1 layer" or "4,096 experts"."""
     return f"{number:,} {name}" if number == 1 else f"{number:,} {name}s"
 
 
 def sparkline(values: Sequence[float], low: float, high: float) -> str:
-    """Return a bar of one character for each value, from lowest at `low` to full at `high`."""
+    """Return a bar chart with one character per value, from the lowest bar at `low` to a full one at `high`."""
     top = len(_BARS) - 1
     heights = [(value - low) / (high - low) if high > low else 0.0 for value in values]
     return "".join(_BARS[min(top, max(0, int(height * len(_BARS))))] for height in heights)
@@ -102,7 +102,7 @@ def _layer_line(total: LoadWindow, place: int, planned: Sequence[Sequence[float]
 
 
 def _bars(counts: Sequence[int]) -> str:
-    """Return a bar for each count, or for the largest of several neighbours if there are many; the largest is full."""
+    """Return a bar chart of the counts, relative to the largest. With many counts, a bar is the maximum of several."""
     size = math.ceil(len(counts) / BARS_WIDTH)
     largest = [max(counts[start : start + size]) for start in range(0, len(counts), size)]
     bars = sparkline(largest, 0, max(largest))

@@ -22,27 +22,27 @@ COUNTERS: dict[str, tuple[str, Callable[[LoadWindow], float]]] = {
     "moeserve_tokens": ("Tokens that the model processed, without padding.", lambda window: window.num_tokens),
     "moeserve_padding_tokens": ("Padding rows that the model processed.", lambda window: window.num_padding_tokens),
     "moeserve_idle_steps": (
-        "Steps of a replica without tokens while another one had some.",
+        "Steps in which a replica had no tokens while another had some.",
         lambda window: window.num_idle_steps,
     ),
     "moeserve_dispatched_bytes": (
-        "Bytes that ranks sent to each other for experts.",
+        "Bytes that ranks sent to each other in dispatch and combine.",
         lambda window: window.bytes_dispatched,
     ),
-    "moeserve_straggler_seconds": ("Time that ranks waited for slower ones.", lambda window: window.straggler_seconds),
+    "moeserve_straggler_seconds": ("Time that ranks waited for slower ranks.", lambda window: window.straggler_seconds),
 }
 GAUGES: dict[str, tuple[str, Callable[[LoadWindow], float]]] = {
     "moeserve_padding_ratio": ("Share of padding in the last window.", padding_share),
     "moeserve_placement_epoch": ("Number of placement changes of layers.", lambda window: window.placement_epoch),
 }
-# The values are functions of a layer's tokens by expert and by rank.
+# Each value is a function of a layer's tokens by expert and by rank.
 LAYER_GAUGES: dict[str, tuple[str, Callable[[Sequence[int], Sequence[int]], float]]] = {
     "moeserve_expert_load_max_over_mean": (
         "Tokens of the layer's hottest expert divided by the mean over its experts.",
         lambda of_experts, of_ranks: max_over_mean(of_experts),
     ),
     "moeserve_rank_load_max_over_mean": (
-        "Tokens of the layer's fullest rank divided by the mean over ranks.",
+        "Tokens of the layer's fullest rank divided by the mean over its ranks.",
         lambda of_experts, of_ranks: max_over_mean(of_ranks),
     ),
     "moeserve_expert_load_entropy_ratio": (
@@ -53,7 +53,7 @@ LAYER_GAUGES: dict[str, tuple[str, Callable[[Sequence[int], Sequence[int]], floa
 
 
 class LoadMetrics:
-    """Counters over all windows, and gauges of the last one, in a registry of prometheus_client."""
+    """Counters over all windows, and gauges of the last window, in a registry of prometheus_client."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         from prometheus_client import Counter, Gauge
@@ -78,7 +78,7 @@ class LoadMetrics:
 
 
 class MetricsServer:
-    """Serves `LoadMetrics` over HTTP at /metrics, from a thread.
+    """Serves `LoadMetrics` over HTTP at /metrics, in a thread.
 
     A window covers all ranks, so only one process of an engine may observe it.
     """
@@ -86,7 +86,7 @@ class MetricsServer:
     def __init__(self, port: int, address: str = "127.0.0.1") -> None:
         """
         Args:
-            port: 0 chooses a free one.
+            port: port to listen on; 0 chooses a free one.
             address: an address of this host; "0.0.0.0" listens on all interfaces.
 
         Raises:

@@ -16,12 +16,12 @@ logger = logging.getLogger(__name__)
 
 
 class LoadObserver:
-    """The outputs of an engine's load windows. One process passes it each window, in order."""
+    """The outputs of an engine's load windows. One process passes it every window, in order."""
 
     def __init__(self, path: Path | None, port: int | None) -> None:
         """
         Args:
-            path: a file to which each window is appended as a line; None: no file.
+            path: file to which each window is appended as a line; None: no file.
             port: port on the loopback interface that serves metrics; None: no metrics.
 
         Raises:
@@ -43,11 +43,11 @@ class LoadObserver:
 
     @property
     def is_enabled(self) -> bool:
-        """True if windows are written anywhere."""
+        """True if windows are written to a file, to metrics or to listeners."""
         return self._file is not None or self._metrics is not None or bool(self.listeners)
 
     def observe(self, window: LoadWindow) -> None:
-        """Write a window, unless it has no steps. A file that cannot be written gets no more windows."""
+        """Write a window, unless it has no steps. After a failed write, the file receives no more windows."""
         if not window.num_steps:
             return
         if self._file is not None:
@@ -71,5 +71,5 @@ class LoadObserver:
     def _close_file(self) -> None:
         file, self._file = self._file, None
         if file is not None:
-            with contextlib.suppress(OSError):  # what could not be written
+            with contextlib.suppress(OSError):  # buffered data cannot be written
                 file.close()

@@ -1,4 +1,4 @@
-"""Statistics of requests: how many ended and how, their tokens, and the distribution of their latencies.
+"""Statistics of requests: finish reasons, tokens, and the distribution of latencies.
 
 They are plain data, so that the statistics of several processes can be sent and added.
 """
@@ -17,11 +17,11 @@ FINISH_REASONS = ("stop", "length", "abort")
 
 
 class Histogram(msgspec.Struct):
-    """Counts of values in buckets, each up to a bound that belongs to it. The last bucket has no bound."""
+    """Counts of values in buckets, each up to and including its bound. The last bucket has no bound."""
 
     bounds: tuple[float, ...]
     counts: list[int]
-    total: float = 0.0  # of the values
+    total: float = 0.0  # sum of the values
 
     @classmethod
     def empty(cls, bounds: Sequence[float]) -> Histogram:
@@ -38,7 +38,7 @@ class Histogram(msgspec.Struct):
 
 
 class RequestStats(msgspec.Struct):
-    """Totals since the start. One thread at a time may add to them; times are in seconds of one monotonic clock."""
+    """Totals since the start. One thread at a time may add to them. Times are in seconds of one monotonic clock."""
 
     ends: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(FINISH_REASONS, 0))  # outputs
     num_prompt_tokens: int = 0
@@ -56,7 +56,7 @@ class RequestStats(msgspec.Struct):
         return RequestStats(ends, *(getattr(self, name) + getattr(other, name) for name in others))
 
     def note_prompt(self, num_tokens: int, num_cached: int) -> None:
-        """Add a prompt whose first token has come."""
+        """Add a prompt whose first output token has arrived."""
         self.num_prompt_tokens += num_tokens
         self.num_cached_tokens += num_cached
         self.prompt_tokens.add(num_tokens)
@@ -65,7 +65,7 @@ class RequestStats(msgspec.Struct):
         """Add new tokens of an output.
 
         Args:
-            seconds: since the tokens before them, or since the request came.
+            seconds: time since the output's previous tokens, or since the request arrived.
         """
         self.num_generated_tokens += num_tokens
         if is_first:
@@ -74,7 +74,7 @@ class RequestStats(msgspec.Struct):
             self.between_tokens.add(seconds / num_tokens, num_tokens)
 
     def note_end(self, reason: str, num_tokens: int, seconds: float) -> None:
-        """Add the end of an output, some time after its request came."""
+        """Add the end of an output, `seconds` after its request arrived."""
         self.ends[reason] += 1
         self.generated_tokens.add(num_tokens)
         self.whole.add(seconds)

@@ -1,1 +1,1 @@
-"""Ranks as actors of a Ray cluster: the only package that imports ray. It carries bytes that msgspec has encoded."""
+"""Ranks as actors of a Ray cluster. Only this package imports ray. All data is sent as bytes encoded by msgspec."""

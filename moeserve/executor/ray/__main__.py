@@ -1,4 +1,4 @@
-"""`python -m moeserve.executor.ray`: waits for the nodes of a Ray cluster, and checks that they can run one engine."""
+"""`python -m moeserve.executor.ray`: waits for the nodes of a Ray cluster, and checks that they can run an engine."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Processes in Ray actors: one rank each, and what is common to all.
+"""Processes in Ray actors: the actor of one rank, and the base class of all actors.
 
-The process that creates an actor exchanges messages with it over a channel, as with a process on its own host: on each
-side is a socket pair, and two threads carry its bytes in calls of the actor. As long as these calls are answered, the
-actor, its node and the network between work.
+The process that creates an actor exchanges messages with it over a channel, as with a process on its own host. Each
+side has a socket pair, and two threads carry its bytes in calls of the actor. As long as these calls are answered, the
+actor, its node and the network between are working.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ from moeserve.protocol import Transfer, TransferOutcome
 from moeserve.scheduling.lockstep import Round
 from moeserve.worker.protocol import RankStart
 
-# An actor that serves and has not answered for this long has failed.
+# A serving actor that has not answered for this long has failed.
 SECONDS_OF_SILENCE = 7.0
-# An actor that was not called for this long exits.
+# An actor that has not been called for this long exits.
 SECONDS_UNTIL_ORPHANED = 30.0
 SECONDS_OF_A_READ = 1.0
-# The same for an actor that imports torch or loads the model: on busy cores, that keeps its other threads from Python.
+# The same two limits for an actor that imports torch or loads the model: on busy cores, its other threads get no time.
 SECONDS_TO_START = 180.0
 PIECE_BYTES = 2**20
-TRANSFERS_AT_ONCE = 128  # of a rank; further ones wait
+TRANSFERS_AT_ONCE = 128  # per rank; further transfers wait
 
 
 class ActorProcess:
-    """The process of an actor, with a channel to the process that created it. It exits when it is not called."""
+    """The process of an actor, with a channel to the process that created it. It exits if it is no longer called."""
 
-    OUTGOING: ClassVar[Any] = None  # type of the messages that it sends, failure reports excepted
+    OUTGOING: ClassVar[Any] = None  # type of the messages that it sends, besides failure reports
 
     def __init__(self, name: str, log_level: int) -> None:
         self.name = name
@@ -66,14 +66,14 @@ class ActorProcess:
 
     @ray.method(concurrency_group="tunnel")
     def write(self, data: bytes) -> None:
-        """Take bytes for this side of the channel. One call at a time."""
+        """Receive bytes for this side of the channel. Only one call at a time."""
         self._tunnel.sendall(data)
 
     @ray.method(concurrency_group="tunnel")
     def read(self) -> tuple[bytes, bool]:
-        """Return bytes of this side of the channel, after waiting a moment for some, and True once the model is loaded.
+        """Return bytes that this side of the channel sends, after a short wait, and True once the model is loaded.
 
-        One call at a time.
+        Only one call at a time.
         """
         self._last_call = time.monotonic()
         poll = select.poll()
@@ -88,7 +88,7 @@ class ActorProcess:
 
     @contextlib.contextmanager
     def _reporting_failures(self) -> Iterator[None]:
-        """Report an error over the channel, and raise one without its content to Ray."""
+        """Report an error over the channel, and raise one without its details to Ray."""
         try:
             yield
         except BaseException as error:
@@ -96,7 +96,7 @@ class ActorProcess:
             raise RuntimeError(f"{self.name} has failed") from None
 
     def _exit(self) -> None:
-        """End the actor once all its messages were read."""
+        """Exit once the other side has read all messages."""
         poll = select.poll()
         poll.register(self._tunnel, select.POLLIN)
         deadline = time.monotonic() + SECONDS_TO_EXIT
@@ -111,11 +111,12 @@ class ActorProcess:
 
 
 class RankActor(ActorProcess):
-    """One rank. Does nothing until it is started."""
+    """One rank. It does nothing until it is started."""
 
     def __init__(self, name: str, log_level: int) -> None:
-        # Imports torch, which can block this process for longer than SECONDS_OF_SILENCE, and on busy cores take longer
-        # than SECONDS_UNTIL_ORPHANED: no call is answered before, and the time without calls is counted from then on.
+        # Importing torch can block this process for longer than SECONDS_OF_SILENCE, and on busy cores for longer than
+        # SECONDS_UNTIL_ORPHANED. No call is answered before the import ends, and the time without calls counts from
+        # then.
         importlib.import_module("moeserve.worker.worker")
         super().__init__(name, log_level)
         self._store: Any = None
@@ -123,7 +124,7 @@ class RankActor(ActorProcess):
         self._thread = threading.local()
         self._num_threads, self._answers = 1, False
         self._transfers: Any = None
-        self._ends: dict[int, Future[TransferOutcome]] = {}  # of transfers
+        self._ends: dict[int, Future[TransferOutcome]] = {}  # of transfers in progress, by number
 
     def facts(self, model: str) -> bytes:
         """Return the `NodeFacts` of the actor's node."""
@@ -138,7 +139,7 @@ class RankActor(ActorProcess):
             return msgspec.msgpack.encode(self._store.address)
 
     def start(self, data: bytes, *, show_progress: bool) -> bytes:
-        """Meet the other ranks and load the model. Return `Loaded`."""
+        """Connect to the other ranks and load the model. Return `Loaded`."""
         with self._reporting_failures():
             from moeserve.worker.process import join
             from moeserve.worker.worker import Worker
@@ -162,19 +163,19 @@ class RankActor(ActorProcess):
         return msgspec.msgpack.encode(outcome)
 
     def execute(self, data: bytes) -> bytes:
-        """Run one round. Return the outcome, or nothing from a rank that need not answer, or after the last round."""
+        """Run one round. Return the outcome, or b"" from a rank that need not answer, or after the last round."""
         if self._worker is None:
             return b""
         with self._reporting_failures():
             from moeserve.ops.threads import set_num_threads
 
-            if not hasattr(self._thread, "is_set"):  # torch has a number of threads for each thread that calls it
+            if not hasattr(self._thread, "is_set"):  # torch's number of threads is set for each calling thread
                 set_num_threads(self._num_threads)
                 self._thread.is_set = True
             outcome = self._worker.execute(msgspec.msgpack.decode(data, type=Round))
             if outcome.agreement.ends_all:
                 self._worker.close()  # collective: all ranks
-                self._worker = None  # rounds that were sent after this one are not run on any rank
+                self._worker = None  # no rank runs rounds that were sent after this one
             return msgspec.msgpack.encode(outcome) if self._answers else b""
 
 
@@ -188,10 +189,10 @@ class ActorHandle:
         """
         self.actor = actor
         self._tunnel = tunnel
-        self._cause: str | None = None  # why it has ended
+        self._cause: str | None = None  # why the actor has ended
         self._ended = threading.Event()
         self._end_signal = WakeUp()
-        self._lock = threading.Lock()  # guards the cause, and what `close` closes
+        self._lock = threading.Lock()  # guards the cause and the resources that `close` releases
         self._is_closed = False
         for carry in (self._carry_from_actor, self._carry_to_actor):
             threading.Thread(target=self._watch, args=(carry,), name=f"{carry.__name__} {name}", daemon=True).start()
@@ -204,7 +205,7 @@ class ActorHandle:
         return self._cause
 
     def kill(self) -> None:
-        if ray.is_initialized():  # else Ray would start another cluster
+        if ray.is_initialized():  # else this call would start another cluster
             with contextlib.suppress(RayError, ValueError):
                 ray.kill(self.actor)
 
@@ -218,7 +219,7 @@ class ActorHandle:
                 self._tunnel.shutdown(socket.SHUT_RDWR)
 
     def _watch(self, carry: Callable[[], None]) -> None:
-        """Carry bytes in one direction until the channel is closed here. A failure is the end of the process."""
+        """Carry bytes in one direction until the channel is closed here. A failure counts as the process's end."""
         try:
             carry()
             return
@@ -226,7 +227,7 @@ class ActorHandle:
             cause = str(error)
         except RayActorError as error:
             cause = exit_cause(error)
-        except Exception as error:  # whatever it is, the actor cannot be reached
+        except Exception as error:  # of any kind: the actor cannot be reached
             cause = f"it cannot be reached through Ray any more ({type(error).__name__}: {first_line(error)})"
         with self._lock:
             if self._is_closed:
@@ -237,7 +238,7 @@ class ActorHandle:
 
     def _carry_from_actor(self) -> None:
         timeout_s = SECONDS_TO_START
-        unread = bytearray()  # kept here while our side does not take it: an actor that is not read ends itself
+        unread = bytearray()  # buffered until our side reads it: an actor that is not read would exit
         while not self._is_closed:
             answer = self.actor.read.remote()
             try:
@@ -264,7 +265,7 @@ class _SilenceError(Exception):
 
 
 def start_actor(kind: type[ActorProcess], name: str, place: Place, resources: dict[str, Any]) -> WatchedProcess[Any]:
-    """Start an actor at a place, with options of Ray for its resources."""
+    """Start an actor at a place. `resources` are the Ray options of its resources."""
     actor_class: Any = ray.remote(
         concurrency_groups={"tunnel": 3, "transfers": TRANSFERS_AT_ONCE}, max_restarts=0, max_task_retries=0
     )(kind)
@@ -285,7 +286,7 @@ def actor_of(process: WatchedProcess[Any]) -> Any:
 
 
 def answer_of(process: WatchedProcess[Any], reference: Any) -> Any:
-    """Return the answer to a call of an actor that may still be starting.
+    """Return the answer to a call of an actor, which may still be starting.
 
     Raises:
         EngineError: the actor does not start.

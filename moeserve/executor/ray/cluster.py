@@ -28,18 +28,18 @@ MIN_VERSION = (2, 52)
 
 
 class Cluster:
-    """A running Ray cluster, or one of this host alone, started for the first of these objects that needs it.
+    """A running Ray cluster, or a cluster of this host alone that the first object of this class starts.
 
     A cluster started here ends when the last of these objects is closed.
     """
 
-    _num_open = 0  # objects that use a cluster which was started here
+    _num_open = 0  # number of objects that use a cluster started here
     _lock = threading.Lock()
 
     def __init__(self, *, may_start: bool = True) -> None:
         """
         Args:
-            may_start: start a cluster on this host if none runs.
+            may_start: start a cluster on this host if none is running.
 
         Raises:
             EngineError: there is no cluster, or it cannot be used.
@@ -49,7 +49,7 @@ class Cluster:
         with Cluster._lock:
             self._connect(may_start)
             Cluster._num_open += self._is_ours
-        # The group that this task or actor is in. Threads that a task starts later would not find it.
+        # The placement group of the calling task or actor. Threads that the task starts later would not find it.
         self.placement_group = get_current_placement_group()
 
     def _connect(self, may_start: bool) -> None:
@@ -70,12 +70,12 @@ class Cluster:
         self._is_ours = not address
 
     def nodes(self) -> list[Node]:
-        """Return the living nodes, this one first and then by address.
+        """Return the living nodes, this node first and the others by address.
 
         Raises:
             EngineError: Ray was shut down, or cannot be reached.
         """
-        if not ray.is_initialized():  # else Ray would start another cluster
+        if not ray.is_initialized():  # else this call would start another cluster
             raise EngineError("the connection to the Ray cluster was closed by ray.shutdown(); make a new engine")
         try:
             own, found = ray.get_runtime_context().get_node_id(), ray.nodes()
@@ -97,7 +97,7 @@ class Cluster:
         """Wait until the cluster has `count` living nodes.
 
         Raises:
-            EngineError: fewer have joined in time. The message names those that have.
+            EngineError: too few nodes have joined in time. The message names those that have.
         """
         deadline = time.monotonic() + timeout_s
         while len(nodes := self.nodes()) < count:
@@ -151,10 +151,10 @@ def _require_version() -> None:
 
 
 def _running_cluster() -> str:
-    """Return the address of the cluster in RAY_ADDRESS, or of the one that was started on this host; "" if none runs.
+    """Return the address of the cluster in RAY_ADDRESS, or of the one started on this host; "" if none is running.
 
-    RAY_ADDRESS=local asks for a cluster of this process alone, as in Ray. Ray itself would wait a minute for a cluster
-    that has ended, and then end this process.
+    As in Ray, RAY_ADDRESS=local requests a cluster of this process alone. The cluster is probed here, because Ray
+    itself would wait a minute for a cluster that has ended, and then end this process.
 
     Raises:
         EngineError: the cluster in RAY_ADDRESS does not answer.

@@ -1,4 +1,4 @@
-"""Runs the steps of one replica whose ranks are actors."""
+"""Runs the rounds of one replica whose ranks are actors."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ logger = logging.getLogger(__name__)
 
 
 class RayExecutor:
-    """See `Executor`. Its process computes nothing."""
+    """See `Executor`. The process of this object computes nothing."""
 
     def __init__(self, starts: Sequence[RankStart], ranks: Sequence[Any], *, show_progress: bool) -> None:
         """
         Args:
-            starts: the starts of the replica's ranks, in order of rank.
-            ranks: their actors.
+            starts: the start messages of the replica's ranks, in order of rank.
+            ranks: the actors of these ranks.
         """
         config = starts[0].config
         self.name = ", ".join(rank_name(config, start.rank) for start in starts)
         first = sampling_rank(config)
-        self._ranks = [*ranks[first:], *ranks[:first]]  # the one that samples first
-        self._timeout_s = config.step_timeout + SECONDS_OF_SILENCE  # an earlier error names the rank
+        self._ranks = [*ranks[first:], *ranks[:first]]  # starts with the rank that samples
+        self._timeout_s = config.step_timeout + SECONDS_OF_SILENCE  # the ranks' own timeouts name the rank
         loading = [
             rank.start.remote(msgspec.msgpack.encode(start), show_progress=show_progress and start.rank == 0)
             for rank, start in zip(ranks, starts, strict=True)
@@ -49,7 +49,7 @@ class RayExecutor:
             raise DistributedError(f"{self.name}: a rank of the replica did not start ({first_line(error)})") from None
         num_in_flight = config.max_concurrent_batches
         self._graph = _compiled(self._ranks, self._timeout_s, num_in_flight) if config.ray_compiled_graph else None
-        self._sent: SimpleQueue[Any] = SimpleQueue()  # answers to rounds, to be waited for; None: the end
+        self._sent: SimpleQueue[Any] = SimpleQueue()  # pending answers to rounds; None: the executor shuts down
         self._outcomes = OutcomeQueue(len(ranks))
         threading.Thread(target=self._await_answers, name="await-answers", daemon=True).start()
 
@@ -79,17 +79,17 @@ class RayExecutor:
         self._outcomes.complete()
 
     def _end_transfer(self, answer: Future[bytes]) -> None:
-        """Add the answer of a rank. One that has failed is noticed by its rounds, and ends the replica."""
+        """Add the answer of a rank. A failed rank is ignored here: its rounds fail too, and end the replica."""
         if answer.exception() is None:
             self._outcomes.add_transfer(msgspec.msgpack.decode(answer.result(), type=TransferOutcome))
 
     def _await_answers(self) -> None:
-        """Wait for the answers to rounds, in order, in a thread of its own."""
+        """Wait for the answers to rounds, in order. Runs in a thread of its own."""
         while (answers := self._sent.get()) is not None:
             try:
                 encoded = ray.get(list(answers), timeout=self._timeout_s)
                 outcomes = [msgspec.msgpack.decode(each, type=Outcome) for each in encoded if each]
-                if outcomes:  # after a round that ends all replicas, ranks answer none
+                if outcomes:  # empty after the round that shuts all replicas down
                     self._outcomes.add(gathered(outcomes))
             except Exception as error:  # Ray raises many kinds
                 cause = f"{self.name}: a round was not done by all ranks of the replica ({first_line(error)})"
@@ -103,7 +103,7 @@ class RayExecutor:
 
 
 def _compiled(ranks: Sequence[Any], timeout_s: float, num_in_flight: int) -> Any:
-    """Return a compiled graph that sends a plan to all ranks and returns their answers; None if Ray has none."""
+    """Return a compiled graph that sends a round to all ranks and returns their answers; None if Ray has none."""
     try:
         from ray.dag import InputNode, MultiOutputNode
         from ray.dag.context import DAGContext
@@ -113,6 +113,6 @@ def _compiled(ranks: Sequence[Any], timeout_s: float, num_in_flight: int) -> Any
         with InputNode() as step:
             outputs = MultiOutputNode([rank.execute.bind(step) for rank in ranks])
         return outputs.experimental_compile(_max_inflight_executions=num_in_flight + 1)
-    except Exception as error:  # plain calls do the same, so any error will do
+    except Exception as error:  # of any kind: plain calls do the same
         logger.warning("Ray cannot compile a graph here (%s), so steps are sent by plain calls", first_line(error))
         return None

@@ -1,4 +1,4 @@
-"""Facts of the nodes of a cluster, and which differences between nodes are refused."""
+"""Facts about the nodes of a cluster, and the check that all nodes can run one engine together."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from moeserve.machine import installed_version
 
 logger = logging.getLogger(__name__)
 
-SECONDS_OF_SKEW = 10.0  # by which clocks of nodes may differ
-PACKAGES = ("moeserve", "torch", "ray")  # must have the same version on all nodes
+SECONDS_OF_SKEW = 10.0  # allowed difference between the clocks of two nodes
+PACKAGES = ("moeserve", "torch", "ray")  # whose versions must be the same on all nodes
 
 
 @dataclass(frozen=True)
@@ -33,16 +33,16 @@ class Node:
 
 
 class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts that a rank finds on a node."""
+    """Facts about a node, as found by a process on it."""
 
     node_id: str
-    address: str  # in the cluster
+    address: str  # the node's address in the cluster
     hostname: str
     python: str
     versions: dict[str, str]  # by package; "" where it is missing
     kernels: str  # instruction set of the C++ kernels; "" if there are none
     time: float  # seconds since the epoch
-    unreadable: str  # why the model cannot be read there; "" if it can
+    unreadable: str  # the reason why the node cannot read the model; "" if it can
 
     @property
     def name(self) -> str:
@@ -68,12 +68,12 @@ def own_facts(model: str | None) -> NodeFacts:
 
 
 def encoded_facts(model: str | None) -> bytes:
-    """Return `own_facts`, encoded: as a task of Ray returns them."""
+    """Return `own_facts`, encoded. Runs as a Ray task."""
     return msgspec.msgpack.encode(own_facts(model))
 
 
 def why_unreadable(model: Path) -> str:
-    """Return why a checkpoint's files cannot be read on this node; "" if they can."""
+    """Return the reason why this node cannot read a checkpoint's files; "" if it can."""
     try:
         (model / "config.json").open("rb").close()
         for shard in model.glob("*.safetensors"):
@@ -84,14 +84,14 @@ def why_unreadable(model: Path) -> str:
 
 
 def check_alike(found: Sequence[NodeFacts], own: NodeFacts, asked_at: float) -> None:
-    """Check that ranks on these nodes can form one engine; warn of differences that change only last bits.
+    """Check that ranks on these nodes can form one engine. Warn about differences that affect only last bits.
 
     Args:
-        own: facts of this node, made after all the others have answered.
-        asked_at: time of this node's clock when the facts of the others were requested.
+        own: facts of this node, collected after all other nodes have answered.
+        asked_at: time by this node's clock when the facts of the other nodes were requested.
 
     Raises:
-        SettingsError: nodes differ, or cannot read the model. Names all of them.
+        SettingsError: nodes differ, or cannot read the model. The message names all such nodes.
     """
     faults = []
     for node in found:
@@ -119,7 +119,7 @@ def check_alike(found: Sequence[NodeFacts], own: NodeFacts, asked_at: float) -> 
 
 def _own_kernels() -> str:
     try:
-        from moeserve.ops.cpu.native import native_kernels  # imports torch, which may be missing here
+        from moeserve.ops.cpu.native import native_kernels  # imports torch, which may be missing
     except ImportError:
         return ""
     kernels = native_kernels()

@@ -1,4 +1,4 @@
-"""Where ranks run in a cluster: reserved resources, and which rank gets which of them."""
+"""The placement of ranks in a cluster: reservation of resources, and their assignment to ranks."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from moeserve.worker.protocol import mesh_of
 
 logger = logging.getLogger(__name__)
 
-SECONDS_TO_RESERVE = 30.0  # that a reservation which the cluster could hold may take
+SECONDS_TO_RESERVE = 30.0  # timeout of a reservation that fits into the cluster
 SECONDS_BETWEEN_LOOKS = 0.2
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where one rank runs."""
+    """The place where one rank runs."""
 
     group: PlacementGroup
     bundle: int
@@ -44,13 +44,13 @@ def reserve(
     adopted: PlacementGroup | None,
     reserved: list[PlacementGroup],
 ) -> list[Place]:
-    """Return a place for each rank, by rank: those of this node first, then by address and bundle.
+    """Return the place of each rank, by rank: those on this node first, the others by address and bundle.
 
     Args:
-        list_nodes: returns the living nodes, this one first.
-        adopted: the group whose free bundles are used. None: a group is reserved for each replica, or for each of its
-            pipeline stages where nodes are too small for whole replicas.
-        reserved: groups that were reserved are appended, also when an error is raised.
+        list_nodes: returns the living nodes, this node first.
+        adopted: the placement group whose free bundles are used. None: reserve a group for each replica, or for each
+            pipeline stage of a replica where nodes are too small for whole replicas.
+        reserved: receives the groups that were reserved, also if an error is raised.
 
     Raises:
         SettingsError: the adopted group is too small.
@@ -75,7 +75,7 @@ def reserve(
                 f"{_shown(bundle)} each: {_shown(ray.available_resources())} of {_shown(ray.cluster_resources())} are "
                 "free; end what uses them, or use fewer ranks or threads"
             )
-    nodes = list_nodes()  # one may have joined meanwhile
+    nodes = list_nodes()  # a node may have joined in the meantime
     placed = [_places_in(group, bundle, nodes) for group in reserved]
     placed.sort(key=lambda places: [_order_of(place.node, nodes) for place in places])
     return [place for places in placed for place in places]
@@ -85,7 +85,8 @@ def whole_groups_first(places: Sequence[Place], *sizes: int) -> list[Place]:
     """Return the places in order of nodes, so that as many replicas as possible have all their ranks on one node.
 
     Args:
-        sizes: ranks of a replica, then of a pipeline stage: of the other replicas, stages are on one node if possible.
+        sizes: ranks of a replica, then of a pipeline stage. Replicas that do not fit on one node keep each stage on one
+            node if possible.
     """
     if not sizes:
         return list(places)
@@ -100,20 +101,20 @@ def whole_groups_first(places: Sequence[Place], *sizes: int) -> list[Place]:
 
 
 def warn_of_split_groups(places: Sequence[Place], mesh: Mesh) -> None:
-    """Log a warning that names the replicas with tp ranks on several nodes."""
+    """Log a warning that names the replicas whose tp ranks are on several nodes."""
     split: dict[int, None] = {}
     for rank in range(0, len(places), mesh.tp):
         if len({place.node for place in places[rank : rank + mesh.tp]}) > 1:
             split[mesh.coordinates(rank).dp] = None
     if split:
         logger.warning(
-            "tp ranks of replica %s are on several nodes, so each layer sends activations over the network twice more",
+            "tp ranks of replica %s are on several nodes, so activations cross the network twice more per layer",
             ", ".join(map(str, split)),
         )
 
 
 def show_layout(config: EngineConfig, places: Sequence[Place], show_progress: bool) -> None:
-    """Print which rank is where, or log it, before anything is loaded."""
+    """Print or log the node of each rank, before anything is loaded."""
     lines = [f"{'rank':>4}  replica  stage  tp  node"]
     for rank, place in enumerate(places):
         at = mesh_of(config).coordinates(rank)
@@ -128,7 +129,7 @@ def show_layout(config: EngineConfig, places: Sequence[Place], show_progress: bo
 def _free_places(
     group: PlacementGroup, least: dict[str, float], list_nodes: Callable[[], Sequence[Node]], num_ranks: int
 ) -> list[Place]:
-    """Return the bundles of a group that nobody uses, once there are enough: those of ended ranks take a moment."""
+    """Return the unused bundles of a group, once there are enough: bundles of ended ranks take a moment to be free."""
     deadline = time.monotonic() + SECONDS_TO_RESERVE
     while True:
         places, available = _places_in(group, least, list_nodes()), ray.available_resources()
@@ -151,12 +152,12 @@ def _free_places(
 
 
 def _free_in_bundle(available: dict[str, float], place: Place, resource: str) -> float:
-    """Return the free part of a bundle's resource, which Ray counts under a name with the bundle's index and group."""
+    """Return the free amount of a bundle's resource. Its name in Ray includes the bundle's index and group."""
     return available.get(f"{resource}_group_{place.bundle}_{place.group.id.hex()}", 0.0)
 
 
 def _places_in(group: PlacementGroup, least: dict[str, float], nodes: Sequence[Node]) -> list[Place]:
-    """Return the bundles of a group that hold a rank, in order of nodes; bundles of nodes that have died come last."""
+    """Return the bundles of a group that can hold a rank, in order of nodes; bundles on dead nodes come last."""
     node_of = {node.node_id: node for node in nodes}
     ids = placement_group_table(group)["bundles_to_node_id"]
     places = [

@@ -1,4 +1,4 @@
-"""Starts the actors of an engine: one for each rank, and one for the engine of each replica, which computes nothing."""
+"""Starts the actors of an engine: one for each rank, and one for the engine of each replica, which does not compute."""
 
 from __future__ import annotations
 
@@ -34,19 +34,20 @@ from moeserve.worker.protocol import RankStart, mesh_of, rank_name
 def start_ray_group(
     config: EngineConfig, cluster: Cluster, engine_class: type[ActorProcess], *, show_progress: bool
 ) -> WorkerGroup:
-    """Start all actors and make them load the model, and return without waiting for that.
+    """Start all actors and make them load the model. Return without waiting until it is loaded.
 
     Args:
-        engine_class: the actor of a replica's engine; has a method `serve(starts: list[bytes], ranks, show_progress)`.
+        engine_class: the actor class of a replica's engine, with a method `serve(starts: list[bytes], ranks,
+            show_progress)`.
 
     Raises:
         SettingsError: the nodes differ, or cannot read the model; the placement group of this process is too small.
         EngineError: the cluster has too few free resources, or a node fails.
     """
-    if not ray.is_initialized():  # Ray would start another cluster at the next call
+    if not ray.is_initialized():  # else the next call would start another cluster
         raise EngineError("Ray was shut down in this process; make a new LLM")
     reserved: list[PlacementGroup] = []
-    # Ranks on a failed node time out, while the others report errors at once: wait before naming the cause.
+    # Ranks on a failed node time out, while the others report errors at once. Wait before naming the cause.
     group = WorkerGroup(SECONDS_OF_SILENCE + SECONDS_OF_A_READ, lambda: _release(reserved))
     try:
         places = reserve(config, cluster.nodes, cluster.placement_group, reserved)
@@ -73,7 +74,7 @@ def _start_actors(
 ) -> None:
     per_node = Counter(place.node for place in places)
     for rank, place in enumerate(places):
-        # Threads that spin while they wait would take the cores from those that compute.
+        # Threads that spin while they wait would take cores from threads that compute.
         is_full = per_node[place.node] * config.num_threads >= place.node.cores
         resources = {
             "num_cpus": config.num_threads,
@@ -88,7 +89,7 @@ def _start_actors(
 
 
 def _check_nodes(group: WorkerGroup, model: str, places: Sequence[Place]) -> None:
-    """Check what a rank on each node finds there."""
+    """Check the facts that a rank on each node finds there."""
     rank_on = {place.node: rank for rank, place in zip(group.ranks, places, strict=True)}
     asked_at = time.time()
     answers = [(rank, actor_of(rank).facts.remote(model)) for rank in rank_on.values()]
