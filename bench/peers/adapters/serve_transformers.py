@@ -1,4 +1,4 @@
-"""transformers: `generate` with its KV cache and sdpa attention, in bf16, otherwise with its defaults.
+"""transformers: `generate` with its KV cache, in bf16, otherwise with its defaults.
 
 The process should be started with what PyTorch recommends to preload on a CPU: tcmalloc and Intel's OpenMP.
 """
@@ -15,9 +15,7 @@ def load(model: str, num_threads: int, max_requests: int, max_request_tokens: in
     torch.set_num_threads(num_threads)
 
     def make() -> Generate:
-        engine = transformers.AutoModelForCausalLM.from_pretrained(
-            model, dtype=torch.bfloat16, attn_implementation="sdpa"
-        ).eval()
+        engine = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
         engine.generation_config.eos_token_id = None  # never stop early
         engine.generation_config.pad_token_id = 0  # never used, but required
 

@@ -26,6 +26,7 @@ ARCHITECTURES = {
     "mixtral": gguf.MODEL_ARCH.LLAMA,
     "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
     "deepseek_v3": gguf.MODEL_ARCH.DEEPSEEK2,
+    "qwen3_next": gguf.MODEL_ARCH.QWEN3NEXT,
 }
 MOSTLY_BF16 = 32  # llama.cpp's numbers of file types
 QUANTISED_TYPES = {"q8_0": 7, "q4_0": 2}
@@ -55,7 +56,7 @@ def write(checkpoint: Path, target: Path) -> None:
         own_name = names.get_name(name.replace("correction_bias", "correction.bias"), try_suffixes=(".weight", ".bias"))
         if own_name is None:
             raise SystemExit(f"GGUF has no name for {name}")
-        if weights.ndim == 1 or name.endswith(".gate.weight"):
+        if weights.ndim == 1 or name.endswith((".gate.weight", ".conv1d.weight")):
             writer.add_tensor(own_name, _float32(weights))
         else:  # numpy has no bf16, so the writer takes bytes
             data = np.ascontiguousarray(weights).view(np.uint8)
@@ -126,10 +127,19 @@ def _add_settings(writer: Any, config: dict[str, Any], architecture: Any) -> Non
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_key_length(head_size)
     writer.add_value_length(head_size)
-    writer.add_rope_dimension_count(head_size)
+    writer.add_rope_dimension_count(int(head_size * config.get("partial_rotary_factor", 1)))
     writer.add_expert_count(config.get("num_local_experts") or config["num_experts"])
-    if architecture == gguf.MODEL_ARCH.QWEN3MOE:
+    if architecture != gguf.MODEL_ARCH.LLAMA:
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if architecture == gguf.MODEL_ARCH.QWEN3NEXT:
+        num_heads = config["linear_num_value_heads"]
+        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+        writer.add_full_attention_interval(config["full_attention_interval"])
+        writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+        writer.add_ssm_state_size(config["linear_key_head_dim"])
+        writer.add_ssm_group_count(config["linear_num_key_heads"])
+        writer.add_ssm_time_step_rank(num_heads)
+        writer.add_ssm_inner_size(num_heads * config["linear_value_head_dim"])
 
 
 def _tensors(checkpoint: Path, config: dict[str, Any], architecture: Any) -> Iterator[tuple[str, np.ndarray]]:
@@ -149,10 +159,38 @@ def _tensors(checkpoint: Path, config: dict[str, Any], architecture: Any) -> Ite
             # llama.cpp rotates neighbours here, transformers the two halves of a head
             halves = weights.reshape(num_heads, 2, -1, weights.shape[1])
             yield name, halves.swapaxes(1, 2).reshape(weights.shape)
+        elif architecture == gguf.MODEL_ARCH.QWEN3NEXT:
+            yield from _of_qwen3_next(name, weights, config)
         else:
             yield name, weights
     for name, experts in stacks.items():
         yield name, np.stack([experts[expert] for expert in sorted(experts)])
+
+
+def _of_qwen3_next(name: str, weights: np.ndarray, config: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield a tensor of Qwen3-Next as llama.cpp has it.
+
+    Norms multiply by the weight instead of by 1 plus the weight. Decay rates are stored instead of their logarithms.
+    The rows of queries, keys, values and gates, which the checkpoint orders by key head, are ordered by kind.
+    """
+    if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+        yield name, _float32(weights) + 1
+    elif name.endswith(".A_log"):
+        yield name, -np.exp(_float32(weights))
+    elif name.endswith(".dt_bias"):
+        yield name.replace("dt_bias", "dt_proj.bias"), weights
+    elif name.endswith(".conv1d.weight"):
+        yield name, weights.squeeze(1)
+    elif name.endswith(".in_proj_qkvz.weight"):
+        key_size, num_keys = config["linear_key_head_dim"], config["linear_num_key_heads"]
+        value_size = config["linear_value_head_dim"] * config["linear_num_value_heads"] // num_keys
+        ends = np.cumsum([key_size, key_size, value_size])
+        parts = np.split(weights.reshape(num_keys, -1, weights.shape[1]), ends, axis=1)
+        *qkv, gate = (part.reshape(-1, weights.shape[1]) for part in parts)
+        yield name.replace("in_proj_qkvz", "in_proj_qkv"), np.concatenate(qkv)
+        yield name.replace("in_proj_qkvz", "in_proj_z"), gate
+    else:
+        yield name, weights
 
 
 def _float32(weights: np.ndarray) -> np.ndarray:
