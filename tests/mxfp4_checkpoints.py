@@ -10,6 +10,7 @@ from reference_models import SHAPES, Reference
 from safetensors.torch import load_file
 
 FP4_VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+DEEPSEEK_V4 = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
 QUANTIZATION = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
 
 _SMALL = SHAPES["gpt-oss"]
@@ -25,6 +26,32 @@ def to_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     values = (FP4_VALUES[codes] * exponents.exp2()[..., None]).flatten(-2)
     blocks = codes[..., 0::2] | codes[..., 1::2] << 4
     return blocks.to(torch.uint8), (exponents + 127).to(torch.uint8), values
+
+
+def encoded_like_deepseek_v4(plain: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return tensors with experts in MXFP4 and some matrices in fp8, of random codes, and the same decoded."""
+    generator = torch.Generator().manual_seed(0)
+    encoded, decoded = dict(plain), dict(plain)
+    for name, weight in plain.items():
+        if not name.endswith(tuple(f"{end}.weight" for end in ("w1", "w2", "w3", "wq_b", "wo_b"))):
+            continue
+        is_expert = ".experts." in name and "shared" not in name
+        group = 32 if is_expert else 128
+        groups = [-(-size // step) for size, step in zip(weight.shape, (1 if is_expert else 128, group), strict=True)]
+        exponents = torch.randint(119, 123, groups, generator=generator, dtype=torch.uint8)
+        scales = torch.exp2(exponents.float() - 127).repeat_interleave(group, dim=1)[:, : weight.shape[1]]
+        if is_expert:
+            codes = torch.randint(0, 16, weight.shape, generator=generator)
+            values = FP4_VALUES[codes]
+            encoded[name] = (codes[:, ::2] + 16 * codes[:, 1::2]).to(torch.uint8).view(torch.int8)
+        else:
+            scales = scales.repeat_interleave(128, dim=0)[: len(weight)]
+            values = torch.randn(weight.shape, generator=generator).mul(4).to(torch.float8_e4m3fn)
+            encoded[name], values = values, values.float()
+        encoded[name.removesuffix("weight") + "scale"] = exponents.view(torch.float8_e8m0fnu)
+        decoded[name] = values * scales
+    assert len(encoded) > len(plain) + 12
+    return encoded, decoded
 
 
 def encoded_and_decoded(original: Reference) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], Any]:

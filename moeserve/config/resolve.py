@@ -182,7 +182,7 @@ def resolve(
         seed=model.seed or 0,
         max_model_len=model.max_model_len or checkpoint.max_position_embeddings,
         max_model_len_may_shrink=model.max_model_len is None,
-        block_size=cache.block_size,
+        block_size=cache.block_size or default_block_size(has_entries=checkpoint.has_entries),
         has_float8_cache=has_float8_cache,
         kv_cache_memory=None
         if cache.kv_cache_memory is None
@@ -608,11 +608,16 @@ def _check_entries(settings: Settings, checkpoint: CheckpointFacts, device: str)
         raise SettingsError(
             "speculative_config: an entry of this model that has begun cannot forget a rejected token; leave it out"
         )
-    if cache.block_size % checkpoint.block_multiple:
+    if cache.block_size and cache.block_size % checkpoint.block_multiple:
         raise SettingsError(
             f"block_size={cache.block_size}: an entry of this model stands for {checkpoint.block_multiple} tokens, and "
             f"blocks must have whole entries; use a multiple of {checkpoint.block_multiple}"
         )
+
+
+def default_block_size(*, has_entries: bool) -> int:
+    """Return the tokens of a block of the KV cache. With compressed entries, every block also holds their tails."""
+    return 128 if has_entries else 16
 
 
 def _num_saved_states(cache: CacheSettings, checkpoint: CheckpointFacts, max_num_seqs: int) -> int | None:

@@ -46,8 +46,8 @@ class ModelSettings:
         None,
         "quantise projections and experts while loading; on a CPU: int8 (one scale per output) or int4 (a scale and "
         "a zero point per 32 weights); on a GPU: fp8 (one scale per 128 x 128 weights); int4 and fp8 are used "
-        "unchanged where the checkpoint has them; mxfp4: experts stay as a checkpoint in MXFP4 (gpt-oss) stores them, "
-        "as they do by default in bfloat16",
+        "unchanged where the checkpoint has them; mxfp4: experts stay as a checkpoint in MXFP4 (gpt-oss, DeepSeek-V4) "
+        "stores them, as they do by default in bfloat16",
     )
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "device of all tensors; auto: cpu")
     attention_backend: Literal["auto", AttentionName] = setting(
@@ -89,7 +89,9 @@ class ModelSettings:
 class CacheSettings:
     """KV cache"""
 
-    block_size: Annotated[int, msgspec.Meta(ge=1, le=4096)] = setting(16, "tokens per block of the KV cache")
+    block_size: Annotated[int, msgspec.Meta(ge=1, le=4096)] | None = setting(
+        None, "tokens per block of the KV cache; none: 16, or 128 for DeepSeek-V4, which keeps more for each block"
+    )
     kv_cache_memory: int | str | None = setting(
         None, "size of the KV cache on each rank, as bytes or like 512MiB; none: measured by a profiling run"
     )

@@ -60,7 +60,7 @@ class Inspection:
     dtype: DtypeName
     parts: tuple[Part, ...]
     weight_bytes: int
-    stored_as: str | None  # the encoding of quantised weights, in words
+    encodings: tuple[str, ...]  # of quantised weights, in words
     stored: Stored | None  # None: the folder holds no weights, or they are damaged
     stored_problem: str | None  # the damage, if any
     free_bytes: int  # free memory of this machine
@@ -111,7 +111,7 @@ def inspect(
         dtype=summary.dtype,
         parts=summary.parts,
         weight_bytes=summary.weight_bytes,
-        stored_as=description.weight_format.stored_as,
+        encodings=description.weight_format.words,
         stored=stored,
         stored_problem=problem,
         free_bytes=free_memory(),
@@ -207,11 +207,7 @@ def _stored(folder: Path, weight_format: WeightFormat) -> tuple[Stored | None, s
 
 
 def _stored_text(found: Inspection) -> str:
-    encoding = "not quantised"
-    if found.stored_as is not None:
-        keeps = ", or kept with quantization='int4'" if "int4" in found.stored_as else ""
-        is_kept = any(part.dtype == found.stored_as for part in found.parts)
-        encoding = f"{found.stored_as}, {'kept in memory' if is_kept else f'dequantised when loaded{keeps}'}"
+    encoding = ", ".join(_encoding_text(words, found.parts) for words in found.encodings) or "not quantised"
     if found.stored_problem is not None:
         return f"cannot be loaded: {found.stored_problem}; {encoding}"
     if found.stored is None:
@@ -220,6 +216,13 @@ def _stored_text(found: Inspection) -> str:
     return (
         f"{shown_bytes(found.stored.num_bytes)} in {_plural(found.stored.num_shards, 'shard')} ({dtypes}); {encoding}"
     )
+
+
+def _encoding_text(words: str, parts: Sequence[Part]) -> str:
+    """Return the description of an encoding with what happens to it."""
+    keeps = ", or kept with quantization='int4'" if "int4" in words else ""
+    is_kept = any(words.endswith(part.dtype) for part in parts)
+    return f"{words}, {'kept in memory' if is_kept else f'dequantised when loaded{keeps}'}"
 
 
 def _plural(number: int, word: str) -> str:

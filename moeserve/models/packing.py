@@ -27,7 +27,7 @@ class Packer:
         owner = place.owner
         if owner is None or owner.is_borrowed or owner not in self._num_missing:
             return
-        self._num_missing[owner] -= place.memory.numel()
+        self._num_missing[owner] -= sum(tensor.numel() for tensor in place.tensors)
         assert self._num_missing[owner] >= 0
         if self._num_missing[owner] == 0:
             del self._num_missing[owner]

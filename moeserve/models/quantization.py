@@ -247,6 +247,17 @@ class Fp4Tensor:
         if self.global_scale is not None and math.prod(self.global_scale.shape) != 1:
             raise self.global_scale.wrong(f"has shape {list(self.global_scale.shape)}; it must be one number")
 
+    @property
+    def is_mxfp4(self) -> bool:
+        return self.global_scale is None
+
+    def read_mxfp4(self, read_rows: ReadRows) -> tuple[Tensor, Tensor]:
+        """Return the codes [O, I / 2] and the exponents [O, G] of a matrix in MXFP4 as they are stored, in uint8."""
+        assert self.is_mxfp4
+        codes, scales = (read_rows(part, 0, self.shape[0]).view(torch.uint8) for part in (self.codes, self.scales))
+        check_mxfp4_scales(self.scales, scales)
+        return codes, scales
+
     def read(self, read_rows: ReadRows, start: int, stop: int) -> Tensor:
         codes_OGN = read_rows(self.codes, start, stop).view(torch.uint8).unflatten(1, (self.scales.shape[1], -1))
         stored_scales_OG = read_rows(self.scales, start, stop)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from moeserve.config.resolve import is_float8_cache
+from moeserve.config.resolve import default_block_size, is_float8_cache
 from moeserve.config.settings import CacheDtypeName, DtypeName, QuantizationName
 from moeserve.distributed.groups import Groups, groups_of_one_rank
 from moeserve.expert_placement.placement import Placement
@@ -88,7 +88,13 @@ def summarize(
     quantization: QuantizationName | None = "mxfp4" if description.keeps_mxfp4(dtype) else None
     has_float8_cache = is_float8_cache(kv_cache_dtype, config.has_latent_attention)
     context = ModelContext(
-        select_kernels(meta), groups, getattr(torch, dtype), meta, quantization, has_float8_cache=has_float8_cache
+        select_kernels(meta),
+        groups,
+        getattr(torch, dtype),
+        meta,
+        quantization,
+        has_float8_cache=has_float8_cache,
+        block_size=default_block_size(has_entries=config.has_entries),
     )
     model = _build_without_memory(config, placements, context, stage)
     counts = _Counts()

@@ -46,32 +46,38 @@ class Encoding:
     suffix: str = ""
 
 
+STACKED_MXFP4 = Encoding("mxfp4", Mxfp4Tensor, MXFP4_PARTS)  # gpt-oss: all experts of a layer
+
+
 @dataclass(frozen=True)
 class WeightFormat:
     """The form in which a checkpoint stores its weights: plain, or some weights encoded in several tensors."""
 
     encodings: tuple[Encoding, ...] = ()  # a weight has the first one of which all parts are stored
     is_int4: bool = False  # in codes that packed weights can keep
-    is_mxfp4: bool = False  # gpt-oss's MXFP4 experts
+    is_mxfp4: bool = False  # experts are in MXFP4, as gpt-oss or DeepSeek-V4 store them
     is_gguf: bool = False  # in GGUF files instead of safetensors
     keeps_mxfp4: bool = False  # their codes and scales are loaded without decoding
 
     @property
+    def words(self) -> tuple[str, ...]:
+        """The description of each encoding; empty for weights that are not encoded."""
+        return ("GGUF",) if self.is_gguf else tuple(dict.fromkeys(encoding.words for encoding in self.encodings))
+
+    @property
     def stored_as(self) -> str | None:
         """The encodings in words; None for weights that are not encoded."""
-        if self.is_gguf:
-            return "GGUF"
-        return " and ".join(dict.fromkeys(encoding.words for encoding in self.encodings)) or None
+        return " and ".join(self.words) or None
 
     def with_mxfp4_kept(self) -> WeightFormat:
-        """Return the format of a checkpoint in MXFP4 of which codes and scales are loaded as they are stored."""
+        """Return the format of a checkpoint with experts in MXFP4, whose codes and scales are loaded as they are."""
         assert self.is_mxfp4
         return dataclasses.replace(self, keeps_mxfp4=True)
 
     def group(self, stored: Mapping[str, StoredTensor]) -> dict[str, CheckpointTensor]:
         """Return the model's tensors by name. A part whose partner is missing stays a tensor of its own."""
         tensors: dict[str, CheckpointTensor] = {name: PlainTensor(tensor) for name, tensor in stored.items()}
-        if self.keeps_mxfp4:
+        if self.keeps_mxfp4 and STACKED_MXFP4 in self.encodings:
             ends = tuple(MXFP4_PARTS.values())
             return tensors | {name: Mxfp4Part(tensor) for name, tensor in stored.items() if name.endswith(ends)}
         grouped: dict[str, CheckpointTensor] = {}
@@ -107,6 +113,8 @@ def read_weight_format(config: ConfigValues) -> WeightFormat:
         config = ConfigValues(beside, {"quantization_config": quantization})
     if quantization is None:
         return WeightFormat()
+    if isinstance(quantization, dict):  # to which transformers moves this key of DeepSeek-V4
+        quantization = {"expert_dtype": config.values.get("expert_dtype"), **quantization}
     return _format_of(quantization) or _refuse(config)
 
 
@@ -126,7 +134,7 @@ def _format_of(quantization: Any) -> WeightFormat | None:
         case {"quant_method": "gguf"}:  # a folder that `gguf_checkpoint` wrote
             return WeightFormat(is_gguf=True)
         case {"quant_method": "mxfp4"}:
-            return WeightFormat((Encoding("mxfp4", Mxfp4Tensor, MXFP4_PARTS),), is_mxfp4=True)
+            return WeightFormat((STACKED_MXFP4,), is_mxfp4=True)
         # Matrices in fp8 have scales, so lists of those that are not converted need not be read.
         case {"quant_method": "fp8"} if quantization.get("fmt", "e4m3") in ("e4m3", "float8_e4m3fn"):
             match quantization.get("weight_block_size"):
@@ -134,9 +142,14 @@ def _format_of(quantization: Any) -> WeightFormat | None:
                     return WeightFormat((_fp8("_scale"), _fp8("_scale_inv")))
                 case [int(height), int(width)] if height >= 1 and width >= 1:
                     usual = _fp8("_scale_inv", (height, width))
-                    build = functools.partial(_fp8_or_mxfp4, block_size=(height, width))
-                    pairs = {"weight": ".weight", "scale": ".scale"}
-                    return WeightFormat((usual, Encoding(usual.words, build, pairs, suffix=".weight")))
+                    is_mxfp4 = quantization.get("expert_dtype") == "fp4"
+                    of_v4 = Encoding(
+                        "experts in mxfp4" if is_mxfp4 else usual.words,
+                        functools.partial(_fp8_or_mxfp4, block_size=(height, width)),
+                        {"weight": ".weight", "scale": ".scale"},
+                        suffix=".weight",
+                    )
+                    return WeightFormat((usual, of_v4), is_mxfp4=is_mxfp4)
         case {"quant_method": "gptq", "bits": 4} if (storage := _gptq_storage(quantization)) is not None:
             of_gptq = Encoding(
                 "int4 of GPTQ",

@@ -24,7 +24,7 @@ from moeserve.layers.weights import Weights
 from moeserve.machine import shown_bytes
 from moeserve.models.checkpoint import Checkpoint, list_names, open_shard
 from moeserve.models.int4_tensors import Int4Tensor
-from moeserve.models.quantization import CheckpointTensor, Fp8Tensor, PlainTensor, ReadRows, StoredTensor
+from moeserve.models.quantization import CheckpointTensor, Fp4Tensor, Fp8Tensor, PlainTensor, ReadRows, StoredTensor
 from moeserve.moe.router import Router
 from moeserve.ops.interfaces import INT4_GROUP
 from moeserve.ops.weight_blocks import BLOCK, blocks_of, num_blocks, quantize
@@ -46,10 +46,17 @@ class Destination:
     part: tuple[slice, ...]  # slices of the tensor's leading dimensions; the other dimensions are whole
     owner: Weights | None = None  # the weights whose memory this is; None: a parameter that is never packed
     offset: float = 0.0  # added to the checkpoint's values
+    mxfp4_scales: Tensor | None = None  # of a whole matrix in MXFP4, whose codes `memory` gets, two in a byte
 
     def __post_init__(self) -> None:
         sizes = [part.stop - part.start for part in self.part]
-        assert self.memory.numel() == math.prod([*sizes, *self.shape[len(sizes) :]])
+        values_of_element = 1 if self.mxfp4_scales is None else 2
+        assert self.memory.numel() * values_of_element == math.prod([*sizes, *self.shape[len(sizes) :]])
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All memory that is filled."""
+        return [self.memory] if self.mxfp4_scales is None else [self.memory, self.mxfp4_scales]
 
     @property
     def is_in_blocks(self) -> bool:
@@ -92,6 +99,12 @@ def rows(memory: Tensor, share: slice, num_rows: int, owner: Weights | None = No
 def columns(memory: Tensor, share: slice, num_columns: int, owner: Weights | None = None) -> Destination:
     """Return the destination [rows, columns] of some of a matrix's `num_columns` columns."""
     return Destination(memory, (memory.shape[0], num_columns), (slice(0, memory.shape[0]), share), owner)
+
+
+def mxfp4_matrix(codes_OI: Tensor, scales_OG: Tensor, owner: Weights) -> Destination:
+    """Return the destination of a whole matrix whose codes and scales are kept."""
+    shape = codes_OI.shape[0], 2 * codes_OI.shape[1]
+    return Destination(codes_OI, shape, (), owner, mxfp4_scales=scales_OG)
 
 
 def rows_of_heads(share: slice, size: int) -> slice:
@@ -153,17 +166,19 @@ def load_weights(
     """
     into = destinations.into
     _check(checkpoint, destinations)
-    num_bytes = sum(place.memory.nbytes for places in into.values() for place in places)
+    num_bytes = sum(part.nbytes for places in into.values() for place in places for part in place.tensors)
     decoded = [name for name, places in into.items() if _is_decoded(checkpoint.tensors[name], places[0])]
     if decoded:
+        num_kept = sum(places[0].mxfp4_scales is not None for places in into.values())
         is_int4 = any(isinstance(checkpoint.tensors[name], Int4Tensor) for name in decoded)
         keeps_int4 = any(place.int4_scales is not None for places in into.values() for place in places)
         logger.warning(
-            "%s stores its weights as %s, %s on disk; %d tensors are dequantised, and all weights take %s in memory%s",
+            "%s stores its weights as %s, %s on disk; %d tensors are dequantised%s, and all take %s in memory%s",
             checkpoint.folder,
             checkpoint.stored_as,
             shown_bytes(checkpoint.stored_bytes),
             len(decoded),
+            f", {num_kept} stay in mxfp4" if num_kept else "",
             shown_bytes(num_bytes),
             " (quantization='int4' keeps them in int4 on CPUs)" if is_int4 and not keeps_int4 else "",
         )
@@ -239,6 +254,10 @@ def _check(checkpoint: Checkpoint, destinations: Destinations) -> None:
                     f"{tensor.shard}: tensor {name!r} has shape {list(tensor.shape)}, "
                     f"the model needs {list(place.shape)}"
                 )
+            if place.mxfp4_scales is not None and not (isinstance(tensor, Fp4Tensor) and tensor.is_mxfp4):
+                raise CheckpointError(
+                    f"{tensor.shard}: tensor {name!r} is not in mxfp4, as config.json says of experts"
+                )
 
 
 class _Shards:
@@ -264,6 +283,12 @@ class _Shards:
 def _fill(place: Destination, tensor: CheckpointTensor, read_rows: ReadRows, progress: tqdm) -> None:
     memory = place.memory
     if memory.numel() == 0:  # this rank has no part of the tensor
+        return
+    if place.mxfp4_scales is not None:
+        assert isinstance(tensor, Fp4Tensor)
+        for target, stored in zip(place.tensors, tensor.read_mxfp4(read_rows), strict=True):
+            target.copy_(stored)
+            progress.update(target.nbytes)
         return
     first, *others = place.part or (slice(0, place.shape[0]),)
     part = (slice(None), *others)
@@ -296,7 +321,8 @@ def _fill(place: Destination, tensor: CheckpointTensor, read_rows: ReadRows, pro
 
 
 def _is_decoded(tensor: CheckpointTensor, place: Destination) -> bool:
-    return tensor.is_encoded and not place.is_in_blocks and place.int4_scales is None
+    is_kept = place.is_in_blocks or place.int4_scales is not None or place.mxfp4_scales is not None
+    return tensor.is_encoded and not is_kept
 
 
 def _has_same_blocks(tensor: CheckpointTensor) -> TypeGuard[Fp8Tensor]:

@@ -27,7 +27,16 @@ from moeserve.models.draft_layer import DraftInput
 from moeserve.models.family import AttentionNames, Family, MoENames
 from moeserve.models.model_config import MLPConfig
 from moeserve.models.recurrent_mapping import convolution_rows, linear_attention_rows, summed_rows
-from moeserve.models.weight_loading import Destination, Destinations, Row, columns, rows, rows_of_heads, whole
+from moeserve.models.weight_loading import (
+    Destination,
+    Destinations,
+    Row,
+    columns,
+    mxfp4_matrix,
+    rows,
+    rows_of_heads,
+    whole,
+)
 from moeserve.moe.layer import MoEConfig, MoELayer
 
 # Tensors that the first or the last pipeline stage needs.
@@ -234,13 +243,26 @@ def _separate_experts(prefix: str, moe: MoELayer, width: int, names: MoENames) -
     """Yield three matrices for each expert."""
     gate_up, down, share = moe.experts.gate_up, moe.experts.down, moe.experts.width
     for slot, expert in enumerate(moe.local_experts):
-        gate_ID, up_ID = gate_up.open.weight_eOI[slot].chunk(2)
-        yield f"{prefix}.{expert}.{names.gate}.weight", rows(gate_ID, share, width, gate_up)
-        yield f"{prefix}.{expert}.{names.up}.weight", rows(up_ID, share, width, gate_up)
-        yield f"{prefix}.{expert}.{names.down}.weight", columns(down.open.weight_eOI[slot], share, width, down)
+        if gate_up.is_mxfp4:
+            gate, up = _mxfp4_matrices(gate_up, slot, 2)
+            (of_down,) = _mxfp4_matrices(down, slot, 1)
+        else:
+            gate, up = (rows(part_ID, share, width, gate_up) for part_ID in gate_up.open.weight_eOI[slot].chunk(2))
+            of_down = columns(down.open.weight_eOI[slot], share, width, down)
+        yield f"{prefix}.{expert}.{names.gate}.weight", gate
+        yield f"{prefix}.{expert}.{names.up}.weight", up
+        yield f"{prefix}.{expert}.{names.down}.weight", of_down
     for expert in set(range(moe.placement.num_logical)) - set(moe.local_experts):
         for name in (names.gate, names.up, names.down):
             yield f"{prefix}.{expert}.{name}.weight", None
+
+
+def _mxfp4_matrices(weights: Weights, slot: int, num_parts: int) -> Iterator[Destination]:
+    """Yield the destinations of the matrices that stand above each other in a weight."""
+    codes_eOI, scales_eOG = weights.open.weight_eOI, weights.open.scales_eGB
+    assert scales_eOG is not None
+    for codes_OI, scales_OG in zip(codes_eOI[slot].chunk(num_parts), scales_eOG[slot].chunk(num_parts), strict=True):
+        yield mxfp4_matrix(codes_OI, scales_OG, weights)
 
 
 def _fused_experts(prefix: str, moe: MoELayer, width: int, names: MoENames) -> Iterator[Row]:

@@ -220,8 +220,8 @@ class LayoutCosts:
             weights["rate"] = hardware.fp8_rate * calibration.products * cores
         experts_per_rank = sum(_parameters(stage)["routed experts"] for stage in layout.stages)
         parameters_of_expert = experts_per_rank / max(1, self.num_sparse_layers * self._slots)
-        stays_mxfp4 = not self.is_fp8 and description.keeps_mxfp4(found.dtype)
-        bytes_of_weight = MXFP4_BYTES if stays_mxfp4 else weight_bytes
+        self.has_mxfp4 = assumptions.weights != "fp8" and description.keeps_mxfp4(found.dtype)
+        bytes_of_weight = MXFP4_BYTES if self.has_mxfp4 else weight_bytes
         self.expert_bytes = parameters_of_expert * bytes_of_weight
         decode_operations, prompt_operations = operations_of_pair(config.attentions[0], layout.tp)
         attention = {

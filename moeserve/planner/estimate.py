@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from moeserve.machine import shown_bytes
 from moeserve.models.registry import describe
+from moeserve.models.summary import Part
 from moeserve.planner.costs import LayoutCosts, ReplicaLoad, StepLoad, is_fp8
 from moeserve.planner.formula import Formula, shown_seconds
 from moeserve.planner.hardware import Hardware
@@ -173,10 +174,13 @@ def memory_formulas(
 def _memory_of_stage(stage: Stage, costs: LayoutCosts, hardware: Hardware, context: float) -> tuple[Formula, Formula]:
     # Layers with a sliding window keep only the last tokens of each request.
     share_in_windows = min(1.0, stage.cache.window / context)
-    fp8_parts = FP8_PARTS if costs.is_fp8 else ()
+
+    def is_fp8(part: Part) -> bool:
+        return costs.is_fp8 and part.name in FP8_PARTS and not (costs.has_mxfp4 and part.dtype == "mxfp4")
+
     numbers: dict[str, float] = {
-        "fp8_parameters": sum(part.num_parameters for part in stage.parts if part.name in fp8_parts),
-        "bytes_of_others": sum(part.num_bytes for part in stage.parts if part.name not in fp8_parts),
+        "fp8_parameters": sum(part.num_parameters for part in stage.parts if is_fp8(part)),
+        "bytes_of_others": sum(part.num_bytes for part in stage.parts if not is_fp8(part)),
     }
     weights = Formula("weights of a rank", "{fp8_parameters} + {bytes_of_others}", numbers, "bytes")
     numbers = {

@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from mxfp4_checkpoints import DEEPSEEK_V4, encoded_like_deepseek_v4
 from reference_models import SHAPES, Reference, Shape, make_reference
 from safetensors.torch import load_file, save_file
+from test_mxfp4_weights import values_in_mxfp4, weights_of_rank
 from transformers import DeepseekV4Config
 
 from moeserve import LLM, SamplingParams
 from moeserve.errors import SettingsError
+from moeserve.models.inspection import inspect
 from moeserve.models.registry import describe
 
 NUM_TOKENS = 8
@@ -27,7 +30,7 @@ PUBLISHED_SHAPE = Shape(
     | dict(hidden_size=160, intermediate_size=64, num_hidden_layers=2, head_dim=64)
     | dict(layer_types=SHAPES["deepseek-v4"].settings["layer_types"][:2], mlp_layer_types=["hash_moe", "moe"]),
 )
-SETTINGS = {"dtype": "float32", "kv_cache_memory": "8MiB", "max_model_len": 300}
+SETTINGS = {"dtype": "float32", "kv_cache_memory": "8MiB", "max_model_len": 300, "block_size": 16}
 
 
 @pytest.fixture(scope="module")
@@ -93,40 +96,18 @@ def test_published_configs_read_like_those_of_transformers(tmp_path: Path) -> No
         assert describe(tmp_path / "hub").model == describe(tmp_path / "own").model
 
 
-def test_weights_as_published(tmp_path: Path) -> None:
-    """Experts in MXFP4 and other matrices in fp8, with scales in E8M0, give the results of their decoded twin."""
+def test_weights_as_published(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Experts in MXFP4 and other matrices in fp8 are those of the decoded twin. In bfloat16, experts stay so."""
     reference = make_reference(tmp_path / "plain", PUBLISHED_SHAPE)
-    plain = load_file(tmp_path / "plain" / "model.safetensors")
-    generator = torch.Generator().manual_seed(0)
-    encoded, decoded = dict(plain), dict(plain)
-    for name, weight in plain.items():
-        if not name.endswith(tuple(f"{end}.weight" for end in ("w1", "w2", "w3", "wq_b", "wo_b"))):
-            continue
-        is_expert = ".experts." in name and "shared" not in name
-        group = 32 if is_expert else 128
-        groups = [-(-size // step) for size, step in zip(weight.shape, (1 if is_expert else 128, group), strict=True)]
-        exponents = torch.randint(119, 123, groups, generator=generator, dtype=torch.uint8)
-        scales = torch.exp2(exponents.float() - 127).repeat_interleave(group, dim=1)[:, : weight.shape[1]]
-        if is_expert:
-            codes = torch.randint(0, 16, weight.shape, generator=generator)
-            values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])[codes % 8] * (1 - 2 * (codes // 8))
-            encoded[name] = (codes[:, ::2] + 16 * codes[:, 1::2]).to(torch.uint8).view(torch.int8)
-        else:
-            scales = scales.repeat_interleave(128, dim=0)[: len(weight)]
-            values = torch.randn(weight.shape, generator=generator).mul(4).to(torch.float8_e4m3fn)
-            encoded[name], values = values, values.float()
-        encoded[name.removesuffix("weight") + "scale"] = exponents.view(torch.float8_e8m0fnu)
-        decoded[name] = values * scales
+    encoded, decoded = encoded_like_deepseek_v4(load_file(tmp_path / "plain" / "model.safetensors"))
     config = json.loads((tmp_path / "plain" / "config.json").read_text())
-    fp8 = dict(quant_method="fp8", fmt="e4m3", scale_fmt="ue8m0", weight_block_size=[128, 128])
     for folder, tensors, values in (
-        (tmp_path / "encoded", encoded, config | dict(quantization_config=fp8)),
+        (tmp_path / "encoded", encoded, config | dict(quantization_config=DEEPSEEK_V4, expert_dtype="fp4")),
         (tmp_path / "decoded", decoded, config),
     ):
         folder.mkdir()
         save_file(tensors, folder / "model.safetensors")
         (folder / "config.json").write_text(json.dumps(values))
-    assert len(encoded) > len(plain) + 12
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, prompt_logprobs=0, logprobs=1)
     results = []
     for folder in (tmp_path / "encoded", tmp_path / "decoded"):
@@ -134,3 +115,16 @@ def test_weights_as_published(tmp_path: Path) -> None:
             (output,) = llm.generate(reference.prompts(50), params)
             results.append((output.outputs[0].token_ids, output.outputs[0].logprobs, output.prompt_logprobs))
     assert results[0] == results[1]
+
+    exact, kept = (weights_of_rank(tmp_path / name, keeps_mxfp4=name == "encoded") for name in ("decoded", "encoded"))
+    experts = [name for name in kept if ".experts." in name]
+    assert len(experts) == 4
+    for name in experts:
+        assert torch.equal(values_in_mxfp4(kept[name]), exact[name].open.weight_eOI.double()), name
+    with LLM(tmp_path / "encoded", num_threads=1, **SETTINGS | {"dtype": "bfloat16"}) as llm:
+        assert llm.core.config.quantization == "mxfp4"  # type: ignore[attr-defined]
+        (output,) = llm.generate(reference.prompts(50), params)
+    assert len(output.outputs[0].token_ids) == 4
+    assert "stay in mxfp4" in caplog.text
+    parts = {part.name: part.dtype for part in inspect(tmp_path / "encoded", "bfloat16").parts}
+    assert (parts["routed experts"], parts["shared experts"]) == ("mxfp4", "bfloat16")

@@ -21,7 +21,7 @@ from moeserve.distributed.groups import unconnected
 from moeserve.distributed.mesh import Mesh
 from moeserve.layers.weights import Weights
 from moeserve.models import packed_cache_writer, registry, weight_loading
-from moeserve.models.checkpoint import open_checkpoint
+from moeserve.models.checkpoint import open_checkpoint, select_decoder
 from moeserve.models.decoder import Decoder
 from moeserve.models.inspection import as_text, inspect
 from moeserve.models.packed_cache_writer import wait_for_cache_writers
@@ -53,7 +53,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 
 
 @torch.inference_mode()
-def load(folder: Path, *, keeps_mxfp4: bool, tp: int, rank: int) -> dict[str, Weights]:
+def weights_of_rank(folder: Path, *, keeps_mxfp4: bool, tp: int = 1, rank: int = 0) -> dict[str, Weights]:
     """Return the weights of one rank: with experts as they are stored, or all open in float32."""
     description = registry.describe(folder)
     groups = unconnected(Mesh(tp=tp, dp=1), rank)
@@ -63,10 +63,20 @@ def load(folder: Path, *, keeps_mxfp4: bool, tp: int, rank: int) -> dict[str, We
     model = Decoder(description.model, description.model.place_experts(tp), dispatchers, context)
     weight_format = description.weight_format.with_mxfp4_kept() if keeps_mxfp4 else description.weight_format
     stored = open_checkpoint(folder, weight_format)
+    if (part := description.family.decoder_part) is not None:
+        stored = select_decoder(stored, part)
     packer = Packer(model)
     places = destinations(model, description.family, stored.names)
     load_weights(stored, places, on_filled=packer.on_filled if keeps_mxfp4 else lambda place: None, show_progress=False)
     return weights_of(model)
+
+
+def values_in_mxfp4(weights: Weights) -> torch.Tensor:
+    """Return the values of weights that were packed in MXFP4."""
+    _, num_outputs, num_inputs = weights.shape
+    assert weights.panels is not None, "packed as soon as codes and scales are filled"
+    assert not weights.open_tensors
+    return unpacked(PackedWeights("mxfp4", weights.panels, num_outputs, num_inputs, None, weights.activation))
 
 
 @pytest.mark.parametrize(("tp", "rank"), [(1, 0), (2, 0), (2, 1)])
@@ -74,17 +84,12 @@ def test_the_experts_of_every_rank_keep_their_values(
     tp: int, rank: int, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weight_loading, "PIECE_VALUES", 700)
-    exact = load(checkpoints.decoded, keeps_mxfp4=False, tp=tp, rank=rank)
-    given = load(checkpoints.encoded, keeps_mxfp4=True, tp=tp, rank=rank)
+    exact = weights_of_rank(checkpoints.decoded, keeps_mxfp4=False, tp=tp, rank=rank)
+    given = weights_of_rank(checkpoints.encoded, keeps_mxfp4=True, tp=tp, rank=rank)
     experts = {name for name in given if ".experts." in name}
     assert len(experts) == 2 * checkpoints.original.model.config.num_hidden_layers
     for name in experts:
-        weights = given[name]
-        _, num_outputs, num_inputs = weights.shape
-        assert weights.panels is not None, "packed as soon as codes and scales are filled"
-        assert not weights.open_tensors
-        packed = PackedWeights("mxfp4", weights.panels, num_outputs, num_inputs, None, weights.activation)
-        assert torch.equal(unpacked(packed), exact[name].open.weight_eOI.double()), name
+        assert torch.equal(values_in_mxfp4(given[name]), exact[name].open.weight_eOI.double()), name
 
 
 def test_logits_differ_from_transformers_as_those_of_the_dequantised_checkpoint(checkpoints: Checkpoints) -> None:

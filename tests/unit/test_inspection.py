@@ -88,10 +88,10 @@ FIGURES = {
         32.2, 9, 2 * 4 * 8 * 128, states=36 * (2 * 3 * (8192 + 256) + 4 * 128 * 128 * 64)
     ),
     "LFM2-8B-A1B": Figures(8.3, 1.5, 2 * 6 * 8 * 64, states=18 * 2 * 2 * 2048),  # model card
-    # Parameters of the model card. A token's vectors, and its share of entries and tails in blocks of 16 tokens: 4 or 1
-    # entries, keys of 128 values, and for each series of values 3 numbers in float32.
-    "DeepSeek-V4-Flash": Figures(284, 13, 43 * 512 + 21 * (4 + 12) * 640 // 16 + 20 * (1 + 6) * 512 // 16),
-    "DeepSeek-V4-Pro": Figures(1600, 49, 61 * 512 + 30 * (4 + 12) * 640 // 16 + 31 * (1 + 6) * 512 // 16),
+    # Parameters of the model card. A token's vectors, and its share of entries and tails in blocks of 128 tokens: 32 or
+    # 1 entries, keys of 128 values, and for each series of values 3 numbers in float32.
+    "DeepSeek-V4-Flash": Figures(284, 13, 43 * 512 + 21 * (32 + 12) * 640 // 128 + 20 * (1 + 6) * 512 // 128),
+    "DeepSeek-V4-Pro": Figures(1600, 49, 61 * 512 + 30 * (32 + 12) * 640 // 128 + 31 * (1 + 6) * 512 // 128),
     "gpt-oss-20b": Figures(20.9, 3.61, 2 * 24 * 8 * 64),  # arXiv 2508.10925
     "gpt-oss-120b": Figures(116.8, 5.13, 2 * 36 * 8 * 64),
 }

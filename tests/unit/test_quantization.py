@@ -303,6 +303,10 @@ def test_bad_nvfp4(tmp_path: Path, change: dict[str, Tensor], says: str) -> None
         (None, None),
         (FP8_CONFIG | {"weight_block_size": [32, 48], "scale_fmt": "ue8m0"}, "fp8 in blocks of 32 x 48"),
         ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8 in blocks of 128 x 128"),
+        (
+            FP8_CONFIG | {"weight_block_size": [128, 128], "expert_dtype": "fp4"},
+            "fp8 in blocks of 128 x 128 and experts in mxfp4",
+        ),
         (MXFP4_CONFIG, "mxfp4"),
         ({"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}, "fp8"),
         ({"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": {"num_bits": 8}}, "fp8"),
