@@ -92,6 +92,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     slots: list[int]  # the request of each chunk
     starts: list[int]  # position of each chunk's first token in its request
     lengths: list[int]  # tokens of each chunk, drafts included
+    num_sampling: int = 0  # chunks that sample
     registrations: list[Registration] = []
     new_blocks: list[tuple[int, list[int]]] = []  # slots, and the KV blocks that are appended to their requests'
     new_window_blocks: list[tuple[int, list[int]]] = []  # the same of layers with windows
@@ -282,6 +283,21 @@ class SpeculationTotals(msgspec.Struct, frozen=True, kw_only=True):
     num_drafts: int = 0  # runs of draft tokens, each in one chunk
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0  # of these
+    # For each place in a run, the runs whose draft token at this place was accepted.
+    num_accepted_per_position: tuple[int, ...] = ()
+
+    def after(self, num_draft_tokens: int, num_accepted_tokens: int) -> SpeculationTotals:
+        """Return the counts after another run of draft tokens."""
+        counts = self.num_accepted_per_position
+        counts += (0,) * (num_draft_tokens - len(counts))
+        return SpeculationTotals(
+            num_drafts=self.num_drafts + 1,
+            num_draft_tokens=self.num_draft_tokens + num_draft_tokens,
+            num_accepted_tokens=self.num_accepted_tokens + num_accepted_tokens,
+            num_accepted_per_position=tuple(
+                count + (position < num_accepted_tokens) for position, count in enumerate(counts)
+            ),
+        )
 
 
 class ReplicaStats(msgspec.Struct, frozen=True, kw_only=True):

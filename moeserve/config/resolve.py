@@ -165,7 +165,7 @@ def resolve(
     speculation = scheduler.speculative_config
     plans_ahead = scheduler.async_scheduling and len(pipeline_layers) == 1 and speculation is None
     if speculation is not None:
-        _check_speculation(speculation, checkpoint, len(pipeline_layers))
+        _check_speculation(speculation, checkpoint)
     return EngineConfig(
         model_path=checkpoint.path,
         tokenizer_path=model.tokenizer or checkpoint.path,
@@ -239,8 +239,8 @@ def resolve(
     )
 
 
-def _check_speculation(speculation: SpeculativeConfig, checkpoint: CheckpointFacts, num_stages: int) -> None:
-    """Raise SettingsError if the model or the layout does not support the draft method."""
+def _check_speculation(speculation: SpeculativeConfig, checkpoint: CheckpointFacts) -> None:
+    """Raise SettingsError if the model does not support the draft method."""
     if speculation.prompt_lookup_min > speculation.prompt_lookup_max:
         raise SettingsError(
             f"speculative_config: prompt_lookup_min={speculation.prompt_lookup_min} is more than "
@@ -252,16 +252,6 @@ def _check_speculation(speculation: SpeculativeConfig, checkpoint: CheckpointFac
         raise SettingsError(
             "speculative_config: method='mtp' needs a multi-token prediction (MTP) layer, and "
             f"{checkpoint.path or 'the default model'} has no supported one; use method='ngram'"
-        )
-    if speculation.num_speculative_tokens > 1:
-        raise SettingsError(
-            f"speculative_config: num_speculative_tokens={speculation.num_speculative_tokens}, but a "
-            "multi-token prediction (MTP) layer drafts one token; use 1"
-        )
-    if num_stages > 1:
-        raise SettingsError(
-            "speculative_config: method='mtp' needs pipeline_parallel_size=1, because the MTP layer is on the last "
-            f"of {num_stages} stages, and the embedding on the first; use method='ngram'"
         )
 
 

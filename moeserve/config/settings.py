@@ -183,7 +183,7 @@ class SchedulerSettings:
     speculative_config: SpeculativeConfig | None = setting(
         None,
         'speculative decoding, such as {"method": "ngram", "num_speculative_tokens": 4}; ngram: draft the tokens that '
-        "followed an earlier occurrence of the last tokens in the request; mtp: draft one token with the checkpoint's "
+        "followed an earlier occurrence of the last tokens in the request; mtp: draft with the checkpoint's "
         "multi-token prediction layer; none: no speculative decoding",
     )
     debug_rank_state: bool = setting(
@@ -415,6 +415,13 @@ class EngineConfig:
     def has_draft_layer(self) -> bool:
         """True if the last layer is the multi-token prediction layer."""
         return self.speculative_config is not None and self.speculative_config.method == "mtp"
+
+    @property
+    def num_lookahead_tokens(self) -> int:
+        """Positions behind the last draft that drafting computes: all but the first pass of the MTP layer take one."""
+        if self.speculative_config is None or not self.has_draft_layer:
+            return 0
+        return self.speculative_config.num_speculative_tokens - 1
 
     @property
     def pipeline_parallel_size(self) -> int:

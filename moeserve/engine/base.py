@@ -206,6 +206,7 @@ def new_scheduler(config: EngineConfig, loaded: Sequence[Loaded]) -> Scheduler:
             enable_prefix_caching=config.enable_prefix_caching,
             plans_ahead=config.async_scheduling,
             num_batches=1 if config.async_scheduling else config.max_concurrent_batches,
+            num_lookahead_tokens=config.num_lookahead_tokens,
             num_saved_states=config.num_saved_states,
             window=loaded[0].window,
             num_window_blocks=loaded[0].num_window_blocks,

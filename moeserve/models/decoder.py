@@ -161,7 +161,8 @@ class Decoder(nn.Module):
     """One rank's part of the model: from token ids to hidden states, and from hidden states to logits.
 
     With several pipeline stages, a rank has the layers of its stage. The first stage has the embedding, the last one
-    the norm and the head; each stage but the first receives the residual stream from the stage before it.
+    the norm and the head; each stage but the first receives the residual stream from the stage before it. An MTP layer
+    is on the last stage, which then has the embedding too.
 
     Args:
         placements: the placement over the ep group of each layer that has experts, in order; see `place_experts`.
@@ -190,19 +191,20 @@ class Decoder(nn.Module):
         size = config.hidden_size
         self.num_streams = 1 if config.streams is None else config.streams.num_streams
         factor = config.embedding_factor
-        self.embedding = Embedding(config.vocab_size, size, context, factor=factor) if self.stage.start == 0 else None
         assert len(placements) == config.num_sparse_layers, (len(placements), config.num_sparse_layers)
         unused = iter(config.of_stage(placements, self.stage))
         self.layers = [DecoderLayer(layer, config, unused, dispatchers, context) for layer in self.layer_configs]
         self.decoder_layers = self.layers[: len(self.layers) - config.num_draft_layers] if is_last else self.layers
         has_draft = is_last and config.num_draft_layers > 0
+        has_embedding = self.stage.start == 0 or has_draft
+        self.embedding = Embedding(config.vocab_size, size, context, factor=factor) if has_embedding else None
         self.draft_input = DraftInput(size, config.norm_epsilon, context) if has_draft else None
         # So that torch finds their weights, by the same names on any number of stages.
         self.registered_layers = nn.ModuleDict({str(n): each for n, each in zip(self.stage, self.layers, strict=True)})
         last_norm = self.layers[-1].feed_forward_norm
         self.add = last_norm.add if isinstance(last_norm, HyperConnection) else context.kernels.add
         self.norm = make_norm(config, context, num_kinds=1) if is_last else None
-        # Tied weights are loaded a second time where the head is on another stage than the embedding.
+        # Tied weights are loaded a second time if the last stage has no embedding.
         tied_to = self.embedding if config.tie_word_embeddings else None
         divisor = config.logits_divisor
         self.head = OutputHead(config.vocab_size, size, context, tied_to=tied_to, divisor=divisor) if is_last else None
@@ -213,7 +215,8 @@ class Decoder(nn.Module):
         """Return the model with fewer layers. A step needs as much memory in it, since layers run one after another."""
         layer_of_config = dict(zip(self.layer_configs, self.decoder_layers, strict=False))
         shallow = copy.copy(self)
-        shallow.decoder_layers = shallow.layers = list(layer_of_config.values())
+        shallow.decoder_layers = list(layer_of_config.values())
+        shallow.layers = [*shallow.decoder_layers, *self.layers[len(self.decoder_layers) :]]
         return shallow
 
     @property
@@ -258,7 +261,8 @@ class Decoder(nn.Module):
         Several streams of a residual are side by side.
         """
         rotations = self.rotaries.at(step.positions)
-        if self.embedding is not None:
+        if self.stage.start == 0:
+            assert self.embedding is not None
             embedded_tD = self.embedding(step.token_ids, step.tp_sizes)
             return embedded_tD if self.num_streams == 1 else embedded_tD.repeat(1, self.num_streams), rotations
         previous = self.groups.previous

@@ -49,7 +49,12 @@ def with_draft_layer_like_the_last(model: ModelConfig) -> ModelConfig:
 
     In these models (DeepSeek-V3, GLM-4.5), only the first decoder layers differ in shape from the others.
     """
-    return dataclasses.replace(model, draft_layer=model.layers[-1]) if model.num_skipped_layers else model
+    return with_draft_layer(model, model.layers[-1])
+
+
+def with_draft_layer(model: ModelConfig, layer: LayerConfig) -> ModelConfig:
+    """Return the model with an MTP layer of this shape, if the checkpoint has MTP layers."""
+    return dataclasses.replace(model, draft_layer=layer) if model.num_skipped_layers else model
 
 
 def _read_context(config: ConfigValues, layers: list[LayerConfig], key: str) -> int:

@@ -38,8 +38,9 @@ import msgspec
 from moeserve.errors import LockstepError
 from moeserve.protocol import RankReport, StepPlan, StepResult
 
-PROTOCOL_VERSION = 7
-ROW_SIZE = 8  # protocol version, round, replica, tokens, decode only, decoding requests, prefill tokens, flags
+PROTOCOL_VERSION = 8
+# Protocol version, round, replica, tokens, sampling requests, decode only, decoding requests, prefill tokens, flags.
+ROW_SIZE = 9
 LEAST_PREFILL_BUDGET = 128  # tokens
 PREFILL_ROUNDS = 4  # that the waiting prefills would take with constant budgets, if all replicas had equally many
 
@@ -61,6 +62,7 @@ class Intent:
 
     num_tokens: int  # of its plan; 0 without one
     is_decode_only: bool  # no chunk of its plan is longer than a token
+    num_sampling: int = 0  # requests of its plan that sample a token
     num_decoding: int = 0  # its requests that decode, in this round or later
     num_prefill_tokens: int = 0  # tokens of its prompts that no plan computes yet
     flags: IntentFlags = IntentFlags()
@@ -72,6 +74,7 @@ class Agreement:
 
     number: int  # of the round, counted from 0, idle ones included
     num_tokens: tuple[int, ...]  # by replica
+    num_sampling: tuple[int, ...]  # requests that sample a token, by replica
     collects_load: bool  # all ranks exchange their expert loads before they run anything
     is_idle: bool  # no tokens and no collection: no step is executed
     has_requests: bool  # a replica has requests, even if none of them runs in this round: none may sleep
@@ -129,6 +132,7 @@ def make_row(intent: Intent, *, number: int, replica: int) -> list[int]:
         number,
         replica,
         intent.num_tokens,
+        intent.num_sampling,
         int(intent.is_decode_only),
         intent.num_decoding,
         intent.num_prefill_tokens,
@@ -147,7 +151,8 @@ def agree(rows: Sequence[Sequence[int]], *, number: int, num_replicas: int) -> A
             f"{len(rows)} rows of {sorted({len(row) for row in rows})} integers were gathered; "
             f"{num_replicas} replicas exchange {ROW_SIZE} each"
         )
-    versions, numbers, ranks, num_tokens, decode_only, num_decoding, num_prefill, packed_flags = zip(*rows, strict=True)
+    versions, numbers, ranks, num_tokens, num_sampling, *others = zip(*rows, strict=True)
+    decode_only, num_decoding, num_prefill, packed_flags = others
     _require_all("protocol version", versions, PROTOCOL_VERSION, "install the same version of moeserve everywhere")
     _require_all("round", numbers, number, "a replica entered a round too many or too few")
     if ranks != tuple(range(num_replicas)):
@@ -160,6 +165,7 @@ def agree(rows: Sequence[Sequence[int]], *, number: int, num_replicas: int) -> A
     return Agreement(
         number=number,
         num_tokens=num_tokens,
+        num_sampling=num_sampling,
         collects_load=collects_load,
         is_idle=not any(num_tokens) and not collects_load,
         has_requests=any(num_tokens) or any(num_decoding) or any(num_prefill),

@@ -209,6 +209,7 @@ class Replica:
         intent = Intent(
             num_tokens=0 if plan is None else plan.num_tokens,
             is_decode_only=plan is None or plan.is_decode_only,
+            num_sampling=0 if plan is None else plan.num_sampling,
             num_decoding=self._scheduler.num_decoding,
             num_prefill_tokens=self._scheduler.num_prefill_tokens,
             flags=flags,

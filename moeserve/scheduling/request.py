@@ -30,7 +30,7 @@ class LiveRequest:
     is_registered: bool = False  # the ranks' tables hold its state
     num_sent: int = 0  # known tokens, when it was last planned; if the ranks do not sample, they have these
     draft_token_ids: list[int] = field(default_factory=list)  # guesses of the next tokens, for the next plan
-    end_of_drafts: int = 0  # position after the last draft of any plan; the request has blocks up to there
+    end_of_drafts: int = 0  # position after the last draft of any plan, or its lookahead; it has blocks up to there
     num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache when it was first admitted
     num_passed: int = 0  # requests that were admitted before this one though they came later
     may_load: bool = True  # blocks from a store behind the cache, if it has some; once each time it is admitted

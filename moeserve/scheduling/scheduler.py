@@ -255,6 +255,7 @@ class Scheduler:
             slots=[request.slot for request, _ in planned],
             starts=[request.num_planned for request, _ in planned],
             lengths=[num_tokens + len(drafts.get(request, ())) for request, num_tokens in planned],
+            num_sampling=sum(num_tokens == request.num_unplanned for request, num_tokens in planned),
             registrations=[self._registration(request) for request, _ in planned if not request.is_registered],
             new_blocks=[(slot, added.block_ids) for slot, added in new_blocks],
             new_window_blocks=[(slot, added.window_block_ids) for slot, added in new_blocks if self.config.window],
@@ -412,20 +413,31 @@ class Scheduler:
     def _take_drafts(
         self, planned: list[tuple[LiveRequest, int]], new_blocks: list[tuple[int, NewBlocks]], budget: _Budget
     ) -> dict[LiveRequest, list[int]]:
-        """Return the drafts of planned requests for which tokens and blocks are left. No request waits for them."""
+        """Return the drafts of planned requests for which tokens and blocks are left. No request waits for them.
+
+        Behind them, requests get the blocks in which the ranks compute their next drafts, if there are any left.
+        """
         taken: dict[LiveRequest, list[int]] = {}
+        num_ahead = self.config.num_lookahead_tokens
         for request, num_tokens in planned:
-            most = min(budget.num_tokens, request.num_left(self.config.max_model_len) - 1)
-            drafts = request.draft_token_ids[: max(most, 0)]
-            num_with_drafts = num_tokens + len(drafts)
-            if not drafts or num_tokens < request.num_unplanned or not request.is_registered:
+            has_drafts = bool(request.draft_token_ids) or num_ahead > 0
+            if not has_drafts or num_tokens < request.num_unplanned:  # or it does not sample
                 continue
-            if not self._caches.fits(request, num_with_drafts):
-                continue
-            self._allocate(request, num_with_drafts, new_blocks)
-            budget.num_tokens -= len(drafts)
-            request.end_of_drafts = request.num_planned + num_with_drafts
-            taken[request] = drafts
+            num_following = max(request.num_left(self.config.max_model_len) - 1, 0)
+            drafts: list[int] = []
+            if request.is_registered:
+                drafts = request.draft_token_ids[: min(budget.num_tokens, num_following)]
+            if not self._caches.fits(request, num_tokens + len(drafts)):
+                drafts = []
+            num_computed = num_tokens + len(drafts)
+            num_with_ahead = num_tokens + min(len(drafts) + num_ahead, num_following)
+            if self._caches.fits(request, num_with_ahead):
+                num_computed = num_with_ahead
+            self._allocate(request, num_computed, new_blocks)
+            request.end_of_drafts = max(request.end_of_drafts, request.num_planned + num_computed)
+            if drafts:
+                budget.num_tokens -= len(drafts)
+                taken[request] = drafts
         return taken
 
     def _share_of_plan(self, num_requests: int) -> int:
@@ -648,11 +660,7 @@ class Scheduler:
         request.draft_token_ids = result.draft_token_ids
         if not chunk.num_drafts:
             return update
-        self.speculation = SpeculationTotals(
-            num_drafts=self.speculation.num_drafts + 1,
-            num_draft_tokens=self.speculation.num_draft_tokens + chunk.num_drafts,
-            num_accepted_tokens=self.speculation.num_accepted_tokens + num_accepted,
-        )
+        self.speculation = self.speculation.after(chunk.num_drafts, num_accepted)
         if num_accepted < chunk.num_drafts and self._caches.return_before_drafts(request):
             if request.is_prefilling:  # the accepted drafts are computed again
                 self._prefilling.add(request)

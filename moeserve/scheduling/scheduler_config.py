@@ -22,6 +22,8 @@ class SchedulerConfig:
     plans_ahead: bool = True
     max_prefill_tokens: int = 0  # most that a prefill budget allows; 0: prefill budgets are ignored
     num_batches: int = 1  # in which the requests run, if each plan takes its share of them
+    # Positions behind a request's last draft for which it gets blocks, if there are any: drafting computes them.
+    num_lookahead_tokens: int = 0
     num_saved_states: int | None = None  # rows for saved recurrent states; None: no layer of the model has a state
     window: int = 0  # tokens of which layers with windows keep blocks; 0: all, in the blocks of the other layers
     num_window_blocks: int = 0  # of these layers

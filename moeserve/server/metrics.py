@@ -151,6 +151,15 @@ class _ServiceCollector(Collector):
         yield self._numbers(usage, (1 - each.num_free_blocks / num_blocks for each in stats))
         for name, (help, value) in REPLICA_COUNTERS.items():
             yield self._numbers(CounterMetricFamily(name, help, labels=LABELS), map(value, stats))
+        accepted = CounterMetricFamily(
+            "moeserve_spec_decode_num_accepted_tokens_per_pos",
+            "Draft tokens that were accepted, by their position among those of a step.",
+            labels=[*LABELS, "position"],
+        )
+        for index, each in enumerate(stats):
+            for position, number in enumerate(each.speculation.num_accepted_per_position):
+                accepted.add_metric([self._service.model_names[0], str(index), str(position)], number)
+        yield accepted
         # The name is vLLM's, although a histogram's should not end in _total.
         help = "Tokens of a replica in a step in which it has some."
         yield self._histograms("moeserve_iteration_tokens_total", help, (each.steps.sizes for each in stats))

@@ -15,7 +15,7 @@ from moeserve.distributed.mesh import share_of, share_sizes
 from moeserve.errors import MoeserveError
 from moeserve.models.decoder import Decoder
 from moeserve.step_inputs import ChunkSpan, StateRows, StepInputs, WindowBlocks
-from moeserve.worker.drafting import Drafter
+from moeserve.worker.drafting import Drafter, SampledStep
 from moeserve.worker.grammars import AllowedTokens, Grammars
 from moeserve.worker.halves import in_halves
 from moeserve.worker.request_table import NO_STATES, UNKNOWN_TOKEN, Chunk, RequestState, RequestTable
@@ -67,6 +67,7 @@ class ModelRunner:
         previous: StartedStep | None = None,
         *,
         has_halves: bool = False,
+        num_sampling: tuple[int, ...] = (),
     ) -> StartedStep:
         """Start one step. Wait only for the values of earlier tokens, and only if a request needs them.
         Collective: all ranks.
@@ -76,6 +77,7 @@ class ModelRunner:
             padded_to: rows to which all replicas pad a decode step; None: no padding.
             previous: the step before, which may still run; None: it has been finished. All earlier ones have been.
             has_halves: run the step in halves. Captured steps have their own.
+            num_sampling: chunks of each replica that sample, for a drafter.
         """
         step = self.build_inputs(chunks, num_tokens, padded_to)
         if has_halves:
@@ -102,8 +104,14 @@ class ModelRunner:
             is_finite = last_rows_SD.isfinite().all(dim=1)
         of_drafter: list[Tensor] = []
         if self.drafter is not None:
-            tokens_L, upload = sampled.tokens_L if sampled else None, self.memory.upload
-            of_drafter = self.drafter.start(step, chunks, outputs.hidden_TD, tokens_L, upload)
+            sampled_step = SampledStep(
+                inputs=step,
+                chunks=chunks,
+                hidden_TD=outputs.hidden_TD,
+                tokens_L=sampled.tokens_L if sampled else None,
+                num_sampling=num_sampling,
+            )
+            of_drafter = self.drafter.start(sampled_step, self)
         tensors = [
             is_finite,
             *(each for prompt in prompts for each in prompt),

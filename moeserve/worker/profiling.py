@@ -10,6 +10,7 @@ from moeserve.models.decoder import Decoder
 from moeserve.ops.torch.dense_attention import MAX_MASK_SIZE
 from moeserve.ops.torch.sampling import PIECE_SIZE
 from moeserve.sampling_params import RequestParams
+from moeserve.worker.drafting import drafter_of
 from moeserve.worker.kv_cache import count_blocks
 from moeserve.worker.model_runner import ModelRunner
 from moeserve.worker.request_table import Chunk, RequestState, RequestTable
@@ -18,14 +19,16 @@ from moeserve.worker.step_replay import EagerSteps, StepContext
 LEAST_LONG_CHUNK = 256  # rows for which latent attention expands the whole context
 
 
-def make_probe(model: Decoder, context: StepContext, max_num_seqs: int) -> ModelRunner:
+def make_probe(model: Decoder, context: StepContext, config: EngineConfig) -> ModelRunner:
     """Return a runner of a shallow copy of the model, whose KV cache has one block that all positions share."""
     shallow = model.with_one_layer_of_each_kind()
     caches = shallow.make_caches(CacheSize(1, context.block_size, 1))  # trial steps store no states
     for cache in caches:
         cache.clear()  # trial steps read positions that were never written
-    table = RequestTable(max_num_seqs, context.max_blocks, has_windows=context.has_windows)  # all blocks are block 0
-    return ModelRunner(shallow, context, EagerSteps(shallow, caches), table, appends_samples=False)
+    # All blocks are block 0.
+    table = RequestTable(config.max_num_seqs, context.max_blocks, has_windows=context.has_windows)
+    drafter, replay = drafter_of(config, shallow, caches), EagerSteps(shallow, caches)
+    return ModelRunner(shallow, context, replay, table, appends_samples=False, drafter=drafter)
 
 
 def profile_blocks(config: EngineConfig, probe: ModelRunner, needs: CacheNeeds, reserved_bytes: int) -> int:
@@ -76,7 +79,7 @@ def largest_step(config: EngineConfig, max_tokens: int | None = None) -> list[Ch
         state = RequestState(
             token_ids=[0] * context_len,
             num_prompt_tokens=context_len,
-            num_blocks=0,
+            num_blocks=-(-context_len // config.block_size),
             params=random if index < num_random else greedy,
             seed=0,
             end_token_ids=[],
@@ -94,7 +97,8 @@ def _run(probe: ModelRunner, chunks: list[Chunk]) -> None:
     halving = probe.context.halving
     may_be_halved = any(halving.divide(num_tokens, is_decode_only=each) for each in (False, True))
     for has_halves in (False, True)[: 1 + may_be_halved]:
-        probe.start(chunks, (num_tokens,) * probe.context.mesh.dp, has_halves=has_halves).finish()
+        num_tokens_of, num_sampling = ((count,) * probe.context.mesh.dp for count in (num_tokens, len(chunks)))
+        probe.start(chunks, num_tokens_of, has_halves=has_halves, num_sampling=num_sampling).finish()
 
 
 def _run_for_memory(probe: ModelRunner, chunks: list[Chunk]) -> None:

@@ -76,11 +76,10 @@ class StartedStep:
     def _sampled(self, tokens: Sequence[SampledToken], of_drafter: Sequence[Tensor]) -> list[ChunkResult]:
         """Return the results of the chunks that sample."""
         results, first_row = [], 0
-        for chunk in self.sampling:
+        for index, chunk in enumerate(self.sampling):
             result = accepted_tokens(chunk.drafts, tokens[first_row : first_row + chunk.num_sampled])
             if self.drafter is not None and result.error is None:
-                last_row = first_row + len(result.token_ids) - 1
-                drafts = self.drafter.propose(chunk.request, result.token_ids, last_row, of_drafter)
+                drafts = self.drafter.propose(chunk.request, result.token_ids, index, of_drafter)
                 result = msgspec.structs.replace(result, draft_token_ids=drafts)
             results.append(result)
             first_row += chunk.num_sampled

@@ -29,7 +29,7 @@ from moeserve.scheduling.lockstep import Agreement, Outcome, Round, agree
 from moeserve.telemetry.expert_load import LoadWindow
 from moeserve.worker.cpu_graphs import MEMORY_BYTES, CpuGraphs
 from moeserve.worker.cuda_graphs import CudaGraphs, TorchCapture, graph_sizes, memory_of_graphs
-from moeserve.worker.drafting import Drafter, LayerDrafter, NgramDrafter
+from moeserve.worker.drafting import drafter_of
 from moeserve.worker.grammars import grammars_of
 from moeserve.worker.halves import HalvingLimits
 from moeserve.worker.kv_cache import most_window_blocks
@@ -105,7 +105,7 @@ class Worker:
             has_windows=window > 0,
         )
         replay = select_replay(config, model, groups, context)
-        probe = make_probe(model, context, config.max_num_seqs)
+        probe = make_probe(model, context, config)
         if kernels.compiles_on_first_use:
             run_all_sizes(probe, config)
         rebalances = config.rebalance == "auto" and bool(layers)
@@ -266,7 +266,14 @@ class Worker:
         )
         previous = self._previous.step if self._previous else None
         try:
-            return self.runner.start(chunks, agreement.num_tokens, padded_to, previous, has_halves=has_halves), ""
+            return self.runner.start(
+                chunks,
+                agreement.num_tokens,
+                padded_to,
+                previous,
+                has_halves=has_halves,
+                num_sampling=agreement.num_sampling,
+            ), ""
         except Exception as error:
             if self.groups.world.world_size > 1:  # the others are in a collective, so all must end
                 raise
@@ -342,13 +349,6 @@ def select_replay(config: EngineConfig, model: Decoder, groups: Groups, context:
 
         return ReplayFactory(reserved_bytes=reserved_bytes, make=lambda caches: capture(caches, sizes))
     return ReplayFactory(reserved_bytes=lambda: 0, make=lambda caches: EagerSteps(model, caches))
-
-
-def drafter_of(config: EngineConfig, model: Decoder, caches: list[Any]) -> Drafter | None:
-    """Return what drafts tokens on this rank; None: without speculation."""
-    if config.speculative_config is None:
-        return None
-    return LayerDrafter(model, caches) if config.has_draft_layer else NgramDrafter(config.speculative_config)
 
 
 def num_states_of(config: EngineConfig) -> int:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
-from reference_models import Reference
-from structured_cases import PROMPTS, STRUCTURED, result, small_llm, write_model
+from reference_models import SHAPES, Reference, Shape, heads, make_reference
+from structured_cases import PROMPTS, STRUCTURED, VOCABULARY, result, small_llm, write_model
+from test_draft_layers import MTP, with_right_layer
 from test_steps_in_flight import NGRAM, scheduler_of
 
 from moeserve import LLM, SamplingParams, SettingsError
@@ -21,6 +24,18 @@ TIGHT = {"kv_cache_memory": LENGTH * 512, "max_num_batched_tokens": 19, "block_s
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_model(tmp_path_factory.mktemp("random"))
+
+
+@pytest.fixture(scope="module")
+def folder_with_layer(folder: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model with the same tokenizer, and an MTP layer whose drafts are often right."""
+    shape = SHAPES["deepseek-v3"].settings | heads(4, 4)
+    shape |= dict(num_hidden_layers=2, first_k_dense_replace=1, vocab_size=VOCABULARY)
+    own = tmp_path_factory.mktemp("mtp")
+    with_right_layer(make_reference(tmp_path_factory.mktemp("plain"), Shape("DeepseekV3", shape)), own, others=0.3)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(folder) / name, own)
+    return str(own)
 
 
 def mixed_requests(num_requests: int) -> tuple[list[str], list[SamplingParams]]:
@@ -57,19 +72,26 @@ def results_of(llm: LLM, requests: tuple[list[str], list[SamplingParams]]) -> li
     return [([result(each) for each in output.outputs], output.prompt_logprobs) for output in outputs]
 
 
+@pytest.mark.parametrize("config", [NGRAM, MTP], ids=["ngram", "mtp"])
 @pytest.mark.parametrize("num_requests", [40, pytest.param(500, marks=pytest.mark.soak)])
-def test_mixed_requests_have_the_same_bytes(num_requests: int, folder: str) -> None:
+def test_mixed_requests_have_the_same_bytes(
+    num_requests: int, config: dict[str, Any], folder: str, folder_with_layer: str
+) -> None:
     requests = mixed_requests(num_requests)
+    folder = folder_with_layer if config is MTP else folder
     with small_llm(folder, max_model_len=LENGTH, enable_prefix_caching=False) as llm:
         expected = results_of(llm, requests)
-    with small_llm(folder, max_model_len=LENGTH, speculative_config=NGRAM, **TIGHT) as llm:
+    with small_llm(folder, max_model_len=LENGTH, speculative_config=config, **TIGHT) as llm:
         assert results_of(llm, requests) == expected
         scheduler = scheduler_of(llm)
         scheduler.check_invariants()
         assert scheduler.num_preemptions
         tokens = [len(each[1]) for outputs, _ in expected for each in outputs]
         assert sum(tokens) > 10 * len(tokens), "most requests end at once"
-        assert 0 < scheduler.speculation.num_accepted_tokens < scheduler.speculation.num_draft_tokens
+        accepted = scheduler.speculation.num_accepted_per_position
+        assert len(accepted) == 3
+        assert 0 < accepted[2] < accepted[1] < accepted[0] < scheduler.speculation.num_drafts
+        assert sum(accepted) == scheduler.speculation.num_accepted_tokens < scheduler.speculation.num_draft_tokens
 
 
 @pytest.mark.parametrize("name", ["qwen3-next", "lfm2-moe", "kimi-linear", "granite-hybrid", "deepseek-v3", "gpt-oss"])

@@ -50,10 +50,11 @@ def flagged(**flags: bool) -> Intent:
 
 
 def test_fields_of_an_agreement() -> None:
-    decode = Intent(num_tokens=3, is_decode_only=True)
+    decode = Intent(num_tokens=3, is_decode_only=True, num_sampling=2)
     assert agree(decode, Intent(num_tokens=9, is_decode_only=False)) == Agreement(
         number=0,
         num_tokens=(3, 9),
+        num_sampling=(2, 0),
         is_idle=False,
         has_requests=True,
         is_decode_only=False,

@@ -19,6 +19,7 @@ from moeserve.models.fields import (
     read_num_layers,
     read_shared_experts,
     read_width,
+    with_draft_layer,
 )
 from moeserve.models.model_config import LayerConfig, ModelConfig
 from moeserve.moe.layer import MoEConfig
@@ -78,7 +79,9 @@ def _read(config: ConfigValues, has_indexer: list[bool], *, is_interleaved: bool
         LayerConfig(mixer=of_layer[has], feed_forward=feed_forward)
         for has, feed_forward in zip(has_indexer, read_listed_dense(config, moe), strict=True)
     ]
-    return read_model(config, layers)
+    # The MTP layer has an indexer of its own, even if the last decoder layer has none.
+    draft_layer = dataclasses.replace(layers[-1], mixer=of_layer[True])
+    return with_draft_layer(read_model(config, layers), draft_layer)
 
 
 def _read_indexer(config: ConfigValues, attention: LatentAttentionConfig, *, is_interleaved: bool) -> IndexerConfig:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moeserve.models.config_values import ConfigValues
-from moeserve.models.family import DecoderPart, Family, MoENames
+from moeserve.models.family import DecoderPart, DraftNames, Family, MoENames
 from moeserve.models.fields import (
     feed_forwards_of,
     read_attention,
@@ -11,8 +11,9 @@ from moeserve.models.fields import (
     read_num_experts,
     read_num_layers,
     read_width,
+    with_draft_layer,
 )
-from moeserve.models.model_config import LayerConfig, ModelConfig
+from moeserve.models.model_config import LayerConfig, MLPConfig, ModelConfig
 from moeserve.moe.layer import MoEConfig
 from moeserve.moe.shared import SharedExpertsConfig
 from moeserve.ops.interfaces import RouterConfig
@@ -33,7 +34,8 @@ def read(config: ConfigValues) -> ModelConfig:
         LayerConfig(mixer=attention, feed_forward=feed_forward)
         for feed_forward in feed_forwards_of(config, moe, _read_dense(config))
     ]
-    return read_model(config, layers)
+    dense = MLPConfig(width=read_width(config, "intermediate_size"))
+    return with_draft_layer(read_model(config, layers), LayerConfig(mixer=attention, feed_forward=dense))
 
 
 def _read_dense(config: ConfigValues) -> list[bool]:
@@ -51,5 +53,13 @@ ERNIE4_5_MOE = Family(
     architecture="Ernie4_5_MoeForCausalLM",
     read=read,
     names=(MoENames(correction="mlp.moe_statics.e_score_correction_bias", is_correction_matrix=True),),
+    draft_names=DraftNames(
+        layer="model.mtp_block.0",
+        embedding_norm="model.mtp_emb_norm.0",
+        hidden_norm="model.mtp_hidden_norm.0",
+        projection="model.mtp_linear_proj.0",
+        norm="model.norm",  # that of the decoder
+        copies=(),
+    ),
     decoder_part=DecoderPart(left_out=("model.mtp_",)),  # multi-token prediction
 )

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from moeserve.models.config_values import ConfigValues
-from moeserve.models.family import Family, MoENames
-from moeserve.models.fields import read_attention, read_listed_dense, read_model, read_num_experts, read_width
+from moeserve.models.family import DraftNames, Family, MoENames
+from moeserve.models.fields import (
+    read_attention,
+    read_listed_dense,
+    read_model,
+    read_num_experts,
+    read_width,
+    with_draft_layer,
+)
 from moeserve.models.model_config import LayerConfig, ModelConfig
 from moeserve.moe.layer import MoEConfig
 from moeserve.moe.shared import SharedExpertsConfig
@@ -35,7 +42,7 @@ def read(config: ConfigValues) -> ModelConfig:
     layers = [
         LayerConfig(mixer=attention, feed_forward=feed_forward) for feed_forward in read_listed_dense(config, moe)
     ]
-    return read_model(config, layers)
+    return with_draft_layer(read_model(config, layers), LayerConfig(mixer=attention, feed_forward=moe))
 
 
 HY_V3 = Family(
@@ -43,4 +50,8 @@ HY_V3 = Family(
     architecture="HYV3ForCausalLM",
     read=read,
     names=(MoENames(router="mlp.router.gate", correction="mlp.expert_bias", shared="mlp.shared_mlp"),),
+    draft_names=DraftNames(
+        norm="model.layers.{number}.final_layernorm",
+        copies=("model.layers.{number}.embed_tokens.weight", "model.layers.{number}.shared_head.weight"),
+    ),
 )
