@@ -31,9 +31,16 @@ BFloat16* scales_of(const char* name, const Tensor& scales, const Tensor& cache)
   return static_cast<BFloat16*>(scales.data);
 }
 
+// Check a cache of values, which may have smaller heads than the keys.
 void check_value_cache(const Tensor& value_cache, const Tensor& key_cache) {
-  check_array("value_cache", value_cache, {key_cache.size(0), key_cache.size(1), key_cache.size(2), key_cache.size(3)},
+  check_dims("value_cache", value_cache, 4);
+  const int64_t value_size = value_cache.size(3);
+  check_array("value_cache", value_cache, {key_cache.size(0), key_cache.size(1), key_cache.size(2), value_size},
               key_cache.type, "key_cache's");
+  if (value_size > key_cache.size(3)) {
+    refuse("value_cache of shape " + shape_text(value_cache) + " has larger heads than key_cache of shape " +
+           shape_text(key_cache));
+  }
 }
 
 void attend(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache, const Tensor& block_table,
@@ -50,9 +57,11 @@ void attend(const Tensor& query, const Tensor& key_cache, const Tensor& value_ca
   if (head_size != key_cache.size(3) || num_heads % num_kv_heads != 0) {
     refuse("query of shape " + shape_text(query) + " does not fit key_cache of shape " + shape_text(key_cache));
   }
-  const int64_t out_size = value_size.value_or(head_size);
-  if (out_size < 0 || out_size > head_size) {
-    refuse("value_size=" + std::to_string(out_size) + ", but a row of the cache has " + std::to_string(head_size) +
+  const int64_t cached_size = value_cache.size(3);
+  const int64_t out_size = value_size.value_or(cached_size);
+  const bool shares_rows = value_cache.data == key_cache.data;
+  if (out_size < 0 || out_size > cached_size || (!shares_rows && out_size != cached_size)) {
+    refuse("value_size=" + std::to_string(out_size) + ", but a row of the cache has " + std::to_string(cached_size) +
            " elements");
   }
   check_float_type("query", query);
@@ -129,11 +138,12 @@ void write(const Tensor& key, const std::optional<Tensor>& value, const Tensor& 
   if (value.has_value() != value_cache.has_value()) refuse("value and value_cache go together: one of them is None");
   if (value) {
     check_value_cache(*value_cache, key_cache);
-    check_shape("value", *value, {slots.size(0), key_cache.size(1), key_cache.size(3)});
+    check_shape("value", *value, {slots.size(0), key_cache.size(1), value_cache->size(3)});
     check_type("value", *value, key.type, "key's");
     check_contiguous("value", *value, 2);
     step.value = value->data;
     step.value_cache = value_cache->data;
+    step.value_size = value_cache->size(3);
     step.value_token_stride = value->strides[0];
     step.value_head_stride = value->strides[1];
   }

@@ -842,6 +842,30 @@ SHAPES |= {
         rms_norm_eps=0.01,
         seed=0,
     ),
+    # layers with windows have twice the key-value heads; values are narrower than keys; one dense layer in front
+    "mimo-v2-flash": shape(
+        "MiMoV2Flash",
+        sizes(hidden=40, layers=4),
+        heads(4, 2, 12),
+        grouped_experts(6, 2, shared=0, width=20, groups=(1, 1), scale=1.0),
+        v_head_dim=8,
+        sliding_window=9,
+        seed=0,
+    ),
+    "mimo-v2-flash-odd": shape(
+        "MiMoV2Flash",
+        sizes(hidden=33, layers=3, vocab=127),
+        heads(6, 3, 19),
+        grouped_experts(9, 4, shared=0, width=15, groups=(3, 2), scale=1.7),
+        v_head_dim=11,
+        layer_types=[SLIDING, FULL, SLIDING],
+        mlp_layer_types=["sparse", "sparse", "dense"],
+        sliding_window=5,
+        attention_value_scale=None,
+        attention_bias=True,
+        rms_norm_eps=0.01,
+        seed=0,
+    ),
 }
 
 
@@ -1224,6 +1248,14 @@ def in_the_style_of_the_hub(values: dict[str, Any]) -> dict[str, Any]:
         values["moe_num_experts"] = values.pop("n_routed_experts")
         values["moe_top_k"] = values.pop("num_experts_per_tok")
         return {key: value for key, value in values.items() if key != "per_layer_config"}
+    if family == "MiMoV2Flash":
+        values["hybrid_layer_pattern"] = [int(name == SLIDING) for name in values.pop("layer_types")]
+        values["moe_layer_freq"] = [int(name == "sparse") for name in values.pop("mlp_layer_types")]
+        values["swa_num_key_value_heads"] = 2 * values["num_key_value_heads"]
+        values["sliding_window_size"] = values["sliding_window"] - 1
+        values["swa_rope_theta"] = scaling[SLIDING]["rope_theta"]
+        values |= {key: scaling[FULL][key] for key in ("rope_theta", "partial_rotary_factor")}
+        return values
     values["rope_theta"] = scaling.pop("rope_theta")
     if "partial_rotary_factor" in scaling:
         values["partial_rotary_factor"] = scaling.pop("partial_rotary_factor")

@@ -76,7 +76,7 @@ def attend_positions(
     total,  # [M]
     part,
     key_ptr,  # block 0 of the key-value head
-    value_ptr,
+    value_ptr,  # the same; if keys are larger than values, the whole cache, which is contiguous
     key_scales_ptr,
     value_scales_ptr,
     kv_head,
@@ -113,9 +113,13 @@ def attend_positions(
     key = load_tile(
         key_ptr + offsets[:, None] + values[None, :], is_read[:, None], is_value, IS_MASKED, VALUE_SIZE, ALL_VALUES
     )
+    # Rows of contiguous caches, which those with scales are.
+    KEY_SIZE: tl.constexpr = VALUE_SIZE + EXTRA_SIZE
+    rows = blocks.to(tl.int64) * (cache_block_stride // KEY_SIZE) + kv_head * CACHE_BLOCK + columns % CACHE_BLOCK
+    key_scales = rows
     if key_scales_ptr is not None:
-        rows = blocks.to(tl.int64) * (cache_block_stride // VALUE_SIZE) + kv_head * CACHE_BLOCK + columns % CACHE_BLOCK
-        key = decode_float8(key, tl.load(key_scales_ptr + rows, mask=is_read, other=0.0), query.dtype)
+        key_scales = tl.load(key_scales_ptr + rows, mask=is_read, other=0.0)
+        key = decode_float8(key, key_scales, query.dtype)
     scores = tl.dot(query, tl.trans(key), input_precision="ieee")
     if NUM_PARTS > 1:
         others = (1 - part) * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -138,6 +142,8 @@ def attend_positions(
             EXTRA_SIZE,
             BLOCK_E,
         )
+        if key_scales_ptr is not None:
+            key_extra = decode_float8(key_extra, key_scales, query.dtype)
         scores = tl.dot(query_extra, tl.trans(key_extra), scores, input_precision="ieee")
     scores *= scale * LOG2_E
     if IS_MASKED:
@@ -150,6 +156,8 @@ def attend_positions(
     if SHARES_VALUE:
         value = key
     else:
+        if EXTRA_SIZE > 0:
+            offsets = rows * VALUE_SIZE
         value = load_tile(
             value_ptr + offsets[:, None] + values[None, :], is_read[:, None], is_value, IS_MASKED, VALUE_SIZE, BLOCK_V
         )

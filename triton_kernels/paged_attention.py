@@ -8,7 +8,7 @@ from torch import Tensor
 
 from moeserve.triton_kernels.paged_launch import AttentionConfig, Splits, launch_attention
 
-# T tokens, N query heads, G key-value heads, H head size, S chunks
+# T tokens, N query heads, G key-value heads, H size of a key, V of a value, S chunks
 
 
 def paged_attention(
@@ -35,14 +35,15 @@ def paged_attention(
     The result of a row depends on its chunk alone, bit for bit, not on the other chunks of the step; without splits it
     does not depend on its chunk either.
 
-    Memory moved: for a chunk of one row, 2 * G * H * element size (2 * G * (H + 2) of 8-bit floats) for each position
-    it attends to, which bounds the time; and 4 * H + 8 bytes, written and read, for each head and split. Operations:
-    4 * N * H for each row and position it attends to, which bound the time of chunks of many rows.
+    Memory moved: for a chunk of one row, G * (H + V) * element size (G * (H + V + 4) of 8-bit floats) for each position
+    it attends to, which bounds the time; and 4 * V + 8 bytes, written and read, for each head and split. Operations:
+    2 * N * (H + V) for each row and position it attends to, which bound the time of chunks of many rows.
 
     Args:
         query_TNH: [T, N, H] float32, bfloat16 or float16; may be strided.
-        key_cache, value_cache: [num_blocks, G, block_size, H], same dtype, equal strides, any block_size. With scales,
-            they are uint8 codes of 8-bit floats (`float8_rows.py`), and contiguous.
+        key_cache, value_cache: [num_blocks, G, block_size, H] and [num_blocks, G, block_size, V], V at most H, same
+            dtype, any block_size; with equal strides, or contiguous if V is smaller. With scales, they are uint8 codes
+            of 8-bit floats (`float8_rows.py`), and contiguous.
         block_table: [S, max_blocks] int32; entries beyond a chunk's context are not read.
         row_starts: [S + 1] int32, from 0: chunk s has the rows row_starts[s] to row_starts[s + 1] - 1, possibly none.
         context_lens: [S] int32.
@@ -56,15 +57,20 @@ def paged_attention(
         splits_contexts: see `launch_attention`.
 
     Returns:
-        [T, N, H], contiguous, in the dtype of the queries; zeros for rows without a chunk or before position 0.
+        [T, N, V], contiguous, in the dtype of the queries; zeros for rows without a chunk or before position 0.
     """
     num_heads, head_size = query_TNH.shape[1:]
     num_kv_heads = key_cache.shape[1]
     group, element_size = num_heads // num_kv_heads, query_TNH.element_size()
     assert num_heads == group * num_kv_heads, f"{num_heads} query heads for {num_kv_heads} key-value heads"
-    assert key_cache.shape == value_cache.shape
-    assert key_cache.shape[3] == head_size
-    assert key_cache.stride() == value_cache.stride()
+    value_size = value_cache.shape[3]
+    assert key_cache.shape[:3] == value_cache.shape[:3]
+    assert key_cache.shape[3] == head_size >= value_size
+    if value_size == head_size:
+        assert key_cache.stride() == value_cache.stride()
+    else:
+        assert key_cache.is_contiguous()
+        assert value_cache.is_contiguous()
     assert key_cache.dtype == value_cache.dtype
     assert sinks_N is None or sinks_N.shape == (num_heads,)
     assert sinks_N is None or sinks_N.dtype == torch.float32
@@ -79,7 +85,7 @@ def paged_attention(
         scale=scale,
         window=window,
         sinks_N=sinks_N,
-        value_size=head_size,
+        value_size=value_size,
         max_rows_per_chunk=max_rows_per_chunk,
         max_context=max_context,
         max_attended_rows=max_rows_per_chunk,

@@ -23,7 +23,7 @@ from moeserve.triton_kernels.device import num_programs
 from moeserve.triton_kernels.paged_splits import attend_split_kernel, merge_splits_kernel
 from moeserve.triton_kernels.paged_tiles import attend_tile_kernel
 
-# T tokens, N query heads, G key-value heads, P size of a key, V size of a value, E elements of a key beyond its value,
+# T tokens, N query heads, G key-value heads, P size of a key, V size of a value, E elements of a key beyond a value's,
 # S chunks, Y splits of all chunks, p parts of the values, M pairs of a tile, C positions of a tile
 
 CHUNKS_AT_ONCE = 256  # chunks that a program reads at a time to find its own
@@ -131,7 +131,8 @@ def launch_attention(
         window=window,
         cache_block=cache_block,
         value_size=value_size,
-        extra_size=key_size - value_size if value_cache is None else None,
+        extra_size=key_size - value_size,
+        shares_value=value_cache is None,
     )
     caches = (key_cache, value_cache, key_scales, value_scales)
     tables = (block_table, row_starts, context_lens)
@@ -241,22 +242,29 @@ def launch_attention(
 
 
 def kernel_sizes(
-    *, group: int, window: int | None, cache_block: int, value_size: int, extra_size: int | None
+    *,
+    group: int,
+    window: int | None,
+    cache_block: int,
+    value_size: int,
+    extra_size: int = 0,
+    shares_value: bool = False,
 ) -> dict[str, Any]:
     """Return the compile-time sizes that both attention kernels share.
 
     Args:
-        extra_size: elements of a key beyond its value, if they share memory; otherwise None.
+        extra_size: elements of a key beyond those of a value.
+        shares_value: the value is the beginning of the key.
     """
     return {
         "GROUP": group,
         "WINDOW": window,
         "CACHE_BLOCK": cache_block,
         "VALUE_SIZE": value_size,
-        "EXTRA_SIZE": extra_size or 0,
+        "EXTRA_SIZE": extra_size,
         "BLOCK_V": max(triton.next_power_of_2(value_size), 16),
-        "BLOCK_E": max(triton.next_power_of_2(extra_size or 0), 16),
-        "SHARES_VALUE": extra_size is not None,
+        "BLOCK_E": max(triton.next_power_of_2(extra_size), 16),
+        "SHARES_VALUE": shares_value,
     }
 
 

@@ -143,7 +143,7 @@ def attend_split_kernel(
             total,
             part,
             key_cache_ptr + head_offset,
-            value_cache_ptr if SHARES_VALUE else value_cache_ptr + head_offset,
+            value_cache_ptr if SHARES_VALUE or EXTRA_SIZE > 0 else value_cache_ptr + head_offset,
             key_scales_ptr,
             value_scales_ptr,
             kv_head,

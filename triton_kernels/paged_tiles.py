@@ -24,7 +24,7 @@ from moeserve.triton_kernels.online_softmax import (
 def attend_tile_kernel(
     query_ptr,  # [T, N, P]: P is VALUE_SIZE + EXTRA_SIZE
     key_cache_ptr,  # [num_blocks, G, CACHE_BLOCK, P]
-    value_cache_ptr,  # [num_blocks, G, CACHE_BLOCK, VALUE_SIZE], or None
+    value_cache_ptr,  # [num_blocks, G, CACHE_BLOCK, VALUE_SIZE], or None; if P is larger, both caches are contiguous
     key_scales_ptr,  # [num_blocks, G, CACHE_BLOCK] bfloat16 of caches of 8-bit floats, or None
     value_scales_ptr,
     block_table_ptr,  # [S, max_blocks] int32
@@ -47,7 +47,7 @@ def attend_tile_kernel(
     WINDOW: tl.constexpr,  # or None
     CACHE_BLOCK: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
-    EXTRA_SIZE: tl.constexpr,  # elements of a key beyond its value, if they share memory
+    EXTRA_SIZE: tl.constexpr,  # elements of a key beyond those of a value
     BLOCK_V: tl.constexpr,
     BLOCK_E: tl.constexpr,
     SHARES_VALUE: tl.constexpr,
@@ -139,7 +139,7 @@ def attend_tile_kernel(
                 total,
                 0,
                 key_cache_ptr + head_offset,
-                value_cache_ptr if SHARES_VALUE else value_cache_ptr + head_offset,
+                value_cache_ptr if SHARES_VALUE or EXTRA_SIZE > 0 else value_cache_ptr + head_offset,
                 key_scales_ptr,
                 value_scales_ptr,
                 kv_head,

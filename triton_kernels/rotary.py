@@ -9,7 +9,8 @@ from torch import Tensor
 
 from moeserve.triton_kernels.float8_rows import encode_float8, float8_scales, largest_bits
 
-# T tokens, N query heads, G key-value heads, H head size, F rotated pairs: the first 2 * F numbers of a head
+# T tokens, N query heads, G key-value heads, H size of a query or key, V of a value, F rotated pairs: the first 2 * F
+# numbers of a head
 
 
 def launch_sizes(num_pairs: int, num_copied: int) -> dict[str, int]:
@@ -74,7 +75,7 @@ def rotary(
 def rotary_with_cache_write(
     query_TNH: Tensor,
     key_TGH: Tensor,
-    value_TGH: Tensor,
+    value_TGV: Tensor,
     cosines_TF: Tensor,
     sines_TF: Tensor,
     is_interleaved: bool,
@@ -86,13 +87,14 @@ def rotary_with_cache_write(
 ) -> Tensor:
     """Rotate the queries in place, and write rotated keys and the values to the paged cache, in one launch.
 
-    Memory moved: (4 * T * N * F + 4 * T * G * H) * element size, and 8 * T * F for the angles.
+    Memory moved: (4 * T * N * F + 2 * T * G * (H + V)) * element size, and 8 * T * F for the angles.
 
     Args:
-        query_TNH, key_TGH, value_TGH: may be views of one fused projection; heads are contiguous. Keys and values are
+        query_TNH, key_TGH, value_TGV: may be views of one fused projection; heads are contiguous. Keys and values are
             not modified.
         cosines_TF, sines_TF, is_interleaved: see `rotary`.
-        key_cache, value_cache: [num_blocks, G, block_size, H], in the dtype of the keys, or uint8 codes with scales.
+        key_cache, value_cache: [num_blocks, G, block_size, H] and [num_blocks, G, block_size, V], in the dtype of the
+            keys, or uint8 codes with scales.
         slots_T: [T] int64, distinct: block * block_size + offset, or -1 to store nothing of a token.
         key_scales, value_scales: [num_blocks, G, block_size] bfloat16, contiguous: the caches get 8-bit floats.
 
@@ -103,27 +105,30 @@ def rotary_with_cache_write(
     num_kv_heads = key_TGH.shape[1]
     num_pairs = _num_pairs(cosines_TF, sines_TF, num_tokens, head_size)
     block_size = key_cache.shape[2]
-    for name, tensor in {"keys": key_TGH, "values": value_TGH}.items():
-        assert tensor.shape == (num_tokens, num_kv_heads, head_size), f"{name} {tuple(tensor.shape)}"
-    for name, cache in {"key": key_cache, "value": value_cache}.items():
-        assert cache.shape == (len(key_cache), num_kv_heads, block_size, head_size), f"{name}s {tuple(cache.shape)}"
+    value_size = value_TGV.shape[2]
+    for name, tensor, cache, size in (
+        ("key", key_TGH, key_cache, head_size),
+        ("value", value_TGV, value_cache, value_size),
+    ):
+        assert tensor.shape == (num_tokens, num_kv_heads, size), f"{name}s {tuple(tensor.shape)}"
+        assert cache.shape == (len(key_cache), num_kv_heads, block_size, size), f"{name}s {tuple(cache.shape)}"
         expected = key_TGH.dtype if key_scales is None else torch.uint8
         assert cache.dtype == expected, f"{name} cache in {cache.dtype}, keys in {key_TGH.dtype}"
     for scales in (key_scales, value_scales):
         assert (scales is None) == (key_scales is None)
         assert scales is None or (scales.shape == key_cache.shape[:3] and scales.is_contiguous())
-    for tensor in (query_TNH, key_TGH, value_TGH, key_cache, value_cache):
+    for tensor in (query_TNH, key_TGH, value_TGV, key_cache, value_cache):
         assert tensor.stride(-1) == 1, f"strides {tensor.stride()}"
     assert slots_T.shape == (num_tokens,), f"{tuple(slots_T.shape)} slots for {num_tokens} tokens"
     assert slots_T.is_contiguous(), f"strides {slots_T.stride()}"
     if num_tokens == 0:
         return query_TNH
-    sizes = launch_sizes(num_pairs, head_size)
+    sizes = launch_sizes(num_pairs, max(head_size, value_size))
     num_programs = triton.cdiv(num_heads, sizes["BLOCK_N"]) + triton.cdiv(num_kv_heads, sizes["BLOCK_N"])
     rotary_with_cache_write_kernel[(num_tokens, num_programs)](
         query_TNH,
         key_TGH,
-        value_TGH,
+        value_TGV,
         cosines_TF,
         sines_TF,
         key_cache,
@@ -134,14 +139,15 @@ def rotary_with_cache_write(
         num_heads,
         num_kv_heads,
         head_size,
+        value_size,
         num_pairs,
         block_size,
         query_TNH.stride(0),
         query_TNH.stride(1),
         key_TGH.stride(0),
         key_TGH.stride(1),
-        value_TGH.stride(0),
-        value_TGH.stride(1),
+        value_TGV.stride(0),
+        value_TGV.stride(1),
         key_cache.stride(0),
         key_cache.stride(1),
         key_cache.stride(2),
@@ -297,17 +303,18 @@ def rotary_kernel(
 def rotary_with_cache_write_kernel(
     query_ptr,  # [T, N, H]
     key_ptr,  # [T, G, H]
-    value_ptr,  # [T, G, H]
+    value_ptr,  # [T, G, V]
     cosines_ptr,  # [T, F], contiguous
     sines_ptr,  # [T, F], contiguous
     key_cache_ptr,  # [num_blocks, G, block_size, H]
-    value_cache_ptr,  # the same
+    value_cache_ptr,  # [num_blocks, G, block_size, V]
     key_scales_ptr,  # [num_blocks, G, block_size], or None
     value_scales_ptr,
     slots_ptr,  # [T] int64
     num_heads,
     num_kv_heads,
     head_size,
+    value_size,
     num_pairs,
     block_size,
     query_token_stride,
@@ -354,7 +361,7 @@ def rotary_with_cache_write_kernel(
                     keys, key_targets, cosines_ptr, sines_ptr, is_head, num_pairs, IS_INTERLEAVED, BLOCK_N, BLOCK_F
                 )
                 _copy_heads(keys, key_targets, is_head, 2 * num_pairs, head_size, BLOCK_H)
-                _copy_heads(values, value_targets, is_head, 0, head_size, BLOCK_H)
+                _copy_heads(values, value_targets, is_head, 0, value_size, BLOCK_H)
             else:
                 scale_offsets = (block * num_kv_heads + heads) * block_size + offset
                 _encode_rotated_heads(
@@ -370,4 +377,4 @@ def rotary_with_cache_write_kernel(
                     BLOCK_F,
                     BLOCK_H,
                 )
-                _encode_heads(values, value_targets, value_scales_ptr + scale_offsets, is_head, head_size, BLOCK_H)
+                _encode_heads(values, value_targets, value_scales_ptr + scale_offsets, is_head, value_size, BLOCK_H)

@@ -32,13 +32,14 @@ MOESERVE_INLINE void for_heads(const CacheWrite& step, int64_t first, int64_t la
 template <int W, typename Element>
 MOESERVE_INLINE void write_float8(const CacheWrite& step, int64_t first, int64_t last) {
   const auto size = static_cast<int>(step.head_size);
+  const auto value_size = static_cast<int>(step.value_size);
   const auto* keys = static_cast<const Element*>(step.key);
   const auto* values = static_cast<const Element*>(step.value);
   auto* key_cache = static_cast<uint8_t*>(step.key_cache);
   auto* value_cache = static_cast<uint8_t*>(step.value_cache);
   for_heads(step, first, last, [&](int64_t row, int64_t key, int64_t value) __attribute__((always_inline)) {
     step.key_scales[row] = encode_float8_row<W>(keys + key, size, key_cache + row * size);
-    step.value_scales[row] = encode_float8_row<W>(values + value, size, value_cache + row * size);
+    step.value_scales[row] = encode_float8_row<W>(values + value, value_size, value_cache + row * value_size);
   });
 }
 
@@ -55,10 +56,11 @@ void write_cache(const CacheWrite& step) {
                                   std::to_string(step.slots[t]) + ", but there are " + std::to_string(num_slots));
     }
   }
-  const int64_t head_bytes = step.head_size * element_bytes(step.type);
+  const int64_t key_bytes = step.head_size * element_bytes(step.type);
+  const int64_t value_bytes = step.value_size * element_bytes(step.type);
   if (step.key_scales != nullptr) {
     const auto run = choose_write_float8_of_type(current_isa());
-    for_rows(step.num_tokens, 2 * step.num_kv_heads * head_bytes,
+    for_rows(step.num_tokens, step.num_kv_heads * (key_bytes + value_bytes),
              [&](int64_t first, int64_t last) { run(step, first, last); });
     return;
   }
@@ -69,8 +71,8 @@ void write_cache(const CacheWrite& step) {
   auto* value_cache = static_cast<char*>(step.value_cache);
   const int64_t width = element_bytes(step.type);
   for_heads(step, 0, step.num_tokens, [&](int64_t row, int64_t key, int64_t value) {
-    std::memcpy(key_cache + row * head_bytes, keys + key * width, head_bytes);
-    if (values != nullptr) std::memcpy(value_cache + row * head_bytes, values + value * width, head_bytes);
+    std::memcpy(key_cache + row * key_bytes, keys + key * width, key_bytes);
+    if (values != nullptr) std::memcpy(value_cache + row * value_bytes, values + value * width, value_bytes);
   });
 }
 

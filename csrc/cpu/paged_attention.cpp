@@ -121,15 +121,16 @@ void find_rows(const PagedAttention& step, const Chunk& chunk, const Item& item,
   const auto* keys = static_cast<const char*>(step.key_cache);
   const auto* values = static_cast<const char*>(step.value_cache);
   const int64_t kv_head = item.first_head / group_size(step);
-  const int64_t row_bytes = step.head_size * cache_bytes(step);
+  const int64_t key_bytes = step.head_size * cache_bytes(step);
+  const int64_t value_bytes = keys == values ? key_bytes : step.value_size * cache_bytes(step);
   int64_t block = (start + visible.begin) / step.block_size;
   int64_t in_block = (start + visible.begin) % step.block_size;
   for (int p = visible.begin; p < visible.end; ++block, in_block = 0) {
     const int64_t first = (chunk.blocks[block] * step.num_kv_heads + kv_head) * step.block_size + in_block;
     const int count = static_cast<int>(std::min<int64_t>(step.block_size - in_block, visible.end - p));
     for (int i = 0; i < count; ++i) {
-      rows.keys[p + i] = keys + (first + i) * row_bytes;
-      rows.values[p + i] = values + (first + i) * row_bytes;
+      rows.keys[p + i] = keys + (first + i) * key_bytes;
+      rows.values[p + i] = values + (first + i) * value_bytes;
       rows.indices[p + i] = first + i;
     }
     p += count;
@@ -190,12 +191,17 @@ Range find_item_rows(const ItemContext& context, const Chunk& chunk, const Item&
 
 bool is_float8(const ItemContext& context) { return context.step.key_scales != nullptr; }
 
+// Return the memory of converted values, behind that of converted keys.
+char* converted_values(const ItemContext& context) {
+  return context.converted + kBlock * context.step.head_size * element_bytes(context.step.type);
+}
+
 // Replace the addresses of 8-bit floats by those of the converted rows.
 void use_converted(const ItemContext& context, Range visible, Rows& rows) {
-  const int64_t row_bytes = context.step.head_size * element_bytes(context.step.type);
+  const int64_t width = element_bytes(context.step.type);
   for (int p = visible.begin; p < visible.end; ++p) {
-    rows.keys[p] = context.converted + p * row_bytes;
-    rows.values[p] = context.converted + (kBlock + p) * row_bytes;
+    rows.keys[p] = context.converted + p * context.step.head_size * width;
+    rows.values[p] = converted_values(context) + p * context.step.value_size * width;
   }
 }
 
@@ -203,13 +209,13 @@ void use_converted(const ItemContext& context, Range visible, Rows& rows) {
 void convert_rows(const ItemContext& context, Range visible, Range ahead) {
   const PagedAttention& step = context.step;
   Rows& rows = *context.rows;
-  char* values = context.converted + kBlock * step.head_size * element_bytes(step.type);
   context.kernels.decode_float8(
       {rows.keys, rows.indices, step.key_scales, visible, {context.ahead->keys, ahead}, context.converted},
       context.head_size());
+  char* values = converted_values(context);
   context.kernels.decode_float8(
       {rows.values, rows.indices, step.value_scales, visible, {context.ahead->values, ahead}, values},
-      context.head_size());
+      context.value_size());
   use_converted(context, visible, rows);
 }
 
@@ -393,7 +399,7 @@ void run_item(Job& job, size_t index) {
   });
   const int64_t packed_size = std::max(kernels.packed_keys_size(head_size), kernels.packed_values_size(value_size));
   const int64_t converted_size =
-      step.key_scales == nullptr ? 0 : 2 * kBlock * step.head_size * element_bytes(step.type);
+      step.key_scales == nullptr ? 0 : kBlock * (step.head_size + step.value_size) * element_bytes(step.type);
   const TileRegisters registers(kernels);
   Rows rows[2];
   ItemContext context{step,

@@ -15,7 +15,7 @@ struct PagedAttention {
   ElementType type;            // float32 or bfloat16
   const void* query;           // [T, N, H], heads contiguous
   const void* key_cache;       // [num_blocks, G, block_size, H]
-  const void* value_cache;     // the same shape; may be key_cache: a value is the first V elements of its row
+  const void* value_cache;     // [num_blocks, G, block_size, V], or key_cache: a value is the first V elements of a key
   const BFloat16* key_scales;  // [num_blocks, G, block_size], or null: the caches have 8-bit floats (float8_rows.h)
   const BFloat16* value_scales;
   const float* sinks;           // [N] or null: an additional score of each query head, without a value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,12 +16,12 @@ from moeserve.layers.context import ModelContext
 from moeserve.layers.input_share import num_input_chunks, share_inputs
 from moeserve.layers.linear import Linear
 from moeserve.layers.norm import RMSNorm, RowsForm
-from moeserve.layers.rotary import NO_ROTARY, RotaryConfig, Rotations, TemperatureConfig
+from moeserve.layers.rotary import NO_ROTARY, RotaryConfig, Rotations, TemperatureConfig, constant_factor
 from moeserve.layers.weights import QuantizationLimits
 from moeserve.ops.interfaces import AttentionShape, KeyValueCache, Rows, plain_rows
 from moeserve.step_inputs import StepInputs
 
-# T tokens, D model width, N query heads, G key-value heads, H head size
+# T tokens, D model width, N query heads, G key-value heads, H size of a query and of a key, V of a value, X = N * V
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +30,10 @@ class AttentionConfig:
 
     num_heads: int
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # of queries and keys
     rotary: RotaryConfig
+    value_dim: int | None = None  # None: as large as a key
+    value_factor: float = 1.0  # multiplies values (MiMo-V2)
     # Positions that a token attends to at most, its own included. If negative, positions are divided into chunks of
     # -window, and a token attends to those of its own chunk (Llama 4).
     window: int | None = None
@@ -48,10 +51,25 @@ class AttentionConfig:
     has_gate: bool = False  # outputs are multiplied by the sigmoid of a projection as wide as the queries
 
     @property
+    def value_size(self) -> int:
+        """The size of a value."""
+        return self.head_dim if self.value_dim is None else self.value_dim
+
+    @property
+    def kv_sizes(self) -> tuple[int, int]:
+        """The sizes of a key and of a value."""
+        return self.head_dim, self.value_size
+
+    @property
+    def value_rotary(self) -> RotaryConfig | None:
+        """The multiplication of values; None: they stay as they are."""
+        return None if self.value_factor == 1.0 else constant_factor(self.value_size, self.value_factor)
+
+    @property
     def rotaries(self) -> tuple[RotaryConfig | TemperatureConfig, ...]:
         """All that the layer reads of positions."""
-        rotaries = (self.rotary, NO_ROTARY) if self.rotates_first else (self.rotary,)
-        return rotaries if self.temperature is None else (*rotaries, self.temperature)
+        others = (NO_ROTARY if self.rotates_first else None, self.value_rotary, self.temperature)
+        return (self.rotary, *(rotary for rotary in others if rotary is not None))
 
     def can_divide(self, num_ranks: int) -> bool:
         """True if this many tp ranks can each have equally many heads with the key-value heads that they read."""
@@ -73,15 +91,14 @@ class Attention(nn.Module):
         self.heads = share_of(config.num_heads, tp.rank_in_group, tp.world_size)
         self.kv_heads = _kv_heads_of(self.heads, config)
         num_heads, self.num_kv_heads = _length(self.heads), _length(self.kv_heads)
-        query_size, kv_size = num_heads * config.head_dim, self.num_kv_heads * config.head_dim
-        self.projected_sizes = [query_size, kv_size, kv_size] + [query_size] * config.has_gate
+        query_size, key_size = num_heads * config.head_dim, self.num_kv_heads * config.head_dim
+        value_size, output_size = self.num_kv_heads * config.value_size, num_heads * config.value_size
+        self.projected_sizes = [query_size, key_size, value_size] + [output_size] * config.has_gate
         num_chunks = num_input_chunks(config.can_divide)
-        share = share_inputs(config.num_heads * config.head_dim, num_chunks, context)
-        first_query, first_key = self.heads.start * config.head_dim, self.kv_heads.start * config.head_dim
+        share = share_inputs(config.num_heads * config.value_size, num_chunks, context)
+        starts = self.heads.start * config.head_dim, *(self.kv_heads.start * size for size in config.kv_sizes)
         # Errors in scores grow exponentially in the softmax, so queries and keys keep 8 bits.
-        limits = QuantizationLimits(
-            8, (first_query, first_key, query_size, query_size + kv_size, query_size + 2 * kv_size)
-        )
+        limits = QuantizationLimits(8, (*starts, *itertools.accumulate(self.projected_sizes[:3])))
         self.query_key_value = Linear(
             hidden_size, sum(self.projected_sizes), context, has_bias=config.has_bias, limits=limits
         )
@@ -103,17 +120,18 @@ class Attention(nn.Module):
         self._gate_rows = context.kernels.gate_rows
         self.sinks = context.parameter(num_heads, dtype=torch.float32) if config.has_sinks else None
         self.output = Linear(
-            query_size,
+            output_size,
             hidden_size,
             context,
             has_bias=config.has_output_bias and tp.rank_in_group == 0,  # added once: outputs are summed over the ranks
-            limits=QuantizationLimits(cuts=(first_query,)),
+            limits=QuantizationLimits(cuts=(self.heads.start * config.value_size,)),
             chunks=share.chunks,
         )
         shape = AttentionShape(
             num_heads=num_heads,
             num_kv_heads=self.num_kv_heads,
             head_size=config.head_dim,
+            value_size=config.value_dim,
             dtype=context.dtype,
             scale=config.head_dim**-0.5 if config.scale is None else config.scale,
             whole_group_size=config.num_heads // config.num_kv_heads,
@@ -121,6 +139,7 @@ class Attention(nn.Module):
             has_sinks=config.has_sinks,
         )
         self.backend = context.kernels.make_attention(shape)
+        self.value_rotary = config.value_rotary
         self._apply_rope = context.kernels.apply_rope
 
     @property
@@ -139,8 +158,8 @@ class Attention(nn.Module):
 
     def forward(self, hidden_TD: Rows, rotations: Rotations, cache: KeyValueCache, step: StepInputs) -> Tensor:
         projected = self.query_key_value(hidden_TD).split(self.projected_sizes, dim=-1)
-        size = self.config.head_dim
-        query_TNH, key_TGH, value_TGH = (rearrange(part, "T (N H) -> T N H", H=size) for part in projected[:3])
+        query_TNH, key_TGH = (rearrange(part, "T (N H) -> T N H", H=self.config.head_dim) for part in projected[:2])
+        value_TGV = rearrange(projected[2], "T (G V) -> T G V", V=self.config.value_size)
         rotation = rotations[self.config.rotary]
         if self.config.rotates_first:
             query_TNH, key_TGH = self._apply_rope(query_TNH, rotation), self._apply_rope(key_TGH, rotation)
@@ -150,23 +169,25 @@ class Attention(nn.Module):
             query_TNH = self._apply_rope(query_TNH, rotations[self.config.temperature])
         if self.config.clip is not None:
             limit = self.config.clip
-            query_TNH, key_TGH, value_TGH = (heads.clamp(-limit, limit) for heads in (query_TNH, key_TGH, value_TGH))
+            query_TNH, key_TGH, value_TGV = (heads.clamp(-limit, limit) for heads in (query_TNH, key_TGH, value_TGV))
+        if self.value_rotary is not None:
+            value_TGV = self._apply_rope(value_TGV, rotations[self.value_rotary])
         if self.config.window is not None:
             step = step.of_windows
-        query_TNH = self.backend.rotate_and_write(query_TNH, key_TGH, value_TGH, rotation, cache, step)
-        attended_TNH = self.backend.attend(query_TNH, cache, step, self.sinks)
-        attended_TX = rearrange(attended_TNH, "T N H -> T (N H)")
+        query_TNH = self.backend.rotate_and_write(query_TNH, key_TGH, value_TGV, rotation, cache, step)
+        attended_TNV = self.backend.attend(query_TNH, cache, step, self.sinks)
+        attended_TX = rearrange(attended_TNV, "T N V -> T (N V)")
         if self.head_gates is not None:
             gates_P1 = self.head_gates(plain_rows(hidden_TD)).view(-1, 1)  # P pairs of token and head
-            attended_TX = self._gate_rows(gates_P1, attended_TX.view(-1, size)).view_as(attended_TX)
+            attended_TX = self._gate_rows(gates_P1, attended_TX.view(-1, self.config.value_size)).view_as(attended_TX)
         return self.output(self._gate_rows(projected[3], attended_TX) if self.config.has_gate else attended_TX)
 
 
 def cache_needs_of(config: AttentionConfig, num_kv_heads: int, context: ModelContext) -> CacheNeeds:
     """Return the cache memory that a layer with `num_kv_heads` on this rank needs."""
-    size = config.head_dim
-    bytes_of_head = size + torch.bfloat16.itemsize if context.has_float8_cache else size * context.dtype.itemsize
-    bytes_per_token = 2 * num_kv_heads * bytes_of_head
+    num_elements, num_bytes = sum(config.kv_sizes), context.dtype.itemsize
+    bytes_of_head = num_elements + 2 * torch.bfloat16.itemsize if context.has_float8_cache else num_elements * num_bytes
+    bytes_per_token = num_kv_heads * bytes_of_head
     if config.window is None:
         return CacheNeeds(bytes_per_token=bytes_per_token)
     return CacheNeeds(window_bytes_per_token=bytes_per_token, window=abs(config.window))
@@ -177,12 +198,13 @@ def make_key_value_cache(
 ) -> KeyValueCache:
     """Return the cache of a layer with `num_kv_heads` on this rank."""
     num_blocks = size.blocks_of(has_window=config.window is not None)
-    shape = (num_blocks, num_kv_heads, size.block_size, config.head_dim)
-    if context.has_float8_cache:
-        codes = (torch.empty(shape, dtype=torch.uint8, device=context.device) for _ in range(2))
-        scales = (torch.empty(shape[:-1], dtype=torch.bfloat16, device=context.device) for _ in range(2))
-        return KeyValueCache(*codes, *scales)
-    return KeyValueCache(*(torch.empty(shape, dtype=context.dtype, device=context.device) for _ in range(2)))
+    shape = (num_blocks, num_kv_heads, size.block_size)
+    dtype = torch.uint8 if context.has_float8_cache else context.dtype
+    heads = (torch.empty(*shape, head_size, dtype=dtype, device=context.device) for head_size in config.kv_sizes)
+    if not context.has_float8_cache:
+        return KeyValueCache(*heads)
+    scales = (torch.empty(shape, dtype=torch.bfloat16, device=context.device) for _ in range(2))
+    return KeyValueCache(*heads, *scales)
 
 
 class TokenNorm(nn.Module):

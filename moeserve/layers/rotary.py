@@ -95,7 +95,9 @@ class NtkScaling:
 
 @dataclass(frozen=True)
 class NoScaling:
-    """Sets every frequency to zero: nothing is rotated."""
+    """Sets every frequency to zero: nothing is rotated, only multiplied by a constant."""
+
+    attention_factor: float = 1.0
 
     def scale(self, frequencies_F: Tensor, theta: float) -> Tensor:
         return torch.zeros_like(frequencies_F)
@@ -115,7 +117,7 @@ class RotaryConfig:
     @property
     def attention_factor(self) -> float:
         """The factor of cosines and sines."""
-        return self.scaling.attention_factor if isinstance(self.scaling, YarnScaling) else 1.0
+        return self.scaling.attention_factor if isinstance(self.scaling, YarnScaling | NoScaling) else 1.0
 
     @property
     def score_factor(self) -> float:
@@ -151,6 +153,11 @@ class Rotary:
 
 # Of layers without rotary embedding. The cosine of zero is exactly one, so numbers keep their bytes.
 NO_ROTARY = RotaryConfig(dim=2, theta=2.0, scaling=NoScaling())
+
+
+def constant_factor(dim: int, factor: float) -> RotaryConfig:
+    """Return a multiplication of heads of `dim` values by a constant, in the form of a rotation by an angle of zero."""
+    return RotaryConfig(dim=dim, theta=2.0, scaling=NoScaling(factor))
 
 
 @dataclass(frozen=True, kw_only=True)

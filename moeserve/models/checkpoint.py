@@ -61,13 +61,11 @@ def select_decoder(checkpoint: Checkpoint, part: DecoderPart) -> Checkpoint:
     tensors: dict[str, CheckpointTensor] = {}
     num_left_out = 0
     for name, tensor in checkpoint.tensors.items():
-        prefix = next(((old, new) for old, new in part.prefixes if name.startswith(old)), None)
-        if prefix is not None:
-            tensors[prefix[1] + name.removeprefix(prefix[0])] = tensor
-        elif name.startswith(part.left_out):
+        if name.startswith(part.left_out):
             num_left_out += 1
-        else:
-            tensors[name] = tensor
+            continue
+        old, new = next((each for each in part.prefixes if name.startswith(each[0])), ("", ""))
+        tensors[new + name.removeprefix(old)] = tensor
     if num_left_out:
         logger.info("%s: %d tensors that are not the decoder's are not loaded", checkpoint.folder, num_left_out)
     return dataclasses.replace(checkpoint, tensors=tensors)

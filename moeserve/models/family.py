@@ -85,10 +85,10 @@ class LayerNames:
 class DecoderPart:
     """The tensors of the decoder in a checkpoint that also holds others, such as for images."""
 
+    left_out: tuple[str, ...]  # beginnings of the names of all other tensors, which are not loaded
     # Prefixes of names, and their replacements in a checkpoint of the decoder alone. The first match is used; a name
     # without a match stays as it is.
     prefixes: tuple[tuple[str, str], ...] = ()
-    left_out: tuple[str, ...]  # beginnings of the names of all other tensors, which are not loaded
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,11 +36,12 @@ from moeserve.moe.router import Routing
 from moeserve.ops.interfaces import AttentionShape, KeyValueCache, RouterConfig
 from moeserve.step_inputs import StepInputs
 
-# T tokens, D model width, V vocabulary, N query heads, G key-value heads, H head size, K experts per token, R rows
+# T tokens, D model width, V vocabulary or size of a value, N query heads, G key-value heads, H size of a key, K experts
+# per token, R rows
 
 _numbers = itertools.count()  # numbers the models of this process, because transformers registers functions by name
 
-Attend = Callable[[nn.Module, Tensor, Tensor, Tensor, dict[str, Any]], Tensor]  # (module, 1NTH, 1GTH, 1GTH, settings)
+Attend = Callable[[nn.Module, Tensor, Tensor, Tensor, dict[str, Any]], Tensor]  # (module, 1NTH, 1GTH, 1GTV, settings)
 RunExperts = Callable[[Any, Tensor, Tensor, Tensor], Tensor]  # (module, TD, experts TK, weights TK) -> TD
 
 
@@ -128,6 +129,7 @@ def _attention_config(
         num_heads=query.shape[1],
         num_kv_heads=key.shape[1],
         head_dim=query.shape[3],
+        value_dim=value.shape[3],
         rotary=NO_ROTARY,  # modelling code has already rotated queries and keys
         window=settings.get("sliding_window"),
         scale=settings.get("scaling"),
@@ -322,22 +324,20 @@ class TransformersModel(nn.Module):
         return logits_TV
 
     def _attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, settings: dict[str, Any]) -> Tensor:
-        """Return [1, T, N, H]."""
+        """Return [1, T, N, V]."""
         assert self._current is not None
         step, cache = self._current.step, self._current.caches[module.layer_idx]
-        value_size = value.shape[3]
         if len(step.token_ids) == 0:
-            return query.new_zeros(1, 1, query.shape[1], value_size)
-        value = functional.pad(value, (0, key.shape[3] - value_size))  # the cache has one head size for keys and values
+            return query.new_zeros(1, 1, query.shape[1], value.shape[3])
         backend = self._backends[module.layer_idx]
         if self._attentions[module.layer_idx].window is not None:
             step = step.of_windows
-        query_TNH, key_TGH, value_TGH = (heads[0].transpose(0, 1).contiguous() for heads in (query, key, value))
+        query_TNH, key_TGH, value_TGV = (heads[0].transpose(0, 1).contiguous() for heads in (query, key, value))
         rotation = self._rotaries.at(step.positions)[NO_ROTARY]
-        query_TNH = backend.rotate_and_write(query_TNH, key_TGH, value_TGH, rotation, cache, step)
+        query_TNH = backend.rotate_and_write(query_TNH, key_TGH, value_TGV, rotation, cache, step)
         sinks_N = settings.get("s_aux")
-        attended_TNH = backend.attend(query_TNH, cache, step, None if sinks_N is None else sinks_N.float())
-        return attended_TNH[None, :, :, :value_size]
+        attended_TNV = backend.attend(query_TNH, cache, step, None if sinks_N is None else sinks_N.float())
+        return attended_TNV[None]
 
     def _run_experts(self, module: Any, hidden_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
         assert self._current is not None
@@ -355,6 +355,7 @@ def _shape_of(config: AttentionConfig, context: ModelContext) -> AttentionShape:
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_size=config.head_dim,
+        value_size=config.value_dim,
         dtype=context.dtype,
         scale=config.head_dim**-0.5 if config.scale is None else config.scale,
         window=config.window,

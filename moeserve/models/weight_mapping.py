@@ -127,15 +127,16 @@ def _draft_input(parts: DraftInput, number: int, family: Family) -> Iterator[Row
 def _attention(prefix: str, attention: Attention, family: Family) -> Iterator[Row]:
     names = family.attention_names
     config, size, fused = attention.config, attention.config.head_dim, attention.query_key_value
-    queries, keys = rows_of_heads(attention.heads, size), rows_of_heads(attention.kv_heads, size)
-    num_queries, num_keys = config.num_heads * size, config.num_kv_heads * size
+    queries, num_queries = rows_of_heads(attention.heads, size), config.num_heads * size
+    keys, values = (rows_of_heads(attention.kv_heads, each) for each in config.kv_sizes)
+    num_keys, num_values = (config.num_kv_heads * each for each in config.kv_sizes)
     parts: list[tuple[Tensor, Weights | None, str]] = [(fused.weight, fused.weights, "weight")]
     if fused.bias is not None:
         parts.append((fused.bias, None, "bias"))
     for memory, owner, kind in parts:
         query, key, value, *gate = memory.split(attention.projected_sizes)
         yield f"{prefix}.k_proj.{kind}", rows(key, keys, num_keys, owner)
-        yield f"{prefix}.v_proj.{kind}", rows(value, keys, num_keys, owner)
+        yield f"{prefix}.v_proj.{kind}", rows(value, values, num_values, owner)
         if not gate:
             yield f"{prefix}.q_proj.{kind}", rows(query, queries, num_queries, owner)
             continue
@@ -153,7 +154,8 @@ def _attention(prefix: str, attention: Attention, family: Family) -> Iterator[Ro
     if attention.head_gates is not None:
         gates = attention.head_gates
         yield f"{prefix}.{names.gates}.weight", rows(gates.weight, attention.heads, config.num_heads, gates.weights)
-    yield from summed_rows(f"{prefix}.{names.output}", attention.output, queries, num_queries, config.has_output_bias)
+    outputs, num_outputs = rows_of_heads(attention.heads, config.value_size), config.num_heads * config.value_size
+    yield from summed_rows(f"{prefix}.{names.output}", attention.output, outputs, num_outputs, config.has_output_bias)
 
 
 def _latent_attention(prefix: str, attention: LatentAttention, names: AttentionNames) -> Iterator[Row]:

@@ -24,7 +24,7 @@ from moeserve.step_inputs import StepInputs
 
 # T tokens, D model width, E experts, K experts per token, P pairs = T * K, R rows, N query heads, G key-value heads,
 # H head size, F rotated pairs, S rows of a source or slots of a weight, e weights side by side, I inputs, O outputs,
-# C columns: the outputs, or half as many after an activation (gates first, then ups), V vocabulary,
+# C columns: the outputs, or half as many after an activation (gates first, then ups), V vocabulary or size of a value,
 # W fields of SAMPLING_SETTINGS
 
 GatedActivation = Callable[[Tensor, Tensor], Tensor]  # (gate, up) -> their product, all of one shape
@@ -421,11 +421,12 @@ class AttentionShape:
 
     num_heads: int
     num_kv_heads: int
-    head_size: int
+    head_size: int  # of queries and keys
     dtype: torch.dtype
     scale: float  # of the products of queries and keys
     # Query heads of all tp ranks that read one key-value head, on which the order of sums depends; None: N / G.
     whole_group_size: int | None = None
+    value_size: int | None = None  # at most head_size; None: as large
     # Positions that a token attends to at most, its own included; None: all up to its own. If negative, positions are
     # divided into chunks of -window, and a token attends to those of its own chunk.
     window: int | None = None
@@ -434,7 +435,7 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class KeyValueCache:
-    """Keys and values of one layer in blocks, [num_blocks, G, block_size, H] each.
+    """Keys [num_blocks, G, block_size, H] and values [num_blocks, G, block_size, V] of one layer in blocks.
 
     They are in the model's dtype, or codes in uint8 with a scale for each token and head; see `float8_rows.py`.
     """
@@ -463,7 +464,7 @@ class AttentionBackend(Protocol):
         self,
         query_TNH: Tensor,
         key_TGH: Tensor,
-        value_TGH: Tensor,
+        value_TGV: Tensor,
         rotation: Rotation,
         cache: KeyValueCache,
         step: StepInputs,
@@ -486,7 +487,7 @@ class AttentionBackend(Protocol):
                 is scaled by sum(exp(scores)) / (sum(exp(scores)) + exp(sink)).
 
         Returns:
-            [T, N, H] in the dtype of the queries.
+            [T, N, V] in the dtype of the queries.
         """
         ...
 

@@ -61,7 +61,9 @@ def operations_of_pair(attention: CachedAttention, tp: int) -> tuple[float, floa
     """Return the operations for one pair of token and position on one tp rank, when decoding and in prefill."""
     heads = attention.num_heads / tp
     match attention:
-        case AttentionConfig() | CompressedAttentionConfig():
+        case AttentionConfig():
+            return (heads * 2 * sum(attention.kv_sizes),) * 2
+        case CompressedAttentionConfig():
             return heads * 4 * attention.head_dim, heads * 4 * attention.head_dim
         case LatentAttentionConfig():
             absorbed = attention.cached_size + attention.latent_size
@@ -88,8 +90,8 @@ def attention_values(attention: CachedAttention, tp: int) -> tuple[float, float]
     """Return the values per token on one tp rank: of queries, keys and values, and of attention's output."""
     match attention:
         case AttentionConfig():
-            outputs = attention.num_heads * attention.head_dim
-            projected = outputs + 2 * attention.num_kv_heads * attention.head_dim
+            outputs = attention.num_heads * attention.value_size
+            projected = attention.num_heads * attention.head_dim + attention.num_kv_heads * sum(attention.kv_sizes)
         case LatentAttentionConfig():
             outputs = attention.num_heads * attention.value_dim
             projected = outputs + attention.num_heads * 2 * attention.query_dim

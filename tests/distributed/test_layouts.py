@@ -63,6 +63,7 @@ NEWER = (
     "mistral4",
     "llama4",
     "step3p7",
+    "mimo-v2-flash",
     "deepseek-v32",
     "glm5",
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from collections.abc import Callable, Sequence
@@ -29,11 +30,15 @@ from moeserve.worker.worker import Worker
 MTP = {"method": "mtp", "num_speculative_tokens": 3}
 # One without recurrent states, one with; one that picks positions, and one whose layer is dense and has no norm.
 NAMES = ("deepseek-v3", "qwen3-next", "deepseek-v32", "ernie")
-OTHER_NAMES = ("glm4-moe", "glm4-moe-lite", "glm5", "hy-v3", "qwen3.5-moe")
-
+OTHER_NAMES = ("glm4-moe", "glm4-moe-lite", "glm5", "hy-v3", "qwen3.5-moe", "mimo-v2-flash")
 
 # Parts of names in checkpoints, and in transformers
 HY_V3_NAMES = {"router.gate": "gate", "expert_bias": "e_score_correction_bias", "shared_mlp": "shared_experts"}
+# Names in transformers, and in checkpoints
+MIMO_NAMES = {
+    "self_attn.sinks": "self_attn.attention_sink_bias",
+    "post_attention_layernorm.weight": "pre_mlp_layernorm.weight",
+}
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,9 @@ def names_of(reference: Reference) -> Names:
         case "ernie4_5_moe":
             of_inputs = (f"model.mtp_{name}.0" for name in ("block", "emb_norm", "hidden_norm", "linear_proj"))
             return Names(*of_inputs, "model.norm")
+        case "mimo_v2_flash":
+            layer = "model.mtp.layers.0"
+            return Names(layer, f"{layer}.enorm", f"{layer}.hnorm", f"{layer}.eh_proj", f"{layer}.final_layernorm")
     layer = f"model.layers.{config.num_hidden_layers}"
     norm = "final_layernorm" if config.model_type == "hy_v3" else "shared_head.norm"
     return Names(layer, f"{layer}.enorm", f"{layer}.hnorm", f"{layer}.eh_proj", f"{layer}.{norm}")
@@ -78,7 +86,10 @@ class DraftModel(nn.Module):
             and hasattr(layer.mlp, "experts") != is_dense
         )
         torch.manual_seed(3)
-        self.layer = type(like)(text.config, self.number)
+        config = copy.deepcopy(text.config)
+        if config.model_type == "mimo_v2_flash":  # without experts, whose tensors have other names
+            config.mlp_layer_types[self.number] = "dense"
+        self.layer = type(like)(config, self.number)
         norm_type, epsilon = type(like.input_layernorm), text.config.rms_norm_eps
         self.embedding_norm, self.hidden_norm, self.norm = (norm_type(size, eps=epsilon) for _ in range(3))
         self.projection = nn.Linear(2 * size, size, bias=False)
@@ -112,12 +123,16 @@ class DraftModel(nn.Module):
     def _output(self, inputs_1TD: Tensor) -> Tensor:
         """Return hidden states [1, T, D] after the layer's norm."""
         positions = torch.arange(inputs_1TD.shape[1])[None]
-        mask = torch.full((inputs_1TD.shape[1],) * 2, float("-inf")).triu(1)[None, None]
+        mask, layer_type = torch.full((inputs_1TD.shape[1],) * 2, float("-inf")).triu(1), []
+        if self.text.config.model_type == "mimo_v2_flash":
+            assert self.layer.self_attn.layer_type == "sliding_attention"
+            layer_type = [self.layer.self_attn.layer_type]
+            mask += torch.full_like(mask, float("-inf")).tril(-self.layer.self_attn.sliding_window)
         output = self.layer(
             inputs_1TD,
-            position_embeddings=self.text.rotary_emb(inputs_1TD, positions),
+            position_embeddings=self.text.rotary_emb(inputs_1TD, positions, *layer_type),
             position_ids=positions,
-            attention_mask=mask,
+            attention_mask=mask[None, None],
         )
         return self.norm(output[0] if isinstance(output, tuple) else output)
 
@@ -129,8 +144,12 @@ class DraftModel(nn.Module):
         tensors = load_file(folder / "model.safetensors")
         prefix = "model.language_model" if "model.language_model.embed_tokens.weight" in tensors else "model"
         like, own, state = f"{prefix}.layers.{self.number}.", f"{names.layer}.", self.layer.state_dict()
-        for name in [name for name in tensors if name.startswith(like)]:
-            tensors[own + name.removeprefix(like)] = split(state, name.removeprefix(like))
+        if own.startswith("model.mtp.layers"):
+            tensors |= {own + MIMO_NAMES.get(name, name): tensor.clone() for name, tensor in state.items()}
+            tensors["model.mtp.layers.1.enorm.weight"] = torch.ones(3)  # of a second layer, which is not loaded
+        else:
+            for name in [name for name in tensors if name.startswith(like)]:
+                tensors[own + name.removeprefix(like)] = split(state, name.removeprefix(like))
         for name in ("embedding_norm", "hidden_norm", "projection", "norm"):
             tensors[f"{getattr(names, name)}.weight"] = getattr(self, name).weight.data
         if names.norm.endswith("shared_head.norm"):

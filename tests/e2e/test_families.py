@@ -30,8 +30,9 @@ GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 CACHE = "8MiB"
 
 # One shape of each kind of mixer: windows, latent attention, that to chosen positions, sinks, recurrent states, short
-# convolutions, compressed entries.
+# convolutions, compressed entries, narrow values.
 ATTENTION_KINDS = ["mixtral-window", "deepseek-v3", "glm5", "gpt-oss", "qwen3-next", "lfm2-moe", "deepseek-v4"]
+ATTENTION_KINDS += ["mimo-v2-flash"]
 
 
 def tokens_of(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
@@ -184,7 +185,11 @@ def reread(folder: Path, reference: Reference, *, dtype: torch.dtype) -> Referen
 
 
 @pytest.mark.parametrize(
-    "name", ["deepseek-v2", "deepseek-v3", "deepseek-v4", "qwen2-moe", "qwen3-moe", "glm4-moe-groups", "gpt-oss"]
+    "name",
+    [
+        *("deepseek-v2", "deepseek-v3", "deepseek-v4", "qwen2-moe", "qwen3-moe", "glm4-moe-groups", "gpt-oss"),
+        "mimo-v2-flash",
+    ],
 )
 def test_config_in_the_style_of_the_hub(name: str, reference_named: Callable[[str], Reference], tmp_path: Path) -> None:
     reference = reference_named(name)

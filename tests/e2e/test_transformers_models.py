@@ -11,7 +11,7 @@ from reference_models import (
     SMALLEST_GAP,
     Reference,
     Shape,
-    grouped_experts,
+    experts,
     heads,
     local_experts,
     make_reference,
@@ -48,17 +48,14 @@ SHAPES: dict[str, Shape] = {
             tie_word_embeddings=True,
         ),
     ),
-    # values narrower than keys, sinks, windows, dense layers
-    "mimo": shape(
-        "MiMoV2Flash",
+    # windows, layers without rotary embedding, gated outputs, a norm after each network, dense layers
+    "afmoe": shape(
+        "Afmoe",
         sizes(hidden=40, layers=4),
         heads(4, 2, 12),
-        grouped_experts(6, 2, shared=0, width=20, groups=(1, 1), scale=1.0),
-        v_head_dim=8,
-        swa_num_attention_heads=4,
-        swa_num_key_value_heads=2,
-        swa_head_dim=12,
-        swa_v_head_dim=8,
+        experts(6, 2, 20),
+        rope(),
+        num_shared_experts=1,
         sliding_window=8,
         seed=2,
     ),

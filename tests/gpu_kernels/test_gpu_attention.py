@@ -27,7 +27,7 @@ from paged_steps import same_bytes
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}
 PAGED = Shape(4, 2, 16, with_sinks=True)
 LATENT = Shape(5, 1, 32, latent_size=24)
-WINDOW = Shape(3, 1, 24, window=100, with_sinks=True)
+WINDOW = Shape(3, 1, 24, window=100, with_sinks=True, value_size=17)
 SHAPES = pytest.mark.parametrize("shape", [PAGED, LATENT], ids=["paged", "latent"])
 
 
@@ -90,7 +90,9 @@ def test_random_steps(seed: int, is_latent: bool) -> None:
         num_kv_heads = draw.choice([1, 2, 3])
         num_heads = num_kv_heads * draw.choice([1, 2, 3, 7, 18])
         window = draw.choice([None, None, 1, 5, 100, -7, -33])
-        shape = Shape(num_heads, num_kv_heads, draw.choice([16, 20, 64, 80]), window, draw.choice([False, True]))
+        head_size, has_sinks = draw.choice([16, 20, 64, 80]), draw.choice([False, True])
+        value_size = draw.choice([None, 16, head_size - 4])
+        shape = Shape(num_heads, num_kv_heads, head_size, window, has_sinks, value_size=value_size)
     check(make_case([(1, 30), *lengths], shape, block_size=draw.choice([1, 3, 16, 64]), dtype=dtype, seed=seed))
 
 

@@ -69,15 +69,18 @@ def test_rotation_with_cache_write(seed: int) -> None:
     num_pairs = draw.choice([head_size // 2, head_size // 4])
     is_interleaved = seed % 2 == 0
     num_blocks = num_tokens + 2
-    # Queries, keys and values are views of one fused projection.
+    # Queries, keys and values are views of one fused projection; some values are smaller.
+    value_size = head_size - 3 * (seed % 3 == 1)
     fused = torch.randn(num_tokens, (num_heads + 2 * num_kv_heads) * head_size, generator=generator).to(dtype)
     fused_heads = fused.unflatten(1, (-1, head_size))
     query, key, value = fused_heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    value = value[..., :value_size]
     cosines_TF, sines_TF = angles(num_tokens, num_pairs, generator)
     slots_T = torch.tensor(draw.sample(range(num_blocks * block_size), num_tokens), dtype=torch.int64)
     slots_T[:1] = -1
-    shape = (2, num_blocks, num_kv_heads, block_size, head_size)
-    key_cache, value_cache = torch.randn(shape, generator=generator).to(dtype)
+    shape = (num_blocks, num_kv_heads, block_size)
+    caches = (torch.randn(*shape, size, generator=generator).to(dtype) for size in (head_size, value_size))
+    key_cache, value_cache = caches
     expected_keys, expected_values = key_cache.clone(), value_cache.clone()
     expected_query = apply_rope(query, Rotation(cosines_TF, sines_TF, is_interleaved))
     rotated_key = apply_rope(key, Rotation(cosines_TF, sines_TF, is_interleaved))

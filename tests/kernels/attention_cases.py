@@ -22,7 +22,10 @@ from moeserve.step_inputs import StepInputs
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of attention. With a latent size, a value is the first elements of its key, and G is 1."""
+    """Sizes of attention. With a latent size, a value is the first elements of its key, and G is 1.
+
+    A value may be smaller than a key.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -32,6 +35,7 @@ class Shape:
     latent_size: int | None = None
     scale: float | None = None
     whole_group_size: int | None = None  # None: N / G
+    value_size: int | None = None  # None: as large as a key
 
     @property
     def group_size(self) -> int:
@@ -78,13 +82,14 @@ def make_case(
     block_ids = scatter_blocks(lengths, block_size, seed)
     step = make_step(lengths, block_ids, block_size)
     num_kv_heads, head_size = shape.num_kv_heads, shape.head_size
-    cache_shape = (sum(map(len, block_ids)) + NUM_SPARE_BLOCKS, num_kv_heads, block_size, head_size)
-    key_cache, value_cache = (torch.full(cache_shape, unread, dtype=dtype) for _ in range(2))
+    cache_shape = (sum(map(len, block_ids)) + NUM_SPARE_BLOCKS, num_kv_heads, block_size)
+    value_size = shape.value_size or head_size
+    key_cache, value_cache = (torch.full((*cache_shape, size), unread, dtype=dtype) for size in (head_size, value_size))
     keys, values = [], []
     for ids, (num_rows, context_len) in zip(block_ids, lengths, strict=True):
         keys.append(draw(context_len, num_kv_heads, head_size))
         values.append(
-            draw(context_len, num_kv_heads, head_size)
+            draw(context_len, num_kv_heads, value_size)
             if shape.latent_size is None
             else keys[-1][..., : shape.latent_size]
         )
@@ -122,7 +127,10 @@ def random_case(seed: int, dtype: torch.dtype, is_latent: bool) -> tuple[Case, T
             window=draw.choice([None, None, 1, 5, 100, 300, 10_000, -7, -90]),
             with_sinks=draw.choice([False, True]),
             scale=scale,
+            value_size=draw.choice([None, None, 1]),
         )
+        if shape.value_size is not None:
+            shape = dataclasses.replace(shape, value_size=draw.randint(1, shape.head_size))
     case = make_case(lengths, shape, block_size=draw.choice([1, 3, 7, 16, 32]), dtype=dtype, seed=seed)
     return case, *expected_attention(case)
 
@@ -173,6 +181,7 @@ def attention_shape(shape: Shape, dtype: torch.dtype = torch.float32) -> Attenti
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,
         head_size=shape.head_size,
+        value_size=shape.value_size,
         dtype=dtype,
         scale=shape.scale or shape.head_size**-0.5,
         window=shape.window,

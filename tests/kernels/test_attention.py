@@ -54,6 +54,8 @@ SHAPES = {
     "window, one head each, small heads": Shape(3, 3, 20, window=70),
     "chunks": Shape(6, 2, 64, window=-90),
     "large heads": Shape(4, 2, 128),
+    "smaller values": Shape(8, 2, 192, window=150, with_sinks=True, value_size=128),
+    "smaller values, odd sizes": Shape(3, 1, 21, value_size=9),
     "groups of 40: longer partitions": Shape(40, 1, 24, with_sinks=True),
     "a group in several items": Shape(110, 1, 16),
     "latent, 16 heads": Shape(16, 1, 320, latent_size=256),

@@ -80,7 +80,7 @@ def nearest_numbers(rows_XH: Tensor) -> Tensor:
 
 def float8_cache(table: Kernels, case: Case) -> KeyValueCache:
     """Return a cache with the keys and values of a case, written by these kernels, and other bytes where none are."""
-    codes = (torch.full(case.key_cache.shape, 0xFF, dtype=torch.uint8) for _ in range(2))
+    codes = (torch.full(cache.shape, 0xFF, dtype=torch.uint8) for cache in (case.key_cache, case.value_cache))
     scales = (torch.full(case.key_cache.shape[:3], math.nan, dtype=torch.bfloat16) for _ in range(2))
     cache = KeyValueCache(*codes, *scales)
     whole = [(len(keys), len(keys)) for keys in case.keys_CGH]

@@ -31,7 +31,7 @@ class Shape:
     value_size: int
     window: int | None = None
     has_sinks: bool = False
-    extra_size: int | None = None  # rotary part of latent attention
+    extra_size: int = 0  # of a key, beyond the size of a value
     cache_block: int = 16
     has_float8_cache: bool = False
 
@@ -41,7 +41,7 @@ class Shape:
 
     @property
     def is_latent(self) -> bool:
-        return self.extra_size is not None
+        return self.extra_size > 0 and self.num_kv_heads == 1
 
 
 SHAPES = {
@@ -51,6 +51,8 @@ SHAPES = {
     "heads of 256, cache of 8-bit floats": Shape(16, 8, 256, has_float8_cache=True),
     "gpt-oss": Shape(64, 8, 64, window=128, has_sinks=True),
     "heads of 256": Shape(16, 8, 256, window=4096, cache_block=48),
+    "MiMo-V2-Flash": Shape(64, 8, 128, extra_size=64, window=129, has_sinks=True),
+    "MiMo-V2-Flash, cache of 8-bit floats": Shape(64, 4, 128, extra_size=64, has_float8_cache=True),
     "DeepSeek-V2-Lite": Shape(16, 1, 512, extra_size=64),
     "DeepSeek-V3, TP 4": Shape(32, 1, 512, extra_size=64, cache_block=64),
     "DeepSeek-V3, TP 2": Shape(64, 1, 512, extra_size=64, cache_block=64),
@@ -73,8 +75,9 @@ def configs(shape: Shape, element_size: int = 2) -> tuple[Any, Any, Any]:
         split = chosen.split_config(shape.num_heads, shape.value_size, element_size)
         return chosen.tile_config(shape.value_size, element_size), split, chosen.choose_splits(shape.num_heads)
     chosen = paged_attention
-    split = chosen.split_config(shape.group, shape.value_size, element_size, shape.has_float8_cache)
-    tile = chosen.tile_config(shape.value_size, element_size, shape.has_float8_cache)
+    head_size = shape.value_size + shape.extra_size
+    split = chosen.split_config(shape.group, head_size, element_size, shape.has_float8_cache)
+    tile = chosen.tile_config(head_size, element_size, shape.has_float8_cache)
     return tile, split, chosen.choose_splits(shape.num_kv_heads)
 
 
@@ -126,6 +129,7 @@ def sizes(shape: Shape) -> dict[str, Any]:
         cache_block=shape.cache_block,
         value_size=shape.value_size,
         extra_size=shape.extra_size,
+        shares_value=shape.is_latent,
     )
 
 

@@ -92,6 +92,7 @@ FIGURES = {
     # 1 entries, keys of 128 values, and for each series of values 3 numbers in float32.
     "DeepSeek-V4-Flash": Figures(284, 13, 43 * 512 + 21 * (32 + 12) * 640 // 128 + 20 * (1 + 6) * 512 // 128),
     "DeepSeek-V4-Pro": Figures(1600, 49, 61 * 512 + 30 * (32 + 12) * 640 // 128 + 31 * (1 + 6) * 512 // 128),
+    "MiMo-V2-Flash": Figures(309, 15, (9 * 4 + 39 * 8) * (192 + 128)),  # model card, without MTP layers
     "gpt-oss-20b": Figures(20.9, 3.61, 2 * 24 * 8 * 64),  # arXiv 2508.10925
     "gpt-oss-120b": Figures(116.8, 5.13, 2 * 36 * 8 * 64),
 }
@@ -160,6 +161,10 @@ NAMES = {
     "GLM-4.5": (
         "self_attn: q_proj k_proj v_proj o_proj q_norm k_norm q_proj.bias k_proj.bias v_proj.bias"
         " | mlp.gate: . e_score_correction_bias | mlp.shared_experts: gate_proj up_proj down_proj"
+        " | mlp.experts.#: gate_proj up_proj down_proj"
+    ),
+    "MiMo-V2-Flash": (
+        "self_attn: q_proj k_proj v_proj o_proj attention_sink_bias | mlp.gate: . e_score_correction_bias"
         " | mlp.experts.#: gate_proj up_proj down_proj"
     ),
     "gpt-oss-20b": (

@@ -20,7 +20,8 @@ from moeserve.ops.interfaces import AttentionShape, KeyValueCache, Rotation
 from moeserve.ops.torch.attention import TorchAttention, TorchLatentAttention
 from moeserve.step_inputs import StepInputs
 
-# T tokens, N query heads, G key-value heads, H head size, L latent size, P elements of a latent vector
+# T tokens, N query heads, G key-value heads, H size of a key, V of a value, L latent size, P elements of a latent
+# vector
 
 
 class CpuAttention:
@@ -32,22 +33,22 @@ class CpuAttention:
         self._whole_group_size = shape.whole_group_size
         self._apply_rope = RowKernels(native).apply_rope
 
-    def write(self, key_TGH: Tensor, value_TGH: Tensor, cache: KeyValueCache, step: StepInputs) -> None:
+    def write(self, key_TGH: Tensor, value_TGV: Tensor, cache: KeyValueCache, step: StepInputs) -> None:
         if cache.key_scales is not None and key_TGH.dtype not in NATIVE_DTYPES:
-            return self._reference.write(key_TGH, value_TGH, cache, step)
+            return self._reference.write(key_TGH, value_TGV, cache, step)
         caches = cache.keys, cache.values, step.cache_slots, cache.key_scales, cache.value_scales
-        self._native.write_cache(key_TGH, value_TGH, *caches)
+        self._native.write_cache(key_TGH, value_TGV, *caches)
 
     def rotate_and_write(
         self,
         query_TNH: Tensor,
         key_TGH: Tensor,
-        value_TGH: Tensor,
+        value_TGV: Tensor,
         rotation: Rotation,
         cache: KeyValueCache,
         step: StepInputs,
     ) -> Tensor:
-        self.write(self._apply_rope(key_TGH, rotation), value_TGH, cache, step)
+        self.write(self._apply_rope(key_TGH, rotation), value_TGV, cache, step)
         return self._apply_rope(query_TNH, rotation)
 
     def attend(
@@ -56,10 +57,10 @@ class CpuAttention:
         reference = self._reference
         if query_TNH.dtype not in NATIVE_DTYPES:
             return reference.attend(query_TNH, cache, step, sinks_N)
-        out_TNH = query_TNH.new_empty(query_TNH.shape)  # contiguous, also where the query is a view
+        out_TNV = new_empty(query_TNH, *query_TNH.shape[:2], cache.values.shape[3])
         if is_measured():
-            return out_TNH.zero_()
-        tensors = (query_TNH, cache.keys, cache.values, step.block_table, step.row_starts, step.context_lens, out_TNH)
+            return out_TNV.zero_()
+        tensors = (query_TNH, cache.keys, cache.values, step.block_table, step.row_starts, step.context_lens, out_TNV)
         self._native.paged_attention(
             *tensors,
             scale=reference.scale,
@@ -69,7 +70,7 @@ class CpuAttention:
             key_scales=cache.key_scales,
             value_scales=cache.value_scales,
         )
-        return out_TNH
+        return out_TNV
 
 
 class CpuLatentAttention:

@@ -112,6 +112,8 @@ class FlashInfer:
             return f"it computes in 16 bits, not in {shape.dtype}"
         if shape.window is not None and shape.window < 0:
             return "it has no chunks of positions"
+        if shape.value_size not in (None, size):
+            return f"its keys and values have one size, not {size} and {shape.value_size}"
         if kind == "decode":
             if problem.block_size not in DECODE_BLOCK_SIZES:
                 return f"its blocks have {listed(DECODE_BLOCK_SIZES)} positions, not {problem.block_size}"

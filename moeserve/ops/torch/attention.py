@@ -12,9 +12,9 @@ from moeserve.ops.torch.dense_attention import attend_causally, attend_in_float3
 from moeserve.ops.torch.elementwise import apply_rope
 from moeserve.step_inputs import ChunkSpan, StepInputs
 
-# T tokens, N query heads, G key-value heads, H head size; R rows of one chunk, C positions of its context, B blocks,
-# L latent size, P elements of a latent vector, Q queries of one chunk: rows times heads; n some heads, K and E
-# parts of a key, H = K + E, V values of a head
+# T tokens, N query heads, G key-value heads, H size of a key, V of a value; R rows of one chunk, C positions of its
+# context, B blocks, L latent size, P elements of a latent vector, Q queries of one chunk: rows times heads; n some
+# heads, K and E parts of a key, H = K + E
 
 MAX_EXPANDED_SIZE = 2**24  # elements of keys or values that are expanded or gathered at a time
 
@@ -26,41 +26,41 @@ class TorchAttention:
         self.scale = shape.scale
         self.window = shape.window
 
-    def write(self, key_TGH: Tensor, value_TGH: Tensor, cache: KeyValueCache, step: StepInputs) -> None:
+    def write(self, key_TGH: Tensor, value_TGV: Tensor, cache: KeyValueCache, step: StepInputs) -> None:
         kept = step.cache_slots >= 0
         slots = step.cache_slots[kept]
         block_size = cache.keys.shape[2]
         blocks, offsets = slots // block_size, slots % block_size
         if cache.key_scales is None or cache.value_scales is None:
             cache.keys[blocks, :, offsets] = key_TGH[kept]
-            cache.values[blocks, :, offsets] = value_TGH[kept]
+            cache.values[blocks, :, offsets] = value_TGV[kept]
             return
         cache.keys[blocks, :, offsets], cache.key_scales[blocks, :, offsets] = encode_rows(key_TGH[kept])
-        cache.values[blocks, :, offsets], cache.value_scales[blocks, :, offsets] = encode_rows(value_TGH[kept])
+        cache.values[blocks, :, offsets], cache.value_scales[blocks, :, offsets] = encode_rows(value_TGV[kept])
 
     def rotate_and_write(
         self,
         query_TNH: Tensor,
         key_TGH: Tensor,
-        value_TGH: Tensor,
+        value_TGV: Tensor,
         rotation: Rotation,
         cache: KeyValueCache,
         step: StepInputs,
     ) -> Tensor:
-        self.write(apply_rope(key_TGH, rotation), value_TGH, cache, step)
+        self.write(apply_rope(key_TGH, rotation), value_TGV, cache, step)
         return apply_rope(query_TNH, rotation)
 
     def attend(
         self, query_TNH: Tensor, cache: KeyValueCache, step: StepInputs, sinks_N: Tensor | None = None
     ) -> Tensor:
-        out_TNH = torch.zeros_like(query_TNH)
+        out_TNV = query_TNH.new_zeros(*query_TNH.shape[:2], cache.values.shape[3])
         for chunk, span in enumerate(step.spans):
             if span.num_rows == 0 or span.context_len == 0:
                 continue
             end = span.last_row + 1
             rows = slice(end - min(span.num_rows, span.context_len), end)
-            out_TNH[rows] = self._attend_chunk(query_TNH[rows], cache, step.block_table[chunk], span, sinks_N)
-        return out_TNH
+            out_TNV[rows] = self._attend_chunk(query_TNH[rows], cache, step.block_table[chunk], span, sinks_N)
+        return out_TNV
 
     def _attend_chunk(
         self,
@@ -77,13 +77,13 @@ class TorchAttention:
         first_block = first // block_size
         block_ids_B = block_ids[first_block : -(-span.context_len // block_size)]
         positions = slice(first - first_block * block_size, span.context_len - first_block * block_size)
-        key_GCH, value_GCH, *scales_GC = (
+        key_GCH, value_GCV, *scales_GC = (
             part[block_ids_B].transpose(0, 1).flatten(1, 2)[:, positions] for part in cache.tensors
         )
         if scales_GC:
             key_GCH = decode_rows(key_GCH, scales_GC[0], query_RNH.dtype)
-            value_GCH = decode_rows(value_GCH, scales_GC[1], query_RNH.dtype)
-        return attend_causally(query_RNH, key_GCH, value_GCH, scale=self.scale, window=self.window, sinks_N=sinks_N)
+            value_GCV = decode_rows(value_GCV, scales_GC[1], query_RNH.dtype)
+        return attend_causally(query_RNH, key_GCH, value_GCV, scale=self.scale, window=self.window, sinks_N=sinks_N)
 
 
 class TorchLatentAttention:

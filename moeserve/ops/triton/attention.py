@@ -12,7 +12,7 @@ from moeserve.triton_kernels.latent_attention import latent_attention, write_lat
 from moeserve.triton_kernels.paged_attention import paged_attention
 from moeserve.triton_kernels.rotary import rotary_with_cache_write
 
-# T tokens, N query heads, G key-value heads, H head size, P elements of a latent vector; K, E and V: see
+# T tokens, N query heads, G key-value heads, H size of a key, V of a value, P elements of a latent vector; K and E: see
 # `LatentAttentionBackend`
 
 
@@ -31,7 +31,7 @@ class TritonAttention:
         self,
         query_TNH: Tensor,
         key_TGH: Tensor,
-        value_TGH: Tensor,
+        value_TGV: Tensor,
         rotation: Rotation,
         cache: KeyValueCache,
         step: StepInputs,
@@ -39,7 +39,7 @@ class TritonAttention:
         angles = rotation.cosines, rotation.sines, rotation.is_interleaved
         caches = cache.keys, cache.values, step.cache_slots
         scales = cache.key_scales, cache.value_scales
-        return rotary_with_cache_write(query_TNH, key_TGH, value_TGH, *angles, *caches, *scales)
+        return rotary_with_cache_write(query_TNH, key_TGH, value_TGV, *angles, *caches, *scales)
 
     def attend(
         self, query_TNH: Tensor, cache: KeyValueCache, step: StepInputs, sinks_N: Tensor | None = None

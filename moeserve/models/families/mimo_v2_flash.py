@@ -1,0 +1,125 @@
+"""MiMo-V2-Flash: windows with sinks, values narrower than keys, and light layers for multi-token prediction."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from moeserve.layers.attention import AttentionConfig
+from moeserve.models.config_values import ConfigValues
+from moeserve.models.family import AttentionNames, DecoderPart, DraftNames, Family
+from moeserve.models.fields import (
+    LAYER_TYPES,
+    feed_forwards_of,
+    read_attention,
+    read_corrected_router,
+    read_model,
+    read_num_layers,
+    read_width,
+)
+from moeserve.models.model_config import LayerConfig, MLPConfig, ModelConfig
+from moeserve.moe.layer import MoEConfig
+
+DEFAULT_FRACTION = 0.334  # of a head that is rotated
+# transformers ignores `rope_theta` in config.json and uses these, which are those of the published checkpoint.
+DEFAULT_THETAS = (5e6, 1e4)  # of layers without and with a window
+
+
+def read(config: ConfigValues) -> ModelConfig:
+    config = _with_usual_names(config)
+    config.require("scoring_func", "sigmoid")
+    config.require("topk_method", "noaux_tc")
+    config.require("n_shared_experts", 0)
+    num_layers = read_num_layers(config)
+    has_window = config.flags_of_layers("layer_types", LAYER_TYPES, num_layers)
+    if has_window is None:
+        has_window = [index > 0 and (index + 1) % 6 != 0 for index in range(num_layers)]
+    is_dense = config.flags_of_layers("mlp_layer_types", ("sparse", "dense"), num_layers)
+    if is_dense is None:
+        is_dense = [index == 0 for index in range(num_layers)]
+    moe = MoEConfig(router=read_corrected_router(config), expert_width=read_width(config, "moe_intermediate_size"))
+    full, windowed = _read_attention(config, is_windowed=False), _read_attention(config, is_windowed=True)
+    layers = [
+        LayerConfig(mixer=windowed if window else full, feed_forward=feed_forward)
+        for window, feed_forward in zip(has_window, feed_forwards_of(config, moe, is_dense), strict=True)
+    ]
+    # The config does not count the MTP layers, which have no experts.
+    dense = MLPConfig(width=read_width(config, "intermediate_size"))
+    model = read_model(config, layers, epsilon_key=config.key_of("layernorm_epsilon", "rms_norm_eps"))
+    return dataclasses.replace(model, draft_layer=LayerConfig(mixer=windowed, feed_forward=dense))
+
+
+def _with_usual_names(config: ConfigValues) -> ConfigValues:
+    """Return the config with transformers' names and values instead of the published ones."""
+    values = dict(config.values)
+    for old, new, names in (
+        ("hybrid_layer_pattern", "layer_types", LAYER_TYPES),
+        ("moe_layer_freq", "mlp_layer_types", ("dense", "sparse")),
+    ):
+        flags = values.get(old)
+        if flags is None:
+            continue
+        num_layers = read_num_layers(config)
+        if not isinstance(flags, list) or len(flags) != num_layers or not all(flag in (0, 1) for flag in flags):
+            raise config.wrong(old, "must list 0 or 1 for each layer")
+        values.setdefault(new, [names[flag] for flag in flags])
+    if values.get("routed_scaling_factor") is None:
+        values["routed_scaling_factor"] = 1.0
+    return ConfigValues(config.path, values)
+
+
+def _read_attention(config: ConfigValues, *, is_windowed: bool) -> AttentionConfig:
+    own = config.of_layer_type(LAYER_TYPES[is_windowed])
+    values = dict(own.values)
+    if is_windowed:
+        values["num_key_value_heads"] = 2 * config.integer("num_key_value_heads")
+        for key in ("num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim"):
+            if (size := config.optional_integer(f"swa_{key}", high=2**14)) is not None:
+                values[key] = size
+        if (theta := config.optional_number("swa_rope_theta")) is not None:
+            values["rope_theta"] = theta
+    own = ConfigValues(own.path, values)
+    head_dim, value_dim = own.integer("head_dim", high=2**14), own.integer("v_head_dim", high=2**14)
+    if value_dim > head_dim:
+        raise own.wrong("v_head_dim", f"must be at most head_dim={head_dim}")
+    value_factor = own.number("attention_value_scale", 1.0)
+    if value_factor != 1.0 and value_dim % 2:
+        raise own.wrong("v_head_dim", f"must be even with attention_value_scale={value_factor:g}")
+    kind = "swa" if is_windowed else "full"
+    return read_attention(
+        own,
+        default_fraction=DEFAULT_FRACTION,
+        default_theta=DEFAULT_THETAS[is_windowed],
+        value_dim=value_dim,
+        value_factor=value_factor,
+        has_bias=own.flag("attention_bias", default=False),
+        has_sinks=own.flag(f"add_{kind}_attention_sink_bias", default=is_windowed),
+        window=_read_window(config) if is_windowed else None,
+    )
+
+
+def _read_window(config: ConfigValues) -> int:
+    """Return the positions that a token attends to, its own included, which `sliding_window_size` does not count."""
+    others = config.optional_integer("sliding_window_size")
+    return config.integer("sliding_window") if others is None else others + 1
+
+
+MTP = "model.mtp.layers"
+MIMO_V2_FLASH = Family(
+    name="MiMo-V2-Flash",
+    architecture="MiMoV2FlashForCausalLM",
+    read=read,
+    attention_names=AttentionNames(sinks="attention_sink_bias"),
+    draft_names=DraftNames(
+        layer=f"{MTP}.0",
+        embedding_norm=f"{MTP}.0.enorm",
+        hidden_norm=f"{MTP}.0.hnorm",
+        projection=f"{MTP}.0.eh_proj",
+        norm=f"{MTP}.0.final_layernorm",
+        copies=(),
+    ),
+    # Both names of the norm occur before the network of an MTP layer. One of three such layers drafts.
+    decoder_part=DecoderPart(
+        prefixes=((f"{MTP}.0.pre_mlp_layernorm.", f"{MTP}.0.post_attention_layernorm."),),
+        left_out=(f"{MTP}.0", f"{MTP}.1", f"{MTP}.2"),
+    ),
+)
