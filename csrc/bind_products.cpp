@@ -36,7 +36,9 @@ Activation activation_of_name(const std::string& name) {
   if (name == "clamped_swiglu") return Activation::kClampedSwiGLU;
   if (name == "limited_swiglu") return Activation::kLimitedSwiGLU;
   if (name == "cut_swiglu") return Activation::kCutSwiGLU;
-  refuse("'" + name + "' is no activation; expected none, swiglu, clamped_swiglu, limited_swiglu or cut_swiglu");
+  if (name == "squared_relu") return Activation::kSquaredReLU;
+  refuse("'" + name +
+         "' is no activation; expected none, swiglu, clamped_swiglu, limited_swiglu, cut_swiglu or squared_relu");
 }
 
 InputChunks chunks_of(int64_t num_inputs, std::optional<int64_t> chunk_inputs) {
@@ -142,7 +144,7 @@ class PackedWeights {
     check_type("panels", panels_, ElementType::kUInt8, "uint8");
     check_dims("panels", panels_, 2);
     check_contiguous("panels", panels_);
-    const int64_t num_parts = product_.activation == Activation::kNone ? 1 : 2;
+    const int64_t num_parts = is_gated(product_.activation) ? 2 : 1;
     const int64_t bytes = packed_bytes(format, num_outputs, num_inputs, num_parts, product_.chunk_inputs);
     check_shape("panels", panels_, {panels_.size(0), bytes});
     num_columns_ = num_outputs / num_parts;

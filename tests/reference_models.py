@@ -169,10 +169,18 @@ SMALL_VISION: dict[str, Any] = dict(
     vision_config=dict(num_hidden_layers=1, hidden_size=16, num_attention_heads=2, intermediate_size=16),
     tie_word_embeddings=False,
 )
+
+
+def mamba_heads(num: int, dim: int, *, groups: int, state: int) -> dict[str, Any]:
+    """Mamba-2 of Nemotron-H, without a smallest step size: transformers applies it to the tokens of prompts alone."""
+    sizes_of_heads = dict(mamba_num_heads=num, mamba_head_dim=dim, n_groups=groups, ssm_state_size=state)
+    return sizes_of_heads | dict(chunk_size=16, time_step_min=1e-30)
+
+
 GRANITE_MULTIPLIERS: dict[str, Any] = dict(
     embedding_multiplier=0.5, residual_multiplier=0.45, attention_multiplier=0.2, logits_scaling=2.0
 )
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 DEEPSEEK_YARN: dict[str, Any] = dict(factor=40, beta_fast=32, beta_slow=1)
 
 SHAPES = {
@@ -444,6 +452,31 @@ SHAPES = {
         mamba_d_state=10,
         mamba_chunk_size=16,
         seed=7,
+    ),
+    # Nemotron 3 Nano, with layers of one network in an order of their own.
+    "nemotron-h": shape(
+        "NemotronH",
+        sizes(36, 7),
+        heads(6, 2, 10),
+        grouped_experts(7, 3, shared=1, width=19, groups=(1, 1), scale=1.7),
+        mamba_heads(6, 10, groups=2, state=14),
+        layers_block_type=[LINEAR, "moe", LINEAR, FULL, "moe", LINEAR, "moe"],
+        moe_shared_expert_intermediate_size=22,
+        seed=1,
+    ),
+    # Nemotron 3 Super: experts of a latent size. Expert groups, a dense network, and a mixer at the end.
+    "nemotron-h-latent": shape(
+        "NemotronH",
+        sizes(33, 6, 97),
+        heads(4, 2, 8),
+        grouped_experts(8, 3, shared=1, width=26, groups=(4, 2), scale=0.6),
+        mamba_heads(4, 9, groups=2, state=6),
+        layers_block_type=["moe", LINEAR, "mlp", FULL, "moe", LINEAR],
+        moe_latent_size=21,
+        moe_shared_expert_intermediate_size=35,
+        norm_topk_prob=False,
+        use_conv_bias=False,
+        seed=3,
     ),
     "granite-hybrid-rope": shape(
         "GraniteMoeHybrid",
@@ -993,6 +1026,11 @@ DIVISIBLE = {
         "Mixtral", sizes(hidden=20), local_experts(5, 2), heads(4, 2, 6), intermediate_size=1547, seed=5
     ),
     "qwen3-moe-wide": Shape("Qwen3Moe", SHAPES["qwen3-moe"].settings | heads(8, 2) | experts(9, 4, 803), seed=1),
+    "nemotron-h-wide": Shape(
+        "NemotronH",
+        SHAPES["nemotron-h"].settings | dict(moe_intermediate_size=770, layers_block_type=[LINEAR, "moe", FULL]),
+        seed=1,
+    ),
     "granite-wide": Shape("GraniteMoe", SHAPES["granite"].settings | dict(intermediate_size=770), seed=1),
     "gpt-oss-wide": Shape("GptOss", SHAPES["gpt-oss"].settings | dict(intermediate_size=770), seed=1),
 }

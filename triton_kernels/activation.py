@@ -1,4 +1,4 @@
-"""Gated activations on a GPU, from rows that hold gates and ups side by side."""
+"""Activations on a GPU, from rows that hold gates and ups side by side, or ups alone."""
 
 from __future__ import annotations
 
@@ -9,42 +9,48 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# T tokens, C width of each half of a row
+# T tokens, C width of a result, O of a row: C, or 2 * C with gates
 
-Activation = Literal["swiglu", "clamped_swiglu", "limited_swiglu"]
-ACTIVATIONS = {None: 0, "swiglu": 1, "clamped_swiglu": 2, "limited_swiglu": 3}
+Activation = Literal["swiglu", "clamped_swiglu", "limited_swiglu", "squared_relu"]
+ACTIVATIONS = {None: 0, "swiglu": 1, "clamped_swiglu": 2, "limited_swiglu": 3, "squared_relu": 4}
+UNGATED = tl.constexpr(4)  # values of ACTIVATIONS from here on have no gates
 BLOCK_C = 1024  # columns of one program
 NUM_WARPS = 4  # 8 numbers for each thread, which are 16 bytes in bfloat16
 
 
-def gated_activation(
-    gate_up_TC2: Tensor, activation: Activation, *, alpha: float = 1.702, limit: float = 7.0
-) -> Tensor:
-    """Compute the activation of gates and ups, where the first half of each row is the gate.
+def num_parts_of(activation: Activation | None) -> int:
+    """Return the parts of a row to which an activation is applied: gates and ups, or a single part."""
+    return 2 if 0 < ACTIVATIONS[activation] < UNGATED.value else 1
+
+
+def activate(rows_TO: Tensor, activation: Activation, *, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
+    """Compute the activation of gates and ups, where the first half of each row is the gate, or of ups alone.
 
     "swiglu" is silu(gate) * up; "clamped_swiglu" is gate * sigmoid(alpha * gate) * (up + 1), the activation of gpt-oss,
     with the gate clamped to at most `limit` and up to ± `limit`; "limited_swiglu" is min(silu(gate), limit) * up, with
-    up clamped to ± `limit` (Step-3.7). NaN stays NaN. Operations are float32, and each result is rounded as torch does.
+    up clamped to ± `limit` (Step-3.7); "squared_relu" is max(up, 0) ** 2, without gates. NaN stays NaN. Operations are
+    float32, and each result is rounded as torch does.
 
-    Memory moved: 3 * T * C * element size, which bounds the time; about 6 * T * C operations.
+    Memory moved: T * (O + C) * element size, which bounds the time; about 6 * T * C operations.
 
     Args:
-        gate_up_TC2: [..., 2 * C] float32, bfloat16 or float16, rows contiguous.
+        rows_TO: [..., O] float32, bfloat16 or float16, rows contiguous.
 
     Returns:
         [..., C], new and contiguous.
     """
-    assert gate_up_TC2.shape[-1] % 2 == 0, f"rows of {gate_up_TC2.shape[-1]} have no halves"
-    width = gate_up_TC2.shape[-1] // 2
-    output = torch.empty(*gate_up_TC2.shape[:-1], width, dtype=gate_up_TC2.dtype, device=gate_up_TC2.device)
+    num_parts = num_parts_of(activation)
+    assert rows_TO.shape[-1] % num_parts == 0, f"rows of {rows_TO.shape[-1]} have no halves"
+    width = rows_TO.shape[-1] // num_parts
+    output = torch.empty(*rows_TO.shape[:-1], width, dtype=rows_TO.dtype, device=rows_TO.device)
     if output.numel() == 0:  # an empty grid cannot be launched
         return output
-    rows_TC2 = gate_up_TC2.reshape(-1, 2 * width)
-    assert rows_TC2.stride(1) == 1, f"strides {rows_TC2.stride()}"
-    gated_activation_kernel[(rows_TC2.shape[0], triton.cdiv(width, BLOCK_C))](
-        rows_TC2,
+    rows_TO = rows_TO.reshape(-1, num_parts * width)
+    assert rows_TO.stride(1) == 1, f"strides {rows_TO.stride()}"
+    activation_kernel[(rows_TO.shape[0], triton.cdiv(width, BLOCK_C))](
+        rows_TO,
         output,
-        rows_TC2.stride(0),
+        rows_TO.stride(0),
         width,
         alpha,
         limit,
@@ -53,6 +59,13 @@ def gated_activation(
         num_warps=NUM_WARPS,
     )
     return output
+
+
+@triton.jit
+def squared_relu(up):
+    """Return max(up, 0) ** 2 in the dtype of the ups."""
+    positive = tl.maximum(up.to(tl.float32), 0.0, propagate_nan=tl.PropagateNan.ALL)
+    return (positive * positive).to(up.dtype)
 
 
 @triton.jit
@@ -77,8 +90,8 @@ def gated(gate, up, alpha, limit, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def gated_activation_kernel(
-    gate_up_ptr,  # [T, 2 * C], rows row_stride elements apart
+def activation_kernel(
+    rows_ptr,  # [T, O], rows row_stride elements apart
     output_ptr,  # [T, C], contiguous
     row_stride,
     width,
@@ -90,7 +103,11 @@ def gated_activation_kernel(
     row = tl.program_id(0).to(tl.int64)  # row * stride can exceed 2**31
     columns = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     is_inside = columns < width
-    pointers = gate_up_ptr + row * row_stride + columns
-    gate = tl.load(pointers, mask=is_inside, other=0.0)
-    up = tl.load(pointers + width, mask=is_inside, other=0.0)
-    tl.store(output_ptr + row * width + columns, gated(gate, up, alpha, limit, ACTIVATION), mask=is_inside)
+    pointers = rows_ptr + row * row_stride + columns
+    first = tl.load(pointers, mask=is_inside, other=0.0)
+    if ACTIVATION < UNGATED:
+        up = tl.load(pointers + width, mask=is_inside, other=0.0)
+        result = gated(first, up, alpha, limit, ACTIVATION)
+    else:
+        result = squared_relu(first)
+    tl.store(output_ptr + row * width + columns, result, mask=is_inside)

@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moeserve.triton_kernels.activation import ACTIVATIONS, Activation, gated
+from moeserve.triton_kernels.activation import ACTIVATIONS, UNGATED, Activation, gated, num_parts_of, squared_relu
 
-# T tokens, D width of a row, C columns of a result: D, or D / 2 with an activation, B blocks of C, e experts
+# T tokens, D width of a row, C columns of a result: D, or D / 2 with a gated activation, B blocks of C, e experts
 
 BLOCK = 128  # numbers of a row that share a scale
 LARGEST_CODE = tl.constexpr(448.0)  # of E4M3
@@ -42,8 +42,8 @@ def quantize_blocks(
         counts_e: int64 or int32, contiguous; only as many leading rows as all counts together are read and written.
             None: all rows.
         num_slots: with counts: rows are slots, as many for each expert; its first counts_e[i] ones count.
-        activation: rows hold gates and ups side by side, and the activation of these is quantised, rounded to the dtype
-            of x_TD as `gated_activation` rounds it.
+        activation: rows hold gates and ups side by side, or ups alone, and their activation is quantised, rounded to
+            the dtype of x_TD as `activate` rounds it.
         out_scale_TB: memory for the scales.
 
     Returns:
@@ -52,7 +52,7 @@ def quantize_blocks(
     num_rows, width = x_TD.shape
     assert x_TD.stride(1) == 1, f"strides {x_TD.stride()}"
     assert counts_e is None or counts_e.is_contiguous(), "counts that are not contiguous"
-    num_columns = width // (1 if activation is None else 2)
+    num_columns = width // num_parts_of(activation)
     num_blocks = triton.cdiv(num_columns, BLOCK)
     codes_TC = torch.empty(num_rows, num_columns, dtype=torch.float8_e4m3fn, device=x_TD.device)
     scales_TB = out_scale_TB
@@ -139,7 +139,9 @@ def quantize_blocks_kernel(
             row += tl.sum(tl.where(is_before, num_slots - counts, 0), 0)
         pointers = x_ptr + row * row_stride + columns
         x = tl.load(pointers, mask=is_inside, other=0.0)
-        if ACTIVATION:
+        if ACTIVATION >= UNGATED:
+            x = squared_relu(x)
+        elif ACTIVATION:
             up = tl.load(pointers + num_columns, mask=is_inside, other=0.0)
             x = gated(x, up, alpha, limit, ACTIVATION)
         scaled, scales = scale_blocks(x.to(tl.float32), 1)

@@ -14,15 +14,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moeserve.triton_kernels.activation import ACTIVATIONS, Activation
+from moeserve.triton_kernels.activation import ACTIVATIONS, UNGATED, Activation, num_parts_of, squared_relu
 from moeserve.triton_kernels.arrivals import is_last_to_arrive
 from moeserve.triton_kernels.device import device_name, is_interpreted, num_programs
 from moeserve.triton_kernels.fp8 import quantize_blocks, scale_blocks
 from moeserve.triton_kernels.tuning import FP8_BLOCK, Config, Kind, Problem, choose_config
 
 # S source rows, R rows, e experts, O outputs, I inputs, C columns of a result, B blocks of 128 inputs, G blocks of 128
-# outputs, M rows of a tile, N weight rows of a tile. C is O, or O / 2 with an activation: the first half of the outputs
-# are gates, the second half are ups. F blocks of 128 columns.
+# outputs, M rows of a tile, N weight rows of a tile. C is O, or O / 2 with a gated activation: the first half of the
+# outputs are gates, the second half are ups. F blocks of 128 columns.
 
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 NUM_ARRIVALS = 264  # programs that may share the tiles of one weight: two for each multiprocessor
@@ -62,8 +62,9 @@ def grouped_matmul(
     Args:
         rows_SI: [S, I] bfloat16, float16, float32 or, with scales, float8_e4m3fn; rows may be strided. Sorted by
             expert: the first counts_e[0] rows have weight 0, and so on. Unused rows may follow; they are not read.
-        weight_eOI: [e, O, I], same dtype, contiguous. With an activation, the first half of O are gates, the other ups.
-            Or in MXFP4: codes [e, O, I / 2] uint8 as a checkpoint stores them; tensor cores multiply them as bfloat16.
+        weight_eOI: [e, O, I], same dtype, contiguous. With a gated activation, the first half of O are gates, the
+            other ups. Or in MXFP4: codes [e, O, I / 2] uint8 as a checkpoint stores them; tensor cores multiply them as
+            bfloat16.
         counts_e: [e] int64 or int32, contiguous. None: there is one weight, for all rows.
         row_scale_SB: [S, ceil(I / 128)] float32, one scale for each 128 values of a row; any strides.
         weight_scale_eGB: [e, G, ceil(I / 128)] float32, one scale for each 128 x 128 values (`weight_scale_inv` of a
@@ -72,7 +73,7 @@ def grouped_matmul(
         indices_R: [R] int64: row r is rows_SI[indices_R[r] // divisor]; these R rows are sorted instead.
         bias_eO: [e, O].
         activation: "swiglu": silu(gate) * up. "clamped_swiglu": gate * sigmoid(alpha * gate) * (up + 1), with gate
-            clamped to at most `limit` and up to ± `limit`.
+            clamped to at most `limit` and up to ± `limit`. See `activate` for all.
         out_dtype: dtype of the results; default: that of the rows, or bfloat16 with scales.
         out_scale_RF: [R, ceil(C / 128)] float32. If given, results are rounded to `out_dtype` and then quantised as by
             `quantize_blocks`; their scales are written here, and their codes returned.
@@ -175,7 +176,7 @@ class Operands:
 
     @property
     def num_columns(self) -> int:
-        return self.weight_eOI.shape[1] // (1 if self.activation is None else 2)
+        return self.weight_eOI.shape[1] // num_parts_of(self.activation)
 
 
 def _launch(
@@ -215,7 +216,7 @@ def _launch(
     if config is None:
         problem = Problem(
             kind="mxfp4" if is_mxfp4 else _kind_of(source_SI.dtype),
-            is_gated=activation is not None,
+            is_gated=num_parts_of(activation) > 1,
             num_experts=num_experts,
             num_outputs=num_outputs,
             num_inputs=num_inputs,
@@ -311,7 +312,7 @@ def max_tiles(num_rows: int, num_experts: int, columns: int, activation: Activat
 
 def block_columns(config: Config, activation: Activation | None) -> int:
     """Return the columns of the results of a tile."""
-    return config.block_n // (1 if activation is None else 2)
+    return config.block_n // num_parts_of(activation)
 
 
 def kernel_constants(
@@ -417,7 +418,8 @@ def grouped_matmul_kernel(
     GROUP_M: tl.constexpr,
     NUM_SPLITS: tl.constexpr,  # programs that share the inputs of a tile
 ):
-    NUM_PARTS: tl.constexpr = 2 if ACTIVATION else 1
+    IS_GATED: tl.constexpr = ACTIVATION > 0 and ACTIVATION < UNGATED
+    NUM_PARTS: tl.constexpr = 2 if IS_GATED else 1
     BLOCK_C: tl.constexpr = BLOCK_N // NUM_PARTS
     experts = tl.arange(0, BLOCK_E)
     if counts_ptr is None:
@@ -430,7 +432,7 @@ def grouped_matmul_kernel(
     num_tiles = tl.sum(tiles_of_expert, 0).to(tl.int32)
 
     places_n = tl.arange(0, BLOCK_N)
-    if ACTIVATION:
+    if IS_GATED:
         # One thread holds a gate and its up: they are neighbours in a row of the accumulator, or 8 rows apart.
         if IS_SWAPPED:
             part = places_n // 8 % 2
@@ -522,7 +524,7 @@ def grouped_matmul_kernel(
                 # Load scales before the product, so that their latency overlaps with it.
                 scale_M = tl.load(source_scale_ptrs + k // 128 * scale_block_stride)
                 gate_scale_M = scale_M * tl.load(gate_scale_ptr + k // 128)
-                up_scale_M = scale_M * tl.load(up_scale_ptr + k // 128) if ACTIVATION else gate_scale_M
+                up_scale_M = scale_M * tl.load(up_scale_ptr + k // 128) if IS_GATED else gate_scale_M
                 if IS_SWAPPED:
                     product = tl.dot(weight_NK, tl.trans(source_MK))
                     scale = tl.where(part[:, None] == 0, gate_scale_M[None, :], up_scale_M[None, :])
@@ -562,7 +564,7 @@ def grouped_matmul_kernel(
         if HAS_BIAS:
             bias = tl.load(bias_ptr + expert.to(tl.int64) * num_outputs + outputs).to(tl.float32)
             accumulator += bias[:, None] if IS_SWAPPED else bias[None, :]
-        if ACTIVATION:
+        if IS_GATED:
             if IS_SWAPPED:
                 pairs = tl.reshape(accumulator, (BLOCK_N // 16, 2, 8, BLOCK_M))
                 gate, up = tl.split(tl.permute(pairs, (0, 2, 3, 1)))
@@ -579,6 +581,8 @@ def grouped_matmul_kernel(
                 gate = tl.minimum(gate, limit)
                 up = tl.minimum(tl.maximum(up, -limit), limit)
                 result = gate / (1 + tl.exp(-alpha * gate)) * (up + 1)
+        elif ACTIVATION:
+            result = squared_relu(accumulator)
         else:
             result = accumulator
         if output_scale_ptr is not None:  # a tile has the columns of one block

@@ -17,7 +17,7 @@ from moeserve.bench.gpu.layer_cases import ATTENTION_CASES, crossed
 from moeserve.bench.gpu.state_cases import STATE_CASES
 from moeserve.ops.interfaces import Kernels, Keys, PairKernels, RouterConfig
 from moeserve.ops.torch.table import TORCH_KERNELS
-from moeserve.triton_kernels.activation import gated_activation
+from moeserve.triton_kernels import activation
 
 # T tokens, D width, N heads, H head size, R rows, V vocabulary, W fields of settings, E experts, K experts per token
 
@@ -88,7 +88,7 @@ def activate(source: Source, num_rows: int, width: int) -> Case:
         if kernels.name == "torch":
             gate, up = rows_TO.chunk(2, dim=-1)
             return functional.silu(gate) * up
-        return gated_activation(rows_TO, "swiglu")
+        return activation.activate(rows_TO, "swiglu")
 
     return Case(call, (source.normal(num_rows, 2 * width),), is_beside_torch=True)
 

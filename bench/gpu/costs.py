@@ -11,9 +11,9 @@ import torch
 
 from moeserve.ops.interfaces import (
     MXFP4_GROUP,
+    Activation,
     AttentionShape,
     ClampedSwiGLU,
-    GatedActivation,
     RouterConfig,
     SwiGLU,
 )
@@ -32,7 +32,7 @@ class MoEShape:
     hidden: int
     width: int  # of an expert
     top_k: int
-    activation: GatedActivation = SwiGLU()
+    activation: Activation = SwiGLU()
     has_bias: bool = False
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moeserve.bench.gpu.costs import Chunks, MoEShape
 from moeserve.ops.float8_rows import encode_rows
-from moeserve.ops.interfaces import MXFP4_GROUP, AttentionShape, GatedActivation, Keys, KeyValueCache, OpenWeights
+from moeserve.ops.interfaces import MXFP4_GROUP, Activation, AttentionShape, Keys, KeyValueCache, OpenWeights
 from moeserve.ops.torch.sampling import uniform
 from moeserve.ops.torch.table import TORCH_KERNELS
 from moeserve.ops.weight_blocks import BLOCK, CODES, LARGEST_CODE, num_blocks
@@ -133,7 +133,7 @@ def draw_weights(
     is_fp8: bool = False,
     is_mxfp4: bool = False,
     has_bias: bool = False,
-    activation: GatedActivation | None = None,
+    activation: Activation | None = None,
 ) -> OpenWeights:
     """Draw weights whose products have values of about one."""
     scales = None

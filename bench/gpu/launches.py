@@ -25,6 +25,7 @@ from moeserve.layers.indexer import Choice
 from moeserve.models.decoder import Decoder
 from moeserve.models.registry import describe
 from moeserve.moe.dispatch.factory import TorchDispatchers
+from moeserve.moe.layer import run_in_turn
 from moeserve.ops.interfaces import Kernels
 from moeserve.ops.triton.table import TRITON_KERNELS
 from moeserve.step_inputs import NUM_SETTINGS, ChunkSpan
@@ -97,8 +98,8 @@ def record_step(
             num_before = len(launches)
             for _ in range(2):  # in the first run, kernels also clear memory that they keep
                 del launches[num_before:]
-                sum_tD, normed_tD = layer.mix(hidden_tD, update_tD, rotations, cache, step, choice)
-                following_tD = layer.feed_forward(normed_tD, step)
+                sum_tD, input_tD = layer.mix(hidden_tD, update_tD, rotations, cache, step, choice)
+                (following_tD,) = run_in_turn([layer.feed(input_tD, step)])
             hidden_tD, update_tD = sum_tD, following_tD
             of_layers.append(launches[num_before:])
             del launches[num_before:]

@@ -55,7 +55,7 @@ Scratch& scratch() {
   return *of_this_thread;
 }
 
-bool is_gated(const PackedProduct& product) { return product.activation != Activation::kNone; }
+bool is_gated(const PackedProduct& product) { return is_gated(product.activation); }
 
 template <int W>
 MOESERVE_INLINE Float<W> activate(const PackedProduct& product, Float<W> gate, Float<W> up) {
@@ -119,6 +119,12 @@ MOESERVE_INLINE void finish_rows(const PackedProduct& product, const Epilogue& e
     if (is_gated(product)) {
       for (int n = 0; n < kPanel; n += W) {
         store<W>(sums + n, activate<W>(product, load<W>(sums + n), load<W>(sums + kPanel + n)));
+      }
+    } else if (product.activation == Activation::kSquaredReLU) {
+      for (int n = 0; n < kTileOutputs; n += W) {
+        const Float<W> up = load<W>(sums + n);
+        const Float<W> positive = up < 0.0f ? broadcast<W>(0.0f) : up;  // NaN stays NaN
+        store<W>(sums + n, positive * positive);
       }
     }
     for (int n = 0; n < last; n += W) store_in_order<W>(output + n, load<W>(sums + n));

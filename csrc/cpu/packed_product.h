@@ -16,7 +16,13 @@ enum class Activation {
   kClampedSwiGLU,  // g * sigmoid(alpha * g) * (u + 1), with g <= limit and |u| <= limit
   kLimitedSwiGLU,  // min(silu(gate), limit) * up, with |up| <= limit
   kCutSwiGLU,      // silu(g) * u, with g <= limit and |u| <= limit
+  kSquaredReLU,    // max(u, 0) squared, without gates
 };
+
+// Return true if half of the outputs are gates of the others.
+constexpr bool is_gated(Activation activation) {
+  return activation != Activation::kNone && activation != Activation::kSquaredReLU;
+}
 
 constexpr int kMaxInputChunks = 8;
 
@@ -31,8 +37,8 @@ struct RowGroup {
 
 // output[r] = activation(input[r] @ weight.T + bias) for the rows of each group.
 //
-// With an activation, the first N / 2 outputs of a weight are gates and the others ups, each half packed separately,
-// and the output has N / 2 columns.
+// With a gated activation, the first N / 2 outputs of a weight are gates and the others ups, each half packed
+// separately, and the output has N / 2 columns.
 //
 // The products of each chunk of inputs are added in the order of K. The sums of the chunks are added in a binary tree:
 // neighbours first, ((0 + 1) + (2 + 3)) + ..., where the last chunks may lack a neighbour. A bias is added to the sum

@@ -28,8 +28,9 @@ class ExpertShape:
 
     num_experts: int
     top_k: int  # experts of each token
-    hidden_size: int
+    hidden_size: int  # of an expert's inputs and outputs
     width: int  # inner values of an expert
+    num_matrices: int = 3  # gate, up and down, or two of them
     slices_alike: tuple[int, ...] = (1,)  # numbers of slices whose outputs have the bytes of a whole expert's on CPUs
 
 
@@ -161,7 +162,7 @@ def layer_seconds(shape: ExpertShape, num_ranks: int, num_tokens: int, numbers: 
     touched = expected_touched(shape.num_experts, shape.top_k, num_tokens)
     fullest = expected_fullest(shape.num_experts, num_ranks, touched)
     num_pairs, size, elsewhere = num_tokens * shape.top_k, shape.hidden_size, 1 - 1 / num_ranks
-    parameters = 3 * size * shape.width
+    parameters = shape.num_matrices * size * shape.width
 
     def compute(num_experts: float, num_rows: float, num_slices: int) -> float:
         weights = num_experts * parameters / num_slices * numbers.weight_bytes / speed.memory

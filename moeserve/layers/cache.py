@@ -40,6 +40,16 @@ class CacheNeeds:
 
 
 @dataclass(frozen=True)
+class NoCache:
+    """The cache of a layer that keeps nothing."""
+
+    tensors: tuple[()] = ()
+
+    def clear(self) -> None:
+        """Return at once."""
+
+
+@dataclass(frozen=True)
 class CacheSize:
     """The size of the cache of a layer of any kind."""
 

@@ -1,4 +1,4 @@
-"""The gated feed-forward network of dense layers and of shared experts."""
+"""The feed-forward network of dense layers and of shared experts."""
 
 from __future__ import annotations
 
@@ -8,20 +8,23 @@ from moeserve.layers.context import ModelContext
 from moeserve.layers.input_share import InputShare
 from moeserve.layers.linear import Linear
 from moeserve.layers.weights import QuantizationLimits, Weights
-from moeserve.ops.interfaces import GatedActivation, Rows
+from moeserve.ops.interfaces import Activation, Rows, num_parts_of
 
 # T tokens, D model width
 
 
-class GatedMLP(nn.Module):
-    """down(activation(gate(x), up(x))). With a share of the width, outputs must be summed over the shares."""
+class MLP(nn.Module):
+    """down(activation(gate(x), up(x))), or down(activation(up(x))).
+
+    With a share of the width, outputs must be summed over the shares.
+    """
 
     def __init__(
         self,
         hidden_size: int,
         share: InputShare,
         context: ModelContext,
-        activation: GatedActivation,
+        activation: Activation,
     ) -> None:
         """
         Args:
@@ -32,7 +35,11 @@ class GatedMLP(nn.Module):
         num_inner, limits = width.stop - width.start, QuantizationLimits(cuts=(width.start,))
         down = Linear(num_inner, hidden_size, context, limits=limits, chunks=share.chunks)
         self.gate_up = Weights(
-            (1, 2 * num_inner, hidden_size), context, activation=activation, limits=limits, feeds=down.weights
+            (1, num_parts_of(activation) * num_inner, hidden_size),
+            context,
+            activation=activation,
+            limits=limits,
+            feeds=down.weights,
         )
         self.down = down
 

@@ -13,13 +13,14 @@ from moeserve.layers.context import ModelContext
 from moeserve.ops.interfaces import (
     INT4_GROUP,
     MXFP4_GROUP,
-    GatedActivation,
+    Activation,
     InputChunks,
     OpenWeights,
     PackedFormat,
     PackedWeights,
     Product,
     Rows,
+    num_parts_of,
     plain_rows,
 )
 from moeserve.ops.weight_blocks import BLOCK, CODES, num_blocks
@@ -71,7 +72,7 @@ class Weights(nn.Module):
         context: ModelContext,
         *,
         has_bias: bool = False,
-        activation: GatedActivation | None = None,
+        activation: Activation | None = None,
         limits: QuantizationLimits = DEFAULT_LIMITS,
         borrow: Callable[[], Tensor] | None = None,
         chunks: InputChunks | None = None,
@@ -103,7 +104,7 @@ class Weights(nn.Module):
             self.memory = self.context.parameter(*codes_shape, dtype=torch.uint8)
             self.scales = self.context.parameter(num_weights, num_outputs, num_groups, dtype=torch.uint8)
         elif self.is_in_blocks:
-            num_parts = 1 if self.activation is None else 2
+            num_parts = num_parts_of(self.activation)
             groups = num_parts * num_blocks(num_outputs // num_parts)
             self.memory = self.context.parameter(*self.shape, dtype=CODES)
             self.scales = self.context.parameter(num_weights, groups, num_blocks(num_inputs), dtype=torch.float32)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from moeserve.distributed.coordinator import GroupCoordinator
 from moeserve.expert_placement.placement import Placement
 from moeserve.layers.attention import Attention, AttentionConfig
-from moeserve.layers.cache import CacheNeeds, CacheSize
+from moeserve.layers.cache import CacheNeeds, CacheSize, NoCache
 from moeserve.layers.compressed_attention import CompressedAttentionConfig, CompressedSparseAttention
 from moeserve.layers.context import ModelContext
 from moeserve.layers.hyper_connections import HyperConnection, Streams
@@ -24,7 +24,7 @@ from moeserve.layers.input_share import InputShare, num_input_chunks, share_inpu
 from moeserve.layers.linear import Embedding, OutputHead
 from moeserve.layers.linear_attention import LinearAttention, LinearAttentionConfig
 from moeserve.layers.mla import LatentAttention, LatentAttentionConfig
-from moeserve.layers.mlp import GatedMLP
+from moeserve.layers.mlp import MLP
 from moeserve.layers.norm import RMSNorm, RowsForm
 from moeserve.layers.rotary import Rotaries, Rotations
 from moeserve.layers.short_convolution import GatedConvolution, ShortConvolutionConfig
@@ -33,7 +33,7 @@ from moeserve.models.draft_layer import DraftInput
 from moeserve.models.model_config import LayerConfig, MLPConfig, ModelConfig
 from moeserve.moe.dispatch.factory import DispatcherFactory
 from moeserve.moe.layer import MoEConfig, MoELayer, Stages, run_in_turn
-from moeserve.ops.interfaces import Float8Rows, GatedActivation, Rows
+from moeserve.ops.interfaces import Activation, Float8Rows, Rows
 from moeserve.step_inputs import StepInputs
 
 # T tokens of the replica's step, t this tp rank's share of them, D model width
@@ -41,6 +41,8 @@ from moeserve.step_inputs import StepInputs
 
 class DecoderLayer(nn.Module):
     """A mixer and a feed-forward network, each on the normalised residual stream and added back to it.
+
+    One of the two may be absent.
 
     The next norm does the addition, since it reads the stream anyway. So a layer takes the stream and the update of the
     layer before it, and returns the stream with its own update.
@@ -61,8 +63,10 @@ class DecoderLayer(nn.Module):
         hidden_size, norm_epsilon = model.hidden_size, model.norm_epsilon
         self.tp = context.tp
         self.sum_dtype = context.sum_dtype
-        mixer: Attention | LatentAttention | LinearAttention | GatedConvolution | CompressedSparseAttention
+        mixer: Attention | LatentAttention | LinearAttention | GatedConvolution | CompressedSparseAttention | None
         match config.mixer:
+            case None:
+                mixer = None
             case AttentionConfig():
                 mixer = Attention(config.mixer, hidden_size, norm_epsilon, context)
             case LatentAttentionConfig():
@@ -73,19 +77,34 @@ class DecoderLayer(nn.Module):
                 mixer = GatedConvolution(config.mixer, hidden_size, context)
             case CompressedAttentionConfig():
                 mixer = CompressedSparseAttention(config.mixer, hidden_size, norm_epsilon, context)
-        feed_forward: MoELayer | DenseFeedForward
+        feed_forward: MoELayer | DenseFeedForward | None
         match config.feed_forward:
+            case None:
+                feed_forward = None
             case MoEConfig() as moe:
                 feed_forward = MoELayer(moe, hidden_size, next(placements), dispatchers, context)
             case MLPConfig(width=width, activation=activation):
-                share = share_inputs(width, num_input_chunks(config.mixer.can_divide), context)
+                share = share_inputs(width, num_input_chunks(config.can_divide), context)
                 feed_forward = DenseFeedForward(hidden_size, share, context, activation)
-        form = mixer.input_form if self.tp.world_size == 1 else "plain"
-        self.mixer_norm = make_norm(model, context, form)
+        self.mixer_norm: RMSNorm | HyperConnection | None = None
+        if mixer is not None:
+            form = mixer.input_form if self.tp.world_size == 1 else "plain"
+            self.mixer_norm = make_norm(model, context, form)
         self.mixer = mixer
         self.is_sparse = isinstance(config.mixer, LatentAttentionConfig) and config.mixer.is_sparse
-        self.feed_forward_norm = make_norm(model, context, feed_forward.input_form)
+        self.feed_forward_norm: RMSNorm | HyperConnection | None = None
+        if feed_forward is not None:
+            self.feed_forward_norm = make_norm(model, context, feed_forward.input_form)
         self.feed_forward = feed_forward
+
+    @property
+    def cache_needs(self) -> CacheNeeds:
+        """The cache memory of the mixer."""
+        return CacheNeeds() if self.mixer is None else self.mixer.cache_needs
+
+    def make_cache(self, size: CacheSize) -> Any:
+        """Return a cache of the mixer's kind."""
+        return NoCache() if self.mixer is None else self.mixer.make_cache(size)
 
     def mix(
         self,
@@ -96,18 +115,35 @@ class DecoderLayer(nn.Module):
         step: StepInputs,
         choice: Choice,
     ) -> tuple[Any, Rows]:
-        """Return the residual stream after the mixer, and the input of the feed-forward network.
+        """Return the residual stream after the mixer, and the argument of `feed`.
 
         Args:
             choice: the selected positions of the step, passed from layer to layer.
         """
-        hidden_tD, normed_tD = self.mixer_norm.after_adding(update_tD, hidden_tD)
-        normed_TD = gathered(normed_tD, self.tp, step)
-        more = (choice,) if self.is_sparse else ()
-        mixed_TD = self.mixer(normed_TD, rotations, cache, step, *more)
-        # collective: all tp ranks
-        mixed_tD = self.tp.reduce_scatter(mixed_TD, step.tp_sizes, self.sum_dtype)
-        return self.feed_forward_norm.after_adding(mixed_tD, hidden_tD)
+        if self.mixer is not None:
+            assert self.mixer_norm is not None
+            hidden_tD, normed_tD = self.mixer_norm.after_adding(update_tD, hidden_tD)
+            normed_TD = gathered(normed_tD, self.tp, step)
+            more = (choice,) if self.is_sparse else ()
+            mixed_TD = self.mixer(normed_TD, rotations, cache, step, *more)
+            # collective: all tp ranks
+            update_tD = self.tp.reduce_scatter(mixed_TD, step.tp_sizes, self.sum_dtype)
+        if self.feed_forward_norm is not None:
+            return self.feed_forward_norm.after_adding(update_tD, hidden_tD)
+        assert update_tD is not None
+        return hidden_tD, update_tD
+
+    def feed(self, input_tD: Any, step: StepInputs) -> Stages[Tensor]:
+        """Run the feed-forward network as a generator that returns the update of the residual stream.
+
+        Args:
+            input_tD: the normalised stream; without a feed-forward network, the update of the mixer.
+        """
+        if self.feed_forward is None:
+            update_tD: Tensor = input_tD
+        else:
+            update_tD = yield from self.feed_forward.stages(input_tD, step)
+        return update_tD
 
 
 def make_norm(
@@ -134,11 +170,11 @@ def gathered(rows_tD: Rows, tp: GroupCoordinator, step: StepInputs) -> Rows:
 class DenseFeedForward(nn.Module):
     """The feed-forward network of a layer without experts. Each tp rank has a share of its width."""
 
-    def __init__(self, hidden_size: int, share: InputShare, context: ModelContext, activation: GatedActivation) -> None:
+    def __init__(self, hidden_size: int, share: InputShare, context: ModelContext, activation: Activation) -> None:
         super().__init__()
         self.tp = context.tp
         self.sum_dtype = context.sum_dtype
-        self.mlp = GatedMLP(hidden_size, share, context, activation)
+        self.mlp = MLP(hidden_size, share, context, activation)
 
     @property
     def input_form(self) -> RowsForm:
@@ -235,7 +271,7 @@ class Decoder(nn.Module):
     @property
     def cache_needs(self) -> CacheNeeds:
         """The cache memory that all layers of this rank together need."""
-        return sum((layer.mixer.cache_needs for layer in self.layers), CacheNeeds())
+        return sum((layer.cache_needs for layer in self.layers), CacheNeeds())
 
     @property
     def has_states(self) -> bool:
@@ -244,7 +280,7 @@ class Decoder(nn.Module):
 
     def make_caches(self, size: CacheSize) -> list[Any]:
         """Return one cache for each layer, of its mixer's kind."""
-        return [layer.mixer.make_cache(size) for layer in self.layers]
+        return [layer.make_cache(size) for layer in self.layers]
 
     def forward(self, step: StepInputs, caches: list[Any]) -> Tensor:
         """Return hidden states [T, D] of all tokens of the replica; on the last stage, after the last norm."""
@@ -287,9 +323,9 @@ class Decoder(nn.Module):
         choice = Choice()
         for number, (layer, cache) in enumerate(zip(self.decoder_layers, caches, strict=False), self.stage.start):
             self.groups.set_layer(number)
-            residual, normed_tD = layer.mix(residual, update_tD, rotations, cache, step, choice)
+            residual, input_tD = layer.mix(residual, update_tD, rotations, cache, step, choice)
             update_tD = None  # DeepEP's low-latency kernels have memory for two results
-            update_tD = yield from layer.feed_forward.stages(normed_tD, step)
+            update_tD = yield from layer.feed(input_tD, step)
         self.groups.set_layer(None)
         if self.norm is None:
             assert update_tD is not None
@@ -317,8 +353,8 @@ class Decoder(nn.Module):
         embedded_tD = self.embedding(next_ids_T, step.tp_sizes)
         hidden_tD = self.draft_input(embedded_tD, hidden_TD[step.own_rows])
         rotations = self.rotaries.at(step.positions)
-        hidden_tD, normed_tD = layer.mix(hidden_tD, None, rotations, cache, step, Choice())
-        (update_tD,) = run_in_turn([layer.feed_forward.stages(normed_tD, step)])
+        hidden_tD, input_tD = layer.mix(hidden_tD, None, rotations, cache, step, Choice())
+        (update_tD,) = run_in_turn([layer.feed(input_tD, step)])
         self.groups.set_layer(None)
         _, normed_tD = self.draft_input.norm.after_adding(update_tD, hidden_tD)
         return self.tp.all_gather(normed_tD, step.tp_sizes)  # collective: all tp ranks

@@ -16,6 +16,7 @@ class MoENames:
 
     A checkpoint stores each expert in tensors of its own (`<experts>.7.<gate>.weight`), or all experts of a layer in
     one (`<experts>.gate_up_proj`, [experts, 2 * width, hidden], and `<experts>.down_proj`, [experts, hidden, width]).
+    Names of gates are not used by networks without gates.
     """
 
     router: str = "mlp.gate"
@@ -30,6 +31,8 @@ class MoENames:
     shared_parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     shared_fused: tuple[str, str] | None = None  # gate with up, and down, after `<shared>.`; None: three tensors
     table: str = ""  # the experts of each token id, where a router has them
+    to_latent: str = ""  # the projections around experts of a latent size
+    from_latent: str = ""
     is_transposed: bool = False  # one tensor for all experts, [experts, inputs, outputs], gates before ups
     is_interleaved: bool = False  # one tensor for all experts, [experts, inputs, outputs], gate and up outputs in turn
 

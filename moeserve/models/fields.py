@@ -26,13 +26,15 @@ def read_model(
     epsilon_key: str = "rms_norm_eps",
     context_key: str = "max_position_embeddings",
     is_tied: bool = False,
+    hidden_act: str = "silu",
 ) -> ModelConfig:
     """Read a config's settings outside the layers.
 
     Args:
         is_tied: the default of `tie_word_embeddings`.
+        hidden_act: the only supported value under this key.
     """
-    config.require("hidden_act", "silu")
+    config.require("hidden_act", hidden_act)
     return ModelConfig(
         vocab_size=config.integer("vocab_size", high=2**24),
         hidden_size=read_hidden_size(config),
@@ -59,7 +61,7 @@ def with_draft_layer(model: ModelConfig, layer: LayerConfig) -> ModelConfig:
 
 def _read_context(config: ConfigValues, layers: list[LayerConfig], key: str) -> int:
     """Return the longest context, which YaRN extends even if the value under `key` was left unchanged."""
-    rotaries = {rotary for layer in layers for rotary in layer.mixer.rotaries}
+    rotaries = {rotary for layer in layers for rotary in layer.rotaries}
     scalings = {rotary.scaling for rotary in rotaries if isinstance(rotary, RotaryConfig)}
     extended = (
         int(scaling.original_max_position_embeddings * scaling.factor)

@@ -20,7 +20,7 @@ from moeserve.layers.rotary import RotaryConfig, TemperatureConfig
 from moeserve.layers.short_convolution import ShortConvolutionConfig
 from moeserve.moe.layer import MoEConfig
 from moeserve.ops.hyper_connections import StreamsConfig
-from moeserve.ops.interfaces import GatedActivation, SwiGLU
+from moeserve.ops.interfaces import Activation, SwiGLU, num_parts_of
 
 Item = TypeVar("Item")
 CachedAttention = AttentionConfig | LatentAttentionConfig | CompressedAttentionConfig  # mixers with a cache of tokens
@@ -31,15 +31,27 @@ class MLPConfig:
     """The shape of a dense feed-forward network."""
 
     width: int
-    activation: GatedActivation = SwiGLU()
+    activation: Activation = SwiGLU()
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerConfig:
-    """The shape of one layer."""
+    """The shape of one layer: a mixer and then a feed-forward network, or one of them alone (Nemotron-H)."""
 
-    mixer: CachedAttention | LinearAttentionConfig | ShortConvolutionConfig
-    feed_forward: MoEConfig | MLPConfig
+    mixer: CachedAttention | LinearAttentionConfig | ShortConvolutionConfig | None
+    feed_forward: MoEConfig | MLPConfig | None
+
+    def __post_init__(self) -> None:
+        assert self.mixer is not None or self.feed_forward is not None
+
+    @property
+    def rotaries(self) -> tuple[RotaryConfig | TemperatureConfig, ...]:
+        """All that the layer reads of positions."""
+        return () if self.mixer is None else tuple(self.mixer.rotaries)
+
+    def can_divide(self, num_ranks: int) -> bool:
+        """True if this many tp ranks can each have equally many heads of the mixer."""
+        return self.mixer is None or self.mixer.can_divide(num_ranks)
 
 
 def attentions_of(layers: Iterable[LayerConfig]) -> tuple[CachedAttention, ...]:
@@ -84,7 +96,7 @@ class ModelConfig:
     @property
     def rotaries(self) -> frozenset[RotaryConfig | TemperatureConfig]:
         """All that the layers read of positions."""
-        return frozenset(rotary for layer in self.layers for rotary in layer.mixer.rotaries)
+        return frozenset(rotary for layer in self.layers for rotary in layer.rotaries)
 
     @property
     def num_experts(self) -> int:
@@ -101,8 +113,9 @@ class ModelConfig:
         return ExpertShape(
             num_experts=moe.router.num_experts,
             top_k=moe.router.top_k,
-            hidden_size=self.hidden_size,
+            hidden_size=moe.latent_size or self.hidden_size,
             width=moe.expert_width,
+            num_matrices=num_parts_of(moe.activation) + 1,
             slices_alike=tuple(number for number in range(1, num_chunks + 1) if keeps_bytes(num_chunks, number)),
         )
 
@@ -173,16 +186,16 @@ class ModelConfig:
     @property
     def tensor_parallel_sizes(self) -> tuple[int, ...]:
         """Numbers of tp ranks over which the heads can be divided."""
-        most = max(layer.mixer.num_heads for layer in self.layers)
+        most = max(layer.mixer.num_heads for layer in self.layers if layer.mixer is not None)
         return tuple(size for size in range(1, most + 1) if self.refusal_to_divide(size) is None)
 
     def keeps_bytes(self, num_ranks: int) -> bool:
         """True if results with `num_ranks` tp ranks have the bytes of those with one, given kernels that keep to it."""
-        return all(keeps_bytes(num_input_chunks(layer.mixer.can_divide), num_ranks) for layer in self.layers)
+        return all(keeps_bytes(num_input_chunks(layer.can_divide), num_ranks) for layer in self.layers)
 
     def refusal_to_divide(self, num_ranks: int) -> str | None:
         """Return why the heads cannot be divided over `num_ranks` tp ranks; None if they can."""
         for layer in self.layers:
-            if not layer.mixer.can_divide(num_ranks):
+            if not layer.can_divide(num_ranks):
                 return f"the attention heads or key-value heads cannot be divided evenly over {num_ranks} ranks"
         return None

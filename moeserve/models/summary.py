@@ -108,6 +108,7 @@ def summarize(
             case MoELayer() as moe, MoEConfig(router=router):
                 counts.add("routers", moe.router)
                 counts.add("routed experts", moe.experts, active=(router.top_k, router.num_experts))
+                counts.add("latent projections", moe.to_latent, moe.from_latent)
                 if moe.shared_experts is not None:
                     counts.add("shared experts", moe.shared_experts)
             case dense, _:
@@ -184,9 +185,9 @@ class _Counts:
     def __init__(self) -> None:
         self._totals: dict[tuple[str, str], list[int]] = {}
 
-    def add(self, name: str, *modules: nn.Module, active: tuple[int, int] = (1, 1)) -> None:
+    def add(self, name: str, *modules: nn.Module | None, active: tuple[int, int] = (1, 1)) -> None:
         """Add the parameters of modules. `active` is the share that a token uses, as a fraction."""
-        for part in (part for module in modules for part in module.modules()):
+        for part in (part for module in modules if module is not None for part in module.modules()):
             is_mxfp4 = isinstance(part, Weights) and part.is_mxfp4
             for parameter_name, parameter in part.named_parameters(recurse=False):
                 is_encoded = is_mxfp4 and parameter_name in ("memory", "scales")

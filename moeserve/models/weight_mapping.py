@@ -18,7 +18,7 @@ from moeserve.layers.indexer import Indexer
 from moeserve.layers.linear import Linear
 from moeserve.layers.linear_attention import LinearAttention
 from moeserve.layers.mla import CompressedQuery, LatentAttention
-from moeserve.layers.mlp import GatedMLP
+from moeserve.layers.mlp import MLP
 from moeserve.layers.short_convolution import GatedConvolution
 from moeserve.layers.weights import Weights
 from moeserve.models.compressed_attention_mapping import compressed_attention_rows, connection_rows
@@ -85,8 +85,13 @@ def _rows_of(model: Decoder, family: Family, names: Collection[str]) -> Iterator
         is_draft = number >= first_draft_layer
         prefix = (family.draft_names.layer if is_draft else "model.layers.{number}").format(number=number)
         layer_names = family.layer_names
-        norms = {layer_names.mixer_norm: layer.mixer_norm, layer_names.feed_forward_norm: layer.feed_forward_norm}
-        for (name, norm), place in zip(norms.items(), ("attn", "ffn"), strict=True):
+        norms = (
+            (layer_names.mixer_norm, layer.mixer_norm, "attn"),
+            (layer_names.feed_forward_norm, layer.feed_forward_norm, "ffn"),
+        )
+        for name, norm, place in norms:
+            if norm is None:
+                continue
             yield f"{prefix}.{name}.weight", whole(norm.weight, offset=family.norm_offset)
             if isinstance(norm, HyperConnection):
                 yield from connection_rows(f"{prefix}.hc_{place}_", norm)
@@ -197,13 +202,13 @@ def _indexer(prefix: str, indexer: Indexer) -> Iterator[Row]:
 
 
 def _mlp(
-    prefix: str, mlp: GatedMLP, width: int, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    prefix: str, mlp: MLP, width: int, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 ) -> Iterator[Row]:
-    gate, up = mlp.gate_up.open.weight_eOI[0].chunk(2)
-    gate_name, up_name, down_name = names
-    yield f"{prefix}.{gate_name}.weight", rows(gate, mlp.width, width, mlp.gate_up)
-    yield f"{prefix}.{up_name}.weight", rows(up, mlp.width, width, mlp.gate_up)
-    yield f"{prefix}.{down_name}.weight", columns(mlp.down.weight, mlp.width, width, mlp.down.weights)
+    *inner, down = names
+    num_parts = mlp.gate_up.open.num_parts
+    for name, memory in zip(inner[-num_parts:], mlp.gate_up.open.weight_eOI[0].chunk(num_parts), strict=True):
+        yield f"{prefix}.{name}.weight", rows(memory, mlp.width, width, mlp.gate_up)
+    yield f"{prefix}.{down}.weight", columns(mlp.down.weight, mlp.width, width, mlp.down.weights)
 
 
 def _moe(
@@ -228,6 +233,9 @@ def _moe(
             yield from _linear(f"{shared}.{down}", mlp.down)
         if moe.shared_experts.gate is not None:
             yield from _linear(f"{prefix}.mlp.shared_expert_gate", moe.shared_experts.gate)
+    for linear, name in ((moe.to_latent, names.to_latent), (moe.from_latent, names.from_latent)):
+        if linear is not None:
+            yield from _linear(f"{prefix}.{name}", linear)
     experts = f"{prefix}.{names.experts}"
     if names.is_interleaved:
         yield from _interleaved_experts(experts, moe, width)
@@ -242,17 +250,19 @@ def _moe(
 
 
 def _separate_experts(prefix: str, moe: MoELayer, width: int, names: MoENames) -> Iterator[Row]:
-    """Yield three matrices for each expert."""
+    """Yield the matrices of each expert."""
     gate_up, down, share = moe.experts.gate_up, moe.experts.down, moe.experts.width
+    num_parts = gate_up.open.num_parts
     for slot, expert in enumerate(moe.local_experts):
         if gate_up.is_mxfp4:
-            gate, up = _mxfp4_matrices(gate_up, slot, 2)
+            inner = list(_mxfp4_matrices(gate_up, slot, num_parts))
             (of_down,) = _mxfp4_matrices(down, slot, 1)
         else:
-            gate, up = (rows(part_ID, share, width, gate_up) for part_ID in gate_up.open.weight_eOI[slot].chunk(2))
+            parts = gate_up.open.weight_eOI[slot].chunk(num_parts)
+            inner = [rows(part_ID, share, width, gate_up) for part_ID in parts]
             of_down = columns(down.open.weight_eOI[slot], share, width, down)
-        yield f"{prefix}.{expert}.{names.gate}.weight", gate
-        yield f"{prefix}.{expert}.{names.up}.weight", up
+        for name, place in zip((names.gate, names.up)[-num_parts:], inner, strict=True):
+            yield f"{prefix}.{expert}.{name}.weight", place
         yield f"{prefix}.{expert}.{names.down}.weight", of_down
     for expert in set(range(moe.placement.num_logical)) - set(moe.local_experts):
         for name in (names.gate, names.up, names.down):
@@ -268,20 +278,23 @@ def _mxfp4_matrices(weights: Weights, slot: int, num_parts: int) -> Iterator[Des
 
 
 def _fused_experts(prefix: str, moe: MoELayer, width: int, names: MoENames) -> Iterator[Row]:
-    """Yield all experts as [experts, 2 * width, hidden] and [experts, hidden, width]."""
+    """Yield all experts as [experts, 2 * width, hidden], or [experts, width, hidden] without gates, and [experts,
+    hidden, width].
+    """
     gate_up_name, down_name = names.fused
     gate_up, down, share = moe.experts.gate_up, moe.experts.down, moe.experts.width
     num_experts, hidden_size = moe.placement.num_logical, down.shape[1]
-    parts = [slice(0, 2 * width)]  # gates stand above ups
+    num_parts = gate_up.open.num_parts
+    parts = [slice(0, num_parts * width)]  # gates stand above ups
     if share != slice(0, width):
-        parts = [share, slice(width + share.start, width + share.stop)]
+        parts = [slice(part * width + share.start, part * width + share.stop) for part in range(num_parts)]
     yield f"{prefix}.{gate_up_name}", None
     yield f"{prefix}.{down_name}", None
     for slot, expert in enumerate(moe.local_experts):
         one = slice(expert, expert + 1)
         memories = gate_up.open.weight_eOI[slot : slot + 1].chunk(len(parts), dim=1)
         for memory, part in zip(memories, parts, strict=True):
-            place = Destination(memory, (num_experts, 2 * width, hidden_size), (one, part), gate_up)
+            place = Destination(memory, (num_experts, num_parts * width, hidden_size), (one, part), gate_up)
             yield f"{prefix}.{gate_up_name}", place
         shape = num_experts, hidden_size, width
         place = Destination(down.open.weight_eOI[slot : slot + 1], shape, (one, slice(0, hidden_size), share), down)

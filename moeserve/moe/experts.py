@@ -8,7 +8,7 @@ from moeserve.layers.context import ModelContext
 from moeserve.layers.input_share import InputShare
 from moeserve.layers.weights import QuantizationLimits, Weights
 from moeserve.moe.dispatch.base import PackedTokens, SlottedTokens
-from moeserve.ops.interfaces import GatedActivation
+from moeserve.ops.interfaces import Activation, num_parts_of
 
 # R rows, S slots of each expert, D model width, e local experts
 
@@ -16,7 +16,7 @@ LIMITS = QuantizationLimits(can_be_mxfp4=True)
 
 
 class Experts(nn.Module):
-    """Gated feed-forward networks: down(activation(gate(x), up(x))), each on its own rows.
+    """Feed-forward networks: down(activation(gate(x), up(x))) or down(activation(up(x))), each on its own rows.
 
     With a share of the width, outputs must be summed over the shares.
 
@@ -30,14 +30,14 @@ class Experts(nn.Module):
         num_experts: int,
         hidden_size: int,
         share: InputShare,
-        activation: GatedActivation,
+        activation: Activation,
         context: ModelContext,
         *,
         has_bias: bool,
     ) -> None:
         super().__init__()
         self.width = width = share.inputs
-        gate_up_shape = num_experts, 2 * (width.stop - width.start), hidden_size
+        gate_up_shape = num_experts, num_parts_of(activation) * (width.stop - width.start), hidden_size
         down_shape = num_experts, hidden_size, width.stop - width.start
         # One rank adds the bias.
         has_down_bias = has_bias and width.start == 0

@@ -13,13 +13,14 @@ from moeserve.expert_placement.load import ExpertLoad
 from moeserve.expert_placement.placement import Placement
 from moeserve.layers.context import ModelContext
 from moeserve.layers.input_share import share_experts
+from moeserve.layers.linear import Linear
 from moeserve.layers.norm import RowsForm
 from moeserve.moe.dispatch.base import PendingDispatch
 from moeserve.moe.dispatch.factory import DispatcherFactory
 from moeserve.moe.experts import Experts
 from moeserve.moe.router import Router, Routing
 from moeserve.moe.shared import SharedExperts, SharedExpertsConfig
-from moeserve.ops.interfaces import GatedActivation, RouterConfig, Rows, SwiGLU, plain_rows
+from moeserve.ops.interfaces import Activation, RouterConfig, Rows, SwiGLU, plain_rows
 from moeserve.step_inputs import StepInputs
 
 # T tokens, D model width
@@ -49,11 +50,13 @@ class MoEConfig:
 
     router: RouterConfig
     expert_width: int
-    activation: GatedActivation = SwiGLU()
+    activation: Activation = SwiGLU()
     has_expert_bias: bool = False
     shared: SharedExpertsConfig | None = None
     # Tokens are multiplied by their weights before the experts instead of after them (Llama 4). For one expert a token.
     weighs_inputs: bool = False
+    # Size of the rows that experts read and write, which are projected from and to the model's width (latent MoE).
+    latent_size: int | None = None  # None: the model's width
 
 
 class MoELayer(nn.Module):
@@ -68,6 +71,9 @@ class MoELayer(nn.Module):
         dispatch     [T, D] -> rows of this rank's experts    collective: all ep ranks
         experts      rows -> rows                             meanwhile: shared experts, [T, D] -> [T, D]
         combine      rows -> [T, D], weighted and added       collective: all ep ranks
+
+    Experts of a latent size read and write narrower rows: a projection [T, D] -> [T, L] comes before dispatch, and one
+    [T, L] -> [T, D] after combine. Both are whole on every rank.
 
     Args:
         config: the computation, independent of the layout.
@@ -90,9 +96,15 @@ class MoELayer(nn.Module):
         self.weighs_inputs = config.weighs_inputs
         self.rank_in_group = dispatchers.group.rank_in_group
         self.router = Router(config.router, hidden_size, context)
+        row_size = config.latent_size or hidden_size
+        self.to_latent: Linear | None = None
+        self.from_latent: Linear | None = None
+        if config.latent_size is not None:
+            self.to_latent = Linear(hidden_size, row_size, context)
+            self.from_latent = Linear(row_size, hidden_size, context)
         self.experts = Experts(
             placement.num_slots[self.rank_in_group],
-            hidden_size,
+            row_size,
             share_experts(config.expert_width, placement.num_slices, context),
             config.activation,
             context,
@@ -102,7 +114,7 @@ class MoELayer(nn.Module):
         self.dispatcher = dispatchers.make(placement)
         self.load = ExpertLoad(placement, self.rank_in_group, context)
         # One row for each chosen expert.
-        self.bytes_per_token = config.router.top_k * hidden_size * context.dtype.itemsize
+        self.bytes_per_token = config.router.top_k * row_size * context.dtype.itemsize
         self.add = context.kernels.add
         self.side_stream = context.kernels.side_stream
 
@@ -129,7 +141,10 @@ class MoELayer(nn.Module):
     @property
     def input_form(self) -> RowsForm:
         """The form of rows to give to `forward`. The router always reads plain rows."""
-        experts_read_float8 = self.experts.gate_up.is_in_blocks and self.dispatcher.takes_float8
+        if self.to_latent is not None:
+            experts_read_float8 = self.to_latent.weights.is_in_blocks
+        else:
+            experts_read_float8 = self.experts.gate_up.is_in_blocks and self.dispatcher.takes_float8
         shared_read_float8 = self.shared_experts is not None and self.shared_experts.mlp.gate_up.is_in_blocks
         return "both" if experts_read_float8 or shared_read_float8 else "plain"
 
@@ -143,9 +158,12 @@ class MoELayer(nn.Module):
         routing = self.router(plain_TD, step)
         if step.padding is not None:
             routing = routing.without(step.padding[step.own_rows])
-        sent_TD = hidden_TD if self.dispatcher.takes_float8 else plain_TD
+        if self.to_latent is not None:
+            sent_TD = self.to_latent(self.to_latent.weights.input_of(hidden_TD))
+        else:
+            sent_TD = hidden_TD if self.dispatcher.takes_float8 else plain_TD
         if self.weighs_inputs:
-            sent_TD = plain_TD * routing.weights_TK.to(plain_TD.dtype)
+            sent_TD = plain_rows(sent_TD) * routing.weights_TK.to(plain_TD.dtype)
             routing = Routing(routing.experts_TK, torch.ones_like(routing.weights_TK))
         pending = self.dispatcher.dispatch(sent_TD, routing, step)
         shared = None if self.shared_experts is None else self.side_stream.start(self.shared_experts, hidden_TD)
@@ -155,6 +173,8 @@ class MoELayer(nn.Module):
         combined = self.dispatcher.combine(output, handle)
         yield
         routed_TD = combined.wait()
+        if self.from_latent is not None:
+            routed_TD = self.from_latent(routed_TD)
         return routed_TD if shared is None else self.add(routed_TD, shared.wait())
 
     def _run_experts(self, pending: PendingDispatch[Any]) -> tuple[Tensor, Any]:

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from moeserve.layers.context import ModelContext
 from moeserve.layers.input_share import InputShare
 from moeserve.layers.linear import Linear
-from moeserve.layers.mlp import GatedMLP
-from moeserve.ops.interfaces import GatedActivation, Rows, SwiGLU, plain_rows
+from moeserve.layers.mlp import MLP
+from moeserve.ops.interfaces import Activation, Rows, SwiGLU, plain_rows
 
 # T tokens, D model width
 
@@ -20,7 +20,7 @@ class SharedExpertsConfig:
     """One network as wide as all shared experts together."""
 
     width: int
-    activation: GatedActivation = SwiGLU()
+    activation: Activation = SwiGLU()
     is_gated: bool = False  # a gate scales the output of each token (Qwen2-MoE)
 
 
@@ -29,7 +29,7 @@ class SharedExperts(nn.Module):
 
     def __init__(self, config: SharedExpertsConfig, hidden_size: int, context: ModelContext) -> None:
         super().__init__()
-        self.mlp = GatedMLP(hidden_size, InputShare(slice(0, config.width), None), context, config.activation)
+        self.mlp = MLP(hidden_size, InputShare(slice(0, config.width), None), context, config.activation)
         self.gate = Linear(hidden_size, 1, context) if config.is_gated else None
         self.scale = context.kernels.gate_rows
 

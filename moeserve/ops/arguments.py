@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from moeserve.ops.interfaces import ClampedSwiGLU, CutSwiGLU, GatedActivation, LimitedSwiGLU, RouterConfig, SwiGLU
+from moeserve.ops.interfaces import (
+    Activation,
+    ClampedSwiGLU,
+    CutSwiGLU,
+    LimitedSwiGLU,
+    RouterConfig,
+    SquaredReLU,
+    SwiGLU,
+)
 
 
 def router_arguments(config: RouterConfig) -> dict[str, Any]:
@@ -19,7 +27,7 @@ def router_arguments(config: RouterConfig) -> dict[str, Any]:
     )
 
 
-def activation_arguments(activation: GatedActivation | None) -> dict[str, Any]:
+def activation_arguments(activation: Activation | None) -> dict[str, Any]:
     match activation:
         case None:
             return {}
@@ -31,5 +39,7 @@ def activation_arguments(activation: GatedActivation | None) -> dict[str, Any]:
             return {"activation": "limited_swiglu", "limit": limit}
         case CutSwiGLU(limit=limit):
             return {"activation": "cut_swiglu", "limit": limit}
+        case SquaredReLU():
+            return {"activation": "squared_relu"}
         case _:
             raise AssertionError(f"no kernel has the activation {activation}")

@@ -24,10 +24,10 @@ from moeserve.step_inputs import StepInputs
 
 # T tokens, D model width, E experts, K experts per token, P pairs = T * K, R rows, N query heads, G key-value heads,
 # H head size, F rotated pairs, S rows of a source or slots of a weight, e weights side by side, I inputs, O outputs,
-# C columns: the outputs, or half as many after an activation (gates first, then ups), V vocabulary or size of a value,
-# W fields of SAMPLING_SETTINGS
+# C columns: the outputs, or half as many after a gated activation (gates first, then ups), V vocabulary or size of a
+# value, W fields of SAMPLING_SETTINGS
 
-GatedActivation = Callable[[Tensor, Tensor], Tensor]  # (gate, up) -> their product, all of one shape
+Activation = Callable[..., Tensor]  # of gates and ups of one shape, or of ups alone; see `num_parts_of`
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,19 @@ class CutSwiGLU:
 
     def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
         return functional.silu(gate.clamp(max=self.limit)) * up.clamp(-self.limit, self.limit)
+
+
+@dataclass(frozen=True)
+class SquaredReLU:
+    """max(up, 0) ** 2, without a gate (arXiv 2109.08668)."""
+
+    def __call__(self, up: Tensor) -> Tensor:
+        return functional.relu(up).square()
+
+
+def num_parts_of(activation: Activation | None) -> int:
+    """Return the parts of outputs to which an activation is applied: gates and ups, or a single part."""
+    return 1 if activation is None or isinstance(activation, SquaredReLU) else 2
 
 
 @dataclass(frozen=True)
@@ -290,7 +303,7 @@ class OpenWeights:
 
     weight_eOI: Tensor
     bias_eO: Tensor | None = None
-    activation: GatedActivation | None = None
+    activation: Activation | None = None
     scales_eGB: Tensor | None = None  # of weights in MXFP4, or in 8-bit blocks: see weight_blocks.py
     chunks: InputChunks | None = None  # None: a product adds all inputs in one chunk
     feeds_blocks: bool = False  # the results are rows of a product of 8-bit blocks, and of nothing else
@@ -308,8 +321,8 @@ class OpenWeights:
 
     @property
     def num_parts(self) -> int:
-        """Parts of a weight's outputs: gates and ups before an activation, otherwise one."""
-        return 1 if self.activation is None else 2
+        """Parts of a weight's outputs: gates and ups before a gated activation, otherwise one."""
+        return num_parts_of(self.activation)
 
 
 class Product(Protocol):
@@ -374,7 +387,7 @@ class PackedWeights:
     num_outputs: int
     num_inputs: int
     bias_eO: Tensor | None
-    activation: GatedActivation | None
+    activation: Activation | None
     chunks: InputChunks | None = None
 
     @classmethod
@@ -392,7 +405,7 @@ class PackedWeights:
 
     @property
     def num_parts(self) -> int:
-        return 1 if self.activation is None else 2
+        return num_parts_of(self.activation)
 
 
 class WeightPacking(Protocol):

@@ -19,7 +19,7 @@ from statistics import NormalDist
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from moeserve.layers.mla import LatentAttentionConfig
-from moeserve.models.model_config import attentions_of
+from moeserve.models.model_config import MLPConfig, attentions_of
 from moeserve.models.registry import Description
 from moeserve.moe.layer import MoEConfig
 from moeserve.planner.calibration import calibration_of
@@ -179,7 +179,7 @@ class LayoutCosts:
         ranks_per_node: int,
     ) -> None:
         config = description.model
-        moe = config.first_moe
+        shape = config.expert_shape
         self.assumptions = assumptions
         calibration = calibration_of(assumptions)
         self.num_parts = 2 if assumptions.overlap else 1  # micro-batches of a step
@@ -194,8 +194,8 @@ class LayoutCosts:
         self.ranks_per_node = max(min(layout.tp, ranks_per_node), ranks_per_node // layout.pp)
         self.is_fp8 = is_fp8(description, assumptions)
         self.num_sparse_layers = config.num_sparse_layers
-        self.top_k = moe.router.top_k if moe else 0
-        self.has_exchange = self.num_ranks > 1 and moe is not None
+        self.top_k = shape.top_k if shape else 0
+        self.has_exchange = self.num_ranks > 1 and shape is not None
         self.node_bandwidth = hardware.node_bandwidth * calibration.node_links
         is_direct = assumptions.exchange == "direct"
         network = calibration.direct_network if is_direct else calibration.forwarding_network
@@ -232,7 +232,8 @@ class LayoutCosts:
         }
         values = {"passes": calibration.passes, "bytes": value_bytes, "memory_bandwidth": memory_bandwidth}
         projected, outputs = attention_values(config.attentions[0], layout.tp)
-        expert_values = config.hidden_size + 2 * (moe.expert_width if moe else 0)  # gate, up and down
+        row_size = shape.hidden_size if shape else config.hidden_size  # the inputs and outputs of experts
+        expert_values = row_size + ((shape.num_matrices - 1) * shape.width if shape else 0)  # gate, up and down
         experts = {
             "slots": self._slots,
             "all_slots": sum(len(holder.experts) for holder in layout.holders if holder.stage == 0),
@@ -247,12 +248,12 @@ class LayoutCosts:
         exchange = {
             "node_rows": node_rows,
             "network_rows": network_rows,
-            "width": config.hidden_size,
+            "width": row_size,
             "node_bandwidth": self.node_bandwidth,
             "network_bandwidth": self.network_bandwidth,
             "latency": calibration.exchange_latency,
         }
-        self.sent_bytes_per_token = (node_rows + network_rows) * config.hidden_size * (weight_bytes + value_bytes)
+        self.sent_bytes_per_token = (node_rows + network_rows) * row_size * (weight_bytes + value_bytes)
         rows = {"width": config.hidden_size, "bytes": value_bytes, "latency": calibration.exchange_latency}
         slower = min(self.node_bandwidth, self.network_bandwidth)
         gather = {"tp": layout.tp, "bandwidth": self.node_bandwidth if layout.tp <= ranks_per_node else slower, **rows}
@@ -263,7 +264,8 @@ class LayoutCosts:
             parameters = _parameters(stage)
             layers = config.layers[stage.first_layer : stage.first_layer + stage.num_layers]
             num_sparse = sum(isinstance(layer.feed_forward, MoEConfig) for layer in layers)
-            num_dense = len(layers) - num_sparse
+            num_dense = sum(isinstance(layer.feed_forward, MLPConfig) for layer in layers)
+            num_mixers = sum(layer.mixer is not None for layer in layers)
             is_last = stage is layout.stages[-1]
 
             def products(name: str, total: float, count: int, format: Mapping[str, float], kind: Kind) -> list[_Part]:
@@ -281,7 +283,7 @@ class LayoutCosts:
                 constants = {"seconds": calibration.exchange_on_cores}
                 return [_Part(name, ON_CORES, constants, num_sparse, kind)] if self.is_paired and num_sparse else []
 
-            output_projections = output_parameters(config.attentions[0], config.hidden_size, layout.tp) * len(layers)
+            output_projections = output_parameters(config.attentions[0], config.hidden_size, layout.tp) * num_mixers
             projections = parameters["attention"] - output_projections
             cached = attentions_of(layers)
             latent = [each for each in cached if isinstance(each, LatentAttentionConfig)]
@@ -302,15 +304,16 @@ class LayoutCosts:
             head = {"parameters": parameters["output head"] or parameters["embedding"], **plain}
             return _StageParts(
                 of_replica_rows=[
-                    *products("projections of attention", projections, len(layers), weights, "before"),
-                    *products("output projection of attention", output_projections, len(layers), weights, "after"),
+                    *products("projections of attention", projections, num_mixers, weights, "before"),
+                    *products("output projection of attention", output_projections, num_mixers, weights, "after"),
                     *products("dense networks", parameters["dense networks"], num_dense, weights, "before"),
-                    *passes("values of queries, keys and values", projected, len(layers), "before"),
-                    *passes("values of attention's outputs", outputs, len(layers), "after"),
+                    *passes("values of queries, keys and values", projected, num_mixers, "before"),
+                    *passes("values of attention's outputs", outputs, num_mixers, "after"),
                 ],
                 of_own_rows=[
                     *products("router", parameters["routers"], num_sparse, plain, "after"),
                     *products("shared experts", parameters["shared experts"], num_sparse, weights, "before"),
+                    *products("latent projections", parameters["latent projections"], num_sparse, weights, "before"),
                 ],
                 attention=[
                     *(
@@ -335,8 +338,8 @@ class LayoutCosts:
                     exchanged("combine", value_bytes, "combine"),
                 ],
                 on_cores=[*on_cores("dispatch on cores", "before"), *on_cores("combine on cores", "after")],
-                # Once for attention in each layer, and once for each dense network.
-                gather=_Part("gather and scatter of tp ranks", GATHER, gather, len(layers) + num_dense, "dispatch"),
+                # Once for attention in each layer that has it, and once for each dense network.
+                gather=_Part("gather and scatter of tp ranks", GATHER, gather, num_mixers + num_dense, "dispatch"),
                 head=_Part("output head", PRODUCTS, head, 1, "head") if is_last else None,
                 handover=None if is_last else _Part("hand-over to the next stage", HANDOVER, handover, 1, "dispatch"),
             )

@@ -21,7 +21,7 @@ from moeserve.planner.traffic import Lengths, Traffic
 DECODE_REQUESTS = 128
 PREFILL_TOKENS = 4096
 # All other parts are small, or lose too much accuracy in fp8.
-FP8_PARTS = ("attention", "dense networks", "routed experts", "shared experts")
+FP8_PARTS = ("attention", "dense networks", "routed experts", "shared experts", "latent projections")
 
 
 @dataclass(frozen=True, kw_only=True)

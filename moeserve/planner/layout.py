@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from moeserve.config.expert_layout import Numbers, resolve_expert_parallel
+from moeserve.config.expert_layout import ExpertShape, Numbers, resolve_expert_parallel
 from moeserve.config.resolve import layers_of_stages
 from moeserve.config.settings import CacheDtypeName, DtypeName, ParallelSettings, QuantizationName
 from moeserve.distributed.groups import unconnected
@@ -26,7 +26,6 @@ from moeserve.layers.cache import CacheNeeds
 from moeserve.machine import shown_bytes
 from moeserve.models.registry import Description, describe
 from moeserve.models.summary import Part, summarize
-from moeserve.moe.layer import MoEConfig
 
 BYTES_OF_DTYPE = {"float32": 4, "bfloat16": 2, "float16": 2}
 MXFP4_BYTES = 1 / 2 + 1 / 32  # per weight, including its share of the scale
@@ -267,7 +266,7 @@ def _layout(
     num_heads = config.attentions[0].num_heads
     row_bytes = config.hidden_size * BYTES_OF_DTYPE[dtype]
     dispatched, gathered = (
-        _exchange(config.first_moe, placements, config.hidden_size, row_bytes) if placements else (0.0, 0.0)
+        _exchange(config.expert_shape, placements, BYTES_OF_DTYPE[dtype]) if placements else (0.0, 0.0)
     )
     return Layout(
         tp=mesh.tp,
@@ -295,21 +294,21 @@ def _holder(rank: int, mesh: Mesh, num_heads: int, slots: Sequence[tuple[int, ..
     return Holder(rank=rank, replica=at.dp, stage=at.pp, heads=(heads.start, heads.stop - 1), experts=experts)
 
 
-def _exchange(
-    moe: MoEConfig | None, placements: Sequence[Placement], hidden_size: int, row_bytes: int
-) -> tuple[float, float]:
+def _exchange(shape: ExpertShape | None, placements: Sequence[Placement], value_bytes: int) -> tuple[float, float]:
     """Return the bytes that all ranks send per token in a large step, with all-to-all and with all-gather.
 
     Both send the expert ids to every other rank, and return one output row for each expert on another rank. All-to-all
     sends the token's row once to each other rank that has one of its experts. A token with k experts needs a rank that
     has c of the E experts with probability 1 - C(E - c, k) / C(E, k); one of n copies of an expert counts as 1 / n.
     """
-    assert moe is not None
-    num_experts, top_k, num_ranks = moe.router.num_experts, moe.router.top_k, placements[0].num_ranks
+    assert shape is not None
+    num_experts, top_k, num_ranks = shape.num_experts, shape.top_k, placements[0].num_ranks
+    row_bytes = shape.hidden_size * value_bytes
     num_others = num_ranks - 1
     if placements[0].num_slices > 1:
         # Each other rank receives the row and its expert ids, and returns a float32 partial sum for each expert.
-        sliced = num_others * (top_k * BYTES_OF_CHOICE + row_bytes + top_k * hidden_size * BYTES_OF_DTYPE["float32"])
+        sum_bytes = shape.hidden_size * BYTES_OF_DTYPE["float32"]
+        sliced = num_others * (top_k * BYTES_OF_CHOICE + row_bytes + top_k * sum_bytes)
         return sliced, sliced
     needed = 0.0
     for count in rank_loads([1.0] * num_experts, placements[0]):

@@ -17,7 +17,7 @@ class CopyStream:
         Args:
             caches: of the layers; each has `tensors`.
         """
-        self._stream = torch.cuda.Stream() if caches[0].tensors[0].is_cuda else None
+        self._stream = torch.cuda.Stream() if any(each.is_cuda for cache in caches for each in cache.tensors) else None
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:

@@ -131,12 +131,12 @@ def _open_dispatchers(
     context: ModelContext,
 ) -> DispatcherFactory:
     """Open the dispatchers for all layers. Collective: all ranks."""
-    moe = description.model.first_moe
-    if moe is None:
+    experts = description.model.expert_shape
+    if experts is None:
         return TorchDispatchers("local", context.groups.ep, context)
     shape = DispatchShape(
-        hidden_size=description.model.hidden_size,
-        top_k=moe.router.top_k,
+        hidden_size=experts.hidden_size,
+        top_k=experts.top_k,
         dtype=context.dtype,
         num_slots=placements[0].num_slots,
         max_tokens_per_rank=max(share_sizes(config.max_num_batched_tokens, context.groups.mesh.tp)),

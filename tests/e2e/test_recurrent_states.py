@@ -70,6 +70,9 @@ LAYOUTS = [
     ("lfm2-moe", {"data_parallel_size": 2, "pipeline_parallel_size": 2}),
     ("kimi-linear", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
     ("granite-hybrid", {"tensor_parallel_size": 2, "data_parallel_size": 2}),
+    ("nemotron-h", {"data_parallel_size": 2, "pipeline_parallel_size": 2}),
+    ("nemotron-h-latent", {"tensor_parallel_size": 2, "data_parallel_size": 2, "num_redundant_experts": 3}),
+    ("nemotron-h-wide", {"tensor_parallel_size": 2, "expert_parallel": False}),
 ]
 
 

@@ -23,7 +23,7 @@ from torch.nn import functional
 from moeserve import LLM, SamplingParams
 from moeserve.config import resolve
 from moeserve.models.packing import weights_of
-from moeserve.ops.interfaces import Gather, OpenWeights, SwiGLU
+from moeserve.ops.interfaces import Gather, OpenWeights, SquaredReLU, SwiGLU, num_parts_of
 from moeserve.ops.triton.products import TritonBlockProduct, TritonProduct
 
 pytestmark = pytest.mark.usefixtures("torch_conversions", "gpu_kernels")
@@ -135,12 +135,12 @@ def test_logits_equal_those_with_rounded_weights_and_inputs(name: str, tmp_path:
     assert min(each.min() for each in without_rounding) > DIFFERENCE_OF_ROUNDING, without_rounding
 
 
-@pytest.mark.parametrize("activation", [None, SwiGLU()], ids=["plain", "swiglu"])
+@pytest.mark.parametrize("activation", [None, SwiGLU(), SquaredReLU()], ids=["plain", "swiglu", "squared_relu"])
 def test_products(activation: Any) -> None:
     """Compare packed rows, gathered rows, slots and a single weight with products of dequantised numbers."""
     torch.manual_seed(0)
     num_weights, num_outputs, num_inputs = 3, 400, 200
-    parts = 1 if activation is None else 2
+    parts = num_parts_of(activation)
     codes_eOI = torch.randn(num_weights, num_outputs, num_inputs).mul(100).to(FLOAT8)
     scales_eGB = torch.rand(num_weights, parts * -(-num_outputs // parts // 128), 2) / 1000 + 1e-3
     scale_of_row_eOB = torch.cat(
@@ -152,7 +152,7 @@ def test_products(activation: Any) -> None:
 
     def expected(rows: Tensor, weight: int) -> Tensor:
         output = (rounded(rows).double() @ values_eOI[weight].double().T + bias_eO[weight]).float()
-        return output if activation is None else activation(*output.chunk(2, dim=-1))
+        return output if activation is None else activation(*output.chunk(parts, dim=-1))
 
     counts = [4, 0, 2]
     counts_e = torch.tensor(counts)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeserve.ops.interfaces import ClampedSwiGLU, LimitedSwiGLU, SwiGLU
-from moeserve.triton_kernels.activation import gated_activation
+from moeserve.ops.interfaces import ClampedSwiGLU, LimitedSwiGLU, SquaredReLU, SwiGLU
+from moeserve.triton_kernels.activation import activate
 
 GPT_OSS = dict(alpha=1.702, limit=7.0)
 SHAPES = [(1, 2), (2, 2 * 1024), (4, 2 * 1500), (2, 3, 20), (0, 64), (5, 0)]
@@ -31,16 +31,15 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
 def test_results_equal_the_reference(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     gate_up = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 6).to(dtype)
     gate, up = gate_up.chunk(2, dim=-1)
-    assert_close(gated_activation(gate_up, "swiglu"), SwiGLU()(gate, up))
-    assert_close(gated_activation(gate_up, "clamped_swiglu", **GPT_OSS), ClampedSwiGLU(**GPT_OSS)(gate, up))
-    assert_close(gated_activation(gate_up, "limited_swiglu", limit=1.3), LimitedSwiGLU(1.3)(gate, up))
+    assert_close(activate(gate_up, "swiglu"), SwiGLU()(gate, up))
+    assert_close(activate(gate_up, "clamped_swiglu", **GPT_OSS), ClampedSwiGLU(**GPT_OSS)(gate, up))
+    assert_close(activate(gate_up, "limited_swiglu", limit=1.3), LimitedSwiGLU(1.3)(gate, up))
+    assert_close(activate(gate_up, "squared_relu"), SquaredReLU()(gate_up))
 
 
 def test_strided_rows() -> None:
     wide = torch.randn(5, 100, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(
-        gated_activation(wide[:, 10:50], "swiglu"), gated_activation(wide[:, 10:50].contiguous(), "swiglu")
-    )
+    assert torch.equal(activate(wide[:, 10:50], "swiglu"), activate(wide[:, 10:50].contiguous(), "swiglu"))
 
 
 def test_extremes_equal_torch() -> None:
@@ -49,8 +48,9 @@ def test_extremes_equal_torch() -> None:
     up = torch.tensor(numbers * len(numbers))
     gate_up = torch.cat([gate, up])[None]
     for actual, expected in (
-        (gated_activation(gate_up, "swiglu")[0], SwiGLU()(gate, up)),
-        (gated_activation(gate_up, "clamped_swiglu", **GPT_OSS)[0], ClampedSwiGLU(**GPT_OSS)(gate, up)),
-        (gated_activation(gate_up, "limited_swiglu", limit=7.0)[0], LimitedSwiGLU(7.0)(gate, up)),
+        (activate(gate_up, "swiglu")[0], SwiGLU()(gate, up)),
+        (activate(gate_up, "clamped_swiglu", **GPT_OSS)[0], ClampedSwiGLU(**GPT_OSS)(gate, up)),
+        (activate(gate_up, "limited_swiglu", limit=7.0)[0], LimitedSwiGLU(7.0)(gate, up)),
+        (activate(gate_up, "squared_relu")[0], SquaredReLU()(gate_up[0])),
     ):
         torch.testing.assert_close(actual, expected, rtol=2e-6, atol=1e-30, equal_nan=True)

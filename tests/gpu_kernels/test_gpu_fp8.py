@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moeserve.triton_kernels import fp8
-from moeserve.triton_kernels.activation import gated_activation
+from moeserve.triton_kernels.activation import activate
 from moeserve.triton_kernels.fp8 import quantize_blocks
 
 # T tokens, D width of a row, B blocks of a row
@@ -95,7 +95,7 @@ def test_nan_and_infinity_affect_their_block_only(bad: float) -> None:
 
 
 @pytest.mark.parametrize("num_slots", [None, 4])
-@pytest.mark.parametrize("activation", [None, "swiglu", "clamped_swiglu"])
+@pytest.mark.parametrize("activation", [None, "swiglu", "clamped_swiglu", "squared_relu"])
 def test_only_rows_that_count_are_quantised(
     num_slots: int | None, activation: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,7 +109,7 @@ def test_only_rows_that_count_are_quantised(
     else:
         counted = list(range(sum(counts)))
     others = [row for row in range(num_rows) if row not in counted]
-    activated_TC = x_TD if activation is None else gated_activation(x_TD, activation)
+    activated_TC = x_TD if activation is None else activate(x_TD, activation)
     expected_TC, expected_TB = reference_quantize(activated_TC)
     x_TD[others] = torch.nan
     scales_TB = torch.full_like(expected_TB, -1)

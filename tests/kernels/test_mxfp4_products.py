@@ -13,7 +13,7 @@ from test_products import ACTIVATIONS, assert_close, in_float64, native_product,
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from moeserve.ops.interfaces import GatedActivation, OpenWeights, PackedWeights, SwiGLU
+from moeserve.ops.interfaces import Activation, OpenWeights, PackedWeights, SwiGLU
 from moeserve.ops.threads import set_num_threads
 
 pytestmark = needs_kernels
@@ -35,7 +35,7 @@ def make(
     dtype: torch.dtype,
     *,
     has_bias: bool = False,
-    activation: GatedActivation | None = None,
+    activation: Activation | None = None,
     scales: tuple[int, int] = (118, 128),
 ) -> OpenWeights:
     codes_eOI = torch.randint(0, 256, (num_weights, num_outputs, num_inputs // 2), dtype=torch.uint8)
@@ -50,7 +50,7 @@ def packed_of(weights: OpenWeights) -> PackedWeights:
 
 
 @pytest.mark.parametrize("activation", [None, SwiGLU()])
-def test_packing_keeps_every_value(activation: GatedActivation | None) -> None:
+def test_packing_keeps_every_value(activation: Activation | None) -> None:
     """All codes, and all scales but NaN; outputs that do not fill panels."""
     torch.manual_seed(0)
     for num_outputs, num_inputs in ((64, 64), (70, 32), (34, 320)):
@@ -63,7 +63,7 @@ def test_packing_keeps_every_value(activation: GatedActivation | None) -> None:
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_products(isa: str, dtype: torch.dtype, activation: GatedActivation | None) -> None:
+def test_products(isa: str, dtype: torch.dtype, activation: Activation | None) -> None:
     """From no rows to more than an item has; the rows are parts of wider rows."""
     torch.manual_seed(0)
     for has_bias, num_outputs, num_inputs in SHAPES:

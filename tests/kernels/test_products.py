@@ -18,15 +18,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from moeserve.ops.interfaces import (
+    Activation,
     ClampedSwiGLU,
-    GatedActivation,
     InputChunks,
     LimitedSwiGLU,
     OpenWeights,
     PackedFormat,
     PackedWeights,
     Product,
+    SquaredReLU,
     SwiGLU,
+    num_parts_of,
 )
 from moeserve.ops.threads import set_num_threads
 from moeserve.ops.torch.products import TorchProduct
@@ -34,11 +36,12 @@ from moeserve.ops.torch.products import TorchProduct
 pytestmark = needs_kernels
 
 FORMATS: tuple[PackedFormat, ...] = tuple(name for name in get_args(PackedFormat) if name != "mxfp4")
-ACTIVATIONS: tuple[GatedActivation | None, ...] = (
+ACTIVATIONS: tuple[Activation | None, ...] = (
     None,
     SwiGLU(),
     ClampedSwiGLU(alpha=1.7, limit=0.8),
     LimitedSwiGLU(0.8),
+    SquaredReLU(),
 )
 ROUNDING = {torch.float32: 5e-6, torch.bfloat16: 2**-8}  # of the largest result
 
@@ -66,7 +69,7 @@ def make(
     dtype: torch.dtype,
     *,
     has_bias: bool = False,
-    activation: GatedActivation | None = None,
+    activation: Activation | None = None,
     chunks: InputChunks | None = None,
 ) -> OpenWeights:
     weight_eOI = torch.randn(num_weights, num_outputs, num_inputs).mul(num_inputs**-0.5).to(dtype)
@@ -94,9 +97,9 @@ def quantized(rows_RI: Tensor) -> Tensor:
     return (steps * (highest * (1 / 127)).double()).flatten(1)[:, : rows_RI.shape[1]]
 
 
-def in_float64(rows_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, activation: GatedActivation | None) -> Tensor:
+def in_float64(rows_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, activation: Activation | None) -> Tensor:
     output = functional.linear(rows_RI.double(), weight_OI, None if bias_O is None else bias_O.double())
-    return output if activation is None else activation(*output.chunk(2, dim=-1))
+    return output if activation is None else activation(*output.chunk(num_parts_of(activation), dim=-1))
 
 
 def assert_close(given: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
@@ -107,9 +110,7 @@ def assert_close(given: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize(("packed_format", "dtype"), CASES)
-def test_products(
-    isa: str, packed_format: PackedFormat, dtype: torch.dtype, activation: GatedActivation | None
-) -> None:
+def test_products(isa: str, packed_format: PackedFormat, dtype: torch.dtype, activation: Activation | None) -> None:
     """From no rows to more than an item has, with outputs and inputs that fill panels and that do not.
 
     The rows are parts of wider rows.
@@ -357,7 +358,7 @@ def test_one_thread_can_skip_products() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_reference_and_kernels_agree(dtype: torch.dtype, activation: GatedActivation | None) -> None:
+def test_reference_and_kernels_agree(dtype: torch.dtype, activation: Activation | None) -> None:
     torch.manual_seed(5)
     weights = make(3, 64, 48, dtype, has_bias=True, activation=activation)
     products: list[Product] = [TorchProduct(weights), native_product(packed_copy(weights, _same(dtype)))]

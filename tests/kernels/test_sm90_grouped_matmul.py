@@ -180,6 +180,13 @@ def test_slots(kind: str, is_gated: bool) -> None:
     check(problem, compiled(problem, activation="swiglu" if is_gated else None, has_slots=True))
 
 
+@pytest.mark.parametrize(("kind", "num_rows"), [("bf16", 6), ("bf16", 24576), ("fp8", 24576)])
+def test_experts_without_gates(kind: str, num_rows: int) -> None:
+    """Compile the up projections of Nemotron 3 Nano."""
+    problem = Problem(kind, False, 128, 1856, 2688, num_rows)
+    check(problem, compiled(problem, activation="squared_relu"))
+
+
 @pytest.mark.parametrize(
     ("num_outputs", "num_inputs", "is_gated"),
     [

@@ -187,13 +187,13 @@ def test_rotary_with_cache_write(
     )
 
 
-@pytest.mark.parametrize(("pointer", "activation"), [("*bf16", 1), ("*bf16", 2), ("*fp32", 1)])
+@pytest.mark.parametrize(("pointer", "activation"), [("*bf16", 1), ("*bf16", 2), ("*fp32", 1), ("*bf16", 4)])
 def test_activation(pointer: str, activation: int) -> None:
-    from moeserve.triton_kernels.activation import BLOCK_C, NUM_WARPS, gated_activation_kernel
+    from moeserve.triton_kernels.activation import BLOCK_C, NUM_WARPS, activation_kernel
 
     code = compiled(
-        gated_activation_kernel,
-        dict(gate_up_ptr=pointer, output_ptr=pointer, alpha="fp32", limit="fp32"),
+        activation_kernel,
+        dict(rows_ptr=pointer, output_ptr=pointer, alpha="fp32", limit="fp32"),
         dict(ACTIVATION=activation, BLOCK_C=BLOCK_C),
         dict(num_warps=NUM_WARPS),
     )
@@ -201,7 +201,7 @@ def test_activation(pointer: str, activation: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("activation", "has_counts", "has_slots"), [(0, False, False), (0, True, False), (1, True, True)]
+    ("activation", "has_counts", "has_slots"), [(0, False, False), (0, True, False), (1, True, True), (4, True, False)]
 )
 def test_quantisation_rounds_with_the_instruction(activation: int, has_counts: bool, has_slots: bool) -> None:
     """The instruction rounds to nearest, ties to even, and saturates."""

@@ -87,6 +87,12 @@ FIGURES = {
     "granite-4.0-h-small": Figures(  # model card
         32.2, 9, 2 * 4 * 8 * 128, states=36 * (2 * 3 * (8192 + 256) + 4 * 128 * 128 * 64)
     ),
+    "Nemotron-3-Nano-30B-A3B": Figures(  # arXiv 2512.20848
+        31.6, 3.2, 2 * 6 * 2 * 128, states=23 * (2 * 3 * (4096 + 2 * 8 * 128) + 4 * 64 * 128 * 64)
+    ),
+    "Nemotron-3-Super-120B-A12B": Figures(  # model card, in whole billions
+        120.6, 12.7, 2 * 8 * 2 * 128, states=40 * (2 * 3 * (8192 + 2 * 8 * 128) + 4 * 128 * 128 * 64)
+    ),
     "LFM2-8B-A1B": Figures(8.3, 1.5, 2 * 6 * 8 * 64, states=18 * 2 * 2 * 2048),  # model card
     # Parameters of the model card. A token's vectors, and its share of entries and tails in blocks of 128 tokens: 32 or
     # 1 entries, keys of 128 values, and for each series of values 3 numbers in float32.

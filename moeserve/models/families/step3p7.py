@@ -19,7 +19,7 @@ from moeserve.models.fields import (
 from moeserve.models.model_config import LayerConfig, MLPConfig, ModelConfig
 from moeserve.moe.layer import MoEConfig
 from moeserve.moe.shared import SharedExpertsConfig
-from moeserve.ops.interfaces import GatedActivation, LimitedSwiGLU, RouterConfig, SwiGLU
+from moeserve.ops.interfaces import Activation, LimitedSwiGLU, RouterConfig, SwiGLU
 
 
 def read(config: ConfigValues) -> ModelConfig:
@@ -101,7 +101,7 @@ def _read_attention(config: ConfigValues, is_windowed: bool) -> AttentionConfig:
     return attention
 
 
-def _read_experts(config: ConfigValues, activation: GatedActivation, of_shared: GatedActivation) -> MoEConfig:
+def _read_experts(config: ConfigValues, activation: Activation, of_shared: Activation) -> MoEConfig:
     num_experts, top_k = read_num_experts(config, "n_routed_experts", "num_local_experts")
     return MoEConfig(
         router=RouterConfig(
@@ -132,7 +132,7 @@ def _read_sparse_layers(config: ConfigValues, num_layers: int) -> list[bool]:
     return [index in {int(item) for item in items} for index in range(num_layers)]
 
 
-def _read_limits(config: ConfigValues, key: str, num_layers: int) -> list[GatedActivation]:
+def _read_limits(config: ConfigValues, key: str, num_layers: int) -> list[Activation]:
     """Return the activation of each layer. A limit of null or 0 is none."""
     limits = config.values.get(key) or [None] * num_layers
     if not isinstance(limits, list) or len(limits) != num_layers:

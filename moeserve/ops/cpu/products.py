@@ -14,7 +14,7 @@ from moeserve.ops.cpu.native import NATIVE_DTYPES
 from moeserve.ops.interfaces import Gather, OpenWeights, PackedFormat, PackedWeights
 
 # T tokens, R rows sorted by weight, S slots of each weight, e weights side by side, I inputs, O outputs, C columns:
-# the outputs, or half as many after an activation
+# the outputs, or half as many after a gated activation
 
 MIN_LARGE_PAGES_BYTES = 2**22
 

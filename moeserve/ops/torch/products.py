@@ -11,7 +11,7 @@ from torch.nn import functional
 from moeserve.ops.interfaces import Gather, OpenWeights
 
 # T tokens, R rows sorted by weight, S slots of each weight, e weights side by side, I inputs, O outputs, C columns:
-# the outputs, or half as many after an activation
+# the outputs, or half as many after a gated activation
 
 
 class TorchProduct:
@@ -77,7 +77,7 @@ class TorchProduct:
 
     def _activated(self, output: Tensor) -> Tensor:
         activation = self.weights.activation
-        return output if activation is None else activation(*output.chunk(2, dim=-1))
+        return output if activation is None else activation(*output.chunk(self.weights.num_parts, dim=-1))
 
 
 def _rows_of_each(counts_e: Tensor) -> Iterator[tuple[int, slice]]:

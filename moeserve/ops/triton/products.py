@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from moeserve.ops.arguments import activation_arguments
-from moeserve.ops.interfaces import Float8Rows, GatedActivation, Gather, OpenWeights, Product, Rows
+from moeserve.ops.interfaces import Activation, Float8Rows, Gather, OpenWeights, Product, Rows
 from moeserve.ops.torch.products import TorchProduct
-from moeserve.triton_kernels.activation import gated_activation
+from moeserve.triton_kernels.activation import activate
 from moeserve.triton_kernels.fp8 import quantize_blocks
 from moeserve.triton_kernels.grouped_matmul import NUM_ARRIVALS, grouped_matmul, grouped_matmul_slots
 from moeserve.triton_kernels.tuning import FP8_BLOCK
@@ -24,9 +24,9 @@ def make_product(weights: OpenWeights) -> Product:
     return TritonBlockProduct(weights) if has_blocks else TritonProduct(weights)
 
 
-def activated(activation: GatedActivation | None, output_TO: Tensor) -> Tensor:
-    """Return [T, C]: the activation of gates and ups, or the output itself."""
-    return output_TO if activation is None else gated_activation(output_TO, **activation_arguments(activation))
+def activated(activation: Activation | None, output_TO: Tensor) -> Tensor:
+    """Return [T, C]: the activation of the outputs, or the outputs themselves."""
+    return output_TO if activation is None else activate(output_TO, **activation_arguments(activation))
 
 
 def quantize_rows(rows: Rows, counts_e: Tensor | None = None, **activation: Any) -> Float8Rows:
@@ -34,7 +34,7 @@ def quantize_rows(rows: Rows, counts_e: Tensor | None = None, **activation: Any)
 
     Args:
         counts_e: only these rows, or slots of each weight, are read and quantised; None: all.
-        activation: of gates and ups in the rows; see `activation_arguments`.
+        activation: of the rows, before they are quantised; see `activation_arguments`.
     """
     if isinstance(rows, Float8Rows):
         return rows

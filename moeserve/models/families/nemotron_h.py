@@ -1,0 +1,129 @@
+"""Nemotron-H (Nemotron 3): a layer is a Mamba-2 mixer, attention without positions, or a feed-forward network.
+
+Experts have no gates, and in the larger models a latent size.
+"""
+
+from __future__ import annotations
+
+from moeserve.layers.linear_attention import LinearAttentionConfig
+from moeserve.layers.rotary import NO_ROTARY
+from moeserve.models.config_values import ConfigValues
+from moeserve.models.family import MAMBA2_NAMES, DecoderPart, Family, LayerNames, MoENames
+from moeserve.models.fields import read_attention, read_corrected_router, read_model, read_step_limit, read_width
+from moeserve.models.model_config import LayerConfig, MLPConfig, ModelConfig
+from moeserve.moe.layer import MoEConfig
+from moeserve.moe.shared import SharedExpertsConfig
+from moeserve.ops.interfaces import SquaredReLU
+from moeserve.ops.linear_attention import MAX_HEAD
+from moeserve.ops.short_convolution import MAX_TAPS
+
+# The kinds of layers in a pattern, and the names of transformers before and since version 5.
+KINDS = {
+    "M": ("mamba", "linear_attention"),
+    "*": ("attention", "full_attention"),
+    "E": ("moe",),
+    "-": ("mlp",),
+}
+
+
+def read(config: ConfigValues) -> ModelConfig:
+    config.require("mlp_hidden_act", "relu2")
+    for key in ("attention_bias", "mlp_bias", "use_bias", "mamba_proj_bias", "residual_in_fp32"):
+        config.require(key, False)
+    config.refuse("sliding_window")
+    read_of = {"M": _read_mamba, "*": _read_attention, "E": _read_moe, "-": _read_dense}
+    pattern = _read_pattern(config)
+    kinds = {kind: read_of[kind](config) for kind in set(pattern)}
+    layers = [kinds[kind] for kind in pattern]
+    return read_model(config, layers, epsilon_key="layer_norm_epsilon", hidden_act="relu2")
+
+
+def _read_pattern(config: ConfigValues) -> str:
+    """Return the kind of each layer."""
+    names = config.values.get("layers_block_type")
+    if names is not None:
+        kind_of = {name: kind for kind, of_kind in KINDS.items() for name in of_kind}
+        if not isinstance(names, list) or not names or any(name not in kind_of for name in names):
+            raise config.wrong("layers_block_type", f"must list {', '.join(map(repr, kind_of))}")
+        return "".join(kind_of[name] for name in names)
+    pattern = config.values.get("hybrid_override_pattern")
+    if pattern is None:
+        raise config.missing("hybrid_override_pattern")
+    if not isinstance(pattern, str) or not pattern or set(pattern) - KINDS.keys():
+        raise config.wrong("hybrid_override_pattern", f"must be a text of {' '.join(KINDS)}")
+    return pattern
+
+
+def _read_mamba(config: ConfigValues) -> LayerConfig:
+    config.require("mamba_hidden_act", "silu")
+    # As in the authors' code, only `time_step_limit` bounds step sizes. transformers also raises those of a prompt, and
+    # not those of generated tokens, to `time_step_min`, which is the smallest one of freshly initialised models.
+    read_step_limit(config)
+    num_heads = config.integer("mamba_num_heads", high=2**14)
+    num_groups = config.integer("n_groups", high=2**14)
+    if num_heads % num_groups:
+        raise config.wrong("n_groups", f"must divide mamba_num_heads={num_heads}")
+    mixer = LinearAttentionConfig(
+        num_heads=num_heads,
+        num_key_heads=num_groups,
+        key_dim=config.integer("ssm_state_size", high=MAX_HEAD),
+        value_dim=config.integer("mamba_head_dim", high=MAX_HEAD),
+        num_taps=config.integer("conv_kernel", low=2, high=MAX_TAPS),
+        norm_epsilon=config.number("layer_norm_epsilon"),
+        is_delta=False,
+        has_convolution_bias=config.flag("use_conv_bias", default=True),
+    )
+    return LayerConfig(mixer=mixer, feed_forward=None)
+
+
+def _read_attention(config: ConfigValues) -> LayerConfig:
+    return LayerConfig(mixer=read_attention(config, rotary=NO_ROTARY), feed_forward=None)
+
+
+def _read_moe(config: ConfigValues) -> LayerConfig:
+    config.require("n_shared_experts", 1)
+    moe = MoEConfig(
+        router=read_corrected_router(config),
+        expert_width=read_width(config, "moe_intermediate_size"),
+        activation=SquaredReLU(),
+        shared=SharedExpertsConfig(
+            width=read_width(config, "moe_shared_expert_intermediate_size"), activation=SquaredReLU()
+        ),
+        latent_size=config.optional_integer("moe_latent_size", high=2**18),
+    )
+    return LayerConfig(mixer=None, feed_forward=moe)
+
+
+def _read_dense(config: ConfigValues) -> LayerConfig:
+    width = read_width(config, "intermediate_size")
+    return LayerConfig(mixer=None, feed_forward=MLPConfig(width=width, activation=SquaredReLU()))
+
+
+NEMOTRON_H = Family(
+    name="Nemotron-H",
+    architecture="NemotronHForCausalLM",
+    read=read,
+    names=(
+        MoENames(
+            router="mixer.gate",
+            correction="mixer.gate.e_score_correction_bias",
+            experts="mixer.experts",
+            fused=("up_proj", "down_proj"),
+            shared="mixer.shared_experts",
+            to_latent="mixer.fc1_latent_proj",
+            from_latent="mixer.fc2_latent_proj",
+        ),
+    ),
+    linear_attention_names=MAMBA2_NAMES,
+    layer_names=LayerNames(
+        mixer_norm="norm", feed_forward_norm="norm", attention="mixer", recurrent="mixer", dense="mixer"
+    ),
+    decoder_part=DecoderPart(
+        prefixes=(
+            *((f"{prefix}.embeddings.", "model.embed_tokens.") for prefix in ("backbone", "model")),
+            *((f"{prefix}.norm_f.", "model.norm.") for prefix in ("backbone", "model")),
+            ("backbone.", "model."),
+        ),
+        left_out=("mtp.",),  # multi-token prediction
+    ),
+)
