@@ -28,6 +28,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         num_heads=4, num_key_heads=2, key_dim=9, value_dim=21, has_channel_decays=True, decay_floor=-5.0, **DELTA
     ),
     "state-space": dict(num_heads=8, num_key_heads=2, key_dim=128, value_dim=64, **STATE_SPACE),
+    "delta-tiles": dict(num_heads=2, num_key_heads=1, key_dim=10, value_dim=37, **DELTA),
+    "channels-tiles": dict(num_heads=1, num_key_heads=1, key_dim=19, value_dim=7, has_channel_decays=True, **DELTA),
     "state-space-odd": dict(num_heads=3, num_key_heads=1, key_dim=11, value_dim=13, **STATE_SPACE),
 }
 CONVOLUTIONS = {
@@ -80,21 +82,33 @@ class Layer:
         """Return states of all rows, which a chunk must not use unless it loads them."""
         return torch.full((NUM_ROWS, *self.state_shape), torch.nan, dtype=self.state_dtype)
 
-    def run(self, operation: Callable[..., Tensor], chunks: Sequence[Chunk], states: Tensor) -> Tensor:
-        """Return the outputs of a step of chunks, each with its load, store, save and number before the save."""
+    def run(
+        self,
+        operation: Callable[..., Tensor],
+        chunks: Sequence[Chunk],
+        states: Tensor,
+        starts: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Return the outputs of a step of chunks, each with its load, store, save and number before the save.
+
+        Args:
+            starts: positions of the first token of each chunk in its request; None: 0.
+        """
         rows = torch.cat([torch.arange(part.start, part.stop) for part, _ in chunks])
         inputs = [_rows_of(each, rows) for each in self.inputs]
-        return operation(*inputs, self.weights, states, step_of(chunks))
+        return operation(*inputs, self.weights, states, step_of(chunks, starts or [0] * len(chunks)))
 
 
-def step_of(chunks: Sequence[Chunk]) -> StepInputs:
+def step_of(chunks: Sequence[Chunk], starts: Sequence[int]) -> StepInputs:
     spans, first_row = [], 0
-    for part, _ in chunks:
-        spans.append(ChunkSpan(first_row, part.stop - part.start, part.stop - part.start))
-        first_row += part.stop - part.start
+    for (part, _), start in zip(chunks, starts, strict=True):
+        num_rows = part.stop - part.start
+        spans.append(ChunkSpan(first_row, num_rows, start + num_rows))
+        first_row += num_rows
     return dataclasses.replace(
         decode_step(first_row),
         row_starts=torch.tensor([*(span.first_row for span in spans), first_row], dtype=torch.int32),
+        context_lens=torch.tensor([span.context_len for span in spans], dtype=torch.int32),
         spans=tuple(spans),
         states=StateRows(*torch.tensor([rows for _, rows in chunks]).T.contiguous()),
     )

@@ -176,7 +176,7 @@ def gather_vectors_kernel(
 ):
     """Copy BLOCK_C vectors of one context. Places behind the end of a context get zeros."""
     row = tl.program_id(0) * BLOCK_C
-    chunk = chunk_of_tile(starts_ptr, num_chunks, (first + row) // BLOCK_C, 1, BLOCK_C, False, CHUNKS_AT_ONCE)
+    chunk = chunk_of_tile(starts_ptr, num_chunks, (first + row) // BLOCK_C, 1, BLOCK_C, 0, CHUNKS_AT_ONCE)
     positions = first + row - tl.load(starts_ptr + chunk) + tl.arange(0, BLOCK_C)
     is_inside = positions < tl.load(context_lens_ptr + chunk)
     table_ptr = block_table_ptr + chunk.to(tl.int64) * table_stride
@@ -227,7 +227,7 @@ def attend_expanded_kernel(
     """Attend from BLOCK_M rows of one chunk and head to the positions of a piece."""
     head = tl.program_id(0) // num_tiles  # neighbours read the same keys and values
     slot = num_tiles - 1 - tl.program_id(0) % num_tiles
-    chunk = chunk_of_tile(row_starts_ptr, num_chunks, slot, 1, BLOCK_M, True, CHUNKS_AT_ONCE)
+    chunk = chunk_of_tile(row_starts_ptr, num_chunks, slot, 1, BLOCK_M, 1, CHUNKS_AT_ONCE)
     first_row = tl.load(row_starts_ptr + chunk)
     num_rows = tl.load(row_starts_ptr + chunk + 1) - first_row
     first_pair = (slot - (first_row // BLOCK_M + chunk)) * BLOCK_M

@@ -1,16 +1,20 @@
-"""Linear attention on a GPU, token by token: the formulas are those of ops/linear_attention.py.
+"""Linear attention on a GPU: the formulas are those of ops/linear_attention.py.
 
-Two launches: the recurrence, and the norm with the gate. The state of some values of a head stays in registers for all
-tokens of a chunk. Long prompts take time in proportion to their tokens: chunks of tokens by matrix products would be
-faster there.
+The recurrence computes chunks of few tokens one by one: the state of some values of a head stays in registers for all
+tokens of a chunk. Chunks of many tokens are computed in tiles, by the kernels of linear_attention_tiles.py. A launch
+for the norm and the gate follows.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from moeserve.triton_kernels.linear_attention_tiles import LEAST_ROWS, MAX_KEY_DIM, attend_tiles, log_decay_of, softplus
 
 # T tokens in S chunks, N value heads, G key heads, K values of a key, V of a value, X = N * V,
 # C = 2 * G * K + X channels
@@ -30,8 +34,11 @@ def linear_attention(
     norm: Tensor,
     states: Tensor,
     row_starts: Tensor,
+    context_lens: Tensor,
     state_rows: tuple[Tensor, ...],
     *,
+    lengths: Sequence[int],
+    uses_tiles: bool,
     norm_heads: int,
     norm_epsilon: float,
     decay_floor: float | None,
@@ -40,7 +47,7 @@ def linear_attention(
     """Return the gated outputs [T, X] in the dtype of the gates, and update the states.
 
     Memory moved: 4 * T * (C + 2 * X) + 2 * element size * T * X, and 8 * N * K * V for each chunk. About 7 * T * N * K
-    * V operations.
+    * V operations. See also `attend_tiles`.
 
     Args:
         mixed_TC: float32, contiguous: queries, keys and values.
@@ -50,7 +57,10 @@ def linear_attention(
         log_decay_N, decay_bias, skip_N, norm: float32; see `LinearAttentionWeights`.
         states: [rows, N, K, V] float32.
         row_starts: [S + 1] int32.
+        context_lens: [S] int32.
         state_rows: load, store, save and number of tokens before the save, [S] int64 each; see `StateRows`.
+        lengths: of the chunks, on the host.
+        uses_tiles: for chunks of at least `LEAST_ROWS` tokens. Otherwise all sums have one order, token by token.
         norm_heads: heads that are normalised together.
         decay_floor: of the logarithms of decays; None: there is none.
     """
@@ -64,32 +74,51 @@ def linear_attention(
     is_delta = rates_TN is not None
     rates = decays_TX if rates_TN is None else rates_TN
     assert gates_TX.stride(1) == decays_TX.stride(1) == rates.stride(1) == 1
-    grid = (len(row_starts) - 1, num_heads, triton.cdiv(value_dim, VALUES))
-    recurrence_kernel[grid](
-        mixed_TC,
-        decays_TX,
-        decays_TX.stride(0),
-        rates,
-        rates.stride(0),
-        log_decay_N,
-        decay_bias,
-        skip_N,
-        states,
-        row_starts,
-        *state_rows,
-        output_TX,
-        num_heads,
-        num_key_heads,
-        key_dim,
-        value_dim,
-        key_dim**-0.5,
-        decay_floor or 0.0,
-        BLOCK_K=triton.next_power_of_2(key_dim),
-        VALUES=VALUES,
-        IS_DELTA=is_delta,
-        HAS_CHANNEL_DECAYS=decays_TX.shape[1] != num_heads,
-        HAS_FLOOR=decay_floor is not None,
-    )
+    uses_tiles = uses_tiles and key_dim <= MAX_KEY_DIM
+    if uses_tiles and max(lengths) >= LEAST_ROWS:
+        attend_tiles(
+            mixed_TC,
+            decays_TX,
+            rates_TN,
+            log_decay_N,
+            decay_bias,
+            skip_N,
+            states,
+            row_starts,
+            context_lens,
+            state_rows,
+            output_TX,
+            num_key_heads=num_key_heads,
+            decay_floor=decay_floor,
+            dtype=gates_TX.dtype,
+        )
+    if not uses_tiles or min(lengths) < LEAST_ROWS:
+        recurrence_kernel[(len(row_starts) - 1, num_heads, triton.cdiv(value_dim, VALUES))](
+            mixed_TC,
+            decays_TX,
+            decays_TX.stride(0),
+            rates,
+            rates.stride(0),
+            log_decay_N,
+            decay_bias,
+            skip_N,
+            states,
+            row_starts,
+            *state_rows,
+            output_TX,
+            num_heads,
+            num_key_heads,
+            key_dim,
+            value_dim,
+            key_dim**-0.5,
+            decay_floor or 0.0,
+            BLOCK_K=triton.next_power_of_2(key_dim),
+            VALUES=VALUES,
+            IS_DELTA=is_delta,
+            HAS_CHANNEL_DECAYS=decays_TX.shape[1] != num_heads,
+            HAS_FLOOR=decay_floor is not None,
+            TILED_ROWS=LEAST_ROWS if uses_tiles else 2**31 - 1,
+        )
     group_size = norm_heads * value_dim
     block = triton.next_power_of_2(group_size)
     gate_kernel[(num_tokens, num_heads // norm_heads)](
@@ -107,11 +136,6 @@ def linear_attention(
         num_warps=min(8, max(1, block // 256)),
     )
     return out_TX
-
-
-@triton.jit
-def softplus(x):
-    return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
 
 
 @triton.jit
@@ -142,11 +166,14 @@ def recurrence_kernel(
     IS_DELTA: tl.constexpr,
     HAS_CHANNEL_DECAYS: tl.constexpr,
     HAS_FLOOR: tl.constexpr,
+    TILED_ROWS: tl.constexpr,  # chunks of so many rows or more are left out
 ):
     chunk, head = tl.program_id(0), tl.program_id(1)
     keys, values = tl.arange(0, BLOCK_K), tl.program_id(2) * VALUES + tl.arange(0, VALUES)
     is_key, is_value = keys < key_dim, values < value_dim
     begin, end = tl.load(row_starts_ptr + chunk), tl.load(row_starts_ptr + chunk + 1)
+    if end - begin >= TILED_ROWS:
+        return
     load_row, store_row = tl.load(load_ptr + chunk), tl.load(store_ptr + chunk)
     save_row, saved = tl.load(save_ptr + chunk), begin + tl.load(before_save_ptr + chunk)
     places = keys[:, None] * value_dim + values[None, :]
@@ -173,8 +200,7 @@ def recurrence_kernel(
             x = tl.load(decays_ptr + t * decay_stride + own_decays, is_key, 0.0).to(tl.float32) + bias
         else:
             x = tl.load(decays_ptr + t * decay_stride + own_decays).to(tl.float32) + bias
-        log_decay = decay_floor * tl.sigmoid(growth * x) if HAS_FLOOR else -growth * softplus(x)
-        decay = tl.exp(log_decay)
+        decay = tl.exp(log_decay_of(x, growth, decay_floor, HAS_FLOOR))
         state = state * (decay[:, None] if HAS_CHANNEL_DECAYS else decay)
         if IS_DELTA:
             query = query * (query_scale / tl.sqrt(tl.sum(query * query) + L2_EPSILON))

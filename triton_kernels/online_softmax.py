@@ -26,20 +26,19 @@ def chunk_of_tile(
     tile,
     GROUP: tl.constexpr,
     TILE_SIZE: tl.constexpr,
-    HAS_PARTIAL_TILES: tl.constexpr,
+    PARTIAL_TILES: tl.constexpr,
     CHUNKS_AT_ONCE: tl.constexpr,
 ):
     """Return the last chunk whose tiles start at this tile or before it.
 
-    The tiles of chunk s start at starts[s] * GROUP // TILE_SIZE, + s if that must leave room for partial last tiles.
+    The tiles of chunk s start at starts[s] * GROUP // TILE_SIZE + s * PARTIAL_TILES: 1 leaves room for partial last
+    tiles, 2 also for partial first ones.
     """
     num_begun = 0
     for first_chunk in range(0, num_chunks, CHUNKS_AT_ONCE):
         chunks = first_chunk + tl.arange(0, CHUNKS_AT_ONCE)
         starts = tl.load(starts_ptr + chunks, mask=chunks < num_chunks, other=0)
-        first_tiles = starts * GROUP // TILE_SIZE
-        if HAS_PARTIAL_TILES:
-            first_tiles += chunks
+        first_tiles = starts * GROUP // TILE_SIZE + chunks * PARTIAL_TILES
         num_begun += tl.sum(((chunks < num_chunks) & (first_tiles <= tile)).to(tl.int32))
     return num_begun - 1
 

@@ -62,7 +62,7 @@ def attend_tile_kernel(
     kv_head = program % num_kv_heads
     slot = program // num_kv_heads
 
-    chunk = chunk_of_tile(row_starts_ptr, num_chunks, slot, GROUP, BLOCK_M, True, CHUNKS_AT_ONCE)
+    chunk = chunk_of_tile(row_starts_ptr, num_chunks, slot, GROUP, BLOCK_M, 1, CHUNKS_AT_ONCE)
     first_row = tl.load(row_starts_ptr + chunk)
     num_rows = tl.load(row_starts_ptr + chunk + 1) - first_row
     first_pair = (slot - (first_row * GROUP // BLOCK_M + chunk)) * BLOCK_M

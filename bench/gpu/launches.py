@@ -28,7 +28,7 @@ from moeserve.moe.dispatch.factory import TorchDispatchers
 from moeserve.moe.layer import run_in_turn
 from moeserve.ops.interfaces import Kernels
 from moeserve.ops.triton.table import TRITON_KERNELS
-from moeserve.step_inputs import NUM_SETTINGS, ChunkSpan
+from moeserve.step_inputs import NUM_SETTINGS, ChunkSpan, StateRows
 
 META = torch.device("meta")
 BLOCK_SIZE = 16
@@ -83,11 +83,12 @@ def record_step(
         spans: the chunks of the step.
     """
     model = make_model(folder, TRITON_KERNELS, dtype, META, quantization)
-    caches = model.make_caches(CacheSize(4, BLOCK_SIZE))
+    caches = model.make_caches(CacheSize(4, BLOCK_SIZE, num_states=len(spans)))
     source = Source(torch.device("cpu"), torch.Generator(), dtype)
     drawn = source.step([(span.num_rows, span.context_len) for span in spans], BLOCK_SIZE)
     tensors: Any = {name: each.to(META) for name, each in vars(drawn).items() if isinstance(each, Tensor)}
-    step = dataclasses.replace(drawn, **tensors)
+    states = StateRows.none(len(spans), META) if model.has_states else None
+    step = dataclasses.replace(drawn, **tensors, states=states)
     settings_LW = torch.zeros(len(spans), NUM_SETTINGS, dtype=torch.int64, device=META)
     of_layers = []
     with torch.inference_mode(), recorded_launches() as launches, Operations(launches):

@@ -6,7 +6,8 @@ Nothing is measured. Each launch takes `LAUNCH_SECONDS`, plus the time for its b
 longer, at the rates of the data sheet times the share of the multiprocessors that have a program. Launches of torch
 are assumed to fill the GPU. Losses inside a kernel are not included, so the figures are upper bounds of performance.
 The *bound* counts products and attention only: the weights that get rows, keys and values of contexts, each read once,
-and the operations. Programs that read the same keys at the same time are assumed to share them in the L2 cache.
+recurrent states, read and written, and the operations. Programs that read the same keys at the same time are assumed to
+share them in the L2 cache.
 
 With expert parallelism, each rank has the same numbers of tokens and pairs. A token is sent in 16 bits to at most as
 many other ranks as it has groups or experts, and back, at `EXCHANGE_RATE`. Nothing overlaps with this exchange.
@@ -35,6 +36,7 @@ from moeserve.config.settings import QuantizationName
 from moeserve.models.registry import describe
 from moeserve.moe.layer import MoEConfig
 from moeserve.step_inputs import ChunkSpan
+from moeserve.triton_kernels.linear_attention_tiles import LEAST_ROWS
 
 H100 = GpuLimits(copy_bandwidth=3.35e12, bf16_rate=989e12, fp8_rate=1979e12)  # SXM, data sheet
 EXCHANGE_RATE = 450e9  # bytes/s of one direction of NVLink
@@ -61,7 +63,8 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    for model, num_ranks in (("Mixtral-8x7B", 1), ("Qwen3-30B-A3B", 1), ("gpt-oss-20b", 1), ("DeepSeek-V3", 8)):
+    one_rank = "Mixtral-8x7B", "Qwen3-30B-A3B", "Qwen3-Next-80B-A3B", "gpt-oss-20b"
+    for model, num_ranks in (*((name, 1) for name in one_rank), ("DeepSeek-V3", 8)):
         steps = {f"decode {batch} x 8192": decode(batch, 8192) for batch in (1, 64, 128)}
         steps["4096 tokens, context 32768"] = prefill(4096, 32768)
         formats: tuple[QuantizationName | None, ...] = ("mxfp4",) if model == "gpt-oss-20b" else (None, "fp8")
@@ -249,6 +252,26 @@ def route_cost(launch: Launch, step: Step) -> Cost:
     return Cost(num_bytes, operations, torch.float32, weight.nbytes, launch.num_programs)
 
 
+def state_cost(launch: Launch, step: Step) -> Cost:
+    """Return the cost of linear attention with states, which are read and written once.
+
+    An operation in TF32 counts twice. The bound has three products with the state for each token.
+    """
+    states = launch.arguments["states_ptr"]
+    chunks = [span for span in step.spans if (span.num_rows >= LEAST_ROWS) == (launch.name == "attend_tiles_kernel")]
+    num_tokens = sum(span.num_rows for span in chunks)
+    state_bytes = 2.0 * states.nbytes * len(chunks) / len(step.spans)
+    other_bytes = sum(each.nbytes for each in tensors_of(launch.arguments)) - states.nbytes
+    operations = 6.0 * num_tokens * math.prod(states.shape[1:])
+    return Cost(
+        state_bytes + other_bytes * num_tokens / step.num_tokens,
+        operations * 2,
+        needed_bytes=state_bytes,
+        num_programs=launch.num_programs,
+        needed_operations=operations,
+    )
+
+
 # Other launches move each of their tensors once.
 RULES: dict[str, Callable[[Launch, Step], Cost]] = {
     **{f"torch {name}": dense_cost for name in ("linear", "mm", "bmm", "matmul")},
@@ -260,6 +283,8 @@ RULES: dict[str, Callable[[Launch, Step], Cost]] = {
     "attend_expanded_kernel": expanded_cost,
     "gather_vectors_kernel": gather_cost,
     "route_kernel": route_cost,
+    "recurrence_kernel": state_cost,
+    "attend_tiles_kernel": state_cost,
 }
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moeserve.bench.gpu.check import Case, Operation
+from moeserve.bench.gpu.costs import Work
 from moeserve.bench.gpu.inputs import Source
 from moeserve.bench.gpu.layer_cases import BLOCK_SIZE, crossed
 from moeserve.ops.interfaces import Kernels
@@ -17,6 +18,8 @@ from moeserve.ops.linear_attention import LinearAttentionShape, LinearAttentionW
 from moeserve.ops.short_convolution import ConvolutionShape, ConvolutionWeights
 from moeserve.step_inputs import StateRows, StepInputs
 
+# Tiles of tokens are multiplied in TF32, which cuts numbers off after 11 bits. Errors of all tokens add up in a state.
+TF32_SLACK = 2.0**-9
 PUBLISHED = {
     "Qwen3-Next": LinearAttentionShape(
         num_heads=32, num_key_heads=16, key_dim=128, value_dim=128, is_delta=True, norm_epsilon=1e-3
@@ -60,7 +63,19 @@ def linear_attention(source: Source, name: str, lengths: tuple[int, ...]) -> Cas
     )
     states = torch.zeros(len(lengths), num_heads, shape.key_dim, shape.value_dim, device=source.device)
     inputs = tokens, weights, states, _two_steps(source, lengths)
-    return Case(_run, inputs, lambda kernels: kernels.make_linear_attention(shape))
+    element_bytes = sum(each.nbytes for each in tokens if each is not None) + tokens[1].nbytes
+    operations = num_tokens * states[0].numel() * (6.0 if shape.is_delta else 4.0)  # products with states
+    return Case(
+        _run,
+        inputs,
+        lambda kernels: kernels.make_linear_attention(shape),
+        slack=TF32_SLACK,
+        work=Work(2.0 * element_bytes + 3.0 * states.nbytes, 2.0 * operations),
+    )
+
+
+def linear_attention_of_equal_lengths(source: Source, name: str, num_requests: int, length: int) -> Case:
+    return linear_attention(source, name, num_requests * (length,))
 
 
 def short_convolution(
@@ -91,14 +106,19 @@ def _run(operation: Any, tokens: Any, weights: Any, states: Tensor, steps: list[
     return [operation(*tokens, weights, states, step) for step in steps], states
 
 
-LENGTHS, SMALL_LENGTHS = (300, 1, 65), (5, 1)
+LENGTHS, SMALL_LENGTHS = (300, 1, 65), (20, 1)
 STATE_CASES = {
     "linear attention": [
         Operation(
             linear_attention,
             crossed([f"small {name}" for name in PUBLISHED], [SMALL_LENGTHS]),
             crossed(PUBLISHED, [LENGTHS]),
-        )
+        ),
+        Operation(
+            linear_attention_of_equal_lengths,
+            crossed(["small Qwen3-Next"], [2], [2]),
+            timed=[(name, *each) for name in PUBLISHED for each in ((1, 4096), (64, 1))],
+        ),
     ],
     "short convolutions": [
         Operation(

@@ -253,14 +253,11 @@ def test_linear_attention(pointer: str, rule: str) -> None:
     from moeserve.triton_kernels.linear_attention import VALUES, gate_kernel, recurrence_kernel
 
     is_delta, group_size = rule != "state space", 512 if rule == "state space" else 128
-    numbers = dict.fromkeys(("mixed_ptr", "states_ptr", "output_ptr", "log_decay_ptr", "decay_bias_ptr"), "*fp32")
-    types = numbers | STATE_ROWS | dict(decays_ptr=pointer, rates_ptr=pointer, query_scale="fp32", decay_floor="fp32")
+    types = linear_attention_types(pointer)
     flags = dict(IS_DELTA=is_delta, HAS_CHANNEL_DECAYS=rule == "channels", HAS_FLOOR=rule == "channels")
-    sizes: dict[str, Any] = dict(BLOCK_K=128, VALUES=VALUES)
+    sizes: dict[str, Any] = dict(BLOCK_K=128, VALUES=VALUES, TILED_ROWS=16)
     if is_delta:
         sizes["skip_ptr"] = None
-    else:
-        types["skip_ptr"] = "*fp32"
     assert compiled(recurrence_kernel, types, sizes | flags, {}).registers <= 128
     types = dict(output_ptr="*fp32", gates_ptr=pointer, norm_ptr="*fp32", out_ptr=pointer, epsilon="fp32")
     flags = dict(WITH_SIGMOID=rule == "channels", BEFORE_NORM=not is_delta)
@@ -268,13 +265,55 @@ def test_linear_attention(pointer: str, rule: str) -> None:
 
 
 @pytest.mark.parametrize("pointer", ["*bf16", "*fp32"])
+@pytest.mark.parametrize("rule", ["delta", "channels", "state space"])
+def test_linear_attention_in_tiles(pointer: str, rule: str) -> None:
+    from moeserve.triton_kernels import linear_attention_tiles as tiles
+
+    dtype = torch.float32 if pointer == "*fp32" else torch.bfloat16
+    is_delta, has_channel_decays = rule != "state space", rule == "channels"
+    config = tiles.tile_config(dtype, has_channel_decays=has_channel_decays)
+    types, value_dim = linear_attention_types(pointer), 128 if is_delta else 64
+    constants = tiles.kernel_constants(config, dtype, 128, value_dim)
+    constants |= dict(IS_DELTA=is_delta, HAS_CHANNEL_DECAYS=has_channel_decays)
+    of_delta: dict[str, Any] = {} if is_delta else dict(reads_ptr=None, changes_ptr=None)
+    sizes: dict[str, Any] = dict(BLOCK_V=value_dim, HAS_FLOOR=has_channel_decays, CHUNKS_AT_ONCE=tiles.CHUNKS_AT_ONCE)
+    options = dict(num_warps=config.prepare_warps)
+    varying = ["num_chunks", "num_tokens"]
+    prepared = compiled(tiles.prepare_tiles_kernel, types, constants | of_delta | sizes, options, not_divisible=varying)
+    sizes = dict(VALUES=config.values) | (dict(skip_ptr=None) if is_delta else {})
+    options = dict(num_warps=config.attend_warps, num_stages=config.attend_stages)
+    attended = compiled(
+        tiles.attend_tiles_kernel, types, constants | of_delta | sizes, options, not_divisible=varying[1:]
+    )
+    if pointer == "*bf16":
+        assert attended.num_wgmma > 0
+        assert has_channel_decays or prepared.num_wgmma > 0
+
+
+def linear_attention_types(pointer: str) -> dict[str, str]:
+    names = "mixed", "states", "output", "log_decay", "decay_bias", "skip", "totals", "pairs", "factors"
+    types = dict.fromkeys([f"{name}_ptr" for name in (*names, "reads", "changes")], "*fp32") | STATE_ROWS
+    types |= dict(decays_ptr=pointer, rates_ptr=pointer, query_scale="fp32", decay_floor="fp32")
+    return types | dict(context_lens_ptr="*i32")
+
+
+@pytest.mark.parametrize("pointer", ["*bf16", "*fp32"])
 @pytest.mark.parametrize("is_gated", [False, True], ids=["plain", "gated"])
 def test_short_convolution(pointer: str, is_gated: bool) -> None:
-    from moeserve.triton_kernels.short_convolution import CHANNELS, convolve_kernel
+    from moeserve.triton_kernels.short_convolution import (
+        CHANNELS,
+        CHUNKS_AT_ONCE,
+        TOKENS,
+        convolve_kernel,
+        store_states_kernel,
+    )
 
     types = STATE_ROWS | dict(input_ptr=pointer, states_ptr=pointer, taps_ptr="*fp32", bias_ptr="*fp32")
     types["out_ptr"] = pointer if is_gated else "*fp32"
-    compiled(convolve_kernel, types, dict(NUM_TAPS=4, CHANNELS=CHANNELS, IS_GATED=is_gated), {})
+    constants = dict(NUM_TAPS=4, CHANNELS=CHANNELS, IS_GATED=is_gated)
+    compiled(store_states_kernel, types, constants, {})
+    constants |= dict(TOKENS=TOKENS, STORES_STATES=not is_gated, CHUNKS_AT_ONCE=CHUNKS_AT_ONCE)
+    compiled(convolve_kernel, types, constants, {}, not_divisible=["num_chunks"])
 
 
 @pytest.mark.parametrize(("pointer", "num_heads"), [("*bf16", 64), ("*fp32", 32)])

@@ -10,7 +10,8 @@ import pytest
 
 pytest.importorskip("triton")
 
-from moeserve.bench.gpu.launches import decode, launches
+from moeserve.bench.gpu.launches import decode, launches, prefill
+from moeserve.step_inputs import ChunkSpan
 
 PUBLISHED = json.loads((Path(__file__).parent / "published_configs.json").read_text())
 
@@ -24,6 +25,7 @@ PUBLISHED = json.loads((Path(__file__).parent / "published_configs.json").read_t
         ("DeepSeek-V3", None, (2, 4), 28),
         ("DeepSeek-V3", "fp8", (5, 33), 30),  # logits of the router are a product of torch
         ("gpt-oss-20b", None, (2, 64), 13),
+        ("Qwen3-Next-80B-A3B", None, (2, 8), 24),
     ],
 )
 def test_launches_of_a_layer(
@@ -37,3 +39,15 @@ def test_launches_of_a_layer(
     assert few == many
     assert max(sum(layer.values()) for layer in many[:-1]) <= most_in_a_layer
     assert sum(many[-1].values()) <= 10
+
+
+def test_linear_attention_computes_prompts_in_tiles_and_single_tokens_one_by_one(tmp_path: Path) -> None:
+    config = PUBLISHED["Qwen3-Next-80B-A3B"] | {"num_hidden_layers": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tiles, single = {"prepare_tiles_kernel", "attend_tiles_kernel"}, {"recurrence_kernel"}
+    mixed = [*decode(2, 300), ChunkSpan(2, 500, 500)]
+    for spans, expected in ((prefill(500, 500), tiles), (decode(2, 300), single), (mixed, tiles | single)):
+        layer = launches(tmp_path, spans)[0]
+        assert {name: layer[name] for name in tiles | single if layer[name]} == dict.fromkeys(expected, 1)
+        assert layer["convolve_kernel"] == layer["gate_kernel"] == 1
+        assert layer["store_states_kernel"] == (spans != decode(2, 300))

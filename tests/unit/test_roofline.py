@@ -15,6 +15,7 @@ from moeserve.bench.gpu import roofline
 from moeserve.bench.gpu.costs import attended_positions
 from moeserve.bench.gpu.launches import decode, prefill
 from moeserve.bench.gpu.roofline import H100, LAUNCH_SECONDS, Case, Cost
+from moeserve.step_inputs import ChunkSpan
 
 PUBLISHED: dict[str, dict[str, Any]] = json.loads(roofline.PUBLISHED.read_text())
 TESTED: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "published_configs.json").read_text())
@@ -64,6 +65,18 @@ def test_experts_divided_among_ranks() -> None:
     assert gate_up.needed_bytes == pytest.approx(32 * share * (4096 * 7168 + 4 * 32 * 56), rel=1e-9)
     dispatch, _combine = found.costs["exchange"]  # to 3.5 of 7 other ranks, for one layer with experts
     assert dispatch.seconds(H100) - LAUNCH_SECONDS == pytest.approx(4 * 3.5 * 7168 * 2 / 450e9, rel=1e-9)
+
+
+def test_states_are_read_and_written_once() -> None:
+    """Two chunks have one token, and the third one is computed in tiles."""
+    spans = [*decode(2, 100), ChunkSpan(2, 200, 200)]
+    found = roofline.roofline(Case("", "", spans), config_of("Qwen3-Next-80B-A3B", 4))
+    state = 32 * 128 * 128
+    for name, num_chunks, num_tokens in (("recurrence_kernel", 2, 2), ("attend_tiles_kernel", 1, 200)):
+        (cost, *others) = found.costs[name]
+        assert len(others) == 2, "one of four layers has attention"
+        assert cost.needed_bytes == 2 * num_chunks * state * 4
+        assert cost.needed_operations == 3 * 2 * num_tokens * state
 
 
 def test_losses_and_bound_are_the_expected_time() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from moeserve.ops.arguments import router_arguments
 from moeserve.ops.interfaces import Kernels, OpenWeights, RouterConfig
 from moeserve.ops.triton.attention import TritonAttention, TritonLatentAttention
+from moeserve.ops.triton.linear_attention import TritonLinearAttention
 from moeserve.ops.triton.products import TritonProduct, activated
 from moeserve.triton_kernels.chunked_matmul import chunked_matmul
 from moeserve.triton_kernels.routing import route
@@ -75,5 +76,6 @@ def batch_invariant_kernels(table: Kernels) -> Kernels:
         make_router=OrderedRouter,
         make_attention=functools.partial(TritonAttention, splits_contexts=False),
         make_latent_attention=functools.partial(TritonLatentAttention, splits_contexts=False),
+        make_linear_attention=functools.partial(TritonLinearAttention, uses_tiles=False),
         batch_invariant_dtypes=(torch.float32, torch.bfloat16, torch.float16),
     )

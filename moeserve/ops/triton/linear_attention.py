@@ -14,8 +14,13 @@ from moeserve.triton_kernels.linear_attention import linear_attention
 class TritonLinearAttention:
     """See `LinearAttention`."""
 
-    def __init__(self, shape: LinearAttentionShape) -> None:
+    def __init__(self, shape: LinearAttentionShape, *, uses_tiles: bool = True) -> None:
+        """
+        Args:
+            uses_tiles: for chunks of many tokens; if not, all sums have one order.
+        """
         self._shape = shape
+        self._uses_tiles = uses_tiles
 
     def __call__(
         self,
@@ -40,7 +45,10 @@ class TritonLinearAttention:
             weights.norm,
             states,
             step.row_starts,
+            step.context_lens,
             step.states,
+            lengths=[span.num_rows for span in step.spans],
+            uses_tiles=self._uses_tiles,
             norm_heads=shape.norm_heads,
             norm_epsilon=shape.norm_epsilon,
             decay_floor=shape.decay_floor,

@@ -24,5 +24,6 @@ class TritonShortConvolution:
             states,
             step.row_starts,
             step.states,
+            max_rows_per_chunk=step.max_rows_per_chunk,
             is_gated=self._shape.is_gated,
         )
