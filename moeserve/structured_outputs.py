@@ -1,4 +1,4 @@
-"""The grammar of an output: `StructuredOutputsParams` as users write it, `OutputGrammar` as the engine receives it."""
+"""The grammar of an output: `StructuredOutputsParams` for users, and `OutputGrammar` for the engine."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
 
 class OutputGrammar(msgspec.Struct, frozen=True):
-    """The texts that an output may be, in one of three notations."""
+    """A grammar of allowed outputs, in one of three notations."""
 
     notation: Literal["json", "regex", "lark"]  # "lark" also stands for GBNF
     text: str  # a JSON schema as JSON, a regular expression, or the rules of a grammar
-    name: str  # of the parameter that the user gave, for errors
+    name: str  # name of the user's parameter, for error messages
 
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputsParams:
-    """The texts that an output may be: exactly one of `json`, `regex`, `choice`, `grammar` and `json_object`.
+    """The allowed outputs, given by exactly one of `json`, `regex`, `choice`, `grammar` and `json_object`.
 
-    Names and meaning follow vLLM. A schema is kept as JSON text.
+    Names and meaning follow vLLM. A schema is stored as JSON text.
 
     Raises:
-        RequestError: none or several are given, or a value is malformed or larger than `Limits` allows.
+        RequestError: not exactly one is given, or a value is malformed or exceeds `Limits`.
     """
 
-    json: str | Mapping[str, Any] | None = None  # schema, as JSON or as the object that it describes
+    json: str | Mapping[str, Any] | None = None  # JSON schema, as text or as an object
     regex: str | None = None  # matches the whole output; Rust's syntax, without look-around and back-references
-    choice: list[str] | None = None  # the output is one of these
-    grammar: str | None = None  # in llguidance's dialect of Lark, or in GBNF
+    choice: list[str] | None = None  # the output is one of these texts
+    grammar: str | None = None  # grammar in llguidance's dialect of Lark, or in GBNF
     json_object: bool = False  # any JSON object
-    disable_any_whitespace: bool = False  # none between the tokens of JSON
+    disable_any_whitespace: bool = False  # no white space between the tokens of JSON
 
     def __post_init__(self) -> None:
         kinds = [name for name in KINDS if getattr(self, name) not in (None, False)]
@@ -72,7 +72,7 @@ class StructuredOutputsParams:
             ) from None
 
     def for_engine(self) -> OutputGrammar:
-        """Return what the engine needs of these parameters."""
+        """Return the grammar for the engine."""
         if self.regex is not None:
             return OutputGrammar("regex", self.regex, "regex")
         if self.grammar is not None:
@@ -89,10 +89,10 @@ class StructuredOutputsParams:
 
 
 def checked(name: str, value: Any) -> StructuredOutputsParams | None:
-    """Return the value of a sampling parameter, which may also be written as a dict.
+    """Return the value of a sampling parameter, which may also be given as a dict.
 
     Raises:
-        RequestError: it is neither, or it is malformed.
+        RequestError: the value has another type, or is malformed.
     """
     if value is None or isinstance(value, StructuredOutputsParams):
         return value
@@ -118,7 +118,7 @@ def _schema_text(schema: Any) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Return a regular expression that matches this text alone."""
+    """Return a regular expression that matches only this text."""
     return "".join(letter if letter.isalnum() else f"\\x{{{ord(letter):X}}}" for letter in text)
 
 

@@ -20,24 +20,24 @@ from moeserve.errors import EngineError
 from moeserve.outputs import RequestOutput
 from moeserve.sampling_params import SamplingParams
 
-# Longest time in which an idle engine does not look for failures of its processes. Seconds.
+# Maximum seconds between checks of an idle engine for failed processes.
 SECONDS_BETWEEN_CHECKS = 1.0
 
 
 class AsyncLLM:
-    """A model that many asyncio tasks use at once; their requests share every engine step.
+    """A model that many asyncio tasks use at once. Their requests share every engine step.
 
         llm = AsyncLLM("path/to/Mixtral")
         async for output in llm.generate("The capital of France is", SamplingParams(max_tokens=8)):
             print(output.outputs[0].text)
         llm.shutdown()
 
-    The constructor returns when the model is loaded, and should not be called in an event loop. Tasks of several event
-    loops, in several threads, may use one object. It takes the settings of `LLM`; methods are named as in vLLM's
+    The constructor blocks until the model is loaded, so it should not be called in an event loop. Tasks of several
+    event loops, in several threads, may use one object. The settings are those of `LLM`; methods are named as in vLLM's
     AsyncLLM.
 
     Raises:
-        SettingsError, CheckpointError, EngineError: as `LLM`.
+        SettingsError, CheckpointError, EngineError: as for `LLM`.
     """
 
     def __init__(
@@ -52,24 +52,24 @@ class AsyncLLM:
 
     @classmethod
     def of_session(cls, session: Session, texts: TextParts) -> AsyncLLM:
-        """Return an `AsyncLLM` that uses a session, and ends it."""
+        """Return an `AsyncLLM` that owns a session and shuts it down."""
         llm = cls.__new__(cls)
         llm._use(session, texts)
         return llm
 
     def _use(self, session: Session, texts: TextParts) -> None:
         self.session, self.codec, self._default_params = session, texts.codec, texts.default_params
-        self._mailboxes: dict[str, _Mailbox] = {}  # by prompt
+        self._mailboxes: dict[str, _Mailbox] = {}  # by id of the prompt
         self._has_work = threading.Event()
         self._is_closing = False
-        self._has_ended = False  # and delivers nothing more
+        self._has_ended = False  # no further outputs will be delivered
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="moeserve session", daemon=True)
         self._thread.start()
 
     @property
     def config(self) -> EngineConfig:
-        """The settings, resolved. `data_parallel_size` follows `scale`."""
+        """The resolved settings. `scale` changes `data_parallel_size`."""
         return self.session.engine.config
 
     @property
@@ -78,26 +78,26 @@ class AsyncLLM:
 
     @property
     def errored(self) -> bool:
-        """True if the engine has failed for good. With on_failure="restart", the next request restarts it."""
+        """True if the engine has failed for good. With on_failure="restart", a failure is not final."""
         return self._failure is not None or (bool(self.session.engine.refusal) and not self._is_closing)
 
     @property
     def dead_error(self) -> BaseException:
-        """The error of requests to an engine that has failed or was shut down."""
+        """The error that requests to an engine get which has failed or was shut down."""
         return self._failure or EngineError(self.session.engine.refusal or "the engine is being shut down")
 
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Complete one prompt, and yield its output when it has grown: complete so far, or as `output_kind` says.
+        """Complete one prompt. Yield its output whenever it grows: all of it so far, unless `output_kind` differs.
 
-        A consumer that is slower than the engine gets several tokens at once. Cancelling the task, or closing the
-        iterator, ends the request.
+        A consumer that is slower than the engine receives several tokens at once. Cancelling the task or closing the
+        iterator aborts the request.
 
         Args:
             prompt: a text, a list of token ids, or a dict; see `LLM.generate`.
-            sampling_params: none: those of generation_config.json.
-            request_id: of the outputs, unique among the requests in flight; none: a new one.
+            sampling_params: None: those of generation_config.json.
+            request_id: id of the outputs, which no other request in flight may have; None: a new one.
 
         Raises:
             RequestError: the prompt, a parameter or the id cannot be served.
@@ -140,7 +140,7 @@ class AsyncLLM:
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> dict[str, list[int]]:
-        """Render a conversation as a prompt for `generate`; see `LLM.chat_prompt`. Long ones take some milliseconds."""
+        """Render a conversation as a prompt for `generate`; see `LLM.chat_prompt`. A long one takes milliseconds."""
         return chat_prompt(
             self.codec,
             messages,
@@ -152,20 +152,20 @@ class AsyncLLM:
         )
 
     async def abort(self, request_id: str) -> None:
-        """End a request in flight. Its iterator yields the output so far, and ends."""
+        """End a request in flight. Its iterator yields the output so far and stops."""
         self.session.abort(request_id)
         self._has_work.set()
 
     async def check_health(self) -> None:
-        """Raise EngineError if the engine cannot serve requests. It notices the death of a process in about a second.
+        """Raise EngineError if the engine cannot serve requests. A dead process is detected within about a second.
 
-        With on_failure="restart", an engine that has failed is healthy: the next request restarts it.
+        With on_failure="restart", a failed engine counts as healthy, because the next request restarts it.
         """
         if self.errored or not self.is_running:
             raise EngineError(str(self.dead_error))
 
     async def get_tokenizer(self) -> Any:
-        """Return the tokenizer, an object of transformers.
+        """Return the tokenizer as a transformers object.
 
         Raises:
             SettingsError: there is no tokenizer.
@@ -173,13 +173,13 @@ class AsyncLLM:
         return tokenizer_of(self.codec)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return a copy of the sampling parameters of generation_config.json, which `generate` uses by default."""
+        """Return a copy of the sampling parameters of generation_config.json, the defaults of `generate`."""
         return self._default_params.copy()
 
     async def scale(self, data_parallel_size: int) -> None:
-        """Change the number of replicas, while other tasks generate; see `LLM.scale`.
+        """Change the number of replicas while other tasks generate; see `LLM.scale`.
 
-        A task that is cancelled stops waiting; the change goes on.
+        If the calling task is cancelled, it stops waiting, but the change continues.
         """
         if not self.is_running or self.errored:
             raise EngineError(str(self.dead_error))
@@ -196,7 +196,7 @@ class AsyncLLM:
         self._thread.join()
 
     async def _submit(self, prompt: Prompt, params: SamplingParams, request_id: str | None) -> str:
-        """Start a prompt, and return its id. Tokenizing may take a while, and must not hold up the event loop."""
+        """Start a prompt, and return its id. Runs in a thread, because tokenizing would block the event loop."""
         submitted: Future[list[str]] = Future()
 
         def submit() -> None:
@@ -207,7 +207,7 @@ class AsyncLLM:
 
         try:
             await asyncio.to_thread(submit)
-        except asyncio.CancelledError:  # the thread goes on if it has begun, even after the end of the event loop
+        except asyncio.CancelledError:  # a started thread goes on, even after the event loop has ended
             submitted.add_done_callback(self._discard_submitted)
             raise
         (prompt_id,) = submitted.result()
@@ -219,10 +219,10 @@ class AsyncLLM:
             self._has_work.set()
 
     def _run(self) -> None:
-        """Run the engine while there are requests, and wake the tasks whose output has changed."""
+        """Run the engine while there are requests, and wake the tasks whose outputs have changed."""
         try:
             while not self._is_closing:
-                self._notify(self.session.poll())  # of an idle engine too: it notices the death of a process
+                self._notify(self.session.poll())  # also polls an idle engine, to detect dead processes
                 if not self.session.has_work:
                     self._has_work.wait(SECONDS_BETWEEN_CHECKS)
                     self._has_work.clear()
@@ -230,7 +230,7 @@ class AsyncLLM:
             self._failure = error
         try:
             self.session.shutdown()
-            self.session.poll()  # takes the ends of all requests
+            self.session.poll()  # returns the ends of all requests
         except BaseException as error:
             self._failure = self._failure or error
         self._has_ended = True
@@ -242,12 +242,12 @@ class AsyncLLM:
             if (mailbox := self._mailboxes.get(prompt_id)) is not None:
                 by_loop.setdefault(mailbox.loop, []).append(mailbox)
         for loop, mailboxes in by_loop.items():
-            with contextlib.suppress(RuntimeError):  # the loop was closed
+            with contextlib.suppress(RuntimeError):  # the event loop is closed
                 loop.call_soon_threadsafe(_set_all, mailboxes)
 
 
 class _Mailbox:
-    """Where a task waits for new output of its request."""
+    """An event on which a task waits for new output of its request."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop

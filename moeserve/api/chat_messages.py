@@ -1,4 +1,4 @@
-"""Checks of conversations and tools before they reach a chat template."""
+"""Validation of conversations and tools before a chat template renders them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from moeserve.errors import RequestError, shown
 
 
 def check_messages(messages: Any) -> list[dict[str, Any]]:
-    """Return a conversation with each content as one text.
+    """Return the messages of a conversation, each with its content as one text.
 
     Raises:
-        RequestError: a message has no role or content, or one of a wrong type.
+        RequestError: the role or the content of a message is missing or has a wrong type.
     """
     if not isinstance(messages, (list, tuple)) or not messages:
         raise RequestError(f'messages={shown(messages)} must be a list of at least one {{"role": ..., "content": ...}}')
@@ -20,10 +20,10 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
 
 
 def check_tools(tools: Any) -> list[dict[str, Any]] | None:
-    """Return tools as chat templates take them: a list of JSON schemas, or None.
+    """Return tools in the form that chat templates expect: a list of JSON schemas, or None.
 
     Raises:
-        RequestError: the tools have another form.
+        RequestError: the tools have a different form.
     """
     if tools is None:
         return None

@@ -1,6 +1,6 @@
-"""Render chat templates as transformers does: in jinja's sandbox, with the same filters, functions and tags.
+"""Renders chat templates as transformers does: in jinja's sandbox, with the same filters, functions and tags.
 
-Templates come with checkpoints, so they are untrusted code: they see plain data only, and none of Python's objects.
+Templates come with checkpoints, so they are untrusted code. They can access plain data only, no Python objects.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jinja2.utils import Namespace
 
 from moeserve.errors import RequestError, shown
 
-# Names that are no variables: arguments of this module, and of transformers' apply_chat_template.
+# Names that users cannot pass as variables: arguments of this module and of transformers' apply_chat_template.
 RESERVED_NAMES = frozenset(
     [
         "messages",
@@ -33,15 +33,15 @@ RESERVED_NAMES = frozenset(
         "continue_final_message",
     ]
 )
-REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # of a message; the first is what most templates read
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # keys of a message; most templates read the first
 
 
 def choose_template(templates: Mapping[str, str], template: str | None, *, has_tools: bool) -> str:
-    """Return the template to use: the given one, or that of the checkpoint.
+    """Return the template to use: either the given one, or one of the checkpoint.
 
     Args:
-        templates: of the checkpoint, by name.
-        template: a template, or the name of one; None: the checkpoint's for this use.
+        templates: the checkpoint's templates by name.
+        template: a template, or the name of one; None: the checkpoint's default, or its template for tools.
 
     Raises:
         RequestError: the checkpoint has no such template.
@@ -70,16 +70,16 @@ def render(
     """Return the text of a conversation.
 
     Args:
-        special_tokens: variables of the template by name, such as "bos_token".
-        arguments: further variables, which replace special tokens of the same name.
+        special_tokens: variables of the template such as "bos_token", by name.
+        arguments: further variables, which override special tokens of the same name.
 
     Raises:
-        RequestError: an argument has a reserved name or is no plain data, or the template raises an error.
+        RequestError: an argument has a reserved name or is not plain data, or the template raises an error.
     """
     if not isinstance(arguments, Mapping) or not all(isinstance(name, str) for name in arguments):
         raise RequestError(f"the variables of the chat template, {shown(arguments)}, must be a dict with text keys")
     if reserved := sorted(RESERVED_NAMES & arguments.keys()):
-        raise RequestError(f"{reserved[0]!r} cannot be a variable of the chat template; it has a meaning of its own")
+        raise RequestError(f"{reserved[0]!r} cannot be a variable of the chat template: the name is reserved")
     try:
         text = _compiled(template).render(
             messages=[_complete(_plain(message)) for message in messages],
@@ -89,15 +89,15 @@ def render(
         )
     except RequestError:
         raise
-    except Exception as error:  # raised by the template, or an error of any type in its expressions
+    except Exception as error:  # of any type: raised by the template or by its expressions
         raise RequestError(f"the chat template cannot render the messages: {error}") from error
     return text
 
 
 def _complete(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message without the keys whose value is None, and its reasoning under every name that templates read.
+    """Return a message without keys whose value is None, and with its reasoning under every name that templates read.
 
-    A content of None remains: some templates write calls only beside it.
+    A content of None is kept, because some templates write tool calls only if the content is present.
     """
     message = {key: value for key, value in message.items() if value is not None or key == "content"}
     reasoning = next((message[key] for key in REASONING_KEYS if key in message), None)
@@ -105,7 +105,7 @@ def _complete(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a copy of plain data. Subclasses become the plain types, whose methods the sandbox knows."""
+    """Return a copy of plain data. Subclasses are converted to the plain types, whose methods the sandbox knows."""
     match value:
         case None | bool():
             return value
@@ -148,9 +148,9 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class GenerationBlocks(Extension):
-    """The tag {% generation %}, which marks what the model has written. It does not change the text."""
+    """The tag {% generation %}, which marks text written by the model. It does not change the text."""
 
-    tags = {"generation"}  # noqa: RUF012, as the base class declares it
+    tags = {"generation"}  # noqa: RUF012, declared like this by the base class
 
     def parse(self, parser: Parser) -> Node:
         line = next(parser.stream).lineno
@@ -162,7 +162,7 @@ class GenerationBlocks(Extension):
 
 
 class _MakeDict:
-    """The function `dict` of templates. The type itself would give access to its attributes."""
+    """The function `dict` of templates. The type itself would expose its attributes."""
 
     def __call__(self, *arguments: Any, **named: Any) -> dict[Any, Any]:
         return dict(*arguments, **named)
@@ -172,10 +172,10 @@ class _MakeDict:
 
 
 class _PlainNamespace(Namespace):
-    """The function `namespace` of templates, without names that begin with an underscore."""
+    """The function `namespace` of templates, which refuses names that begin with an underscore."""
 
     def __init__(*arguments: Any, **named: Any) -> None:
-        self, *pairs = arguments  # so that a template may set `self`
+        self, *pairs = arguments  # so that a template can set an attribute named `self`
         values = dict(*pairs, **named)
         for name in values:
             _check_name(name)
@@ -198,5 +198,5 @@ def _raise_exception(message: str) -> NoReturn:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Return JSON text. jinja's own filter escapes HTML."""
+    """Return JSON text. Unlike jinja's own filter, this one does not escape HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

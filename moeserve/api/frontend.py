@@ -1,4 +1,4 @@
-"""`Frontend`: makes requests of prompts, and outputs of the engine's updates. Requests and updates are plain data."""
+"""`Frontend`: turns prompts into requests, and the engine's updates into outputs. It does no I/O."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Submission:
     """The requests of one prompt."""
 
     prompt_id: str
-    request: Request  # of the first output
-    samples: list[Sample]  # of the others
+    request: Request  # the request of the first output
+    samples: list[Sample]  # the other outputs
 
 
 EncodedPrompts: TypeAlias = list[tuple[EncodedPrompt, SamplingParams]]
@@ -52,13 +52,13 @@ class Frontend:
         """
         Args:
             codec: None if there is no tokenizer; prompts are then token ids, and outputs have no text.
-            vocab_size: number of tokens of the model.
-            max_model_len: most tokens of one request, prompt and output.
+            vocab_size: number of tokens in the model's vocabulary.
+            max_model_len: maximum tokens of a request, prompt and output together.
             eos_token_ids: tokens that end an output.
-            engine_seed: seed for prompts without one; each gets a different seed derived from it.
-            num_replicas: of the engine, for the statistics of each.
-            grammars: for structured outputs; None: they are refused.
-            kv_block_size: tokens of the blocks that the engine exchanges with others; None: it exchanges none.
+            engine_seed: seed from which prompts without a seed each derive a different one.
+            num_replicas: number of replicas, each of which has statistics.
+            grammars: compiler for structured outputs; None: they are refused.
+            kv_block_size: tokens per block exchanged with other engines; None: no blocks are exchanged.
         """
         self._codec = codec
         self._encoder = PromptEncoder(
@@ -75,20 +75,20 @@ class Frontend:
         self._prompts: dict[str, _PromptInFlight] = {}
         self._unfinished_prompts: set[str] = set()
         self._output_of_request: dict[str, tuple[_PromptInFlight, _OutputInFlight]] = {}  # unfinished requests only
-        self.stats = [RequestStats() for _ in range(num_replicas)]  # of each replica
+        self.stats = [RequestStats() for _ in range(num_replicas)]  # by replica
 
     @property
     def unfinished_prompts(self) -> AbstractSet[str]:
-        """The prompts that were submitted, and have neither finished nor been discarded."""
+        """The prompts that were submitted and have neither finished nor been discarded."""
         return self._unfinished_prompts
 
     @property
     def num_requests(self) -> int:
-        """Number of outputs of unfinished prompts that have not ended."""
+        """The number of unfinished outputs of unfinished prompts."""
         return len(self._output_of_request)
 
     def encode(self, prompts: Prompts, sampling_params: SamplingParams | Sequence[SamplingParams]) -> EncodedPrompts:
-        """Check and tokenize one or many prompts, in order. Thread-safe: nothing changes here.
+        """Check and tokenize one or many prompts, in order. Thread-safe: the state is not changed.
 
         Args:
             prompts: a `Prompt` or a list of them; a list of integers is one prompt.
@@ -100,7 +100,7 @@ class Frontend:
         pairs = pair_prompts(prompts, sampling_params)
         encoded = []
         for index, (prompt, params) in enumerate(pairs):
-            self._encoder.check_params(params)  # all of them: the engine that continues is to accept them too
+            self._encoder.check_params(params)  # also those for the engine that continues
             if _is_for_other_engine(params):
                 params = params.for_prompt()
             name = "prompt" if len(pairs) == 1 else f"prompt {index}"
@@ -112,7 +112,7 @@ class Frontend:
         return encoded
 
     def _check_kv_transfer(self, name: str, num_tokens: int, transfer: KvTransferParams) -> None:
-        """Raise RequestError for blocks that this engine does not exchange, or that a prompt does not have."""
+        """Raise RequestError if this engine exchanges no blocks, or for more blocks than the prompt has."""
         if self._kv_block_size is None:
             raise RequestError(
                 "kv_transfer_params are not supported, because this engine exchanges no keys and values with others; "
@@ -129,14 +129,14 @@ class Frontend:
             )
 
     def check_conversation(self, text: str) -> None:
-        """Raise RequestError for a rendered conversation that is too long for this model. Thread-safe."""
+        """Raise RequestError for a rendered conversation that is too long for the model. Thread-safe."""
         self._encoder.check_length("the conversation", text)
 
     def register(self, prompts: EncodedPrompts, prompt_id: str | None = None) -> list[Submission]:
-        """Make the requests of prompts, in order.
+        """Create the requests of prompts, in order.
 
         Args:
-            prompt_id: of the only prompt; None: a new one for each.
+            prompt_id: the id of the only prompt; None: create a new id for each.
 
         Raises:
             RequestError: the id is in use.
@@ -146,10 +146,10 @@ class Frontend:
         return [self._register(prompt, params, prompt_id) for prompt, params in prompts]
 
     def update(self, update: RequestUpdate) -> bool:
-        """Apply the engine's update of an unfinished request.
+        """Apply an engine's update to an unfinished request.
 
         Returns:
-            True if the engine must end the request, because its text contains a stop string.
+            True if the engine must abort the request, because its text contains a stop string.
         """
         prompt, output = self._output_of_request[update.request_id]
         if output.index == 0:
@@ -167,7 +167,7 @@ class Frontend:
         now = time.monotonic()
         if update.token_ids:
             output.replica = update.replica
-        while len(self.stats) <= output.replica:  # there are more replicas than at the start
+        while len(self.stats) <= output.replica:  # replicas have been added since the start
             self.stats.append(RequestStats())
         stats = self.stats[output.replica]
         if update.token_ids:
@@ -180,29 +180,29 @@ class Frontend:
             stats.note_end(output.finish_reason, output.size[0], now - prompt.arrival_s)
 
     def output(self, prompt_id: str) -> RequestOutput:
-        """Return all outputs of a prompt, complete so far. The object does not change later."""
+        """Return all outputs of a prompt so far. The returned object is never modified."""
         return self._prompts[prompt_id].snapshot()
 
     def new_output(self, prompt_id: str) -> RequestOutput | None:
-        """Return what the outputs of a prompt have gained since the last call. None: nothing.
+        """Return new output of a prompt since the last call; None if there is none.
 
-        That is everything so far, only what is new, or nothing before the end, as its `output_kind` says.
+        `output_kind` decides whether this is all output so far, only the new part, or the complete output at the end.
         """
         return self._prompts[prompt_id].new_output()
 
     def unfinished(self, prompt_id: str) -> list[str]:
-        """Return the requests of a prompt that have not ended; none if there is no such prompt."""
+        """Return the unfinished requests of a prompt; an empty list if there is no such prompt."""
         prompt = self._prompts.get(prompt_id)
         outputs = [] if prompt is None else prompt.outputs
         return [output.request_id for output in outputs if output.finish_reason is None]
 
     def prompt_of(self, request_id: str) -> str | None:
-        """Return the prompt of a request; None if the request has ended."""
+        """Return the id of a request's prompt; None if the request has ended."""
         found = self._output_of_request.get(request_id)
         return None if found is None else found[0].prompt_id
 
     def discard(self, prompt_id: str) -> None:
-        """Forget a prompt. The engine must end its unfinished requests, which count as aborted."""
+        """Remove a prompt. The engine must abort its unfinished requests, which are counted as aborted."""
         for request_id in self.unfinished(prompt_id):
             prompt, output = self._output_of_request.pop(request_id)
             seconds = time.monotonic() - prompt.arrival_s
@@ -211,14 +211,15 @@ class Frontend:
         self._unfinished_prompts.discard(prompt_id)
 
     def _register(self, prompt: EncodedPrompt, params: SamplingParams, prompt_id: str | None) -> Submission:
-        while prompt_id is None and str(self._num_prompts) in self._prompts:  # an id that a caller has chosen
+        while prompt_id is None and str(self._num_prompts) in self._prompts:  # skip ids that callers have chosen
             self._num_prompts += 1
         number = self._num_prompts
         self._num_prompts += 1
         prompt_id = str(number) if prompt_id is None else prompt_id
         first, *samples = [
             Sample(
-                # Not from the prompt's id, which may be used again while the engine still ends the last one's requests.
+                # Not derived from the prompt's id: a new prompt may use that id before the engine has ended the old
+                # requests.
                 str(number) if params.n == 1 else f"{number}-{index}",
                 _request_seed(params.seed, self._engine_seed, number, index),
             )
@@ -245,14 +246,14 @@ class Frontend:
 
 
 class _OutputInFlight:
-    """One output of a prompt, as far as it has been generated."""
+    """One output of a prompt, as generated so far."""
 
     def __init__(self, request_id: str, index: int, params: SamplingParams, codec: TextCodec | None) -> None:
         self.request_id = request_id
         self.index = index
         self.finish_reason: FinishReason | None = None
-        self.last_token_s = time.monotonic()  # or the arrival
-        self.replica = 0  # that sent the last token
+        self.last_token_s = time.monotonic()  # time of the last token, or of the request's arrival
+        self.replica = 0  # the replica that sent the last token
         self._stop_reason: int | str | None = None
         self._token_ids: list[int] = []
         self._keeps_stop = params.include_stop_str_in_output
@@ -266,11 +267,11 @@ class _OutputInFlight:
             if self._logprobs is not None:
                 self._logprobs.append(logprob_of_token(update.logprobs[place], codec))
                 self._cumulative_logprob += update.logprobs[place].logprobs[0]
-            # As in vLLM, the token that ends the output is among its ids but not in its text.
+            # As in vLLM, the ids include the token that ends the output, but the text does not.
             is_stop_token = update.finish_reason == "stop" and place == len(update.token_ids) - 1
             if self._text is not None and (self._keeps_stop or not is_stop_token):
                 stop = self._text.add(token_id)
-                if stop is not None:  # later tokens of the update are dropped
+                if stop is not None:  # drop later tokens of the update
                     self.finish_reason, self._stop_reason = "stop", stop
                     return
         if update.finish_reason is not None:
@@ -280,11 +281,11 @@ class _OutputInFlight:
 
     @property
     def size(self) -> tuple[int, int, bool]:
-        """The number of tokens and of characters, and True at the end."""
+        """The number of tokens and of characters, and True if the output has ended."""
         return len(self._token_ids), 0 if self._text is None else len(self._text.text), self.finish_reason is not None
 
     def snapshot(self, first_token: int = 0, first_character: int = 0) -> CompletionOutput:
-        """Return the output from a token and a character on."""
+        """Return the part of the output that begins at a token and at a character."""
         return CompletionOutput(
             index=self.index,
             text="" if self._text is None else self._text.text[first_character:],
@@ -307,7 +308,7 @@ class _PromptInFlight:
         self.arrival_s = time.monotonic()
         self._prompt = prompt
         self._output_kind = params.output_kind
-        self._sizes_taken = [(0, 0, False)] * len(outputs)  # by `new_output`
+        self._sizes_taken = [(0, 0, False)] * len(outputs)  # sizes at the last call of `new_output`
         self._needs_logprobs = params.prompt_logprobs is not None
         self._logprobs: PromptLogprobs | None = None
         self._num_cached_tokens = 0
@@ -322,7 +323,7 @@ class _PromptInFlight:
         return all(output.finish_reason is not None for output in self.outputs)
 
     def update(self, update: RequestUpdate, codec: TextCodec | None) -> None:
-        """Apply the parts of the first output's update that describe the prompt."""
+        """Apply the fields of the first output's update that describe the prompt."""
         self._num_cached_tokens = max(self._num_cached_tokens, update.num_cached_tokens)
         if update.kv_blocks is not None:
             self._kv_transfer_params = _kv_transfer_params(update.kv_blocks)
@@ -361,7 +362,7 @@ def _is_for_other_engine(params: SamplingParams) -> bool:
 
 
 def _source(params: SamplingParams) -> PeerBlocks | None:
-    """Return the blocks that another engine keeps for a request."""
+    """Return the blocks that another engine keeps for this request."""
     transfer = params.kv_transfer
     if transfer is None or not transfer.do_remote_prefill:
         return None
@@ -371,7 +372,7 @@ def _source(params: SamplingParams) -> PeerBlocks | None:
 
 
 def _kv_transfer_params(blocks: PeerBlocks) -> dict[str, Any]:
-    """Return the parameters with which another engine loads these blocks."""
+    """Return the parameters with which another engine can load these blocks."""
     return {
         "do_remote_prefill": True,
         "remote_handle": blocks.handle,
@@ -381,7 +382,7 @@ def _kv_transfer_params(blocks: PeerBlocks) -> dict[str, Any]:
 
 
 def _request_seed(seed: int | None, engine_seed: int, prompt_number: int, index: int) -> int:
-    """Return the seed of one output: 0 to 2**64 - 1, different for each output of a prompt."""
+    """Return the seed of one output, from 0 to 2**64 - 1, different for each output of a prompt."""
     if seed is not None and index == 0:
         return seed % 2**64
     source = f"seed {seed}, output {index}"

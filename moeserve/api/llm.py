@@ -28,20 +28,20 @@ from moeserve.telemetry.expert_load import LoadWindow
 
 
 class LLM:
-    """A model, ready to generate.
+    """A loaded model, ready to generate text.
 
         with LLM("path/to/Mixtral") as llm:
             for output in llm.generate(["The capital of France is"], SamplingParams(max_tokens=8)):
                 print(output.outputs[0].text)
 
-    Keyword arguments are settings, mostly with vLLM's names. The signature lists all of them with their defaults, and
-    `moeserve generate --help` describes each one.
+    Keyword arguments are settings, most of which have vLLM's names. The signature lists all of them with their
+    defaults, and `moeserve generate --help` describes each one.
 
-    Several threads may call one LLM, and several streams may be open: their requests share every engine step.
+    Several threads may call one LLM, and several streams may be open. Their requests share every engine step.
 
     Raises:
         SettingsError: a setting is unknown, out of range, or does not fit the checkpoint or the machine.
-        CheckpointError: the checkpoint is missing, damaged, or of an unsupported kind.
+        CheckpointError: the checkpoint is missing, damaged, or not supported.
         EngineError: a process of the engine could not be started.
     """
 
@@ -50,8 +50,8 @@ class LLM:
     ) -> None:
         """
         Args:
-            model: checkpoint folder in Hugging Face layout; none: the default model.
-            show_progress: draw progress bars, on a terminal, while making the default model and loading weights.
+            model: checkpoint folder in Hugging Face layout; None: the default model.
+            show_progress: on a terminal, draw progress bars while building the default model and loading weights.
             settings: see the class.
         """
         started = start_engine(parse_settings({"model": model, **settings}), show_progress=show_progress)
@@ -59,11 +59,11 @@ class LLM:
         self._default_params = started.texts.default_params
         self._has_experts = started.has_experts
         self.core = self.session.engine
-        tqdm.get_lock()  # imports what a progress bar needs now, also if loading drew none
+        tqdm.get_lock()  # import the parts of progress bars now, even if loading drew none
 
     @property
     def config(self) -> EngineConfig:
-        """The settings, resolved. `data_parallel_size` follows `scale`."""
+        """The resolved settings. `scale` changes `data_parallel_size`."""
         return self.core.config
 
     def __repr__(self) -> str:
@@ -75,11 +75,11 @@ class LLM:
         )
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return a copy of the sampling parameters of generation_config.json, which calls use where none are given."""
+        """Return a copy of the sampling parameters of generation_config.json, the defaults of all calls."""
         return self._default_params.copy()
 
     def get_tokenizer(self) -> Any:
-        """Return the tokenizer, an object of transformers.
+        """Return the tokenizer as a transformers object.
 
         Raises:
             SettingsError: there is no tokenizer.
@@ -93,30 +93,30 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Complete prompts, as many at a time as fit. They are started in their order.
+        """Complete prompts, as many at a time as fit. They are started in the given order.
 
         Args:
             prompts: a text, a list of token ids, or {"prompt_token_ids": [...]} or {"prompt": "..."}; or a list of
                 these. The dicts may have a "cache_salt": only prompts with equal salts share cached prefixes.
-            sampling_params: one for all prompts, or one for each; none: `get_default_sampling_params()`.
-            use_tqdm: draw a progress bar, on a terminal.
+                sampling_params: one for all prompts, or one for each; None: `get_default_sampling_params()`.
+                use_tqdm: draw a progress bar if on a terminal.
 
-        Returns:
-            One output for each prompt, in their order.
+            Returns:
+                One output for each prompt, in the same order.
 
         Raises:
-            RequestError: a prompt or a parameter cannot be served. The engine is unchanged.
-            EngineError: a prompt failed, or the engine has failed or was shut down. The other prompts end
-                before this is raised, unless the engine has failed. The error's `outputs` has those of all prompts.
+                RequestError: a prompt or a parameter cannot be served. No prompt was started.
+                EngineError: a prompt failed, or the engine has failed or was shut down. Unless the engine has failed,
+                    the other prompts finish before this is raised. The `outputs` of the error are those of all prompts.
         """
         params = self._default_params if sampling_params is None else sampling_params
-        waiting = deque(self.session.frontend.encode(prompts, params))  # for room in the queue
+        waiting = deque(self.session.frontend.encode(prompts, params))  # prompts that wait for room in the queue
         prompt_ids: list[str] = []
         unfinished: list[str] = []
         try:
             with tqdm(total=len(waiting), desc="prompts", disable=None if use_tqdm else True) as progress:
                 while waiting or unfinished:
-                    with interrupts_deferred():  # until the new prompts are among those that are discarded below
+                    with interrupts_deferred():  # until the code below would discard the new prompts
                         started = self.session.submit_first(waiting)
                         prompt_ids += started
                         unfinished += started
@@ -134,15 +134,15 @@ class LLM:
             self.session.discard(prompt_ids)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """Complete one prompt, and yield its output after new tokens: all of it so far, or as `output_kind` says.
+        """Complete one prompt. Yield its output after new tokens: all of it so far, unless `output_kind` differs.
 
-        Closing the iterator, or leaving it to the garbage collector, ends the request. Arguments and errors are those
-        of `generate`; errors come with the first output.
+        Closing the iterator, or its collection by the garbage collector, aborts the request. Arguments and errors are
+        those of `generate`; errors are raised with the first output.
         """
         params = self._default_params if sampling_params is None else sampling_params
         prompt_ids: list[str] = []
         try:
-            with interrupts_deferred():  # until the prompt is known to be discarded below
+            with interrupts_deferred():  # until the code below would discard the prompt
                 prompt_ids = self.session.submit([prompt], params)
             unfinished = prompt_ids
             while unfinished:
@@ -165,7 +165,7 @@ class LLM:
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer a conversation, or each of several.
+        """Answer one conversation, or several.
 
         Args:
             messages: [{"role": "user", "content": "..."}, ...], or a list of such lists.
@@ -173,7 +173,7 @@ class LLM:
             chat_template, tools, add_generation_prompt, chat_template_kwargs: as for `chat_prompt`.
 
         Raises:
-            RequestError, EngineError: as `generate`; also if there is no chat template.
+            RequestError, EngineError: as for `generate`. Also RequestError if there is no chat template.
         """
         given: object = messages
         if isinstance(given, str):
@@ -205,9 +205,9 @@ class LLM:
 
         Args:
             messages: [{"role": "user", "content": "..."}, ...].
-            chat_template: Jinja template; none: the checkpoint's.
+            chat_template: Jinja template; None: the checkpoint's.
             tools: JSON schemas of the functions that the model may call.
-            add_generation_prompt: end with the tokens that begin an answer.
+            add_generation_prompt: end the prompt with the tokens that begin an answer.
             chat_template_kwargs: further variables of the template, such as {"enable_thinking": False} for Qwen3.
 
         Raises:
@@ -228,13 +228,13 @@ class LLM:
         return self.codec is not None and self.codec.has_chat_template
 
     def abort(self, request_id: str) -> None:
-        """End a prompt in flight, named by its output's `request_id`. Its caller gets the output so far."""
+        """End a prompt in flight, given its output's `request_id`. Its caller receives the output so far."""
         self.session.abort(request_id)
 
     def expert_load(self) -> LoadWindow:
-        """Return the tokens of each expert of each layer, over all ranks, since the last call or the start.
+        """Return the tokens of each expert by layer, summed over all ranks, since the last call or the start.
 
-        Steps in progress are not waited for. This call ends the current window of a load file and of metrics.
+        The result excludes steps in progress. This call also ends the current window of the load file and of metrics.
 
         Raises:
             SettingsError: the model has no experts.
@@ -244,10 +244,10 @@ class LLM:
         return self.session.expert_load()
 
     def save_placement(self, path: str | os.PathLike[str]) -> None:
-        """Write which rank holds which experts, for `rebalance=path` of a later engine with as many ranks and slots.
+        """Write the placement of experts to a file, for `rebalance=path` of an engine with as many ranks and slots.
 
         Raises:
-            SettingsError: the model has no experts, every rank has a slice of each, or the file cannot be written.
+            SettingsError: the model has no experts, its experts are sliced, or the file cannot be written.
             EngineError: the engine was shut down, or has failed.
         """
         self._require_experts()
@@ -257,20 +257,20 @@ class LLM:
         write_placements(Path(path), [Placement(slots, window.num_experts) for slots in window.logical_of_slot])
 
     def scale(self, data_parallel_size: int) -> None:
-        """Change the number of replicas, and return when that is done. Requests continue: those of other threads, too.
+        """Change the number of replicas, and return when that is done. Requests continue, also in other threads.
 
         On CPUs, new replicas load the model while the old ones serve, so there must be memory for both. On GPUs the old
-        ones end first, and requests wait until the new ones have loaded. A Ctrl-C ends the call, not the change: that
-        goes on while another call generates.
+        replicas are stopped first, and requests wait until the new ones have loaded. A Ctrl-C ends the call but not the
+        change, which continues while another call generates.
 
         Args:
-            data_parallel_size: replicas. As many as there are: nothing happens.
+            data_parallel_size: the new number of replicas. If it is the current one, nothing happens.
 
         Raises:
-            SettingsError: the model, the machine or another setting excludes this number.
-            ScalingInProgressError: another call changes it already.
-            ScaleError: the new replicas could not be started, and the engine serves with as many as before; or the
-                engine failed meanwhile, and `on_failure` has decided.
+                SettingsError: the model, the machine or another setting does not allow this number.
+                ScalingInProgressError: another call is already changing the number.
+                ScaleError: the new replicas could not be started, and the old ones still serve; or the engine failed
+                    during the change, and was handled according to `on_failure`.
             EngineError: the engine was shut down, or has failed.
         """
         changed = self.session.scale(data_parallel_size)
@@ -281,8 +281,8 @@ class LLM:
     def shutdown(self) -> None:
         """End all requests and free the model. May be called twice.
 
-        Calls of other threads return what was generated so far. A load file and metrics get the last expert loads.
-        A small helper process, from which ranks are forked, stays for the next start until this Python exits.
+        Calls in other threads return the output so far. A load file and metrics receive the last expert loads. A small
+        helper process, which forks ranks, is kept for the next start until this Python process exits.
         """
         self.session.shutdown()
         wait_for_cache_writers(cancelled_only=True)
@@ -301,7 +301,7 @@ class LLM:
 
 
 def signature_with_settings(init: Any) -> inspect.Signature:
-    """Return the signature of a constructor with every setting by name, for `help` and editors."""
+    """Return a constructor's signature that lists every setting by name, for `help` and editors."""
     keyword = inspect.Parameter.KEYWORD_ONLY
     parameters = list(inspect.signature(init).parameters.values())[:-1]  # all but **settings
     for group in Settings.groups().values():

@@ -1,4 +1,4 @@
-"""Log-probabilities as users see them, made from those of the engine."""
+"""Log-probabilities in the form that users see, converted from the engine's."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from moeserve.protocol import LogprobRows, TokenLogprobs
 
 
 def logprob_of_token(logprobs: TokenLogprobs, codec: TextCodec | None) -> dict[int, Logprob]:
-    """Return the log-probabilities at one position by token id: the chosen token first, then the most likely ones."""
+    """Return the log-probabilities at one position by token id: the sampled token first, then the most likely ones."""
     by_token: dict[int, Logprob] = {}
     for token_id, logprob, rank in zip(logprobs.token_ids, logprobs.logprobs, logprobs.ranks, strict=True):
-        if token_id not in by_token:  # the chosen token may also be one of the most likely
+        if token_id not in by_token:  # the sampled token may also be among the most likely
             by_token[token_id] = Logprob(logprob, rank, None if codec is None else codec.token_text(token_id))
     return by_token
 
 
 class PromptLogprobs(Sequence["dict[int, Logprob] | None"]):
-    """The log-probabilities of a prompt, by position. Equal to a list of dicts, which are made when they are read.
+    """The log-probabilities of a prompt, by position. Equal to a list of dicts, which are created when read.
 
-    The first position is None: nothing comes before it.
+    The first position is None, because no token precedes it.
     """
 
     def __init__(self, pieces: Sequence[LogprobRows], codec: TextCodec | None) -> None:

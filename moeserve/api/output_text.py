@@ -1,4 +1,4 @@
-"""`OutputText`: the text of one output, up to the first stop string."""
+"""`OutputText`: the text of one output up to its first stop string."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from moeserve.sampling_params import SamplingParams
 
 
 class OutputText:
-    """The text of one output as its tokens come, ended by the first stop string.
+    """The text of one output as tokens are added. The first stop string ends it.
 
-    The stop string whose last character comes first ends the output; among several that end there, the longest. The
+    The output ends with the stop string whose last character comes first; if several end there, with the longest. The
     result therefore does not depend on how the text is divided into tokens. As in vLLM, a stop string must end within
-    the text of the tokens after the first `min_tokens`.
+    the text of tokens after the first `min_tokens`.
     """
 
     def __init__(self, codec: TextCodec, params: SamplingParams) -> None:
@@ -21,18 +21,18 @@ class OutputText:
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
         self._released: list[str] = []
-        self._pending = ""  # text that may be the beginning of a stop string
-        self._num_exempt = 0  # first characters of the pending text, in which no stop string may end
+        self._pending = ""  # text that may begin a stop string
+        self._num_exempt = 0  # characters at the start of `_pending` in which no stop string may end
 
     @property
     def text(self) -> str:
-        """Text released so far."""
+        """The text released so far."""
         if len(self._released) > 1:
             self._released = ["".join(self._released)]
         return self._released[0] if self._released else ""
 
     def add(self, token_id: int) -> str | None:
-        """Add the next token. Returns the stop string that ends the output with it, if any."""
+        """Add the next token. Return the stop string that now ends the output, if any."""
         self._num_tokens += 1
         self._pending += self._detokenizer.feed(token_id)
         if not self._stops:
@@ -52,7 +52,7 @@ class OutputText:
         return None
 
     def finish(self) -> None:
-        """Release the rest of the text of an output that no stop string ended."""
+        """Release the remaining text of an output that no stop string has ended."""
         self._pending += self._detokenizer.finish()
         self._release(len(self._pending))
 
@@ -64,7 +64,7 @@ class OutputText:
 
 
 def _first_stop(text: str, stops: list[str], num_exempt: int) -> tuple[int, str] | None:
-    """Return start and text of the stop string that ends first, but not within the exempt characters."""
+    """Return start and text of the stop string that ends first after the exempt characters; None without one."""
     first: tuple[int, int, str] | None = None  # end, start, stop string
     for stop in stops:
         start = text.find(stop, max(0, num_exempt - len(stop) + 1))
@@ -74,7 +74,7 @@ def _first_stop(text: str, stops: list[str], num_exempt: int) -> tuple[int, str]
 
 
 def _start_of_partial_stop(text: str, stops: list[str]) -> int:
-    """Return where the longest suffix starts that is the beginning of a stop string; the length if there is none."""
+    """Return the start of the longest suffix that begins a stop string; the length of the text if there is none."""
     longest = max(map(len, stops))
     for start in range(max(0, len(text) - longest + 1), len(text)):
         suffix = text[start:]

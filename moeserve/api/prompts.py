@@ -1,4 +1,4 @@
-"""Prompts as users write them: their forms, and the checks before they become requests."""
+"""The forms of prompts that users pass, and their validation."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from moeserve.worker.grammars import Grammars
 Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
 Prompts: TypeAlias = "Prompt | Sequence[Prompt]"
 
-CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"  # code of the error, as OpenAI names it
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"  # OpenAI's code of this error
 
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """A prompt that can be served."""
+    """A valid prompt as token ids."""
 
-    text: str | None  # None if it was given as token ids
+    text: str | None  # None if the prompt was given as token ids
     token_ids: list[int]
     cache_salt: str
 
@@ -63,10 +63,10 @@ def chat_prompt(
 def pair_prompts(
     prompts: Prompts, sampling_params: SamplingParams | Sequence[SamplingParams]
 ) -> list[tuple[Prompt, SamplingParams]]:
-    """Pair one or many prompts with copies of one or many sampling parameters. The prompts are not checked.
+    """Pair one or many prompts with copies of one or many sampling parameters. The prompts are not validated.
 
     Raises:
-        RequestError: wrong types or values, or another number of one than of the other.
+        RequestError: a type or value is wrong, or the numbers of prompts and of parameters differ.
     """
     if isinstance(prompts, bytes) or not isinstance(prompts, (str, Mapping, Sequence)):
         raise RequestError(
@@ -91,7 +91,7 @@ def pair_prompts(
 
 
 class PromptEncoder:
-    """Checks prompts and sampling parameters against one model, and encodes texts."""
+    """Validates prompts and sampling parameters for one model, and tokenizes texts."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class PromptEncoder:
         """Return a prompt as token ids.
 
         Args:
-            name: what error messages call the prompt.
+            name: name of the prompt in error messages.
 
         Raises:
             RequestError: the prompt cannot be served.
@@ -139,8 +139,8 @@ class PromptEncoder:
         return EncodedPrompt(text, token_ids, cache_salt)
 
     def check_length(self, name: str, text: str) -> None:
-        """Raise RequestError for a text that is too long for this model, before time and memory are spent on it."""
-        if self._codec is None or len(text) < self._max_model_len:  # a token stands for a character or more
+        """Raise RequestError for a text that is too long for the model, before time and memory are spent on it."""
+        if self._codec is None or len(text) < self._max_model_len:  # a token has at least one character
             return
         num_tokens = self._codec.least_tokens(text)
         if num_tokens > self._max_model_len - 1:
@@ -152,7 +152,7 @@ class PromptEncoder:
             )
 
     def check_prompt_logprobs(self, name: str, num_tokens: int, params: SamplingParams) -> None:
-        """Raise RequestError for more log-probabilities of a prompt than the limit."""
+        """Raise RequestError if the log-probabilities of a prompt exceed the limit."""
         width = 0 if params.prompt_logprobs is None else 1 + params.prompt_logprobs
         if num_tokens * width > LIMITS.max_prompt_logprobs_entries:
             raise RequestError(
@@ -192,7 +192,7 @@ class PromptEncoder:
             self._check_structured_outputs(params, params.structured_outputs)
 
     def _check_structured_outputs(self, params: SamplingParams, structured_outputs: StructuredOutputsParams) -> None:
-        """Raise RequestError for a grammar that cannot be served. Compiles it."""
+        """Compile the grammar. Raise RequestError if it cannot be served."""
         if self._codec is None or self._grammars is None:
             raise RequestError("structured_outputs need a tokenizer; name the folder of one as tokenizer")
         if params.min_tokens:

@@ -21,9 +21,9 @@ from moeserve.telemetry.observer import LoadObserver
 
 
 class Session:
-    """Prompts in flight on one engine. Any thread may call any method.
+    """The prompts in flight on one engine. Any thread may call any method.
 
-    One thread at a time runs the engine, in `poll`. Others only queue what it should do next, and wake it.
+    One thread at a time runs the engine, in `poll`. Other threads queue requests and aborts for it, and wake it.
     """
 
     def __init__(
@@ -31,30 +31,31 @@ class Session:
     ) -> None:
         """
         Args:
-            max_requests: returns the most requests in flight, which depends on the number of replicas. A prompt with
-                more outputs is accepted if it is alone.
+            max_requests: returns the maximum number of requests in flight, which depends on the number of replicas. A
+                prompt with more outputs than that is accepted if no other is in flight.
         """
         self.engine = engine
         self.frontend = frontend
         self.observer = observer
         self._max_requests = max_requests
         self._engine_lock = _FairLock()
-        self._is_polling = False  # the thread that holds the lock may be waiting in the engine
-        # Protects the frontend's prompts, `_errors` and `_unreported`. A single entry may be read without it. No thread
-        # waits for anything else while it holds this lock.
+        self._is_polling = False  # the holder of the engine lock may be waiting in the engine
+        # Protects the frontend's prompts, `_errors` and `_unreported`. A single entry may be read without the lock. A
+        # thread must not wait for anything else while it holds this lock.
         self._frontend_lock = threading.Lock()
-        self._engine_is_free = threading.Condition(self._frontend_lock)  # notified when a thread has used the engine
-        # Prompts that are to end; True if they are also to be forgotten. The garbage collector may close a stream in
-        # any thread, even in one that holds the frontend lock. So whoever holds that lock ends them when it leaves.
+        self._engine_is_free = threading.Condition(self._frontend_lock)  # notified when a thread releases the engine
+        # Prompts to end, and True if they are also to be discarded. The garbage collector may close a stream in any
+        # thread, even one that holds the frontend lock. The holder of that lock therefore ends them when it releases
+        # the lock.
         self._to_end: deque[tuple[str, bool]] = deque()
-        self._for_engine: deque[Submission | AbortRequest] = deque()  # passed on by whoever uses the engine next
-        self._errors: dict[str, MoeserveError] = {}  # by prompt
-        self._unreported: dict[str, None] = {}  # prompts that changed since `poll` or their own `advance` returned them
-        self._load: LoadWindow | None = None  # since the last call of `expert_load`
+        self._for_engine: deque[Submission | AbortRequest] = deque()  # for the next user of the engine
+        self._errors: dict[str, MoeserveError] = {}  # by id of the prompt
+        self._unreported: dict[str, None] = {}  # prompts with changes that `poll` or `advance` have not reported
+        self._load: LoadWindow | None = None  # expert load since the last call of `expert_load`
 
     @property
     def has_work(self) -> bool:
-        """True if `poll` has something to do."""
+        """True if `poll` has work to do."""
         if self._for_engine or self._to_end or self._unreported or self.engine.has_work:
             return True
         with self._frontend():
@@ -66,12 +67,12 @@ class Session:
         sampling_params: SamplingParams | Sequence[SamplingParams],
         prompt_id: str | None = None,
     ) -> list[str]:
-        """Start one or many prompts, without waiting. Returns their ids; see `Frontend` for arguments and errors.
+        """Start one or many prompts without waiting. Return their ids; see `Frontend` for arguments and errors.
 
         Raises:
             QueueFullError: too many requests are in flight. No prompt was started.
         """
-        with interrupts_deferred(), self._frontend_lock:  # before time is spent on tokenizing
+        with interrupts_deferred(), self._frontend_lock:  # check before spending time on tokenizing
             self._require_room(1)
         encoded = self.frontend.encode(prompts, sampling_params)
         with interrupts_deferred():
@@ -82,7 +83,7 @@ class Session:
         return prompt_ids
 
     def submit_first(self, waiting: deque[tuple[EncodedPrompt, SamplingParams]]) -> list[str]:
-        """Start as many of the first prompts as there is room for, and remove them. Returns their ids."""
+        """Start and remove as many of the first prompts as there is room for. Return their ids."""
         with interrupts_deferred():
             most = self._max_requests()
             with self._frontend_lock:
@@ -112,10 +113,10 @@ class Session:
         return [submission.prompt_id for submission in submissions]
 
     def poll(self) -> list[str]:
-        """Run the engine until there are new tokens or ends, or until something was queued.
+        """Run the engine until there are new tokens or ends of requests, or until a request or an abort is queued.
 
         Returns:
-            The prompts that have changed.
+            The ids of the prompts that have changed.
         """
         with self._exclusive():
             self._poll()
@@ -125,12 +126,12 @@ class Session:
             return changed
 
     def advance(self, prompt_ids: Sequence[str], *, waits_for_others: bool = False) -> list[str]:
-        """Run the engine for a moment, or wait while another thread runs it.
+        """Run the engine for one step, or wait while another thread runs it.
 
-        Returns at once if all of these prompts have ended, or if another thread has advanced some of them.
+        Returns at once if all of these prompts have ended, or if another thread has advanced any of them.
 
         Args:
-            waits_for_others: do not return at once if all have ended: the caller waits for room in the queue.
+            waits_for_others: do not return at once if all have ended, because the caller waits for room in the queue.
 
         Returns:
             The prompts that have not ended.
@@ -138,7 +139,7 @@ class Session:
         with interrupts_deferred():
             if not self._wait_for_reports(prompt_ids, waits_for_others):
                 with self._exclusive():
-                    if waits_for_others or self._unfinished(prompt_ids):  # else the engine has just refused them
+                    if waits_for_others or self._unfinished(prompt_ids):  # the engine may just have refused them
                         self._poll()
                     with self._frontend_lock:
                         self._take_reports(prompt_ids)
@@ -157,7 +158,7 @@ class Session:
             return True
 
     def raise_error(self, prompt_ids: Iterable[str]) -> None:
-        """Raise the first error that has ended one of these prompts. Several threads may raise the same.
+        """Raise the first error that has ended one of these prompts. Several threads may raise the same error.
 
         Raises:
             EngineError: the engine failed while it served the prompt.
@@ -169,25 +170,25 @@ class Session:
                 raise type(error)(str(error)) from error.__cause__
 
     def output(self, prompt_id: str) -> RequestOutput:
-        """Return all outputs of a prompt, complete so far."""
+        """Return all outputs of a prompt so far."""
         with self._frontend():
             return self.frontend.output(prompt_id)
 
     def new_output(self, prompt_id: str) -> RequestOutput | None:
-        """Return what a prompt's outputs have gained since the last call, as its `output_kind` says. None: nothing."""
+        """Return new output of a prompt since the last call, according to its `output_kind`; None if there is none."""
         with self._frontend():
             return self.frontend.new_output(prompt_id)
 
     def abort(self, prompt_id: str) -> None:
-        """End a prompt, if it is in flight. Its outputs so far can still be read."""
+        """End a prompt if it is in flight. Its outputs so far can still be read."""
         self._end([(prompt_id, False)])
 
     def discard(self, prompt_ids: Sequence[str]) -> None:
-        """End prompts and forget them. Safe in finalisers: it never waits."""
+        """End and remove prompts. Safe to call in finalisers: it never waits."""
         self._end([(prompt_id, True) for prompt_id in prompt_ids])
 
     def expert_load(self) -> LoadWindow:
-        """Return the load of experts on all ranks since the last call, or since the number of ranks has changed.
+        """Return the expert load of all ranks since the last call, or since the number of ranks last changed.
 
         Raises:
             EngineError: the engine was shut down, or has failed.
@@ -197,27 +198,27 @@ class Session:
             return window
 
     def peek_expert_load(self) -> LoadWindow:
-        """Return the same as `expert_load`, without starting a new period."""
+        """Return the same as `expert_load`, without starting a new window."""
         with self._exclusive_soon():
             return self._collect_load()
 
     def scale(self, data_parallel_size: int) -> Future[None]:
-        """Start to change the number of replicas; see `Engine.scale`. The change goes on while a thread polls."""
+        """Start to change the number of replicas; see `Engine.scale`. Polling advances the change."""
         with self._exclusive_soon():
             return self.engine.scale(data_parallel_size)
 
     def shutdown(self) -> None:
-        """End all requests and the engine. May be called twice."""
+        """End all requests and shut down the engine. May be called twice."""
         with self._exclusive_soon():
             if self.observer.is_enabled:
-                with contextlib.suppress(EngineError):  # the engine has failed, or was shut down before
+                with contextlib.suppress(EngineError):  # the engine has failed or is already shut down
                     self._collect_load()
             self.observer.close()
             self.engine.shutdown()
 
     @contextlib.contextmanager
     def _exclusive(self) -> Iterator[None]:
-        """Use the engine alone. Ctrl-C is deferred meanwhile."""
+        """Use the engine exclusively. Ctrl-C is deferred meanwhile."""
         with interrupts_deferred():
             with self._engine_lock:
                 self._is_polling = True
@@ -229,26 +230,26 @@ class Session:
                     self._is_polling = False
                     with self._frontend_lock:
                         self._engine_is_free.notify_all()
-            if self._to_end or self._for_engine:  # queued since the last line that handles queues
+            if self._to_end or self._for_engine:  # queued since `_handle_queues`
                 self._end([])
 
     @contextlib.contextmanager
     def _exclusive_soon(self) -> Iterator[None]:
-        """Use the engine alone, without waiting for the next token that another thread waits for."""
-        self.engine.wake()  # also if that thread is not waiting yet, which `wake` would miss
+        """Use the engine exclusively, without waiting until another thread's `step` returns by itself."""
+        self.engine.wake()  # unconditionally: the other thread may not be waiting yet
         with self._exclusive():
             yield
 
     @contextlib.contextmanager
     def _frontend(self) -> Iterator[None]:
-        """Read the frontend. Then end the prompts that the garbage collector dropped while the lock was held."""
+        """Hold the frontend lock. Afterwards, end the prompts that the garbage collector dropped meanwhile."""
         with self._frontend_lock:
             yield
         if self._to_end:
             self._end([])
 
     def wake(self) -> None:
-        """Make the thread that runs the engine look at the queues. Without one, the next looks there first."""
+        """Make the thread that runs the engine handle the queues. Without such a thread, the next one does so first."""
         if self._is_polling:
             self.engine.wake()
 
@@ -262,8 +263,8 @@ class Session:
                     self._frontend_lock.release()
             if self._is_polling:
                 self.engine.wake()
-            # No thread runs the engine, and it may be long until one does: pass the aborts on here. If another thread
-            # has the engine's lock, it is about to do so; this thread may have it too, when the collector runs in it.
+            # No thread runs the engine, perhaps for long, so pass the aborts on here. If the engine lock is taken, its
+            # holder is about to pass them on; it may be this thread, if the garbage collector runs in it.
             elif self._engine_lock.acquire_at_once():
                 try:
                     self._pass_on(adds=False)
@@ -271,7 +272,7 @@ class Session:
                     self._engine_lock.release()
 
     def _take_ends(self) -> None:
-        """End the prompts that are to end, and forget some. The frontend lock must be held."""
+        """End the queued prompts, and discard some of them. The frontend lock must be held."""
         while self._to_end:
             prompt_id, forgets = self._to_end.popleft()
             self._for_engine += map(AbortRequest, self.frontend.unfinished(prompt_id))
@@ -286,21 +287,21 @@ class Session:
         self._pass_on(adds=True)
 
     def _pass_on(self, *, adds: bool) -> None:
-        """Pass what was queued to the engine.
+        """Pass queued requests and aborts to the engine.
 
         Args:
-            adds: False: stop at a new request. Adding it may restart the engine, and its caller will poll soon.
+            adds: False: stop at a new request, because adding it may restart the engine, and its caller polls soon.
         """
         while self._for_engine:
             first = self._for_engine[0]
             if isinstance(first, AbortRequest):
-                with contextlib.suppress(EngineError):  # an engine that has failed has no requests
+                with contextlib.suppress(EngineError):  # a failed engine has no requests
                     self.engine.abort(first.request_id)
             elif self.frontend.prompt_of(first.request.request_id) is not None:  # not discarded meanwhile
                 if not adds:
                     return
                 self._add(first)
-            self._for_engine.popleft()  # only now: a Ctrl-C may have ended a restart above
+            self._for_engine.popleft()  # only after success: a Ctrl-C may interrupt a restart above
 
     def _add(self, submission: Submission) -> None:
         try:
@@ -311,7 +312,7 @@ class Session:
                     self._fail(prompt_id, error)
 
     def _take_reports(self, prompt_ids: Sequence[str]) -> bool:
-        """Return True if one of these prompts has changed since its last report.
+        """Clear the reports of these prompts. Return True if any has changed since its last report.
 
         The frontend lock must be held.
         """
@@ -332,10 +333,10 @@ class Session:
     def _poll(self) -> None:
         try:
             updates = self.engine.step()
-        except EngineError as error:  # it ended all requests that it had
+        except EngineError as error:  # the engine has ended all its requests
             with self._frontend_lock:
                 waiting = {queued.prompt_id for queued in self._for_engine if isinstance(queued, Submission)}
-                for concerned in self.frontend.unfinished_prompts - waiting:  # a new request may restart the engine
+                for concerned in self.frontend.unfinished_prompts - waiting:  # queued ones may restart it
                     self._fail(concerned, error)
             return
         to_abort: list[str] = []
@@ -345,12 +346,12 @@ class Session:
                     self._fail(lost, EngineError(f"the engine has lost request {lost!r}: an error of moeserve"))
             for update in updates:
                 prompt_id = self.frontend.prompt_of(update.request_id)
-                if prompt_id is None:  # it has ended here, while the engine was a step ahead
+                if prompt_id is None:  # ended by the frontend while the engine was a step ahead
                     continue
                 self._unreported[prompt_id] = None
                 try:
                     ended_here = self.frontend.update(update)
-                except Exception as error:  # the other updates of the step must not be lost
+                except Exception as error:  # of any type: the step's other updates must not be lost
                     failure = EngineError(f"the output could not be updated: {type(error).__name__}: {error}")
                     failure.__cause__ = error
                     self._fail(prompt_id, failure)
@@ -377,11 +378,11 @@ class Session:
 
 
 class _FairLock:
-    """A lock that a thread cannot take again while another one waits for it."""
+    """A lock that a thread cannot take twice in a row while another thread waits for it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._turn = threading.Lock()  # held by the thread that is next
+        self._turn = threading.Lock()  # held by the thread that is next in line
 
     def __enter__(self) -> None:
         with self._turn:
@@ -391,7 +392,7 @@ class _FairLock:
         self._lock.release()
 
     def acquire_at_once(self) -> bool:
-        """Take the lock if it is free. Returns True if it was."""
+        """Take the lock if it is free. Return True if so."""
         return self._lock.acquire(blocking=False)
 
     def release(self) -> None:

@@ -1,4 +1,4 @@
-"""Start of a session: collect facts of the checkpoint and the machine, resolve the settings, and load the model."""
+"""Start of a session: collect facts of the checkpoint and the machine, resolve settings, and load the model."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TextParts:
-    """The parts of a checkpoint that stay outside the engine."""
+    """The parts of a checkpoint that are used outside the engine."""
 
     codec: TextCodec | None  # None: the checkpoint has no tokenizer
     default_params: SamplingParams
@@ -47,7 +47,7 @@ class TextParts:
 
 @dataclass(frozen=True)
 class StartedEngine:
-    """A running engine, what observes its expert loads, and the other parts of the checkpoint."""
+    """A running engine, the observer of its expert loads, and the checkpoint's other parts."""
 
     engine: Engine
     observer: LoadObserver
@@ -55,12 +55,12 @@ class StartedEngine:
     has_experts: bool
 
     def open_session(self) -> Session:
-        """Return a session, which owns the engine from now on."""
+        """Return a session, which takes ownership of the engine."""
         return open_session(self.engine, self.observer, self.texts)
 
 
 def tokenizer_of(codec: TextCodec | None) -> Any:
-    """Return the tokenizer of a checkpoint, an object of transformers.
+    """Return the tokenizer of a checkpoint as a transformers object.
 
     Raises:
         SettingsError: there is no tokenizer, or transformers is not installed.
@@ -71,12 +71,12 @@ def tokenizer_of(codec: TextCodec | None) -> Any:
 
 
 def start_engine(settings: Settings, *, show_progress: bool) -> StartedEngine:
-    """Start the engine that settings describe.
+    """Start the engine that the settings describe.
 
-    Everything that can be checked without weights is checked first, also before the default model is made.
+    All checks that need no weights are made first, even before the default model is built.
 
     Raises:
-        SettingsError, CheckpointError, EngineError: as `LLM`.
+        SettingsError, CheckpointError, EngineError: as for `LLM`.
     """
     folder = settings.model.model
     drafting = settings.scheduler.speculative_config
@@ -119,13 +119,13 @@ def _resolve(settings: Settings, facts: CheckpointFacts, cluster: Cluster | None
 def _config_of(
     num_replicas: int, config: EngineConfig, settings: Settings, facts: CheckpointFacts, cluster: Cluster | None
 ) -> EngineConfig:
-    """Return the config of an engine with the same settings and another number of replicas.
+    """Return the config of an engine with the same settings, but another number of replicas.
 
     Args:
-        config: of the first start. Ranks run where they ran then, and in a Ray cluster with as many threads.
+        config: the config of the first start. Ranks stay on its executor; in a Ray cluster, also its number of threads.
 
     Raises:
-        SettingsError: the checkpoint, the machine or another setting excludes this number.
+        SettingsError: the checkpoint, the machine or another setting does not allow this number.
     """
     if type(num_replicas) is not int or num_replicas < 1:
         raise SettingsError(f"data_parallel_size={shown(num_replicas)} must be a whole number of replicas, at least 1")
@@ -137,10 +137,10 @@ def _config_of(
 
 
 def read_texts(config: EngineConfig, codec: TextCodec | None = None) -> TextParts:
-    """Read the tokenizer of a checkpoint, unless it is given, and how outputs are sampled and end by default.
+    """Read a checkpoint's tokenizer, unless it is given, and its default sampling parameters and end tokens.
 
     Raises:
-        CheckpointError: they cannot be used.
+        CheckpointError: one of them cannot be used.
     """
     codec = codec or TextCodec.load(config.tokenizer_path)
     defaults = registry.read_generation_defaults(config.model_path)
@@ -153,7 +153,7 @@ def read_texts(config: EngineConfig, codec: TextCodec | None = None) -> TextPart
 
 
 def open_session(engine: Engine, observer: LoadObserver, texts: TextParts) -> Session:
-    """Return a session, which owns the engine from now on."""
+    """Return a session, which takes ownership of the engine."""
     config = engine.config
     frontend = Frontend(
         texts.codec,
@@ -182,17 +182,17 @@ def _machine_facts(cluster: Cluster | None) -> MachineFacts:
 
 
 def _find_cluster(parallel: ParallelSettings) -> Cluster | None:
-    """Return the Ray cluster that runs the ranks; None if Ray should not or cannot run them.
+    """Return the Ray cluster that runs the ranks; None if ranks do not run in Ray.
 
     Raises:
-        SettingsError: executor='ray', and Ray is not installed.
-        EngineError: executor='ray', and the cluster cannot be used.
+        SettingsError: executor='ray', but Ray is not installed.
+        EngineError: executor='ray', but the cluster cannot be used.
     """
     if not wants_ray(parallel, usable_cores()):
         return None
     is_required = parallel.executor == "ray"
     try:
-        from moeserve.executor.ray.cluster import Cluster  # imports ray, which is not always installed
+        from moeserve.executor.ray.cluster import Cluster  # imports ray, which may not be installed
     except ImportError as error:
         if not is_required:
             logger.warning("ranks run on this host, because Ray is not installed: %s", error)
@@ -214,7 +214,7 @@ def _start_engine(
         case "uniproc":
             return EngineCore(config, show_progress=show_progress)
         case "mp":
-            from moeserve.engine.replicas import Replicas  # with the processes of ranks, which one rank does not need
+            from moeserve.engine.replicas import Replicas  # imported only if ranks run in processes
             from moeserve.engine.worker_group import start_local_group
 
             return Replicas(
@@ -228,7 +228,7 @@ def _start_engine(
 
 
 def _read_expert_loads(path: str | None, facts: CheckpointFacts) -> tuple[tuple[float, ...], ...]:
-    """Read the loads once, here, so that all ranks get the same."""
+    """Read the expert loads once, so that all ranks use the same."""
     if path is None:
         return ()
     return read_loads(Path(path), num_layers=facts.num_sparse_layers, num_experts=facts.num_experts)

@@ -19,24 +19,24 @@ from moeserve.api.detokenizer import (
 from moeserve.errors import CheckpointError, RequestError
 from moeserve.models.tokenizer_files import LoadedTokenizer, load_tokenizer, load_with_transformers
 
-# Characters of a text that Unicode's normal forms compose into one, at most.
+# The maximum number of characters that a Unicode normal form composes into one.
 MOST_COMPOSED = 4
 
 
 class TextCodec:
-    """A checkpoint's tokenizer: text to token ids and back.
+    """A checkpoint's tokenizer: converts text to token ids and back.
 
-    Decoded text is that of the tokenizer's own decoder. Some tokenizer configs request a clean-up
-    of spaces before punctuation. It is not applied, because it removes spaces that the model wrote.
+    Text is decoded with the tokenizer's own decoder. Some tokenizer configs request a clean-up of spaces before
+    punctuation. It is not applied, because it removes spaces that the model has written.
     """
 
     def __init__(self, tokenizer: LoadedTokenizer) -> None:
         """
         Args:
-            tokenizer: `load` reads one from a folder.
+            tokenizer: the tokenizer, as `load` reads it from a folder.
 
-        Raises:
-            CheckpointError: text of this tokenizer cannot be decoded token by token.
+            Raises:
+                CheckpointError: the tokenizer's text cannot be decoded token by token.
         """
         self.tokenizer = tokenizer
         self._backend = tokenizer.backend
@@ -60,16 +60,16 @@ class TextCodec:
 
     @classmethod
     def load(cls, folder: str) -> TextCodec | None:
-        """Load the tokenizer of a folder; None if the folder has no tokenizer file at all.
+        """Load the tokenizer of a folder; None if the folder has no tokenizer file.
 
         Raises:
-            CheckpointError: as `load_tokenizer`, or text of this tokenizer cannot be decoded token by token.
+            CheckpointError: see `load_tokenizer`; or the tokenizer's text cannot be decoded token by token.
         """
         tokenizer = load_tokenizer(folder)
         return None if tokenizer is None else cls(tokenizer)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text, by default with the special tokens that the tokenizer adds.
+        """Return the token ids of a text, by default including the special tokens that the tokenizer adds.
 
         Raises:
             RequestError: the text is not valid Unicode.
@@ -83,7 +83,7 @@ class TextCodec:
         return 0 if longest is None else -(-len(text) // longest)
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of token ids. Unknown ids have no text."""
+        """Return the text of token ids. Unknown ids are skipped."""
         text: str = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
 
@@ -96,18 +96,18 @@ class TextCodec:
 
     @functools.cached_property
     def of_transformers(self) -> Any:
-        """The tokenizer as an object of transformers, which is imported for it."""
+        """The tokenizer as a transformers object. Imports transformers."""
         return load_with_transformers(self.tokenizer.path) if self.tokenizer.fast is None else self.tokenizer.fast
 
     @property
     def eos_token_ids(self) -> list[int]:
-        """The tokenizer's end-of-sequence token, if it has one."""
+        """The tokenizer's end-of-sequence token, as a list that is empty if it has none."""
         eos = self.tokenizer.token_id("eos_token")
         return [] if eos is None else [eos]
 
     @functools.cached_property
     def num_tokens(self) -> int:
-        """Larger token ids have no text."""
+        """The size of the vocabulary. Larger token ids have no text."""
         return 1 + max(self._backend.get_vocab().values())
 
     @property
@@ -116,7 +116,7 @@ class TextCodec:
 
     @property
     def chat_template(self) -> str | None:
-        """The checkpoint's default template."""
+        """The checkpoint's default chat template."""
         return self.tokenizer.chat_templates.get("default")
 
     def chat_prompt(
@@ -129,14 +129,14 @@ class TextCodec:
         template_arguments: Mapping[str, Any] | None = None,
         check_length: Callable[[str], None] = lambda text: None,
     ) -> list[int]:
-        """Return the token ids of a conversation, rendered by a chat template.
+        """Return the token ids of a conversation, as rendered by a chat template.
 
         Args:
             messages: list of {"role": ..., "content": ...}. The content is a text, or a list of
-                {"type": "text", "text": ...}, which are joined by line ends. Other keys reach the template unchanged.
-            chat_template: Jinja template, or the name of one of the checkpoint's; None: the checkpoint's.
+                {"type": "text", "text": ...}, which are joined by newlines. Other keys reach the template unchanged.
+            chat_template: Jinja template, or the name of one of the checkpoint's; None: the checkpoint's default.
             tools: JSON schemas of the functions that the model may call.
-            add_generation_prompt: end with the tokens that begin an answer.
+            add_generation_prompt: end the prompt with the tokens that begin an answer.
             template_arguments: further variables of the template, such as {"enable_thinking": False}.
             check_length: called with the rendered text; raises an error if it is too long to be tokenized.
 
@@ -158,23 +158,23 @@ class TextCodec:
         return self._ids(text, add_special_tokens=False)
 
     def token(self, token_id: int) -> str | None:
-        """Return an entry of the vocabulary; None beyond it (a model may have more rows than its tokenizer)."""
+        """Return an entry of the vocabulary; None if there is none (a model may have more rows than its tokenizer)."""
         token: str | None = self._backend.id_to_token(token_id)
         return token
 
     @property
     def added_tokens(self) -> dict[str, int]:
-        """Ids of the tokens that stand beside the vocabulary that was learned, such as markers, by their texts."""
+        """Ids of the tokens that were added to the learned vocabulary, such as special tokens, by their text."""
         return {token.content: token_id for token_id, token in self._added_tokens.items()}
 
     def id_of_token(self, token: str) -> int | None:
-        """Return the id of an entry of the vocabulary; None if there is none."""
+        """Return the id of an entry of the vocabulary; None if there is no such entry."""
         token_id: int | None = self._backend.token_to_id(token)
         return token_id
 
     @functools.cached_property
     def _most_characters_per_token(self) -> int | None:
-        """The most characters of a text that one token can stand for. None if there is no limit."""
+        """The maximum number of characters that one token can stand for; None if there is no limit."""
         if not keeps_text(self._backend, self._added_tokens.values()):
             return None
         return MOST_COMPOSED * max(map(len, self._backend.get_vocab()))
@@ -194,12 +194,12 @@ class TextCodec:
         """Return the text of a token in the middle of an output, with its leading space; also of special tokens."""
         if self.is_byte_level:
             return self.token_bytes(token_id).decode("utf-8", "replace")
-        # The first token of a text may lose its leading space, the second does not.
+        # The first token of a decoded text may lose its leading space, so decode the token twice and drop the first.
         once = self.decode([token_id], skip_special_tokens=False)
         return self.decode([token_id, token_id], skip_special_tokens=False)[len(once) :]
 
     def _token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of a token of a byte-level vocabulary."""
+        """Return the bytes of a token in a byte-level vocabulary."""
         text = self.decode([token_id], skip_special_tokens=False)
         if REPLACEMENT_CHARACTER not in text:
             return text.encode("utf-8")
@@ -212,9 +212,9 @@ class TextCodec:
 
 
 def keeps_text(backend: Any, added_tokens: Iterable[Any]) -> bool:
-    """Return True if each character of a text becomes part of a token, except that normal forms compose a few.
+    """Return True if each character of a text becomes part of a token, apart from those that a normal form composes.
 
-    Other tokenizers may drop characters, or make one token of any number of them.
+    Other tokenizers may drop characters, or map any number of them to one token.
     """
     model = backend.model
     vocabulary_keeps_all = getattr(model, "byte_fallback", False) and model.token_to_id("<0x00>") is not None
@@ -239,19 +239,19 @@ def keeps_text(backend: Any, added_tokens: Iterable[Any]) -> bool:
 
 @functools.cache
 def _byte_of_character() -> dict[str, int]:
-    """Return the byte of each of the 256 characters of a byte-level vocabulary, as GPT-2 assigned them."""
+    """Return the byte of each of the 256 characters of a byte-level vocabulary, as assigned by GPT-2."""
     visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in visible]
     return {chr(byte): byte for byte in visible} | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
 def _steps(part: Any, key: str) -> list[dict[str, Any]]:
-    """Return the steps of a part of a tokenizer in their JSON form; none if it has no such part.
+    """Return the steps of one part of a tokenizer in their JSON form; an empty list if it has no such part.
 
     Args:
-        key: of the list of steps: "decoders", "normalizers" or "pretokenizers".
+        key: the key of the list of steps: "decoders", "normalizers" or "pretokenizers".
     """
     if part is None:
         return []
-    state = json.loads(part.__getstate__())  # the library's way to write one part as JSON
+    state = json.loads(part.__getstate__())  # the library's only way to serialise one part as JSON
     return state[key] if state["type"] == "Sequence" else [state]

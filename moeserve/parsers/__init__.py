@@ -1,1 +1,1 @@
-"""Parsers that divide what a model writes into content, reasoning and tool calls."""
+"""Parsers that split a model's output into content, reasoning and tool calls."""

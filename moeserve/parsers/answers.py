@@ -1,4 +1,4 @@
-"""How model families write an answer: content with tool calls, after reasoning; and the parser of one answer."""
+"""The answer formats of model families (reasoning, then content with tool calls), and the parser of one answer."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _ANYTHING = re.compile(r"[\s\S]*")
 
 @dataclass(frozen=True)
 class ParserOptions:
-    """Options of the parser of one answer.
+    """Options for parsing one answer.
 
     Attributes:
-        tools: of the request, for the types of their parameters.
+        tools: the request's tools, for the types of their parameters.
         starts_in_reasoning: the prompt ends with the marker that begins reasoning.
-        parse_tools: if False, tool calls remain in the content as they are written.
-        parse_reasoning: if False, reasoning remains in the content, with its markers.
+        parse_tools: if False, tool calls stay in the content, as written by the model.
+        parse_reasoning: if False, reasoning stays in the content, with its markers.
     """
 
     tools: Sequence[Mapping[str, Any]] | None = None
@@ -33,22 +33,22 @@ class ParserOptions:
 
 
 class AnswerSyntax(Protocol):
-    """How a family writes an answer."""
+    """The answer format of a model family."""
 
     @property
     def reasoning(self) -> tuple[str, str] | None:
-        """The markers around reasoning, if it is marked this way."""
+        """The markers around reasoning; None if the family does not mark it in this way."""
 
     def read(self, reader: Reader, outlet: Outlet, options: ParserOptions) -> Step[None]:
-        """Read an answer to its end."""
+        """Read one answer to its end."""
 
 
 class AnswerParser:
-    """Parser of one answer, whole or in pieces of any size: the sum of the deltas is the same.
+    """The parser of one answer, which may be fed in pieces of any size without changing the sum of the deltas.
 
     No text raises an error. White space next to a marker belongs to the format and is dropped. Everything else that
-    does not parse as reasoning or a tool call becomes content, markers included. A call is reported as soon as its
-    name is known; if it turns out to be malformed later, it ends there, and the text that follows is content.
+    does not parse as reasoning or a tool call becomes content, including markers. A call is reported as soon as its
+    name is known; if the call turns out to be malformed later, it ends there, and the text that follows is content.
     """
 
     def __init__(self, syntax: AnswerSyntax, options: ParserOptions, new_id: Callable[[], str]) -> None:
@@ -60,15 +60,15 @@ class AnswerParser:
         """Parse the next piece of an answer.
 
         Args:
-            text: what the last tokens have added to the text.
-            token_ids: these tokens. The present families are parsed from text alone.
+            text: the text added by the latest tokens.
+            token_ids: these tokens. Present families are parsed from the text alone.
         """
         self._reader.feed(text)
         next(self._steps, None)
         return self._outlet.take()
 
     def finish(self) -> ParsedDelta:
-        """Return what was held back. No text may follow."""
+        """Return the text that was held back. No text may follow."""
         self._reader.has_ended = True
         next(self._steps, None)
         return self._outlet.take()
@@ -76,13 +76,13 @@ class AnswerParser:
 
 @dataclass(frozen=True)
 class MarkedAnswer:
-    """Reasoning between two markers, then content with tool calls, each after a marker of its own.
+    """Reasoning between two markers, then content with tool calls, each of which begins with a marker.
 
     Attributes:
-        reasoning: the markers around reasoning, which comes first.
-        call: a tool call.
-        section: the markers around all calls, if there are any.
-        section_ends_reasoning: calls also end the reasoning if its last marker is missing.
+        reasoning: the markers around reasoning, which comes first; None: no reasoning.
+        call: the format of a tool call; None: no tool calls.
+        section: the markers around the section of all calls; None: calls are not in a section.
+        section_ends_reasoning: a section of calls also ends reasoning whose end marker is missing.
     """
 
     reasoning: tuple[str, str] | None
@@ -103,7 +103,7 @@ class MarkedAnswer:
 
         types = ParameterTypes(options.tools)
         begins = (call.begin,) if self.section is None else (self.section[0], call.begin)
-        ends: tuple[str, ...] = ()  # last markers of what is open
+        ends: tuple[str, ...] = ()  # end markers of the open parts
         while True:
             if marker is None:
                 marker = yield from reader.until(begins + ends, content)
@@ -127,11 +127,11 @@ class MarkedAnswer:
     def _read_reasoning(
         self, reader: Reader, outlet: Outlet, options: ParserOptions, content: Trimmed
     ) -> Step[str | None]:
-        """Read the reasoning, if there is any. Return the first marker of a section of calls if that ended it."""
+        """Read the reasoning, if there is any. If a section of calls ends it, return the section's begin marker."""
         assert self.reasoning is not None
         begin, end = self.reasoning
         reader.record()
-        has_begun = (yield from reader.accept(begin)) is not None  # also when the prompt has begun it already
+        has_begun = (yield from reader.accept(begin)) is not None  # may also repeat a marker from the prompt
         start = reader.stop_record()
         if not has_begun and not options.starts_in_reasoning:
             content(start)
@@ -155,7 +155,7 @@ class MarkedAnswer:
     def _read_calls(
         self, marker: str, call: CallSyntax, reader: Reader, outlet: Outlet, types: ParameterTypes
     ) -> Step[bool]:
-        """Read the calls behind a marker. Return False if they do not go on to their last marker."""
+        """Read the calls after a marker. Return False if they are malformed before their end marker."""
         if self.section is not None and marker == self.section[0]:
             if (yield from reader.peek()) == "{":
                 return (yield from JsonCalls(*self.section).read(reader, outlet, types))

@@ -1,4 +1,4 @@
-"""How model families write tool calls: tables of markers, each with a method that reads calls."""
+"""The tool call formats of model families: dataclasses of markers, each with a method that reads calls."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from moeserve.parsers.deltas import Outlet
 from moeserve.parsers.json_text import ParameterTypes, decoded, quoted, read_string, read_value
 from moeserve.parsers.reader import Reader, Step
 
-_NAME = re.compile(r"[\w.:/-]*")  # of a function; no call has other characters in it
+_NAME = re.compile(r"[\w.:/-]*")  # characters allowed in a function's name
 _ARGUMENTS = ("arguments", "parameters")
 _KEYS = frozenset({"name", *_ARGUMENTS, "id", "type"})
 
 
 class CallSyntax(Protocol):
-    """How a family writes a tool call.
+    """The format of a tool call.
 
     Attributes:
         begin: the marker before the call.
-        end: the marker after it; empty: the call ends with its last character.
+        end: the marker after the call; empty: the call ends with its last character.
     """
 
     @property
@@ -30,10 +30,10 @@ class CallSyntax(Protocol):
     def end(self) -> str: ...
 
     def read(self, reader: Reader, outlet: Outlet, types: ParameterTypes) -> Step[bool]:
-        """Read a call from behind its first marker. Return False if it does not go on to its last one.
+        """Read a call, from after its begin marker. Return False if it is malformed before its end marker.
 
-        The caller records the text, and returns as content what was recorded. Recording stops as soon as a call is
-        started, because the text after that becomes its arguments.
+        The caller records the text, and turns the recorded text into content if the call fails. Recording stops as soon
+        as a call has been started, because the text after that becomes its arguments.
         """
 
 
@@ -60,14 +60,14 @@ class JsonCalls:
 
 @dataclass(frozen=True)
 class NamedCall:
-    """The function's name, then the arguments as JSON. In place of both, objects as in `JsonCalls`.
+    """The function's name, then the arguments as JSON. Objects as in `JsonCalls` may take the place of both.
 
     Attributes:
-        name_begin: a marker before the name; may be missing.
-        id_begin: a marker between the name and the call's id; may be missing with the id.
-        name_in_id: a regular expression whose first group is the name, if the call's id stands in place of the name.
+        name_begin: an optional marker before the name.
+        id_begin: a marker between the name and the call's id; both marker and id are optional.
+        name_in_id: a regular expression whose first group is the name, if the call's id takes the name's place.
         arguments_begin: the marker before the arguments.
-        arguments_end: the marker after them, if they have one of their own.
+        arguments_end: the marker after the arguments; empty: none.
     """
 
     begin: str
@@ -110,14 +110,14 @@ class NamedCall:
 
 @dataclass(frozen=True)
 class TaggedCall:
-    """The function's name, then its parameters as plain text. In place of both, objects as in `JsonCalls`.
+    """The function's name, then its parameters as plain text. Objects as in `JsonCalls` may take the place of both.
 
     Attributes:
-        name_end: the marker after the name; empty: that of the first parameter, or of the end of the call.
+        name_end: the marker after the name; empty: the begin of a parameter or the end of the call ends the name.
         key_begin: the marker before the name of a parameter.
         key_end: the markers between the name of a parameter and its value.
         value_end: the marker after a value.
-        has_value_lines: values stand on lines of their own.
+        has_value_lines: values are on separate lines.
     """
 
     begin: str
@@ -151,7 +151,7 @@ class TaggedCall:
         return marker is not None
 
     def _read_parameter(self, reader: Reader, outlet: Outlet, types: ParameterTypes, function: str) -> Step[bool]:
-        """Read a parameter behind its first marker. If the text ends in it, its JSON text remains incomplete."""
+        """Read a parameter, from after its begin marker. If the text ends within it, its JSON text stays incomplete."""
         key_end, *further = self.key_end
         pieces: list[str] = []
         found = yield from reader.until((key_end,), pieces.append)
@@ -172,7 +172,7 @@ class TaggedCall:
 
 
 def _read_name(reader: Reader) -> Step[str]:
-    """Return the characters that follow and that a name can have; empty if there are none."""
+    """Return the following characters that are allowed in a name; empty if there are none."""
     pieces: list[str] = []
     yield from reader.peek()
     yield from reader.run(_NAME, pieces.append)
@@ -180,9 +180,9 @@ def _read_name(reader: Reader) -> Step[str]:
 
 
 def _read_object(reader: Reader, outlet: Outlet) -> Step[bool]:
-    """Read an object with a name and arguments. Return False if it is none; then its text is being recorded."""
+    """Read an object with a name and arguments. Return False if there is none; its text is then being recorded."""
     yield from reader.accept("{")
-    texts: dict[str, str] = {}  # of the values before the call is started
+    texts: dict[str, str] = {}  # values read before the call is started
     name = None
     is_started = False
     separator: str | None = ","
@@ -219,7 +219,7 @@ def _read_object(reader: Reader, outlet: Outlet) -> Step[bool]:
 
 
 def _object_text(value: str) -> str | None:
-    """Return the JSON text of arguments that are an object, null, or a string with the text of an object."""
+    """Return the JSON text of arguments: of an object, of null, or of a string that holds the text of an object."""
     text = decoded(value) if value.startswith('"') else value
     if text in ("null", ""):
         return "{}"

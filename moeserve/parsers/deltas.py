@@ -1,4 +1,4 @@
-"""Results of a parser, and the `Outlet` that collects them while text is parsed."""
+"""The results of a parser, and the `Outlet` that collects them during parsing."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class ToolCallDelta:
     """New text of one tool call.
 
     Attributes:
-        index: number of the call in the answer, from 0.
-        id: on the first delta of a call, else None.
-        name: of the function, on the first delta of a call, else None.
-        arguments: next piece of the JSON text of the arguments. All pieces of a call together are one JSON object,
-            unless the answer was cut off or the model made a mistake in it.
+        index: index of the call in the answer, from 0.
+        id: id of the call, on its first delta; else None.
+        name: name of the function, on the call's first delta; else None.
+        arguments: next piece of the JSON text of the arguments. The concatenated pieces of a call are one JSON object,
+            unless the answer was cut off or the model made a mistake.
     """
 
     index: int
@@ -27,7 +27,7 @@ class ToolCallDelta:
 
 @dataclass(frozen=True)
 class ParsedDelta:
-    """The parts of an answer that new text has added to it. Each tool call has at most one delta, in order."""
+    """The parts that new text adds to an answer. Each tool call has at most one delta, in order."""
 
     content: str = ""
     reasoning: str = ""
@@ -60,7 +60,7 @@ class Outlet:
         self._reasoning.append(text)
 
     def start_call(self, name: str, call_id: str | None = None) -> None:
-        """Begin a call. It gets an id of its own if the model wrote none, or one that an earlier call has."""
+        """Begin a call. It gets a new id if the model wrote none, or repeated that of an earlier call."""
         if not call_id or call_id in self._ids:
             call_id = self._new_id()
         self._ids.add(call_id)
@@ -74,7 +74,7 @@ class Outlet:
         self._calls[-1].pieces.append(text)
 
     def take(self) -> ParsedDelta:
-        """Return what was collected since the last time."""
+        """Return the parts collected since the last call."""
         calls = tuple(ToolCallDelta(call.index, call.id, call.name, "".join(call.pieces)) for call in self._calls)
         delta = ParsedDelta("".join(self._content), "".join(self._reasoning), calls)
         self._content, self._reasoning, self._calls = [], [], []
@@ -82,7 +82,7 @@ class Outlet:
 
 
 class Trimmed:
-    """Passes text on without the white space at its end, which may belong to the marker that follows."""
+    """Writes text without the white space at its end, which may belong to a following marker."""
 
     def __init__(self, write: Callable[[str], None], *, strips_start: bool = False) -> None:
         """
@@ -91,7 +91,7 @@ class Trimmed:
         """
         self._write = write
         self._strips_start = strips_start
-        self._space: list[str] = []  # held back
+        self._space: list[str] = []  # white space that is held back
 
     def __call__(self, text: str) -> None:
         if self._strips_start:
@@ -110,11 +110,11 @@ class Trimmed:
         self._strips_start = True
 
     def flush(self) -> None:
-        """Pass on the white space that was held back, because no marker follows."""
+        """Write the white space that was held back, because no marker follows."""
         self._write("".join(self._space))
         self._space = []
 
 
 def new_call_id() -> str:
-    """Return a random id in the form of OpenAI's."""
+    """Return a random id in OpenAI's format."""
     return "call_" + secrets.token_hex(12)

@@ -1,6 +1,6 @@
-"""Model families by the syntax of their answers: the table of parsers, and how the one of a checkpoint is found."""
+"""The table of parsers by model family, and the detection of a checkpoint's family."""
 
-# ruff: noqa: RUF001  # DeepSeek's markers have bars and blanks of their own
+# ruff: noqa: RUF001  # DeepSeek's markers contain full-width bars and other blanks
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ KIMI_CALLS = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
 
 @dataclass(frozen=True)
 class ForcedCalls:
-    """The text of an answer that consists of tool calls alone, for a grammar that forces a model to write them.
+    """The text of an answer that consists only of tool calls, for a grammar that forces a model to call functions.
 
-    It is `begin`, then calls with `separator` between them, then `end`. A call is `before_name`, the name of the
+    The text is `begin`, then calls joined by `separator`, then `end`. A call is `before_name`, the name of the
     function, `before_arguments`, its arguments as JSON, and `after_arguments`.
 
     Attributes:
-        separator: None if an answer has one call only.
-        before_arguments: "{index}" in it stands for the number of the call, from 0.
+        separator: the text between two calls; None if an answer has only one call.
+        before_arguments: may contain "{index}", which stands for the index of the call, from 0.
     """
 
     before_name: str
@@ -44,17 +44,17 @@ class ForcedCalls:
 
 @dataclass(frozen=True)
 class ParserFamily:
-    """Models that write their answers in the same way.
+    """Models that share an answer format.
 
     Attributes:
-        name: of the setting that chooses the family.
-        syntax: how an answer is written.
+        name: name of the family in the setting that selects it.
+        syntax: the answer format.
         forced_calls: None if the family has no tool calls.
-        template_marks: texts that a chat template of the family contains, all of them.
-        model_types: of config.json, which decide if the template has no marks of any family.
+        template_marks: texts that all occur in a chat template of this family.
+        model_types: model types in config.json, which are used if the template has the marks of no family.
         keeps_special_tokens: markers are special tokens: detokenize with skip_special_tokens=False.
-        stop_tokens: tokens that end an answer beside the tokens that the checkpoint names for it.
-        new_id: returns the id of a call whose id the model did not write.
+        stop_tokens: tokens that end an answer in addition to those that the checkpoint names.
+        new_id: returns an id for a call to which the model gave none.
     """
 
     name: str
@@ -68,11 +68,11 @@ class ParserFamily:
 
     @property
     def reasoning(self) -> tuple[str, str] | None:
-        """The markers around reasoning, if it is marked this way."""
+        """The markers around reasoning; None if the family does not mark it in this way."""
         return self.syntax.reasoning
 
     def starts_in_reasoning(self, prompt: str) -> bool:
-        """Return True if a prompt, as the chat template has rendered it, has begun the reasoning already."""
+        """Return True if a prompt, as rendered by the chat template, has already begun the reasoning."""
         return self.reasoning is not None and prompt.rstrip().endswith(self.reasoning[0])
 
     def make(
@@ -86,24 +86,24 @@ class ParserFamily:
         """Return the parser of one answer.
 
         Args:
-            tools: of the request: `{"type": "function", "function": {"name": ..., "parameters": JSON schema}}`.
-            starts_in_reasoning: what the method of this name returns for the prompt.
-            parse_tools: False: tool calls remain in the content as the model writes them.
-            parse_reasoning: False: reasoning remains in the content, with its markers.
+            tools: the request's tools: `{"type": "function", "function": {"name": ..., "parameters": JSON schema}}`.
+            starts_in_reasoning: the result of the method `starts_in_reasoning` for the prompt.
+            parse_tools: False: tool calls stay in the content, as written by the model.
+            parse_reasoning: False: reasoning stays in the content, with its markers.
         """
         options = ParserOptions(tools, starts_in_reasoning, parse_tools, parse_reasoning)
         return AnswerParser(self.syntax, options, self.new_id)
 
 
 def find_parser(name: str | None, *, model_type: str, chat_template: str | None) -> ParserFamily | None:
-    """Return the family of a name, or that of a checkpoint if the name is None.
+    """Return the family with a name, or the family of a checkpoint if the name is None.
 
     Args:
-        model_type: as in config.json.
-        chat_template: of the checkpoint, or the one that replaces it.
+        model_type: the model type in config.json.
+        chat_template: the chat template of the checkpoint, or the one that replaces it.
 
     Returns:
-        The family, or None if neither template nor model type is that of a known one.
+        The family; None if neither the template nor the model type belongs to a known family.
 
     Raises:
         SettingsError: no family has this name.
@@ -119,7 +119,7 @@ def find_parser(name: str | None, *, model_type: str, chat_template: str | None)
 
 
 def _mistral_id() -> str:
-    """Return a random id of nine letters and digits, the only form that Mistral's chat templates take."""
+    """Return a random id of nine letters and digits, the only form that Mistral's chat templates accept."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
@@ -127,7 +127,7 @@ def _by_name(*families: ParserFamily) -> dict[str, ParserFamily]:
     return {family.name: family for family in families}
 
 
-# Detection takes the first family whose marks are in the template.
+# Detection selects the first family whose marks are all in the template.
 FAMILIES = _by_name(
     # Qwen3-Coder.
     ParserFamily(
@@ -299,7 +299,7 @@ FAMILIES = _by_name(
         template_marks=("<tool_calls>",),
         model_types=("minimax_m1",),
     ),
-    # Models that reason and call no tools.
+    # Models that reason but do not call tools.
     ParserFamily(
         name="think",
         syntax=MarkedAnswer(reasoning=THINK),

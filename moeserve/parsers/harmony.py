@@ -1,7 +1,7 @@
-"""The answers of gpt-oss: messages in channels, a format that OpenAI calls harmony.
+"""The answers of gpt-oss, which consist of messages in channels, a format that OpenAI calls harmony.
 
-Messages are found by the text of their markers. OpenAI's package openai-harmony parses token ids instead. It needs a
-vocabulary file that it does not contain and downloads at its first use, so it cannot be relied on without a network.
+Messages are found by the text of their markers. OpenAI's package openai-harmony parses token ids instead. It downloads
+its vocabulary file at its first use, so it does not work without a network.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moeserve.parsers.reader import Reader, Step, drop
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _ENDS = ("<|end|>", "<|return|>", "<|call|>")
 _SPACES = re.compile(r"\s+")
-# Of a header in which each run of white space is one space. Lengths are bounded, so that matching takes bounded time.
+# Matches a header with each run of white space replaced by one space. Lengths are bounded, to bound the matching time.
 _RECIPIENT = r"(?:to=(?:functions\.)?(?P<{}>[\w.:/-]{{1,256}}))? ?"
 _HEADER = re.compile(
     r"(?:<\|start\|>)? ?(?:assistant)? ?"
@@ -31,10 +31,11 @@ _HEADER = re.compile(
 
 @dataclass(frozen=True)
 class HarmonyAnswer:
-    """Messages, each a header and a text. The prompt ends within the header of the first one.
+    """A sequence of messages, each a header and a text. The prompt ends within the header of the first message.
 
-    A message to a recipient is a tool call, one in the channel "analysis" is reasoning, and others are content, as are
-    reasoning and calls that are not parsed. Headers are never shown. A line break separates messages of one kind.
+    A message with a recipient is a tool call, one in the channel "analysis" is reasoning, and all others are content.
+    So are reasoning and calls that are not to be parsed. Headers are dropped. A line break separates messages of a
+    kind.
     """
 
     reasoning: tuple[str, str] | None = None
@@ -42,7 +43,7 @@ class HarmonyAnswer:
     def read(self, reader: Reader, outlet: Outlet, options: ParserOptions) -> Step[None]:
         content = _Messages(outlet.add_content)
         reasoning = _Messages(outlet.add_reasoning) if options.parse_reasoning else content
-        outside = Trimmed(content.write)  # text that belongs to no message
+        outside = Trimmed(content.write)  # text outside of messages
         reader.record()
         marker = yield from reader.accept(_START, _CHANNEL, _MESSAGE, "to=")
         while True:
@@ -77,7 +78,7 @@ def _read_text(
     content: _Messages,
     reasoning: _Messages,
 ) -> Step[str | None]:
-    """Read the text of a message. Return the marker that begins the next one, if it follows at once."""
+    """Read the text of a message. If the next message follows at once, return the marker that begins it."""
     name = header["recipient"] or header["first_recipient"]
     ends = (*_ENDS, _START, _CHANNEL)
     if name is None or not options.parse_tools:
@@ -98,7 +99,7 @@ def _read_text(
 
 
 class _Messages:
-    """Texts of one kind, separated by line breaks."""
+    """The texts of messages of one kind, separated by line breaks."""
 
     def __init__(self, write: Callable[[str], None]) -> None:
         self._write = write
@@ -106,7 +107,7 @@ class _Messages:
         self._is_new = False
 
     def begin(self) -> Trimmed:
-        """Return the sink of a message's text."""
+        """Return a sink for a message's text."""
         self._is_new = self._has_text
         return Trimmed(self.write, strips_start=True)
 

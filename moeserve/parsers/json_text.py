@@ -1,7 +1,7 @@
-"""Read JSON from an answer, and convert between JSON and the text of parameters.
+"""Reads JSON from an answer, and converts between JSON and the text of parameters.
 
-Only the structure is checked while text is read: strings, and brackets that match. What a model writes between them is
-passed on as it is.
+While text is read, only its structure is checked: strings and matching brackets. Everything in between is passed on as
+the model has written it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _MAX_SCHEMA_DEPTH = 8
 
 
 def read_value(reader: Reader, sink: Sink) -> Step[bool]:
-    """Pass on the text of one JSON value. Return True if it is complete.
+    """Pass on the text of one JSON value. Return True if the value is complete.
 
-    Otherwise, the text has ended, or its next character cannot be part of the value.
+    Return False if the text has ended, or if its next character cannot be part of the value.
     """
     open_brackets: list[str] = []
     first = yield from reader.peek()
@@ -53,7 +53,7 @@ def read_value(reader: Reader, sink: Sink) -> Step[bool]:
 
 
 def read_string(reader: Reader) -> Step[str | None]:
-    """Return the JSON string that follows, decoded, or None if none follows."""
+    """Read a JSON string, and return its decoded value; None if no JSON string follows."""
     if (yield from reader.peek()) != '"':
         return None
     pieces: list[str] = []
@@ -62,7 +62,7 @@ def read_string(reader: Reader) -> Step[str | None]:
 
 
 def decoded(text: str) -> str | None:
-    """Return the value of a quoted text, or None if it is no JSON string or its value cannot be encoded as UTF-8."""
+    """Return the value of a quoted text; None if it is not a JSON string or its value is not valid Unicode."""
     if not text.startswith('"'):
         return None
     try:
@@ -84,7 +84,7 @@ class ParameterTypes:
     def __init__(self, tools: Sequence[Mapping[str, Any]] | None) -> None:
         """
         Args:
-            tools: as in a request: `{"type": "function", "function": {"name": ..., "parameters": JSON schema}}`.
+            tools: the request's tools: `{"type": "function", "function": {"name": ..., "parameters": JSON schema}}`.
         """
         self._schemas = {}
         for tool in tools or ():
@@ -95,8 +95,8 @@ class ParameterTypes:
     def to_json(self, function: str, parameter: str, text: str) -> str:
         """Return the JSON text of a parameter's value.
 
-        A text that is valid JSON of another type than string stays as it is, if the schema of the parameter permits
-        that type or no strings. Every other text becomes a string.
+        A text that is valid JSON of a type other than string is returned unchanged if the parameter's schema allows
+        that type or does not allow strings. Every other text becomes a JSON string.
         """
         types = self._types(function, parameter)
         if types == {"string"}:
@@ -111,7 +111,7 @@ class ParameterTypes:
         return literal
 
     def _types(self, function: str, parameter: str) -> set[str]:
-        """Return the types that the schema of a parameter permits; none if it does not say."""
+        """Return the types that a parameter's schema allows; empty if it does not restrict them."""
         root = self._schemas.get(function)
         properties = root.get("properties") if isinstance(root, Mapping) else None
         return _types_in(properties.get(parameter), root, 0) if isinstance(properties, Mapping) else set()
@@ -140,7 +140,7 @@ def _types_in(schema: Any, root: Any, depth: int) -> set[str]:
 
 
 def _types_of(value: Any) -> set[str]:
-    """Return the JSON types of a value: an integer is also a number."""
+    """Return the JSON types of a value. An integer is also a number."""
     match value:
         case None:
             return {"null"}
@@ -162,7 +162,7 @@ def _reject(constant: str) -> NoReturn:
 
 
 def _read_string(reader: Reader, sink: Sink) -> Step[bool]:
-    """Pass on a JSON string whose first quotation mark comes next. Return True if it is complete."""
+    """Pass on a JSON string, whose opening quotation mark is next. Return True if the string is complete."""
     yield from reader.character(sink)
     while True:
         character = yield from reader.run(_IN_STRING, sink)
@@ -171,4 +171,4 @@ def _read_string(reader: Reader, sink: Sink) -> Step[bool]:
         yield from reader.character(sink)
         if character == '"':
             return True
-        yield from reader.character(sink)  # the one after a backslash
+        yield from reader.character(sink)  # the character after a backslash

@@ -1,4 +1,4 @@
-"""`Reader`: text that arrives in pieces, read by generators that pause where more of it is needed."""
+"""`Reader`: text that arrives in pieces, read by generators that pause while they need more."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _SPACE = re.compile(r"\s*")
 
 
 def drop(text: str) -> None:
-    """Sink of text that is not needed."""
+    """Discard text. A sink."""
 
 
 class Reader:
-    """The text of an answer, as far as it has arrived.
+    """The text of an answer that has arrived so far.
 
     A parser is a generator. It calls the methods below with `yield from`; they pause until they can decide, or until
-    the text has ended. Text is read once, from its start to its end. A method that passes text to a sink does so
-    as soon as possible: it holds back only what may be the start of a marker.
+    the text has ended. Text is read once, from start to end. A method that passes text to a sink does so as early as
+    possible: it holds back only text that may begin a marker.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Reader:
         self._position = 0
 
     def record(self, first: str = "") -> None:
-        """Begin to record the text that is read, after some that was read before. Go on if text is being recorded."""
+        """Start to record the text that is read, with `first` before it. If already recording, continue that record."""
         if self._record is None:
             self._record = []
         self._record.append(first)
@@ -50,7 +50,7 @@ class Reader:
         return text
 
     def until(self, markers: tuple[str, ...], sink: Sink) -> Step[str | None]:
-        """Pass on the text before the first marker, and read the marker. Return it, or None if the text ends first."""
+        """Pass on the text before the first marker, and read the marker. Return it; None if the text ends first."""
         while True:
             start, stop = _find(markers, self._text, self._position)
             self._read(start, sink)
@@ -63,7 +63,7 @@ class Reader:
             yield
 
     def accept(self, *options: str) -> Step[str | None]:
-        """Read white space, and then one of the options if the text goes on with it. Return it, or None."""
+        """Read white space, and then one of the options if it follows. Return the option; None if none follows."""
         yield from self.peek()
         longest = max(map(len, options))
         while True:
@@ -77,14 +77,14 @@ class Reader:
             yield
 
     def peek(self) -> Step[str]:
-        """Read white space. Return the character that follows without reading it, or "" at the end."""
+        """Read white space. Return the next character without reading it; "" at the end."""
         return (yield from self.run(_SPACE, drop))
 
     def run(self, pattern: re.Pattern[str], sink: Sink) -> Step[str]:
-        """Pass on the characters that a pattern matches. Return the next one without reading it, or "" at the end.
+        """Pass on the characters that a pattern matches. Return the next character without reading it; "" at the end.
 
         Args:
-            pattern: a set of characters, repeated: wherever the text is divided, it matches the parts.
+            pattern: a repeated set of characters, so that it matches the text however it is divided into pieces.
         """
         while True:
             match = pattern.match(self._text, self._position)
@@ -97,7 +97,7 @@ class Reader:
             yield
 
     def character(self, sink: Sink) -> Step[None]:
-        """Pass on one character, if the text has not ended."""
+        """Pass on one character unless the text has ended."""
         while self._position == len(self._text) and not self.has_ended:
             yield
         self._read(min(self._position + 1, len(self._text)), sink)
@@ -112,7 +112,7 @@ class Reader:
 
 
 def _find(markers: tuple[str, ...], text: str, position: int) -> tuple[int, int]:
-    """Return start and end of the first marker, or twice the position from which on the text may be part of one."""
+    """Return start and end of the first marker; without one, twice the position of text that may begin a marker."""
     pattern, longest, first_characters = _search_table(markers)
     match = pattern.search(text, position)
     if match is not None:
@@ -127,6 +127,6 @@ def _find(markers: tuple[str, ...], text: str, position: int) -> tuple[int, int]
 
 @functools.lru_cache(maxsize=256)
 def _search_table(markers: tuple[str, ...]) -> tuple[re.Pattern[str], int, frozenset[str]]:
-    """Return a pattern for some markers, the length of the longest, and the first characters of all."""
+    """Return a pattern for the markers, the length of the longest, and the set of their first characters."""
     pattern = re.compile("|".join(map(re.escape, markers)))
     return pattern, max(map(len, markers)), frozenset(marker[0] for marker in markers)

@@ -1,1 +1,1 @@
-"""The HTTP server, which speaks OpenAI's API. It uses `AsyncLLM`, with the engine in processes of its own."""
+"""The HTTP server with OpenAI's API. It uses `AsyncLLM`, and the engine runs in other processes."""

@@ -1,4 +1,4 @@
-"""Requests that wait for the engine: a bounded queue, shared fairly between clients."""
+"""The queue of requests that wait for the engine: bounded, and shared fairly between clients."""
 
 from __future__ import annotations
 
@@ -13,29 +13,30 @@ from moeserve.server.errors import ApiError, shutting_down
 from moeserve.telemetry.request_stats import LONG_S, Histogram
 
 MAX_RETRY_AFTER_S = 60
-RATE_WINDOW = 64  # ends of outputs over which their rate is measured
+RATE_WINDOW = 64  # number of finished outputs over which their rate is measured
 
 
 class Admission:
-    """Admits as many outputs as the engine can run at once. Others wait, and clients get equal shares of the room.
+    """Admits as many outputs as the engine can run at once. Others wait, and clients get equal shares of the capacity.
 
-    Start-time fair queueing (Goyal, Vin and Cheng, 1996): a client's next request is tagged with the outputs that it
-    had since clients began to wait, and the lowest tag is next. A new client's tag is the tag that was served last.
+    Start-time fair queueing (Goyal, Vin and Cheng, 1996): a client's next request is tagged with the number of outputs
+    that the client was granted since clients began to wait, and the lowest tag is served next. A new client starts with
+    the tag that was served last.
     """
 
     def __init__(self, max_running: Callable[[], int], max_waiting: int) -> None:
         """
         Args:
-            max_running: returns how many outputs run at most before further requests wait. A request is admitted with
-                all of its outputs.
-            max_waiting: most outputs that wait.
+            max_running: returns the maximum number of running outputs; beyond it, requests wait. A request is admitted
+                with all of its outputs.
+            max_waiting: maximum number of outputs that wait.
         """
         self._max_running, self._max_waiting = max_running, max_waiting
         self.num_running = 0
         self.num_waiting = 0
-        # By client, in the order of their last turns. Clients without a waiting request are not listed.
+        # By client, ordered by their last turns. Only clients with a waiting request are listed.
         self._queues: dict[str, deque[tuple[int, asyncio.Future[None]]]] = {}
-        self._tags: dict[str, int] = {}  # of each client's next request
+        self._tags: dict[str, int] = {}  # the tag of each client's next request
         self._served_tag = 0
         self._ends: deque[float] = deque(maxlen=RATE_WINDOW)
         self.is_closed = False
@@ -43,12 +44,12 @@ class Admission:
 
     @property
     def max_outputs(self) -> int:
-        """Most outputs that run or wait."""
+        """Maximum number of outputs that run or wait."""
         return self._max_running() + self._max_waiting
 
     @contextlib.asynccontextmanager
     async def admitted(self, client: str, num_outputs: int) -> AsyncIterator[None]:
-        """Wait for room, and hold it within the context.
+        """Wait for capacity, and hold it within the context.
 
         Raises:
             ApiError: too many outputs wait, or the server is shutting down.
@@ -73,7 +74,7 @@ class Admission:
             raise shutting_down()
 
     def require_room(self, num_outputs: int) -> None:
-        """Raise ApiError if too many outputs wait for a request to join them."""
+        """Raise ApiError if a request with this many outputs does not fit into the queue."""
         if self.num_waiting + num_outputs > self._max_waiting and self.num_waiting:
             raise ApiError(
                 429,
@@ -83,7 +84,7 @@ class Admission:
             )
 
     def close(self) -> None:
-        """Refuse further requests, and those that wait."""
+        """Refuse further requests, and end those that wait."""
         self.is_closed = True
         for queue in self._queues.values():
             for _, turn in queue:
@@ -102,7 +103,7 @@ class Admission:
         try:
             await turn
         except BaseException:
-            if turn.done() and not turn.cancelled() and turn.exception() is None:  # admitted, and cancelled since
+            if turn.done() and not turn.cancelled() and turn.exception() is None:  # admitted, but then cancelled
                 self.num_running -= num_outputs
             else:
                 self._queues[client].remove(waiting)
@@ -113,12 +114,12 @@ class Admission:
             raise
 
     def admit_waiting(self) -> None:
-        """Admit waiting requests, each of the client with the lowest tag, while there is room."""
+        """Admit waiting requests while there is capacity, always the next of the client with the lowest tag."""
         while self._queues and self._has_room():
             client = min(self._queues, key=self._tags.__getitem__)
             queue = self._queues[client]
             num_outputs, turn = queue[0]
-            if turn.done():  # cancelled: its task removes it
+            if turn.done():  # cancelled; its own task removes it
                 return
             queue.popleft()
             self._served_tag = self._tags[client]
@@ -127,14 +128,14 @@ class Admission:
             self.num_running += num_outputs
             del self._queues[client]
             if queue:
-                self._queues[client] = queue  # behind others with the same tag
+                self._queues[client] = queue  # move behind other clients with the same tag
             turn.set_result(None)
 
     def _has_room(self) -> bool:
         return self.num_running < self._max_running()
 
     def _retry_after_s(self) -> int:
-        """Return the seconds in which about half of the queue is served, at the rate at which outputs ended lately."""
+        """Return the seconds until about half of the queue has been served, at the recent rate of finished outputs."""
         if len(self._ends) < 2:
             return 1
         rate = (len(self._ends) - 1) / max(time.monotonic() - self._ends[0], 1e-3)

@@ -1,7 +1,7 @@
-"""Several processes that speak HTTP for one engine.
+"""Several HTTP processes for one engine.
 
-The engine stays in the process that starts them, which passes requests and tokens on; see `engine/hub.py`. They all
-listen on one port, and the system shares connections out between them.
+The engine runs in the process that starts them, which forwards requests and tokens; see `engine/hub.py`. All HTTP
+processes listen on one port, and the operating system distributes connections between them.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ _TOTALS_DECODER = msgspec.msgpack.Decoder(Totals)
 
 
 class _Start(msgspec.Struct, frozen=True, kw_only=True):
-    """The configuration of a process that speaks HTTP."""
+    """The configuration of an HTTP process."""
 
     settings: ServerSettings
     engine: SharedEngine
 
 
 def serve_from_processes(settings: ServerSettings, engine_settings: Mapping[str, Any]) -> None:
-    """Start the engine here and processes that speak HTTP, and run them until SIGTERM or Ctrl-C.
+    """Start the engine in this process and the HTTP processes, and run them until SIGTERM or Ctrl-C.
 
     Raises:
-        SettingsError, CheckpointError, EngineError: as `serve`; processes that speak HTTP fail again and again.
+        SettingsError, CheckpointError, EngineError: as for `serve`; also EngineError if HTTP processes fail repeatedly.
     """
     with contextlib.closing(_bound(settings.host, settings.port)) as reserved:
         settings = dataclasses.replace(settings, port=reserved.getsockname()[1])
@@ -65,7 +65,7 @@ def serve_from_processes(settings: ServerSettings, engine_settings: Mapping[str,
                 f"API process {index}",
                 _Start(settings=settings, engine=engine),
                 ToHub,
-                # The environment of ranks, so that one fork server starts both.
+                # The same environment as ranks have, so that one fork server starts both.
                 environment=environment_of_rank(engine.config, usable_cores()),
             )
             processes.append(process)
@@ -84,7 +84,7 @@ def serve_from_processes(settings: ServerSettings, engine_settings: Mapping[str,
 def run(parent: Parent) -> None:
     """Serve HTTP from this process."""
     start = parent.config(_Start)
-    drains: SimpleQueue[bool] = SimpleQueue()  # of `Drain.at_once`
+    drains: SimpleQueue[bool] = SimpleQueue()  # values of `Drain.at_once`
     engine = RemoteEngine(parent.channel(FromHub), start.engine, drains.put)
     texts = read_texts(engine.config)
     llm = AsyncLLM.of_session(open_session(engine, LoadObserver(None, None), texts), texts)
@@ -103,13 +103,13 @@ def run(parent: Parent) -> None:
 
 
 def _watch(server: DrainingServer, service: Service, engine: RemoteEngine, drains: SimpleQueue[bool]) -> None:
-    """Send the totals of this process to the others now and then, and end the server when it should or must end."""
+    """Send this process's totals to the other processes at intervals. Shut the server down on request or failure."""
     while True:
         try:
             at_once = drains.get(timeout=SECONDS_BETWEEN_TOTALS)
         except Empty:
             engine.send_note(msgspec.msgpack.encode(service.own_totals))
-            # If its thread has failed, another process replaces this one.
+            # If the engine's thread has failed, exit, so that another process replaces this one.
             server.should_exit |= not service.llm.is_running
         else:
             server.should_exit = True
@@ -117,7 +117,7 @@ def _watch(server: DrainingServer, service: Service, engine: RemoteEngine, drain
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """Return a socket with an address that several may have."""
+    """Return a socket bound to an address that several processes can share."""
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -131,7 +131,7 @@ def _bound(host: str, port: int) -> socket.socket:
 
 @contextlib.contextmanager
 def _draining_on_signals(hub: EngineHub) -> Iterator[None]:
-    """Let requests in flight finish after the first SIGTERM or Ctrl-C. The second one ends them at once."""
+    """On the first SIGTERM or Ctrl-C, let requests in flight finish. On the second, end them at once."""
     num_signals = 0
 
     def handle(number: int, frame: Any) -> None:

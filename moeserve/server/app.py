@@ -1,4 +1,4 @@
-"""The web application: routes, and the form of errors about bodies."""
+"""The web application: its routes, and error responses for invalid bodies."""
 
 from __future__ import annotations
 
@@ -91,12 +91,12 @@ def build_app(service: Service, settings: ServerSettings, keys: Keys) -> FastAPI
 def _add_status_routes(app: FastAPI, service: Service) -> None:
     @app.get("/health")
     async def health() -> dict[str, str]:
-        """Answer while the server's process lives."""
+        """Respond as long as the server's process is alive."""
         return {"status": "alive"}
 
     @app.get("/ready")
     async def ready() -> dict[str, str]:
-        """Answer with status 200 if the engine serves requests."""
+        """Respond with status 200 if the engine serves requests."""
         if not service.is_ready:
             raise ApiError(503, "the engine serves no requests now", headers={"Retry-After": "10"})
         return {"status": "ready"}
@@ -111,12 +111,12 @@ def _add_status_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/status")
     async def read_status() -> Status:
-        """Return what the status page shows."""
+        """Return the data of the status page."""
         return status.read()
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def read_metrics() -> Response:
-        """Return what Prometheus reads."""
+        """Return the metrics for Prometheus."""
         return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/version")
@@ -179,19 +179,19 @@ async def _answer_invalid_body(request: Request, error: Exception) -> Response:
 
 def _invalid_body(error: RequestValidationError) -> ApiError:
     errors = error.errors()
-    # Of a union, each branch has its errors. Those of the branch that fits best lie deepest.
+    # For a union, pydantic reports errors of each branch. The branch that fits best has the deepest error.
     wrong = max(errors, key=lambda each: (each["type"] == "extra_forbidden", len(each["loc"])))
     path = _path(wrong["loc"][1:], error.body, ends_in_new_field=wrong["type"] == "missing")
     name, param = ".".join(path)[:200], path[0][:200] if path else None
     if wrong["type"] == "json_invalid":
-        return ApiError(400, "the request is no valid JSON")
+        return ApiError(400, "the request is not valid JSON")
     if wrong["type"] == "extra_forbidden":
         return ApiError(400, f"{name} is not supported here", param=param, code="unsupported_parameter")
     return ApiError(400, f"{name or 'the request'}: {wrong['msg']}", param=param)
 
 
 def _path(location: Sequence[int | str], body: Any, *, ends_in_new_field: bool) -> list[str]:
-    """Return the path of an error in the body, without the branches of unions, which pydantic names in locations."""
+    """Return the path of an error in the body, without the union branches that pydantic includes in locations."""
     path = []
     for part in location:
         if isinstance(body, list) if isinstance(part, int) else isinstance(body, dict) and part in body:

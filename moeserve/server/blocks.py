@@ -15,19 +15,19 @@ Kind = Literal["reasoning", "text", "call"]
 
 @dataclass
 class Block:
-    """One block, as far as it has been generated."""
+    """One block, as generated so far."""
 
     index: int
     kind: Kind
-    text: str = ""  # of a call: the JSON of its arguments
+    text: str = ""  # for a call: its arguments as JSON
     call_id: str = ""
-    name: str = ""  # of the function that is called
+    name: str = ""  # for a call: name of the function
     id: str = field(default_factory=lambda: secrets.token_hex(12))
 
 
 @dataclass(frozen=True)
 class BlockEvent:
-    """The begin of a block, a piece of its text, or its end."""
+    """The beginning of a block, a piece of its text, or its end."""
 
     kind: Literal["begin", "piece", "end"]
     block: Block
@@ -36,20 +36,20 @@ class BlockEvent:
 
 @dataclass
 class Turn:
-    """The single output of a turn, as far as it has been generated."""
+    """The single output of a turn, as generated so far."""
 
     blocks: list[Block] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    num_prompt: int = 0  # tokens
+    num_prompt: int = 0  # prompt tokens
     num_cached: int = 0
     num_output: int = 0
-    num_reasoning: int = 0  # of the output, with the marker before them
+    num_reasoning: int = 0  # reasoning tokens of the output, including the opening marker
 
 
 async def block_events(deltas: AsyncGenerator[TurnDelta, None], turn: Turn) -> AsyncGenerator[BlockEvent, None]:
-    """Yield the events of a turn, which this updates. An answer without any text has no blocks."""
-    num_unread = 0  # tokens whose text is held back or part of a marker
+    """Yield the events of a turn, and update `turn`. An answer without text or calls has no blocks."""
+    num_unread = 0  # tokens whose text is held back or is part of a marker
     async with contextlib.aclosing(deltas):
         async for delta in deltas:
             turn.num_prompt, turn.num_cached = delta.num_prompt, delta.num_cached

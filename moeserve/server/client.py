@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Client:
-    """Who sent a request, and how."""
+    """The sender of a request, and the request's metadata."""
 
-    name: str  # of its key
+    name: str  # derived from the API key
     request_id: str
     path: str
     headers: Mapping[str, str]

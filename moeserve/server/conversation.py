@@ -1,4 +1,4 @@
-"""A turn of a conversation, as every chat API describes it: the messages and tools, and what the model answers."""
+"""A turn of a conversation, in the form that all chat APIs share: messages, tools, and the model's answer."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from moeserve.server.schema import Body, given_params
 from moeserve.server.service import Service
 from moeserve.structured_outputs import StructuredOutputsParams
 
-NULL_CONTENT = re.compile(r"\bcontent['\"]?\]? is (not )?none")  # in a chat template
-TOKENS_OF_MARKER = 16  # at the end of a prompt, which hold the marker that begins reasoning
+NULL_CONTENT = re.compile(r"\bcontent['\"]?\]? is (not )?none")  # matches the source of a chat template
+TOKENS_OF_MARKER = 16  # number of last prompt tokens searched for the opening marker of reasoning
 
 
 class Function(Body):
@@ -49,24 +49,25 @@ class NamedTool(Body):
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """A conversation and the functions that the model may call."""
+    """A conversation, and the functions that the model may call."""
 
-    messages: list[dict[str, Any]]  # in OpenAI's form
-    field_of_messages: str = "messages"  # in the request, for errors
+    messages: list[dict[str, Any]]  # in OpenAI's format
+    field_of_messages: str = "messages"  # name of the request's field, for error messages
     tools: Sequence[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     has_parallel_calls: bool = True
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
-    add_generation_prompt: bool = True  # end with the tokens that begin an answer
-    with_reasoning: bool = True  # return what the model writes before its answer
-    outputs: StructuredOutputsParams | None = None  # format of the content
+    add_generation_prompt: bool = True  # end the prompt with the tokens that begin an answer
+    with_reasoning: bool = True  # return the model's reasoning
+    outputs: StructuredOutputsParams | None = None  # required format of the content
 
     @property
     def functions(self) -> list[dict[str, Any]]:
         """The functions that the model may call.
 
         Raises:
-            ApiError: the one that it must call is none of the tools, or it must call one and there is none.
+            ApiError: tool_choice names a function that is not among the tools, or requires a call although there are
+                none.
         """
         if self.tool_choice == "none":
             return []
@@ -76,17 +77,17 @@ class Conversation:
             functions = [function for function in functions if function["name"] == name]
             if not functions:
                 raise ApiError(
-                    400, f"tool_choice names {name[:100]!r}, which is none of the tools", param="tool_choice"
+                    400, f"tool_choice names {name[:100]!r}, which is not among the tools", param="tool_choice"
                 )
         if self.tool_choice == "required" and not functions:
             raise ApiError(400, "tool_choice requires a call, but there are no tools", param="tool_choice")
         return functions
 
     async def prompt(self, service: Service, client: Client) -> list[int]:
-        """Render the conversation when it is the client's turn.
+        """Render the conversation once it is the client's turn.
 
         Raises:
-            ApiError: the chat template refuses it, there is none, or too many conversations wait.
+            ApiError: there is no chat template, it refuses the conversation, or too many conversations wait.
         """
         async with service.preparation.admitted(client.name, 1):
             return await self._render(service)
@@ -109,7 +110,7 @@ class Conversation:
 
     @contextlib.contextmanager
     def prompt_errors(self) -> Iterator[None]:
-        """Make errors about the prompt name the field of the request from which it was made."""
+        """Make errors about the prompt name the field of the request that it was made from."""
         try:
             yield
         except ApiError as error:
@@ -119,14 +120,14 @@ class Conversation:
 
 
 def template_messages(messages: Sequence[dict[str, Any]], template: str) -> list[list[dict[str, Any]]]:
-    """Return messages in the forms that a chat template may read: the second if it refuses the first.
+    """Return messages in the forms that a chat template may expect. The second is used if it refuses the first.
 
-    Developer messages are system messages for a template that does not know the role.
-    Most templates read the arguments of calls as objects, and some, such as DeepSeek's, as JSON. A message without text
-    has an empty one, or null beside calls if the template looks for that.
+    For templates that do not know the role, developer messages become system messages. Most templates expect the
+    arguments of calls as objects, but some, such as DeepSeek's, as JSON. A message without text gets an empty text;
+    with calls, it gets null if the template tests for null.
 
     Raises:
-        ApiError: the arguments of a call are no JSON.
+        ApiError: the arguments of a call are not JSON.
     """
     empty = None if NULL_CONTENT.search(template) else ""
     if "developer" not in template:
@@ -147,19 +148,19 @@ def template_messages(messages: Sequence[dict[str, Any]], template: str) -> list
 class TurnDelta:
     """New text and tool calls of one output of a turn."""
 
-    output: CompletionOutput  # as the engine generated it
+    output: CompletionOutput  # as generated by the engine
     content: str
     reasoning: str
     tool_calls: tuple[ToolCallDelta, ...]
     finish_reason: str | None
-    num_prompt: int  # tokens
+    num_prompt: int  # prompt tokens
     num_cached: int
 
 
 async def turn_deltas(
     service: Service, client: Client, conversation: Conversation, params: SamplingParams, cache_salt: str | None
 ) -> AsyncGenerator[TurnDelta, None]:
-    """Answer a conversation, and yield what the outputs gain.
+    """Answer a conversation. Yield new parts of the outputs.
 
     Raises:
         ApiError: the conversation cannot be served, or the engine failed.
@@ -168,8 +169,8 @@ async def turn_deltas(
     if functions and service.parser is None:
         raise ApiError(
             400,
-            "how this model writes tool calls is not known; start the server with --answer-parser NAME, such as hermes "
-            "(docs/tool_calling.md)",
+            "the format of this model's tool calls is not known; start the server with --answer-parser NAME, such as "
+            "hermes (docs/tool_calling.md)",
         )
     service.admission.require_room(params.n)
     prompt = await conversation.prompt(service, client)
@@ -191,7 +192,7 @@ async def turn_deltas(
             )
         },
     )
-    parsers: dict[int, _OutputParser] = {}  # by output
+    parsers: dict[int, _OutputParser] = {}  # by index of the output
     with conversation.prompt_errors():
         async with contextlib.aclosing(service.generate(client, prompt, params, cache_salt)) as outputs:
             async for output in outputs:
@@ -211,7 +212,7 @@ async def turn_deltas(
 
 
 class _OutputParser:
-    """Divides one output into content, reasoning and tool calls, as the model's family marks them."""
+    """Splits one output into content, reasoning and tool calls, according to the markers of the model's family."""
 
     def __init__(
         self,
@@ -231,7 +232,7 @@ class _OutputParser:
             )
 
     def parsed(self, output: CompletionOutput) -> ParsedDelta:
-        """Parse what an output has gained."""
+        """Parse the new part of an output."""
         if self._parser is None:
             return ParsedDelta(output.text)
         parts = [self._parser.feed(output.text, output.token_ids)]
@@ -246,12 +247,12 @@ class _OutputParser:
 
 
 def _with_object(call: dict[str, Any]) -> dict[str, Any]:
-    """Return a call with its arguments as an object."""
+    """Return a call whose arguments are an object."""
     function = call["function"]
     try:
         arguments = json.loads(function["arguments"] or "{}")
     except ValueError:
         raise ApiError(
-            400, f"the arguments of the call of {function['name'][:100]!r} are no JSON", param="messages"
+            400, f"the arguments of the call of {function['name'][:100]!r} are not JSON", param="messages"
         ) from None
     return {**call, "function": {**function, "arguments": arguments}}

@@ -1,4 +1,4 @@
-"""The HTTP server of one process that has an engine, or shares one."""
+"""The HTTP server of a process that has an engine, or shares one."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from moeserve.server.settings import ServerSettings
 from moeserve.server.totals import Totals
 from moeserve.server.tracing import open_tracing
 
-OTHER_CONNECTIONS = 4096  # beside those whose outputs run or wait
+OTHER_CONNECTIONS = 4096  # number of connections without running or waiting outputs
 
 
 def open_service(
     llm: AsyncLLM, settings: ServerSettings, others: Callable[[], Iterable[Totals]] = tuple
 ) -> tuple[DrainingServer, Service]:
-    """Return a server of a model, and its service.
+    """Return the HTTP server of a model, and its service.
 
     Args:
-        others: as for `Service`.
+        others: see `Service`.
 
     Raises:
         SettingsError: a setting cannot be used.

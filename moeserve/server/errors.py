@@ -1,4 +1,4 @@
-"""Errors as answers: their status, and their form in OpenAI's API."""
+"""Error responses: their status, and their format in OpenAI's and Anthropic's APIs."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ TYPE_OF_STATUS = {
     500: "internal_error",
     503: "service_unavailable_error",
 }
-ANTHROPIC_TYPES = {500: "api_error", 503: "overloaded_error"}  # where they differ
+ANTHROPIC_TYPES = {500: "api_error", 503: "overloaded_error"}  # types that differ from OpenAI's
 ANTHROPIC_PATH = "/v1/messages"
 SECONDS_UNTIL_RESTART = 10
 
 
 class ApiError(Exception):
-    """A request that is answered with an error."""
+    """A request that gets an error response."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class ApiError(Exception):
         """
         Args:
             status: HTTP status, one of `TYPE_OF_STATUS`.
-            param: name of the wrong parameter.
+            param: name of the invalid parameter.
             code: stable name of the error, for programs.
         """
         super().__init__(message)
@@ -59,48 +59,48 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The answer in OpenAI's form."""
+        """The response body in OpenAI's format."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
 
 class PromptKept(Exception):
-    """A request has ended with its prompt, which the engine keeps for another one: an answer in every API."""
+    """A request has ended after its prompt, which the engine keeps for another one. Every API responds with 200."""
 
     def __init__(self, kv_transfer_params: dict[str, Any] | None) -> None:
         """
         Args:
-            kv_transfer_params: of the request to the other engine; None: the prompt is too short for a block.
+            kv_transfer_params: parameters for the request to the other engine; None: the prompt does not fill a block.
         """
         super().__init__()
         self.body = {"kv_transfer_params": kv_transfer_params}
 
 
 def shutting_down() -> ApiError:
-    """Return the answer to requests that come, wait or still run when the server ends."""
+    """Return the response to requests that arrive, wait or still run when the server shuts down."""
     return ApiError(503, "the server is shutting down", headers={"Retry-After": str(SECONDS_UNTIL_RESTART)})
 
 
 def anthropic_body(error: ApiError) -> dict[str, Any]:
-    """Return an error in Anthropic's form."""
+    """Return an error in Anthropic's format."""
     kind = ANTHROPIC_TYPES.get(error.status, error.type)
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
 def error_answer(error: ApiError, path: str) -> JSONResponse:
-    """Return the answer to a request for a path, in the form of its API."""
+    """Return an error response in the format of the API that has this path."""
     body = anthropic_body(error) if path.startswith(ANTHROPIC_PATH) else error.body
     return JSONResponse(body, error.status, error.headers)
 
 
 def api_error(error: MoeserveError) -> ApiError:
-    """Return the answer to a request that the engine refused or could not finish.
+    """Return the error for a request that the engine refused or could not finish.
 
-    The text of an engine's failure stays in the server's log: it may name paths and addresses of the host.
+    The text of an engine failure appears only in the server's log, because it may name paths and addresses of the host.
     """
     match error:
         case RequestError():
             return ApiError(400, str(error), param=error.parameter, code=error.code)
-        case SettingsError():  # a package for what is requested is not installed
+        case SettingsError():  # the request needs a package that is not installed
             return ApiError(400, str(error))
         case QueueFullError():
             return ApiError(429, "too many requests are in flight; try again later", headers={"Retry-After": "1"})
@@ -134,7 +134,7 @@ async def _answer_failure(request: Request, error: Exception) -> Response:
     return error_answer(ApiError(500, "the request failed; the server's log says why"), request.url.path)
 
 
-# Of an application, by the errors that they answer.
+# Handlers for an application, by the errors that they handle.
 EXCEPTION_HANDLERS: dict[type[Exception], Callable[[Request, Exception], Awaitable[Response]]] = {
     ApiError: _answer_api_error,
     MoeserveError: _answer_moeserve_error,

@@ -1,4 +1,4 @@
-"""The HTTP server of one process: its socket, and how it ends."""
+"""The HTTP server of one process: its socket and its shutdown."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ SECONDS_TO_CLOSE = 1
 
 
 class Drained(Protocol):
-    """An application's requests, which end before the server does."""
+    """The requests of an application, which end before the server shuts down."""
 
     async def drain(self, timeout_s: float, is_forced: Callable[[], bool]) -> None:
-        """Refuse new requests, and wait until those that run have ended; after a time, end them with an error.
+        """Refuse new requests, and wait until the running ones have ended. After a timeout, end them with an error.
 
         Args:
-            is_forced: true once those that run are to end at once.
+            is_forced: returns True once running requests must end at once.
         """
 
 
 class DrainingServer(uvicorn.Server):
-    """Answers requests in flight before it closes connections."""
+    """A server that finishes requests in flight before it closes connections."""
 
     def __init__(self, app: ASGIApp, requests: Drained, settings: ServerSettings, max_connections: int | None) -> None:
         """
         Args:
-            requests: those of the application.
-            max_connections: further ones are answered with status 503; None: any number.
+            requests: the application's requests.
+            max_connections: maximum number of connections; others get status 503; None: no limit.
         """
         start_access_log()
         self._requests = requests
@@ -63,12 +63,13 @@ class DrainingServer(uvicorn.Server):
 
     def answer(self, listener: socket.socket) -> None:
         """Serve until SIGTERM, Ctrl-C, or `should_exit`."""
-        # uvicorn raises the signals again that it has handled: ignored, so that the process exits with 0.
+        # After serving, uvicorn raises the signals that it has handled again. They are ignored, so the exit status is
+        # 0.
         with ends_handled_by(lambda *_: None):
             self.run(sockets=[listener])
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to end the server. The second signal ends requests at once."""
+        """Begin to shut down. A second signal ends requests at once."""
         self.force_exit = self._has_signal
         self._has_signal = True
         super().handle_exit(sig, frame)
@@ -76,15 +77,15 @@ class DrainingServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         ends_at = time.monotonic() + self._drain_timeout_s
         await self._requests.drain(self._drain_timeout_s, lambda: self.force_exit)
-        # For clients that have yet to read the rest of their answers. Some never do.
+        # Time for clients to read the rest of their responses. Some never do.
         self.config.timeout_graceful_shutdown = max(SECONDS_TO_CLOSE, math.ceil(ends_at - time.monotonic()))
         await super().shutdown(sockets)
-        if self.force_exit:  # or uvicorn would leave the application's tasks to be cancelled, with a traceback
+        if self.force_exit:  # else uvicorn would leave tasks to be cancelled with a traceback
             await self.lifespan.shutdown()
 
 
 def listen(settings: ServerSettings) -> socket.socket:
-    """Return a socket that listens.
+    """Return a listening socket.
 
     Raises:
         SettingsError: the address or the files for TLS cannot be used.
@@ -94,7 +95,7 @@ def listen(settings: ServerSettings) -> socket.socket:
     for name in ("ssl_certfile", "ssl_keyfile"):
         path = getattr(settings, name)
         if path is not None and not Path(path).is_file():
-            raise SettingsError(f"{name}={path!r} is no file")
+            raise SettingsError(f"{name}={path!r} is not a file")
     if settings.ssl_certfile is not None:
         try:
             ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
@@ -110,7 +111,7 @@ def listen(settings: ServerSettings) -> socket.socket:
 
 
 def announce(what: str, settings: ServerSettings, listener: socket.socket) -> None:
-    """Print what the server does, and where it is."""
+    """Print the server's task and its address."""
     scheme = "http" if settings.ssl_certfile is None else "https"
     host, port = listener.getsockname()[:2]
     address = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}/v1"
@@ -119,7 +120,7 @@ def announce(what: str, settings: ServerSettings, listener: socket.socket) -> No
 
 @contextlib.contextmanager
 def ends_handled_by(handle: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """Handle SIGTERM and Ctrl-C by a function, in the main thread."""
+    """In the main thread, handle SIGTERM and Ctrl-C with a function."""
     before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield

@@ -1,4 +1,4 @@
-"""API keys. A request needs one if there are any; clients with different keys share no cached prefixes."""
+"""API keys. If any are set, each request needs one. Clients with different keys share no cached prefixes."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ ANYONE = ""
 
 
 class Keys:
-    """The accepted API keys. A client is named by the digest of its key."""
+    """The accepted API keys. Each client is identified by a digest of its key."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         """
         Args:
-            keys: none: every request is accepted.
+            keys: the keys; if empty, every request is accepted.
         """
         self._digests = [_digest(key) for key in keys]
 
     @classmethod
     def read(cls, keys: Iterable[str], path: str | None) -> Keys:
-        """Return given keys and those of a file, which has one per line.
+        """Return the given keys and those in a file, which has one key per line.
 
         Raises:
-            SettingsError: the file cannot be read or has no key, or a key has other characters than visible ASCII.
+            SettingsError: the file cannot be read or has no keys, or a key has characters other than visible ASCII.
         """
         found = list(keys)
         if path is not None:
@@ -47,10 +47,11 @@ class Keys:
     def client(self, headers: Mapping[str, str]) -> str | None:
         """Return the name of the client that sent a request; None if its key is missing or wrong.
 
-        All keys are compared, each in constant time, so that the duration shows nothing about them.
+        The key is compared with all accepted keys, each in constant time, so that the duration reveals nothing about
+        them.
 
         Args:
-            headers: of the request, by lower-case name: the key is in "authorization" or "x-api-key".
+            headers: the request's headers by lower-case name. The key is in "authorization" or "x-api-key".
         """
         if not self._digests:
             return ANYONE

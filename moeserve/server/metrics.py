@@ -1,4 +1,4 @@
-"""`/metrics`: what Prometheus reads. Names are vLLM's behind the prefix moeserve_ where vLLM has the same metric."""
+"""`/metrics`: metrics for Prometheus. Metrics that vLLM has too have vLLM's names with the prefix moeserve_."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ REPLICA_GAUGES: dict[str, tuple[str, Callable[[ReplicaStats], float]]] = {
 }
 REPLICA_COUNTERS: dict[str, tuple[str, Callable[[ReplicaStats], float]]] = {
     "moeserve_num_preemptions": (
-        "Requests that lost their KV cache to older ones.",
+        "Requests that were preempted: they lost their KV cache to older requests.",
         lambda stats: stats.num_preemptions,
     ),
     "moeserve_spec_decode_num_drafts": (
@@ -74,15 +74,15 @@ REPLICA_COUNTERS: dict[str, tuple[str, Callable[[ReplicaStats], float]]] = {
     ),
     "moeserve_rounds": ("Rounds of a replica, idle ones included.", lambda stats: stats.num_rounds),
     "moeserve_replica_idle_steps": (
-        "Steps in which other replicas had tokens, and this one none.",
+        "Steps in which other replicas had tokens and this one had none.",
         lambda stats: stats.steps.num_idle_steps,
     ),
     "moeserve_replica_padding_tokens": (
-        "Padding rows that a replica computed beside its tokens.",
+        "Padding rows that a replica computed in addition to its tokens.",
         lambda stats: stats.steps.num_padding_tokens,
     ),
     "moeserve_agreement_seconds": (
-        "Time at the start of steps until the replicas had agreed, most of it waiting for slower ones.",
+        "Time at the start of steps until all replicas had agreed, most of it waiting for slower ones.",
         lambda stats: stats.steps.agreement_seconds,
     ),
 }
@@ -103,7 +103,7 @@ class Metrics:
 
 
 class _ServiceCollector(Collector):
-    """Reads the totals that the service and its engine keep."""
+    """Collects the totals that the service and its engine keep."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -116,7 +116,7 @@ class _ServiceCollector(Collector):
         yield from self._of_replicas(engine.replica_stats, engine.num_blocks)
 
     def _of_queue(self, totals: Totals) -> Iterator[Metric]:
-        """Yield the metrics of requests before they have a replica."""
+        """Yield the metrics of requests that are not assigned to a replica yet."""
         model = self._service.model_names[0]
         waiting = GaugeMetricFamily(
             "moeserve_num_requests_queued", "Outputs that wait for room in the engine.", labels=LABELS[:1]
@@ -146,7 +146,7 @@ class _ServiceCollector(Collector):
         for name, (help, value) in REPLICA_GAUGES.items():
             yield self._numbers(GaugeMetricFamily(name, help, labels=LABELS), map(value, stats))
         usage = GaugeMetricFamily(
-            "moeserve_kv_cache_usage_perc", "Share of a replica's KV cache that requests use: 0 to 1.", labels=LABELS
+            "moeserve_kv_cache_usage_perc", "Fraction of a replica's KV cache that requests use: 0 to 1.", labels=LABELS
         )
         yield self._numbers(usage, (1 - each.num_free_blocks / num_blocks for each in stats))
         for name, (help, value) in REPLICA_COUNTERS.items():
@@ -160,18 +160,18 @@ class _ServiceCollector(Collector):
             for position, number in enumerate(each.speculation.num_accepted_per_position):
                 accepted.add_metric([self._service.model_names[0], str(index), str(position)], number)
         yield accepted
-        # The name is vLLM's, although a histogram's should not end in _total.
-        help = "Tokens of a replica in a step in which it has some."
+        # The name is vLLM's, although the name of a histogram should not end in _total.
+        help = "Tokens of a replica in each step in which it has any."
         yield self._histograms("moeserve_iteration_tokens_total", help, (each.steps.sizes for each in stats))
 
     def _numbers(self, family: CounterMetricFamily | GaugeMetricFamily, values: Iterable[float]) -> Metric:
-        """Add the value of each replica to a metric."""
+        """Add each replica's value to a metric."""
         for index, value in enumerate(values):
             family.add_metric([self._service.model_names[0], str(index)], value)
         return family
 
     def _histograms(self, name: str, help: str, histograms: Iterable[Histogram]) -> Metric:
-        """Return a metric with a histogram of each replica."""
+        """Return a metric with one histogram per replica."""
         family = HistogramMetricFamily(name, help, labels=LABELS)
         for index, each in enumerate(histograms):
             family.add_metric([self._service.model_names[0], str(index)], _buckets(each), each.total)
@@ -179,6 +179,6 @@ class _ServiceCollector(Collector):
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
-    """Return each upper bound with the number of values up to it."""
+    """Return each upper bound with the cumulative number of values up to it."""
     bounds = [*(str(float(bound)) for bound in histogram.bounds), "+Inf"]
     return list(zip(bounds, map(float, accumulate(histogram.counts)), strict=True))

@@ -1,4 +1,4 @@
-"""Steps of every request before its endpoint: an id, the API key, the size limit, and the access log."""
+"""Processing of every request before its endpoint: request id, API key, size limit, and access log."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ access_log = logging.getLogger("moeserve.access")
 
 ACCESS_FORMAT, TIME_FORMAT = "%(asctime)s %(message)s", "%Y-%m-%dT%H:%M:%S%z"
 
-# Paths that need no key and take no body: monitors read them.
+# Paths that monitors read. They need no key and accept no body.
 OPEN_PATHS = frozenset(["/", "/health", "/ready", "/version"])
-BODY_TIMEOUT_S = 60.0  # from the headers of a request to the end of its body
+BODY_TIMEOUT_S = 60.0  # from a request's headers to the end of its body
 ALLOWED_ID = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
 
 
 def start_access_log() -> None:
-    """Write the access log to the standard error output, in its own format and at any log level of the process."""
+    """Write the access log to standard error, in its own format and regardless of the process's log level."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter(ACCESS_FORMAT, TIME_FORMAT))
     access_log.handlers = [handler]
@@ -38,7 +38,7 @@ def start_access_log() -> None:
 
 
 class Entrance:
-    """Refuses requests without a key or with a large or deep body, and logs one line for each request."""
+    """Refuses requests without a valid key or with a body that is too large or too deep. Logs one line per request."""
 
     def __init__(self, app: ASGIApp, keys: Keys, max_body_bytes: int, body_timeout_s: float = BODY_TIMEOUT_S) -> None:
         self._app, self._keys, self._max_body_bytes = app, keys, max_body_bytes
@@ -69,7 +69,7 @@ class Entrance:
                 await error_answer(error, scope["path"])(scope, receive, send_with_id)
         finally:
             address = (scope.get("client") or ["-"])[0]
-            path = quote(scope["path"])  # a line feed in it must not begin a line of the log
+            path = quote(scope["path"])  # so that a newline in the path cannot forge a log line
             seconds = time.monotonic() - began_at
             access_log.info(
                 '%s "%s %s" %s %.3f s %s', address, scope["method"], path, status or "-", seconds, request_id
@@ -89,7 +89,7 @@ class Entrance:
         return name
 
     async def _received(self, scope: Scope, headers: Headers, receive: Receive) -> Receive:
-        """Receive the body, and return a function that gives it, and then what comes after it."""
+        """Receive the body. Return a function that returns the body first, and then later messages."""
         most = 0 if scope["path"] in OPEN_PATHS else self._max_body_bytes
         length = headers.get("content-length", "")
         _require_size(int(length) if length.isdecimal() else 0, most)
@@ -119,4 +119,4 @@ async def _body(receive: Receive, most: int) -> bytearray:
 
 def _require_size(num_bytes: int, most: int) -> None:
     if num_bytes > most:
-        raise ApiError(413, f"the request's body has more than {most} bytes, the most that this path allows")
+        raise ApiError(413, f"the request's body has more than {most} bytes, the maximum for this path")

@@ -1,4 +1,4 @@
-"""The limits on the arrays and objects of JSON, which are checked before anything parses it."""
+"""Limits on the arrays and objects of JSON, which are checked before it is parsed."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import numpy as np
 from moeserve.config.settings import LIMITS
 from moeserve.server.errors import ApiError
 
-# A string, which may be cut off. Each byte is read once: a match never begins in the middle of a string.
+# A string, which may be cut off. Each byte is read once, because a match never begins in the middle of a string.
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)
-_STEPS = np.zeros(256, np.int8)  # by byte: one level deeper, or one less deep
+_STEPS = np.zeros(256, np.int8)  # change of the nesting level by each byte
 _STEPS[list(b"[{")] = 1
 _STEPS[list(b"]}")] = -1
 
 
 def require_nesting(body: bytearray) -> None:
-    """Raise ApiError for JSON with more levels or parts than parsers, templates and grammars should follow."""
+    """Raise ApiError for JSON with more levels or containers than parsers, templates and grammars should process."""
     if body.count(b"[") + body.count(b"{") <= LIMITS.max_nesting:
         return
     brackets = np.frombuffer(_STRING.sub(b"", body), np.uint8)

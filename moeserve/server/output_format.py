@@ -1,4 +1,4 @@
-"""The grammar of an answer: a requested format, tool calls that must be made, and reasoning before either."""
+"""The grammar of an answer: a requested format, required tool calls, and reasoning before either."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ ANY_OBJECT = {"type": "object"}
 def requested_outputs(
     response_format: ResponseFormat | None, structured: StructuredOutputs | None = None
 ) -> StructuredOutputsParams | None:
-    """Return the restriction of an answer that a request names in either way.
+    """Return the restriction of an answer from the field of the request that specifies it; None without either field.
 
     Raises:
-        ApiError: both are given, or one is malformed.
+        ApiError: both fields are given, or one is malformed.
     """
     wanted = None if isinstance(response_format, TextFormat) else response_format
     if structured is None:
@@ -39,13 +39,13 @@ def requested_outputs(
 
 
 def outputs_of_schema(name: str, schema: dict[str, Any] | None) -> StructuredOutputsParams:
-    """Return the restriction to a JSON schema; None: to any object.
+    """Return the restriction to a JSON schema, or for None to any JSON object.
 
     Args:
-        name: of the parameter, for errors.
+        name: name of the parameter, for error messages.
 
     Raises:
-        ApiError: it is malformed.
+        ApiError: the schema is malformed.
     """
     return _checked(name, json=schema or ANY_OBJECT)
 
@@ -67,20 +67,20 @@ def answer_grammar(
     codec: TextCodec,
     starts_in_reasoning: bool,
 ) -> StructuredOutputsParams | None:
-    """Return the grammar of an answer that may reason, call functions, or have a format; None: any text.
+    """Return the grammar of an answer that may reason, call functions, or have a format; None if any text is valid.
 
     Args:
-        wanted: format of the content.
-        functions: that the model may call: {"name": ..., "parameters": JSON schema}.
-        must_call: the answer consists of calls.
-        starts_in_reasoning: the prompt has begun the reasoning, whose end the answer holds.
+        wanted: the requested format of the content.
+        functions: functions that the model may call: {"name": ..., "parameters": JSON schema}.
+        must_call: the answer must consist of calls.
+        starts_in_reasoning: the prompt has opened the reasoning, which the answer closes.
 
     Raises:
-        ApiError: the model's family has no tool calls.
+        ApiError: the format of tool calls of the model's family is not known.
     """
     calls = None if family is None else family.forced_calls
     if must_call and calls is None:
-        raise ApiError(400, "how this model writes tool calls is not known", param="tool_choice")
+        raise ApiError(400, "the format of this model's tool calls is not known", param="tool_choice")
     if not must_call and wanted is None:
         return None
     has_reasoning = starts_in_reasoning and family is not None and family.reasoning is not None
@@ -91,7 +91,7 @@ def answer_grammar(
     answers = []
     if wanted is not None and not must_call:
         content = _content_rule(wanted)
-        if content is None:  # a grammar of the client cannot be a part of another one
+        if content is None:  # a client's grammar cannot be embedded into another one
             return wanted
         rules["content"] = content
         answers.append("content")
@@ -109,11 +109,11 @@ def answer_grammar(
 
 
 def _reasoning_rules(end: str, codec: TextCodec) -> dict[str, str]:
-    """Return the rules of reasoning up to its last marker, and of the space behind it."""
+    """Return the rules for reasoning up to its last marker, and for the space after it."""
     literal = _literal(end, codec)
     if literal.startswith("<["):
         reasoning = {"reasoning": f"/(?s:.*)/ {literal}"}
-    else:  # lazy: up to the first marker
+    else:  # lazy, which ends at the first marker
         reasoning = {"reasoning[lazy]": f"/(?s:.*){_lark_pattern(re.escape(end))}/"}
     return reasoning | {"SPACE": r"/\s{0,4}/"}
 
@@ -129,7 +129,7 @@ def _content_rule(wanted: StructuredOutputsParams) -> str | None:
 
 
 def _lark_pattern(regex: str) -> str:
-    """Return a regular expression as it stands between slashes."""
+    """Return a regular expression in the form that Lark expects between slashes."""
     return re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", regex).replace("\n", "\\n")
 
 
@@ -159,9 +159,9 @@ def _with_index(text: str, codec: TextCodec) -> str:
 
 
 def _literal(text: str, codec: TextCodec) -> str:
-    """Return a text in Lark's notation. What is a token of its own, such as a marker, is only possible as that token.
+    """Return a text in Lark's notation. Parts that are single added tokens, such as markers, match only those tokens.
 
-    llguidance takes some of these tokens for special ones, which no text matches, and others for text.
+    llguidance treats some added tokens as special, which no text matches, and others as text.
     """
     added = codec.added_tokens
     names = sorted(map(re.escape, filter(None, added)), key=len, reverse=True)

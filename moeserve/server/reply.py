@@ -1,4 +1,4 @@
-"""`Reply`: an answer that is generated while it is sent, and whose generation ends when the client hangs up."""
+"""`Reply`: a response that is sent while it is generated. Generation stops when the client disconnects."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def event(data: Any, name: str | None = None) -> bytes:
 
 
 class Reply(Response):
-    """An answer made of chunks.
+    """A response made of chunks.
 
-    Headers are sent with the first chunk. So an error before it is answered with its own status; a later one is sent as
-    the last event.
+    Headers are sent with the first chunk. An error before the first chunk is therefore sent with its own status; a
+    later error is sent as the last event.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class Reply(Response):
     ) -> None:
         """
         Args:
-            chunks: closed if the client hangs up.
+            chunks: the chunks; the generator is closed if the client disconnects.
             media_type: `JSON` or `EVENTS`.
-            error_body: form of errors before the first chunk.
-            error_event: form of later ones, as an event.
+            error_body: returns the body of an error before the first chunk.
+            error_event: returns the event for a later error.
         """
         super().__init__(media_type=media_type)
         self._chunks, self._error_body, self._error_event = chunks, error_body, error_event
@@ -62,7 +62,7 @@ class Reply(Response):
     async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
         has_begun = False
         try:
-            with contextlib.suppress(OSError):  # the client has hung up
+            with contextlib.suppress(OSError):  # the client has disconnected
                 async for chunk in self._chunks:
                     if not has_begun:
                         await send({"type": "http.response.start", "status": 200, "headers": self._event_headers()})
@@ -70,7 +70,7 @@ class Reply(Response):
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
             return
-        except PromptKept as kept:  # nothing has been sent, and there is nothing to stream
+        except PromptKept as kept:  # raised before any chunk; there is nothing to stream
             await Response(encode_json(kept.body), media_type=JSON)(scope, receive, send)
             return
         except ApiError as error:
@@ -91,7 +91,7 @@ class Reply(Response):
 
 
 async def until_hang_up(sending: asyncio.Task[None], receive: Receive) -> None:
-    """Wait for a task, and cancel it when the client hangs up. Raises what the task raises."""
+    """Wait for a task, but cancel it if the client disconnects. Raises the exceptions of the task."""
     hang_up = asyncio.create_task(_hang_up(receive))
     try:
         await asyncio.wait({sending, hang_up}, return_when=asyncio.FIRST_COMPLETED)
@@ -109,9 +109,9 @@ async def _hang_up(receive: Receive) -> None:
 
 
 async def merged(iterators: Sequence[AsyncIterator[T]]) -> AsyncGenerator[tuple[int, T], None]:
-    """Yield the items of several iterators as they come, each with the index of its iterator.
+    """Yield the items of several iterators as they arrive, each with the index of its iterator.
 
-    The first error ends all of them.
+    The first error ends all iterators.
     """
     queue: asyncio.Queue[tuple[int, T] | BaseException | None] = asyncio.Queue()
 

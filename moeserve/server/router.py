@@ -1,4 +1,4 @@
-"""`Router`: passes requests on to servers that compute long prompts, and to servers that generate."""
+"""`Router`: forwards requests to servers that compute long prompts (prefill) and to servers that generate (decode)."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from moeserve.telemetry.request_stats import LONG_S
 
 logger = logging.getLogger(__name__)
 
-BYTES_PER_TOKEN = 4  # of text, about
-# The fields of a request that become its prompt, by path.
+BYTES_PER_TOKEN = 4  # estimated bytes of text per token
+# Fields of a request that become its prompt, by path.
 PROMPT_FIELDS = {
     "/v1/completions": ("prompt",),
     "/v1/chat/completions": ("messages", "tools"),
@@ -34,14 +34,14 @@ PROMPT_FIELDS = {
     "/v1/messages": ("system", "messages", "tools"),
 }
 REMOTE_DECODE = {"do_remote_decode": True}
-PASSED_STATUSES = (400, 401, 403, 404, 413, 422)  # of prefill servers: a decode server would answer the same
+PASSED_STATUSES = (400, 401, 403, 404, 413, 422)  # of prefill servers: a decode server would return the same
 REFUSALS = (429, 503)
-READY_S = 2.0  # for a decode server to say that it is ready
-SECONDS_TO_END = 1.0  # for requests that are cut off
+READY_S = 2.0  # timeout of a decode server's readiness check
+SECONDS_TO_END = 1.0  # time for cancelled requests to end
 
 
 class Router:
-    """Requests and the servers behind them."""
+    """The servers behind the router, and the requests in flight."""
 
     def __init__(self, settings: RouterSettings) -> None:
         """
@@ -50,19 +50,19 @@ class Router:
         """
         self._settings = settings
         self._prefill, self._decode = Pool("prefill", settings.prefill), Pool("decode", settings.decode)
-        self._client: aiohttp.ClientSession | None = None  # of the event loop
+        self._client: aiohttp.ClientSession | None = None  # belongs to the event loop
         self._metrics = _Metrics()
         self._running: set[asyncio.Task[None]] = set()
         self._is_closed = False
 
     @contextlib.asynccontextmanager
     async def connected(self) -> AsyncIterator[None]:
-        """Hold the connections to the servers, in an event loop."""
+        """Keep connections to the servers open within the context, in an event loop."""
         async with open_client() as self._client:
             yield
 
     async def generate(self, request: Request) -> Response:
-        """Answer a request for generated text."""
+        """Respond to a request for generated text."""
         body = await request.body()
         num_tokens = _prompt_tokens(request.url.path, body)
 
@@ -82,16 +82,16 @@ class Router:
         return self._answer(answer)
 
     async def forward(self, request: Request) -> Response:
-        """Answer any other request by a decode server."""
+        """Forward any other request to a decode server."""
         body = await request.body()
         return self._answer(lambda send: self._pass_on(request, body, send))
 
     async def health(self, request: Request) -> Response:
-        """Answer while the router's process lives."""
+        """Respond as long as the router's process is alive."""
         return JSONResponse({"status": "alive"})
 
     async def ready(self, request: Request) -> Response:
-        """Answer with status 200 if a decode server is ready."""
+        """Respond with status 200 if a decode server is ready."""
         if self._is_closed:
             raise shutting_down()
         if not any(await asyncio.gather(*map(self._is_ready, self._decode.servers))):
@@ -99,14 +99,14 @@ class Router:
         return JSONResponse({"status": "ready"})
 
     async def metrics(self, request: Request) -> Response:
-        """Return what Prometheus reads."""
+        """Return the metrics for Prometheus."""
         return Response(generate_latest(self._metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def drain(self, timeout_s: float, is_forced: Callable[[], bool]) -> None:
-        """Refuse new requests, and wait until those that run have ended; after a time, cut them off.
+        """Refuse new requests, and wait until the running ones have ended. After a timeout, cancel them.
 
         Args:
-            is_forced: true once those that run are to end at once.
+            is_forced: returns True once running requests must end at once.
         """
         self._is_closed = True
         ends_at = time.monotonic() + timeout_s
@@ -126,8 +126,8 @@ class Router:
         """Send a prompt to a prefill server.
 
         Returns:
-            The parameters with which a decode server loads what was computed, or the error for the client; None: the
-            decode server is to compute the prompt.
+            The parameters with which a decode server loads the computed blocks, or an error response for the client.
+            None: the decode server must compute the prompt.
         """
         for server in self._prefill.by_load():
             try:
@@ -136,17 +136,17 @@ class Router:
                 self._metrics.prefill_failures.labels(failure.reason).inc()
                 if failure.cause:
                     logger.warning("the prefill server %s failed: %s", server.url, failure.cause)
-                if failure.reason not in ("refused", "unreachable"):  # it has taken its time
+                if failure.reason not in ("refused", "unreachable"):  # the attempt took long, so do not try another
                     break
         return None
 
     async def _computed_by(self, server: Upstream, request: Request, body: bytes) -> dict[str, Any] | Response | None:
-        """See `_compute`.
+        """Send a prompt to one server; see `_compute`.
 
         Raises:
             _PrefillFailure: the server has computed nothing.
         """
-        if server.is_avoided:  # and so are all others
+        if server.is_avoided:  # servers to avoid come last, so all others are avoided too
             raise _PrefillFailure("unreachable")
         began_s = time.monotonic()
         timeout = aiohttp.ClientTimeout(total=self._settings.prefill_timeout, sock_connect=CONNECT_S)
@@ -167,7 +167,7 @@ class Router:
             return kept.kv_transfer_params
         if answer.status in REFUSALS:
             raise _PrefillFailure("refused")
-        if answer.status not in PASSED_STATUSES or b"kv_transfer" in content:  # not what the client has sent is wrong
+        if answer.status not in PASSED_STATUSES or b"kv_transfer" in content:  # not the client's fault
             raise _PrefillFailure("error", f"status {answer.status}: {content[:300]!r}")
         self._metrics.requests.labels("refused").inc()
         refusal = Response(content, answer.status)
@@ -175,12 +175,12 @@ class Router:
         return refusal
 
     async def _pass_on(self, request: Request, body: bytes, send: Send) -> None:
-        """Send a request to a decode server, and its answer to the client.
+        """Send a request to a decode server, and its response to the client.
 
-        Another server is tried if one is unreachable, ends the connection before its answer, or refuses the request.
+        Another server is tried if one is unreachable, closes the connection before it responds, or refuses the request.
 
         Raises:
-            ApiError: no server has answered.
+            ApiError: no server has responded.
         """
         began_s = time.monotonic()
         servers = self._decode.by_load()
@@ -199,7 +199,7 @@ class Router:
         raise ApiError(503, "no decode server can be reached; try again later", headers={"Retry-After": "1"})
 
     def _request(self, server: Upstream, request: Request, body: bytes, **options: Any) -> Any:
-        """Return the context of a server's answer to a client's request."""
+        """Return the context manager of a server's response to a client's request."""
         assert self._client is not None
         query = request.scope["query_string"]
         path = request.scope["raw_path"] + (b"?" + query if query else b"")
@@ -223,13 +223,13 @@ class Router:
 
 
 class _Answer(Response):
-    """An answer that is sent while it comes, and ended when the client hangs up."""
+    """A response that is forwarded while it arrives, and cancelled when the client disconnects."""
 
     def __init__(self, answer: Callable[[Send], Awaitable[None]], running: set[asyncio.Task[None]]) -> None:
         """
         Args:
-            answer: sends it.
-            running: the tasks of all answers. One that is cancelled there is cut off.
+            answer: sends the response.
+            running: the tasks of all responses. Cancelling a task aborts its response.
         """
         super().__init__()
         self._answer, self._running = answer, running
@@ -249,25 +249,25 @@ class _Answer(Response):
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         await until_hang_up(task, receive)
-        if task.cancelled() and not has_begun:  # by the end of the router; a client that hung up does not read this
+        if task.cancelled() and not has_begun:  # cancelled by `drain`; if the client disconnected, this is not read
             raise shutting_down()
 
 
 class _PrefillFailure(Exception):
-    """A prompt that a prefill server has not computed."""
+    """A prefill server has not computed a prompt."""
 
     def __init__(self, reason: str, cause: str = "") -> None:
         """
         Args:
             reason: "unreachable", "timeout", "refused" or "error".
-            cause: for the log; empty: it is nothing unusual.
+            cause: text for the log; empty: nothing unusual.
         """
         super().__init__(cause)
         self.reason, self.cause = reason, cause
 
 
 class _Kept(msgspec.Struct):
-    """The answer of a prefill server."""
+    """The response of a prefill server."""
 
     kv_transfer_params: dict[str, Any] | None
 
@@ -298,20 +298,20 @@ class _Metrics:
         )
         self.prefill_seconds = Histogram(
             "moeserve_router_prefill_seconds",
-            "Time in which prefill servers computed a prompt.",
+            "Time that prefill servers took to compute a prompt.",
             buckets=LONG_S,
             registry=self.registry,
         )
         self.answer_seconds = Histogram(
             "moeserve_router_answer_seconds",
-            "Time from a request to decode servers to the begin of the answer.",
+            "Time from a request to decode servers to the beginning of the response.",
             buckets=LONG_S,
             registry=self.registry,
         )
 
 
 async def _send_answer(answer: aiohttp.ClientResponse, send: Send) -> None:
-    """Send a server's answer to the client as it comes. If it breaks off, so does the client's."""
+    """Forward a server's response to the client as it arrives. If it breaks off, so does the client's."""
     await send({"type": "http.response.start", "status": answer.status, "headers": answer_headers(answer)})
     try:
         async for chunk in answer.content.iter_any():
@@ -327,7 +327,7 @@ def _shown(error: BaseException) -> str:
 
 
 def _with_transfer(body: bytes, params: dict[str, Any]) -> bytes:
-    """Return the JSON of a request with `kv_transfer_params`. All else keeps its bytes."""
+    """Return the JSON of a request with `kv_transfer_params` added. All other bytes are unchanged."""
     before, brace, rest = body.partition(b"{")
     return b"".join([before, brace, b'"kv_transfer_params":', msgspec.json.encode(params), b",", rest])
 
@@ -339,12 +339,12 @@ def _prompt_tokens(path: str, body: bytes) -> int:
         ApiError: the request has `kv_transfer_params`.
     """
     try:
-        fields = json.loads(body)  # as the servers: what they accept must not pass unseen
+        fields = json.loads(body)  # the servers' parser, so that nothing they accept is missed
     except (ValueError, RecursionError):
         return 0
     if not isinstance(fields, dict):
         return 0
-    if "kv_transfer_params" in fields:  # only the router says which addresses servers connect to
+    if "kv_transfer_params" in fields:  # only the router may choose the addresses that servers connect to
         name = "kv_transfer_params"
         raise ApiError(400, f"{name} is not supported here", param=name, code="unsupported_parameter")
     prompt = fields.get("prompt")
@@ -355,7 +355,7 @@ def _prompt_tokens(path: str, body: bytes) -> int:
 
 
 def _num_bytes(part: Any) -> int:
-    """Return the bytes of all texts in a part of a request. A token counts as its average bytes."""
+    """Return the bytes of all texts in a part of a request. A token id counts as `BYTES_PER_TOKEN`."""
     match part:
         case str():
             return len(part.encode(errors="surrogatepass"))

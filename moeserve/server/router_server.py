@@ -1,4 +1,4 @@
-"""`serve --prefill URL --decode URL`: the HTTP server of a router. It has no engine, and imports none."""
+"""`serve --prefill URL --decode URL`: the HTTP server of a router. It neither has nor imports an engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moeserve.server.router import PROMPT_FIELDS, Router
 from moeserve.server.settings import RouterSettings, ServerSettings
 
 MAX_CONNECTIONS = 8192
-# Requests that any decode server answers.
+# Requests that any decode server can handle, by path.
 FORWARDED = {
     "/v1/models": "GET",
     "/v1/models/{name:path}": "GET",
@@ -32,7 +32,7 @@ FORWARDED = {
 
 
 def route(settings: ServerSettings, routes: RouterSettings) -> None:
-    """Pass requests on until SIGTERM or Ctrl-C.
+    """Route requests until SIGTERM or Ctrl-C.
 
     Raises:
         SettingsError: a setting cannot be used.
@@ -46,7 +46,7 @@ def route(settings: ServerSettings, routes: RouterSettings) -> None:
 
 
 def build_router_app(router: Router, settings: ServerSettings) -> Starlette:
-    """Return the application that routes. The servers behind it check API keys."""
+    """Return the router's application. The servers behind it check API keys."""
 
     @contextlib.asynccontextmanager
     async def connected(app: Starlette) -> AsyncIterator[None]:

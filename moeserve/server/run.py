@@ -1,4 +1,4 @@
-"""`serve`: start the engine and the server, in one process or in several."""
+"""`serve`: starts the engine and the HTTP server, in one process or in several."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def serve(settings: ServerSettings, engine_settings: Mapping[str, Any]) -> None:
 
     Raises:
         SettingsError: a setting of the server or the engine cannot be used.
-        CheckpointError, EngineError: as `LLM`.
+        CheckpointError, EngineError: as for `LLM`.
     """
     Keys.read(settings.api_key or (), settings.api_key_file)
     check_tracing(settings.otlp_traces_endpoint)
-    find_parser(settings.answer_parser, model_type="", chat_template=None)  # now: loading takes long
-    with contextlib.closing(listen(settings)) as listener:  # before the model is loaded: the port may be in use
+    find_parser(settings.answer_parser, model_type="", chat_template=None)  # fail before the model is loaded
+    with contextlib.closing(listen(settings)) as listener:  # fail before loading if the port is in use
         engine_settings = _with_expert_load(_in_own_processes(engine_settings))
         if settings.served_model_name is None:
             settings = dataclasses.replace(settings, served_model_name=[_name(engine_settings.get("model"))])
@@ -47,7 +47,7 @@ def serve(settings: ServerSettings, engine_settings: Mapping[str, Any]) -> None:
 
 
 def _serve_here(llm: AsyncLLM, settings: ServerSettings, listener: socket.socket) -> None:
-    """Serve HTTP from this process until SIGTERM or Ctrl-C, and then end the engine."""
+    """Serve HTTP in this process until SIGTERM or Ctrl-C, and then shut down the engine."""
     try:
         server, service = open_service(llm, settings)
         announce(f"serving {service.model_names[0]}", settings, listener)
@@ -57,7 +57,7 @@ def _serve_here(llm: AsyncLLM, settings: ServerSettings, listener: socket.socket
 
 
 def _in_own_processes(engine_settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the engine's settings, with a single rank in a process too: it then does not share the GIL with HTTP."""
+    """Return the engine's settings, changed to run a single rank in a process, where it does not share HTTP's GIL."""
     parallel = parse_settings(engine_settings).parallel
     chooses_mp = parallel.executor == "auto" and parallel.num_ranks == 1
     return {**engine_settings, "executor": "mp"} if chooses_mp else dict(engine_settings)

@@ -1,4 +1,4 @@
-"""`POST /scale`: changes the number of replicas, for operators. It exists with `allow_scale` only."""
+"""`POST /scale`: lets operators change the number of replicas. Only exists with `allow_scale`."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class ScaleAnswer(BaseModel):
 
 
 def add_scale_route(app: FastAPI, service: Service) -> None:
-    """Let clients change the number of replicas."""
+    """Add the route with which clients change the number of replicas."""
 
     @app.post("/scale")
     async def scale(body: ScaleRequest) -> ScaleAnswer:
-        """Answer when as many replicas as requested serve."""
+        """Respond once the requested number of replicas serves."""
         service.admission.require_open()
         try:
             await service.llm.scale(body.data_parallel_size)

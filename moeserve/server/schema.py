@@ -1,4 +1,4 @@
-"""Parts that all requests share: strict types, no unknown fields, and sampling parameters with vLLM's additions."""
+"""Parts that all requests share: strict types, no unknown fields, and sampling parameters with vLLM's extensions."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 
 @dataclass(frozen=True)
 class Bounded:
-    """Bounds the length of a list or an object of a request.
+    """A bound on the length of a list or an object in a request.
 
-    A list is read until its first wrong element, and the length of an object is checked before its elements. Otherwise,
-    pydantic would make an error for each element, and a request of some megabytes would fill gigabytes.
+    A list is validated only up to its first invalid element, and the length of an object is checked before its
+    elements. Otherwise pydantic would create an error for each element, and a request of a few megabytes would take
+    gigabytes.
     """
 
     max_length: int
@@ -37,14 +38,14 @@ class Bounded:
         return core_schema.no_info_before_validator_function(self.require_length, schema)
 
     def require_length(self, value: Any) -> Any:
-        """Return a value, unless it is too long an object."""
+        """Return a value. Raise an error if it is an object with too many entries."""
         if isinstance(value, dict) and len(value) > self.max_length:
             raise PydanticCustomError("too_long", f"has {len(value)} entries; at most {self.max_length} are allowed")
         return value
 
 
 class Body(BaseModel):
-    """A part of a request. Unknown fields are refused by name."""
+    """A part of a request. Unknown fields are refused, and named in the error."""
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 
@@ -54,7 +55,7 @@ class Body(BaseModel):
         return Bounded(LIMITS.max_fields).require_length(fields)
 
 
-Metadata = Annotated[dict[str, str], Bounded(LIMITS.max_fields)]  # notes of the client
+Metadata = Annotated[dict[str, str], Bounded(LIMITS.max_fields)]  # the client's own data
 
 
 class TextFormat(Body):
@@ -81,7 +82,7 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Fie
 
 
 class StructuredOutputs(Body):
-    """As in vLLM: exactly one of the first five."""
+    """As in vLLM: exactly one of the first five fields is set."""
 
     json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
     regex: str | None = None
@@ -93,17 +94,17 @@ class StructuredOutputs(Body):
 
 class StreamOptions(Body):
     include_usage: bool = False
-    continuous_usage_stats: bool = False  # usage so far with every event, as in vLLM
+    continuous_usage_stats: bool = False  # send the usage so far with every event, as in vLLM
 
 
 class TransferFields(Body):
-    """The exchange of keys and values between engines, as in vLLM. `SamplingParams` checks it."""
+    """Parameters of KV cache transfers between engines, as in vLLM. `SamplingParams` validates them."""
 
     kv_transfer_params: dict[str, Any] | None = None
 
 
 class SamplingFields(TransferFields):
-    """Sampling parameters, which are those of `SamplingParams`; null: the default of the checkpoint."""
+    """Sampling parameters, as in `SamplingParams`. For null, the checkpoint's default is used."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -125,7 +126,7 @@ class SamplingFields(TransferFields):
     skip_special_tokens: bool | None = None
     structured_outputs: StructuredOutputs | None = None
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None
-    # Names of the end user and of caches, and notes, which change nothing here.
+    # Accepted without effect: names of the end user and of caches, and the client's own data.
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -134,23 +135,23 @@ class SamplingFields(TransferFields):
     service_tier: Literal["auto", "default"] | None = None
 
     def sampling_params(self, defaults: SamplingParams, **others: Any) -> SamplingParams:
-        """Return the request's parameters; those that it leaves out are the defaults.
+        """Return the request's sampling parameters. Parameters that it omits have their defaults.
 
         Args:
-            others: parameters that have another form in the request.
+            others: parameters that have a different form in the request.
 
         Raises:
-            ApiError: a value is out of its range.
+            ApiError: a value is out of range.
         """
         given = {name: value for name in _SAMPLING_NAMES if (value := getattr(self, name)) is not None}
         return given_params(defaults, given | others)
 
 
 def given_params(defaults: SamplingParams, given: Mapping[str, Any]) -> SamplingParams:
-    """Return sampling parameters with some values other than the defaults.
+    """Return the default sampling parameters with some values replaced.
 
     Raises:
-        ApiError: a value is out of its range.
+        ApiError: a value is out of range.
     """
     try:
         return dataclasses.replace(defaults, **given)
@@ -172,7 +173,7 @@ class Usage(BaseModel):
 
 
 def usage(num_prompt: int, num_cached: int, num_output: int) -> dict[str, Any]:
-    """Return numbers of tokens in OpenAI's form."""
+    """Return token counts in OpenAI's format."""
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_output,

@@ -1,4 +1,4 @@
-"""`Service`: the engine as the endpoints see it. Each request passes the queue, the engine, and the statistics."""
+"""`Service`: what endpoints use to generate. Each request passes through the queue, the engine, and the statistics."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from moeserve.server.errors import ApiError, PromptKept, api_error, shutting_dow
 from moeserve.server.totals import Totals
 from moeserve.server.tracing import Tracing
 
-# Share of requests beyond those that run, which wait inside the engine so that it always has a next one.
+# Requests admitted beyond the running ones, as a fraction, so that the engine always has a next request.
 AHEAD = 0.25
-SECONDS_BETWEEN_LOOKS = 0.25  # at the number of replicas
-MAX_PREPARED = 2  # prompts that are rendered and tokenized at a time
-# For requests that are ended to send their errors; after the second signal.
+SECONDS_BETWEEN_LOOKS = 0.25  # interval between checks of the number of replicas
+MAX_PREPARED = 2  # number of prompts that are rendered and tokenized at once
+# Time for requests that were ended to send their errors; the shorter one applies after a second signal.
 SECONDS_TO_END, SECONDS_TO_END_AT_ONCE = 5.0, 1.0
 
 
 class Service:
-    """One model that is served. Endpoints check requests, call `generate`, and write what comes."""
+    """One served model. Endpoints validate requests, call `generate`, and write its outputs."""
 
     def __init__(
         self,
@@ -47,15 +47,15 @@ class Service:
     ) -> None:
         """
         Args:
-            model_names: names that requests may give; answers give the first.
-            max_waiting: as for `Admission`, of all processes together.
-            num_processes: that serve the engine. Each has an equal share of its places and of the queue.
-            parser: of tool calls and reasoning; None: that of the checkpoint's family.
-            others: returns the totals of each other process of the server.
-            tracing: sends a span for each prompt; None: no spans are made. It is closed by `drain`.
+                model_names: names of the model that requests may use; responses use the first.
+                max_waiting: as for `Admission`, over all processes together.
+                num_processes: number of processes that serve the engine. They share its capacity and the queue equally.
+                parser: name of the parser of tool calls and reasoning; None: that of the checkpoint's family.
+                others: returns the totals of the server's other processes.
+                tracing: sends a span for each prompt; None: no spans. `drain` closes it.
 
-        Raises:
-            SettingsError: there is no parser of this name.
+            Raises:
+                SettingsError: no parser has this name.
         """
         self.llm = llm
         self.model_names = model_names
@@ -70,7 +70,7 @@ class Service:
             return math.ceil((max_running + int(AHEAD * max_running)) / num_processes)
 
         self.admission = Admission(num_admitted, math.ceil(max_waiting / num_processes))
-        # Prompts of conversations before they are sent to the engine. Long ones take a while, so keys take turns.
+        # Renders conversations before they are sent to the engine. A long one takes a while, so clients take turns.
         self.preparation = Admission(lambda: MAX_PREPARED, self.admission.max_outputs)
         self._others = others
 
@@ -86,7 +86,7 @@ class Service:
 
     @property
     def totals(self) -> Totals:
-        """Totals of the requests to all processes. Those of others are up to a second old."""
+        """Totals of the requests to all processes. Those of other processes are up to a second old."""
         return sum(self._others(), self.own_totals)
 
     @property
@@ -96,7 +96,7 @@ class Service:
         return self.llm.is_running and not has_failed and not self.admission.is_closed
 
     def require_model(self, name: str | None) -> str:
-        """Return the model's name for the answer.
+        """Return the model's name for the response.
 
         Raises:
             ApiError: another model is requested.
@@ -116,10 +116,10 @@ class Service:
         *,
         add_generation_prompt: bool,
     ) -> list[int]:
-        """Render a conversation. Long ones take a while, and must not hold up other requests.
+        """Render a conversation in a thread, because a long one takes a while and must not block other requests.
 
         Raises:
-            ApiError: the chat template refuses the conversation, or there is none.
+            ApiError: there is no chat template, or it refuses the conversation.
         """
         try:
             prompt = await asyncio.to_thread(
@@ -134,7 +134,7 @@ class Service:
         return prompt["prompt_token_ids"]
 
     def parsed_params(self, params: SamplingParams) -> SamplingParams:
-        """Return sampling parameters with which the parser can read the outputs."""
+        """Return sampling parameters that give outputs which the parser can read."""
         if self.parser is None or self.llm.codec is None:
             return params
         params = params.copy()
@@ -146,14 +146,14 @@ class Service:
     def generate(
         self, client: Client, prompt: str | list[int], params: SamplingParams, cache_salt: str | None
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield what the outputs of a prompt gain.
+        """Yield new output of a prompt.
 
         Args:
-            cache_salt: chosen by the client: prefixes are shared between requests of a key with equal salts.
+            cache_salt: a salt that the client chose. Prefixes are shared only within a key and a salt.
 
         Raises:
-            ApiError: the request cannot be served, or failed.
-            PromptKept: instead of any output, if the request ends with its prompt.
+            ApiError: the request cannot be served, or has failed.
+            PromptKept: instead of any output, if the request ends after its prompt.
         """
         if params.kv_transfer is not None and params.kv_transfer.do_remote_decode:
             return _kept(self._traced(client, prompt, params.for_prompt(), cache_salt))
@@ -189,23 +189,23 @@ class Service:
                 async with contextlib.aclosing(outputs):
                     async for output in outputs:
                         for each in output.outputs:
-                            if each.finish_reason == "abort":  # the engine ends
+                            if each.finish_reason == "abort":  # the engine is shutting down
                                 raise shutting_down()
                         yield output
             except MoeserveError as error:
                 raise api_error(error) from error
 
     async def admit_after_scaling(self) -> None:
-        """Admit requests that wait when there are more replicas; this or another process may have added them."""
+        """Admit waiting requests when there are more replicas, whether this or another process has added them."""
         while True:
             await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
             self.admission.admit_waiting()
 
     async def drain(self, timeout_s: float, is_forced: Callable[[], bool]) -> None:
-        """Refuse new requests, and wait until those that run have ended; after a time, end them with an error.
+        """Refuse new requests, and wait until the running ones have ended. After a timeout, end them with an error.
 
         Args:
-            is_forced: true once those that run are to end at once.
+            is_forced: returns True once running requests must end at once.
         """
         self.admission.close()
         self.preparation.close()
@@ -213,7 +213,7 @@ class Service:
         while self.admission.num_running and time.monotonic() < ends_at and not is_forced():
             await asyncio.sleep(0.05)
         await asyncio.to_thread(self.llm.shutdown)
-        # Until they have sent their errors. Some clients do not read.
+        # Wait until they have sent their errors, but not for long: some clients do not read.
         ends_at = time.monotonic() + (SECONDS_TO_END_AT_ONCE if is_forced() else SECONDS_TO_END)
         while self.admission.num_running and time.monotonic() < ends_at:
             await asyncio.sleep(0.02)
@@ -222,7 +222,7 @@ class Service:
 
 
 async def _kept(outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[RequestOutput, None]:
-    """Raise PromptKept at the end of the only output, which is one token."""
+    """Raise PromptKept at the end of the only output, which has one token."""
     params = None
     async with contextlib.aclosing(outputs):
         async for output in outputs:

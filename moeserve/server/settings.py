@@ -1,4 +1,4 @@
-"""Settings of the HTTP server, beside those of the engine, and of the router."""
+"""Settings of the HTTP server, in addition to those of the engine, and settings of the router."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ class ServerSettings:
     host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 listens on all interfaces")
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = setting(8000, "port; 0 chooses a free one")
     api_server_count: PositiveInt = setting(
-        1, "processes that speak HTTP, all on one port, for an engine in a process of its own"
+        1, "HTTP processes, which share one port and an engine in another process"
     )
     served_model_name: list[str] | None = setting(
-        None, "name of the model in requests and answers; none: the name of its folder"
+        None, "names of the model in requests; responses use the first; none: the name of its folder"
     )
     answer_parser: str | None = setting(
-        None, "form of the model's tool calls and reasoning, such as hermes; none: found by the chat template"
+        None, "format of the model's tool calls and reasoning, such as hermes; none: detected from the chat template"
     )
-    api_key: list[str] | None = setting(None, "key that requests must carry; none: no key is needed")
+    api_key: list[str] | None = setting(None, "API key that requests must send; none: no key is needed")
     api_key_file: str | None = setting(None, "file with one key per line")
-    max_body_bytes: PositiveInt = setting(8 * 2**20, "most bytes of a request")
+    max_body_bytes: PositiveInt = setting(8 * 2**20, "maximum bytes of a request's body")
     max_waiting: PositiveInt = setting(
-        1024, "most outputs that wait until the engine has room for them; further requests are answered with status 429"
+        1024, "maximum outputs that wait for room in the engine; further requests get status 429"
     )
     drain_timeout: Annotated[float, msgspec.Meta(ge=0)] = setting(
-        30.0, "seconds that requests have to finish after SIGTERM or Ctrl-C; then they end with an error"
+        30.0, "seconds for requests to finish after SIGTERM or Ctrl-C; then they end with an error"
     )
     otlp_traces_endpoint: str | None = setting(
         None,
         "URL to which traces are sent with OTLP over HTTP, such as http://localhost:4318/v1/traces; none: no traces",
     )
     allow_scale: bool = setting(
-        False, "serve POST /scale, with which every client that may send requests can change the number of replicas"
+        False, "serve POST /scale, which lets every client with access change the number of replicas"
     )
     cors_origin: list[str] | None = setting(None, "origin of web pages that may send requests, or *; none: no others")
     ssl_certfile: str | None = setting(None, "certificate for TLS, with its chain, as a PEM file")
@@ -52,13 +52,13 @@ def _required(help: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class RouterSettings:
-    """Router, which passes requests on to other servers and has no engine"""
+    """Router, which forwards requests to other servers and has no engine"""
 
     prefill: list[str] = _required("URL of a server that computes long prompts, such as http://10.0.0.1:8000")
     decode: list[str] = _required("URL of a server that generates, and computes short prompts")
     min_remote_prefill: PositiveInt = setting(
-        1024, "tokens from which prompts are sent to a prefill server; a token is estimated as 4 bytes of text"
+        1024, "minimum tokens of prompts that are sent to a prefill server; a token is estimated as 4 bytes of text"
     )
     prefill_timeout: Annotated[float, msgspec.Meta(gt=0, le=86400)] = setting(
-        60.0, "seconds after which a prompt is no longer waited for, and a decode server computes it"
+        60.0, "seconds after which a prefill server is given up, and a decode server computes the prompt"
     )

@@ -13,7 +13,7 @@ from moeserve.telemetry.expert_load import LoadWindow
 
 
 class ReplicaStatus(BaseModel):
-    running: int  # requests
+    running: int  # running requests
     waiting: int
     kv_cache_usage: float  # 0 to 1
     preemptions: int
@@ -21,11 +21,11 @@ class ReplicaStatus(BaseModel):
 
 
 class ExpertLoad(BaseModel):
-    """Tokens of experts and ranks in the last window of steps."""
+    """Tokens of experts and ranks in the last load window."""
 
     layers: tuple[int, ...]
-    tokens_of_expert: tuple[tuple[int, ...], ...]  # by layer, by expert
-    tokens_of_rank: tuple[tuple[int, ...], ...]  # by layer, by rank
+    tokens_of_expert: tuple[tuple[int, ...], ...]  # by layer and expert
+    tokens_of_rank: tuple[tuple[int, ...], ...]  # by layer and rank
 
 
 class Status(BaseModel):
@@ -34,7 +34,7 @@ class Status(BaseModel):
     layout: str
     ready: bool
     queued: int  # outputs that wait for room in the engine
-    admitted: int  # outputs that the engine has
+    admitted: int  # outputs that are in the engine
     prompt_tokens: int  # since the start
     generated_tokens: int
     cached_tokens: int
@@ -43,7 +43,7 @@ class Status(BaseModel):
 
 
 class StatusReader:
-    """Reads the state of one server."""
+    """Collects the state of one server."""
 
     def __init__(self, service: Service) -> None:
         self._service = service

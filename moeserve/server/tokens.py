@@ -25,7 +25,7 @@ class TokenizeRequest(Body):
     messages: Annotated[list[Message], Bounded(LIMITS.max_messages, min_length=1)] | None = None
     tools: Annotated[list[FunctionTool], Bounded(LIMITS.max_tools)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    add_special_tokens: bool | None = None  # by default to a prompt, and not to messages, whose template writes them
+    add_special_tokens: bool | None = None  # default: True for a prompt, False for messages, whose template adds them
     add_generation_prompt: bool = True
     return_token_strs: bool = False
 
@@ -50,7 +50,7 @@ async def tokenize(service: Service, client: Client, body: TokenizeRequest) -> R
     """Return the tokens of a text or a conversation, in the form of `Tokenized`.
 
     Raises:
-        ApiError: neither or both are given, the tokenizer refuses them, or there is none.
+        ApiError: not exactly one of them is given, the tokenizer refuses it, or there is no tokenizer.
     """
     service.require_model(body.model)
     codec = _codec(service)
@@ -82,7 +82,7 @@ async def tokenize(service: Service, client: Client, body: TokenizeRequest) -> R
 
 
 async def detokenize(service: Service, body: DetokenizeRequest) -> Detokenized:
-    """Return the text of tokens. Unknown ids have none.
+    """Return the text of tokens. Unknown ids have no text.
 
     Raises:
         ApiError: there is no tokenizer.

@@ -10,16 +10,16 @@ from moeserve.telemetry.request_stats import Histogram, RequestStats
 
 
 class Totals(msgspec.Struct):
-    """The requests of one process, or of several together."""
+    """Totals over the requests of one process, or of several."""
 
-    requests: list[RequestStats]  # of each replica
-    waits: Histogram  # of seconds until there was room in the engine
+    requests: list[RequestStats]  # by replica
+    waits: Histogram  # seconds that outputs waited for room in the engine
     num_queued: int  # outputs that wait for room in the engine now
-    num_admitted: int  # outputs that the engine has now
+    num_admitted: int  # outputs in the engine now
 
     def __add__(self, other: Totals) -> Totals:
         return Totals(
-            # A process may not know of all replicas yet, when there are more than before.
+            # After an increase, some processes may not know of all replicas yet.
             [mine + theirs for mine, theirs in zip_longest(self.requests, other.requests, fillvalue=RequestStats())],
             self.waits + other.waits,
             self.num_queued + other.num_queued,

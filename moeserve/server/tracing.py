@@ -1,7 +1,7 @@
-"""OpenTelemetry traces: a span for each prompt that is served, sent with OTLP over HTTP. Needs the extra `tracing`.
+"""OpenTelemetry traces: a span for each prompt, sent with OTLP over HTTP. Needs the extra `tracing`.
 
-Attributes follow OpenTelemetry's conventions for generative AI; those that it does not define have vLLM's names. The
-usual variables of OpenTelemetry apply, such as OTEL_SERVICE_NAME and OTEL_TRACES_SAMPLER.
+Attributes follow OpenTelemetry's conventions for generative AI, and otherwise vLLM's names. OpenTelemetry's usual
+environment variables apply, such as OTEL_SERVICE_NAME and OTEL_TRACES_SAMPLER.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 
 
 def open_tracing(endpoint: str | None) -> Tracing | None:
-    """Return what sends spans to an address, or None without one. Raises as `check_tracing`."""
+    """Return an object that sends spans to an endpoint; None without an endpoint. Raises errors as `check_tracing`."""
     check_tracing(endpoint)
     return None if endpoint is None else Tracing(endpoint)
 
 
 def check_tracing(endpoint: str | None) -> None:
-    """Raise SettingsError if an address is no URL, or if OpenTelemetry is needed and not installed."""
+    """Raise SettingsError if the endpoint is not a URL, or if OpenTelemetry is needed but not installed."""
     if endpoint is None:
         return
     if not _is_http_url(endpoint):
         raise SettingsError(
-            f"otlp_traces_endpoint={shown(endpoint)} is no HTTP URL; give one such as http://localhost:4318/v1/traces"
+            f"otlp_traces_endpoint={shown(endpoint)} must be an HTTP URL, such as http://localhost:4318/v1/traces"
         )
     try:
         import opentelemetry.exporter.otlp.proto.http
@@ -46,7 +46,7 @@ def check_tracing(endpoint: str | None) -> None:
 
 
 class Tracing:
-    """Sends spans from a thread, in batches. Spans are dropped while the receiver is unreachable or too slow."""
+    """Sends spans in batches, from a thread. Spans are dropped while the receiver is unreachable or too slow."""
 
     def __init__(self, endpoint: str) -> None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -66,10 +66,10 @@ class Tracing:
         params: SamplingParams,
         generate: Callable[[Callable[[], None]], AsyncGenerator[RequestOutput, None]],
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the outputs of a prompt, and send a span at their end. It continues the trace of the client, if any.
+        """Yield the outputs of a prompt, and send a span at their end. The span continues the client's trace, if any.
 
         Args:
-            generate: makes the outputs. Its argument is called when the prompt leaves the queue.
+            generate: returns the outputs. It must call its argument when the prompt leaves the queue.
         """
         span, began_s = self._begin(client, model, params), time.monotonic()
         finish_reasons: dict[int, str] = {}
@@ -90,7 +90,7 @@ class Tracing:
                         if each.finish_reason is not None:
                             finish_reasons[each.index] = each.finish_reason
                     yield output
-        except BaseException as error:  # also the end of a generator whose client has hung up
+        except BaseException as error:  # including the closing of the generator when a client disconnects
             _set_error(span, error)
             raise
         finally:
@@ -102,7 +102,7 @@ class Tracing:
             span.end()
 
     def close(self) -> None:
-        """Send the spans that have ended, as far as the receiver takes them."""
+        """Send the spans that have ended, unless the receiver fails."""
         self._provider.shutdown()
 
     def _begin(self, client: Client, model: str, params: SamplingParams) -> Span:
@@ -138,7 +138,7 @@ def _is_http_url(text: str) -> bool:
     try:
         url = urlsplit(text)
         return url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
-    except ValueError:  # of the host or the port
+    except ValueError:  # invalid host or port
         return False
 
 

@@ -1,4 +1,4 @@
-"""Servers behind the router, and the requests that they have."""
+"""The servers behind the router, and their load."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from starlette.datastructures import Headers
 
 from moeserve.errors import SettingsError, shown
 
-CONNECT_S = 3.0  # a host that does not answer by then is unreachable
-AVOID_S = 5.0  # after a failure, other servers are tried first
-# Shorter than the time after which servers close idle connections, so that none is used while it closes.
+CONNECT_S = 3.0  # timeout for connecting to a host
+AVOID_S = 5.0  # time after a failure for which other servers are preferred
+# Shorter than the time after which servers close idle connections, so that no closing connection is used.
 IDLE_S = 2.0
-KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # to notice that a host is gone
+KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # to detect that a host is gone
 
 CONNECTION_HEADERS = frozenset(
     ["connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade"]
@@ -31,7 +31,7 @@ class Upstream:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self.load = 0  # of the requests that it has
+        self.load = 0  # total work of its current requests
         self._avoided_until = 0.0
 
     @property
@@ -39,12 +39,12 @@ class Upstream:
         return time.monotonic() < self._avoided_until
 
     def avoid(self) -> None:
-        """Prefer other servers for a while: a request has failed."""
+        """Prefer other servers for a while, because a request has failed."""
         self._avoided_until = time.monotonic() + AVOID_S
 
     @contextlib.contextmanager
     def loaded(self, amount: int) -> Iterator[None]:
-        """Count a request's amount of work while the server has it."""
+        """Add a request's amount of work to the load within the context."""
         self.load += amount
         try:
             yield
@@ -53,12 +53,12 @@ class Upstream:
 
 
 class Pool:
-    """Servers that do the same."""
+    """Servers with the same role."""
 
     def __init__(self, name: str, urls: Iterable[str]) -> None:
         """
         Args:
-            name: of the setting, for errors.
+            name: name of the setting, for error messages.
 
         Raises:
             SettingsError: a URL cannot be used.
@@ -66,12 +66,12 @@ class Pool:
         self.servers = [Upstream(_base_url(name, url)) for url in urls]
 
     def by_load(self) -> list[Upstream]:
-        """Return the servers, the one with the least work first, and behind them those that have failed."""
+        """Return the servers, the least loaded first, and those that failed recently last."""
         return sorted(self.servers, key=lambda server: (server.is_avoided, server.load))
 
 
 def open_client() -> aiohttp.ClientSession:
-    """Return a client that passes bodies on as they are, and keeps nothing of one request for another."""
+    """Return a client that passes bodies on unchanged, and keeps no state between requests."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S, socket_factory=_watched_socket),
         cookie_jar=aiohttp.DummyCookieJar(),
@@ -82,34 +82,34 @@ def open_client() -> aiohttp.ClientSession:
 
 
 def request_headers(headers: Headers, request_id: str) -> list[tuple[str, str]]:
-    """Return the headers of a client's request as a server gets them, the API key included."""
+    """Return the headers that a server receives with a client's request, including the API key."""
     passed = [(name, value) for name, value in headers.items() if name not in OWN_REQUEST_HEADERS]
     return [*passed, ("x-request-id", request_id)]
 
 
 def answer_headers(answer: aiohttp.ClientResponse) -> list[tuple[bytes, bytes]]:
-    """Return the headers of a server's answer as the client gets them."""
+    """Return the headers that the client receives with a server's response."""
     return [(name, value) for name, value in answer.raw_headers if name.lower() not in OWN_ANSWER_HEADERS]
 
 
 def _base_url(name: str, url: str) -> str:
-    base = url.rstrip("/").removesuffix("/v1")  # servers print their address with it
+    base = url.rstrip("/").removesuffix("/v1")  # servers print their address with /v1
     try:
         parts = urlsplit(base)
         is_usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # of the host or the port
+    except ValueError:  # invalid host or port
         is_usable = False
     if not is_usable or parts.path or parts.query or parts.fragment or parts.username:
-        raise SettingsError(f"{name}={shown(url)} is no URL of a server; give one such as http://10.0.0.1:8000")
+        raise SettingsError(f"{name}={shown(url)} is not the URL of a server; give one such as http://10.0.0.1:8000")
     return base
 
 
 def _watched_socket(address: aiohttp.AddrInfoType) -> socket.socket:
-    """Return a socket that fails if its peer's host is gone, however long an answer may take."""
+    """Return a socket that fails if its peer's host is gone, however long a response may take."""
     family, kind, protocol, _, _ = address
     opened = socket.socket(family, kind, protocol)
     opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in KEEPALIVE.items():
-        if hasattr(socket, option):  # not on macOS
+        if hasattr(socket, option):  # missing on macOS
             opened.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
     return opened

@@ -1,1 +1,1 @@
-"""Anthropic's Messages API: the forms of its requests and answers."""
+"""Anthropic's Messages API: the formats of its requests and responses."""

@@ -1,4 +1,4 @@
-"""`/v1/messages`: answer a conversation in Anthropic's form."""
+"""`/v1/messages`: answers a conversation in Anthropic's format."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class Metadata(Body):
 
 
 class CountRequest(Body):
-    """A conversation, without the parameters of its answer."""
+    """A conversation, without parameters for generating the answer."""
 
     model: str
     messages: Annotated[list[InputMessage], Bounded(LIMITS.max_messages, min_length=1)]
@@ -122,7 +122,7 @@ class CountRequest(Body):
     cache_control: CacheControl | None = None
 
     def conversation(self) -> Conversation:
-        """Return the conversation in the form that chat templates take."""
+        """Return the conversation in the form that chat templates expect."""
         messages = [converted for message in self.messages for converted in _converted(message)]
         if self.system is not None:
             messages.insert(0, {"role": "system", "content": _text(self.system)})
@@ -189,7 +189,7 @@ class TokenCount(BaseModel):
 
 
 async def count_tokens(service: Service, client: Client, body: CountRequest) -> TokenCount:
-    """Return the number of tokens of a conversation."""
+    """Return the number of tokens in a conversation."""
     service.require_model(body.model)
     return TokenCount(input_tokens=len(await body.conversation().prompt(service, client)))
 
@@ -216,7 +216,7 @@ def answer(service: Service, client: Client, body: MessagesRequest) -> Reply:
 
 
 class _Answer:
-    """The answer to one request."""
+    """The response to one request."""
 
     def __init__(
         self, service: Service, client: Client, conversation: Conversation, params: SamplingParams, model: str
@@ -270,7 +270,7 @@ def _sent(data: Mapping[str, Any]) -> bytes:
 
 
 def _block(block: Block) -> dict[str, Any]:
-    """Return a complete block."""
+    """Return a complete block in Anthropic's format."""
     match block.kind:
         case "text":
             return {"type": "text", "text": block.text}
@@ -295,7 +295,7 @@ def _event(part: BlockEvent) -> dict[str, Any]:
 
 
 def _object(arguments: str) -> Any:
-    """Return the arguments of a call; the model may have been cut off in the middle of them."""
+    """Return the arguments of a call as an object; empty if the output was cut off within them."""
     try:
         found = json.loads(arguments or "{}")
     except ValueError:
@@ -308,7 +308,7 @@ def _text(content: str | TextBlocks) -> str:
 
 
 def _converted(message: InputMessage) -> list[dict[str, Any]]:
-    """Return a message in OpenAI's form, in which each tool result is a message of its own."""
+    """Return a message in OpenAI's format, where each tool result is a separate message."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     results: list[dict[str, Any]] = []

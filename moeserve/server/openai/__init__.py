@@ -1,1 +1,1 @@
-"""OpenAI's API: the forms of its requests and answers."""
+"""OpenAI's API: the formats of its requests and responses."""

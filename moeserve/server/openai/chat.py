@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`: answer a conversation."""
+"""`/v1/chat/completions`: answers a conversation."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ToolCall(Body):
 
 
 class Message(Body):
-    """A message of the conversation. Templates see further fields too, such as reasoning_content."""
+    """A message of the conversation. Further fields, such as reasoning_content, are passed to the template."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -53,7 +53,7 @@ class ChatRequest(SamplingFields):
     model: str | None = None
     messages: Annotated[list[Message], Bounded(LIMITS.max_messages, min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None  # the older name
+    max_tokens: Annotated[int, Field(ge=1)] | None = None  # the older name of max_completion_tokens
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=LIMITS.max_logprobs)] | None = None
     stream: bool | None = None
@@ -121,7 +121,7 @@ async def answer(service: Service, client: Client, body: ChatRequest) -> Reply:
 
 
 class _Answer:
-    """The answer to one request."""
+    """The response to one request."""
 
     def __init__(
         self,
@@ -175,7 +175,7 @@ class _Answer:
         yield b"data: [DONE]\n\n"
 
     async def _pieces(self) -> AsyncGenerator[tuple[int, dict[str, Any], dict[str, Any], dict[str, Any] | None], None]:
-        """Yield what choices gain: the index, a part of the message, how it ended, and log-probabilities."""
+        """Yield new parts of choices: the index, a part of the message, finish reasons, and log-probabilities."""
         async with contextlib.aclosing(self._deltas):
             async for delta in self._deltas:
                 self._num_prompt, self._num_cached = delta.num_prompt, delta.num_cached
@@ -196,7 +196,7 @@ class _Answer:
         return {"content": content}
 
     def _token_logprob(self, token_id: int, logprob: Logprob) -> dict[str, Any]:
-        """Return one token. Its bytes are known if the vocabulary is byte-level."""
+        """Return one token with its log-probability. Its bytes are known only if the vocabulary is byte-level."""
         codec = self._service.llm.codec
         token = f"token_id:{token_id}" if logprob.decoded_token is None else logprob.decoded_token
         content = list(codec.token_bytes(token_id)) if codec is not None and codec.is_byte_level else None

@@ -1,4 +1,4 @@
-"""`/v1/completions`: continue one or many prompts."""
+"""`/v1/completions`: continues one or several prompts."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def complete(service: Service, client: Client, body: CompletionRequest) -> Reply
         raise ApiError(400, f"best_of={body.best_of} is not supported; leave it out, or set n", param="best_of")
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options needs stream=true", param="stream_options")
-    # An output of no tokens is asked for to score a prompt. The engine generates one, which is left out.
+    # A request for no tokens scores its prompt. The engine generates one token in any case, which is dropped.
     params = body.sampling_params(
         service.llm.get_default_sampling_params(),
         max_tokens=None if body.max_tokens is None else max(1, body.max_tokens),
@@ -87,7 +87,7 @@ def complete(service: Service, client: Client, body: CompletionRequest) -> Reply
             param="prompt",
         )
     if params.kv_transfer is not None and len(prompts) > 1:
-        raise ApiError(400, "kv_transfer_params are those of one prompt", param="kv_transfer_params")
+        raise ApiError(400, "kv_transfer_params need a single prompt", param="kv_transfer_params")
     answer = _Answer(service, client, body, params, model)
     if body.stream:
         return Reply(answer.events(prompts), EVENTS)
@@ -95,7 +95,7 @@ def complete(service: Service, client: Client, body: CompletionRequest) -> Reply
 
 
 class _Answer:
-    """The answer to one request."""
+    """The response to one request."""
 
     def __init__(
         self, service: Service, client: Client, body: CompletionRequest, params: SamplingParams, model: str
@@ -103,7 +103,7 @@ class _Answer:
         self._service, self._client, self._body, self._params = service, client, body, params
         self._head = {"id": f"cmpl-{client.request_id}", "object": "text_completion", "created": int(time.time())}
         self._head["model"] = model
-        self._lengths: dict[int, tuple[int, int]] = {}  # by prompt: tokens, and how many of them were cached
+        self._lengths: dict[int, tuple[int, int]] = {}  # by prompt: its tokens, and its cached tokens
         self._num_output = 0
         self._text_lengths: dict[int, int] = {}  # by choice
 
@@ -132,7 +132,7 @@ class _Answer:
         yield b"data: [DONE]\n\n"
 
     async def _pieces(self, prompts: list[str | list[int]]) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield what choices gain, each as a choice of its own."""
+        """Yield new parts of choices, each in the form of a choice."""
         params = [self._params.copy() for _ in prompts]
         streams = [
             self._service.generate(self._client, prompt, each, self._body.cache_salt)
@@ -183,7 +183,7 @@ class _Answer:
         return "" if codec is None else codec.decode(output.prompt_token_ids, skip_special_tokens=False)
 
     def _logprobs(self, positions: list[tuple[int, dict[int, Logprob] | None]], start: int) -> dict[str, Any]:
-        """Return log-probabilities as four lists, by position. The first token of a prompt has none."""
+        """Return log-probabilities as four lists by position. The first token of a prompt has none."""
         tokens, chosen, most_likely, offsets = [], [], [], []
         for token_id, position in positions:
             token = self._token(token_id, None if position is None else position[token_id])

@@ -1,4 +1,4 @@
-"""`/v1/responses`: answer a conversation in the form of OpenAI's Responses API. Nothing is stored."""
+"""`/v1/responses`: answers a conversation in the format of OpenAI's Responses API. Nothing is stored."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from moeserve.server.schema import (
 )
 from moeserve.server.service import Service
 
-# What an answer has anyway: its reasoning is plain text, and may be sent back in the next request.
+# Accepted because responses contain it anyway: reasoning is plain text, and may be sent back in the next request.
 INCLUDED = ("reasoning.encrypted_content",)
 
 
 class InputText(Body):
-    model_config = ConfigDict(extra="ignore", strict=True)  # output texts come back with annotations
+    model_config = ConfigDict(extra="ignore", strict=True)  # clients send output texts back with annotations
 
     type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
     text: str
@@ -79,7 +79,7 @@ class ReasoningItem(Body):
 
 
 def _item_type(item: Any) -> Any:
-    """Return the type of an item, which messages may leave out."""
+    """Return the type of an item. Messages may omit it."""
     return item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
 
 
@@ -149,7 +149,7 @@ class ResponsesRequest(TransferFields):
     service_tier: Literal["auto", "default"] | None = None
 
     def conversation(self) -> Conversation:
-        """Return the conversation in the form that chat templates take."""
+        """Return the conversation in the form that chat templates expect."""
         items = [MessageItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
         messages = _messages(items)
         if self.instructions is not None:
@@ -203,7 +203,7 @@ def answer(service: Service, client: Client, body: ResponsesRequest) -> Reply:
 
 
 class _Answer:
-    """The answer to one request."""
+    """The response to one request."""
 
     def __init__(
         self, service: Service, client: Client, body: ResponsesRequest, params: SamplingParams, model: str
@@ -337,7 +337,7 @@ def _plain(part: str | Body | None) -> Any:
 
 
 def _messages(items: Sequence[Item]) -> list[dict[str, Any]]:
-    """Return items in the form of chat completions, where reasoning and calls are parts of one assistant message."""
+    """Return items as chat messages, in which reasoning and calls are parts of one assistant message."""
     messages: list[dict[str, Any]] = []
     for item in items:
         match item:
@@ -359,7 +359,7 @@ def _messages(items: Sequence[Item]) -> list[dict[str, Any]]:
 
 
 def _assistant(messages: list[dict[str, Any]], unless: str | None = None) -> dict[str, Any]:
-    """Return the assistant's message at the end, or a new one if there is none or it has the part `unless`."""
+    """Return the last message if it is the assistant's and lacks the field `unless`, else a new one, appended."""
     if not messages or messages[-1]["role"] != "assistant" or (unless is not None and unless in messages[-1]):
         messages.append({"role": "assistant"})
     return messages[-1]
