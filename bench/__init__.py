@@ -1,1 +1,1 @@
-"""Benchmarks of moeserve beside other engines and the limits of the machine."""
+"""Benchmarks of moeserve, compared with other engines and with the limits of the machine."""

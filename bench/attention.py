@@ -1,15 +1,16 @@
-"""Attention of one layer by the C++ kernel of the CPU, beside torch.
+"""Attention of one layer: the C++ kernel of the CPU compared with torch.
 
     python -m moeserve.bench.attention [--rounds 20] [--json PATH]
 
-A sample is the mean of many calls in bf16; torch and C++ alternate, after a round that is not counted. Grouped-query
-attention has the shapes of small models, and latent attention those of DeepSeek-V2-Lite, also with the 128 heads of
-DeepSeek-V3. Every request has equally many rows, at the end of its context. Calls cycle through 64 MB of caches, so
-that keys and values are not still in the processor's caches. Prefill of latent attention is compared with expanded keys
-and values, which torch computes faster; projections are counted for neither.
+A sample is the mean of many calls in bf16; torch and C++ alternate, after an uncounted round. Grouped-query attention
+has the shapes of small models, and latent attention those of DeepSeek-V2-Lite, and also the 128 heads of DeepSeek-V3.
+All requests have the same number of rows, at the end of their contexts. Calls cycle through 64 MB of caches, so that
+keys and values are no longer in the processor's caches. Prefill with latent attention is compared with expanded keys
+and values, which are faster in torch; projections are not counted for either.
 
-The limit is the bytes that a call must move, at the memory bandwidth measured in the same run, or its multiply-adds at
-the measured product rate, whichever takes longer. Caches, or products faster than torch's, can exceed it.
+The limit is the time to move the bytes of a call at the memory bandwidth measured in the same run, or the time for its
+multiply-adds at the measured rate of matrix products, whichever is longer. A rate can exceed it thanks to caches, or if
+the kernel multiplies faster than torch.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ PREFILL_ROWS = (64, 512, 2048)
 CACHE_BYTES = 64 << 20
 SAMPLE_SECONDS = 0.02
 
-Call = Callable[[int], object]  # gets the index of the call, to choose a cache
+Call = Callable[[int], object]  # its argument is the index of the call, which selects a cache
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -57,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 @torch.inference_mode()
 def measure(shape: Shape, num_rounds: int, limits: Row) -> list[Row]:
-    """Return one row for torch and one for C++."""
+    """Return one row for torch, and one for C++."""
     measures = {name: call_timer(call, SAMPLE_SECONDS) for name, call in attention_calls(shape).items()}
     samples = interleave(measures, num_rounds, warms_up=True)
     limit_seconds = max(
@@ -82,7 +83,7 @@ def measure(shape: Shape, num_rounds: int, limits: Row) -> list[Row]:
 class Shape:
     """`batch` requests with `num_rows` rows each, at the end of contexts of `context_len` positions.
 
-    With a latent size, all heads share one vector of `head_size` values per position, which is key and value.
+    With a latent size, all heads share one vector of `head_size` values per position, which serves as key and value.
     """
 
     batch: int
@@ -120,7 +121,7 @@ def attention_shapes() -> list[Shape]:
 
 
 def attention_calls(shape: Shape) -> dict[str, Call]:
-    """Return the attention of one step by torch and by C++, in this order."""
+    """Return the attention of one step in torch and in C++, in this order."""
     source = Source(torch.device("cpu"), torch.Generator().manual_seed(0), torch.bfloat16)
     step = source.step([(shape.num_rows, shape.context_len)] * shape.batch, shape.block_size)
     query_TNH = torch.randn(shape.batch * shape.num_rows, shape.num_heads, shape.head_size).bfloat16()
@@ -156,7 +157,7 @@ def attention_calls(shape: Shape) -> dict[str, Call]:
 
 
 def _attend_expanded(shape: Shape, scale: float) -> Call:
-    """Return attention over the keys and values of each head, with the sizes of DeepSeek's heads."""
+    """Return attention with separate keys and values for each head, of the sizes of DeepSeek's heads."""
     query_RNH = torch.randn(shape.num_rows, shape.num_heads, 192).bfloat16()
     key_NCH = torch.randn(shape.num_heads, shape.context_len, 192).bfloat16()
     value_NCV = torch.randn(shape.num_heads, shape.context_len, 128).bfloat16()

@@ -2,8 +2,8 @@
 
     python -m moeserve.bench.checkpoints mixtral-mini [FOLDER]
 
-Weights are random, so the text is nonsense, but a step takes the time and bytes of a trained model of the same shape.
-There is no tokenizer: benchmarks send token ids.
+Weights are random, so the generated text is meaningless, but a step takes the same time and memory as in a trained
+model of the same shape. There is no tokenizer: benchmarks send token ids.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from moeserve.errors import CheckpointError, missing_extra
 
 
 def make_checkpoint(name: str, folder: Path | None = None) -> Path:
-    """Write a checkpoint in Hugging Face layout with transformers, or find it already written.
+    """Write a checkpoint in Hugging Face layout with transformers, unless it exists already.
 
     The files are written to a temporary folder, which is renamed once complete.
 
     Args:
-        folder: the target; None: a folder in moeserve's cache.
+        folder: folder to write; None: a folder in moeserve's cache.
 
     Returns:
-        The folder of the checkpoint.
+            The folder of the checkpoint.
 
-    Raises:
-        CheckpointError: the folder holds something else.
+        Raises:
+            CheckpointError: the folder has other content.
         SettingsError: transformers is not installed.
     """
     try:
@@ -67,10 +67,10 @@ def make_checkpoint(name: str, folder: Path | None = None) -> Path:
 
 
 def find_checkpoint(name: str) -> Path:
-    """Return the folder of a checkpoint: of a synthetic one by its name, which is written if needed, or `name` itself.
+    """Return the folder of a synthetic checkpoint, which is written if needed, or `name` if that is a folder.
 
     Raises:
-        CheckpointError: `name` is neither a known name nor the folder of a checkpoint.
+        CheckpointError: `name` is neither a synthetic checkpoint nor the folder of a checkpoint.
     """
     if name in CONFIGS:
         return make_checkpoint(name)
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def small_mixtral_config(
     *, hidden_size: int, expert_size: int, num_layers: int, num_experts: int, vocab_size: int
 ) -> dict[str, Any]:
-    """Return a Mixtral config.json for engines with `load_format="dummy"`: top-2 of the experts, heads of 64 or 32."""
+    """Return a Mixtral config.json for engines with `load_format="dummy"`: top-2 routing, head size 64 or 32."""
     num_heads = max(4, hidden_size // 64)
     return MIXTRAL | {
         "hidden_size": hidden_size,
@@ -149,7 +149,7 @@ MIXTRAL_TINY: dict[str, Any] = MIXTRAL | {
     "head_dim": 16,
     "num_local_experts": 4,
 }
-DEEPSEEK: dict[str, Any] = COMMON | {  # the proportions of DeepSeek-V3, narrower and with fewer layers
+DEEPSEEK: dict[str, Any] = COMMON | {  # DeepSeek-V3's proportions, but narrower and with fewer layers
     "model_type": "deepseek_v3",
     "architectures": ["DeepseekV3ForCausalLM"],
     "intermediate_size": 2816,
@@ -179,7 +179,7 @@ DEEPSEEK: dict[str, Any] = COMMON | {  # the proportions of DeepSeek-V3, narrowe
 QWEN3: dict[str, Any] = COMMON | {  # many small experts
     "model_type": "qwen3_moe",
     "architectures": ["Qwen3MoeForCausalLM"],
-    "intermediate_size": 3072,  # of dense layers, of which there are none
+    "intermediate_size": 3072,  # of dense layers, but there are none
     "moe_intermediate_size": 384,
     "num_key_value_heads": 4,
     "head_dim": 64,
@@ -257,7 +257,7 @@ DEEPSEEK_V4: dict[str, Any] = COMMON | {  # the proportions of DeepSeek-V4-Flash
 }
 
 
-CONFIGS: dict[str, dict[str, Any]] = {  # keys have the names that transformers 4.57 and 5 both read
+CONFIGS: dict[str, dict[str, Any]] = {  # key names that both transformers 4.57 and 5 read
     "mixtral-mini": MIXTRAL,
     "deepseek-mini": DEEPSEEK,
     "qwen3-mini": QWEN3,

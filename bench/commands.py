@@ -1,4 +1,4 @@
-"""The benchmarks that `moeserve bench NAME` runs. Each module has a `main(arguments)` and parses its own options."""
+"""The benchmarks of `moeserve bench NAME`. Each module has a `main(arguments)`, which parses its own options."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 CommandName = Literal["throughput", "latency", "moe", "dispatch", "startup", "serve", "report"]
 COMMAND_NAMES: tuple[CommandName, ...] = get_args(CommandName)
-MODULES = {"dispatch": "parallel"}  # where the module is not named as the command
+MODULES = {"dispatch": "parallel"}  # modules whose name differs from the command's
 
 
 def run(name: CommandName, arguments: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""The least memory traffic and arithmetic of a model's step, by weight format."""
+"""The minimum memory traffic and arithmetic of a model's step, by weight format."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ UNQUANTIZED_BITS = 16
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """Bits of one weight in memory, scales included."""
+    """Bits per weight in memory, including scales."""
 
     bits: float  # projections and experts
     head_bits: float  # output head
@@ -31,18 +31,18 @@ FORMATS = {
     "int8": WeightFormat(8, 8),
     "int4": WeightFormat(4.75, 8),
     "mxfp4": WeightFormat(4.25, 16),
-    "fp8": WeightFormat(8 + 32 / 128**2, 16),  # the few 16-bit weights of latent attention are neglected
+    "fp8": WeightFormat(8 + 32 / 128**2, 16),  # ignores the few 16-bit weights of latent attention
     "q8_0": WeightFormat(8.5, 8.5),
-    "q4_0": WeightFormat(4.5, 6.5625),  # llama.cpp gives the head q6_K
+    "q4_0": WeightFormat(4.5, 6.5625),  # llama.cpp stores the head as q6_K
 }
 
 
 def step_work(model: Path, *, num_tokens: int, num_logits: int, weights: WeightFormat = FORMATS["bfloat16"]) -> Work:
     """Return the work of one step over `num_tokens` tokens, of which `num_logits` rows reach the output head.
 
-    All weights but the token embedding are read; of the experts, those that some token chose, which for random routing
-    is 1 - (1 - k / E) ** num_tokens of all. Keys, values and attention itself are left out: with short contexts they
-    are below 2%. Multiply-adds count as those of bf16, whatever the weight format.
+    All weights but the token embedding are read. Of the experts, only those that some token is routed to are read: with
+    random routing, a fraction 1 - (1 - k / E) ** num_tokens. Keys, values and attention itself are left out; with short
+    contexts they are below 2%. Multiply-adds count as bf16, whatever the weight format.
     """
     description = describe(model)
     parts = summarize(description, "bfloat16").parts

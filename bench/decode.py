@@ -1,11 +1,11 @@
 """Decode and prefill rates of an engine.
 
-Every request gets a prompt of random token ids and is decoded greedily. No prompt is used twice, so no engine can reuse
+Every request has a prompt of random token ids and is decoded greedily. No prompt is used twice, so no engine can reuse
 keys and values.
 
 - *decode rate*: two runs are timed, with N new tokens and with 1. The rate is batch x (N - 1) / (time of N - time of
-  1), which leaves out the prompt's share and all fixed costs.
-- *prefill rate*: the prompt tokens of the batch, divided by the time until each request has its first token.
+  1), which excludes the prompt and all fixed costs.
+- *prefill rate*: the prompt tokens of the batch, divided by the time until every request has its first token.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Literal
 
 from moeserve import LLM, SamplingParams
 
-# prompts, new tokens of each -> seconds, measured as close to the engine as possible
+# (prompts, new tokens of each) -> seconds, measured as close to the engine as possible
 Generate = Callable[[list[list[int]], int], float]
 
 
@@ -35,7 +35,7 @@ class Workload:
 def rate_measure(
     kind: Literal["decode", "prefill"], generate: Generate, workload: Workload, *, seed: int = 0
 ) -> Callable[[], float]:
-    """Return a measure of tokens per second of all requests together.
+    """Return a measure of the tokens per second over all requests.
 
     Engines with the same seed get the same prompts in the same order.
     """
@@ -61,7 +61,7 @@ def draw_prompts(workload: Workload, random_source: random.Random) -> list[list[
 
 
 def generate_with(llm: LLM) -> Generate:
-    """Return greedy generation with moeserve, which continues after an end-of-sequence token."""
+    """Return a function that generates greedily with moeserve, and ignores end-of-sequence tokens."""
 
     def generate(prompts: list[list[int]], num_tokens: int) -> float:
         params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)

@@ -1,14 +1,14 @@
-"""Short prompts beside long ones: one engine, or one for long prompts and one that generates, behind a router.
+"""Short prompts concurrent with long ones: one engine, or a prefill engine and a decode engine behind a router.
 
     python -m moeserve.bench.disaggregated [--model NAME ...] [--seconds 60] [--rounds 3] [--json PATH]
 
 - *one engine*: `moeserve serve` with all threads. *prefill and decode*: two servers with half of the threads each, and
-  a router (docs/server.md). All run at once, and only one side has requests, in turns.
-- *load*: short prompts every --short-every seconds, and long ones every --long-every seconds, whether or not earlier
-  ones have ended. Prompts are random token ids, different in every request; times and lengths are the same for both.
-- *first token*: from sending a request to its first text, over all requests of all rounds. *speed-up*: the 99th
-  percentile of short prompts with one engine, over this one's, as the median over the rounds. A round before them is
-  not counted.
+  a router (docs/server.md). All run at once; the two configurations receive requests in turns.
+- *load*: short prompts every --short-every seconds and long ones every --long-every seconds, whether or not earlier
+  requests have ended. Prompts are random token ids, new for each request; times and lengths are the same for both.
+- *first token*: time from sending a request to its first text, over all requests of all rounds. *speed-up*: the 99th
+  percentile of short prompts with one engine over that of this configuration; the median over the rounds. The first
+  round is not counted.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Load:
     new_tokens: int
 
     def requests(self) -> list[tuple[float, RecordedRequest]]:
-        """Return the requests with the seconds after which they are sent. Short ones come between long ones."""
+        """Return the requests, each with the seconds after which it is sent. Short ones are sent between long ones."""
         kinds = ((self.long_every, 0.0, self.long_tokens), (self.short_every, 0.5, self.short_tokens))
         return sorted(
             (
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--new-tokens", type=at_least(2), default=8, help="new tokens of each request")
     options = parser.parse_args(arguments)
     if options.threads < 2:
-        parser.error("--threads must be at least 2: one for each of two engines")
+        parser.error("--threads must be at least 2, one for each engine")
     names = ("seconds", "short_every", "long_every", "short_tokens", "long_tokens", "new_tokens")
     clients = Load(**{name: getattr(options, name) for name in names})
     for checkpoint in map(find_checkpoint, options.model or MODELS):
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def measure(model: Path, clients: Load, num_rounds: int, num_threads: int) -> list[Row]:
-    """Return one row for one engine, and one for two."""
+    """Return one row for one engine, and one for two engines."""
     vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
     chance = random.Random(5)
     length = clients.long_tokens + clients.new_tokens
@@ -125,14 +125,14 @@ def measure(model: Path, clients: Load, num_rounds: int, num_threads: int) -> li
 
 
 def waits(answers: Sequence[Answer], prompt_tokens: int) -> Row:
-    """Return the seconds to the first token of prompts of one length."""
+    """Return the seconds to the first token, for prompts of one length."""
     found = [answer.first_token for answer in answers if answer.error is None and answer.num_prompt == prompt_tokens]
     return {"requests": len(found), "median": statistics.median(found), "p99": percentile(found, 0.99)}
 
 
 @contextlib.contextmanager
 def serving(*flags: str) -> Iterator[str]:
-    """Start `moeserve serve`, and end it afterwards. Yields its URL when it is ready."""
+    """Start `moeserve serve`, yield its URL when it is ready, and terminate it afterwards."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""The engines that benchmarks compare: moeserve in this process, every other engine in a process of its own."""
+"""The engines that benchmarks compare: moeserve in this process, every other engine in a separate process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ QUANTIZATIONS: dict[str, QuantizationName | None] = {
     "moeserve-int4": "int4",
 }
 ENGINE_NAMES = (*QUANTIZATIONS, *PEERS)
-WEIGHT_FORMATS: dict[str, str] = {  # of the engines whose weights are not bf16
+WEIGHT_FORMATS: dict[str, str] = {  # for engines whose weights are not bf16
     "moeserve-int8": "int8",
     "moeserve-int4": "int4",
     "moeserve-mxfp4": "mxfp4",
@@ -39,11 +39,11 @@ Started = TypeVar("Started")
 
 @dataclass(frozen=True)
 class Engine(Generic[Call]):
-    """A loaded engine, or loaded experts of one layer."""
+    """A loaded engine, or the loaded experts of one layer."""
 
     version: str
     settings: Mapping[str, Any]  # recorded in results
-    run: Call  # returns the seconds that it took
+    run: Call  # returns the elapsed seconds
 
     def row(self, rounds: Sequence[Round], limit_rate: Callable[[MachineLimits], float]) -> Row:
         return {"version": self.version, "settings": dict(self.settings), **figures(rounds, limit_rate)}
@@ -56,7 +56,7 @@ def own_engine(call: Call) -> Engine[Call]:
 def start_engine(
     name: str, model: Path, stack: ExitStack, *, max_requests: int, max_request_tokens: int
 ) -> Engine[Generate]:
-    """Load the model into an engine, with torch's current number of threads. The stack closes the engine.
+    """Load the model into an engine, with torch's current number of threads. Closing the stack closes the engine.
 
     Raises:
         PeerError: a peer is not installed, or cannot load the model.
@@ -83,10 +83,10 @@ def start_engine(
 def start_all(
     names: Sequence[str] | None, known: Sequence[str], start: Callable[[str], Started]
 ) -> tuple[dict[str, Started], dict[str, str]]:
-    """Start the engines in `names`; without names, all known ones except peers that cannot start.
+    """Start the engines in `names`. Without names, start all known engines except peers that cannot start.
 
     Returns:
-        The engines, and for each engine that was left out the reason.
+        The engines, and the reason for each engine that was left out.
 
     Raises:
         PeerError: a peer in `names` cannot start.

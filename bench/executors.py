@@ -2,12 +2,12 @@
 
     moeserve launch --head 127.0.0.1 --num-cpus 8 -- python -m moeserve.bench.executors [--rounds 7] [--json PATH]
 
-One request is decoded by a tiny model with random weights, so that the transport of steps dominates. *mp* runs the
-first rank of a replica in the process that plans its steps, and sends them to the others over socket pairs; *ray* has
-an actor for each rank, and sends steps through a compiled graph or by plain calls. A step's time follows from the
-decode rate (`decode.py`). *added* is over mp in the same round, as the median over rounds.
+One request is decoded by a tiny model with random weights, so that sending the steps dominates. With *mp*, the process
+that schedules a replica's steps runs its first rank, and sends steps to the other ranks over socket pairs. With *ray*,
+each rank is an actor, and steps are sent through a compiled graph or by plain calls. The time of a step follows from
+the decode rate (`decode.py`). *added* is the time in addition to mp in the same round; the median over the rounds.
 
-All engines of a layout are loaded at once and measured in alternation; idle ones sleep.
+All engines of a layout are loaded at once and measured alternately; idle engines sleep.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def measure(model: Path, tp: int, dp: int, new_tokens: int, num_rounds: int) -> Row:
-    """Return the row of one layout with all executors."""
+    """Return the row of one layout, with all executors."""
     with contextlib.ExitStack() as running:
         rates: dict[str, Callable[[], float]] = {}
         for name, settings in EXECUTORS.items():

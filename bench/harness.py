@@ -1,7 +1,7 @@
 """The harness of all benchmarks: common options, measuring in rounds, ratios, and result rows.
 
-Machines drift, some from one second to the next. A benchmark therefore measures everything it compares in one run and
-in alternation, computes fractions and ratios within a round, and reports medians over the rounds.
+The speed of machines drifts, sometimes within a second. A benchmark therefore measures everything that it compares in
+one run and alternately, computes fractions and ratios within a round, and reports medians over the rounds.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def make_parser(module: str, description: str, *, rounds: int | None, threads: b
     """Return a parser with the options that all benchmarks have.
 
     Args:
-        module: how the benchmark is started: "moeserve bench NAME", or the name of its module for `python -m`.
+        module: "moeserve bench NAME", or the name of the benchmark's module for `python -m`.
         rounds: default of --rounds; None if the benchmark has no rounds.
     """
     prog = module if " " in module else f"python -m moeserve.bench.{module}"
@@ -64,7 +64,7 @@ def make_parser(module: str, description: str, *, rounds: int | None, threads: b
 
 
 def add_choices(parser: argparse.ArgumentParser, flag: str, names: Iterable[str], default: str) -> None:
-    """Add a repeatable option that takes one of some names."""
+    """Add a repeatable option with a choice of names."""
     listed = list(names)
     help_text = f"repeatable (default: {default}) [{', '.join(listed)}]"
     parser.add_argument(flag, action="append", choices=listed, metavar="NAME", help=help_text)
@@ -76,7 +76,7 @@ def add_models(parser: argparse.ArgumentParser, default: Sequence[str]) -> None:
 
 
 def at_least(minimum: int) -> Callable[[str], int]:
-    """Return an argparse type: an integer that must not be below `minimum`."""
+    """Return an argparse type for integers of at least `minimum`."""
 
     def read(text: str) -> int:
         number = int(text)
@@ -84,7 +84,7 @@ def at_least(minimum: int) -> Callable[[str], int]:
             raise argparse.ArgumentTypeError(f"{number} is less than {minimum}")
         return number
 
-    read.__name__ = "int"  # argparse names this in its message for text that is not a number
+    read.__name__ = "int"  # argparse names the type in its error for other text
     return read
 
 
@@ -110,7 +110,7 @@ def environment() -> Row:
 
 @functools.cache
 def commit() -> str | None:
-    """Return the commit of this checkout, with "+changes" if files differ from it; None outside of a checkout."""
+    """Return the commit of this checkout, with "+changes" if files have been changed; None outside of a checkout."""
     folder = Path(__file__).resolve().parents[1]
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty=+changes", "--abbrev=12", "--exclude=*"]
     try:
@@ -123,12 +123,12 @@ def commit() -> str | None:
 def interleave(
     measures: Mapping[str, Callable[[], Sample]], num_rounds: int, *, warms_up: bool = False
 ) -> dict[str, list[Sample]]:
-    """Take every measure once per round, so that a slow minute of the machine affects all of them alike.
+    """Take every measure once per round, so that a slow period of the machine affects all of them alike.
 
-    Every second round runs in reverse order, so that no measure always follows the same other one.
+    Every second round runs in reverse order, so that no measure always follows the same other measure.
 
     Args:
-        warms_up: take every measure once more before, which is not counted.
+        warms_up: take every measure once beforehand, without counting it.
 
     Returns:
         The samples of each measure, in the order in which they were taken.
@@ -146,7 +146,7 @@ def interleave(
 def interleave_with_limits(
     measures: Mapping[str, Callable[[], float]], num_rounds: int, probe: LimitProbe
 ) -> dict[str, list[Round]]:
-    """Interleave rates, with the machine's limits measured before the first, between any two, and after the last."""
+    """Interleave rates. The machine's limits are measured before the first rate, between rates, and after the last."""
     before = probe.measure()
 
     def between_limits(measure: Callable[[], float]) -> Round:
@@ -162,10 +162,10 @@ def interleave_with_limits(
 
 
 def call_timer(call: Callable[[int], object], sample_seconds: float) -> Callable[[], float]:
-    """Return a measure of the mean seconds of one call, over as many calls as take about `sample_seconds`.
+    """Return a measure of the mean seconds per call, over as many calls as take about `sample_seconds`.
 
     Args:
-        call: gets the index of the call within a sample.
+        call: its argument is the index of the call within a sample.
     """
 
     @torch.inference_mode()
@@ -181,10 +181,10 @@ def call_timer(call: Callable[[int], object], sample_seconds: float) -> Callable
 
 
 def figures(rounds: Sequence[Round], limit_rate: Callable[[MachineLimits], float]) -> Row:
-    """Return the result of one engine: medians, and each round.
+    """Return the result of one engine: medians, and the samples of each round.
 
     Args:
-        limit_rate: the rate of an engine that wastes nothing, on a machine with these limits.
+        limit_rate: returns the maximum rate on a machine with these limits.
     """
     limits = [limit_rate(each.limits) for each in rounds]
     fractions = [each.rate / limit for each, limit in zip(rounds, limits, strict=True)]
@@ -199,7 +199,7 @@ def figures(rounds: Sequence[Round], limit_rate: Callable[[MachineLimits], float
 
 
 def ratios(engines: Mapping[str, Mapping[str, Any]]) -> list[Row]:
-    """Return the speed-up of each variant of moeserve over each other engine, from what `figures` returned."""
+    """Return the speed-up of each variant of moeserve over each other engine, from the results of `figures`."""
     found = []
     for name, baseline in ((own, other) for own in engines for other in engines):
         if name.startswith("moeserve") and not baseline.startswith("moeserve"):
@@ -214,7 +214,7 @@ def ratio_of_medians(samples: Sequence[float], baseline: Sequence[float]) -> flo
 
 
 def percentile(values: Iterable[float], share: float) -> float:
-    """Return the smallest value that at least this share of all values does not exceed."""
+    """Return the smallest value that is not exceeded by at least the fraction `share` of all values."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
@@ -233,17 +233,17 @@ def read_jsonl(path: Path) -> list[Row]:
 
 
 def show(line: str) -> None:
-    """Print at once: lines may come minutes apart."""
+    """Print a line at once, because lines may be minutes apart."""
     print(line, flush=True)
 
 
 def number(value: float) -> str:
-    """Format with three significant digits, or without decimals from 100."""
+    """Format with three significant digits, and without decimals from 100 on."""
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
 def _processor() -> tuple[str, set[str]]:
-    """Name and instruction set flags of the processor. The flags are known on Linux only."""
+    """Return the processor's name and its instruction set flags. The flags are known only on Linux."""
     cpuinfo = Path("/proc/cpuinfo")
     fields: dict[str, str] = {}
     for line in cpuinfo.read_text().splitlines() if cpuinfo.exists() else ():

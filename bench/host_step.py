@@ -1,8 +1,9 @@
-"""The host's time for a decode step of a GPU, measured without one.
+"""The host's time for a decode step on a GPU, measured without a GPU.
 
-The device is torch's "meta": its tensors have no values, so operations cost the host about as much as launches, and
-reading a value fails. A CUDA graph is one call that does nothing. The time includes the copies into its
-inputs, and the agreement with other replicas except its collective. It excludes the copies from the device.
+The device is torch's "meta" device: its tensors have no values, so an operation costs the host about as much as a
+launch, and reading a value fails. A CUDA graph is replaced with a call that does nothing. The time includes the copies
+into the graph's inputs, and the agreement with other replicas except for its collective. It excludes copies from the
+device.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def capture(run: Callable[[], Result]) -> tuple[Callable[[], None], Result]:
 
 
 class NullMemory(GpuMemory):
-    """A device without values: every token that is read back is token 1."""
+    """Memory of a device without values: every token that is read back is token 1."""
 
     def __init__(self, table: RequestTable) -> None:
         super().__init__(table, META)
@@ -96,7 +97,7 @@ class Operations(TorchDispatchMode):
 
 
 class DecodeSteps:
-    """Decode steps of requests that have long contexts already."""
+    """Decode steps of requests with long contexts."""
 
     def __init__(self, num_requests: int, context_len: int, params: RequestParams) -> None:
         max_blocks = context_len // BLOCK_SIZE + 64
@@ -127,7 +128,7 @@ class DecodeSteps:
         self._started = self._start(registrations=prompts)
 
     def step(self) -> None:
-        """Start a step while the one before it runs, and read the results of that."""
+        """Start a step while the previous one runs, and read the results of the previous one."""
         needs_block = self.position % BLOCK_SIZE == 0
         new_blocks = [(slot, self._new_blocks(1)) for slot in self.slots] if needs_block else []
         earlier, self._started = self._started, self._start(new_blocks=new_blocks)
@@ -150,7 +151,7 @@ class DecodeSteps:
 
 
 def measure(num_requests: int, context_len: int, params: RequestParams, num_steps: int = 64) -> tuple[float, int]:
-    """Return the median processor seconds of a step, and the operations of a step."""
+    """Return the median processor seconds of a step, and its number of operations on the device."""
     steps = DecodeSteps(num_requests, context_len, params)
     steps.step()
     with Operations() as operations:

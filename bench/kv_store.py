@@ -1,14 +1,14 @@
-"""Conversations with a store behind the KV cache, and without.
+"""Conversations with and without a store behind the KV cache.
 
     python -m moeserve.bench.kv_store [--model NAME ...] [--conversations 16] [--turns 4] [--rounds 2] [--json PATH]
 
-- *conversations*: take turns, one request each. A request has all tokens of its conversation so far, and some new ones.
-  Between two turns of a conversation come all others, and the KV cache holds a fourth of the tokens of all.
-- *memory*: blocks that the cache has lost come back from the host's memory (`kv_host_memory`). *recomputation*: they
+- *conversations*: take turns, with one request each. A request has all previous tokens of its conversation, and some
+  new ones. Between two turns of a conversation come all others, and the KV cache holds a fourth of all their tokens.
+- *memory*: blocks evicted from the cache are loaded from the host's memory (`kv_host_memory`). *recomputation*: they
   are computed again, as without a store.
-- *new tokens/s*: output tokens over the time of all requests, four at a time. *computed*: tokens that ran through the
-  model, of those in prompts and outputs; the rest came from the cache or the store. Each round has new conversations,
-  and both engines have the same; the tokens must be equal.
+- *new tokens/s*: output tokens over the time of all requests, four at a time. *computed*: the fraction of prompt and
+  output tokens that the model computed; the rest came from the cache or the store. Each round has new conversations,
+  the same for both engines; their tokens must be equal.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from moeserve.ops.threads import set_num_threads
 
 MODELS = ("qwen3-mini", "deepseek-mini")
 FIRST_TOKENS, TURN_TOKENS, NEW_TOKENS = 512, 128, 16
-AT_A_TIME = 4  # requests
+AT_A_TIME = 4  # number of concurrent requests
 
 
 @dataclass(frozen=True)
 class Round:
-    """The work of an engine in one round."""
+    """The result of an engine in one round."""
 
     seconds: float
-    computed: float  # share of all tokens
+    computed: float  # fraction of all tokens
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -59,7 +59,7 @@ def measure(model: str, num_conversations: int, num_turns: int, num_rounds: int,
     """Return one row for each engine.
 
     Raises:
-        ValueError: the engines gave different tokens.
+        ValueError: the engines have generated different tokens.
     """
     length = FIRST_TOKENS + num_turns * (TURN_TOKENS + NEW_TOKENS)
     bytes_per_token = inspect(Path(model), "bfloat16").cache.total_bytes_per_token
@@ -71,7 +71,7 @@ def measure(model: str, num_conversations: int, num_turns: int, num_rounds: int,
     with LLM(model, **settings) as without, LLM(model, **settings, kv_host_memory=2 * all_bytes) as with_store:
         engines = {"recomputation": without, "memory": with_store}
         rounds: dict[str, list[Round]] = {name: [] for name in engines}
-        for number in range(-1, num_rounds):  # the first one is not counted
+        for number in range(-1, num_rounds):  # the first round is not counted
             tokens = {}
             for name in sorted(engines, reverse=bool(number % 2)):
                 tokens[name], done = converse(
@@ -97,7 +97,7 @@ def measure(model: str, num_conversations: int, num_turns: int, num_rounds: int,
 
 
 def converse(llm: LLM, num_conversations: int, num_turns: int, chance: random.Random) -> tuple[list[list[int]], Round]:
-    """Serve all turns of conversations. Return the tokens of each conversation."""
+    """Serve all turns of all conversations. Return the tokens of each conversation, and the result."""
 
     def draw(num_tokens: int) -> list[int]:
         return [chance.randrange(llm.config.vocab_size) for _ in range(num_tokens)]
@@ -114,7 +114,7 @@ def converse(llm: LLM, num_conversations: int, num_turns: int, chance: random.Ra
             prompts = [{"prompt_token_ids": tokens.copy()} for tokens in group]
             for tokens, output in zip(group, llm.generate(prompts, params, use_tqdm=False), strict=True):
                 tokens += output.outputs[0].token_ids
-                num_tokens += len(tokens) - 1  # the last one is not computed
+                num_tokens += len(tokens) - 1  # the last token is not computed
     seconds = time.perf_counter() - started
     computed = sum(stats.steps.num_tokens for stats in llm.core.replica_stats) - computed_before
     return conversations, Round(seconds, computed / num_tokens)

@@ -2,9 +2,9 @@
 
     moeserve bench latency [--model NAME ...] [--rate 0.5 --rate 1 ...] [--requests 16] [--rounds 3] [--json PATH]
 
-- *arrivals*: a Poisson process; requests do not wait for answers. Prompts are new random token ids, and outputs have a
-  fixed number of tokens. Rates alternate round by round, after a few requests that are not counted. A round serves all
-  its requests.
+- *arrivals*: a Poisson process, independent of answers. Prompts are new random token ids, and outputs have a fixed
+  number of tokens. Rates alternate round by round, after a few uncounted requests. A round ends when all its requests
+  have.
 - *first token*: from a request's arrival, including the wait for the running step. *between tokens*: from one token to
   the next of the same request. Medians and 99th percentiles are over all requests of all rounds.
 - *served*: output tokens per second, from the first arrival to the last token. Where it is below the offered rate,
@@ -39,9 +39,9 @@ NUM_WARM_UP = 2
 class Waits:
     """The waiting times of one round, in seconds."""
 
-    first_token: list[float]  # of each request
-    between_tokens: list[float]  # of all requests
-    total: float  # until the last token
+    first_token: list[float]  # by request
+    between_tokens: list[float]  # over all requests
+    total: float  # from the first arrival to the last token
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -104,17 +104,17 @@ def measure(llm: LLM, rates: Sequence[float], traffic: Workload, num_rounds: int
 
 
 def serve(llm: LLM, arrivals: Sequence[float], prompts: Sequence[list[int]], new_tokens: int) -> Waits:
-    """Submit each request at its arrival time, and step the engine until all are served.
+    """Submit each request at its arrival time, and run engine steps until all requests have ended.
 
     Args:
-        arrivals: seconds after the start of the round.
+        arrivals: seconds from the start of the round, by request.
 
     Raises:
         EngineError: a request failed.
     """
     session = llm.session
     params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
-    last_time: dict[str, float] = {}  # of each unfinished request: its arrival, or its last token
+    last_time: dict[str, float] = {}  # by unfinished request: time of the arrival, or of the last token
     first_token: list[float] = []
     between_tokens: list[float] = []
     has_token: set[str] = set()

@@ -14,36 +14,37 @@ from moeserve.ops.select import select_kernels
 
 @dataclass(frozen=True)
 class MachineLimits:
-    """The highest rates measured with `num_threads` threads, by torch and by our own matrix products."""
+    """The highest rates measured with `num_threads` threads, in torch and in our own matrix products."""
 
     read_bandwidth: float  # GB/s, 1e9 bytes
-    matmul_rate: float  # bf16 GFLOP/s, a multiply-add counts two
+    matmul_rate: float  # bf16 GFLOP/s; a multiply-add counts as two
     num_threads: int
 
 
 @dataclass(frozen=True)
 class Work:
-    """The least memory traffic and arithmetic of a computation."""
+    """The minimum memory traffic and arithmetic of a computation."""
 
-    num_bytes: float  # to be read
+    num_bytes: float  # bytes to read
     operations: float  # of matrix products; a multiply-add counts as two
 
     def seconds(self, limits: MachineLimits) -> float:
-        """Return the least time: reading and computing overlap, and the slower of the two takes all of it."""
+        """Return the minimum time. Reading and computing overlap, so it is the longer of the two."""
         return max(self.num_bytes / (limits.read_bandwidth * 1e9), self.operations / (limits.matmul_rate * 1e9))
 
 
 class LimitProbe:
     """Measures the limits repeatedly, each time in well under a second, with torch's current number of threads.
 
-    On a shared machine a limit may hold for only a second. Each figure is the best of some passes, not their median:
+    On a shared machine a limit may last only a second. Each figure is therefore the best of several passes, not their
+    median:
 
-    - Reading: the sum of a float32 buffer of `buffer_bytes`, and the dot product of its halves; the faster one counts.
+    - Reading: the sum of a float32 buffer of `buffer_bytes`, or the dot product of its halves, whichever is faster.
       The buffer must be larger than the caches.
-    - Products: `matmul_size` / 4 rows with a square bf16 weight of `matmul_size`, by torch's linear and by our packed
-      product; the faster one counts.
+    - Products: `matmul_size` / 4 rows times a square bf16 weight of `matmul_size`, with torch's linear or our packed
+      product, whichever is faster.
 
-    Other code may read a little faster than torch does, so a fraction of this limit can exceed 1.
+    Other code may read slightly faster than torch, so a fraction of this limit can exceed 1.
     """
 
     def __init__(self, *, buffer_bytes: int = 1 << 30, matmul_size: int = 4096, num_passes: int = 3) -> None:
@@ -77,7 +78,7 @@ def measure_limits(*, buffer_bytes: int = 1 << 30, matmul_size: int = 4096, num_
 
 
 def mean_limits(limits: Sequence[MachineLimits]) -> MachineLimits:
-    """Return the mean of limits measured before and after something."""
+    """Return the mean of several measurements of the limits."""
     return MachineLimits(
         read_bandwidth=sum(each.read_bandwidth for each in limits) / len(limits),
         matmul_rate=sum(each.matmul_rate for each in limits) / len(limits),

@@ -1,14 +1,14 @@
-"""The experts of one layer alone, at the shapes of published models, beside the machine's limit.
+"""The experts of one layer, at the shapes of published models, compared with the machine's limit.
 
     moeserve bench moe [--shape NAME ...] [--rows N ...] [--engine NAME ...] [--rounds 5] [--json PATH]
 
-- *rate*: rows per second through sorting by expert, both products and the weighted sum, with random routing. Rows and
-  routing are new for each call. moeserve runs what its MoE layer runs, vLLM its fused operation, kt-kernel its BF16
-  experts. A rate is the median of some calls, after one that is not counted. The results of each engine are checked
-  against float32 before it is timed (`peers/adapters/experts.py`).
-- *limit*: as in `throughput.py`: the bytes of the experts that the rows choose on average, or the multiply-adds.
+- *rate*: rows per second of sorting by expert, both products and the weighted sum, with random routing. Rows and
+  routing are new for each call. moeserve runs the code of its MoE layer, vLLM its fused operation, kt-kernel its BF16
+  experts. A rate is the median of several calls, after one that is not counted. Before an engine is timed, its results
+  are checked against float32 (`peers/adapters/experts.py`).
+- *limit*: as in `throughput.py`: the bytes of the experts that the rows use on average, or the multiply-adds.
 
-All engines of one shape are loaded at once; a layer of Mixtral-8x7B takes 2.8 GB in each.
+All engines of a shape are loaded at once; a layer of Mixtral-8x7B takes 2.8 GB in each.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from moeserve.ops.threads import set_num_threads
 
 # E experts, D model width, F expert width, T rows, K experts of a row
 
-OWN = {**QUANTIZATIONS, "moeserve-mxfp4": "mxfp4"}  # whole models need a checkpoint in MXFP4
+OWN = {**QUANTIZATIONS, "moeserve-mxfp4": "mxfp4"}  # whole models would need an MXFP4 checkpoint
 NAMES = (*OWN, *EXPERTS_PEERS)
 SHAPES = {
     "Mixtral-8x7B": Shape(num_experts=8, hidden=4096, width=14336, top_k=2),
@@ -58,13 +58,13 @@ SHAPES = {
     "Qwen3-30B-A3B": Shape(num_experts=128, hidden=2048, width=768, top_k=8),
 }
 NUM_ROWS = (1, 16, 64, 256, 1024)
-SAMPLE_SECONDS = 0.3  # of one rate, at a third of the limit's speed; at least 2 calls
+SAMPLE_SECONDS = 0.3  # duration of a sample at a third of the limit; at least 2 calls
 MAX_CALLS = 50
-MAX_ERRORS = {None: 0.02, "int8": 0.04, "int4": 0.3, "mxfp4": 0.3}  # relative, with random weights
+MAX_ERRORS = {None: 0.02, "int8": 0.04, "int4": 0.3, "mxfp4": 0.3}  # relative errors with random weights
 
-E2M1_BORDERS = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])  # between magnitudes
+E2M1_BORDERS = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])  # borders between rounded magnitudes
 
-Seconds = Callable[[int, int], list[float]]  # rows, calls -> seconds of each call
+Seconds = Callable[[int, int], list[float]]  # (rows, calls) -> seconds of each call
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def measure(
     shape: Shape, num_rows: int, engines: Mapping[str, Engine[Seconds]], num_rounds: int, probe: LimitProbe
 ) -> Row:
-    """Return the row of one shape and number of rows."""
+    """Return the row of one shape and one number of rows."""
     expected = experts_work(shape, num_rows).seconds(probe.measure())
     num_calls = min(MAX_CALLS, max(2, round(SAMPLE_SECONDS / 3 / expected)))
 
@@ -115,7 +115,7 @@ def measure(
 
 
 def experts_work(shape: Shape, num_rows: int, bits: float = FORMATS["bfloat16"].bits) -> Work:
-    """Return the work of one call. Experts that no row chose are not read."""
+    """Return the work of one call. Experts without rows are not read."""
     weights_per_expert = 3 * shape.hidden * shape.width
     num_read = shape.num_experts * (1 - (1 - shape.top_k / shape.num_experts) ** num_rows)
     return Work(
@@ -125,7 +125,7 @@ def experts_work(shape: Shape, num_rows: int, bits: float = FORMATS["bfloat16"].
 
 
 def start_experts(name: str, *, shape: Shape, stack: ExitStack) -> Engine[Seconds]:
-    """Load a layer of random weights, with torch's current number of threads. The stack closes it.
+    """Load a layer of random weights, with torch's current number of threads. Closing the stack closes it.
 
     Raises:
         PeerError: a peer is not installed, or cannot run these experts.
@@ -137,7 +137,7 @@ def start_experts(name: str, *, shape: Shape, stack: ExitStack) -> Engine[Second
 
 
 def fill_mxfp4(weights: OpenWeights, source_eOI: Tensor) -> None:
-    """Round weights to MXFP4: the least power of two as scale that leaves the largest of 32 values below 6.5."""
+    """Round weights to MXFP4. The scale is the least power of two for which the largest of 32 values is below 6.5."""
     assert weights.scales_eGB is not None
     for codes_OI, exponents_OG, source_OI in zip(weights.weight_eOI, weights.scales_eGB, source_eOI, strict=True):
         groups_OG32 = source_OI.float().unflatten(1, (-1, MXFP4_GROUP))
@@ -150,7 +150,7 @@ def fill_mxfp4(weights: OpenWeights, source_eOI: Tensor) -> None:
 
 @torch.inference_mode()
 def own_experts(shape: Shape, quantization: QuantizationName | None) -> Seconds:
-    """Return moeserve's experts, with the rows and routing that the adapters give to their engines."""
+    """Return moeserve's experts, with the same rows and routing as the adapters of other engines."""
     device = torch.device("cpu")
     context = ModelContext(select_kernels(device), groups_of_one_rank(), torch.bfloat16, device, quantization)
     pairs = context.kernels.pairs
@@ -168,7 +168,7 @@ def own_experts(shape: Shape, quantization: QuantizationName | None) -> Seconds:
 
         @torch.inference_mode()
         def run(rows_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
-            """Run what `moe/dispatch/local.py` runs before and after the experts."""
+            """Run the same code as `moe/dispatch/local.py` before and after the experts."""
             pair_of_row_R, counts_E = pairs.sort(ids_TK.long().flatten(), Keys(shape.num_experts))
             output_RD = experts(PackedTokens(pairs.gather(rows_TD, pair_of_row_R, shape.top_k), counts_E))
             return pairs.weighted_sum(output_RD, pair_of_row_R, weights_TK, rows_TD.dtype)

@@ -1,19 +1,19 @@
-"""The cost of several ranks on one CPU host: agreement, dispatch, collectives, and serving beside one rank.
+"""The cost of several ranks on one CPU host: agreement, dispatch, collectives, and serving compared with one rank.
 
     moeserve bench dispatch [--table NAME ...] [--ranks N ...] [--rounds 3] [--json PATH]
 
-- *agreement*: what replicas do before every step: each sends what it would run, and all reach the same decision.
-- *dispatch*: the tokens of one layer go to the ranks of their experts and back, without the experts' computation.
-  Random tokens, random experts. *speed-up* is over allgather.
-- *collectives*: each collective through shared memory and over gloo, as called from Python, on float32, sums also on
-  bfloat16. *bytes* are what each rank sends to each.
-- *serving*: two ranks in each layout, with half of the cores each, beside one rank with all of them, through `LLM` on
-  the same model. `decode.py` describes the rates. In each line all engines serve equally many requests at a time. Up to
-  four engines are loaded at once: one rank, and two ranks with each of SERVED_DISPATCHERS, or with slices of experts.
+- *agreement*: the exchange before every step, in which replicas send their intents and reach the same decision.
+- *dispatch*: the tokens of one layer are sent to the ranks of their experts and back, without the experts' computation.
+  Random tokens, random experts. *speed-up* is relative to allgather.
+- *collectives*: each collective through shared memory and over gloo, as called from Python, on float32, and sums also
+  on bfloat16. *bytes* are sent from each rank to each rank.
+- *serving*: two ranks in each layout, with half of the cores each, compared with one rank with all cores, through `LLM`
+  on the same model. `decode.py` describes the rates. In each line all engines serve equally many requests at a time. Up
+  to four engines are loaded at once: one rank, and two ranks with each of SERVED_DISPATCHERS, or with sliced experts.
 
-A sample is the median over calls and ranks, and a 99th percentile is over all calls of all rounds. Whatever a table
-compares is measured in alternation, after a round that is not counted. With more ranks than cores, an exchange waits
-until every rank has had its turn on a core.
+A sample is the median over calls and ranks; a 99th percentile is over all calls of all rounds. The entries of a table
+are measured alternately, after an uncounted round. With more ranks than cores, an exchange waits until every rank has
+been scheduled on a core.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ TOKENS_PER_RANK = (1, 16, 128, 1024)
 SHAPE = {"hidden_size": 2048, "num_experts": 64, "top_k": 8}  # close to DeepSeek-V2-Lite and OLMoE
 OPERATIONS = ("all_to_all", "all_gather", "reduce_scatter")
 NUM_BYTES = (64, 2**11, 2**16, 2**21)
-SAMPLE_SECONDS = 0.2  # length of one sample
+SAMPLE_SECONDS = 0.2  # duration of one sample
 LAYOUTS = ({"tensor_parallel_size": 2}, {"data_parallel_size": 2})
 SERVED_DISPATCHERS = ("all_to_all", "shared_memory")
 REQUESTS_PER_REPLICA = (1, 8)
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     model = find_checkpoint(options.model)
     torch.set_num_threads(usable_cores())
-    machine = environment()  # before any load of our own
+    machine = environment()  # recorded before the benchmark causes load
     tables = options.table or [*MEASURES, "serving"]
     for table in (table for table in tables if table in MEASURES):
         rows: list[Row] = []
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def timed(ranks: Ranks, orders: Mapping[str, Timed], num_rounds: int, base: str) -> Iterator[tuple[str, Row]]:
-    """Yield the figures of each order by name. Its ratio is how many times as fast as `base` it is."""
+    """Yield the figures of each order by name. The ratio is its speed-up over `base`."""
     measures = {name: repeated(ranks, order, SAMPLE_SECONDS) for name, order in orders.items()}
     rounds = interleave(measures, num_rounds, warms_up=True)  # seconds of each call, by round and rank
     calls = {name: [list(itertools.chain(*of_ranks)) for of_ranks in each] for name, each in rounds.items()}

@@ -1,15 +1,15 @@
-"""The quality lost by quantising: how far next-token probabilities move from those of bf16 weights.
+"""The quality lost by quantization: the divergence of next-token probabilities from those of bf16 weights.
 
     python -m moeserve.bench.quality [--model FOLDER] [--json PATH]
 
-The bf16 model continues a few openings by sampling. Each format then computes the probabilities of every next token of
-the same texts. Reported are the mean Kullback-Leibler divergence from bf16 over all positions, in nats over the whole
-vocabulary, and the share of positions with the same most likely token. float32 is measured too: it shows how far bf16
-itself is from exact results, and so which divergences matter.
+The bf16 model continues some openings by sampling. Each format then computes the probabilities of every next token of
+the same texts. The results are the mean Kullback-Leibler divergence from bf16 over all positions, in nats over the
+whole vocabulary, and the fraction of positions with the same most likely token. float32 is included to show how far
+bf16 itself is from exact results, and therefore which divergences are significant.
 
-The weights of the default model were in 4 bits once (Q4_1 of GGUF), and int4 finds their values again. So a copy of it
-is measured as well, whose weights are moved at random within the steps of these 4 bits, as if they had never been
-rounded. It is compared with its own bf16 results, on the same texts.
+The default model's weights were once quantized to 4 bits (GGUF's Q4_1), and int4 recovers their values. The benchmark
+therefore also measures a copy whose weights are moved at random within the steps of these 4 bits, as if they had never
+been rounded. It is compared with its own bf16 results, on the same texts.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def move_weights(model: Path, folder: Path) -> Path:
     """Write a copy of a checkpoint whose matrices are moved by up to half a step of 4 bits. Return its folder.
 
-    A step is a fifteenth of the range of 32 neighbouring inputs. The embedding, which is the head too, stays.
+    A step is a fifteenth of the range of 32 neighbouring inputs. The embedding, which is also the head, is unchanged.
     """
     shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     generator = torch.Generator().manual_seed(0)
@@ -113,7 +113,7 @@ def move_weights(model: Path, folder: Path) -> Path:
 
 
 def generated_texts(model: Path, num_tokens: int) -> list[list[int]]:
-    """Return the token ids of the openings, with the bf16 model's continuations."""
+    """Return the token ids of the openings with the bf16 model's continuations."""
     with LLM(model=str(model), dtype="bfloat16", max_model_len=num_tokens + 64) as llm:
         params = SamplingParams(temperature=1.0, max_tokens=num_tokens, seed=0, ignore_eos=True)
         results = llm.generate(list(OPENINGS), params)
@@ -130,7 +130,7 @@ def compare(model: Path, texts: list[list[int]]) -> dict[str, Difference]:
 
 @torch.inference_mode()
 def log_probabilities(model: Path, texts: list[list[int]], settings: dict[str, str]) -> Iterator[Tensor]:
-    """Yield for each text the log-probabilities of every next token, [L, V] float32."""
+    """Yield the log-probabilities of every next token of each text, [L, V] float32."""
     facts = read_facts(model)
     config = resolve(parse_settings(dict(settings)), facts, MachineFacts(num_cores=usable_cores()))
     loaded = load_model(config, groups_of_one_rank(), show_progress=False).model
@@ -162,7 +162,7 @@ def log_probabilities(model: Path, texts: list[list[int]], settings: dict[str, s
 
 
 def difference(expected: Sequence[Tensor], actual: Iterator[Tensor]) -> Difference:
-    """Return the divergence of `actual` from `expected`: log-probabilities [L, V] of each text."""
+    """Return the divergence of `actual` from `expected`; both are log-probabilities [L, V] of each text."""
     divergences, same = [], []
     for expected_LV, actual_LV in zip(expected, actual, strict=True):
         divergences.append((expected_LV.exp() * (expected_LV - actual_LV)).sum(-1))

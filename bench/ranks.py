@@ -1,4 +1,4 @@
-"""Ranks for benchmarks: processes that are started and connected as the engine's ranks, and that run timed orders.
+"""Ranks for benchmarks: processes that are started and connected like the engine's ranks, and execute timed orders.
 
 The parent uses `Ranks`; each child runs `work`. Ranks without an order sleep.
 """
@@ -55,18 +55,18 @@ from moeserve.worker.worker import Worker
 
 DispatcherName: TypeAlias = Literal["allgather", "all_to_all", "shared_memory"]
 DISPATCHERS: tuple[DispatcherName, ...] = ("allgather", "all_to_all", "shared_memory")
-LEAST_CALLS = 3  # of one sample
+LEAST_CALLS = 3  # minimum number of calls in a sample
 WARM_UP_STEPS = 3
 
 
 class TimeAgreements(msgspec.Struct, frozen=True, kw_only=True, tag="agreements"):
-    """Agree with the other replicas `num_calls` times, without a pause."""
+    """Order: agree with the other replicas `num_calls` times, without pauses."""
 
     num_calls: int = LEAST_CALLS
 
 
 class TimeDispatch(msgspec.Struct, frozen=True, kw_only=True, tag="dispatch"):
-    """Dispatch random tokens to random experts and combine the unchanged rows, `num_calls` times."""
+    """Order: dispatch random tokens to random experts, and combine the unchanged rows, `num_calls` times."""
 
     dispatcher: DispatcherName
     num_tokens: int  # of each rank
@@ -77,7 +77,7 @@ class TimeDispatch(msgspec.Struct, frozen=True, kw_only=True, tag="dispatch"):
 
 
 class TimeCollective(msgspec.Struct, frozen=True, kw_only=True, tag="collective"):
-    """Call a collective of all ranks `num_calls` times, without a pause."""
+    """Order: call a collective of all ranks `num_calls` times, without pauses."""
 
     transport: TransportName
     operation: str
@@ -87,11 +87,11 @@ class TimeCollective(msgspec.Struct, frozen=True, kw_only=True, tag="collective"
 
 
 class RunSteps(msgspec.Struct, frozen=True, kw_only=True, tag="steps"):
-    """Run prefill steps, gather expert loads, run until experts have stopped moving, and run the same steps again."""
+    """Order: run prefill steps, gather expert loads, run until experts have moved, and run the same steps again."""
 
     num_tokens: int  # of each replica in a step
-    num_steps: int  # before, and again after
-    max_steps: int  # while experts move
+    num_steps: int  # number of steps before the move, and again after it
+    max_steps: int  # maximum number of steps while experts move
     hottest: float  # ratio of the longest to the shortest router row
 
 
@@ -100,7 +100,7 @@ Order: TypeAlias = Timed | RunSteps
 
 
 class Steps(msgspec.Struct, frozen=True, kw_only=True):
-    """Consecutive steps."""
+    """Measurements of consecutive steps."""
 
     seconds: list[float]  # of each step
     max_over_mean: float  # load of the fullest rank over the mean, all layers together
@@ -118,7 +118,7 @@ Answer: TypeAlias = list[float] | Rebalanced  # seconds of each call, or steps
 
 
 class Ranks:
-    """The processes of one worker group. Use as a context manager; the end of it terminates them."""
+    """The processes of one worker group. Leaving the context terminates them."""
 
     def __init__(self, folder: Path, **settings: Any) -> None:
         """Start the ranks of a layout.
@@ -143,7 +143,7 @@ class Ranks:
         ]
 
     def run(self, order: Order) -> list[Any]:
-        """Send the order to all ranks and return their answers, by rank.
+        """Send the order to all ranks, and return their answers by rank.
 
         Raises:
             EngineError: a rank has failed.
@@ -169,13 +169,13 @@ class Ranks:
 
 def repeated(ranks: Ranks, order: Timed, sample_seconds: float) -> Callable[[], list[list[float]]]:
     """Return a measure of the order, with as many calls as take about `sample_seconds`."""
-    ranks.run(order)  # connects, and touches memory
+    ranks.run(order)  # connects and touches memory
     seconds = statistics.mean(itertools.chain(*ranks.run(order)))
     num_calls = max(LEAST_CALLS, int(sample_seconds / seconds))
     return lambda: ranks.run(msgspec.structs.replace(order, num_calls=num_calls))
 
 
-# What follows runs in the child processes.
+# The following functions run in the child processes.
 
 
 def work(parent: Parent) -> None:
@@ -276,7 +276,7 @@ def random_tokens(order: TimeDispatch, rank: int) -> tuple[Tensor, Routing]:
 
 
 def _step(tokens_per_rank: tuple[int, ...]) -> StepInputs:
-    """A step for dispatchers, which only read the numbers of tokens."""
+    """Return a step for dispatchers, which read only the numbers of tokens."""
     nothing = torch.empty(0, dtype=torch.int64)
     return StepInputs(
         token_ids=nothing,
@@ -340,7 +340,7 @@ def run_steps(worker: Worker, groups: Groups, start: RankStart, order: RunSteps)
 
 
 def _prefill_plan(random_source: random.Random, start: RankStart, step: int, num_tokens: int) -> StepPlan:
-    """A step with one prompt of random tokens."""
+    """Return a step with one prompt of random tokens."""
     num_blocks = -(-num_tokens // start.config.block_size)
     token_ids = [random_source.randrange(start.config.vocab_size) for _ in range(num_tokens)]
     registration = Registration(
@@ -356,7 +356,7 @@ def _prefill_plan(random_source: random.Random, start: RankStart, step: int, num
 
 
 def _skew_routers(model: Decoder, hottest: float) -> None:
-    """Make router rows longer from expert to expert: longer rows are chosen more often."""
+    """Make router rows longer with the index of the expert: experts with longer rows are chosen more often."""
     for layer in model.moe_layers.values():
         scale = torch.logspace(0, 1, len(layer.router.weight), base=hottest)
         layer.router.weight.data.mul_(scale[:, None])

@@ -1,12 +1,13 @@
-"""The cost of moving experts between ranks, and the gain.
+"""The cost and the gain of moving experts between ranks.
 
     python -m moeserve.bench.rebalance [--ranks 2 4] [--rounds 5] [--json PATH]
 
-Replicas of one rank and one thread each run random prompts through a model of random weights whose routers prefer some
-experts. With one slot for a redundant expert on each rank and `rebalance="auto"`, steps are timed before, during and
-after a change of placement; without redundant experts, as they are. In a round all ranks are started anew for each of
-the two. *p99* is over all rounds; *gain* is tokens per second after over before, *gain_over_without* after over
-without, both within a round and as medians over rounds.
+Replicas of one rank and one thread each run random prompts through a model with random weights, whose routers prefer
+some experts. Two configurations are timed: with one redundant expert per rank and `rebalance="auto"`, before, during
+and after a change of placement; and without redundant experts. In each round, all ranks are started anew for each
+configuration. *p99* is over all rounds. *gain* is tokens per second after the change over before it,
+*gain_over_without* after the change over without redundant experts; both are computed within a round, as medians over
+the rounds.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run(model: Path, num_ranks: int, order: RunSteps, balances: bool) -> Rebalanced:
-    """Start ranks and return the answer of the first.
+    """Start ranks, and return the answer of the first rank.
 
     Args:
         balances: use redundant experts and rebalancing.
@@ -73,7 +74,7 @@ def run(model: Path, num_ranks: int, order: RunSteps, balances: bool) -> Rebalan
 
 
 def as_row(num_ranks: int, order: RunSteps, rounds: Sequence[tuple[Rebalanced, Rebalanced]]) -> Row:
-    """Return the row of some rounds, each without and with balancing."""
+    """Return the row of several rounds, each without and with rebalancing."""
     balanced = [with_it for _, with_it in rounds]
     without = [without_it for without_it, _ in rounds]
 

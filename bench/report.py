@@ -2,8 +2,8 @@
 
     moeserve bench report [--results FOLDER] [--document FILE]
 
-In the document a table stands between the comments `<!-- begin NAME -->` and `<!-- end NAME -->`, and is replaced.
-Where several rows describe the same measurement, the last one counts. All rows of the folder are shown, so results of
+In the document, the report replaces the text between the comments `<!-- begin NAME -->` and `<!-- end NAME -->`. If
+several rows describe the same measurement, the last one is used. The report shows all rows of the folder, so results of
 trial runs belong elsewhere.
 """
 
@@ -25,7 +25,7 @@ from moeserve.machine import shown_bytes
 
 Columns = list[tuple[str, str]]  # title, and the format of a row's cell
 ORDER = (*ENGINE_NAMES, "moeserve-mxfp4", "kt-kernel")
-PLOTS = "plots"  # a folder beside the document
+PLOTS = "plots"  # a folder next to the document
 
 
 class ReportError(MoeserveError, ValueError):
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def write_report(results: Path, document: Path) -> list[Path]:
-    """Fill the document's tables and draw the plots beside it. Return the paths of the written files.
+    """Fill the document's tables, and draw the plots next to it. Return the paths of the written files.
 
     Raises:
         ReportError: the document or the folder does not exist, or the document names an unknown table.
@@ -64,7 +64,7 @@ def write_report(results: Path, document: Path) -> list[Path]:
 
 
 def fill(text: str, rows: Sequence[Row]) -> str:
-    """Return the document with every table replaced."""
+    """Return the document with the contents of every table replaced."""
     for begin, end in re.findall(r"<!-- begin (\w+) -->|<!-- end (\w+) -->", text):
         if (begin or end) not in TABLES:
             raise ReportError(f"there is no table {begin or end!r}; the tables are {', '.join(TABLES)}")
@@ -77,7 +77,7 @@ def fill(text: str, rows: Sequence[Row]) -> str:
 
 
 def show_and_save(path: Path | None, rows: Sequence[Row], machine: Row | None = None) -> None:
-    """Print the tables of a benchmark's new rows, and append these to a file."""
+    """Print the tables of a benchmark's new rows, and append the rows to a file."""
     rows = [row | {"environment": machine or environment()} for row in rows]
     save(path, rows)
     for benchmark, found in by(rows, "benchmark").items():
@@ -86,7 +86,7 @@ def show_and_save(path: Path | None, rows: Sequence[Row], machine: Row | None = 
 
 
 def rows_of(rows: Iterable[Row], benchmark: str) -> list[Row]:
-    """Return the latest rows of a benchmark, one for each combination of its keys, in the order of their first rows."""
+    """Return a benchmark's latest row for each combination of its keys, in the order of their first rows."""
     found: dict[tuple[str, ...], Row] = {}
     for row in rows:
         if row["benchmark"] == benchmark:
@@ -97,7 +97,7 @@ def rows_of(rows: Iterable[Row], benchmark: str) -> list[Row]:
     return list(found.values())
 
 
-# What distinguishes the measurements of a benchmark.
+# The fields of a row that identify a measurement of a benchmark.
 KEYS: dict[str, tuple[str, ...]] = {
     "throughput": ("model", "kernels", "cell"),
     "moe": ("shape_name", "kernels", "num_rows"),
@@ -122,7 +122,7 @@ KEYS: dict[str, tuple[str, ...]] = {
 
 
 class Cells(string.Formatter):
-    """Formats figures. After the colon, "3" stands for three digits, and "ms" and "us" for these of seconds."""
+    """Formats figures. The format "3" stands for three significant digits; "ms" and "us" convert from seconds."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
         if value is None:
@@ -135,34 +135,34 @@ COLUMNS: dict[str, Columns] = {
     "sparse_attention": [
         ("context", "{context}"),
         ("indexer, ms", "{milliseconds[indexer]:.3g}"),
-        ("attention to 2048 chosen positions, ms", "{milliseconds[chosen]:.3g}"),
-        ("attention to all positions, ms", "{milliseconds[all]:.3g}"),
+        ("sparse attention (top 2048), ms", "{milliseconds[chosen]:.3g}"),
+        ("full attention, ms", "{milliseconds[all]:.3g}"),
     ],
     "scheduling": [
         ("table", "{table}"),
         ("model", "{model}"),
         ("batch", "{batch}"),
-        ("way", "{way}"),
+        ("configuration", "{way}"),
         ("tokens/s", "{rate:3}"),
         ("ratio", "{ratio:.2f}"),
         ("idle", "{idle:.0%}"),
     ],
     "speculation": [
         ("model", "{model}"),
-        ("way", "{way}"),
+        ("configuration", "{way}"),
         ("tokens/s", "{rate:3}"),
-        ("ratio", "{ratio:.2f}"),
-        ("by processor time", "{processor_ratio:.2f}"),
-        ("drafts accepted", "{accepted:.0%}"),
+        ("speed-up", "{ratio:.2f}"),
+        ("speed-up by CPU time", "{processor_ratio:.2f}"),
+        ("acceptance rate", "{accepted:.0%}"),
         ("steps", "{steps:.0%}"),
     ],
     "latency": [
         ("model", "{model}, {engine}"),
         ("requests/s", "{requests_per_second:g}"),
         ("first token, ms", "{first_token[median]:ms}"),
-        ("99%", "{first_token[p99]:ms}"),
+        ("p99", "{first_token[p99]:ms}"),
         ("between tokens, ms", "{between_tokens[median]:ms}"),
-        ("99%", "{between_tokens[p99]:ms}"),
+        ("p99", "{between_tokens[p99]:ms}"),
         ("tokens/s", "{tokens_per_second:3}"),
     ],
     "kv_store": [
@@ -176,31 +176,31 @@ COLUMNS: dict[str, Columns] = {
         ("model", "{model}, {threads} threads"),
         ("engine", "{engine}"),
         ("short prompts: first token, ms", "{short[median]:ms}"),
-        ("99%", "{short[p99]:ms}"),
+        ("p99", "{short[p99]:ms}"),
         ("speed-up", "{speed_up:.2f}"),
         ("long prompts: first token, ms", "{long[median]:ms}"),
     ],
     "servers": [
         ("clients", "{clients}, {name}"),
         ("tokens/s", "{rate:3}"),
-        ("moeserve's over its", "{over:.2f}"),
+        ("moeserve's speed-up", "{over:.2f}"),
         ("first token, ms", "{first_token[median]:ms}"),
-        ("99%", "{first_token[p99]:ms}"),
+        ("p99", "{first_token[p99]:ms}"),
         ("between tokens, ms", "{between_tokens[median]:ms}"),
-        ("99%", "{between_tokens[p99]:ms}"),
+        ("p99", "{between_tokens[p99]:ms}"),
     ],
     "startup": [
         ("model", "{model}, {gigabytes:.1f} GB"),
         ("engine", "{engine} {quantization}"),
         ("source", "{source}"),
         ("seconds", "{seconds:3}"),
-        ("of these loading", "{loading:3}"),
-        ("imports before", "{imports:3}"),
-        ("beyond `import torch`", "{beyond_torch:3}"),
+        ("loading", "{loading:3}"),
+        ("imports", "{imports:3}"),
+        ("after `import torch`", "{beyond_torch:3}"),
     ],
     "quality": [
         ("model", "{model}"),
-        ("instead of bf16", "{variant}"),
+        ("format", "{variant}"),
         ("mean KL divergence, nats", "{mean_divergence:.4f}"),
         ("same most likely token", "{share_same:.1%}"),
         ("positions", "{num_positions}"),
@@ -214,9 +214,9 @@ COLUMNS: dict[str, Columns] = {
         ("added", "{ways[ray, plain calls][added]:us}"),
     ],
     "agreement": [
-        ("replicas that agree", "{num_replicas}"),
+        ("agreement of replicas", "{num_replicas}"),
         ("median, µs", "{median_us:.0f}"),
-        ("99%, µs", "{p99_us:.0f}"),
+        ("p99, µs", "{p99_us:.0f}"),
     ],
     "dispatch": [
         ("dispatch and combine", "{num_ranks} ranks, {tokens_per_rank} tokens, {dispatcher}"),
@@ -235,14 +235,14 @@ COLUMNS: dict[str, Columns] = {
         ("fullest rank / mean", "{balance:.2f}"),
         ("step p50, ms", "{steps[p50]:ms}"),
         ("step p99, ms", "{steps[p99]:ms}"),
-        ("tokens/s over without", "{gains[0]:.2f}"),
-        ("over before", "{gains[1]:.2f}"),
+        ("speed-up over no redundancy", "{gains[0]:.2f}"),
+        ("speed-up over before", "{gains[1]:.2f}"),
     ],
 }
 
 
 def throughput_tables(rows: Sequence[Row]) -> Iterator[str]:
-    """For each model, all cells with all engines and the goals."""
+    """Yield a table for each model: all cells with all engines and the goals."""
     goals: Columns = [("moeserve / best peer (goal)", "{best}"), ("reached", "{reached:.2f}")]
     for model, cells in by_title(rows, "model").items():
         yield f"**{model}**, tokens per second (share of the limit)"
@@ -263,7 +263,7 @@ def goal_cells(row: Row) -> Row:
 
 
 def moe_tables(rows: Sequence[Row]) -> Iterator[str]:
-    """For each shape: numbers of rows with all engines."""
+    """Yield a table for each shape: all numbers of rows with all engines."""
     for name, cells in by_title(rows, "shape_name").items():
         sizes = "{num_experts} x {hidden} x {width}, top-{top_k}".format(**cells[0]["shape"])
         yield f"**{name}**, {sizes}: rows per second (share of the limit)"
@@ -285,7 +285,7 @@ def engine_cell(row: Row, name: str) -> str | None:
 
 
 def servers_tables(rows: Sequence[Row]) -> Iterator[str]:
-    """For each model: all servers with each number of clients, and moeserve's rate over theirs, a median of rounds."""
+    """Yield a table for each model: all servers by number of clients, with moeserve's median speed-up over them."""
     for model, cells in by_title(rows, "model").items():
         yield f"**{model}**"
         yield table(
@@ -308,7 +308,7 @@ def startup_tables(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def attention_tables(rows: Sequence[Row]) -> Iterator[str]:
-    """For each kind and batch: the kernel's time by context, its speed-up over torch, and its share of the limit."""
+    """Yield a table for each kind and batch: the kernel's time by context, its speed-up, and its share of the limit."""
 
     def line(row: Row) -> str:
         shape = row["shape"]
@@ -324,7 +324,7 @@ def attention_tables(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def collectives_tables(rows: Sequence[Row]) -> Iterator[str]:
-    """For each collective, the times through shared memory by size, and how many times as fast as gloo they are."""
+    """Yield a table for each collective: the times through shared memory by size, and the speed-up over gloo."""
     yield pivot(
         [
             row | {"line": f"{row['num_ranks']} ranks, {row['operation']}, {row['dtype']}", "column": row["num_bytes"]}
@@ -337,7 +337,7 @@ def collectives_tables(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def parallel_tables(rows: Sequence[Row]) -> Iterator[str]:
-    """Agreement, dispatch and serving, as far as they were measured."""
+    """Yield the tables of agreement, dispatch and serving that have rows."""
     tables = by(rows, "table")
     bases = {
         "dispatch": ("dispatcher", "allgather", ("num_ranks", "tokens_per_rank")),
@@ -348,13 +348,13 @@ def parallel_tables(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def beside(rows: Sequence[Row], key: str, base: str, same: Sequence[str]) -> list[Row]:
-    """Return the rows with another value of `key` than `base`, each with the row of `base` that it is compared with."""
+    """Return the rows whose `key` is not `base`, each with the row of `base` that has the same other values."""
     bases = {tuple(str(row[each]) for each in same): row for row in rows if row[key] == base}
     return [row | {"base": bases[tuple(str(row[each]) for each in same)]} for row in rows if row[key] != base]
 
 
 def rebalance_tables(rows: Sequence[Row]) -> Iterator[str]:
-    """For each number of ranks, steps without balancing, and before, during and after a change of placement."""
+    """Yield a table for each number of ranks: steps without rebalancing, and before, during and after a change."""
     phases = [
         row | {"phase": phase, "steps": row[phase], "balance": row["max_over_mean"].get(phase), "gains": [None, None]}
         for row in rows
@@ -416,7 +416,7 @@ def table(rows: Sequence[Row], columns: Columns) -> str:
 
 
 def pivot(rows: Sequence[Row], cell: str, title: Callable[[int], str]) -> str:
-    """Return a table with a line and a column for each value of these facts of the rows."""
+    """Return a table with a line for each value of "line" in the rows, and a column for each value of "column"."""
     values = sorted({row["column"] for row in rows})
     lines: dict[str, Row] = {}
     for row in rows:
@@ -453,7 +453,7 @@ def machine_line(rows: Sequence[Row]) -> str:
 
 
 def peer_facts(figure: Row) -> str:
-    """Return the peer's version, with the preloaded libraries if the row has recorded them."""
+    """Return the peer's version, with its preloaded libraries if the row records them."""
     preloaded = figure.get("settings", {}).get("preloaded")
     if preloaded is None:
         return str(figure["version"])
@@ -468,7 +468,7 @@ def by(rows: Iterable[Row], key: str) -> dict[Any, list[Row]]:
 
 
 def by_title(rows: Iterable[Row], key: str) -> dict[str, list[Row]]:
-    """Group rows by a model or shape, and by the instruction set of moeserve's kernels where it was recorded."""
+    """Group rows by a model or shape, and by the instruction set of moeserve's kernels if it was recorded."""
     facts = ((row, (row[key], row["environment"].get("kernels"))) for row in rows)
     return by([row | {"title": ", ".join(filter(None, names))} for row, names in facts], "title")
 

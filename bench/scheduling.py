@@ -1,15 +1,15 @@
-"""How well the engine's loop keeps the ranks busy, and what its callers cost.
+"""The idle time of ranks between steps, and the cost of different callers.
 
     python -m moeserve.bench.scheduling [--table steps] [--table callers] [--table pipeline] [--rounds 5] [--json PATH]
 
-- *steps*: decoding with one step in flight (`async_scheduling=False`) and with two. *idle* is the share of the time
-  of decode steps in which a rank, in a thread of this process, computes neither layers nor the head. Sampling, the
-  engine's loop, and building the step's inputs are in it.
+- *steps*: decoding with one step in flight (`async_scheduling=False`) and with two. *idle* is the fraction of the time
+  of decode steps in which a rank, in a thread of this process, computes neither layers nor the head. It includes
+  sampling, the engine's loop, and building the step's inputs.
 - *callers*: the same prompts through `LLM.generate`, 64 asyncio tasks of an `AsyncLLM`, and 16 threads of an `LLM`.
-- *pipeline*: two stages, a core for each, with one batch of requests in flight and with two. Two batches of half the
-  size read the weights of most experts twice, so they gain less than two of the same size.
+- *pipeline*: two stages with one core each, with one batch of requests in flight and with two. Two batches of half the
+  size read the weights of most experts twice, so they gain less than two batches of the same size.
 
-Rates are in new tokens per second. What is compared is measured in alternation; ratios are medians over the rounds.
+Rates are in new tokens per second. Configurations are measured alternately; ratios are medians over the rounds.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PROMPT_TOKENS = 32
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = make_parser("scheduling", "How well the engine's loop keeps the ranks busy.", rounds=5)
+    parser = make_parser("scheduling", "The idle time of ranks between steps.", rounds=5)
     add_models(parser, MODELS)
     add_choices(parser, "--table", TABLES, "all")
     parser.add_argument("--new-tokens", type=at_least(2), default=65, help="new tokens of each request")
@@ -84,10 +84,10 @@ def measure_steps(
 
 
 class ModelTimer:
-    """A `StepReplay` that records when each decode step begins, and the time that its layers and head take."""
+    """A `StepReplay` that records the start of each decode step, and the time that its layers and head take."""
 
     def __init__(self, runner: ModelRunner) -> None:
-        """Take the place of the runner's replay, and of its model's head."""
+        """Replace the runner's replay, and its model's head."""
         self._replay, self._logits = runner.replay, runner.model.logits
         self.on_layers = self._replay.on_layers
         self.starts: list[float] = []
@@ -112,7 +112,7 @@ class ModelTimer:
     def _timed_logits(self, hidden_TD: Tensor) -> Tensor:
         start = time.perf_counter()
         logits_TV = self._logits(hidden_TD)
-        if self.seconds:  # not the head of a prompt, before the first decode step
+        if self.seconds:  # skip the head of a prompt, which precedes the first decode step
             self.seconds[-1] += time.perf_counter() - start
         return logits_TV
 
@@ -124,11 +124,11 @@ def timer_of(llm: LLM) -> ModelTimer:
 
 
 def timed_decode(llm: LLM, timer: ModelTimer, workload: Workload) -> tuple[float, float]:
-    """Return new tokens per second while decoding, and the idle share of that time."""
+    """Return new tokens per second while decoding, and the fraction of that time in which the rank was idle."""
     timer.starts.clear()
     timer.seconds.clear()
     generate_with(llm)(draw_prompts(workload, random.Random(time.monotonic_ns())), workload.new_tokens)
-    num_steps = workload.new_tokens - 2  # from the beginning of the first decode step to that of the last
+    num_steps = workload.new_tokens - 2  # from the start of the first decode step to that of the last
     total_s = timer.starts[num_steps] - timer.starts[0]
     return workload.batch * num_steps / total_s, 1 - sum(timer.seconds[:num_steps]) / total_s
 
@@ -194,7 +194,7 @@ def measure_pipeline(
 
 
 def rows_of_ways(table: str, batch: int, figures: Mapping[str, Sequence[Mapping[str, float]]]) -> list[Row]:
-    """Return medians of each way's figures, and of the ratio of its rate to that of the first in the same round."""
+    """Return the medians of each configuration's figures, and of its rate over that of the first configuration."""
     base = next(iter(figures.values()))
     return [
         {

@@ -1,15 +1,15 @@
-"""Load on a server with OpenAI's API, and what its clients wait for.
+"""Load on a server with OpenAI's API, and the latencies of its clients.
 
     moeserve bench serve --url http://127.0.0.1:8000/v1 [--clients 8 | --rate 2] [--traffic FILE | 512:128]
 
-- *traffic*: lengths, arrival times and common prefixes of recorded requests, from files as `moeserve simulate` reads
-  them, or one pair of lengths. Prompts are random token ids, which need no tokenizer; equal blocks of the record become
-  equal tokens.
-- *--clients*: each client sends its next request when the last one has ended. *--rate*: requests are sent at the
+- *traffic*: lengths, arrival times and common prefixes of recorded requests, from the files that `moeserve simulate`
+  reads, or one pair of lengths. Prompts are random token ids, which need no tokenizer; equal blocks of the record
+  become equal tokens.
+- *--clients*: each client sends its next request when its last one has ended. *--rate*: requests are sent at the
   recorded times, scaled to this many requests per second, whether or not earlier ones have ended.
 - *first token*: from sending a request to its first text. *between tokens*: from one event with text to the next.
-- *goodput*: requests per second whose first token, and whose mean time between tokens, were within the limits that
-  --first-token-within and --token-within set.
+- *goodput*: requests per second whose time to the first token and mean time between tokens are within the limits
+  --first-token-within and --token-within.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FIRST_TOKEN_ID = 100  # lower ids are often special
 
 
 class ServerUnusableError(MoeserveError, RuntimeError):
-    """The server cannot be reached, or has answered no request."""
+    """The server cannot be reached, or has answered none of the requests."""
 
 
 class _Choice(msgspec.Struct):
@@ -64,15 +64,15 @@ class Answer:
 
     num_prompt: int = 0
     num_output: int = 0
-    event_times: list[float] = field(default_factory=list)  # from sending the request to each event with text
+    event_times: list[float] = field(default_factory=list)  # time of each event with text, from sending the request
     whole: float = 0.0
     error: str | None = None
 
     def note(self, event: _Event, now: float) -> None:
-        """Add an event that came so many seconds after the request was sent."""
+        """Add an event that arrived `now` seconds after the request was sent."""
         if event.error is not None:
             self.error = str(event.error)[:200]
-        # Some servers report the end in an event without text.
+        # Some servers report the end of an output in an event without text.
         if event.choices and (event.choices[0].text or event.choices[0].finish_reason is None):
             self.event_times.append(now)
         if event.usage is not None:
@@ -90,18 +90,18 @@ class Answer:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = make_parser(
-        "moeserve bench serve", "Load a server, and measure what its clients wait for.", rounds=None, threads=False
+        "moeserve bench serve", "Load a server, and measure its clients' latencies.", rounds=None, threads=False
     )
     parser.add_argument("--url", default="http://127.0.0.1:8000/v1", help="default: http://127.0.0.1:8000/v1")
     parser.add_argument("--api-key", default="none")
-    parser.add_argument("--model", help="default: the server's first")
+    parser.add_argument("--model", help="default: the server's first model")
     parser.add_argument(
         "--traffic", help="a .jsonl file (Mooncake's), a .csv file (Azure's), or PROMPT:OUTPUT in tokens"
     )
     parser.add_argument("--length", type=float, default=1.0, help="multiplies recorded lengths (default: 1)")
     parser.add_argument("--requests", type=at_least(1), default=64, help="number of requests (default: 64)")
     clients = parser.add_mutually_exclusive_group()
-    clients.add_argument("--clients", type=at_least(1), default=8, help="clients without pauses (default: 8)")
+    clients.add_argument("--clients", type=at_least(1), default=8, help="concurrent clients (default: 8)")
     clients.add_argument("--rate", type=float, help="requests per second")
     parser.add_argument("--vocab-size", type=at_least(1000), default=30000, help="of random tokens (default: 30000)")
     parser.add_argument("--first-token-within", type=float, default=2.0, help="seconds, for goodput (default: 2)")
@@ -136,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def take(traffic: Traffic, num_requests: int) -> list[RecordedRequest]:
-    """Return the first requests of some traffic, which is repeated if it has fewer."""
+    """Return the first requests of the traffic, which is repeated if it has too few."""
     recorded = traffic.requests
     period = recorded[-1].arrival_s + 1.0
     return [
@@ -146,7 +146,7 @@ def take(traffic: Traffic, num_requests: int) -> list[RecordedRequest]:
 
 
 def arrivals_at(requests: Sequence[RecordedRequest], rate: float) -> list[float]:
-    """Return the recorded times, scaled so that `rate` requests come per second on average."""
+    """Return the recorded arrival times, scaled to a mean of `rate` requests per second."""
     last = requests[-1].arrival_s
     if not last:
         return [index / rate for index in range(len(requests))]
@@ -180,8 +180,8 @@ async def load(
     """Send all requests to a server.
 
     Args:
-        arrivals: seconds after the begin; None: clients without pauses.
-        model: None: the server's first.
+        arrivals: seconds from the start, by request; None: each client sends its next request after its last.
+        model: name of the model; None: the server's first model.
 
     Returns:
         The answers, and the seconds from the first request to the last token.
@@ -199,7 +199,7 @@ async def load(
     async with aiohttp.ClientSession(
         headers={"Authorization": f"Bearer {api_key}"},
         timeout=aiohttp.ClientTimeout(total=TIMEOUT_S),
-        connector=aiohttp.TCPConnector(limit=0, force_close=True),  # some servers close connections without notice
+        connector=aiohttp.TCPConnector(limit=0, force_close=True),  # some servers close idle connections
     ) as session:
         try:
             if model is None:
@@ -233,7 +233,7 @@ async def load(
 
 
 async def closed_loop(send: Callable[[int], Awaitable[None]], num_requests: int, num_clients: int) -> float:
-    """Send requests by their numbers. Each client sends its next one when the last has ended. Return the seconds."""
+    """Send requests by index. Each client sends its next request when its last one has ended. Return the seconds."""
     waiting = iter(range(num_requests))
 
     async def client() -> None:
@@ -246,7 +246,7 @@ async def closed_loop(send: Callable[[int], Awaitable[None]], num_requests: int,
 
 
 async def _send(session: Any, url: str, body: Row, answer: Answer) -> None:
-    """Send one request, and note when its parts come. An error is noted too."""
+    """Send one request, and record the times of its events, or its error."""
     sent_at = time.perf_counter()
     async with session.post(url, json=body) as response:
         if response.status != 200:
@@ -310,7 +310,7 @@ def show(row: Row) -> None:
 
 
 def plot(row: Row) -> str:
-    """Return a bar chart of the waiting times as SVG."""
+    """Return a bar chart of the latencies as SVG."""
     groups = [
         Group(
             name.replace("_", " "),

@@ -1,14 +1,15 @@
-"""moeserve's server beside other servers, and beside `AsyncLLM` without HTTP, under the same load.
+"""moeserve's server compared with other servers, and with `AsyncLLM` without HTTP, under the same load.
 
     python -m moeserve.bench.servers [--model qwen3-mini] [--server NAME ...] [--clients 1 --clients 8 ...] [--rounds 3]
 
 - *load*: a number of clients, each of which sends its next request when its last one has ended. Prompts are random
-  token ids, different in every request, so nothing is cached. Outputs have a fixed number of tokens and are streamed.
+  token ids, new for each request, so nothing is cached. Outputs have a fixed number of tokens and are streamed.
 - *servers*: `moeserve serve`, `vllm serve` and llama.cpp's `llama-server`, in bf16 with the same number of threads, and
-  otherwise with their defaults. All run at once, and only one has requests. Checkpoints without a tokenizer get one.
-- *asyncllm*: the same number of tasks on `AsyncLLM` in this process, with the engine in processes of its own as in
-  `moeserve serve`. The difference is what HTTP costs, including that of the client, which shares the cores.
-- *tokens/s*: from the first request to the last token; prompts are computed within. Medians over the rounds.
+  otherwise with their defaults. All run at once, but only one receives requests. Checkpoints without a tokenizer get
+  one.
+- *asyncllm*: the same number of tasks on `AsyncLLM` in this process, with the engine in separate processes as in
+  `moeserve serve`. The difference is the cost of HTTP, including the client's, which shares the cores.
+- *tokens/s*: from the first request to the last token, including prefill. Medians over the rounds.
 - *first token*, *between tokens*: as in `moeserve bench serve`, over all requests of all rounds.
 """
 
@@ -57,12 +58,12 @@ SECONDS_TO_START = 900  # vLLM compiles at its first start
 SECONDS_TO_END = 20
 
 Prompts = Sequence[list[int]]
-Load = Callable[[Prompts, int, int], tuple[list[Answer], float]]  # of prompts, new tokens and clients
+Load = Callable[[Prompts, int, int], tuple[list[Answer], float]]  # (prompts, new tokens, clients)
 
 
 @dataclass(frozen=True)
 class Target:
-    """A server that runs, or `AsyncLLM`."""
+    """A running server, or `AsyncLLM`."""
 
     version: str
     settings: Row
@@ -71,7 +72,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The limits with which servers are started."""
+    """The limits that servers are started with."""
 
     num_threads: int
     max_requests: int
@@ -80,7 +81,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Command:
-    """The start of a server."""
+    """The command that starts a server."""
 
     arguments: list[str]
     variables: dict[str, str]
@@ -119,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def measure(targets: dict[str, Target], workload: Workload, num_clients: int, num_rounds: int) -> Row:
-    """Return the row of one number of clients.
+    """Return the row for one number of clients.
 
     Raises:
         PeerError: a request failed.
@@ -146,7 +147,7 @@ def measure(targets: dict[str, Target], workload: Workload, num_clients: int, nu
 
 
 def figures(rounds: Sequence[tuple[list[Answer], float]]) -> Row:
-    """Return the rate and waiting times of a server, over all rounds and of each."""
+    """Return the rate and latencies of a server, over all rounds and in each."""
     return {
         "rate": statistics.median(rate(*each) for each in rounds),
         **waits([answer for answers, _ in rounds for answer in answers]),
@@ -189,7 +190,7 @@ def own_settings(sizes: Sizes) -> Row:
 
 @contextlib.contextmanager
 def async_llm(model: Path, sizes: Sizes) -> Iterator[Target]:
-    """Start `AsyncLLM`, as the server has it."""
+    """Start `AsyncLLM` with the settings that the server uses."""
     llm = AsyncLLM(model, executor="mp", show_progress=False, **own_settings(sizes))
 
     async def run(prompts: Prompts, new_tokens: int, num_clients: int) -> tuple[list[Answer], float]:
@@ -225,11 +226,12 @@ def vllm_command(model: Path, sizes: Sizes, port: int) -> Command:
         cores = sorted(os.sched_getaffinity(0))
     preloaded = recommended_libraries(python)
     settings = {
-        # By default it leaves one of two cores to its front end.
+        # By default, it leaves one of two cores to its front end.
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores[: sizes.num_threads])),
         "VLLM_CPU_KVCACHE_SPACE": "1",
     }
-    # What `vllm serve` runs; that command itself fails in the package vllm-cpu, as it looks for one with the name vllm.
+    # The module behind `vllm serve`. The command itself fails in the package vllm-cpu, because it expects a package
+    # vllm.
     arguments = [str(python), "-m", "vllm.entrypoints.openai.api_server", f"--model={model}", f"--port={port}"]
     arguments += ["--host=127.0.0.1", "--dtype=bfloat16"]
     arguments += [f"--max-model-len={sizes.max_request_tokens}", f"--max-num-seqs={sizes.max_requests}"]
@@ -239,7 +241,7 @@ def vllm_command(model: Path, sizes: Sizes, port: int) -> Command:
 
 
 def llama_command(model: Path, sizes: Sizes, port: int) -> Command:
-    per_request = -(-sizes.max_request_tokens // 256) * 256  # it rounds a request's cache up
+    per_request = -(-sizes.max_request_tokens // 256) * 256  # the server rounds each request's cache up
     arguments = [str(server_path()), "--model", str(make_gguf(model, "bf16")), "--port", str(port)]
     arguments += ["--threads", str(sizes.num_threads), "--parallel", str(sizes.max_requests)]
     arguments += ["--ctx-size", str(sizes.max_requests * per_request), "--cache-ram", "0"]  # no prompt is used twice
@@ -249,7 +251,7 @@ def llama_command(model: Path, sizes: Sizes, port: int) -> Command:
 
 
 def start_target(model: Path, sizes: Sizes, stack: ExitStack, name: str) -> Target:
-    """Start a server or `AsyncLLM`, which the stack ends.
+    """Start a server or `AsyncLLM`. Closing the stack stops it.
 
     Raises:
         PeerError: it is not installed, or does not start.
@@ -259,7 +261,7 @@ def start_target(model: Path, sizes: Sizes, stack: ExitStack, name: str) -> Targ
 
 @contextlib.contextmanager
 def started(name: str, command: Callable[[Path, Sizes, int], Command], model: Path, sizes: Sizes) -> Iterator[Target]:
-    """Start a server, and end it afterwards.
+    """Start a server, and stop it when the context is left.
 
     Raises:
         PeerError: it is not installed, or does not start.
@@ -285,7 +287,7 @@ def started(name: str, command: Callable[[Path, Sizes, int], Command], model: Pa
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(SECONDS_TO_END)
-        with contextlib.suppress(ProcessLookupError):  # it, or processes that it has left behind
+        with contextlib.suppress(ProcessLookupError):  # the server, or processes that it left behind
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 

@@ -1,10 +1,11 @@
-"""Attention of one token to positions that an indexer chooses, by the C++ kernels, at growing contexts.
+"""Attention of one token to the positions that an indexer selects, with the C++ kernels, at growing context lengths.
 
     python -m moeserve.bench.sparse_attention [--threads 1] [--rounds 15] [--json PATH]
 
-One layer in bf16 with the shapes of DeepSeek-V3.2: an indexer of 64 heads of 128, and 128 heads over vectors of 576,
-of which 2048 are chosen. The indexer reads all keys of a context, so its time grows with the context. That of attention
-to the chosen positions should not. Beside them stands attention to all positions, which grows far more.
+One layer in bf16 with the shapes of DeepSeek-V3.2: an indexer of 64 heads of size 128, and 128 heads over latent
+vectors of size 576, of which 2048 are selected. The indexer reads all keys of a context, so its time grows with the
+context. The time of attention to the selected positions should not. Attention to all positions, which grows far more,
+is included.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ SAMPLE_SECONDS = 0.1
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = make_parser("sparse_attention", "Attention of one token to chosen positions.", rounds=15)
+    parser = make_parser("sparse_attention", "Attention of one token to selected positions.", rounds=15)
     options = parser.parse_args(arguments)
     if KERNELS is TORCH_KERNELS:
         raise SystemExit("the C++ kernels are not built")
@@ -41,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 @torch.inference_mode()
 def measure(num_rounds: int) -> list[Row]:
-    """Return a row for each context, all measured in alternation."""
+    """Return a row for each context length, all measured alternately."""
     measures = {
         f"{name} {context}": call_timer(call, SAMPLE_SECONDS)
         for context in CONTEXTS
@@ -57,7 +58,7 @@ def measure(num_rounds: int) -> list[Row]:
 
 
 def calls(context_len: int) -> dict[str, Callable[[int], object]]:
-    """Return the indexer and both kinds of attention of one token at the end of a context."""
+    """Return the indexer, and both kinds of attention of one token at the end of a context."""
     source = Source(torch.device("cpu"), torch.Generator().manual_seed(0), torch.bfloat16)
     step = source.step([(1, context_len)], BLOCK_SIZE)
     num_blocks = num_cache_blocks(step)

@@ -1,15 +1,15 @@
-"""Decoding with and without drafts, one request at a time.
+"""Speculative decoding with n-grams, and decoding without speculation, one request at a time.
 
     python -m moeserve.bench.speculation [--model default] [--model qwen3-mini] [--drafts 4] [--rounds 5] [--json PATH]
 
-- *default*: the default model, a small trained one, is asked for the main sentences of a text, so that its answer
-  repeats parts of the prompt.
+- *default*: the default model, which is small and trained, is asked for the main sentences of a text, so that its
+  answer repeats parts of the prompt.
 - Synthetic models have random weights and get random tokens. Their greedy output soon repeats itself, so nearly all
-  drafts are right: an upper bound for their shapes, and no text.
+  draft tokens are accepted. This gives an upper bound for models of their shapes.
 
-The rate is that of new tokens, without the prompt's share, as in `decode.py`. *steps* is the number of steps with
-drafts per step without. Ways are measured in alternation; ratios are medians over the rounds, of the rates and of the
-processor time per token, which other programs on the machine change less.
+The rate is that of new tokens, without the prompt's part, as in `decode.py`. *steps* is the number of steps relative to
+decoding without speculation. Configurations are measured alternately. Speed-ups are medians over the rounds, of the
+rates and of the processor time per token; other programs on the machine affect the latter less.
 """
 
 from __future__ import annotations
@@ -41,17 +41,19 @@ QUESTION = "Summarise this text with its most important sentences, word by word:
 
 
 class Sample(NamedTuple):
-    """One measurement, without the prompt and the first token."""
+    """One measurement, which excludes the prompt and the first token."""
 
     rate: float  # new tokens per second
-    processor_s: float  # of all threads
+    processor_s: float  # processor time of all threads
     token_ids: list[int]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = make_parser("speculation", "Decoding with and without drafts.", rounds=5)
+    parser = make_parser("speculation", "Decoding with and without speculation.", rounds=5)
     add_models(parser, MODELS)
-    parser.add_argument("--drafts", type=at_least(1), action="append", help=f"repeatable (default: {NUM_DRAFTS})")
+    parser.add_argument(
+        "--drafts", type=at_least(1), action="append", help=f"draft tokens, repeatable (default: {NUM_DRAFTS})"
+    )
     parser.add_argument("--new-tokens", type=at_least(2), default=97, help="new tokens of the request")
     options = parser.parse_args(arguments)
     for model in options.model or MODELS:
@@ -66,21 +68,22 @@ def measure_model(
     stack: ExitStack, model: str, num_drafts: Sequence[int], new_tokens: int, num_rounds: int, num_threads: int
 ) -> list[Row]:
     folder = default_model() if model == "default" else find_checkpoint(model)
-    configs = {"no drafts": None} | {
-        f"{number} drafts": {"method": "ngram", "num_speculative_tokens": number} for number in num_drafts
+    configs = {"no speculation": None} | {
+        f"{number} draft tokens": {"method": "ngram", "num_speculative_tokens": number} for number in num_drafts
     }
     settings: dict[str, Any] = {"num_threads": num_threads, "max_model_len": 512, "enable_prefix_caching": False}
     llms = {
         way: stack.enter_context(LLM(folder, speculative_config=config, **settings)) for way, config in configs.items()
     }
-    prompt = prompt_for(model, llms["no drafts"])
+    prompt = prompt_for(model, llms["no speculation"])
     rounds = interleave(
         {way: functools.partial(timed_decode, llm, prompt, new_tokens) for way, llm in llms.items()},
         num_rounds,
         warms_up=True,
     )
-    base, outputs = rounds["no drafts"], {tuple(sample.token_ids) for samples in rounds.values() for sample in samples}
-    assert len(outputs) == 1, "drafts have changed the output"
+    base = rounds["no speculation"]
+    outputs = {tuple(sample.token_ids) for samples in rounds.values() for sample in samples}
+    assert len(outputs) == 1, "speculation has changed the output"
     rows: list[Row] = []
     for way, samples in rounds.items():
         stats = llms[way].session.engine.replica_stats[0]
@@ -111,7 +114,7 @@ def prompt_for(model: str, llm: LLM) -> list[int]:
 
 
 def timed_decode(llm: LLM, prompt: list[int], new_tokens: int) -> Sample:
-    """Decode greedily, once as a whole and once up to the first token, whose time is subtracted."""
+    """Decode greedily, once completely and once up to the first token, whose time is subtracted."""
 
     def run(num_tokens: int) -> tuple[float, float, list[int]]:
         params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""Start moeserve once, in a process of its own, and print when each part was done. Run by `startup.py`."""
+"""Starts moeserve once, in a separate process, and prints the time when each part was done. Run by `startup.py`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def main(settings: str) -> None:
         print(json.dumps(clock | {"first_token": time.monotonic()}), flush=True)
         from moeserve.models.packed_cache_writer import wait_for_cache_writers
 
-        wait_for_cache_writers()  # the process would otherwise exit before the packed copy is written
+        wait_for_cache_writers()  # else the process could exit before the packed copy is written
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
-"""Seconds until the first token, from the checkpoint and from a packed copy of it.
+"""Seconds from start-up to the first token, from the checkpoint and from a packed copy of it.
 
     moeserve bench startup [--model NAME ...] [--engine NAME ...] [--rounds 5] [--json PATH]
 
-- *start*: a new process for each sample. *seconds* count from making the `LLM` to the first token after a prompt of 32;
-  *loading* is the part of them until the model is loaded. *imports* is the time from the start of the process until
-  moeserve is imported, and *beyond_torch* that from the end of `import torch` to the first token.
-- *source*: the checkpoint, with packed copies switched off, or the packed copy that an earlier start has written to a
+- *start*: each sample is a new process. *seconds* are from making the `LLM` to the first token after a prompt of 32
+  tokens; *loading* is the part until the model is loaded. *imports* is the time from the start of the process until
+  moeserve is imported, and *beyond_torch* the time from the end of `import torch` to the first token.
+- *source*: the checkpoint, with packed copies disabled, or the packed copy that an earlier start has written to a
   folder of the benchmark.
-- *cold*: the kernel was asked to drop its cached pages of the files; otherwise they are read into memory first. Pages
-  that another process has mapped stay.
-- *memory*: the host of a virtual machine may take back memory that was free for seconds. Using it again takes .5 to
-  2.5 s of processor time per GiB instead of .13: starts from a checkpoint vary by that.
+- *cold*: the kernel was asked to drop the files' pages from its cache; otherwise the files are read into memory first.
+  Pages that another process has mapped stay.
+- *memory*: the host of a virtual machine may reclaim memory that was free for seconds. Using it again takes .5 to 2.5 s
+  of processor time per GiB instead of .13, so starts from a checkpoint vary by that amount.
 - *peers*: the seconds from making the engine to the first token, in a new process each time.
 
 Sources and peers alternate.
@@ -41,9 +41,9 @@ from moeserve.ops.threads import set_num_threads
 
 MODELS = ("mixtral-mini",)
 START_ONCE = "moeserve.bench.start_once"
-PARTS = ("seconds", "loading", "imports", "beyond_torch")  # of a start of moeserve
+PARTS = ("seconds", "loading", "imports", "beyond_torch")  # the parts of a start of moeserve
 
-Start = dict[str, float]  # PARTS; of another engine only the seconds from making it to the first token
+Start = dict[str, float]  # seconds by part; for other engines only "seconds"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -61,10 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def measure(model: Path, names: Sequence[str], own_settings: dict[str, Any], num_rounds: int) -> list[Row]:
-    """Return one row for each source and peer.
+    """Return one row for each source and each peer.
 
     Args:
-        own_settings: of moeserve.
+        own_settings: moeserve's settings.
     """
     parent = cache_folder() / "bench"
     parent.mkdir(parents=True, exist_ok=True)
@@ -81,7 +81,7 @@ def measure(model: Path, names: Sequence[str], own_settings: dict[str, Any], num
                 measures[name] = functools.partial(start, is_packed=is_packed, is_cold=is_cold)
         for name in (name for name in names if name in PEERS):
             measures[name] = functools.partial(start_peer_once, name, model, own_settings["num_threads"])
-            measures[name]()  # writes files and caches that later starts use
+            measures[name]()  # writes the files and caches that later starts use
         starts = interleave(measures, num_rounds)
     return [
         {
@@ -99,7 +99,7 @@ def measure(model: Path, names: Sequence[str], own_settings: dict[str, Any], num
 
 
 def start_once(model: Path, cache: Path, own_settings: dict[str, Any], *, is_packed: bool, is_cold: bool) -> Start:
-    """Start moeserve in a new process and wait for its end.
+    """Start moeserve in a new process, and wait until it exits.
 
     Raises:
         EngineError: the process failed; the message has the end of its output.
@@ -127,7 +127,7 @@ def start_peer_once(name: str, model: Path, threads: int) -> Start:
 
 
 def read_into_memory(files: Iterable[Path]) -> None:
-    """Read all files, so that a start after a cold one does not pay for the dropped pages."""
+    """Read all files, so that a start after a cold one does not have to load the dropped pages."""
     buffer = bytearray(2**24)
     for path in files:
         with path.open("rb", buffering=0) as file:

@@ -1,16 +1,17 @@
-"""Tokens per second of moeserve and other engines on the same checkpoints, beside the machine's limit.
+"""Tokens per second of moeserve and other engines on the same checkpoints, compared with the machine's limit.
 
     moeserve bench throughput [--model NAME ...] [--engine NAME ...] [--rounds 5] [--json PATH]
 
 - *cells*: for each model, decoding 1, 8 and 32 requests after prompts of 32 tokens, and prefill of 4 prompts of 512.
   `decode.py` describes the rates.
 - *engines*: all decode greedily with the same number of threads on the same prompts, in bf16 unless their name says
-  otherwise. moeserve runs in this process, every peer in its own, which is stopped while it does not work. Before the
-  rounds of a cell each engine runs once, which is not counted.
-- *limit*: the bytes of weights that a step must read, at the memory bandwidth, or its multiply-adds at the bf16 matrix
-  rate, whichever takes longer (`costs.py`). Both rates are measured before and after every sample; their mean counts.
-- *goal*: a multiple of the best bf16 peer, or a share of the limit where that is lower. `reached` is moeserve's rate
-  divided by the goal, so 1 means met. `without` names the bf16 peers that were not measured, and why.
+  otherwise. moeserve runs in this process, each peer in its own process, which is stopped while it is not measured.
+  Before the rounds of a cell, each engine runs once without being counted.
+- *limit*: the time to read the weights of a step at the memory bandwidth, or the time for its multiply-adds at the bf16
+  matrix rate, whichever is longer (`costs.py`). Both rates are measured before and after every sample, and averaged.
+- *goal*: a multiple of the best bf16 peer's rate, or a share of the limit if that is lower. `reached` is moeserve's
+  rate divided by the goal, so the goal is met from 1 on. `without` gives the bf16 peers that were not measured, and the
+  reasons.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ MODELS = ("mixtral-mini", "deepseek-mini", "qwen3-mini")
 BATCHES = (1, 8, 32)
 PREFILL_BATCH = 4
 BF16_PEERS = ("vllm", "llama.cpp-bf16", "transformers")
-# A multiple of the best bf16 peer's rate, and a share of the limit: the lower of the two is the goal.
+# (multiple of the best bf16 peer's rate, share of the limit): the lower of the two rates is the goal.
 DECODE_GOALS = {1: (1.15, 0.90), 8: (1.3, 0.90), 32: (1.8, 0.88)}  # by batch
 PREFILL_GOAL = (1.8, 0.85)
-AVX2_GOAL = (1.1, 1.0)  # of all cells, on processors without AVX-512
+AVX2_GOAL = (1.1, 1.0)  # for all cells, on processors without AVX-512
 
 
 @dataclass(frozen=True)
@@ -66,14 +67,14 @@ class Cell:
 
     @property
     def goal(self) -> tuple[float, float] | None:
-        """The multiple of the best peer's rate, and the share of the limit, of which moeserve should reach one."""
+        """The multiple of the best peer's rate and the share of the limit, one of which moeserve should reach."""
         kernels = native_kernels()
         if kernels is not None and kernels.isa().startswith("avx2"):
             return AVX2_GOAL
         return DECODE_GOALS.get(self.workload.batch) if self.kind == "decode" else PREFILL_GOAL
 
     def limit_rate(self, model: Path, engine: str, limits: MachineLimits) -> float:
-        """Return the tokens per second of an engine that wastes nothing."""
+        """Return the tokens per second of an ideal engine."""
         batch = self.workload.batch
         num_tokens = batch if self.kind == "decode" else batch * self.workload.prompt_tokens
         weights = FORMATS[WEIGHT_FORMATS.get(engine, "bfloat16")]
@@ -124,7 +125,7 @@ def measure(
     model: Path, cell: Cell, engines: Mapping[str, Engine[Generate]], num_rounds: int, probe: LimitProbe
 ) -> Row:
     """Return the row of a cell."""
-    for engine in engines.values():  # reads mapped files, starts threads, compiles kernels for this batch
+    for engine in engines.values():  # warm up: read mapped files, start threads, compile kernels
         engine.run(draw_prompts(cell.workload, random.Random(1)), cell.workload.new_tokens)
     measures = {name: rate_measure(cell.kind, engine.run, cell.workload) for name, engine in engines.items()}
     rounds = interleave_with_limits(measures, num_rounds, probe)
@@ -142,7 +143,7 @@ def measure(
 
 
 def goal_of(cell: Cell, results: Mapping[str, Mapping[str, Any]], left_out: Mapping[str, str]) -> Row | None:
-    """Return the cell's goal and the share that was reached; None without a goal or a bf16 peer."""
+    """Return the cell's goal, and the fraction of it that was reached; None without a goal or a bf16 peer."""
     peers = [name for name in BF16_PEERS if name in results]
     if cell.goal is None or not peers or "moeserve" not in results:
         return None

@@ -1,4 +1,4 @@
-"""A made-up tokenizer for synthetic checkpoints: servers write text, so what they measure includes detokenizing.
+"""A made-up tokenizer for synthetic checkpoints, so that servers write text and the results include detokenization.
 
 The tokens are two special ones, the 256 bytes, and combinations of two, three and four letters.
 """
@@ -14,7 +14,7 @@ SPECIAL = ("<s>", "</s>")
 
 
 def with_tokenizer(checkpoint: Path) -> Path:
-    """Return a checkpoint's folder if it has a tokenizer, or else a folder beside it that has, made of links."""
+    """Return a checkpoint's folder if it has a tokenizer, else a folder with links to its files and a tokenizer."""
     if (checkpoint / "tokenizer.json").exists():
         return checkpoint
     checkpoint = checkpoint.absolute()
@@ -29,7 +29,7 @@ def with_tokenizer(checkpoint: Path) -> Path:
     }
     for name, content in (("tokenizer.json", tokenizer(num_tokens)), ("tokenizer_config.json", config)):
         path, text = folder / name, json.dumps(content)
-        if not path.exists() or path.read_text() != text:  # GGUF files are named by the times of the files
+        if not path.exists() or path.read_text() != text:  # names of GGUF files depend on its time
             path.write_text(text)
     for path in checkpoint.iterdir():
         if not (link := folder / path.name).exists():
@@ -38,7 +38,7 @@ def with_tokenizer(checkpoint: Path) -> Path:
 
 
 def tokenizer(num_tokens: int) -> dict[str, object]:
-    """Return a byte-level BPE tokenizer with so many tokens, at least 258, as tokenizer.json has it."""
+    """Return the tokenizer.json of a byte-level BPE tokenizer with `num_tokens` tokens, at least 258."""
     letters = string.ascii_lowercase
     pairs = ["".join(pair) for pair in itertools.product(letters, repeat=2)]
     merges = itertools.chain(
@@ -74,7 +74,7 @@ def tokenizer(num_tokens: int) -> dict[str, object]:
 
 
 def byte_symbols() -> list[str]:
-    """Return the visible characters that byte-level tokenizers write for the bytes (GPT-2's)."""
+    """Return the visible characters that byte-level tokenizers (GPT-2's) use for the bytes."""
     visible = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = iter(range(256, 512))
     return [chr(byte if byte in visible else next(others)) for byte in range(256)]

@@ -1,6 +1,6 @@
-"""The environments of peers, and what is installed in each.
+"""The environments of peers, and the packages of each.
 
-The environment of clients is for tests of the server: litellm and langchain-openai need an older openai.
+The environment of clients is for tests of the server: litellm and langchain-openai need an older version of openai.
 
     peers/ in moeserve's cache folder
         llama.cpp/      one virtual environment per name
@@ -8,7 +8,7 @@ The environment of clients is for tests of the server: litellm and langchain-ope
         ...
         logs/           the latest output of each peer
 
-The files in requirements/ pin every package, so pip resolves nothing. They need Python 3.11, which is newer than what
+The files in requirements/ pin every package, so pip resolves nothing. They need Python 3.11, a newer version than
 moeserve itself needs.
 """
 
@@ -22,14 +22,14 @@ from moeserve.config.environment import cache_folder
 from moeserve.errors import MoeserveError
 
 REQUIREMENTS = Path(__file__).parent / "requirements"
-ENVIRONMENTS = {  # the module that must be importable after the installation
+ENVIRONMENTS = {  # modules that must be importable after the installation
     "llama.cpp": "llama_cpp",
     "vllm": "vllm._custom_ops",
     "kt-kernel": "kt_kernel",
     "transformers": "transformers",
     "clients": "langchain_openai",
 }
-STAMP = "installed.txt"  # written last: the requirements
+STAMP = "installed.txt"  # holds the requirements, and is written last
 
 
 class PeerError(MoeserveError, RuntimeError):
@@ -76,15 +76,15 @@ def is_installed(name: str, folder: Path | None = None) -> bool:
 
 
 def recommended_libraries(python: Path) -> list[str]:
-    """Return the libraries that vLLM and PyTorch recommend to preload on a CPU, as far as they exist.
+    """Return the libraries that vLLM and PyTorch recommend to preload on a CPU, if they exist.
 
     Args:
-        python: of the environment that may contain Intel's OpenMP. tcmalloc comes from the system.
+        python: Python of the environment that may contain Intel's OpenMP. tcmalloc comes from the system.
     """
     intel_openmp = python.parent.parent / "lib" / "libiomp5.so"
     return [*filter(None, [tcmalloc()]), *([str(intel_openmp)] if intel_openmp.exists() else [])]
 
 
 def tcmalloc() -> str | None:
-    """Return the file name of the system's tcmalloc, if it is installed."""
+    """Return the file name of the system's tcmalloc; None if it is not installed."""
     return ctypes.util.find_library("tcmalloc_minimal")

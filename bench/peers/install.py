@@ -1,10 +1,10 @@
-"""Makes the environments of peers. A complete one is kept; an interrupted one is made again.
+"""Makes the environments of peers. Complete ones are kept, interrupted ones are made again.
 
     python -m moeserve.bench.peers.install [NAME ...] [--folder FOLDER] [--pip-option=OPTION ...]
 
-Without names, all of them. llama.cpp is compiled for this processor, which needs a C++ compiler and about ten minutes
-on two cores. The others contain torch and need a build of it without CUDA, since the CUDA libraries are not among the
-pinned packages. torch's installation page gives the extra index to set, as `PIP_EXTRA_INDEX_URL` or
+Without names, all environments are made. llama.cpp is compiled for this processor, which needs a C++ compiler and about
+ten minutes on two cores. The others contain torch, and need a build of it without CUDA, because the CUDA libraries are
+not among the pinned packages. torch's installation page gives the extra index to set, as `PIP_EXTRA_INDEX_URL` or
 `--pip-option=--extra-index-url=...`.
 """
 
@@ -31,7 +31,7 @@ from moeserve.bench.peers.environments import (
 )
 
 MIN_PYTHON = (3, 11)
-COMPILED = "llama-cpp-python"  # from source, for this processor
+COMPILED = "llama-cpp-python"  # built from source, for this processor
 BUILD_VARIABLES = {"CMAKE_ARGS": "-DGGML_NATIVE=ON", "CMAKE_BUILD_PARALLEL_LEVEL": "2"}
 ABOUT_TORCH = (
     "If torch cannot find a library, it is a build with CUDA. torch's installation page gives the extra index with "
@@ -40,10 +40,10 @@ ABOUT_TORCH = (
 
 
 def install(name: str, folder: Path | None = None, *, pip_options: Sequence[str] = ()) -> Path:
-    """Make an environment, or find it already made.
+    """Make an environment, unless it is complete already.
 
     Returns:
-        Its Python.
+        The environment's Python.
 
     Raises:
         PeerError: this Python is too old, or a step failed. The message has the end of the log.

@@ -1,13 +1,13 @@
-"""Starts a peer in a process of its own and sends it requests.
+"""Starts a peer in a separate process, and sends it requests.
 
     with start_peer("llama.cpp-q8_0", make_checkpoint("mixtral-mini"), num_threads=2) as peer:
         tokens, seconds = peer.generate(prompts, 64)
 
-The threads of an engine may spin after their work, so a peer's processes are stopped by a signal between requests.
-Our own OpenMP variables are not passed on: within a request each engine's threads wait as its defaults have it.
+Threads of an engine may spin after their work, so a peer's processes are stopped by a signal between requests. Our own
+OpenMP variables are not passed on, so within a request each engine's threads wait as its defaults specify.
 
-transformers needs no installation: without an environment of its own it runs in moeserve's, so there is always one
-peer. A peer's `settings` record which of the two it was.
+transformers needs no installation: without an environment of its own it runs in moeserve's, so at least one peer is
+always available. A peer's `settings` record which of the two environments was used.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from moeserve.bench.peers.environments import (
 )
 
 FOLDER = Path(__file__).parent
-SECONDS_TO_END = 10.0  # between closing its input and killing it
+SECONDS_TO_END = 10.0  # time between closing a peer's input and killing it
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """The start of a peer."""
+    """The settings with which a peer is started."""
 
     adapter: str
     environment: str
     gguf_kind: str | None = None
-    preloads: bool = False  # the libraries that its authors recommend
+    preloads: bool = False  # preload the libraries that its authors recommend
 
     def python(self, folder: Path) -> Path:
         """Return the Python of its environment. Without one, transformers uses moeserve's."""
@@ -75,13 +75,13 @@ def start_peer(
     max_request_tokens: int = 1024,
     folder: Path | None = None,
 ) -> Peer:
-    """Load a checkpoint into a peer and generate a first token.
+    """Load a checkpoint into a peer, and generate a first token.
 
     Args:
-        checkpoint: a folder in Hugging Face layout. For llama.cpp a GGUF file is written beside it, once.
-        max_requests: maximum prompts of one request.
-        max_request_tokens: maximum tokens of one prompt with its output.
-        folder: of the environments; None: the default.
+        checkpoint: a folder in Hugging Face layout. For llama.cpp, a GGUF file is written next to it, once.
+        max_requests: maximum number of prompts in a request.
+        max_request_tokens: maximum tokens of a prompt with its output.
+        folder: folder of the environments; None: the default.
 
     Raises:
         PeerError: it is not installed, or cannot load the checkpoint.
@@ -113,9 +113,9 @@ def start_experts_peer(name: str, shape: Mapping[str, int], num_threads: int) ->
 
 
 def make_gguf(checkpoint: Path, kind: str, folder: Path | None = None) -> Path:
-    """Write a checkpoint as a GGUF file beside it, or find it written. Quantised files are made from the bf16 file.
+    """Write a checkpoint as a GGUF file next to it, unless it exists. Quantized files are made from the bf16 file.
 
-    The file name holds a digest of the checkpoint's files, so a changed checkpoint gets a new file.
+    The file name contains a digest of the checkpoint's files, so a changed checkpoint gets a new file.
 
     Raises:
         PeerError: llama.cpp is not installed, or the model family is not supported.
@@ -138,13 +138,13 @@ def make_gguf(checkpoint: Path, kind: str, folder: Path | None = None) -> Path:
 
 
 class Peer:
-    """An adapter and the processes that it starts: one process group, which runs only during a request."""
+    """An adapter and the processes that it starts: one process group, which runs only during requests."""
 
     def __init__(self, name: str, recipe: Recipe, folder: Path | None = None) -> None:
         folder = folder or peers_folder()
         python = recipe.python(folder)
         preloaded = recommended_libraries(python) if recipe.preloads else []
-        self.version = ""  # until it has loaded a model
+        self.version = ""  # set once a model is loaded
         self.settings: dict[str, Any] = {  # recorded in results
             "environment": "moeserve's" if python == Path(sys.executable) else "its own",
             "preloaded": [Path(library).name for library in preloaded],
@@ -154,7 +154,7 @@ class Peer:
         self._log = folder / "logs" / f"{name}.log"
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("w") as log:
-            # A process group of its own in our session: if we exit, the kernel continues the stopped group and sends
+            # The process group is in our session: if we exit, the kernel continues the stopped group and sends it
             # SIGHUP.
             self._process = subprocess.Popen(
                 [str(python), "-m", f"adapters.{recipe.adapter}"],
@@ -171,7 +171,7 @@ class Peer:
         """Load a model, or the experts of a layer.
 
         Raises:
-            PeerError: it cannot.
+            PeerError: loading has failed.
         """
         answer = self.request(method, **options)
         self.version = answer["version"]
@@ -180,10 +180,10 @@ class Peer:
         return self
 
     def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> tuple[list[list[int]], float]:
-        """Decode greedily, past the end of sequence. All prompts of a request have the same length.
+        """Decode greedily, ignoring the end of sequence. All prompts of a request have the same length.
 
         Returns:
-            New tokens, and the seconds that the peer itself needs, without the transport of the request.
+            New tokens, and the seconds that the peer took, without the transport of the request.
         """
         prompt_ids = [list(prompt) for prompt in prompts]
         answer = self.request("generate", prompts=prompt_ids, num_tokens=num_tokens)
@@ -196,13 +196,13 @@ class Peer:
         return self.generate(prompts, num_tokens)[1]
 
     def experts_seconds(self, num_rows: int, num_runs: int = 5) -> list[float]:
-        """Return the seconds of each run of the experts over so many rows, with random routing.
+        """Return the seconds of each run of the experts over `num_rows` rows, with random routing.
 
         Raises:
             PeerError: the results are wrong.
         """
         answer = self.request("experts", num_rows=num_rows, num_runs=num_runs)
-        if not answer["relative_error"] < 0.02:  # bf16 keeps 8 bits, 0.4%
+        if not answer["relative_error"] < 0.02:  # bf16 has 8 significant bits, about 0.4%
             raise PeerError(f"its results differ from float32 by {answer['relative_error']:.1%}")
         return [float(seconds) for seconds in answer["seconds"]]
 
@@ -220,7 +220,7 @@ class Peer:
         """Continue the peer's processes, send a request, and stop them again after the answer.
 
         Raises:
-            PeerError: it answered with an error, or exited.
+            PeerError: the answer is an error, or the peer has exited.
         """
         requests, answers = self._pipes()
         self._signal(signal.SIGCONT)
@@ -241,7 +241,7 @@ class Peer:
         return answer
 
     def close(self) -> None:
-        """End the peer. May be called again."""
+        """Terminate the peer. May be called twice."""
         if self._process.poll() is None:
             self._signal(signal.SIGCONT)
             for pipe in self._pipes():
@@ -249,12 +249,12 @@ class Peer:
                     pipe.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(SECONDS_TO_END)
-        with contextlib.suppress(ProcessLookupError):  # the adapter, or processes that it left behind
+        with contextlib.suppress(ProcessLookupError):  # terminate the adapter and processes that it left behind
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
     def _signal(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):  # it has exited, which the next read shows
+        with contextlib.suppress(ProcessLookupError):  # it has exited; the next read detects that
             os.killpg(self._process.pid, number)
 
     def _pipes(self) -> tuple[IO[str], IO[str]]:
@@ -264,7 +264,7 @@ class Peer:
 
 
 def peer_variables(environment: str, python: Path, preloaded: Sequence[str]) -> dict[str, str]:
-    """Return the peer's environment: ours, without variables for OpenMP, Python and moeserve, plus its own."""
+    """Return the peer's environment variables: ours, except those for OpenMP, Python and moeserve, and its own."""
     ours = {
         name: value
         for name, value in os.environ.items()
@@ -275,5 +275,5 @@ def peer_variables(environment: str, python: Path, preloaded: Sequence[str]) -> 
         ours |= {"LD_PRELOAD": ":".join(preloaded)}
     if environment == "vllm":
         ours |= {"VLLM_NO_USAGE_STATS": "1"}
-        ours |= {"VLLM_CACHE_ROOT": str(python.parent.parent / "compiled")}  # a later start compiles nothing
+        ours |= {"VLLM_CACHE_ROOT": str(python.parent.parent / "compiled")}  # so that later starts compile nothing
     return ours

@@ -180,7 +180,7 @@ def test_speculation_from_end_to_end(tiny: Path, tmp_path: Path, capsys: pytest.
     assert (without["accepted"], without["steps"]) == (None, 1)
     assert 0 < drafted["accepted"] <= 1
     assert drafted["steps"] < 1
-    assert "| mixtral-tiny | 3 drafts |" in capsys.readouterr().out
+    assert "| mixtral-tiny | 3 draft tokens |" in capsys.readouterr().out
 
 
 def test_arrivals_have_the_given_rate() -> None:

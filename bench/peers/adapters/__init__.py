@@ -1,1 +1,1 @@
-"""The scripts that run inside a peer's own environment, one per peer. They import only that peer."""
+"""Scripts that run inside a peer's own environment, one per peer. They import only that peer."""

@@ -1,6 +1,6 @@
-"""Times and checks one layer's routed experts, whichever engine computes them. Needs torch.
+"""Times and checks the routed experts of one layer of any engine. Needs torch.
 
-Weights are random. Every run draws new rows and a new routing, so that no cache holds what the last run has read.
+Weights are random. Every run draws new rows and a new routing, so that no data of the last run is still cached.
 """
 
 # T rows, E experts, D model width, F expert width, K experts per row
@@ -32,8 +32,9 @@ class Shape:
 def experts_method(shape: Shape, make: Callable[[Any, Any], Run]) -> Method:
     """Return the method that times `num_runs` calls of the layer that `make` builds.
 
-    `make` gets the gate and up weights together, [E, 2 F, D], and the down weights, [E, D, F], in bf16. The layer is
-    checked once against float32: `relative_error` is the norm of the difference over the norm of the result.
+    The arguments of `make` are the gate and up weights together, [E, 2 F, D], and the down weights, [E, D, F], in bf16.
+    The layer is checked once against float32: `relative_error` is the norm of the difference over the norm of the
+    result.
     """
     import torch
 
@@ -57,7 +58,7 @@ def experts_method(shape: Shape, make: Callable[[Any, Any], Run]) -> Method:
             inputs = _Inputs.draw(shape, num_rows, generator)
             start = time.perf_counter()
             run(inputs.rows_TD, inputs.weights_TK, inputs.ids_TK)
-            if index > 0:  # the first call touches memory and starts threads
+            if index > 0:  # the first call also touches memory and starts threads
                 seconds.append(time.perf_counter() - start)
         return {"seconds": seconds, "relative_error": max(errors)}
 

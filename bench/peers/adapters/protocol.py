@@ -1,7 +1,8 @@
 """The protocol between `peers.py` and an adapter: one JSON object per line.
 
 A request is `{"do": NAME, ...}`; the answer is the result of the method NAME as a JSON object, or `{"error": TEXT}`.
-Answers go to the standard output with which the process was started. What the engine prints goes to standard error.
+Answers are sent to the standard output that the process was started with. The engine's own output goes to standard
+error.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Generate = Callable[[list[list[int]], int], list[list[int]]]  # prompts, new tok
 
 @dataclass(frozen=True)
 class Loader:
-    """An engine that is imported and configured, but not made yet."""
+    """An engine that has been imported and configured, but not created."""
 
     version: str
     settings: dict[str, Any]

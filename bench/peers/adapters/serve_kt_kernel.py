@@ -1,4 +1,4 @@
-"""kt-kernel's BF16 experts: the kernel that it chooses on a processor with AVX512-BF16."""
+"""kt-kernel's BF16 experts, with the kernel that it selects on a processor with AVX512-BF16."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """llama.cpp, through the C interface of llama-cpp-python: all requests of a batch in one `llama_decode`.
 
-Settings: its defaults (mapped file, `n_batch` 2048, `n_ubatch` 512, flash attention where it chooses it), and one cache
-stream per request, as in its own batched benchmark. The prompts of a batch are split into pieces of `n_batch` tokens.
+Settings: its defaults (mapped file, `n_batch` 2048, `n_ubatch` 512, flash attention where llama.cpp selects it), and
+    one cache stream per request, as in its own batched benchmark. The prompts of a batch are split into pieces of
+    `n_batch` tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class Engine:
         llama_cpp.llama_backend_init()
         loaded = llama_cpp.llama_model_load_from_file(model.encode(), llama_cpp.llama_model_default_params())
         params = llama_cpp.llama_context_default_params()
-        params.n_ctx = max_requests * (-(-max_request_tokens // 256) * 256)  # it rounds a stream up to 256
+        params.n_ctx = max_requests * (-(-max_request_tokens // 256) * 256)  # it rounds streams up to 256
         params.n_seq_max = max_requests
         params.n_threads = params.n_threads_batch = num_threads
         self._context = loaded and llama_cpp.llama_init_from_model(loaded, params)
@@ -49,7 +50,7 @@ class Engine:
         return outputs
 
     def _decode(self, rows: list[tuple[int, int, int, bool]]) -> list[int]:
-        """Run rows of (token, position, request, needs logits), and return the next token of those with logits."""
+        """Run rows of (token, position, request, needs logits). Return the next token of each row with logits."""
         tokens: list[int] = []
         batch = self._batch
         for start in range(0, len(rows), self._max_batch):
@@ -82,7 +83,7 @@ def load(model: str, num_threads: int, max_requests: int, max_request_tokens: in
     def make() -> Generate:
         return Engine(model, num_threads, max_requests, max_request_tokens).generate
 
-    # The engine holds only the address of the callback.
+    # The engine holds only the address of the callback, so the callback must be kept alive.
     return Loader(f"llama-cpp-python {llama_cpp.__version__}", {"threads": num_threads}, make, keep=[callback])
 
 

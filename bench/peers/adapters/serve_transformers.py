@@ -1,6 +1,7 @@
 """transformers: `generate` with its KV cache, in bf16, otherwise with its defaults.
 
-The process should be started with what PyTorch recommends to preload on a CPU: tcmalloc and Intel's OpenMP.
+The process should be started with the libraries preloaded that PyTorch recommends for CPUs: tcmalloc and Intel's
+OpenMP.
 """
 
 from __future__ import annotations

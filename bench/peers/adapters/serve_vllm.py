@@ -1,9 +1,9 @@
-"""vLLM on a CPU, with the settings that its manual recommends there, and its experts alone.
+"""vLLM on a CPU with the settings that its manual recommends for CPUs, and its experts alone.
 
-Compiled by inductor, with OpenMP threads bound to all usable cores (by default it would leave one of two cores to its
-front end). The process should be started with Intel's OpenMP and tcmalloc preloaded. Prefix caching is off, as no
-prompt is used twice. The experts run in this process, with the kernel that vLLM chooses for this processor and the
-OpenMP variables that it gives to its workers.
+The model is compiled by inductor, and OpenMP threads are bound to all usable cores (by default, one of two cores would
+be left to the front end). The process should be started with Intel's OpenMP and tcmalloc preloaded. Prefix caching is
+off, because no prompt is used twice. The experts alone run in this process, with the kernel that vLLM selects for this
+processor and the OpenMP variables that it sets for its workers.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ def load(model: str, num_threads: int, max_requests: int, max_request_tokens: in
 
 def load_experts(shape: dict[str, int], num_threads: int) -> Loader:
     settings = _worker_variables(_cores(num_threads))
-    os.environ.update(settings)  # before torch is imported: OpenMP reads them then
+    os.environ.update(settings)  # set before the import of torch, when OpenMP reads them
     import torch
     import vllm
     import vllm._custom_ops as ops  # type: ignore[import-not-found, unused-ignore]
     from vllm.model_executor.layers.fused_moe.oracle import unquantized  # type: ignore[import-not-found, unused-ignore]
 
     torch.set_num_threads(num_threads)
-    # The first of vLLM's classes for bf16 experts that supports this processor, in vLLM's order.
+    # The first of vLLM's classes for bf16 experts, in vLLM's order, that supports this processor.
     classes = unquantized.backend_to_kernel_cls(unquantized.UnquantizedMoeBackend.CPU)
     isa = next(each.isa for each in classes if each._supports_current_device())
 
@@ -87,7 +87,7 @@ def _cores(num_threads: int) -> list[int]:
 
 
 def _worker_variables(cores: list[int]) -> dict[str, str]:
-    """Return the OpenMP variables that vLLM gives to a worker bound to these cores."""
+    """Return the OpenMP variables that vLLM sets for a worker bound to these cores."""
     listed = ",".join(map(str, cores))
     if "libiomp" in os.environ.get("LD_PRELOAD", ""):
         affinity = f"granularity=fine,explicit,proclist=[{listed}]"

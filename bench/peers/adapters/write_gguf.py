@@ -1,10 +1,10 @@
-"""Writes a Hugging Face checkpoint as a bf16 GGUF file, and quantises one.
+"""Writes a Hugging Face checkpoint as a bf16 GGUF file, or quantizes a GGUF file.
 
     python -m adapters.write_gguf CHECKPOINT FILE.gguf
     python -m adapters.write_gguf BF16.gguf FILE.gguf q8_0
 
 Runs in llama.cpp's environment. The file has a tokenizer if the checkpoint has one, which must be a byte-level BPE.
-Weights stay bf16; norms and routers become float32, which llama.cpp requires. llama.cpp itself quantises.
+Weights stay bf16; norms and routers become float32, which llama.cpp requires. Quantization is done by llama.cpp itself.
 """
 
 # D model width, H heads, P size of a head
@@ -106,7 +106,7 @@ def _add_settings(writer: Any, config: dict[str, Any], architecture: Any) -> Non
     writer.add_expert_used_count(config["num_experts_per_tok"])
     if architecture == gguf.MODEL_ARCH.DEEPSEEK2:
         rotary, latent = config["qk_rope_head_dim"], config["kv_lora_rank"]
-        writer.add_head_count_kv(1)  # the form with a shared latent: one key, one value
+        writer.add_head_count_kv(1)  # with a shared latent vector, there is one key and one value head
         writer.add_q_lora_rank(config["q_lora_rank"])
         writer.add_kv_lora_rank(latent)
         writer.add_key_length(latent + rotary)
@@ -143,20 +143,20 @@ def _add_settings(writer: Any, config: dict[str, Any], architecture: Any) -> Non
 
 
 def _tensors(checkpoint: Path, config: dict[str, Any], architecture: Any) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the checkpoint's names and tensors as GGUF has them, with the experts of a projection stacked into one."""
+    """Yield the checkpoint's names and tensors in GGUF's form, with the experts of a projection in one tensor."""
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     tensors = _read(checkpoint)
-    stacks: dict[str, dict[int, np.ndarray]] = {}  # by the projection's name without the expert, and by expert
+    stacks: dict[str, dict[int, np.ndarray]] = {}  # by name of the projection without the expert, then by expert
     for name, weights in tensors.items():
         if match := EXPERT_PATTERN.match(name):
             stacks.setdefault(f"{match[1]}.{match[3]}", {})[int(match[2])] = weights
-        elif name.endswith("kv_b_proj.weight"):  # its keys' half transposed, as it is applied to queries
+        elif name.endswith("kv_b_proj.weight"):  # the keys' half is transposed, because it is applied to queries
             parts_HPD = weights.reshape(config["num_attention_heads"], -1, weights.shape[1])
             key_size = config["qk_nope_head_dim"]
             yield name.replace("kv_b", "k_b"), parts_HPD[:, :key_size].transpose(0, 2, 1)
             yield name.replace("kv_b", "v_b"), parts_HPD[:, key_size:]
         elif architecture == gguf.MODEL_ARCH.LLAMA and (num_heads := heads.get(name.split(".")[-2])):
-            # llama.cpp rotates neighbours here, transformers the two halves of a head
+            # llama.cpp rotates neighbouring values here, transformers the two halves of a head.
             halves = weights.reshape(num_heads, 2, -1, weights.shape[1])
             yield name, halves.swapaxes(1, 2).reshape(weights.shape)
         elif architecture == gguf.MODEL_ARCH.QWEN3NEXT:
@@ -200,7 +200,7 @@ def _float32(weights: np.ndarray) -> np.ndarray:
 
 
 def _read(checkpoint: Path) -> dict[str, np.ndarray]:
-    """Map the tensors of a checkpoint. bf16 is read as uint16, since numpy has no bf16."""
+    """Map the tensors of a checkpoint. bf16 is read as uint16, because numpy has no bf16."""
     found = {}
     for shard in sorted(checkpoint.glob("*.safetensors")):
         data = np.memmap(shard, np.uint8, mode="r")
