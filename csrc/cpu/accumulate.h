@@ -1,4 +1,4 @@
-// The sums of the products of an item: 64 outputs and some rows.
+// Sums of the products of one item: several rows times 64 outputs.
 
 #pragma once
 
@@ -12,27 +12,27 @@
 
 namespace moeserve {
 
-constexpr int kBlockInputs = 256;         // inputs of a panel that stay in the L1 cache while tiles use them
-constexpr int64_t kPrefetchBytes = 2048;  // ahead of use, where panels are read once
+constexpr int kBlockInputs = 256;         // inputs of a panel that fit in the L1 cache while tiles use them
+constexpr int64_t kPrefetchBytes = 2048;  // prefetch distance where panels are read only once
 
-// The rows and panels of an item.
+// The rows and panels of one item.
 struct ProductWork {
   WeightFormat format;
   const char* input;
-  int64_t input_bytes;  // from row to row
+  int64_t input_bytes;  // distance between rows
   const char* panels[2];
-  int64_t next_item;  // bytes from a panel to that of the next item
+  int64_t next_item;  // bytes from a panel to the panel of the next item
   int num_rows;
   int64_t num_inputs;
 };
 
-// Compute sums [num_rows, kTileOutputs].
+// Computes sums [num_rows, kTileOutputs].
 using Accumulate = void (*)(const ProductWork& work, float* sums);
 
 // Return the function of an instruction set.
 Accumulate choose_accumulate(Isa isa);
 
-// Return true if the function of an instruction set reads quantised rows as 16-bit integers.
+// Return true if the function of an instruction set expects quantised rows as 16-bit integers.
 bool widens_rows(WeightFormat format, Isa isa);
 
 inline bool is_quantized(WeightFormat format) {
@@ -60,10 +60,10 @@ inline QuantizedRowLayout row_layout(WeightFormat format, int64_t num_inputs, bo
   return {padded_inputs(format, num_inputs), is_widened};
 }
 
-// Return the rows of tile t if tiles of similar size cover the `num_left` rows that are left.
+// Return the number of rows of tile t, where tiles of similar size cover the remaining `num_left` rows.
 inline int rows_of_tile(int t, int num_tiles, int num_left) { return (num_left + num_tiles - t - 1) / (num_tiles - t); }
 
-// Compute the sums of all rows, panel by panel and block by block. Memory is read as one stream, some of it ahead.
+// Compute the sums of all rows, panel by panel and block by block. Memory is read as one stream, partly prefetched.
 template <typename Products>
 MOESERVE_INLINE void accumulate(const ProductWork& work, float* sums) {
   const WeightFormat format = work.format;
@@ -96,7 +96,7 @@ MOESERVE_INLINE void accumulate(const ProductWork& work, float* sums) {
   }
 }
 
-// The same with the products of an instruction set for each format.
+// The same with the products of an instruction set that fit the format of the weight.
 template <int W, typename BFloat16Products, typename Int8Products, typename Int4Products, typename Mxfp4Products>
 MOESERVE_INLINE void accumulate(const ProductWork& work, float* sums) {
   switch (work.format) {

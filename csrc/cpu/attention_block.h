@@ -5,10 +5,10 @@
 // and weighted values are then sums of products as in products.h, or of AMX's tile registers. Packed operands serve
 // many queries.
 //
-// The state of a query is its largest score so far, the sum of the weights, and the weighted values. Scores are in
-// powers of two: a weight is 2^(score - largest). The order of additions to a state follows from the positions that its
-// query attends to. Other positions of a block add zeros, which changes no bit, as does a block without visible
-// positions. Neighbouring queries do not affect each other.
+// The state of a query consists of its largest score so far, the sum of the weights, and the weighted values. Scores
+// are exponents of 2: a weight is 2^(score - largest). The order of additions to a state is determined by the positions
+// that its query attends to. Other positions of a block add zeros, which change no bit, and so does a block without
+// visible positions. Neighbouring queries do not affect each other.
 
 #pragma once
 
@@ -21,7 +21,7 @@
 
 namespace moeserve {
 
-constexpr int kBlock = 128;  // positions
+constexpr int kBlock = 128;  // positions per block
 constexpr float kNoScore = std::numeric_limits<float>::lowest();
 constexpr float kLog2E = 1.44269504f;
 
@@ -33,30 +33,30 @@ struct Range {
   bool empty() const { return begin >= end; }
 };
 
-// Rows to prefetch while others are processed.
+// Rows to prefetch while other rows are processed.
 struct PrefetchRows {
   const void* const* rows;
   Range range;
 };
 
-// Rows of 8-bit floats, to be converted to `target` [kBlock, size] in the element type.
+// Rows of 8-bit floats, and the memory `target` [kBlock, size] for the converted elements.
 struct Float8Rows {
   const void* const* codes;  // [kBlock]
-  const int64_t* indices;    // [kBlock]: of the rows' scales
+  const int64_t* indices;    // [kBlock]: indices of the rows' scales
   const BFloat16* scales;
   Range range;
   PrefetchRows ahead;
   void* target;
 };
 
-// The states of several queries.
+// The states of several queries, as parallel arrays.
 struct States {
   float* largest;      // [queries]
   float* weight_sums;  // [queries]
   float* values;       // [queries, values_stride]
 };
 
-// Some queries that are processed together, and a block. Keys and values are either packed or read in place.
+// Some queries that are processed together with one block. Keys and values are either packed or read in place.
 struct Tile {
   int num_queries;
   const void* queries;      // [queries, key_steps] words
@@ -68,31 +68,31 @@ struct Tile {
   const void* const* values;
   PrefetchRows keys_ahead;
   PrefetchRows values_ahead;
-  float factor;   // of the products of queries and keys, positive: scores are in powers of two
+  float factor;   // positive factor on products of queries and keys, which makes scores exponents of 2
   float* scores;  // [max_queries, kBlock], scratch memory of the kernels
   States states;
   void* weights;   // [queries, kBlock] as words, filled in `range`
-  float* factors;  // [queries]: factors of the old values when new ones are added
+  float* factors;  // [queries]: factors on the old values before new ones are added
 };
 
-// The kernels for tiles with one number of queries.
+// The kernels for tiles with a certain number of queries.
 struct TileKernels {
   int num_queries;
   // Compute the weights of a tile, and update its states except for the values.
   void (*weigh_packed)(const Tile& tile, int head_size);
   // Add the weighted values of one strip or of all elements to the states.
   void (*add_packed)(const Tile& tile, int strip, int value_size, int64_t values_stride);
-  // The same with keys and values that are read in place. `add_in_place` is null if values are always packed.
+  // The same two kernels with keys and values read in place. `add_in_place` is null if values are always packed.
   void (*weigh_in_place)(const Tile& tile, int head_size);
   void (*add_in_place)(const Tile& tile, int value_size, int64_t values_stride);
-  // Add the scores of each query that are positive, times its weight, to the sum of each position of packed keys.
+  // Add each query's positive scores, times the query's weight, to the sums of the positions. Keys are packed.
   void (*add_positive)(const Tile& tile, int head_size, const float* weights, float* sums);
 };
 
 // The kernels of one instruction set for one element type, and the layout of their operands. A word has 32 bits.
 struct BlockKernels {
   int num_lanes;    // float32 lanes of a vector
-  int num_vectors;  // vectors of a strip at most; packed keys and values consist of strips
+  int num_vectors;  // vectors of a strip; packed keys and values consist of strips
   int per_word;     // elements of keys, values or weights in a packed word
   int per_load;     // elements in a word of the cache
   int granule;      // positions that are packed together
@@ -104,14 +104,14 @@ struct BlockKernels {
   // Pack a range of whole granules.
   void (*pack_keys)(const void* const* rows, const PrefetchRows& ahead, Range range, int head_size, void* packed);
   void (*pack_values)(const void* const* rows, const PrefetchRows& ahead, Range range, int value_size, void* packed);
-  // Returns true if all values in a range are finite, so that a weight of 0 makes a zero of each.
+  // Return true if all values in a range are finite, so that a weight of 0 turns each into a zero.
   bool (*all_finite)(const void* const* rows, Range range, int value_size);
-  // Merges states into those of earlier positions. Overwrites both.
+  // Merge states into those of earlier positions. Overwrites both.
   void (*merge)(const States& merged, const States& next, int num_queries, int64_t values_stride);
-  // Writes the result of one query: its values divided by the sum of the weights, to which the weight of a sink is
-  // added if `sink` is not null.
+  // Write the result of one query: its values divided by the sum of the weights, which includes the weight of a sink if
+  // `sink` is not null.
   void (*finish)(const States& state, const float* sink, int value_size, void* out);
-  // By descending number of queries. The last kernels also process tiles with fewer.
+  // In descending order of the number of queries. The last kernels also process tiles with fewer queries.
   const TileKernels* tiles = nullptr;
   int num_tiles = 0;
   // Configure and release the tile registers of a thread; null without AMX.
@@ -126,8 +126,8 @@ struct BlockKernels {
   }
   int strip_lanes() const { return num_lanes * num_vectors; }
   int num_strips(int value_size) const { return (value_size + strip_lanes() - 1) / strip_lanes(); }
-  // Words of packed keys: strips of [key_steps, strip_lanes]. Words of packed values: strips of [kBlock / per_word,
-  // strip_lanes].
+  // Packed keys are strips of [key_steps, strip_lanes] words. Packed values are strips of [kBlock / per_word,
+  // strip_lanes] words.
   int64_t packed_keys_size(int head_size) const { return int64_t{kBlock} * key_steps(head_size); }
   int64_t packed_values_size(int value_size) const {
     return int64_t{num_strips(value_size)} * strip_lanes() * (kBlock / per_word);

@@ -1,4 +1,4 @@
-// The kernels of attention over a block, as templates that are compiled for each instruction set.
+// The kernels of attention over one block, as templates that are compiled for each instruction set.
 
 #pragma once
 
@@ -151,7 +151,8 @@ struct PositiveSums {
   }
 };
 
-// Add the scores of a tile that are positive, times the weights of their queries, to the sums of the positions.
+// Add the positive scores of a tile, times the weights of their queries, to the sums of the positions. NaN does not
+// count as positive.
 template <typename L>
 MOESERVE_INLINE void add_weighted(const Tile& tile, const float* weights, float* sums) {
   constexpr int W = L::W;
@@ -164,17 +165,17 @@ MOESERVE_INLINE void add_weighted(const Tile& tile, const float* weights, float*
   }
 }
 
-// Return all bits in the first `count` lanes, of which there may be fewer or none, and zeros in the others.
+// Return all ones in the first `count` lanes, and zeros in the others. `count` may be negative or exceed the lanes.
 template <int W>
 MOESERVE_INLINE typename Vector<W>::UInt first_lanes(int count) {
-  // Loaded, because GCC splits comparisons of wide vectors into lanes.
+  // The mask is loaded, because GCC splits comparisons of wide vectors into lanes.
   static constexpr int32_t kLanes[32] = {-1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1};
   typename Vector<W>::UInt lanes;
   std::memcpy(&lanes, kLanes + 16 - std::clamp(count, 0, W), sizeof(lanes));
   return lanes;
 }
 
-// The scores of a range that a query does not attend to become lower than all others.
+// Set the scores of positions in a range that a query does not attend to below all other scores.
 template <int W>
 MOESERVE_INLINE void mask(float* scores, Range range, Range visible) {
   using UInt = typename Vector<W>::UInt;
@@ -191,9 +192,9 @@ MOESERVE_INLINE float scalar_exp2(float x) {
   return exp2_of_nonpositive<W, 6>(broadcast<W>(x))[0];
 }
 
-// Convert the scores of a tile to weights. The largest scores of all queries are found first, because the processor
-// would otherwise wait for each of them: it looks ahead over fewer instructions than the weights of one query take.
-// With kScales, scores have yet to be multiplied by the tile's factor.
+// Convert the scores of a tile to weights. The largest scores of all queries are found first. Otherwise the processor
+// would wait for each of them, because its window of instructions is shorter than the weights of one query. With
+// kScales, scores must still be multiplied by the tile's factor.
 template <typename L, bool kScales = false>
 MOESERVE_INLINE void weigh(const Tile& tile) {
   using Products = typename L::Products;
@@ -291,8 +292,7 @@ MOESERVE_INLINE void add_packed(const Tile& tile, int strip, int value_size, int
   }
 }
 
-// Compute the same sums from values that are read in place, for kVectors vectors from element h on, or for the last
-// elements.
+// Compute the same sums with values read in place: for kVectors vectors from element h on, or for the last elements.
 template <typename L, int kRows, int kVectors, bool kLast>
 MOESERVE_INLINE void add_vectors_in_place(const Tile& tile, int h, int value_size, int64_t values_stride) {
   using Products = typename L::Products;
@@ -353,7 +353,7 @@ MOESERVE_INLINE void merge(const States& merged, const States& next, int num_que
     const float factor = scalar_exp2<W>(merged.largest[q] - largest);
     const float next_factor = scalar_exp2<W>(next.largest[q] - largest);
     merged.largest[q] = largest;
-    // Storing the second product forces its rounding. The compiler could otherwise fuse either product with the sum,
+    // Storing the second product forces its rounding. Otherwise the compiler could fuse either product with the sum,
     // and the result would depend on its choice.
     const float next_sum = next.weight_sums[q] * next_factor;
     next.weight_sums[q] = next_sum;
@@ -390,8 +390,8 @@ constexpr BlockKernels with_tiles(BlockKernels kernels, const TileKernels (&tile
   return kernels;
 }
 
-// Defines the template Name<Products, Element> with the kernels of an instruction set, which TARGET enables: they are
-// functions of their own because target attributes apply to functions.
+// Define the template Name<Products, Element> with the kernels of an instruction set, which TARGET enables. They are
+// separate functions because target attributes apply to functions.
 #define MOESERVE_BLOCK_KERNELS(Name, TARGET)                                                                        \
   template <typename Products, typename Element>                                                                    \
   struct Name {                                                                                                     \

@@ -46,7 +46,7 @@ MOESERVE_INLINE Float<W> interleave(Float<W> a, Float<W> b, std::integer_sequenc
       a, b);
 }
 
-// Load 4 floats of W rows transposed: lane i of columns[j] is the float at rows[i] + offset + 4 * j.
+// Load 4 floats of each of W rows, transposed: lane i of columns[j] is the float at rows[i] + offset + 4 * j.
 template <int W>
 MOESERVE_INLINE void load_four_transposed(const char* const* rows, int64_t offset, Float<W>* columns) {
   constexpr auto kLanes = std::make_integer_sequence<int, W>{};

@@ -24,7 +24,7 @@ struct Layout {
   static constexpr int kPerWord = Products::kPerWord;
   static constexpr int kStrip = Products::kVectors * W;                     // lanes
   static constexpr int kPerLoad = 4 / sizeof(Element);                      // elements
-  static constexpr int kStepsPerLoad = kPerLoad / kPerWord;                 // 2 where bfloat16 is widened
+  static constexpr int kStepsPerLoad = kPerLoad / kPerWord;                 // 2 if bfloat16 is widened
   static constexpr int kWeights = kBlock / Products::kPerWord;              // words of one query
   static constexpr int kValueStrip = kBlock / Products::kPerWord * kStrip;  // words
   static_assert(kBlock % kStrip == 0);
@@ -56,7 +56,7 @@ MOESERVE_INLINE void copy_query(const BFloat16* query, int head_size, int num_st
   std::memcpy(words, query, head_size * sizeof(BFloat16));
 }
 
-// Prefetch `num_bytes` from `first_byte` on of the rows at some positions.
+// Prefetch `num_bytes`, from `first_byte` on, of the rows at some positions.
 MOESERVE_INLINE void prefetch(const PrefetchRows& ahead, int position, int num_positions, size_t first_byte,
                               size_t num_bytes) {
   const int end = std::min(position + num_positions, ahead.range.end);
@@ -76,13 +76,13 @@ MOESERVE_INLINE void decode_float8(const Float8Rows& rows, int size) {
   }
 }
 
-// Split one load of keys into the words of packed keys.
+// Split one load of keys into words of packed keys.
 template <int W>
 MOESERVE_INLINE void split(Float<W> loaded, Float<W> (&words)[1], const float*) {
   words[0] = loaded;
 }
 
-// The element in the low half is first.
+// The same for bfloat16: the element in the low half comes first.
 template <int W>
 MOESERVE_INLINE void split(Float<W> loaded, Float<W> (&words)[2], const BFloat16*) {
   const auto halves = reinterpret_cast<typename Vector<W>::UInt>(loaded);
@@ -95,12 +95,12 @@ MOESERVE_INLINE void split(Float<W> loaded, typename Vector<W>::UInt (&words)[1]
   words[0] = reinterpret_cast<typename Vector<W>::UInt>(loaded);
 }
 
-// W positions and W loads of their keys, transposed.
+// One tile of transposed keys: W positions times W loads.
 template <typename L>
 struct KeyTile {
   Float<L::W> columns[L::W];
   int load;   // the load in columns[0]
-  int begin;  // valid columns that are in no other tile: [begin, end)
+  int begin;  // columns [begin, end) are valid and in no other tile
   int end;
 
   // Loads the tile that contains `first_load`.
@@ -114,7 +114,7 @@ struct KeyTile {
     const bool is_whole = (first_load + W) * L::kPerLoad <= head_size;
     const bool may_overlap = kStepGroup == 1 && num_loads >= W && head_size % L::kPerLoad == 0;
     if (is_whole || may_overlap) {
-      load = std::min(first_load, num_loads - W);  // the last tile may overlap the one before
+      load = std::min(first_load, num_loads - W);  // the last tile may overlap the previous one
       begin = first_load - load;
       end = W;
       load_transposed<W>(bytes, int64_t{load} * 4, columns);
@@ -166,7 +166,7 @@ MOESERVE_INLINE void load_values(const void* const* rows, int h, Float<W> (&word
   words[0] = load_in_order<W>(elements_of<Element>(rows[0]) + h);
 }
 
-// A word holds an element of the first row and the same element of the second.
+// For bfloat16, a word holds an element of the first row and the same element of the second row.
 template <int W>
 MOESERVE_INLINE void load_values(const void* const* rows, int h, typename Vector<W>::UInt (&words)[2],
                                  const BFloat16*) {
@@ -178,7 +178,7 @@ MOESERVE_INLINE void load_values(const void* const* rows, int h, typename Vector
   words[1] = reinterpret_cast<typename Vector<W>::UInt>(interleave_halves<W, W>(pair[0], pair[1], kHalves));
 }
 
-// Like `load_values`, for the last elements that do not fill the vectors. Other lanes are zero.
+// Like `load_values`, for the last elements, which do not fill the vectors. Other lanes are zero.
 template <typename L>
 MOESERVE_INLINE void load_last_values(const void* const* rows, int h, int value_size,
                                       typename L::Words (&words)[L::kPerWord]) {

@@ -1,4 +1,4 @@
-// Choice of the items from the numbers of rows, heads and positions, and checks of the step.
+// Choice of the items from the numbers of rows, heads and positions, and validation of the step.
 
 #include "attention_plan.h"
 
@@ -12,12 +12,12 @@ namespace moeserve {
 
 namespace {
 
-constexpr int kMostQueries = 96;    // queries of an item: states and packed operands must fit in the cache of a core
-constexpr int kFewQueries = 8;      // queries of an item: with fewer, packing dominates
-constexpr int kItemsPerThread = 4;  // enough to balance a delayed thread
+constexpr int kMostQueries = 96;        // maximum queries of an item, whose states must fit in a core's cache
+constexpr int kFewQueries = 8;          // minimum queries of an item: with fewer, packing dominates
+constexpr int kItemsPerThread = 4;      // enough to compensate for a delayed thread
 constexpr double kWorthThreads = 8e-6;  // seconds of work that justify another thread
 
-// Return the range of partitions that some rows of a chunk attend to.
+// Return the range of partitions that rows of a chunk attend to, from the first row and the end of the rows.
 int64_t first_partition(const PagedAttention& step, const Chunk& chunk, int64_t first_row) {
   return first_position(step, chunk.position + first_row) / partition_size(step);
 }
@@ -27,7 +27,7 @@ int64_t end_partition(const PagedAttention& step, const Chunk& chunk, int64_t en
 
 void refuse(const std::string& what) { throw std::invalid_argument("paged_attention: " + what); }
 
-// Collect the rows with a position and check them against the sizes. Returns their number.
+// Collect the chunks with positions, and validate them against the sizes. Return their number of rows.
 int64_t find_chunks(const PagedAttention& step, std::vector<Chunk>& chunks) {
   chunks.clear();
   int64_t num_rows = 0;
@@ -60,7 +60,7 @@ int64_t find_chunks(const PagedAttention& step, std::vector<Chunk>& chunks) {
   return num_rows;
 }
 
-// Return the maximal number of heads and rows of an item.
+// The maximum number of heads and of rows of an item.
 struct Division {
   int64_t num_heads;
   int64_t num_rows;
@@ -77,7 +77,7 @@ Division divide(const PagedAttention& step, int64_t num_queries) {
 template <typename Use>
 void for_rows(const std::vector<Chunk>& chunks, const Division& division, const Use& use) {
   for (size_t c = 0; c < chunks.size(); ++c) {
-    // Items of similar size, so that the last one is not small.
+    // Items have similar sizes, so that the last one is not small.
     const int64_t parts = (chunks[c].num_rows + division.num_rows - 1) / division.num_rows;
     for (int64_t part = 0; part < parts; ++part) {
       const int64_t first = chunks[c].num_rows * part / parts;
@@ -86,7 +86,7 @@ void for_rows(const std::vector<Chunk>& chunks, const Division& division, const 
   }
 }
 
-// Count the items without shared partitions, and all of their partitions.
+// The number of items before partitions are shared, and the number of partitions of all items.
 struct Count {
   int64_t items = 0;
   int64_t partitions = 0;
@@ -104,7 +104,7 @@ Count count_items(const PagedAttention& step, const std::vector<Chunk>& chunks, 
   return count;
 }
 
-// Estimate the time that one thread needs for the step, in seconds.
+// Estimate the seconds that one thread needs for the step.
 double estimate_seconds(const PagedAttention& step, const std::vector<Chunk>& chunks) {
   double num_pairs = 0;
   double num_read = 0;
@@ -128,12 +128,12 @@ int64_t plan_attention(const PagedAttention& step, AttentionPlan& plan) {
   plan.shared.clear();
   plan.num_threads = estimate_seconds(step, chunks) < kWorthThreads ? 1 : num_threads();
   Division division = divide(step, kMostQueries);
-  int64_t most = std::numeric_limits<int32_t>::max();  // maximal number of partitions of an item
+  int64_t most = std::numeric_limits<int32_t>::max();  // maximum number of partitions of an item
   if (plan.num_threads > 1) {
     const int64_t wanted = int64_t{plan.num_threads} * kItemsPerThread;
     Count count = count_items(step, chunks, division);
     for (int64_t num_queries = kMostQueries / 2; num_queries >= kFewQueries && count.items < wanted; num_queries /= 2) {
-      // Few queries share their context instead: dividing them would repeat the packing.
+      // If there are few queries, their context is shared instead, because dividing them would repeat the packing.
       if (num_queries < kMostQueries / 4 && count.partitions >= 2 * plan.num_threads) break;
       division = divide(step, num_queries);
       count = count_items(step, chunks, division);

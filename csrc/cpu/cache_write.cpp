@@ -1,4 +1,4 @@
-// Copies each head of each token to its slot, or its codes if the cache has 8-bit floats.
+// Copies each head of each token to its slot, or writes its codes if the cache has 8-bit floats.
 
 #include "cache_write.h"
 
@@ -13,8 +13,8 @@ namespace moeserve {
 
 namespace {
 
-// Call write(index of the row in the caches, key, value) for the heads of tokens that have a slot. Indices of keys and
-// values are in elements.
+// Call write(index of the row in the caches, key, value) for each head of each token with a slot. `key` and `value` are
+// indices of elements.
 template <typename Write>
 MOESERVE_INLINE void for_heads(const CacheWrite& step, int64_t first, int64_t last, const Write& write) {
   for (int64_t t = first; t < last; ++t) {
@@ -64,7 +64,7 @@ void write_cache(const CacheWrite& step) {
              [&](int64_t first, int64_t last) { run(step, first, last); });
     return;
   }
-  // On the calling thread: a step writes few bytes.
+  // Runs on the calling thread, because a step writes few bytes.
   const auto* keys = static_cast<const char*>(step.key);
   const auto* values = static_cast<const char*>(step.value);
   auto* key_cache = static_cast<char*>(step.key_cache);

@@ -11,7 +11,7 @@ namespace moeserve {
 
 // The keys and values of one step and their slots.
 struct CacheWrite {
-  ElementType type;        // of keys and values. Any type is supported, but only float32 and bfloat16 with scales
+  ElementType type;        // of keys and values: any type, but with scales only float32 or bfloat16
   const void* key;         // [T, G, H]: heads are contiguous; strides of tokens and heads are in elements
   const void* value;       // [T, G, V], with its own strides; null without values
   void* key_cache;         // [num_blocks, G, block_size, H]: the elements, or codes if there are scales

@@ -1,4 +1,4 @@
-// The states of requests that a step's chunks begin with and leave behind.
+// The states of requests that the chunks of a step load and store.
 
 #pragma once
 
@@ -6,8 +6,8 @@
 
 namespace moeserve {
 
-// S chunks of T tokens in all. Rows of states are -1 for no state. No chunk may store or save to a row that another
-// chunk stores to, saves to or loads.
+// S chunks of T tokens in total. An index of -1 stands for no state. A row that one chunk stores or saves to must not
+// be stored to, saved to or loaded by another chunk.
 struct ChunkStates {
   const int32_t* row_starts;       // [S + 1]
   const int64_t* load;             // [S]: the state before the chunk; -1: zeros

@@ -1,5 +1,5 @@
-// Draws tokens without sorting rows: tokens are divided into buckets by score, and only those buckets are sorted in
-// which `top_k`, `top_p` and the random number fall.
+// Draws tokens without sorting whole rows: tokens are divided into buckets by score, and only the buckets are sorted
+// that contain the limits set by `top_k`, `top_p` and the random number.
 
 #include "draw_tokens.h"
 
@@ -18,8 +18,8 @@ namespace moeserve {
 
 namespace {
 
-// Scores of a bucket differ by 1/32 of the temperature. The last bucket has all tokens less likely than e^-32 times the
-// likeliest, those of score minus infinity among them.
+// The scores of a bucket span 1/32 of the temperature. The last bucket has all tokens that are less likely than e^-32
+// times the most likely token, including those with score minus infinity.
 constexpr int kBucketsPerUnit = 32;
 constexpr int kNumBuckets = 32 * kBucketsPerUnit + 1;
 
@@ -32,14 +32,14 @@ bool is_before(const Entry& a, const Entry& b) {
   return a.score > b.score || (a.score == b.score && a.token < b.token);
 }
 
-// The first tokens of a row up to some token, in the row's order.
+// The first tokens of a row, in its order, up to a certain token.
 struct Prefix {
-  int bucket;     // that holds the last token
+  int bucket;     // the bucket that holds the last token
   int64_t count;  // tokens of this bucket
-  double weight;  // of all tokens of the prefix
+  double weight;  // sum of the weights of the prefix's tokens
 };
 
-// A row of scores in buckets. The weight of a token is its probability divided by the largest.
+// A row of scores in buckets. The weight of a token is its probability divided by the largest probability.
 class Row {
  public:
   template <int W>
@@ -48,10 +48,10 @@ class Row {
     weights_.resize(width);
     bucket_of_.resize(width);
     const float highest = largest<W>(scores, width);
-    const float divisor = std::max(temperature, FLT_MIN);  // zero would make the weight of the likeliest 0 / 0
+    const float divisor = std::max(temperature, FLT_MIN);  // with zero, the largest weight would be 0 / 0
     int64_t i = 0;
     for (; i + W <= width; i += W) weigh<W>(load<W>(scores + i), highest, divisor, i, W);
-    // Alone, as a whole vector: a weight must not depend on the token's place.
+    // The remaining tokens use whole vectors one by one, because a weight must not depend on the token's place.
     for (; i < width; ++i) weigh<W>(broadcast<W>(scores[i]), highest, divisor, i, 1);
     std::fill(counts_, counts_ + kNumBuckets, 0);
     std::fill(sums_, sums_ + kNumBuckets, 0.0);
@@ -67,7 +67,7 @@ class Row {
     return std::count_if(weights_.begin(), weights_.end(), [&](float weight) { return weight >= least; });
   }
 
-  // Return the first `count` tokens, or all.
+  // Return the first `count` tokens, or all tokens if there are fewer.
   Prefix first_tokens(int64_t count) {
     Prefix prefix{};
     for (int bucket = 0; bucket < kNumBuckets && count > 0; ++bucket) {
@@ -81,7 +81,7 @@ class Row {
     return prefix;
   }
 
-  // Return the shortest prefix for which `is_enough(its weight)`, but not more than `most`.
+  // Return the shortest prefix whose weight satisfies `is_enough`, but at most `most`.
   template <typename IsEnough>
   Prefix shortest(const Prefix& most, const IsEnough& is_enough) {
     double weight = 0.0;
@@ -126,8 +126,8 @@ class Row {
     std::memcpy(bucket_of_.data() + first, &buckets, count * sizeof(uint16_t));
   }
 
-  // Return the shortest prefix that ends in a bucket and for which `is_end(tokens of the bucket, weight)`, or all of
-  // the bucket.
+  // Return the shortest prefix that ends in a bucket and satisfies `is_end(tokens of the bucket, weight)`; the prefix
+  // that ends with the bucket if there is none.
   template <typename IsEnd>
   Prefix prefix_in_bucket(int bucket, double weight, const IsEnd& is_end) {
     sort_bucket(bucket);
@@ -154,15 +154,15 @@ class Row {
   const float* scores_ = nullptr;
   std::vector<float> weights_;
   std::vector<uint16_t> bucket_of_;
-  int64_t counts_[kNumBuckets];  // tokens of each bucket
-  double sums_[kNumBuckets];     // of their weights
+  int64_t counts_[kNumBuckets];  // number of tokens of each bucket
+  double sums_[kNumBuckets];     // sum of the weights of each bucket
   std::vector<Entry> sorted_;    // the tokens of one bucket
   int sorted_bucket_ = -1;
 };
 
 template <int W>
 MOESERVE_INLINE void draw_row(const DrawTokens& draw, int64_t r) {
-  static thread_local Row row;  // keeps its memory
+  static thread_local Row row;  // static, to keep its memory
   row.fill<W>(draw.scores + r * draw.row_stride, draw.width, draw.temperatures[r]);
   int64_t count = draw.top_k[r] > 0 ? draw.top_k[r] : draw.width;
   if (draw.min_p[r] > 0.0f) count = std::min(count, row.count_from(draw.min_p[r]));

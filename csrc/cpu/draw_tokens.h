@@ -1,4 +1,4 @@
-// The random choice of one token from each row of scores.
+// The random choice of one token for each row of scores.
 
 #pragma once
 
@@ -19,8 +19,8 @@ struct DrawTokens {
   int64_t* tokens;            // [R]
 };
 
-// Write the token of each row. Tokens are ordered by score, ties by id; `min_p`, then `top_k`, then `top_p` keep a
-// beginning of the row, and the token is found at `uniform` of the kept probability.
+// Write the token of each row. Tokens are ordered by score, and ties by id. First `min_p`, then `top_k`, then `top_p`
+// keep a beginning of the row. The token drawn is the one at `uniform` times the kept probability.
 void draw_tokens(const DrawTokens& draw);
 
 }  // namespace moeserve

@@ -30,7 +30,7 @@ inline int64_t element_bytes(ElementType type) {
   throw std::invalid_argument("unsupported element type of a tensor");
 }
 
-// Rows [tokens, heads, width] with contiguous elements. Strides in elements.
+// Rows [tokens, heads, width] with contiguous elements. Strides are in elements.
 struct HeadRows {
   void* data;
   int64_t token_stride;

@@ -1,4 +1,4 @@
-// Addition, divided among threads in parts of some thousand elements, and gating, divided by rows.
+// Addition, divided among threads by ranges of elements, and gating, divided by rows.
 
 #include "elementwise.h"
 
@@ -11,7 +11,7 @@ namespace moeserve {
 
 namespace {
 
-constexpr int64_t kPart = 4096;  // elements that one thread adds at a time
+constexpr int64_t kPart = 4096;  // elements of a range
 
 template <int W, bool kIsWhole, typename Element>
 MOESERVE_INLINE void add_part(const Element* a, const Element* b, Element* out, int64_t count) {

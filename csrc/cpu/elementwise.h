@@ -30,8 +30,8 @@ struct Gating {
   bool has_gate_for_each;
 };
 
-// Rounds the sigmoid to the element type, and the product once more. The bytes of a row depend on the row and its gate
-// alone.
+// The sigmoid is rounded to the element type, and so is the product. The bytes of a row depend only on the row and its
+// gate.
 void gate_rows(const Gating& gating);
 
 }  // namespace moeserve

@@ -1,6 +1,6 @@
 // Rows of keys and values as 8-bit floats (E4M3), with a scale for each row. `ops/float8_rows.py` defines the format.
 //
-// Scales have 4 significant bits, like codes, so the product of both is exact in bfloat16.
+// Scales have 4 significant bits, as codes have, so the product of both is exact in bfloat16.
 
 #pragma once
 
@@ -16,9 +16,9 @@ constexpr float kLargestCode = 448.0f;
 constexpr float kLeastNumber = 0.015625f;          // 2^-6, the smallest code above zero
 constexpr float kLeastRange = 7.888609052e-31f;    // 2^-100
 constexpr float kLargestRange = 57344.0f;          // 448 * 2^7
-constexpr float kExponentShift = 1.329227996e36f;  // 2^120: float32 has this larger a bias of the exponent than E4M3
+constexpr float kExponentShift = 1.329227996e36f;  // 2^120: the difference of the exponent biases of float32 and E4M3
 
-// Return the numbers of W codes, which are in the highest byte of each lane. `factor` is the scale * kExponentShift.
+// Return the numbers of W codes, each in the highest byte of its lane. `factor` is the scale * kExponentShift.
 template <int W>
 MOESERVE_INLINE Float<W> decode_lanes(typename Vector<W>::UInt codes, Float<W> factor) {
   const auto bits = (reinterpret_cast<typename Vector<W>::Int>(codes) >> 4) & static_cast<int32_t>(0x87F00000u);
@@ -60,7 +60,7 @@ MOESERVE_INLINE void decode_float8_row(const uint8_t* codes, BFloat16 scale, int
   std::memcpy(target + h, last, (size - h) * sizeof(Element));
 }
 
-// Round W numbers to codes, in the low byte of each lane: to nearest, ties to even.
+// Round W numbers to codes, each in the low byte of its lane, to nearest with ties to even.
 template <int W>
 MOESERVE_INLINE typename Vector<W>::UInt encode_float8(Float<W> numbers, Float<W> scale) {
   using UInt = typename Vector<W>::UInt;
@@ -98,7 +98,7 @@ MOESERVE_INLINE BFloat16 encode_float8_row(const Element* row, int size, uint8_t
   const float range = std::min(std::max(largest_lane<W>(largest), kLeastRange), kLargestRange) / kLargestCode;
   uint32_t bits;
   std::memcpy(&bits, &range, sizeof(bits));
-  const BFloat16 scale{static_cast<uint16_t>(((bits + 0xFFFFFu) & 0xFFF00000u) >> 16)};  // up, to 4 significant bits
+  const BFloat16 scale{static_cast<uint16_t>(((bits + 0xFFFFFu) & 0xFFF00000u) >> 16)};  // up, to 4 bits
   const Float<W> divisor = broadcast<W>(widen(scale));
   for (int h = 0; h < size; h += W) {
     const Bytes bytes = __builtin_convertvector(encode_float8<W>(load_at(h), divisor), Bytes);

@@ -11,7 +11,7 @@ namespace moeserve {
 
 namespace {
 
-// MOESERVE_ISA sets an upper limit, so that one machine can test and measure the kernels of others.
+// MOESERVE_ISA sets an upper limit, so that one machine can test and measure the kernels for older processors.
 std::vector<Isa> find_usable() {
   const std::vector<Isa> supported = detect_isas();
   const char* highest = std::getenv("MOESERVE_ISA");

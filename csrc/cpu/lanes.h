@@ -24,19 +24,19 @@ MOESERVE_INLINE void store(float* target, Float<W> lanes) {
   std::memcpy(target, &lanes, sizeof(lanes));
 }
 
-// Return the larger lanes, and `b` where a lane is NaN.
+// Return the larger lanes. If a lane of either is NaN, the result is the lane of `b`.
 template <int W>
 MOESERVE_INLINE Float<W> larger(Float<W> a, Float<W> b) {
   return a > b ? a : b;
 }
 
-// Return e^x for x <= 0, within 2 units in the last place. Below -87 the result stays e^-87. NaN stays NaN.
+// Return e^x for x <= 0, within 2 units in the last place. Below -87 the result is e^-87. NaN stays NaN.
 template <int W>
 MOESERVE_INLINE Float<W> exp_of_nonpositive(Float<W> x) {
   using Int = typename Vector<W>::Int;
   constexpr float kLowest = -87.0f;  // e^-87 is still a normal number
   constexpr float kLog2E = 1.44269504f;
-  constexpr float kLn2High = 0.693145751953125f;  // few bits: its product with a small integer is exact
+  constexpr float kLn2High = 0.693145751953125f;  // has few bits, so its product with a small integer is exact
   constexpr float kLn2Low = 1.42860677e-6f;
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves an integer in the low bits
   constexpr int32_t kRoundBits = 0x4B400000;
@@ -46,7 +46,7 @@ MOESERVE_INLINE Float<W> exp_of_nonpositive(Float<W> x) {
   const Float<W> shifted = x * kLog2E + kRound;
   const Float<W> n = shifted - kRound;
   const Float<W> r = (x - n * kLn2High) - n * kLn2Low;
-  // Taylor series. The first omitted term is below 6e-9.
+  // The Taylor series. The first omitted term is below 6e-9.
   Float<W> power = r * (1.0f / 5040) + (1.0f / 720);
   power = power * r + (1.0f / 120);
   power = power * r + (1.0f / 24);
@@ -75,8 +75,8 @@ MOESERVE_INLINE Float<W> pick(Float<W> a, Float<W> b) {
 #endif
 }
 
-// `a` and `b` consist of segments of 2 * kHalf lanes. Return the sums of the two halves of each segment, those of `a`
-// first.
+// `a` and `b` consist of segments of 2 * kHalf lanes. Return the sums of the two halves of each segment: first those of
+// `a`, then those of `b`.
 template <int W, int kHalf, int... kLane>
 MOESERVE_INLINE Float<W> fold(Float<W> a, Float<W> b, std::integer_sequence<int, kLane...>) {
   return pick<W, (kLane / kHalf * 2 * kHalf + kLane % kHalf)...>(a, b) +
@@ -110,7 +110,8 @@ MOESERVE_INLINE Pair<W> load_pair(const float* source) {
   return {load<W>(source), load<W>(source + W)};
 }
 
-// Even elements, then odd ones: they are the two halves of 32-bit words, so widening is a shift.
+// For bfloat16: first the even elements, then the odd ones. They are the halves of 32-bit words, so widening is a
+// shift.
 template <int W>
 MOESERVE_INLINE Pair<W> load_pair(const BFloat16* source) {
   typename Vector<W>::UInt words;

@@ -1,4 +1,4 @@
-// LayerNorm. Each row is read three times, but from memory only once.
+// LayerNorm. Each row is read three times, but only once from memory.
 
 #include "layer_norm.h"
 
@@ -16,7 +16,7 @@ namespace {
 // Call use(vectors, first element, number of elements) for the elements of a row in order, 2 * W at a time.
 template <int W, typename Element, typename Use>
 MOESERVE_INLINE void for_pairs(const Element* row, int64_t width, const Use& use) {
-  const int64_t last = width / (2 * W) * (2 * W);  // start of the last, incomplete vectors
+  const int64_t last = width / (2 * W) * (2 * W);  // start of the incomplete last vectors
   for (int64_t d = 0; d < last; d += 2 * W) use(load_pair<W>(row + d), d, 2 * W);
   if (last < width) use(load_first<W>(row + last, static_cast<int>(width - last)), last, width - last);
 }

@@ -8,7 +8,7 @@
 
 namespace moeserve {
 
-// T tokens, D elements of a row.
+// T tokens, D elements per row.
 struct LayerNorm {
   ElementType type;    // of rows, weight and bias: float32 or bfloat16
   void* rows;          // [T, D], rows contiguous: replaced by (x - mean) / sqrt(variance + epsilon) * weight + bias
@@ -20,7 +20,7 @@ struct LayerNorm {
   float epsilon;
 };
 
-// All arithmetic is float32, rounded once. The bytes of a row depend on its values and on the instruction set alone.
+// All arithmetic is float32, rounded once. The bytes of a row depend only on its values and on the instruction set.
 void layer_norm(const LayerNorm& norm);
 
 }  // namespace moeserve

@@ -10,13 +10,13 @@ namespace moeserve {
 
 namespace {
 
-constexpr int kGroupCodeBytes = kInputGroup / 2;  // of one output, as checkpoints store them
+constexpr int kGroupCodeBytes = kInputGroup / 2;  // bytes per output, as checkpoints store them
 
 // Return the code of input `k` of a group.
 uint8_t code_at(const uint8_t* group, int k) { return k % 2 == 0 ? group[k / 2] & 15 : group[k / 2] >> 4; }
 
-// Pack the codes [count, kGroupCodeBytes] of a group of inputs, filled up with zeros. `stride` is from output to
-// output.
+// Pack the codes [count, kGroupCodeBytes] of a group of inputs, padded with zeros. `stride` is the distance between
+// outputs.
 void pack_group(const uint8_t* codes, int64_t stride, int count, uint8_t* target) {
   constexpr uint8_t kZeros[kGroupCodeBytes] = {};
   for (int c = 0; c < kPanel / 2; ++c) {

@@ -1,8 +1,8 @@
-// Division of products into items of 64 outputs and some rows, and their execution.
+// Division of products into items of some rows and 64 outputs, and their execution.
 //
 // Few rows, whose sums all fit in registers, read their panels once from beginning to end at memory speed. More rows
-// are processed tile by tile over a block of the panels that stays in the L1 cache, while the next block is prefetched
-// to the L2 cache: memory access and computation overlap.
+// are processed in tiles over a block of the panels that stays in the L1 cache, while the next block is prefetched to
+// the L2 cache, so that memory access and computation overlap.
 
 #include "packed_product.h"
 
@@ -31,23 +31,23 @@ struct Item {
   int32_t group;
   int32_t first_row;
   int32_t num_rows;
-  int32_t column;  // outputs from 32 * column on, gates and ups; or outputs from 64 * column on
+  int32_t column;  // from output 32 * column of gates and ups, or from output 64 * column
 };
 
 // The rows of all groups in the form that the kernels read.
 struct PreparedRows {
-  int64_t row_bytes;    // from row to row
-  int64_t chunk_bytes;  // of a row, from chunk to chunk
+  int64_t row_bytes;    // distance between rows
+  int64_t chunk_bytes;  // distance between chunks of a row
   std::vector<RowGroup> groups;
 };
 
-constexpr int kMaxWaitingSums = 4;  // of chunks that wait for their neighbours in the tree
+constexpr int kMaxWaitingSums = 4;  // sums of chunks that wait for their neighbours in the tree
 static_assert(kMaxInputChunks <= 1 << (kMaxWaitingSums - 1));
 
 // Buffers that each thread keeps from call to call.
 struct Scratch {
   alignas(64) float waiting_sums[kMaxWaitingSums][kMaxItemRows * kTileOutputs];
-  float* sums = waiting_sums[0];  // of the current chunk
+  float* sums = waiting_sums[0];  // sums of the current chunk
 };
 
 Scratch& scratch() {
@@ -72,7 +72,7 @@ MOESERVE_INLINE Float<W> activate(const PackedProduct& product, Float<W> gate, F
   return gate * sigmoid<W>(product.alpha * gate) * (up + 1.0f);
 }
 
-// Scales and biases of the 64 outputs of an item, the same for all rows.
+// The scales and biases of an item's 64 outputs, which are the same for all rows.
 struct Epilogue {
   alignas(64) float factors[kTileOutputs];
   alignas(64) float biases[kTileOutputs];
@@ -132,7 +132,7 @@ MOESERVE_INLINE void finish_rows(const PackedProduct& product, const Epilogue& e
   }
 }
 
-// Scale the last of the waiting sums, and add the `num_neighbours` before it, which end a branch of the tree with it.
+// Scale the last of the waiting sums, and add to it the `num_neighbours` sums before it whose branch it completes.
 template <int W>
 MOESERVE_INLINE void merge_sums(const Epilogue& epilogue, int num_rows, int last, int num_neighbours, Scratch& room) {
   float* target = room.waiting_sums[last - num_neighbours];
@@ -147,8 +147,8 @@ MOESERVE_INLINE void merge_sums(const Epilogue& epilogue, int num_rows, int last
   }
 }
 
-// Sum the chunks of an item one after the other, and add neighbours in the tree as soon as both are complete. The sums
-// in `room.sums` are scaled and have the bias. Return an epilogue that has nothing left to do.
+// Sum the chunks of an item one after another, and add neighbours in the tree as soon as both are complete. The results
+// in `room.sums` are scaled and include the bias. Return an epilogue that does nothing.
 template <int W, typename Element>
 MOESERVE_INLINE Epilogue sum_chunks(const PackedProduct& product, const ProductWork& work, const Item& item,
                                     const void* bias, Scratch& room, int64_t row_chunk_bytes,
@@ -243,8 +243,8 @@ void plan(const PackedProduct& product, const std::vector<RowGroup>& groups, std
   }
 }
 
-// Bring the rows into the form that the kernels read: quantised, or with the inputs of each chunk filled up with zeros
-// as the weights are. Rows that have this form already stay where they are.
+// Convert the rows to the form that the kernels read: quantised, or with the inputs of each chunk padded with zeros as
+// in the weights. Rows that already have this form are used in place.
 PreparedRows prepare(const PackedProduct& product, const std::vector<RowGroup>& groups, Isa isa,
                      std::vector<char>& room) {
   const int64_t element = element_bytes(product.type);
@@ -294,7 +294,7 @@ void packed_product(const PackedProduct& product, const std::vector<RowGroup>& g
   thread_local std::vector<char> rows_of_this_thread;
   thread_local std::vector<Item> items_of_this_thread;
   const PreparedRows prepared = prepare(product, groups, isa, rows_of_this_thread);
-  std::vector<Item>& items = items_of_this_thread;  // a reference, because other threads use it
+  std::vector<Item>& items = items_of_this_thread;  // a reference, which other threads can use
   plan(product, groups, items);
   int64_t num_rows = 0;
   int64_t num_weights = 0;

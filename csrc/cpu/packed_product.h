@@ -1,4 +1,4 @@
-// Products of rows with one or many packed weights.
+// Products of rows with one or several packed weights.
 
 #pragma once
 
@@ -26,7 +26,7 @@ constexpr bool is_gated(Activation activation) {
 
 constexpr int kMaxInputChunks = 8;
 
-// Rows that are multiplied with one weight.
+// Rows that are multiplied by the same weight.
 struct RowGroup {
   const char* panels;
   const void* bias;  // [N] in the type of the rows, or null
@@ -41,23 +41,23 @@ struct RowGroup {
 // separately, and the output has N / 2 columns.
 //
 // The products of each chunk of inputs are added in the order of K. The sums of the chunks are added in a binary tree:
-// neighbours first, ((0 + 1) + (2 + 3)) + ..., where the last chunks may lack a neighbour. A bias is added to the sum
-// of the first chunk. So the bytes of an output depend on its row, its weights, the size of the chunks and the
-// instruction set alone.
+// neighbours first, ((0 + 1) + (2 + 3)) + ..., where the last chunk may lack a neighbour. A bias is added to the sum of
+// the first chunk. The bytes of an output therefore depend only on its row, its weights, the size of the chunks and the
+// instruction set.
 //
-// Ranks that each have 1, 2, 4 or 8 of the chunks compute nodes of this tree. Their outputs in float32, added in the
-// same way, have the same bytes as the outputs of one rank.
+// Ranks that each have 1, 2, 4 or 8 of the chunks compute nodes of this tree. The sum of their float32 outputs, added
+// in the same way, has the same bytes as the output of a single rank.
 struct PackedProduct {
   WeightFormat format;
-  ElementType type;         // type of the rows: float32 or bfloat16; the same as an unquantised weight
+  ElementType type;         // type of the rows, and of unquantised weights: float32 or bfloat16
   ElementType output_type;  // `type`, or float32 without an activation
   Activation activation;
   float alpha;
   float limit;
   int64_t num_outputs;   // N
   int64_t num_inputs;    // K
-  int64_t chunk_inputs;  // inputs of each chunk but the last; at most kMaxInputChunks chunks
-  int64_t input_stride;  // elements from row to row
+  int64_t chunk_inputs;  // inputs per chunk, fewer in the last; at most kMaxInputChunks chunks
+  int64_t input_stride;  // distance between rows in elements
   int64_t output_stride;
 
   InputChunks chunks() const { return {num_inputs, chunk_inputs}; }

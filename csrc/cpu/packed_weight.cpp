@@ -1,4 +1,4 @@
-// Packing of weights panel by panel, with quantisation.
+// Packing of weights panel by panel, including quantisation.
 
 #include "packed_weight.h"
 
@@ -36,11 +36,11 @@ MOESERVE_INLINE Float<W> inverse_or_zero(Float<W> x) {
   return x != 0.0f ? 1.0f / x : Float<W>{};
 }
 
-// The weights of one panel, [num_inputs][kPanel], filled up with zeros. Outputs are side by side, for vectorisation.
+// The weights of one panel, [num_inputs][kPanel], padded with zeros. Outputs are adjacent, for vectorisation.
 struct Columns {
   std::vector<float> weights;
   int64_t num_inputs;
-  std::vector<float> int4_scales;  // [num_inputs / kInputGroup][kPanel], or empty: they are chosen
+  std::vector<float> int4_scales;  // [num_inputs / kInputGroup][kPanel], or empty: to be chosen
 };
 
 // The weights of one panel, [count][num_inputs].
@@ -49,8 +49,8 @@ struct Rows {
   const Element* weights;
   int count;
   int64_t num_inputs;
-  const uint16_t* int4_scales;  // of the first row; null: they are chosen
-  int64_t scale_stride;         // from row to row
+  const uint16_t* int4_scales;  // scales of the first row; null: to be chosen
+  int64_t scale_stride;         // distance between rows
 };
 
 template <int W>
@@ -89,7 +89,7 @@ MOESERVE_INLINE Float<W> round_to_float16(Float<W> x) {
   return reinterpret_cast<Float<W>>((bits + 0xFFF + ((bits >> 13) & 1)) & ~0x1FFFu) * kFloat16Exponent;
 }
 
-// Return the bits of a number that is a float16.
+// Return the bits of a number that float16 represents exactly.
 uint16_t float16_bits(float value) {
   value *= 1 / kFloat16Exponent;
   uint32_t bits;
@@ -104,7 +104,7 @@ float float16_value(uint16_t half) {
   return value * kFloat16Exponent;
 }
 
-// Write a group of inputs: scales and zero points [kPanel], and codes [kInputGroup][kPanel].
+// Write one group of inputs: scales and zero points [kPanel], and codes [kInputGroup][kPanel].
 void write_int4_group(const float* scales, const float* zeros, const float* codes, char* group) {
   auto* bytes = reinterpret_cast<uint8_t*>(group);
   for (int k = 0; k < kInputGroup; ++k) {
@@ -121,13 +121,13 @@ void write_int4_group(const float* scales, const float* zeros, const float* code
   }
 }
 
-// The values that W outputs have in a group of inputs: (code - zero) * scale for codes from 0 to 15.
+// The numbers that weights of W outputs can have in one group of inputs: (code - zero) * scale for codes 0 to 15.
 template <int W>
 struct Int4Grid {
   Float<W> scales;
   Float<W> zeros;
 
-  // Return the grid with its numbers as they are stored.
+  // Return the grid with its scales and zero points as they are stored.
   MOESERVE_INLINE Int4Grid rounded() const {
     const Float<W> steps = round_to_integer<W>(zeros * (1.0f / kInt4ZeroStep)) + kInt4ZeroOffset;
     const Float<W> bounded = steps > 0.0f ? steps : Float<W>{};
@@ -142,7 +142,8 @@ struct Int4Grid {
   }
 };
 
-// Return the grid from `low` to `high`. A range far from zero is widened so that its zero point can be stored.
+// Return the grid from `low` to `high`. If they are far from zero, the range is widened so that its zero point can be
+// stored.
 template <int W>
 MOESERVE_INLINE Int4Grid<W> grid_of_range(Float<W> low, Float<W> high) {
   constexpr float kLowestZero = -kInt4ZeroOffset * kInt4ZeroStep;
@@ -152,7 +153,7 @@ MOESERVE_INLINE Int4Grid<W> grid_of_range(Float<W> low, Float<W> high) {
   return Int4Grid<W>{scales, -low * inverse_or_zero<W>(round_to_float16<W>(scales))}.rounded();
 }
 
-// A grid, its squared error, and the grid with the least squared error for the same codes.
+// A grid, its squared error, and the grid that minimises the squared error for the same codes.
 template <int W>
 struct Int4Fit {
   Int4Grid<W> grid;
@@ -176,7 +177,7 @@ MOESERVE_INLINE Int4Fit<W> fit_int4(const float* weights, Float<W> sums, const I
     squares += code * code;
     products += code * weight;
   }
-  // Linear regression of the weights on their codes, then of the scale alone, because the zero point is rounded.
+  // Linear regression of the weights on their codes, then of the scale alone, because the zero point has been rounded.
   constexpr float kShare = 1.0f / kInputGroup;
   const Float<W> variance = squares - codes * codes * kShare;
   const Float<W> covariance = products - codes * sums * kShare;
@@ -187,8 +188,8 @@ MOESERVE_INLINE Int4Fit<W> fit_int4(const float* weights, Float<W> sums, const I
   return {grid, errors, Int4Grid<W>{larger<W>(scales, Float<W>{}), rounded}.rounded()};
 }
 
-// Choose the best of some grids: that of the whole range of the weights and that of nine tenths of it, each refitted
-// twice. More widths and more rounds reduce the error by 2% at most. Weights that are on a grid keep their values.
+// Choose the best of several grids: that of the whole range of the weights and that of nine tenths of it, each refitted
+// twice. More widths or rounds reduce the error by at most 2%. Weights that lie on a grid keep their values.
 template <int W>
 MOESERVE_INLINE Int4Grid<W> choose_int4_grid(const float* weights) {
   Float<W> low = load<W>(weights);
@@ -219,7 +220,7 @@ MOESERVE_INLINE Int4Grid<W> choose_int4_grid(const float* weights) {
   return best.grid;
 }
 
-// Return the grid of integers times given scales that has the weights.
+// Return the grid for given scales, of which the weights are integer multiples.
 template <int W>
 MOESERVE_INLINE Int4Grid<W> grid_of_scales(const float* weights, Float<W> scales) {
   const Float<W> inverses = inverse_or_zero<W>(scales);
@@ -276,7 +277,7 @@ void pack_plain(const Element* source, int num_rows, int64_t num_inputs, int64_t
   }
 }
 
-// Pack panels of the type of the weight. Two inputs of a bfloat16 weight move as one word.
+// Pack panels in the element type of the weight. Two inputs of a bfloat16 weight are moved as one word.
 template <typename Element>
 void pack_same(const Element* source, int num_rows, int64_t num_inputs, int64_t padded, char* panel) {
   std::vector<Element> copy(source, source + num_rows * num_inputs);  // `panel` may be `source`
@@ -303,7 +304,7 @@ void pack_panel(WeightFormat format, const Rows<Element>& rows, char* panel) {
     return pack_same(rows.weights, rows.count, num_inputs, padded, panel);
   }
   Columns columns{std::vector<float>(kPanel * padded), padded, {}};
-  constexpr int64_t kTogether = 16;  // inputs: rows and columns stay in the cache
+  constexpr int64_t kTogether = 16;  // inputs at a time, so that rows and columns stay in the cache
   for (int64_t first = 0; first < num_inputs; first += kTogether) {
     const int64_t last = std::min(first + kTogether, num_inputs);
     for (int n = 0; n < rows.count; ++n) {
@@ -322,7 +323,7 @@ void pack_panel(WeightFormat format, const Rows<Element>& rows, char* panel) {
   choose_pack_columns(current_isa())(format, columns, panel);
 }
 
-// Pack each chunk of a panel as a panel of its own.
+// Pack each chunk of a panel as a separate panel.
 template <typename Element>
 void pack_chunks(WeightFormat format, const Rows<Element>& rows, const InputChunks& chunks, char* panel) {
   if (chunks.count() == 1) return pack_panel(format, rows, panel);
@@ -389,7 +390,7 @@ void pack_weight(WeightFormat format, ElementType source_type, const void* sourc
                  int64_t num_outputs, InputChunks chunks, void* panels) {
   const bool is_plain = format == WeightFormat::kFloat32 || format == WeightFormat::kBFloat16;
   if (is_plain && padded_inputs(format, chunks.chunk_inputs) == chunks.chunk_inputs) {
-    chunks.chunk_inputs = chunks.num_inputs;  // the same layout
+    chunks.chunk_inputs = chunks.num_inputs;  // a single chunk has the same layout
   }
   const int64_t bytes = panel_bytes(format, chunks);
   const int64_t num_groups = round_up(chunks.num_inputs, kInputGroup) / kInputGroup;

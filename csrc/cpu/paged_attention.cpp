@@ -1,8 +1,8 @@
 // Attention over a paged KV cache: the work of an item, and the merge of partial results.
 //
-// Positions are cut at fixed places: into blocks, which are reduced one after the other (attention_block.h), and into
-// partitions of some blocks, which are reduced separately and then merged in order. The order of additions therefore
-// follows from the position of a row and the shapes alone, and a long context can still be shared between threads.
+// Positions are divided at fixed places: into blocks, which are reduced one after another (attention_block.h), and into
+// partitions of several blocks, which are reduced separately and then merged in order. The order of additions therefore
+// depends only on the position of a row and on the shapes, although threads can share a long context.
 
 #include "paged_attention.h"
 
@@ -23,7 +23,7 @@ namespace {
 
 constexpr int kWordBytes = 4;
 
-// A buffer that is kept from call to call, aligned to cache lines.
+// A buffer aligned to cache lines, which is kept from call to call.
 class Buffer {
  public:
   Buffer() = default;
@@ -55,7 +55,7 @@ class Buffer {
   size_t num_bytes_ = 0;
 };
 
-// Buffers of each thread.
+// The buffers of one thread.
 struct Scratch {
   Buffer queries;
   Buffer packed;
@@ -66,7 +66,7 @@ struct Scratch {
   Buffer zeros;
   Buffer converted;
   Buffer visible;
-  // Used by the calling thread, for all threads.
+  // Used by the calling thread on behalf of all threads.
   AttentionPlan plan;
   Buffer shared_states;
 };
@@ -87,14 +87,14 @@ States states_at(float* room, int64_t num_queries) {
   return {room, room + round_up(num_queries, 16), room + 2 * round_up(num_queries, 16)};
 }
 
-// Addresses of the keys and values of a block, and their indices among the rows of the caches.
+// The addresses of the keys and values of a block, and their row indices in the caches.
 struct Rows {
   const void* keys[kBlock];
   const void* values[kBlock];
   int64_t indices[kBlock];
 };
 
-// Return the visible positions of a row of an item in the block that starts at position `start`.
+// Return the positions of the block at `start` that a row of an item attends to.
 Range visible_of(const PagedAttention& step, const Chunk& chunk, const Item& item, int row, int64_t start) {
   const int64_t position = chunk.position + item.first_row + row;
   const int64_t begin = first_position(step, position) - start;
@@ -102,10 +102,10 @@ Range visible_of(const PagedAttention& step, const Chunk& chunk, const Item& ite
           static_cast<int>(std::clamp<int64_t>(position + 1 - start, 0, kBlock))};
 }
 
-// Return the positions visible to any of several consecutive rows, given those of the first and the last row.
+// Return the positions visible to any of several consecutive rows, from those of the first and the last row.
 Range join(Range first, Range last) { return {first.begin, last.end}; }
 
-// Return the range of positions of an item, from the start of a block on.
+// Return the range of an item's positions, extended to the start of a block.
 int64_t first_start(const PagedAttention& step, const Chunk& chunk, const Item& item) {
   const int64_t first = first_position(step, chunk.position + item.first_row);
   return std::max(item.first_partition * partition_size(step), first) / kBlock * kBlock;
@@ -115,7 +115,7 @@ int64_t end_position(const PagedAttention& step, const Chunk& chunk, const Item&
                   chunk.position + item.first_row + item.num_rows);
 }
 
-// Find the addresses of the positions `visible` in the block that starts at position `start`.
+// Find the addresses of the positions `visible` of the block that starts at `start`.
 void find_rows(const PagedAttention& step, const Chunk& chunk, const Item& item, int64_t start, Range visible,
                Rows& rows) {
   const auto* keys = static_cast<const char*>(step.key_cache);
@@ -137,28 +137,28 @@ void find_rows(const PagedAttention& step, const Chunk& chunk, const Item& item,
   }
 }
 
-// The state of an item while it runs.
+// The state of an item while it is processed.
 struct ItemContext {
   const PagedAttention& step;
   const BlockKernels& kernels;
   const Item& item;
   const Chunk& chunk;
-  const Item* next;  // the item after this one, or null
+  const Item* next;  // the next item of this thread, or null
   const Chunk* next_chunk;
   const void* zeros;  // a row of zeros
-  char* converted;    // rows of the current block, keys and then values, if the caches have 8-bit floats
+  char* converted;    // for 8-bit floats: converted keys, then values, of the current block
   char* queries;
   void* packed;  // keys, then values of the current block
   char* weights;
   float* scores;
   float* factors;
   Range* visible;  // [queries], in the current block
-  Rows* rows;      // of the current block
-  Rows* ahead;     // of the next block
+  Rows* rows;      // rows of the current block
+  Rows* ahead;     // rows of the next block
 
   int head_size() const { return static_cast<int>(step.head_size); }
   int value_size() const { return static_cast<int>(step.value_size); }
-  // Packing pays if it serves several tiles.
+  // Packing pays off if several tiles use the packed keys.
   bool packs_keys() const { return item.num_rows * item.num_heads > kernels.max_queries(); }
   bool packs_values() const { return packs_keys() || kernels.tiles->add_in_place == nullptr; }
 };
@@ -174,14 +174,14 @@ Range whole_granules(const ItemContext& context, Range range) {
   return {range.begin / granule * granule, (range.end + granule - 1) / granule * granule};
 }
 
-// Replace positions outside of `visible` by rows of zeros, up to whole granules.
+// Replace positions outside of `visible` with rows of zeros, up to whole granules.
 void pad_rows(const ItemContext& context, Range visible, Rows& rows) {
   const Range range = whole_granules(context, visible);
   for (int p = range.begin; p < visible.begin; ++p) rows.keys[p] = rows.values[p] = context.zeros;
   for (int p = visible.end; p < range.end; ++p) rows.keys[p] = rows.values[p] = context.zeros;
 }
 
-// Find the rows visible to any row of an item in the block that starts at position `start`. Returns their range.
+// Find the rows of the block at `start` that are visible to any row of an item. Return their range.
 Range find_item_rows(const ItemContext& context, const Chunk& chunk, const Item& item, int64_t start, Rows& rows) {
   const Range visible = join(visible_of(context.step, chunk, item, 0, start),
                              visible_of(context.step, chunk, item, item.num_rows - 1, start));
@@ -196,7 +196,7 @@ char* converted_values(const ItemContext& context) {
   return context.converted + kBlock * context.step.head_size * element_bytes(context.step.type);
 }
 
-// Replace the addresses of 8-bit floats by those of the converted rows.
+// Replace the addresses of 8-bit floats with those of the converted rows.
 void use_converted(const ItemContext& context, Range visible, Rows& rows) {
   const int64_t width = element_bytes(context.step.type);
   for (int p = visible.begin; p < visible.end; ++p) {
@@ -205,7 +205,7 @@ void use_converted(const ItemContext& context, Range visible, Rows& rows) {
   }
 }
 
-// Convert the rows of the current block, and prefetch those of the next one.
+// Convert the rows of the current block, and prefetch the rows of the next block.
 void convert_rows(const ItemContext& context, Range visible, Range ahead) {
   const PagedAttention& step = context.step;
   Rows& rows = *context.rows;
@@ -219,7 +219,7 @@ void convert_rows(const ItemContext& context, Range visible, Range ahead) {
   use_converted(context, visible, rows);
 }
 
-// Find the rows of the block that this thread reads after the one at `start`, if any. Returns their range.
+// Find the rows of the block that this thread reads after the block at `start`, if any. Return their range.
 Range find_next_rows(const ItemContext& context, int64_t start) {
   if (start + kBlock < end_position(context.step, context.chunk, context.item)) {
     return find_item_rows(context, context.chunk, context.item, start + kBlock, *context.ahead);
@@ -241,7 +241,7 @@ void for_tiles(const BlockKernels& kernels, int first, int end, const Use& use) 
   }
 }
 
-// Update the states of some rows of the item with the block that starts at position `start`.
+// Update the states of some rows of the item with the block at `start`.
 void attend_rows(const ItemContext& context, int first_row, int num_rows, int64_t start, Range ahead,
                  const States& states) {
   const BlockKernels& kernels = context.kernels;
@@ -294,7 +294,7 @@ void attend_rows(const ItemContext& context, int first_row, int num_rows, int64_
   const Range ahead_values = context.packs_keys() && has_values(context) ? ahead : Range{0, 0};
   kernels.pack_values(context.rows->values, {context.ahead->values, ahead_values}, range, context.value_size(),
                       context.packed);
-  // A strip of values stays in the cache for all tiles.
+  // A strip of values stays in the cache while all tiles use it.
   for (int strip = 0; strip < kernels.num_strips(context.value_size()); ++strip) {
     for_tiles(kernels, begin, end, [&](const TileKernels& of_tile, int query, int count) {
       const Tile tile = tile_of(query, count);
@@ -303,7 +303,7 @@ void attend_rows(const ItemContext& context, int first_row, int num_rows, int64_
   }
 }
 
-// Update the states of all rows of the item with the block that starts at position `start`, which is in `context.rows`.
+// Update the states of all rows of the item with the block at `start`, whose rows are in `context.rows`.
 void attend_block(ItemContext& context, int64_t start, const States& states) {
   const BlockKernels& kernels = context.kernels;
   const int last_row = context.item.num_rows - 1;
@@ -312,8 +312,8 @@ void attend_block(ItemContext& context, int64_t start, const States& states) {
     convert_rows(context, join(visible_of(context, 0, start), visible_of(context, last_row, start)), ahead);
     ahead = {0, 0};
   }
-  // 0 * NaN and 0 * infinity are not 0, so such a value would reach rows that do not attend to it. In this case the
-  // rows are processed one by one, with zeros at the other positions.
+  // 0 * NaN and 0 * infinity are not 0, so such a value would reach rows that do not attend to it. If there is one, the
+  // rows are processed one by one, with zeros at the positions that they do not attend to.
   int num_rows = context.item.num_rows;
   for (int row = 0; row <= last_row;) {
     const Range first = visible_of(context, row, start);
@@ -328,7 +328,7 @@ void attend_block(ItemContext& context, int64_t start, const States& states) {
       num_rows = 1;
       continue;
     }
-    if (num_rows < context.item.num_rows) {  // zeros may have replaced some
+    if (num_rows < context.item.num_rows) {  // some rows may have been replaced with zeros
       find_rows(context.step, context.chunk, context.item, start, visible, *context.rows);
       if (is_float8(context)) use_converted(context, visible, *context.rows);
     }
@@ -339,7 +339,7 @@ void attend_block(ItemContext& context, int64_t start, const States& states) {
   std::swap(context.rows, context.ahead);
 }
 
-// Reduce the positions of one partition that the rows of the item attend to.
+// Reduce the positions of one partition that the item's rows attend to.
 void attend_partition(ItemContext& context, int64_t partition, const States& states) {
   const int64_t begin =
       std::max(partition * partition_size(context.step), first_start(context.step, context.chunk, context.item));
@@ -348,7 +348,7 @@ void attend_partition(ItemContext& context, int64_t partition, const States& sta
   for (int64_t start = begin; start < end; start += kBlock) attend_block(context, start, states);
 }
 
-// The tile registers of this thread, while an item runs.
+// Holds this thread's tile registers while it processes an item.
 class TileRegisters {
  public:
   explicit TileRegisters(const BlockKernels& kernels) : release_(kernels.release) {
@@ -388,7 +388,7 @@ void run_item(Job& job, size_t index) {
 
   auto* zeros = room.zeros.at_least<char>(step.head_size * element_bytes(step.type));
   std::memset(zeros, 0, step.head_size * element_bytes(step.type));
-  // Tile registers read whole tiles, also if there are fewer queries.
+  // Tile registers read whole tiles, even if there are fewer queries.
   const int num_read = num_queries + kernels.max_queries() - 1;
   auto* queries = room.queries.at_least<char>(num_read * query_bytes);
   for_queries([&](int query, int64_t index) {

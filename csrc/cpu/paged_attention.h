@@ -36,22 +36,22 @@ struct PagedAttention {
   int64_t block_size;
   int64_t max_blocks;
   float scale;
-  // Maximal number of positions that a row attends to, including its own; 0: no limit. If negative, the positions are
-  // divided into chunks of -window, and a row attends to its own chunk.
+  // The maximum number of positions that a row attends to, including its own; 0: no limit. If negative, positions are
+  // divided into chunks of -window, and a row attends only to its own chunk.
   int64_t window;
 };
 
-// Fill `out`. Row i of a chunk with R rows and context length C is at position C - R + i and attends to the positions
-// up to it. Rows outside all chunks and rows with a negative position get zeros.
+// Fill `out`. Row i of a chunk with R rows and context length C is at position C - R + i, and attends to the positions
+// up to its own. Rows outside of all chunks, and rows with a negative position, get zeros.
 //
-// The bytes of a row do not depend on the batch, on the division of its request into chunks, on the number of threads,
-// on the block size, or on the heads that this rank has. They depend on the query, keys and values of the row, on the
-// sinks, on `whole_group_size`, and on the instruction set.
+// The bytes of a row depend on its query, keys and values, on the sinks, on `whole_group_size` and on the instruction
+// set. They do not depend on the batch, on the division of the request into chunks, on the number of threads, on the
+// block size, or on the heads of this rank.
 //
 // Scores, weights and sums are float32. With bfloat16 elements and AVX-512 BF16 or AMX, weights are rounded to bfloat16
 // before they are multiplied with values, and the rounded weights are summed.
 //
-// 8-bit floats are converted to the element type, which is exact, and computed with as those.
+// 8-bit floats are converted to the element type, which is exact, and then treated like other elements.
 //
 // Throws std::invalid_argument for rows or blocks out of range, before anything is read or written.
 void paged_attention(const PagedAttention& step);

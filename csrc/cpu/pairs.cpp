@@ -1,7 +1,7 @@
-// Counting sort, copies and weighted sums of rows. The sum of a token stays in registers, some columns at a time.
+// Counting sort, copies and weighted sums of rows. The sums of a token stay in registers, for some columns at a time.
 //
-// This file is compiled with -ffp-contract=off: each product is rounded before it is added, so that sums have the bytes
-// of torch with every instruction set.
+// This file is compiled with -ffp-contract=off: each product is rounded before it is added, so that sums have the same
+// bytes as in torch with every instruction set.
 
 #include "pairs.h"
 
@@ -20,7 +20,7 @@ namespace {
 
 void refuse(const std::string& message) { throw std::invalid_argument(message); }
 
-// Sum kPairs * 2 * W columns from `first` on or, if kIsWhole is false, the last `num_columns` < 2 * W.
+// Sum kPairs * 2 * W columns from `first` on, or, if kIsWhole is false, the last `num_columns` < 2 * W columns.
 template <int W, int kPairs, bool kIsWhole, typename Element>
 MOESERVE_INLINE void sum_columns(const WeightedSum& sum, const int64_t* rows_of_token, int64_t token, int64_t first,
                                  int64_t num_columns) {

@@ -8,8 +8,8 @@
 
 namespace moeserve {
 
-// P pairs with a key each: -1, or in [0, num_known). Pairs with a key outside of [first_key, first_key + num_keys) are
-// left out.
+// P pairs with one key each: -1, or in [0, num_known). Pairs whose key is outside of [first_key, first_key + num_keys)
+// are left out.
 struct PairSort {
   ElementType type;  // type of the keys: int32 or int64
   const void* keys;  // [T, K], P = T * K pairs
@@ -19,11 +19,11 @@ struct PairSort {
   int64_t first_key;
   int64_t num_keys;
   int64_t num_known;  // at least first_key + num_keys
-  int64_t* order;     // [P]: pairs sorted by key, ascending within a key, filled up with -1
+  int64_t* order;     // [P]: pairs sorted by key and then by index, padded with -1
   int64_t* counts;    // [num_keys]: number of pairs of each key
 };
 
-// Return the number of sorted pairs. Throws std::invalid_argument for a key that is out of range.
+// Sort the pairs, and return their number. Throws std::invalid_argument for a key out of range.
 int64_t sort_pairs(const PairSort& sort);
 
 // totals += counts.
@@ -67,7 +67,7 @@ struct RowGather {
 // Throws std::invalid_argument for an index out of range.
 void gather_rows(const RowGather& gather);
 
-// Copy row r of `source` to row indices[r] of `out`, except for index -1. All other rows of `out` become zeros.
+// Copy row r of `source` to row indices[r] of `out`, unless the index is -1. All other rows of `out` are zeroed.
 struct RowScatter {
   int64_t row_bytes;
   const void* source;      // [R, D]
@@ -80,7 +80,7 @@ struct RowScatter {
 // Throws std::invalid_argument for an index out of range.
 void scatter_rows(const RowScatter& scatter);
 
-// Concatenate the bytes of row r of both tensors to row r of `out`.
+// Concatenate the bytes of row r of two tensors into row r of `out`.
 struct RowJoin {
   const void* first;  // [T, ...]
   const void* second;
@@ -107,9 +107,9 @@ struct WeightedSum {
   int64_t width;
 };
 
-// Sum the rows of each token times their weights, rounded to float32, added in float32 in the order of k, and rounded
-// to the type at the end. A pair without a row adds zero. The bytes are the same with every instruction set. Throws
-// std::invalid_argument for a pair out of range.
+// Sum the rows of each token, multiplied by their weights. Products are rounded to float32 and added in float32 in the
+// order of k; the sum is rounded to the type. A pair without a row adds zero. The bytes are the same with every
+// instruction set. Throws std::invalid_argument for a pair out of range.
 void weighted_sum(const WeightedSum& sum);
 
 }  // namespace moeserve

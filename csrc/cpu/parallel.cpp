@@ -14,8 +14,9 @@ namespace moeserve {
 
 namespace {
 
-// The entry point that GCC compiles `#pragma omp parallel` to, and that other OpenMP runtimes offer as well. A runtime
-// keeps its threads between regions only if both request the same number, so we always request all.
+// The function that GCC compiles `#pragma omp parallel` to, which other OpenMP runtimes provide too. A runtime keeps
+// its threads between parallel regions only if all regions request the same number, so all threads are always
+// requested.
 using GompParallel = void (*)(void (*body)(void*), void* data, unsigned num_threads, unsigned flags);
 
 GompParallel find_openmp() {
@@ -28,17 +29,17 @@ std::atomic<int> wanted_threads{1};
 std::atomic<bool> is_busy{false};
 std::atomic<bool> is_forked{false};
 
-// Runs in the child of a fork, where the threads do not exist and the runtime would wait for them forever.
+// Runs in the child of a fork, which lacks the threads, so that the runtime would wait for them forever.
 void forget_threads() { is_forked = true; }
 
 struct BusyGuard {
   ~BusyGuard() { is_busy.store(false, std::memory_order_release); }
 };
 
-// The items of a job, which any number of threads process one by one.
+// The items of a job, which several threads process one by one.
 //
-// Each thread starts with a range of its own, so that neighbouring items are mostly processed in order by one thread,
-// which suits the memory prefetchers. A thread that has finished its range helps with the others.
+// Each thread starts with its own range, so that one thread processes neighbouring items in order, which suits the
+// memory prefetchers. A thread that has finished its range takes items of the other ranges.
 class Items {
  public:
   Items(int64_t num_items, int num_threads, const std::function<void(int64_t)>& work)

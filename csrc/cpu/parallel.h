@@ -12,13 +12,13 @@ namespace moeserve {
 void set_num_threads(int num_threads);
 int num_threads();
 
-// Call work(item) once for every item in [0, num_items), and return when all are done. The assignment of items to
-// threads is not deterministic. `work` must not throw.
+// Call work(item) once for every item in [0, num_items), and return when all calls have returned. The assignment of
+// items to threads is not deterministic. `work` must not throw.
 //
 // All items run on the calling thread if there is one thread or one item, while another call is in progress (from an
-// item or from another thread), in the child of a fork, and if torch has not loaded an OpenMP runtime. Otherwise its
-// threads are used: they wait for work by spinning, and other threads would compete with them for the cores. Their
-// number is expected to be `num_threads`.
+// item or from another thread), in the child of a fork, or if torch has not loaded an OpenMP runtime. Otherwise the
+// threads of torch's OpenMP runtime are used. They spin while they wait, so any other threads would compete with them
+// for the cores. Their number is expected to be `num_threads`.
 void parallel_for(int64_t num_items, const std::function<void(int64_t)>& work);
 
 // Return true if the OpenMP threads are used.

@@ -1,4 +1,4 @@
-// Vectors of which only some lanes are used, at the ends of rows.
+// Vectors of which only some lanes are used, for the ends of rows.
 
 #pragma once
 

@@ -1,7 +1,7 @@
 // The inner loops of products: a few rows times the 32 outputs of a panel, for vectors of any width.
 //
-// A tile processes inputs in steps: a step multiplies the words of a row with a vector of words of the panel, one word
-// for each output. The steps of a sum are in the order of K, which alone determines its bits.
+// A tile processes inputs in steps. A step multiplies words of a row with a vector of words of the panel, one word per
+// output. The steps of a sum are in the order of K, which alone determines the bits of the sum.
 
 #pragma once
 
@@ -14,56 +14,56 @@
 
 namespace moeserve {
 
-constexpr int kTileOutputs = 2 * kPanel;  // sums of a row side by side: those of two panels
+constexpr int kTileOutputs = 2 * kPanel;  // adjacent sums of a row: those of two panels
 
-// Vectors of sums that fit in the registers, beside weights and values.
+// The number of vectors of sums that fit in the registers, next to weights and values.
 template <int W>
 constexpr int kMaxSums = W == 16 ? 24 : (W == 8 ? 12 : 20);
 
-// Vectors of outputs that a tile of many rows computes at once.
+// The number of vectors of outputs that a tile of many rows computes at once.
 template <int W>
 constexpr int kFewVectors = std::max(2, kPanel / W / 2);
 
-// Some inputs of a panel.
+// A range of inputs of a panel.
 struct Block {
   const char* words;
-  int64_t num_groups;  // of inputs whose sums are scaled together
+  int64_t num_groups;  // groups of inputs, whose sums are scaled together
   int64_t group_steps;
   bool is_first;  // overwrite the sums instead of adding to them
 };
 
-// Memory to read into the cache meanwhile, some lines in each step: as many as the step reads if all rows and outputs
-// are computed at once, otherwise one.
+// Memory to prefetch meanwhile, some cache lines in each step: as many as the step reads if all rows and outputs are
+// computed at once, otherwise one.
 struct Prefetch {
   const char* next;
   const char* end;
   bool is_fast;
 };
 
-// Some rows, from the first input of a block on.
+// Some rows, starting at the first input of a block.
 struct TileRows {
   const char* words;
   const char* scales;  // RowScale of quantised rows
-  int64_t stride;      // bytes from row to row, of both
+  int64_t stride;      // distance between rows in bytes, for both
 
   const RowScale& scale(int row, int64_t group) const {
     return reinterpret_cast<const RowScale*>(scales + row * stride)[group];
   }
 };
 
-// Products are described by classes with:
+// A kind of product is described by a class with:
 //   W           lanes of a vector
-//   kMaxRows    rows of a tile whose sums fit in the registers
+//   kMaxRows    maximum rows of a tile, whose sums must fit in the registers
 //   kStepInputs inputs of a step
-//   kStepBytes  of the panel
-//   kRowBytes   of a row, in one step
-//   kParts      a step consists of this many multiply-adds of vectors
+//   kStepBytes  bytes of the panel that a step reads
+//   kRowBytes   bytes of a row that a step reads
+//   kParts      multiply-adds of vectors that a step consists of
 //   Sums        a vector of sums
-//   Scales      what the sums of a group of inputs are scaled by, for a vector of outputs
-//   weights     one part of a vector of words: vector `v` of the panel
-//   values      one part of a row's words, in all lanes
-//   add         add weights times values to sums
-//   scales      read the scales of a group, which begins at `words`
+//   Scales      the factors on the sums of a group of inputs, for a vector of outputs
+//   weights     returns one part of a vector of words: vector `v` of the panel
+//   values      returns one part of a row's words, in all lanes
+//   add         adds weights times values to sums
+//   scales      reads the scales of a group, which begins at `words`
 //   begin, end  begin the sums of a group, and add them to those of the groups before it
 
 // Sums in float32, which continue from block to block. Each block is one group.
@@ -135,7 +135,7 @@ struct WidenedProducts : FloatSums<W> {
   }
 };
 
-// Sums of a group in integers. They and the correction by the zero points are exact, so results have the same bits with
+// Integer sums of a group. They and the correction for the zero points are exact, so results have the same bits with
 // every instruction set. A word is four unsigned bytes: weights plus their zero point.
 template <int kWidth>
 struct IntegerSums {

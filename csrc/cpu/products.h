@@ -1,7 +1,7 @@
-// Sums of products of packed operands, W at a time: the element types and the order of additions.
+// Sums of products of packed operands, W at a time. Defines the element types and the order of additions.
 //
-// Operands consist of 32-bit words. A step multiplies a word of one operand with W words of the other and adds to W
-// sums. The steps of a sum are sequential, so its bits follow from its operands alone, independently of its lane and of
+// Operands consist of 32-bit words. A step multiplies a word of one operand with W words of the other, and adds the
+// results to W sums. The steps of a sum are sequential, so its bits depend only on its operands, not on its lane or on
 // neighbouring sums.
 
 #pragma once
@@ -19,7 +19,7 @@ template <int kWidth>
 struct FloatProducts {
   static constexpr int W = kWidth;
   static constexpr int kPerWord = 1;
-  static constexpr int kVectors = W == 8 ? 2 : 4;  // vectors of sums that fit in the registers: AVX2 has half as many
+  static constexpr int kVectors = W == 8 ? 2 : 4;  // vectors of sums that fit in the registers, of which AVX2 has half
   static constexpr int kExponentialDegree = 6;
   static constexpr int kStepGroup = 1;
   using Word = float;

@@ -14,7 +14,7 @@ namespace {
 
 constexpr int kHighest = 127;
 
-// Quantise the values of one group, filled up with zeros, and return their scale.
+// Quantise the values of one group, padded with zeros, and return their scale.
 template <int W>
 MOESERVE_INLINE float quantize_group(const float* values, int8_t* quantized) {
   using Int = typename Vector<W>::Int;
@@ -22,7 +22,7 @@ MOESERVE_INLINE float quantize_group(const float* values, int8_t* quantized) {
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
   constexpr int32_t kRoundBits = 0x4B400000;
   Float<W> largest = {};
-  Float<W> zeros = {};  // NaN after a NaN
+  Float<W> zeros = {};  // becomes NaN after a NaN
   for (int i = 0; i < kInputGroup; i += W) {
     const Float<W> lanes = load<W>(values + i);
     largest = larger<W>(lanes < 0.0f ? -lanes : lanes, largest);

@@ -1,7 +1,7 @@
 // Rows quantised to 8 bits, for products with quantised weights.
 //
-// Each group of 32 inputs of a row has one scale, 1/127 of its largest magnitude. A row with a NaN or an infinity in a
-// group gets the scale NaN there, so its products are NaN.
+// Each group of 32 inputs of a row has one scale, 1/127 of its largest magnitude. If a group contains a NaN or an
+// infinity, its scale is NaN, so the products of the row are NaN.
 
 #pragma once
 
@@ -12,17 +12,18 @@
 
 namespace moeserve {
 
-// Of one group of inputs.
+// The scale of one group of inputs.
 struct RowScale {
   float scale;
-  float sum;  // of the quantised values: exact
+  float sum;  // exact sum of the quantised values
 };
 
-// The memory of a quantised row: its values, and then a RowScale for each group.
+// The memory layout of a quantised row: its values, followed by a RowScale for each group.
 //
-// Four values make a step. With VPDPBUSD they are four bytes; otherwise 16-bit integers, in the order 0, 2, 1, 3.
+// A step has four values. With VPDPBUSD they are four bytes; otherwise they are 16-bit integers in the order 0, 2, 1,
+// 3.
 struct QuantizedRowLayout {
-  int64_t num_inputs;  // filled up with zeros to whole groups
+  int64_t num_inputs;  // padded with zeros to whole groups
   bool is_widened;     // values are 16-bit integers
 
   int64_t step_bytes() const { return is_widened ? 8 : 4; }

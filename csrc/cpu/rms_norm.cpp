@@ -1,4 +1,4 @@
-// RMSNorm. Each row is read once from memory and once from the cache.
+// RMSNorm. Each row is read once from memory, and once more from the cache.
 
 #include "rms_norm.h"
 
@@ -19,7 +19,7 @@ struct Squares {
   Float<W> second = {};
 };
 
-// Add `update` to 2 * W elements, or to the last `count` of a row, and their squares to `squares`.
+// Add `update` to 2 * W elements, or to the last `count` elements of a row, and add their squares to `squares`.
 template <int W, bool kAdds, bool kIsWhole, typename Element>
 MOESERVE_INLINE void add_squares(const Element* x, const Element* update, Element* sum, int64_t count,
                                  Squares<W>& squares) {
@@ -45,7 +45,7 @@ MOESERVE_INLINE void scale(const Element* source, const Element* weight, float f
 template <int W, bool kAdds, typename Element>
 MOESERVE_INLINE void norm_row(const Element* x, const Element* update, const Element* weight, Element* sum,
                               Element* out, int64_t width, float epsilon) {
-  const int64_t last = width / (2 * W) * (2 * W);  // start of the last, incomplete vectors
+  const int64_t last = width / (2 * W) * (2 * W);  // start of the incomplete last vectors
   Squares<W> squares;
   for (int64_t d = 0; d < last; d += 2 * W) {
     add_squares<W, kAdds, true>(x + d, update + d, sum + d, 2 * W, squares);

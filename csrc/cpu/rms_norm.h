@@ -8,7 +8,7 @@
 
 namespace moeserve {
 
-// T tokens with N heads each, D elements of a head.
+// T tokens with N heads each, D elements per head.
 struct RmsNorm {
   ElementType type;  // type of all tensors: float32 or bfloat16
   HeadRows x;
@@ -22,7 +22,7 @@ struct RmsNorm {
   float epsilon;
 };
 
-// All arithmetic is float32. The bytes of a row depend on its values and on the instruction set alone.
+// All arithmetic is float32. The bytes of a row depend only on its values and on the instruction set.
 void rms_norm(const RmsNorm& norm);
 
 }  // namespace moeserve

@@ -10,7 +10,7 @@ namespace moeserve {
 
 namespace {
 
-// Conversion between 2 * W consecutive elements and their even and odd ones.
+// Conversion between 2 * W consecutive elements and two vectors of the even and the odd elements.
 template <int W, int... kLane>
 MOESERVE_INLINE Pair<W> divide(const Pair<W>& both, std::integer_sequence<int, kLane...>) {
   return {pick<W, 2 * kLane...>(both.first, both.second), pick<W, (2 * kLane + 1)...>(both.first, both.second)};

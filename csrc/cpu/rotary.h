@@ -8,7 +8,7 @@
 
 namespace moeserve {
 
-// T tokens with N heads each, H elements of a head, of which F pairs are rotated.
+// T tokens with N heads each, H elements per head, F rotated pairs per head.
 struct RotaryEmbedding {
   ElementType type;  // type of the heads: float32 or bfloat16
   HeadRows source;

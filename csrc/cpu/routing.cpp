@@ -1,8 +1,6 @@
-// Routing in two passes: the logits of all tokens, in tiles of tokens and experts whose sums stay in registers, and
-// then the choice of each token.
-//
-// A logit is summed in W lanes over the width, and the lanes are added at the end. The order of additions depends on
-// the width alone, not on the tile.
+// Routing in two passes: first the logits of all tokens, in tiles of tokens and experts whose sums stay in registers,
+// and then the choice for each token.  A logit is summed over the width in W lanes, which are added at the end. The
+// order of additions depends only on the width, not on the tile.
 
 #include "routing.h"
 
@@ -26,7 +24,7 @@ namespace {
 constexpr int64_t kTokensPerItem = 16;          // their rows stay in the cache while the weights are read
 constexpr int64_t kParallelBytes = 128 * 1024;  // bytes of weights that justify a second thread
 constexpr int64_t kItemsPerThread = 4;
-constexpr int kMaxExperts = 8;           // read together: more rows a power of two apart would evict each other
+constexpr int kMaxExperts = 8;           // read together; more rows a power of two apart would evict each other
 constexpr int64_t kExpertsPerPart = 16;  // items divide the experts at multiples of this
 
 // The unit of work of a thread: logits [first_token, last_token) x [first_expert, last_expert).
@@ -53,7 +51,7 @@ float* at_least(std::vector<float>& buffers, int64_t size) {
   return buffers.data();
 }
 
-// sums[r * stride + e] += products of row r and of expert e. Rows are filled up with zeros to a multiple of W.
+// sums[r * stride + e] += products of row r and expert e. Rows are padded with zeros to a multiple of W.
 template <int W, int kRows, int kExperts>
 MOESERVE_INLINE void multiply_add(const float* const* row, const float* const* expert, int64_t width, Float<W>* totals,
                                   int stride) {
@@ -86,7 +84,7 @@ MOESERVE_INLINE void multiply_add(const float* const* row, const float* const* e
   }
 }
 
-// Compute the logits of kRows tokens and W / kRows experts. The last token and expert are repeated if there are fewer,
+// Compute the logits of kRows tokens and W / kRows experts. If there are fewer, the last token and expert are repeated,
 // and the additional results are dropped.
 template <int W, int kRows>
 MOESERVE_INLINE void logits_of_tile(const float* rows, int64_t row_stride, int64_t num_rows, const float* weight,
@@ -112,7 +110,7 @@ MOESERVE_INLINE void logits_of_tile(const float* rows, int64_t row_stride, int64
   }
 }
 
-// Widen the hidden states of some tokens to floats, `stride` apart and filled up with zeros.
+// Widen the hidden states of some tokens to floats, with distance `stride` and padded with zeros.
 template <int W, typename Element>
 MOESERVE_INLINE void widen_rows(const Routing& routing, int64_t first_token, int64_t last_token, float* rows,
                                 int64_t stride) {
@@ -148,7 +146,7 @@ MOESERVE_INLINE void compute_logits(const Routing& routing, const Tile& tile, fl
   } else {
     widen_rows<W, float>(routing, tile.first_token, tile.last_token, rows, stride);
   }
-  constexpr int kManyRows = W == 16 ? 4 : 2;  // W sums as a tile that is nearly square
+  constexpr int kManyRows = W == 16 ? 4 : 2;  // arranges W sums in a nearly square tile
   if (num_tokens == 1) {
     compute_logits<W, 1>(routing, tile, rows, stride, logits);
   } else {
@@ -156,19 +154,19 @@ MOESERVE_INLINE void compute_logits(const Routing& routing, const Tile& tile, fl
   }
 }
 
-// Replace each x <= 0 by e^x. The memory extends to a multiple of W.
+// Replace each x <= 0 with e^x. The memory is padded to a multiple of W.
 template <int W>
 MOESERVE_INLINE void exp_each(float* x, int64_t count) {
   for (int64_t i = 0; i < count; i += W) {
     const Float<W> lanes = load<W>(x + i);
     store<W>(x + i, exp_of_nonpositive<W>(lanes));
     for (int j = 0; j < W; ++j) {
-      if (lanes[j] < -87.0f) x[i + j] = std::exp(lanes[j]);  // tiny results keep their order
+      if (lanes[j] < -87.0f) x[i + j] = std::exp(lanes[j]);  // so that tiny results keep their order
     }
   }
 }
 
-int64_t padded(int64_t count) { return (count + 15) / 16 * 16; }  // to a multiple of every W
+int64_t padded(int64_t count) { return (count + 15) / 16 * 16; }  // a multiple of every W
 
 // Softmax in place.
 template <int W>
@@ -186,7 +184,7 @@ MOESERVE_INLINE void softmax(float* numbers, int64_t count, std::vector<float>& 
   for (int64_t i = 0; i < count; ++i) numbers[i] = x[i] / total;
 }
 
-// Sigmoid in place: 1 / (1 + e^-x), with no power above 1.
+// Sigmoid in place, computed from powers that are at most 1.
 template <int W>
 MOESERVE_INLINE void sigmoid(float* numbers, int64_t count, std::vector<float>& buffers) {
   float* x = at_least(buffers, padded(count));
@@ -198,7 +196,7 @@ MOESERVE_INLINE void sigmoid(float* numbers, int64_t count, std::vector<float>& 
 
 inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
 
-// Return an integer that compares like the number, with NaN above all numbers. No sum that begins with 0 is -0.
+// Return an integer that compares like the number, with NaN above all numbers. -0 cannot occur in sums that start at 0.
 MOESERVE_INLINE int32_t order_key(float number) {
   int32_t bits;
   std::memcpy(&bits, &number, sizeof(bits));
@@ -213,7 +211,7 @@ MOESERVE_INLINE float number_of_key(int32_t key) {
   return number;
 }
 
-// Combine a key with its index: the lowest of equal ones is the largest.
+// Combine a key with its index, so that among equal keys the lowest index gives the largest result.
 MOESERVE_INLINE int64_t with_index(int32_t key, int64_t index) {
   return static_cast<int64_t>(key) * (int64_t{1} << 32) + (0xFFFFFFFF - index);
 }
@@ -225,7 +223,7 @@ struct Wide {
 
 constexpr int64_t kNoKey = std::numeric_limits<int64_t>::min();  // below any key
 
-// Write the indices of the `num_best` largest keys, largest first. `keys` extends to a multiple of 16 and is
+// Write the indices of the `num_best` largest keys, largest first. `keys` is padded to a multiple of 16, and is
 // overwritten.
 template <int W>
 MOESERVE_INLINE void take_best(int64_t* keys, int64_t count, int64_t num_best, int64_t* best) {
@@ -252,8 +250,8 @@ MOESERVE_INLINE void take_best(int64_t* keys, int64_t count, int64_t num_best, i
 struct ChoiceBuffers {
   std::vector<float> powers;
   std::vector<float> corrected;          // [E]
-  std::vector<int64_t> keys;             // [E], filled up to a multiple of 16
-  std::vector<int64_t> group_keys;       // [G], filled up to a multiple of 16
+  std::vector<int64_t> keys;             // [E], padded to a multiple of 16
+  std::vector<int64_t> group_keys;       // [G], padded to a multiple of 16
   std::vector<int64_t> best_groups;      // [G]
   std::vector<uint8_t> is_chosen_group;  // [G]
 };
@@ -268,7 +266,7 @@ ChoiceBuffers& choice_buffers(const Routing& routing) {
   return buffers;
 }
 
-// Return the score of the best expert of a group, or the sum of its best two.
+// Return the score of a group's best expert, or the sum of the scores of its best two.
 MOESERVE_INLINE float rating(const float* ranks, int64_t group_size, int64_t experts_rating_group) {
   int32_t best = std::numeric_limits<int32_t>::min(), second = best;
   for (int64_t i = 0; i < group_size; ++i) {
@@ -280,7 +278,7 @@ MOESERVE_INLINE float rating(const float* ranks, int64_t group_size, int64_t exp
   return experts_rating_group == 1 ? number_of_key(best) : number_of_key(best) + number_of_key(second);
 }
 
-// Move the experts of the other groups behind all numbers.
+// Rank the experts of groups that were not chosen below all numbers.
 template <int W>
 MOESERVE_INLINE void exclude_other_groups(const Routing& routing, const float* ranks, ChoiceBuffers& buffers) {
   const int64_t group_size = routing.num_experts / routing.num_groups;
@@ -353,7 +351,7 @@ MOESERVE_DEFINE_VARIANTS(compute_logits, (const Routing& routing, const Tile& ti
 MOESERVE_DEFINE_VARIANTS(choose_experts, (const Routing& routing, float* logits, int64_t first, int64_t last),
                          (routing, logits, first, last))
 
-// Return the number of experts of an item: all, or fewer if there are too few tokens for the threads.
+// Return the number of experts per item: all experts, or fewer if there are too few tokens for the threads.
 int64_t choose_num_experts(const Routing& routing, int64_t num_blocks, int num_threads) {
   const int64_t wanted = (num_threads * kItemsPerThread + num_blocks - 1) / num_blocks;
   const int64_t num_units = (routing.num_experts + kExpertsPerPart - 1) / kExpertsPerPart;

@@ -1,4 +1,4 @@
-// The choice of each token's experts.
+// The choice of experts for each token.
 
 #pragma once
 
@@ -19,7 +19,7 @@ struct Routing {
   const float* weight;      // [E, D]
   const float* bias;        // [E], or null
   const float* correction;  // [E], or null
-  const int64_t* given;     // [T, K]: the experts, or null
+  const int64_t* given;     // [T, K]: experts that replace the choice, or null
   int64_t* experts;         // [T, K], best first, or as given
   float* weights;           // [T, K]
   int64_t num_tokens;
@@ -35,7 +35,7 @@ struct Routing {
 };
 
 // All arithmetic is float32. Ties between experts or groups go to the lowest index, and NaN counts as the largest
-// number. The bytes of a row depend on its values, the weights and the instruction set alone.
+// number. The bytes of a row depend only on its values, on the weights and on the instruction set.
 //
 // Throws std::invalid_argument for given experts out of range, before anything is written.
 void route(const Routing& routing);

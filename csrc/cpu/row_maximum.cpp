@@ -1,4 +1,4 @@
-// The maximum of each row: block by block, and then its index in the first block that contains it.
+// The maximum of each row: first block by block, and then its index in the first block that contains it.
 
 #include "row_maximum.h"
 
@@ -46,7 +46,7 @@ MOESERVE_INLINE void find_maximum(const Element* row, int64_t width, float* larg
       block = start;
     }
   }
-  if (best == kInfinity) {  // or NaN, which may follow an infinity
+  if (best == kInfinity) {  // the row has an infinity or a NaN, which is larger
     for (int64_t i = 0; i < width; ++i) {
       const float number = widen(row[i]);
       if (number != number) {

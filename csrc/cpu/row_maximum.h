@@ -18,7 +18,7 @@ struct RowMaximum {
   int64_t* indices;  // [R]
 };
 
-// Ties go to the first index, and NaN is larger than any number.
+// Ties go to the lowest index, and NaN counts as larger than any number.
 void find_row_maximum(const RowMaximum& maximum);
 
 }  // namespace moeserve

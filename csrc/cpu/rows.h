@@ -12,10 +12,10 @@
 
 namespace moeserve {
 
-constexpr int64_t kRowItemBytes = 16 * 1024;  // unit of work of a thread; less does not justify a second thread
+constexpr int64_t kRowItemBytes = 16 * 1024;  // work per item; less work does not justify a second thread
 
-// Call work(first, last) for ranges that make up [0, num_rows), on several threads if there is enough work. `work` must
-// compute the same bytes for a row in every range.
+// Call work(first, last) for ranges that together are [0, num_rows), on several threads if there is enough work. `work`
+// must compute the same bytes for a row in any range.
 template <typename Work>
 void for_rows(int64_t num_rows, int64_t bytes_per_row, const Work& work) {
   const int64_t rows_per_item = std::max<int64_t>(1, kRowItemBytes / std::max<int64_t>(1, bytes_per_row));
@@ -28,7 +28,7 @@ void for_rows(int64_t num_rows, int64_t bytes_per_row, const Work& work) {
   }
 }
 
-// Sum all lanes in an order that depends on W alone.
+// Sum all lanes, in an order that depends only on W.
 template <int W, int kHalf = W / 2>
 MOESERVE_INLINE float sum_lanes(Float<W> lanes) {
   if constexpr (kHalf == 0) {
@@ -54,7 +54,7 @@ MOESERVE_INLINE float largest_lane(Float<W> lanes) {
   }
 }
 
-// Round to the element type, ties to even. The result is still float32.
+// Round to the element type, ties to even. The result is float32.
 template <int W>
 MOESERVE_INLINE Float<W> round_to(const float*, Float<W> lanes) {
   return lanes;
@@ -87,7 +87,7 @@ MOESERVE_INLINE void store_in_order(BFloat16* target, Float<W> lanes) {
   std::memcpy(target, &halves, sizeof(halves));
 }
 
-// The inverse of load_pair, for numbers that are already rounded to the element type.
+// The inverse of load_pair, for numbers that have already been rounded to the element type.
 template <int W>
 MOESERVE_INLINE void store_pair(float* target, const Pair<W>& pair) {
   store<W>(target, pair.first);
@@ -100,7 +100,7 @@ MOESERVE_INLINE void store_pair(BFloat16* target, const Pair<W>& pair) {
   std::memcpy(target, &words, sizeof(words));
 }
 
-// load_pair and store_pair or, if kIsWhole is false, the same for the `count` < 2 * W remaining elements of a row.
+// load_pair and store_pair, or, if kIsWhole is false, the same for the remaining `count` < 2 * W elements of a row.
 template <int W, bool kIsWhole, typename Element>
 MOESERVE_INLINE Pair<W> load_part(const Element* source, [[maybe_unused]] int64_t count) {
   if constexpr (kIsWhole) {

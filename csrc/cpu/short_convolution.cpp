@@ -74,7 +74,7 @@ MOESERVE_DEFINE_TYPED_VARIANTS(convolve_part, step.type,
 }  // namespace
 
 void short_convolution(const ShortConvolution& convolution) {
-  constexpr int64_t kPart = 512;  // channels that a thread computes at a time
+  constexpr int64_t kPart = 512;  // channels per item
   const auto run = choose_convolve_part_of_type(current_isa());
   const int64_t num_parts = (convolution.num_channels + kPart - 1) / kPart;
   parallel_for(convolution.chunks.num_chunks * num_parts, [&](int64_t item) {

@@ -1,4 +1,4 @@
-// A causal convolution over the last few tokens, for each channel by itself. See moeserve/ops/short_convolution.py.
+// A causal convolution over the last few tokens, separately for each channel. See moeserve/ops/short_convolution.py.
 
 #pragma once
 
@@ -18,7 +18,7 @@ struct ShortConvolution {
   int64_t row_stride;  // of the input
   const float* taps;   // [W, C]: the last multiplies the token itself
   const float* bias;   // [C], or null
-  void* states;        // [rows, W - 1, C]: the last inputs, the oldest first
+  void* states;        // [rows, W - 1, C]: the last inputs, oldest first
   void* out;           // [T, C]: SiLU of the convolution in float32; gated: in the type of the input, without SiLU
   int64_t num_channels;
   int num_taps;
@@ -26,8 +26,8 @@ struct ShortConvolution {
   ChunkStates chunks;
 };
 
-// All arithmetic is float32, but gated inputs are rounded to their type. The bytes of a token's result depend only on
-// its request's tokens up to it.
+// All arithmetic is float32, except that gated inputs are rounded to their type. The bytes of a token's result depend
+// only on the tokens of its request up to that token.
 void short_convolution(const ShortConvolution& convolution);
 
 }  // namespace moeserve

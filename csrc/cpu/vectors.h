@@ -1,7 +1,7 @@
-// The types of vectors of W floats and of the integers in them, and how code on them is compiled.
+// The types of vectors of W floats and of W integers, and the rules for compiling code that uses them.
 //
-// Everything on vectors is inlined into its caller and uses the instruction set of the caller: W = 16 needs AVX-512, 8
-// AVX2, 4 NEON. No vector is passed in a call, so the ABI warnings of GCC (-Wpsabi) do not apply.
+// All code on vectors is inlined into its caller, and uses the caller's instruction set: W = 16 needs AVX-512, 8 needs
+// AVX2, and 4 needs NEON. No vector is passed in a call, so the ABI warnings of GCC (-Wpsabi) do not apply.
 
 #pragma once
 

@@ -16,9 +16,7 @@ class ServerSettings:
 
     host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 listens on all interfaces")
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = setting(8000, "port; 0 chooses a free one")
-    api_server_count: PositiveInt = setting(
-        1, "HTTP processes, which share one port and an engine in another process"
-    )
+    api_server_count: PositiveInt = setting(1, "HTTP processes, which share one port and an engine in another process")
     served_model_name: list[str] | None = setting(
         None, "names of the model in requests; responses use the first; none: the name of its folder"
     )

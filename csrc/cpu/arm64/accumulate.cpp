@@ -1,4 +1,4 @@
-// The sums of products with the instruction sets of 64-bit ARM.
+// Sums of products with the instruction sets of 64-bit ARM.
 
 #include "cpu/accumulate.h"
 

@@ -1,4 +1,4 @@
-// Detection of the instruction sets of 64-bit ARM: the operating system knows them.
+// Detection of the instruction sets of 64-bit ARM, as reported by the operating system.
 
 #include "cpu/isa.h"
 

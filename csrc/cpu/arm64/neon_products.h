@@ -6,7 +6,7 @@
 
 #include "cpu/product_tile.h"
 
-// Sums are copied before and after the assembly. Otherwise GCC keeps some sums of an array in memory.
+// Sums are copied before and after the assembly, because GCC would otherwise keep some sums of an array in memory.
 
 namespace moeserve {
 
@@ -54,7 +54,7 @@ struct SignedInt8Weights : Int8Weights<W> {
   static MOESERVE_INLINE Scales scales(const char*, int) { return {}; }
 };
 
-// SDOT, which adds four products of signed bytes.
+// Products with SDOT, which adds four products of signed bytes.
 template <int W, template <int> typename Weights>
 struct ByteDotProducts : Weights<W> {
   static constexpr int kMaxRows = 5;
@@ -68,7 +68,7 @@ struct ByteDotProducts : Weights<W> {
   }
 };
 
-// NEON alone: products of signed bytes in 16 bits, where the sums of pairs fit, added to sums in 32 bits.
+// Products with NEON alone: signed bytes are multiplied to 16 bits, where sums of pairs fit, and added to 32-bit sums.
 template <int W, template <int> typename Weights>
 struct WidenedByteProducts : Weights<W> {
   static constexpr int kMaxRows = 4;

@@ -11,8 +11,8 @@
 
 namespace moeserve {
 
-// Each instruction set includes those before it. kNeonDot has SDOT, which adds four products of bytes, kNeonBf16 BFDOT,
-// which adds two products of bfloat16.
+// Each instruction set includes those before it. kNeonDot adds SDOT, which sums four products of bytes, and kNeonBf16
+// adds BFDOT, which sums two products of bfloat16.
 enum class Isa { kNeon, kNeonDot, kNeonBf16 };
 
 constexpr const char* kIsaNames[] = {"neon", "neon_dot", "neon_bf16"};  // in the order of Isa

@@ -1,4 +1,4 @@
-// The sums of products with the instruction sets of x86-64.
+// Sums of products with the instruction sets of x86-64.
 
 #include "cpu/accumulate.h"
 
@@ -13,7 +13,7 @@ namespace moeserve {
 
 namespace {
 
-// Return the inputs of two panels that stay in the L1 cache while tiles of rows share them.
+// Return the number of inputs of two panels that stay in the L1 cache while tiles of rows share them.
 constexpr int64_t inputs_of_block(int num_tiles) { return num_tiles <= 4 ? 128 : kBlockInputs; }
 
 MOESERVE_TARGET_AVX2 void accumulate_avx2(const ProductWork& work, float* sums) {
@@ -28,7 +28,7 @@ MOESERVE_TARGET_AVX512 void accumulate_avx512(const ProductWork& work, float* su
              ByteDotProducts<16, Mxfp4Weights>>(work, sums);
 }
 
-// Call run(std::integral_constant) with a number of rows from 1 to kDotRows.
+// Call run(std::integral_constant) with the number of rows, from 1 to kDotRows, as a constant.
 template <int kRows = 1, typename Run>
 MOESERVE_TARGET_AVX512_BF16 void call_with_rows(int num_rows, const Run& run) {
   if constexpr (kRows < kDotRows) {
@@ -47,11 +47,11 @@ MOESERVE_TARGET_AVX512_BF16 void dot_few_rows(const ProductWork& work, float* su
   });
 }
 
-// Process tile t of `num_tiles`, which reads the block once and prefetches its share of the next block.
+// Process tile t of `num_tiles`: read the block once, and prefetch the tile's share of the next block.
 template <int kRows>
 MOESERVE_TARGET_AVX512_BF16 void dot_shared(const BFloat16* input, int64_t stride, const DotBlock& block,
                                             const DotPrefetch& next, int t, int num_tiles, float* sums) {
-  const int64_t half = block.num_inputs / 2 * 64;  // half of the bytes of a panel in the block
+  const int64_t half = block.num_inputs / 2 * 64;  // half of the block's bytes in a panel
   if (num_tiles <= 3 && t < 2) {
     const DotPrefetch share{{next.panels[0] + t * half, next.panels[1] + t * half}};
     dot_tile<kRows, 2>(input, stride, block, share, sums);
@@ -93,7 +93,7 @@ MOESERVE_TARGET_AVX512_BF16 void accumulate_avx512_bf16(const ProductWork& work,
   work.num_rows <= kDotRows ? dot_few_rows(work, sums) : dot_many_rows(work, sums);
 }
 
-// The same with AMX, for any number of rows, because its sums have other bits than those of VDPBF16PS.
+// The same with AMX. Used for any number of rows, because its sums have other bits than those of VDPBF16PS.
 void accumulate_amx(const ProductWork& work, float* sums) {
   if (work.format != WeightFormat::kBFloat16) return accumulate_avx512(work, sums);
   const auto* input = reinterpret_cast<const BFloat16*>(work.input);
@@ -119,7 +119,8 @@ void accumulate_amx(const ProductWork& work, float* sums) {
         sized_inputs = inputs;
         TileSizes(rows, inputs).use();
       }
-      // All tiles together prefetch the next block: one alone would wait for memory, and then compute without it.
+      // All tiles together prefetch the next block. A single tile would first wait for memory, and then compute without
+      // it.
       const AmxPrefetch prefetch{
           {work.panels[0] + skip, work.panels[1] + skip}, kAmxLines * t / num_tiles, kAmxLines * (t + 1) / num_tiles};
       amx_tile(input + row * stride + first, stride, panels, count, first == 0, prefetch, sums + row * kTileOutputs);

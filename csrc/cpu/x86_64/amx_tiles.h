@@ -1,7 +1,7 @@
-// The tile registers of AMX, with which products of bfloat16 are summed.
+// The tile registers of AMX, which sum products of bfloat16.
 //
-// TDPBF16PS multiplies up to 16 rows of 32 inputs with 32 rows of 16 columns, of which two rows are interleaved in
-// words. The products of even and of odd inputs are summed separately. Both sums are then added to the old one.
+// TDPBF16PS multiplies up to 16 rows of 32 inputs with 32 rows of 16 columns, of which pairs of rows are interleaved in
+// words. The products of even inputs and those of odd inputs are summed separately, and then added to the old sum.
 
 #pragma once
 
@@ -10,9 +10,9 @@
 namespace moeserve {
 
 constexpr int kAmxRows = 16;
-constexpr int kAmxInputs = 32;  // of a tile register
+constexpr int kAmxInputs = 32;  // inputs of a tile register
 
-// Instructions by assembly, because compilers differ in which of them they know. Register numbers are literals.
+// The instructions are in assembly, because not every compiler knows all of them. Register numbers are literals.
 #define MOESERVE_TILE_LOAD(REGISTER, BASE, STRIDE) \
   asm volatile("tileloadd (%0,%1,1), %%tmm" #REGISTER ::"r"(BASE), "r"(static_cast<int64_t>(STRIDE)) : "memory")
 #define MOESERVE_TILE_STORE(REGISTER, BASE, STRIDE) \
@@ -21,7 +21,7 @@ constexpr int kAmxInputs = 32;  // of a tile register
 #define MOESERVE_TILE_DOT(SUMS, ROWS, WEIGHTS) \
   asm volatile("tdpbf16ps %%tmm" #WEIGHTS ", %%tmm" #ROWS ", %%tmm" #SUMS ::)
 
-// Sizes of the tile registers, in the format of LDTILECFG.
+// The sizes of the tile registers, in the format of LDTILECFG.
 struct alignas(64) TileSizes {
   uint8_t palette = 1;
   uint8_t start_row = 0;

@@ -1,7 +1,7 @@
 // The products of attention with AMX, for tiles with up to 16 queries.
 //
-// Tile registers 0 to 3 hold the sums, 4 queries or weights, 5 to 7 keys or values. Packed keys and values are such
-// operands as they are: a tile register takes 16 steps of 16 lanes of a strip.
+// Tile registers 0 to 3 hold the sums, 4 the queries or weights, 5 to 7 the keys or values. Packed keys and values have
+// the form of such operands: a tile register takes 16 steps of 16 lanes of a strip.
 
 #pragma once
 
@@ -65,7 +65,7 @@ MOESERVE_INLINE void score_with_tiles(const Tile& tile, int head_size) {
   }
 }
 
-// Return 16 rows that are `stride` bytes apart, with zeros beyond the head size: the keys themselves or a copy.
+// Return 16 rows at a distance of `stride` bytes, with zeros beyond the head size: the keys themselves, or a copy.
 template <typename L>
 MOESERVE_INLINE const void* rows_of_tile(const void* const* keys, int head_size, uint32_t* copies, int64_t& stride) {
   const auto* first = static_cast<const char*>(keys[0]);
@@ -82,7 +82,7 @@ MOESERVE_INLINE const void* rows_of_tile(const void* const* keys, int head_size,
   return copies;
 }
 
-// Compute the same scores from keys that are read in place. Their rows are the first operand, and queries the second.
+// Compute the same scores with keys read in place. The keys are the first operand, and the queries the second.
 template <typename L>
 MOESERVE_INLINE void score_in_place_with_tiles(const Tile& tile, int head_size) {
   constexpr int W = L::W;
@@ -111,7 +111,7 @@ MOESERVE_INLINE void score_in_place_with_tiles(const Tile& tile, int head_size) 
       MOESERVE_TILE_DOT(0, 5, 4);
     }
     MOESERVE_TILE_STORE(0, sums[at], kLineBytes);
-    // Reading keys keeps the memory busy, but weights and products do not, so the values are requested here.
+    // While keys are read, memory is busy, but weights and products leave it idle, so the values are requested here.
     if (has_values) prefetch({tile.values, tile.seen}, at, kAmxRows, 0, head_size * sizeof(BFloat16));
   }
   for (int at = tile.range.begin; at < tile.range.end; at += kAmxRows) {
@@ -124,8 +124,8 @@ MOESERVE_INLINE void score_in_place_with_tiles(const Tile& tile, int head_size) 
   }
 }
 
-// Steps of positions without weight are skipped only in groups of 16, counted from the start of the block, because the
-// order of a sum depends on the groups.
+// Positions without weight are skipped only in groups of 16 steps from the start of the block, because the order of
+// additions depends on the groups.
 template <typename L>
 MOESERVE_INLINE void add_with_tiles(const Tile& tile, int strip, int value_size, int64_t values_stride) {
   constexpr int W = L::W;

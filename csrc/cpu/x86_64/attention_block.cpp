@@ -36,8 +36,8 @@ struct BFloat16Products {
     return broadcast_word(&pair);
   }
 
-  // Round 32 floats to nearest, in order. Inline assembly, because compilers refuse intrinsics in a function without
-  // their target attribute, even if it is inlined into a function that has it.
+  // Round 32 floats to nearest, in order. This is inline assembly, because compilers refuse intrinsics in a function
+  // that lacks their target attribute, even if it is inlined into a function that has it.
   static MOESERVE_INLINE Words pack(const Float<W>* vectors) {
     Words words;
     asm("vcvtne2ps2bf16 %2, %1, %0" : "=v"(words) : "v"(vectors[1]), "v"(vectors[0]));
@@ -59,7 +59,7 @@ struct AmxProducts : BFloat16Products {
   static constexpr int kStepGroup = kAmxSteps;
 };
 
-// Values are always packed, because the tile registers take pairs of positions.
+// Values are always packed, because the tile registers need pairs of positions.
 struct Amx {
   using Common = Avx512BFloat16<AmxProducts, BFloat16>;
 

@@ -8,7 +8,7 @@
 
 namespace moeserve {
 
-// VPDPBUSD, which adds four products of unsigned and signed bytes.
+// Products with VPDPBUSD, which adds four products of unsigned and signed bytes.
 template <int W, template <int> typename Weights>
 struct ByteDotProducts : Weights<W> {
   static constexpr int kMaxRows = W == 16 ? 12 : 6;
@@ -26,8 +26,8 @@ struct ByteDotProducts : Weights<W> {
   }
 };
 
-// int8 with AVX2 alone: bytes 0 and 2 of the words, then 1 and 3, as 16-bit integers. Multiplying bytes directly
-// (VPMADDUBSW) would saturate.
+// int8 with AVX2 alone: first bytes 0 and 2 of the words, then bytes 1 and 3, as 16-bit integers. Multiplying bytes
+// directly (VPMADDUBSW) would saturate.
 template <int W>
 struct WidenedByteProducts : Int8Weights<W> {
   static constexpr int kMaxRows = 4;
@@ -77,8 +77,8 @@ struct NibbleProducts : Weights {
   }
 };
 
-// mxfp4 with AVX2 alone: as of int4, with the sign of a weight moved to the value, because sums of products with
-// unsigned weights up to 24 would not fit.
+// mxfp4 with AVX2 alone: like int4, but the sign of a weight is moved to the value, because sums of products with
+// unsigned weights of up to 24 would not fit in 16 bits.
 template <int W>
 struct SignedNibbleProducts : NibbleProducts<W, Mxfp4Weights<W>> {
   static constexpr int kMaxRows = 4;

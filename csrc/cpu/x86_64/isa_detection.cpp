@@ -15,7 +15,7 @@ struct CpuFeatures {
   bool amx = false;  // with bfloat16 and int8
 };
 
-// Read features whose names are not known to every compiler.
+// Read features whose names some compilers do not know.
 CpuFeatures read_features() {
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
   CpuFeatures features;
@@ -27,8 +27,8 @@ CpuFeatures read_features() {
   return features;
 }
 
-// Request the right to use the tile registers, for all threads of this process. Their state is large, so Linux saves it
-// only for processes that have asked.
+// Request permission to use the tile registers, for all threads of this process. Linux saves their large state only for
+// processes that have requested it.
 bool request_tiles() {
 #if defined(__linux__)
   constexpr long kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM

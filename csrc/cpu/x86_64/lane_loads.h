@@ -1,5 +1,5 @@
-// Loads of vectors. Inline assembly, where compilers otherwise assume the target of a function before it is inlined,
-// and fill the lanes one by one.
+// Loads of vectors. They are inline assembly, because compilers otherwise assume the target of a function before it is
+// inlined, and fill the lanes one by one.
 
 #pragma once
 

@@ -13,14 +13,15 @@ namespace moeserve {
 
 constexpr int kAmxLines = kAmxInputs * kTileOutputs * 2 / 64;  // cache lines of two panels in a step
 
-// Memory of two panels to read into the cache meanwhile: of as many lines as each step reads, those from first to last.
+// Memory of two panels to prefetch meanwhile: in each step, lines first_line to last_line of the kAmxLines that it
+// reads.
 struct AmxPrefetch {
   const char* panels[2];
   int first_line;
   int last_line;
 };
 
-// Add the products of some inputs to the sums: a multiple of 32, or fewer as the tile registers have.
+// Add the products of some inputs to the sums: a multiple of 32 inputs, or fewer if the tile registers have fewer.
 inline void amx_tile(const BFloat16* input, int64_t stride, const char* const (&panels)[2], int64_t num_inputs,
                      bool is_first, const AmxPrefetch& prefetch, float* targets) {
   constexpr int64_t kSumBytes = kTileOutputs * sizeof(float);

@@ -13,7 +13,7 @@ namespace moeserve {
 
 constexpr int kDotRows = 6;
 
-// Some inputs of two panels.
+// A range of inputs of two panels.
 struct DotBlock {
   const char* panels[2];
   int64_t num_inputs;
@@ -21,8 +21,8 @@ struct DotBlock {
 };
 
 // Memory to prefetch to the L2 cache: kLines cache lines for every pair of inputs that a tile reads. With kAhead, a
-// tile prefetches its own panels ahead of use and, with the last pairs, two lines each of the next panels. Cores read a
-// stream of memory a quarter to a half faster this way if they also compute.
+// tile prefetches its own panels ahead of use and, with the last pairs, two lines each of the next panels. Cores that
+// also compute read a stream of memory a quarter to a half faster this way.
 struct DotPrefetch {
   const char* panels[2];
 };
@@ -33,7 +33,7 @@ constexpr int64_t kAheadBytes = 4096;
 
 #define MOESERVE_DOT MOESERVE_TARGET_AVX512_BF16 MOESERVE_INLINE
 
-// Two inputs of the 32 outputs of a panel, as two vectors.
+// Load two inputs of the 32 outputs of a panel as two vectors.
 MOESERVE_DOT void load_weights(const char* panel, int64_t pair, __m512bh (&lanes)[2]) {
   lanes[0] = (__m512bh)_mm512_loadu_si512(panel + pair * 128);
   lanes[1] = (__m512bh)_mm512_loadu_si512(panel + pair * 128 + 64);
