@@ -41,8 +41,8 @@ ChunksOfRequests read_chunks(const Tensor& slots, const Tensor& block_table, con
 }
 
 void pool(const Tensor& projected, const Tensor& bias, const Tensor& tails, const Tensor& slots,
-          const Tensor& block_table, const Tensor& row_starts, const Tensor& context_lens, const Tensor& out,
-          int64_t block_size) {
+          const Tensor& block_table, const Tensor& row_starts, const Tensor& context_lens,
+          const std::optional<Tensor>& num_drafts, const Tensor& out, int64_t block_size) {
   check_dims("out", out, 2);
   const int64_t num_tokens = slots.size(0), size = out.size(1);
   check_dims("bias", bias, 2);
@@ -69,6 +69,10 @@ void pool(const Tensor& projected, const Tensor& bias, const Tensor& tails, cons
   step.num_series = num_series;
   step.size = size;
   step.chunks = read_chunks(slots, block_table, row_starts, context_lens, tails.size(0), block_size);
+  if (num_drafts) {
+    check_array("num_drafts", *num_drafts, {step.chunks.num_chunks}, ElementType::kInt32, "int32");
+    step.num_drafts = numbers<int32_t>(*num_drafts);
+  }
   run_kernel([step] { pool_windows(step); });
 }
 
@@ -185,7 +189,7 @@ void expand(const Tensor& streams, const Tensor& update, const Tensor& coefficie
 void bind_compressed_attention(nb::module_& module) {
   using namespace nb::literals;
   module.def("pool_windows", &pool, "projected"_a, "bias"_a, "tails"_a, "slots"_a, "block_table"_a, "row_starts"_a,
-             "context_lens"_a, "out"_a, nb::kw_only(), "block_size"_a,
+             "context_lens"_a, "num_drafts"_a.none(), "out"_a, nb::kw_only(), "block_size"_a,
              "Update tails, and write the pooled values of each window in the row of its last token.");
   module.def("find_entry_slots", &find_slots, "slots"_a, "block_table"_a, "row_starts"_a, "context_lens"_a,
              "entry_slots"_a, nb::kw_only(), "num_blocks"_a, "block_size"_a, "ratio"_a, "entries_of_block"_a,

@@ -40,6 +40,7 @@ class ChunkSpan(NamedTuple):
     first_row: int
     num_rows: int
     context_len: int  # positions up to its last row: those computed before, and this chunk's
+    num_drafts: int = 0  # the last rows, whose tokens are guesses: they are computed again if they turn out right
 
     @property
     def last_row(self) -> int:

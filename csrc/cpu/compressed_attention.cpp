@@ -72,6 +72,7 @@ MOESERVE_INLINE void pool_lanes(const WindowPooling& step, int64_t chunk, int64_
   const ChunksOfRequests& chunks = step.chunks;
   const int64_t begin = chunks.row_starts[chunk], end = chunks.row_starts[chunk + 1];
   const int64_t start = chunks.context_lens[chunk] - (end - begin);
+  const int64_t last_kept = end - 1 - (step.num_drafts == nullptr ? 0 : step.num_drafts[chunk]);
   const int32_t* blocks = chunks.block_table + chunk * chunks.max_blocks;
   const int64_t width = step.num_series * step.size;
   const auto tail_at = [&](int64_t position, int64_t series) {
@@ -101,7 +102,7 @@ MOESERVE_INLINE void pool_lanes(const WindowPooling& step, int64_t chunk, int64_
     }
     Element* out = static_cast<Element*>(step.out) + row * step.size + first;
     store_lanes<W>(out, offset == step.ratio - 1 ? tails[0].values / tails[0].sum : Float<W>{}, count);
-    if ((position + 1) % chunks.block_size == 0 || row == end - 1) {
+    if (row == last_kept || (row < last_kept && (position + 1) % chunks.block_size == 0)) {
       for (int64_t series = 0; series < step.num_series; ++series) {
         float* kept = tail_at(position, series);
         store_lanes<W>(kept, tails[series].largest, count);
@@ -127,6 +128,16 @@ bool is_stored(const ChunksOfRequests& chunks, int64_t chunk) {
   return begin < end && chunks.context_lens[chunk] >= end - begin && chunks.slots[begin] >= 0;
 }
 
+void check_drafts(const WindowPooling& step) {
+  for (int64_t s = 0; step.num_drafts != nullptr && s < step.chunks.num_chunks; ++s) {
+    const int64_t num_rows = step.chunks.row_starts[s + 1] - step.chunks.row_starts[s];
+    if (step.num_drafts[s] < 0 || step.num_drafts[s] > std::max<int64_t>(0, num_rows - 1)) {
+      refuse("chunk " + std::to_string(s) + " has " + std::to_string(num_rows) + " rows, of which " +
+             std::to_string(step.num_drafts[s]) + " are drafts");
+    }
+  }
+}
+
 // Return the index of the entry that ends in a block among those of the block, which starts at a multiple of its size.
 int64_t place_in_block(int64_t entry, int64_t block_start, int64_t ratio) { return entry - block_start / ratio; }
 
@@ -135,6 +146,7 @@ int64_t place_in_block(int64_t entry, int64_t block_start, int64_t ratio) { retu
 void pool_windows(const WindowPooling& pooling) {
   constexpr int64_t kPart = 256;  // channels that a thread computes at a time
   check_chunks(pooling.chunks);
+  check_drafts(pooling);
   const auto run = choose_pool_part_of_type(current_isa());
   const int64_t num_parts = (pooling.size + kPart - 1) / kPart;
   std::memset(pooling.out, 0, pooling.chunks.num_tokens * pooling.size * element_bytes(pooling.type));

@@ -33,6 +33,8 @@ struct WindowPooling {
   int64_t ratio;          // m
   int64_t num_series;     // 1 or 2
   int64_t size;           // H
+  // [S]: the last rows of each chunk, fewer than all, after which no tail is kept; null: none
+  const int32_t* num_drafts;
   ChunksOfRequests chunks;
 };
 

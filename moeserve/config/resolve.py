@@ -189,6 +189,7 @@ def resolve(
         else parse_bytes("kv_cache_memory", cache.kv_cache_memory),
         num_cache_blocks=None,
         enable_prefix_caching=cache.enable_prefix_caching,
+        has_entries=checkpoint.has_entries,
         num_saved_states=_num_saved_states(cache, checkpoint, max_num_seqs),
         kv_host_memory=parse_bytes("kv_host_memory", cache.kv_host_memory, least=0),
         kv_file=cache.kv_file,
@@ -594,9 +595,11 @@ def _check_entries(settings: Settings, checkpoint: CheckpointFacts, device: str)
             "device='cuda': attention to compressed entries, which this model has, has no kernels for GPUs yet; use "
             "device='cpu'"
         )
-    if settings.scheduler.speculative_config is not None:
+    overlap = settings.parallel.overlap_decode_tokens or settings.parallel.overlap_prefill_tokens
+    if settings.scheduler.speculative_config is not None and overlap:
         raise SettingsError(
-            "speculative_config: an entry of this model that has begun cannot forget a rejected token; leave it out"
+            "speculative_config: with overlap_decode_tokens or overlap_prefill_tokens, draft tokens could be in both "
+            "halves of a step, and this model keeps no state after the first of them; leave one of the settings out"
         )
     if cache.block_size and cache.block_size % checkpoint.block_multiple:
         raise SettingsError(

@@ -363,6 +363,7 @@ class EngineConfig:
     kv_cache_memory: int | None  # bytes; None: a profiling run measures it
     num_cache_blocks: int | None  # if it is measured: the least after a change of the number of replicas
     enable_prefix_caching: bool
+    has_entries: bool  # a layer keeps compressed entries, and the state of unfinished ones
     num_saved_states: int | None  # rows for copies of recurrent states; None: no layer of the model has a state
     kv_host_memory: int  # bytes of the store behind the KV cache of each rank; 0: none
     kv_file: str | None  # folder of the store's file; None: it is in memory

@@ -208,6 +208,7 @@ def new_scheduler(config: EngineConfig, loaded: Sequence[Loaded]) -> Scheduler:
             num_batches=1 if config.async_scheduling else config.max_concurrent_batches,
             num_lookahead_tokens=config.num_lookahead_tokens,
             num_saved_states=config.num_saved_states,
+            recomputes_drafts=config.has_entries,
             window=loaded[0].window,
             num_window_blocks=loaded[0].num_window_blocks,
         ),

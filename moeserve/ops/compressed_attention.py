@@ -120,6 +120,8 @@ class CompressedAttention(Protocol):
     def pool(self, projected_TX: Tensor, bias_mY: Tensor, tails: Tensor, block_size: int, step: StepInputs) -> Tensor:
         """Update tails, and return the pooled values of each window in the row of its last token.
 
+        Drafts at the end of a chunk (`ChunkSpan.num_drafts`) have pooled values, but change no tail.
+
         Args:
             projected_TX: values of each series, then gates of each series; may be a view of a wider projection.
             bias_mY: float32, added to the gates of the i-th token of a window; Y = X / 2.

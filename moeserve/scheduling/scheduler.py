@@ -661,7 +661,9 @@ class Scheduler:
         if not chunk.num_drafts:
             return update
         self.speculation = self.speculation.after(chunk.num_drafts, num_accepted)
-        if num_accepted < chunk.num_drafts and self._caches.return_before_drafts(request):
+        if self.config.recomputes_drafts or (
+            num_accepted < chunk.num_drafts and self._caches.return_before_drafts(request)
+        ):
             if request.is_prefilling:  # the accepted drafts are computed again
                 self._prefilling.add(request)
             return update

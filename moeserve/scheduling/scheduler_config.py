@@ -25,6 +25,7 @@ class SchedulerConfig:
     # Positions behind a request's last draft for which it gets blocks, if there are any: drafting computes them.
     num_lookahead_tokens: int = 0
     num_saved_states: int | None = None  # rows for saved recurrent states; None: no layer of the model has a state
+    recomputes_drafts: bool = False  # layers keep only what the tokens before the drafts of a chunk have changed
     window: int = 0  # tokens of which layers with windows keep blocks; 0: all, in the blocks of the other layers
     num_window_blocks: int = 0  # of these layers
     state_interval: int = STATE_INTERVAL  # tokens between the positions of saved states, rounded up to whole blocks

@@ -253,7 +253,8 @@ class ModelRunner:
 
         has_windows = self.table.has_windows
         max_blocks = -(-int(ends.max(initial=0)) // block_size)
-        spans = tuple(map(ChunkSpan, row_starts.tolist(), lengths.tolist(), ends.tolist()))
+        num_drafts = map(len, by_name["drafts"])
+        spans = tuple(map(ChunkSpan, row_starts.tolist(), lengths.tolist(), ends.tolist(), num_drafts))
         inputs = HostInputs(
             token_ids=_padded(list(itertools.chain.from_iterable(tokens_of_chunk)), np.int64, num_padding),
             positions=_padded(positions, np.int64, num_padding),

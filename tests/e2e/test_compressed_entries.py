@@ -14,6 +14,7 @@ from mxfp4_checkpoints import DEEPSEEK_V4, encoded_like_deepseek_v4
 from reference_models import SHAPES, Reference, Shape, make_reference
 from safetensors.torch import load_file, save_file
 from test_mxfp4_weights import values_in_mxfp4, weights_of_rank
+from test_steps_in_flight import NGRAM
 from transformers import DeepseekV4Config
 
 from moeserve import LLM, SamplingParams
@@ -72,7 +73,8 @@ def test_layouts(layout: dict[str, int], prompts: list[list[int]], reference_nam
     ("settings", "says"),
     [
         ({"block_size": 6}, "multiple of 4"),
-        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "speculative_config"),
+        ({"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}, "ngram"),
+        ({"speculative_config": NGRAM, "data_parallel_size": 2, "overlap_decode_tokens": 4}, "overlap_decode_tokens"),
         ({"kv_cache_dtype": "fp8"}, "compressed"),
     ],
     ids=lambda value: "" if isinstance(value, dict) else value,

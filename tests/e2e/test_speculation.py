@@ -94,9 +94,11 @@ def test_mixed_requests_have_the_same_bytes(
         assert sum(accepted) == scheduler.speculation.num_accepted_tokens < scheduler.speculation.num_draft_tokens
 
 
-@pytest.mark.parametrize("name", ["qwen3-next", "lfm2-moe", "kimi-linear", "granite-hybrid", "deepseek-v3", "gpt-oss"])
+@pytest.mark.parametrize(
+    "name", ["qwen3-next", "lfm2-moe", "kimi-linear", "granite-hybrid", "deepseek-v3", "deepseek-v4", "gpt-oss"]
+)
 def test_other_layers_verify_drafts(name: str, reference_named: Callable[[str], Reference]) -> None:
-    """Recurrent states forget rejected drafts; latents and windows are overwritten."""
+    """Recurrent states and unfinished entries forget rejected drafts; latents and windows are overwritten."""
     reference = reference_named(name)
     prompts = reference.prompts(1, 20, 33, 64, 90)
     params = [

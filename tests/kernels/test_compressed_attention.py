@@ -182,6 +182,28 @@ def test_bytes_do_not_depend_on_chunks_blocks_or_threads(name: str, dtype: torch
         assert same_bytes(parts, whole)
 
 
+@pytest.mark.parametrize("name", SHAPES)
+def test_wrong_drafts_are_forgotten(name: str, implementation: str) -> None:
+    """A chunk ends with wrong drafts, some of which end windows and blocks. The next chunk begins at the first."""
+    shape, table = SHAPES[name], TORCH_KERNELS if implementation == "torch" else KERNELS
+    block_ids = scatter_blocks([(61, 61)], BLOCK_SIZE, seed=1)
+    inputs = Inputs.random(shape, 61, torch.float32)
+    other = inputs.of_rows(list(range(61))[::-1])
+    cache, num_drafts = new_cache(shape, torch.float32, block_ids), 11
+    for known, drafted, drafts in (((0, 23), (0, 0), 0), ((23, 26), (26, 37), num_drafts), ((26, 61), (0, 0), 0)):
+        rows, after = list(range(*known)), list(range(*drafted))
+        step = make_step([(len(rows) + len(after), max(rows + after) + 1)], block_ids, BLOCK_SIZE)
+        step = dataclasses.replace(step, spans=(step.spans[0]._replace(num_drafts=drafts),))
+        both = [inputs.of_rows(rows), other.of_rows(after)]
+        per_token = {
+            field.name: torch.cat([getattr(part, field.name) for part in both])
+            for field in dataclasses.fields(Inputs)
+            if "_T" in field.name
+        }
+        found = dataclasses.replace(inputs, **per_token).run(table, cache, step)
+    torch.testing.assert_close(found.double(), inputs.attended(61)[26:], rtol=2e-5, atol=2e-5)
+
+
 CONFIGS = [StreamsConfig(num_streams=4, num_iterations=20, epsilon=1e-6), StreamsConfig(
     num_streams=3, num_iterations=4, epsilon=1e-3)]  # fmt: skip
 

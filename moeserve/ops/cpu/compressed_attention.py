@@ -39,7 +39,12 @@ class CpuCompressedAttention:
         pooled_TH = new_empty(projected_TX, len(projected_TX), bias_mY.shape[1] // self._shape.num_series)
         if is_measured():
             return pooled_TH.zero_()
-        self._native.pool_windows(projected_TX, bias_mY, tails, *_chunks(step), pooled_TH, block_size=block_size)
+        drafts_S = None
+        if any(span.num_drafts for span in step.spans):
+            drafts_S = torch.tensor([span.num_drafts for span in step.spans], dtype=torch.int32)
+        self._native.pool_windows(
+            projected_TX, bias_mY, tails, *_chunks(step), drafts_S, pooled_TH, block_size=block_size
+        )
         return pooled_TH
 
     def write(

@@ -49,7 +49,8 @@ class TorchCompressedAttention:
                 tail_s3H = _added(tail_s3H, gates_sH, values_sH)
                 if offset == ratio - 1:
                     pooled_TH[row] = (tail_s3H[0, 2] / tail_s3H[0, 1]).to(pooled_TH.dtype)
-                if (position + 1) % block_size == 0 or row == span.last_row:
+                last_kept = span.last_row - span.num_drafts
+                if row == last_kept or (row < last_kept and (position + 1) % block_size == 0):
                     tails[blocks[position // block_size]] = tail_s3H.flatten()
         return pooled_TH
 
