@@ -118,7 +118,7 @@ class Family:
     architecture: str  # the name in config.json under `architectures`
     other_architectures: tuple[str, ...] = ()  # more such names
     read: Callable[[ConfigValues], ModelConfig]  # raises CheckpointError for a config that is not supported
-    names: tuple[MoENames, ...] = (MoENames(),)  # a checkpoint follows the first whose router it holds
+    names: tuple[MoENames, ...] = (MoENames(),)  # a checkpoint follows the first whose router and experts it holds
     attention_names: AttentionNames = AttentionNames()
     linear_attention_names: LinearAttentionNames | None = None  # None: there is none
     layer_names: LayerNames = LayerNames()

@@ -132,9 +132,8 @@ class Int4Tensor:
     def read_scales(self, read_rows: ReadRows, start: int, stop: int) -> Tensor:
         """Return the scales [R, ceil(I / INT4_GROUP)] of outputs `start` to `stop` for groups of packed weights."""
         assert self.has_packed_groups
-        scales_RG = self._read_outputs(read_rows, self.scales, None, start, stop)
-        if bool((scales_RG < 0).any()):
-            raise self.scales.wrong("holds negative scales, which packed weights cannot have; leave quantization out")
+        # Packing finds the zero point from the values. With a negative scale, code 15 - c has the value of code c.
+        scales_RG = self._read_outputs(read_rows, self.scales, None, start, stop).abs()
         num_packed_groups = -(-self.group_size // INT4_GROUP)
         return scales_RG.repeat_interleave(num_packed_groups, dim=1)
 

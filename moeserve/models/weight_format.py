@@ -122,9 +122,9 @@ def _refuse(config: ConfigValues) -> WeightFormat:
     raise config.wrong(
         "quantization_config",
         "is not supported; supported: fp8 (e4m3; scales per tensor, row or block), mxfp4, gptq (4 bits), awq (4 "
-        "bits, version gemm), compressed-tensors (pack-quantized with 4 bits and weights only, float-quantized with 8 "
-        "bits, nvfp4-pack-quantized, mxfp4-pack-quantized), modelopt (FP8, NVFP4), or none (float32, bfloat16 or "
-        "float16 weights)",
+        "bits, version gemm), auto-round (packed as gptq or awq), compressed-tensors (pack-quantized with 4 bits and "
+        "weights only, float-quantized with 8 bits, nvfp4-pack-quantized, mxfp4-pack-quantized), modelopt (FP8, "
+        "NVFP4), or none (float32, bfloat16 or float16 weights)",
     )
 
 
@@ -150,6 +150,9 @@ def _format_of(quantization: Any) -> WeightFormat | None:
                         suffix=".weight",
                     )
                     return WeightFormat((usual, of_v4), is_mxfp4=is_mxfp4)
+        case {"quant_method": "auto-round" | "intel/auto-round", "packing_format": str(packing)}:
+            method = packing.removeprefix("auto_round:").removeprefix("auto_")  # that of GPTQ or AWQ
+            return _format_of({**quantization, "quant_method": method}) if method in ("gptq", "awq") else None
         case {"quant_method": "gptq", "bits": 4} if (storage := _gptq_storage(quantization)) is not None:
             of_gptq = Encoding(
                 "int4 of GPTQ",

@@ -113,8 +113,14 @@ def _rows_of(model: Decoder, family: Family, names: Collection[str]) -> Iterator
             case DenseFeedForward(mlp=mlp), MLPConfig(width=width):
                 yield from _mlp(f"{prefix}.{layer_names.dense}", mlp, width, layer_names.dense_matrices)
             case MoELayer() as moe, MoEConfig(expert_width=width):
-                used = next((n for n in family.names if f"{prefix}.{n.router}.weight" in names), family.names[0])
-                yield from _moe(prefix, moe, width, used, names)
+                yield from _moe(prefix, moe, width, _moe_names(prefix, family, names), names)
+
+
+def _moe_names(prefix: str, family: Family, names: Collection[str]) -> MoENames:
+    """Return the first names whose router a checkpoint holds. Of several with its router, its first expert decides."""
+    held = [each for each in family.names if f"{prefix}.{each.router}.weight" in names]
+    separate = [each for each in held if f"{prefix}.{each.experts}.0.{each.gate}.weight" in names]
+    return (separate or held or family.names)[0]
 
 
 def _draft_input(parts: DraftInput, number: int, family: Family) -> Iterator[Row]:

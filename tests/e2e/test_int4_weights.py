@@ -15,6 +15,7 @@ from int4_checkpoints import CONFIGS, encoded_and_decoded
 from model_context import cpu_context
 from packed_panels import unpacked
 from reference_models import SHAPES, Reference, make_reference
+from safetensors.torch import load_file, save_file
 
 from moeserve.distributed.groups import unconnected
 from moeserve.distributed.mesh import Mesh
@@ -130,3 +131,15 @@ def test_reordered_inputs_are_quantised_anew(tmp_path: Path) -> None:
     config["quantization_config"]["desc_act"] = True
     (encoded / "config.json").write_text(json.dumps(config))
     assert not load(encoded).kept
+
+
+def test_negative_scales_are_kept(tmp_path: Path) -> None:
+    """auto-round writes them."""
+    encoded, decoded = checkpoint(tmp_path, "mixtral", "gptq", 32)
+    for folder, end in ((encoded, "q_proj.scales"), (decoded, "q_proj.weight")):
+        tensors = load_file(folder / "model.safetensors")
+        negated = {name: -tensor if name.endswith(end) else tensor for name, tensor in tensors.items()}
+        save_file(negated, folder / "model.safetensors", metadata={"format": "pt"})
+    exact, given = load(decoded, is_exact=True), load(encoded)
+    assert given.weights.keys() - given.kept == {"head.weights"}
+    given.assert_kept(exact)

@@ -29,6 +29,7 @@ MIXTRAL = Family(
     read=read,
     names=(
         MoENames(router="block_sparse_moe.gate", experts="block_sparse_moe.experts", gate="w1", up="w3", down="w2"),
+        MoENames(router="block_sparse_moe.gate", experts="block_sparse_moe.experts"),  # as auto-round saves it
         MoENames(),  # as transformers 5 saves it
     ),
 )
