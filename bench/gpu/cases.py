@@ -1,4 +1,4 @@
-"""The table of all cases: each operation of the Triton table, at small shapes and at those of published models."""
+"""The table of all cases: each operation of the Triton kernels, at small shapes and at those of published models."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from moeserve.triton_kernels import activation
 # T tokens, D width, N heads, H head size, R rows, V vocabulary, W fields of settings, E experts, K experts per token
 
 EPSILON = 1e-5
-DRAW_SLACK = 1e-4  # of the kept probability, by which a draw may miss the border between two tokens
-MOST_TIES = 0.01  # of the tokens, whose experts rounding may change
+DRAW_SLACK = 1e-4  # allowed distance from the border between two tokens, in kept probability
+MOST_TIES = 0.01  # maximum fraction of tokens whose experts rounding may change
 ROUTERS = {
     "Mixtral": RouterConfig(num_experts=8, top_k=2, is_normalized=True),
     "DeepSeek-V2": RouterConfig(num_experts=160, top_k=6, num_groups=8, num_chosen_groups=3, scale=16.0),
@@ -60,7 +60,7 @@ def rms_norm_in_place(source: Source, num_rows: int, num_heads: int, size: int) 
 
 
 def quantize_rms_norm(source: Source, num_rows: int, width: int, is_added: bool) -> Case:
-    """Normalise and quantise, also with the addition before it, and keep the plain rows, as for a router."""
+    """Normalise and quantise, optionally after an addition, and also return the plain rows, as for a router."""
 
     def call(kernels: Kernels, x_TD: Tensor, update_TD: Tensor | None, weight_D: Tensor) -> Any:
         if kernels.quantize_rms_norm is not None:
@@ -94,7 +94,7 @@ def activate(source: Source, num_rows: int, width: int) -> Case:
 
 
 def route(source: Source, name: str, num_tokens: int, width: int, is_ordered: bool = False) -> Case:
-    """Route. Torch's weights are taken for the few tokens for which rounding may choose other experts."""
+    """Route. For the few tokens for which rounding may select other experts, torch's weights are compared."""
     config = ROUTERS[name]
     float32 = partial(source.normal, config.num_experts, dtype=torch.float32)
     biases = (float32(scale=0.1) if is_used else None for is_used in (config.has_bias, config.has_correction))
@@ -112,7 +112,7 @@ def route(source: Source, name: str, num_tokens: int, width: int, is_ordered: bo
 
 
 def order_and_sum(source: Source, num_tokens: int, top_k: int, num_experts: int, width: int) -> Case:
-    """Order, move and sum pairs, of which some belong to experts of other ranks."""
+    """Order, move and sum pairs, some of which belong to experts of other ranks."""
     keys = Keys(num_experts - num_experts // 4, first=num_experts // 4)
     experts_TK = source.integers(0, num_experts, num_tokens, top_k)
     order_P, counts = TORCH_KERNELS.pairs.order(experts_TK, keys)
@@ -129,7 +129,7 @@ def order_and_sum(source: Source, num_tokens: int, top_k: int, num_experts: int,
 
 
 def weigh(source: Source, num_rows: int, width: int) -> Case:
-    """Weigh a quarter of the rows; the others are spare."""
+    """Multiply a quarter of the rows by weights; the other rows are unused."""
     rows_RD, weights_R = source.normal(4 * num_rows, width), source.uniform(4 * num_rows)
     return Case(
         lambda pairs, *inputs: pairs.weigh(*inputs),
@@ -153,7 +153,7 @@ def choose_greedily(source: Source, num_rows: int, width: int) -> Case:
 
 
 def choose_tokens(source: Source, num_rows: int, width: int, top_k: int, top_p: float, min_p: float) -> Case:
-    """Draw tokens: the random number must be within the token's share of the kept probability.
+    """Draw tokens: the random number must lie within the token's range of the kept probability.
 
     The work counts one pass; the kernel documents the number of passes.
     """
@@ -196,7 +196,7 @@ def choose_tokens(source: Source, num_rows: int, width: int, top_k: int, top_p: 
 SMALL_NORMS, NORMS = [(3, 40), (2, 130)], [(1, 4096), (129, 2048), (64, 2880), (33, 7168), (4096, 4096)]
 ROWS = [(64, 4096), (8192, 4096)]
 WIDTHS, FILTERS = VOCAB_SIZES.values(), [(0, 1.0, 0.0), (20, 1.0, 0.0), (0, 0.9, 0.0), (0, 1.0, 0.05), (50, 0.8, 0.01)]
-# What a decode step in bf16 runs comes first: a run that is cut short has checked it.
+# The operations of a decode step in bf16 come first, so that a run that is cut short has checked them.
 CASES: dict[str, list[Operation]] = {
     **ATTENTION_CASES,
     "norms": [
@@ -216,7 +216,7 @@ CASES: dict[str, list[Operation]] = {
         Operation(
             order_and_sum,
             [(3, 2, 5, 40), (40, 3, 7, 17)],
-            # One launch serves few tokens.
+            # Few tokens take a single launch.
             [(1, 8, 256, 7168), (64, 6, 64, 2048), (4096, 2, 8, 4096), (16384, 8, 128, 2048), (1000, 4, 32, 2880)],
         ),
         Operation(weigh, [(3, 40)], [(33, 7168), (1000, 2880)], ROWS),

@@ -1,10 +1,10 @@
 """Cases of kernels, and the comparison of their results with those of torch in float32.
 
-A case is a call on random inputs. The table of kernels that is checked runs it, and so does the torch table on the same
-inputs in float32. One rule holds for all floating-point results: the root of the mean square of all errors may be the
-tolerance times that of the results, and each error `PEAK` times the tolerance times the largest result of its row. The
-tolerance is `ROUNDINGS` roundings to the result's dtype, and `FLOAT32_SLACK` for float32 arithmetic. Integers must be
-equal.
+A case is a call on random inputs. It runs with the table of kernels to check, and on the same inputs in float32 with
+torch's table. One rule holds for all floating-point results: the root mean square of all errors may be at most the
+tolerance times that of the results, and each error at most `PEAK` times the tolerance times the largest result of its
+row. The tolerance is `ROUNDINGS` roundings to the result's dtype, plus `FLOAT32_SLACK` for float32 arithmetic. Integers
+must be equal.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WRONG = 1e9  # the error ratio of a wrong integer, of NaN, or of another shape: 
 ROUNDINGS = 4
 FLOAT32_SLACK = 2.0**-12  # relative: sums of up to 16384 products on tensor cores, and approximated functions
 FP8_SLACK = 2.0**-6  # tensor cores of sm_90 keep 13 bits below the largest of 32 products of 8-bit floats
-CODES_SLACK = 2.0**-5  # of results in 8 bits: roundings to 4 significant bits are 2.4% on average
+CODES_SLACK = 2.0**-5  # for 8-bit results: rounding to 4 significant bits is 2.4% on average
 PEAK = 8.0  # the errors of a row are about normally distributed; 8 standard deviations of them never occur
 
 Call = Callable[[], Any]
@@ -41,24 +41,24 @@ Call = Callable[[], Any]
 class Case:
     """A call on one set of inputs, which is checked, timed, or run under the sanitizer."""
 
-    call: Callable[..., Any]  # (what `made` returns, *inputs) -> tensors, also in tuples; may change the inputs
+    call: Callable[..., Any]  # (result of `made`, *inputs) -> tensors, possibly in tuples; may change the inputs
     inputs: tuple[Any, ...]
-    made: Callable[[Kernels], Any] = lambda kernels: kernels  # is not timed
-    defined: Callable[..., Any] | None = None  # (results, *inputs) -> what is compared; None: all results
+    made: Callable[[Kernels], Any] = lambda kernels: kernels  # prepares the call; not timed
+    defined: Callable[..., Any] | None = None  # (results, *inputs) -> values to compare; None: all results
     slack: float = FLOAT32_SLACK
-    others: Mapping[str, Call] = field(default_factory=dict)  # of libraries, with the same results
-    beside: Mapping[str, Call] = field(default_factory=dict)  # only timed
-    is_beside_torch: bool = False  # the torch table is timed too
+    others: Mapping[str, Call] = field(default_factory=dict)  # libraries, also checked
+    beside: Mapping[str, Call] = field(default_factory=dict)  # other implementations, which are only timed
+    is_beside_torch: bool = False  # time the torch table too
     work: Work | None = None  # None: moves each input and each result once
     bar: Bar | None = None
-    choices: tuple[tuple[str, int], ...] = ()  # keys of `measured.py`, for which the fastest of these is chosen
+    choices: tuple[tuple[str, int], ...] = ()  # keys of `measured.py` for which the fastest implementation is chosen
     note: str = ""
 
     def bind(self, kernels: Kernels) -> Call:
         return partial(self.call, self.made(kernels), *self.inputs)
 
     def ratios(self, kernels: Kernels) -> Iterator[tuple[str, float]]:
-        """Yield the error ratio of each result, with a name if there are several. A ratio above 1 is wrong."""
+        """Yield the error ratio of each result, with a name if there are several. A result is wrong above 1."""
         inputs = tuple(map(in_float32, self.inputs))
         expected = list(self._compared(self.call(self.made(TORCH_KERNELS), *inputs), inputs))
         for label, call in {"": self.bind(kernels), **self.others}.items():
@@ -72,10 +72,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Operation:
-    """Cases of one kind. Shapes are arguments of `make`."""
+    """Cases of one kind. Shapes are the arguments of `make`."""
 
     make: Callable[..., Case]  # (source, *shape)
-    small: Iterable[tuple[Any, ...]]  # others take minutes in the interpreter
+    small: Iterable[tuple[Any, ...]]  # shapes that run fast enough in the interpreter
     large: Iterable[tuple[Any, ...]] = ()
     timed: Iterable[tuple[Any, ...]] = ()
 
@@ -118,12 +118,12 @@ def run_check(
 
 
 def in_order(kernels: Kernels) -> Kernels:
-    """Return the variants of the kernels whose sums have one order; torch's table is unchanged."""
+    """Return the variants of the kernels with a fixed order of sums; torch's table is returned unchanged."""
     return kernels if kernels.name == "torch" else batch_invariant_kernels(kernels)
 
 
 def in_float32(value: Any) -> Any:
-    """Return an input with its tensors in float32, and with zeros for NaN. Integers and float64 are unchanged."""
+    """Return an input with its tensors in float32, and NaN replaced with zeros. Integers and float64 are unchanged."""
     if isinstance(value, Float8Rows):
         return plain_rows(value).float()
     if isinstance(value, Tensor) and value.is_floating_point():
@@ -152,7 +152,7 @@ def tensors_of(value: Any, *, dequantizes: bool = True) -> Iterator[Tensor]:
 
 
 def compare(actual: Tensor, expected: Tensor, slack: float = FLOAT32_SLACK) -> float:
-    """Return the error ratio of a result. NaN, and any other shape, is wrong."""
+    """Return the error ratio of a result. NaN or another shape is wrong."""
     if actual.shape != expected.shape:
         return WRONG
     if not actual.is_floating_point():

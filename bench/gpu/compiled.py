@@ -1,14 +1,15 @@
-"""Kernels compiled without a GPU: ahead of checks and measurements, and as a table of their machine code.
+"""Compilation of kernels without a GPU: ahead of checks and measurements, and for a table of their machine code.
 
     python -m moeserve.bench.gpu.compiled [--capability 90|100] [--only TEXT]
 
-The table has the kernels of all cases that are timed, at the shapes of published models. Launches are recorded instead
-of run, on tensors whose memory is never touched, and compiled as they would be on a GPU. Bytes and operations are the
-least of the whole operation, which may have several launches; blocks are those that fit on a multiprocessor at a time.
+The table has the kernels of all timed cases, at the shapes of published models. Launches are recorded instead of run,
+on tensors whose memory is never touched, and compiled as on a GPU. Bytes and operations are the minimum of the whole
+operation, which may have several launches; blocks are the number that fit on a multiprocessor at a time.
 
-A kernel's key in Triton's cache covers the sources of Triton and of the kernel, ptxas, the target, and the types and
-alignments of arguments, but not the driver. So a folder that was filled without a GPU serves a machine with the same
-wheel of Triton, and thus the same Python version. Kernels that are missing there are compiled at their first launch.
+A kernel's key in Triton's cache depends on the sources of Triton and of the kernel, on ptxas, the target, and the types
+and alignments of arguments, but not on the driver. A folder that was filled without a GPU therefore serves a machine
+with the same wheel of Triton, and thus the same Python version. Kernels that are missing in it are compiled at their
+first launch.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ from moeserve.ops.triton.table import TRITON_KERNELS
 from moeserve.ops.weight_blocks import CODES
 from moeserve.step_inputs import ChunkSpan
 
-SMALLEST_LAYERS = 2  # layers of a model: one of each kind
+SMALLEST_LAYERS = 2  # minimum layers of a model: one of each kind
 SMALL_CHECK = "norms"  # compiles in about a second
 
 
 class UntouchedSource(Source):
-    """Tensors of large shapes without values: their memory is reserved only."""
+    """Tensors of large shapes without values, whose memory is only reserved."""
 
     def normal(self, *shape: int, dtype: torch.dtype | None = None, scale: float = 1.0) -> Tensor:
         return torch.empty(shape, dtype=dtype or self.dtype)
@@ -71,7 +72,7 @@ def untouched_source() -> UntouchedSource:
 
 
 def relocate(folder: Path) -> None:
-    """Correct the paths in a cache of Triton that was filled elsewhere."""
+    """Correct the paths in a Triton cache that was filled elsewhere."""
     for path in folder.glob("*/__grp__*.json"):
         names = json.loads(path.read_text())["child_paths"]
         path.write_text(json.dumps({"child_paths": {name: str(path.parent / name) for name in names}}))
@@ -95,7 +96,7 @@ def compile_items(capability: int) -> Iterator[Item]:
 
 
 def compile_rows(record: Callable[[], Sequence[Launch]], capability: int) -> Iterator[Row]:
-    """Yield one row with the number of kernels and the number that was not in the cache."""
+    """Yield one row with the number of kernels, and the number of those that were not in the cache."""
     were_found: dict[str, bool] = {}
 
     def listen(*, metadata: dict[str, Any], cache_hit: bool, **_: Any) -> None:

@@ -1,4 +1,4 @@
-"""Shapes of published models, the least bytes and operations of a kernel's call, and the bars for them."""
+"""Shapes of published models, the minimum bytes and operations of kernel calls, and the bars that they should reach."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from moeserve.ops.interfaces import (
 )
 
 Format = Literal["bf16", "fp8", "mxfp4"]
-Chunks = Sequence[tuple[int, int]]  # of each request: rows, and length of the context including them
+Chunks = Sequence[tuple[int, int]]  # (rows, context length including them) of each request
 RESULT_SIZE = 2  # bytes: results are bf16 in all formats
 SCALE_BLOCK = 128  # values of a row, or rows and columns of a weight, that share a scale of 4 bytes
 
 
 @dataclass(frozen=True)
 class MoEShape:
-    """One layer's routed experts."""
+    """The routed experts of one layer."""
 
     num_experts: int
     hidden: int
-    width: int  # of an expert
+    width: int  # width of an expert
     top_k: int
     activation: Activation = SwiGLU()
     has_bias: bool = False
@@ -38,7 +38,7 @@ class MoEShape:
 
 @dataclass(frozen=True)
 class LatentShape:
-    """One layer's latent attention."""
+    """The latent attention of one layer."""
 
     num_heads: int
     latent_size: int = 512
@@ -83,9 +83,9 @@ VOCAB_SIZES = {"Mixtral-8x7B": 32000, "Qwen3-30B-A3B": 151936}
 
 @dataclass(frozen=True)
 class GpuLimits:
-    """The rates that this GPU reached just before, with nothing else to do."""
+    """The rates that this GPU has just reached while otherwise idle."""
 
-    copy_bandwidth: float  # bytes/s, reads and writes counted
+    copy_bandwidth: float  # bytes/s, counting reads and writes
     bf16_rate: float  # operations/s of a dense product; a multiply-add counts as two
     fp8_rate: float
     float32_rate: float = 67e12  # without tensor cores, as torch multiplies by default: not measured, H100's data sheet
@@ -106,26 +106,26 @@ class Work:
         return self.num_bytes / limits.copy_bandwidth
 
     def bound_seconds(self, limits: GpuLimits) -> float:
-        """Return the least time: moving and computing overlap, and the slower of the two takes all of it."""
+        """Return the minimum time. Moving and computing overlap, so it is the longer of the two."""
         return max(self.memory_seconds(limits), self.operations / limits.rate(self.format))
 
 
 @dataclass(frozen=True)
 class Bar:
-    """The least value that a figure should reach. A missed bar is reported, and fails nothing."""
+    """The minimum value that a figure should reach. A missed bar is reported, but does not fail the run."""
 
     figure: Literal["fraction_of_memory_bound", "fraction_of_bound", "operations_per_second"]
     least: float
 
     def verdict(self, figures: dict[str, Any]) -> dict[str, Any]:
-        """Return the bar with the reached value; None where it was not measured, which misses the bar."""
+        """Return the bar with the value that was reached; None if it was not measured, which counts as missed."""
         reached = figures.get(self.figure)
         is_met = reached is not None and reached >= self.least
         return {"figure": self.figure, "least": self.least, "reached": reached, "is_met": is_met}
 
 
 def experts_work(shape: MoEShape, *, num_tokens: int, num_hit: int, format: Format) -> Work:
-    """Return the work of a layer's experts: read the `num_hit` experts that have rows and each token, write its sum."""
+    """Return the work of a layer's experts: read `num_hit` experts and each token, and write each token's sum."""
     num_blocks = [-(-size // SCALE_BLOCK) for size in (shape.hidden, shape.width)]
     parameters, outputs = 3 * shape.hidden * shape.width, 2 * shape.width + shape.hidden
     scale_bytes = {"bf16": 0.0, "fp8": 4.0 * 3 * math.prod(num_blocks), "mxfp4": parameters / MXFP4_GROUP}[format]
@@ -136,7 +136,7 @@ def experts_work(shape: MoEShape, *, num_tokens: int, num_hit: int, format: Form
 
 
 def attention_work(shape: AttentionShape | LatentShape, chunks: Chunks, *, is_float8: bool = False) -> Work:
-    """Return the work of a step: what is visible to each chunk once, queries and results.
+    """Return the work of a step: read the keys and values visible to each chunk once, read queries, write results.
 
     With latent attention, all heads read one vector of each position, whose first part is also the value.
 
@@ -159,13 +159,13 @@ def attention_work(shape: AttentionShape | LatentShape, chunks: Chunks, *, is_fl
 
 
 def attended_positions(num_rows: int, context: int, window: int | None) -> int:
-    """Return the number of pairs of a row and a position that it attends to."""
+    """Return the number of pairs of a row and a position that the row attends to."""
     positions = range(context - num_rows + 1, context + 1)
     return sum(number if window is None else min(number, window) for number in positions)
 
 
 def experts_bar(num_tokens: int, format: Format) -> Bar:
-    """Return the bar of a layer's experts: a share of the memory bound for few tokens, a rate for many."""
+    """Return the bar of a layer's experts: a fraction of the memory bound for few tokens, a rate for many."""
     if num_tokens <= 128:
         return Bar("fraction_of_memory_bound", 0.70 if num_tokens <= 16 else 0.85)
     return Bar("operations_per_second", 1000e12 if format == "fp8" else 500e12)

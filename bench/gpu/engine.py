@@ -1,13 +1,13 @@
-"""The engine's greedy tokens beside those of transformers on the same device, for random checkpoints of five families.
+"""Compares the engine's greedy tokens with those of transformers on the same device, for random checkpoints.
 
 - *float32*: the tokens must be equal. Prompts whose tokens depend on rounding are not used (`SMALLEST_GAP`).
-- *bf16*: the log-probabilities of the engine's tokens may be `ROOM` times as far from transformers in float32 as those
-  of transformers in bf16 are.
-- *fp8*: weights and rows are rounded to FP8 blocks; the engine's dtype is float32. Log-probabilities must be closer to
-  those of transformers with the same roundings than half of what the roundings change.
-- Each runs with CUDA graphs and without, and three of them with long contexts, whose prefills are chunked.
-- With several GPUs it also runs on two ranks with each dispatcher, which covers NCCL, sums in symmetric memory, graphs
-  with collectives, and DeepEP where it is installed.
+- *bf16*: the log-probabilities of the engine's tokens may differ from transformers in float32 by at most `ROOM` times
+  as much as those of transformers in bf16.
+- *fp8*: weights and rows are rounded to FP8 blocks; the engine's dtype is float32. The difference of log-probabilities
+  from transformers with the same roundings must be less than half of the effect of these roundings.
+- Each comparison runs with and without CUDA graphs, and three of them with long contexts, whose prefills are chunked.
+- With several GPUs, there are also two ranks with each dispatcher, which covers NCCL, sums in symmetric memory, graphs
+  with collectives, and DeepEP if it is installed.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from torch.nn import functional
 from moeserve import LLM, SamplingParams
 from moeserve.ops.weight_blocks import BLOCK, CODES, LARGEST_CODE
 
-SMALLEST_GAP = 4e-3  # between the two largest logits; float32 results differ by less than 1e-4
+SMALLEST_GAP = 4e-3  # minimum gap of the two largest logits; float32 results differ by less than 1e-4
 ROOM = 3.0
-ROOM_BEYOND = 1e-3  # of log-probabilities, where transformers happens to be almost exact
-MAX_DRAWS = 60  # of prompts, to find enough whose tokens are clear
+ROOM_BEYOND = 1e-3  # additional room for log-probabilities, in case transformers is almost exact
+MAX_DRAWS = 60  # maximum prompts drawn to find enough with clear tokens
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["float32", "bfloat16"]
 Attention = Literal["eager", "sdpa"]  # the memory of eager scores is quadratic
@@ -48,7 +48,7 @@ LATENT: dict[str, Any] = dict(
     v_head_dim=16, n_routed_experts=8, num_experts_per_tok=3, n_shared_experts=1, moe_intermediate_size=32,
     first_k_dense_replace=1, n_group=4, topk_group=2,
 )  # fmt: skip
-# transformers' name of a family, and the settings of a small model
+# By transformers' name of a family: the settings of a small model.
 FAMILIES: dict[str, dict[str, Any]] = {
     "Mixtral": dict(num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2),
     "DeepseekV2": LATENT | dict(q_lora_rank=None, topk_method="group_limited_greedy", routed_scaling_factor=1.5),
@@ -79,7 +79,7 @@ LATENT_BLOCKS: dict[str, Any] = dict(
     qk_nope_head_dim=64, qk_rope_head_dim=64, initializer_range=0.06,
 )  # fmt: skip
 LONG_CONTEXT = 32_000
-# Sinks need eager scores in transformers.
+# Sinks need eager attention in transformers.
 LONG_PROMPTS: tuple[tuple[str, int, Attention], ...] = (
     ("Mixtral", LONG_CONTEXT, "sdpa"), ("DeepseekV3", LONG_CONTEXT, "sdpa"), ("GptOss", 12_000, "eager"),
 )  # fmt: skip
@@ -88,7 +88,7 @@ LONG: dict[str, Any] = dict(max_position_embeddings=LONG_CONTEXT + 256)
 
 @dataclass(frozen=True)
 class Prompts:
-    """The lengths of the prompts that an engine gets, and of its answers."""
+    """The lengths of an engine's prompts, and of its answers."""
 
     lengths: tuple[int, ...] = (1, 19, 6, 40)
     num_tokens: int = 12
@@ -99,15 +99,15 @@ PROMPTS = Prompts()
 
 @dataclass(frozen=True)
 class Comparison:
-    """One way of running the engine."""
+    """One configuration of the engine to compare."""
 
     family: str
     dtype: Dtype
     variant: str
-    settings: Mapping[str, Any]  # of the engine
+    settings: Mapping[str, Any]  # settings of the engine
     prompts: Prompts = PROMPTS
     model: Mapping[str, Any] = field(default_factory=dict)  # settings of the model besides those of its family
-    attention: Attention = "eager"  # of transformers
+    attention: Attention = "eager"  # attention implementation of transformers
 
     @property
     def name(self) -> str:
@@ -115,7 +115,7 @@ class Comparison:
 
 
 LONG_SETTINGS: dict[str, Any] = dict(max_model_len=LONG_CONTEXT + 256, kv_cache_memory="512MiB")
-# Comparisons of one checkpoint and dtype share a process; the first ones compile most.
+# Comparisons with the same checkpoint and dtype share a process. The first ones compile most.
 CHECKPOINTS = [(family, dtype) for dtype in get_args(Dtype) for family in FAMILIES]
 COMPARISONS = (
     *(
@@ -172,12 +172,12 @@ RANK_COMPARISONS = (
 
 @dataclass(frozen=True)
 class Truth:
-    """A random checkpoint, prompts, and transformers' tokens after each in float32."""
+    """A random checkpoint, prompts, and the tokens of transformers in float32 after each prompt."""
 
     folder: tempfile.TemporaryDirectory[str]  # removed with this object
     prompts: list[list[int]]
     tokens: list[list[int]]
-    num_tokens: int  # of each answer
+    num_tokens: int  # tokens of each answer
     attention: Attention
 
     @property
@@ -189,7 +189,7 @@ def compare(comparison: Comparison, device: Device, seed: int) -> dict[str, Any]
     """Return the row of a comparison.
 
     Raises:
-        Exception: whatever prevents the engine from running.
+        Exception: any error that prevents the engine from running.
     """
     if comparison.settings.get("dispatcher") == "deepep" and importlib.util.find_spec("deep_ep") is None:
         return {"status": "left out", "reason": "the package deep_ep is not installed"}
@@ -249,7 +249,7 @@ def write_checkpoint(family: str, folder: Path, seed: int, more: Mapping[str, An
 
 
 def reference(folder: Path, device: Device, dtype: torch.dtype, attention: Attention) -> nn.Module:
-    """Load transformers' model in its plainest form."""
+    """Load transformers' model in its simplest form."""
     import transformers
 
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention)
@@ -262,7 +262,7 @@ def reference(folder: Path, device: Device, dtype: torch.dtype, attention: Atten
 def clear_prompts(
     model: nn.Module, wanted: Prompts, device: Device, seed: int
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Return random prompts and transformers' tokens after them in float32, which rounding cannot change."""
+    """Return random prompts with their tokens by transformers in float32, which rounding cannot change."""
     generator = torch.Generator().manual_seed(seed)
     prompts: list[list[int]] = []
     answers: list[list[int]] = []

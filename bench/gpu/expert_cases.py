@@ -1,4 +1,4 @@
-"""Cases of products in 16 bits, 8-bit blocks and MXFP4: of experts, of one weight, of a layer's experts together."""
+"""Cases of products in 16 bits, 8-bit blocks and MXFP4: of experts, of one weight, and of all experts of a layer."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ SHAPES = MOE_SHAPES | {
     "small blocks": MoEShape(2, 260, 136, 2),
     "small groups": MoEShape(3, 96, 64, 2, CLAMPED, has_bias=True),
 }
-EXPECTED_ROWS = (None, 1, 10**6)  # choose other tiles, which must not change a byte
+EXPECTED_ROWS = (None, 1, 10**6)  # select different tiles, which must not change a byte
 NUM_TOKENS = (1, 16, 128, 4096, 16384)
 
 
@@ -74,7 +74,7 @@ def draw_experts(source: Source, shape: MoEShape, format: Format, part: str) -> 
 
 
 def multiply_rows(source: Source, format: Format, name: str, part: str, rows_of_expert: int) -> Case:
-    """Multiply gathered rows by gates and ups, or packed rows, with the tiles of several numbers of rows."""
+    """Multiply gathered rows by gates and ups, or packed rows, with the tiles for several expected numbers of rows."""
     shape = SHAPES[name]
     weights, is_gated, slack = draw_experts(source, shape, format, part), part == "gate, up", slack_of(format)
     num_tokens = max(2, shape.num_experts * rows_of_expert // shape.top_k) if rows_of_expert else 1
@@ -115,7 +115,7 @@ def multiply_slots(source: Source, format: Format, name: str, part: str, num_slo
 def multiply(
     source: Source, format: Format, num_outputs: int, num_inputs: int, num_rows: int, feeds_blocks: bool
 ) -> Case:
-    """Multiply by one weight, with an activation if another product of blocks reads the results.
+    """Multiply by one weight, with an activation if the results feed another product of blocks.
 
     Programs split the inputs of an 8-bit weight with few tiles (split-K).
     """
@@ -164,7 +164,7 @@ def multiply_in_order(source: Source, num_outputs: int, num_inputs: int, num_row
 
 @functools.lru_cache(maxsize=1)
 def draw_layer(source: Source, format: Format, name: str) -> tuple[OpenWeights, OpenWeights]:
-    """Draw a layer's experts, which are freed when those of another shape are drawn."""
+    """Draw a layer's experts, which are freed when experts of another shape are drawn."""
     gate_up, down = (draw_experts(source, SHAPES[name], format, part) for part in ("gate, up", "down"))
     return dataclasses.replace(gate_up, feeds_blocks=format == "fp8"), down
 
@@ -172,7 +172,7 @@ def draw_layer(source: Source, format: Format, name: str) -> tuple[OpenWeights, 
 def experts(source: Source, format: Format, name: str, num_tokens: int) -> Case:
     """Run a layer's experts after the router: order of pairs, both products, and weighted sum.
 
-    SGLang's kernels are beside them, and torch's `grouped_mm`, which does not order or sum and computes SwiGLU.
+    The comparisons are SGLang's kernels, and torch's `grouped_mm`, which does not order or sum and computes SwiGLU.
     """
     shape, weights = SHAPES[name], draw_layer(source, format, name)
     hidden_TD, routed = source.normal(num_tokens, shape.hidden), draw_routed(source, shape, num_tokens)
@@ -238,7 +238,7 @@ def products(format: Format, small: str, name: str) -> list[Operation]:
 
 SMALL_SHAPES = {"gpt-oss-20b": "small, clamped"}
 MODELS = ["Mixtral-8x7B", *(name for name in MOE_SHAPES if name != "Mixtral-8x7B")]
-# One check for each model's products: several processes share the compilation of their kernels.
+# One check per model for its products, so that several processes share the compilation of their kernels.
 EXPERT_CASES = {
     **{f"products, {name}": products("bf16", SMALL_SHAPES.get(name, "small"), name) for name in MODELS},
     **{f"products, fp8, {name}": products("fp8", "small blocks", name) for name in (*MODELS, "DeepSeek-V3, 32 of 256")},

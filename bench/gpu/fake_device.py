@@ -1,13 +1,13 @@
-"""A CUDA device simulated on a CPU, with the contract of streams, events and graphs, but without their speed.
+"""A CUDA device simulated on a CPU, with the semantics of streams, events and graphs, but without their speed.
 
-`installed` replaces those functions of `torch.cuda` that this package calls. Tensors stay on the CPU, and operations
-run when they are called. During a capture every operation of torch, and every launch of Triton's interpreter, is
+`installed` replaces the functions of `torch.cuda` that this package calls. Tensors stay on the CPU, and operations
+run when they are called. During a capture, every torch operation and every launch of Triton's interpreter is
 recorded with its stream:
 
 - A replay repeats the recorded operations on the same memory, and writes results to that of the captured ones.
-- An access to memory that another stream writes, without an event between them, is an error, as is a side stream that
-  the capturing stream has not waited for.
-- Reading a tensor on the host, or waiting for the device, is the error that CUDA gives.
+- It is an error to access memory that another stream writes without an event in between, or to end the capture with a
+  side stream that the capturing stream has not waited for.
+- Reading a tensor on the host, or waiting for the device, raises CUDA's error.
 - After a sticky error, every operation of the process that needs the device fails with the same error.
 """
 
@@ -34,11 +34,11 @@ aten = torch.ops.aten
 HOST_READS = {aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.is_nonzero, aten.equal, aten._unique2}
 HOST_METHODS = ("tolist", "numpy", "cpu", "item")
 
-Clock = dict[int, int]  # of each stream's number: how many of its operations have happened before
+Clock = dict[int, int]  # by number of the stream: number of its operations that have happened before
 
 
 class FakeStream:
-    """A stream: the clock of what has happened before its next operation."""
+    """A stream, with the clock of the operations that have happened before its next one."""
 
     _count = 0
 
@@ -67,7 +67,7 @@ class FakeStream:
 
 
 class FakeEvent:
-    """An event: a stream's clock, and the time of the record."""
+    """An event, with the clock of its stream and the time when it was recorded."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.clock: Clock = {}
@@ -91,7 +91,7 @@ class FakeEvent:
 
 
 class FakeGraph:
-    """A graph: the recorded operations, in the order in which they ran."""
+    """A graph: the recorded operations in their order."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.operations: list[Callable[[], object]] = []
@@ -115,7 +115,7 @@ class Memory:
 
 
 class Capture(TorchDispatchMode):
-    """Records what runs while it is entered."""
+    """Records the operations that run while it is active."""
 
     def __init__(self, graph: FakeGraph, origin: FakeStream) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -123,7 +123,7 @@ class Capture(TorchDispatchMode):
         self._origin = origin
         self._memories: dict[int, Memory] = {}
         self._used: dict[int, FakeStream] = {origin.number: origin}
-        self._kept: list[Any] = []  # a storage that is freed could return at the same address
+        self._kept: list[Any] = []  # else a freed storage's address could be reused
         origin.clock[origin.number] = origin.clock.get(origin.number, 0) + 1
         self._start = dict(origin.clock)
 
@@ -163,7 +163,7 @@ class Capture(TorchDispatchMode):
         self._graph.operations.append(run)
 
     def finish(self) -> None:
-        """Check that the capturing stream has waited for all others."""
+        """Check that the capturing stream has waited for all other streams."""
         for number, stream in self._used.items():
             if self._origin.clock.get(number, 0) < stream.clock[number]:
                 raise RuntimeError("CUDA error: capturing stream has unjoined work")
@@ -190,7 +190,7 @@ class Capture(TorchDispatchMode):
 
 
 class FakeDevice:
-    """The state of the device: its current stream, the capture under way, and the error that it is lost with."""
+    """The state of the device: its current stream, the capture in progress, and the sticky error."""
 
     def __init__(self) -> None:
         self.current = FakeStream()
@@ -202,7 +202,7 @@ class FakeDevice:
             raise RuntimeError(self.sticky)
 
     def fail(self, message: str) -> None:
-        """Lose the device, as an illegal access does.
+        """Put the device into a sticky error state, as an illegal access does.
 
         Raises:
             RuntimeError: always.
@@ -249,7 +249,7 @@ DEVICE = FakeDevice()
 
 @contextlib.contextmanager
 def installed(name: str = "CPU with Triton's interpreter", num_multiprocessors: int = 4) -> Iterator[FakeDevice]:
-    """Replace the functions of `torch.cuda`, and launches of Triton's interpreter."""
+    """Replace functions of `torch.cuda`, and launches of Triton's interpreter."""
     from triton.runtime.interpreter import InterpretedFunction
 
     properties = SimpleNamespace(
@@ -293,7 +293,7 @@ def installed(name: str = "CPU with Triton's interpreter", num_multiprocessors: 
 
 @contextlib.contextmanager
 def _no_host_methods() -> Iterator[None]:
-    """Make the methods raise that read a tensor's memory on the host without an operation."""
+    """Make methods raise an error that read a tensor's memory on the host without an operation."""
 
     def refusing(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def read(tensor: Tensor, *args: Any, **options: Any) -> Any:
@@ -317,14 +317,14 @@ def _set_all(owner: Any, values: dict[str, Any]) -> None:
 
 
 def _has_mask_index(func: Any, args: Any) -> bool:
-    """True if a tensor is indexed by a mask, whose result has a size that the host must read."""
+    """True if a tensor is indexed by a mask, so that the host must read the size of the result."""
     if func.overloadpacket != aten.index:
         return False
     return any(isinstance(each, Tensor) and each.dtype in (torch.bool, torch.uint8) for each in args[1])
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """Return the arguments that an operation writes to, by its schema."""
+    """Return the arguments that an operation writes to, according to its schema."""
     written = []
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

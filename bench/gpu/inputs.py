@@ -1,4 +1,4 @@
-"""Random inputs of the GPU's kernels: tensors, steps over scattered blocks of a cache, routed pairs, and experts."""
+"""Random inputs for GPU kernels: tensors, steps over scattered blocks of a cache, routed pairs, and experts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Source:
         return drawn.mul_(scale).to(dtype or self.dtype)
 
     def scattered(self, *shape: int, places: tuple[Tensor | slice, ...], unread: float) -> Tensor:
-        """Draw numbers at some places; everywhere else is the same number."""
+        """Draw numbers at certain places, and fill the rest with the number `unread`."""
         drawn = self.normal(*shape)
         result = torch.full_like(drawn, unread)
         result[places] = drawn[places]
@@ -51,11 +51,11 @@ class Source:
         return torch.randint(0, 256, shape, dtype=torch.uint8, generator=self.generator, device=self.device)
 
     def codes(self, *shape: int) -> Tensor:
-        """Draw 8-bit floats of magnitudes below 2: without the exponent's highest bit, none is NaN."""
+        """Draw 8-bit floats with magnitudes below 2. Without the exponent's highest bit, none is NaN."""
         return self.raw_bytes(*shape).bitwise_and_(0xBF).view(CODES)
 
     def encoded(self, cache: KeyValueCache) -> KeyValueCache:
-        """Return a cache as 8-bit floats with scales."""
+        """Return a cache in 8-bit floats with scales."""
         (keys, key_scales), (values, value_scales) = map(encode_rows, (cache.keys, cache.values))
         return KeyValueCache(keys, values, key_scales, value_scales)
 
@@ -67,7 +67,7 @@ class Source:
         output token.
 
         Args:
-            fields: values of fields of `SAMPLING_SETTINGS`, one for all rows or one for each; other fields are zero.
+            fields: values for fields of `SAMPLING_SETTINGS`, one for all rows or one per row; other fields are zero.
         """
         records = np.zeros(num_rows, SAMPLING_SETTINGS)
         records["seed"] = self.integers(0, 2**62, num_rows).cpu().numpy()
@@ -109,7 +109,7 @@ def num_cache_blocks(step: StepInputs) -> int:
 
 
 def context_places(step: StepInputs, block_size: int) -> tuple[Tensor, Tensor]:
-    """Return the block and the place in it of all positions of all contexts."""
+    """Return the block and the offset in it of every position of every context."""
     blocks, offsets = [], []
     for span, ids in zip(step.spans, step.block_table, strict=True):
         positions = torch.arange(span.context_len, device=ids.device)
@@ -135,7 +135,7 @@ def draw_weights(
     has_bias: bool = False,
     activation: Activation | None = None,
 ) -> OpenWeights:
-    """Draw weights whose products have values of about one."""
+    """Draw weights whose products are about one."""
     scales = None
     if is_fp8:
         weight = source.codes(num_weights, num_outputs, num_inputs)
@@ -154,7 +154,7 @@ def draw_weights(
 
 
 def draw_rows(source: Source, num_rows: int, width: int, *, is_fp8: bool) -> Tensor:
-    """Draw rows. Those of 8-bit products lose nothing in 8 bits: scales are powers of two, and each block has a 448."""
+    """Draw rows. For 8-bit products they are exact in 8 bits: scales are powers of two, and each block has a 448."""
     if not is_fp8:
         return source.normal(num_rows, width)
     codes = source.codes(num_rows, width).float() * 64
@@ -164,7 +164,7 @@ def draw_rows(source: Source, num_rows: int, width: int, *, is_fp8: bool) -> Ten
 
 
 def dequantized(weights: OpenWeights) -> OpenWeights:
-    """Return weights in 8-bit blocks and in MXFP4 as float32; others unchanged."""
+    """Return weights in 8-bit blocks or MXFP4 as float32; return others unchanged."""
     if weights.scales_eGB is None:
         return weights
     if weights.is_mxfp4:
@@ -183,7 +183,7 @@ def dequantized(weights: OpenWeights) -> OpenWeights:
 
 @dataclass(frozen=True)
 class Routed:
-    """Tokens with experts drawn at random, as pairs ordered by expert."""
+    """Tokens with random experts, as pairs ordered by expert."""
 
     experts_TK: Tensor
     weights_TK: Tensor
@@ -199,7 +199,7 @@ def draw_routed(source: Source, shape: MoEShape, num_tokens: int, *, num_others:
     """Draw each token's experts.
 
     Args:
-        num_others: experts of other ranks, whose pairs are -1 at the end of the order.
+        num_others: number of experts on other ranks, whose pairs are -1 at the end of the order.
     """
     drawn = source.uniform(num_tokens, shape.num_experts + num_others).topk(shape.top_k, dim=1)
     keys = Keys(shape.num_experts, num_known=shape.num_experts + num_others)

@@ -1,9 +1,9 @@
-"""The items of each part, on a GPU or at small sizes on a CPU.
+"""The items of each part, for a GPU, or at small sizes for a CPU.
 
-The latter is a rehearsal, in Triton's interpreter and with the simulated device of `fake_device.py`. It shows that the
-installation is complete and that each part works, before there is a GPU. Times mean nothing. Products of bfloat16 are
-wrong in the interpreter, so all results that are compared are in float32, and 8-bit blocks are computed with torch's
-conversions.
+On a CPU they are a rehearsal in Triton's interpreter, with the simulated device of `fake_device.py`. It shows before a
+GPU is available that the installation is complete and that each part works. Its times are meaningless. Products of
+bfloat16 are wrong in the interpreter, so all results that are compared are in float32, and 8-bit blocks are computed
+with torch's conversions.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ SMALL_DEEPSEEK: dict[str, Any] = dict(
 
 @dataclass(frozen=True)
 class Setting:
-    """How the items of a part run."""
+    """The settings that the items of a part run with."""
 
     seed: int
     seconds_left: SecondsLeft
-    on_cpu: bool = False  # a rehearsal
-    table: Kernels | None = None  # to check; None: that of our kernels
+    on_cpu: bool = False  # rehearse on a CPU
+    table: Kernels | None = None  # kernels to check; None: our own
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
@@ -77,7 +77,7 @@ class Setting:
 
 
 def items_of(part: str, setting: Setting) -> Iterator[Item]:
-    """Yield the items of a part. Imports only what this part needs."""
+    """Yield the items of a part. Imports only the modules that this part needs."""
     seed, seconds_left, on_cpu = setting.seed, setting.seconds_left, setting.on_cpu
 
     def one(measure: Callable[[], Row]) -> Iterator[Row]:
@@ -139,7 +139,7 @@ def limits_of(on_cpu: bool) -> Any:
 
 
 def small_timer() -> Any:
-    """Return a timer that captures a call, and replays it as seldom as possible."""
+    """Return a timer that captures a call, and replays it the minimum number of times."""
     from moeserve.bench.gpu.limits import replay_seconds
 
     return partial(replay_seconds, num_calls=1, num_replays=1)
@@ -147,7 +147,7 @@ def small_timer() -> Any:
 
 @contextlib.contextmanager
 def rehearsing() -> Iterator[Kernels]:
-    """Install the simulated device, and yield the Triton table for the CPU."""
+    """Install the simulated device, and yield the Triton table for a CPU."""
     from triton.runtime import interpreter
 
     from moeserve.ops.triton.table import TRITON_KERNELS
@@ -166,7 +166,7 @@ def rehearsing() -> Iterator[Kernels]:
 
 
 def convert_by_torch(numbers: np.ndarray, from_type: Any, to_type: Any, rounding: Any) -> np.ndarray:
-    """Convert bits of floats to another type. The interpreter's own conversion to few bits loses carries and NaN."""
+    """Convert the bits of floats to another type. The interpreter's conversions to few bits lose carries and NaN."""
     from_dtype, from_bits = TORCH_TYPES[str(from_type)]
     dtype, to_bits = TORCH_TYPES[str(to_type)]
     bits = torch.from_numpy(np.ascontiguousarray(numbers).copy()).view(from_bits)

@@ -1,4 +1,4 @@
-"""Times of cases under graph replay, as fractions of the measured limits of this GPU, beside torch and libraries."""
+"""Times of cases under graph replay, as fractions of this GPU's measured limits, compared with torch and libraries."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ FIRST = (
     "experts",
     "attention of other libraries",
     "latent attention",
-)  # for runs that are cut short
+)  # the most important come first, for runs that are cut short
 
 
 def timed_cases(source: Source, *, is_small: bool = False) -> Iterator[tuple[str, Callable[[], Case]]]:
-    """Yield the cases to time; if small, the small ones of the same operations."""
+    """Yield the cases to time; with `is_small`, small cases of the same operations."""
     for name in sorted(CASES, key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST)):
         for operation in CASES[name]:
             yield from operation.cases(source, operation.small if is_small and operation.timed else operation.timed)
@@ -39,7 +39,7 @@ def timed_items(
     measure_limits: Callable[[], GpuLimits],
     make_timer: Callable[[], Timer],
 ) -> Iterator[Item]:
-    """Yield all measurements on this GPU, with the same limits, which are measured again at the end."""
+    """Yield all measurements on this GPU. They use the same limits, which are measured again at the end."""
     limits, timer = functools.cache(measure_limits), functools.cache(make_timer)
 
     def rows(make: Callable[[], Case]) -> Iterator[Row]:
@@ -53,7 +53,7 @@ def timed_items(
 
 @torch.inference_mode()
 def measure(case: Case, kernels: Kernels, timer: Timer, limits: GpuLimits) -> Row:
-    """Return a row. Another implementation that fails is recorded with its error.
+    """Return a row. If another implementation fails, its error is recorded.
 
     Raises:
         Exception: our own call failed, or a CUDA error.
@@ -79,7 +79,7 @@ def measure(case: Case, kernels: Kernels, timer: Timer, limits: GpuLimits) -> Ro
             other = timer(other_call)
             row["others"][name] = {"seconds": other, "times_as_fast": other / seconds}
             lines.append(f"{name}: {other * 1e6:,.1f} us, ours is {other / seconds:.2f} times as fast")
-        except Exception as error:  # this shape is not supported, or does not fit into memory
+        except Exception as error:  # the shape is not supported, or does not fit into memory
             if is_cuda_error(error):
                 raise
             row["others"][name] = {"error": f"{type(error).__name__}: {error}"[:300]}
@@ -94,7 +94,7 @@ def measure(case: Case, kernels: Kernels, timer: Timer, limits: GpuLimits) -> Ro
 
 
 def work_of(case: Case, results: Any) -> Work:
-    """Return the work of a case: by default, to move each input and each result once."""
+    """Return the work of a case. By default, each input and each result is moved once."""
     if case.work is not None:
         return case.work
     return Work(float(sum(each.nbytes for each in tensors_of((case.inputs, results), dequantizes=False))))

@@ -1,7 +1,7 @@
-"""The launches of a step on a GPU, counted without one.
+"""Counts the launches of a step on a GPU, without a GPU.
 
 The model is built from a config.json on torch's "meta" device, whose tensors have no values, and kernels are recorded
-instead of launched. So published shapes need neither a GPU nor memory. Anything that waits for the device fails.
+instead of launched. Published shapes therefore need neither a GPU nor memory. Operations that wait for the device fail.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from moeserve.step_inputs import NUM_SETTINGS, ChunkSpan, StateRows
 
 META = torch.device("meta")
 BLOCK_SIZE = 16
-# Operations of torch that launch nothing.
+# torch operations that launch nothing.
 ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "lift_fresh"}
 
 
 class Operations(TorchDispatchMode):
-    """Appends torch's operations that launch a kernel to a list."""
+    """Appends the torch operations that launch a kernel to a list."""
 
     def __init__(self, launches: list[Launch]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -63,7 +63,7 @@ def make_model(
     device: torch.device,
     quantization: QuantizationName | None = None,
 ) -> Decoder:
-    """Return the model of a config.json for one rank, with weights that are not set."""
+    """Return the model of a config.json for a single rank, with uninitialised weights."""
     groups = groups_of_one_rank()
     context = ModelContext(kernels, groups, dtype, device, quantization=quantization)
     config = describe(folder).model
@@ -76,10 +76,10 @@ def record_step(
     quantization: QuantizationName | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> list[list[Launch]]:
-    """Return the launches of each layer, and last those of the embedding, the norm and the head.
+    """Return the launches of each layer, followed by those of the embedding, the norm and the head.
 
     Args:
-        folder: has a config.json.
+        folder: folder with a config.json.
         spans: the chunks of the step.
     """
     model = make_model(folder, TRITON_KERNELS, dtype, META, quantization)
@@ -97,7 +97,7 @@ def record_step(
         update_tD, choice = None, Choice()
         for layer, cache in zip(model.layers, caches, strict=True):
             num_before = len(launches)
-            for _ in range(2):  # in the first run, kernels also clear memory that they keep
+            for _ in range(2):  # the first run also clears memory that kernels keep
                 del launches[num_before:]
                 sum_tD, input_tD = layer.mix(hidden_tD, update_tD, rotations, cache, step, choice)
                 (following_tD,) = run_in_turn([layer.feed(input_tD, step)])
@@ -112,7 +112,7 @@ def record_step(
 
 
 def launches(folder: Path, spans: list[ChunkSpan], quantization: QuantizationName | None = None) -> list[Counter[str]]:
-    """Return the number of launches by name for each layer, followed by those outside of layers; see `record_step`."""
+    """Return the number of launches by name: for each layer, and then outside of layers; see `record_step`."""
     return [Counter(launch.name for launch in part) for part in record_step(folder, spans, quantization)]
 
 

@@ -38,7 +38,7 @@ from moeserve.step_inputs import StepInputs
 # T tokens, N query heads, G key-value heads, H head size, P elements of a latent vector, C positions
 
 BLOCK_SIZE = 16
-MOST_TIES = 1e-3  # of the chosen positions, which rounding may change
+MOST_TIES = 1e-3  # maximum fraction of selected positions that rounding may change
 ATTENTION = ATTENTION_SHAPES | {
     "small, windowed": attention_shape(4, 2, 16, window=11, has_sinks=True),
     "small": attention_shape(3, 1, 20),
@@ -59,7 +59,7 @@ CHUNKS: dict[str, Chunks] = {
         for num, context in ((1, 4096), (16, 4096), (64, 512), (128, 4096))
     },
 }
-# A model with grouped-query attention and shared experts, which run in the side stream.
+# A model with grouped-query attention, and with shared experts that run in the side stream.
 MODEL: dict[str, Any] = dict(
     architectures=["Qwen2MoeForCausalLM"], model_type="qwen2_moe", hidden_act="silu", rms_norm_eps=1e-6,
     max_position_embeddings=64, rope_theta=1e4, norm_topk_prob=False, decoder_sparse_step=1, mlp_only_layers=[],
@@ -87,12 +87,12 @@ def attend(
     is_float8: bool = False,
     is_ordered: bool = False,
 ) -> Case:
-    """Attend to contexts in scattered blocks. There is NaN where no row may read.
+    """Attend to contexts in scattered blocks. Memory that no row may read contains NaN.
 
     Args:
-        beside: also with libraries, which multiply unread positions by zero, and without chunks that have no rows.
-        is_float8: keys and values are 8-bit floats, of which the reference reads the same codes.
-        is_ordered: with the kernels of `batch_invariant`.
+        beside: compare with libraries, which multiply unread positions by zero and do not support chunks without rows.
+        is_float8: keys and values are 8-bit floats; the reference reads the same codes.
+        is_ordered: use the kernels of `batch_invariant`.
     """
     chunks = [chunk for chunk in CHUNKS[kind] if chunk[0] or not beside]
     shape, step = dataclasses.replace(ATTENTION[name], dtype=source.dtype), source.step(chunks, block_size)
@@ -157,7 +157,7 @@ def rotate_and_write(
     is_interleaved: bool,
     is_float8: bool = False,
 ) -> Case:
-    """Rotate heads, or parts of them, and write a cache. Of one in 8-bit floats, the decoded numbers are compared."""
+    """Rotate heads or parts of them, and write a cache. For a cache in 8-bit floats, decoded numbers are compared."""
     shape = attention_shape(num_heads, num_kv_heads, size, dtype=source.dtype)
     heads = [num_heads, num_kv_heads, num_kv_heads]
     fused_TXH = source.normal(num_tokens, sum(heads), size)
@@ -210,7 +210,7 @@ def latent_write(source: Source, name: str, kind: str) -> Case:
 
 
 def latent_attend(source: Source, name: str, kind: str) -> Case:
-    """Attend with the weights of keys and values absorbed. There is NaN where no row may read."""
+    """Attend with absorbed weights of keys and values. Memory that no row may read contains NaN."""
     shape, step = LATENT[name], source.step(CHUNKS[kind], BLOCK_SIZE)
     size = shape.latent_size + shape.rotary_size
     places = context_places(step, BLOCK_SIZE)
@@ -239,7 +239,7 @@ def latent_backend(kernels: Kernels, shape: LatentShape, size: int) -> LatentAtt
 
 
 def choose_entries(source: Source, kind: str, num_heads: int, key_size: int, top_k: int) -> Case:
-    """Choose positions to attend to. Rounding may change a few of them."""
+    """Select positions to attend to. Rounding may change a few of them."""
     rule, step = IndexerRule(top_k=top_k), source.step(CHUNKS[kind], BLOCK_SIZE)
     num_tokens = len(step.positions)
     keys = source.normal(num_cache_blocks(step), BLOCK_SIZE, key_size)
@@ -261,7 +261,7 @@ def choose_entries(source: Source, kind: str, num_heads: int, key_size: int, top
 
 
 def attend_chosen(source: Source, name: str, num_tokens: int, most: int) -> Case:
-    """Attend to chosen positions, each row to another number of them."""
+    """Attend to selected positions, whose number differs between rows."""
     shape = LATENT[name]
     size = shape.latent_size + shape.rotary_size
     query_TNP, cache = source.normal(num_tokens, shape.num_heads, size), source.normal(most, BLOCK_SIZE, size)
@@ -277,7 +277,7 @@ def attend_chosen(source: Source, name: str, num_tokens: int, most: int) -> Case
 
 
 def expanded_attend(source: Source, name: str, kind: str, head_size: int) -> Case:
-    """Attend from all chunks of more than one row, with keys and values of each head."""
+    """Attend from all chunks of more than one row, with keys and values expanded for each head."""
     shape, step = LATENT[name], source.step(CHUNKS[kind], BLOCK_SIZE)
     cache = source.normal(num_cache_blocks(step), BLOCK_SIZE, shape.latent_size + shape.rotary_size)
     query_TNQ = source.normal(len(step.positions), shape.num_heads, head_size + shape.rotary_size)
@@ -303,7 +303,7 @@ def expanded_attend(source: Source, name: str, kind: str, head_size: int) -> Cas
 def replay(source: Source, name: str) -> Case:
     """Capture a decode step of a model with padding, and replay it with other steps.
 
-    Results are True for each step whose replay has the results of the same kernels without a graph.
+    The results are True for each step whose replay gives the same results as the kernels without a graph.
     """
     from moeserve.bench.gpu.launches import make_model  # needs msgspec, which other cases do without
     from moeserve.distributed.mesh import Mesh

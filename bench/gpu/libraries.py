@@ -1,4 +1,4 @@
-"""The installed libraries that are checked and timed beside our kernels."""
+"""The installed libraries that are checked and timed for comparison with our kernels."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moeserve.ops.triton.table import TRITON_KERNELS
 
 @functools.cache
 def installed_libraries(device: torch.device) -> tuple[AttentionLibrary, ...]:
-    """Return those that can be used on a GPU, and print why the others cannot."""
+    """Return the libraries that can be used on a GPU, and print the reasons for the others."""
     found = []
     for name in LIBRARY_NAMES if device.type == "cuda" else ():
         try:
@@ -31,7 +31,7 @@ def installed_libraries(device: torch.device) -> tuple[AttentionLibrary, ...]:
 
 
 def deep_gemm_products(source: Source, *weights: OpenWeights) -> dict[str, list[Product]]:
-    """Return DeepGEMM's products by its name; empty where it cannot be used."""
+    """Return DeepGEMM's products by its name; an empty dict if it cannot be used."""
     if source.device.type != "cuda" or any(map(why_unavailable, weights)):
         return {}
     try:
@@ -44,7 +44,7 @@ def deep_gemm_products(source: Source, *weights: OpenWeights) -> dict[str, list[
 
 @functools.cache
 def sglang_experts(device: torch.device) -> Callable[..., Tensor] | None:
-    """Return SGLang's Triton experts, also from a wheel on Python's path, or print why they cannot be used.
+    """Return SGLang's Triton experts, also from a wheel on Python's path; or None, and print why they cannot be used.
 
     Their arguments are rows [T, D], weights [E, 2 C, D] and [E, D, C], and weights and experts of tokens [T, K]. They
     compute SwiGLU.

@@ -20,7 +20,7 @@ PRODUCT_SIZE = 8192
 FLUSHED_BYTES = 2**27  # read between calls: larger than any L2 cache
 NUM_REPLAYS = 7
 GRAPH_SECONDS = 0.01  # approximate length of one replay
-MAX_CALLS = 20  # in one graph
+MAX_CALLS = 20  # maximum calls in one graph
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
@@ -28,8 +28,8 @@ def gpu_environment(commit: str | None = None, *, has_gpu: bool = True) -> dict[
     """Return machine, GPU and versions of a result, ready for JSON. Memory is in bytes.
 
     Args:
-        commit: of an installed wheel; None: that of this checkout.
-        has_gpu: False where kernels are only compiled.
+        commit: commit of an installed wheel; None: the commit of this checkout.
+        has_gpu: False if kernels are only compiled.
     """
     found = environment()
     found["commit"] = commit or found["commit"]
@@ -52,7 +52,7 @@ def gpu_environment(commit: str | None = None, *, has_gpu: bool = True) -> dict[
 def measure_limits(
     device: str = "cuda", copied_bytes: int = COPIED_BYTES, product_size: int = PRODUCT_SIZE
 ) -> GpuLimits:
-    """Time copies of a gibibyte, and products of square matrices that are larger than any cache."""
+    """Time copies of a gibibyte, and products of square matrices larger than any cache."""
     source = torch.empty(copied_bytes, dtype=torch.uint8, device=device).fill_(1)
     target = torch.empty_like(source)
     copy_seconds = event_seconds(lambda: target.copy_(source))
@@ -65,7 +65,7 @@ def measure_limits(
         one = torch.ones((), device=device)
         options: dict[str, Any] = dict(scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)
         fp8_rate = operations / event_seconds(lambda: torch._scaled_mm(left_8, right_8, **options))
-    except RuntimeError:  # a GPU or a torch without 8-bit products
+    except RuntimeError:  # the GPU or torch does not support 8-bit products
         fp8_rate = 2 * bf16_rate
     return GpuLimits(2.0 * copied_bytes / copy_seconds, bf16_rate, fp8_rate)
 
@@ -77,7 +77,7 @@ def limits_row(limits: GpuLimits) -> dict[str, Any]:
 
 
 def event_seconds(call: Callable[[], object], num_calls: int = 10) -> float:
-    """Return the median of some calls between two events each, after two that are not counted."""
+    """Return the median time of several calls, each measured between two events, after two uncounted calls."""
     for _ in range(2):
         call()
     seconds = []
@@ -95,14 +95,14 @@ Timer = Callable[[Callable[[], object]], float]  # a call -> its seconds under g
 
 
 class ColdTimer:
-    """Times calls as a model makes them: replayed from a CUDA graph, with none of their data in the L2 cache."""
+    """Times calls as in a model: replayed from a CUDA graph, with none of their data in the L2 cache."""
 
     def __init__(self, device: str = "cuda") -> None:
         self._flushed = torch.ones(FLUSHED_BYTES // 4, dtype=torch.int32, device=device)
         self._flush_seconds = functools.cache(functools.partial(replay_seconds, self.flush))
 
     def __call__(self, call: Callable[[], object]) -> float:
-        """Return the seconds of one call: of replays with flushes, minus those of the flushes alone."""
+        """Return the seconds of one call: the time of replays with flushes, minus that of the flushes alone."""
 
         def cold() -> None:
             self.flush()
@@ -118,7 +118,7 @@ class ColdTimer:
 
 
 def replay_seconds(call: Callable[[], object], num_calls: int, num_replays: int = NUM_REPLAYS) -> float:
-    """Return the seconds of one call in a graph of several."""
+    """Return the seconds of one call, from a graph of several calls."""
     side_stream = torch.cuda.Stream()
     side_stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side_stream):

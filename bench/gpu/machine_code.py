@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_SHARED_BYTES = 227 * 1024  # shared memory of one thread block on sm_90
-# Of a multiprocessor of sm_90 and sm_100: CUDA C++ Programming Guide, technical specifications per compute capability.
+# Limits of a multiprocessor of sm_90 and sm_100, from the CUDA C++ Programming Guide, "Technical specifications".
 SHARED_BYTES, RESERVED_SHARED_BYTES = 228 * 1024, 1024  # reserved for each block
 REGISTERS, REGISTER_UNIT = 65536, 256  # allocated to each warp in units
 MAX_WARPS, MAX_BLOCKS = 64, 32
@@ -23,24 +23,24 @@ class MachineCode:
     """Machine code of one kernel, and the resources it uses."""
 
     ptx: str
-    registers: int  # for each thread
-    spilled_bytes: int  # stack and local memory of each thread
-    shared_bytes: int  # for each thread block
+    registers: int  # per thread
+    spilled_bytes: int  # stack and local memory per thread
+    shared_bytes: int  # per thread block
     num_warps: int = 4
 
     @property
     def num_wgmma(self) -> int:
-        """Number of asynchronous matrix instructions of warp groups, which full speed on Hopper requires."""
+        """Number of asynchronous warp group matrix instructions, which full speed on Hopper requires."""
         return len(re.findall(r"\bwgmma\.mma_async", self.ptx))
 
     @property
     def num_tcgen05(self) -> int:
-        """Number of matrix instructions of tensor memory, which full speed on Blackwell requires."""
+        """Number of tensor memory matrix instructions, which full speed on Blackwell requires."""
         return len(re.findall(r"\btcgen05\.mma", self.ptx))
 
     @property
     def blocks_per_sm(self) -> int:
-        """Thread blocks that fit on a multiprocessor at a time, by registers, shared memory and threads."""
+        """Number of thread blocks that fit on a multiprocessor at a time, by registers, shared memory and threads."""
         registers_of_warp = -(-self.registers * 32 // REGISTER_UNIT) * REGISTER_UNIT
         return min(
             MAX_BLOCKS,
@@ -87,7 +87,7 @@ def compiling_for(capability: int) -> Iterator[None]:
 
 
 def machine_code_of(compiled: Any) -> MachineCode:
-    """Return the facts of a kernel that Triton has compiled."""
+    """Return the properties of a kernel that Triton has compiled."""
     usage = _resource_usage(compiled.asm["cubin"])
     return MachineCode(
         ptx=compiled.asm["ptx"],

@@ -4,8 +4,8 @@
 
 With `--save`, the fastest implementation of each class of shapes is also written to the table that `measured.py` reads.
 
-A *loss* is the part of a step's time above its bound, of one kernel or of the idle device. Losses are sorted by their
-share of the step.
+A *loss* is the part of a step's time that exceeds its bound, caused by one kernel or by the idle device. Losses are
+sorted by their fraction of the step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MOST_LOSSES = 12
 
 @dataclass(frozen=True)
 class Loss:
-    """Seconds of a step above the bound."""
+    """Time of a step that exceeds the bound."""
 
     row: str
     term: str
@@ -39,7 +39,7 @@ class Loss:
 
 
 def losses(rows: Sequence[Row]) -> list[Loss]:
-    """Return the losses of all steps whose kernels were timed, the largest share first."""
+    """Return the losses of all steps whose kernels were timed, the largest fraction first."""
     found = []
     for row in rows:
         step = row.get("step", {})

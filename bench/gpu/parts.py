@@ -1,8 +1,8 @@
-"""The parts of the GPU benchmark, each in processes of its own.
+"""The parts of the GPU benchmark, each of which runs in separate processes.
 
-A process prints its plan, each item that it begins, and the rows of results: lines of JSON after a mark. Everything
-else that it prints is its log. A process that dies, or that a CUDA error has made useless, is started again for the
-items that it has not begun, so a fault fails one item only. Items that an earlier run has finished are not planned.
+A process prints its plan, each item that it begins, and the rows of results, as lines of JSON after a mark. All its
+other output is its log. If a process dies, or a CUDA error makes it unusable, it is restarted for the items that it has
+not begun, so a fault fails only one item. Items that an earlier run has finished are not planned.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from moeserve.config.environment import environment_without
 
 MARK = "@moeserve "
 PROCESS_OF = "a process of "  # in the name of a row that belongs to no item
-FINISHING_SHARE = 0.15  # of a part's time, after which nothing more is begun
-STUCK_SHARE = 0.7  # of a part's time: an item that has run so long has failed
-END_SECONDS = 10.0  # until a killed process and its children have closed their output
+FINISHING_SHARE = 0.15  # last fraction of a part's time, in which no item is begun
+STUCK_SHARE = 0.7  # fraction of a part's time after which a running item has failed
+END_SECONDS = 10.0  # time for a killed process and its children to close their output
 
 Row = dict[str, Any]
 SecondsLeft = Callable[[], float]
-Item = tuple[str, Callable[[], Iterable[Row]]]  # a name, and what measures it
+Item = tuple[str, Callable[[], Iterable[Row]]]  # a name, and a function that measures
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part's share of the time, and the number of processes that work on it at once."""
+    """A part's fraction of the time, and the number of its concurrent processes."""
 
     name: str
     share: float
     num_processes: int
-    num_gpus: int = 1  # that it needs
+    num_gpus: int = 1  # number of GPUs that it needs
 
 
 # The most important parts come first, for runs that are cut short. `compile` runs before all checks and measurements.
@@ -68,8 +68,8 @@ def run_part(
 
     Args:
         finished: items to skip, because an earlier run has completed them.
-        command: is extended by the part's name and options.
-        environment: of its processes; None: this process's, without Triton's interpreter.
+        command: command line, to which the part's name and options are appended.
+        environment: environment of its processes; None: this process's, without Triton's interpreter.
     """
     environment = environment_without("TRITON_INTERPRET") if environment is None else environment
     lock = threading.Lock()
@@ -152,7 +152,7 @@ def run_share(
             return
 
 
-# What follows runs in the processes of a part.
+# The following functions run in the processes of a part.
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -175,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from moeserve.bench.gpu.items import Setting, items_of
 
     setting = Setting(options.seed, seconds_left, on_cpu=options.rehearse)
-    # The interpreter compiles nothing.
+    # Compilation does not use the interpreter.
     with contextlib.nullcontext() if options.part == "compile" else setting.installed():
         left = [item for item in items_of(options.part, setting) if item[0] not in finished]
         work_through(left[first::step], options.skip, seconds_left)
@@ -185,7 +185,7 @@ def work_through(items: Sequence[Item], num_skipped: int, seconds_left: SecondsL
     """Run each item and print its rows.
 
     Raises:
-        Exception: a CUDA error, after which this process cannot use the GPU any more.
+        Exception: a CUDA error, after which this process can no longer use the GPU.
     """
     send({"plan": [name for name, _ in items]})
     for index, (name, rows) in enumerate(items[num_skipped:], num_skipped):
@@ -213,7 +213,7 @@ def left_out(name: str, reason: str) -> Row:
 
 
 def is_cuda_error(error: BaseException) -> bool:
-    """True if an error, or one that it was raised for, comes from CUDA: the process may have lost the GPU."""
+    """True if an error or its cause comes from CUDA, so that the process may have lost the GPU."""
     text = str(error)
     if any(each in text for each in ("CUDA error", "CUDA driver error", "Triton Error [CUDA]")):
         return True

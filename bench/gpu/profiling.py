@@ -15,20 +15,20 @@ from moeserve.bench.decode import Generate, Workload, draw_prompts
 from moeserve.bench.gpu.roofline import Roofline
 
 WAITS = "the device waits"
-NUM_NAMED = 4  # terms in a line of text
+NUM_NAMED = 4  # number of terms in a line of text
 
 
 @dataclass(frozen=True)
 class Profiled:
-    """Seconds of one step."""
+    """The times of one step, in seconds."""
 
     wall: float
-    processor: float  # of all threads of this process
+    processor: float  # processor time of all threads of this process
     kernels: dict[str, float]  # by name
 
 
 def profile_step(generate: Generate, workload: Workload, device: Literal["cpu", "cuda"]) -> Profiled:
-    """Profile two generations of different lengths. Their difference consists of decode steps only.
+    """Profile two generations of different lengths. Their difference consists only of decode steps.
 
     On a CPU, torch operations take the place of kernels.
     """

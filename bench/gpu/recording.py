@@ -1,7 +1,7 @@
-"""Record kernel launches instead of running them, for an H100 that need not exist.
+"""Records kernel launches instead of running them, as for an H100, which need not exist.
 
-Tensors may be on a CPU, in memory that is never touched, or on torch's "meta" device. Launches have the grids and
-compile-time arguments that they have on the assumed GPU.
+Tensors may be on a CPU, in memory that is never touched, or on torch's "meta" device. Launches have the same grids and
+compile-time arguments as on the assumed GPU.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ H100_NAME, H100_MULTIPROCESSORS = "NVIDIA H100 80GB HBM3", 132
 
 
 class TensorFacts:
-    """A tensor without its memory: the facts that Triton specialises a kernel on, and the size."""
+    """A tensor without its memory: its size, and the properties that Triton specialises a kernel on."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.dtype, self.shape = tensor.dtype, tuple(tensor.shape)
@@ -41,10 +41,10 @@ class Launch:
     """One launch of a Triton kernel, or an operation of torch that launches one."""
 
     name: str
-    arguments: dict[str, Any]  # of a kernel by name, with `TensorFacts` for tensors; torch's results and arguments
-    grid: tuple[int, ...] | None = None  # None: torch chooses it
-    kernel: Any = None  # of Triton
-    options: dict[str, Any] = field(default_factory=dict)  # of the compiler
+    arguments: dict[str, Any]  # a kernel's arguments by name, or torch's results and arguments
+    grid: tuple[int, ...] | None = None  # None: chosen by torch
+    kernel: Any = None  # Triton's kernel
+    options: dict[str, Any] = field(default_factory=dict)  # compiler options
 
     def compile(self) -> Any:
         """Compile the kernel of this launch for the GPU of Triton's driver, or find it in Triton's cache."""
@@ -56,7 +56,7 @@ class Launch:
 
 
 def facts(value: Any) -> Any:
-    """Replace tensors by `TensorFacts`, also in lists and tuples."""
+    """Replace tensors with `TensorFacts`, also in lists and tuples."""
     if isinstance(value, Tensor):
         return TensorFacts(value)
     return [facts(each) for each in value] if isinstance(value, (list, tuple)) else value
@@ -64,7 +64,7 @@ def facts(value: Any) -> Any:
 
 @contextlib.contextmanager
 def recorded_launches() -> Iterator[list[Launch]]:
-    """Record the launches of Triton kernels, and run none."""
+    """Record the launches of Triton kernels within the context, without running them."""
     launches: list[Launch] = []
 
     def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:

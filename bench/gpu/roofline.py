@@ -1,11 +1,11 @@
-"""The roofline of a step on an H100: the time that its launches can reach, and the bound of its bytes and operations.
+"""The roofline of a step on an H100: the attainable time of its launches, and the bound from its bytes and operations.
 
     python -m moeserve.bench.gpu.roofline [--only TEXT] [--launches]
 
-Nothing is measured. Each launch takes `LAUNCH_SECONDS`, plus the time for its bytes or its operations, whichever is
-longer, at the rates of the data sheet times the share of the multiprocessors that have a program. Launches of torch
+Nothing is measured. Each launch takes `LAUNCH_SECONDS`, plus the time for its bytes or for its operations, whichever is
+longer, at the rates of the data sheet times the fraction of multiprocessors that have a program. Launches of torch
 are assumed to fill the GPU. Losses inside a kernel are not included, so the figures are upper bounds of performance.
-The *bound* counts products and attention only: the weights that get rows, keys and values of contexts, each read once,
+The *bound* counts only products and attention: the weights that have rows, keys and values of contexts, each read once,
 recurrent states, read and written, and the operations. Programs that read the same keys at the same time are assumed to
 share them in the L2 cache.
 
@@ -54,7 +54,7 @@ class Case:
     title: str
     spans: list[ChunkSpan]
     quantization: QuantizationName | None = None
-    num_ranks: int = 1  # that divide the experts
+    num_ranks: int = 1  # number of ranks that the experts are divided over
 
     @property
     def name(self) -> str:
@@ -79,14 +79,14 @@ class Cost:
 
     num_bytes: float
     operations: float = 0.0
-    dtype: torch.dtype = torch.bfloat16  # of the operations
-    needed_bytes: float | None = None  # of the step's bound; None: the launch is not part of it
+    dtype: torch.dtype = torch.bfloat16  # dtype of the operations
+    needed_bytes: float | None = None  # bytes in the step's bound; None: the launch is not part of it
     num_programs: int | None = None
-    needed_operations: float | None = None  # None: all
+    needed_operations: float | None = None  # None: all operations
 
     @property
     def fill(self) -> float:
-        """Share of the multiprocessors that have a program."""
+        """Fraction of the multiprocessors that have a program."""
         return min(1.0, (self.num_programs or H100_MULTIPROCESSORS) / H100_MULTIPROCESSORS)
 
     def seconds(self, limits: GpuLimits) -> float:
@@ -103,7 +103,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Step:
-    """The facts of a case that its launches do not contain."""
+    """The properties of a case that its launches do not contain."""
 
     spans: Sequence[ChunkSpan]
     num_tokens: int
@@ -112,7 +112,7 @@ class Step:
     num_ranks: int
 
     def share_with_rows(self) -> float:
-        """Return the share of a rank's experts that get rows from all ranks, with random routing."""
+        """Return the fraction of a rank's experts that have rows from any rank, with random routing."""
         return 1 - (1 - self.top_k / self.num_experts) ** (self.num_tokens * self.num_ranks)
 
 
@@ -124,7 +124,7 @@ def cost_of(launch: Launch, step: Step) -> Cost:
 
 
 def tensors_of(value: Any) -> Iterator[TensorFacts]:
-    """Yield all tensors except the caches, of which a launch touches only a small part."""
+    """Yield all tensors except caches, of which a launch touches only a small part."""
     if isinstance(value, TensorFacts):
         yield value
     elif isinstance(value, dict):
@@ -149,7 +149,7 @@ def lookup_cost(launch: Launch, step: Step) -> Cost:
 
 
 def grouped_cost(launch: Launch, step: Step) -> Cost:
-    """Return the cost of a grouped product, which reads the experts that have rows."""
+    """Return the cost of a grouped product, which reads the experts with rows."""
     arguments = launch.arguments
     weight, output = arguments["weight_ptr"], arguments["output_ptr"]
     num_weights, num_outputs, _ = weight.shape
@@ -189,7 +189,7 @@ def paged_cost(launch: Launch, step: Step, chunks: Sequence[ChunkSpan], other_by
 
 
 def num_splits(launch: Launch, step: Step) -> int:
-    """Return the splits of all chunks of one row that have positions."""
+    """Return the number of splits that have positions, over all chunks of one row."""
     arguments = launch.arguments
     window, piece_size, most = (arguments[name] for name in ("WINDOW", "PIECE_SIZE", "num_splits"))
     lens = [span.context_len for span in step.spans if span.num_rows == 1]
@@ -225,7 +225,7 @@ def tile_cost(launch: Launch, step: Step) -> Cost:
 
 
 def expanded_cost(launch: Launch, step: Step) -> Cost:
-    """Return the cost of attention to one piece, by its share of the positions of all contexts."""
+    """Return the cost of attention to one piece of the contexts, in proportion to its positions."""
     arguments = launch.arguments
     keys, values, vectors = (arguments[name] for name in ("key_ptr", "value_ptr", "vectors_ptr"))
     num_heads, num_positions, key_size = keys.shape
@@ -272,7 +272,7 @@ def state_cost(launch: Launch, step: Step) -> Cost:
     )
 
 
-# Other launches move each of their tensors once.
+# All other launches move each of their tensors once.
 RULES: dict[str, Callable[[Launch, Step], Cost]] = {
     **{f"torch {name}": dense_cost for name in ("linear", "mm", "bmm", "matmul")},
     **{f"torch {name}": lookup_cost for name in ("embedding", "index", "new_full", "full", "new_zeros", "zeros")},
@@ -305,7 +305,7 @@ class Roofline:
         return sum(map(len, self.costs.values()))
 
     def losses(self) -> dict[str, float]:
-        """Return the seconds above the bound by term, the largest first. All launch overheads together are one term."""
+        """Return the seconds above the bound by term, the largest first. The overheads of all launches are one term."""
         found = {"launches": LAUNCH_SECONDS * self.num_launches()}
         for name, bound in self.bounds().items():
             found[name] = sum(cost.seconds(self.limits) - LAUNCH_SECONDS for cost in self.costs[name]) - bound
@@ -357,7 +357,7 @@ def line_of(name: str, found: Roofline) -> str:
 
 
 def show_launches(found: Roofline) -> None:
-    """Print the sums of the launches of each name, and the least number of multiprocessors that they use."""
+    """Print the sums over the launches of each name, and the minimum number of multiprocessors that they use."""
     show("\n| launch | number | MB | GFLOP | bound, us | expected, us | SMs in use |")
     show("| :-- | --: | --: | --: | --: | --: | --: |")
     seconds = {name: sum(cost.seconds(found.limits) for cost in costs) for name, costs in found.costs.items()}

@@ -1,20 +1,19 @@
-"""Check and measure everything that needs a GPU.
+"""Checks and measures everything that needs a GPU.
 
     python -m moeserve.bench.gpu.run [--json PATH] [--only PART] [--seconds 480] [--cache FOLDER]
 
 - *compile*: all kernels, in parallel (`compiled.py`). Needs no GPU: the folder may come from another machine.
 - *sanitizer*: small shapes under compute-sanitizer (`sanitizer.py`).
-- *checks*: every operation of our kernels beside torch in float32, on new random inputs (`cases.py`).
-- *engine*: greedy tokens beside those of transformers on this GPU (`engine.py`).
-- *kernels*: times under graph replay beside the measured limits of this GPU, torch and libraries (`kernels.py`).
-- *throughput*: tokens per second of whole models with random weights, and where the time goes (`throughput.py`).
+- *checks*: every operation of our kernels against torch in float32, on new random inputs (`cases.py`).
+- *engine*: greedy tokens against those of transformers on this GPU (`engine.py`).
+- *kernels*: times under graph replay compared with this GPU's measured limits, torch and libraries (`kernels.py`).
+- *throughput*: tokens per second of whole models with random weights, and a profile of steps (`throughput.py`).
 - *ranks*, with several GPUs: tokens on two ranks, with each dispatcher and layout.
 
-Each part has a share of the time and processes of its own (`parts.py`). What is left out for lack of time is reported.
-Each result is written at once, as a line of JSON, so a run that is interrupted leaves a valid file. A run with the
-same file on the same GPU and commit continues it: completed items are not repeated. With
-`--rehearse` everything runs on a CPU at small sizes (`items.py`).
-The exit code is 1 if anything has failed; a missed bar fails nothing.
+Each part has a fraction of the time and its own processes (`parts.py`). Items that are skipped for lack of time are
+reported. Each result is written at once as a line of JSON, so an interrupted run leaves a valid file. A run with the
+same file on the same GPU and commit continues it: completed items are not repeated. With `--rehearse`, everything runs
+on a CPU at small sizes (`items.py`). The exit code is 1 if anything has failed; missed bars do not count as failures.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ from moeserve.bench.gpu.parts import PARTS, PROCESS_OF, Part, Row, run_part
 from moeserve.bench.harness import at_least, make_parser, read_jsonl, save, show
 from moeserve.machine import installed_version, usable_cores
 
-MAX_PROCESSES = 16  # of one part
-RESERVED_SHARE = 0.03  # of the time, for what happens before and after the parts
+MAX_PROCESSES = 16  # maximum processes of a part
+RESERVED_SHARE = 0.03  # fraction of the time for work before and after the parts
 LEAST_VERSIONS = {"torch": (2, 11), "triton": (3, 5), "transformers": (5, 0)}
 
 
@@ -80,7 +79,7 @@ def run_parts(options: argparse.Namespace, num_gpus: int, run: Callable[..., Non
 
     Args:
         run: see `run_part`.
-        max_processes: of one part.
+        max_processes: maximum processes of a part.
     """
     started = time.monotonic()
     chosen = [part for part in PARTS if options.only in (None, part.name) and part.num_gpus <= num_gpus]
@@ -95,7 +94,7 @@ def run_parts(options: argparse.Namespace, num_gpus: int, run: Callable[..., Non
     earlier = earlier_lines(options.json, identity, options.seed)
     seed = earlier[0]["seed"] if earlier else options.seed
     seed = random.SystemRandom().randrange(2**31) if seed is None else seed
-    # A process that could not start is started again.
+    # A process that could not start is tried again.
     rows = [line for line in earlier if line["kind"] == "row" and not line["name"].startswith(PROCESS_OF)]
     finished = {(line["part"], line["finished"]) for line in earlier if line["kind"] == "finished"}
     show(f"{environment['gpu']}, {environment['versions']}\nseed {seed}")
@@ -114,7 +113,7 @@ def run_parts(options: argparse.Namespace, num_gpus: int, run: Callable[..., Non
         save(options.json, [line])
         show(row_text(row))
 
-    for index, part in enumerate(chosen):  # time that earlier parts did not use is shared among the later ones
+    for index, part in enumerate(chosen):  # later parts share the time that earlier parts left
         budget = max(0.0, ends_at - time.monotonic()) * part.share / sum(each.share for each in chosen[index:])
         show(f"\n{part.name}: {budget:.0f} s at most")
         part = dataclasses.replace(part, num_processes=min(part.num_processes, max_processes))
@@ -149,7 +148,7 @@ def last_rows(rows: Sequence[Row]) -> list[Row]:
 
 
 def why_not(needs_gpu: bool) -> str | None:
-    """Return the reason why nothing can be run here, in one sentence; None if it can."""
+    """Return the reason why the benchmark cannot run here, in one sentence; None if it can."""
     for name, least in LEAST_VERSIONS.items():
         version = installed_version(name)
         needed = f"the GPU benchmark needs {name} >= {'.'.join(map(str, least))}"

@@ -1,7 +1,7 @@
 """Checks of small shapes under NVIDIA's compute-sanitizer: out-of-bounds accesses, and races in shared memory.
 
 Each check runs in a separate process under the tool, several times slower. Each tensor has its own CUDA allocation, so
-that accesses behind its end are detected. The check fails if the tool prints an error.
+that accesses beyond its end are detected. The check fails if the tool prints an error.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from moeserve.config.environment import environment_without
 TOOL = "compute-sanitizer"
 TOOL_FOLDERS = ("/usr/local/cuda/bin", "/opt/cuda/bin")
 MARK = "========="
-NO_MEMORY_CACHING = "PYTORCH_NO_CUDA_MEMORY_CACHING"  # each tensor is then an allocation that the tool sees
-# Racecheck does not support asynchronous copies. These kernels have none.
+NO_MEMORY_CACHING = "PYTORCH_NO_CUDA_MEMORY_CACHING"  # makes each tensor an allocation that the tool sees
+# Racecheck does not support asynchronous copies, which these kernels do not use.
 TOOLS: Mapping[str, Sequence[str] | None] = {"memcheck": None, "racecheck": ("norms", "pairs", "routing", "tokens")}
-NEEDS_CACHE = "graphs"  # torch refuses to capture while each tensor's memory comes from CUDA
+NEEDS_CACHE = "graphs"  # torch refuses to capture if tensors are allocated directly by CUDA
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)")
 
 
@@ -72,7 +72,7 @@ def verdict(output: str, exit_code: int) -> Row:
 
 
 def errors_of(lines: Sequence[str]) -> list[str]:
-    """Return each kind of error with its kernel: the line before one that begins with "at" or "and"."""
+    """Return each kind of error with its kernel: the line before a line that begins with "at" or "and"."""
     found: dict[str, None] = {}
     for error, place in itertools.pairwise(lines):
         match = re.match(r"(?:at|and|in) .*?(\w+)(?:\+0x|\()", place)

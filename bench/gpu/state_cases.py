@@ -45,7 +45,7 @@ SHAPES = PUBLISHED | {
 
 
 def linear_attention(source: Source, name: str, lengths: tuple[int, ...]) -> Case:
-    """Compute two steps of some requests. The second step begins with the states that the first one has stored."""
+    """Compute two steps of some requests. The second step begins with the states that the first step has stored."""
     shape, num_tokens = SHAPES[name], sum(lengths)
     num_heads, value_size = shape.num_heads, shape.num_heads * shape.value_dim
     float32 = partial(source.normal, dtype=torch.float32)
@@ -81,7 +81,7 @@ def linear_attention_of_equal_lengths(source: Source, name: str, num_requests: i
 def short_convolution(
     source: Source, num_channels: int, num_taps: int, is_gated: bool, lengths: tuple[int, ...]
 ) -> Case:
-    """Compute two steps as `linear_attention` does."""
+    """Compute two steps, as in `linear_attention`."""
     shape = ConvolutionShape(num_channels=num_channels, num_taps=num_taps, is_gated=is_gated)
     float32 = partial(source.normal, dtype=torch.float32)
     weights = ConvolutionWeights(float32(num_taps, num_channels), float32(num_channels))

@@ -1,10 +1,10 @@
 """Tokens per second of the engine on models of published shapes with random weights.
 
-- *decode*: `decode.py` describes the rate.
-- *prefill*: of one prompt, the longer one in chunks.
+- *decode*: as described in `decode.py`.
+- *prefill*: of a single prompt; the longer prompt is computed in chunks.
 - The bounds are those of `roofline.py`, at the measured limits.
-- *step*: where the time of a decode step goes (`profiling.py`).
-- Models that do not fit have fewer layers; the row says how many.
+- *step*: the time of a decode step by kernel (`profiling.py`).
+- Models that do not fit have fewer layers; the row gives their number.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from moeserve.models.registry import describe
 from moeserve.models.summary import summarize
 from moeserve.step_inputs import ChunkSpan
 
-MEMORY_SHARE = 0.75  # of the GPU, for weights
+MEMORY_SHARE = 0.75  # fraction of the GPU's memory for weights
 DECODE_BAR = Bar("fraction_of_bound", 0.9)
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The batches and lengths to measure, on a device."""
+    """The batches and lengths to measure on a device."""
 
     device: Literal["cpu", "cuda"] = "cuda"
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    batches: tuple[int, ...] = (64, 8, 1)  # the first has a bar
+    batches: tuple[int, ...] = (64, 8, 1)  # the first one has a bar
     prompt_tokens: int = 496
     new_tokens: int = 33  # contexts are 512 long in the middle of these
     prompts: tuple[int, ...] = (4096, 32000)
-    chunk_tokens: int = 8192  # of prompts in one step
+    chunk_tokens: int = 8192  # prompt tokens in one step
     num_rounds: int = 3
 
 
@@ -61,7 +61,7 @@ class Model:
     quantization: QuantizationName | None = None
 
     def write(self, folder: Path, num_layers: int) -> dict[str, Any]:
-        """Write and return its config.json with the first `num_layers` layers."""
+        """Write the config.json with the first `num_layers` layers, and return its content."""
         config = self.config | {"num_hidden_layers": num_layers, "bos_token_id": None, "eos_token_id": None}
         (folder / "config.json").write_text(json.dumps(config))
         return config
@@ -82,7 +82,7 @@ MODELS = (
 
 
 def layers_that_fit(model: Model, memory_bytes: float) -> int:
-    """Return the number of layers that fit, at least two: one of each kind."""
+    """Return the number of layers that fit; at least two, one of each kind."""
     with tempfile.TemporaryDirectory() as folder:
         sizes = []
         for num_layers in (2, 3):
@@ -102,10 +102,10 @@ def measure(
     """Yield rows of one model: limits, decode with each batch, and prefill.
 
     Args:
-        num_remaining: models with which it shares the time, itself included.
+            num_remaining: number of models that share the time, including this one.
 
-    Raises:
-        Exception: whatever prevents the engine from running.
+        Raises:
+            Exception: any error that prevents the engine from running.
     """
     reserved = seconds_left() * (1 - 1 / num_remaining)
     limits = measure_limits()
@@ -151,7 +151,7 @@ def measure(
 
 
 def spans_of(workload: Workload, chunk_tokens: int) -> list[list[ChunkSpan]]:
-    """Return the steps whose bounds are added: one decode step in the middle, or all chunks of a prompt."""
+    """Return the steps whose bounds are summed: one decode step in the middle, or all chunks of a prompt."""
     if workload.new_tokens > 1:
         return [decode(workload.batch, workload.prompt_tokens + workload.new_tokens // 2)]
     ends = [*range(chunk_tokens, workload.prompt_tokens, chunk_tokens), workload.prompt_tokens]
@@ -159,7 +159,7 @@ def spans_of(workload: Workload, chunk_tokens: int) -> list[list[ChunkSpan]]:
 
 
 def rate_row(generate: Generate, workload: Workload, steps: Sequence[Roofline], num_rounds: int) -> Row:
-    """Return the median rate of some rounds in tokens per second, beside its bound."""
+    """Return the median rate of several rounds in tokens per second, with its bound."""
     generate(draw_prompts(workload, Random(1)), workload.new_tokens)  # compiles kernels for this batch
     is_decode = workload.new_tokens > 1
     measure_rate = rate_measure("decode" if is_decode else "prefill", generate, workload)
