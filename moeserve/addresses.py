@@ -17,7 +17,7 @@ _ANY_PORT = 9  # "connecting" a datagram socket only looks up the route
 
 
 class StoreAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the ranks of a launch meet, and the secret that they need. See `distributed/store_server.py`."""
+    """The address of the store where a launch's ranks meet, and its secret. See `distributed/store_server.py`."""
 
     name: str = ""  # of a socket on this host, see `processes/local_sockets.py`; empty: host and port
     host: str = ""

@@ -20,7 +20,7 @@ class Logprob:
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One output of a prompt, complete so far."""
+    """One output of a prompt, as generated so far."""
 
     index: int
     text: str
@@ -40,6 +40,6 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
-    prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None  # by position; the dicts are made when read
+    prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None  # by position; the dicts are created when read
     num_cached_tokens: int = 0
     kv_transfer_params: dict[str, Any] | None = None  # for the engine that continues; see `SamplingParams`

@@ -1,4 +1,4 @@
-"""Sampling parameters: `SamplingParams` as users write them, `RequestParams` as the engine receives them."""
+"""Sampling parameters: `SamplingParams` for users, and `RequestParams` for the engine."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ KvAddress = Annotated[str, msgspec.Meta(pattern=rf"^[A-Za-z0-9_.:%\[\]-]+:{PORT}
 
 
 class RequestOutputKind(Enum):
-    """Which outputs a stream yields."""
+    """The outputs that a stream yields."""
 
     CUMULATIVE = 0  # everything so far
-    DELTA = 1  # what is new since the last one
-    FINAL_ONLY = 2  # only the complete one
+    DELTA = 1  # the part that is new since the last output
+    FINAL_ONLY = 2  # only the complete output
 
 
 class RequestParams(msgspec.Struct, frozen=True, kw_only=True):
-    """The parameters that the engine needs of one request: an immutable copy, already checked."""
+    """The parameters of one request that the engine needs: an immutable, validated copy."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -52,15 +52,15 @@ class RequestParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_penalties(self) -> bool:
-        """True if choosing a token needs the tokens before it."""
+        """True if the choice of a token depends on previous tokens."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
 
 class KvTransferParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The exchange of the keys and values of a prompt, in vLLM's terms: one of the first two."""
+    """The transfer of a prompt's KV cache between engines, in vLLM's terms. Exactly one of the first two is set."""
 
-    do_remote_decode: bool = False  # compute them, and keep them for another engine
-    do_remote_prefill: bool = False  # load them from another engine, which keeps them
+    do_remote_decode: bool = False  # compute the prompt, and keep its blocks for another engine
+    do_remote_prefill: bool = False  # load the blocks from another engine, which keeps them
     remote_handle: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_-]{0,128}\Z")] = ""
     remote_addresses: Annotated[list[KvAddress], msgspec.Meta(max_length=LIMITS.max_kv_addresses)] = []
     remote_num_blocks: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = 0
@@ -168,7 +168,7 @@ def _as_list(name: str, values: Any, of_what: str, most: int) -> list[Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a number of another library, such as numpy's, as a number of Python."""
+    """Return a number of another library, such as numpy, as a Python number."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return value
     return int(value) if isinstance(value, Integral) else float(value)
@@ -182,7 +182,7 @@ def _parameter(default: Any, check: Check, help: str) -> Any:
 
 
 def _refusing_unknown_names(cls: type[T]) -> type[T]:
-    """Make a dataclass answer an unknown keyword with the nearest known one."""
+    """Make a dataclass suggest the nearest known keyword in its error for an unknown one."""
     generated_init = cls.__init__
     known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
 
@@ -200,18 +200,18 @@ def _refusing_unknown_names(cls: type[T]) -> type[T]:
 @_refusing_unknown_names
 @dataclass(kw_only=True)
 class SamplingParams:
-    """How the tokens of one request are chosen, and when it ends. Names and meaning follow vLLM.
+    """The parameters that determine the tokens of a request and its end. Names and meaning follow vLLM.
 
-    Attributes may be assigned: the new value is checked at once, and all of them together when a request is submitted.
-    A request keeps the values it was submitted with.
+    Attributes may be assigned: a new value is validated at once, and all values together when a request is submitted.
+    A request keeps the values that it was submitted with.
 
     The order of operations on a row of logits: `logit_bias`; repetition, frequency and presence penalties; stop tokens
     are excluded while below `min_tokens`, and tokens that `structured_outputs` does not allow; temperature; `min_p`;
-    `top_k`; `top_p`. Log-probabilities are those of the model itself, before any of that.
+    `top_k`; `top_p`. Log-probabilities are those of the model itself, before all of these operations.
 
-    One engine may compute a prompt and another one its output. With `kv_transfer_params={"do_remote_decode": True}`,
-    the first one computes the prompt and one token, and keeps the prompt's keys and values for a while. The
-    `kv_transfer_params` of its `RequestOutput`, given to the second one with the same prompt, name them.
+    One engine may compute a prompt and another engine its output. With `kv_transfer_params={"do_remote_decode": True}`,
+    the first engine computes the prompt and one token, and keeps the prompt's KV cache blocks for a while. Pass the
+    `kv_transfer_params` of its `RequestOutput`, with the same prompt, to the second engine, which then loads them.
 
     Raises:
         RequestError: an unknown parameter, or a value out of its range.
@@ -303,13 +303,13 @@ class SamplingParams:
         return msgspec.convert(self.kv_transfer_params, KvTransferParams)
 
     def for_prompt(self) -> SamplingParams:
-        """Return parameters with which the prompt is computed, and one token that nobody reads."""
+        """Return parameters for computing only the prompt, and one token that is not used."""
         return SamplingParams(
             max_tokens=1, seed=self.seed, output_kind=self.output_kind, kv_transfer_params=self.kv_transfer_params
         )
 
     def for_engine(self) -> RequestParams:
-        """Return what the engine needs of these parameters."""
+        """Return the parameters that the engine needs."""
         own: dict[str, Any] = {
             "stop_token_ids": tuple(self.stop_token_ids),
             "logit_bias": {**self.logit_bias},

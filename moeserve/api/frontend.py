@@ -331,7 +331,7 @@ class _PromptInFlight:
             self._logprobs = PromptLogprobs(update.prompt_logprobs, codec)
 
     def new_output(self) -> RequestOutput | None:
-        """See `Frontend.new_output`."""
+        """Return new output since the last call; None if there is none. See `Frontend.new_output`."""
         sizes = [output.size for output in self.outputs]
         changed = [index for index, size in enumerate(sizes) if size != self._sizes_taken[index]]
         if not changed or (self._output_kind is RequestOutputKind.FINAL_ONLY and not self.finished):

@@ -87,7 +87,7 @@ class Groups:
         return all(group.supports_cuda_graphs for group in self.of_layers)
 
     def raise_failure(self) -> None:
-        """See `GroupCoordinator.raise_failure`."""
+        """Raise DistributedError if a GPU collective of any group was aborted. See `GroupCoordinator.raise_failure`."""
         for group in self.of_layers:
             group.raise_failure()
 

@@ -42,7 +42,7 @@ class Transport(Protocol):
     def reduce_scatter(self, x: Tensor, sizes: Sequence[int], dtype: torch.dtype | None = None) -> Tensor: ...
 
     def share_memory(self, num_bytes: int) -> Tensor:
-        """See `GroupCoordinator.share_memory`. Raises TransportError if a rank does not answer in time."""
+        """Return memory that all ranks map. Raises TransportError if a rank does not answer in time."""
         raise TransportUnavailable(f"{type(self).__name__} shares no memory")
 
     def close(self) -> None:

@@ -28,7 +28,7 @@ from moeserve.telemetry.expert_load import LoadWindow
 
 
 class EngineCore:
-    """See `Engine`. The replica's loop runs inside `step`, while the rank computes in a thread."""
+    """An `Engine` of one rank. The replica's loop runs inside `step`, while the rank computes in a thread."""
 
     def __init__(self, config: EngineConfig, *, show_progress: bool) -> None:
         self.executor = UniprocExecutor(config, show_progress=show_progress)

@@ -36,7 +36,7 @@ _ERRORS: dict[str, type[MoeserveError]] = {
 
 
 class RemoteEngine:
-    """See `Engine`. If the hub's process fails, this process exits too."""
+    """An `Engine` that runs in the hub's process. If that process fails, this process exits too."""
 
     def __init__(self, channel: Channel[FromHub], engine: SharedEngine, on_drain: Callable[[bool], None]) -> None:
         """

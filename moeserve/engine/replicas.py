@@ -35,7 +35,7 @@ def _run_in_thread(work: Callable[[], None]) -> None:
 
 
 class Replicas:
-    """See `Engine`.
+    """An `Engine` of several replicas.
 
     When a process fails, all processes are terminated. By default, all requests then end with an error that names the
     process, and further requests are refused. With on_failure="restart", new processes are started, and the requests

@@ -44,7 +44,7 @@ def start_ranks(first: RankStart) -> list[WatchedProcess[Any]]:
 
 
 class MultiprocExecutor:
-    """See `Executor`."""
+    """An `Executor` whose ranks are processes on this host."""
 
     def __init__(self, ranks: Sequence[WatchedProcess[Any]], config: EngineConfig) -> None:
         """

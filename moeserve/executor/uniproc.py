@@ -21,7 +21,7 @@ IDLE_SECONDS = 0.05  # idle time before graphs are captured; longer than between
 
 
 class UniprocExecutor:
-    """See `Executor`. All work of the rank runs in its thread, because some settings of torch are per thread."""
+    """An `Executor` of one rank. All its work runs in one thread, because some settings of torch are per thread."""
 
     def __init__(self, config: EngineConfig, *, show_progress: bool) -> None:
         self.name = "rank 0"

@@ -20,11 +20,11 @@ _CHUNK_BYTES = 2**20
 
 
 class Channel(Generic[Incoming]):
-    """Messages in both directions, each a msgpack value after its length.
+    """Messages in both directions, each a length followed by a msgpack value.
 
-    `send` never blocks: bytes that the socket does not take are kept until `flush` or `receive`. Two processes that
-    send each other more than a socket holds therefore cannot deadlock. One thread at a time may receive; any thread may
-    send.
+    `send` never blocks: bytes that the socket does not accept are kept until `flush` or `receive`. Two processes that
+    send each other more than their sockets hold therefore cannot deadlock. Only one thread at a time may receive; any
+    thread may send.
     """
 
     def __init__(self, connection: socket.socket, incoming: Any) -> None:
@@ -49,17 +49,17 @@ class Channel(Generic[Incoming]):
         return bool(self._outbox)
 
     def send(self, message: Any) -> None:
-        """Send what the socket takes now, and keep the rest. A message to a closed end is dropped."""
+        """Send the bytes that the socket accepts now, and keep the rest. Messages to a closed end are dropped."""
         self.send_frame(frame(message))
 
     def send_frame(self, data: bytes) -> None:
-        """Send a message that `frame` has encoded, for instance once for several receivers."""
+        """Send a message that `frame` has encoded, so that it can be encoded once for several receivers."""
         with self._lock:
             self._outbox += data
             self._write()
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until the socket has taken everything. Return False after a timeout."""
+        """Wait until the socket has accepted all bytes. Return False after a timeout."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             self.send_frame(b"")
@@ -76,7 +76,7 @@ class Channel(Generic[Incoming]):
         """Return all messages that have arrived, after waiting for the first one.
 
         Args:
-            timeout_s: the longest wait; None waits until a message arrives or the other end is closed.
+            timeout_s: maximum wait; None: wait until a message arrives or the other end is closed.
 
         Raises:
             msgspec.DecodeError: a message has another type than `incoming`.
@@ -135,13 +135,13 @@ class Channel(Generic[Incoming]):
 
 
 def frame(message: Any) -> bytes:
-    """Return a message as it is sent: its length, then its msgpack encoding."""
+    """Return an encoded message: its length, followed by its msgpack encoding."""
     body = msgspec.msgpack.encode(message)
     return LENGTH.pack(len(body)) + body
 
 
 def receive_frame(connection: socket.socket) -> bytes:
-    """Return the body of the next message of a blocking socket, and read nothing behind it.
+    """Return the body of the next message of a blocking socket, without reading beyond it.
 
     Raises:
         EOFError: the other end was closed first.

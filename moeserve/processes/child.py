@@ -41,12 +41,12 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Parent:
-    """The process that started this one: its configuration, the channel to it, and how failures are reported to it."""
+    """The process that started this one: the configuration from it, the channel to it, and failure reports to it."""
 
     def __init__(self, connection: socket.socket, launch: Launch, pidfd: int | None) -> None:
         """
         Args:
-            pidfd: the pidfd of the parent; None where the system has none.
+            pidfd: pidfd of the parent; None if the system has no pidfds.
         """
         self.name = launch.name
         self._config = launch.config
@@ -71,7 +71,7 @@ class Parent:
         return self._channel
 
     def fail(self, reports: Sequence[FailureReport]) -> NoReturn:
-        """Report failures of this process and of its children to the parent, and end them all."""
+        """Report failures of this process and of its children to the parent, and terminate all of them."""
         reports = collect_failures(self._children, reports)
         for child in self._children:
             child.handle.kill()
@@ -79,18 +79,18 @@ class Parent:
         _exit(1)
 
     def adopt(self, children: Sequence[WatchedProcess[Any]]) -> None:
-        """Report the failures of children together with those of this process, and end them with it."""
+        """Report failures of children together with those of this process, and terminate them with it."""
         self._children = children
 
 
 def run(target: str, connection: socket.socket, parent_pidfd: int | None = None) -> NoReturn:
     """Call a function with this process's `Parent`, report an exception of it to the parent, and exit.
 
-    Nothing is released at the end: waiting for a collective whose other ranks have exited could block.
+    Nothing is released at exit, because waiting for a collective could block if its other ranks have exited.
 
     Args:
         target: "module:function".
-        parent_pidfd: None: this process is a child of the parent, which it finds by the process id.
+        parent_pidfd: pidfd of the parent; None: this process is its child, and finds it by the process id.
     """
     connection.setblocking(True)
     try:
@@ -113,7 +113,7 @@ def run(target: str, connection: socket.socket, parent_pidfd: int | None = None)
 
 
 def _end_with_parent(connection: socket.socket, pidfd: int | None, pid: int) -> None:
-    """End this process when its parent has ended, even if other threads are busy."""
+    """Exit when the parent process has exited, even if other threads are busy."""
     poll = select.poll()
     poll.register(connection, 0)  # hang-ups only: messages are for the main thread
     if pidfd is not None:

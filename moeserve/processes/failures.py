@@ -1,4 +1,4 @@
-"""Reports of how processes failed, and which of several failures was the first cause."""
+"""Reports of failed processes, and the choice of the root cause among several failures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FORWARDING_FILES = (
 
 
 class FailureReport(msgspec.Struct, frozen=True, kw_only=True):
-    """How a process failed."""
+    """The report of a failed process."""
 
     name: str  # the process's name in messages: "rank 3"
     cause: str  # one line: "killed by SIGKILL", "ValueError: ..."
@@ -33,7 +33,7 @@ class FailureReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def report_of(error: BaseException, name: str) -> FailureReport:
-    """Return the report of a process that an exception ended."""
+    """Return the report of a process that failed with an exception."""
     kind = type(error)
     is_named = isinstance(error, MoeserveError) and getattr(errors, kind.__name__, None) is kind
     return FailureReport(
@@ -46,15 +46,15 @@ def report_of(error: BaseException, name: str) -> FailureReport:
 
 
 def root_cause(reports: Sequence[FailureReport]) -> FailureReport:
-    """Return the first failure that is no consequence of another."""
+    """Return the first failure that is not a consequence of another."""
     return next((report for report in reports if not report.is_consequence), reports[0])
 
 
 def as_error(report: FailureReport, context: str) -> MoeserveError:
-    """Return the exception to raise for a failed process: its own class where it names a fault of the user's input.
+    """Return the exception to raise for a failed process, of its original class if the user's input caused it.
 
     Args:
-        context: what was being done, for the message: "loading the model".
+        context: the activity that failed, for the message, such as "loading the model".
     """
     kind = getattr(errors, report.error or "", EngineError)
     if issubclass(kind, ValueError):
@@ -63,7 +63,7 @@ def as_error(report: FailureReport, context: str) -> MoeserveError:
 
 
 def shown_status(status: int) -> str:
-    """Return an exit status as messages show it; a negative one is the number of a signal."""
+    """Return a description of an exit status for messages. A negative status is the number of a signal."""
     if status >= 0:
         return f"ended with exit status {status}"
     try:

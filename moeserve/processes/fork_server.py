@@ -1,15 +1,15 @@
-"""A process that has torch and the engine loaded and forks ranks, each of which then starts in milliseconds.
+"""A process that has loaded torch and the engine, and forks ranks, which then start in milliseconds.
 
-A process starts its server with its first rank, and the server exits with that process: after an engine was shut down,
-the server stays, so that the next start is fast. Ranks can start further ranks through the same server. Environment
+A process starts its server with its first rank, and the server exits with that process. It stays after an engine has
+been shut down, so that the next start is fast. Ranks can start further ranks through the same server. Environment
 variables, working folder, import path, usable cores and output of a new process are those of the process that requests
 it. A fork cannot change variables that libraries have read while they were loaded, so there is one server for each set
 of such variables. This is the only process-wide state of the package: a second engine must find the server of the
 first.
 
-If a server cannot be used or was killed, processes are started without one. Processes that it has forked live on.
+If a server cannot be used or was killed, processes are started without it. Processes that it has forked continue.
 
-Linux only: libraries of macOS do not survive a fork, and a process without pidfds can watch its own children alone.
+Linux only: libraries of macOS do not survive a fork, and without pidfds a process can watch only its own children.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class _Server:
         self.has_ended = False
 
     def fork(self, request: _Request, channel: socket.socket) -> ForkedProcess | None:
-        """Fork a process whose channel is `channel`. None: the server has ended, or could not fork.
+        """Fork a process whose channel is `channel`. Return None if the server has exited or could not fork.
 
         Raises:
             EngineError: the server does not respond.
@@ -151,7 +151,7 @@ class _Server:
         return ForkedProcess(int(pid), received[0], ours)
 
     def end(self) -> None:
-        """Disconnect. The server then ends all its processes, and itself."""
+        """Disconnect. The server then terminates all its processes, and exits."""
         self._control.close()
         if self._process is not None:
             try:
@@ -185,7 +185,7 @@ def start(environment: Mapping[str, str]) -> _Server:
 
 
 def fork(target: str, environment: Mapping[str, str], channel: socket.socket) -> ForkedProcess | None:
-    """Start a process through the server. None: it cannot be done, start the process without.
+    """Start a process through the server. Return None if that fails; the process must then be started without it.
 
     Args:
         target: "module:function", called with the process's `Parent`.
@@ -263,9 +263,9 @@ class _Forked:
 
 
 class _ServerLoop:
-    """Forks processes on request, and reports how each of them ended.
+    """Forks processes on request, and reports their exit statuses.
 
-    A process is killed when the one that requested it ends: a stopped process could not end itself.
+    A process is killed when the process that requested it exits, because a stopped process could not exit by itself.
     """
 
     def __init__(self, control: socket.socket) -> None:
@@ -353,7 +353,7 @@ class _ServerLoop:
             reports.send(frame(status), NO_SIGNAL)
 
     def _end(self) -> NoReturn:
-        """End all processes, stopped ones too, and the server."""
+        """Terminate all processes, including stopped ones, and the server."""
         for pidfd in self._children:
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         for pid, _ in self._children.values():
@@ -388,7 +388,7 @@ def main(control_fd: int) -> NoReturn:
 
 
 def _adopt(environment: Mapping[bytes, bytes], control: socket.socket) -> None:
-    """Use the server that forked this process for the processes that this one starts."""
+    """Use the server that forked this process for all processes that this process starts."""
     global _owner
     _owner = os.getpid()
     decoded = {os.fsdecode(name): os.fsdecode(value) for name, value in environment.items()}

@@ -178,7 +178,7 @@ class Service:
         cache_salt: str | None,
         note_admitted: Callable[[], None] = lambda: None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """See `generate`."""
+        """Implement `generate`. `note_admitted` is called when the prompt leaves the queue."""
         params.output_kind = RequestOutputKind.DELTA
         field = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
         salt = hashlib.sha256(f"{client.name}/{cache_salt or ''}".encode()).hexdigest()

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class RayExecutor:
-    """See `Executor`. The process of this object computes nothing."""
+    """An `Executor` whose ranks are Ray actors. The process of this object computes nothing."""
 
     def __init__(self, starts: Sequence[RankStart], ranks: Sequence[Any], *, show_progress: bool) -> None:
         """
