@@ -196,7 +196,7 @@ def work(parent: Parent) -> None:
                         group_of_transport[transport] = _connect(start, transport)
                     channel.send(time_collective(group_of_transport[transport], order))
                 case RunSteps():
-                    channel.send(run_steps(Worker(start.config, groups, show_progress=False), groups, start, order))
+                    channel.send(run_steps(Worker(start.config, groups, show_progress=False), start, order))
 
 
 def _timed(group: GroupCoordinator, num_calls: int, call: Callable[[], object]) -> list[float]:
@@ -293,7 +293,7 @@ def _step(tokens_per_rank: tuple[int, ...]) -> StepInputs:
 
 
 @torch.inference_mode()
-def run_steps(worker: Worker, groups: Groups, start: RankStart, order: RunSteps) -> Rebalanced:
+def run_steps(worker: Worker, start: RankStart, order: RunSteps) -> Rebalanced:
     """Run steps of random prompts as an engine does. Without rebalancing, no experts move."""
     rebalancer = worker.rebalancer
     _skew_routers(worker.runner.model, order.hottest)

@@ -50,9 +50,6 @@ class FakeStream:
     def wait_stream(self, other: FakeStream) -> None:
         self.wait_clock(other.clock)
 
-    def wait_event(self, event: FakeEvent) -> None:
-        self.wait_clock(event.clock)
-
     def wait_clock(self, clock: Clock) -> None:
         for number, count in clock.items():
             self.clock[number] = max(count, self.clock.get(number, 0))
