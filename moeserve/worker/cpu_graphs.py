@@ -1,9 +1,9 @@
 """CPU graphs: the kernels of a decode step, captured once and replayed with one call.
 
-A decode step has one token per request, so its number of requests determines all shapes, on one rank and where ranks
-that share memory exchange few tokens. Every such step runs the same kernels on the same memory. Replaying them without
-Python saves a few microseconds per kernel, up to a fifth of a step of a small model. Results are equal to the last bit.
-Capturing records the kernels and executes none, so it needs no request.
+A decode step has equally many tokens per request: one, or one and the draft tokens behind it. So two numbers determine
+all shapes, on one rank and where ranks that share memory exchange few tokens. Every such step runs the same kernels on
+the same memory. Replaying them without Python saves a few microseconds per kernel, up to a fifth of a step of a small
+model. Results are equal to the last bit. Capturing records the kernels and executes none, so it needs no request.
 
 All graphs use the same memory, one at a time. A rank may replay a step that another rank runs layer by layer, because
 the collectives are the same.
@@ -17,7 +17,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,14 +35,34 @@ from moeserve.worker.step_replay import StepContext, StepOutputs, do_nothing
 # T tokens of the replica's step, t this tp rank's share of them, D model width
 
 MAX_TOKENS = 64  # of a captured step; in larger steps the kernels outweigh Python
+MAX_TOKENS_PER_REQUEST = 16  # of a captured step
 MEMORY_BYTES = 2**26  # for the outputs of captured kernels, all graphs together
 MAX_CPU_GRAPHS = 256
 MAX_SIZES_SEEN = 4096
 ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 HOST_READS = ("tolist", "numpy", "__array__", "__dlpack__")  # not visible to torch's dispatch
 
-# Key of a graph: the replica's tokens, and the tokens that each ep rank brings to dispatch.
-StepSizes = tuple[int, tuple[int, ...]]
+
+class StepSizes(NamedTuple):
+    """The key of a graph."""
+
+    num_tokens: int
+    tokens_per_request: int
+    tokens_per_rank: tuple[int, ...]  # tokens that each ep rank brings to dispatch
+
+    @classmethod
+    def of(cls, step: StepInputs) -> StepSizes | None:
+        """Return the sizes of a step; None: it is not captured.
+
+        So are steps in which a recurrent state passes from one token of a chunk to the next.
+        """
+        num_tokens, num_rows = len(step.token_ids), step.max_rows_per_chunk
+        if not 0 < num_tokens <= MAX_TOKENS or any(span.num_rows != num_rows for span in step.spans):
+            return None
+        all_sample = len(step.logits_rows) == num_tokens
+        has_drafts = 1 < num_rows <= MAX_TOKENS_PER_REQUEST and all_sample and step.states is None
+        return cls(num_tokens, num_rows, step.tokens_per_rank) if num_rows == 1 or has_drafts else None
+
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +140,8 @@ class CpuGraphs:
             return False
         size, context = self._sizes_ahead.popleft(), self._context
         step = decode_step(size, has_states=context.has_states, has_windows=context.has_windows)
-        sizes = len(step.token_ids), step.tokens_per_rank
+        sizes = StepSizes.of(step)
+        assert sizes is not None
         if sizes not in self.captured:
             self._capture(sizes, *self.model.receive(step), step)
         return True
@@ -133,8 +154,8 @@ class CpuGraphs:
         return StepOutputs(self.model.send(self._run_layers(hidden_tD, rotations, step)))
 
     def _run_layers(self, hidden_tD: Tensor, rotations: Rotations, step: StepInputs) -> Tensor:
-        sizes = len(step.token_ids), step.tokens_per_rank
-        if 0 < len(step.token_ids) <= MAX_TOKENS and _is_decode(step):
+        sizes = StepSizes.of(step)
+        if sizes is not None:
             if sizes in self._sizes_seen and sizes not in self.captured:
                 self._capture(sizes, hidden_tD, rotations, step)
             if sizes in self.captured:
@@ -198,7 +219,7 @@ class CpuGraphs:
         self.groups.add_replayed([-count for count in counts])
         if check.missed or alias is None:
             missed = ", ".join(sorted(check.missed)) or "an operation whose result is not in the graph's memory"
-            logger.info("decode steps of %d tokens are not captured: the layers also call %s", sizes[0], missed)
+            logger.info("decode steps of %d tokens are not captured: the layers also call %s", sizes.num_tokens, missed)
             self.captured[sizes] = None
         else:
             self.captured[sizes] = dataclasses.replace(captured, num_collectives=counts, result=alias)
@@ -278,8 +299,3 @@ def _are_views(result: Any, args: tuple[Any, ...]) -> bool:
         return False
     memory = args[0].untyped_storage().data_ptr()
     return all(each.untyped_storage().data_ptr() == memory for each in results)
-
-
-def _is_decode(step: StepInputs) -> bool:
-    """True if each request has one token."""
-    return len(step.spans) == len(step.token_ids) and all(span.num_rows == 1 for span in step.spans)

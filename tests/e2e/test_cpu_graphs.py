@@ -61,7 +61,7 @@ def captured(llm: LLM) -> dict[StepSizes, CapturedStep | None]:
 
 def sizes_of(llm: LLM) -> set[int]:
     """Return the numbers of tokens that have graphs."""
-    return {num_tokens for (num_tokens, _), step in captured(llm).items() if step is not None}
+    return {sizes.num_tokens for sizes, step in captured(llm).items() if step is not None}
 
 
 def generate_twice(llm: LLM, prompts: list[list[int]]) -> list[Any]:
@@ -86,6 +86,28 @@ def test_replayed_steps_equal_eager_steps(name: str, dtype: str, reference_named
     with started(reference, dtype=dtype) as llm:
         assert generate_twice(llm, prompts) == expected
         assert {1, 2, 4, 6} <= sizes_of(llm)
+
+
+@pytest.mark.usefixtures("never_idle")
+@pytest.mark.parametrize("name", ["mixtral", "deepseek-v3", "gpt-oss"])
+def test_steps_with_drafts_are_replayed(name: str, reference_named: Callable[[str], Reference]) -> None:
+    reference = reference_named(name)
+    prompts = [[*prompt, *prompt[-4:]] for prompt in reference.prompts(*LENGTHS[:3])]
+    config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+    with started(reference, enforce_eager=True) as llm:
+        expected = generate_alone(llm, prompts)
+    with started(reference, speculative_config=config) as llm:
+        assert generate_alone(llm, prompts) == expected
+        with_drafts = {sizes for sizes, step in captured(llm).items() if step is not None and sizes.num_tokens > 1}
+        assert StepSizes(4, 4, (4,)) in with_drafts
+        assert all(sizes.num_tokens == sizes.tokens_per_request for sizes in with_drafts)
+
+
+def generate_alone(llm: LLM, prompts: list[list[int]]) -> list[Any]:
+    """Return tokens and log-probabilities of one request at a time."""
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, logprobs=3)
+    outputs = [llm.generate({"prompt_token_ids": prompt}, params)[0].outputs[0] for prompt in prompts]
+    return [(output.token_ids, output.logprobs) for output in outputs]
 
 
 @pytest.mark.parametrize("name", ["mixtral", "deepseek-v3", "gpt-oss"])
@@ -142,7 +164,7 @@ def test_a_capture_in_traffic_costs_a_few_eager_steps(plain: Reference, monkeypa
         finally:
             sys.setprofile(None)
         if work.plan is not None and work.plan.is_decode_only:
-            sizes = (work.plan.num_tokens, (work.plan.num_tokens,))
+            sizes = StepSizes(work.plan.num_tokens, 1, (work.plan.num_tokens,))
             has_graph = sizes in graphs.captured
             kind = "replayed" if sizes in captured_before else "captured" if has_graph else "eager"
             calls[kind].append(num_calls)
@@ -170,7 +192,7 @@ def test_a_step_with_other_operations_is_not_captured(
     with started(reference) as llm:
         assert generate_twice(llm, prompts) == expected
         assert sizes_of(llm) == set()
-        assert captured(llm)[1, (1,)] is None
+        assert captured(llm)[StepSizes(1, 1, (1,))] is None
 
 
 @pytest.mark.usefixtures("never_idle")
@@ -182,7 +204,7 @@ def test_the_least_recently_used_graph_is_evicted(plain: Reference, monkeypatch:
     monkeypatch.setattr(cpu_graphs, "MAX_CPU_GRAPHS", 2)
     with started(plain) as llm:
         assert generate_twice(llm, prompts) == expected
-        assert list(captured(llm)) == [(2, (2,)), (1, (1,))]  # the batch shrinks in the end
+        assert list(captured(llm)) == [(2, 1, (2,)), (1, 1, (1,))]  # the batch shrinks in the end
 
 
 @pytest.mark.usefixtures("never_idle")
