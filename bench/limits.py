@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moeserve.ops.interfaces import OpenWeights
+from moeserve.ops.interfaces import OpenWeights, PackedFormat
 from moeserve.ops.select import select_kernels
 
 
@@ -45,31 +45,53 @@ class LimitProbe:
       product, whichever is faster.
 
     Other code may read slightly faster than torch, so a fraction of this limit can exceed 1.
+
+    Args:
+        dtype: of the products.
+        clock: returns seconds; `time.process_time` leaves out those in which other processes had the core.
     """
 
-    def __init__(self, *, buffer_bytes: int = 1 << 30, matmul_size: int = 4096, num_passes: int = 3) -> None:
+    def __init__(
+        self,
+        *,
+        buffer_bytes: int = 1 << 30,
+        matmul_size: int = 4096,
+        num_passes: int = 3,
+        dtype: torch.dtype = torch.bfloat16,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self._num_passes = num_passes
+        self._clock = clock
         buffer = torch.ones(buffer_bytes // 8 * 2)  # not zeros: untouched pages would share one page of zeros
         first_half, second_half = buffer.chunk(2)
         self._num_bytes = buffer.nbytes
         self._reads: list[Callable[[], object]] = [buffer.sum, lambda: torch.dot(first_half, second_half)]
 
-        rows = torch.randn(max(1, matmul_size // 4), matmul_size).bfloat16()
-        weight = torch.randn(matmul_size, matmul_size).bfloat16()
+        rows = torch.randn(max(1, matmul_size // 4), matmul_size).to(dtype)
+        weight = torch.randn(matmul_size, matmul_size).to(dtype)
         self._operations = 2 * rows.numel() * matmul_size
         self._products: list[Callable[[], object]] = [lambda: torch.nn.functional.linear(rows, weight)]
         packing = select_kernels(torch.device("cpu")).packing
         if packing is not None:
-            product = packing.product(packing.pack(OpenWeights(weight[None]), "bfloat16", in_place=False))
+            packed_format: PackedFormat = "float32" if dtype == torch.float32 else "bfloat16"
+            product = packing.product(packing.pack(OpenWeights(weight[None]), packed_format, in_place=False))
             self._products.append(lambda: product.multiply(rows))
         self.measure()  # the first pass touches pages and starts threads
 
     def measure(self) -> MachineLimits:
         return MachineLimits(
-            read_bandwidth=self._num_bytes / _best_seconds(self._reads, self._num_passes) / 1e9,
-            matmul_rate=self._operations / _best_seconds(self._products, self._num_passes) / 1e9,
+            read_bandwidth=self._num_bytes / self._best_seconds(self._reads) / 1e9,
+            matmul_rate=self._operations / self._best_seconds(self._products) / 1e9,
             num_threads=torch.get_num_threads(),
         )
+
+    def _best_seconds(self, ways: Sequence[Callable[[], object]]) -> float:
+        return min(self._seconds(way) for _ in range(self._num_passes) for way in ways)
+
+    def _seconds(self, work: Callable[[], object]) -> float:
+        start = self._clock()
+        work()
+        return self._clock() - start
 
 
 def measure_limits(*, buffer_bytes: int = 1 << 30, matmul_size: int = 4096, num_passes: int = 5) -> MachineLimits:
@@ -84,13 +106,3 @@ def mean_limits(limits: Sequence[MachineLimits]) -> MachineLimits:
         matmul_rate=sum(each.matmul_rate for each in limits) / len(limits),
         num_threads=limits[0].num_threads,
     )
-
-
-def _best_seconds(ways: Sequence[Callable[[], object]], num_passes: int) -> float:
-    return min(_seconds(way) for _ in range(num_passes) for way in ways)
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start

@@ -80,7 +80,8 @@ def show_and_save(path: Path | None, rows: Sequence[Row], machine: Row | None = 
     """Print the tables of a benchmark's new rows, and append the rows to a file."""
     rows = [row | {"environment": machine or environment()} for row in rows]
     save(path, rows)
-    for benchmark, found in by(rows, "benchmark").items():
+    for benchmark in by(rows, "benchmark"):
+        found = rows_of(rows, benchmark)
         texts = [text for text in TABLES[benchmark](found) if not text.startswith("![")]
         show("\n" + "\n\n".join(texts))
 
@@ -107,7 +108,8 @@ KEYS: dict[str, tuple[str, ...]] = {
     "disaggregated": ("model", "engine", "threads", "short_every", "long_every", "long_tokens"),
     "servers": ("model", "kernels", "workload", "clients"),
     "attention": ("name", "shape"),
-    "sparse_attention": ("context", "kernels"),
+    "sparse_attention": ("layer", "context", "rows", "kernels"),
+    "linear_attention": ("operation", "case", "kernels"),
     "quality": ("model", "variant"),
     "collectives": ("transport", "num_ranks", "operation", "dtype", "num_bytes"),
     "parallel": (
@@ -133,10 +135,20 @@ class Cells(string.Formatter):
 
 COLUMNS: dict[str, Columns] = {
     "sparse_attention": [
+        ("layer", "{layer}"),
+        ("kernels", "{kernels}"),
+        ("tokens", "{rows}"),
         ("context", "{context}"),
-        ("indexer, ms", "{milliseconds[indexer]:.3g}"),
-        ("sparse attention (top 2048), ms", "{milliseconds[chosen]:.3g}"),
-        ("full attention, ms", "{milliseconds[all]:.3g}"),
+        ("indexer", "{indexer}"),
+        ("sparse attention", "{sparse}"),
+        ("full attention", "{full}"),
+    ],
+    "linear_attention": [
+        ("operation", "{operation}"),
+        ("kernels", "{kernels}"),
+        ("step", "{case}"),
+        ("us per token", "{microseconds:3}"),
+        ("of the limit", "{fraction_of_limit:.0%}"),
     ],
     "scheduling": [
         ("table", "{table}"),
@@ -366,6 +378,38 @@ def rebalance_tables(rows: Sequence[Row]) -> Iterator[str]:
     yield table(phases, COLUMNS["rebalance"])
 
 
+def sparse_attention_tables(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield the table, and the plots of the time per token of a prompt."""
+    cells = []
+    for row in rows:
+        found = {
+            name: f"{number(own)} us ({row['fractions'][name]:.0%})" if row["fractions"][name] else f"{number(own)} us"
+            for name, own in row["microseconds"].items()
+        }
+        cells.append(row | {"indexer": "", "full": ""} | found)
+    yield table(cells, COLUMNS["sparse_attention"])
+    for name in sparse_attention_plots(rows):
+        yield f"![time per token of a prompt at growing contexts]({PLOTS}/{name})"
+
+
+def sparse_attention_plots(rows: Sequence[Row]) -> dict[str, str]:
+    """Return images of the time per token of a prompt at growing contexts, one for each instruction set."""
+    images = {}
+    for kernels, found in by((row for row in rows if row["rows"] > 1), "kernels").items():
+        groups = []
+        for context, of_context in by(found, "context").items():
+            bars = [
+                Bar(f"{row['short']}, {operation}", own[name], f"{number(own[name])} us")
+                for row, own in ((row, row["microseconds"]) for row in of_context)
+                for name, operation in (("indexer", "indexer"), ("sparse", "attention"))
+                if name in own
+            ]
+            groups.append(Group(f"context of {context} tokens", tuple(bars)))
+        title = f"Time per token of a prompt in one layer, one thread ({kernels})"
+        images[f"sparse-attention-{kernels}.svg"] = bar_chart(title, groups)
+    return images
+
+
 TABLES: dict[str, Callable[[Sequence[Row]], Iterable[str]]] = {
     "throughput": throughput_tables,
     "moe": moe_tables,
@@ -375,7 +419,8 @@ TABLES: dict[str, Callable[[Sequence[Row]], Iterable[str]]] = {
     "disaggregated": lambda rows: [table(rows, COLUMNS["disaggregated"])],
     "servers": servers_tables,
     "attention": attention_tables,
-    "sparse_attention": lambda rows: [table(rows, COLUMNS["sparse_attention"])],
+    "sparse_attention": sparse_attention_tables,
+    "linear_attention": lambda rows: [table(rows, COLUMNS["linear_attention"])],
     "quality": lambda rows: [table(rows, COLUMNS["quality"])],
     "collectives": collectives_tables,
     "parallel": parallel_tables,
@@ -387,8 +432,8 @@ TABLES: dict[str, Callable[[Sequence[Row]], Iterable[str]]] = {
 
 
 def plots(rows: Sequence[Row]) -> dict[str, str]:
-    """Return images by file name: shares of the limit, one image for each model and each shape."""
-    images = {}
+    """Return images by file name: shares of the limit for each model and shape, and times of sparse attention."""
+    images = sparse_attention_plots(rows_of(rows, "sparse_attention"))
     for benchmark, title, cell in (("throughput", "model", "{cell}"), ("moe", "shape_name", "{num_rows} rows")):
         for name, cells in by_title(rows_of(rows, benchmark), title).items():
             groups = []

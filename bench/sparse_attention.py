@@ -1,78 +1,162 @@
-"""Attention of one token to the positions that an indexer selects, with the C++ kernels, at growing context lengths.
+"""Sparse attention of one layer with an indexer, by the C++ kernels, at growing contexts.
 
-    python -m moeserve.bench.sparse_attention [--threads 1] [--rounds 15] [--json PATH]
+    python -m moeserve.bench.sparse_attention [--threads 1] [--rounds 7] [--json PATH]
 
-One layer in bf16 with the shapes of DeepSeek-V3.2: an indexer of 64 heads of size 128, and 128 heads over latent
-vectors of size 576, of which 2048 are selected. The indexer reads all keys of a context, so its time grows with the
-context. The time of attention to the selected positions should not. Attention to all positions, which grows far more,
-is included.
+In bf16, with the shapes of three layers: DeepSeek-V3.2 (an indexer of 64 heads of 128 selects 2048 positions for 128
+heads over vectors of 576), and both kinds of DeepSeek-V4-Flash (64 heads of 512 attend to the last 128 tokens, and to
+512 entries of 4 tokens that an indexer of 64 heads of 128 selects, or to all entries of 128 tokens). A step is one
+token or the last 64 tokens of a prompt. Beside DeepSeek-V3.2 stands full attention of one token.
+
+The limit is the bytes that a call must read, at the memory bandwidth measured in the same round, or its multiply-adds
+at the measured rate of products, whichever takes longer. With one thread, times are processor time.
 """
 
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from moeserve.bench.gpu.inputs import Source, num_cache_blocks
 from moeserve.bench.harness import Row, call_timer, interleave, make_parser
+from moeserve.bench.limits import LimitProbe, MachineLimits, Work
 from moeserve.bench.report import show_and_save
-from moeserve.ops.indexer import IndexerRule
+from moeserve.ops.compressed_attention import CompressedCache, CompressedShape
+from moeserve.ops.indexer import ChosenEntries, IndexerRule
 from moeserve.ops.select import select_kernels
 from moeserve.ops.threads import set_num_threads
 from moeserve.ops.torch.table import TORCH_KERNELS
 
 KERNELS = select_kernels(torch.device("cpu"))
-CONTEXTS = (8192, 16384, 32768, 65536)
-TOP_K = 2048
-INDEX_HEADS, INDEX_SIZE, NUM_HEADS, VECTOR_SIZE, LATENT_SIZE = 64, 128, 128, 576, 512
-BLOCK_SIZE = 16
+CONTEXTS = (1024, 4096, 16384, 65536)
+NUM_ROWS = (1, 64)
+INDEX_HEADS, INDEX_SIZE = 64, 128
+BLOCK_SIZE = 128
 SAMPLE_SECONDS = 0.1
 
 
+@dataclass(frozen=True)
+class Layer:
+    """The shape of a layer. In a layer with compressed entries, all heads also attend to the last `window` tokens."""
+
+    name: str
+    short: str  # in plots
+    num_heads: int
+    vector_size: int
+    value_size: int
+    top_k: int | None = None  # None: no indexer
+    ratio: int = 1  # tokens of an entry
+    window: int = 0
+
+    def num_seen(self, context: int) -> int:
+        """Return the entries that a token at the end of a context may attend to."""
+        return context // self.ratio
+
+    def num_attended(self, context: int) -> int:
+        seen = self.num_seen(context)
+        return min(self.window, context) + (seen if self.top_k is None else min(self.top_k, seen))
+
+    def indexer_work(self, context: int, num_rows: int) -> Work:
+        """Return the work of the scores of `num_rows` tokens. Tokens that attend to all entries have none."""
+        seen = self.num_seen(context)
+        scored = seen if self.top_k is not None and seen > self.top_k else 0
+        return Work(2 * scored * INDEX_SIZE, 2 * num_rows * scored * INDEX_HEADS * INDEX_SIZE)
+
+    def attention_work(self, num_attended: int, num_rows: int) -> Work:
+        operations = 2 * num_rows * num_attended * self.num_heads * (self.vector_size + self.value_size)
+        return Work(2 * num_attended * self.vector_size, operations)
+
+
+LAYERS = (
+    Layer("DeepSeek-V3.2", "V3.2", 128, 576, 512, top_k=2048),
+    Layer("DeepSeek-V4, entries of 4", "V4 (4)", 64, 512, 512, top_k=512, ratio=4, window=128),
+    Layer("DeepSeek-V4, entries of 128", "V4 (128)", 64, 512, 512, ratio=128, window=128),
+)
+Call = Callable[[int], object]
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = make_parser("sparse_attention", "Attention of one token to selected positions.", rounds=15)
+    parser = make_parser("sparse_attention", "Sparse attention at growing contexts.", rounds=7)
     options = parser.parse_args(arguments)
     if KERNELS is TORCH_KERNELS:
         raise SystemExit("the C++ kernels are not built")
     set_num_threads(options.threads)
-    show_and_save(options.json, measure(options.rounds))
+    clock = time.process_time if options.threads == 1 else time.perf_counter
+    probe = LimitProbe(buffer_bytes=1 << 28, matmul_size=1024, clock=clock)
+    for layer in LAYERS:
+        show_and_save(options.json, measure(layer, options.rounds, probe, clock))
 
 
 @torch.inference_mode()
-def measure(num_rounds: int) -> list[Row]:
-    """Return a row for each context length, all measured alternately."""
-    measures = {
-        f"{name} {context}": call_timer(call, SAMPLE_SECONDS)
-        for context in CONTEXTS
-        for name, call in calls(context).items()
+def measure(layer: Layer, num_rounds: int, probe: LimitProbe, clock: Callable[[], float]) -> list[Row]:
+    """Return a row for each context and number of tokens, all measured in alternation with the machine's limits."""
+    cases = [(context, num_rows) for context in CONTEXTS for num_rows in NUM_ROWS]
+    calls = {case: layer_calls(layer, *case) for case in cases}
+    measures: dict[object, Callable[[], float | MachineLimits]] = {
+        (case, name): call_timer(call, SAMPLE_SECONDS, clock) for case in cases for name, call in calls[case].items()
     }
-    samples = interleave(measures, num_rounds, warms_up=True)
+    samples = interleave({**measures, "limits": probe.measure}, num_rounds, warms_up=True)
+    limits = samples["limits"]
     rows: list[Row] = []
-    for context in CONTEXTS:
-        own = {name: samples[f"{name} {context}"] for name in ("indexer", "chosen", "all")}
-        times = {name: statistics.median(seconds) * 1e3 for name, seconds in own.items()}
-        rows.append({"benchmark": "sparse_attention", "context": context, "milliseconds": times, "samples": own})
+    for context, num_rows in cases:
+        work = {
+            "indexer": layer.indexer_work(context, num_rows),
+            "sparse": layer.attention_work(layer.num_attended(context), num_rows),
+            "full": layer.attention_work(context, num_rows),
+        }
+        row: Row = {"benchmark": "sparse_attention", "layer": layer.name, "short": layer.short}
+        row |= {"context": context, "rows": num_rows}
+        row |= {"microseconds": {}, "fractions": {}, "samples": {}}
+        for name in calls[context, num_rows]:
+            seconds = samples[(context, num_rows), name]
+            least = [work[name].seconds(limit) for limit in limits]
+            row["samples"][name] = seconds
+            row["microseconds"][name] = statistics.median(seconds) / num_rows * 1e6
+            row["fractions"][name] = statistics.median(bound / own for bound, own in zip(least, seconds, strict=True))
+        rows.append(row)
     return rows
 
 
-def calls(context_len: int) -> dict[str, Callable[[int], object]]:
-    """Return the indexer, and both kinds of attention of one token at the end of a context."""
+def layer_calls(layer: Layer, context: int, num_rows: int) -> dict[str, Call]:
+    """Return the operations of a step with `num_rows` tokens at the end of a context."""
     source = Source(torch.device("cpu"), torch.Generator().manual_seed(0), torch.bfloat16)
-    step = source.step([(1, context_len)], BLOCK_SIZE)
+    step = source.step([(num_rows, context)], BLOCK_SIZE)
     num_blocks = num_cache_blocks(step)
-    query, weights = source.normal(1, INDEX_HEADS, INDEX_SIZE), source.normal(1, INDEX_HEADS)
-    keys, vectors = (source.normal(num_blocks, BLOCK_SIZE, size) for size in (INDEX_SIZE, VECTOR_SIZE))
-    attention_query = source.normal(1, NUM_HEADS, VECTOR_SIZE)
-    choose = KERNELS.make_indexer(IndexerRule(top_k=TOP_K))
-    attention = KERNELS.make_latent_attention(VECTOR_SIZE**-0.5, LATENT_SIZE, NUM_HEADS)
-    chosen = choose(query, weights, keys, step)
-    return {
-        "indexer": lambda _: choose(query, weights, keys, step),
-        "chosen": lambda _: attention.attend_chosen(attention_query, vectors, chosen),
-        "all": lambda _: attention.attend(attention_query, vectors, step),
-    }
+    calls: dict[str, Call] = {}
+    chosen: ChosenEntries | None = None
+    if layer.top_k is not None:
+        query, weights = source.normal(num_rows, INDEX_HEADS, INDEX_SIZE), source.normal(num_rows, INDEX_HEADS)
+        keys = source.normal(num_blocks, BLOCK_SIZE // layer.ratio, INDEX_SIZE)
+        choose = KERNELS.make_indexer(IndexerRule(top_k=layer.top_k, tokens_per_entry=layer.ratio))
+        chosen = choose(query, weights, keys, step)
+        calls["indexer"] = lambda _: choose(query, weights, keys, step)
+    heads = source.normal(num_rows, layer.num_heads, layer.vector_size)
+    if not layer.window:
+        assert chosen is not None
+        latent = KERNELS.make_latent_attention(layer.vector_size**-0.5, layer.value_size, layer.num_heads)
+        vectors, selected = source.normal(num_blocks, BLOCK_SIZE, layer.vector_size), chosen
+        calls["sparse"] = lambda _: latent.attend_chosen(heads, vectors, selected)
+        if num_rows == 1:
+            calls["full"] = lambda _: latent.attend(heads, vectors, step)
+        return calls
+    shape = CompressedShape(
+        num_heads=layer.num_heads,
+        whole_num_heads=layer.num_heads,
+        head_size=layer.vector_size,
+        scale=layer.vector_size**-0.5,
+        window=layer.window,
+        ratio=layer.ratio,
+        index_size=None if chosen is None else INDEX_SIZE,
+    )
+    sizes = {"num_blocks": num_blocks, "num_window_blocks": num_blocks, "block_size": BLOCK_SIZE}
+    cache = CompressedCache.empty(shape, **sizes, dtype=torch.bfloat16, device=torch.device("cpu"))
+    cache.vectors.normal_(generator=source.generator)
+    attention, sinks = KERNELS.make_compressed_attention(shape), torch.zeros(layer.num_heads)
+    calls["sparse"] = lambda _: attention.attend(heads, chosen, sinks, cache, step, step)
+    return calls
 
 
 if __name__ == "__main__":
