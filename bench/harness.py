@@ -161,6 +161,20 @@ def interleave_with_limits(
     )
 
 
+def interleave_beside_limits(
+    measures: Mapping[str, Callable[[], float]], num_rounds: int, probe: LimitProbe
+) -> tuple[dict[str, list[float]], list[MachineLimits]]:
+    """Interleave measures, after a round that is not counted. Also return the machine's limits in each round."""
+    limits: list[MachineLimits] = []
+
+    def measure_limits() -> float:
+        limits.append(probe.measure())
+        return limits[-1].matmul_rate
+
+    samples = interleave({**measures, "limits": measure_limits}, num_rounds, warms_up=True)
+    return samples, limits[-num_rounds:]
+
+
 def call_timer(
     call: Callable[[int], object], sample_seconds: float, clock: Callable[[], float] = time.perf_counter
 ) -> Callable[[], float]:

@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from moeserve.bench.gpu.inputs import Source
-from moeserve.bench.harness import Row, call_timer, interleave, make_parser
-from moeserve.bench.limits import LimitProbe, MachineLimits, Work
+from moeserve.bench.harness import Row, call_timer, interleave_beside_limits, make_parser
+from moeserve.bench.limits import LimitProbe, Work
 from moeserve.bench.report import show_and_save
 from moeserve.ops.linear_attention import LinearAttentionShape, LinearAttentionWeights
 from moeserve.ops.select import select_kernels
@@ -84,17 +84,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
 @torch.inference_mode()
 def measure(num_rounds: int, probe: LimitProbe, clock: Callable[[], float]) -> list[Row]:
     """Return a row for each shape and case, all measured in alternation with the machine's limits."""
-    calls: dict[object, Callable[[], float | MachineLimits]] = {
-        (name, case): call_timer(make_call(shape, case), SAMPLE_SECONDS, clock)
+    measures = {
+        f"{name}, {case.title}": call_timer(make_call(shape, case), SAMPLE_SECONDS, clock)
         for name, shape in SHAPES.items()
         for case in CASES
     }
-    samples = interleave({**calls, "limits": probe.measure}, num_rounds, warms_up=True)
+    samples, limits = interleave_beside_limits(measures, num_rounds, probe)
     rows: list[Row] = []
     for name, shape in SHAPES.items():
         for case in CASES:
-            seconds = samples[name, case]
-            least = [case.work(shape).seconds(limit) for limit in samples["limits"]]
+            seconds = samples[f"{name}, {case.title}"]
+            least = [case.work(shape).seconds(limit) for limit in limits]
             fractions = [bound / own for bound, own in zip(least, seconds, strict=True)]
             rows.append(
                 {

@@ -8,7 +8,8 @@ heads over vectors of 576), and both kinds of DeepSeek-V4-Flash (64 heads of 512
 token or the last 64 tokens of a prompt. Beside DeepSeek-V3.2 stands full attention of one token.
 
 The limit is the bytes that a call must read, at the memory bandwidth measured in the same round, or its multiply-adds
-at the measured rate of products, whichever takes longer. With one thread, times are processor time.
+at the measured rate of products, whichever takes longer. These are products of bfloat16 where the processor has
+instructions for them, and of float32 elsewhere. With one thread, times are processor time.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from dataclasses import dataclass
 import torch
 
 from moeserve.bench.gpu.inputs import Source, num_cache_blocks
-from moeserve.bench.harness import Row, call_timer, interleave, make_parser
-from moeserve.bench.limits import LimitProbe, MachineLimits, Work
+from moeserve.bench.harness import Row, call_timer, interleave_beside_limits, make_parser
+from moeserve.bench.limits import LimitProbe, Work
 from moeserve.bench.report import show_and_save
 from moeserve.ops.compressed_attention import CompressedCache, CompressedShape
 from moeserve.ops.indexer import ChosenEntries, IndexerRule
@@ -85,7 +86,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit("the C++ kernels are not built")
     set_num_threads(options.threads)
     clock = time.process_time if options.threads == 1 else time.perf_counter
-    probe = LimitProbe(buffer_bytes=1 << 28, matmul_size=1024, clock=clock)
+    has_bfloat16 = KERNELS.instruction_set in ("avx512_bf16", "amx", "neon_bf16")  # products of it, and no others
+    dtype = torch.bfloat16 if has_bfloat16 else torch.float32
+    probe = LimitProbe(buffer_bytes=1 << 28, matmul_size=1024, dtype=dtype, clock=clock)
     for layer in LAYERS:
         show_and_save(options.json, measure(layer, options.rounds, probe, clock))
 
@@ -95,11 +98,12 @@ def measure(layer: Layer, num_rounds: int, probe: LimitProbe, clock: Callable[[]
     """Return a row for each context and number of tokens, all measured in alternation with the machine's limits."""
     cases = [(context, num_rows) for context in CONTEXTS for num_rows in NUM_ROWS]
     calls = {case: layer_calls(layer, *case) for case in cases}
-    measures: dict[object, Callable[[], float | MachineLimits]] = {
-        (case, name): call_timer(call, SAMPLE_SECONDS, clock) for case in cases for name, call in calls[case].items()
+    measures = {
+        f"{name} {case}": call_timer(call, SAMPLE_SECONDS, clock)
+        for case in cases
+        for name, call in calls[case].items()
     }
-    samples = interleave({**measures, "limits": probe.measure}, num_rounds, warms_up=True)
-    limits = samples["limits"]
+    samples, limits = interleave_beside_limits(measures, num_rounds, probe)
     rows: list[Row] = []
     for context, num_rows in cases:
         work = {
@@ -111,7 +115,7 @@ def measure(layer: Layer, num_rounds: int, probe: LimitProbe, clock: Callable[[]
         row |= {"context": context, "rows": num_rows}
         row |= {"microseconds": {}, "fractions": {}, "samples": {}}
         for name in calls[context, num_rows]:
-            seconds = samples[(context, num_rows), name]
+            seconds = samples[f"{name} {(context, num_rows)}"]
             least = [work[name].seconds(limit) for limit in limits]
             row["samples"][name] = seconds
             row["microseconds"][name] = statistics.median(seconds) / num_rows * 1e6

@@ -14,7 +14,17 @@ import pytest
 import torch
 
 from moeserve import cli
-from moeserve.bench import attention, latency, moe, speculation, startup, throughput
+from moeserve.bench import (
+    attention,
+    latency,
+    linear_attention,
+    moe,
+    report,
+    sparse_attention,
+    speculation,
+    startup,
+    throughput,
+)
 from moeserve.bench.checkpoints import make_checkpoint
 from moeserve.bench.decode import Generate, Workload, draw_prompts
 from moeserve.bench.harness import read_jsonl
@@ -142,6 +152,29 @@ def test_attention_from_end_to_end(
     ]
     assert all(row["fraction_of_limit"] > 0 for row in rows)
     assert "latent, 16 heads of 576, prefill" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(attention.KERNELS is attention.TORCH_KERNELS, reason="the C++ kernels are not built")
+def test_sparse_and_linear_attention_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for benchmark in (sparse_attention, linear_attention):
+        monkeypatch.setattr(benchmark, "LimitProbe", lambda dtype=torch.bfloat16, **_: SMALL_PROBE(dtype=dtype))
+        monkeypatch.setattr(benchmark, "SAMPLE_SECONDS", 1e-4)
+    monkeypatch.setattr(sparse_attention, "CONTEXTS", (64, 256))
+    monkeypatch.setattr(sparse_attention, "NUM_ROWS", (1, 2))
+    small = sparse_attention.Layer("small", "S", 2, 32, 32, top_k=16, ratio=4, window=8)
+    monkeypatch.setattr(sparse_attention, "LAYERS", (small,))
+    delta = dataclasses.replace(linear_attention.DELTA, num_heads=2, num_key_heads=1, key_dim=8, value_dim=8)
+    monkeypatch.setattr(linear_attention, "SHAPES", {"small": delta})
+    monkeypatch.setattr(linear_attention, "STATE_BYTES", 1 << 14)
+    results = tmp_path / "results.jsonl"
+    for benchmark in (sparse_attention, linear_attention):
+        benchmark.main(["--rounds", "1", "--threads", "1", "--json", str(results)])
+    rows = read_jsonl(results)
+    sparse = [row["fractions"] for row in rows if row["benchmark"] == "sparse_attention"]
+    assert [fractions["indexer"] > 0 for fractions in sparse] == [False, False, True, True]
+    assert all(fractions["sparse"] > 0 for fractions in sparse)
+    assert [row["fraction_of_limit"] > 0 for row in rows[4:]] == [True] * len(linear_attention.CASES)
+    assert len(report.plots(rows)) == 1
 
 
 def test_work_of_experts_counts_those_that_are_chosen() -> None:
