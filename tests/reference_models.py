@@ -177,6 +177,14 @@ def mamba_heads(num: int, dim: int, *, groups: int, state: int) -> dict[str, Any
     return sizes_of_heads | dict(chunk_size=16, time_step_min=1e-30)
 
 
+def mistral_large4(*parts: dict[str, Any], **settings: Any) -> Shape:
+    """Mistral Large 4, beside a model for images."""
+    of_images = dict(num_hidden_layers=1, hidden_size=16, num_attention_heads=2, head_dim=8, intermediate_size=16)
+    vision = dict(model_type="pixtral", patch_size=4, image_size=16, **of_images)
+    beside = dict(vision_config=vision, tie_word_embeddings=False)
+    return shape("MistralLarge4", *parts, initializer_range=0.2, beside_text=beside, **settings)
+
+
 GRANITE_MULTIPLIERS: dict[str, Any] = dict(
     embedding_multiplier=0.5, residual_multiplier=0.45, attention_multiplier=0.2, logits_scaling=2.0
 )
@@ -814,6 +822,40 @@ SHAPES |= {
         ),
         seed=0,
     ),
+    # the second layer has no rotary embedding
+    "mistral-large4": mistral_large4(
+        sizes(hidden=32, layers=4),
+        heads(4, 4),
+        grouped_experts(9, 3, shared=1, width=13, dense=1, groups=(3, 2), scale=1.5),
+        yarn(100.0, factor=4.0, attention_factor=1.0, beta_fast=32.0, beta_slow=1.0),
+        kv_lora_rank=20,
+        qk_nope_head_dim=6,
+        qk_rope_head_dim=4,
+        v_head_dim=7,
+        index_topk=9,
+        index_n_heads=11,
+        index_head_dim=10,
+        no_rope_layers=[1, 0, 1, 1],
+        final_logit_softcapping=9.0,
+        seed=1,
+    ),
+    # the second layer attends to the positions of the first, without a rotary embedding of its own
+    "mistral-large4-shared": mistral_large4(
+        sizes(hidden=36, layers=3, vocab=127),
+        heads(2, 2),
+        grouped_experts(6, 2, shared=2, width=17, dense=0, groups=(1, 1), scale=1.0),
+        rope(rope_theta=500.0),
+        kv_lora_rank=22,
+        qk_nope_head_dim=5,
+        qk_rope_head_dim=6,
+        v_head_dim=9,
+        index_topk=17,
+        index_n_heads=9,
+        index_head_dim=6,
+        indexer_types=["full", "shared", "full"],
+        no_rope_layer_interval=2,
+        seed=1,
+    ),
     # chunks of 7 positions, which no block size divides; the third layer has no rotary embedding
     "llama4": shape(
         "Llama4Text",
@@ -1137,14 +1179,16 @@ class Reference:
             columns = indices[0].long().where(indices[0] >= 0, none)
             return torch.zeros(none, none + 1, dtype=torch.bool).scatter(1, columns, True)[:, :none] & seen
 
-        for indexer, (hidden, queries, *others), named, indices in called:
+        for indexer, (hidden, *others), named, indices in called:
             # Without the cache, which would get the keys a second time.
             others = [None if isinstance(each, transformers.Cache) else each for each in others]
             named = {key: None if isinstance(each, transformers.Cache) else each for key, each in named.items()}
             for _ in range(8):
                 noise = 1 + ROUTER_NOISE * torch.randn(hidden.shape, generator=generator)
-                noise_of_queries = 1 + ROUTER_NOISE * torch.randn(queries.shape, generator=generator)
-                again = indexer.forward(hidden * noise, queries * noise_of_queries, *others, **named)
+                inputs = list(others)
+                if isinstance(others[0], torch.Tensor):  # queries; otherwise they are made of the hidden states
+                    inputs[0] = others[0] * (1 + ROUTER_NOISE * torch.randn(others[0].shape, generator=generator))
+                again = indexer.forward(hidden * noise, *inputs, **named)
                 num_undecided += int((chosen(indices) != chosen(again)).any(-1).sum())
         return num_undecided
 
@@ -1186,7 +1230,11 @@ def fill_what_transformers_leaves_plain(model: nn.Module) -> None:
     }
     with torch.no_grad():
         for name, tensor in state.items():
-            if "norm" in name and tensor.dim() == 1:
+            if name.endswith("softmax_scaling.bias"):
+                tensor.normal_(1.0, 0.2)
+            elif name.endswith(("softmax_scaling.scale", "rotary_emb.alpha")):
+                tensor.normal_(0.0, 0.2)
+            elif "norm" in name and tensor.dim() == 1:
                 # Zeros are the initial weights of norms that are stored as differences from one.
                 tensor.normal_(1.0 if tensor.any() else 0.0, 0.2)
             elif name.endswith(("sinks", ".D")):
@@ -1259,6 +1307,7 @@ def in_the_style_of_the_hub(values: dict[str, Any]) -> dict[str, Any]:
         family = {
             "deepseek_v3": "DeepseekV3",
             "mistral4": "Mistral4",
+            "mistral_large4_text": "MistralLarge4",
             "step3p5": "Step3p7",
             "qwen3_5_moe_text": "Qwen3_5Moe",
         }

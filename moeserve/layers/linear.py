@@ -87,15 +87,17 @@ class OutputHead(nn.Module):
         *,
         tied_to: Embedding | None,
         divisor: float = 1.0,
+        cap: float | None = None,
     ) -> None:
         """
         Args:
             tied_to: the embedding whose weight is used.
             divisor: divides the logits.
+            cap: then keeps them within ± this number, by a hyperbolic tangent (soft-capping).
         """
         super().__init__()
         self.tp = context.tp
-        self.divisor = divisor
+        self.divisor, self.cap = divisor, cap
         self.share_sizes = share_sizes(vocab_size, self.tp.world_size)
         self.share = share_of(vocab_size, self.tp.rank_in_group, self.tp.world_size)
         # The head picks the token: never quantise it below int8; fp8 is too coarse.
@@ -118,6 +120,8 @@ class OutputHead(nn.Module):
         logits_Lv = self.weights.product.multiply(hidden_LD)
         if self.divisor != 1.0:
             logits_Lv = logits_Lv / self.divisor
+        if self.cap is not None:
+            logits_Lv = (logits_Lv / self.cap).tanh() * self.cap
         if self.tp.world_size == 1:
             return logits_Lv
         num_rows = len(logits_Lv)

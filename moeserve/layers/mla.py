@@ -27,6 +27,7 @@ from moeserve.layers.cache import CacheNeeds, CacheSize
 from moeserve.layers.context import ModelContext
 from moeserve.layers.indexer import Choice, Indexer, IndexerConfig
 from moeserve.layers.input_share import num_input_chunks, share_inputs
+from moeserve.layers.learned_temperature import LearnedTemperature
 from moeserve.layers.linear import Linear
 from moeserve.layers.norm import RMSNorm, RowsForm
 from moeserve.layers.rotary import RotaryConfig, Rotations, TemperatureConfig
@@ -38,7 +39,7 @@ from moeserve.step_inputs import StepInputs
 # T tokens, D model width, N heads of this rank, n some of them, K unrotated values of a head's key, S rotated ones,
 # Q = K + S, V values of a head, L latent size, P = L + S, R rows of one chunk, C positions of its context
 
-NORM_EPSILON = 1e-6  # of the two norms in here, independent of the model's own
+NORM_EPSILON = 1e-6  # of the two norms in here, usually independent of the model's own
 # If no context has more than `top_k` positions, and the longest chunk has at least this many rows, a step skips the
 # indexer and runs dense attention. Captured steps have shorter chunks, because a replay must not depend on contexts.
 MIN_DENSE_ROWS = 64
@@ -52,9 +53,11 @@ class LatentAttentionConfig:
     query_rank: int | None  # size that queries are compressed to; None: they are not
     latent_size: int
     key_dim: int  # of each head, without the rotated part
-    rotary: RotaryConfig  # of the rotated part
+    rotary: RotaryConfig  # of the rotated part; `NO_ROTATED_PART` if there is none
     value_dim: int
     temperature: TemperatureConfig | None = None  # of queries
+    has_learned_temperature: bool = False
+    latent_norm_epsilon: float = NORM_EPSILON
     score_factor: float = 1.0  # see RotaryConfig
     has_bias: bool = False  # of the compressing projections and of the output
     has_head_gates: bool = False  # each head's output is multiplied by a sigmoid of its own (Ling 3)
@@ -78,8 +81,9 @@ class LatentAttentionConfig:
     @property
     def rotaries(self) -> tuple[RotaryConfig | TemperatureConfig, ...]:
         """All that the layer reads of positions."""
-        others = (self.temperature, None if self.indexer is None else self.indexer.rotary)
-        return (self.rotary, *(other for other in others if other is not None))
+        rotary = self.rotary if self.rotary_dim else None
+        of_all = (rotary, self.temperature, None if self.indexer is None else self.indexer.rotary)
+        return tuple(each for each in of_all if each is not None)
 
     @property
     def rotary_dim(self) -> int:
@@ -147,7 +151,7 @@ class LatentAttention(nn.Module):
         self.compress = Linear(
             hidden_size, config.cached_size, context, has_bias=config.has_bias, limits=QuantizationLimits(8)
         )
-        self.latent_norm = RMSNorm(config.latent_size, NORM_EPSILON, context)
+        self.latent_norm = RMSNorm(config.latent_size, config.latent_norm_epsilon, context)
         self.head_maps = HeadMaps(config, num_heads, context)
         num_chunks = num_input_chunks(config.can_divide)
         self.output = Linear(
@@ -165,8 +169,9 @@ class LatentAttention(nn.Module):
         self.indexer: Indexer | None = None
         if config.indexer is not None:
             assert config.top_k is not None
-            assert config.query_rank is not None, "an indexer reads compressed queries"
+            assert config.query_rank is not None or config.indexer.reads_hidden
             self.indexer = Indexer(config.indexer, hidden_size, config.query_rank, config.top_k, context)
+        self.learned_temperature = LearnedTemperature(num_heads, context) if config.has_learned_temperature else None
         self.scale = config.query_dim**-0.5 * config.score_factor
         kernels = context.kernels
         self.backend = kernels.make_latent_attention(self.scale, config.latent_size, config.num_heads)
@@ -211,7 +216,7 @@ class LatentAttention(nn.Module):
         Args:
             choice: the positions that tokens attend to: written by a layer with an indexer, read by a layer without.
         """
-        config, rotation = self.config, rotations[self.config.rotary]
+        config = self.config
         given_TD = hidden_TD
         if self._quantize is not None:  # once for both projections, if the norm has not
             hidden_TD = self._quantize(hidden_TD)
@@ -220,14 +225,17 @@ class LatentAttention(nn.Module):
         query_TNQ = rearrange(up(compressed_TI), "T (N Q) -> T N Q", N=self.num_heads)
         if config.temperature is not None:
             query_TNQ = self._apply_rope(query_TNQ, rotations[config.temperature])
+        if self.learned_temperature is not None:
+            query_TNQ = self.learned_temperature(query_TNQ, step.positions)
         query_TNK, query_TNS = query_TNQ.split([config.key_dim, config.rotary_dim], dim=-1)
         query_TNP = new_empty(query_TNQ, *query_TNQ.shape[:2], config.cached_size)
-        self._apply_rope(query_TNS, rotation, query_TNP[..., config.latent_size :])
-
         latent_TP = self.compress(hidden_TD)
         latent_TL, key_TS = latent_TP.split([config.latent_size, config.rotary_dim], dim=-1)
         self.latent_norm.in_place(latent_TL)
-        self._apply_rope(key_TS[:, None], rotation, key_TS[:, None])
+        if config.rotary_dim:
+            rotation = rotations[config.rotary]
+            self._apply_rope(query_TNS, rotation, query_TNP[..., config.latent_size :])
+            self._apply_rope(key_TS[:, None], rotation, key_TS[:, None])
         self.backend.write(latent_TP, cache.latents, step)
 
         if self.indexer is not None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moeserve.ops.interfaces import Rotation
 
@@ -113,6 +113,7 @@ class RotaryConfig:
     is_interleaved: bool = False  # a pair is two neighbours (2f, 2f + 1); otherwise it is (f, f + dim / 2)
     stride: int = 1  # positions are rounded down to multiples of this: all tokens of a window rotate alike
     is_reversed: bool = False  # by the negative angle, which undoes a rotation
+    has_learned_factors: bool = False  # of the frequencies: exponentials of learned numbers (LeRoPE)
 
     @property
     def attention_factor(self) -> float:
@@ -131,18 +132,27 @@ class RotaryConfig:
         return frequencies_F if self.scaling is None else self.scaling.scale(frequencies_F, self.theta)
 
 
-class Rotary:
+class Rotary(nn.Module):
     """The frequencies of a model, on its device."""
 
+    log_factors_F: nn.Parameter | None
+
     def __init__(self, config: RotaryConfig, device: torch.device) -> None:
+        super().__init__()
         self.config = config
         self.frequencies_F = config.frequencies().to(device)
+        self.register_parameter("log_factors_F", None)
+        if config.has_learned_factors:
+            self.log_factors_F = nn.Parameter(torch.empty_like(self.frequencies_F), requires_grad=False)
 
     def at(self, positions_T: Tensor) -> Rotation:
         """Return the angles of a step's tokens, computed in float32."""
         if self.config.stride != 1:
             positions_T = positions_T - positions_T % self.config.stride
-        angles_TF = torch.outer(positions_T.to(torch.float32), self.frequencies_F)
+        frequencies_F = self.frequencies_F
+        if self.log_factors_F is not None:
+            frequencies_F = frequencies_F * self.log_factors_F.exp()
+        angles_TF = torch.outer(positions_T.to(torch.float32), frequencies_F)
         cosines_TF, sines_TF = angles_TF.cos(), angles_TF.sin()
         if self.config.is_reversed:
             sines_TF = -sines_TF
@@ -153,6 +163,8 @@ class Rotary:
 
 # Of layers without rotary embedding. The cosine of zero is exactly one, so numbers keep their bytes.
 NO_ROTARY = RotaryConfig(dim=2, theta=2.0, scaling=NoScaling())
+# Of latent attention whose vectors have no rotated part.
+NO_ROTATED_PART = RotaryConfig(dim=0, theta=2.0)
 
 
 def constant_factor(dim: int, factor: float) -> RotaryConfig:
@@ -183,13 +195,26 @@ class TemperatureConfig:
 Rotations = Mapping[RotaryConfig | TemperatureConfig, Rotation]
 
 
-class Rotaries:
+class Rotaries(nn.Module):
     """The rotations and temperatures of all layers of a model, on its device."""
 
     def __init__(self, configs: Iterable[RotaryConfig | TemperatureConfig], device: torch.device) -> None:
+        super().__init__()
         self._of_config = {
             config: Rotary(config, device) if isinstance(config, RotaryConfig) else config for config in configs
         }
+        # So that torch finds their learned factors.
+        self.registered = nn.ModuleList(self._rotaries)
+
+    @property
+    def _rotaries(self) -> list[Rotary]:
+        return [rotary for rotary in self._of_config.values() if isinstance(rotary, Rotary)]
+
+    @property
+    def learned_factors(self) -> list[nn.Parameter]:
+        """The logarithms of learned factors, [F] float32 each, of the frequencies that have some."""
+        factors = (rotary.log_factors_F for rotary in self._rotaries)
+        return [log_factors_F for log_factors_F in factors if log_factors_F is not None]
 
     def at(self, positions_T: Tensor) -> Rotations:
         return {config: rotary.at(positions_T) for config, rotary in self._of_config.items()}

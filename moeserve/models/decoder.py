@@ -242,8 +242,10 @@ class Decoder(nn.Module):
         self.norm = make_norm(config, context, num_kinds=1) if is_last else None
         # Tied weights are loaded a second time if the last stage has no embedding.
         tied_to = self.embedding if config.tie_word_embeddings else None
-        divisor = config.logits_divisor
-        self.head = OutputHead(config.vocab_size, size, context, tied_to=tied_to, divisor=divisor) if is_last else None
+        self.head: OutputHead | None = None
+        if is_last:
+            divisor, cap = config.logits_divisor, config.logits_cap
+            self.head = OutputHead(config.vocab_size, size, context, tied_to=tied_to, divisor=divisor, cap=cap)
         self.rotaries = Rotaries(config.rotaries, context.device)
         allocate_weights(self)
 

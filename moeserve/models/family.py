@@ -46,6 +46,12 @@ class AttentionNames:
     sinks: str = "sinks"
     gates: str = "g_proj"
     output: str = "o_proj"
+    # Latent attention:
+    query: str = "q_proj"  # where queries are not compressed
+    compress: str = "kv_a_proj_with_mqa"
+    latent_norm: str = "kv_a_layernorm"
+    expand: str = "kv_b_proj"
+    temperature: str = "ssmax_scaling"
 
 
 LinearAttentionPart: TypeAlias = Literal["query", "key", "value", "gate", "rate", "decay"]

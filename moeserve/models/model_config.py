@@ -73,6 +73,7 @@ class ModelConfig:
     embedding_factor: float = 1.0  # of the token embeddings
     streams: StreamsConfig | None = None  # hyper-connections; None: the residual is one stream
     logits_divisor: float = 1.0
+    logits_cap: float | None = None  # see OutputHead
     num_skipped_layers: int = 0  # multi-token prediction (MTP) layers after the last one, which are not loaded
     draft_layer: LayerConfig | None = None  # the first MTP layer, if it is supported; see `with_draft_layer`
     num_draft_layers: int = 0  # MTP layers at the end of `layers`, which only draft tokens

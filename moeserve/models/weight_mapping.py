@@ -15,6 +15,7 @@ from moeserve.layers.attention import Attention
 from moeserve.layers.compressed_attention import CompressedSparseAttention
 from moeserve.layers.hyper_connections import HyperConnection
 from moeserve.layers.indexer import Indexer
+from moeserve.layers.learned_temperature import LearnedTemperature
 from moeserve.layers.linear import Linear
 from moeserve.layers.linear_attention import LinearAttention
 from moeserve.layers.mla import CompressedQuery, LatentAttention
@@ -75,6 +76,8 @@ def _rows_of(model: Decoder, family: Family, names: Collection[str]) -> Iterator
         yield "model.norm.weight", whole(model.norm.weight, offset=family.norm_offset)
         if isinstance(model.norm, HyperConnection):
             yield from connection_rows("model.hc_head.hc_", model.norm)
+    for log_factors_F in model.rotaries.learned_factors:
+        yield "model.rotary_emb.alpha", whole(log_factors_F)
     if head is not None and not head.weights.is_borrowed:
         name = "model.embed_tokens.weight" if model.config.tie_word_embeddings else "lm_head.weight"
         yield name, rows(head.weight, head.share, vocab_size, head.weights)
@@ -171,26 +174,29 @@ def _attention(prefix: str, attention: Attention, family: Family) -> Iterator[Ro
 
 def _latent_attention(prefix: str, attention: LatentAttention, names: AttentionNames) -> Iterator[Row]:
     config, heads = attention.config, attention.heads
-    yield f"{prefix}.kv_a_layernorm.weight", whole(attention.latent_norm.weight)
-    yield from _linear(f"{prefix}.kv_a_proj_with_mqa", attention.compress)
+    yield f"{prefix}.{names.latent_norm}.weight", whole(attention.latent_norm.weight)
+    yield from _linear(f"{prefix}.{names.compress}", attention.compress)
     # Head after head: the map [K, L] of the keys, and below it that [V, L] of the values.
     size, maps = config.key_dim + config.value_dim, attention.head_maps
     shape = (config.num_heads * size, config.latent_size)
     for slot, head in enumerate(range(heads.start, heads.stop)):
         start, middle, stop = head * size, head * size + config.key_dim, (head + 1) * size
         keys_KL, values_VL = maps.keys.open.weight_eOI[slot].T, maps.values.open.weight_eOI[slot]
-        yield f"{prefix}.kv_b_proj.weight", Destination(keys_KL, shape, (slice(start, middle),), maps.keys)
-        yield f"{prefix}.kv_b_proj.weight", Destination(values_VL, shape, (slice(middle, stop),), maps.values)
+        yield f"{prefix}.{names.expand}.weight", Destination(keys_KL, shape, (slice(start, middle),), maps.keys)
+        yield f"{prefix}.{names.expand}.weight", Destination(values_VL, shape, (slice(middle, stop),), maps.values)
     query_rows, num_query_rows = rows_of_heads(heads, config.query_dim), config.num_heads * config.query_dim
     match attention.query:
         case Linear() as query:
-            yield f"{prefix}.q_proj.weight", rows(query.weight, query_rows, num_query_rows, query.weights)
+            yield f"{prefix}.{names.query}.weight", rows(query.weight, query_rows, num_query_rows, query.weights)
         case CompressedQuery(down=down, norm=norm, up=up):
             yield from _linear(f"{prefix}.q_a_proj", down)
             yield f"{prefix}.q_a_layernorm.weight", whole(norm.weight)
             yield f"{prefix}.q_b_proj.weight", rows(up.weight, query_rows, num_query_rows, up.weights)
     if attention.indexer is not None:
-        yield from _indexer(f"{prefix}.indexer", attention.indexer)
+        yield from _indexer(f"{prefix}.indexer", attention.indexer, names)
+    if attention.learned_temperature is not None:
+        for kind, memory_N in _temperature(f"{prefix}.{names.temperature}", attention.learned_temperature):
+            yield kind, rows(memory_N, heads, config.num_heads)
     if attention.head_gates is not None:
         gates = attention.head_gates
         yield f"{prefix}.{names.gates}.weight", rows(gates.weight, heads, config.num_heads, gates.weights)
@@ -199,7 +205,18 @@ def _latent_attention(prefix: str, attention: LatentAttention, names: AttentionN
     yield from summed_rows(output, attention.output, value_columns, num_value_columns, config.has_bias)
 
 
-def _indexer(prefix: str, indexer: Indexer) -> Iterator[Row]:
+def _temperature(prefix: str, temperature: LearnedTemperature) -> list[tuple[str, Tensor]]:
+    return [(f"{prefix}.s", temperature.weight), (f"{prefix}.b", temperature.bias)]
+
+
+def _indexer(prefix: str, indexer: Indexer, names: AttentionNames) -> Iterator[Row]:
+    if indexer.query_norm_weight is not None:
+        assert indexer.query_norm_bias is not None
+        yield f"{prefix}.q_input_norm.weight", whole(indexer.query_norm_weight)
+        yield f"{prefix}.q_input_norm.bias", whole(indexer.query_norm_bias)
+    if indexer.learned_temperature is not None:
+        for name, memory_N in _temperature(f"{prefix}.{names.temperature}", indexer.learned_temperature):
+            yield name, whole(memory_N)
     yield from _linear(f"{prefix}.wq_b", indexer.query)
     yield from _linear(f"{prefix}.wk", indexer.key)
     yield f"{prefix}.k_norm.weight", whole(indexer.key_norm_weight)

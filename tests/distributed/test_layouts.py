@@ -66,6 +66,7 @@ NEWER = (
     "mimo-v2-flash",
     "deepseek-v32",
     "glm5",
+    "mistral-large4",
 )
 CASES += [(name, 2, 2, "all_to_all", 2, MIDDLE) for name in NEWER]
 CASES += [("deepseek-v2-lite", 1, 4, "allgather", 2, MIDDLE)]  # with an odd number of heads

@@ -78,6 +78,8 @@ FIGURES = {
         80, 3, 2 * 12 * 2 * 256, rounding=0.2, states=36 * (2 * 3 * 8192 + 4 * 32 * 128 * 128)
     ),
     "Mistral-Small-4": Figures(119, 6, 36 * 320),
+    # 1T, of which 52B, by its name; every fourth layer has no rotated part
+    "Mistral-Large-4": Figures(1040, 52, 72 * (512 + 128) + 54 * 64),
     "Llama-4-Scout": Figures(109, 17, 2 * 48 * 8 * 128),
     "Llama-4-Maverick": Figures(400, 17, 2 * 48 * 8 * 128),
     "Step-3.7-Flash": Figures(196, 11, 2 * 45 * 8 * 128),  # of the language model

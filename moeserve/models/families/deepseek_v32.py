@@ -34,10 +34,10 @@ def read_v32(config: ConfigValues) -> ModelConfig:
 
 def read_glm5(config: ConfigValues) -> ModelConfig:
     config.require("indexer_rope_interleave", True)
-    return _read(config, _layers_with_indexer(config), is_interleaved=True)
+    return _read(config, layers_with_indexer(config), is_interleaved=True)
 
 
-def _layers_with_indexer(config: ConfigValues) -> list[bool]:
+def layers_with_indexer(config: ConfigValues) -> list[bool]:
     """Return for each layer True if it has an indexer, False if it reuses the selection of the previous layer."""
     num_layers = read_num_layers(config)
     has_indexer = config.flags_of_layers("indexer_types", INDEXER_TYPES, num_layers)

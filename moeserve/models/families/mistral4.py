@@ -17,6 +17,7 @@ from moeserve.models.fields import (
 )
 from moeserve.models.model_config import LayerConfig, ModelConfig
 from moeserve.moe.layer import MoEConfig
+from moeserve.ops.interfaces import RouterConfig
 
 
 def read(config: ConfigValues) -> ModelConfig:
@@ -30,18 +31,21 @@ def read(config: ConfigValues) -> ModelConfig:
         temperature = TemperatureConfig(dim=attention.query_dim, weight=weight, length=length)
         attention = dataclasses.replace(attention, temperature=temperature)
     expert_width = read_width(config, "moe_intermediate_size")
-    router = dataclasses.replace(
-        read_grouped_router(config),
-        experts_rating_group=2,
-        is_normalized=config.flag("norm_topk_prob", default=True),
-    )
-    if router.num_groups > 1 and router.num_experts == router.num_groups:
-        raise config.wrong("n_group", "gives groups of one expert, but groups are rated by their best two")
+    router = read_normalized_router(config)
     moe = MoEConfig(router=router, expert_width=expert_width, shared=read_shared_experts(config, expert_width))
     layers = [
         LayerConfig(mixer=attention, feed_forward=feed_forward) for feed_forward in read_leading_dense(config, moe)
     ]
     return read_model(config, layers)
+
+
+def read_normalized_router(config: ConfigValues) -> RouterConfig:
+    """Read a softmax router whose groups are rated by their best two experts."""
+    router = read_grouped_router(config)
+    if router.num_groups > 1 and router.num_experts == router.num_groups:
+        raise config.wrong("n_group", "gives groups of one expert, but groups are rated by their best two")
+    is_normalized = config.flag("norm_topk_prob", default=True)
+    return dataclasses.replace(router, experts_rating_group=2, is_normalized=is_normalized)
 
 
 MISTRAL4 = Family(

@@ -1,0 +1,146 @@
+"""Mistral Large 4: sparse latent attention without compressed queries, with learned frequencies and temperatures.
+
+Some layers have no position embeddings, and logits are soft-capped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from moeserve.layers.indexer import IndexerConfig
+from moeserve.layers.mla import LatentAttentionConfig
+from moeserve.layers.rotary import NO_ROTARY, NO_ROTATED_PART
+from moeserve.models.config_values import ConfigValues
+from moeserve.models.families.deepseek_v32 import layers_with_indexer
+from moeserve.models.families.mistral4 import read_normalized_router
+from moeserve.models.family import AttentionNames, DecoderPart, Family, LayerNames, MoENames
+from moeserve.models.fields import (
+    read_latent_attention,
+    read_listed_dense,
+    read_model,
+    read_num_layers,
+    read_shared_experts,
+    read_width,
+)
+from moeserve.models.model_config import LayerConfig, ModelConfig
+from moeserve.moe.layer import MoEConfig
+
+
+def read(config: ConfigValues) -> ModelConfig:
+    num_layers = read_num_layers(config)
+    if config.values.get("kv_source_layers") not in (None, list(range(num_layers))):
+        raise config.wrong("kv_source_layers", "is not supported: each layer must keep latent vectors of its own")
+    expert_width = read_width(config, "moe_intermediate_size")
+    moe = MoEConfig(
+        router=read_normalized_router(config),
+        expert_width=expert_width,
+        shared=read_shared_experts(config, expert_width),
+    )
+    rotated = _read_attention(config)
+    kinds = {True: rotated, False: _without_positions(rotated)}
+    layers = [
+        LayerConfig(
+            mixer=kinds[is_rotated] if has_indexer else dataclasses.replace(kinds[is_rotated], indexer=None),
+            feed_forward=feed_forward,
+        )
+        for is_rotated, has_indexer, feed_forward in zip(
+            _read_rotated_layers(config, num_layers),
+            layers_with_indexer(config),
+            read_listed_dense(config, moe),
+            strict=True,
+        )
+    ]
+    model = read_model(config, layers)
+    return dataclasses.replace(model, logits_cap=config.number("final_logit_softcapping", 30.0))
+
+
+def _read_rotated_layers(config: ConfigValues, num_layers: int) -> list[bool]:
+    """Return for each layer True if it has a rotary embedding. The list may be longer than the model."""
+    listed = config.values.get("no_rope_layers")
+    if listed is None:
+        interval = config.integer("no_rope_layer_interval", 4)
+        return [number % interval != 0 for number in range(1, num_layers + 1)]
+    if not isinstance(listed, list) or len(listed) < num_layers or any(each not in (0, 1) for each in listed):
+        raise config.wrong("no_rope_layers", f"must list 0 or 1 for each of the {num_layers} layers")
+    return [each == 1 for each in listed[:num_layers]]
+
+
+def _read_attention(config: ConfigValues) -> LatentAttentionConfig:
+    config.refuse("q_lora_rank")
+    with_key = ConfigValues(config.path, config.values | {"q_lora_rank": None})
+    attention = read_latent_attention(with_key, is_interleaved=True)
+    rotary = dataclasses.replace(attention.rotary, has_learned_factors=True)
+    key_dim = config.integer("index_head_dim", high=2**14)
+    if key_dim < rotary.dim:
+        raise config.wrong("index_head_dim", f"is less than qk_rope_head_dim={rotary.dim}")
+    indexer = IndexerConfig(
+        num_heads=config.integer("index_n_heads", high=2**14),
+        key_dim=key_dim,
+        rotary=rotary,
+        reads_hidden=True,
+        has_learned_temperature=True,
+    )
+    return dataclasses.replace(
+        attention,
+        query_rank=None,
+        rotary=rotary,
+        has_learned_temperature=True,
+        latent_norm_epsilon=config.number("rms_norm_eps"),
+        top_k=config.integer("index_topk", high=2**20),
+        indexer=indexer,
+    )
+
+
+def _without_positions(attention: LatentAttentionConfig) -> LatentAttentionConfig:
+    """Return attention of the same size whose keys have no rotated part."""
+    assert attention.indexer is not None
+    return dataclasses.replace(
+        attention,
+        key_dim=attention.query_dim,
+        rotary=NO_ROTATED_PART,
+        indexer=dataclasses.replace(attention.indexer, rotary=NO_ROTARY),
+    )
+
+
+MISTRAL_LARGE4 = Family(
+    name="Mistral Large 4",
+    architecture="MistralLarge4ForConditionalGeneration",
+    read=read,
+    names=(
+        MoENames(
+            router="gate",
+            experts="experts",
+            gate="w1",
+            up="w3",
+            down="w2",
+            shared="shared_experts",
+            shared_parts=("w1", "w3", "w2"),
+        ),
+    ),
+    attention_names=AttentionNames(
+        query="wq", compress="wkv_a_with_mqa", latent_norm="kv_a_norm", expand="wkv_b", output="wo"
+    ),
+    layer_names=LayerNames(
+        mixer_norm="attention_norm",
+        feed_forward_norm="ffn_norm",
+        attention="attention",
+        dense="feed_forward",
+        dense_matrices=("w1", "w3", "w2"),
+    ),
+    decoder_part=DecoderPart(
+        prefixes=(
+            ("tok_embeddings.", "model.embed_tokens."),
+            ("layers.", "model.layers."),
+            ("norm.", "model.norm."),
+            ("lerope.", "model.rotary_emb."),
+            ("output.", "lm_head."),
+        ),
+        left_out=(
+            "vision_encoder.",
+            "vision_language_adapter.",
+            "patch_merger.",
+            "pre_mm_projector_norm.",
+            "mtp_dspark.",
+        ),
+    ),
+)
