@@ -233,7 +233,7 @@ def test_results_have_the_same_bytes(name: str, reference_named: Callable[[str],
     prompts = reference.prompts(1, 20, 33, 64)
     expected = results_of(tmp_path, prompts)
     assert results_of(tmp_path, prompts, speculative_config=MTP) == expected
-    few = {"max_num_batched_tokens": 9, "max_num_seqs": 3}
+    few = {"max_num_batched_tokens": 9, "max_num_seqs": 3, "max_concurrent_batches": 2}
     assert results_of(tmp_path, prompts, speculative_config=MTP, **few) == expected
 
 
@@ -246,13 +246,18 @@ def test_results_have_the_same_bytes(name: str, reference_named: Callable[[str],
         {"data_parallel_size": 2, "overlap_decode_tokens": 2, "overlap_prefill_tokens": 8},
         {"pipeline_parallel_size": 2},
         {"pipeline_layers": [3, 1], "pipeline_parallel_size": 2},
+        pytest.param({"pipeline_parallel_size": 2, "executor": "ray"}, marks=pytest.mark.soak),
     ],
-    ids=["tp2", "dp2", "dp2-overlap", "pp2", "pp2-draft-alone"],
+    ids=["tp2", "dp2", "dp2-overlap", "pp2", "pp2-draft-alone", "pp2-ray"],
 )
 def test_layouts_give_the_same_bytes(
-    layout: dict[str, Any], reference_named: Callable[[str], Reference], tmp_path: Path
+    layout: dict[str, Any],
+    reference_named: Callable[[str], Reference],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The replicas of dp2 have different numbers of tokens, and one has none at the end."""
+    monkeypatch.setenv("RAY_ADDRESS", "local")  # other tests may have started a cluster of several hosts
     reference = reference_named("deepseek-v3-four-heads")
     with_layer(reference, tmp_path)
     prompts = reference.prompts(20, 3, 33)
