@@ -185,8 +185,8 @@ def test_drafts_are_those_of_the_published_layer(
 ) -> None:
     reference = reference_named(name)
     draft = with_layer(reference, tmp_path)
-    given = dict(dtype="float32", kv_cache_memory="4MiB", max_model_len=96, num_threads=1, speculative_config=MTP)
-    settings = parse_settings(given | {"max_num_batched_tokens": max_num_batched_tokens})
+    given: dict[str, Any] = dict(dtype="float32", kv_cache_memory="4MiB", max_model_len=96, num_threads=1, block_size=4)
+    settings = parse_settings(given | {"speculative_config": MTP, "max_num_batched_tokens": max_num_batched_tokens})
     config = resolve(settings, read_facts(tmp_path, with_draft_layer=True), MachineFacts(num_cores=1))
     worker = Worker(config, groups_of_one_rank(), show_progress=False)
     scheduler = new_scheduler(config, [worker.facts])
@@ -210,6 +210,7 @@ def test_drafts_are_those_of_the_published_layer(
             num_drafts.append(len(drafts))
         scheduler.commit(outcome.result)
     assert num_drafts[:10] == [3] * 10
+    assert num_drafts[-1] < 3, "the request has no block for drafts behind its last token"
 
 
 def results_of(folder: Path, prompts: list[list[int]], **settings: Any) -> list[Any]:
