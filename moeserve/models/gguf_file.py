@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 INSTALL_GGUF = "pip install 'moeserve[demo]'"
 
 _ALL_ROWS = slice(None)
-_ROPE_FACTORS = "rope_freqs.weight"
-_LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+ROPE_FACTORS = "rope_freqs.weight"
+_LLAMA3_CONTEXT = 8192  # positions that the models were trained with before their context was extended
+_LLAMA3_HIGH_FACTORS = (4.0, 1.0)  # of Llama 3, of Llama 4
 
 # Keys that change what the model computes: those with the one value that Mixtral can express, and those it cannot.
 _ONLY_VALUES = {
@@ -63,7 +64,7 @@ class GgufFile:
         for key in _UNSUPPORTED:
             self._metadata.refuse(key)
 
-        rope_factors = tensors.pop(_ROPE_FACTORS, None)
+        rope_factors = tensors.pop(ROPE_FACTORS, None)
         # GGUF lists dimensions from the innermost outwards.
         shapes = {name: tuple(reversed(tensor.shape.tolist())) for name, tensor in tensors.items()}
         self.config = self._read_config(shapes, None if rope_factors is None else dequantised(path, rope_factors))
@@ -132,30 +133,11 @@ class GgufFile:
         metadata, key = self._metadata, "llama.rope.scaling.type"
         if rope_factors is not None:
             metadata.require(key, "none")
-            return self._llama3_scaling(rope_factors, head_dim, theta)
+            return llama3_scaling(self.path, rope_factors, head_dim, theta)
         metadata.require(key, "none", "linear")
         if metadata.values.get(key, "none") == "none":
             return None
         return {"rope_type": "linear", "factor": as_written(metadata.number("llama.rope.scaling.factor"))}
-
-    def _llama3_scaling(self, divisors: np.ndarray, head_dim: int, theta: float) -> dict[str, Any]:
-        """Return the settings of Llama 3's scaling that give these divisors of the frequencies.
-
-        The file holds only the divisors: 1 for short wavelengths, `factor` for long ones, and a blend between. All
-        Llama 3 models share the other settings, so the largest divisor is the only unknown; the rest is compared.
-        """
-        factor = round(float(divisors.max()), 3)
-        low, high = _LLAMA3_SCALING["low_freq_factor"], _LLAMA3_SCALING["high_freq_factor"]
-        wavelengths = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
-        rotations = _LLAMA3_SCALING["original_max_position_embeddings"] / wavelengths
-        blend = np.clip((rotations - low) / (high - low), 0.0, 1.0)
-        expected = 1.0 / (blend + (1.0 - blend) / factor)
-        if divisors.shape != expected.shape or not np.allclose(divisors, expected, rtol=1e-4):
-            raise CheckpointError(
-                f"{self.path}: {_ROPE_FACTORS} is not Llama 3's scaling of the rotary frequencies, the only one that "
-                "can be converted; give the checkpoint in Hugging Face layout instead"
-            )
-        return {"rope_type": "llama3", "factor": factor, **_LLAMA3_SCALING}
 
 
 def open_gguf(path: Path) -> tuple[ConfigValues, dict[str, gguf.ReaderTensor]]:
@@ -192,6 +174,36 @@ def dequantised(path: Path, tensor: gguf.ReaderTensor, rows: slice | np.ndarray 
         raise CheckpointError(
             f"{path}: tensor {tensor.name!r} of type {tensor.tensor_type.name} cannot be read: {error}"
         ) from None
+
+
+def llama3_scaling(path: Path, divisors: np.ndarray, head_dim: int, theta: float) -> dict[str, Any]:
+    """Return the settings of Llama 3's scaling that give these divisors of the frequencies.
+
+    The file holds only the divisors: 1 for short wavelengths, `factor` for long ones, and a blend between. All Llama 3
+    models share the other settings, as do all Llama 4 models, so the largest divisor is the only unknown; the rest is
+    compared.
+
+    Raises:
+        CheckpointError: no settings give the divisors.
+    """
+    factor, low = round(float(divisors.max()), 3), 1.0
+    wavelengths = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
+    rotations = _LLAMA3_CONTEXT / wavelengths
+    for high in _LLAMA3_HIGH_FACTORS:
+        blend = np.clip((rotations - low) / (high - low), 0.0, 1.0) if high > low else (rotations >= high)
+        expected = 1.0 / (blend + (1.0 - blend) / factor)
+        if divisors.shape == expected.shape and np.allclose(divisors, expected, rtol=1e-4):
+            return {
+                "rope_type": "llama3",
+                "factor": factor,
+                "low_freq_factor": low,
+                "high_freq_factor": high,
+                "original_max_position_embeddings": _LLAMA3_CONTEXT,
+            }
+    raise CheckpointError(
+        f"{path}: {ROPE_FACTORS} is not Llama 3's scaling of the rotary frequencies, the only one that can be "
+        "converted; give the checkpoint in Hugging Face layout instead"
+    )
 
 
 def as_written(value: float) -> float:

@@ -14,6 +14,7 @@ from moeserve.errors import CheckpointError
 from moeserve.models import families
 from moeserve.models.config_values import ConfigValues, read_json
 from moeserve.models.family import Family
+from moeserve.models.gguf_names import with_gguf_names
 from moeserve.models.model_config import ModelConfig
 from moeserve.models.weight_format import WeightFormat, read_weight_format
 
@@ -123,6 +124,8 @@ def describe(folder: str | Path, model_impl: Literal["auto", ModelImplName] = "a
     weight_format = read_weight_format(config)
     if model_impl == "transformers" and weight_format.stored_as is not None:
         raise config.wrong("quantization_config", "cannot be read with model_impl='transformers'; use plain weights")
+    if weight_format.is_gguf:
+        family = with_gguf_names(family)
     return Description(
         family=family,
         model=family.read(config),

@@ -339,6 +339,13 @@ def _stacked_experts(prefix: str, moe: MoELayer, width: int, names: MoENames) ->
         shape = num_experts, hidden_size, width
         place = Destination(down.open.weight_eOI[of_slot], shape, (one, slice(0, hidden_size), share), down)
         yield f"{prefix}.{names.down}.weight", place
+        if gate_up.bias is not None:
+            biases = zip((names.gate, names.up), gate_up.bias[of_slot].chunk(2, dim=1), strict=True)
+            for name, memory_eI in biases:
+                yield f"{prefix}.{name}.bias", Destination(memory_eI, (num_experts, width), (one, share))
+            yield f"{prefix}.{names.down}.bias", None  # on one of the ranks that share an expert
+        if down.bias is not None:
+            yield f"{prefix}.{names.down}.bias", Destination(down.bias[of_slot], (num_experts, hidden_size), (one,))
 
 
 def _transposed_experts(prefix: str, moe: MoELayer, width: int) -> Iterator[Row]:

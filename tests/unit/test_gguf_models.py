@@ -32,7 +32,8 @@ from safetensors.torch import load_file, save_file
 from moeserve import LLM, CheckpointError, SamplingParams
 from moeserve.bench.peers.adapters.write_gguf import write
 from moeserve.models import registry
-from moeserve.models.gguf_checkpoint import GgufTensor, checkpoint_folder, tensors_of
+from moeserve.models.gguf_checkpoint import checkpoint_folder, tensors_of
+from moeserve.models.gguf_tensors import GgufTensor
 
 THETA = 500.0
 SHAPES = {

@@ -1,0 +1,135 @@
+"""Names of tensors: a GGUF file has the same for every family, which are translated to one scheme."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+
+from moeserve.models.families.kimi_linear import CONVOLUTIONS
+from moeserve.models.families.qwen3_next import BY_KIND
+from moeserve.models.family import (
+    AttentionNames,
+    DraftNames,
+    Family,
+    LayerNames,
+    LinearAttentionNames,
+    MoENames,
+)
+
+_GATE_UP_DOWN = ("gate", "up", "down")
+_MODEL_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "token_embd_norm": "model.norm",  # the name in files of LFM2
+    "output": "lm_head",
+}
+# Names of a layer's tensors before `.weight` or `.bias`
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    # latent attention
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    # linear attention and convolutions
+    "attn_qkv": "self_attn.in_proj_qkv",
+    "attn_gate": "self_attn.in_proj_z",
+    "ssm_in": "self_attn.in_proj",
+    "ssm_conv1d": "self_attn.conv1d",
+    **{f"ssm_conv1d_{name}": f"self_attn.{name}_conv1d" for name in "qkv"},
+    **{f"ssm_{name}": f"self_attn.{name}_proj" for name in ("f_a", "f_b", "g_a", "g_b")},
+    "ssm_alpha": "self_attn.in_proj_a",
+    "ssm_beta": "self_attn.in_proj_b",
+    "ssm_norm": "self_attn.norm",
+    "ssm_out": "self_attn.out_proj",
+    "shortconv.in_proj": "self_attn.in_proj",
+    "shortconv.conv": "self_attn.conv",
+    "shortconv.out_proj": "self_attn.out_proj",
+    # feed-forward networks
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    **{f"ffn_{name}": f"mlp.{name}_proj" for name in _GATE_UP_DOWN},
+    **{f"ffn_{name}_exps": f"mlp.experts.{name}_proj" for name in _GATE_UP_DOWN},
+    **{f"ffn_{name}_shexp": f"mlp.shared_experts.{name}_proj" for name in _GATE_UP_DOWN},
+    # multi-token prediction
+    "nextn.eh_proj": "eh_proj",
+    "nextn.embed_tokens": "embed_tokens",
+    "nextn.enorm": "enorm",
+    "nextn.hnorm": "hnorm",
+    "nextn.shared_head_head": "shared_head.head",
+    "nextn.shared_head_norm": "shared_head.norm",
+}
+# Names that lose their ending
+_WHOLE_NAMES = {
+    "exp_probs_b": "mlp.gate.e_score_correction_bias",
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+    "attn_sinks.weight": "self_attn.sinks",
+    "ssm_a": "self_attn.A_log",
+    "ssm_d": "self_attn.D",
+    "ssm_dt.bias": "self_attn.dt_bias",
+}
+_LINEAR_ATTENTION = {
+    "Qwen3NextForCausalLM": BY_KIND,
+    "KimiLinearForCausalLM": LinearAttentionNames(
+        projections=(
+            ("q_proj", ("query",)),
+            ("k_proj", ("key",)),
+            ("v_proj", ("value",)),
+            ("g_b_proj", ("gate",)),
+            ("in_proj_b", ("rate",)),
+            ("f_b_proj", ("decay",)),
+        ),
+        convolutions=CONVOLUTIONS,
+        output="o_proj",
+    ),
+}
+_IN_LAYER = re.compile(r"blk\.(\d+)\.(.+?)(\.weight|\.bias)?")
+
+
+@dataclass(frozen=True)
+class GgufName:
+    """The name of a tensor in a GGUF file, in parts: blk.3.attn_q.weight."""
+
+    prefix: str  # of the model's names: "model.layers.3." or nothing
+    kind: str  # "attn_q"
+    end: str  # ".weight", ".bias" or nothing
+
+    @classmethod
+    def parse(cls, name: str) -> GgufName:
+        match = _IN_LAYER.fullmatch(name)
+        if match is not None:
+            return cls(f"model.layers.{match[1]}.", match[2], match[3] or "")
+        stem, dot, end = name.rpartition(".")
+        return cls("", stem, dot + end)
+
+    def translated(self) -> str | None:
+        """Return the model's name, or None if it has no such tensor."""
+        if self.prefix and (whole := _WHOLE_NAMES.get(self.kind + self.end)) is not None:
+            return self.prefix + whole
+        stem = (_LAYER_NAMES if self.prefix else _MODEL_NAMES).get(self.kind)
+        return None if stem is None else f"{self.prefix}{stem}{self.end}"
+
+
+def with_gguf_names(family: Family) -> Family:
+    """Return a family whose tensors have the names that GGUF's are translated to, and are as they are used."""
+    return dataclasses.replace(
+        family,
+        names=(MoENames(),),
+        attention_names=AttentionNames(),
+        linear_attention_names=_LINEAR_ATTENTION.get(family.architecture, family.linear_attention_names),
+        layer_names=LayerNames(recurrent="self_attn"),
+        draft_names=DraftNames(),
+        decoder_part=None,
+        norm_offset=0.0,
+    )

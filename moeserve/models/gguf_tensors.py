@@ -1,0 +1,105 @@
+"""Tensors of GGUF files, presented as the matrices of a Hugging Face checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moeserve.errors import CheckpointError
+from moeserve.models.gguf_file import dequantised
+from moeserve.models.quantization import ReadRows
+
+if TYPE_CHECKING:
+    import gguf
+
+# H heads, K and V rows of a head's keys and values, L latent
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """A tensor of a GGUF file, of any number of dimensions."""
+
+    is_encoded: ClassVar[bool] = True
+    shard: Path
+    stored: gguf.ReaderTensor
+    rows: np.ndarray | None = None  # of the stored tensor, in the model's order; None: all, as they are stored
+    columns: np.ndarray | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        # GGUF lists dimensions from the innermost outwards.
+        shape = tuple(reversed(self.stored.shape.tolist()))
+        return shape if self.rows is None else (len(self.rows), *shape[1:])
+
+    def check(self) -> None:
+        """Check nothing: the gguf package reports an unsupported type when the tensor is read."""
+
+    def read(self, read_rows: ReadRows, start: int, stop: int) -> Tensor:
+        rows = slice(start, stop) if self.rows is None else self.rows[start:stop]
+        values = dequantised(self.shard, self.stored, rows)
+        return torch.from_numpy(values if self.columns is None else values[..., self.columns])
+
+
+@dataclass(frozen=True)
+class SmallTensor:
+    """A tensor without codes, which the model has in another shape."""
+
+    is_encoded: ClassVar[bool] = True
+    stored: GgufTensor
+    shape: tuple[int, ...]
+    is_decay: bool = False  # stored as -exp(value)
+
+    @property
+    def shard(self) -> Path:
+        return self.stored.shard
+
+    def check(self) -> None:
+        """Check nothing: the shape has the elements of the stored tensor."""
+
+    def read(self, read_rows: ReadRows, start: int, stop: int) -> Tensor:
+        values = self.stored.read(read_rows, 0, self.stored.shape[0]).reshape(self.shape)
+        if not self.is_decay:
+            return values[start:stop]
+        if bool((values >= 0).any()):
+            raise CheckpointError(
+                f"{self.shard}: tensor {self.stored.stored.name!r} holds values that are not negative"
+            )
+        return values[start:stop].neg().log()
+
+
+@dataclass(frozen=True)
+class HeadMapsTensor:
+    """The up-projections from the latent to keys and values [H * (K + V), L], which GGUF stores as two tensors."""
+
+    is_encoded: ClassVar[bool] = True
+    keys: GgufTensor  # [H, L, K], transposed
+    values: GgufTensor  # [H, V, L]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        num_heads, latent, key_size = self.keys.shape
+        return num_heads * (key_size + self.values.shape[1]), latent
+
+    @property
+    def shard(self) -> Path:
+        return self.keys.shard
+
+    def check(self) -> None:
+        num_heads, latent, _ = self.keys.shape
+        if len(self.values.shape) != 3 or (self.values.shape[0], self.values.shape[2]) != (num_heads, latent):
+            raise CheckpointError(
+                f"{self.shard}: {self.keys.stored.name!r} has shape {list(self.keys.shape)} and "
+                f"{self.values.stored.name!r} {list(self.values.shape)}; both must have the same heads and latent"
+            )
+
+    def read(self, read_rows: ReadRows, start: int, stop: int) -> Tensor:
+        size = self.shape[0] // self.keys.shape[0]
+        first, last = start // size, -(-stop // size)
+        keys_HKL = self.keys.read(read_rows, first, last).transpose(1, 2)
+        maps = torch.cat([keys_HKL, self.values.read(read_rows, first, last)], dim=1).flatten(0, 1)
+        return maps[start - first * size : stop - first * size]

@@ -1,0 +1,55 @@
+"""GGUF files of every architecture give the tokens of the checkpoints from which they were made.
+
+llama.cpp read files of the same writer, and gave transformers' tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gguf_families import write_family
+from reference_models import SHAPES, make_reference
+
+from moeserve import LLM, SamplingParams
+
+# What files have no keys for is as in published models.
+CHANGES: dict[str, dict[str, Any]] = {
+    "gpt-oss": dict(swiglu_limit=7.0),
+    "granite-hybrid": dict(num_attention_heads=6),
+    "granite-hybrid-rope": {},
+    "granite": {},
+    "granite-shared": {},
+    "minimax-m2": {},
+    "glm4-moe": {},
+    "dots1": {},
+    "olmoe": dict(num_key_value_heads=4),
+    "ernie": {},
+    "lfm2-moe": {},
+    "hunyuan": {},
+    "kimi-linear": dict(linear_num_heads=4),
+    "mistral4": {},
+    "llama4": dict(no_rope_layers=[1, 1, 1, 0], attention_chunk_size=8192, floor_scale=8192, attn_scale=0.1),
+    "qwen3-next": dict(linear_value_head_dim=10),
+    "qwen3.5-moe": dict(linear_num_value_heads=6, linear_value_head_dim=6),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_tokens_are_those_of_the_checkpoint(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path / "cache"))
+    shape = SHAPES[name]
+    reference = make_reference(tmp_path / "hf", dataclasses.replace(shape, settings=shape.settings | CHANGES[name]))
+    path = write_family(reference.folder, tmp_path / "model.gguf")
+    prompt = {"prompt_token_ids": list(range(2, 25))}
+    params = SamplingParams(temperature=0, max_tokens=8, logprobs=2)
+    found = []
+    for model in (path, reference.folder):
+        with LLM(model, dtype="float32") as llm:
+            found.append(llm.generate([prompt], params, use_tqdm=False)[0].outputs[0])
+    assert found[0].token_ids == found[1].token_ids
+    for of_file, of_folder in zip(found[0].logprobs or [], found[1].logprobs or [], strict=True):
+        for token, entry in of_folder.items():
+            assert of_file[token].logprob == pytest.approx(entry.logprob, abs=1e-4)
