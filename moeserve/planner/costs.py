@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
+from moeserve.config.settings import DtypeName
 from moeserve.layers.mla import LatentAttentionConfig
 from moeserve.models.model_config import MLPConfig, attentions_of
 from moeserve.models.registry import Description
@@ -220,7 +221,7 @@ class LayoutCosts:
             weights["rate"] = hardware.fp8_rate * calibration.products * cores
         experts_per_rank = sum(_parameters(stage)["routed experts"] for stage in layout.stages)
         parameters_of_expert = experts_per_rank / max(1, self.num_sparse_layers * self._slots)
-        self.has_mxfp4 = assumptions.weights != "fp8" and description.keeps_mxfp4(found.dtype)
+        self.has_mxfp4 = has_mxfp4(description, assumptions, found.dtype)
         bytes_of_weight = MXFP4_BYTES if self.has_mxfp4 else weight_bytes
         self.expert_bytes = parameters_of_expert * bytes_of_weight
         decode_operations, prompt_operations = operations_of_pair(config.attentions[0], layout.tp)
@@ -437,6 +438,11 @@ def _parameters(stage: Stage) -> Counter[str]:
     for part in stage.parts:
         parameters[part.name] += part.num_parameters
     return parameters
+
+
+def has_mxfp4(description: Description, assumptions: Assumptions, dtype: DtypeName) -> bool:
+    """Return True if the estimates assume experts in MXFP4."""
+    return assumptions.weights != "fp8" and description.keeps_mxfp4(dtype)
 
 
 def is_fp8(description: Description, assumptions: Assumptions) -> bool:

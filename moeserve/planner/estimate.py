@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from moeserve.machine import shown_bytes
 from moeserve.models.registry import describe
 from moeserve.models.summary import Part
-from moeserve.planner.costs import LayoutCosts, ReplicaLoad, StepLoad, is_fp8
+from moeserve.planner.costs import LayoutCosts, ReplicaLoad, StepLoad, has_mxfp4, is_fp8
 from moeserve.planner.formula import Formula, shown_seconds
 from moeserve.planner.hardware import Hardware
 from moeserve.planner.layout import Layout, Layouts, Stage
@@ -150,7 +150,8 @@ def estimate_layouts(
         hardware=hardware.name,
         num_nodes=found.num_ranks // ranks_per_node,
         ranks_per_node=ranks_per_node,
-        weights="fp8" if is_fp8(description, assumptions) else found.dtype,
+        weights=("fp8" if is_fp8(description, assumptions) else found.dtype)
+        + (", experts in mxfp4" if has_mxfp4(description, assumptions, found.dtype) else ""),
         assumptions=assumptions,
         lengths=lengths,
         traffic_note=traffic.note,

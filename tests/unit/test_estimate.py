@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any, get_args
@@ -54,6 +55,16 @@ def estimate(
         prefill_tokens=prefill_tokens,
     ).layouts
     return layout
+
+
+def test_experts_of_deepseek_v4_stay_in_mxfp4(tmp_path: Path) -> None:
+    """8 ranks with 32 of 256 experts each, in 43 layers of width 4096, experts 2048 wide."""
+    fp8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    folder = folder_of(tmp_path, "DeepSeek-V4-Flash", quantization_config=fp8)
+    kept = estimate(folder, 8)
+    in_fp8 = estimate(folder, 8, assumptions=dataclasses.replace(PERFECT, weights="fp8"))
+    num_weights = 43 * 32 * 3 * 4096 * 2048
+    assert in_fp8.weight_bytes - kept.weight_bytes == num_weights * 15 // 32  # 8 bits, or 4 and a scale for 32
 
 
 def test_mixtral_by_hand(tmp_path: Path) -> None:
