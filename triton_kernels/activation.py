@@ -11,9 +11,9 @@ from torch import Tensor
 
 # T tokens, C width of a result, O of a row: C, or 2 * C with gates
 
-Activation = Literal["swiglu", "clamped_swiglu", "limited_swiglu", "squared_relu"]
-ACTIVATIONS = {None: 0, "swiglu": 1, "clamped_swiglu": 2, "limited_swiglu": 3, "squared_relu": 4}
-UNGATED = tl.constexpr(4)  # values of ACTIVATIONS from here on have no gates
+Activation = Literal["swiglu", "clamped_swiglu", "limited_swiglu", "cut_swiglu", "squared_relu"]
+ACTIVATIONS = {None: 0, "swiglu": 1, "clamped_swiglu": 2, "limited_swiglu": 3, "cut_swiglu": 4, "squared_relu": 5}
+UNGATED = tl.constexpr(5)  # values of ACTIVATIONS from here on have no gates
 BLOCK_C = 1024  # columns of one program
 NUM_WARPS = 4  # 8 numbers for each thread, which are 16 bytes in bfloat16
 
@@ -28,8 +28,9 @@ def activate(rows_TO: Tensor, activation: Activation, *, alpha: float = 1.702, l
 
     "swiglu" is silu(gate) * up; "clamped_swiglu" is gate * sigmoid(alpha * gate) * (up + 1), the activation of gpt-oss,
     with the gate clamped to at most `limit` and up to ± `limit`; "limited_swiglu" is min(silu(gate), limit) * up, with
-    up clamped to ± `limit` (Step-3.7); "squared_relu" is max(up, 0) ** 2, without gates. NaN stays NaN. Operations are
-    float32, and each result is rounded as torch does.
+    up clamped to ± `limit` (Step-3.7); "cut_swiglu" is silu(min(gate, limit)) * up, with up clamped to ± `limit`
+    (DeepSeek-V4); "squared_relu" is max(up, 0) ** 2, without gates. NaN stays NaN. Operations are float32, and each
+    result is rounded as torch does.
 
     Memory moved: T * (O + C) * element size, which bounds the time; about 6 * T * C operations.
 
@@ -81,9 +82,12 @@ def gated(gate, up, alpha, limit, ACTIVATION: tl.constexpr):
         up = (up + 1.0).to(dtype).to(tl.float32)
         gate = gate * share
     else:
+        if ACTIVATION == 4:
+            gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL).to(dtype).to(tl.float32)
         gate = gate / (1.0 + tl.exp(-gate))
     if ACTIVATION == 3:
         gate = tl.minimum(gate.to(dtype).to(tl.float32), limit, propagate_nan=tl.PropagateNan.ALL)
+    if ACTIVATION == 3 or ACTIVATION == 4:
         up = tl.minimum(up, limit, propagate_nan=tl.PropagateNan.ALL)
         up = tl.maximum(up, -limit, propagate_nan=tl.PropagateNan.ALL).to(dtype).to(tl.float32)
     return (gate.to(dtype).to(tl.float32) * up).to(dtype)

@@ -577,6 +577,9 @@ def grouped_matmul_kernel(
             elif ACTIVATION == 3:
                 up = tl.minimum(tl.maximum(up, -limit), limit)
                 result = tl.minimum(gate / (1 + tl.exp(-gate)), limit) * up
+            elif ACTIVATION == 4:
+                gate = tl.minimum(gate, limit)
+                result = gate / (1 + tl.exp(-gate)) * tl.minimum(tl.maximum(up, -limit), limit)
             else:
                 gate = tl.minimum(gate, limit)
                 up = tl.minimum(tl.maximum(up, -limit), limit)

@@ -15,7 +15,7 @@ from moeserve.triton_kernels.arrivals import is_last_to_arrive
 
 # T tokens, D model width, E experts, K experts per token, G groups of experts, S experts of one group
 
-SCORINGS = ("softmax", "sigmoid", "softmax_of_chosen")
+SCORINGS = ("softmax", "sigmoid", "softmax_of_chosen", "sqrt_softplus")
 MAX_EXPERTS = 4096  # they fit the registers of one program
 MAX_WEIGHED_TOKENS = 64  # with weights, which each token reads from the L2 cache
 MAX_WEIGHED_PRODUCTS = 2**23
@@ -62,7 +62,7 @@ def route(
         bias_E: float32, contiguous; only with weights.
         arrivals_T: [MAX_WEIGHED_TOKENS] int32, zeros before and after; only with weights.
         correction_E: float32, added to the scores for the selection, not for the weights.
-        scoring: "softmax", "sigmoid" or "softmax_of_chosen".
+        scoring: "softmax", "sigmoid", "softmax_of_chosen" or "sqrt_softplus".
 
     Returns:
         Experts [T, K] int64, best first, and their weights [T, K] float32.
@@ -227,6 +227,10 @@ def route_kernel(
     elif SCORING == "sigmoid":
         power = tl.exp(-tl.abs(scores))  # at most 1, so it cannot overflow
         scores = tl.where(scores > 0.0, 1.0, power) / (1.0 + power)
+    elif SCORING == "sqrt_softplus":
+        power = tl.exp(-tl.abs(scores))
+        excess = tl.where(power < 2.0**-12, power, tl.log(1.0 + power))  # small powers would vanish beside 1
+        scores = tl.sqrt(tl.maximum(scores, 0.0) + excess)
 
     ranked = scores
     if correction_ptr is not None:

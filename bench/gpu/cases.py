@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from moeserve.bench.gpu.check import CODES_SLACK, Case, Operation, in_order
 from moeserve.bench.gpu.costs import DEEPSEEK_V3_ROUTER, VOCAB_SIZES, Work
+from moeserve.bench.gpu.entry_cases import ENTRY_CASES
 from moeserve.bench.gpu.expert_cases import EXPERT_CASES
 from moeserve.bench.gpu.inputs import Source, draw_rows
 from moeserve.bench.gpu.layer_cases import ATTENTION_CASES, crossed
@@ -234,6 +235,7 @@ CASES: dict[str, list[Operation]] = {
         )
     ],
     **STATE_CASES,
+    **ENTRY_CASES,
     "tokens": [
         Operation(row_maximum, [(2, 3), (2, 300)], crossed([1, 64], WIDTHS), crossed([64], WIDTHS)),
         Operation(choose_greedily, [(2, 3), (2, 300)], crossed([1, 64], WIDTHS)),

@@ -21,6 +21,7 @@ from moeserve.config.settings import QuantizationName
 from moeserve.distributed.groups import groups_of_one_rank
 from moeserve.layers.cache import CacheSize
 from moeserve.layers.context import ModelContext
+from moeserve.layers.hyper_connections import Streams
 from moeserve.layers.indexer import Choice
 from moeserve.models.decoder import Decoder
 from moeserve.models.registry import describe
@@ -94,6 +95,7 @@ def record_step(
     with torch.inference_mode(), recorded_launches() as launches, Operations(launches):
         hidden_tD: Any
         hidden_tD, rotations = model.receive(step)
+        hidden_tD = hidden_tD if model.config.streams is None else Streams(hidden_tD)
         update_tD, choice = None, Choice()
         for layer, cache in zip(model.layers, caches, strict=True):
             num_before = len(launches)

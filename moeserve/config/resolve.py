@@ -590,10 +590,10 @@ def is_float8_cache(kv_cache_dtype: CacheDtypeName, has_latent_attention: bool) 
 def _check_entries(settings: Settings, checkpoint: CheckpointFacts, device: str) -> None:
     """Raise SettingsError for what models with compressed entries (DeepSeek-V4) do not support."""
     cache = settings.cache
-    if device == "cuda":
+    if device == "cuda" and settings.model.batch_invariant:
         raise SettingsError(
-            "device='cuda': attention to compressed entries, which this model has, has no kernels for GPUs yet; use "
-            "device='cpu'"
+            "batch_invariant=True: on GPUs, the hyper-connections of this model have no kernels whose sums have one "
+            "order; leave it out or use device='cpu'"
         )
     overlap = settings.parallel.overlap_decode_tokens or settings.parallel.overlap_prefill_tokens
     if settings.scheduler.speculative_config is not None and overlap:

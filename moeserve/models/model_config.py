@@ -133,7 +133,7 @@ class ModelConfig:
 
     @property
     def has_entries(self) -> bool:
-        """True if a layer keeps compressed entries, which have no kernels for GPUs."""
+        """True if a layer keeps compressed entries."""
         return any(isinstance(layer.mixer, CompressedAttentionConfig) for layer in self.layers)
 
     @property

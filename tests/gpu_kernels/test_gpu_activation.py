@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeserve.ops.interfaces import ClampedSwiGLU, LimitedSwiGLU, SquaredReLU, SwiGLU
+from moeserve.ops.interfaces import ClampedSwiGLU, CutSwiGLU, LimitedSwiGLU, SquaredReLU, SwiGLU
 from moeserve.triton_kernels.activation import activate
 
 GPT_OSS = dict(alpha=1.702, limit=7.0)
@@ -34,6 +34,7 @@ def test_results_equal_the_reference(shape: tuple[int, ...], dtype: torch.dtype)
     assert_close(activate(gate_up, "swiglu"), SwiGLU()(gate, up))
     assert_close(activate(gate_up, "clamped_swiglu", **GPT_OSS), ClampedSwiGLU(**GPT_OSS)(gate, up))
     assert_close(activate(gate_up, "limited_swiglu", limit=1.3), LimitedSwiGLU(1.3)(gate, up))
+    assert_close(activate(gate_up, "cut_swiglu", limit=1.3), CutSwiGLU(1.3)(gate, up))
     assert_close(activate(gate_up, "squared_relu"), SquaredReLU()(gate_up))
 
 
@@ -51,6 +52,7 @@ def test_extremes_equal_torch() -> None:
         (activate(gate_up, "swiglu")[0], SwiGLU()(gate, up)),
         (activate(gate_up, "clamped_swiglu", **GPT_OSS)[0], ClampedSwiGLU(**GPT_OSS)(gate, up)),
         (activate(gate_up, "limited_swiglu", limit=7.0)[0], LimitedSwiGLU(7.0)(gate, up)),
+        (activate(gate_up, "cut_swiglu", limit=7.0)[0], CutSwiGLU(7.0)(gate, up)),
         (activate(gate_up, "squared_relu")[0], SquaredReLU()(gate_up[0])),
     ):
         torch.testing.assert_close(actual, expected, rtol=2e-6, atol=1e-30, equal_nan=True)

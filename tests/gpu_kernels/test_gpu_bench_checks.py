@@ -24,6 +24,7 @@ from moeserve.bench.gpu.check import FLOAT32_SLACK, WRONG, Case, compare, run_ch
 from moeserve.bench.gpu.compiled import launches_of, untouched_source
 from moeserve.bench.gpu.costs import GpuLimits, Work
 from moeserve.bench.gpu.inputs import Source
+from moeserve.ops.compressed_attention import CompressedCache
 from moeserve.ops.indexer import ChosenEntries
 from moeserve.ops.interfaces import Float8Rows, Kernels, KeyValueCache
 from moeserve.ops.libraries.attention import open_library
@@ -32,6 +33,7 @@ from moeserve.ops.triton.table import TRITON_KERNELS
 
 pytestmark = pytest.mark.usefixtures("torch_conversions")
 
+CACHES = KeyValueCache, CompressedCache
 FAULT = 1 + 1 / 16  # far less than a wrong row or scale
 # With small shapes the checks of most models' products are alike.
 # That of graphs needs a device: test_gpu_rehearsal.py.
@@ -46,6 +48,8 @@ OPERATIONS = [
     ("make_router", "__call__", "routing"),
     ("make_linear_attention", "__call__", "linear attention"),
     ("make_short_convolution", "__call__", "short convolutions"),
+    *(("make_compressed_attention", method, "compressed attention") for method in ("pool", "write", "attend")),
+    *(("make_streams", method, "hyper-connections") for method in ("collapse", "expand")),
     *(("pairs", method, "pairs") for method in ("sort", "order", "gather", "scatter", "weighted_sum", "weigh")),
     ("make_attention", "attend", "attention"),
     ("make_attention", "rotate_and_write", "rotary embedding and cache writes"),
@@ -97,7 +101,7 @@ def broken(operation: Callable[..., Any]) -> Callable[..., Any]:
     """Return the operation with a small error in its results, or in the tensors that it writes."""
 
     def call(*args: Any, **options: Any) -> Any:
-        given = [each for arg in args for each in (vars(arg).values() if isinstance(arg, KeyValueCache) else [arg])]
+        given = [each for arg in args for each in (vars(arg).values() if isinstance(arg, CACHES) else [arg])]
         tensors = [each for each in given if isinstance(each, Tensor)]
         before = [tensor.clone() for tensor in tensors]
         result = operation(*args, **options)

@@ -69,11 +69,12 @@ def test_long_chunks_equal_the_reference(kind: str, name: str, dtype: torch.dtyp
 
 @pytest.mark.parametrize("name", TILED[:2])
 def test_chunks_that_end_with_tiles_change_no_byte(name: str) -> None:
+    """A prompt from position 20 on, whole and cut at position 64."""
     layer = Layer.linear_attention(name, 80, torch.float16)
     kernel, whole, cut = TritonLinearAttention(layer.shape), layer.states(), layer.states()
-    expected = layer.run(kernel, [(slice(0, 80), (-1, 0, 1, 64))], whole)
-    before = layer.run(kernel, [(slice(70, 71), (-1, 2, -1, 1)), (slice(0, 64), (-1, 1, -1, 1))], cut)
-    after = layer.run(kernel, [(slice(64, 80), (1, 0, -1, 1))], cut, [64])
+    expected = layer.run(kernel, [(slice(0, 80), (-1, 0, 1, 44))], whole, [20])
+    before = layer.run(kernel, [(slice(70, 71), (-1, 2, -1, 1)), (slice(0, 44), (-1, 1, -1, 1))], cut, [0, 20])
+    after = layer.run(kernel, [(slice(44, 80), (1, 0, -1, 1))], cut, [64])
     assert torch.equal(torch.cat([before[1:], after]), expected)
     assert torch.equal(cut[:2], whole[:2])
 

@@ -26,6 +26,7 @@ KNOWN = [
     DEEPSEEK_V3_ROUTER,
     RouterConfig(num_experts=160, top_k=6, num_groups=8, num_chosen_groups=3, scale=16.0),  # DeepSeek-V2
     RouterConfig(num_experts=512, top_k=16, scoring="sigmoid"),
+    RouterConfig(num_experts=12, top_k=3, scoring="sqrt_softplus", is_normalized=True, scale=1.5, has_correction=True),
 ]
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from moeserve.ops.interfaces import ClampedSwiGLU, LimitedSwiGLU, OpenWeights, SquaredReLU, SwiGLU
+from moeserve.ops.interfaces import ClampedSwiGLU, CutSwiGLU, LimitedSwiGLU, OpenWeights, SquaredReLU, SwiGLU
 from moeserve.ops.torch.products import TorchProduct
 from moeserve.triton_kernels import grouped_matmul as module
 from moeserve.triton_kernels.grouped_matmul import grouped_matmul, grouped_matmul_slots, max_tiles
@@ -30,6 +30,7 @@ REFERENCE_ACTIVATIONS = {
     "swiglu": SwiGLU(),
     "clamped_swiglu": ClampedSwiGLU(alpha=1.3, limit=0.8),
     "limited_swiglu": LimitedSwiGLU(limit=0.8),
+    "cut_swiglu": CutSwiGLU(limit=0.8),
     "squared_relu": SquaredReLU(),
 }
 CLAMPED = {"alpha": 1.3, "limit": 0.8}

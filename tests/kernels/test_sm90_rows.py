@@ -98,6 +98,7 @@ def test_products_in_chunks(pointer: str, num_chunks: int, has_bias: bool) -> No
         (32, 4, "softmax_of_chosen", (1, 1, 1), False),  # gpt-oss
         (512, 16, "softmax", (1, 1, 1), False),
         (8, 2, "softmax", (1, 1, 1), False),  # Mixtral
+        (256, 6, "sqrt_softplus", (1, 1, 1), True),  # DeepSeek-V4-Flash
     ],
 )
 @pytest.mark.parametrize("width", [None, 4096, 7168], ids=lambda width: "logits" if width is None else f"width-{width}")
@@ -314,6 +315,45 @@ def test_short_convolution(pointer: str, is_gated: bool) -> None:
     compiled(store_states_kernel, types, constants, {})
     constants |= dict(TOKENS=TOKENS, STORES_STATES=not is_gated, CHUNKS_AT_ONCE=CHUNKS_AT_ONCE)
     compiled(convolve_kernel, types, constants, {}, not_divisible=["num_chunks"])
+
+
+@pytest.mark.parametrize(("ratio", "num_series"), [(4, 2), (128, 1)])
+def test_compressed_entries(ratio: int, num_series: int) -> None:
+    """Shapes of DeepSeek-V4 with chosen entries and with all."""
+    from moeserve.triton_kernels import compressed_attention as entries
+
+    tables = dict.fromkeys(("table_ptr", "window_table_ptr", "row_starts_ptr", "context_lens_ptr"), "*i32")
+    slots = dict.fromkeys(("slots_ptr", "positions_ptr", "entry_slots_ptr"), "*i64")
+    types = tables | slots | dict.fromkeys(("bias_ptr", "before_ptr", "tails_ptr"), "*fp32")
+    types |= dict(projected_ptr="*bf16", pooled_ptr="*bf16")
+    sizes, varying = dict(BLOCK_SIZE=128, RATIO=ratio), ["num_chunks", "table_stride"]
+    at_once = dict(CHUNKS_AT_ONCE=entries.CHUNKS_AT_ONCE)
+    channels = dict(CHANNELS=entries.CHANNELS)
+    compiled(entries.copy_tails_kernel, types, dict(BLOCK_SIZE=128) | channels, {}, not_divisible=["table_stride"])
+    compiled(
+        entries.pool_windows_kernel, types, sizes | at_once | channels | dict(NUM_SERIES=num_series), {},
+        not_divisible=varying,
+    )  # fmt: skip
+    constants = sizes | dict(ENTRIES=128 // ratio, TOKENS=entries.TOKENS)
+    compiled(entries.entry_slots_kernel, types, constants, {}, not_divisible=["num_tokens"])
+    names = ["listed_ptr", "count_ptr", "starts_ptr"] + ["chosen_ptr", "chosen_counts_ptr"] * (num_series == 2)
+    absent = dict(chosen_ptr=None, chosen_counts_ptr=None) if num_series == 1 else {}
+    constants = sizes | at_once | absent | dict(ENTRIES=128 // ratio, WINDOW=128, PLACES=entries.PLACES)
+    varying += ["num_tokens", "num_listed", "window_stride"]
+    compiled(entries.list_vectors_kernel, tables | dict.fromkeys(names, "*i32"), constants, {}, not_divisible=varying)
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_hyper_connections(is_last: bool) -> None:
+    from moeserve.triton_kernels.hyper_connections import BLOCK_D, NUM_WARPS, collapse_kernel, expand_kernel
+
+    names = ("mapped_ptr", "base_ptr", "scales_ptr", "coefficients_ptr")
+    types = dict.fromkeys(names, "*fp32") | dict(epsilon="fp32", norm_epsilon="fp32")
+    types |= dict.fromkeys(("streams_ptr", "collapsed_ptr", "update_ptr", "expanded_ptr"), "*bf16")
+    sizes = dict(NUM_STREAMS=4, BLOCK_S=4, BLOCK_D=BLOCK_D)
+    constants = sizes | dict(NUM_COEFFICIENTS=4 if is_last else 24, NUM_ITERATIONS=20)
+    compiled(collapse_kernel, types, constants, dict(num_warps=NUM_WARPS))
+    compiled(expand_kernel, types, sizes, dict(num_warps=NUM_WARPS))
 
 
 @pytest.mark.parametrize(("pointer", "num_heads"), [("*bf16", 64), ("*fp32", 32)])

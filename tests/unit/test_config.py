@@ -359,6 +359,12 @@ def test_batch_invariant_refuses_what_excludes_it(options: dict[str, Any], named
         decide(batch_invariant=True, **options)
 
 
+def test_batch_invariant_excludes_compressed_entries_on_gpus() -> None:
+    facts = dataclasses.replace(FACTS, has_entries=True)
+    assert decide(facts, **ON_GPU, has_triton=True).device == "cuda"
+    assert_refused("batch_invariant=True", checkpoint=facts, batch_invariant=True, **ON_GPU)
+
+
 def test_batch_invariant_uses_no_kernels_with_an_order_of_their_own() -> None:
     assert decide(batch_invariant=True, tensor_parallel_size=2, executor="mp").batch_invariant
     assert decide(**ON_GPUS).dispatcher == "deepep"

@@ -51,3 +51,13 @@ def test_linear_attention_computes_prompts_in_tiles_and_single_tokens_one_by_one
         assert {name: layer[name] for name in tiles | single if layer[name]} == dict.fromkeys(expected, 1)
         assert layer["convolve_kernel"] == layer["gate_kernel"] == 1
         assert layer["store_states_kernel"] == (spans != decode(2, 300))
+
+
+def test_compressed_entries_take_the_same_launches_in_any_decode_step(tmp_path: Path) -> None:
+    config = PUBLISHED["DeepSeek-V4-Flash"] | {"num_hidden_layers": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    few, many = (launches(tmp_path, decode(num_requests, 300)) for num_requests in (2, 8))
+    assert few == many
+    hashed, routed = many[2:4]  # a layer with an indexer and experts by token id, and one with all entries
+    assert sum(hashed.values()) <= 63
+    assert sum(routed.values()) <= 43

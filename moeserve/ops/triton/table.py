@@ -11,8 +11,11 @@ from torch.nn import functional
 
 from moeserve.ops.arguments import router_arguments
 from moeserve.ops.interfaces import Float8Rows, Rotation, RouterConfig
+from moeserve.ops.torch.routing import TorchRouter
 from moeserve.ops.torch.table import TORCH_KERNELS
 from moeserve.ops.triton.attention import TritonAttention, TritonLatentAttention
+from moeserve.ops.triton.compressed_attention import TritonCompressedAttention
+from moeserve.ops.triton.hyper_connections import TritonStreams
 from moeserve.ops.triton.indexer import TritonIndexer
 from moeserve.ops.triton.linear_attention import TritonLinearAttention
 from moeserve.ops.triton.pairs import TritonPairs
@@ -46,6 +49,7 @@ class TritonRouter:
     def __init__(self, config: RouterConfig) -> None:
         self._rules: dict[str, Any] = {"top_k": config.top_k, **router_arguments(config)}
         self._arrivals_T: Tensor | None = None
+        self._reference = TorchRouter(config)
 
     def __call__(
         self,
@@ -55,7 +59,8 @@ class TritonRouter:
         correction_E: Tensor | None,
         given_TK: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        assert given_TK is None, "models whose experts follow from token ids run on CPUs"
+        if given_TK is not None:  # in few layers of a model
+            return self._reference(hidden_TD, weight_ED, bias_E, correction_E, given_TK)
         if not can_weigh(hidden_TD, weight_ED):
             return route(functional.linear(hidden_TD.float(), weight_ED, bias_E), correction_E, **self._rules)
         if self._arrivals_T is None:
@@ -78,6 +83,8 @@ TRITON_KERNELS = dataclasses.replace(
     make_attention=TritonAttention,
     make_latent_attention=TritonLatentAttention,
     make_indexer=TritonIndexer,
+    make_compressed_attention=TritonCompressedAttention,
+    make_streams=TritonStreams,
     make_short_convolution=TritonShortConvolution,
     make_linear_attention=TritonLinearAttention,
     make_product=make_product,
