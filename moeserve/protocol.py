@@ -5,6 +5,7 @@ Plain data only: token ids and block ids are Python integers, never tensors.
 
 from __future__ import annotations
 
+import enum
 from typing import TypeAlias
 
 import msgspec
@@ -160,65 +161,80 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     load: LoadWindow | None = None  # of earlier steps, if a collection was agreed
 
 
-# How a store behind the KV cache names a block: by its place, or by the digest of its tokens and all before them.
-StoreKey: TypeAlias = int | bytes
+class CacheKind(enum.IntEnum):
+    """The kinds of items in a KV cache. All items of a kind have one size, and places of their own in the cache."""
+
+    BLOCK = 0  # of layers that keep all tokens
+    WINDOW_BLOCK = 1  # of layers with windows
+    STATE = 2  # a saved copy of a recurrent state
+
+
+class CachePlace(msgspec.Struct, frozen=True, array_like=True):
+    """Where an item lies in the KV cache of each rank."""
+
+    kind: CacheKind
+    index: int  # among the places of this kind
+
+
+# How a store behind the KV cache names an item: by its place there, or by the name of its file.
+StoreKey: TypeAlias = int | str
 # The number of tokens and of blocks of a request, and a checksum of both. See `scheduling/rank_state.py`.
 RequestDigest: TypeAlias = tuple[int, int, int]
 
 
-class BlockTransfer(msgspec.Struct, frozen=True, kw_only=True, tag="transfer"):
-    """A copy of KV cache blocks to or from the store behind the cache. Sent to every rank of a replica.
+class StoreTransfer(msgspec.Struct, frozen=True, kw_only=True, tag="transfer"):
+    """A copy of items of the KV cache to or from the store behind it. Sent to every rank of a replica.
 
-    No plan names the blocks that are written meanwhile, nor are blocks written that are read.
+    No plan names the places that are written meanwhile, nor are places written that are read.
     """
 
     number: int  # of the transfer, in the order in which they are sent
     is_load: bool  # from the store to the cache; False: the other way
-    block_ids: list[int]  # of the cache
-    store_keys: list[StoreKey]  # of the same blocks in the store
+    places: list[CachePlace]  # in the cache
+    store_keys: list[StoreKey]  # of the same items in the store
 
 
-class KeepBlocks(msgspec.Struct, frozen=True, kw_only=True, tag="keep"):
-    """Keep KV cache blocks until another engine has read them, or for as long as `kv_transfer_timeout`.
+class KeepItems(msgspec.Struct, frozen=True, kw_only=True, tag="keep"):
+    """Keep items of the KV cache until another engine has read them, or for as long as `kv_transfer_timeout`.
 
     Sent to every rank of a replica.
     """
 
-    number: int  # of the transfer, as in `BlockTransfer`
+    number: int  # of the transfer, as in `StoreTransfer`
     handle: str  # the name under which they can be read
-    tokens: bytes  # digest of the tokens in these blocks
-    block_ids: list[int]
+    tokens: bytes  # digest of the tokens that they belong to
+    places: list[CachePlace]  # all that a request needs to begin behind these tokens, in the order of its cache
 
 
-class ReceiveBlocks(msgspec.Struct, frozen=True, kw_only=True, tag="receive"):
-    """Read blocks from another engine into the KV cache, and set them free there. Sent to every rank of a replica."""
+class ReceiveItems(msgspec.Struct, frozen=True, kw_only=True, tag="receive"):
+    """Read items from another engine into the KV cache, and set them free there. Sent to every rank of a replica."""
 
-    number: int  # of the transfer, as in `BlockTransfer`
+    number: int  # of the transfer, as in `StoreTransfer`
     receiver: str  # random name of this transfer, the same for all ranks
     source: PeerBlocks
-    tokens: bytes  # digest of the tokens that all blocks of the source must have
-    first: int  # of the source's blocks that is read
-    block_ids: list[int]  # of the cache, to be written; empty: nothing is read
+    tokens: bytes  # digest of the tokens that the items of the source must belong to
+    wanted: list[int]  # the source's items that are read, by their index in `KeepItems.places`
+    places: list[CachePlace]  # of the same items in this cache, to be written; empty: nothing is read
 
 
 class CancelReceive(msgspec.Struct, frozen=True, kw_only=True, tag="cancel-receive"):
-    """End a `ReceiveBlocks` early: no request needs its blocks any more. Sent to every rank of a replica.
+    """End a `ReceiveItems` early: no request needs its items any more. Sent to every rank of a replica.
 
-    It is a transfer too, which ends at once. The one that it cancels ends when nothing is written into its blocks.
+    It is a transfer too, which ends at once. The one that it cancels ends when nothing is written into its places.
     """
 
-    number: int  # of the transfer, as in `BlockTransfer`
+    number: int  # of the transfer, as in `StoreTransfer`
     receive: int  # number of the transfer that is cancelled; it may have ended
 
 
-Transfer: TypeAlias = BlockTransfer | KeepBlocks | ReceiveBlocks | CancelReceive
+Transfer: TypeAlias = StoreTransfer | KeepItems | ReceiveItems | CancelReceive
 
 
 class TransferOutcome(msgspec.Struct, frozen=True, kw_only=True, tag="transferred"):
     """The end of a transfer: on one rank, or on all ranks of a replica."""
 
     number: int
-    num_copied: int  # blocks from the first on; fewer than all if one could not be copied
+    num_copied: int  # items from the first on; fewer than all if one could not be copied
     seconds: float
 
 
@@ -311,5 +327,9 @@ class ReplicaStats(msgspec.Struct, frozen=True, kw_only=True):
     speculation: SpeculationTotals = SpeculationTotals()
     steps: StepTotals = msgspec.field(default_factory=StepTotals)
     num_loaded_tokens: int = 0  # whose keys and values came from the store behind the KV cache, so far
+    num_loaded_states: int = 0  # recurrent states that came from there
     num_saved_blocks: int = 0  # to this store
-    num_failed_blocks: int = 0  # that could not be loaded or saved, or that no other engine has read in time
+    num_saved_states: int = 0
+    num_failed_blocks: int = (
+        0  # and states, that could not be loaded or saved, or that no other engine has read in time
+    )

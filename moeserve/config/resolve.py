@@ -617,7 +617,7 @@ def _num_saved_states(cache: CacheSettings, checkpoint: CheckpointFacts, max_num
     """Return the number of rows for saved states, or None if the model has no recurrent states.
 
     Raises:
-        SettingsError: a store behind the KV cache or another engine would have blocks without the states.
+        SettingsError: the model has none, but rows for them are set.
     """
     if not checkpoint.has_states:
         if cache.num_saved_states is not None:
@@ -625,12 +625,6 @@ def _num_saved_states(cache: CacheSettings, checkpoint: CheckpointFacts, max_num
                 f"num_saved_states={cache.num_saved_states}: this model has no recurrent states; leave it out"
             )
         return None
-    for name in ("kv_host_memory", "kv_folder", "kv_transfer_address"):
-        if value := getattr(cache, name):
-            raise SettingsError(
-                f"{name}={shown(value)} keeps blocks of the KV cache alone, but this model also has recurrent states; "
-                "leave it out"
-            )
     if not cache.enable_prefix_caching:
         return 0
     return max_num_seqs if cache.num_saved_states is None else cache.num_saved_states

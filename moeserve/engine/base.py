@@ -21,7 +21,7 @@ from moeserve.scheduling.kv_connector import FolderTier, HostTier, KVConnector
 from moeserve.scheduling.scheduler import Scheduler
 from moeserve.scheduling.scheduler_config import SchedulerConfig
 from moeserve.telemetry.expert_load import LoadWindow
-from moeserve.worker.protocol import BLOCK_FILE_ENDING, Loaded, sampling_rank
+from moeserve.worker.protocol import ITEM_FILE_ENDING, Loaded, sampling_rank
 
 logger = logging.getLogger(__name__)
 
@@ -187,14 +187,14 @@ def new_scheduler(config: EngineConfig, loaded: Sequence[Loaded]) -> Scheduler:
     """
     connector: KVConnector | None = None
     salt = secrets.token_bytes(SALT_BYTES)
-    store = loaded[sampling_rank(config)].store  # the folder of each rank has its own part of the same blocks
+    store = loaded[sampling_rank(config)].store  # the folder of each rank has its own part of the same items
     if store.folder is not None:
         assert config.kv_folder is not None, "a rank has opened a folder"
         folder = Path(store.folder)
-        connector = FolderTier(lambda digest: (folder / f"{digest.hex()}{BLOCK_FILE_ENDING}").exists())
+        connector = FolderTier(lambda name: (folder / f"{name}{ITEM_FILE_ENDING}").exists())
         salt = secret_of("kv_folder", Path(config.kv_folder))
-    elif store.num_host_blocks:
-        connector = HostTier(store.num_host_blocks)
+    elif store.num_host_places:
+        connector = HostTier(store.num_host_places)
     return Scheduler(
         SchedulerConfig(
             num_blocks=loaded[0].num_blocks,

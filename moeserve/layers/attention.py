@@ -11,7 +11,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from moeserve.distributed.mesh import share_of
-from moeserve.layers.cache import CacheNeeds, CacheSize
+from moeserve.layers.cache import CacheDivision, CacheNeeds, CacheSize
 from moeserve.layers.context import ModelContext
 from moeserve.layers.input_share import num_input_chunks, share_inputs
 from moeserve.layers.linear import Linear
@@ -150,6 +150,12 @@ class Attention(nn.Module):
         return make_key_value_cache(self.config, self.num_kv_heads, size, self.context)
 
     @property
+    def cache_divisions(self) -> tuple[CacheDivision, ...]:
+        """What this rank has of each tensor of its cache."""
+        heads = CacheDivision(1, (range(self.kv_heads.start, self.kv_heads.stop),))
+        return (heads,) * (4 if self.context.has_float8_cache else 2)
+
+    @property
     def input_form(self) -> RowsForm:
         """The form of rows to give to `forward`, unless they are gathered from tp ranks before."""
         if not self.query_key_value.weights.is_in_blocks:
@@ -197,14 +203,14 @@ def make_key_value_cache(
     config: AttentionConfig, num_kv_heads: int, size: CacheSize, context: ModelContext
 ) -> KeyValueCache:
     """Return the cache of a layer with `num_kv_heads` on this rank."""
-    num_blocks = size.blocks_of(has_window=config.window is not None)
-    shape = (num_blocks, num_kv_heads, size.block_size)
+    has_window = config.window is not None
+    shape = (size.blocks_of(has_window=has_window), num_kv_heads, size.block_size)
     dtype = torch.uint8 if context.has_float8_cache else context.dtype
-    heads = (torch.empty(*shape, head_size, dtype=dtype, device=context.device) for head_size in config.kv_sizes)
+    keys, values = (torch.empty(*shape, head_size, dtype=dtype, device=context.device) for head_size in config.kv_sizes)
     if not context.has_float8_cache:
-        return KeyValueCache(*heads)
-    scales = (torch.empty(shape, dtype=torch.bfloat16, device=context.device) for _ in range(2))
-    return KeyValueCache(*heads, *scales)
+        return KeyValueCache(keys, values, has_window=has_window)
+    key_scales, value_scales = (torch.empty(shape, dtype=torch.bfloat16, device=context.device) for _ in range(2))
+    return KeyValueCache(keys, values, key_scales, value_scales, has_window)
 
 
 class TokenNorm(nn.Module):

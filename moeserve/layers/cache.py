@@ -34,9 +34,13 @@ class CacheNeeds:
         """Return the bytes of the entries of a request with this many tokens, without those behind the window."""
         return self.bytes_per_token * num_tokens + self.window_bytes_per_token * min(num_tokens, self.window)
 
-    def without_window(self) -> CacheNeeds:
-        """Return the needs if entries behind the window are kept too."""
-        return CacheNeeds(bytes_per_token=self.total_bytes_per_token, state_bytes=self.state_bytes)
+
+@dataclass(frozen=True)
+class CacheDivision:
+    """The part of a tensor of a cache that one tp rank has: ranges of the whole along one axis, one after the other."""
+
+    axis: int  # not the first, which is that of blocks or rows
+    ranges: tuple[range, ...]
 
 
 @dataclass(frozen=True)

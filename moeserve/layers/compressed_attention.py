@@ -10,7 +10,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from moeserve.distributed.mesh import share_of
-from moeserve.layers.cache import CacheNeeds, CacheSize
+from moeserve.layers.cache import CacheDivision, CacheNeeds, CacheSize
 from moeserve.layers.context import ModelContext
 from moeserve.layers.input_share import num_input_chunks, share_inputs
 from moeserve.layers.linear import Linear
@@ -183,6 +183,8 @@ class CompressedSparseAttention(nn.Module):
             window_bytes_per_token=self.config.head_dim * self.context.dtype.itemsize,
             window=self.config.window,
         )
+
+    cache_divisions: tuple[CacheDivision, ...] = ()  # every tp rank has the whole cache
 
     def make_cache(self, size: CacheSize) -> CompressedCache:
         return self._empty_cache(size, self.context.device)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from moeserve.distributed.mesh import share_of
-from moeserve.layers.cache import CacheNeeds, CacheSize
+from moeserve.layers.cache import CacheDivision, CacheNeeds, CacheSize
 from moeserve.layers.context import ModelContext
 from moeserve.layers.input_share import num_input_chunks, share_inputs
 from moeserve.layers.linear import Linear
@@ -136,6 +136,19 @@ class LinearAttention(nn.Module):
         inputs = (self.config.num_taps - 1) * shape.num_channels * self.context.dtype.itemsize
         recurrent = shape.num_heads * shape.key_dim * shape.value_dim * torch.float32.itemsize
         return CacheNeeds(state_bytes=inputs + recurrent)
+
+    @property
+    def cache_divisions(self) -> tuple[CacheDivision, ...]:
+        """What this rank has of each tensor of its cache: channels of queries, of keys and of values, and heads."""
+        config, channels, first = self.config, [], 0
+        for heads, num_heads, size in (
+            (self.key_heads, config.num_key_heads, config.key_dim),
+            (self.key_heads, config.num_key_heads, config.key_dim),
+            (self.heads, config.num_heads, config.value_dim),
+        ):
+            channels.append(range(first + heads.start * size, first + heads.stop * size))
+            first += num_heads * size
+        return CacheDivision(2, tuple(channels)), CacheDivision(1, (range(self.heads.start, self.heads.stop),))
 
     def make_cache(self, size: CacheSize) -> StateCache:
         shape, device = self.shape, self.context.device

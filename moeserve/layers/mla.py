@@ -23,7 +23,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from moeserve.distributed.mesh import share_of
-from moeserve.layers.cache import CacheNeeds, CacheSize
+from moeserve.layers.cache import CacheDivision, CacheNeeds, CacheSize
 from moeserve.layers.context import ModelContext
 from moeserve.layers.indexer import Choice, Indexer, IndexerConfig
 from moeserve.layers.input_share import num_input_chunks, share_inputs
@@ -34,6 +34,7 @@ from moeserve.layers.rotary import RotaryConfig, Rotations, TemperatureConfig
 from moeserve.layers.weights import QuantizationLimits, Weights
 from moeserve.memory import new_empty
 from moeserve.ops.interfaces import Rows, plain_rows
+from moeserve.protocol import CacheKind
 from moeserve.step_inputs import StepInputs
 
 # T tokens, D model width, N heads of this rank, n some of them, K unrotated values of a head's key, S rotated ones,
@@ -122,6 +123,11 @@ class LatentCache:
         """All that a block holds; the first dimension is the block."""
         return (self.latents,) if self.index_keys is None else (self.latents, self.index_keys)
 
+    @property
+    def tensors_of_items(self) -> dict[CacheKind, tuple[Tensor, ...]]:
+        """The tensors by the kind of their items."""
+        return {CacheKind.BLOCK: self.tensors}
+
     def clear(self) -> None:
         for tensor in self.tensors:
             tensor.zero_()
@@ -190,6 +196,8 @@ class LatentAttention(nn.Module):
         """The number of values per token in each tensor of the cache."""
         indexer = self.config.indexer
         return (self.config.cached_size,) if indexer is None else (self.config.cached_size, indexer.key_dim)
+
+    cache_divisions: tuple[CacheDivision, ...] = ()  # every tp rank has the whole cache
 
     def make_cache(self, size: CacheSize) -> LatentCache:
         shapes = ((size.num_blocks, size.block_size, values) for values in self._cached_sizes)

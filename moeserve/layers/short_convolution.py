@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from moeserve.layers.cache import CacheNeeds, CacheSize
+from moeserve.layers.cache import CacheDivision, CacheNeeds, CacheSize
 from moeserve.layers.context import ModelContext
 from moeserve.layers.input_share import num_input_chunks, share_inputs
 from moeserve.layers.linear import Linear
@@ -79,6 +79,11 @@ class GatedConvolution(nn.Module):
     def cache_needs(self) -> CacheNeeds:
         num_inputs = (self.shape.num_taps - 1) * self.shape.num_channels
         return CacheNeeds(state_bytes=num_inputs * self.context.dtype.itemsize)
+
+    @property
+    def cache_divisions(self) -> tuple[CacheDivision, ...]:
+        """What this rank has of each tensor of its cache."""
+        return (CacheDivision(2, (range(self.channels.start, self.channels.stop),)),)
 
     def make_cache(self, size: CacheSize) -> StateCache:
         shape = (size.num_states, self.shape.num_taps - 1, self.shape.num_channels)

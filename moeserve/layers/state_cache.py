@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from moeserve.protocol import CacheKind
+
 # W tokens of a convolution, w = W - 1, C channels, N value heads, K values of a key, V of a value
 
 
@@ -20,6 +22,11 @@ class StateCache:
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors of the cache; their first dimension is the row."""
         return (self.inputs,) if self.states is None else (self.inputs, self.states)
+
+    @property
+    def tensors_of_items(self) -> dict[CacheKind, tuple[Tensor, ...]]:
+        """The tensors by the kind of their items. Only some of the rows have items: those of saved states."""
+        return {CacheKind.STATE: self.tensors}
 
     def clear(self) -> None:
         for tensor in self.tensors:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from moeserve.ops.indexer import ChosenEntries
+from moeserve.protocol import CacheKind
 from moeserve.step_inputs import StepInputs
 
 # T tokens, N query heads, H head size, I size of an indexer's key, m tokens of a window, B tokens of a block, E entries
@@ -77,6 +78,11 @@ class CompressedCache:
     def tensors(self) -> tuple[Tensor, ...]:
         """All that a block holds; the first dimension is the block."""
         return self.tokens, *self.kept_tensors
+
+    @property
+    def tensors_of_items(self) -> dict[CacheKind, tuple[Tensor, ...]]:
+        """The tensors by the kind of their items."""
+        return {CacheKind.WINDOW_BLOCK: (self.tokens,), CacheKind.BLOCK: self.kept_tensors}
 
     def clear(self) -> None:
         for tensor in self.tensors:

@@ -20,6 +20,7 @@ from moeserve.ops.hyper_connections import StreamKernels, StreamsConfig
 from moeserve.ops.indexer import ChooseEntries, ChosenEntries, IndexerRule
 from moeserve.ops.linear_attention import LinearAttention, LinearAttentionShape
 from moeserve.ops.short_convolution import ConvolutionShape, ShortConvolution
+from moeserve.protocol import CacheKind
 from moeserve.step_inputs import StepInputs
 
 # T tokens, D model width, E experts, K experts per token, P pairs = T * K, R rows, N query heads, G key-value heads,
@@ -457,6 +458,7 @@ class KeyValueCache:
     values: Tensor
     key_scales: Tensor | None = None  # [num_blocks, G, block_size] bfloat16
     value_scales: Tensor | None = None
+    has_window: bool = False  # its blocks are those of layers with windows
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -464,6 +466,11 @@ class KeyValueCache:
         if self.key_scales is None or self.value_scales is None:
             return self.keys, self.values
         return self.keys, self.values, self.key_scales, self.value_scales
+
+    @property
+    def tensors_of_items(self) -> dict[CacheKind, tuple[Tensor, ...]]:
+        """The tensors by the kind of their items."""
+        return {CacheKind.WINDOW_BLOCK if self.has_window else CacheKind.BLOCK: self.tensors}
 
     def clear(self) -> None:
         for tensor in self.tensors:

@@ -21,15 +21,16 @@ from moeserve.planner.settings import SimulationSettings
 from moeserve.planner.simulation_report import Percentiles, PoolOutcome, TransferTotals
 from moeserve.protocol import (
     AddRequest,
-    BlockTransfer,
+    CacheKind,
     CancelReceive,
     ChunkResult,
-    KeepBlocks,
-    ReceiveBlocks,
+    KeepItems,
+    ReceiveItems,
     Request,
     RequestUpdate,
     StepPlan,
     StepResult,
+    StoreTransfer,
     TransferOutcome,
 )
 from moeserve.scheduling.kv_connector import HostTier
@@ -222,7 +223,7 @@ class Pool:
         return self._sending_links[index]
 
     def _new_scheduler(self, index: int) -> Scheduler:
-        tier = HostTier(self._host_blocks) if self._host_blocks else None
+        tier = HostTier({CacheKind.BLOCK: self._host_blocks}) if self._host_blocks else None
         return Scheduler(self._config, b"", tier, [f"{self.name} {index}"] if self._shares_blocks else [])
 
     def _end_round(self, results: dict[int, StepResult]) -> list[Report]:
@@ -254,17 +255,17 @@ class Pool:
     def _begin_transfers(self, now: float) -> None:
         for index, transfer in sorted(self._group.take_transfers(), key=lambda begun: begun[0]):
             match transfer:
-                case BlockTransfer(number=number, block_ids=block_ids):
-                    seconds = len(block_ids) * self._host_s_per_block
+                case StoreTransfer(number=number, places=places):
+                    seconds = len(places) * self._host_s_per_block
                     ends_at = self._host_links[index].carry(now, seconds)
                     copies = self._loaded if transfer.is_load else self._saved
-                case KeepBlocks(number=number, handle=handle):
+                case KeepItems(number=number, handle=handle):
                     self._kept[handle] = KeptBlocks(self, index, number)
                     continue
-                case ReceiveBlocks(number=number, block_ids=block_ids):
+                case ReceiveItems(number=number, places=places):
                     kept = self._kept.pop(transfer.source.handle)
-                    seconds, ends_at = len(block_ids) * self._network_s_per_block, now
-                    if block_ids:
+                    seconds, ends_at = len(places) * self._network_s_per_block, now
+                    if places:
                         sending, receiving = kept.pool.sending_link(kept.index), self._receiving_links[index]
                         ends_at = receiving.carry(max(now, sending.free_at), seconds)
                         sending.free_at = ends_at
@@ -272,8 +273,8 @@ class Pool:
                     copies = self._received
                 case CancelReceive():
                     raise AssertionError("no simulated request is aborted")
-            copies.add(len(block_ids), seconds, ends_at - now)
-            outcome = TransferOutcome(number=number, num_copied=len(block_ids), seconds=seconds)
+            copies.add(len(places), seconds, ends_at - now)
+            outcome = TransferOutcome(number=number, num_copied=len(places), seconds=seconds)
             self._add_end(index, outcome, ends_at)
 
     def _add_end(self, index: int, outcome: TransferOutcome, at_s: float) -> None:

@@ -1,67 +1,83 @@
-"""The transfers of one replica in flight: which blocks they read and write, and who waits for them."""
+"""The transfers of one replica in flight: which places of the cache they read and write, and who waits for them."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
 
 from moeserve.protocol import (
-    BlockTransfer,
+    CacheKind,
+    CachePlace,
     CancelReceive,
-    KeepBlocks,
+    KeepItems,
     PeerBlocks,
-    ReceiveBlocks,
+    ReceiveItems,
     RequestUpdate,
+    StoreTransfer,
     Transfer,
     TransferOutcome,
 )
 from moeserve.scheduling.block_pool import BlockPool, tokens_digest
-from moeserve.scheduling.kv_connector import KVConnector
+from moeserve.scheduling.kv_connector import ItemKey, KVConnector
 from moeserve.scheduling.load_rates import LoadRates
 from moeserve.scheduling.request import LiveRequest
+
+KINDS_OF_RUNNING = (CacheKind.BLOCK, CacheKind.WINDOW_BLOCK)  # without which no request can run
 
 
 @dataclass(frozen=True)
 class _InFlight:
     kind: Literal["save", "load", "keep", "receive", "cancel"]
-    block_ids: list[int]
-    digests: list[bytes]  # of blocks that are saved, loaded or received
+    places: list[CachePlace]  # that are read or written; it is a holder of them
+    keys: list[ItemKey]  # of items that are saved, loaded or received
+    held: list[CachePlace]  # further ones, of the rest of the prefix for which the request waits
     request: LiveRequest | None = None  # that waits for the end
-    handle: str = ""  # of blocks that are received
+    handle: str = ""  # of items that are received
 
 
 class BlockTransfers:
-    """Copies of blocks beside the steps, to and from the store behind the cache, and between engines.
+    """Copies of cached items beside the steps, to and from the store behind the cache, and between engines.
 
-    Blocks that were computed are saved, and those that a waiting request begins with are loaded. Another engine may
-    compute a prompt: it keeps the prompt's blocks until this one has received them.
+    Items that were computed are saved, and those that a waiting request begins with are loaded. Another engine may
+    compute a prompt: it keeps the prompt's items until this one has received them.
 
-    A block of a transfer in flight has a holder, so it is not given to others.
+    A place of a transfer in flight has a holder, so it is not given to others.
     """
 
-    def __init__(self, connector: KVConnector, pool: BlockPool, block_size: int, addresses: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        connector: KVConnector,
+        pools: Mapping[CacheKind, BlockPool],
+        block_size: int,
+        addresses: Sequence[str] = (),
+    ) -> None:
         """
         Args:
+            pools: of the cache's places, by the kind of their items.
             block_size: tokens.
-            addresses: where other engines can read blocks of each rank of this replica; none: they cannot.
+            addresses: where other engines can read items of each rank of this replica; none: they cannot.
         """
-        self._connector, self._pool, self._addresses = connector, pool, list(addresses)
-        self._computed: dict[bytes, int] = {}  # blocks to be saved, unless they are evicted before
+        self.connector = connector
+        self._pools, self._addresses = pools, list(addresses)
+        self._computed: dict[ItemKey, int] = {}  # items to be saved, unless they are evicted before
         self._new: list[Transfer] = []
         self._in_flight: dict[int, _InFlight] = {}
         self._is_saving = False
         self._block_size = block_size
         self._rates = LoadRates(block_size)
         self._num_begun = 0
-        self.num_loaded_blocks = self.num_saved_blocks = self.num_failed_blocks = 0
+        self._num_loaded: Counter[CacheKind] = Counter()
+        self._num_saved: Counter[CacheKind] = Counter()
+        self._num_failed = 0
 
     @property
     def has_peers(self) -> bool:
-        """True if blocks can be read from other engines, and by them."""
+        """True if items can be read from other engines, and by them."""
         return bool(self._addresses)
 
     @property
@@ -70,128 +86,171 @@ class BlockTransfers:
 
     @property
     def hold_blocks_alone(self) -> bool:
-        """True if a save or a load in flight is the only holder of a block, which is free soon."""
+        """True if a save or a load in flight is the only holder of a place, which is free soon."""
         transfers = [each for each in self._in_flight.values() if each.kind in ("save", "load")]
-        return any(self._pool.num_holders(block) == 1 for transfer in transfers for block in transfer.block_ids)
+        return any(self._pools[place.kind].num_holders(place.index) == 1 for each in transfers for place in each.places)
 
-    def note_computed(self, digest: bytes, block_id: int) -> None:
-        """Let the next save include a block."""
-        self._computed[digest] = block_id
+    @property
+    def pays_to_load(self) -> bool:
+        """True if blocks should be loaded now, because computing them is not faster."""
+        return self._rates.pays()
+
+    def counts(self) -> dict[str, int]:
+        """Return the fields of `ReplicaStats` about copies."""
+        return {
+            "num_loaded_tokens": self._num_loaded[CacheKind.BLOCK] * self._block_size,
+            "num_loaded_states": self._num_loaded[CacheKind.STATE],
+            "num_saved_blocks": self._num_saved[CacheKind.BLOCK] + self._num_saved[CacheKind.WINDOW_BLOCK],
+            "num_saved_states": self._num_saved[CacheKind.STATE],
+            "num_failed_blocks": self._num_failed,
+        }
+
+    def note_computed(self, items: Iterable[tuple[ItemKey, int]]) -> None:
+        """Let the next save include items, given with their places."""
+        self._computed.update(items)
 
     def note_step(self, num_tokens: int, seconds: float) -> None:
         """Record the time of a step with this many tokens."""
         self._rates.note_step(num_tokens, seconds)
 
-    def num_loadable(self, digests: Sequence[bytes]) -> int:
-        """Return how many of these consecutive blocks to load, from the first on. 0 if computing them is faster."""
-        num_blocks = self._connector.get_num_new_matched_blocks(digests)
-        return num_blocks if num_blocks and self._rates.pays() else 0
-
-    def load(self, request: LiveRequest, digests: list[bytes], block_ids: list[int]) -> None:
-        """Load blocks of a request that waits for them.
-
-        Args:
-            block_ids: of the cache, allocated for these blocks.
-        """
-        transfer = BlockTransfer(
-            number=self._num_begun, is_load=True, block_ids=block_ids, store_keys=self._connector.begin_load(digests)
+    def fit(self, keys: Sequence[ItemKey]) -> bool:
+        """Return True if all of these items fit into the cache, which may have some of them."""
+        return all(
+            sum(self._needs_free_place(key) for key in keys if key.kind == kind) <= pool.num_free
+            for kind, pool in self._pools.items()
         )
-        self._begin(transfer, _InFlight("load", block_ids, digests, request))
 
-    def keep(self, request: LiveRequest, update: RequestUpdate) -> RequestUpdate:
-        """Keep the full blocks of the prompt of a request that ends, for another engine.
+    def _needs_free_place(self, key: ItemKey) -> bool:
+        pool = self._pools[key.kind]
+        index = pool.find(key.digest)
+        return index is None or pool.is_free(index)
+
+    def load(self, request: LiveRequest, keys: Sequence[ItemKey]) -> None:
+        """Load those items that the cache lacks. The request waits for them. All must fit."""
+        missing, held = self._hold(keys)
+        absent = [keys[index] for index in missing]
+        transfer = StoreTransfer(
+            number=self._num_begun,
+            is_load=True,
+            places=list(missing.values()),
+            store_keys=self.connector.begin_load(absent),
+        )
+        self._begin(transfer, _InFlight("load", transfer.places, absent, held, request))
+
+    def _hold(self, keys: Sequence[ItemKey]) -> tuple[dict[int, CachePlace], list[CachePlace]]:
+        """Hold the places of cached items, and allocate places for the others.
+
+        Returns:
+            The new places by the index of their key, and the other places.
+        """
+        indices = [self._pools[key.kind].find(key.digest) for key in keys]
+        held = [CachePlace(key.kind, index) for key, index in zip(keys, indices, strict=True) if index is not None]
+        for place in held:  # before any is allocated
+            self._pools[place.kind].share([place.index])
+        missing = {
+            number: CachePlace(key.kind, self._pools[key.kind].allocate(1)[0])
+            for number, (key, index) in enumerate(zip(keys, indices, strict=True))
+            if index is None
+        }
+        return missing, held
+
+    def keep(self, request: LiveRequest, keys: Sequence[ItemKey], update: RequestUpdate) -> RequestUpdate:
+        """Keep items of the prompt of a request that ends, for another engine. The cache must have them.
 
         Nothing is kept if half of the cache is kept already: others must be able to run.
 
         Returns:
             Its last update, with `kv_blocks` if they are kept.
         """
-        num_blocks = request.num_prompt_tokens // self._block_size
-        num_kept = sum(len(each.block_ids) for each in self._in_flight.values() if each.kind == "keep")
-        if not self.has_peers or not num_blocks or num_kept + num_blocks > self._pool.num_blocks // 2:
+        num_blocks = sum(key.kind == CacheKind.BLOCK for key in keys)
+        num_kept = Counter(key.kind for key in keys)
+        for each in self._in_flight.values():
+            num_kept.update(place.kind for place in each.places if each.kind == "keep")
+        is_too_much = any(num_kept[kind] > self._pools[kind].num_blocks // 2 for kind in KINDS_OF_RUNNING)
+        if not self.has_peers or not num_blocks or is_too_much:
             return update
-        handle, block_ids = request.request.kv_handle, request.block_ids[:num_blocks]
-        self._pool.share(block_ids)
-        keep = KeepBlocks(
-            number=self._num_begun,
-            handle=handle,
-            tokens=tokens_digest(request.token_ids[: num_blocks * self._block_size]),
-            block_ids=block_ids,
-        )
-        self._begin(keep, _InFlight("keep", block_ids, []))
+        handle = request.request.kv_handle
+        _, places = self._hold(keys)
+        tokens = tokens_digest(request.token_ids[: num_blocks * self._block_size])
+        keep = KeepItems(number=self._num_begun, handle=handle, tokens=tokens, places=places)
+        self._begin(keep, _InFlight("keep", places, [], []))
         source = PeerBlocks(handle=handle, addresses=self._addresses, num_blocks=num_blocks)
         return msgspec.structs.replace(update, kv_blocks=source)
 
     def is_receiving(self, handle: str) -> bool:
-        """True while blocks with this handle are on their way."""
-        return any(each.block_ids and each.handle == handle for each in self._in_flight.values())
+        """True while items with this handle are on their way."""
+        return any(each.places and each.handle == handle for each in self._in_flight.values())
 
-    def receive(self, request: LiveRequest, first: int, digests: list[bytes], block_ids: list[int]) -> None:
-        """Read blocks of a request's `kv_source`, and set all of them free there. The source is used only once.
+    def receive(self, request: LiveRequest, keys: Sequence[ItemKey]) -> None:
+        """Read those items of a request's `kv_source` that the cache lacks, and set all of them free there.
+
+        The source is used only once.
 
         Args:
-            first: of the source's blocks that is read.
-            digests: of the blocks that are read. None: the source is only set free, and the request does not wait.
-            block_ids: of the cache, allocated for these blocks.
+            keys: of all items of the source, in order. None: the source is only set free, and the request does not
+                wait.
         """
         source, request.kv_source = request.kv_source, None
         assert source is not None
-        receive = ReceiveBlocks(
+        missing, held = self._hold(keys)
+        receive = ReceiveItems(
             number=self._num_begun,
             receiver=secrets.token_hex(8),
             source=source,
             tokens=tokens_digest(request.token_ids[: source.num_blocks * self._block_size]),
-            first=first,
-            block_ids=block_ids,
+            wanted=list(missing),
+            places=list(missing.values()),
         )
-        self._begin(receive, _InFlight("receive", block_ids, digests, request if digests else None, source.handle))
+        absent, waits = [keys[index] for index in missing], request if keys else None
+        self._begin(receive, _InFlight("receive", receive.places, absent, held, waits, source.handle))
 
     def cancel_receive(self, handle: str) -> None:
-        """End the transfer of blocks with this handle early, if the request that waits for it has ended."""
+        """End the transfer of items with this handle early, if the request that waits for it has ended."""
         for number, each in list(self._in_flight.items()):
             if each.handle == handle and each.request is not None and each.request.ended:
-                self._begin(CancelReceive(number=self._num_begun, receive=number), _InFlight("cancel", [], []))
+                self._begin(CancelReceive(number=self._num_begun, receive=number), _InFlight("cancel", [], [], []))
 
     def take_new(self) -> list[Transfer]:
-        """Return the transfers that begin now. One save at a time takes all blocks that were computed meanwhile."""
+        """Return the transfers that begin now. One save at a time takes all items that were computed meanwhile."""
         if self._computed and not self._is_saving:
             computed, self._computed = self._computed, {}
-            kept = {digest: block for digest, block in computed.items() if self._pool.find(digest) == block}
-            keys = self._connector.begin_save(list(kept))
-            if keys:
+            kept = {key: index for key, index in computed.items() if self._pools[key.kind].find(key.digest) == index}
+            store_keys = self.connector.begin_save(list(kept))
+            if store_keys:
                 self._is_saving = True
-                block_ids = [kept[digest] for digest in keys]
-                self._pool.share(block_ids)
-                transfer = BlockTransfer(
-                    number=self._num_begun, is_load=False, block_ids=block_ids, store_keys=list(keys.values())
+                keys = list(store_keys)
+                _, places = self._hold(keys)
+                transfer = StoreTransfer(
+                    number=self._num_begun, is_load=False, places=places, store_keys=list(store_keys.values())
                 )
-                self._begin(transfer, _InFlight("save", block_ids, list(keys)))
+                self._begin(transfer, _InFlight("save", places, keys, []))
         new, self._new = self._new, []
         return new
 
     def end(self, outcome: TransferOutcome) -> LiveRequest | None:
-        """End a transfer. Blocks that were loaded or received can be found in the pool from now on.
+        """End a transfer. Items that were loaded or received can be found in the cache from now on.
 
         Returns:
             The request that waited for it, if one did.
         """
         transfer, num_copied = self._in_flight.pop(outcome.number), outcome.num_copied
+        copied = Counter(place.kind for place in transfer.places[:num_copied])
         if transfer.request is None or not transfer.request.ended:  # else it may have been cancelled
-            self.num_failed_blocks += len(transfer.block_ids) - num_copied
+            self._num_failed += len(transfer.places) - num_copied
         match transfer.kind:
             case "save":
                 self._is_saving = False
-                self._connector.end_save(transfer.digests, num_copied)
-                self.num_saved_blocks += num_copied
+                self.connector.end_save(transfer.keys, num_copied)
+                self._num_saved += copied
             case "load":
-                self._connector.end_load(transfer.digests, num_copied)
-                self._rates.note_load(num_copied, outcome.seconds)
+                self.connector.end_load(transfer.keys)
+                self._rates.note_load(copied[CacheKind.BLOCK], outcome.seconds)
         if transfer.kind in ("load", "receive"):
-            self.num_loaded_blocks += num_copied
-            for digest, block_id in list(zip(transfer.digests, transfer.block_ids, strict=True))[:num_copied]:
-                self._pool.register(block_id, digest)
-        else:
-            self._pool.release(transfer.block_ids)
+            self._num_loaded += copied
+            for key, place in list(zip(transfer.keys, transfer.places, strict=True))[:num_copied]:
+                self._pools[key.kind].register(place.index, key.digest)
+        for kind, pool in self._pools.items():  # the first blocks of a prefix are evicted last
+            pool.release([place.index for place in [*transfer.held, *transfer.places] if place.kind == kind])
         return transfer.request
 
     def _begin(self, message: Transfer, transfer: _InFlight) -> None:
@@ -199,9 +258,6 @@ class BlockTransfers:
         self._new.append(message)
         self._num_begun += 1
 
-    def held_blocks(self) -> list[int]:
-        """Return the blocks that transfers hold, with the cached prefixes of requests that wait for loads."""
-        held: list[int] = []
-        for each in self._in_flight.values():
-            held += each.block_ids if each.request is None else each.request.block_ids
-        return held
+    def held_places(self) -> list[CachePlace]:
+        """Return the places that transfers hold, once for each holder."""
+        return [place for each in self._in_flight.values() for place in [*each.places, *each.held]]

@@ -5,11 +5,12 @@ The scheduler decides which tokens run. This file finds what of a request is cac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from moeserve.protocol import SavedState
+from moeserve.protocol import CacheKind, CachePlace, SavedState
 from moeserve.scheduling.block_pool import BlockPool, num_blocks_for
+from moeserve.scheduling.kv_connector import ItemKey
 from moeserve.scheduling.request import LiveRequest
 from moeserve.scheduling.scheduler_config import SchedulerConfig
 from moeserve.scheduling.state_pool import StatePool
@@ -39,6 +40,9 @@ class CacheManager:
     Layers with windows have blocks of their own, which a request holds while its later tokens may read them: as soon as
     the tokens before a position are computed, it drops those behind the window of this position. Plans in flight start
     at this position or later, so none of them reads a dropped block.
+
+    What a store behind the cache should keep is returned as items, each with its place. Those of layers with windows
+    are the ones that a later request needs: in the windows where prompts end or diverge, and where a request ends.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -48,38 +52,71 @@ class CacheManager:
         self.states: StatePool | None = None  # None: no layer of the model has a state
         if config.num_saved_states is not None:
             self.states = StatePool(config.max_num_seqs, config.num_saved_states)
-        self._state_interval = -(-config.state_interval // config.block_size) * config.block_size
+        size = config.block_size
+        # Tokens between the positions behind which a request can begin.
+        self._interval = size if self.states is None else num_blocks_for(config.state_interval, size) * size
+        self.pools = {
+            CacheKind.BLOCK: self.pool,
+            CacheKind.WINDOW_BLOCK: self.window_pool,
+            CacheKind.STATE: BlockPool(0) if self.states is None else self.states.pool,
+        }
 
     @property
     def num_free_blocks(self) -> int:
         """Blocks that no request holds, including those kept for the prefix cache."""
         return self.pool.num_free
 
-    def begin_plan(self) -> None:
-        """Begin another plan."""
-        if self.states is not None:
-            self.states.begin_plan()
-
     def cached_prefix(self, request: LiveRequest) -> CachedPrefix:
-        """Return the longest run of cached blocks that a request begins with. Its last token is always computed."""
+        """Return the longest prefix of a request that is cached. Its last token is always computed."""
+        num_blocks = self._usable_blocks(request, self._is_cached, self.most_cached_blocks(request))
+        digests = [request.digest(index, self.config.block_size) for index in range(num_blocks)]
+        in_window = digests[self._first_block_of_window(num_blocks * self.config.block_size) :]
+        return CachedPrefix(
+            list(map(self.pool.block_of, digests)),
+            list(map(self.window_pool.block_of, in_window)) if self.config.window else [],
+        )
+
+    def num_loadable_blocks(self, request: LiveRequest, is_stored: Callable[[ItemKey], bool]) -> int:
+        """Return how many of a request's first blocks can be used once what a store has of them is loaded.
+
+        Args:
+            is_stored: returns whether the store has an item.
+        """
+
+        def has(key: ItemKey) -> bool:
+            return self._is_cached(key) or is_stored(key)
+
+        return self._usable_blocks(request, has, self.most_cached_blocks(request))
+
+    def prefix_for_others(self, request: LiveRequest) -> list[ItemKey]:
+        """Return the items of the longest cached prefix that requests with the same prompt can use."""
         size = self.config.block_size
-        block_ids: list[int] = []
+        most = (request.num_prompt_tokens - 1) // size
+        for index in range(most):  # other blocks with the same tokens may have been registered instead, and evicted
+            digest = request.digest(index, size)
+            if self.pool.find(digest) is None:
+                self.pool.register(request.block_ids[index], digest)
+            if index >= request.num_dropped_blocks and self.config.window and self.window_pool.find(digest) is None:
+                self.window_pool.register(request.window_block_ids[index], digest)
+        return self.items_of(request, self._usable_blocks(request, self._is_cached, most))
+
+    def items_of(self, request: LiveRequest, num_blocks: int) -> list[ItemKey]:
+        """Return all items that a request needs to begin behind its first blocks."""
+        size = self.config.block_size
+        digests = [request.digest(index, size) for index in range(num_blocks)]
+        items = [ItemKey(CacheKind.BLOCK, digest) for digest in digests]
+        if self.config.window:
+            first = self._first_block_of_window(num_blocks * size)
+            items += [ItemKey(CacheKind.WINDOW_BLOCK, digest) for digest in digests[first:]]
+        if self.states is not None and digests:
+            items.append(ItemKey(CacheKind.STATE, digests[-1]))
+        return items
+
+    def most_cached_blocks(self, request: LiveRequest) -> int:
+        """Return how many blocks of a request may come from elsewhere. Its last token is always computed."""
         if not self.config.enable_prefix_caching or request.needs_every_prompt_row:
-            return CachedPrefix([], [])
-        for index in range((len(request.token_ids) - 1) // size):
-            block_id = self.pool.find(request.digest(index, size))
-            if block_id is None:
-                break
-            block_ids.append(block_id)
-        per_state = 1 if self.states is None else self._state_interval // size
-        end = len(block_ids) - len(block_ids) % per_state
-        # If the prefix ends before this, an earlier request diverges from this one here. More requests may share these
-        # blocks, so the request keeps its state and its window here.
-        request.branch_point = end * size
-        while (shorter := self._num_blocks_with_state(request, self._num_blocks_with_window(request, end))) < end:
-            end = shorter
-        in_window = range(self._first_block_of_window(end * size), end) if self.config.window else range(0)
-        return CachedPrefix(block_ids[:end], [self.window_pool.block_of(request.digest(i, size)) for i in in_window])
+            return 0
+        return (len(request.token_ids) - 1) // self.config.block_size
 
     def has_room(self, request: LiveRequest, prefix: CachedPrefix, num_promised: int, num_running: int) -> bool:
         """Return True if all known tokens of a request fit, leaving one block for each running request to grow.
@@ -113,12 +150,18 @@ class CacheManager:
             request.num_dropped_blocks = prefix.num_blocks - len(prefix.window_block_ids)
             request.window_block_ids = [0] * request.num_dropped_blocks + prefix.window_block_ids
 
-    def start(self, request: LiveRequest, prefix: CachedPrefix) -> None:
-        """Give a request its cached prefix, behind which its first planned chunk begins."""
+    def start(self, request: LiveRequest, prefix: CachedPrefix) -> list[tuple[ItemKey, int]]:
+        """Give a request its cached prefix, behind which its first planned chunk begins.
+
+        Returns:
+            What a store should keep because more requests may begin there.
+        """
         self.share(request, prefix)
-        if self.states is not None and prefix.num_blocks:
-            request.state_row = self.states.read(request.digest(prefix.num_blocks - 1, self.config.block_size))
         request.num_computed = request.num_planned = prefix.num_blocks * self.config.block_size
+        if self.states is not None and prefix.num_blocks:  # it holds the row until its first plan has ended
+            request.state_row = self.states.read(request.digest(prefix.num_blocks - 1, self.config.block_size))
+        keys = self.items_of(request, prefix.num_blocks)[prefix.num_blocks :]
+        return [(key, self.pools[key.kind].block_of(key.digest)) for key in keys]
 
     def fits(self, request: LiveRequest, num_tokens: int) -> bool:
         """Return True if enough blocks are free for the next tokens of a request."""
@@ -133,41 +176,59 @@ class CacheManager:
         request.window_block_ids += added.window_block_ids
         return added
 
-    def register_computed(self, request: LiveRequest, num_tokens: int) -> list[tuple[bytes, int]]:
+    def register_computed(self, request: LiveRequest, num_tokens: int) -> list[tuple[ItemKey, int]]:
         """Let other requests find the blocks that the last computed tokens of a request have filled.
 
         Returns:
-            Digests and blocks.
+            What a store should keep of them.
         """
         if not self.config.enable_prefix_caching:
             return []
         size = self.config.block_size
         filled = range((request.num_computed - num_tokens) // size, request.num_computed // size)
-        registered = [(request.digest(index, size), request.block_ids[index]) for index in filled]
-        for digest, block_id in registered:
-            self.pool.register(block_id, digest)
-        if self.config.window:
-            for index in filled:
-                self.window_pool.register(request.window_block_ids[index], request.digest(index, size))
-        return registered
+        items = []
+        for index in filled:
+            digest = request.digest(index, size)
+            self.pool.register(request.block_ids[index], digest)
+            items.append((ItemKey(CacheKind.BLOCK, digest), request.block_ids[index]))
+            if self.config.window:
+                self.window_pool.register(request.window_block_ids[index], digest)
+                if self._is_likely(request, index):
+                    items.append((ItemKey(CacheKind.WINDOW_BLOCK, digest), request.window_block_ids[index]))
+        return items
 
     def drop_behind_window(self, request: LiveRequest) -> None:
         """Free the blocks that no token after the computed ones reads."""
         if not self.config.window:
             return
-        first, size = self._first_block_of_window(request.num_computed), self.config.block_size
-        # Where a later request may begin: behind what this one shared, or has in common with an earlier one, and behind
-        # its prompt.
-        starts = request.branch_point, (request.num_prompt_tokens - 1) // size * size
+        first = self._first_block_of_window(request.num_computed)
         for index in range(request.num_dropped_blocks, first):
-            is_in_window = any(self._first_block_of_window(start) <= index < start // size for start in starts)
-            self.window_pool.release([request.window_block_ids[index]], is_unlikely=not is_in_window)
+            self.window_pool.release([request.window_block_ids[index]], is_unlikely=not self._is_likely(request, index))
         request.num_dropped_blocks = max(first, request.num_dropped_blocks)
 
-    def release(self, request: LiveRequest) -> None:
-        """Free the blocks of a request."""
+    def _is_likely(self, request: LiveRequest, index: int) -> bool:
+        """Return True if a block is in the window of a later request that begins at a likely position.
+
+        These are behind what this request shared, or has in common with an earlier one, and behind its prompt.
+        """
+        size = self.config.block_size
+        starts = request.branch_point, (request.num_prompt_tokens - 1) // self._interval * self._interval
+        return any(self._first_block_of_window(start) <= index < start // size for start in starts)
+
+    def release(self, request: LiveRequest) -> list[tuple[ItemKey, int]]:
+        """Free the blocks of a request.
+
+        Returns:
+            What a store should keep of layers with windows, for a request that continues this one.
+        """
         self.pool.release(request.block_ids)
         self.window_pool.release(request.window_block_ids[request.num_dropped_blocks :])
+        if not self.config.window or not self.config.enable_prefix_caching or self.states is not None:
+            return []  # states are saved in prompts alone
+        num_blocks = min(request.num_computed, len(request.token_ids)) // self.config.block_size
+        keys = [key for key in self.items_of(request, num_blocks) if key.kind == CacheKind.WINDOW_BLOCK]
+        places = [self.window_pool.find(key.digest) for key in keys]
+        return [(key, place) for key, place in zip(keys, places, strict=True) if place is not None]
 
     def save_state(self, request: LiveRequest, num_tokens: int) -> SavedState | None:
         """Allocate a row for a state within a chunk of a prompt: at the branch point, or after the last whole interval.
@@ -178,7 +239,7 @@ class CacheManager:
             return None
         size = self.config.block_size
         start, end = request.num_planned, request.num_planned + num_tokens
-        last = end - end % self._state_interval
+        last = end - end % self._interval
         position = request.branch_point if start < request.branch_point <= end else last
         if position <= start or self.states.has(request.digest(position // size - 1, size)):
             return None
@@ -203,36 +264,59 @@ class CacheManager:
         request.own_state_row, request.has_moved_state = request.state_row, True
         return True
 
-    def end_save(self, request: LiveRequest, saved: SavedState, start: int, *, is_kept: bool) -> None:
+    def end_save(
+        self, request: LiveRequest, saved: SavedState, start: int, *, is_kept: bool
+    ) -> list[tuple[ItemKey, int]]:
         """Make the state that a chunk has saved available to other requests, if it was computed.
 
         Args:
             start: of the chunk.
+
+        Returns:
+            What a store should keep.
         """
         assert self.states is not None
         if not is_kept:
             self.states.release(saved.row)
-            return
+            return []
         size = self.config.block_size
-        self.states.register(saved.row, request.digest((start + saved.num_tokens) // size - 1, size))
+        digest = request.digest((start + saved.num_tokens) // size - 1, size)
+        return [(ItemKey(CacheKind.STATE, digest), self.states.register(saved.row, digest))]
 
-    def check_invariants(self, holders: Sequence[LiveRequest], of_transfers: Sequence[int], saving: set[int]) -> None:
+    def saved_row_of(self, request: LiveRequest) -> int | None:
+        """Return the row of the saved state from which the next chunk of a request starts, if it starts from one."""
+        is_saved = self.states is not None and request.state_row in self.states.rows
+        return request.state_row if is_saved else None
+
+    def end_read(self, row: int) -> None:
+        """End the plan that has read a saved state."""
+        assert self.states is not None
+        self.states.release(row)
+
+    def check_invariants(
+        self, holders: Sequence[LiveRequest], of_transfers: Sequence[CachePlace], rows_in_use: list[int]
+    ) -> None:
         """Raise AssertionError if the bookkeeping is inconsistent.
 
         Args:
             holders: requests that hold blocks.
-            of_transfers: blocks that transfers hold.
-            saving: rows of states that plans in flight write.
+            of_transfers: places that transfers hold.
+            rows_in_use: rows of saved states that plans in flight read or write.
         """
-        self.pool.check_invariants([*(block for each in holders for block in each.block_ids), *of_transfers])
-        in_windows = (block for each in holders for block in each.window_block_ids[each.num_dropped_blocks :])
-        self.window_pool.check_invariants(in_windows)
+        held: dict[CacheKind, list[int]] = {kind: [] for kind in CacheKind}
+        for place in of_transfers:
+            held[place.kind].append(place.index)
+        for each in holders:
+            held[CacheKind.BLOCK] += each.block_ids
+            held[CacheKind.WINDOW_BLOCK] += each.window_block_ids[each.num_dropped_blocks :]
+        self.pool.check_invariants(held[CacheKind.BLOCK])
+        self.window_pool.check_invariants(held[CacheKind.WINDOW_BLOCK])
         for request in holders if self.config.window else ():
             assert len(request.window_block_ids) == len(request.block_ids), request
             first = self._first_block_of_window(request.num_computed)
             assert request.ended or request.num_dropped_blocks == first or not request.block_ids, request
         if self.states is not None:
-            self.states.check_invariants(saving)
+            self.states.check_invariants(rows_in_use, held[CacheKind.STATE])
 
     def _num_new_blocks(self, request: LiveRequest, num_tokens: int) -> int:
         """Return how many blocks the next tokens of a request need. It may have those of rejected drafts already."""
@@ -243,8 +327,32 @@ class CacheManager:
         """Return the index of the first block that the token at a position reads."""
         return max(0, position - self.config.window + 1) // self.config.block_size
 
-    def _num_blocks_with_window(self, request: LiveRequest, num_blocks: int) -> int:
-        """Return how many of a request's first blocks can be used, because those in the window behind them are cached.
+    def _is_cached(self, key: ItemKey) -> bool:
+        return self.pools[key.kind].find(key.digest) is not None
+
+    def _usable_blocks(self, request: LiveRequest, has: Callable[[ItemKey], bool], most: int) -> int:
+        """Return how many of a request's first blocks, at most `most`, can be used.
+
+        That are those behind which all that the next token needs is there.
+
+        Args:
+            has: returns whether an item is there.
+        """
+        size = self.config.block_size
+        found = (has(ItemKey(CacheKind.BLOCK, request.digest(index, size))) for index in range(most))
+        end = next((index for index, is_there in enumerate(found) if not is_there), most)
+        end -= end % (self._interval // size)
+        # If the prefix ends before this, an earlier request diverges from this one here. More requests may share these
+        # blocks, so the request keeps its state and its window here.
+        request.branch_point = max(request.branch_point, end * size)
+        while (
+            shorter := self._num_blocks_with_state(request, self._num_blocks_with_window(request, end, has), has)
+        ) < end:
+            end = shorter
+        return end
+
+    def _num_blocks_with_window(self, request: LiveRequest, num_blocks: int, has: Callable[[ItemKey], bool]) -> int:
+        """Return how many of a request's first blocks can be used, because those in the window behind them are there.
 
         Args:
             num_blocks: at most.
@@ -254,15 +362,15 @@ class CacheManager:
         size, end = self.config.block_size, num_blocks
         index = end - 1
         while index >= self._first_block_of_window(end * size):
-            if self.window_pool.find(request.digest(index, size)) is None:
+            if not has(ItemKey(CacheKind.WINDOW_BLOCK, request.digest(index, size))):
                 end = index  # each longer prefix up to the previous end has this block in its window
             index -= 1
         return end
 
-    def _num_blocks_with_state(self, request: LiveRequest, num_blocks: int) -> int:
+    def _num_blocks_with_state(self, request: LiveRequest, num_blocks: int, has: Callable[[ItemKey], bool]) -> int:
         """Return how many of a request's first blocks, at most `num_blocks`, end at a saved state."""
         if self.states is None:
             return num_blocks
-        size, per_interval = self.config.block_size, self._state_interval // self.config.block_size
-        ends = range(num_blocks - num_blocks % per_interval, 0, -per_interval)
-        return next((end for end in ends if self.states.has(request.digest(end - 1, size))), 0)
+        size, step = self.config.block_size, self._interval // self.config.block_size
+        ends = range(num_blocks - num_blocks % step, 0, -step)
+        return next((end for end in ends if has(ItemKey(CacheKind.STATE, request.digest(end - 1, size)))), 0)

@@ -1,10 +1,11 @@
-"""KV connectors, as a scheduler sees them: which blocks lie in a store behind the KV cache.
+"""KV connectors, as a scheduler sees them: which items of the KV cache lie in a store behind it.
 
-Copies between the cache and a store are *transfers*. They run beside the steps, on every rank of the replica, and a
-request moves on when all ranks have ended its transfer. A full block is saved when it is computed, so that later it can
-be given to others at once. When a waiting request begins with blocks that the cache has lost and the store has kept,
-they are loaded first, and then found in the prefix cache as if they had always been there. A block that cannot be
-loaded is computed: no failure of a store changes a token.
+An item is a block, a block of layers with windows, or a saved state. It belongs to the tokens up to its end, so its key
+is the digest of these tokens. Copies between the cache and a store are *transfers*. They run beside the steps, on every
+rank of the replica, and a request moves on when all ranks have ended its transfer. An item is saved when it is
+computed, so that later its place can be given to others at once. When a waiting request begins with items that the
+cache has lost and the store has kept, they are loaded first, and then found in the prefix cache as if they had always
+been there. An item that cannot be loaded is computed: no failure of a store changes a token.
 
 The names are those of vLLM's KVConnectorBase_V1 where the meaning is the same.
 """
@@ -12,127 +13,135 @@ The names are those of vLLM's KVConnectorBase_V1 where the meaning is the same.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
-from moeserve.protocol import StoreKey
+from moeserve.protocol import CacheKind, StoreKey
+
+
+class ItemKey(NamedTuple):
+    """The identity of an item."""
+
+    kind: CacheKind
+    digest: bytes  # of the tokens up to the end of the item, as in prefix caching
+
+    @property
+    def name(self) -> str:
+        """The name of the item in a folder."""
+        return f"{self.digest.hex()}.{self.kind.name.lower()}"
 
 
 class KVConnector(Protocol):
-    """The index of a store behind the KV cache of one replica. Blocks are named by the digests of prefix caching."""
+    """The index of a store behind the KV cache of one replica."""
 
-    def get_num_new_matched_blocks(self, digests: Sequence[bytes]) -> int:
-        """Return how many of these consecutive blocks, from the first on, can be loaded now."""
+    def has(self, key: ItemKey) -> bool:
+        """Return True if an item can be loaded now."""
         ...
 
-    def begin_load(self, digests: Sequence[bytes]) -> list[StoreKey]:
-        """Return the keys of blocks to load. The store keeps them until `end_load`."""
+    def begin_load(self, keys: Sequence[ItemKey]) -> list[StoreKey]:
+        """Return the store's keys of items to load. The store keeps them until `end_load`."""
         ...
 
-    def end_load(self, digests: Sequence[bytes], num_loaded: int) -> None:
-        """End a load, in which the first `num_loaded` blocks could be read."""
+    def end_load(self, keys: Sequence[ItemKey]) -> None:
+        """End a load."""
         ...
 
-    def begin_save(self, digests: Sequence[bytes]) -> dict[bytes, StoreKey]:
-        """Return the keys of those blocks that the store lacks and has room for."""
+    def begin_save(self, keys: Sequence[ItemKey]) -> dict[ItemKey, StoreKey]:
+        """Return the store's keys of those items that it lacks and has room for."""
         ...
 
-    def end_save(self, digests: Sequence[bytes], num_saved: int) -> None:
-        """End a save: the first `num_saved` of the blocks that `begin_save` returned are in the store."""
+    def end_save(self, keys: Sequence[ItemKey], num_saved: int) -> None:
+        """End a save: the first `num_saved` of the items that `begin_save` returned are in the store."""
         ...
 
 
 class FolderTier:
-    """Blocks in a folder, which others may add and delete. See `worker/kv_folder.py`."""
+    """Items in a folder, which others may add and delete. See `worker/kv_folder.py`."""
 
-    def __init__(self, is_stored: Callable[[bytes], bool]) -> None:
+    def __init__(self, is_stored: Callable[[str], bool]) -> None:
         """
         Args:
-            is_stored: returns whether the folder has the block with a digest.
+            is_stored: returns whether the folder has the item with a name.
         """
         self._is_stored = is_stored
 
-    def get_num_new_matched_blocks(self, digests: Sequence[bytes]) -> int:
-        for index, digest in enumerate(digests):
-            if not self._is_stored(digest):
-                return index
-        return len(digests)
+    def has(self, key: ItemKey) -> bool:
+        return self._is_stored(key.name)
 
-    def begin_load(self, digests: Sequence[bytes]) -> list[StoreKey]:
-        return list(digests)
+    def begin_load(self, keys: Sequence[ItemKey]) -> list[StoreKey]:
+        return [key.name for key in keys]
 
-    def end_load(self, digests: Sequence[bytes], num_loaded: int) -> None:
+    def end_load(self, keys: Sequence[ItemKey]) -> None:
         pass
 
-    def begin_save(self, digests: Sequence[bytes]) -> dict[bytes, StoreKey]:
-        return {digest: digest for digest in digests if not self._is_stored(digest)}
+    def begin_save(self, keys: Sequence[ItemKey]) -> dict[ItemKey, StoreKey]:
+        return {key: key.name for key in keys if not self.has(key)}
 
-    def end_save(self, digests: Sequence[bytes], num_saved: int) -> None:
+    def end_save(self, keys: Sequence[ItemKey], num_saved: int) -> None:
         pass
 
 
 class HostTier:
-    """Blocks in the host's memory. The least recently used ones are replaced."""
+    """Items in the host's memory, which has places for each kind. The least recently used ones are replaced."""
 
-    def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
-        self._free = list(range(num_blocks - 1, -1, -1))  # places without a block
-        self._place_of: OrderedDict[bytes, int] = OrderedDict()  # the least recently used first
-        self._saving: dict[bytes, int] = {}
-        self._num_loads: dict[bytes, int] = {}  # in flight, by block
+    def __init__(self, num_places: Mapping[CacheKind, int]) -> None:
+        """
+        Args:
+            num_places: of each kind of items. The store takes none of other kinds.
+        """
+        self._num_places = dict(num_places)
+        self._free = {kind: list(range(num - 1, -1, -1)) for kind, num in num_places.items()}
+        # The least recently used first, by kind.
+        self._stored: dict[CacheKind, OrderedDict[ItemKey, int]] = {kind: OrderedDict() for kind in num_places}
+        self._saving: dict[ItemKey, int] = {}
+        self._num_loads: dict[ItemKey, int] = {}  # in flight, by item
 
-    def __len__(self) -> int:
-        return len(self._place_of)
+    def has(self, key: ItemKey) -> bool:
+        return key in self._stored.get(key.kind, ())
 
-    def get_num_new_matched_blocks(self, digests: Sequence[bytes]) -> int:
-        for index, digest in enumerate(digests):
-            if digest not in self._place_of:
-                return index
-        return len(digests)
+    def begin_load(self, keys: Sequence[ItemKey]) -> list[StoreKey]:
+        for key in keys:
+            self._num_loads[key] = self._num_loads.get(key, 0) + 1
+        for key in reversed(keys):  # the tail of a prefix is replaced before its head
+            self._stored[key.kind].move_to_end(key)
+        return [self._stored[key.kind][key] for key in keys]
 
-    def begin_load(self, digests: Sequence[bytes]) -> list[StoreKey]:
-        for digest in digests:
-            self._num_loads[digest] = self._num_loads.get(digest, 0) + 1
-        for digest in reversed(digests):  # the tail of a prefix is replaced before its head
-            self._place_of.move_to_end(digest)
-        return [self._place_of[digest] for digest in digests]
+    def end_load(self, keys: Sequence[ItemKey]) -> None:
+        for key in keys:
+            self._num_loads[key] -= 1
+            if not self._num_loads[key]:
+                del self._num_loads[key]
 
-    def end_load(self, digests: Sequence[bytes], num_loaded: int) -> None:
-        for digest in digests:
-            self._num_loads[digest] -= 1
-            if not self._num_loads[digest]:
-                del self._num_loads[digest]
-
-    def begin_save(self, digests: Sequence[bytes]) -> dict[bytes, StoreKey]:
-        places: dict[bytes, StoreKey] = {}
-        for digest in digests:
-            if digest in self._place_of or digest in self._saving:
+    def begin_save(self, keys: Sequence[ItemKey]) -> dict[ItemKey, StoreKey]:
+        places: dict[ItemKey, StoreKey] = {}
+        for key in keys:
+            if self.has(key) or key in self._saving:
                 continue
-            place = self._take_place()
-            if place is None:
-                break
-            places[digest] = self._saving[digest] = place
+            place = self._take_place(key.kind)
+            if place is not None:
+                places[key] = self._saving[key] = place
         return places
 
-    def end_save(self, digests: Sequence[bytes], num_saved: int) -> None:
-        for index, digest in reversed(list(enumerate(digests))):
-            place = self._saving.pop(digest)
+    def end_save(self, keys: Sequence[ItemKey], num_saved: int) -> None:
+        for index, key in reversed(list(enumerate(keys))):
+            place = self._saving.pop(key)
             if index < num_saved:
-                self._place_of[digest] = place
+                self._stored[key.kind][key] = place
             else:
-                self._free.append(place)
+                self._free[key.kind].append(place)
 
-    def _take_place(self) -> int | None:
-        """Return a place for another block; None if all are in use by transfers."""
-        if self._free:
-            return self._free.pop()
-        for digest in self._place_of:  # the least recently used first
-            if digest not in self._num_loads:
-                return self._place_of.pop(digest)
-        return None
+    def _take_place(self, kind: CacheKind) -> int | None:
+        """Return a place for another item; None if all are in use by transfers."""
+        if free := self._free.get(kind):
+            return free.pop()
+        stored = self._stored.get(kind, OrderedDict())
+        oldest = next((key for key in stored if key not in self._num_loads), None)
+        return None if oldest is None else stored.pop(oldest)
 
     def check_invariants(self) -> None:
         """Raise AssertionError if a place is lost or used twice."""
-        places = [*self._free, *self._place_of.values(), *self._saving.values()]
-        assert sorted(places) == list(range(self.num_blocks)), "places of the host tier are lost"
-        assert self._num_loads.keys() <= self._place_of.keys(), "a block that is being loaded was replaced"
+        for kind, num_places in self._num_places.items():
+            saving = [place for key, place in self._saving.items() if key.kind == kind]
+            places = [*self._free[kind], *self._stored[kind].values(), *saving]
+            assert sorted(places) == list(range(num_places)), "places of the host tier are lost"
+        assert all(map(self.has, self._num_loads)), "an item that is being loaded was replaced"

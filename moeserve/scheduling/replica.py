@@ -306,8 +306,6 @@ class Replica:
             num_preemptions=self._scheduler.num_preemptions,
             speculation=self._scheduler.speculation,
             steps=self._totals,
-            num_loaded_tokens=transfers.num_loaded_blocks * self._scheduler.config.block_size if transfers else 0,
-            num_saved_blocks=transfers.num_saved_blocks if transfers else 0,
-            num_failed_blocks=transfers.num_failed_blocks if transfers else 0,
+            **transfers.counts() if transfers else {},
         )
         return Deliver(updates, stats, load, answers)

@@ -32,7 +32,7 @@ from moeserve.protocol import (
 from moeserve.scheduling.block_pool import num_blocks_for, root_digest
 from moeserve.scheduling.block_transfers import BlockTransfers
 from moeserve.scheduling.cache_manager import CachedPrefix, CacheManager, NewBlocks
-from moeserve.scheduling.kv_connector import HostTier, KVConnector
+from moeserve.scheduling.kv_connector import HostTier, ItemKey, KVConnector
 from moeserve.scheduling.rank_state import ExpectedState, check_reports
 from moeserve.scheduling.request import NO_SLOT, LiveRequest
 from moeserve.scheduling.scheduler_config import SchedulerConfig
@@ -55,6 +55,7 @@ class _PlannedChunk:
     num_known: int  # tokens of the request that ranks have after this plan
     num_blocks: int  # of the request, up to this plan
     saved_state: SavedState | None
+    read_row: int | None  # of a saved state from which it starts
 
     def expected_state(self) -> ExpectedState:
         """Return the state that ranks have after the plan, once its result is committed."""
@@ -129,8 +130,8 @@ class Scheduler:
         self._caches = CacheManager(config)
         self._transfers: BlockTransfers | None = None
         if connector is not None or peer_addresses:
-            store = HostTier(0) if connector is None else connector
-            self._transfers = BlockTransfers(store, self._caches.pool, config.block_size, peer_addresses)
+            store = HostTier({}) if connector is None else connector
+            self._transfers = BlockTransfers(store, self._caches.pools, config.block_size, peer_addresses)
         self._running: dict[str, LiveRequest] = {}  # in order of admission
         self._waiting: OrderedDict[str, LiveRequest] = OrderedDict()  # in order of arrival
         self._loading: dict[str, LiveRequest] = {}  # wait for blocks from the store or another engine
@@ -232,7 +233,6 @@ class Scheduler:
         new_blocks: list[tuple[int, NewBlocks]] = []
         planned: list[tuple[LiveRequest, int]] = []
         num_preemptions = self.num_preemptions
-        self._caches.begin_plan()
         has_room = self._continue_running(planned, new_blocks, budget)
         drafts: dict[LiveRequest, list[int]] = {}
         if has_room and self.num_preemptions == num_preemptions:
@@ -306,13 +306,11 @@ class Scheduler:
     def end_transfer(self, outcome: TransferOutcome) -> None:
         """End a transfer. The request that waited for it can be admitted, with the blocks that were copied."""
         assert self._transfers is not None
-        request = self._transfers.end(outcome)
+        request = self._transfers.end(outcome)  # what was copied is in the prefix cache, in which admission looks
         if request is None:
             return
-        self._caches.release(request)  # now it is in the prefix cache, in which admission looks
-        request.block_ids = []
         if request.kv_source is None:
-            self._drop_source(request)  # other outputs of its prompt find the blocks in the prefix cache
+            self._drop_source(request)  # other outputs of its prompt find the items in the prefix cache
         if not request.ended:
             del self._loading[request.request_id]
             self._requeue(request)
@@ -361,9 +359,10 @@ class Scheduler:
             assert request.num_planned == len(request.block_ids) == 0, request
             assert request.slot == NO_SLOT, request
         holders = [*self._running.values(), *self._waiting.values(), *self._ended_in_flight]
-        of_transfers = [] if self._transfers is None else self._transfers.held_blocks()
-        saving = {chunk.saved_state.row for chunk in in_flight if chunk.saved_state}
-        self._caches.check_invariants(holders, of_transfers, saving)
+        of_transfers = [] if self._transfers is None else self._transfers.held_places()
+        saved_rows = [chunk.saved_state.row for chunk in in_flight if chunk.saved_state]
+        read_rows = [chunk.read_row for chunk in in_flight if chunk.read_row is not None]
+        self._caches.check_invariants(holders, of_transfers, saved_rows + read_rows)
 
     def _continue_running(
         self, planned: list[tuple[LiveRequest, int]], new_blocks: list[tuple[int, NewBlocks]], budget: _Budget
@@ -517,7 +516,7 @@ class Scheduler:
             self._num_waiting_tokens -= len(request.token_ids)
             self._running[request.request_id] = request
             self._prefilling.add(request)
-            self._caches.start(request, prefix)
+            self._note_computed(self._caches.start(request, prefix))
             request.slot = self._free_slots.pop()
             if request.num_cached_tokens is None:
                 request.num_cached_tokens = request.num_computed
@@ -534,31 +533,41 @@ class Scheduler:
         if chunk.saved_state is None:
             return
         start = chunk.request.num_computed - chunk.num_tokens
-        self._caches.end_save(chunk.request, chunk.saved_state, start, is_kept=is_kept)
+        self._note_computed(self._caches.end_save(chunk.request, chunk.saved_state, start, is_kept=is_kept))
+
+    def _note_computed(self, items: list[tuple[ItemKey, int]]) -> None:
+        """Let the store behind the cache, if there is one, keep items, given with their places."""
+        if self._transfers is not None:
+            self._transfers.note_computed(items)
 
     def _start_receive_or_load(self, request: LiveRequest, prefix: CachedPrefix) -> bool:
-        """Begin to copy the blocks behind a request's cached prefix, from another engine or from the store.
+        """Begin to copy what a request lacks behind its cached prefix, from another engine or from the store.
 
-        Return False if it need not wait for any.
+        Return False if it need not wait for anything.
         """
         transfers = self._transfers
         if transfers is None:
             return False
-        size, first = self.config.block_size, prefix.num_blocks
-        num_full = 0 if request.needs_every_prompt_row else (len(request.token_ids) - 1) // size
-        digests = [request.digest(index, size) for index in range(first, num_full)]
-        if request.kv_source is not None and transfers.has_peers:
-            if transfers.is_receiving(request.kv_source.handle):  # for another output of the same prompt
+        source = request.kv_source
+        if source is not None and transfers.has_peers:
+            if transfers.is_receiving(source.handle):  # for another output of the same prompt
                 return True
-            wanted = digests[: max(request.kv_source.num_blocks - first, 0)]
-            if wanted:
-                transfers.receive(request, first, wanted, self._begin_to_wait(request, prefix, len(wanted)))
-                return True
+            if prefix.num_blocks < source.num_blocks <= self._caches.most_cached_blocks(request):
+                keys = self._caches.items_of(request, source.num_blocks)
+                if transfers.fit(keys):
+                    transfers.receive(request, keys)
+                    self._begin_to_wait(request)
+                    return True
             self._drop_source(request)
-        if not request.may_load or not (num_loadable := transfers.num_loadable(digests)):
+        if not request.may_load:
+            return False
+        num_blocks = self._caches.num_loadable_blocks(request, transfers.connector.has)
+        keys = self._caches.items_of(request, num_blocks)
+        if num_blocks <= prefix.num_blocks or not transfers.fit(keys) or not transfers.pays_to_load:
             return False
         request.may_load = False
-        transfers.load(request, digests[:num_loadable], self._begin_to_wait(request, prefix, num_loadable))
+        transfers.load(request, keys)
+        self._begin_to_wait(request)
         return True
 
     def _drop_source(self, request: LiveRequest) -> None:
@@ -567,7 +576,7 @@ class Scheduler:
         for other in self._waiting_for_source(request):
             other.kv_source = None
         if request.kv_source is not None:
-            self._transfers.receive(request, 0, [], [])
+            self._transfers.receive(request, [])
 
     def _leave_source(self, request: LiveRequest) -> None:
         """Set the blocks of an ended request's source free, or stop their transfer, unless others wait for them."""
@@ -588,13 +597,10 @@ class Scheduler:
             if source is not None and other.kv_source == source and other is not request
         ]
 
-    def _begin_to_wait(self, request: LiveRequest, prefix: CachedPrefix, num_blocks: int) -> list[int]:
-        """Give a waiting request its cached prefix and blocks for what will be copied, and return these blocks."""
-        self._caches.share(request, prefix)
-        block_ids, _ = self._caches.extend(request, (prefix.num_blocks + num_blocks) * self.config.block_size)
+    def _begin_to_wait(self, request: LiveRequest) -> None:
+        """Let a waiting request wait for a transfer."""
         del self._waiting[request.request_id]
         self._loading[request.request_id] = request
-        return block_ids
 
     def _registration(self, request: LiveRequest) -> Registration:
         """Return what registers a request. Samples share their prompt: while one of them runs, it is not sent again."""
@@ -610,6 +616,7 @@ class Scheduler:
         needs_rows = request.needs_every_prompt_row and request.num_unknown == 0
         num_prompt_rows = num_tokens - samples if needs_rows else 0  # the last row predicts the sampled token
         request.is_registered = True
+        read_row = self._caches.saved_row_of(request)
         request.state_row, request.has_moved_state = request.own_state_row, False
         request.num_sent = len(request.token_ids)
         request.num_planned = end
@@ -619,7 +626,9 @@ class Scheduler:
             self._prefilling.discard(request)
         num_known = len(request.token_ids) + (request.num_unknown if self.config.plans_ahead else 0)
         num_blocks = len(request.block_ids)
-        return _PlannedChunk(request, num_tokens, num_drafts, samples, num_prompt_rows, num_known, num_blocks, saved)
+        return _PlannedChunk(
+            request, num_tokens, num_drafts, samples, num_prompt_rows, num_known, num_blocks, saved, read_row
+        )
 
     def _finish_chunk(self, chunk: _PlannedChunk) -> None:
         """A plan that names the chunk's request is not in flight any more."""
@@ -627,9 +636,11 @@ class Scheduler:
         request.num_plans -= 1
         request.num_unknown -= chunk.samples
         request.num_computed += chunk.num_tokens
+        if chunk.read_row is not None:
+            self._caches.end_read(chunk.read_row)
         if request in self._ended_in_flight and request.num_plans == 0:
             self._ended_in_flight.discard(request)
-            self._caches.release(request)
+            self._note_computed(self._caches.release(request))
 
     def _commit_chunk(self, chunk: _PlannedChunk, result: ChunkResult) -> RequestUpdate | None:
         """Apply the result of one chunk. Only now do its keys and values exist, so only now can others share them."""
@@ -643,13 +654,11 @@ class Scheduler:
         request.collect_prompt_logprobs(result.prompt_logprobs)
         start = request.num_computed - chunk.num_tokens
         update = self._append_tokens(chunk, result) if chunk.samples else None
-        for digest, block_id in self._caches.register_computed(request, request.num_computed - start):
-            if self._transfers is not None:
-                self._transfers.note_computed(digest, block_id)
+        self._note_computed(self._caches.register_computed(request, request.num_computed - start))
         self._caches.drop_behind_window(request)
         if update is not None and update.finish_reason is not None:
             if self._transfers is not None and request.request.kv_handle:
-                update = self._transfers.keep(request, update)
+                update = self._transfers.keep(request, self._caches.prefix_for_others(request), update)
             self._end(request)
         return update
 
@@ -708,4 +717,4 @@ class Scheduler:
         if request.num_plans:
             self._ended_in_flight.add(request)
         else:
-            self._caches.release(request)
+            self._note_computed(self._caches.release(request))

@@ -69,8 +69,16 @@ REPLICA_COUNTERS: dict[str, tuple[str, Callable[[ReplicaStats], float]]] = {
         lambda stats: stats.num_saved_blocks,
     ),
     "moeserve_kv_store_failed_blocks": (
-        "Blocks that could not be loaded from the store behind the KV cache, or saved to it.",
+        "Blocks and states that could not be loaded from the store behind the KV cache, or saved to it.",
         lambda stats: stats.num_failed_blocks,
+    ),
+    "moeserve_kv_store_loaded_states": (
+        "Recurrent states that came from the store behind the KV cache.",
+        lambda stats: stats.num_loaded_states,
+    ),
+    "moeserve_kv_store_saved_states": (
+        "Recurrent states saved to the store behind the KV cache.",
+        lambda stats: stats.num_saved_states,
     ),
     "moeserve_rounds": ("Rounds of a replica, idle ones included.", lambda stats: stats.num_rounds),
     "moeserve_replica_idle_steps": (

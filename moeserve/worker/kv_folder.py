@@ -1,8 +1,8 @@
-"""Blocks of the KV cache in a folder, which engines share and which outlives them.
+"""Items of the KV cache in a folder, which engines share and which outlives them.
 
-Each rank has a folder of its own, named by all that decides the contents of a block beside its tokens. A block is one
-safetensors file, named by its digest. Files appear whole, by renaming, and have a checksum, so an engine that is killed
-leaves no damaged block; whatever cannot be read is computed again.
+Each rank has a folder of its own, named by all that decides the contents of an item beside its tokens. An item is one
+safetensors file, named by its digest and its kind. Files appear whole, by renaming, and have a checksum, so an engine
+that is killed leaves no damaged item; whatever cannot be read is computed again.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ import os
 import secrets
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,8 +23,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from moeserve.private_folder import make_private_folder
-from moeserve.protocol import BlockTransfer, TransferOutcome
-from moeserve.worker.protocol import BLOCK_FILE_ENDING
+from moeserve.protocol import CacheKind, CachePlace, StoreTransfer, TransferOutcome
+from moeserve.worker.kv_items import CachedItems
+from moeserve.worker.protocol import ITEM_FILE_ENDING
 
 logger = logging.getLogger(__name__)
 
@@ -36,21 +36,18 @@ HEADER_BYTES = 2**16  # of a file, at most
 
 
 class FolderStore:
-    """Copies blocks of all layers of one rank between the KV cache and files. At most `max_bytes` are in the folder.
+    """Copies items of all layers of one rank between the KV cache and files. At most `max_bytes` are in the folder.
 
     The files that were not read or written for the longest time are deleted for new ones.
     """
 
-    def __init__(self, caches: Sequence[Any], folder: Path, max_bytes: int) -> None:
+    def __init__(self, items: CachedItems, folder: Path, max_bytes: int) -> None:
         """
-        Args:
-            caches: of the layers; each has `tensors` whose first dimension is the block.
-
         Raises:
             SettingsError: the folder cannot be used, or others may write there.
         """
-        self._cached = [tensor for cache in caches for tensor in cache.tensors]
-        self._block_bytes = sum(tensor[0].nbytes for tensor in self._cached) + HEADER_BYTES
+        self._tensors = {kind: items.of(kind) for kind in CacheKind}
+        self._file_bytes = {kind: items.bytes_of(kind) + HEADER_BYTES for kind in CacheKind}
         self._folder, self._max_bytes = folder, max_bytes
         make_private_folder("kv_folder", folder.parent)
         make_private_folder("kv_folder", folder)
@@ -58,29 +55,27 @@ class FolderStore:
             pass  # deletes what is beyond the limit, which may have been higher before
 
     @torch.inference_mode()
-    def run(self, transfer: BlockTransfer) -> TransferOutcome:
+    def run(self, transfer: StoreTransfer) -> TransferOutcome:
         """Run a transfer, and return when it has ended."""
         started, num_copied = time.perf_counter(), 0
-        paths = [
-            self._folder / f"{digest.hex()}{BLOCK_FILE_ENDING}"
-            for digest in transfer.store_keys
-            if isinstance(digest, bytes)
-        ]
+        paths = [self._folder / f"{name}{ITEM_FILE_ENDING}" for name in transfer.store_keys]
+        num_bytes = sum(self._file_bytes[place.kind] for place in transfer.places)
         try:
-            with contextlib.nullcontext() if transfer.is_load else self._with_room(len(paths)):
-                for block_id, path in zip(transfer.block_ids, paths, strict=True):
-                    (self._load if transfer.is_load else self._save)(block_id, path)
+            with contextlib.nullcontext() if transfer.is_load else self._with_room(num_bytes):
+                for place, path in zip(transfer.places, paths, strict=True):
+                    (self._load if transfer.is_load else self._save)(place, path)
                     num_copied += 1
         except FileNotFoundError:
             pass  # another engine has deleted it
         except (OSError, SafetensorError, _DamageError) as error:
-            logger.warning("a block of the KV cache could not be copied (%s), and will be computed again", error)
+            logger.warning("an item of the KV cache could not be copied (%s), and will be computed again", error)
         return TransferOutcome(number=transfer.number, num_copied=num_copied, seconds=time.perf_counter() - started)
 
-    def _save(self, block_id: int, path: Path) -> None:
+    def _save(self, place: CachePlace, path: Path) -> None:
         if path.exists():
             return
-        tensors = {str(index): tensor[block_id].cpu().contiguous() for index, tensor in enumerate(self._cached)}
+        parts = [tensor[place.index].cpu().contiguous() for tensor in self._tensors[place.kind]]
+        tensors = {str(number): part for number, part in enumerate(parts)}
         partial = self._folder / f"{secrets.token_hex(8)}{PARTIAL}"
         try:
             save_file(tensors, partial, {"checksum": str(_checksum(tensors))})
@@ -88,26 +83,25 @@ class FolderStore:
         finally:
             partial.unlink(missing_ok=True)
 
-    def _load(self, block_id: int, path: Path) -> None:
+    def _load(self, place: CachePlace, path: Path) -> None:
         try:
             with safe_open(path, framework="pt") as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, this is no dict
                 checksum = (file.metadata() or {}).get("checksum")
-            if checksum != str(_checksum(tensors)) or len(tensors) != len(self._cached):
+            if checksum != str(_checksum(tensors)) or len(tensors) != len(self._tensors[place.kind]):
                 raise _DamageError(f"{path} is damaged")
         except (SafetensorError, _DamageError):
             path.unlink(missing_ok=True)
             raise
-        for index, tensor in enumerate(self._cached):
-            tensor[block_id].copy_(tensors[str(index)])
+        for number, tensor in enumerate(self._tensors[place.kind]):
+            tensor[place.index].copy_(tensors[str(number)])
         os.utime(path)
 
     @contextlib.contextmanager
-    def _with_room(self, num_blocks: int) -> Iterator[None]:
-        """Delete the oldest files until more blocks fit, and keep other engines from writing meanwhile."""
-        num_bytes = num_blocks * self._block_bytes
+    def _with_room(self, num_bytes: int) -> Iterator[None]:
+        """Delete the oldest files until this many bytes fit, and keep other engines from writing meanwhile."""
         if num_bytes > self._max_bytes:
-            raise OSError(f"{num_blocks} blocks take {num_bytes} bytes, and the folder may hold {self._max_bytes}")
+            raise OSError(f"{num_bytes} bytes are to be saved, and the folder may hold {self._max_bytes}")
         with (self._folder / LOCK).open("wb") as file:
             deadline = time.monotonic() + SECONDS_TO_LOCK
             while True:
@@ -127,7 +121,7 @@ class FolderStore:
         for entry in os.scandir(self._folder):
             if entry.name.endswith(PARTIAL):
                 os.unlink(entry)
-            elif entry.name.endswith(BLOCK_FILE_ENDING):
+            elif entry.name.endswith(ITEM_FILE_ENDING):
                 status = entry.stat(follow_symlinks=False)
                 found.append((status.st_mtime_ns, status.st_size, entry.path))
                 total += status.st_size

@@ -1,17 +1,17 @@
-"""KV cache blocks read straight from another rank's memory by NIXL: over InfiniBand, NVLink, shared memory or TCP.
+"""Items of the KV cache read from the memory of another rank by NIXL: over InfiniBand, NVLink, shared memory or TCP.
 
-The connection between the ranks (`kv_wire.py`) still says which blocks may be read, and until when. But whoever can
+The connection between the ranks (`kv_wire.py`) still says which items may be read, and until when. But whoever can
 reach NIXL's own ports and knows what it sends to receivers can read and write this rank's whole cache.
 """
 
 from __future__ import annotations
 
+import math
 import secrets
 import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch import Tensor
 from moeserve.addresses import is_loopback, own_addresses
 from moeserve.config.environment import set_for_libraries
 from moeserve.errors import SettingsError, missing_extra
+from moeserve.worker.kv_items import CachedItems
 from moeserve.worker.kv_wire import NixlShare, PeerError, TensorPlace
 
 SECONDS_BETWEEN_LOOKS = 0.0002
@@ -27,10 +28,10 @@ SECONDS_BETWEEN_LOOKS = 0.0002
 class NixlMemory:
     """This rank's KV cache, which agents of other ranks may read."""
 
-    def __init__(self, caches: Sequence[Any], host: str) -> None:
+    def __init__(self, items: CachedItems, axes: Sequence[int], host: str) -> None:
         """
         Args:
-            caches: of the layers; each has `tensors` whose first dimension is the block.
+            axes: along which the tensors of the items are divided; 0: they are not.
             host: address of this host. NIXL uses the interface that has it, unless UCX_NET_DEVICES names others.
 
         Raises:
@@ -48,11 +49,11 @@ class NixlMemory:
             from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
         except ImportError as error:
             raise SettingsError(missing_extra("kv_transfer_backend='nixl'", "nixl", error)) from None
-        tensors = [tensor for cache in caches for tensor in cache.tensors]
+        tensors = [each.tensor for each in items.tensors]
         try:
             sync = nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
             self._agent = nixl_agent(secrets.token_hex(16), nixl_agent_config(backends=["UCX"], sync_mode=sync))
-            self._agent.register_memory(tensors)
+            self._agent.register_memory([tensor for tensor in tensors if tensor.numel()])
         except Exception as error:  # NIXL raises many kinds
             raise SettingsError(f"kv_transfer_backend='nixl': NIXL does not work here: {error}") from None
         self._kind = "VRAM" if tensors[0].is_cuda else "DRAM"
@@ -62,7 +63,7 @@ class NixlMemory:
         self.share = NixlShare(
             agent=self._agent.get_agent_metadata(),
             device=self._device,
-            tensors=[[place_of(tensor) for tensor in cache.tensors] for cache in caches],
+            tensors=[place_of(tensor, axis) for tensor, axis in zip(tensors, axes, strict=True)],
         )
 
     def read(self, theirs: NixlShare, copies: Sequence[np.ndarray]) -> None:
@@ -106,15 +107,29 @@ def infiniband_devices(interface: str) -> list[str]:
     return [f"{device.name}:1" for device in sorted(folder.iterdir())] if folder.is_dir() else []
 
 
-def place_of(tensor: Tensor) -> TensorPlace:
-    """Return where a tensor of blocks lies: [num_blocks, G, block_size, H], or [num_blocks, ...] without heads."""
+def place_of(tensor: Tensor, axis: int) -> TensorPlace:
+    """Return where a tensor of items lies, which may be divided along an axis behind the first one."""
     size = tensor.element_size()
-    return TensorPlace(tensor.data_ptr(), tensor.stride(0) * size, tensor.stride(1) * size)
+    return TensorPlace(
+        address=tensor.data_ptr(),
+        item_bytes=tensor.stride(0) * size,
+        num_rows=math.prod(tensor.shape[1:axis]),
+        row_bytes=tensor.stride(axis - 1) * size if axis > 1 else 0,
+        unit_bytes=tensor.stride(axis) * size,
+    )
 
 
-def ranges(place: TensorPlace, block_ids: Sequence[int], first_head: int, num_heads: int) -> np.ndarray:
-    """Return the first address of some heads of each block, and the number of bytes; no heads: of whole blocks."""
-    starts = place.address + np.asarray(block_ids, np.uint64) * np.uint64(place.block_bytes)
-    num_bytes = num_heads * place.head_bytes if num_heads else place.block_bytes
-    starts += np.uint64(first_head * place.head_bytes)
-    return np.stack([starts, np.full(len(block_ids), num_bytes, np.uint64)], axis=1)
+def ranges(place: TensorPlace, indices: Sequence[int], first: int, length: int) -> np.ndarray:
+    """Return the first address and the number of bytes of each range of memory; no length: of whole items.
+
+    Args:
+        indices: of items.
+        first, length: along the axis of the tensor's division.
+    """
+    starts = place.address + np.asarray(indices, np.uint64) * np.uint64(place.item_bytes)
+    num_bytes = place.item_bytes
+    if length:
+        rows = np.arange(place.num_rows, dtype=np.uint64) * np.uint64(place.row_bytes)
+        starts = (starts[:, None] + rows + np.uint64(first * place.unit_bytes)).reshape(-1)
+        num_bytes = length * place.unit_bytes
+    return np.stack([starts, np.full(len(starts), num_bytes, np.uint64)], axis=1)

@@ -1,4 +1,4 @@
-"""Reads KV cache blocks from the ranks of another engine, whose tp and pp sizes may differ from this one's."""
+"""Reads items of the KV cache from the ranks of another engine, whose tp and pp sizes may differ from this one's."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
 from moeserve.addresses import is_loopback
-from moeserve.protocol import ReceiveBlocks, TransferOutcome
-from moeserve.worker.kv_copies import CopyStream
+from moeserve.protocol import ReceiveItems, TransferOutcome
+from moeserve.worker.kv_items import CachedItems, indices_by_kind
 from moeserve.worker.kv_nixl import NixlMemory, ranges
 from moeserve.worker.kv_wire import (
     Answer,
@@ -27,7 +26,7 @@ from moeserve.worker.kv_wire import (
     Piece,
     Read,
     bytes_of,
-    select_heads,
+    select_piece,
 )
 
 logger = logging.getLogger(__name__)
@@ -41,8 +40,18 @@ class _Part:
     """A piece of a sender's cache, and where it belongs in this rank's."""
 
     piece: Piece
-    layer: int  # index in this rank's `CacheShare.layers`
-    first_head: int
+    tensor: int  # index in this rank's `CacheShare.tensors`
+    first: int  # along the axis of its division
+
+
+@dataclass(frozen=True)
+class _Missing:
+    """A range of a tensor that was not read yet. A tensor that is not divided has one, without length."""
+
+    tensor: int  # index in this rank's `CacheShare.tensors`
+    first: int  # along the axis of its division on this rank
+    first_of_whole: int  # the same place within the whole tensor
+    length: int
 
 
 class Cancellation:
@@ -73,11 +82,11 @@ class Cancellation:
 
 
 class BlockReceiver:
-    """Fills blocks of this rank's KV cache. Several threads may use it at once."""
+    """Fills places of this rank's KV cache. Several threads may use it at once."""
 
     def __init__(
         self,
-        caches: Sequence[Any],
+        items: CachedItems,
         share: CacheShare,
         key: bytes,
         timeout_s: float,
@@ -88,19 +97,17 @@ class BlockReceiver:
     ) -> None:
         """
         Args:
-            caches: of the layers; each has `tensors` whose first dimension is the block.
-            share: the layers and heads in these caches.
+            share: what is in their tensors.
             key: that senders must know; empty: blocks are read from this host alone.
             timeout_s: seconds, the longest time of a transfer over TCP.
             rank: of this replica, of `num_ranks`.
             nixl: to read memory of senders that have it too.
         """
-        self._caches, self._share, self._key, self._timeout_s = caches, share, key, timeout_s
+        self._items, self._share, self._key, self._timeout_s = items, share, key, timeout_s
         self._rank, self._num_ranks, self._nixl = rank, num_ranks, nixl
         self._avoided_until: dict[str, float] = {}  # addresses of senders that did not answer
-        self._stream = CopyStream(caches)
 
-    def run(self, transfer: ReceiveBlocks, submitted: float, cancellation: Cancellation) -> TransferOutcome:
+    def run(self, transfer: ReceiveItems, submitted: float, cancellation: Cancellation) -> TransferOutcome:
         """Read all blocks, or none if something is wrong or the transfer is cancelled. All senders set theirs free.
 
         Nothing is written into the blocks after this call.
@@ -116,9 +123,9 @@ class BlockReceiver:
                 senders[-1].send_message(self._claim(transfer))
             cancellation.watch(senders)  # not before: closing a connection with a claim sets the blocks free
             shares: list[CacheShare] = [sender.receive_message(CacheShare) for sender in senders]
-            if transfer.block_ids:
+            if transfer.places:
                 self._read(transfer, senders, shares)
-            num_copied = len(transfer.block_ids)
+            num_copied = len(transfer.places)
         except (OSError, ValueError, PeerError) as error:
             if not cancellation.is_set:
                 logger.warning("KV cache blocks of another engine cannot be read, and will be computed: %s", error)
@@ -128,7 +135,7 @@ class BlockReceiver:
         seconds = time.monotonic() - submitted
         return TransferOutcome(number=transfer.number, num_copied=num_copied, seconds=seconds)
 
-    def _claim(self, transfer: ReceiveBlocks) -> Claim:
+    def _claim(self, transfer: ReceiveItems) -> Claim:
         return Claim(
             handle=transfer.source.handle,
             receiver=transfer.receiver,
@@ -161,12 +168,15 @@ class BlockReceiver:
         return connection
 
     @torch.inference_mode()
-    def _read(self, transfer: ReceiveBlocks, senders: Sequence[Connection], shares: Sequence[CacheShare]) -> None:
-        """Read each head of each layer from the first sender that has it."""
-        missing = {
-            share.layer: set(range(share.first_head, share.first_head + max(share.num_heads, 1)))
-            for share in self._share.layers
-        }
+    def _read(self, transfer: ReceiveItems, senders: Sequence[Connection], shares: Sequence[CacheShare]) -> None:
+        """Read each part of each tensor from the first sender that has it."""
+        kinds = {place.kind for place in transfer.places}
+        missing: list[_Missing] = []
+        for number, share in enumerate(self._share.tensors):
+            first = 0
+            for start, length in (share.ranges or [(0, 0)]) if share.kind in kinds else []:
+                missing.append(_Missing(number, first, start, length))
+                first += length
         first = self._rank % len(senders)  # spreads the load: latent caches are whole on each sender
         for index in [*range(first, len(senders)), *range(first)]:
             sender, theirs = senders[index], shares[index]
@@ -174,66 +184,85 @@ class BlockReceiver:
                 shown = ", ".join(
                     f"{name} {theirs.facts.get(name)} instead of {self._share.facts[name]}" for name in others
                 )
-                raise PeerError(f"its blocks have other contents: {shown}")
-            if pieces := self._pieces(theirs, missing):
-                parts = [self._part(theirs, piece) for piece in pieces]
+                raise PeerError(f"its items have other contents: {shown}")
+            parts, missing = self._take_parts(theirs, missing)
+            if parts:
                 if self._nixl is not None and theirs.has_nixl:
                     self._read_by_nixl(self._nixl, sender, transfer, parts)
                 else:
                     self._read_pieces(sender, transfer, parts)
-        if lacking := [layer for layer, heads in missing.items() if heads]:
-            raise PeerError(f"no rank has all of layers {lacking}")
+        if missing:
+            lacking = {self._share.tensors[each.tensor].name for each in missing}
+            raise PeerError(f"no rank has all of tensors {sorted(lacking)}")
 
-    def _pieces(self, theirs: CacheShare, missing: dict[int, set[int]]) -> list[Piece]:
-        """Return the missing heads that a sender has, and remove them from `missing`: heads by layer."""
-        pieces = []
-        for index, share in enumerate(theirs.layers):
-            heads = range(share.first_head, share.first_head + max(share.num_heads, 1))
-            wanted = sorted(missing.get(share.layer, set()).intersection(heads))
-            if wanted:
-                missing[share.layer] -= set(wanted)
-                if wanted[-1] - wanted[0] + 1 != len(wanted):
-                    raise PeerError(f"it does not divide heads evenly: it has {heads} of layer {share.layer}")
-                num_heads = len(wanted) if share.num_heads else 0
-                pieces.append(Piece(index, wanted[0] - share.first_head, num_heads))
-        return pieces
+    def _take_parts(self, theirs: CacheShare, missing: Sequence[_Missing]) -> tuple[list[_Part], list[_Missing]]:
+        """Return the missing ranges that a sender has, and those that are still missing."""
+        index_of_name = {share.name: index for index, share in enumerate(theirs.tensors)}
+        parts: list[_Part] = []
+        left = list(missing)
+        rest: list[_Missing] = []
+        while left:
+            each = left.pop()
+            index = index_of_name.get(self._share.tensors[each.tensor].name)
+            part = None if index is None else self._overlap(each, index, theirs.tensors[index].ranges)
+            if part is None:
+                rest.append(each)
+                continue
+            parts.append(part)
+            if each.length:  # what is before and behind the part is still missing
+                before = part.first - each.first
+                behind = each.length - before - part.piece.length
+                left += [_Missing(each.tensor, each.first, each.first_of_whole, before)] * (before > 0)
+                offset = before + part.piece.length
+                after = _Missing(each.tensor, each.first + offset, each.first_of_whole + offset, behind)
+                left += [after] * (behind > 0)
+        return parts, rest
 
-    def _part(self, theirs: CacheShare, piece: Piece) -> _Part:
-        share = theirs.layers[piece.layer]
-        (index,) = (index for index, own in enumerate(self._share.layers) if own.layer == share.layer)
-        return _Part(piece, index, share.first_head + piece.first_head - self._share.layers[index].first_head)
+    @staticmethod
+    def _overlap(missing: _Missing, index: int, ranges: Sequence[tuple[int, int]]) -> _Part | None:
+        """Return the part of a missing range that a sender has in one of its ranges of a tensor."""
+        if not missing.length and not ranges:
+            return _Part(Piece(index, 0, 0), missing.tensor, 0)
+        first_of_range = 0
+        for start, length in ranges:
+            first = max(start, missing.first_of_whole)
+            end = min(start + length, missing.first_of_whole + missing.length)
+            if first < end:
+                piece = Piece(index, first_of_range + first - start, end - first)
+                return _Part(piece, missing.tensor, missing.first + first - missing.first_of_whole)
+            first_of_range += length
+        return None
 
-    def _read_pieces(self, sender: Connection, transfer: ReceiveBlocks, parts: Sequence[_Part]) -> None:
-        """Read blocks over the connection."""
-        num_blocks, block_ids = len(transfer.block_ids), torch.tensor(transfer.block_ids)
-        self._ask(sender, self._wanted(transfer, [part.piece for part in parts]))
-        with self._stream.copying():
+    def _read_pieces(self, sender: Connection, transfer: ReceiveItems, parts: Sequence[_Part]) -> None:
+        """Read items over the connection."""
+        numbers = indices_by_kind(transfer.places)
+        self._ask(sender, Read(items=transfer.wanted, pieces=[part.piece for part in parts]))
+        with self._items.copying():
             for part in parts:
-                for tensor in self._caches[part.layer].tensors:
-                    heads = select_heads(tensor, part.first_head, part.piece.num_heads)
-                    blocks = torch.empty((num_blocks, *heads.shape[1:]), dtype=tensor.dtype)
-                    sender.receive_into(bytes_of(blocks))
-                    heads.index_copy_(0, block_ids.to(heads.device), blocks.to(heads.device))
+                share, tensor = self._share.tensors[part.tensor], self._items.tensors[part.tensor].tensor
+                indices = torch.tensor([transfer.places[number].index for number in numbers[share.kind]])
+                target = select_piece(tensor, share.axis, part.first, part.piece.length)
+                copies = torch.empty((len(indices), *target.shape[1:]), dtype=tensor.dtype)
+                sender.receive_into(bytes_of(copies))
+                target.index_copy_(0, indices.to(target.device), copies.to(target.device))
 
     def _read_by_nixl(
-        self, nixl: NixlMemory, sender: Connection, transfer: ReceiveBlocks, parts: Sequence[_Part]
+        self, nixl: NixlMemory, sender: Connection, transfer: ReceiveItems, parts: Sequence[_Part]
     ) -> None:
-        """Read blocks from the sender's memory, then require that it has kept them until now."""
-        answer = self._ask(sender, self._wanted(transfer, []))
+        """Read items from the sender's memory, then require that it has kept them until now."""
+        answer = self._ask(sender, Read(items=transfer.wanted, pieces=[]))
         if (theirs := answer.nixl) is None:
             raise PeerError("its memory cannot be read by NIXL")
+        numbers = indices_by_kind(transfer.places)
         copies = []
         for part in parts:
-            piece = part.piece
-            for here, there in zip(nixl.share.tensors[part.layer], theirs.tensors[piece.layer], strict=True):
-                source = ranges(there, answer.block_ids, piece.first_head, piece.num_heads)
-                target = ranges(here, transfer.block_ids, part.first_head, piece.num_heads)
-                copies.append(np.concatenate([source[:, :1], target], axis=1))
+            piece, own = part.piece, numbers[self._share.tensors[part.tensor].kind]
+            there, here = theirs.tensors[piece.tensor], nixl.share.tensors[part.tensor]
+            source = ranges(there, [answer.places[number].index for number in own], piece.first, piece.length)
+            target = ranges(here, [transfer.places[number].index for number in own], part.first, piece.length)
+            copies.append(np.concatenate([source[:, :1], target], axis=1))
         nixl.read(theirs, copies)
         self._ask(sender, HasRead())
-
-    def _wanted(self, transfer: ReceiveBlocks, pieces: list[Piece]) -> Read:
-        return Read(first=transfer.first, num_blocks=len(transfer.block_ids), pieces=pieces)
 
     def _ask(self, sender: Connection, message: Read | HasRead) -> Answer:
         sender.send_message(message)

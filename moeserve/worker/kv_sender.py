@@ -1,4 +1,4 @@
-"""Sends KV cache blocks of this rank to ranks of other engines, for which this engine has computed a prompt."""
+"""Sends items of the KV cache of this rank to ranks of other engines, for which this engine has computed a prompt."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from moeserve.errors import SettingsError
-from moeserve.protocol import KeepBlocks, TransferOutcome
-from moeserve.worker.kv_copies import CopyStream
+from moeserve.protocol import CachePlace, KeepItems, TransferOutcome
+from moeserve.worker.kv_items import CachedItems, indices_by_kind
 from moeserve.worker.kv_wire import (
     SECONDS_TO_BE_KEPT,
     Answer,
@@ -29,7 +27,7 @@ from moeserve.worker.kv_wire import (
     Piece,
     Read,
     bytes_of,
-    select_heads,
+    select_piece,
 )
 
 logger = logging.getLogger(__name__)
@@ -45,7 +43,7 @@ SECONDS_TO_AUTHENTICATE = 10.0
 class _Kept:
     """Blocks that another engine may read."""
 
-    message: KeepBlocks
+    message: KeepItems
     on_end: Callable[[TransferOutcome], None]
     started: float
     receiver: str = ""  # the first one that has claimed them
@@ -58,7 +56,7 @@ class BlockSender:
 
     def __init__(
         self,
-        caches: Sequence[Any],
+        items: CachedItems,
         share: CacheShare,
         address: tuple[str, int],
         key: bytes,
@@ -67,7 +65,6 @@ class BlockSender:
     ) -> None:
         """
         Args:
-            caches: of the layers; each has `tensors` whose first dimension is the block.
             address: host and port; port 0: any that is free.
             key: that receivers must know.
             timeout_s: seconds for which blocks are kept.
@@ -76,14 +73,13 @@ class BlockSender:
         Raises:
             SettingsError: the address cannot be used.
         """
-        self._caches, self._share, self._key, self._timeout_s, self._nixl = caches, share, key, timeout_s, nixl
+        self._items, self._share, self._key, self._timeout_s, self._nixl = items, share, key, timeout_s, nixl
         try:
             self._listener = socket.create_server(address, backlog=MAX_CONNECTIONS)
         except OSError as error:
             host, port = address
             raise SettingsError(f"kv_transfer_address: cannot listen on {host}:{port}: {error}") from None
         self.address = "{}:{}".format(*self._listener.getsockname())
-        self._stream = CopyStream(caches)
         self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
         self._changed = threading.Condition()  # guards all below
         self._kept: dict[str, _Kept] = {}  # by handle
@@ -93,7 +89,7 @@ class BlockSender:
         for run in (self._accept, self._end_old):
             threading.Thread(target=run, name="kv sender", daemon=True).start()
 
-    def keep(self, message: KeepBlocks, on_end: Callable[[TransferOutcome], None]) -> None:
+    def keep(self, message: KeepItems, on_end: Callable[[TransferOutcome], None]) -> None:
         """Let another engine read blocks until all of its ranks have left or the time is up.
 
         Args:
@@ -173,8 +169,8 @@ class BlockSender:
         try:
             while True:
                 read: Read = connection.receive_message(Read)
-                if kept is not None and not self._is_possible(read, len(kept.message.block_ids)):
-                    error = "there are no such blocks"
+                if kept is not None and not self._is_possible(read, len(kept.message.places)):
+                    error = "there are no such items"
                 if kept is None or error:
                     connection.send_message(Answer(error=error))
                 else:
@@ -212,33 +208,37 @@ class BlockSender:
             kept.ranks_left.add(claim.rank)
             is_last = kept.num_connected == 0 and len(kept.ranks_left) >= claim.num_ranks
             if is_last and not self._is_closed:
-                self._end(kept, len(kept.message.block_ids))
+                self._end(kept, len(kept.message.places))
 
     def _send(self, connection: Connection, read: Read, kept: _Kept) -> None:
-        block_ids = kept.message.block_ids[read.first : read.first + read.num_blocks]
-        connection.send_message(Answer(block_ids=block_ids, nixl=None if read.pieces else self._nixl))
+        places = [kept.message.places[index] for index in read.items]
+        connection.send_message(Answer(places=places, nixl=None if read.pieces else self._nixl))
         if read.pieces:
             with torch.inference_mode():
-                self._send_blocks(connection, read.pieces, torch.tensor(block_ids))
+                self._send_pieces(connection, read.pieces, places)
         else:
             connection.receive_message(HasRead)
-            connection.send_message(Answer())  # blocks are kept while their receiver is connected
+            connection.send_message(Answer())  # items are kept while their receiver is connected
 
-    def _is_possible(self, read: Read, num_blocks: int) -> bool:
-        if not 0 <= read.first <= read.first + read.num_blocks <= num_blocks:
+    def _is_possible(self, read: Read, num_items: int) -> bool:
+        if not all(0 <= index < num_items for index in read.items):
             return False
         for piece in read.pieces:
-            if not 0 <= piece.layer < len(self._share.layers) or piece.first_head < 0 or piece.num_heads < 0:
+            if not 0 <= piece.tensor < len(self._share.tensors) or piece.first < 0 or piece.length < 0:
                 return False
-            num_heads = self._share.layers[piece.layer].num_heads
-            if piece.first_head + piece.num_heads > num_heads or (piece.num_heads == 0) != (num_heads == 0):
+            length = sum(length for _, length in self._share.tensors[piece.tensor].ranges)
+            if piece.first + piece.length > length or (piece.length == 0) != (length == 0):
                 return False
         return True
 
-    def _send_blocks(self, connection: Connection, pieces: Sequence[Piece], block_ids: Tensor) -> None:
-        with self._stream.copying():
+    def _send_pieces(self, connection: Connection, pieces: Sequence[Piece], places: Sequence[CachePlace]) -> None:
+        numbers = indices_by_kind(places)
+        with self._items.copying():
             for piece in pieces:
-                for tensor in self._caches[piece.layer].tensors:
-                    heads = select_heads(tensor, piece.first_head, piece.num_heads)
-                    blocks = heads.index_select(0, block_ids.to(heads.device))
-                    connection.send(bytes_of(blocks.contiguous().cpu()))
+                share, tensor = self._share.tensors[piece.tensor], self._items.tensors[piece.tensor].tensor
+                indices = torch.tensor(
+                    [places[number].index for number in numbers.get(share.kind, [])], dtype=torch.int64
+                )
+                part = select_piece(tensor, share.axis, piece.first, piece.length)
+                copies = part.index_select(0, indices.to(part.device))
+                connection.send(bytes_of(copies.contiguous().cpu()))

@@ -1,4 +1,4 @@
-"""The store behind the KV cache of one rank. `HostStore` has blocks in the host's memory, or in a file without a name.
+"""The store behind the KV cache of one rank. `HostStore` has items in the host's memory, or in a file without a name.
 
 `kv_folder.py` has the store in a folder.
 """
@@ -11,74 +11,77 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from moeserve.errors import SettingsError
-from moeserve.protocol import BlockTransfer, TransferOutcome
-from moeserve.worker.kv_copies import CopyStream
+from moeserve.protocol import CacheKind, StoreTransfer, TransferOutcome
+from moeserve.worker.kv_items import CachedItems, indices_by_kind
 
 logger = logging.getLogger(__name__)
 
 
 class KVStore(Protocol):
-    def run(self, transfer: BlockTransfer) -> TransferOutcome:
-        """Run a transfer, and return when it has ended. Raises nothing: `num_copied` counts blocks up to a failure."""
+    def run(self, transfer: StoreTransfer) -> TransferOutcome:
+        """Run a transfer, and return when it has ended. Raises nothing: `num_copied` counts items up to a failure."""
         ...
 
 
 class HostStore:
-    """Copies blocks of all layers between the KV cache and the store."""
+    """Copies items of all layers between the KV cache and the store."""
 
-    def __init__(self, caches: Sequence[Any], num_blocks: int, folder: str | None) -> None:
+    def __init__(self, items: CachedItems, num_places: Mapping[CacheKind, int], folder: str | None) -> None:
         """
         Args:
-            caches: of the layers; each has `tensors` whose first dimension is the block.
+            num_places: of the store, for items of each kind.
             folder: where the file of the store lies, which nobody else can open; None: in memory.
 
         Raises:
             SettingsError: the file cannot be made.
         """
-        cached = [tensor for cache in caches for tensor in cache.tensors]
-        sizes = [num_blocks * tensor[0].nbytes for tensor in cached]
-        self._stream = CopyStream(caches)
-        memory = _file(Path(folder), sum(sizes)) if folder is not None else None
-        self._pairs: list[tuple[Tensor, Tensor]] = []  # of the cache and of the store
+        self._items = items
+        sizes = {kind: items.bytes_of(kind) * number for kind, number in num_places.items()}
+        memory = _file(Path(folder), sum(sizes.values())) if folder is not None else None
+        self._pairs: dict[CacheKind, list[tuple[Tensor, Tensor]]] = {}  # tensors of the cache and of the store
         offset = 0
-        for tensor, size in zip(cached, sizes, strict=True):
-            shape = num_blocks, *tensor.shape[1:]
-            if memory is None:
-                stored = torch.empty(shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            else:
-                stored = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=offset)
-                stored = stored.view(tensor.dtype).view(shape)
-            self._pairs.append((tensor, stored))
-            offset += size
+        for kind, number in num_places.items():
+            self._pairs[kind] = pairs = []
+            for tensor in items.of(kind):
+                shape = number, *tensor.shape[1:]
+                size = number * tensor.nbytes // max(len(tensor), 1)
+                if memory is None or not size:
+                    stored = torch.empty(shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+                else:
+                    stored = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=offset)
+                    stored = stored.view(tensor.dtype).view(shape)
+                pairs.append((tensor, stored))
+                offset += size
 
-    def run(self, transfer: BlockTransfer) -> TransferOutcome:
+    def run(self, transfer: StoreTransfer) -> TransferOutcome:
         """Run a transfer, and return when it has ended."""
-        started, num_copied = time.perf_counter(), len(transfer.block_ids)
+        started, num_copied = time.perf_counter(), len(transfer.places)
         try:
             self._copy(transfer)
         except Exception:
-            logger.exception("KV cache blocks could not be copied, and will be computed again")
+            logger.exception("items of the KV cache could not be copied, and will be computed again")
             num_copied = 0
         return TransferOutcome(number=transfer.number, num_copied=num_copied, seconds=time.perf_counter() - started)
 
     @torch.inference_mode()
-    def _copy(self, transfer: BlockTransfer) -> None:
-        places = torch.tensor(transfer.store_keys)
-        block_ids = torch.tensor(transfer.block_ids)
-        with self._stream.copying():
-            for cached, stored in self._pairs:
-                source, target = (stored, cached) if transfer.is_load else (cached, stored)
-                read, written = (places, block_ids) if transfer.is_load else (block_ids, places)
-                blocks = source.index_select(0, read.to(source.device))
-                target.index_copy_(0, written.to(target.device), blocks.to(target.device))
+    def _copy(self, transfer: StoreTransfer) -> None:
+        with self._items.copying():
+            for kind, numbers in indices_by_kind(transfer.places).items():
+                in_store = torch.tensor([transfer.store_keys[number] for number in numbers])
+                in_cache = torch.tensor([transfer.places[number].index for number in numbers])
+                for cached, stored in self._pairs[kind]:
+                    source, target = (stored, cached) if transfer.is_load else (cached, stored)
+                    read, written = (in_store, in_cache) if transfer.is_load else (in_cache, in_store)
+                    copies = source.index_select(0, read.to(source.device))
+                    target.index_copy_(0, written.to(target.device), copies.to(target.device))
 
 
 def _file(folder: Path, num_bytes: int) -> mmap.mmap:

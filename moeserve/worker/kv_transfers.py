@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from moeserve.protocol import BlockTransfer, CancelReceive, KeepBlocks, ReceiveBlocks, Transfer, TransferOutcome
+from moeserve.protocol import CancelReceive, KeepItems, ReceiveItems, StoreTransfer, Transfer, TransferOutcome
 from moeserve.worker.kv_receiver import BlockReceiver, Cancellation
 from moeserve.worker.kv_sender import BlockSender
 from moeserve.worker.kv_store import KVStore
@@ -48,13 +48,13 @@ class Transfers:
 
     def submit(self, transfer: Transfer) -> None:
         match transfer:
-            case BlockTransfer():
+            case StoreTransfer():
                 assert self._of_store is not None
                 self._of_store.put(transfer)
-            case KeepBlocks():
+            case KeepItems():
                 assert self._sender is not None
                 self._sender.keep(transfer, self._send)
-            case ReceiveBlocks():
+            case ReceiveItems():
                 assert self._received is not None
                 self._receiving[transfer.number] = Cancellation()
                 self._received.put(transfer)
@@ -73,7 +73,7 @@ class Transfers:
         if self._sender is not None:
             self._sender.close()
 
-    def _receive(self, transfer: ReceiveBlocks, submitted: float) -> TransferOutcome:
+    def _receive(self, transfer: ReceiveItems, submitted: float) -> TransferOutcome:
         assert self._receiver is not None
         try:
             return self._receiver.run(transfer, submitted, self._receiving[transfer.number])

@@ -1,8 +1,8 @@
-"""Messages between ranks of different engines, one of which reads KV cache blocks of the other.
+"""Messages between ranks of different engines, one of which reads items of the KV cache of the other.
 
 The receiver connects. Both sides prove that they know the same key, if they were given one; without a key, ranks listen
 and connect on the loopback interface only. Then the sender describes its cache (`CacheShare`), and the receiver names
-the blocks that it needs (`Claim`). Each `Read` is answered with their raw bytes. Closing the connection sets them free.
+the items that it needs (`Claim`). Each `Read` is answered with their raw bytes. Closing the connection sets them free.
 Nothing is encrypted, and nothing after the proofs is authenticated.
 """
 
@@ -26,28 +26,32 @@ from moeserve.config.settings import EngineConfig
 from moeserve.errors import SettingsError
 from moeserve.processes.channel import LENGTH, frame
 from moeserve.processes.proof import NONCE_BYTES, proof
+from moeserve.protocol import CacheKind, CachePlace
 
 MIN_KEY_CHARACTERS = 16
 MAX_MESSAGE_BYTES = 2**20
-# A receiver may ask before the sender knows the handle: a rank in a step takes `KeepBlocks` only after it.
+# A receiver may ask before the sender knows the handle: a rank in a step takes `KeepItems` only after it.
 SECONDS_TO_BE_KEPT = 10.0
 SECONDS_OF_SILENCE = SECONDS_TO_BE_KEPT + 5.0
 
 
-class LayerShare(msgspec.Struct, frozen=True):
-    """The part of a layer's blocks that a rank has."""
+class TensorShare(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of a tensor of the cache that a rank has. Its first axis is that of items, of one kind."""
 
-    layer: int  # of the model
-    first_head: int  # key-value heads that it has
-    num_heads: int  # 0: blocks of this layer are not divided by heads, and every tp rank has them whole
+    name: str  # the layer of the model, and the number of the tensor in its cache
+    kind: CacheKind
+    axis: int  # along which tp ranks divide it; 0: they do not, and every tp rank has it whole
+    ranges: list[tuple[int, int]]  # first index and length within the whole, one after the other; empty if not divided
 
 
-class TensorPlace(msgspec.Struct, frozen=True):
-    """Where the blocks of one tensor lie in a rank's memory."""
+class TensorPlace(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the items of one tensor lie in a rank's memory."""
 
     address: int
-    block_bytes: int  # between blocks
-    head_bytes: int  # between heads of a block, if it has heads
+    item_bytes: int  # between items
+    num_rows: int  # of an item, before the axis along which it is divided
+    row_bytes: int  # between these
+    unit_bytes: int  # between indices of the axis
 
 
 class NixlShare(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,59 +59,58 @@ class NixlShare(msgspec.Struct, frozen=True, kw_only=True):
 
     agent: bytes  # metadata of its agent
     device: int
-    tensors: list[list[TensorPlace]]  # of each layer
+    tensors: list[TensorPlace]  # as many as in `CacheShare.tensors`
 
 
 class CacheShare(msgspec.Struct, frozen=True, kw_only=True):
     """The KV cache of a rank, as it describes itself to ranks of other engines."""
 
-    facts: dict[str, str]  # must be equal on both sides, or the blocks mean something else
-    layers: list[LayerShare]
+    facts: dict[str, str]  # must be equal on both sides, or the items mean something else
+    tensors: list[TensorShare]
     has_nixl: bool = False  # its memory can be read by NIXL
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """Heads of a layer, by their index in the sender's cache. No heads: all of a layer that is not divided."""
+    """A range of a tensor in the sender's cache, along the axis of its division. No length: all of the tensor."""
 
-    layer: int  # index in the sender's `CacheShare.layers`
-    first_head: int
-    num_heads: int
+    tensor: int  # index in the sender's `CacheShare.tensors`
+    first: int
+    length: int
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
-    """The first message of a receiver, once for each connection: the blocks that its rank is about to read.
+    """The first message of a receiver, once for each connection: the items that its rank is about to read.
 
-    The end of the connection says that this rank needs them no more, whether it has read them or not. Blocks are free
+    The end of the connection says that this rank needs them no more, whether it has read them or not. Items are free
     when all ranks of the receiver have claimed them and have left.
     """
 
     handle: str
     receiver: str  # name of the transfer, the same for all ranks
-    tokens: bytes  # digest that the tokens of all blocks with this handle must have
+    tokens: bytes  # digest that the tokens of all items with this handle must have
     rank: int  # of the receiver's replica
     num_ranks: int
 
 
 class Read(msgspec.Struct, frozen=True, kw_only=True, tag="read"):
-    """Send blocks, piece by piece: of each tensor of the piece's layer, these heads of all blocks.
+    """Send items, piece by piece: this part of all items of the kind of the piece's tensor.
 
     Without pieces: the receiver reads them by NIXL, and then sends `HasRead`.
     """
 
-    first: int  # of the claimed blocks
-    num_blocks: int
+    items: list[int]  # by their index among the claimed ones
     pieces: list[Piece]
 
 
 class HasRead(msgspec.Struct, frozen=True, tag="has-read"):
-    """The receiver has read blocks by NIXL. Only an `Answer` without an error says that they were still kept."""
+    """The receiver has read items by NIXL. Only an `Answer` without an error says that they were still kept."""
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to a `Read`, before the bytes that were asked for, and to `HasRead`."""
 
-    error: str = ""  # why the blocks cannot be read
-    block_ids: list[int] = []  # of the sender's cache
+    error: str = ""  # why the items cannot be read
+    places: list[CachePlace] = []  # of the items that were asked for, in the sender's cache
     nixl: NixlShare | None = None  # if they are to be read by NIXL
 
 
@@ -238,9 +241,9 @@ class Connection:
         self._socket.settimeout(max(min(self.deadline - time.monotonic(), SECONDS_OF_SILENCE), 0.001))
 
 
-def select_heads(tensor: Tensor, first_head: int, num_heads: int) -> Tensor:
-    """Return some heads of cached keys or values [num_blocks, G, block_size, H]; no heads: the whole tensor."""
-    return tensor.narrow(1, first_head, num_heads) if num_heads else tensor
+def select_piece(tensor: Tensor, axis: int, first: int, length: int) -> Tensor:
+    """Return a range of a cached tensor along an axis; no length: the whole tensor."""
+    return tensor.narrow(axis, first, length) if length else tensor
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

@@ -16,7 +16,7 @@ from moeserve.distributed.groups import Groups
 from moeserve.distributed.mesh import share_sizes
 from moeserve.errors import CheckpointError
 from moeserve.expert_placement.placement import Placement
-from moeserve.layers.attention import Attention
+from moeserve.layers.cache import CacheDivision
 from moeserve.layers.context import ModelContext
 from moeserve.layers.weights import allocate_parameters
 from moeserve.machine import free_memory, shown_bytes
@@ -32,11 +32,12 @@ from moeserve.models.weight_mapping import destinations
 from moeserve.moe.dispatch.factory import DispatcherFactory, DispatchShape, TorchDispatchers, open_dispatchers
 from moeserve.ops.interfaces import Kernels
 from moeserve.ops.select import select_kernels
-from moeserve.worker.kv_wire import CacheShare, LayerShare
+from moeserve.worker.kv_items import CachedItems
+from moeserve.worker.kv_wire import CacheShare, TensorShare
 
 logger = logging.getLogger(__name__)
 
-STORED_BLOCKS_VERSION = 3  # of the format of KV cache blocks in folders
+STORED_ITEMS_VERSION = 4  # of the format of items of the KV cache in folders
 
 MIN_CACHED_BYTES = 64 * 2**20  # of a rank's weights: smaller ones are loaded about as fast from the checkpoint
 
@@ -196,13 +197,16 @@ def store_key(config: EngineConfig, model: Decoder) -> str:
     return hash_key(_cache_facts(config, model), layout)
 
 
-def cache_share(config: EngineConfig, model: Decoder) -> CacheShare:
+def cache_share(config: EngineConfig, model: Decoder, items: CachedItems) -> CacheShare:
     """Return what this rank's KV cache holds, for ranks of other engines."""
-    layers = []
-    for number, layer in enumerate(model.layers, start=model.stage.start):
-        heads = layer.mixer.kv_heads if isinstance(layer.mixer, Attention) else slice(0, 0)
-        layers.append(LayerShare(number, heads.start, heads.stop - heads.start))
-    return CacheShare(facts=_cache_facts(config, model), layers=layers)
+    tensors = []
+    for each in items.tensors:
+        divisions = model.layers[each.layer].mixer.cache_divisions
+        division = divisions[each.number] if divisions else CacheDivision(0, ())
+        ranges = [(part.start, len(part)) for part in division.ranges]
+        name = f"{model.stage.start + each.layer}.{each.number}"
+        tensors.append(TensorShare(name=name, kind=each.kind, axis=division.axis, ranges=ranges))
+    return CacheShare(facts=_cache_facts(config, model), tensors=tensors)
 
 
 def _cache_facts(config: EngineConfig, model: Decoder) -> dict[str, str]:
@@ -210,7 +214,7 @@ def _cache_facts(config: EngineConfig, model: Decoder) -> dict[str, str]:
     folder = Path(config.model_path)
     files = [folder / "config.json", *folder.glob("*.safetensors"), *folder.glob("*.gguf")]
     return {
-        "version": str(STORED_BLOCKS_VERSION),
+        "version": str(STORED_ITEMS_VERSION),
         "model": sampled_digest(files),
         "dtype": config.dtype,
         "kv_cache_dtype": "fp8" if config.has_float8_cache else config.dtype,

@@ -9,7 +9,7 @@ import msgspec
 from moeserve.addresses import StoreAddress
 from moeserve.config.settings import EngineConfig
 from moeserve.distributed.mesh import Mesh
-from moeserve.protocol import Transfer, TransferOutcome
+from moeserve.protocol import CacheKind, Transfer, TransferOutcome
 from moeserve.scheduling.lockstep import Outcome, Round
 
 
@@ -43,14 +43,14 @@ class Leave(msgspec.Struct, frozen=True, tag="leave"):
 ToRank: TypeAlias = Round | Transfer | Leave
 
 
-BLOCK_FILE_ENDING = ".safetensors"  # of a KV cache block in a folder, whose name is the digest of the block
+ITEM_FILE_ENDING = ".safetensors"  # of an item of the KV cache in a folder; see `ItemKey.name`
 
 
 class StoreFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The store behind the KV cache of a rank, if it has one."""
 
-    num_host_blocks: int = 0  # in memory or a file without a name; the same on all ranks
-    folder: str | None = None  # of the blocks of this rank
+    num_host_places: dict[CacheKind, int] = {}  # in memory or a file without a name; the same on all ranks
+    folder: str | None = None  # of the items of this rank
 
 
 class Loaded(msgspec.Struct, frozen=True, tag="loaded"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ from moeserve.moe.dispatch.factory import DispatcherFactory
 from moeserve.ops.interfaces import Kernels
 from moeserve.ops.side_stream import CudaSideStream
 from moeserve.ops.threads import set_num_threads
-from moeserve.protocol import RankReport, StepPlan, StepResult, TransferOutcome
+from moeserve.protocol import CacheKind, RankReport, StepPlan, StepResult, TransferOutcome
 from moeserve.scheduling.lockstep import Agreement, Outcome, Round, agree
 from moeserve.telemetry.expert_load import LoadWindow
 from moeserve.worker.cpu_graphs import MEMORY_BYTES, CpuGraphs
@@ -34,6 +35,7 @@ from moeserve.worker.grammars import grammars_of
 from moeserve.worker.halves import HalvingLimits
 from moeserve.worker.kv_cache import most_window_blocks
 from moeserve.worker.kv_folder import FolderStore
+from moeserve.worker.kv_items import CachedItems
 from moeserve.worker.kv_nixl import NixlMemory
 from moeserve.worker.kv_receiver import BlockReceiver
 from moeserve.worker.kv_sender import BlockSender
@@ -91,8 +93,6 @@ class Worker:
         groups.wait_until_loaded(config.load_timeout, started)
 
         needs = model.cache_needs
-        if config.kv_folder or config.kv_host_memory or config.kv_transfer_address:  # which have whole blocks
-            needs = needs.without_window()
         window = -groups.world.all_reduce_minimum(-needs.window)  # collective: all ranks, over stages
         context = StepContext(
             mesh=groups.mesh,
@@ -125,8 +125,9 @@ class Worker:
         if kernels.needs_finite_caches:  # an external kernel may multiply what lies behind a context by zero
             for cache in caches:
                 cache.clear()
-        self._store, store_facts = self._open_store(config, model, caches)
-        self._sender, self._receiver = self._open_to_peers(config, model, caches)
+        items = CachedItems(caches, saved_rows_of(config))
+        self._store, store_facts = self._open_store(config, model, items)
+        self._sender, self._receiver = self._open_to_peers(config, model, items)
         self._transfers: Transfers | None = None  # once they are started
         address = self._sender.address if self._sender else ""
         self.facts = Loaded(self.num_blocks, store_facts, address, window, num_window_blocks)
@@ -152,21 +153,26 @@ class Worker:
             (logger.warning if config.device == "cpu" else logger.info)(note)
 
     def _open_store(
-        self, config: EngineConfig, model: Decoder, caches: Sequence[Any]
+        self, config: EngineConfig, model: Decoder, items: CachedItems
     ) -> tuple[KVStore | None, StoreFacts]:
         """Open the store behind the KV cache that the config asks for. Collective: all ranks."""
         if config.kv_folder is not None:
             folder = Path(config.kv_folder) / store_key(config, model)
-            return FolderStore(caches, folder, config.kv_folder_size), StoreFacts(folder=str(folder))
-        num_blocks = 0
-        if config.kv_host_memory:
-            num_blocks = config.kv_host_memory // (model.cache_needs.total_bytes_per_token * config.block_size)
-        num_blocks = self.groups.world.all_reduce_minimum(num_blocks)  # collective: all ranks
-        store = HostStore(caches, num_blocks, config.kv_file) if num_blocks else None
-        return store, StoreFacts(num_host_blocks=num_blocks)
+            return FolderStore(items, folder, config.kv_folder_size), StoreFacts(folder=str(folder))
+        if not config.kv_host_memory:
+            return None, StoreFacts()
+        # The store has as many times the places of the cache as fit, of each kind.
+        num_places = {kind: items.num_places(kind) for kind in CacheKind}
+        cache_bytes = sum(number * items.bytes_of(kind) for kind, number in num_places.items())
+        for kind, number in num_places.items():
+            # A stage without layers of this kind limits no other. collective: all ranks
+            own = config.kv_host_memory * number // cache_bytes if number else sys.maxsize
+            shared = self.groups.world.all_reduce_minimum(own)
+            num_places[kind] = 0 if shared == sys.maxsize else shared
+        return HostStore(items, num_places, config.kv_file), StoreFacts(num_host_places=num_places)
 
     def _open_to_peers(
-        self, config: EngineConfig, model: Decoder, caches: Sequence[Any]
+        self, config: EngineConfig, model: Decoder, items: CachedItems
     ) -> tuple[BlockSender | None, BlockReceiver | None]:
         """Let other engines read blocks of this rank, and read theirs, if the config asks for it."""
         if config.kv_transfer_address is None:
@@ -174,10 +180,13 @@ class Worker:
         key, timeout_s = read_key(config.kv_transfer_key_file), config.kv_transfer_timeout
         rank, num_ranks = self.groups.rank, config.ranks_per_replica
         host, port = listening_address(config, rank)
-        nixl = NixlMemory(caches, host) if config.kv_transfer_backend == "nixl" else None
-        share = msgspec.structs.replace(cache_share(config, model), has_nixl=nixl is not None)
-        sender = BlockSender(caches, share, (host, port), key, timeout_s, nixl.share if nixl else None)
-        receiver = BlockReceiver(caches, share, key, timeout_s, rank=rank % num_ranks, num_ranks=num_ranks, nixl=nixl)
+        share = cache_share(config, model, items)
+        nixl: NixlMemory | None = None
+        if config.kv_transfer_backend == "nixl":
+            nixl = NixlMemory(items, [tensor.axis for tensor in share.tensors], host)
+            share = msgspec.structs.replace(share, has_nixl=True)
+        sender = BlockSender(items, share, (host, port), key, timeout_s, nixl.share if nixl else None)
+        receiver = BlockReceiver(items, share, key, timeout_s, rank=rank % num_ranks, num_ranks=num_ranks, nixl=nixl)
         return sender, receiver
 
     def start_transfers(self, send: Callable[[TransferOutcome], None]) -> Transfers:
@@ -355,6 +364,11 @@ def num_states_of(config: EngineConfig) -> int:
     """Return the rows of recurrent states: a row for each running request, or two with drafts, and for saved states."""
     rows_per_request = 1 if config.speculative_config is None else 2
     return rows_per_request * config.max_num_seqs + (config.num_saved_states or 0)
+
+
+def saved_rows_of(config: EngineConfig) -> range:
+    """Return the rows of saved states, which are behind those of running requests."""
+    return range(config.max_num_seqs, config.max_num_seqs + (config.num_saved_states or 0))
 
 
 def note_on_bytes(config: EngineConfig, model: ModelConfig, kernels: Kernels) -> str | None:

@@ -70,6 +70,38 @@ def test_another_engine_continues(
         assert prefill.core.replica_stats[0].num_failed_blocks == 0  # which counts those that nobody has read
 
 
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("name", "layouts", "num_blocks"),
+    [
+        ("qwen3-next", ("1", "tp 2"), 4),  # a state after 64 tokens
+        ("kimi-linear", ("tp 2", "1"), 4),
+        ("granite-hybrid", ("tp 2", "1"), 4),
+        ("lfm2-moe", ("1", "tp 2"), 4),
+        ("gpt-oss", ("1", "pp 2"), NUM_BLOCKS),
+        ("deepseek-v4", ("tp 2", "1"), NUM_BLOCKS),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_states_and_windows_go_along(
+    name: str, layouts: tuple[str, str], num_blocks: int, reference_named: Callable[[str], Reference]
+) -> None:
+    model, settings = reference_named(name).folder, {"block_size": BLOCK}
+    with engine(model, layouts[0], **settings) as prefill, engine(model, layouts[1], **settings) as decode:
+        (expected,) = serve(prefill)
+        source = compute_prompt(prefill)
+        assert source.num_blocks == num_blocks
+        found = serve(decode, kv_source=source, num_samples=2)
+        assert [each.token_ids for each in found] == [expected.token_ids] * 2
+        assert [each.num_cached_tokens for each in found] == [num_blocks * BLOCK] * 2
+        (stats,) = decode.core.replica_stats
+        assert (stats.num_loaded_tokens, stats.num_failed_blocks) == (num_blocks * BLOCK, 0)
+        assert stats.num_loaded_states == int(num_blocks < NUM_BLOCKS)
+        require_all_free(prefill)
+        require_all_free(decode)
+        assert prefill.core.replica_stats[0].num_failed_blocks == 0
+
+
 def test_blocks_that_are_cached_are_not_read_again(reference_named: Callable[[str], Reference]) -> None:
     model = reference_named("mixtral").folder
     with engine(model) as prefill, engine(model) as decode:

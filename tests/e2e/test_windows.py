@@ -52,9 +52,11 @@ def generate(reference: Reference, rounds: int = 1, **settings: Any) -> list[lis
 
 
 @both
-def test_the_longest_request_fits_into_less_memory(reference: Reference) -> None:
+@pytest.mark.parametrize("kv_host_memory", [0, "8MiB"], ids=["alone", "with a store"])
+def test_the_longest_request_fits_into_less_memory(reference: Reference, kv_host_memory: int | str) -> None:
     """Requests run one after the other, and evict each other's blocks."""
-    generate(reference, 2, kv_cache_memory=smallest_memory(reference), **ALONE)
+    memory = smallest_memory(reference)
+    generate(reference, 2, kv_cache_memory=memory, kv_host_memory=kv_host_memory, **ALONE)
 
 
 @one
@@ -78,8 +80,3 @@ def test_preemption(reference: Reference) -> None:
     """There is room for one and a half requests, so one is preempted."""
     memory = smallest_memory(reference) * 3 // 2
     generate(reference, kv_cache_memory=memory, max_num_seqs=3, max_num_batched_tokens=7, debug_rank_state=True)
-
-
-@one
-def test_with_a_store_all_blocks_are_kept(reference: Reference) -> None:
-    generate(reference, 2, kv_cache_memory="8MiB", kv_host_memory="8MiB")

@@ -8,28 +8,32 @@ from types import SimpleNamespace
 
 import torch
 
-from moeserve.protocol import BlockTransfer
+from moeserve.protocol import CacheKind, CachePlace, StoreTransfer
 from moeserve.worker.kv_folder import FolderStore
+from moeserve.worker.kv_items import CachedItems
 
 
-def transfer(*digests: bytes, is_load: bool) -> BlockTransfer:
-    return BlockTransfer(number=0, is_load=is_load, block_ids=list(range(len(digests))), store_keys=list(digests))
+def transfer(*names: str, is_load: bool) -> StoreTransfer:
+    places = [CachePlace(CacheKind.BLOCK, index) for index in range(len(names))]
+    return StoreTransfer(number=0, is_load=is_load, places=places, store_keys=list(names))
 
 
 def test_a_changed_bit_anywhere_is_noticed(tmp_path: Path) -> None:
     cache = torch.randn(3, 2, 4, 8)
-    store = FolderStore([SimpleNamespace(tensors=(cache, cache[..., 0].contiguous()))], tmp_path / "rank", 2**20)
+    tensors = {CacheKind.BLOCK: (cache, cache[..., 0].contiguous())}
+    items = CachedItems([SimpleNamespace(tensors_of_items=tensors)], range(0))
+    store = FolderStore(items, tmp_path / "rank", 2**20)
     saved, chance = cache.clone(), random.Random(0)
     for _ in range(100):
         cache.copy_(saved)
-        assert store.run(transfer(b"a", b"b", is_load=False)).num_copied == 2
-        path = tmp_path / "rank" / f"{b'b'.hex()}.safetensors"
+        assert store.run(transfer("a", "b", is_load=False)).num_copied == 2
+        path = tmp_path / "rank" / "b.safetensors"
         data = bytearray(path.read_bytes())
         place = chance.randrange(len(data) - cache[0].nbytes, len(data))  # in the tensors
         data[place] ^= 1 << chance.randrange(8)
         path.write_bytes(data)
         cache.zero_()
-        assert store.run(transfer(b"a", b"b", is_load=True)).num_copied == 1
+        assert store.run(transfer("a", "b", is_load=True)).num_copied == 1
         assert torch.equal(cache[0], saved[0])
         assert not cache[1].any()
         assert not path.exists()  # and will be saved again

@@ -11,18 +11,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moeserve.protocol import KeepBlocks, TransferOutcome
+from moeserve.protocol import CacheKind, CachePlace, KeepItems, TransferOutcome
+from moeserve.worker.kv_items import CachedItems
 from moeserve.worker.kv_sender import BlockSender
-from moeserve.worker.kv_wire import Answer, CacheShare, Claim, Connection, LayerShare, Piece, Read
+from moeserve.worker.kv_wire import Answer, CacheShare, Claim, Connection, Piece, Read, TensorShare
 
 NUM_BLOCKS, BLOCK_VALUES = 4, 6
 
 
 @pytest.fixture
 def sender() -> Iterator[BlockSender]:
-    cache = SimpleNamespace(tensors=(torch.arange(NUM_BLOCKS * BLOCK_VALUES).view(NUM_BLOCKS, BLOCK_VALUES),))
-    share = CacheShare(facts={}, layers=[LayerShare(0, 0, 0)])
-    sender = BlockSender([cache], share, ("127.0.0.1", 0), b"", timeout_s=60)
+    blocks = torch.arange(NUM_BLOCKS * BLOCK_VALUES).view(NUM_BLOCKS, BLOCK_VALUES)
+    items = CachedItems([SimpleNamespace(tensors_of_items={CacheKind.BLOCK: (blocks,)})], range(0))
+    share = CacheShare(facts={}, tensors=[TensorShare(name="", kind=CacheKind.BLOCK, axis=0, ranges=[])])
+    sender = BlockSender(items, share, ("127.0.0.1", 0), b"", timeout_s=60)
     yield sender
     sender.close()
 
@@ -31,7 +33,7 @@ def sender() -> Iterator[BlockSender]:
 def ends(sender: BlockSender) -> SimpleQueue[TransferOutcome]:
     """Keep block 3, and return where its end appears."""
     ends: SimpleQueue[TransferOutcome] = SimpleQueue()
-    sender.keep(KeepBlocks(number=7, handle="kept", tokens=b"digest", block_ids=[3]), ends.put)
+    sender.keep(KeepItems(number=7, handle="kept", tokens=b"digest", places=[CachePlace(CacheKind.BLOCK, 3)]), ends.put)
     return ends
 
 
@@ -47,7 +49,7 @@ def claiming(sender: BlockSender, receiver: str, tokens: bytes = b"digest", rank
 
 def error_of(connection: Connection) -> str:
     """Read the block, and return the error instead if there is one."""
-    connection.send_message(Read(first=0, num_blocks=1, pieces=[Piece(0, 0, 0)]))
+    connection.send_message(Read(items=[0], pieces=[Piece(0, 0, 0)]))
     answer: Answer = connection.receive_message(Answer)
     if not answer.error:
         values = torch.frombuffer(connection.receive(8 * BLOCK_VALUES), dtype=torch.int64)
@@ -88,7 +90,7 @@ def test_a_receiver_with_other_tokens_does_not_become_the_owner(
 def test_blocks_are_free_when_the_last_rank_has_left(sender: BlockSender, ends: SimpleQueue[TransferOutcome]) -> None:
     """However it leaves: with an answer unread, as a process that was killed, or without having read anything."""
     first, second = (claiming(sender, "receiver", rank=rank, size=2) for rank in range(2))
-    first.send_message(Read(first=0, num_blocks=1, pieces=[Piece(0, 0, 0)]))
+    first.send_message(Read(items=[0], pieces=[Piece(0, 0, 0)]))
     first.close()
     assert error_of(second) == ""
     assert ends.empty()

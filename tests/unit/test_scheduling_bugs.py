@@ -14,19 +14,20 @@ from test_scheduling_states import SchedulerMachine, run_histories
 
 from moeserve.errors import RankStateError
 from moeserve.protocol import (
-    BlockTransfer,
+    CacheKind,
     ChunkResult,
-    KeepBlocks,
+    KeepItems,
     Registration,
     Request,
     RequestUpdate,
     SavedState,
+    StoreTransfer,
     Transfer,
     TransferOutcome,
 )
 from moeserve.scheduling.block_transfers import BlockTransfers
 from moeserve.scheduling.cache_manager import CachedPrefix, CacheManager
-from moeserve.scheduling.kv_connector import KVConnector
+from moeserve.scheduling.kv_connector import ItemKey, KVConnector
 from moeserve.scheduling.request import LiveRequest
 from moeserve.scheduling.scheduler import Scheduler
 from moeserve.scheduling.scheduler_config import SchedulerConfig
@@ -166,47 +167,79 @@ class SchedulerWithTransfers(Scheduler):
     ) -> None:
         super().__init__(config, cache_salt, connector, peer_addresses)
         assert connector is not None
-        self._transfers = self.transfers_class(connector, self._caches.pool, config.block_size, peer_addresses)
+        self._transfers = self.transfers_class(connector, self._caches.pools, config.block_size, peer_addresses)
+
+
+class TransfersWithoutHolders(BlockTransfers):
+    """It gives the places of some items to others while they are copied."""
+
+    def take_new(self) -> list[Transfer]:
+        new = super().take_new()
+        for transfer in new:
+            if isinstance(transfer, KeepItems | StoreTransfer) and self.is_careless(transfer):
+                in_flight = self._in_flight[transfer.number]
+                freed = [place for place in in_flight.places if place.kind == self.careless_kind]
+                for place in freed:
+                    self._pools[place.kind].release([place.index])
+                places = [place for place in in_flight.places if place.kind != self.careless_kind]
+                self._in_flight[transfer.number] = dataclasses.replace(in_flight, places=places)
+        return new
+
+    careless_kind = CacheKind.BLOCK
+
+    def is_careless(self, transfer: KeepItems | StoreTransfer) -> bool:
+        return isinstance(transfer, StoreTransfer) and not transfer.is_load
 
 
 class SavesBlocksOfOthers(SchedulerWithTransfers):
     """It gives blocks to others while they are saved."""
 
-    class transfers_class(BlockTransfers):
-        def take_new(self) -> list[Transfer]:
-            new = super().take_new()
-            for transfer in new:
-                if isinstance(transfer, BlockTransfer) and not transfer.is_load:
-                    self._pool.release(transfer.block_ids)
-                    self._in_flight[transfer.number] = dataclasses.replace(
-                        self._in_flight[transfer.number], block_ids=[]
-                    )
-            return new
+    class transfers_class(TransfersWithoutHolders):
+        pass
+
+
+class SavesStatesOfOthers(SchedulerWithTransfers):
+    """It gives the rows of states to others while they are saved."""
+
+    class transfers_class(TransfersWithoutHolders):
+        careless_kind = CacheKind.STATE
 
 
 class SharesKeptBlocks(SchedulerWithTransfers):
     """It gives blocks to others that it keeps for another engine."""
 
-    class transfers_class(BlockTransfers):
-        def take_new(self) -> list[Transfer]:
-            new = super().take_new()
-            for transfer in new:
-                if isinstance(transfer, KeepBlocks):
-                    self._pool.release(transfer.block_ids)
-                    self._in_flight[transfer.number] = dataclasses.replace(
-                        self._in_flight[transfer.number], block_ids=[]
-                    )
-            return new
+    class transfers_class(TransfersWithoutHolders):
+        def is_careless(self, transfer: KeepItems | StoreTransfer) -> bool:
+            return isinstance(transfer, KeepItems)
 
 
-class LoadsIntoBlocksOfOthers(Scheduler):
+class LoadsIntoRowsThatAreRead(SchedulerWithCaches):
+    """It takes a saved state for unused while a plan in flight reads it."""
+
+    class caches_class(CacheManager):
+        def start(self, request: LiveRequest, prefix: CachedPrefix) -> list[tuple[ItemKey, int]]:
+            items = super().start(request, prefix)
+            if (row := self.saved_row_of(request)) is not None:
+                super().end_read(row)
+            return items
+
+        def end_read(self, row: int) -> None:
+            pass
+
+
+class LoadsIntoBlocksOfOthers(SchedulerWithTransfers):
     """It gives blocks to others when the request that waits for them is aborted."""
 
     def _end(self, request: LiveRequest) -> None:
-        if request.request_id in self._loading:
-            self._caches.pool.release(request.block_ids)
-            request.block_ids = []
+        assert self._transfers is not None
+        for number, each in self._transfers._in_flight.items():
+            if each.request is request:
+                for place in [*each.places, *each.held]:
+                    self._caches.pools[place.kind].release([place.index])
+                self._transfers._in_flight[number] = dataclasses.replace(each, places=[], keys=[], held=[])
         super()._end(request)
+
+    transfers_class = BlockTransfers
 
 
 class SharesBlocksThatWereNotLoaded(SchedulerWithTransfers):
@@ -214,8 +247,8 @@ class SharesBlocksThatWereNotLoaded(SchedulerWithTransfers):
 
     class transfers_class(BlockTransfers):
         def end(self, outcome: TransferOutcome) -> LiveRequest | None:
-            num_blocks = len(self._in_flight[outcome.number].block_ids)
-            return super().end(msgspec.structs.replace(outcome, num_copied=num_blocks))
+            num_items = len(self._in_flight[outcome.number].places)
+            return super().end(msgspec.structs.replace(outcome, num_copied=num_items))
 
 
 class LoadsForEver(Scheduler):
@@ -249,10 +282,8 @@ class CancelsWhatOthersNeed(Scheduler):
 class EvictsStatesThatAreRead(SchedulerWithCaches):
     """It reuses the row of a state in the plan that reads it."""
 
-    class caches_class(CacheManager):
-        def save_state(self, request: LiveRequest, num_tokens: int) -> SavedState | None:
-            self.begin_plan()
-            return super().save_state(request, num_tokens)
+    class caches_class(LoadsIntoRowsThatAreRead.caches_class):
+        pass
 
 
 class SavesStatesAtTheWrongToken(SchedulerWithCaches):
@@ -363,7 +394,9 @@ BUGS_OF_TRANSFERS: Sequence[type[Scheduler]] = [
     SharesBlocksThatWereNotLoaded,
     LoadsForEver,
     SavesBlocksOfOthers,
+    SavesStatesOfOthers,
     SharesKeptBlocks,
+    LoadsIntoRowsThatAreRead,
     ReceivesForNobody,
     CancelsWhatOthersNeed,
 ]

@@ -22,18 +22,20 @@ from logprob_rows import packed, unpacked
 
 from moeserve.errors import RequestError
 from moeserve.protocol import (
-    BlockTransfer,
+    CacheKind,
+    CachePlace,
     CancelReceive,
     ChunkResult,
-    KeepBlocks,
+    KeepItems,
     PeerBlocks,
     RankReport,
-    ReceiveBlocks,
+    ReceiveItems,
     Request,
     RequestUpdate,
     StepPlan,
     StepResult,
     StoreKey,
+    StoreTransfer,
     TokenLogprobs,
     Transfer,
     TransferOutcome,
@@ -128,7 +130,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
 NUM_TOKEN_IDS = 12
 EOS, STOP = 10, 11
 Contents = tuple[str, tuple[int, ...]]  # of a cache position: the salt, and all tokens up to its own
-Block = list[Contents]
+Item = list[Contents]  # of a block, or the tokens that a state has seen
 GARBAGE: Contents = ("garbage", ())
 
 
@@ -254,8 +256,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_spare_window_blocks: int = 0,
     ) -> None:
         self.num_drafts = 0 if plans_ahead else num_drafts
-        if num_saved_states is not None or window:  # which neither a store nor another engine has
-            num_host_blocks, has_peers = 0, False
         self.block_size = block_size
         self.max_model_len = max_model_len
         self.max_plans = max_plans
@@ -277,7 +277,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             ),
             state_interval=2,
         )
-        self.tier = HostTier(num_host_blocks) if num_host_blocks else None
+        self.tier = HostTier(dict.fromkeys(CacheKind, num_host_blocks)) if num_host_blocks else None
         self.peer_addresses = ["127.0.0.1:1"] if has_peers else []
         self.scheduler = self.scheduler_class(self.config, b"engine", self.tier, self.peer_addresses)
         self.new_table = lambda: RequestTable(max_num_seqs, max_blocks, has_windows=window > 0)
@@ -292,11 +292,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.states: dict[int, list[Contents]] = {}  # by row: the tokens that a recurrent state has seen
         self.plans: deque[PlanInFlight] = deque()
         self.last_step = 0
-        self.store: dict[StoreKey, Block] = {}  # behind the cache
-        self.transfers: list[tuple[Transfer, list[Block]]] = []  # in flight, with what they read
+        self.store: dict[tuple[CacheKind, StoreKey], Item] = {}  # behind the cache
+        self.transfers: list[tuple[Transfer, list[Item]]] = []  # in flight, with what they read
         self.computed_elsewhere: dict[str, Expected] = {}  # requests whose blocks another engine has, by handle
         self.cancelled: set[int] = set()  # transfers
-        self.num_loaded = self.num_received = self.num_kept = 0  # blocks
+        self.num_loaded = self.num_received = self.num_kept = 0  # items
 
     @rule(
         base=st.sampled_from([0, 1]),
@@ -358,7 +358,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         number = len(self.live) + len(self.past)
         prompt = prompt if len(prompt) < self.max_model_len else prompt[: self.max_model_len - 1]
         source = PeerBlocks(
-            handle=f"of others {number}", addresses=["127.0.0.1:2"], num_blocks=len(prompt) // self.block_size
+            handle=f"of others {number}", addresses=["127.0.0.1:2"], num_blocks=self.most_kept_blocks(prompt)
         )
         for _ in range(num_outputs):
             self.add_output(prompt, params, has_eos, salt, old_id, num_resumed, kept, source, computed_elsewhere)
@@ -562,71 +562,107 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def begin_transfers(self) -> None:
         for transfer in self.scheduler.take_transfers():
-            blocks: list[Block] = []
+            items: list[Item] = []
             match transfer:
                 case CancelReceive(number=number, receive=receive):
                     self.cancelled.add(receive)
                     self.scheduler.end_transfer(TransferOutcome(number=number, num_copied=0, seconds=0.0))
                     continue
-                case BlockTransfer(is_load=True):
-                    blocks = [self.store[key] for key in transfer.store_keys]
-                    self.num_loaded += len(blocks)
-                    self.destroy_blocks(transfer.block_ids)
-                case BlockTransfer(is_load=False):
-                    blocks = [self.read_block(block_id) for block_id in transfer.block_ids]
-                    self.store.update(dict.fromkeys(transfer.store_keys, [GARBAGE] * self.block_size))
-                case KeepBlocks():
-                    kept = [each for each, _ in self.transfers if isinstance(each, KeepBlocks)]
-                    num_kept = sum(len(each.block_ids) for each in (*kept, transfer))
-                    assert num_kept <= self.config.num_blocks // 2
-                    blocks = [self.read_block(block_id) for block_id in transfer.block_ids]
-                    self.num_kept += len(blocks)
-                case ReceiveBlocks(source=source, first=first, block_ids=block_ids):
-                    known = self.computed_elsewhere.pop(source.handle)  # which gives blocks only once
-                    assert first + len(block_ids) <= source.num_blocks
-                    blocks = [self.block_of(known, first + index) for index in range(len(block_ids))]
-                    self.destroy_blocks(block_ids)
-                    self.num_received += len(blocks)
-            assert len(transfer.block_ids) == len(blocks)
-            self.transfers.append((transfer, blocks))
+                case StoreTransfer(is_load=True):
+                    items = [self.store[key] for key in self.keys_in_store(transfer)]
+                    self.num_loaded += len(items)
+                    self.destroy(transfer.places)
+                case StoreTransfer(is_load=False):
+                    items = [self.read_item(place) for place in transfer.places]
+                    self.store.update({key: [GARBAGE] for key in self.keys_in_store(transfer)})
+                case KeepItems():
+                    kept = [each for each, _ in self.transfers if isinstance(each, KeepItems)]
+                    num_places = {
+                        CacheKind.BLOCK: self.config.num_blocks,
+                        CacheKind.WINDOW_BLOCK: self.config.num_window_blocks if self.config.window else 0,
+                    }
+                    for kind, most in num_places.items():
+                        num_kept = sum(place.kind == kind for each in (*kept, transfer) for place in each.places)
+                        assert num_kept <= most // 2
+                    items = [self.read_item(place) for place in transfer.places]
+                    (known,) = (o for o in self.live + self.past if o.request.kv_handle == transfer.handle)
+                    num_blocks = sum(place.kind == CacheKind.BLOCK for place in transfer.places)
+                    assert items == self.items_at(known, num_blocks)
+                    self.num_kept += len(items)
+                case ReceiveItems(source=source):
+                    known = self.computed_elsewhere.pop(source.handle)  # which gives items only once
+                    of_source = self.items_at(known, source.num_blocks)
+                    items = [of_source[index] for index in transfer.wanted]
+                    self.destroy(transfer.places)
+                    self.num_received += len(items)
+            assert len(transfer.places) == len(items)
+            self.transfers.append((transfer, items))
         needed = [known.request.kv_source for known in self.live]
-        for transfer, blocks in self.transfers:
-            if isinstance(transfer, ReceiveBlocks) and blocks:
+        for transfer, items in self.transfers:
+            if isinstance(transfer, ReceiveItems) and items:
                 assert (transfer.number in self.cancelled) == (transfer.source not in needed)
 
     @precondition(lambda self: self.transfers)
     @rule(pick=picks, num_failed=st.sampled_from([0, 0, 0, 1, 2]))
     def end_transfer(self, pick: int = 0, num_failed: int = 0) -> None:
         """End any transfer. What it reads must not have changed, and nobody may have written where it writes."""
-        transfer, blocks = self.transfers.pop(pick % len(self.transfers))
-        num_copied = max(0, len(blocks) - num_failed)
-        for index, (block_id, block) in enumerate(zip(transfer.block_ids, blocks, strict=True)):
-            cached = self.read_block(block_id)
-            if isinstance(transfer, BlockTransfer):
-                key = transfer.store_keys[index]
-                assert self.store[key] == (block if transfer.is_load else [GARBAGE] * self.block_size), "overwritten"
-                if index < num_copied and not transfer.is_load:
-                    self.store[key] = block
-            if isinstance(transfer, KeepBlocks) or (isinstance(transfer, BlockTransfer) and not transfer.is_load):
-                assert cached == block, "changed while it was read"
+        transfer, items = self.transfers.pop(pick % len(self.transfers))
+        num_copied = max(0, len(items) - num_failed)
+        is_of_store = isinstance(transfer, StoreTransfer)
+        is_save = is_of_store and not transfer.is_load
+        for index, (place, item) in enumerate(zip(transfer.places, items, strict=True)):
+            cached = self.read_item(place)
+            if is_of_store:
+                key = self.keys_in_store(transfer)[index]
+                assert self.store[key] == ([GARBAGE] if is_save else item), "overwritten"
+                if index < num_copied and is_save:
+                    self.store[key] = item
+            if is_save or isinstance(transfer, KeepItems):
+                assert cached == item, "changed while it was read"
             else:
-                assert cached == [GARBAGE] * self.block_size, "written meanwhile"
+                assert cached == self.garbage(place), "written meanwhile"
                 if index < num_copied:
-                    self.write_block(block_id, block)
+                    self.write_item(place, item)
         self.scheduler.end_transfer(TransferOutcome(number=transfer.number, num_copied=num_copied, seconds=0.0))
 
-    def block_of(self, known: Expected, index: int) -> Block:
-        return [known.contents(position) for position in range(index * self.block_size, (index + 1) * self.block_size)]
+    def keys_in_store(self, transfer: StoreTransfer) -> list[tuple[CacheKind, StoreKey]]:
+        return [(place.kind, key) for place, key in zip(transfer.places, transfer.store_keys, strict=True)]
 
-    def destroy_blocks(self, block_ids: Sequence[int]) -> None:
-        for block_id in block_ids:
-            self.write_block(block_id, [GARBAGE] * self.block_size)
+    def most_kept_blocks(self, prompt: list[int]) -> int:
+        """Return the blocks of a prompt that another engine can use."""
+        num_blocks = (len(prompt) - 1) // self.block_size
+        has_states = self.config.num_saved_states is not None
+        return num_blocks - num_blocks % (math.ceil(self.config.state_interval / self.block_size) if has_states else 1)
 
-    def read_block(self, block_id: int) -> Block:
-        return [self.cache[block_id, offset] for offset in range(self.block_size)]
+    def items_at(self, known: Expected, num_blocks: int) -> list[Item]:
+        """Return all that a request needs to begin behind its first blocks: blocks, those in the window, the state."""
+        size, end = self.block_size, num_blocks * self.block_size
+        contents = [known.contents(position) for position in range(end)]
+        blocks = [contents[start : start + size] for start in range(0, end, size)]
+        in_window = blocks[self.first_in_window(end) // size :] if self.config.window else []
+        return blocks + in_window + ([contents] if self.config.num_saved_states is not None else [])
 
-    def write_block(self, block_id: int, block: Block) -> None:
-        self.cache.update({(block_id, offset): contents for offset, contents in enumerate(block)})
+    def garbage(self, place: CachePlace) -> Item:
+        return [GARBAGE] * (1 if place.kind == CacheKind.STATE else self.block_size)
+
+    def destroy(self, places: Sequence[CachePlace]) -> None:
+        for place in places:
+            self.write_item(place, self.garbage(place))
+
+    def cache_of(self, kind: CacheKind) -> dict[tuple[int, int], Contents]:
+        return self.cache if kind == CacheKind.BLOCK else self.window_cache
+
+    def read_item(self, place: CachePlace) -> Item:
+        if place.kind == CacheKind.STATE:
+            return self.states[self.config.max_num_seqs + place.index]
+        return [self.cache_of(place.kind)[place.index, offset] for offset in range(self.block_size)]
+
+    def write_item(self, place: CachePlace, item: Item) -> None:
+        if place.kind == CacheKind.STATE:
+            self.states[self.config.max_num_seqs + place.index] = item
+        else:
+            contents = {(place.index, offset): each for offset, each in enumerate(item)}
+            self.cache_of(place.kind).update(contents)
 
     @precondition(lambda self: not self.plans)
     @rule()
@@ -749,7 +785,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert self.peer_addresses
             assert update.finish_reason in ("stop", "length")
             assert update.kv_blocks.handle == known.request.kv_handle
-            assert update.kv_blocks.num_blocks == len(known.request.prompt_token_ids) // self.block_size > 0
+            most = self.most_kept_blocks(known.request.prompt_token_ids)
+            assert 0 < update.kv_blocks.num_blocks <= most
+            assert update.kv_blocks.num_blocks == most or self.config.window or self.config.num_saved_states is not None
         if known.ended:
             self.live.remove(known)
             self.past.append(known)
@@ -795,6 +833,9 @@ def run_with_transfers(machine: SchedulerMachine, seed: int) -> tuple[int, int, 
         plans_ahead=chance.choice([True, False]),
         num_host_blocks=chance.choice([100, 6]),
         has_peers=chance.choice([True, False]),
+        num_saved_states=chance.choice([None, 6, 2]),
+        window=chance.choice([0, 3]),
+        num_spare_window_blocks=8,
     )
     bases = [[chance.randrange(NUM_TOKEN_IDS) for _ in range(12)] for _ in range(4)]
     for _ in range(400):
