@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moeserve.protocol import CacheKind
+
 
 @dataclass(frozen=True, kw_only=True)
 class CacheNeeds:
@@ -48,6 +50,11 @@ class NoCache:
     """The cache of a layer that keeps nothing."""
 
     tensors: tuple[()] = ()
+
+    @property
+    def tensors_of_items(self) -> dict[CacheKind, tuple[()]]:
+        """The tensors by the kind of their items: none."""
+        return {}
 
     def clear(self) -> None:
         """Return at once."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from moeserve.distributed.coordinator import GroupCoordinator
 from moeserve.expert_placement.placement import Placement
 from moeserve.layers.attention import Attention, AttentionConfig
-from moeserve.layers.cache import CacheNeeds, CacheSize, NoCache
+from moeserve.layers.cache import CacheDivision, CacheNeeds, CacheSize, NoCache
 from moeserve.layers.compressed_attention import CompressedAttentionConfig, CompressedSparseAttention
 from moeserve.layers.context import ModelContext
 from moeserve.layers.hyper_connections import HyperConnection, Streams
@@ -101,6 +101,11 @@ class DecoderLayer(nn.Module):
     def cache_needs(self) -> CacheNeeds:
         """The cache memory of the mixer."""
         return CacheNeeds() if self.mixer is None else self.mixer.cache_needs
+
+    @property
+    def cache_divisions(self) -> tuple[CacheDivision, ...]:
+        """What this tp rank has of each tensor of the mixer's cache; empty: all of it."""
+        return () if self.mixer is None else self.mixer.cache_divisions
 
     def make_cache(self, size: CacheSize) -> Any:
         """Return a cache of the mixer's kind."""

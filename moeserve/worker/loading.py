@@ -201,7 +201,7 @@ def cache_share(config: EngineConfig, model: Decoder, items: CachedItems) -> Cac
     """Return what this rank's KV cache holds, for ranks of other engines."""
     tensors = []
     for each in items.tensors:
-        divisions = model.layers[each.layer].mixer.cache_divisions
+        divisions = model.layers[each.layer].cache_divisions
         division = divisions[each.number] if divisions else CacheDivision(0, ())
         ranges = [(part.start, len(part)) for part in division.ranges]
         name = f"{model.stage.start + each.layer}.{each.number}"
