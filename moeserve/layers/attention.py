@@ -210,7 +210,7 @@ def make_key_value_cache(
     if not context.has_float8_cache:
         return KeyValueCache(keys, values, has_window=has_window)
     key_scales, value_scales = (torch.empty(shape, dtype=torch.bfloat16, device=context.device) for _ in range(2))
-    return KeyValueCache(keys, values, key_scales, value_scales, has_window)
+    return KeyValueCache(keys, values, key_scales, value_scales, has_window=has_window)
 
 
 class TokenNorm(nn.Module):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import torch
@@ -458,7 +458,7 @@ class KeyValueCache:
     values: Tensor
     key_scales: Tensor | None = None  # [num_blocks, G, block_size] bfloat16
     value_scales: Tensor | None = None
-    has_window: bool = False  # its blocks are those of layers with windows
+    has_window: bool = field(default=False, kw_only=True)  # its blocks are those of layers with windows
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
