@@ -151,7 +151,7 @@ class Attention(nn.Module):
 
     @property
     def cache_divisions(self) -> tuple[CacheDivision, ...]:
-        """What this rank has of each tensor of its cache."""
+        """The parts of each tensor of its cache that this rank has."""
         heads = CacheDivision(1, (range(self.kv_heads.start, self.kv_heads.stop),))
         return (heads,) * (4 if self.context.has_float8_cache else 2)
 

@@ -82,7 +82,7 @@ class GatedConvolution(nn.Module):
 
     @property
     def cache_divisions(self) -> tuple[CacheDivision, ...]:
-        """What this rank has of each tensor of its cache."""
+        """The parts of each tensor of its cache that this rank has."""
         return (CacheDivision(2, (range(self.channels.start, self.channels.stop),)),)
 
     def make_cache(self, size: CacheSize) -> StateCache:

@@ -104,7 +104,7 @@ class DecoderLayer(nn.Module):
 
     @property
     def cache_divisions(self) -> tuple[CacheDivision, ...]:
-        """What this tp rank has of each tensor of the mixer's cache; empty: all of it."""
+        """The parts of each tensor of the mixer's cache that this tp rank has; empty: all of it."""
         return () if self.mixer is None else self.mixer.cache_divisions
 
     def make_cache(self, size: CacheSize) -> Any:
