@@ -139,7 +139,7 @@ class LinearAttention(nn.Module):
 
     @property
     def cache_divisions(self) -> tuple[CacheDivision, ...]:
-        """The parts of each tensor of its cache that this rank has: channels of queries, of keys and of values, and heads."""
+        """The parts of each tensor of its cache that this rank has: channels of queries, keys and values, and heads."""
         config, channels, first = self.config, [], 0
         for heads, num_heads, size in (
             (self.key_heads, config.num_key_heads, config.key_dim),
