@@ -552,9 +552,12 @@ class Scheduler:
         if source is not None and transfers.has_peers:
             if transfers.is_receiving(source.handle):  # for another output of the same prompt
                 return True
-            if prefix.num_blocks < source.num_blocks <= self._caches.most_cached_blocks(request):
-                keys = self._caches.items_of(request, source.num_blocks)
-                if transfers.fit(keys):
+            num_blocks = min(source.num_blocks, self._caches.most_cached_blocks(request))
+            if prefix.num_blocks < num_blocks:
+                keys = self._caches.items_of(request, num_blocks)
+                # The window and the state of the source are at its end.
+                can_use = num_blocks == source.num_blocks or len(keys) == num_blocks
+                if can_use and transfers.fit(keys):
                     transfers.receive(request, keys)
                     self._begin_to_wait(request)
                     return True
