@@ -111,7 +111,8 @@ const float* read_per_expert(const char* name, const std::optional<Tensor>& tens
 void choose(const Tensor& hidden, const Tensor& weight, const std::optional<Tensor>& bias,
             const std::optional<Tensor>& correction, const Tensor& experts, const Tensor& weights,
             const std::string& scoring, int64_t num_groups, int64_t num_chosen_groups, int64_t experts_rating_group,
-            bool is_normalized, double scale, const std::optional<Tensor>& given) {
+            bool is_normalized, double scale, const std::optional<Tensor>& given,
+            const std::optional<Tensor>& factors) {
   check_dims("hidden", hidden, 2);
   check_float_type("hidden", hidden);
   check_contiguous("hidden", hidden, 1);
@@ -145,6 +146,7 @@ void choose(const Tensor& hidden, const Tensor& weight, const std::optional<Tens
   step.weight = numbers<float>(weight);
   step.bias = read_per_expert("bias", bias, num_experts);
   step.correction = read_per_expert("correction", correction, num_experts);
+  step.factors = read_per_expert("factors", factors, num_experts);
   step.given = given ? numbers<int64_t>(*given) : nullptr;
   step.experts = static_cast<int64_t*>(experts.data);
   step.weights = static_cast<float*>(weights.data);
@@ -365,14 +367,17 @@ void draw(const Tensor& scores, const Tensor& temperatures, const Tensor& top_k,
   run_kernel([step] { draw_tokens(step); });
 }
 
-void add(const Tensor& a, const Tensor& b, const Tensor& out) {
+void add(const Tensor& a, const Tensor& b, const Tensor& out, const std::optional<Tensor>& factor) {
   check_dims("a", a, 2);
   check_float_type("a", a);
   check_contiguous("a", a);
   check_array("b", b, {a.size(0), a.size(1)}, a.type, "a's");
   check_array("out", out, {a.size(0), a.size(1)}, a.type, "a's");
 
-  const Addition step{a.type, a.data, b.data, out.data, a.num_elements()};
+  if (factor) check_array("factor", *factor, {1}, ElementType::kFloat32, "float32");
+
+  const float* multiplier = factor ? numbers<float>(*factor) : nullptr;
+  const Addition step{a.type, a.data, b.data, out.data, a.num_elements(), multiplier};
   run_kernel([step] { add_elements(step); });
 }
 
@@ -403,7 +408,7 @@ void bind_layers(nb::module_& module) {
              "Apply the rotary embedding to the first 2 * F elements of each head. `out` may be `heads`.");
   module.def("route", &choose, "hidden"_a, "weight"_a, "bias"_a.none(), "correction"_a.none(), "experts"_a, "weights"_a,
              nb::kw_only(), "scoring"_a, "num_groups"_a, "num_chosen_groups"_a, "experts_rating_group"_a,
-             "is_normalized"_a, "scale"_a, "given"_a.none() = nb::none(),
+             "is_normalized"_a, "scale"_a, "given"_a.none() = nb::none(), "factors"_a.none() = nb::none(),
              "Write the experts of each token, best first, and their weights.");
   module.def("sort_pairs", &sort, "keys"_a, "first_key"_a, "num_known"_a, "order"_a, "counts"_a,
              "Write the indices of the pairs with a counted key, sorted by key, and the number of pairs of each key. "
@@ -422,7 +427,7 @@ void bind_layers(nb::module_& module) {
              "Concatenate the bytes of each row of `first` and of `second`.");
   module.def("weighted_sum", &sum_rows, "rows"_a, "pair_of_row"_a, "weights"_a, "out"_a,
              "Write the weighted sum of the rows of each token, added in the order of k.");
-  module.def("add", &add, "a"_a, "b"_a, "out"_a, "Write a + b.");
+  module.def("add", &add, "a"_a, "b"_a, "out"_a, "factor"_a.none() = nb::none(), "Write a + b, or (a + b) * factor.");
   module.def("gate_rows", &gate, "gates"_a, "rows"_a, "out"_a,
              "Write sigmoid(gate) * row. There is a gate for each row or for each element.");
   module.def("row_maximum", &find_maximum, "rows"_a, "largest"_a, "indices"_a,

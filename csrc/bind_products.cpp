@@ -37,8 +37,10 @@ Activation activation_of_name(const std::string& name) {
   if (name == "limited_swiglu") return Activation::kLimitedSwiGLU;
   if (name == "cut_swiglu") return Activation::kCutSwiGLU;
   if (name == "squared_relu") return Activation::kSquaredReLU;
-  refuse("'" + name +
-         "' is no activation; expected none, swiglu, clamped_swiglu, limited_swiglu, cut_swiglu or squared_relu");
+  if (name == "geglu") return Activation::kGeGLU;
+  refuse(
+      "'" + name +
+      "' is no activation; expected none, swiglu, clamped_swiglu, limited_swiglu, cut_swiglu, squared_relu or geglu");
 }
 
 InputChunks chunks_of(int64_t num_inputs, std::optional<int64_t> chunk_inputs) {

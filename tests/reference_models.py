@@ -5,6 +5,7 @@ Most of the file is the table of shapes, which tests of all folders name.
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Sequence
@@ -162,6 +163,17 @@ def step(*parts: dict[str, Any], seed: int, **settings: Any) -> Shape:
 
 def ernie_experts(num: int, top_k: int, *, shared: int, width: int) -> dict[str, Any]:
     return dict(moe_num_experts=num, moe_k=top_k, moe_num_shared_experts=shared, moe_intermediate_size=width)
+
+
+def gemma_experts(num: int, top_k: int, width: int) -> dict[str, Any]:
+    return dict(
+        enable_moe_block=True,
+        num_experts=num,
+        top_k_experts=top_k,
+        moe_intermediate_size=width,
+        hidden_size_per_layer_input=0,
+        tie_word_embeddings=True,
+    )
 
 
 # A model for images that is as small as can be, and untied embeddings
@@ -941,6 +953,37 @@ SHAPES |= {
         rms_norm_eps=0.01,
         seed=0,
     ),
+    # larger heads without windows, whose keys are also values; the published layout beside a model for images
+    "gemma4": shape(
+        "Gemma4",
+        gemma_experts(6, 2, 24),
+        sizes(hidden=40, layers=3),
+        heads(4, 2, 8),
+        beside_text=dict(
+            vision_config=SMALL_VISION["vision_config"]
+            | dict(num_key_value_heads=2, head_dim=8, patch_size=4, position_embedding_size=16),
+            audio_config=None,
+        ),
+        layer_types=[SLIDING, SLIDING, FULL],
+        global_head_dim=16,
+        num_global_key_value_heads=2,
+        attention_k_eq_v=True,
+        sliding_window=9,
+        final_logit_softcapping=30.0,
+        pad_token_id=1,
+        seed=0,
+    ),
+    "gemma4-odd": shape(
+        "Gemma4Text",
+        gemma_experts(9, 4, 15),
+        sizes(hidden=33, layers=3, vocab=127),
+        heads(6, 3, 10),
+        layer_types=[FULL, SLIDING, FULL],
+        global_head_dim=12,
+        sliding_window=5,
+        rms_norm_eps=0.01,
+        seed=0,
+    ),
 }
 
 
@@ -1237,6 +1280,8 @@ def fill_what_transformers_leaves_plain(model: nn.Module) -> None:
             elif "norm" in name and tensor.dim() == 1:
                 # Zeros are the initial weights of norms that are stored as differences from one.
                 tensor.normal_(1.0 if tensor.any() else 0.0, 0.2)
+            elif name.endswith(("layer_scalar", "router.scale", "per_expert_scale")):
+                tensor.normal_(1.0, 0.2)
             elif name.endswith(("sinks", ".D")):
                 tensor.normal_(0.0, 1.0)
             elif name.endswith(("bias", "hc.base", "hc_base")):
@@ -1310,6 +1355,7 @@ def in_the_style_of_the_hub(values: dict[str, Any]) -> dict[str, Any]:
             "mistral_large4_text": "MistralLarge4",
             "step3p5": "Step3p7",
             "qwen3_5_moe_text": "Qwen3_5Moe",
+            "gemma4_text": "Gemma4",
         }
         of_text = f"{family[values['text_config']['model_type']]}ForCausalLM"
         text = in_the_style_of_the_hub(values["text_config"] | dict(architectures=[of_text]))
@@ -1317,6 +1363,10 @@ def in_the_style_of_the_hub(values: dict[str, Any]) -> dict[str, Any]:
         return values | dict(architectures=[architecture], torch_dtype=values["dtype"], text_config=text)
     values = {key: value for key, value in values.items() if key not in ("qk_head_dim", "transformers_version")}
     family = values["architectures"][0].removesuffix("ForCausalLM")
+    if family == "Gemma4":
+        (of_full,) = {json.dumps(each) for each in values.pop("per_layer_config").values()}
+        names = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
+        return values | {names[key]: value for key, value in json.loads(of_full).items()}
     scaling = values.pop("rope_parameters", dict(rope_type="default", rope_theta=10000.0))  # Kimi-Linear has none
     if family == "DeepseekV4":
         of_entries = {key: value for key, value in scaling["compress"].items() if key != "attention_factor"}

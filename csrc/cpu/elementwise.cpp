@@ -14,10 +14,12 @@ namespace {
 constexpr int64_t kPart = 4096;  // elements of a range
 
 template <int W, bool kIsWhole, typename Element>
-MOESERVE_INLINE void add_part(const Element* a, const Element* b, Element* out, int64_t count) {
+MOESERVE_INLINE void add_part(const Element* a, const Element* b, const float* factor, Element* out, int64_t count) {
   const Pair<W> first = load_part<W, kIsWhole>(a, count), second = load_part<W, kIsWhole>(b, count);
-  const Pair<W> sum{first.first + second.first, first.second + second.second};
-  store_part<W, kIsWhole>(out, round_to<W>(out, sum), count);
+  Pair<W> sum{first.first + second.first, first.second + second.second};
+  sum = round_to<W>(out, sum);
+  if (factor != nullptr) sum = round_to<W>(out, Pair<W>{sum.first * *factor, sum.second * *factor});
+  store_part<W, kIsWhole>(out, sum, count);
 }
 
 template <int W, typename Element>
@@ -26,8 +28,8 @@ MOESERVE_INLINE void add_range(const Addition& addition, int64_t first, int64_t 
   const auto* b = static_cast<const Element*>(addition.b);
   auto* out = static_cast<Element*>(addition.out);
   int64_t i = first;
-  for (; i + 2 * W <= last; i += 2 * W) add_part<W, true>(a + i, b + i, out + i, 2 * W);
-  if (i < last) add_part<W, false>(a + i, b + i, out + i, last - i);
+  for (; i + 2 * W <= last; i += 2 * W) add_part<W, true>(a + i, b + i, addition.factor, out + i, 2 * W);
+  if (i < last) add_part<W, false>(a + i, b + i, addition.factor, out + i, last - i);
 }
 
 MOESERVE_DEFINE_TYPED_VARIANTS(add_range, addition.type, (const Addition& addition, int64_t first, int64_t last),

@@ -1,4 +1,4 @@
-// Addition of two tensors, and multiplication of rows by the sigmoid of gates: one gate per row or per element.
+// Addition of two tensors, with or without a factor, and gating: rows times the sigmoid of a gate per row or element.
 
 #pragma once
 
@@ -14,6 +14,7 @@ struct Addition {
   const void* b;
   void* out;  // result a + b, rounded once; may be a or b
   int64_t num_elements;
+  const float* factor;  // multiplies the rounded sums, which are rounded once more; null: none
 };
 
 void add_elements(const Addition& addition);

@@ -60,6 +60,10 @@ bool is_gated(const PackedProduct& product) { return is_gated(product.activation
 template <int W>
 MOESERVE_INLINE Float<W> activate(const PackedProduct& product, Float<W> gate, Float<W> up) {
   if (product.activation == Activation::kSwiGLU) return gate * sigmoid<W>(gate) * up;
+  if (product.activation == Activation::kGeGLU) {  // (1 + tanh(x)) / 2 = sigmoid(2 * x)
+    constexpr float kTwoRootsOf2ByPi = 1.5957691216f;
+    return gate * sigmoid<W>(kTwoRootsOf2ByPi * (gate + 0.044715f * gate * gate * gate)) * up;
+  }
   const Float<W> limit = broadcast<W>(product.limit);
   up = up > limit ? limit : up;
   up = up < -limit ? -limit : up;

@@ -17,6 +17,7 @@ enum class Activation {
   kLimitedSwiGLU,  // min(silu(gate), limit) * up, with |up| <= limit
   kCutSwiGLU,      // silu(g) * u, with g <= limit and |u| <= limit
   kSquaredReLU,    // max(u, 0) squared, without gates
+  kGeGLU,          // gelu(gate) * up, with the approximation of gelu by tanh
 };
 
 // Return true if half of the outputs are gates of the others.

@@ -336,6 +336,9 @@ MOESERVE_INLINE void choose_experts(const Routing& routing, float* scores, int64
     for (int64_t k = 0; k < top_k; ++k) weights[k] /= total;
   }
   for (int64_t k = 0; k < top_k; ++k) weights[k] *= routing.scale;
+  if (routing.factors != nullptr) {
+    for (int64_t k = 0; k < top_k; ++k) weights[k] *= routing.factors[experts[k]];
+  }
 }
 
 template <int W>

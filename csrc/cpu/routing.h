@@ -19,6 +19,7 @@ struct Routing {
   const float* weight;      // [E, D]
   const float* bias;        // [E], or null
   const float* correction;  // [E], or null
+  const float* factors;     // [E], of the weights at the end, or null
   const int64_t* given;     // [T, K]: experts that replace the choice, or null
   int64_t* experts;         // [T, K], best first, or as given
   float* weights;           // [T, K]

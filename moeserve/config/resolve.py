@@ -56,6 +56,7 @@ class CheckpointFacts:
     has_draft_layer: bool = False  # the last layer is the multi-token prediction (MTP) layer
     first_layers: frozenset[int] | None = None  # layers that may start a pipeline stage; None: all
     has_entries: bool = False  # a layer keeps compressed entries
+    without_gpu_kernels: str | None = None  # the part of the model that has no kernels for GPUs
     block_multiple: int = 1  # divides the tokens of a block of the KV cache
 
 
@@ -105,6 +106,11 @@ def resolve(
     if quantization is None and checkpoint.has_mxfp4 and dtype == "bfloat16" and _has_mxfp4_kernels(device, machine):
         quantization = "mxfp4"
     _check_device(model, device, dtype, machine)
+    if device == "cuda" and checkpoint.without_gpu_kernels is not None:
+        raise SettingsError(
+            f"device='cuda': {checkpoint.without_gpu_kernels}, which this model has, has no kernels for GPUs yet; use "
+            "device='cpu'"
+        )
     if checkpoint.has_entries:
         _check_entries(settings, checkpoint, device)
     if quantization == "mxfp4":

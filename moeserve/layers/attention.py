@@ -34,6 +34,8 @@ class AttentionConfig:
     rotary: RotaryConfig
     value_dim: int | None = None  # None: as large as a key
     value_factor: float = 1.0  # multiplies values (MiMo-V2)
+    values_are_keys: bool = False  # values are the projected keys, before norm and rotation (Gemma 4)
+    normalizes_values: bool = False  # by an RMSNorm of each head, without weights
     # Positions that a token attends to at most, its own included. If negative, positions are divided into chunks of
     # -window, and a token attends to those of its own chunk (Llama 4).
     window: int | None = None
@@ -93,7 +95,9 @@ class Attention(nn.Module):
         num_heads, self.num_kv_heads = _length(self.heads), _length(self.kv_heads)
         query_size, key_size = num_heads * config.head_dim, self.num_kv_heads * config.head_dim
         value_size, output_size = self.num_kv_heads * config.value_size, num_heads * config.value_size
-        self.projected_sizes = [query_size, key_size, value_size] + [output_size] * config.has_gate
+        assert not (config.values_are_keys and (config.has_gate or config.value_dim is not None))
+        self.projected_sizes = [query_size, key_size] + [value_size] * (not config.values_are_keys)
+        self.projected_sizes += [output_size] * config.has_gate
         num_chunks = num_input_chunks(config.can_divide)
         share = share_inputs(config.num_heads * config.value_size, num_chunks, context)
         starts = self.heads.start * config.head_dim, *(self.kv_heads.start * size for size in config.kv_sizes)
@@ -114,6 +118,9 @@ class Attention(nn.Module):
             case "token":
                 self.query_norm = TokenNorm(self.heads, config.num_heads, config.head_dim, norm_epsilon, context)
                 self.key_norm = TokenNorm(self.kv_heads, config.num_kv_heads, config.head_dim, norm_epsilon, context)
+        self.value_norm: RMSNorm | None = None
+        if config.normalizes_values:
+            self.value_norm = RMSNorm(config.value_size, norm_epsilon, context, has_weight=False)
         self.head_gates: Linear | None = None
         if config.has_head_gates:  # never in 8-bit blocks: tp ranks divide its few outputs anywhere
             self.head_gates = Linear(hidden_size, num_heads, context, limits=QuantizationLimits(cuts=None))
@@ -165,7 +172,10 @@ class Attention(nn.Module):
     def forward(self, hidden_TD: Rows, rotations: Rotations, cache: KeyValueCache, step: StepInputs) -> Tensor:
         projected = self.query_key_value(hidden_TD).split(self.projected_sizes, dim=-1)
         query_TNH, key_TGH = (rearrange(part, "T (N H) -> T N H", H=self.config.head_dim) for part in projected[:2])
-        value_TGV = rearrange(projected[2], "T (G V) -> T G V", V=self.config.value_size)
+        projected_value = projected[1 if self.config.values_are_keys else 2]
+        value_TGV = rearrange(projected_value, "T (G V) -> T G V", V=self.config.value_size)
+        if self.value_norm is not None:
+            value_TGV = self.value_norm(value_TGV)
         rotation = rotations[self.config.rotary]
         if self.config.rotates_first:
             query_TNH, key_TGH = self._apply_rope(query_TNH, rotation), self._apply_rope(key_TGH, rotation)

@@ -94,6 +94,19 @@ class NtkScaling:
 
 
 @dataclass(frozen=True)
+class ProportionalScaling:
+    """Rotates the first pairs alone, `fraction` of all, with their frequencies in a whole head (Gemma 4)."""
+
+    fraction: float
+    factor: float = 1.0  # divides the frequencies
+
+    def scale(self, frequencies_F: Tensor, theta: float) -> Tensor:
+        num_pairs = len(frequencies_F)
+        is_rotated_F = torch.arange(num_pairs) < int(self.fraction * 2 * num_pairs // 2)
+        return torch.where(is_rotated_F, frequencies_F / self.factor, 0.0)
+
+
+@dataclass(frozen=True)
 class NoScaling:
     """Sets every frequency to zero: nothing is rotated, only multiplied by a constant."""
 
@@ -109,7 +122,7 @@ class RotaryConfig:
 
     dim: int  # even number of values at the beginning of a head that are rotated
     theta: float
-    scaling: LinearScaling | Llama3Scaling | YarnScaling | NtkScaling | NoScaling | None = None
+    scaling: LinearScaling | Llama3Scaling | YarnScaling | NtkScaling | ProportionalScaling | NoScaling | None = None
     is_interleaved: bool = False  # a pair is two neighbours (2f, 2f + 1); otherwise it is (f, f + dim / 2)
     stride: int = 1  # positions are rounded down to multiples of this: all tokens of a window rotate alike
     is_reversed: bool = False  # by the negative angle, which undoes a rotation

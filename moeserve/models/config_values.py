@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from moeserve.config.settings import DtypeName
 from moeserve.errors import CheckpointError, shown
-from moeserve.layers.rotary import LinearScaling, Llama3Scaling, RotaryConfig, YarnScaling
+from moeserve.layers.rotary import LinearScaling, Llama3Scaling, ProportionalScaling, RotaryConfig, YarnScaling
 
 LARGEST_NUMBER = 1e30
 _BESIDE_TEXT_PART = ("dtype", "torch_dtype", "quantization_config", "eos_token_id", "tie_word_embeddings")
@@ -238,7 +238,7 @@ class ConfigValues:
         return value
 
 
-def _read_scaling(settings: ConfigValues) -> LinearScaling | Llama3Scaling | YarnScaling | None:
+def _read_scaling(settings: ConfigValues) -> LinearScaling | Llama3Scaling | YarnScaling | ProportionalScaling | None:
     """Return how a config scales rotary frequencies."""
     match settings.values["rope_type"]:
         case "default":
@@ -257,7 +257,12 @@ def _read_scaling(settings: ConfigValues) -> LinearScaling | Llama3Scaling | Yar
             )
         case "yarn":
             return _read_yarn(settings)
-    raise settings.wrong("rope_type", "is not supported; supported: default, linear, llama3, yarn")
+        case "proportional":
+            fraction = settings.number("partial_rotary_factor", 1.0)
+            if fraction > 1:
+                raise settings.wrong("partial_rotary_factor", "must be at most 1")
+            return ProportionalScaling(fraction, settings.number("factor", 1.0))
+    raise settings.wrong("rope_type", "is not supported; supported: default, linear, llama3, yarn, proportional")
 
 
 def _read_yarn(settings: ConfigValues) -> YarnScaling:

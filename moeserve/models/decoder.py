@@ -31,6 +31,7 @@ from moeserve.layers.short_convolution import GatedConvolution, ShortConvolution
 from moeserve.layers.weights import allocate_weights
 from moeserve.models.draft_layer import DraftInput
 from moeserve.models.model_config import LayerConfig, MLPConfig, ModelConfig
+from moeserve.models.parallel_networks import ParallelNorms, ParallelOutputs
 from moeserve.moe.dispatch.factory import DispatcherFactory
 from moeserve.moe.layer import MoEConfig, MoELayer, Stages, run_in_turn
 from moeserve.ops.interfaces import Activation, Float8Rows, Rows
@@ -92,9 +93,23 @@ class DecoderLayer(nn.Module):
             self.mixer_norm = make_norm(model, context, form)
         self.mixer = mixer
         self.is_sparse = isinstance(config.mixer, LatentAttentionConfig) and config.mixer.is_sparse
-        self.feed_forward_norm: RMSNorm | HyperConnection | None = None
-        if feed_forward is not None:
+        self.beside: DenseFeedForward | None = None
+        self.parallel_outputs: ParallelOutputs | None = None
+        self.feed_forward_norm: RMSNorm | HyperConnection | ParallelNorms | None = None
+        if config.beside is not None:
+            share = share_inputs(config.beside.width, num_input_chunks(config.can_divide), context)
+            self.beside = DenseFeedForward(hidden_size, share, context, config.beside.activation)
+            self.feed_forward_norm = ParallelNorms(hidden_size, norm_epsilon, context)
+            self.parallel_outputs = ParallelOutputs(hidden_size, norm_epsilon, context)
+        elif feed_forward is not None:
             self.feed_forward_norm = make_norm(model, context, feed_forward.input_form)
+        self.mixer_output_norm: RMSNorm | None = None
+        self.feed_forward_output_norm: RMSNorm | None = None
+        if config.has_output_norms:
+            self.mixer_output_norm = RMSNorm(hidden_size, norm_epsilon, context)
+            self.feed_forward_output_norm = RMSNorm(hidden_size, norm_epsilon, context)
+        self.factor = context.parameter(1, dtype=torch.float32) if config.has_factor else None
+        self._add_scaled = context.kernels.add_scaled
         self.feed_forward = feed_forward
 
     @property
@@ -119,7 +134,7 @@ class DecoderLayer(nn.Module):
         cache: Any,
         step: StepInputs,
         choice: Choice,
-    ) -> tuple[Any, Rows]:
+    ) -> tuple[Any, Any]:
         """Return the residual stream after the mixer, and the argument of `feed`.
 
         Args:
@@ -133,6 +148,8 @@ class DecoderLayer(nn.Module):
             mixed_TD = self.mixer(normed_TD, rotations, cache, step, *more)
             # collective: all tp ranks
             update_tD = self.tp.reduce_scatter(mixed_TD, step.tp_sizes, self.sum_dtype)
+            if self.mixer_output_norm is not None:
+                update_tD = self.mixer_output_norm(update_tD)
         if self.feed_forward_norm is not None:
             return self.feed_forward_norm.after_adding(update_tD, hidden_tD)
         assert update_tD is not None
@@ -146,9 +163,19 @@ class DecoderLayer(nn.Module):
         """
         if self.feed_forward is None:
             update_tD: Tensor = input_tD
-        else:
+        elif self.beside is None:
             update_tD = yield from self.feed_forward.stages(input_tD, step)
-        return update_tD
+        else:
+            assert isinstance(self.feed_forward, MoELayer)
+            assert self.parallel_outputs is not None
+            dense_tD = self.beside(input_tD.dense_tD, step)
+            experts_tD = yield from self.feed_forward.stages(input_tD.experts_tD, step, input_tD.router_tD)
+            update_tD = self.parallel_outputs(dense_tD, experts_tD)
+        return update_tD if self.feed_forward_output_norm is None else self.feed_forward_output_norm(update_tD)
+
+    def scale(self, hidden: Any, update_tD: Tensor) -> tuple[Any, Tensor | None]:
+        """Return the residual stream and the update to add to it: None if it was added for the layer's factor."""
+        return (hidden, update_tD) if self.factor is None else (self._add_scaled(hidden, update_tD, self.factor), None)
 
 
 def make_norm(
@@ -332,10 +359,11 @@ class Decoder(nn.Module):
             self.groups.set_layer(number)
             residual, input_tD = layer.mix(residual, update_tD, rotations, cache, step, choice)
             update_tD = None  # DeepEP's low-latency kernels have memory for two results
-            update_tD = yield from layer.feed(input_tD, step)
+            residual, update_tD = layer.scale(residual, (yield from layer.feed(input_tD, step)))
         self.groups.set_layer(None)
         if self.norm is None:
-            assert update_tD is not None
+            if update_tD is None:
+                return residual
             return self.add(residual, update_tD)  # the norm of the next layer would add them to the same bytes
         _, normed_tD = self.norm.after_adding(update_tD, residual)
         return self.tp.all_gather(normed_tD, step.tp_sizes)  # collective: all tp ranks

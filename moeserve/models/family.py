@@ -33,6 +33,7 @@ class MoENames:
     table: str = ""  # the experts of each token id, where a router has them
     to_latent: str = ""  # the projections around experts of a latent size
     from_latent: str = ""
+    factors: str = ""  # of the weights of each expert, where a router has them
     is_transposed: bool = False  # one tensor for all experts, [experts, inputs, outputs], gates before ups
     is_interleaved: bool = False  # one tensor for all experts, [experts, inputs, outputs], gate and up outputs in turn
 
@@ -88,6 +89,15 @@ class LayerNames:
     recurrent: str = "linear_attn"  # a token mixer with a state
     dense: str = "mlp"  # a feed-forward network without experts
     dense_matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    # Where layers have them: norms of the outputs of both networks, and the factor of the residual stream
+    mixer_output_norm: str = ""
+    feed_forward_output_norm: str = ""
+    factor: str = ""
+    # Norms around a dense network beside experts. That of the router is the name of a tensor.
+    router_norm: str = ""
+    experts_norm: str = ""
+    dense_output_norm: str = ""
+    experts_output_norm: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

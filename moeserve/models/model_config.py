@@ -40,6 +40,9 @@ class LayerConfig:
 
     mixer: CachedAttention | LinearAttentionConfig | ShortConvolutionConfig | None
     feed_forward: MoEConfig | MLPConfig | None
+    beside: MLPConfig | None = None  # a dense network that reads the residual stream beside the experts (Gemma 4)
+    has_output_norms: bool = False  # the outputs of the mixer and of the feed-forward network are normalised
+    has_factor: bool = False  # the residual stream is multiplied by a learned number behind the layer
 
     def __post_init__(self) -> None:
         assert self.mixer is not None or self.feed_forward is not None
@@ -135,6 +138,12 @@ class ModelConfig:
     def has_entries(self) -> bool:
         """True if a layer keeps compressed entries."""
         return any(isinstance(layer.mixer, CompressedAttentionConfig) for layer in self.layers)
+
+    @property
+    def without_gpu_kernels(self) -> str | None:
+        """The part of the model that has no kernels for GPUs; None if all have."""
+        has_parallel_networks = any(layer.beside is not None for layer in self.layers)
+        return "a dense network beside the experts" if has_parallel_networks else None
 
     @property
     def block_multiple(self) -> int:

@@ -94,6 +94,7 @@ def read_facts(
         has_draft_layer=description.model.num_draft_layers > 0,
         first_layers=description.model.first_layers,
         has_entries=description.model.has_entries,
+        without_gpu_kernels=description.model.without_gpu_kernels,
         block_multiple=description.model.block_multiple,
     )
 

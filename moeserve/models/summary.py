@@ -103,7 +103,9 @@ def summarize(
         counts.add("embedding", model.embedding, active=(rows_used, config.vocab_size))
     for layer, layer_config in zip(model.layers, model.layer_configs, strict=True):
         counts.add("attention", layer.mixer)
-        counts.add("norms", layer.mixer_norm, layer.feed_forward_norm)
+        counts.add("norms", layer.mixer_norm, layer.feed_forward_norm, layer.parallel_outputs)
+        counts.add("norms", layer.mixer_output_norm, layer.feed_forward_output_norm)
+        counts.add("dense networks", layer.beside)
         match layer.feed_forward, layer_config.feed_forward:
             case MoELayer() as moe, MoEConfig(router=router):
                 counts.add("routers", moe.router)

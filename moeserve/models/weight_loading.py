@@ -46,6 +46,7 @@ class Destination:
     part: tuple[slice, ...]  # slices of the tensor's leading dimensions; the other dimensions are whole
     owner: Weights | None = None  # the weights whose memory this is; None: a parameter that is never packed
     offset: float = 0.0  # added to the checkpoint's values
+    factor: float = 1.0  # multiplies them before
     mxfp4_scales: Tensor | None = None  # of a whole matrix in MXFP4, whose codes `memory` gets, two in a byte
 
     def __post_init__(self) -> None:
@@ -86,9 +87,9 @@ class Destination:
 Row = tuple[str, Destination | None]  # of a table: the name of a tensor; None: only other ranks need it
 
 
-def whole(memory: Tensor, owner: Weights | None = None, offset: float = 0.0) -> Destination:
+def whole(memory: Tensor, owner: Weights | None = None, offset: float = 0.0, factor: float = 1.0) -> Destination:
     """Return the destination of a whole tensor."""
-    return Destination(memory, tuple(memory.shape), (), owner, offset)
+    return Destination(memory, tuple(memory.shape), (), owner, offset, factor)
 
 
 def rows(memory: Tensor, share: slice, num_rows: int, owner: Weights | None = None) -> Destination:
@@ -303,7 +304,8 @@ def _fill(place: Destination, tensor: CheckpointTensor, read_rows: ReadRows, pro
         end = begin + len(piece) * num_rows
         if codes_of is None:
             values = tensor.read(read_rows, begin, end)[part].reshape(piece.shape)
-            piece.copy_(values.float() + place.offset if place.offset else values)
+            is_changed = place.offset != 0.0 or place.factor != 1.0
+            piece.copy_(values.float() * place.factor + place.offset if is_changed else values)
         elif _has_same_blocks(tensor):
             assert not any(cut.start % BLOCK for cut in (first, *others)), (place.part, "begins inside a block")
             codes_OI, scales_GB = tensor.read_blocks(read_rows, begin, end)

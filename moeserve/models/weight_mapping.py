@@ -23,10 +23,11 @@ from moeserve.layers.mlp import MLP
 from moeserve.layers.short_convolution import GatedConvolution
 from moeserve.layers.weights import Weights
 from moeserve.models.compressed_attention_mapping import compressed_attention_rows, connection_rows
-from moeserve.models.decoder import Decoder, DenseFeedForward
+from moeserve.models.decoder import Decoder, DecoderLayer, DenseFeedForward
 from moeserve.models.draft_layer import DraftInput
-from moeserve.models.family import AttentionNames, Family, MoENames
+from moeserve.models.family import AttentionNames, Family, LayerNames, MoENames
 from moeserve.models.model_config import MLPConfig
+from moeserve.models.parallel_networks import ParallelNorms
 from moeserve.models.recurrent_mapping import convolution_rows, linear_attention_rows, summed_rows
 from moeserve.models.weight_loading import (
     Destination,
@@ -112,11 +113,17 @@ def _rows_of(model: Decoder, family: Family, names: Collection[str]) -> Iterator
                 yield from convolution_rows(f"{prefix}.{layer_names.recurrent}", mixer)
             case CompressedSparseAttention() as mixer:
                 yield from compressed_attention_rows(f"{prefix}.{layer_names.attention}", mixer, names)
+        yield from _norms_of_outputs(prefix, layer, layer_names)
+        if layer.beside is not None and config.beside is not None:
+            mlp, width = layer.beside.mlp, config.beside.width
+            yield from _mlp(f"{prefix}.{layer_names.dense}", mlp, width, layer_names.dense_matrices)
         match layer.feed_forward, config.feed_forward:
             case DenseFeedForward(mlp=mlp), MLPConfig(width=width):
                 yield from _mlp(f"{prefix}.{layer_names.dense}", mlp, width, layer_names.dense_matrices)
             case MoELayer() as moe, MoEConfig(expert_width=width):
-                yield from _moe(prefix, moe, width, _moe_names(prefix, family, names), names)
+                # Gemma 4 divides the inputs of its router by the root of the width.
+                factor = 1.0 if layer.beside is None else model.config.hidden_size**-0.5
+                yield from _moe(prefix, moe, width, _moe_names(prefix, family, names), names, factor)
 
 
 def _moe_names(prefix: str, family: Family, names: Collection[str]) -> MoENames:
@@ -124,6 +131,21 @@ def _moe_names(prefix: str, family: Family, names: Collection[str]) -> MoENames:
     held = [each for each in family.names if f"{prefix}.{each.router}.weight" in names]
     separate = [each for each in held if f"{prefix}.{each.experts}.0.{each.gate}.weight" in names]
     return (separate or held or family.names)[0]
+
+
+def _norms_of_outputs(prefix: str, layer: DecoderLayer, names: LayerNames) -> Iterator[Row]:
+    """Yield what only some layers have: norms of outputs, those around parallel networks, and a factor."""
+    if layer.mixer_output_norm is not None and layer.feed_forward_output_norm is not None:
+        yield f"{prefix}.{names.mixer_output_norm}.weight", whole(layer.mixer_output_norm.weight)
+        yield f"{prefix}.{names.feed_forward_output_norm}.weight", whole(layer.feed_forward_output_norm.weight)
+    if isinstance(layer.feed_forward_norm, ParallelNorms) and layer.parallel_outputs is not None:
+        norms, outputs = layer.feed_forward_norm, layer.parallel_outputs
+        yield f"{prefix}.{names.router_norm}", whole(norms.router.weight)
+        yield f"{prefix}.{names.experts_norm}.weight", whole(norms.experts.weight)
+        yield f"{prefix}.{names.dense_output_norm}.weight", whole(outputs.dense_norm.weight)
+        yield f"{prefix}.{names.experts_output_norm}.weight", whole(outputs.experts_norm.weight)
+    if layer.factor is not None:
+        yield f"{prefix}.{names.factor}", whole(layer.factor)
 
 
 def _draft_input(parts: DraftInput, number: int, family: Family) -> Iterator[Row]:
@@ -148,9 +170,11 @@ def _attention(prefix: str, attention: Attention, family: Family) -> Iterator[Ro
     if fused.bias is not None:
         parts.append((fused.bias, None, "bias"))
     for memory, owner, kind in parts:
-        query, key, value, *gate = memory.split(attention.projected_sizes)
+        query, key, *gate = memory.split(attention.projected_sizes)
         yield f"{prefix}.k_proj.{kind}", rows(key, keys, num_keys, owner)
-        yield f"{prefix}.v_proj.{kind}", rows(value, values, num_values, owner)
+        if not config.values_are_keys:
+            value, *gate = gate
+            yield f"{prefix}.v_proj.{kind}", rows(value, values, num_values, owner)
         if not gate:
             yield f"{prefix}.q_proj.{kind}", rows(query, queries, num_queries, owner)
             continue
@@ -235,10 +259,17 @@ def _mlp(
 
 
 def _moe(
-    prefix: str, moe: MoELayer, width: int, names: MoENames, names_in_checkpoint: Collection[str]
+    prefix: str,
+    moe: MoELayer,
+    width: int,
+    names: MoENames,
+    names_in_checkpoint: Collection[str],
+    router_factor: float,
 ) -> Iterator[Row]:
     router = f"{prefix}.{names.router}"
-    yield f"{router}.weight", whole(moe.router.weight)
+    yield f"{router}.weight", whole(moe.router.weight, factor=router_factor)
+    if moe.router.factors is not None:
+        yield f"{prefix}.{names.factors}", whole(moe.router.factors)
     if moe.router.bias is not None:
         yield f"{router}.bias", whole(moe.router.bias)
     if moe.router.correction is not None:

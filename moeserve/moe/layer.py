@@ -152,10 +152,14 @@ class MoELayer(nn.Module):
         (output_TD,) = run_in_turn([self.stages(hidden_TD, step)])
         return output_TD
 
-    def stages(self, hidden_TD: Rows, step: StepInputs) -> Stages[Tensor]:
-        """Compute the layer. Yields after dispatch has started, and after combine has started."""
+    def stages(self, hidden_TD: Rows, step: StepInputs, routed_TD: Tensor | None = None) -> Stages[Tensor]:
+        """Compute the layer. Yields after dispatch has started, and after combine has started.
+
+        Args:
+            routed_TD: the inputs of the router; None: those of the experts.
+        """
         plain_TD = plain_rows(hidden_TD)
-        routing = self.router(plain_TD, step)
+        routing = self.router(plain_TD if routed_TD is None else routed_TD, step)
         if step.padding is not None:
             routing = routing.without(step.padding[step.own_rows])
         if self.to_latent is not None:
@@ -172,10 +176,10 @@ class MoELayer(nn.Module):
         del pending  # DeepEP's low-latency kernels have memory for two results, in all halves together
         combined = self.dispatcher.combine(output, handle)
         yield
-        routed_TD = combined.wait()
+        combined_TD = combined.wait()
         if self.from_latent is not None:
-            routed_TD = self.from_latent(routed_TD)
-        return routed_TD if shared is None else self.add(routed_TD, shared.wait())
+            combined_TD = self.from_latent(combined_TD)
+        return combined_TD if shared is None else self.add(combined_TD, shared.wait())
 
     def _run_experts(self, pending: PendingDispatch[Any]) -> tuple[Tensor, Any]:
         """Return the outputs of this rank's experts, and the handle for `combine`."""

@@ -36,6 +36,7 @@ class Router(nn.Module):
         self.weight = context.parameter(num_experts, hidden_size, dtype=dtype)
         self.bias = context.parameter(num_experts, dtype=dtype) if config.has_bias else None
         self.correction = context.parameter(num_experts, dtype=dtype) if config.has_correction else None
+        self.factors = context.parameter(num_experts, dtype=dtype) if config.has_factors else None
         self.table: nn.Parameter | None = None  # the experts of each token id
         if config.table_size is not None:
             self.table = context.parameter(config.table_size, config.top_k, dtype=torch.int64)
@@ -48,4 +49,4 @@ class Router(nn.Module):
         if self.table is not None:
             assert step is not None
             given_TK = self.gather(self.table, step.token_ids[step.own_rows])
-        return Routing(*self.kernel(hidden_TD, self.weight, self.bias, self.correction, given_TK))
+        return Routing(*self.kernel(hidden_TD, self.weight, self.bias, self.correction, given_TK, self.factors))

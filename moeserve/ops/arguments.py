@@ -8,6 +8,7 @@ from moeserve.ops.interfaces import (
     Activation,
     ClampedSwiGLU,
     CutSwiGLU,
+    GeGLU,
     LimitedSwiGLU,
     RouterConfig,
     SquaredReLU,
@@ -41,5 +42,7 @@ def activation_arguments(activation: Activation | None) -> dict[str, Any]:
             return {"activation": "cut_swiglu", "limit": limit}
         case SquaredReLU():
             return {"activation": "squared_relu"}
+        case GeGLU():
+            return {"activation": "geglu"}
         case _:
             raise AssertionError(f"no kernel has the activation {activation}")

@@ -72,6 +72,14 @@ class CutSwiGLU:
 
 
 @dataclass(frozen=True)
+class GeGLU:
+    """gelu(gate) * up (arXiv 2002.05202), with the approximation of gelu by tanh (Gemma 4)."""
+
+    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
+        return functional.gelu(gate, approximate="tanh") * up
+
+
+@dataclass(frozen=True)
 class SquaredReLU:
     """max(up, 0) ** 2, without a gate (arXiv 2109.08668)."""
 
@@ -179,6 +187,7 @@ class RouterConfig:
     # The experts of a token are those of its id in a table with as many rows, and scores are weights alone
     # (DeepSeek-V4). None: they are the best.
     table_size: int | None = None
+    has_factors: bool = False  # a learned number per expert that multiplies its weight at the end (Gemma 4)
 
 
 class RouteTokens(Protocol):
@@ -191,6 +200,7 @@ class RouteTokens(Protocol):
         hidden_TD: any floating dtype.
         weight_ED: float32, like bias_E and correction_E.
         given_TK: the experts of each token, int64, where logits only determine weights.
+        factors_E: float32, of the weights.
 
     Returns:
         Experts [T, K] int64, best first, and their weights [T, K] float32.
@@ -203,6 +213,7 @@ class RouteTokens(Protocol):
         bias_E: Tensor | None,
         correction_E: Tensor | None,
         given_TK: Tensor | None = None,
+        factors_E: Tensor | None = None,
         /,
     ) -> tuple[Tensor, Tensor]: ...
 
@@ -616,6 +627,7 @@ class Kernels:
 
     name: Literal["cpu", "triton", "torch"]  # for messages
     add: Callable[[Tensor, Tensor], Tensor]  # (a_TD, b_TD) -> their sum; both contiguous and of one dtype
+    add_scaled: Callable[[Tensor, Tensor, Tensor], Tensor]  # (a_TD, b_TD, factor [1] float32) -> (a + b) * factor
     gate_rows: Callable[[Tensor, Tensor], Tensor]  # (gates_T1 or gates_TD, rows_TD) -> sigmoid(gate) * row
     # (x_TD, weight_D, epsilon) -> [T, D] in the dtype of x; T may be several dimensions. In place: written to x.
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]

@@ -265,7 +265,8 @@ class LayoutCosts:
             parameters = _parameters(stage)
             layers = config.layers[stage.first_layer : stage.first_layer + stage.num_layers]
             num_sparse = sum(isinstance(layer.feed_forward, MoEConfig) for layer in layers)
-            num_dense = sum(isinstance(layer.feed_forward, MLPConfig) for layer in layers)
+            networks = (network for layer in layers for network in (layer.feed_forward, layer.beside))
+            num_dense = sum(isinstance(network, MLPConfig) for network in networks)
             num_mixers = sum(layer.mixer is not None for layer in layers)
             is_last = stage is layout.stages[-1]
 

@@ -27,27 +27,6 @@ NUM_TOKENS = 16
 SHAPES: dict[str, Shape] = {
     # LayerNorm, biases, sparsemixer
     "phimoe": shape("Phimoe", sizes(hidden=40), heads(4, 2), local_experts(5, 2), rope(), seed=1),
-    # windows, two sizes of heads, keys that are values, a dense network beside the experts, a cap of logits
-    "gemma4": Shape(
-        "Gemma4Text",
-        dict(
-            enable_moe_block=True,
-            num_experts=6,
-            top_k_experts=2,
-            moe_intermediate_size=24,
-            head_dim=8,
-            global_head_dim=16,
-            num_global_key_value_heads=1,
-            attention_k_eq_v=True,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            num_hidden_layers=6,
-            sliding_window=8,
-            hidden_size_per_layer_input=0,
-            final_logit_softcapping=30.0,
-            tie_word_embeddings=True,
-        ),
-    ),
     # windows, layers without rotary embedding, gated outputs, a norm after each network, dense layers
     "afmoe": shape(
         "Afmoe",

@@ -38,6 +38,8 @@ def test_addition_and_gating(shape: tuple[int, int], dtype: torch.dtype) -> None
     before = a.clone(), b.clone()
     set_num_threads(3)
     assert same_bytes(KERNELS.add(a, b), a + b)
+    factor = torch.tensor([0.7])
+    assert same_bytes(KERNELS.add_scaled(a, b, factor), TORCH_KERNELS.add_scaled(a, b, factor))
     gated = KERNELS.gate_rows(gates, a)
     assert same_bytes(a, before[0])
     assert same_bytes(b, before[1])

@@ -31,6 +31,18 @@ def test_choice_and_weights_match_the_reference(seed: int, dtype: torch.dtype) -
     routing_checks.check_choice_and_weights(KERNELS.make_router, random_config(draw), num_tokens, width, dtype)
 
 
+def test_factors_of_experts_multiply_their_weights() -> None:
+    torch.manual_seed(0)
+    config = RouterConfig(num_experts=9, top_k=4, is_normalized=True, has_factors=True)
+    tensors, factors_E = random_tensors(config, 5, 33, torch.float32), torch.randn(9)
+    experts_TK, weights_TK = KERNELS.make_router(config)(*tensors, None, factors_E)
+    plain_TK, expected_TK = KERNELS.make_router(config)(*tensors)
+    assert torch.equal(experts_TK, plain_TK)
+    assert torch.equal(weights_TK, expected_TK * factors_E[experts_TK])
+    of_reference = TORCH_KERNELS.make_router(config)(*tensors, None, factors_E)
+    torch.testing.assert_close(weights_TK, of_reference[1])
+
+
 @pytest.mark.parametrize("scoring", SCORINGS)
 def test_ties_and_extremes(scoring: Any) -> None:
     routing_checks.check_ties(KERNELS.make_router, scoring)

@@ -20,6 +20,7 @@ from torch.nn import functional
 from moeserve.ops.interfaces import (
     Activation,
     ClampedSwiGLU,
+    GeGLU,
     InputChunks,
     LimitedSwiGLU,
     OpenWeights,
@@ -42,6 +43,7 @@ ACTIVATIONS: tuple[Activation | None, ...] = (
     ClampedSwiGLU(alpha=1.7, limit=0.8),
     LimitedSwiGLU(0.8),
     SquaredReLU(),
+    GeGLU(),
 )
 ROUNDING = {torch.float32: 5e-6, torch.bfloat16: 2**-8}  # of the largest result
 

@@ -340,6 +340,13 @@ def test_kv_cache_dtype() -> None:
         decide(latent, kv_cache_dtype="fp8")
 
 
+def test_models_without_kernels_for_gpus_are_refused_there() -> None:
+    facts = dataclasses.replace(FACTS, without_gpu_kernels="a part")
+    assert decide(facts).device == "cpu"
+    with pytest.raises(SettingsError, match=r"device='cuda': a part"):
+        decide(facts, **ON_GPU)
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [

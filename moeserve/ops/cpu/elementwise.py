@@ -36,6 +36,13 @@ class RowKernels:
         self._native.add(a_TD, b_TD, out_TD)
         return out_TD
 
+    def add_scaled(self, a_TD: Tensor, b_TD: Tensor, factor_1: Tensor) -> Tensor:
+        if a_TD.dtype not in NATIVE_DTYPES:
+            return reference.add_scaled(a_TD, b_TD, factor_1)
+        out_TD = new_empty(a_TD, *a_TD.shape)
+        self._native.add(a_TD, b_TD, out_TD, factor_1)
+        return out_TD
+
     def gate_rows(self, gates: Tensor, rows_TD: Tensor) -> Tensor:
         if rows_TD.dtype not in NATIVE_DTYPES:
             return reference.gate_rows(gates, rows_TD)
@@ -123,12 +130,13 @@ class CpuRouter:
         bias_E: Tensor | None,
         correction_E: Tensor | None,
         given_TK: Tensor | None = None,
+        factors_E: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         if hidden_TD.dtype not in NATIVE_DTYPES:
-            return self._reference(hidden_TD, weight_ED, bias_E, correction_E, given_TK)
+            return self._reference(hidden_TD, weight_ED, bias_E, correction_E, given_TK, factors_E)
         num_tokens = hidden_TD.shape[0]
         experts_TK = torch.empty(num_tokens, self._top_k, dtype=torch.int64)
         weights_TK = torch.empty(num_tokens, self._top_k, dtype=torch.float32)
         tensors = hidden_TD, weight_ED, bias_E, correction_E, experts_TK, weights_TK
-        self._native.route(*tensors, **self._rules, given=given_TK)
+        self._native.route(*tensors, **self._rules, given=given_TK, factors=factors_E)
         return experts_TK, weights_TK

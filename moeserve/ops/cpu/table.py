@@ -25,6 +25,7 @@ def cpu_kernels(native: ModuleType) -> Kernels:
     return Kernels(
         name="cpu",
         add=rows.add,
+        add_scaled=rows.add_scaled,
         gate_rows=rows.gate_rows,
         rms_norm=rows.rms_norm,
         rms_norm_in_place=rows.rms_norm_in_place,

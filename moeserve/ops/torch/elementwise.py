@@ -52,6 +52,11 @@ def apply_rope(heads_TNH: Tensor, rotation: Rotation, out_TNH: Tensor | None = N
     return rotated_TNH if out_TNH is None else out_TNH.copy_(rotated_TNH)
 
 
+def add_scaled(a_TD: Tensor, b_TD: Tensor, factor_1: Tensor) -> Tensor:
+    """Return (a + b) * factor, rounded after each operation."""
+    return ((a_TD + b_TD).float() * factor_1).to(a_TD.dtype)
+
+
 def gate_rows(gates_T1: Tensor, rows_TD: Tensor) -> Tensor:
     """See `Kernels`. On a CPU the last bit of a sigmoid may depend on the number of rows."""
     return gates_T1.sigmoid() * rows_TD

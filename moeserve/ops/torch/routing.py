@@ -28,6 +28,7 @@ class TorchRouter:
         bias_E: Tensor | None,
         correction_E: Tensor | None,
         given_TK: Tensor | None = None,
+        factors_E: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         config = self.config
         scores_TE = functional.linear(hidden_TD.float(), weight_ED, bias_E)
@@ -47,7 +48,8 @@ class TorchRouter:
             weights_TK = weights_TK.softmax(dim=-1)
         if config.is_normalized:
             weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + TINY)
-        return experts_TK, weights_TK * config.scale
+        weights_TK = weights_TK * config.scale
+        return experts_TK, weights_TK if factors_E is None else weights_TK * factors_E[experts_TK]
 
     def _keep_best_groups(self, ranked_TE: Tensor) -> Tensor:
         """Return the same ranks, with those of experts outside the best groups at minus infinity."""

@@ -29,6 +29,7 @@ def allocate_weights(shape: tuple[int, ...], dtype: torch.dtype, device: torch.d
 TORCH_KERNELS = Kernels(
     name="torch",
     add=torch.add,
+    add_scaled=elementwise.add_scaled,
     gate_rows=elementwise.gate_rows,
     rms_norm=elementwise.rms_norm,
     rms_norm_in_place=elementwise.rms_norm_in_place,

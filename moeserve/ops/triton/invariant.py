@@ -61,8 +61,10 @@ class OrderedRouter:
         bias_E: Tensor | None,
         correction_E: Tensor | None,
         given_TK: Tensor | None = None,
+        factors_E: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         assert given_TK is None, "models whose experts follow from token ids run on CPUs"
+        assert factors_E is None, "models with factors of experts run on CPUs"
         logits_TE = chunked_matmul(hidden_TD.float(), weight_ED, bias_O=bias_E)
         return route(logits_TE, correction_E, top_k=self._top_k, **self._rules)
 

@@ -58,7 +58,9 @@ class TritonRouter:
         bias_E: Tensor | None,
         correction_E: Tensor | None,
         given_TK: Tensor | None = None,
+        factors_E: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
+        assert factors_E is None, "models with factors of experts run on CPUs"
         if given_TK is not None:  # in few layers of a model
             return self._reference(hidden_TD, weight_ED, bias_E, correction_E, given_TK)
         if not can_weigh(hidden_TD, weight_ED):

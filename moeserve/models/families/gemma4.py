@@ -1,0 +1,104 @@
+"""Gemma 4 with experts (26B-A4B): a dense network beside them, norms of outputs, and keys that are also values."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from moeserve.layers.attention import AttentionConfig
+from moeserve.models.config_values import ConfigValues
+from moeserve.models.family import DecoderPart, Family, LayerNames, MoENames
+from moeserve.models.fields import (
+    LAYER_TYPES,
+    read_attention,
+    read_hidden_size,
+    read_model,
+    read_num_experts,
+    read_num_layers,
+    read_width,
+)
+from moeserve.models.model_config import LayerConfig, MLPConfig, ModelConfig
+from moeserve.moe.layer import MoEConfig
+from moeserve.ops.interfaces import GeGLU, RouterConfig
+
+
+def read(config: ConfigValues) -> ModelConfig:
+    config.require("enable_moe_block", True)
+    config.require("hidden_activation", "gelu_pytorch_tanh")
+    config.require("attention_bias", False)
+    config.require("num_kv_shared_layers", 0)
+    config.require("hidden_size_per_layer_input", 0)
+    # Images are not read, so no tokens attend to later ones.
+    config.require("use_bidirectional_attention", "vision")
+    num_experts, top_k = read_num_experts(config, "num_experts", top_k_key="top_k_experts")
+    moe = MoEConfig(
+        router=RouterConfig(num_experts=num_experts, top_k=top_k, is_normalized=True, has_factors=True),
+        expert_width=read_width(config, "moe_intermediate_size"),
+        activation=GeGLU(),
+    )
+    dense = MLPConfig(width=read_width(config, "intermediate_size"), activation=GeGLU())
+    num_layers = read_num_layers(config)
+    is_windowed = config.flags_of_layers("layer_types", LAYER_TYPES, num_layers)
+    if is_windowed is None:
+        is_windowed = [(index + 1) % 6 != 0 for index in range(num_layers)]
+    layers = [
+        LayerConfig(
+            mixer=_read_attention(config, index, windowed),
+            feed_forward=moe,
+            beside=dense,
+            has_output_norms=True,
+            has_factor=True,
+        )
+        for index, windowed in enumerate(is_windowed)
+    ]
+    model = read_model(config, layers, is_tied=True)
+    return dataclasses.replace(
+        model,
+        embedding_factor=read_hidden_size(config) ** 0.5,
+        logits_cap=config.optional_number("final_logit_softcapping"),
+    )
+
+
+def _read_attention(config: ConfigValues, index: int, is_windowed: bool) -> AttentionConfig:
+    shares_values = config.flag("attention_k_eq_v", default=False)
+    values: dict[str, Any] = config.of_layer_type(LAYER_TYPES[is_windowed]).values
+    if not is_windowed:
+        values = values | {"head_dim": config.integer("global_head_dim", 512, high=2**14)}
+        if shares_values and values.get("num_global_key_value_heads") is not None:
+            values["num_key_value_heads"] = config.integer("num_global_key_value_heads")
+    own = config.object("per_layer_config")  # as transformers 5 writes it
+    if own is not None and (of_layer := own.object(str(index))) is not None:
+        values = values | of_layer.values
+    return read_attention(
+        ConfigValues(config.path, values),
+        scale=1.0,
+        normalized="head",
+        normalizes_values=True,
+        values_are_keys=shares_values and not is_windowed,
+        window=config.integer("sliding_window") if is_windowed else None,
+    )
+
+
+LAYER_NAMES = LayerNames(
+    mixer_output_norm="post_attention_layernorm",
+    feed_forward_norm="pre_feedforward_layernorm",
+    feed_forward_output_norm="post_feedforward_layernorm",
+    factor="layer_scalar",
+    router_norm="router.scale",
+    experts_norm="pre_feedforward_layernorm_2",
+    dense_output_norm="post_feedforward_layernorm_1",
+    experts_output_norm="post_feedforward_layernorm_2",
+)
+LEFT_OUT = ("vision_tower.", "embed_vision.", "audio_tower.", "embed_audio.")
+GEMMA4 = Family(
+    name="Gemma 4",
+    architecture="Gemma4ForConditionalGeneration",
+    other_architectures=("Gemma4ForCausalLM",),
+    read=read,
+    names=(MoENames(router="router.proj", experts="experts", factors="router.per_expert_scale"),),
+    layer_names=LAYER_NAMES,
+    decoder_part=DecoderPart(
+        prefixes=(("model.language_model.", "model."),),
+        left_out=(*LEFT_OUT, *(f"model.{name}" for name in LEFT_OUT)),
+    ),
+)
