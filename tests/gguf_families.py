@@ -141,8 +141,8 @@ FAMILIES: dict[str, tuple[str, dict[str, str]]] = {
 SIGMOID = ("glm4moe", "dots1", "minimax-m2", "lfm2moe", "kimi-linear")
 
 
-def write_family(folder: Path, path: Path) -> Path:
-    """Write a checkpoint of tests as a GGUF file of float32 tensors."""
+def write_family(folder: Path, path: Path, kind: str = "F32") -> Path:
+    """Write a checkpoint of tests as a GGUF file, with the matrices of layers in a type of GGUF."""
     config = json.loads((folder / "config.json").read_text())
     config |= config.pop("text_config", {})
     architecture, more = FAMILIES[config["model_type"]]
@@ -161,7 +161,9 @@ def write_family(folder: Path, path: Path) -> Path:
         assert own is not None, name
         written[own] = np.ascontiguousarray(values)
     for own, values in written.items():
-        writer.add_tensor(own, values)
+        is_matrix = values.ndim > 1 and own.startswith("blk.") and "gate_inp" not in own
+        of_tensor = gguf.GGMLQuantizationType[kind if is_matrix else "F32"]
+        writer.add_tensor(own, gguf.quantize(values, of_tensor), raw_dtype=of_tensor)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

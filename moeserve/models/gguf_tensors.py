@@ -17,6 +17,8 @@ from moeserve.models.quantization import ReadRows
 if TYPE_CHECKING:
     import gguf
 
+_Q4_0_BYTES = 18  # of a group: a float16 scale, then the codes
+
 # H heads, K and V rows of a head's keys and values, L latent
 
 
@@ -43,6 +45,18 @@ class GgufTensor:
         rows = slice(start, stop) if self.rows is None else self.rows[start:stop]
         values = dequantised(self.shard, self.stored, rows)
         return torch.from_numpy(values if self.columns is None else values[..., self.columns])
+
+    @property
+    def has_packed_groups(self) -> bool:
+        """True for Q4_0, whose groups are those of packed weights."""
+        return self.stored.tensor_type.name == "Q4_0" and self.columns is None
+
+    def read_scales(self, read_rows: ReadRows, start: int, stop: int) -> Tensor:
+        """Return the scales of Q4_0. With a negative scale, packed weights have code 15 - c for code c."""
+        rows = slice(start, stop) if self.rows is None else self.rows[start:stop]
+        blocks = self.stored.data[rows]
+        groups = blocks.reshape(*blocks.shape[:-1], -1, _Q4_0_BYTES)
+        return torch.from_numpy(groups[..., :2].copy().view(np.float16)[..., 0]).abs()
 
 
 @dataclass(frozen=True)

@@ -11,18 +11,30 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from moeserve.models.quantization import ReadRows, StoredTensor
+from moeserve.models.quantization import CheckpointTensor, ReadRows, StoredTensor
 from moeserve.ops.interfaces import INT4_GROUP
 
 # O outputs, I inputs, G groups of inputs, R some of the outputs
 
 CODES_PER_WORD = 8
 MIDDLE_CODE = 8  # the zero point where none are stored
+
+
+@runtime_checkable
+class GroupedTensor(CheckpointTensor, Protocol):
+    """A tensor whose codes and scales may be those of packed int4 weights."""
+
+    @property
+    def has_packed_groups(self) -> bool:
+        """True if the groups consist of whole groups of packed weights, or of all inputs."""
+
+    def read_scales(self, read_rows: ReadRows, start: int, stop: int) -> Tensor:
+        """Return scales [stop - start, ..., ceil(I / INT4_GROUP)] of slices of the first dimension, none negative."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +96,6 @@ class Int4Tensor:
 
     @property
     def has_packed_groups(self) -> bool:
-        """True if the groups consist of whole groups of packed weights, or of all inputs."""
         is_whole = self.group_size % INT4_GROUP == 0 or self.group_size == self.shape[1]
         return self.group_of_input is None and is_whole
 
@@ -130,7 +141,6 @@ class Int4Tensor:
         return groups_RGN.sub_(zeros_RG[:, :, None]).mul_(scales_RG[:, :, None]).flatten(1)
 
     def read_scales(self, read_rows: ReadRows, start: int, stop: int) -> Tensor:
-        """Return the scales [R, ceil(I / INT4_GROUP)] of outputs `start` to `stop` for groups of packed weights."""
         assert self.has_packed_groups
         # Packing finds the zero point from the values. With a negative scale, code 15 - c has the value of code c.
         scales_RG = self._read_outputs(read_rows, self.scales, None, start, stop).abs()

@@ -132,7 +132,7 @@ def _format_of(quantization: Any) -> WeightFormat | None:
     """Return the format of a quantization_config, or None if it is not supported."""
     match quantization:
         case {"quant_method": "gguf"}:  # a folder that `gguf_checkpoint` wrote
-            return WeightFormat(is_gguf=True)
+            return WeightFormat(is_gguf=True, is_int4=True)
         case {"quant_method": "mxfp4"}:
             return WeightFormat((STACKED_MXFP4,), is_mxfp4=True)
         # Matrices in fp8 have scales, so lists of those that are not converted need not be read.

@@ -23,7 +23,7 @@ from moeserve.layers.norm import RMSNorm
 from moeserve.layers.weights import Weights
 from moeserve.machine import shown_bytes
 from moeserve.models.checkpoint import Checkpoint, list_names, open_shard
-from moeserve.models.int4_tensors import Int4Tensor
+from moeserve.models.int4_tensors import GroupedTensor, Int4Tensor
 from moeserve.models.quantization import CheckpointTensor, Fp4Tensor, Fp8Tensor, PlainTensor, ReadRows, StoredTensor
 from moeserve.moe.router import Router
 from moeserve.ops.interfaces import INT4_GROUP
@@ -71,14 +71,15 @@ class Destination:
             return None
         weight_eOI = self.owner.open.weight_eOI
         row = (self.memory.storage_offset() - weight_eOI.storage_offset()) // weight_eOI.shape[2]
-        return self.owner.int4_scales.flatten(0, 1)[row : row + len(self.memory)]
+        num_rows = math.prod(self.memory.shape[:-1])
+        return self.owner.int4_scales.flatten(0, 1)[row : row + num_rows]
 
     def can_keep_int4(self, tensor: CheckpointTensor) -> bool:
         """Return True if the codes and scales of a checkpoint's tensor can be packed as they are."""
-        if not isinstance(tensor, Int4Tensor) or self.owner is None or not self.owner.packs:
+        if not isinstance(tensor, GroupedTensor) or self.owner is None or not self.owner.packs:
             return False
-        is_whole_rows = self.memory.stride() == (self.owner.shape[2], 1)
-        first_column = self.part[1].start if len(self.part) > 1 else 0
+        is_whole_rows = self.memory.stride()[-2:] == (self.owner.shape[2], 1)
+        first_column = self.part[-1].start if len(self.part) == len(self.shape) else 0
         chunks = self.owner.open.chunks
         is_aligned = first_column % INT4_GROUP == 0 and (chunks is None or chunks.size % INT4_GROUP == 0)
         return is_whole_rows and tensor.has_packed_groups and is_aligned
@@ -138,7 +139,7 @@ def keep_int4(checkpoint: Checkpoint, destinations: Destinations) -> None:
     is_kept: dict[Weights, bool] = {}
     for name, places in destinations.into.items():
         tensor = checkpoint.tensors.get(name)
-        if isinstance(tensor, Int4Tensor):
+        if isinstance(tensor, GroupedTensor):
             tensor.check()
         for place in places:
             if place.owner is not None and tensor is not None:
@@ -317,9 +318,13 @@ def _fill(place: Destination, tensor: CheckpointTensor, read_rows: ReadRows, pro
         progress.update(piece.nbytes)
     scales_RG = place.int4_scales
     if scales_RG is not None:
-        assert isinstance(tensor, Int4Tensor)
-        part_of_scales = slice(None), *(slice(cut.start // INT4_GROUP, -(-cut.stop // INT4_GROUP)) for cut in others)
-        scales_RG.copy_(tensor.read_scales(read_rows, first.start, first.stop)[part_of_scales])
+        assert isinstance(tensor, GroupedTensor)
+        cuts = list(others)
+        if len(place.part) == len(place.shape):  # the last cut is one of inputs
+            cuts[-1] = slice(cuts[-1].start // INT4_GROUP, -(-cuts[-1].stop // INT4_GROUP))
+        part_of_scales = (slice(None), *cuts)
+        scales = tensor.read_scales(read_rows, first.start, first.stop)[part_of_scales]
+        scales_RG.copy_(scales.reshape(scales_RG.shape))
 
 
 def _is_decoded(tensor: CheckpointTensor, place: Destination) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from float8_checkpoints import write
+from gguf_families import write_family
 from int4_checkpoints import CONFIGS, encoded_and_decoded
 from model_context import cpu_context
 from packed_panels import unpacked
@@ -23,6 +24,7 @@ from moeserve.layers.weights import Weights
 from moeserve.models import registry, weight_loading
 from moeserve.models.checkpoint import open_checkpoint
 from moeserve.models.decoder import Decoder
+from moeserve.models.gguf_checkpoint import checkpoint_folder
 from moeserve.models.packing import Packer, weights_of
 from moeserve.models.weight_loading import keep_int4, load_weights
 from moeserve.models.weight_mapping import destinations
@@ -141,5 +143,18 @@ def test_negative_scales_are_kept(tmp_path: Path) -> None:
         negated = {name: -tensor if name.endswith(end) else tensor for name, tensor in tensors.items()}
         save_file(negated, folder / "model.safetensors", metadata={"format": "pt"})
     exact, given = load(decoded, is_exact=True), load(encoded)
+    assert given.weights.keys() - given.kept == {"head.weights"}
+    given.assert_kept(exact)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_q4_0_of_gguf_is_kept(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All experts of a layer are in one tensor, and about half of the scales are negative."""
+    monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path / "cache"))
+    sizes = dict(hidden_size=64, intermediate_size=64, head_dim=32)
+    shape = dataclasses.replace(SHAPES["minimax-m2"], settings=SHAPES["minimax-m2"].settings | sizes)
+    folder = make_reference(tmp_path / "original", shape).folder
+    file = checkpoint_folder(write_family(folder, tmp_path / "model.gguf", "Q4_0"))
+    exact, given = load(file, is_exact=True, tp=2, rank=rank), load(file, tp=2, rank=rank)
     assert given.weights.keys() - given.kept == {"head.weights"}
     given.assert_kept(exact)

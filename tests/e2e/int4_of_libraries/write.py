@@ -46,7 +46,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as work:
             original, written = Path(work) / "original", Path(work) / "written"
             family, settings = OF_GPTQMODEL[name] if name in OF_GPTQMODEL else (OF_AUTO_ROUND[name][0], {})
-            write_original(original, family, width=64 if "awq" in name else GROUP_SIZE)
+            write_original(original, family, width=max(64, GROUP_SIZE) if "awq" in name else GROUP_SIZE)
             if name in OF_GPTQMODEL:
                 quantise_with_gptqmodel(original, written, settings)
             else:
@@ -61,7 +61,7 @@ def write_original(folder: Path, family: str, width: int) -> None:
         intermediate_size=width,
         num_hidden_layers=1,
         num_attention_heads=2,
-        num_key_value_heads=2 if width == 64 else 1,
+        num_key_value_heads=2 if width >= 64 else 1,
         head_dim=max(32, GROUP_SIZE // 2),
         max_position_embeddings=64,
         initializer_range=0.2,
