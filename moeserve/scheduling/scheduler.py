@@ -324,13 +324,6 @@ class Scheduler:
         still_live = [chunk.request.request_id for chunk in chunks if not chunk.request.ended]
         return [update for request_id in still_live if (update := self.abort(request_id)) is not None]
 
-    def forget_ranks(self) -> None:
-        """Register all requests again, because the ranks have lost their state. No plan may be in flight."""
-        assert not self._plans, f"{len(self._plans)} plans are in flight"
-        for request in self._running.values():
-            request.is_registered = False
-        self._owner_of_prompt.clear()
-
     def check_invariants(self) -> None:
         """Raise AssertionError if the bookkeeping is inconsistent. For tests and debugging: visits every block."""
         live = [*self._running.values(), *self._waiting.values(), *self._loading.values()]

@@ -126,13 +126,6 @@ class EndsAllForOneRow(Scheduler):
         return updates + (self.abort_all() if any(update.error for update in updates) else [])
 
 
-class RemembersLostRanks(Scheduler):
-    """It does not register requests again with ranks that have lost their state."""
-
-    def forget_ranks(self) -> None:
-        pass
-
-
 class ForgetsResumedTokens(Scheduler):
     """A request that continues elsewhere starts again."""
 
@@ -377,7 +370,6 @@ BUGS: Sequence[type[Scheduler]] = [
     EndsAllAfterAFailedStep,
     FailsTheNewestStep,
     EndsAllForOneRow,
-    RemembersLostRanks,
     ForgetsResumedTokens,
     IgnoresSalts,
     PreemptsToTheEndOfTheQueue,

@@ -280,8 +280,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.tier = HostTier(dict.fromkeys(CacheKind, num_host_blocks)) if num_host_blocks else None
         self.peer_addresses = ["127.0.0.1:1"] if has_peers else []
         self.scheduler = self.scheduler_class(self.config, b"engine", self.tier, self.peer_addresses)
-        self.new_table = lambda: RequestTable(max_num_seqs, max_blocks, has_windows=window > 0)
-        self.table = self.new_table()
+        self.table = RequestTable(max_num_seqs, max_blocks, has_windows=window > 0)
         self.live: list[Expected] = []  # in order of arrival
         self.past: list[Expected] = []
         self.of_slot: dict[int, Expected] = {}
@@ -663,12 +662,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         else:
             contents = {(place.index, offset): each for offset, each in enumerate(item)}
             self.cache_of(place.kind).update(contents)
-
-    @precondition(lambda self: not self.plans)
-    @rule()
-    def ranks_lose_their_state(self) -> None:
-        self.table = self.new_table()
-        self.scheduler.forget_ranks()
 
     @rule(num_steps=st.integers(2, 8))
     def run(self, num_steps: int) -> None:
