@@ -12,7 +12,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 def usable_cores() -> int:
-    """Return the CPU cores that this process may use: its affinity, or a container's share if that is smaller."""
+    """Return the number of CPU cores that this process may use: its affinity or its container's quota, if smaller."""
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for folder in _cgroup_folders("cpu"):
         try:
@@ -24,7 +24,7 @@ def usable_cores() -> int:
 
 
 def free_memory() -> int:
-    """Return the bytes that could be allocated now without evicting anything."""
+    """Return the number of bytes that could be allocated now without swapping."""
     try:
         meminfo = Path("/proc/meminfo").read_text()
     except OSError:  # not Linux: assume half of the machine is free
@@ -34,7 +34,7 @@ def free_memory() -> int:
 
 
 def host_identity() -> str:
-    """Return a string that is equal in all processes of this host, and in those of no other."""
+    """Return a string that identifies this host: equal in all its processes, and different on every other host."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:  # not Linux
@@ -51,7 +51,7 @@ def installed_version(package: str) -> str:
 
 
 def shown_bytes(num_bytes: int) -> str:
-    """Return an amount of memory as text: "832 bytes", "1.5 GiB"."""
+    """Return an amount of memory as text, such as "832 bytes" or "1.5 GiB"."""
     size, unit = float(num_bytes), "bytes"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if size < 1024:
@@ -77,7 +77,7 @@ def _memory_left(folder: Path) -> list[int]:
 
 
 def _cgroup_folders(controller: str) -> Iterator[Path]:
-    """Yield the cgroup of this process and all that contain it, of version 2 and of version 1."""
+    """Yield the folders of this process's cgroup and of all its parents, for cgroup versions 2 and 1."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:

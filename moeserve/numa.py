@@ -1,4 +1,4 @@
-"""The division of a host's NUMA nodes over its ranks: each computes on cores of its own node, with memory there."""
+"""The division of a host's NUMA nodes over its ranks, each of which uses cores and memory of its own nodes."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ BITS_OF_WORD = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 @dataclass(frozen=True)
 class Node:
-    """A NUMA node, with the cores of it that this process may use."""
+    """A NUMA node, with those of its cores that this process may use."""
 
     number: int
     cores: frozenset[int]
 
 
 def usable_nodes(folder: Path = NODES) -> list[Node]:
-    """Return the nodes with cores that this process may use, by number. Empty where the system does not name them."""
+    """Return the nodes that have cores this process may use, by number. Empty if the system does not list nodes."""
     if not hasattr(os, "sched_getaffinity"):
         return []
     usable = os.sched_getaffinity(0)
@@ -39,12 +39,14 @@ def usable_nodes(folder: Path = NODES) -> list[Node]:
 def nodes_of_rank(nodes: Sequence[Node], rank: int, num_ranks: int, num_threads: int) -> list[Node]:
     """Return the nodes of a rank, or none if ranks cannot be divided over the nodes.
 
-    With at least as many ranks as nodes, each rank has one node, and neighbouring ranks share it. With fewer, a rank
-    has several nodes. A single rank, ranks on one node, and ranks with more threads than cores are not bound.
+    With at least as many ranks as nodes, each rank has one node, which neighbouring ranks share. With fewer ranks, a
+    rank has several nodes. Ranks are not bound if there is only one rank or one node, or if they have more threads than
+    their nodes have cores.
 
     Args:
-        rank: of this host's ranks.
-        num_threads: of each rank.
+        rank: index of the rank on this host.
+        num_ranks: number of ranks on this host.
+        num_threads: threads of each rank.
     """
 
     def of_rank(rank: int) -> range:
@@ -66,12 +68,12 @@ def nodes_of_rank(nodes: Sequence[Node], rank: int, num_ranks: int, num_threads:
 
 
 def bind_thread(nodes: Sequence[Node]) -> None:
-    """Let this thread, and all that it starts later, run on cores of these nodes and take memory there.
+    """Bind this thread, and all threads that it starts later, to the cores and the memory of these nodes.
 
-    Memory comes from other nodes when a single node is full. Several nodes take turns, page by page.
+    If a single node is full, memory is allocated on other nodes. Pages are interleaved over several nodes.
 
     Raises:
-        OSError: the system refuses it.
+        OSError: the system does not permit it.
     """
     if sys.platform == "linux":
         os.sched_setaffinity(0, frozenset[int]().union(*(node.cores for node in nodes)))
@@ -87,7 +89,7 @@ def _prefer_memory(numbers: Sequence[int]) -> None:
     for number in numbers:
         mask[number // BITS_OF_WORD] |= 1 << number % BITS_OF_WORD
     mode = MPOL_PREFERRED if len(numbers) == 1 else MPOL_INTERLEAVE
-    # The kernel reads one bit less than it is given.
+    # The kernel reads one bit less than the given number of bits.
     result = ctypes.CDLL(None, use_errno=True).syscall(call, mode, mask, ctypes.c_ulong(num_words * BITS_OF_WORD + 1))
     if result != 0:
         raise OSError(ctypes.get_errno(), f"set_mempolicy: {os.strerror(ctypes.get_errno())}")

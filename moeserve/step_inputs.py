@@ -1,4 +1,4 @@
-"""The tensors of one step: built by the worker from a plan, read by every layer."""
+"""The tensors of one step, which the worker builds from a plan and every layer reads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 # T tokens of the step in S chunks, L rows that are sampled, R rows whose logits are computed, D model width,
 # W fields of SAMPLING_SETTINGS
 
-# How a request's tokens are chosen. On a device a record is W integers, whatever the types of its fields.
+# The sampling settings of a request. On a device, a record is stored as the bits of W integers.
 SAMPLING_SETTINGS = np.dtype(
     [
         ("temperature", np.float64),
@@ -39,8 +39,8 @@ class ChunkSpan(NamedTuple):
 
     first_row: int
     num_rows: int
-    context_len: int  # positions up to its last row: those computed before, and this chunk's
-    num_drafts: int = 0  # the last rows, whose tokens are guesses: they are computed again if they turn out right
+    context_len: int  # number of positions up to its last row: those computed before, and this chunk's
+    num_drafts: int = 0  # number of draft tokens at the end of the chunk
 
     @property
     def last_row(self) -> int:
@@ -51,9 +51,9 @@ class StateRows(NamedTuple):
     """The rows of the state caches that each chunk reads and writes; see `scheduling/state_pool.py`."""
 
     load_S: Tensor  # int64: the row with the state before the chunk; -1: zeros, at the start of a request
-    store_S: Tensor  # int64: the row that gets the state after the chunk; -1: none
-    save_S: Tensor  # int64: the row that gets a copy of the state within the chunk; -1: none
-    num_before_save_S: Tensor  # int64: the chunk's tokens that this copy includes, at least one
+    store_S: Tensor  # int64: the row to which the state after the chunk is written; -1: none
+    save_S: Tensor  # int64: the row to which a state within the chunk is copied; -1: none
+    num_before_save_S: Tensor  # int64: number of the chunk's tokens that this copy includes, at least one
 
     @classmethod
     def none(cls, num_chunks: int, device: torch.device | None = None) -> StateRows:
@@ -63,19 +63,22 @@ class StateRows(NamedTuple):
 
 
 class WindowBlocks(NamedTuple):
-    """The blocks of layers with windows, if they are freed behind the window; see the same names in `StepInputs`."""
+    """Slots and block table of layers with windows, if their blocks are freed behind the window.
+
+    `StepInputs` describes the fields.
+    """
 
     cache_slots: Tensor
-    block_table: Tensor  # any block behind the window
+    block_table: Tensor  # entries behind the window are arbitrary
 
     def copy_(self, other: WindowBlocks) -> None:
-        """Copy the first columns of `block_table`, and as many rows as `other` has."""
+        """Copy all slots of `other`, and its block table into the leading rows and columns of this one."""
         num_chunks, num_blocks = other.block_table.shape
         self.cache_slots.copy_(other.cache_slots)
         self.block_table[:num_chunks, :num_blocks].copy_(other.block_table)
 
     def part(self, rows: slice, chunks: slice) -> WindowBlocks:
-        """Return those of some rows and chunks."""
+        """Return slots and block table of some rows and chunks."""
         return WindowBlocks(self.cache_slots[rows], self.block_table[chunks])
 
 
@@ -88,25 +91,25 @@ class StepInputs:
     cache_slots: Tensor  # [T] int64: block_id * block_size + offset of its key and value
     row_starts: Tensor  # [S + 1] int32: rows of chunk s are row_starts[s] to row_starts[s + 1] - 1
     context_lens: Tensor  # [S] int32
-    block_table: Tensor  # [S, max_blocks] int32: block ids of each chunk's context; any block beyond it
+    block_table: Tensor  # [S, max_blocks] int32: block ids of each chunk's context; arbitrary beyond it
     logits_rows: Tensor  # [L] int64, ascending
     spans: tuple[ChunkSpan, ...]  # row_starts and context_lens on the host
-    tp_sizes: tuple[int, ...]  # rows of each tp rank between layers, in order of rank; T in all
-    tokens_per_rank: tuple[int, ...]  # rows that each ep rank brings to dispatch, those of other replicas included
+    tp_sizes: tuple[int, ...]  # number of rows of each tp rank between layers; the sum is T
+    tokens_per_rank: tuple[int, ...]  # number of rows that each ep rank dispatches, including those of other replicas
     padding: Tensor | None = None  # [T] bool: rows without a token; None: there are none
     own_rows: slice = field(default_factory=lambda: slice(None))  # this rank's rows between layers
-    halves: tuple[StepInputs, ...] = ()  # of its rows, to run in turn; empty: the step runs as a whole
-    rows_before: int = 0  # of a half: rows of all ranks in the half before it
-    most_per_rank: tuple[int, ...] = ()  # of a half: rows that each rank brings to dispatch in the larger half
-    # Of the rows whose logits are computed: all rows of a padded step, otherwise those of `logits_rows`.
-    slots: Tensor | None = None  # [R] int64: slot of the row's request; padding has the slot behind the last
+    halves: tuple[StepInputs, ...] = ()  # the two halves of an overlapped step; empty: the step runs as a whole
+    rows_before: int = 0  # for a half: number of rows of all ranks in the half before it
+    most_per_rank: tuple[int, ...] = ()  # for a half: number of rows that each rank dispatches in the larger half
+    # The next two describe the rows whose logits are computed: all rows of a padded step, otherwise `logits_rows`.
+    slots: Tensor | None = None  # [R] int64: slot of the row's request; for padding, the slot behind the last
     settings: Tensor | None = None  # [R, W] int64: SAMPLING_SETTINGS of the row's request; all zeros for padding
     states: StateRows | None = None  # None: no layer keeps a state for each request
-    window_blocks: WindowBlocks | None = None  # None: layers with windows use the blocks of the others
+    window_blocks: WindowBlocks | None = None  # None: layers with windows use the blocks of the other layers
 
     @functools.cached_property
     def of_windows(self) -> StepInputs:
-        """The step as layers with windows read it."""
+        """The step with slots and block table of the layers with windows."""
         return dataclasses.replace(self, **self.window_blocks._asdict()) if self.window_blocks else self
 
     @property
@@ -114,12 +117,12 @@ class StepInputs:
         return max((span.num_rows for span in self.spans), default=0)
 
     def rows_for_logits(self, hidden_TD: Tensor) -> Tensor:
-        """Return [L, D], the rows of `logits_rows`."""
+        """Return the hidden states [L, D] of the rows whose logits are computed."""
         return hidden_TD if len(self.logits_rows) == len(hidden_TD) else hidden_TD.index_select(0, self.logits_rows)
 
 
 def decode_step(num_tokens: int, *, has_states: bool = False, has_windows: bool = False) -> StepInputs:
-    """Return a step of one rank in which each request has one token. The numbers in it have no meaning."""
+    """Return a step of one rank in which each request has one token, with arbitrary contents."""
     zeros_T = torch.zeros(num_tokens, dtype=torch.int64)
     return StepInputs(
         token_ids=zeros_T,

@@ -1,1 +1,1 @@
-"""Settings of the engine, and how they are resolved."""
+"""Settings of the engine, their validation and resolution."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def ray_address() -> str:
-    """Return the Ray cluster that RAY_ADDRESS names; "" if it is not set."""
+    """Return the address of a Ray cluster from RAY_ADDRESS; "" if it is not set."""
     return os.environ.get("RAY_ADDRESS", "")
 
 
@@ -36,7 +36,10 @@ def is_inside_ray() -> bool:
 
 
 def cache_folder() -> Path:
-    """Return the folder of generated models and packed weights: $MOESERVE_CACHE, else moeserve/ in the user's cache."""
+    """Return the folder of generated models and packed weights.
+
+    It is $MOESERVE_CACHE if that is set, otherwise moeserve/ in the user's cache folder.
+    """
     chosen = os.environ.get("MOESERVE_CACHE")
     if chosen:
         return Path(chosen)
@@ -50,10 +53,10 @@ def set_for_libraries(variables: Mapping[str, str]) -> None:
 
 
 def nvshmem_queue_depth(default: int) -> int:
-    """Return NVSHMEM_QP_DEPTH, which limits DeepEP's low-latency kernels.
+    """Return the value of NVSHMEM_QP_DEPTH, which limits DeepEP's low-latency kernels.
 
     Raises:
-        SettingsError: it is not a number.
+        SettingsError: the value is not a number.
     """
     depth = os.environ.get("NVSHMEM_QP_DEPTH", str(default))
     if not depth.isdecimal():
@@ -67,10 +70,10 @@ def environment_without(name: str) -> dict[str, str]:
 
 
 def ray_token() -> str:
-    """Return the authentication token of Ray, from where Ray reads it; "" if there is none.
+    """Return Ray's authentication token, read from the same places as by Ray; "" if there is none.
 
     Raises:
-        SettingsError: its file cannot be read.
+        SettingsError: the token's file cannot be read.
     """
     if is_token_refused():
         return ""
@@ -95,7 +98,7 @@ def is_token_refused() -> bool:
 def environment_of_cluster(address: str, token: str) -> dict[str, str]:
     """Return the environment of Ray's own processes, and of programs that use the cluster."""
     environment = dict(os.environ)
-    # A dead node is noticed within seconds; with Ray's defaults it takes half a minute to a minute.
+    # Detect a dead node within seconds. With Ray's defaults this takes 30 to 60 seconds.
     for name, value in {
         "RAY_health_check_initial_delay_ms": "1000",
         "RAY_health_check_period_ms": "1000",
@@ -105,12 +108,12 @@ def environment_of_cluster(address: str, token: str) -> dict[str, str]:
     }.items():
         environment.setdefault(name, value)
     environment["RAY_ADDRESS"] = address
-    # Always set, because the defaults of Ray's own programs differ.
+    # Always set these variables, because the defaults of Ray's own programs differ.
     environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token} if token else {"RAY_AUTH_MODE": "disabled"}
     return environment
 
 
-# Where OpenMP places its threads. It reads them when it is loaded.
+# Variables that bind OpenMP's threads to cores. OpenMP reads them when it is loaded.
 BINDINGS_OF_THREADS = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 
 

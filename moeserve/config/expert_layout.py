@@ -1,8 +1,8 @@
 """The layout of experts within a replica: whole experts on different ranks (expert parallelism), or a slice of every
 expert on each rank (tensor parallelism).
 
-The formula compares the time of one layer at three sizes of a step. Experts are assumed to be chosen equally
-often and at random.
+A formula estimates the time of one layer for steps of three sizes. It assumes that tokens choose experts at random,
+with equal probability.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ from typing import Literal
 from moeserve.config.settings import DtypeName, ParallelSettings, QuantizationName
 from moeserve.errors import SettingsError, shown
 
-MIN_GAIN = 1.05  # over three sizes of a step; less is within the error of the formula
-MAX_LOSS = 0.98  # at any size
-MIN_GPU_SLICE = 256  # inner values; with fewer, products are loops too short to hide their start
-GPU_SLICE_UNIT = 128  # inner values, as in blocks of 8-bit floats; also keeps rows aligned
+MIN_GAIN = 1.05  # minimum average gain over the three sizes; smaller gains are within the error of the formula
+MAX_LOSS = 0.98  # minimum gain at each of the sizes
+MIN_GPU_SLICE = 256  # minimum inner values per slice; with fewer, the loops of products are too short to hide latency
+GPU_SLICE_UNIT = 128  # slices are multiples of this, as blocks of 8-bit floats are; this also keeps rows aligned
 BYTES_OF_DTYPE: dict[DtypeName, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 BYTES_OF_QUANTIZATION: dict[QuantizationName, float] = {"int8": 1.0, "int4": 5 / 8, "fp8": 1.0, "mxfp4": 17 / 32}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertShape:
-    """The experts of a layer."""
+    """The number and sizes of a layer's experts."""
 
     num_experts: int
     top_k: int  # experts of each token
-    hidden_size: int  # of an expert's inputs and outputs
-    width: int  # inner values of an expert
-    num_matrices: int = 3  # gate, up and down, or two of them
-    slices_alike: tuple[int, ...] = (1,)  # numbers of slices whose outputs have the bytes of a whole expert's on CPUs
+    hidden_size: int  # size of an expert's inputs and outputs
+    width: int  # intermediate size of an expert
+    num_matrices: int = 3  # 3: gate, up and down; 2: up and down
+    slices_alike: tuple[int, ...] = (1,)  # numbers of slices that give the same bytes as whole experts on CPUs
 
 
 @dataclass(frozen=True, kw_only=True)
 class Numbers:
-    """The number formats of a model, and what computes with them."""
+    """The number formats of a model, and the device that computes with them."""
 
     device: Literal["cpu", "cuda"]
     dtype: DtypeName
     quantization: QuantizationName | None
-    keeps_bytes: bool  # results must not depend on the layout: on a CPU with kernels for this dtype, or on request
+    keeps_bytes: bool  # results must not depend on the layout, as on a CPU with kernels for this dtype or on request
 
     @property
     def value_bytes(self) -> int:
@@ -54,14 +54,14 @@ class Numbers:
 
 @dataclass(frozen=True, kw_only=True)
 class RankSpeed:
-    """One rank's share of its machine, as far as the comparison needs it."""
+    """The assumed speed of one rank."""
 
     memory: float  # bytes per second
     links: float  # bytes per second, received from other ranks
-    products: float  # operations per second; a multiply-add counts two
+    products: float  # operations per second; a multiply-add counts as two
 
 
-# A CPU core with AVX-512, assuming about one core per rank; the part of its peaks that an H100 reaches.
+# The CPU figures are those of one core with AVX-512 per rank; the GPU figures are what an H100 achieves of its peaks.
 SPEEDS = {
     "cpu": RankSpeed(memory=8e9, links=4e9, products=70e9),
     "cuda": RankSpeed(memory=2.7e12, links=300e9, products=600e12),
@@ -70,14 +70,14 @@ SPEEDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSeconds:
-    """Seconds of one layer in a step: experts, and the exchange of rows between the ranks."""
+    """Estimated seconds of one layer in a step for experts and the exchange of rows, with both layouts."""
 
-    whole: float  # experts on different ranks
+    whole: float  # whole experts on different ranks
     sliced: float
 
     @property
     def gain(self) -> float:
-        """The time with whole experts divided by the time with slices."""
+        """Time with whole experts divided by time with slices."""
         return self.whole / self.sliced
 
 
@@ -89,13 +89,13 @@ def resolve_expert_parallel(
     max_num_seqs: int = 64,
     max_num_batched_tokens: int = 2048,
 ) -> bool:
-    """Return True if ranks hold whole experts, False if they hold a slice of each.
+    """Return True if ranks hold whole experts, False if they hold a slice of each expert.
 
     Args:
-        shape: None: the model has no experts, or its experts are never sliced.
+        shape: the experts; None: the model has no experts, or its experts are never sliced.
 
     Raises:
-        SettingsError: slices are required, and impossible.
+        SettingsError: slices are required but impossible.
     """
     if parallel.num_expert_ranks == 1 or parallel.expert_parallel is True or shape is None:
         return True
@@ -115,10 +115,11 @@ def resolve_expert_parallel(
 def slicing_pays(
     shape: ExpertShape, num_ranks: int, numbers: Numbers, *, num_tokens_of_steps: tuple[int, int, int]
 ) -> bool:
-    """Return True if slices are faster on average (`MIN_GAIN`) and in no step much slower (`MAX_LOSS`).
+    """Return True if slices are faster on average (`MIN_GAIN`) and not much slower in any step (`MAX_LOSS`).
 
     Args:
-        num_tokens_of_steps: of decode steps with one request and with many, and of a step with prompts.
+        num_tokens_of_steps: numbers of tokens in a decode step of one request, in a decode step of many requests, and
+            in a step with prompts.
     """
     if numbers.device == "cuda" and shape.width // num_ranks < MIN_GPU_SLICE:
         return False
@@ -127,7 +128,7 @@ def slicing_pays(
 
 
 def _refusal_to_slice(parallel: ParallelSettings, shape: ExpertShape, numbers: Numbers) -> str | None:
-    """Return the setting with which experts cannot be sliced; None if they can."""
+    """Return the setting that prevents slicing experts, for an error message; None if they can be sliced."""
     num_slices = parallel.tensor_parallel_size
     if parallel.data_parallel_size > 1:
         return f"data_parallel_size={parallel.data_parallel_size}"
@@ -157,7 +158,7 @@ def _refusal_to_slice(parallel: ParallelSettings, shape: ExpertShape, numbers: N
 
 
 def layer_seconds(shape: ExpertShape, num_ranks: int, num_tokens: int, numbers: Numbers) -> LayerSeconds:
-    """Return the time of a layer on the slowest rank, in a step with this many tokens of the replica."""
+    """Return the time of a layer on the slowest rank, in a step in which the replica has `num_tokens` tokens."""
     speed, value_bytes = SPEEDS[numbers.device], numbers.value_bytes
     touched = expected_touched(shape.num_experts, shape.top_k, num_tokens)
     fullest = expected_fullest(shape.num_experts, num_ranks, touched)
@@ -173,23 +174,25 @@ def layer_seconds(shape: ExpertShape, num_ranks: int, num_tokens: int, numbers: 
     gathered = num_tokens * elsewhere * size * value_bytes  # the rows of other ranks' tokens
     returned = num_pairs / num_ranks * elsewhere * size * value_bytes
     whole = compute(fullest, num_pairs * fullest / touched, 1) + (gathered + returned) / speed.links
-    # A rank adds up its share of the tokens from all ranks, or of the pairs, in float32, to keep the bytes.
+    # A rank adds the outputs of its share of the tokens from all ranks. To keep the bytes, it receives the outputs of
+    # each pair separately, in float32.
     added = (num_pairs * 4 if numbers.keeps_bytes else num_tokens * value_bytes) * elsewhere * size
-    ordered = num_pairs * size * 4 * 2 / speed.memory if numbers.keeps_bytes else 0.0  # copied once, pair by pair
+    ordered = num_pairs * size * 4 * 2 / speed.memory if numbers.keeps_bytes else 0.0  # each pair is copied once
     sliced = compute(touched, num_pairs, num_ranks) + ordered + (gathered + added) / speed.links
     return LayerSeconds(whole=whole, sliced=sliced)
 
 
 def expected_touched(num_experts: int, top_k: int, num_tokens: int) -> int:
-    """Return the expected number of distinct experts that the tokens of a step choose."""
+    """Return the expected number of distinct experts that the tokens of a step choose, rounded."""
     return round(num_experts * (1 - (1 - top_k / num_experts) ** num_tokens))
 
 
 def expected_fullest(num_experts: int, num_ranks: int, num_touched: int) -> float:
-    """Return the expected number of touched experts on the rank that has most of them.
+    """Return the expected number of touched experts on the rank that has the most of them.
 
-    The touched experts are a random set. The number of sets with at most m experts on each rank is the coefficient of
-    x ** num_touched in the product, over the ranks, of the binomial series of their experts up to x ** m.
+    The touched experts are a random set. The number of sets with at most m experts on each rank is a coefficient of a
+    polynomial: that of x ** num_touched in the product, over the ranks, of (1 + x) ** (experts of the rank), cut off
+    after x ** m.
     """
     held = [num_experts // num_ranks + (rank < num_experts % num_ranks) for rank in range(num_ranks)]
     least, num_sets = -(-num_touched // num_ranks), math.comb(num_experts, num_touched)

@@ -1,4 +1,4 @@
-"""Turn settings into an `EngineConfig`: resolve every "auto", and refuse settings that cannot work together."""
+"""Resolution of settings to an `EngineConfig`: every "auto" is resolved, and contradictory settings are refused."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ from moeserve.config.settings import (
 from moeserve.config.validation import parse_bytes
 from moeserve.errors import SettingsError, shown
 
-# More ranks than cores run slowly. A few are useful to try a layout out, more are a mistake.
+# Upper bounds of the number of ranks on a host. A few more ranks than cores are useful to try a layout; many are a
+# mistake.
 MAX_RANKS_PER_CORE = 4
 LEAST_MOST_RANKS = 8
-WITHOUT_NCCL = (  # follows the name of a torch installation
+WITHOUT_NCCL = (  # text that follows the name of a torch installation in messages
     "was built without NCCL, which ranks on GPUs need; install one for CUDA (https://pytorch.org/get-started), "
     "or use one rank, or device='cpu'"
 )
@@ -38,40 +39,40 @@ _DTYPE_OF_ALIAS = {"half": "float16", "float": "float32"}
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointFacts:
-    """Facts of a checkpoint that are known before it is loaded."""
+    """Properties of a checkpoint that are known before it is loaded."""
 
     path: str
     dtype: DtypeName
     vocab_size: int
     max_position_embeddings: int
-    tensor_parallel_sizes: tuple[int, ...]  # that divide its attention heads
-    tensor_parallel_sizes_alike: tuple[int, ...] = (1,)  # of these, those whose results have the bytes of one rank's
+    tensor_parallel_sizes: tuple[int, ...]  # sizes that divide its attention heads
+    tensor_parallel_sizes_alike: tuple[int, ...] = (1,)  # the sizes among them with the same bytes as a single rank
     num_layers: int
     num_sparse_layers: int  # layers with experts
-    num_experts: int  # of each of these layers
-    expert_shape: ExpertShape | None = None  # of each of these layers; None: experts are never sliced
-    has_mxfp4: bool = False  # its experts are stored in MXFP4
+    num_experts: int  # number of experts in each of these layers
+    expert_shape: ExpertShape | None = None  # experts of each of these layers; None: experts are never sliced
+    has_mxfp4: bool = False  # experts are stored in MXFP4
     has_latent_attention: bool = False
-    has_states: bool = False  # a layer keeps a recurrent state for each request
+    has_states: bool = False  # at least one layer keeps a recurrent state for each request
     has_draft_layer: bool = False  # the last layer is the multi-token prediction (MTP) layer
     first_layers: frozenset[int] | None = None  # layers that may start a pipeline stage; None: all
-    has_entries: bool = False  # a layer keeps compressed entries
-    without_gpu_kernels: str | None = None  # the part of the model that has no kernels for GPUs
-    block_multiple: int = 1  # divides the tokens of a block of the KV cache
+    has_entries: bool = False  # at least one layer keeps compressed entries
+    without_gpu_kernels: str | None = None  # the part of the model that has no GPU kernels, for an error message
+    block_multiple: int = 1  # block sizes of the KV cache must be multiples of this
 
 
 @dataclass(frozen=True, kw_only=True)
 class MachineFacts:
-    """Facts of this host and its installation, or of the Ray cluster that runs the ranks."""
+    """Properties of this host and its installation, or of the Ray cluster that runs the ranks."""
 
-    num_cores: int  # that this process may run on
+    num_cores: int  # cores that this process may use
     has_cuda: bool = False
-    num_gpus: int | None = None  # that torch sees; None: not counted
-    has_nccl: bool = True  # torch was built with it
+    num_gpus: int | None = None  # GPUs that torch sees; None: not counted
+    has_nccl: bool = True  # torch was built with NCCL
     has_kernels: bool = True  # the C++ kernels were built
     has_triton: bool = True
     has_float8: bool = True  # the GPU and the installation can multiply 8-bit floats
-    cores_of_nodes: Sequence[int] | None = None  # of the Ray cluster; None: ranks run on this host
+    cores_of_nodes: Sequence[int] | None = None  # cores of each node of the Ray cluster; None: ranks run on this host
 
 
 def resolve(
@@ -85,8 +86,9 @@ def resolve(
     """Return the engine's config for these settings.
 
     Args:
-        expert_loads: contents of the file that `settings.parallel.expert_loads` names: by sparse layer, by expert.
-        placements: contents of the placement file that `settings.parallel.rebalance` names, by sparse layer.
+        expert_loads: contents of the file `settings.parallel.expert_loads`: for each sparse layer, the load of each
+            expert.
+        placements: contents of the placement file that `settings.parallel.rebalance` names, for each sparse layer.
 
     Raises:
         SettingsError: the settings contradict each other, the checkpoint or the machine.
@@ -98,7 +100,7 @@ def resolve(
     if model.dtype == "auto":
         dtype = checkpoint.dtype
         if dtype == "float16" and model.quantization in ("int8", "int4"):
-            dtype = "bfloat16"  # kernels of quantised weights do not support float16, which int4 checkpoints often name
+            dtype = "bfloat16"  # kernels of quantised weights do not support float16, which many int4 checkpoints name
     needs_load = (
         parallel.rebalance == "auto" or telemetry.expert_load_file is not None or telemetry.metrics_port is not None
     )
@@ -156,8 +158,8 @@ def resolve(
             f"attention_backend={model.attention_backend!r} cannot read the scales of "
             f"kv_cache_dtype={cache.kv_cache_dtype!r}; use attention_backend='triton'"
         )
-    # Libraries support neither scales per cached row nor a fixed order of additions, and FlashInfer plans one step at a
-    # time.
+    # Libraries support neither scales per cached row nor a fixed order of additions. FlashInfer's wrappers are planned
+    # for one step at a time, so steps in halves cannot use it either.
     overlaps = (parallel.overlap_decode_tokens, parallel.overlap_prefill_tokens) != (None, None)
     may_use_libraries = device == "cuda" and not (has_float8_cache or model.batch_invariant or overlaps)
     attention_backend: AttentionChoice = "measured" if may_use_libraries else "triton"
@@ -166,8 +168,8 @@ def resolve(
     product_backend: ProductChoice = "measured" if quantization == "fp8" else "triton"
     if model.product_backend != "auto":
         product_backend = model.product_backend
-    # The last stage samples the tokens that the first stage needs, so no step can be planned before its tokens are
-    # known. With draft tokens, not even the number of tokens is known before.
+    # Planning ahead needs ranks that know the tokens they sample. With pipeline stages, the last stage samples the
+    # tokens that the first stage needs. With draft tokens, even the number of new tokens is unknown.
     speculation = scheduler.speculative_config
     plans_ahead = scheduler.async_scheduling and len(pipeline_layers) == 1 and speculation is None
     if speculation is not None:
@@ -263,7 +265,7 @@ def _check_speculation(speculation: SpeculativeConfig, checkpoint: CheckpointFac
 
 
 def wants_ray(parallel: ParallelSettings, num_cores: int) -> bool:
-    """Return True if Ray should run the ranks; `MachineFacts.cores_of_nodes` is then needed."""
+    """Return True if Ray should run the ranks. `MachineFacts.cores_of_nodes` must then be set."""
     if parallel.executor == "auto" and parallel.num_ranks > 1:
         return is_inside_ray() or parallel.num_ranks > _most_ranks(num_cores)
     return parallel.executor == "ray"
@@ -275,7 +277,9 @@ def layers_of_stages(
     given: Sequence[int] | None = None,
     first_layers: frozenset[int] | None = None,
 ) -> tuple[int, ...]:
-    """Return the number of layers of each pipeline stage: as given, or divided evenly, with the remainder in front.
+    """Return the number of layers of each pipeline stage: the given ones, or an even division.
+
+    If the layers do not divide evenly, the first stages have one layer more.
 
     Args:
         first_layers: layers that may start a stage; None: all.
@@ -316,12 +320,12 @@ def _sizes_of_stages(num_layers: int, num_stages: int, given: Sequence[int] | No
 
 
 def fit_whole(cores_of_nodes: Sequence[int], num_threads: int, size: int, count: int) -> bool:
-    """Return True if the nodes hold `count` groups of `size` ranks without dividing a group over several nodes."""
+    """Return True if `count` groups of `size` ranks fit on the nodes without dividing a group over several nodes."""
     return sum(cores // (num_threads * size) for cores in cores_of_nodes) >= count
 
 
 def shown_layout(layout: ParallelSettings | EngineConfig) -> str:
-    """Return a layout of ranks as error messages name it."""
+    """Return the description of a layout of ranks for error messages."""
     tp, dp, pp = layout.tensor_parallel_size, layout.data_parallel_size, layout.pipeline_parallel_size
     stages = f", pipeline_parallel_size={pp}" if pp > 1 else ""
     return f"tensor_parallel_size={tp}, data_parallel_size={dp}{stages}"
@@ -341,7 +345,7 @@ def _most_ranks(num_cores: int) -> int:
 
 
 def _threads_per_rank(cores_of_nodes: Sequence[int], parallel: ParallelSettings) -> int:
-    """Return the most threads that every rank can have, if possible with whole replicas or stages; at least 1."""
+    """Return the maximum number of threads per rank, at least 1, if possible without dividing replicas or stages."""
     tp, pp, dp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.data_parallel_size
     for size, count in ((tp * pp, dp), (tp, pp * dp), (1, parallel.num_ranks)):
         for num_threads in range(max(cores_of_nodes), 0, -1):
@@ -363,7 +367,7 @@ def _choose_executor(
 
 
 def _choose_dispatcher(parallel: ParallelSettings, device: str, *, prefers_deepep: bool) -> DispatcherName:
-    """Choose how the ranks that share the experts of a layer exchange tokens."""
+    """Return the dispatcher by which the ranks that share the experts of a layer exchange tokens."""
     wanted, num_ranks = parallel.dispatcher, parallel.num_expert_ranks
     if wanted == "auto":
         if num_ranks == 1:
@@ -387,14 +391,14 @@ def _choose_dispatcher(parallel: ParallelSettings, device: str, *, prefers_deepe
 
 
 def _check_deepep(parallel: ParallelSettings, dispatcher: DispatcherName) -> None:
-    """Raise SettingsError for settings of DeepEP that another dispatcher would ignore."""
+    """Raise SettingsError if a setting of DeepEP was changed but another dispatcher is used, which would ignore it."""
     changed = parallel.changed_deepep_setting
     if changed is not None and dispatcher != "deepep":
         raise SettingsError(f"{changed} is for dispatcher='deepep', and the dispatcher is {dispatcher!r}; leave it out")
 
 
 def _check_device(model: ModelSettings, device: str, dtype: DtypeName, machine: MachineFacts) -> None:
-    """Raise SettingsError if the device is missing, or cannot run this quantization or attention backend."""
+    """Raise SettingsError if the device is missing, or does not support the quantization or the attention backend."""
     if device == "cuda" and not machine.has_cuda:
         raise SettingsError("device='cuda', but torch sees no CUDA device; use device='cpu' or device='auto'")
     if model.attention_backend != "auto" and device != "cuda":
@@ -429,12 +433,12 @@ def _check_device(model: ModelSettings, device: str, dtype: DtypeName, machine: 
 
 
 def _has_mxfp4_kernels(device: str, machine: MachineFacts) -> bool:
-    """Return True if experts in MXFP4 can be served as they are stored."""
+    """Return True if there are kernels for experts in MXFP4, so that these need not be dequantised."""
     return machine.has_kernels if device == "cpu" else machine.has_triton
 
 
 def _check_mxfp4(device: str, dtype: DtypeName, checkpoint: CheckpointFacts, machine: MachineFacts) -> None:
-    """Raise SettingsError if experts in MXFP4 cannot stay so."""
+    """Raise SettingsError if quantization="mxfp4" is impossible."""
     if not checkpoint.has_mxfp4:
         raise SettingsError(
             f"quantization='mxfp4' keeps experts that are stored in MXFP4, and {checkpoint.path} has none; use 'int8' "
@@ -450,7 +454,7 @@ def _check_mxfp4(device: str, dtype: DtypeName, checkpoint: CheckpointFacts, mac
 def _check_batch_invariant(
     settings: Settings, device: str, dtype: DtypeName, checkpoint: CheckpointFacts, machine: MachineFacts
 ) -> None:
-    """Raise SettingsError if results would depend on the batch or the layout."""
+    """Raise SettingsError if results would depend on the batch or the layout with these settings."""
     model, parallel = settings.model, settings.parallel
     alike = checkpoint.tensor_parallel_sizes_alike
     refusal = None
@@ -514,7 +518,7 @@ def _check_layout(parallel: ParallelSettings, sizes: tuple[int, ...], machine: M
 
 
 def _check_expert_placement(parallel: ParallelSettings, checkpoint: CheckpointFacts) -> None:
-    """Raise SettingsError for redundant experts or rebalancing that this layout cannot have."""
+    """Raise SettingsError if this layout does not support the redundant experts or the rebalancing."""
     num_ranks = parallel.num_expert_ranks
     num_redundant = parallel.num_redundant_experts
     most = checkpoint.num_experts * (num_ranks - 1)  # one copy of each expert per rank
@@ -555,17 +559,17 @@ def _check_transformers(settings: Settings) -> None:
 
 
 def _check_overlap(model: ModelSettings, parallel: ParallelSettings, checkpoint: CheckpointFacts, device: str) -> None:
-    """Raise SettingsError for steps in halves that this device cannot run, or this model."""
+    """Raise SettingsError if this device, model or layout does not support steps in halves."""
     if (parallel.overlap_decode_tokens, parallel.overlap_prefill_tokens) == (None, None):
         return
     refusal = None
     if parallel.num_expert_ranks == 1:
         refusal = "a single rank in a stage, which exchanges nothing; leave them out"
-    elif checkpoint.has_states:  # the second half of a prompt needs the state after the first
+    elif checkpoint.has_states:  # the second half of a prompt needs the state after the first half
         refusal = "models with recurrent states; leave them out"
     elif device != "cuda":
         return
-    elif parallel.tensor_parallel_size > 1:  # collectives of both groups would be under way at a time
+    elif parallel.tensor_parallel_size > 1:  # collectives of both groups would be in flight at the same time
         refusal = f"tensor_parallel_size={parallel.tensor_parallel_size}; use 1, and more replicas"
     elif model.attention_backend == "flashinfer":  # both halves would use up the wrappers of two steps (`Plans`)
         refusal = "attention_backend='flashinfer'; use 'auto'"
@@ -583,7 +587,7 @@ def is_float8_cache(kv_cache_dtype: CacheDtypeName, has_latent_attention: bool) 
     """Return True if keys and values are stored as 8-bit floats.
 
     Raises:
-        SettingsError: the model has latent attention, whose vectors are not.
+        SettingsError: 8-bit floats are required, but the model has latent attention, which does not support them.
     """
     if kv_cache_dtype != "auto" and has_latent_attention:
         raise SettingsError(
@@ -594,7 +598,7 @@ def is_float8_cache(kv_cache_dtype: CacheDtypeName, has_latent_attention: bool) 
 
 
 def _check_entries(settings: Settings, checkpoint: CheckpointFacts, device: str) -> None:
-    """Raise SettingsError for what models with compressed entries (DeepSeek-V4) do not support."""
+    """Raise SettingsError for settings that models with compressed entries (DeepSeek-V4) do not support."""
     cache = settings.cache
     if device == "cuda" and settings.model.batch_invariant:
         raise SettingsError(
@@ -615,7 +619,10 @@ def _check_entries(settings: Settings, checkpoint: CheckpointFacts, device: str)
 
 
 def default_block_size(*, has_entries: bool) -> int:
-    """Return the tokens of a block of the KV cache. With compressed entries, every block also holds their tails."""
+    """Return the default number of tokens in a block of the KV cache.
+
+    Blocks are larger with compressed entries, because every block then also holds a tail.
+    """
     return 128 if has_entries else 16
 
 
@@ -623,7 +630,7 @@ def _num_saved_states(cache: CacheSettings, checkpoint: CheckpointFacts, max_num
     """Return the number of rows for saved states, or None if the model has no recurrent states.
 
     Raises:
-        SettingsError: the model has none, but rows for them are set.
+        SettingsError: `num_saved_states` is set, but the model has no recurrent states.
     """
     if not checkpoint.has_states:
         if cache.num_saved_states is not None:

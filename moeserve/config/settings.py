@@ -9,7 +9,7 @@ import msgspec
 
 from moeserve.errors import shown
 
-# The upper bounds catch slips: no sensible value reaches them.
+# Upper bounds only catch typing errors: they are above all sensible values.
 PositiveInt = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 DEFAULT_LOAD_WINDOW = 256  # steps
 DtypeName = Literal["float32", "bfloat16", "float16"]
@@ -20,7 +20,7 @@ DispatcherName = Literal["local", "allgather", "all_to_all", "shared_memory", "d
 ModelImplName = Literal["moeserve", "transformers"]
 AttentionName = Literal["triton", "flashinfer"]  # attention kernels on a GPU
 ProductName = Literal["triton", "deep_gemm"]  # kernels of products in 8-bit blocks on a GPU
-AttentionChoice = AttentionName | Literal["measured"]  # measured: the fastest in a table of this GPU
+AttentionChoice = AttentionName | Literal["measured"]  # measured: the fastest by measurements on this GPU
 ProductChoice = ProductName | Literal["measured"]
 
 
@@ -293,7 +293,7 @@ class ParallelSettings:
 
     @property
     def num_expert_ranks(self) -> int:
-        """Ranks that share the experts of a layer: those of one stage in all replicas."""
+        """Number of ranks that share the experts of a layer: those of one stage in all replicas."""
         return self.tensor_parallel_size * self.data_parallel_size
 
     @property
@@ -351,25 +351,25 @@ class EngineConfig:
     device: Literal["cpu", "cuda"]
     attention_backend: AttentionChoice
     product_backend: ProductChoice
-    batch_invariant: bool  # required; a CPU may be it anyway
+    batch_invariant: bool  # batch invariance is required; CPU kernels may provide it in any case
     load_format: Literal["auto", "dummy"]
     model_impl: ModelImplName
     packed_cache: int  # bytes
     seed: int
     max_model_len: int
-    max_model_len_may_shrink: bool  # not given: a small KV cache lowers it
+    max_model_len_may_shrink: bool  # True if the user did not set it, so that a small KV cache may reduce it
     block_size: int
     has_float8_cache: bool  # keys and values are 8-bit floats; otherwise they have `dtype`
     kv_cache_memory: int | None  # bytes; None: a profiling run measures it
-    num_cache_blocks: int | None  # if it is measured: the least after a change of the number of replicas
+    num_cache_blocks: int | None  # minimum if measured after a change of the number of replicas; None: no minimum
     enable_prefix_caching: bool
-    has_entries: bool  # a layer keeps compressed entries, and the state of unfinished ones
+    has_entries: bool  # at least one layer keeps compressed entries, and the tails of unfinished ones
     num_saved_states: int | None  # rows for copies of recurrent states; None: no layer of the model has a state
     kv_host_memory: int  # bytes of the store behind the KV cache of each rank; 0: none
-    kv_file: str | None  # folder of the store's file; None: it is in memory
-    kv_folder: str | None  # of shared blocks; None: none
-    kv_folder_size: int  # bytes, for each rank
-    kv_transfer_address: str | None  # on which ranks give blocks to other engines; None: they do not
+    kv_file: str | None  # folder of the store's file; None: the store is in memory
+    kv_folder: str | None  # folder with blocks shared by several engines; None: none
+    kv_folder_size: int  # bytes for each rank
+    kv_transfer_address: str | None  # address at which ranks serve blocks to other engines; None: they do not
     kv_transfer_key_file: str | None
     kv_transfer_backend: Literal["tcp", "nixl"]
     kv_transfer_timeout: int  # seconds
@@ -382,24 +382,24 @@ class EngineConfig:
     max_concurrent_batches: int
     tensor_parallel_size: int
     data_parallel_size: int
-    pipeline_layers: tuple[int, ...]  # by stage
+    pipeline_layers: tuple[int, ...]  # number of layers of each stage
     enforce_eager: bool
-    num_threads: int  # of each rank
+    num_threads: int  # threads of each rank
     numa_binding: bool  # False unless all ranks are on the CPU of one host
     executor: Literal["uniproc", "mp", "ray"]
     ray_compiled_graph: bool
     network_interface: str | None
     expert_parallel: bool  # False: each tp rank holds a slice of every expert
     dispatcher: DispatcherName
-    dispatcher_may_change: bool  # to all_to_all, if ranks find that the chosen one cannot run
+    dispatcher_may_change: bool  # fall back to all_to_all if ranks find that the chosen dispatcher cannot run
     deepep_low_latency_tokens: int
-    deepep_api: DeepEPApi | None  # None: the newest that the installed package has
+    deepep_api: DeepEPApi | None  # None: the newest that the installed package supports
     deepep_float8: bool
-    overlap_decode_tokens: int | None  # the least of the longest replica, for steps in halves; None: none
+    overlap_decode_tokens: int | None  # minimum tokens of the largest replica for steps in halves; None: never
     overlap_prefill_tokens: int | None
-    num_redundant_experts: int  # in each layer
-    expert_loads: tuple[tuple[float, ...], ...]  # by layer with experts, by expert; empty: unknown
-    placements: tuple[str, ...]  # of each layer with experts, as JSON; empty: by loads
+    num_redundant_experts: int  # redundant experts of each layer
+    expert_loads: tuple[tuple[float, ...], ...]  # for each layer with experts, the load of each; empty: unknown
+    placements: tuple[str, ...]  # for each layer with experts, its placement as JSON; empty: computed from loads
     rebalance: Literal["off", "auto"]
     rebalance_horizon: int  # steps
     collective_timeout: int  # seconds
@@ -408,7 +408,7 @@ class EngineConfig:
     on_failure: Literal["end", "restart", "shrink"]
     debug_collectives: bool
     debug_rank_state: bool
-    expert_load_window: int  # steps; 0: only on request
+    expert_load_window: int  # steps between collections; 0: only on request
     expert_load_file: str | None
     metrics_port: int | None
 
@@ -419,7 +419,10 @@ class EngineConfig:
 
     @property
     def num_lookahead_tokens(self) -> int:
-        """Positions behind the last draft that drafting computes: all but the first pass of the MTP layer take one."""
+        """Number of positions behind the last draft that drafting computes.
+
+        Each pass of the MTP layer except the first computes one such position.
+        """
         if self.speculative_config is None or not self.has_draft_layer:
             return 0
         return self.speculative_config.num_speculative_tokens - 1
@@ -429,7 +432,7 @@ class EngineConfig:
         return len(self.pipeline_layers)
 
     def layers_of_stage(self, stage: int) -> range:
-        """Return the numbers of a stage's layers."""
+        """Return the indices of a stage's layers."""
         first = sum(self.pipeline_layers[:stage])
         return range(first, first + self.pipeline_layers[stage])
 
@@ -443,18 +446,18 @@ class EngineConfig:
 
     @property
     def max_requests_in_flight(self) -> int:
-        """Most requests that run or wait, of all replicas together."""
+        """Maximum number of running and waiting requests of all replicas together."""
         return self.max_num_seqs * self.data_parallel_size + self.max_queued_requests
 
     @property
     def gathers_reports(self) -> bool:
-        """True if all ranks answer each round; otherwise those that sample."""
+        """True if all ranks report after each round; otherwise only the ranks that sample do."""
         return self.debug_rank_state
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one request, so that none can exhaust the machine."""
+    """Limits of one request, so that no request can exhaust the machine."""
 
     max_n: int = 128
     max_logprobs: int = 64
@@ -463,19 +466,19 @@ class Limits:
     max_stop_string_length: int = 1024  # characters
     max_stop_token_ids: int = 1024
     max_logit_bias: int = 4096
-    max_kv_addresses: int = 64  # of the ranks of another engine
+    max_kv_addresses: int = 64  # addresses of another engine's ranks
     max_grammar_length: int = 2**17  # characters of a schema, regular expression or grammar
     max_choices: int = 2048
-    max_nesting: int = 128  # of arrays and objects in the JSON of a request
+    max_nesting: int = 128  # depth of arrays and objects in the JSON of a request
     max_containers: int = 2**16  # arrays and objects in the JSON of a request
-    max_prompts: int = 1024  # of one call
-    max_outputs: int = 1024  # of all prompts of a call together
+    max_prompts: int = 1024  # prompts of one call
+    max_outputs: int = 1024  # outputs of all prompts of one call together
     max_messages: int = 4096
-    max_parts: int = 4096  # of the content of a message; also calls of a message
+    max_parts: int = 4096  # content parts of a message; also tool calls of a message
     max_tools: int = 512
-    max_fields: int = 1024  # of an object, and entries of lists that have no limit of their own
-    max_token_ids: int = 2**20  # of a prompt, or to be turned into text
-    max_text_length: int = 2**20  # characters to be turned into tokens
+    max_fields: int = 1024  # fields of an object, and entries of lists without a limit of their own
+    max_token_ids: int = 2**20  # token ids of a prompt, or to be detokenised
+    max_text_length: int = 2**20  # characters to be tokenised
 
 
 LIMITS = Limits()

@@ -1,4 +1,4 @@
-"""Checks of single settings: their names, types and ranges. `resolve` checks how settings fit each other."""
+"""Checks of single settings: their names, types and ranges. `resolve` checks combinations of settings."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _NAMES_OF_TYPES = {int: "an integer", float: "a number", str: "a text", bool: "T
 
 
 def parse_settings(options: Mapping[str, Any]) -> Settings:
-    """Return the settings that flat keyword options describe, as `LLM(...)` takes them.
+    """Return the settings for the flat keyword options of `LLM(...)`.
 
     Raises:
-        SettingsError: an option is unknown (the nearest name is given), of a wrong type, or out of range, or has
-            another value under its name in vLLM.
+        SettingsError: an option is unknown (the message suggests the nearest name), has a wrong type, is out of range,
+            or is also given by its vLLM name with another value.
     """
     groups = Settings.groups()
     group_of_option = {field.name: name for name, group in groups.items() for field in dataclasses.fields(group)}
@@ -64,13 +64,14 @@ def check(option: str, value: Any, group: type) -> Any:
 
 
 def convert(value: Any, expected: Any, *, strict: bool = True) -> Any:
-    """Return a value converted to a type, which may have bounds.
+    """Return a value converted to a type, which may include bounds.
 
     Args:
         strict: refuse numbers that are written as text.
 
     Raises:
-        ValueError: the message says what is allowed, as in "must be an integer from 1 to 8".
+        ValueError: the value is not allowed. The message describes the allowed values: "must be an integer from 1 to
+            8".
     """
     try:
         return msgspec.convert(value, expected, strict=strict)
@@ -79,10 +80,10 @@ def convert(value: Any, expected: Any, *, strict: bool = True) -> Any:
 
 
 def parse_bytes(option: str, amount: int | str, *, least: int = 1) -> int:
-    """Return the bytes of an amount such as 1048576, "512MiB", "2 GB" or "1.5GiB".
+    """Return the number of bytes of an amount such as 1048576, "512MiB", "2 GB" or "1.5GiB".
 
     Raises:
-        SettingsError: the amount cannot be read, or is out of range. The message names the option.
+        SettingsError: the amount cannot be parsed, or is out of range. The message names the option.
     """
     if isinstance(amount, int):
         num_bytes = amount
@@ -99,7 +100,7 @@ def parse_bytes(option: str, amount: int | str, *, least: int = 1) -> int:
 
 
 def _allowed(expected: Any) -> str:
-    """Describe the values of a type in words."""
+    """Return a description of a type's values in words."""
     if get_origin(expected) is Literal:
         return f"one of {', '.join(map(repr, get_args(expected)))}"
     if get_origin(expected) is list:

@@ -1,4 +1,4 @@
-"""Settings of vLLM that have another name here, or no effect: translated, accepted with a warning, or refused."""
+"""Settings of vLLM that have another name or no effect here: translated, ignored with a warning, or refused."""
 
 from __future__ import annotations
 

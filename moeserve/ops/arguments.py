@@ -1,4 +1,4 @@
-"""Configurations as the keyword arguments that kernels take."""
+"""Conversion of configurations to the keyword arguments of kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moeserve.ops.interfaces import (
 
 
 def router_arguments(config: RouterConfig) -> dict[str, Any]:
-    """Return the rule of a router, without the number of experts that it chooses."""
+    """Return a router's rule as keyword arguments, without `top_k`."""
     return dict(
         scoring=config.scoring,
         num_groups=config.num_groups,

@@ -1,13 +1,13 @@
 """Attention to a window of tokens and to compressed entries (DeepSeek-V4) as an operation: shapes, cache, protocol.
 
-Tokens are divided into windows of `ratio` at fixed positions. A window becomes one entry: for each channel, the values
-of its tokens weighted by the softmax of their gates. With overlap a token has two series of values and gates: one for
-the entry of the next window, and one for that of its own. A token attends to the last `window` tokens and to the
-entries of all windows that end at its position or before, or to those of them that an indexer chooses. Tokens and
-entries are keys and values at once, shared by all heads.
+Tokens are divided into windows of `ratio` at fixed positions. A window is compressed to one entry: for each channel,
+the values of its tokens weighted by the softmax of their gates. If windows overlap, a token has two series of values
+and gates: one for the entry of the next window, and one for the entry of its own window. A token attends to the last
+`window` tokens, and to the entries of all windows that end at or before its position or to those that an indexer
+chooses among them. The vectors of tokens and entries are both keys and values, shared by all heads.
 
-The softmax of a window is computed token by token, and its running state, the *tail*, is kept for the last token of
-each block. So a request can continue, or another one can begin, after any full block.
+The softmax of a window is computed token by token. Its running state, the *tail*, is kept for the last token of each
+block, so that a request can continue, and another request can reuse the prefix, after any full block.
 """
 
 from __future__ import annotations
@@ -28,55 +28,56 @@ from moeserve.step_inputs import StepInputs
 
 @dataclass(frozen=True, kw_only=True)
 class CompressedShape:
-    """One layer's part on one rank."""
+    """One layer's part of this attention on one rank."""
 
     num_heads: int
-    whole_num_heads: int  # of all tp ranks together, on which the order of sums depends
+    whole_num_heads: int  # heads of all tp ranks together; the order of sums depends on it
     head_size: int
-    scale: float  # of the products of queries and keys
+    scale: float  # factor of the products of queries and keys
     window: int
     ratio: int | None  # tokens of a compressed window; None: there are no entries
-    index_size: int | None  # of the keys of an indexer; None: all entries are attended to, and windows do not overlap
+    index_size: int | None  # key size of the indexer; None: tokens attend to all entries, and windows do not overlap
 
     @property
     def num_series(self) -> int:
-        """Values and gates of a token: for the entry of the next window and of its own, or of its own alone."""
+        """Number of series of values and gates of a token: two if windows overlap, otherwise one."""
         return 1 if self.index_size is None else 2
 
     def entries_of_block(self, block_size: int) -> int:
-        """Return the most windows that end in a block."""
+        """Return the maximum number of windows that end in a block."""
         return 0 if self.ratio is None else -(-block_size // self.ratio)
 
 
 @dataclass(frozen=True)
 class CompressedCache:
-    """The cache of one layer, in blocks: of tokens, which are needed within a window, and of entries and tails."""
+    """The paged cache of one layer: vectors of tokens, which are needed within a window, and entries and tails."""
 
-    # [V, H]: those of tokens, block after block, and behind them those of entries; one memory, so that a row can attend
-    # to both.
+    # [V, H]: the vectors of tokens, block after block, followed by those of entries. They share one tensor, so that
+    # one list of indices can name both.
     vectors: Tensor
-    tokens: Tensor  # [num_window_blocks, B, H], a view of it
-    entries: Tensor  # [num_blocks, E, H], the other part
-    # [num_blocks, series * 3 * H] float32: for the entry of the current window, then for that of the next one, after
-    # the last token of the block: the largest gate, the sum of exponentials, and the weighted sum of values.
+    tokens: Tensor  # [num_window_blocks, B, H], a view of the first part of `vectors`
+    entries: Tensor  # [num_blocks, E, H], a view of the other part
+    # [num_blocks, series * 3 * H] float32: the tails after the last token of the block, first for the entry of the
+    # current window, then for the next one. Each has the largest gate, the sum of exponentials, and the weighted sum of
+    # values.
     tails: Tensor | None = None
     index_keys: Tensor | None = None  # [num_blocks, E, I]
     index_tails: Tensor | None = None  # [num_blocks, series * 3 * I] float32
 
     @property
     def block_size(self) -> int:
-        """Tokens of a block."""
+        """Number of tokens in a block."""
         return self.tokens.shape[1]
 
     @property
     def kept_tensors(self) -> tuple[Tensor, ...]:
-        """All that a block holds to the end of a request."""
+        """The tensors whose blocks are needed until the end of a request."""
         every = self.entries, self.tails, self.index_keys, self.index_tails
         return tuple(tensor for tensor in every if tensor is not None and tensor.numel() > 0)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All that a block holds; the first dimension is the block."""
+        """All tensors of the cache. Their first dimension is the block."""
         return self.tokens, *self.kept_tensors
 
     @property
@@ -99,7 +100,7 @@ class CompressedCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> CompressedCache:
-        """Return uninitialised memory."""
+        """Return a cache with uninitialised memory."""
         num_entries, size = shape.entries_of_block(block_size), shape.head_size
 
         def tail(size: int) -> Tensor:
@@ -118,15 +119,15 @@ class CompressedCache:
 
 
 class CompressedAttention(Protocol):
-    """The operations of one layer between its projections. Slots of -1 in `step.cache_slots` store nothing.
+    """The operations of one layer between its projections. Tokens with slot -1 in `step.cache_slots` are not stored.
 
-    In `windows`, the blocks of the same step are those of tokens.
+    `windows` is the same step with the block table and slots of `CompressedCache.tokens`.
     """
 
     def pool(self, projected_TX: Tensor, bias_mY: Tensor, tails: Tensor, block_size: int, step: StepInputs) -> Tensor:
-        """Update tails, and return the pooled values of each window in the row of its last token.
+        """Update the tails, and return the pooled values of each window in the row of its last token.
 
-        Drafts at the end of a chunk (`ChunkSpan.num_drafts`) have pooled values, but change no tail.
+        Drafts at the end of a chunk (`ChunkSpan.num_drafts`) get pooled values, but do not change the tails.
 
         Args:
             projected_TX: values of each series, then gates of each series; may be a view of a wider projection.
@@ -146,7 +147,10 @@ class CompressedAttention(Protocol):
         step: StepInputs,
         windows: StepInputs,
     ) -> None:
-        """Store the vector of each token, and the entry and its key of each window, in the row of its last token."""
+        """Store the vector of each token, and the entry and index key of each window.
+
+        A window's entry and index key are in the row of its last token; other rows of these inputs are ignored.
+        """
         ...
 
     def attend(
@@ -158,10 +162,11 @@ class CompressedAttention(Protocol):
         step: StepInputs,
         windows: StepInputs,
     ) -> Tensor:
-        """Return [T, N, H] in the dtype of the queries. Rows of no chunk get zeros.
+        """Return the attended values [T, N, H] in the dtype of the queries. Rows outside all chunks get zeros.
 
         Args:
-            chosen: slots of `CompressedCache.index_keys`, whose blocks have whole windows; None: all entries.
-            sinks_N: float32, see `AttentionBackend`.
+            chosen: slots in `CompressedCache.index_keys` of the entries to attend to, whose blocks must hold whole
+                windows; None: all entries.
+            sinks_N: float32, see `AttentionBackend.attend`.
         """
         ...

@@ -1,10 +1,10 @@
 """Rows of keys and values as 8-bit floats (E4M3) with a scale for each row: the format, and its reference in torch.
 
-A scale is the largest absolute number of the row over 448, rounded up to 4 significant bits, and is stored as bfloat16.
-Codes have 4 significant bits too, so code times scale is exact in bfloat16: attention over such a cache computes what
-it computes over a bfloat16 cache of the rounded numbers. A code is number / scale, rounded to the nearest code, ties to
-even. Numbers below 2^-6 times the scale become zero, so there are no subnormal codes; numbers beyond
-57344 are clamped. A row with NaN or an infinite number becomes NaN as a whole.
+A scale is the largest absolute number of the row divided by 448, rounded up to 4 significant bits and stored as
+bfloat16. Codes have 4 significant bits too, so code times scale is exact in bfloat16. Attention over such a cache
+therefore equals attention over a bfloat16 cache of the dequantised numbers. A code is number / scale, rounded to the
+nearest code, ties to even. Numbers below 2^-6 times the scale become zero, so there are no subnormal codes; numbers
+beyond 57344 are clamped. If a row contains NaN or infinity, all its numbers become NaN.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 LARGEST_CODE = 448.0
 LEAST_NUMBER = 2.0**-6  # the smallest code above zero
-LEAST_RANGE = 2.0**-100  # of the largest number
+LEAST_RANGE = 2.0**-100  # lower bound of a row's largest number when its scale is computed
 LARGEST_RANGE = LARGEST_CODE * 2**7
 
 
@@ -34,5 +34,5 @@ def encode_rows(rows_XH: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decode_rows(code_XH: Tensor, scale_X: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the rows [X, H] for codes and scales."""
+    """Return the dequantised rows [X, H]."""
     return (code_XH.view(torch.float8_e4m3fn).float() * scale_X[..., None].float()).to(dtype)

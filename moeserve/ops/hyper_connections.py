@@ -1,9 +1,9 @@
-"""Hyper-connections (arXiv 2409.19606) as DeepSeek-V4 constrains them, as an operation.
+"""Hyper-connections (arXiv 2409.19606) with DeepSeek-V4's constraints, as an operation.
 
-The residual is several streams. Coefficients for a token are linear functions of its streams, scaled to unit mean
-square: weights by which the streams are added to the input of a network, weights by which its output is added to each
-stream, and a matrix that mixes the streams. The matrix is made doubly stochastic by dividing rows and columns by their
-sums in turn (Sinkhorn and Knopp).
+The residual consists of several streams. A token's coefficients are computed from linear functions of its streams,
+which are first scaled to unit mean square. They are the weights with which the streams are summed to the input of a
+sublayer, the weights with which its output is added to each stream, and a matrix that mixes the streams. Alternately
+dividing rows and columns by their sums makes the matrix doubly stochastic (Sinkhorn and Knopp).
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from typing import Protocol
 
 from torch import Tensor
 
-# T tokens, D model width, S streams, X = S * D, C coefficients: S of the input, then S of the output and S * S of the
-# matrix
+# T tokens, D model width, S streams, X = S * D, C coefficients: S for the input, then S for the output and S * S of
+# the matrix
 
 
 @dataclass(frozen=True, kw_only=True)
 class StreamsConfig:
-    """The residual streams of a model."""
+    """The configuration of a model's residual streams."""
 
     num_streams: int
-    num_iterations: int  # of divisions by sums of rows and columns
-    epsilon: float  # added to the weights of the input, to the entries of the matrix, and to sums
+    num_iterations: int  # number of divisions by the sums of rows and columns
+    epsilon: float  # added to the weights of the input, to the entries of the matrix, and to its sums
 
     @property
     def num_coefficients(self) -> int:
-        """Coefficients of a network between the streams."""
+        """Number of coefficients of a sublayer."""
         return self.num_streams * (2 + self.num_streams)
 
 
 @dataclass(frozen=True)
 class StreamsWeights:
-    """The weights of one network's coefficients, all float32: map @ streams * scale + base."""
+    """The weights that compute one sublayer's coefficients, all float32: map @ streams * scale + base."""
 
     map_CX: Tensor
     base_C: Tensor
@@ -41,18 +41,18 @@ class StreamsWeights:
 
 
 class StreamKernels(Protocol):
-    """The operations around a network. All arithmetic is in float32."""
+    """The operations before and after a sublayer. All arithmetic is in float32."""
 
     def collapse(self, streams_TX: Tensor, weights: StreamsWeights) -> tuple[Tensor, Tensor]:
-        """Return the input of a network [T, D] in the dtype of the streams, and the coefficients [T, C] float32.
+        """Return the input of a sublayer [T, D] in the dtype of the streams, and the coefficients [T, C] float32.
 
-        With C = S there is no network behind it: the output is the last of the model.
+        C = S at the end of the model, where no sublayer follows: the result is the model's final hidden state.
         """
         ...
 
     def expand(self, streams_TX: Tensor, update_TD: Tensor, coefficients_TC: Tensor) -> Tensor:
-        """Return the streams [T, X] behind a network with these outputs.
+        """Return the streams [T, X] after a sublayer with the outputs `update_TD`.
 
-        Stream k is post_k * update + the sum over j of matrix_jk * stream j.
+        Stream k is weight_k * update + the sum over j of matrix_jk * stream j.
         """
         ...

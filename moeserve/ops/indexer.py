@@ -1,11 +1,11 @@
-"""The lightning indexer (DeepSeek-V3.2) as an operation: which entries of its context a token attends to.
+"""The lightning indexer (DeepSeek-V3.2) as an operation: it chooses the entries of its context that a token attends to.
 
-A cache holds a small key for each entry of a context, which is a token, or stands for several (DeepSeek-V4). For the
-queries q_h of a token, one for each head of the indexer, and its weights w_h, the score of an entry with key k is
+A cache holds a small key for each entry of a context. An entry is one token, or represents several (DeepSeek-V4). A
+token has a query q_h and a weight w_h for each head h of the indexer. The score of an entry with key k is
 
     sum over h of w_h * max(0, q_h . k)
 
-and the token attends to the `top_k` entries with the highest scores among those that it sees.
+and the token attends to the `top_k` entries with the highest scores among the entries that it sees.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from moeserve.step_inputs import StepInputs
 
 @dataclass(frozen=True, kw_only=True)
 class IndexerRule:
-    """The number of entries that a token attends to."""
+    """The number of entries that a token attends to, and the tokens that an entry represents."""
 
     top_k: int
     tokens_per_entry: int = 1  # a token at position p sees the first (p + 1) // tokens_per_entry entries
@@ -34,16 +34,16 @@ class IndexerRule:
 class ChosenEntries:
     """The entries that each token attends to.
 
-    They have the form of a block table with blocks of one entry, in which each token is a chunk of its own.
+    They form a block table with blocks of one entry, in which each token is a chunk by itself.
     """
 
-    slots_TC: Tensor  # int32: block * block_size + offset of each entry, ascending by position; any after the last
-    counts_T: Tensor  # int32: the number of entries
-    starts: Tensor  # [T + 1] int32: the numbers from 0 up
+    slots_TC: Tensor  # int32: block * block_size + offset of each entry, by position; arbitrary after the last
+    counts_T: Tensor  # int32: number of entries of each token
+    starts: Tensor  # [T + 1] int32: 0, 1, 2, ..., the start of each token's chunk
 
     @classmethod
     def new(cls, query_TNH: Tensor, num_places: int) -> ChosenEntries:
-        """Return memory for the entries of the tokens of some queries, with room for `num_places` each."""
+        """Return uninitialised entries for the tokens of `query_TNH`, at most `num_places` for each token."""
         num_tokens = len(query_TNH)
         sizes = (num_tokens, num_places), (num_tokens,), (num_tokens + 1,)
         return cls(*(new_empty(query_TNH, *size, dtype=torch.int32) for size in sizes))
@@ -55,18 +55,18 @@ class ChooseEntries(Protocol):
     def __call__(self, query_TNH: Tensor, weights_TN: Tensor, key_cache: Tensor, step: StepInputs, /) -> ChosenEntries:
         """Return all entries that a token sees if there are at most `top_k`, otherwise those with the highest scores.
 
-        Scores are float32. Among equal ones, the lower positions are chosen. Rows outside of all chunks, or before
-        position 0, get no entries.
+        Scores are float32. Ties go to the lowest position. Rows outside all chunks, or before position 0, get no
+        entries.
 
         Args:
             query_TNH: may be a view of a projection.
             weights_TN: in the dtype of the queries.
-            key_cache: [num_blocks, block_size, H], in the dtype of the queries; block b of a chunk's context is that of
-                `step.block_table`. A position of a block is an entry.
+            key_cache: [num_blocks, block_size, H], in the dtype of the queries, addressed by `step.block_table`. Each
+                position of a block is an entry.
         """
         ...
 
 
 def num_places(rule: IndexerRule, key_cache: Tensor, step: StepInputs) -> int:
-    """Return the largest number of entries of a token of the step."""
+    """Return the maximum number of entries chosen for a token of the step."""
     return min(rule.top_k, step.block_table.shape[1] * key_cache.shape[1])

@@ -26,9 +26,9 @@ from moeserve.step_inputs import StepInputs
 # T tokens, D model width, E experts, K experts per token, P pairs = T * K, R rows, N query heads, G key-value heads,
 # H head size, F rotated pairs, S rows of a source or slots of a weight, e weights side by side, I inputs, O outputs,
 # C columns: the outputs, or half as many after a gated activation (gates first, then ups), V vocabulary or size of a
-# value, W fields of SAMPLING_SETTINGS
+# value, W fields of SAMPLING_SETTINGS, B scales of a row
 
-Activation = Callable[..., Tensor]  # of gates and ups of one shape, or of ups alone; see `num_parts_of`
+Activation = Callable[..., Tensor]  # called with gates and ups of one shape, or only with ups; see `num_parts_of`
 
 
 @dataclass(frozen=True)
@@ -88,13 +88,13 @@ class SquaredReLU:
 
 
 def num_parts_of(activation: Activation | None) -> int:
-    """Return the parts of outputs to which an activation is applied: gates and ups, or a single part."""
+    """Return the number of parts of the outputs that an activation combines: two (gates and ups), or one."""
     return 1 if activation is None or isinstance(activation, SquaredReLU) else 2
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """The rotary angles of a step's tokens, shared by all layers that rotate alike."""
+    """Cosines and sines of a step's rotary angles, shared by all layers with the same rotary embedding."""
 
     cosines: Tensor  # [T, F] float32
     sines: Tensor  # [T, F] float32
@@ -103,12 +103,12 @@ class Rotation:
 
 @dataclass(frozen=True)
 class Float8Rows:
-    """Rows as 8-bit floats (E4M3) with a scale for each 128 numbers of a row: about codes times scales."""
+    """Rows quantised to 8-bit floats (E4M3), with a scale for each 128 numbers of a row: codes times scales."""
 
     codes: Tensor  # [..., I] float8_e4m3fn, rows contiguous
     scales: Tensor  # [..., B] float32, any strides
-    dtype: torch.dtype  # of the numbers before they were rounded, and of the results of products
-    rows: Tensor | None = None  # [..., I]: those numbers, where something else reads them
+    dtype: torch.dtype  # dtype of the numbers before quantisation, and of the results of products
+    rows: Tensor | None = None  # [..., I]: the numbers before quantisation, if another operation reads them
 
     def __len__(self) -> int:
         return len(self.codes)
@@ -119,7 +119,7 @@ FLOAT8_BLOCK = 128  # numbers of a row that share a scale
 
 
 def plain_rows(rows: Rows) -> Tensor:
-    """Return rows as numbers, which are the dequantised ones if no others were kept."""
+    """Return rows before quantisation if they were kept, otherwise dequantised rows."""
     if isinstance(rows, Tensor):
         return rows
     if rows.rows is not None:
@@ -130,11 +130,11 @@ def plain_rows(rows: Rows) -> Tensor:
 
 
 class ApplyRope(Protocol):
-    """Rotate the first 2 * F values of each head, in float32.
+    """Apply a rotary embedding to the first 2 * F values of each head, in float32.
 
     Args:
         heads_TNH: may be overwritten; use only the result. May be a view of a projection.
-        out_TNH: memory for the result, which may be the heads themselves; None: the implementation chooses.
+        out_TNH: memory for the result, which may be that of the heads; None: the implementation chooses.
 
     Returns:
         [T, N, H] in the dtype of the heads.
@@ -146,18 +146,19 @@ class ApplyRope(Protocol):
 class ChooseTokens(Protocol):
     """Choose the next token of each row: the most likely one at temperature 0, otherwise a random one.
 
-    Tokens are ordered by probability, ties by id. `min_p`, then `top_k`, then `top_p` each keep a beginning of the row.
-    A random number determines the token by its position among their cumulative probabilities. The number is
-    counter-based (Philox 4x64-10, Salmon et al. 2011): it depends on the seed and the number of output tokens before.
+    Tokens are ordered by probability, ties by id. `min_p`, then `top_k`, then `top_p` each keep a prefix of this order.
+    A random number selects a token by the cumulative probabilities of the kept ones. It comes from a counter-based
+    generator (Philox 4x64-10, Salmon et al. 2011), so it depends only on the seed and the number of previous output
+    tokens.
 
     Args:
-        scores_RV: any floating dtype; minus infinity is never chosen if the row has another number.
+        scores_RV: any floating dtype; a token with minus infinity is never chosen if the row has another number.
         settings_RW: int64, records of `SAMPLING_SETTINGS`.
-        positions_R: int64, of the newest token of each row in its request.
+        positions_R: int64, position of the newest token of each row in its request.
 
     Returns:
-        The highest score of each row, in a dtype that holds it exactly, and the tokens [R] int64. NaN is the highest.
-        Rows whose highest score is not finite have any token.
+        The highest score of each row, in a dtype that holds it exactly, and the tokens [R] int64. NaN counts as the
+        highest score. The token of a row whose highest score is not finite is arbitrary.
     """
 
     def __call__(self, scores_RV: Tensor, settings_RW: Tensor, positions_R: Tensor, /) -> tuple[Tensor, Tensor]: ...
@@ -165,27 +166,28 @@ class ChooseTokens(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig:
-    """The rule by which logits become experts and weights.
+    """The rule by which a router computes experts and weights from logits.
 
-    Logits become scores, the best experts are chosen by score plus correction, and their scores are their weights.
+    Scores are computed from logits. The experts with the highest score plus correction are chosen, and their scores are
+    their weights.
     """
 
     num_experts: int
     top_k: int
-    # softmax over all experts, each expert's own sigmoid, softmax over the chosen experts only, or the square root of
-    # each expert's own softplus
+    # Scores are the softmax over all experts, the sigmoid of each logit, the softmax over the chosen experts only, or
+    # the square root of the softplus of each logit.
     scoring: Literal["softmax", "sigmoid", "softmax_of_chosen", "sqrt_softplus"] = "softmax"
-    # Experts are in groups of equal size, and only experts of the best groups can be chosen (arXiv 2405.04434). The
-    # rating of a group is the sum of its best one or two experts.
+    # Experts form groups of equal size, and only experts of the best groups can be chosen (arXiv 2405.04434). A group
+    # is rated by the sum of the scores of its best one or two experts.
     num_groups: int = 1
     num_chosen_groups: int = 1
     experts_rating_group: Literal[1, 2] = 1
     is_normalized: bool = False  # divide the weights by their sum
     scale: float = 1.0  # multiply the weights by this at the end
     has_bias: bool = False  # add a bias to the logits
-    has_correction: bool = False  # a learned number per expert that affects the choice alone (arXiv 2412.19437)
-    # The experts of a token are those of its id in a table with as many rows, and scores are weights alone
-    # (DeepSeek-V4). None: they are the best.
+    has_correction: bool = False  # a learned number per expert that affects only the choice (arXiv 2412.19437)
+    # Number of rows of a table that gives the experts of each token id; scores then only determine weights
+    # (DeepSeek-V4). None: experts are chosen by score.
     table_size: int | None = None
     has_factors: bool = False  # a learned number per expert that multiplies its weight at the end (Gemma 4)
 
@@ -199,8 +201,8 @@ class RouteTokens(Protocol):
     Args:
         hidden_TD: any floating dtype.
         weight_ED: float32, like bias_E and correction_E.
-        given_TK: the experts of each token, int64, where logits only determine weights.
-        factors_E: float32, of the weights.
+        given_TK: the experts of each token, int64, if logits only determine weights.
+        factors_E: float32, multiply the weights.
 
     Returns:
         Experts [T, K] int64, best first, and their weights [T, K] float32.
@@ -220,11 +222,11 @@ class RouteTokens(Protocol):
 
 @dataclass(frozen=True)
 class Keys:
-    """The keys by which pairs are sorted: `num_counted` neighbouring ones of all keys from 0 up. Key -1 is padding."""
+    """The range of keys, such as expert numbers, by which pairs are sorted. Key -1 is padding."""
 
-    num_counted: int
+    num_counted: int  # consecutive keys from `first` on; pairs with other keys are left out
     first: int = 0
-    num_known: int | None = None  # number of all keys; None: the counted keys are the last ones
+    num_known: int | None = None  # number of all keys, which start at 0; None: the counted keys are the last ones
 
     @property
     def num_all(self) -> int:
@@ -232,19 +234,22 @@ class Keys:
 
 
 class PairKernels(Protocol):
-    """Sort pairs of token and expert, move their rows, and sum outputs. Pair t * K + k is token t's k-th expert."""
+    """Operations that sort pairs of token and expert, move their rows, and sum outputs.
+
+    Pair t * K + k is token t and its k-th expert.
+    """
 
     def sort(self, keys_TK: Tensor, keys: Keys) -> tuple[Tensor, Tensor]:
-        """Return the pairs [R] ordered by key, ascending within a key, and the number of pairs of each key. Both int64.
+        """Return the pairs [R] ordered by key, then by pair, and the number of pairs of each key, both int64.
 
         Args:
             keys_TK: int64 or int32, [T, K] or [P].
-            keys: the keys that count. Pairs with other keys are left out.
+            keys: the keys to count. Pairs with other keys are left out.
         """
         ...
 
     def order(self, keys_TK: Tensor, keys: Keys) -> tuple[Tensor, Tensor]:
-        """Return what `sort` returns, with the pairs padded by -1 to [P], so that no shape depends on the keys."""
+        """Return the results of `sort`, with the pairs padded by -1 to [P], so that no shape depends on the keys."""
         ...
 
     def count(self, counts: Tensor, totals: Tensor) -> None:
@@ -252,24 +257,27 @@ class PairKernels(Protocol):
         ...
 
     def gather(self, source_SD: Tensor, indices_R: Tensor, divisor: int = 1) -> Tensor:
-        """Return [R, D]: row r is row indices_R[r] // divisor of the source. Indices may be pairs, with K as divisor.
+        """Return [R, D]: row r is row indices_R[r] // divisor of the source.
 
-        A row whose index is -1 is undefined.
+        Indices may be pairs, with K as the divisor. Rows with index -1 are undefined.
         """
         ...
 
     def scatter(self, rows_RD: Tensor, indices_R: Tensor, num_rows: int) -> Tensor:
-        """Return [num_rows, D]: row indices_R[r] is row r, except for indices of -1; all other rows are zeros."""
+        """Return [num_rows, D]: row r of the input is row indices_R[r] of the result. All other rows are zeros.
+
+        Rows with index -1 are left out.
+        """
         ...
 
     def join(self, *parts_TX: Tensor) -> Tensor:
-        """Return the bytes of all side by side, row by row, as values of the last one's dtype."""
+        """Return the parts concatenated row by row as bytes, viewed in the dtype of the last part."""
         ...
 
     def weighted_sum(self, output_RD: Tensor, pair_of_row_R: Tensor, weights_TK: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return each token's outputs times their weights, summed in float32 in the order of k: [T, D] of `dtype`.
+        """Return the weighted sum of each token's outputs, [T, D] of `dtype`, added in float32 in the order of k.
 
-        A pair without a row adds nothing, and neither does a row with pair -1. `weights_TK` is float32.
+        Pairs without a row and rows with pair -1 are skipped. `weights_TK` is float32.
         """
         ...
 
@@ -278,14 +286,14 @@ class PairKernels(Protocol):
 
         Args:
             weights_R: float32.
-            num_counted: [1] int32 or int64: the number of leading rows that count; later rows are undefined.
+            num_counted: [1] int32 or int64: number of leading rows that are used; results of later rows are undefined.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Gather:
-    """The rows of a product that are still in their source: row r is row indices_R[r] // divisor of it."""
+    """Indices by which a product gathers its rows: row r is row indices_R[r] // divisor of the source."""
 
     indices_R: Tensor
     divisor: int
@@ -293,34 +301,34 @@ class Gather:
 
 @dataclass(frozen=True)
 class InputChunks:
-    """The order in which a product adds its inputs, where ranks divide them.
+    """The order in which a product adds its inputs if they are divided over ranks.
 
-    Each chunk is summed by itself, in float32, and the sums of the chunks are added in a tree, neighbours first. So the
-    sum does not depend on the number of ranks. A bias is added to the sum of the first chunk.
+    Each chunk is summed separately, in float32, and the sums of the chunks are added in a tree, neighbours first. The
+    total therefore does not depend on the number of ranks. A bias is added to the sum of the first chunk.
 
-    Only kernels with `Kernels.batch_invariant_dtypes` keep to chunks; the others add inputs in any order.
+    Only kernels with `Kernels.batch_invariant_dtypes` use chunks; the others add inputs in any order.
     """
 
-    size: int  # inputs of each chunk but the last, which may have fewer
-    keeps_float32: bool  # results are not rounded: logits, or sums of some chunks that the ranks add
+    size: int  # inputs per chunk; the last chunk may have fewer
+    keeps_float32: bool  # results are not rounded, because they are logits, or partial sums that the ranks add
 
 
 @dataclass(frozen=True)
 class OpenWeights:
-    """Weights [e, O, I] in plain memory, as a checkpoint fills them.
+    """Weights [e, O, I] in the row-major layout of checkpoints, not packed.
 
-    Weights in MXFP4 are codes [e, O, I / 2] uint8, the first of two inputs in the low half of a byte, and exponents
-    [e, O, I / MXFP4_GROUP] uint8 as scales (OCP Microscaling formats specification).
+    Weights in MXFP4 are codes [e, O, I / 2] uint8, with the first of two inputs in the low half of a byte, and
+    exponents [e, O, I / MXFP4_GROUP] uint8 as scales (OCP Microscaling formats specification).
     """
 
     weight_eOI: Tensor
     bias_eO: Tensor | None = None
     activation: Activation | None = None
-    scales_eGB: Tensor | None = None  # of weights in MXFP4, or in 8-bit blocks: see weight_blocks.py
+    scales_eGB: Tensor | None = None  # scales of weights in MXFP4 or in 8-bit blocks, see weight_blocks.py
     chunks: InputChunks | None = None  # None: a product adds all inputs in one chunk
-    feeds_blocks: bool = False  # the results are rows of a product of 8-bit blocks, and of nothing else
-    # [e, O, G] float16, for each INT4_GROUP inputs: weights that are integers times these scales, with less than 16
-    # integers in a group, are packed as int4 without loss. None: scales are chosen.
+    feeds_blocks: bool = False  # the results are read only by another product of weights in 8-bit blocks
+    # [e, O, G] float16: a scale for each INT4_GROUP inputs. Weights that are integers times these scales, with fewer
+    # than 16 distinct integers in a group, are packed as int4 without loss. None: packing chooses scales.
     int4_scales_eOG: Tensor | None = None
 
     @property
@@ -333,19 +341,20 @@ class OpenWeights:
 
     @property
     def num_parts(self) -> int:
-        """Parts of a weight's outputs: gates and ups before a gated activation, otherwise one."""
+        """Number of parts of a weight's outputs: two before a gated activation (gates and ups), otherwise one."""
         return num_parts_of(self.activation)
 
 
 class Product(Protocol):
-    """activation(input @ weight.T + bias) for e weights of one shape.
+    """The operation activation(input @ weight.T + bias) for e weights of one shape.
 
-    Inputs and results are tensors, results in the dtype of the input (float32 with partial `InputChunks`) and with
-    contiguous rows. Products of 8-bit blocks also take `Float8Rows`, and return them with `OpenWeights.feeds_blocks`.
+    Inputs and results are tensors. Results have contiguous rows and the dtype of the input, or float32 if
+    `InputChunks.keeps_float32`. Products of weights in 8-bit blocks also accept `Float8Rows`, and return them if
+    `OpenWeights.feeds_blocks`.
     """
 
     def multiply(self, input_TI: Any) -> Any:
-        """Return [T, C], with the only weight."""
+        """Return [T, C]: the products with the only weight."""
         ...
 
     def multiply_rows(
@@ -361,26 +370,27 @@ class Product(Protocol):
 
         Args:
             rows_RI: the rows, or the source of `gather`.
-            counts_e: int64, R in all; with spare rows R or less, and results of the spare rows are undefined.
-            gather: only where `Kernels.products_gather_rows`.
-            expected_rows: about how many rows count, where most are spare; None: all. Affects speed alone.
-            out_RC: memory for the results, on CPUs; None: new memory.
+            counts_e: int64, rows of each weight. Their sum is R; with spare rows it may be less.
+            has_spare_rows: rows beyond the sum of the counts are spare, and their results are undefined.
+            gather: allowed only if `Kernels.products_gather_rows`.
+            expected_rows: estimate of the number of rows that are not spare; None: all. It affects only speed.
+            out_RC: memory for the results, on CPUs only; None: new memory.
         """
         ...
 
     def multiply_slots(self, slots_eSI: Any, counts_e: Tensor, expected_rows: int | None = None) -> Any:
-        """Return [e, S, C]: the first counts_e[i] slots of weight i hold rows; results of the others are undefined.
+        """Return [e, S, C]. The first counts_e[i] slots of weight i hold rows; results of other slots are undefined.
 
         Args:
-            expected_rows: about how many rows there are in all; None: as many as slots. Affects speed alone.
+            expected_rows: estimate of the total number of rows; None: all slots. It affects only speed.
         """
         ...
 
     def multiply_each(self, input_TeI: Tensor, out_TeC: Tensor | None = None) -> Tensor:
-        """Return [T, e, C]: each weight with its own input of every token.
+        """Return [T, e, C]: the products of each weight with its own input of every token.
 
         Args:
-            out_TeC: memory for the results, which may be a view of something wider; None: new memory.
+            out_TeC: memory for the results, which may be a view of a wider tensor; None: new memory.
         """
         ...
 
@@ -392,7 +402,7 @@ MXFP4_GROUP = 32  # inputs of weights in MXFP4 that share a scale
 
 @dataclass(frozen=True)
 class PackedWeights:
-    """Weights in the order in which a product's kernels read them (csrc/cpu/packed_weight.h)."""
+    """Weights packed in the order in which CPU kernels read them (csrc/cpu/packed_weight.h)."""
 
     format: PackedFormat
     panels: Tensor  # [e, bytes] uint8
@@ -404,7 +414,7 @@ class PackedWeights:
 
     @classmethod
     def from_panels(cls, weights: OpenWeights, packed_format: PackedFormat, panels: Tensor) -> PackedWeights:
-        """Return panels that were packed from weights of this shape, with the bias of these weights."""
+        """Return packed weights of the given panels, with bias, activation and shape of the open weights."""
         return cls(
             packed_format,
             panels,
@@ -421,7 +431,7 @@ class PackedWeights:
 
 
 class WeightPacking(Protocol):
-    """Repacks open weights for kernels that read them in an order of their own."""
+    """Packing of open weights for kernels that read them in another order."""
 
     def supports(self, weights: OpenWeights) -> bool: ...
 
@@ -430,11 +440,11 @@ class WeightPacking(Protocol):
         ...
 
     def fits_in_place(self, weights: OpenWeights, packed_format: PackedFormat) -> bool:
-        """Return True if the packed weights have the size and type of the open ones."""
+        """Return True if packed weights have the size and number format of the open ones."""
         ...
 
     def pack(self, weights: OpenWeights, packed_format: PackedFormat, *, in_place: bool) -> PackedWeights:
-        """Return the weights packed, in new memory or in their own, where they then are open no more."""
+        """Return the packed weights, in new memory or, if `in_place`, in the memory of the open weights."""
         ...
 
     def product(self, packed: PackedWeights) -> Product: ...
@@ -448,21 +458,21 @@ class AttentionShape:
     num_kv_heads: int
     head_size: int  # of queries and keys
     dtype: torch.dtype
-    scale: float  # of the products of queries and keys
-    # Query heads of all tp ranks that read one key-value head, on which the order of sums depends; None: N / G.
+    scale: float  # factor of the products of queries and keys
+    # Query heads of all tp ranks that read one key-value head. The order of sums depends on it. None: N / G.
     whole_group_size: int | None = None
-    value_size: int | None = None  # at most head_size; None: as large
-    # Positions that a token attends to at most, its own included; None: all up to its own. If negative, positions are
-    # divided into chunks of -window, and a token attends to those of its own chunk.
+    value_size: int | None = None  # at most head_size; None: head_size
+    # Maximum number of positions that a token attends to, including its own; None: all up to its own. If negative,
+    # positions are divided into chunks of -window, and a token attends to those of its own chunk.
     window: int | None = None
     has_sinks: bool = False
 
 
 @dataclass(frozen=True)
 class KeyValueCache:
-    """Keys [num_blocks, G, block_size, H] and values [num_blocks, G, block_size, V] of one layer in blocks.
+    """Paged keys [num_blocks, G, block_size, H] and values [num_blocks, G, block_size, V] of one layer.
 
-    They are in the model's dtype, or codes in uint8 with a scale for each token and head; see `float8_rows.py`.
+    They have the model's dtype, or are uint8 codes with a scale for each token and head; see `float8_rows.py`.
     """
 
     keys: Tensor
@@ -473,7 +483,7 @@ class KeyValueCache:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All that a block holds; the first dimension is the block, the second the head."""
+        """All tensors of the cache. Their first dimension is the block, the second the head."""
         if self.key_scales is None or self.value_scales is None:
             return self.keys, self.values
         return self.keys, self.values, self.key_scales, self.value_scales
@@ -502,7 +512,7 @@ class AttentionBackend(Protocol):
     ) -> Tensor:
         """Store each token's rotated key and value at `step.cache_slots`, and return the rotated queries.
 
-        A slot of -1 stores nothing. Queries and keys may be overwritten.
+        A token with slot -1 is not stored. Queries and keys may be overwritten.
         """
         ...
 
@@ -511,11 +521,12 @@ class AttentionBackend(Protocol):
     ) -> Tensor:
         """Attend from row i of a chunk, at position p = context_len - num_rows + i, to the positions up to p.
 
-        With a window, only to those after p - window. Rows of no chunk, or before position 0, get zeros.
+        With a window, rows attend only to positions after p - window. Rows outside all chunks, or before position 0,
+        get zeros.
 
         Args:
-            sinks_N: float32, one more score of each query head without a value (gpt-oss, arXiv 2508.10925): each row
-                is scaled by sum(exp(scores)) / (sum(exp(scores)) + exp(sink)).
+            sinks_N: float32, an additional score of each query head that has no value (gpt-oss, arXiv 2508.10925):
+                each row is scaled by sum(exp(scores)) / (sum(exp(scores)) + exp(sink)).
 
         Returns:
             [T, N, V] in the dtype of the queries.
@@ -524,39 +535,39 @@ class AttentionBackend(Protocol):
 
 
 class ExpandLatents(Protocol):
-    """Return the keys [n, C, K] and values [n, C, V] of some heads, contiguous, from latent vectors [C, L]."""
+    """Compute the keys [n, C, K] and values [n, C, V] of n heads from latent vectors [C, L]. Results are contiguous."""
 
     def __call__(self, latent_CL: Tensor, heads: slice = ..., /) -> tuple[Tensor, Tensor]: ...
 
 
 class LatentAttentionBackend(Protocol):
-    """Multi-head latent attention (arXiv 2405.04434) of one layer, with the weights of keys and values absorbed.
+    """Multi-head latent attention (arXiv 2405.04434) of one layer, with absorbed key and value projections.
 
-    All heads read one vector [P] per position. It is the key, and its first L elements are the value. The cache is
-    [num_blocks, block_size, P], in the dtype of vectors and queries.
+    All heads read one vector [P] per position. It is the key, and its first L elements are the value. The cache
+    [num_blocks, block_size, P] has the dtype of vectors and queries.
     """
 
     @property
     def takes_all_rows(self) -> bool:
-        """True if long chunks must also run here, so that a row's bytes do not depend on its chunk.
+        """True if this backend must also run long chunks, to stay batch-invariant.
 
-        Otherwise it is faster to expand the keys and values of chunks with many rows, and to attend to those.
+        Otherwise it is faster to expand the keys and values of chunks with many rows, and to attend to these.
         """
         ...
 
     def write(self, latent_TP: Tensor, cache: Tensor, step: StepInputs) -> None:
-        """Store each token's vector at `step.cache_slots`; a slot of -1 stores nothing."""
+        """Store each token's vector at `step.cache_slots`. A token with slot -1 is not stored."""
         ...
 
     def attend(self, query_TNP: Tensor, cache: Tensor, step: StepInputs, max_rows: int | None = None) -> Tensor:
-        """Attend from row i of a chunk, at position context_len - num_rows + i, to the positions up to it.
+        """Attend from row i of a chunk, at position p = context_len - num_rows + i, to the positions up to p.
 
         Args:
-            max_rows: chunks of more rows get zeros. Must be None if `takes_all_rows`.
+            max_rows: chunks with more rows get zeros. Must be None if `takes_all_rows`.
 
         Returns:
-            [T, N, L] in the dtype of the queries: the values weighted by the softmax of the scaled scores. Rows of no
-            chunk, or before position 0, get zeros.
+            [T, N, L] in the dtype of the queries: the values weighted by the softmax of the scaled scores. Rows outside
+            all chunks, or before position 0, get zeros.
         """
         ...
 
@@ -565,7 +576,7 @@ class LatentAttentionBackend(Protocol):
 
         Returns:
             [T, N, L] in the dtype of the queries; zeros for rows without entries. If `takes_all_rows`, a row that
-            attends to all positions up to its own has the bytes that `attend` would give it.
+            attends to all positions up to its own has the same bytes as with `attend`.
         """
         ...
 
@@ -579,21 +590,23 @@ class LatentAttentionBackend(Protocol):
         expand: ExpandLatents,
         out_TNV: Tensor,
     ) -> None:
-        """Attend from the chunks of more than `max_rows` rows that have a position, with keys and values of each head.
+        """Attend from the chunks with more than `max_rows` rows, with keys and values expanded for each head.
 
-        A head's key is its own part [K], beside the last E elements of the vector, which all heads share. Must not be
-        called if `takes_all_rows`.
+        A head's key is its own part [K] followed by the last E elements of the vector, which all heads share. Must not
+        be called if `takes_all_rows`.
 
         Args:
             query_TNK, query_TNE: the parts of the queries for the two parts of the keys.
-            out_TNV: contiguous, in the dtype of the queries; only the rows of these chunks that have a position are
+            max_rows: only rows with a position, that is, within the context, are counted.
+            expand: computes keys and values from latent vectors.
+            out_TNV: contiguous, in the dtype of the queries; only rows of these chunks that have a position are
                 written.
         """
         ...
 
 
 class Pending(Protocol):
-    """A result that may still be being computed."""
+    """A result whose computation may not have finished."""
 
     def wait(self) -> Tensor:
         """Return the result, ready for the caller's stream."""
@@ -601,10 +614,10 @@ class Pending(Protocol):
 
 
 class SideStream(Protocol):
-    """Computes beside the caller's own work where the device can."""
+    """An executor that overlaps computations with the caller's work if the device supports it."""
 
     def start(self, compute: Callable[[Any], Tensor], input: Any) -> Pending:
-        """Start compute(input). It may run until `wait` is called on the result."""
+        """Start compute(input). Call `wait` on the returned object before using the result."""
         ...
 
 
@@ -620,21 +633,21 @@ class StepGraph(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """The operations for one device, and the facts about them that callers depend on.
+    """The operations for one device, and their properties on which callers depend.
 
-    `select_kernels` picks the table once per rank; constructors take from it what they call.
+    `select_kernels` chooses the table once per rank. Constructors take the operations that they need from it.
     """
 
     name: Literal["cpu", "triton", "torch"]  # for messages
     add: Callable[[Tensor, Tensor], Tensor]  # (a_TD, b_TD) -> their sum; both contiguous and of one dtype
     add_scaled: Callable[[Tensor, Tensor, Tensor], Tensor]  # (a_TD, b_TD, factor [1] float32) -> (a + b) * factor
     gate_rows: Callable[[Tensor, Tensor], Tensor]  # (gates_T1 or gates_TD, rows_TD) -> sigmoid(gate) * row
-    # (x_TD, weight_D, epsilon) -> [T, D] in the dtype of x; T may be several dimensions. In place: written to x.
+    # (x_TD, weight_D, epsilon) -> [T, D] in the dtype of x; T may be several dimensions. The second one writes to x.
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     rms_norm_in_place: Callable[[Tensor, Tensor, float], None]
-    # (x_TD, weight_D, bias_D, epsilon): LayerNorm, written to x.
+    # (x_TD, weight_D, bias_D, epsilon): LayerNorm. The result is written to x.
     layer_norm_in_place: Callable[[Tensor, Tensor, Tensor, float], None]
-    # (x_TD, update_TD, weight_D, epsilon) -> their sum, and the sum normalised. Neither input is changed.
+    # (x_TD, update_TD, weight_D, epsilon) -> x + update, and this sum normalised. Inputs are not modified.
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     apply_rope: ApplyRope
     # rows_RV -> the largest number of each row [R], in a dtype that holds it exactly, and its index [R] int64. Ties go
@@ -657,19 +670,19 @@ class Kernels:
     make_compressed_attention: Callable[[CompressedShape], CompressedAttention]
     make_streams: Callable[[StreamsConfig, float], StreamKernels]  # the second argument is the epsilon of norms
     make_product: Callable[[OpenWeights], Product]
-    # For products of 8-bit blocks; None: there are none. Rows in 8 bits are returned as they are. The second takes
-    # (x_TD, update_TD or None, weight_D, epsilon, whether the rows are kept beside their codes), and returns the sum,
-    # or x, and that normalised.
+    # Quantisation for products of weights in 8-bit blocks; None: they are not supported. Rows that are already in
+    # 8 bits are returned unchanged. The second function takes (x_TD, update_TD or None, weight_D, epsilon, True to keep
+    # the rows beside their codes), and returns the sum of x and the update, and this sum normalised and quantised.
     quantize_rows: Callable[[Rows], Float8Rows] | None = None
     quantize_rms_norm: Callable[[Tensor, Tensor | None, Tensor, float, bool], tuple[Tensor, Float8Rows]] | None = None
-    make_step_graph: Callable[[int, int], StepGraph] | None  # (address and bytes of an Arena); None: no CPU graphs
+    make_step_graph: Callable[[int, int], StepGraph] | None  # (address, bytes of an Arena); None: no CPU graphs
     packing: WeightPacking | None  # None: products read open weights
     allocate_weights: Callable[[tuple[int, ...], torch.dtype, torch.device], Tensor]
-    measure_memory_only: Callable[[], AbstractContextManager[None]]  # inside, results may be zeros
+    measure_memory_only: Callable[[], AbstractContextManager[None]]  # results may be zeros inside this context
 
-    products_gather_rows: bool = False  # products take a `Gather`, and the host never reads the counts
+    products_gather_rows: bool = False  # products accept a `Gather`, and never copy the counts to the host
     compiles_on_first_use: bool = False  # run every range of sizes once before serving
     supports_cuda_graphs: bool = False
     needs_finite_caches: bool = False  # caches must hold finite numbers even where nothing was written
-    batch_invariant_dtypes: tuple[torch.dtype, ...] = ()  # in which a row's bytes do not depend on its batch
-    instruction_set: str = "none"  # decides the bytes of packed weights
+    batch_invariant_dtypes: tuple[torch.dtype, ...] = ()  # a row's bytes do not depend on its batch in these dtypes
+    instruction_set: str = "none"  # the layout of packed weights depends on it

@@ -1,7 +1,7 @@
 """Linear attention with a state for each request, as an operation: its shapes, weights and protocol.
 
-For each value head, with the state S [K, V] of a request, a token's query q and key k, its value v and its decay a,
-one number in (0, 1] or one for each channel of the key:
+Each value head of a request has a state S [K, V]. A token has a query q, a key k, a value v and a decay a, which is one
+number in (0, 1] or one for each channel of the key. The update of the state and the output are:
 
     delta rule (gated delta networks, arXiv 2412.06464; Kimi delta attention, arXiv 2510.26692)
         S <- a S
@@ -12,9 +12,9 @@ one number in (0, 1] or one for each channel of the key:
         S <- a S + k (d v)^T
         o  = S^T q + skip v
 
-The delta rule normalises q and k to unit length, and b in (0, 1) is its rate. d is the step size, from which a follows
-too. Queries, keys and values come out of a short convolution. Outputs are normalised, and multiplied by the activation
-of a gate: before the norm in a state space model, after it with the delta rule.
+The delta rule normalises q and k to unit length, and b in (0, 1) is its rate. d is the step size, from which a is
+computed too. Queries, keys and values are outputs of a short convolution. Outputs are normalised and multiplied by the
+activation of a gate: before the norm in a state space model, after it with the delta rule.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from moeserve.step_inputs import StepInputs
 # C = 2 * G * K + N * V channels: queries, keys, values
 
 L2_EPSILON = 1e-6  # added to the sum of squares of a query or key
-MAX_HEAD = 256  # values of a key, and of a value, in the kernels
+MAX_HEAD = 256  # maximum key and value size that the kernels support
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinearAttentionShape:
-    """One layer's part on one rank. Value head n reads key head n // (num_heads / num_key_heads)."""
+    """One layer's heads on one rank. Value head n reads key head n // (num_heads / num_key_heads)."""
 
     num_heads: int
     num_key_heads: int
@@ -43,7 +43,7 @@ class LinearAttentionShape:
     value_dim: int
     is_delta: bool
     norm_epsilon: float
-    has_channel_decays: bool = False  # each channel of a key has its own decay; with the delta rule only
+    has_channel_decays: bool = False  # each channel of a key has its own decay; only with the delta rule
     # With a floor f < 0, a = exp(f * sigmoid(exp(log_decay) * (x + bias))); otherwise a = exp(-exp(log_decay) * d) with
     # the step size d = softplus(x + bias).
     decay_floor: float | None = None
@@ -59,7 +59,7 @@ class LinearAttentionShape:
 
     @property
     def norm_heads(self) -> int:
-        """Heads that are normalised together: one, or those that read the same key head in a state space model."""
+        """Number of heads normalised together: one with the delta rule, otherwise all that read the same key head."""
         return 1 if self.is_delta else self.num_heads // self.num_key_heads
 
 
@@ -70,7 +70,7 @@ class LinearAttentionWeights:
     log_decay_N: Tensor
     decay_bias: Tensor  # [N], or [N * K] for decays of each channel
     norm: Tensor  # [V] for all heads, or [X] in a state space model
-    skip_N: Tensor | None = None  # in a state space model
+    skip_N: Tensor | None = None  # only in a state space model
 
 
 class LinearAttention(Protocol):
@@ -89,13 +89,13 @@ class LinearAttention(Protocol):
     ) -> Tensor:
         """Return the gated outputs [T, X] in the dtype of the gates, and update the states.
 
-        Output rows outside of all chunks, and of chunks that store no state, have arbitrary finite values.
+        Output rows outside all chunks, and of chunks that store no state, have arbitrary finite values.
 
         Args:
             mixed_TC: float32, contiguous: queries, keys and values.
             gates_TX: this and the next two may be views of a wider projection.
-            decays_TX: the numbers x, [T, N] or, for each channel, [T, N * K].
-            rates_TN: the numbers whose sigmoid is b; None in a state space model.
+            decays_TX: the inputs x of the decays, [T, N] or, with decays of each channel, [T, N * K].
+            rates_TN: the logits of the rates b; None in a state space model.
             states: [rows, N, K, V] float32; see `StateRows`.
         """
         ...

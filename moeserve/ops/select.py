@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FLOAT8_CAPABILITY = (8, 9)  # the first whose tensor cores multiply E4M3
+FLOAT8_CAPABILITY = (8, 9)  # the first compute capability whose tensor cores multiply E4M3
 
 
 def _for_cpu() -> Kernels:
@@ -57,8 +57,9 @@ def select_kernels(
     Args:
         attention_library: on a GPU, the library that serves grouped-query attention; "triton": our own kernels;
             "measured": the one that was measured to be the fastest.
-        block_size: positions of a block of the KV cache; needed for any other library than our own.
-        batch_invariant: required, at the cost of speed on a GPU. The config allows it for our own kernels only.
+        block_size: positions in a block of the KV cache; needed unless our own kernels are chosen.
+        batch_invariant: return batch-invariant kernels, which are slower on a GPU. The config allows this only with our
+            own kernels.
 
     Raises:
         SettingsError: the named library cannot be used here.

@@ -1,6 +1,6 @@
-"""A causal convolution over the last few tokens, for each channel by itself, as an operation.
+"""A causal depthwise convolution over the last few tokens, as an operation.
 
-A request's state is the last inputs of its convolution: those of the W - 1 tokens before the next one.
+A request's state consists of the last W - 1 inputs of its convolution.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from torch import Tensor
 
 from moeserve.step_inputs import StepInputs
 
-# T tokens, C channels, W tokens that the convolution spans, its own included; w = W - 1
+# T tokens, C channels, W taps: tokens that the convolution spans, including the current one; w = W - 1
 
-MAX_TAPS = 8  # of the kernels
+MAX_TAPS = 8  # maximum number of taps that the kernels support
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConvolutionShape:
-    """One layer's part on one rank."""
+    """One layer's convolution on one rank."""
 
     num_channels: int
     num_taps: int  # W
@@ -29,22 +29,22 @@ class ConvolutionShape:
 
 @dataclass(frozen=True)
 class ConvolutionWeights:
-    """Both float32."""
+    """The weights of a convolution, both float32."""
 
-    taps_WC: Tensor  # the last one multiplies the token itself
+    taps_WC: Tensor  # the last tap multiplies the current token
     bias_C: Tensor | None
 
 
 class ShortConvolution(Protocol):
-    """See `ConvolutionShape`."""
+    """The convolution of one layer, with its activation or its gates."""
 
     def __call__(self, input_TX: Tensor, weights: ConvolutionWeights, states: Tensor, step: StepInputs, /) -> Tensor:
         """Return [T, C], in float32, or in the dtype of the input if the convolution is gated, and update the states.
 
-        Output rows outside of all chunks have arbitrary finite values.
+        Output rows outside all chunks have arbitrary finite values.
 
         Args:
-            input_TX: [T, C], or with gates [T, 3 * C]: gates of inputs, gates of outputs, values. Rows may be strided.
+            input_TX: [T, C], or [T, 3 * C] if gated: input gates, output gates, values. Rows may be strided.
             states: [rows, w, C] in the dtype of the input: the last inputs, the oldest first; see `StateRows`.
         """
         ...

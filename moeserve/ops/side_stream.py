@@ -1,4 +1,4 @@
-"""Side streams: overlap of computations on a GPU, in a CUDA stream of its own; elsewhere computed at once."""
+"""Side streams, which overlap computations in a second CUDA stream on a GPU. Other devices compute at once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Computed:
 
 
 class InlineStream:
-    """A side stream for devices without streams: `start` computes at once."""
+    """A `SideStream` for devices without streams: `start` computes at once."""
 
     def start(self, compute: Callable[[Any], Tensor], input: Any) -> Computed:
         return Computed(compute(input))
@@ -42,8 +42,8 @@ class InStream:
 class CudaSideStream:
     """A second stream of a GPU, which all layers share.
 
-    No tensor needs record_stream(). The caller waits before it frees the input, and the stream waits for the caller
-    before it writes to the memory of an earlier result.
+    Tensors do not need record_stream(), because the caller waits before it frees the input, and the stream waits for
+    the caller before it reuses the memory of an earlier result.
     """
 
     def __init__(self) -> None:

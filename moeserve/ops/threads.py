@@ -8,10 +8,10 @@ from moeserve.ops.cpu.native import native_kernels
 
 
 def set_num_threads(num_threads: int) -> None:
-    """Set the threads that an operation of this process may use, the calling one included.
+    """Set the number of threads that an operation of this process may use, including the calling thread.
 
     Raises:
-        ValueError: fewer than 1.
+        ValueError: the number is less than 1.
     """
     if num_threads < 1:
         raise ValueError(f"num_threads={num_threads}, but it must be at least 1")

@@ -17,7 +17,8 @@ BLOCK = 128  # rows and columns that share a scale
 CODES = torch.float8_e4m3fn
 LARGEST_CODE = 448.0
 MIN_BLOCK_MAXIMUM = 1e-30  # so that a block of zeros has a scale above zero
-QUANTIZED_AT_ONCE = 2 * 1024 * 1024  # values, or one row of blocks if that is more; bounds the copies in memory
+# Number of values quantised at once, but at least one row of blocks. This bounds the memory of copies.
+QUANTIZED_AT_ONCE = 2 * 1024 * 1024
 
 
 def num_blocks(size: int) -> int:
@@ -27,7 +28,7 @@ def num_blocks(size: int) -> int:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Rows of one part of a weight in the model's memory, beginning at a block."""
+    """A view of rows of one part of a weight in the model's memory, beginning at a block boundary."""
 
     codes_OI: Tensor
     scales_GB: Tensor
@@ -38,7 +39,10 @@ class Blocks:
         self.scales_GB.copy_(scales_GB)
 
     def quantize(self, values_OI: Tensor) -> None:
-        """Store values: a block's scale is its largest absolute value / 448, a code the nearest to value / scale."""
+        """Quantise and store values.
+
+        A block's scale is its largest absolute value / 448. A code is value / scale, rounded to the nearest.
+        """
         num_rows, width = values_OI.shape
         step = max(1, QUANTIZED_AT_ONCE // (BLOCK * width)) * BLOCK
         for start in range(0, num_rows, step):
@@ -47,7 +51,7 @@ class Blocks:
             padding = (0, blocks * BLOCK - width, 0, groups * BLOCK - len(piece_OI))
             piece_GRBC = functional.pad(piece_OI, padding).view(groups, BLOCK, blocks, BLOCK)
             scales_GB = piece_GRBC.abs().amax((1, 3)).clamp(min=MIN_BLOCK_MAXIMUM) / LARGEST_CODE
-            # Values that rounding raised above the largest code would become NaN.
+            # Clamp, because values that rounding raised above the largest code would become NaN.
             scaled_GRBC = (piece_GRBC / scales_GB[:, None, :, None]).clamp(-LARGEST_CODE, LARGEST_CODE)
             codes_OI = scaled_GRBC.to(CODES).view(groups * BLOCK, blocks * BLOCK)
             self.codes_OI[start : start + step] = codes_OI[: len(piece_OI), :width]
@@ -55,7 +59,7 @@ class Blocks:
 
 
 def blocks_of(weights: OpenWeights, memory: Tensor) -> Iterator[Blocks]:
-    """Yield the blocks that a view of some weights' codes covers, part by part. The view consists of whole rows."""
+    """Yield the blocks that `memory`, a view of whole rows of the weights' codes, covers, part by part."""
     assert weights.scales_eGB is not None
     _, num_outputs, num_inputs = weights.weight_eOI.shape
     rows_of_part = num_outputs // weights.num_parts
@@ -72,7 +76,7 @@ def blocks_of(weights: OpenWeights, memory: Tensor) -> Iterator[Blocks]:
 
 
 def quantize(weights: OpenWeights, memory: Tensor, values: Tensor) -> None:
-    """Quantise values into a view of some weights' codes, of the same shape, and into its scales."""
+    """Quantise values into `memory`, a view of the weights' codes with the same shape, and set the scales."""
     num_inputs = weights.weight_eOI.shape[2]
     ordered = torch.empty_strided(memory.shape, memory.stride(), dtype=values.dtype, device=values.device)
     rows_OI = ordered.copy_(values).as_strided((memory.numel() // num_inputs, num_inputs), (num_inputs, 1))

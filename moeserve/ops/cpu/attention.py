@@ -1,7 +1,7 @@
-"""Attention over a paged cache: of keys and values, and of latent vectors.
+"""Attention by C++ kernels over a paged cache of keys and values, or of latent vectors.
 
-The bytes of a row's result do not depend on the chunk, the batch, the number of threads or the block size. Dtypes
-outside `NATIVE_DTYPES` run in plain torch.
+Results are batch-invariant: a row's bytes do not depend on the chunk, the batch, the number of threads or the block
+size. Dtypes outside `NATIVE_DTYPES` run in plain torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from moeserve.step_inputs import StepInputs
 
 
 class CpuAttention:
-    """See `AttentionBackend`."""
+    """An `AttentionBackend` of C++ kernels."""
 
     def __init__(self, native: ModuleType, shape: AttentionShape) -> None:
         self._native = native
@@ -74,7 +74,7 @@ class CpuAttention:
 
 
 class CpuLatentAttention:
-    """See `LatentAttentionBackend`. The vectors are the keys of a single head, and its values too."""
+    """A `LatentAttentionBackend` of C++ kernels. The vectors are keys and values of a single key-value head."""
 
     takes_all_rows = True
 
@@ -95,7 +95,7 @@ class CpuLatentAttention:
     def attend_chosen(self, query_TNP: Tensor, cache: Tensor, chosen: ChosenEntries) -> Tensor:
         if query_TNP.dtype not in NATIVE_DTYPES:
             return self._reference.attend_chosen(query_TNP, cache, chosen)
-        # Each vector is a block, and each row a chunk. The block size affects no byte.
+        # Pass each vector as a block and each row as a chunk. The block size does not affect the result.
         vectors = cache.flatten(0, 1)[:, None, None]
         return self._attend(query_TNP, vectors, chosen.slots_TC, chosen.starts, chosen.counts_T)
 

@@ -1,7 +1,7 @@
 """Attention to a window and to compressed entries, and hyper-connections, by C++ kernels.
 
-The bytes of a token's result do not depend on the chunk, the batch or the number of threads. Dtypes outside
-`NATIVE_DTYPES` run in plain torch.
+Results are batch-invariant: a token's bytes do not depend on the chunk, the batch or the number of threads. Dtypes
+outside `NATIVE_DTYPES` run in plain torch.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from moeserve.ops.torch.compressed_attention import TorchCompressedAttention
 from moeserve.ops.torch.hyper_connections import TorchStreams
 from moeserve.step_inputs import StepInputs
 
-# T tokens, N query heads, H head size, I size of an indexer's key, m tokens of a window, L vectors that a row attends
-# to at most, Y values of a token, D model width, X width of all streams, C coefficients
+# T tokens, N query heads, H head size, I size of an indexer's key, m tokens of a window, L maximum number of vectors
+# that a row attends to, Y values of a token, D model width, X width of all streams, C coefficients
 
 
 class CpuCompressedAttention:
-    """See `CompressedAttention`. Attention is that over a paged cache in which each vector is a block."""
+    """A `CompressedAttention` of C++ kernels. It calls paged attention with each vector as a block."""
 
     def __init__(self, native: ModuleType, shape: CompressedShape) -> None:
         self._native = native
@@ -93,7 +93,7 @@ class CpuCompressedAttention:
         num_listed = min(shape.window, most_positions) + most_entries
         listed_TL = new_empty(query_TNH, num_tokens, num_listed, dtype=torch.int32)
         if is_measured():
-            listed_TL.zero_()  # takes the memory
+            listed_TL.zero_()  # so that its memory is measured
             return out_TNH.zero_()
         count_T, starts = (torch.empty(size, dtype=torch.int32) for size in (num_tokens, num_tokens + 1))
         entries = (None, None) if chosen is None else (chosen.slots_TC, chosen.counts_T)
@@ -130,7 +130,7 @@ class CpuCompressedAttention:
 
 
 class CpuStreams:
-    """See `StreamKernels`."""
+    """`StreamKernels` in C++."""
 
     def __init__(self, native: ModuleType, config: StreamsConfig, norm_epsilon: float) -> None:
         self._native = native

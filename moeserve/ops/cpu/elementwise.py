@@ -24,7 +24,7 @@ from moeserve.ops.torch.sampling import Array, choose_with
 
 
 class RowKernels:
-    """The C++ kernels that treat each row by itself. See the protocols of the same names."""
+    """The C++ kernels that process each row independently. `Kernels` describes the operations."""
 
     def __init__(self, native: ModuleType) -> None:
         self._native = native
@@ -51,7 +51,10 @@ class RowKernels:
         return out_TD
 
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
-        """Normalise two or three dimensions, the last contiguous: heads may be views of a fused projection."""
+        """Normalise the last of two or three dimensions, which must be contiguous.
+
+        The input may be a view of a fused projection.
+        """
         if x_TD.dtype not in NATIVE_DTYPES:
             return reference.rms_norm(x_TD, weight_D, epsilon)
         out_TD = torch.empty_like(x_TD)
@@ -115,7 +118,7 @@ class RowKernels:
 
 
 class CpuRouter:
-    """See `RouteTokens`."""
+    """A `RouteTokens` in C++."""
 
     def __init__(self, native: ModuleType, config: RouterConfig) -> None:
         self._native = native

@@ -1,7 +1,7 @@
 """The lightning indexer by C++ kernels.
 
-The choice of a row depends on its request alone, not on the chunk, the batch or the number of threads. Dtypes outside
-`NATIVE_DTYPES` run in plain torch.
+The entries chosen for a row depend only on its request, not on the chunk, the batch or the number of threads. Dtypes
+outside `NATIVE_DTYPES` run in plain torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from moeserve.step_inputs import StepInputs
 
 
 class CpuIndexer:
-    """See `ChooseEntries`."""
+    """A `ChooseEntries` in C++."""
 
     def __init__(self, native: ModuleType, rule: IndexerRule) -> None:
         self._native = native
@@ -32,7 +32,7 @@ class CpuIndexer:
         rule = self._reference.rule
         chosen = ChosenEntries.new(query_TNH, num_places(rule, key_cache, step))
         if is_measured():
-            chosen.slots_TC.zero_()  # takes the memory
+            chosen.slots_TC.zero_()  # so that its memory is measured
             return chosen
         context = step.block_table, step.row_starts, step.context_lens
         results = chosen.slots_TC, chosen.counts_T, chosen.starts

@@ -18,7 +18,7 @@ from moeserve.step_inputs import StepInputs
 
 
 class CpuLinearAttention:
-    """See `LinearAttention`. A token's bytes do not depend on the chunk, the batch or the number of threads."""
+    """A batch-invariant `LinearAttention`: a token's bytes do not depend on chunks, batch or number of threads."""
 
     def __init__(self, native: ModuleType, shape: LinearAttentionShape) -> None:
         self._native = native
@@ -42,7 +42,7 @@ class CpuLinearAttention:
         outputs_TX = torch.empty(gates_TX.shape, dtype=torch.float32)
         out_TX = new_empty(gates_TX, *gates_TX.shape)
         if is_measured():
-            outputs_TX.zero_()  # takes the memory
+            outputs_TX.zero_()  # so that its memory is measured
             return out_TX.zero_()
         self._native.linear_attention(
             mixed_TC,

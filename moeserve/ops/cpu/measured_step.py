@@ -1,4 +1,4 @@
-"""Steps that measure memory. Products and attention return zeros: nearly all of a large step's time is in them."""
+"""Steps that only measure memory. Products and attention, which take most of a large step's time, return zeros."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _thread = threading.local()
 
 @contextlib.contextmanager
 def measure_memory_only() -> Iterator[None]:
-    """Skip the arithmetic of this thread inside. Results take their memory."""
+    """Skip the arithmetic of this thread's kernels inside the context. Results are still allocated and written."""
     _thread.is_measured = True
     try:
         yield

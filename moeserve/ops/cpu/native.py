@@ -1,4 +1,4 @@
-"""The extension module with the C++ kernels, where it was built."""
+"""The extension module with the C++ kernels, if it was built."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ NATIVE_DTYPES = (torch.float32, torch.bfloat16)  # of activations; float16 runs 
 
 @functools.cache
 def native_kernels() -> ModuleType | None:
-    """Return the module `moeserve._cpu`, or None without a compiler at the installation or kernels for the processor.
+    """Return the module `moeserve._cpu`. Return None if it was not built or has no kernels for this processor.
 
     Raises:
-        ImportError: the module exists but cannot be loaded. No fallback hides this.
+        ImportError: the module exists but cannot be loaded. There is no fallback, so that the error is noticed.
         SettingsError: MOESERVE_ISA names no instruction set of this processor.
     """
     if importlib.util.find_spec("moeserve._cpu") is None:

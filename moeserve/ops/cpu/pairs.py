@@ -16,7 +16,7 @@ from moeserve.ops.torch.pairs import TorchPairs
 
 
 class CpuPairs:
-    """See `PairKernels`. Sums in float16, or from one dtype to another, run in plain torch."""
+    """`PairKernels` in C++. Weighted sums in float16, or with a result of another dtype, run in plain torch."""
 
     def __init__(self, native: ModuleType) -> None:
         self._native = native

@@ -1,4 +1,4 @@
-"""Products of rows with packed weights, and the packing."""
+"""Products of rows with packed weights by C++ kernels, and the packing of weights."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ MIN_LARGE_PAGES_BYTES = 2**22
 
 
 class CpuProduct:
-    """See `Product`.
+    """A batch-invariant `Product` in C++.
 
-    A result's bytes depend on its row, its weight and the instruction set alone: not on the other rows, their number,
-    or the number of threads.
+    A result's bytes depend only on its row, its weight and the instruction set: not on other rows, their number, or
+    the number of threads.
     """
 
     def __init__(self, native: ModuleType, packed: PackedWeights) -> None:
@@ -80,7 +80,7 @@ class CpuProduct:
 
 
 class CpuPacking:
-    """See `WeightPacking`. Also allocates weights, in large pages where the system has them."""
+    """A `WeightPacking` in C++. It also allocates weights, in large pages if the system supports them."""
 
     def __init__(self, native: ModuleType) -> None:
         self._native = native

@@ -16,7 +16,7 @@ from moeserve.step_inputs import StepInputs
 
 
 class CpuShortConvolution:
-    """See `ShortConvolution`. A token's bytes do not depend on the chunk, the batch or the number of threads."""
+    """A batch-invariant `ShortConvolution`: a token's bytes do not depend on chunks, batch or number of threads."""
 
     def __init__(self, native: ModuleType, shape: ConvolutionShape) -> None:
         self._native = native
@@ -30,7 +30,7 @@ class CpuShortConvolution:
         sizes = len(input_TX), self._shape.num_channels
         out_TC = new_empty(input_TX, *sizes) if self._shape.is_gated else torch.empty(sizes, dtype=torch.float32)
         if is_measured():
-            return out_TC.zero_()  # takes the memory
+            return out_TC.zero_()  # so that its memory is measured
         self._native.short_convolution(
             input_TX,
             weights.taps_WC,

@@ -1,4 +1,4 @@
-"""The table of the C++ kernels."""
+"""The `Kernels` table of the C++ kernels."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Operations of other libraries, each with a check of where it can be used."""
+"""Operations from other libraries, each with a check that it can be used."""

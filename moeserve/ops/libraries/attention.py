@@ -1,7 +1,8 @@
 """Attention on a GPU by another library, for the layer shapes and kinds of step that it supports.
 
-`attention_backend` names the library; there is FlashInfer. Our kernels write to the caches; a library only replaces the
-functions that attend to them, and ours attend wherever it cannot. Latent attention is in `latent.py`.
+`attention_backend` names the library; FlashInfer is the only one so far. Our kernels always write to the caches. A
+library only replaces the functions that attend to them, and ours run wherever it cannot. Latent attention is in
+`latent.py`.
 """
 
 from __future__ import annotations
@@ -36,11 +37,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LIBRARY_NAMES = ("flashinfer",)
-Table = Mapping[str, Mapping[int, str]]  # see `measured.py`
+Table = Mapping[str, Mapping[int, str]]  # the fastest library by class and number of rows, see `measured.py`
 
 
 class LibraryAttention:
-    """An attention backend with our own writes to the cache, and one function for decode steps and one for others."""
+    """An attention backend that writes to the cache with our kernels, and attends with a library's functions.
+
+    There is one function for decode steps and one for other steps.
+    """
 
     def __init__(self, own: AttentionBackend, decode: Attend, chunks: Attend) -> None:
         self.own = own
@@ -60,19 +64,20 @@ class LibraryAttention:
 
 
 class LibraryChoice:
-    """Makes the attention backends of a model's layers from our own kernels and one library."""
+    """A factory of attention backends for a model's layers, from our own kernels and one library."""
 
     def __init__(self, own: Kernels, library: AttentionLibrary, block_size: int, measured: Table | None = None) -> None:
         """
         Args:
-            block_size: positions of a block of the caches.
-            measured: the library serves only classes of steps for which it was mostly the fastest; None: all.
+            block_size: number of positions in a block of the caches.
+            measured: measurements; the library serves only classes of steps for which it was mostly the fastest. None:
+                it serves all steps that it supports.
         """
         self._measured = measured
         self._own = own
         self._library = library
         self._block_size = block_size
-        self._chosen: dict[AttentionProblem, tuple[Attend | None, Attend | None]] = {}  # shared by layers of one shape
+        self._chosen: dict[AttentionProblem, tuple[Attend | None, Attend | None]] = {}  # shared by layers of a shape
 
     def make_attention(self, shape: AttentionShape) -> AttentionBackend:
         own = self._own.make_attention(shape)
@@ -85,7 +90,7 @@ class LibraryChoice:
         return LibraryAttention(own, decode or own.attend, chunks or own.attend)
 
     def _choose(self, problem: AttentionProblem, kind: StepKind) -> Attend | None:
-        """Return the library's function, or None for our own."""
+        """Return the library's function for steps of this kind, or None if our own kernels must serve them."""
         if self._measured is not None:
             fastest = list(self._measured.get(attention_key(problem.shape, kind), {}).values())
             if 2 * sum(name in LIBRARY_NAMES for name in fastest) <= len(fastest):
@@ -101,7 +106,8 @@ def with_attention_library(own: Kernels, name: AttentionChoice, device: torch.de
     """Return the table with attention by the named library.
 
     Args:
-        name: "measured": grouped-query attention by the library that was measured to be the fastest, if it can be used.
+        name: name of the library. "measured": use the library that was measured to be the fastest for grouped-query
+            attention, if it can be used.
 
     Raises:
         SettingsError: the library cannot be used here.
@@ -132,7 +138,7 @@ def open_library(name: str, device: torch.device) -> AttentionLibrary:
     """Open one of `LIBRARY_NAMES`.
 
     Raises:
-        LibraryUnusable: it is not installed, has the wrong version, or does not support this GPU.
+        LibraryUnusable: the library is not installed, has the wrong version, or does not support this GPU.
     """
     match name:
         case "flashinfer":

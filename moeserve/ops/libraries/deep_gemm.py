@@ -1,12 +1,12 @@
-"""Products of 8-bit blocks by DeepGEMM (https://github.com/deepseek-ai/DeepGEMM), the only importer of its package.
+"""Products of weights in 8-bit blocks by DeepGEMM (https://github.com/deepseek-ai/DeepGEMM).
 
-`pip install sgl-deep-gemm` installs it as `deep_gemm`. It multiplies E4M3 codes with a float32 scale for 128 values of
-a row, and for blocks of 128 x 128 of a weight, and rounds to bfloat16:
+No other module imports the package `deep_gemm`, which `pip install sgl-deep-gemm` installs. It multiplies E4M3 codes
+and rounds the results to bfloat16. Rows have a float32 scale for each 128 values, weights for each block of 128 x 128:
 
-- one weight: `fp8_gemm_nt`.
-- slots: `m_grouped_fp8_gemm_nt_masked`, which reads the number of rows of each weight on the GPU.
-- rows side by side: `m_grouped_fp8_gemm_nt_contiguous`, where the rows of each weight begin at a multiple of an
-  alignment. Rows are padded to it while they are gathered, without the host knowing the counts.
+- One weight: `fp8_gemm_nt`.
+- Slots: `m_grouped_fp8_gemm_nt_masked`, which reads the number of rows of each weight on the GPU.
+- Contiguous rows: `m_grouped_fp8_gemm_nt_contiguous`, where the rows of each weight begin at a multiple of an
+  alignment. Rows are padded to it while they are gathered, without copying the counts to the host.
 
 It supports neither biases nor activations. A kernel of our own applies the activation afterwards, and also quantises
 the results if another FP8 product reads them.
@@ -37,9 +37,9 @@ from moeserve.ops.triton.products import activated, quantize_rows
 
 logger = logging.getLogger(__name__)
 
-MAJOR_CAPABILITY = 9  # later GPUs round scales to powers of two, which ours are not
+MAJOR_CAPABILITY = 9  # on later GPUs it rounds scales to powers of two, and ours are not
 BLOCK = 128  # values that share a scale, along rows and both dimensions of a weight
-OUTPUT_MULTIPLE = 64  # of the weights that its own tests multiply
+OUTPUT_MULTIPLE = 64  # outputs of the weights in its own tests are multiples of this
 NEEDS = {
     "fp8_gemm_nt": {"a", "b", "d"},
     "m_grouped_fp8_gemm_nt_contiguous": {"a", "b", "d", "grouped_layout"},
@@ -52,10 +52,11 @@ def with_deep_gemm(own: Kernels, device: torch.device, dtype: torch.dtype, *, on
     """Return the table with products of 8-bit blocks by DeepGEMM, where it supports their shapes.
 
     Args:
-        only_fastest: only where it was measured to be the fastest on this GPU, and if it can be used.
+        only_fastest: use it only where it was measured to be the fastest on this GPU, and do not fail if it cannot be
+            used.
 
     Raises:
-        SettingsError: it cannot be used here.
+        SettingsError: DeepGEMM cannot be used on this machine.
     """
     if only_fastest and not is_ever_fastest("deep_gemm", device):
         return own
@@ -87,7 +88,7 @@ def open_deep_gemm(device: torch.device) -> ModuleType:
     """Return the package, if it is installed and supports this GPU.
 
     Raises:
-        LibraryUnusable: see `open_library`.
+        LibraryUnusable: DeepGEMM is not installed or does not support this GPU.
     """
     try:
         library = importlib.import_module("deep_gemm")
@@ -123,7 +124,7 @@ def why_unavailable(weights: OpenWeights) -> str | None:
 
 
 class DeepGemmProduct:
-    """See `Product`. Rows are quantised first, 128 values to a scale."""
+    """A `Product` by DeepGEMM. It first quantises rows, with one scale for each 128 values."""
 
     def __init__(self, library: ModuleType, weights: OpenWeights) -> None:
         assert weights.scales_eGB is not None
@@ -159,7 +160,7 @@ class DeepGemmProduct:
             return self._finished(rows.codes.new_empty(0, num_outputs, dtype=rows.dtype), counts_e)
         padded = pad_rows(counts_e, num_rows, self._alignment)
         sources_Q = padded.row_Q
-        if gather is not None:  # spare pairs are -1
+        if gather is not None:  # indices of spare rows are -1
             sources_Q = gather.indices_R[sources_Q].clamp(min=0) // gather.divisor
         codes_QI = rows.codes.view(torch.uint8)[sources_Q].view(rows.codes.dtype)
         output_QO = rows.codes.new_empty(len(sources_Q), num_outputs, dtype=rows.dtype)
@@ -190,7 +191,7 @@ class DeepGemmProduct:
         raise AssertionError("weights with an input of their own each are not held in blocks")
 
     def _finished(self, output: Tensor, counts_e: Tensor | None) -> Any:
-        """Return the results of outputs [R, O] or [e, S, O]."""
+        """Apply the activation to outputs [R, O] or [e, S, O], and quantise them if an FP8 product reads them."""
         if self._feeds_blocks:
             return quantize_rows(output, counts_e, **activation_arguments(self._activation))
         return activated(self._activation, output)
@@ -198,18 +199,18 @@ class DeepGemmProduct:
 
 @dataclass(frozen=True)
 class PaddedRows:
-    """Rows ordered by weight, with those of each weight from a multiple of an alignment on."""
+    """The layout of rows ordered by weight, in which the rows of each weight begin at a multiple of an alignment."""
 
-    weight_Q: Tensor  # int32: the weight of each padded row; -1: padding
-    row_Q: Tensor  # int64: its row; 0 for padding
-    place_R: Tensor  # int64: the padded row of each row; any, for spare rows
+    weight_Q: Tensor  # int32: index of the weight of each padded row; -1: padding
+    row_Q: Tensor  # int64: index of the row that is copied to each padded row; 0 for padding
+    place_R: Tensor  # int64: index of the padded row of each row; arbitrary for spare rows
 
 
 def pad_rows(counts_e: Tensor, num_rows: int, alignment: int) -> PaddedRows:
-    """Place rows without reading the counts on the host.
+    """Return the padded layout of rows, without reading the counts on the host.
 
     Args:
-        counts_e: rows of each weight, `num_rows` in all or less.
+        counts_e: number of rows of each weight, at most `num_rows` in all.
     """
     num_weights = len(counts_e)
     most = num_rows + min(num_weights, num_rows) * (alignment - 1)
@@ -217,7 +218,7 @@ def pad_rows(counts_e: Tensor, num_rows: int, alignment: int) -> PaddedRows:
     ends_e = counts_e.cumsum(0)
     aligned_e = (counts_e + alignment - 1) // alignment * alignment
     aligned_ends_e = aligned_e.cumsum(0)
-    shift_e = (aligned_ends_e - aligned_e) - (ends_e - counts_e)  # from a row to its place
+    shift_e = (aligned_ends_e - aligned_e) - (ends_e - counts_e)  # index of the padded row minus index of the row
     weight_Q = torch.searchsorted(aligned_ends_e, places_Q, right=True).clamp(max=num_weights - 1)
     row_Q = places_Q - shift_e[weight_Q]
     is_row_Q = row_Q < ends_e[weight_Q]

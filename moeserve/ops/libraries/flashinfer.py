@@ -1,12 +1,13 @@
-"""Grouped-query attention by FlashInfer (https://docs.flashinfer.ai), and the only importer of its package.
+"""Grouped-query attention by FlashInfer (https://docs.flashinfer.ai). Only this module imports its package.
 
 - One row per chunk: `decode.trtllm_batch_decode_with_kv_cache` with its kernel "xqa". It reads block tables and lengths
-  on the GPU, so a CUDA graph can hold it. The wrapper for decoding would need all lengths on the host at each replay.
-- Other steps, which are in no graph: `BatchPrefillWithPagedKVCacheWrapper`. It needs a plan of each step, made on the
-  host; the first layer of a step makes it, and the others of the same shape reuse it.
+  on the GPU, so a CUDA graph can capture it. FlashInfer's wrapper for decoding would need all lengths on the host at
+  each replay.
+- Other steps, which are never captured: `BatchPrefillWithPagedKVCacheWrapper`. It needs a plan of each step, made on
+  the host. The first layer of a step makes the plan, and the other layers of the same shape reuse it.
 
-The decoding kernel multiplies what lies behind the end of a context, in its last block, by zero. So caches must hold
-finite numbers there.
+The decoding kernel multiplies the values behind the end of a context, in its last block, by zero. Caches must therefore
+hold finite numbers there.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ MAJOR_CAPABILITIES = (9, 10, 12)  # of the decoding kernel: flashinfer/xqa.py
 DECODE_BLOCK_SIZES = (16, 32, 64, 128)  # flashinfer/jit/xqa.py
 MAX_DECODE_HEAD_SIZE, DECODE_HEAD_MULTIPLE = 256, 16  # the same
 CHUNK_HEAD_SIZES = (64, 128, 256)
-DECODE_WORKSPACE = 2**27  # bytes: what its documentation recommends; zeros before their first use
-CHUNK_WORKSPACE = 2**24  # bytes: little is needed where no context is split
+DECODE_WORKSPACE = 2**27  # bytes, as its documentation recommends; must be zeros before the first use
+CHUNK_WORKSPACE = 2**24  # bytes; little is needed because contexts are not split
 
 DECODE_NEEDS = {
     *("query", "kv_cache", "workspace_buffer", "block_tables", "seq_lens", "max_seq_len", "bmm1_scale", "bmm2_scale"),
@@ -52,7 +53,7 @@ def open_flashinfer(device: torch.device) -> FlashInfer:
     """Return the library, if it is installed and supports this GPU.
 
     Raises:
-        LibraryUnusable: see `open_library`.
+        LibraryUnusable: FlashInfer is not installed, has the wrong version, or does not support this GPU.
     """
     flashinfer = import_flashinfer()
     if missing := _missing(flashinfer):
@@ -87,7 +88,7 @@ def _missing(flashinfer: ModuleType) -> str:
 
 
 def lacking_argument(*needs: tuple[str, Callable[..., Any], set[str]]) -> str:
-    """Return the first argument that a function lacks, as `name(argument=)`, or an empty string."""
+    """Return the first needed argument that a function lacks, as `name(argument=)`, or an empty string."""
     for name, function, needed in needs:
         arguments = inspect.signature(function).parameters
         takes_any = any(argument.kind is argument.VAR_KEYWORD for argument in arguments.values())
@@ -97,7 +98,7 @@ def lacking_argument(*needs: tuple[str, Callable[..., Any], set[str]]) -> str:
 
 
 class FlashInfer:
-    """See `AttentionLibrary`. Layers share the workspaces, as they run one after another."""
+    """FlashInfer as an `AttentionLibrary`. Layers share the workspaces, because they run one after another."""
 
     def __init__(self, flashinfer: ModuleType, device: torch.device) -> None:
         self.label = f"flashinfer {flashinfer.__version__}"
@@ -143,7 +144,7 @@ class DecodeAttention:
         """
         Args:
             decode: `trtllm_batch_decode_with_kv_cache`.
-            workspace: zeros, used by nothing else.
+            workspace: memory filled with zeros, used by nothing else.
         """
         self._decode = decode
         self._problem = problem
@@ -153,7 +154,8 @@ class DecodeAttention:
         self, query_TNH: Tensor, cache: KeyValueCache, step: StepInputs, sinks_N: Tensor | None = None
     ) -> Tensor:
         problem = self._problem
-        # Its result for an empty context is undocumented, so padding attends to one position; its result is never read.
+        # The kernel's result for an empty context is undocumented, so padding attends to one position. The results of
+        # padding are never read.
         lengths_S = step.context_lens.clamp(min=1)
         output_TNH: Tensor = self._decode(
             query=query_TNH.contiguous(),
@@ -173,7 +175,7 @@ class DecodeAttention:
 
 
 class ChunkAttention:
-    """Attention of chunks of any length, for layers of one shape. It cannot be captured in a graph."""
+    """Attention of chunks of any length, for layers of one shape. It cannot be captured in a CUDA graph."""
 
     def __init__(self, plans: Plans[Any, None], problem: AttentionProblem) -> None:
         self._plans = plans
@@ -188,7 +190,7 @@ class ChunkAttention:
         return output_TNH
 
     def _plan(self, step: StepInputs, wrapper: Any) -> None:
-        """Plan a step from its description on the host, without waiting for the GPU."""
+        """Plan a step from its spans on the host, without waiting for the GPU."""
         problem = self._problem
         size = problem.block_size
         block_starts, places_B = places_of_blocks(step, size, list(enumerate(step.spans)))
@@ -217,13 +219,14 @@ class ChunkAttention:
 def places_of_blocks(
     step: StepInputs, block_size: int, chunks: list[tuple[int, ChunkSpan]]
 ) -> tuple[list[int], Tensor]:
-    """Return where the blocks of each of some chunks begin, S + 1 numbers, and the place of each block's id.
+    """Return the indices at which the block ids of some chunks lie in the block table.
 
     Args:
-        chunks: their numbers and spans.
+        chunks: index and span of each chunk.
 
     Returns:
-        Places [B] int64 in the flattened block table, on the host.
+        The number of blocks before each chunk, S + 1 numbers, and for each block the index of its id in the flattened
+        block table, [B] int64 on the host.
     """
     counts_S = torch.tensor([-(-span.context_len // block_size) for _, span in chunks])
     block_starts = [0, *counts_S.cumsum(0).tolist()]
@@ -233,12 +236,12 @@ def places_of_blocks(
 
 
 def numbers(values: list[int]) -> Tensor:
-    """Return [S] or [S + 1] int32, on the host."""
+    """Return a list as an int32 tensor on the host."""
     return torch.tensor(values, dtype=torch.int32)
 
 
 def _window_left(problem: AttentionProblem) -> int:
-    """Return the number of positions before a token's own that it attends to; -1: all."""
+    """Return the maximum number of positions before its own that a token attends to; -1: all."""
     window = problem.shape.window
     return -1 if window is None else window - 1
 

@@ -1,11 +1,11 @@
-"""Latent attention by FlashInfer: absorbed by its kernel for MLA, expanded by its ragged prefill.
+"""Latent attention by FlashInfer: its MLA kernel if weights are absorbed, its ragged prefill if keys are expanded.
 
 - Absorbed: `BatchMLAPagedAttentionWrapper` over the paged cache. It splits contexts by the lengths of the whole step,
   so a request's last bits depend on its batch.
 - Expanded: `BatchPrefillWithRaggedKVCacheWrapper` attends from the chunks to themselves, then to their prefixes, piece
-  by piece; `merge_state_in_place` adds each piece to the result by its log-sum-exp.
+  by piece; `merge_state_in_place` merges each piece into the result by its log-sum-exp.
 
-Both are planned on the host, once for the layers of a step, so neither can be in a CUDA graph.
+Both are planned on the host, once for all layers of a step, so neither can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from moeserve.ops.libraries.plans import Plans
 from moeserve.ops.upload import upload
 from moeserve.step_inputs import ChunkSpan, StepInputs
 
-# T tokens, R rows of some chunks, N query heads, K unrotated values of a head's key, E rotated ones, Q = K + E, V
-# values of a head, L latent size, P = L + E, S chunks, B blocks of all chunks, C positions
+# T tokens, R rows of some chunks, N query heads, K size of the unrotated part of a head's key, E of the rotated part,
+# Q = K + E, V size of a head's value, L latent size, P = L + E, S chunks, B blocks of all chunks, C positions
 
 DTYPES = (torch.float16, torch.bfloat16)
-LATENT_SIZES = (128, 256, 512)  # flashinfer/mla: of its kernel for sm_90
-ROTARY_MULTIPLE = 64  # the same
-TILE_ROWS = 128  # pairs of row and head: a tile that ends inside a row may leave out a position
-MAX_ABSORBED_ROWS = 8192  # of a step: a plan holds 16384 tiles of 128 heads and splits
-EXPANDED_SIZES = (192, 128)  # of a key and a value: is_fa3_prefill_head_dim_supported in flashinfer/utils.py
+LATENT_SIZES = (128, 256, 512)  # supported by its kernel for sm_90: flashinfer/mla
+ROTARY_MULTIPLE = 64  # required by the same kernel
+TILE_ROWS = 128  # pairs of row and head in a tile; a tile that ends inside a row may omit a position
+MAX_ABSORBED_ROWS = 8192  # rows of a step; a plan holds at most 16384 tiles of 128 heads and splits
+EXPANDED_SIZES = (192, 128)  # key and value size: is_fa3_prefill_head_dim_supported in flashinfer/utils.py
 WORKSPACE = 2**27  # bytes, as its documentation recommends
-MAX_EXPANDED_BYTES = 2**29  # keys and values of a piece of the prefixes
-MAX_PIECES = 16  # the two wrappers of each have 16 MiB; longer prefixes run on our kernels
+MAX_EXPANDED_BYTES = 2**29  # maximum bytes of the keys and values of one piece of the prefixes
+MAX_PIECES = 16  # each piece has two wrappers of 16 MiB; steps with longer prefixes run on our kernels
 
 PLAN_NEEDS = {
     *("metadata", "num_heads", "head_dim_ckv", "head_dim_kpe", "page_size", "causal", "sm_scale"),
@@ -51,7 +51,7 @@ RAGGED_PLAN_NEEDS = {
 
 
 class FlashInferLatent:
-    """See `LatentLibrary`. Layers share the workspace, as they run one after another."""
+    """FlashInfer as a `LatentLibrary`. Layers share the workspace, because they run one after another."""
 
     def __init__(self, flashinfer: ModuleType, device: torch.device) -> None:
         self.label = f"flashinfer {flashinfer.__version__}"
@@ -124,7 +124,8 @@ class AbsorbedAttention:
     ) -> None:
         """
         Args:
-            plans: each is the rows [R] of the planned chunks among the step's tokens; None: all.
+            plans: plans of the last steps. A plan is the indices [R] of the planned chunks' rows among the step's
+                tokens; None: all rows.
             make_metadata: `MLAPlanMetadata.csr`.
         """
         self._plans = plans
@@ -149,7 +150,7 @@ class AbsorbedAttention:
         return output_TNL
 
     def _plan(self, step: StepInputs, max_rows: int, block_size: int, wrapper: Any) -> Tensor | None:
-        """Plan the short chunks of a step from its description on the host, without waiting for the GPU."""
+        """Plan the short chunks of a step from its spans on the host, without waiting for the GPU."""
         problem, device = self._problem, step.block_table.device
         chunks = _chunks(step, max_rows, is_long=False)
         spans = [span for _, span in chunks]
@@ -185,7 +186,7 @@ class ExpandedAttention:
     ) -> None:
         """
         Args:
-            plans: each has a wrapper for each piece, which `make_wrapper` makes.
+            plans: plans of the last steps, each with one wrapper from `make_wrapper` for each piece.
             make_wrapper: returns a new `BatchPrefillWithRaggedKVCacheWrapper`.
             merge: `merge_state_in_place`.
         """
@@ -193,7 +194,7 @@ class ExpandedAttention:
         self._make_wrapper = make_wrapper
         self._merge = merge
         self._problem = problem
-        keys_and_values = 2 * problem.key_size + problem.rotary_size + problem.value_size  # keys are copied once
+        keys_and_values = 2 * problem.key_size + problem.rotary_size + problem.value_size  # includes a copy of the keys
         self._piece_size = max(MAX_EXPANDED_BYTES // (problem.num_heads * keys_and_values * problem.dtype.itemsize), 1)
 
     def serves(self, step: StepInputs, max_rows: int) -> bool:
@@ -226,7 +227,7 @@ class ExpandedAttention:
         out_TNV[plan.rows_R] = output_RNV
 
     def _expanded(self, vectors_CP: Tensor, expand: ExpandLatents) -> tuple[Tensor, Tensor]:
-        """Return keys [C, N, K + E] and values [C, N, V] of latent vectors; the values may be strided."""
+        """Return the keys [C, N, K + E] and values [C, N, V] of latent vectors. The values may be strided."""
         problem = self._problem
         latent_CL, rotated_CE = vectors_CP.split([vectors_CP.shape[1] - problem.rotary_size, problem.rotary_size], 1)
         key_NCK, value_NCV = expand(latent_CL)
@@ -239,11 +240,11 @@ class ExpandedAttention:
     def _plan(self, step: StepInputs, max_rows: int, block_size: int, wrappers: list[Any]) -> ExpandedPlan:
         """Divide the long chunks' contexts into pieces and plan each, without waiting for the GPU.
 
-        The first piece has the positions of the chunks themselves. The others divide the prefixes, laid side by side.
+        The first piece holds the positions of the chunks themselves. The other pieces divide the concatenated prefixes.
         """
         device = step.block_table.device
         chunks = _chunks(step, max_rows, is_long=True)
-        chunks.sort(key=lambda chunk: chunk[1].context_len == chunk[1].num_rows)  # those without a prefix are the last
+        chunks.sort(key=lambda chunk: chunk[1].context_len == chunk[1].num_rows)  # chunks without a prefix come last
         spans = [span for _, span in chunks]
         row_ends = [0, *itertools.accumulate(span.num_rows for span in spans)]
         ends = [0, *itertools.accumulate(span.context_len - span.num_rows for span in spans)]
@@ -293,26 +294,26 @@ class ExpandedAttention:
 
 @dataclass(frozen=True)
 class Piece:
-    """Positions that some rows attend to."""
+    """The rows that attend to one piece of the context, and its positions."""
 
-    rows: slice  # among those of all planned chunks
-    slots_C: Tensor  # int64, places in the flattened cache
+    rows: slice  # among the rows of all planned chunks
+    slots_C: Tensor  # int64, indices of the positions in the flattened cache
 
 
 @dataclass(frozen=True)
 class ExpandedPlan:
-    """The long chunks of a step."""
+    """The plan of a step's long chunks."""
 
-    rows_R: Tensor  # among the step's tokens
+    rows_R: Tensor  # indices of the chunks' rows among the step's tokens
     pieces: list[Piece]
 
 
 def _chunks(step: StepInputs, max_rows: int, *, is_long: bool) -> list[tuple[int, ChunkSpan]]:
-    """Return the numbers and spans of the chunks with more rows, or with at most as many."""
+    """Return index and span of each chunk with more than `max_rows` rows if `is_long`, otherwise of the others."""
     spans = enumerate(step.spans)
     return [(chunk, span) for chunk, span in spans if (min(span.num_rows, span.context_len) > max_rows) is is_long]
 
 
 def _rows_of(spans: list[ChunkSpan]) -> Tensor:
-    """Return the rows of some chunks, int64, on the host."""
+    """Return the row indices of some chunks, int64 on the host."""
     return torch.cat([torch.arange(span.first_row, span.last_row + 1) for span in spans])

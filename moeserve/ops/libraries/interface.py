@@ -11,12 +11,12 @@ from torch import Tensor
 from moeserve.ops.interfaces import AttentionShape, ExpandLatents, KeyValueCache
 from moeserve.step_inputs import StepInputs
 
-StepKind = Literal["decode", "chunks"]  # one row in each chunk; anything else
+StepKind = Literal["decode", "chunks"]  # "decode": one row in each chunk; "chunks": all other steps
 
 
 @dataclass(frozen=True)
 class AttentionProblem:
-    """The facts on which a library's support depends."""
+    """The facts that decide if a library supports a layer's grouped-query attention."""
 
     shape: AttentionShape
     block_size: int  # of the KV cache
@@ -27,7 +27,7 @@ class LibraryUnusable(Exception):
 
 
 class Attend(Protocol):
-    """See `AttentionBackend.attend`. There is at least one row."""
+    """A function like `AttentionBackend.attend`, called only if there is at least one row."""
 
     def __call__(
         self, query_TNH: Tensor, cache: KeyValueCache, step: StepInputs, sinks_N: Tensor | None = None
@@ -35,11 +35,14 @@ class Attend(Protocol):
 
 
 class AttentionLibrary(Protocol):
-    """Another library's attention, opened once for a model. Its functions may share memory: only one runs at a time."""
+    """Another library's attention, opened once per model.
+
+    Its functions may share memory, so only one may run at a time.
+    """
 
     @property
     def label(self) -> str:
-        """Name and version."""
+        """Name and version of the library."""
         ...
 
     def why_unavailable(self, problem: AttentionProblem, kind: StepKind) -> str | None:
@@ -47,18 +50,19 @@ class AttentionLibrary(Protocol):
         ...
 
     def make_attend(self, problem: AttentionProblem, kind: StepKind) -> Attend:
-        """Return the function for steps of a kind that it can serve. The one for "decode" works in a CUDA graph too.
+        """Return the function for steps of a supported kind. The function for "decode" can be captured in a CUDA graph.
 
-        Results of rows without a position are undefined, where those of a backend are zeros: such rows are padding.
+        Results of rows without a position, which are padding, are undefined; a backend returns zeros for them.
         """
         ...
 
 
 @dataclass(frozen=True)
 class LatentProblem:
-    """The facts on which a library's support of latent attention depends.
+    """The facts that decide if a library supports a layer's latent attention.
 
-    Absorbed, all heads share a key, whose unrotated part is also the value. Expanded, each has its own.
+    With absorbed weights, all heads share a key, whose unrotated part is also the value. With expanded keys and values,
+    each head has its own.
     """
 
     is_absorbed: bool
@@ -71,20 +75,20 @@ class LatentProblem:
 
 
 class AttendAbsorbed(Protocol):
-    """See `LatentAttentionBackend.attend`."""
+    """A function like `LatentAttentionBackend.attend`, for the steps that it serves."""
 
     def serves(self, step: StepInputs, max_rows: int) -> bool:
-        """Return True if it can attend from the chunks of this step that have at most `max_rows` rows."""
+        """Return True if the function supports the chunks of this step that have at most `max_rows` rows."""
         ...
 
     def __call__(self, query_TNP: Tensor, cache: Tensor, step: StepInputs, max_rows: int) -> Tensor: ...
 
 
 class AttendExpanded(Protocol):
-    """See `LatentAttentionBackend.attend_expanded`."""
+    """A function like `LatentAttentionBackend.attend_expanded`, for the steps that it serves."""
 
     def serves(self, step: StepInputs, max_rows: int) -> bool:
-        """Return True if it can attend from the chunks of this step that have more than `max_rows` rows."""
+        """Return True if the function supports the chunks of this step that have more than `max_rows` rows."""
         ...
 
     def __call__(
@@ -100,11 +104,11 @@ class AttendExpanded(Protocol):
 
 
 class LatentLibrary(Protocol):
-    """Another library's latent attention. Its functions may share memory, and none works in a CUDA graph."""
+    """Another library's latent attention. Its functions may share memory, and none can be captured in a CUDA graph."""
 
     @property
     def label(self) -> str:
-        """Name and version."""
+        """Name and version of the library."""
         ...
 
     def why_unavailable(self, problem: LatentProblem) -> str | None:
@@ -117,5 +121,5 @@ class LatentLibrary(Protocol):
 
 
 def capability(device: torch.device) -> tuple[int, int] | None:
-    """Return the compute capability of an NVIDIA GPU; None for a device that stands in for one in tests."""
+    """Return the compute capability of an NVIDIA GPU; None for other devices, on which tests run."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None

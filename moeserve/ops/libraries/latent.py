@@ -21,9 +21,9 @@ Attend = TypeVar("Attend")
 
 
 class LatentChoice:
-    """Makes the latent attention of a model's layers from our own kernels and one library.
+    """A factory of latent attention backends for a model's layers, from our own kernels and one library.
 
-    The sizes of a layer's heads are known at its first call. Layers of one shape share a function, and with it a plan.
+    The head sizes of a layer are known only at its first call. Layers of one shape share a function and its plan.
     """
 
     def __init__(self, own: Kernels, library: LatentLibrary) -> None:
@@ -37,7 +37,7 @@ class LatentChoice:
         return LibraryLatentAttention(own, self, scale, latent_size)
 
     def _choose(self, make: Callable[[LatentProblem], Attend], problem: LatentProblem) -> Attend | None:
-        """Return the library's function, or None for our own."""
+        """Return the library's function, or None if our own kernels must be used."""
         if reason := self._library.why_unavailable(problem):
             logger.info("latent attention (%s) runs on our kernels, not %s: %s", problem, self._library.label, reason)
             return None
@@ -45,7 +45,7 @@ class LatentChoice:
 
 
 class LibraryLatentAttention:
-    """See `LatentAttentionBackend`. Steps with padding are those of CUDA graphs, and run on our kernels."""
+    """A `LatentAttentionBackend` of a library. Steps with padding, as in CUDA graphs, run on our kernels."""
 
     takes_all_rows = False
 

@@ -1,7 +1,7 @@
-"""The fastest implementation of an operation on this GPU, as measured. Without a measurement, ours runs.
+"""The choice of the fastest implementation of an operation on this GPU. Without measurements, our kernels run.
 
-`measured/` has one JSON file for each GPU, named after it: the fastest by class of shapes and number of rows. The GPU
-benchmark measures, and `python -m moeserve.bench.gpu.page PATH --save` writes the file.
+`measured/` has one JSON file for each GPU, named after it, with the fastest implementation by class of shapes and
+number of rows. The GPU benchmark measures, and `python -m moeserve.bench.gpu.page PATH --save` writes the file.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from moeserve.triton_kernels.tuning import file_name
 MEASURED_FOLDER = Path(__file__).parent / "measured"
 NAMES = ("triton", "deep_gemm", "flashinfer")  # triton: our own kernels
 
-OfRows = Mapping[int, str]  # the fastest by the number of rows that were measured
+OfRows = Mapping[int, str]  # the fastest implementation by number of rows, for the numbers that were measured
 
 
 def product_key(weights: OpenWeights) -> str:
-    """Return the class of products of weights in 8-bit blocks."""
+    """Return the key, in tables of measurements, of products of weights in 8-bit blocks of this shape."""
     sizes = "x".join(map(str, weights.weight_eOI.shape))
     return f"product {sizes}{' gated' if weights.num_parts > 1 else ''}"
 
 
 def attention_key(shape: AttentionShape, kind: str) -> str:
-    """Return the class of steps of a kind, "decode" or "chunks"."""
+    """Return the key, in tables of measurements, of attention in steps of a kind, "decode" or "chunks"."""
     window = "" if shape.window is None else f" window {shape.window}"
     return f"attention {kind} {shape.num_heads}/{shape.num_kv_heads}x{shape.head_size}{window}"
 
 
 def measured_on(device: torch.device) -> dict[str, dict[int, str]]:
-    """Return the table of a GPU: by class, the fastest by number of rows."""
+    """Return the table of a GPU: by key, the fastest implementation by number of rows."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"  # Triton's interpreter
     return load_table(MEASURED_FOLDER / file_name(name))
 
@@ -50,7 +50,7 @@ def is_ever_fastest(name: str, device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class FastestProduct:
-    """Multiplies with the product that was the fastest for the nearest number of rows, by ratio. See `Product`."""
+    """A `Product` that uses the implementation measured to be fastest at the number of rows nearest by ratio."""
 
     products: Mapping[str, Product]
     of_rows: OfRows
@@ -93,7 +93,7 @@ def load_table(path: Path) -> dict[str, dict[int, str]]:
 
 
 def save_table(path: Path, measured: Iterable[tuple[str, int, str]]) -> None:
-    """Add measurements to a file: classes, numbers of rows, and the fastest. Entries are sorted."""
+    """Add measurements, each a key, a number of rows and the fastest implementation, to a file. Entries are sorted."""
     load_table.cache_clear()
     table = load_table(path)
     for key, num_rows, name in measured:

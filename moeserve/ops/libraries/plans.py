@@ -1,4 +1,4 @@
-"""Plans of FlashInfer's wrappers, made on the host while the GPU may still run the step before."""
+"""Plans of FlashInfer's wrappers, made on the host while the GPU may still run the previous step."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from moeserve.step_inputs import StepInputs
 
 Wrapper = TypeVar("Wrapper")
 Plan = TypeVar("Plan")
-NUM_TURNS = 2  # the step that runs, and the one that is prepared
+NUM_TURNS = 2  # the step that runs, and the step that is being prepared
 
 
 class Copies(Protocol):
-    """The copies to a GPU that were started before."""
+    """Copies to a GPU that have been started."""
 
     def synchronize(self) -> None:
-        """Wait until they have ended."""
+        """Wait until the copies have finished."""
         ...
 
 
 def started_copies(device: torch.device) -> Copies | None:
-    """Return the copies that the current stream has been given, or None if the device has no streams."""
+    """Return the copies queued so far on the current stream, or None if the device has no streams."""
     if device.type == "cpu":
         return None
     event = torch.cuda.Event()
@@ -35,7 +35,7 @@ def started_copies(device: torch.device) -> Copies | None:
 
 @dataclass(frozen=True)
 class Turn(Generic[Wrapper, Plan]):
-    """A planned step."""
+    """A planned step, and the wrapper that holds its plan."""
 
     step: StepInputs
     wrapper: Wrapper
@@ -44,11 +44,11 @@ class Turn(Generic[Wrapper, Plan]):
 
 
 class Plans(Generic[Wrapper, Plan]):
-    """The plans of the last steps, whose layers share them.
+    """The plans of the last steps, shared by the layers of a step.
 
-    `plan` of a wrapper writes to pinned memory that the wrapper keeps, and starts copying it to the GPU. A further plan
-    would overwrite what is still copied. So steps take turns between wrappers, and a wrapper is planned again only
-    after its last copy.
+    A wrapper's `plan` writes to pinned memory of the wrapper, and starts copying it to the GPU. Another plan could
+    overwrite memory that is still being copied. Steps therefore alternate between wrappers, and a wrapper is planned
+    again only after its last copy has finished.
     """
 
     def __init__(self, make_wrapper: Callable[[], Wrapper], device: torch.device) -> None:
@@ -57,10 +57,10 @@ class Plans(Generic[Wrapper, Plan]):
         self._turns: deque[Turn[Wrapper, Plan]] = deque()
 
     def of(self, step: StepInputs, plan: Callable[[Wrapper], Plan]) -> tuple[Wrapper, Plan]:
-        """Return the wrapper and the plan of a step.
+        """Return the wrapper and the plan of a step, which is planned at its first layer.
 
         Args:
-            plan: plans the step with a wrapper. Called at the step's first layer.
+            plan: function that plans the step with a wrapper.
         """
         for turn in self._turns:
             if turn.step is step:

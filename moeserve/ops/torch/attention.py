@@ -1,4 +1,4 @@
-"""Attention over a paged cache: of keys and values, and of latent vectors."""
+"""Attention in plain torch over a paged cache of keys and values, or of latent vectors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_EXPANDED_SIZE = 2**24  # elements of keys or values that are expanded or gat
 
 
 class TorchAttention:
-    """See `AttentionBackend`. Gathers each chunk's keys and values and calls torch's attention."""
+    """An `AttentionBackend` that gathers each chunk's keys and values and calls torch's attention."""
 
     def __init__(self, shape: AttentionShape) -> None:
         self.scale = shape.scale
@@ -72,7 +72,8 @@ class TorchAttention:
     ) -> Tensor:
         num_rows, block_size = query_RNH.shape[0], cache.keys.shape[2]
         start = span.context_len - num_rows
-        # A multiple of the size of chunks: it does not matter from where positions are counted.
+        # With chunked attention `first` is a multiple of the chunk size, so counting positions from its block on
+        # does not change the chunks.
         first = 0 if self.window is None else first_visible(start, self.window)
         first_block = first // block_size
         block_ids_B = block_ids[first_block : -(-span.context_len // block_size)]
@@ -87,14 +88,14 @@ class TorchAttention:
 
 
 class TorchLatentAttention:
-    """See `LatentAttentionBackend`. Gathers each chunk's vectors and multiplies in float32."""
+    """A `LatentAttentionBackend` that gathers each chunk's vectors and multiplies in float32."""
 
     takes_all_rows = False
 
     def __init__(self, scale: float, latent_size: int, whole_num_heads: int) -> None:
         """
         Args:
-            whole_num_heads: query heads of all tp ranks. Not used: the order of sums is torch's own.
+            whole_num_heads: query heads of all tp ranks. Unused, because torch decides the order of sums.
         """
         self.scale = scale
         self.latent_size = latent_size
@@ -151,7 +152,7 @@ class TorchLatentAttention:
         expand: ExpandLatents,
         out_TNV: Tensor,
     ) -> None:
-        """Attend with few heads of one chunk at a time, to bound the memory of their keys and values."""
+        """Attend with a few heads of one chunk at a time, to bound the memory of their keys and values."""
         num_heads, key_size = query_TNK.shape[1:]
         head_size = max(key_size + query_TNE.shape[2], out_TNV.shape[2])
         for span, block_ids_B in zip(step.spans, step.block_table, strict=True):
@@ -172,6 +173,6 @@ class TorchLatentAttention:
 
 
 def gather_latents(cache: Tensor, block_ids: Tensor, context_len: int) -> Tensor:
-    """Return the vectors [C, P] of a chunk's C = context_len positions. `block_ids` is its block table row."""
+    """Return the vectors [C, P] of a chunk's C = context_len positions. `block_ids` is its row of the block table."""
     num_blocks = -(-context_len // cache.shape[1])
     return cache[block_ids[:num_blocks]].flatten(0, 1)[:context_len]

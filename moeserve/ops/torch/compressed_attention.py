@@ -12,13 +12,13 @@ from moeserve.ops.indexer import ChosenEntries
 from moeserve.step_inputs import StepInputs
 
 # T tokens, R rows of a piece, N query heads, H head size, I size of an indexer's key, m tokens of a window, s series of
-# values, C entries, L vectors that a row attends to at most, Y = s * H
+# values, C entries, L maximum number of vectors that a row attends to, Y = s * H
 
-MAX_GATHERED = 2**24  # elements of vectors, or of scores, that are in memory at a time
+MAX_GATHERED = 2**24  # maximum number of elements of vectors, or of scores, in memory at a time
 
 
 class TorchCompressedAttention:
-    """See `CompressedAttention`. Pools token by token, and gathers what each row attends to."""
+    """A `CompressedAttention` that pools token by token, and gathers the vectors that each row attends to."""
 
     def __init__(self, shape: CompressedShape) -> None:
         self.shape = shape
@@ -42,7 +42,7 @@ class TorchCompressedAttention:
             for row in range(span.first_row, span.last_row + 1):
                 position = start + row - span.first_row
                 offset = position % ratio
-                if offset == 0:  # the tail of the window before becomes the beginning of this entry
+                if offset == 0:  # the tail of the previous window becomes the start of this window's entry
                     tail_s3H = torch.cat([tail_s3H[1:], empty_s3H[:1]])
                 # The series of the current window is the last of the projection and the first of the tail.
                 gates_sH, values_sH = (gate_TsH[row] + bias_msH[offset]).flip(0), value_TsH[row].flip(0)
@@ -103,9 +103,9 @@ class TorchCompressedAttention:
     def _listed(
         self, chosen: ChosenEntries | None, cache: CompressedCache, step: StepInputs, windows: StepInputs
     ) -> tuple[Tensor, Tensor]:
-        """Return the vectors that each row attends to, [T, L] and their numbers [T], both int32.
+        """Return the indices of the vectors that each row attends to [T, L], and their counts [T], both int32.
 
-        Those of the window come first, in the order of their positions, and then the entries in their order.
+        The tokens of the window come first, ordered by position, followed by the entries in their order.
         """
         window, ratio, block_size = self.shape.window, self.shape.ratio, cache.block_size
         first_entry = cache.tokens.shape[0] * block_size
@@ -137,7 +137,7 @@ class TorchCompressedAttention:
 
 
 def _added(tail_s3H: Tensor, gates_sH: Tensor, values_sH: Tensor) -> Tensor:
-    """Return tails after one more token."""
+    """Return the tails updated with one more token."""
     largest_sH = torch.maximum(tail_s3H[:, 0], gates_sH)
     factor_sH, weight_sH = (tail_s3H[:, 0] - largest_sH).exp(), (gates_sH - largest_sH).exp()
     sums_sH = tail_s3H[:, 1] * factor_sH + weight_sH

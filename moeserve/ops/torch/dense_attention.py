@@ -9,7 +9,7 @@ from torch.nn import functional
 # R rows, the last ones of a context of C positions; N query heads, G key-value heads, H size of a key, V of a value;
 # Q queries that share keys and values
 
-MAX_MASK_SIZE = 2**22  # elements of a mask or of scores, rows times positions, that are in memory at a time
+MAX_MASK_SIZE = 2**22  # maximum number of elements of a mask or of scores, rows times positions, in memory at a time
 
 
 def attend_causally(
@@ -21,13 +21,13 @@ def attend_causally(
     window: int | None = None,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
-    """Attend from R rows, the last of C positions, to the keys and values of one context, each up to its own position.
+    """Attend causally from R rows, the last of C positions, to the keys and values of one context.
 
     Args:
         query_RNH: query head n reads key-value head n // (N // G).
-        window: positions that a row attends to at most, its own included; None: all up to its own. If negative,
-            positions are divided into chunks of -window, and a row attends to those of its own chunk.
-        sinks_N: float32, one more score of each query head without a value, or None.
+        window: maximum number of positions that a row attends to, including its own; None: all up to its own. If
+            negative, positions are divided into chunks of -window, and a row attends to those of its own chunk.
+        sinks_N: float32, an additional score of each query head that has no value, or None.
 
     Returns:
         [R, N, V] in the dtype of the queries.
@@ -36,11 +36,12 @@ def attend_causally(
         return _attend_with_sinks(query_RNH, key_GCH, value_GCV, scale, window, sinks_N)
     num_rows, context_len = query_RNH.shape[0], key_GCH.shape[1]
     value_size = value_GCV.shape[-1]
-    # Torch's fast path needs heads of one size. Zeros add nothing to a product, and the added values are cut off.
+    # Torch's fast path needs queries, keys and values of one size. Padding with zeros does not change the scores, and
+    # the padded values are cut off the result.
     size = max(query_RNH.shape[-1], value_size)
     query_RNH, key_GCH, value_GCV = (_widened(heads, size) for heads in (query_RNH, key_GCH, value_GCV))
 
-    # For rows that are their whole context torch needs no mask, and skips the masked half.
+    # If the rows are the whole context, torch needs no mask and skips the masked half.
     if num_rows == context_len and (window is None or abs(window) >= context_len):
         return _multiply(query_RNH, key_GCH, value_GCV, scale, visible_RC=None)[..., :value_size]
     rows_at_once = max(1, MAX_MASK_SIZE // context_len)
@@ -73,7 +74,7 @@ def _multiply(query_RNH: Tensor, key_GCH: Tensor, value_GCH: Tensor, scale: floa
 def _attend_with_sinks(
     query_RNH: Tensor, key_GCH: Tensor, value_GCV: Tensor, scale: float, window: int | None, sinks_N: Tensor
 ) -> Tensor:
-    """Attend with one key-value head at a time, because torch's attention has no sinks."""
+    """Attend with one key-value head at a time in float32, because torch's attention does not support sinks."""
     num_rows, num_heads, _ = query_RNH.shape
     num_kv_heads, context_len, _ = key_GCH.shape
     group = num_heads // num_kv_heads
@@ -104,11 +105,12 @@ def attend_in_float32(
     window: int | None,
     sinks_Q: Tensor | None = None,
 ) -> Tensor:
-    """Attend in float32 with explicit scores, few queries at a time to bound their memory.
+    """Attend in float32 with explicit scores, a few queries at a time to bound the memory of the scores.
 
     Args:
-        position_Q: position of each query, which attends to those up to its own, or to the last `window` of them.
-        sinks_Q: float32, each query's score without a value, or None.
+        position_Q: position of each query.
+        window: see `attend_causally`.
+        sinks_Q: float32, an additional score of each query that has no value, or None.
 
     Returns:
         [Q, V] float32.
@@ -139,5 +141,5 @@ def visible_positions(position_Q: Tensor, num_positions: int, window: int | None
 
 
 def first_visible(position: int, window: int) -> int:
-    """Return the first position that a row attends to."""
+    """Return the first position that a row at `position` attends to."""
     return position - position % -window if window < 0 else max(0, position - window + 1)

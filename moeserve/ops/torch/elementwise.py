@@ -36,7 +36,7 @@ def add_rms_norm(x_TD: Tensor, update_TD: Tensor, weight_D: Tensor, epsilon: flo
 
 
 def apply_rope(heads_TNH: Tensor, rotation: Rotation, out_TNH: Tensor | None = None) -> Tensor:
-    """See `ApplyRope`. Leaves the heads as they are, unless they are `out_TNH`."""
+    """Rotate heads as `ApplyRope` describes. The heads are not modified unless they are also `out_TNH`."""
     num_pairs = rotation.cosines.shape[-1]
     cosines_T1F, sines_T1F = rotation.cosines[:, None], rotation.sines[:, None]
     rotated, kept = heads_TNH.split([2 * num_pairs, heads_TNH.shape[-1] - 2 * num_pairs], dim=-1)
@@ -58,7 +58,7 @@ def add_scaled(a_TD: Tensor, b_TD: Tensor, factor_1: Tensor) -> Tensor:
 
 
 def gate_rows(gates_T1: Tensor, rows_TD: Tensor) -> Tensor:
-    """See `Kernels`. On a CPU the last bit of a sigmoid may depend on the number of rows."""
+    """Return sigmoid(gate) * row. On a CPU the last bit of a sigmoid may depend on the number of rows."""
     return gates_T1.sigmoid() * rows_TD
 
 

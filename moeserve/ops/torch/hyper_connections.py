@@ -12,7 +12,7 @@ from moeserve.ops.hyper_connections import StreamsConfig, StreamsWeights
 
 
 class TorchStreams:
-    """See `StreamKernels`."""
+    """`StreamKernels` in plain torch."""
 
     def __init__(self, config: StreamsConfig, norm_epsilon: float) -> None:
         self.config = config

@@ -11,11 +11,11 @@ from moeserve.step_inputs import StepInputs
 
 # T tokens, N heads of the indexer, H size of a key, E entries of a context, R some rows of one chunk, K chosen entries
 
-MAX_PRODUCTS = 2**24  # products of queries and keys in memory at a time
+MAX_PRODUCTS = 2**24  # maximum number of products of queries and keys in memory at a time
 
 
 class TorchIndexer:
-    """See `ChooseEntries`."""
+    """A `ChooseEntries` in plain torch."""
 
     def __init__(self, rule: IndexerRule) -> None:
         self.rule = rule
@@ -45,7 +45,7 @@ class TorchIndexer:
                 scores_RE = score_entries(query_TNH[rows], weights_TN[rows], keys_EH)
                 scores_RE.masked_fill_(entries_E >= seen_R[:, None], float("-inf"))
                 best_RK = scores_RE.sort(dim=1, descending=True, stable=True).indices[:, : rule.top_k]
-                # Entries that a row does not see come last, and stay so when the others are ordered by position.
+                # Entries that a row does not see sort last, also when the chosen entries are ordered by position.
                 best_RK = torch.where(best_RK < seen_R[:, None], best_RK, num_entries).sort(dim=1).values
                 slots_RK = slots_E[best_RK.clamp(max=num_entries - 1)]
                 chosen.slots_TC[rows, : slots_RK.shape[1]] = slots_RK.int()

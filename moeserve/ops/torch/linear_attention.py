@@ -1,4 +1,4 @@
-"""Linear attention, token by token."""
+"""Linear attention in plain torch, computed token by token."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moeserve.step_inputs import StepInputs
 
 
 class TorchLinearAttention:
-    """See `LinearAttention`."""
+    """A `LinearAttention` in plain torch."""
 
     def __init__(self, shape: LinearAttentionShape) -> None:
         self.shape = shape
@@ -53,7 +53,7 @@ class TorchLinearAttention:
         """Return the outputs [R, X] of some tokens before their norm, and the state after them.
 
         Args:
-            inputs: of the decays, [R, N] or [R, N * K].
+            inputs: the inputs x of the decays after adding the bias, [R, N] or [R, N * K].
         """
         shape, is_delta = self.shape, self.shape.is_delta
         key_size, per_key = shape.num_key_heads * shape.key_dim, shape.num_heads // shape.num_key_heads
@@ -85,7 +85,7 @@ class TorchLinearAttention:
         return rearrange(out_RNV, "R N V -> R (N V)"), state_NKV
 
     def _gated(self, out_RX: Tensor, gates_RX: Tensor, norm: Tensor) -> Tensor:
-        """Return the outputs after norm and gate."""
+        """Return the outputs after applying norm and gate in the order of the rule."""
         shape = self.shape
         gate_RX = functional.silu(gates_RX) if shape.gate == "silu" else gates_RX.sigmoid()
         if not shape.is_delta:

@@ -1,4 +1,4 @@
-"""Pairs of a token and one of its experts: sorting, moving rows, and summing outputs."""
+"""Pairs of a token and one of its experts in plain torch: sorting, moving rows, and summing outputs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moeserve.ops.interfaces import Keys
 
 
 class TorchPairs:
-    """See `PairKernels`."""
+    """`PairKernels` in plain torch."""
 
     def sort(self, keys_TK: Tensor, keys: Keys) -> tuple[Tensor, Tensor]:
         own_P = keys_TK.flatten() - keys.first
@@ -54,7 +54,7 @@ class TorchPairs:
 
 
 def _in_dtype(part_TX: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the same bytes as values of another dtype."""
+    """Return the bytes of each row reinterpreted in another dtype."""
     if part_TX.dtype == dtype:
         return part_TX
     return part_TX.flatten().view(dtype).view(len(part_TX), part_TX.shape[1] * part_TX.element_size() // dtype.itemsize)

@@ -15,7 +15,7 @@ from moeserve.ops.interfaces import Gather, OpenWeights
 
 
 class TorchProduct:
-    """See `Product`. Reads open weights."""
+    """A `Product` that reads open weights."""
 
     def __init__(self, weights: OpenWeights) -> None:
         self.weights = weights
@@ -23,7 +23,7 @@ class TorchProduct:
     def multiply(self, input_TI: Tensor) -> Tensor:
         (weight_OI,), chunks = self.weights.weight_eOI, self.weights.chunks
         output_TO = self._product(input_TI, weight_OI, 0)
-        # Kernels that add in chunks leave a product to torch if this rank has none of the inputs.
+        # Kernels with `InputChunks` use this class if this rank has none of the inputs.
         return output_TO.float() if chunks is not None and chunks.keeps_float32 else output_TO
 
     def multiply_rows(
@@ -81,7 +81,7 @@ class TorchProduct:
 
 
 def _rows_of_each(counts_e: Tensor) -> Iterator[tuple[int, slice]]:
-    """Yield each weight that has rows, and its rows."""
+    """Yield the index of each weight that has rows, and the slice of its rows."""
     first = 0
     for weight, count in enumerate(counts_e.tolist()):
         if count:

@@ -1,4 +1,4 @@
-"""The choice of each token's experts."""
+"""The choice of each token's experts in plain torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TINY = 1e-20  # avoids a division by zero where all weights are zero
 
 
 class TorchRouter:
-    """See `RouteTokens`."""
+    """A `RouteTokens` in plain torch."""
 
     def __init__(self, config: RouterConfig) -> None:
         self.config = config
@@ -52,7 +52,7 @@ class TorchRouter:
         return experts_TK, weights_TK if factors_E is None else weights_TK * factors_E[experts_TK]
 
     def _keep_best_groups(self, ranked_TE: Tensor) -> Tensor:
-        """Return the same ranks, with those of experts outside the best groups at minus infinity."""
+        """Return the scores with those of experts outside the best groups set to minus infinity."""
         config = self.config
         groups_TGe = ranked_TE.unflatten(-1, (config.num_groups, -1))
         ratings_TG = groups_TGe.topk(config.experts_rating_group, dim=-1).values.sum(dim=-1)

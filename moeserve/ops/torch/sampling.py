@@ -1,6 +1,6 @@
-"""The choice of tokens with random numbers on the host: the reference, and the functions that all CPU kernels share.
+"""Sampling of tokens with random numbers from the host: the reference, and functions that the CPU kernels share.
 
-Equally likely tokens are always ordered by ascending id.
+Ties are always ordered by ascending token id.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from moeserve.step_inputs import SAMPLING_SETTINGS
 # R rows of scores, V vocabulary, H most likely tokens of a row, most likely first, W fields of SAMPLING_SETTINGS
 
 Array = npt.NDArray[Any]
-# Draws a token of each row of float32 scores [R, V], by settings [R] and numbers in [0, 1), float64 [R].
+# Draw a token from each row of float32 scores [R, V], given settings [R] and random numbers in [0, 1), float64 [R].
 Draw = Callable[[Tensor, Array, Array], Tensor]
-# Scores processed together in float64. This bounds the copies: on a CPU they should stay in its cache.
+# Maximum number of scores processed together in float64. On a CPU, their copies should stay in its cache.
 PIECE_SIZE = {"cpu": 2**18, "cuda": 2**24}
-# Scores processed together in float32 copies.
+# Maximum number of scores processed together in float32.
 FLOAT_PIECE_SIZE = 2**24
-# Almost every random choice falls on one of this many most likely tokens. Only otherwise is the whole row sorted.
+# Almost every random choice is among this many most likely tokens. The whole row is sorted only if it is not.
 HEAD_SIZE = 256
 UNIFORMS_AT_ONCE = 32
 
 
 def choose_tokens(scores_RV: Tensor, settings_RW: Tensor, positions_R: Tensor) -> tuple[Tensor, Tensor]:
-    """See `ChooseTokens`. Waits for the device."""
+    """Choose tokens as `ChooseTokens` describes. Blocks until the device has computed the scores."""
     return choose_with(elementwise.row_maximum, draw, scores_RV, settings_RW, positions_R)
 
 
@@ -43,7 +43,7 @@ def choose_with(
     settings_RW: Tensor,
     positions_R: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Choose tokens as `ChooseTokens` describes, with these functions."""
+    """Choose tokens as `ChooseTokens` describes, with the given functions for the row maximum and for drawing."""
     highest_R, tokens_R = row_maximum(scores_RV)
     settings = settings_RW.cpu().numpy().view(SAMPLING_SETTINGS)[:, 0]
     is_drawn = settings["temperature"] > 0
@@ -64,7 +64,7 @@ def uniform(seed: int, position: int) -> float:
     """Return the random number in [0, 1) of one position of one request (Philox 4x64-10, Salmon et al. 2011).
 
     Args:
-        position: the number of output tokens before.
+        position: number of output tokens before this one.
     """
     block, offset = divmod(position, UNIFORMS_AT_ONCE)
     return _uniforms(seed, block)[offset]
@@ -72,14 +72,14 @@ def uniform(seed: int, position: int) -> float:
 
 @functools.lru_cache(maxsize=4096)
 def _uniforms(seed: int, block: int) -> list[float]:
-    """Return the random numbers of several positions: starting a generator takes longer than the numbers."""
+    """Return the random numbers of a block of positions, because starting a generator dominates the time."""
     generator = np.random.Philox(key=seed, counter=block * UNIFORMS_AT_ONCE)
     numbers: list[float] = ((generator.random_raw(4 * UNIFORMS_AT_ONCE)[::4] >> np.uint64(11)) * 2.0**-53).tolist()
     return numbers
 
 
 def draw(scores_RV: Tensor, settings: Array, numbers: Array) -> Tensor:
-    """Draw one token of each row; see `Draw`. Only the head of a row is sorted if the choice falls into it."""
+    """Draw one token of each row, see `Draw`. A row is sorted as a whole only if the choice is outside its head."""
     drawn = [
         token
         for rows in pieces(np.arange(len(numbers)), scores_RV)
@@ -111,7 +111,9 @@ def _draw(all_scores_RV: Tensor, settings: Array, numbers: Array, rows: Array) -
 
 
 def _place(probabilities_H: Array, settings: Any, number: float, *, is_whole_row: bool) -> int | None:
-    """Return the index of the kept token at `number` in [0, 1) of their probability; None if more of the row is needed.
+    """Return the index of the kept token whose share of the cumulative probability contains `number` in [0, 1).
+
+    Return None if more of the row is needed.
 
     The most likely tokens come first, so each of `min_p`, `top_k` and `top_p` keeps a prefix of the row.
     """
@@ -128,11 +130,11 @@ def _place(probabilities_H: Array, settings: Any, number: float, *, is_whole_row
         return None
 
     if top_p < 1.0:
-        crossing = int(np.searchsorted(cumulative_H, top_p * total))  # the token that reaches the bound
+        crossing = int(np.searchsorted(cumulative_H, top_p * total))  # index of the token that reaches the bound
         if crossing == len(cumulative_H):
             return None
         total = cumulative_H[crossing]
-    # On a whole row this always finds a possible token: a number below one times a total rounds to less than the total.
+    # On a whole row this always finds a token, because number * total rounds to less than the total.
     place = int(np.searchsorted(cumulative_H, number * total, side="right"))
     return place if place < len(cumulative_H) else None
 
@@ -140,7 +142,7 @@ def _place(probabilities_H: Array, settings: Any, number: float, *, is_whole_row
 def order_keys(scores_RV: Tensor) -> Tensor:
     """Return distinct integers that order tokens by (score descending, id ascending) when sorted descending.
 
-    A key has the bits of the float32 score, mapped to integer order, above those of the negated id.
+    The upper 32 bits of a key are the float32 score mapped to integer order; the lower ones are the negated id.
     """
     bits_RV = (scores_RV + 0.0).view(torch.int32)  # adding zero makes -0.0 equal to 0.0
     ordered_RV = bits_RV ^ ((bits_RV >> 31) & 0x7FFFFFFF)
@@ -153,7 +155,7 @@ def tokens_of(keys: Tensor) -> Tensor:
 
 
 def pieces(rows: Array, scores_RV: Tensor, *, in_float32: bool = False) -> Iterator[Array]:
-    """Yield the rows in pieces whose copies in float64, or in float32, are bounded; but of one row at least."""
+    """Yield the rows in pieces of bounded size, measured in float64 or float32 copies, but of at least one row."""
     size = FLOAT_PIECE_SIZE if in_float32 else PIECE_SIZE["cpu" if scores_RV.is_cpu else "cuda"]
     num_rows = max(1, size // scores_RV.shape[1])
     for first in range(0, len(rows), num_rows):

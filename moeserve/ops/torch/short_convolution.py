@@ -1,4 +1,4 @@
-"""Short convolutions by torch."""
+"""Short convolutions in plain torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moeserve.step_inputs import StepInputs
 
 
 class TorchShortConvolution:
-    """See `ShortConvolution`."""
+    """A `ShortConvolution` in plain torch."""
 
     def __init__(self, shape: ConvolutionShape) -> None:
         self.shape = shape

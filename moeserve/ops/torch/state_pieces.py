@@ -1,4 +1,4 @@
-"""The chunks of a step one after another, each from a state to the next."""
+"""A loop over the chunks of a step that updates the state of each request."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from moeserve.step_inputs import StepInputs
 
 
 def run_pieces(step: StepInputs, states: Tensor, run: Callable[[slice, Tensor], Tensor]) -> None:
-    """Run all chunks, in two pieces where a state within the chunk is saved, and update the states.
+    """Run all chunks and update the states. A chunk is split in two if a state within it must be saved.
 
     Args:
         states: [rows, ...]; see `StateRows`.
-        run: called with the rows of at least one token and the state before them; returns the state after them.
+        run: called with a slice of at least one row and the state before these rows; returns the state after them.
     """
     assert step.states is not None
     moves = zip(*(rows.tolist() for rows in step.states), strict=True)

@@ -1,4 +1,4 @@
-"""The table of plain torch."""
+"""The `Kernels` table of the reference in plain torch."""
 
 from __future__ import annotations
 
