@@ -1,1 +1,1 @@
-"""Model families: their configurations, their layers put together, and the weights that fill them."""
+"""Model families: reading their configurations, building the decoder, and loading its weights."""

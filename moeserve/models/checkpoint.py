@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint in safetensors shards, as the shards' headers describe them."""
+"""The tensors of a checkpoint in safetensors shards, read from the shards' headers."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ LFS_POINTER = b"version https://git-lfs"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The tensors of a checkpoint. Scales and the like belong to the tensor that they scale."""
+    """The tensors of a checkpoint. Scales and zero points are parts of the tensor that they belong to."""
 
     folder: Path
     tensors: dict[str, CheckpointTensor]
-    stored_as: str | None  # the encoding in words; None for weights that are not encoded
+    stored_as: str | None  # description of the encoding; None for weights that are not encoded
     stored_bytes: int  # size of all shards
 
     @property
@@ -38,10 +38,11 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: Path, weight_format: WeightFormat) -> Checkpoint:
-    """Read the headers of all shards, and no weights.
+    """Read the headers of all shards, without reading weights.
 
     Raises:
-        CheckpointError: no shards, a missing or damaged shard, a wrong index, or a tensor with a missing part.
+        CheckpointError: there are no shards, a shard is missing or damaged, the index is wrong, or a tensor lacks a
+            part.
     """
     if weight_format.is_gguf:
         from moeserve.models.gguf_checkpoint import tensors_of  # needs the gguf package
@@ -57,7 +58,7 @@ def open_checkpoint(folder: Path, weight_format: WeightFormat) -> Checkpoint:
 
 
 def select_decoder(checkpoint: Checkpoint, part: DecoderPart) -> Checkpoint:
-    """Return the tensors of the decoder, by the names that they have in a checkpoint of it alone."""
+    """Return the tensors of the decoder, by their names in a checkpoint that holds only the decoder."""
     tensors: dict[str, CheckpointTensor] = {}
     num_left_out = 0
     for name, tensor in checkpoint.tensors.items():
@@ -75,7 +76,7 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
     """Return every tensor that a checkpoint stores, by name.
 
     Raises:
-        CheckpointError: no shards, a missing or damaged shard, or a wrong index.
+        CheckpointError: there are no shards, a shard is missing or damaged, or the index is wrong.
     """
     index_path = folder / "model.safetensors.index.json"
     if not index_path.is_file():
@@ -105,10 +106,10 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
 
 
 def open_shard(shard: Path) -> safe_open:
-    """Map a shard.
+    """Open a shard, memory-mapped.
 
     Raises:
-        CheckpointError: the file is damaged, or a Git LFS pointer.
+        CheckpointError: the file is damaged, or is a Git LFS pointer.
     """
     try:
         return safe_open(shard, framework="pt")
@@ -122,7 +123,7 @@ def open_shard(shard: Path) -> safe_open:
 
 
 def list_names(names: list[str]) -> str:
-    """Return the first few names as one text."""
+    """Return a text that lists the first few names, and the number of the others."""
     more = f" and {len(names) - MAX_NAMES_SHOWN} more" if len(names) > MAX_NAMES_SHOWN else ""
     return ", ".join(names[:MAX_NAMES_SHOWN]) + more
 

@@ -10,7 +10,7 @@ from moeserve.models.weight_loading import Row, columns, rows, rows_of_heads, wh
 
 
 def compressed_attention_rows(prefix: str, layer: CompressedSparseAttention, names: Collection[str]) -> Iterator[Row]:
-    """Yield the rows of one layer. Transformers saves the norm of keys by another name than the published one."""
+    """Yield the rows of one layer. Transformers saves the key norm under another name than published checkpoints."""
     config, heads = layer.config, layer.heads
     query, key = layer.compress.weight.split(layer.compressed_sizes)
     yield f"{prefix}.wq_a.weight", whole(query, layer.compress.weights)
@@ -44,7 +44,7 @@ def _pooling(prefix: str, pooling: Pooling) -> Iterator[Row]:
 
 
 def connection_rows(prefix: str, connection: HyperConnection) -> Iterator[Row]:
-    """Yield the rows of the coefficients of one network."""
+    """Yield the rows of the coefficients of one sublayer."""
     yield f"{prefix}fn", whole(connection.map)
     yield f"{prefix}base", whole(connection.base)
     yield f"{prefix}scale", whole(connection.scales)

@@ -1,4 +1,4 @@
-"""Read a checkpoint's config value by value, naming file, key and value when one is wrong."""
+"""Checked access to the values of a checkpoint's config. Errors name the file, the key and the value."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file of a checkpoint.
 
     Raises:
-        CheckpointError: the file is not JSON, or holds no object.
+        CheckpointError: the file is not JSON, or does not hold an object.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -34,14 +34,14 @@ def read_json(path: Path) -> dict[str, Any]:
 class ConfigValues:
     """The values of a config.json, of an object in it, or of the metadata of a GGUF file.
 
-    Each getter checks type and range, and raises CheckpointError with file, key and value. A default is used where the
-    key is missing or null.
+    Each getter checks type and range, and raises CheckpointError with file, key and value. A default is used if the key
+    is missing or null.
     """
 
     def __init__(self, path: Path, values: dict[str, Any], prefix: str = "") -> None:
         self.path = path
         self.values = values
-        self._prefix = prefix  # of keys in errors
+        self._prefix = prefix  # prefix of keys in error messages
 
     @classmethod
     def of_folder(cls, folder: Path) -> ConfigValues:
@@ -50,7 +50,7 @@ class ConfigValues:
         return cls(path, read_json(path))
 
     def wrong(self, key: str, why: str) -> CheckpointError:
-        """Return an error that names file, key and value."""
+        """Return an error that names file, key and value, followed by `why`."""
         return CheckpointError(f"{self.path}: {self._prefix}{key}={shown(self.values.get(key))} {why}")
 
     def missing(self, key: str) -> CheckpointError:
@@ -93,7 +93,7 @@ class ConfigValues:
             raise self.wrong(key, "is not supported")
 
     def require(self, key: str, *supported: object) -> None:
-        """Raise an error for any value but the supported ones. A missing value counts as the first of them."""
+        """Raise an error unless the value is supported. A missing value counts as the first supported one."""
         if self._get(key, supported[0]) not in supported:
             raise self.wrong(key, f"is not supported; supported: {', '.join(map(repr, supported))}")
 
@@ -114,7 +114,7 @@ class ConfigValues:
         return cast(DtypeName, value)
 
     def token_ids(self, key: str, *, high: int = MAX_INTEGER) -> list[int]:
-        """Return one token id or a list of them as a list; empty for null, and for -1 as old checkpoints write it."""
+        """Return one token id or a list of them as a list. It is empty for null and for -1, used in old checkpoints."""
         value = self.values.get(key)
         if value is None or value == -1:
             return []
@@ -130,7 +130,7 @@ class ConfigValues:
         return token_ids[0] if token_ids else None
 
     def key_of(self, *names: str) -> str:
-        """Return the name that this config uses for a value with several names, or the first if it uses none."""
+        """Return the name among `names` that this config uses for a value, or the first if it uses none."""
         used = [name for name in names if self.values.get(name) is not None]
         for name in used[1:]:
             if self.values[name] != self.values[used[0]]:
@@ -138,7 +138,10 @@ class ConfigValues:
         return used[0] if used else names[0]
 
     def flags_of_layers(self, key: str, names: tuple[str, str], num_layers: int) -> list[bool] | None:
-        """Return for each layer True if the list under `key` has the second name there; None if there is no list."""
+        """Return a flag for each layer, from a list under `key` of two names: True for the second name.
+
+        Return None if there is no list.
+        """
         value = self.values.get(key)
         if value is None:
             return None
@@ -156,7 +159,7 @@ class ConfigValues:
         return ConfigValues(self.path, values, f"{self._prefix}{key}.")
 
     def layer_numbers(self, key: str, num_layers: int, *, first: int = 0) -> frozenset[int]:
-        """Return a list of layers, counted from `first`; empty if the config has none."""
+        """Return the set of layer numbers listed under `key`, counted from `first`; empty if there is no list."""
         value = self.values.get(key) or []
         is_list = isinstance(value, list) and all(
             type(layer) is int and first <= layer < first + num_layers for layer in value
@@ -166,9 +169,9 @@ class ConfigValues:
         return frozenset(value)
 
     def text_part(self) -> ConfigValues:
-        """Return the values of the language model, where a config also describes others; else the config itself.
+        """Return the values of the language model if the config also describes other models, else the config itself.
 
-        Some values stand beside the language model's own: dtype, quantisation, token ids, and tied embeddings.
+        Some values are taken from the outer object: dtype, quantisation, token ids, and tied embeddings.
         """
         own = self.values.get("text_config")
         if own is None:
@@ -179,7 +182,7 @@ class ConfigValues:
         return ConfigValues(self.path, own | beside)
 
     def of_layer_type(self, layer_type: str) -> ConfigValues:
-        """Return the values with the rotary settings of one type of layers, where they differ between types."""
+        """Return the values with the rotary settings of one layer type, if settings differ between types."""
         settings = self.values.get("rope_parameters")
         if not isinstance(settings, dict) or not isinstance(settings.get(layer_type), dict):
             return self
@@ -207,14 +210,14 @@ class ConfigValues:
         """Return the rotary settings.
 
         Args:
-            head_dim: values of a head, or of its part with a rotary embedding.
-            head_dim_key: the config's name for that number, for error messages.
-            default_fraction: share of a head that is rotated if `partial_rotary_factor` is not set; None: all of it,
-                ignoring `partial_rotary_factor`.
-            default_theta: base of the frequencies if the config has none; None: it must have one.
+            head_dim: size of a head, or of its part with a rotary embedding.
+            head_dim_key: the config's key for this size, for error messages.
+            default_fraction: fraction of a head that is rotated if `partial_rotary_factor` is not set; None: the whole
+                head, ignoring `partial_rotary_factor`.
+            default_theta: base of the frequencies if the config has none; None: the config must have one.
         """
         settings = self.rotary_settings()
-        # Older configs have these two beside the object.
+        # Older configs have theta and fraction outside the object.
         both = ConfigValues(self.path, self.values | {k: v for k, v in settings.values.items() if v is not None})
         dim, source = head_dim, f"{head_dim_key}={head_dim}"
         if default_fraction is not None:
@@ -239,7 +242,7 @@ class ConfigValues:
 
 
 def _read_scaling(settings: ConfigValues) -> LinearScaling | Llama3Scaling | YarnScaling | ProportionalScaling | None:
-    """Return how a config scales rotary frequencies."""
+    """Return the scaling of rotary frequencies; None if they are not scaled."""
     match settings.values["rope_type"]:
         case "default":
             return None
@@ -273,7 +276,7 @@ def _read_yarn(settings: ConfigValues) -> YarnScaling:
     if beta_fast < beta_slow:
         raise settings.wrong("beta_fast", f"must be at least beta_slow={beta_slow:g}")
 
-    # DeepSeek's configs divide the attention temperature between the rotary values and the scores.
+    # DeepSeek's configs split the attention temperature between the rotary values and the scores.
     of_values, of_scores = settings.optional_number("mscale"), settings.optional_number("mscale_all_dim")
     if of_values and of_scores:
         attention_factor = _temperature(factor, of_values) / _temperature(factor, of_scores)

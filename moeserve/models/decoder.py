@@ -1,6 +1,6 @@
-"""The decoder of all families: layers of mixers and feed-forward networks between an embedding and a head.
+"""The decoder of all families: an embedding, layers of a mixer and a feed-forward network, and an LM head.
 
-A token mixer lets a token depend on earlier tokens: attention, linear attention or a short convolution.
+A token mixer combines a token with earlier tokens: attention, linear attention or a short convolution.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from moeserve.moe.layer import MoEConfig, MoELayer, Stages, run_in_turn
 from moeserve.ops.interfaces import Activation, Float8Rows, Rows
 from moeserve.step_inputs import StepInputs
 
-# T tokens of the replica's step, t this tp rank's share of them, D model width
+# T tokens of the replica's step, t this tp rank's share of these tokens, D model width
 
 
 class DecoderLayer(nn.Module):
@@ -45,11 +45,11 @@ class DecoderLayer(nn.Module):
 
     One of the two may be absent.
 
-    The next norm does the addition, since it reads the stream anyway. So a layer takes the stream and the update of the
-    layer before it, and returns the stream with its own update.
+    The addition is fused with the next norm, which reads the stream anyway. A layer therefore receives the stream and
+    the previous layer's update separately, and returns the stream and its own update.
 
-    Between layers, each tp rank has a share of the step's tokens. They are gathered before the mixer, and its sums are
-    scattered after it.
+    Between layers, each tp rank has a share of the step's tokens. Tokens are gathered before the mixer, and its outputs
+    are reduced and scattered after it.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class DecoderLayer(nn.Module):
         """Return the residual stream after the mixer, and the argument of `feed`.
 
         Args:
-            choice: the selected positions of the step, passed from layer to layer.
+            choice: the positions selected by an indexer for this step, passed from layer to layer.
         """
         if self.mixer is not None:
             assert self.mixer_norm is not None
@@ -159,7 +159,7 @@ class DecoderLayer(nn.Module):
         """Run the feed-forward network as a generator that returns the update of the residual stream.
 
         Args:
-            input_tD: the normalised stream; without a feed-forward network, the update of the mixer.
+            input_tD: the normalised stream, or the update of the mixer if the layer has no feed-forward network.
         """
         if self.feed_forward is None:
             update_tD: Tensor = input_tD
@@ -181,7 +181,7 @@ class DecoderLayer(nn.Module):
 def make_norm(
     model: ModelConfig, context: ModelContext, form: RowsForm = "plain", *, num_kinds: int = 3
 ) -> RMSNorm | HyperConnection:
-    """Return the norm before a network, or after the last one, which also adds the output of the network before.
+    """Return the norm before a sublayer, or after the last one. It also adds the previous sublayer's output.
 
     Args:
         num_kinds: see `HyperConnection`.
@@ -210,7 +210,7 @@ class DenseFeedForward(nn.Module):
 
     @property
     def input_form(self) -> RowsForm:
-        """The form of rows to give to `forward`."""
+        """The form of rows that `forward` expects."""
         return "float8" if self.mlp.gate_up.is_in_blocks and self.tp.world_size == 1 else "plain"
 
     def forward(self, hidden_tD: Rows, step: StepInputs) -> Tensor:
@@ -226,16 +226,16 @@ class DenseFeedForward(nn.Module):
 
 
 class Decoder(nn.Module):
-    """One rank's part of the model: from token ids to hidden states, and from hidden states to logits.
+    """One rank's part of the model, which computes hidden states from token ids, and logits from hidden states.
 
-    With several pipeline stages, a rank has the layers of its stage. The first stage has the embedding, the last one
-    the norm and the head; each stage but the first receives the residual stream from the stage before it. An MTP layer
-    is on the last stage, which then has the embedding too.
+    With several pipeline stages, a rank has the layers of its stage. The first stage has the embedding, and the last
+    stage the final norm and the LM head. Every stage except the first receives the residual stream from the previous
+    stage. An MTP layer is on the last stage, which then has an embedding too.
 
     Args:
-        placements: the placement over the ep group of each layer that has experts, in order; see `place_experts`.
-        dispatchers: make the dispatchers that carry tokens to experts of other ranks. The worker closes them.
-        stage: numbers of the layers of this rank; None: all layers.
+        placements: for each layer with experts, in order, the placement over the ep group; see `place_experts`.
+        dispatchers: factory of the dispatchers that send tokens to experts of other ranks. The worker closes them.
+        stage: indices of the layers of this rank; None: all layers.
     """
 
     def __init__(
@@ -267,12 +267,12 @@ class Decoder(nn.Module):
         has_embedding = self.stage.start == 0 or has_draft
         self.embedding = Embedding(config.vocab_size, size, context, factor=factor) if has_embedding else None
         self.draft_input = DraftInput(size, config.norm_epsilon, context) if has_draft else None
-        # So that torch finds their weights, by the same names on any number of stages.
+        # Register the layers in a module, so that torch finds their weights by names that do not depend on the stages.
         self.registered_layers = nn.ModuleDict({str(n): each for n, each in zip(self.stage, self.layers, strict=True)})
         last_norm = self.layers[-1].feed_forward_norm
         self.add = last_norm.add if isinstance(last_norm, HyperConnection) else context.kernels.add
         self.norm = make_norm(config, context, num_kinds=1) if is_last else None
-        # Tied weights are loaded a second time if the last stage has no embedding.
+        # If the last stage has no embedding, it loads a copy of tied weights.
         tied_to = self.embedding if config.tie_word_embeddings else None
         self.head: OutputHead | None = None
         if is_last:
@@ -282,7 +282,10 @@ class Decoder(nn.Module):
         allocate_weights(self)
 
     def with_one_layer_of_each_kind(self) -> Decoder:
-        """Return the model with fewer layers. A step needs as much memory in it, since layers run one after another."""
+        """Return the model with one layer of each kind.
+
+        A step needs as much memory with it as with the whole model, because layers run one after another.
+        """
         layer_of_config = dict(zip(self.layer_configs, self.decoder_layers, strict=False))
         shallow = copy.copy(self)
         shallow.decoder_layers = list(layer_of_config.values())
@@ -291,7 +294,7 @@ class Decoder(nn.Module):
 
     @property
     def moe_layers(self) -> dict[int, MoELayer]:
-        """The mixture-of-experts layers of this rank, by their number in the model."""
+        """The mixture-of-experts layers of this rank, by their index in the model."""
         return {
             number: layer.feed_forward
             for number, layer in enumerate(self.layers, self.stage.start)
@@ -299,25 +302,25 @@ class Decoder(nn.Module):
         }
 
     def is_capturable(self, tokens_per_rank: Sequence[int]) -> bool:
-        """Return True if a CUDA graph should hold such a step, padded. The answer is the same on all ranks."""
+        """Return True if a CUDA graph should run such a step, padded. The result is the same on all ranks."""
         return all(layer.is_capturable(tokens_per_rank) for layer in self.moe_layers.values())
 
     @property
     def cache_needs(self) -> CacheNeeds:
-        """The cache memory that all layers of this rank together need."""
+        """The cache memory that all layers of this rank need together."""
         return sum((layer.cache_needs for layer in self.layers), CacheNeeds())
 
     @property
     def has_states(self) -> bool:
-        """True if a layer of this rank keeps a state for each request."""
+        """True if at least one layer of this rank keeps a state for each request."""
         return self.cache_needs.state_bytes > 0
 
     def make_caches(self, size: CacheSize) -> list[Any]:
-        """Return one cache for each layer, of its mixer's kind."""
+        """Return a cache for each layer, of the kind that its mixer needs."""
         return [layer.make_cache(size) for layer in self.layers]
 
     def forward(self, step: StepInputs, caches: list[Any]) -> Tensor:
-        """Return hidden states [T, D] of all tokens of the replica; on the last stage, after the last norm."""
+        """Return the hidden states [T, D] of all tokens of the replica, after the final norm on the last stage."""
         parts = step.halves or (step,)
         inputs = [self.receive(part) for part in parts]
         running = [self.stages(*of_part, caches, part) for of_part, part in zip(inputs, parts, strict=True)]
@@ -326,9 +329,10 @@ class Decoder(nn.Module):
         return sent[0] if len(sent) == 1 else torch.cat(sent)
 
     def receive(self, step: StepInputs) -> tuple[Tensor, Rotations]:
-        """Return the inputs of the first layer: embedded tokens, or the residual of the stage before.
+        """Return the input of this rank's first layer, and the rotary angles of the step.
 
-        Several streams of a residual are side by side.
+        The input is the embedded tokens, or the residual stream of the previous stage. Several residual streams are
+        concatenated.
         """
         rotations = self.rotaries.at(step.positions)
         if self.stage.start == 0:
@@ -342,15 +346,15 @@ class Decoder(nn.Module):
         return previous.broadcast(empty_tD, 0), rotations  # collective: this rank and that of the stage before
 
     def run_layers(self, hidden_tD: Tensor, rotations: Rotations, caches: list[Any], step: StepInputs) -> Tensor:
-        """Return the argument of `send` from the result of `receive`."""
+        """Compute the argument of `send` from the result of `receive`."""
         (hidden,) = run_in_turn([self.stages(hidden_tD, rotations, caches, step)])
         return hidden
 
     def stages(self, hidden_tD: Tensor, rotations: Rotations, caches: list[Any], step: StepInputs) -> Stages[Tensor]:
-        """Run the layers. See `run_layers`; yields in each layer with experts.
+        """Run the layers as a generator that yields in each layer with experts, and returns the argument of `send`.
 
-        If the halves divide a chunk, its first rows are in the cache before the later rows attend to them, because the
-        first half runs the mixer of each layer first.
+        If a step in halves divides a chunk, the chunk's first rows are in the cache before its later rows attend to
+        them, because the first half runs the mixer of each layer first.
         """
         update_tD: Tensor | None = None
         residual: Any = hidden_tD if self.config.streams is None else Streams(hidden_tD)
@@ -358,27 +362,29 @@ class Decoder(nn.Module):
         for number, (layer, cache) in enumerate(zip(self.decoder_layers, caches, strict=False), self.stage.start):
             self.groups.set_layer(number)
             residual, input_tD = layer.mix(residual, update_tD, rotations, cache, step, choice)
-            update_tD = None  # DeepEP's low-latency kernels have memory for two results
+            update_tD = None  # free this result: DeepEP's low-latency kernels have memory for only two results
             residual, update_tD = layer.scale(residual, (yield from layer.feed(input_tD, step)))
         self.groups.set_layer(None)
         if self.norm is None:
             if update_tD is None:
                 return residual
-            return self.add(residual, update_tD)  # the norm of the next layer would add them to the same bytes
+            return self.add(residual, update_tD)  # gives the same bytes as the addition in the next layer's norm
         _, normed_tD = self.norm.after_adding(update_tD, residual)
         return self.tp.all_gather(normed_tD, step.tp_sizes)  # collective: all tp ranks
 
     def send(self, hidden: Tensor) -> Tensor:
-        """Send the residual stream to the next stage. On the last stage, return the hidden states as they are."""
+        """Send the residual stream to the next stage. On the last stage, return the hidden states unchanged."""
         following = self.groups.next
         return hidden if following is None else following.broadcast(hidden, 0)  # collective: this rank and the next's
 
     def draft(self, step: StepInputs, next_ids_T: Tensor, hidden_TD: Tensor, caches: list[Any]) -> Tensor:
-        """Return hidden states [T, D] whose logits are those of the token after the next one. Collective: all ranks.
+        """Return hidden states [T, D] from which `logits` predicts the token after the next one.
+
+        Collective: all ranks.
 
         Args:
-            step: also one in halves runs as a whole.
-            next_ids_T: the token after each row's.
+            step: the step; it runs as a whole even if it has halves.
+            next_ids_T: the token that follows each row's token.
             hidden_TD: the result of `forward`.
         """
         assert self.draft_input is not None
@@ -395,6 +401,6 @@ class Decoder(nn.Module):
         return self.tp.all_gather(normed_tD, step.tp_sizes)  # collective: all tp ranks
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
-        """Return logits [T, vocab_size] of hidden states, on the last stage. All tp ranks must pass the same rows."""
+        """Return the logits [T, vocab_size] of hidden states. Last stage only; all tp ranks must pass the same rows."""
         assert self.head is not None
         return self.head(hidden_TD)

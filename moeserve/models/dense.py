@@ -1,4 +1,4 @@
-"""Dense Llama-style checkpoints, the input of upcycling, and the reader of those in Hugging Face layout."""
+"""Dense Llama-style checkpoints as the input of upcycling, and a reader of those in Hugging Face layout."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moeserve.models.checkpoint import list_names, open_shard, read_headers
 from moeserve.models.config_values import ConfigValues
 
 DENSE_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
-ROTARY_KEYS = ("rope_theta", "partial_rotary_factor", "type")  # rotary settings that are no part of a scaling
+ROTARY_KEYS = ("rope_theta", "partial_rotary_factor", "type")  # rotary settings that do not belong to a scaling
 COMPANION_FILES = (
     "generation_config.json",
     "tokenizer*",
@@ -28,14 +28,14 @@ COMPANION_FILES = (
     "merges.txt",
     "*.model",
 )
-# Defaults of transformers for keys that config.json lacks
+# Defaults of transformers for keys that are missing in config.json.
 DEFAULT_ROPE_THETA = 10_000.0
 DEFAULT_MISTRAL_WINDOW = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
 class DenseConfig:
-    """The config of a dense checkpoint, under transformers' names."""
+    """The config of a dense checkpoint, with transformers' names."""
 
     vocab_size: int
     hidden_size: int
@@ -47,7 +47,7 @@ class DenseConfig:
     max_position_embeddings: int
     rms_norm_eps: float
     rope_theta: float
-    rope_scaling: dict[str, Any] | None  # rope_type and its numbers; None: plain rotary embedding
+    rope_scaling: dict[str, Any] | None  # rope_type and its parameters; None: no scaling
     sliding_window: int | None
     tie_word_embeddings: bool
     bos_token_id: int | None
@@ -81,19 +81,19 @@ class DenseCheckpoint(Protocol):
 
     path: Path
     config: DenseConfig
-    shapes: dict[str, tuple[int, ...]]  # of every stored tensor, by Hugging Face name
+    shapes: dict[str, tuple[int, ...]]  # shape of every stored tensor, by Hugging Face name
 
     def tensor(self, name: str) -> Tensor:
-        """Return one tensor, in memory of its own or mapped from the file."""
+        """Return one tensor, either a copy or mapped from the file."""
         ...
 
     def write_companions(self, folder: Path) -> None:
-        """Write the tokenizer and generation_config.json into `folder`, as far as the checkpoint has them."""
+        """Write the tokenizer and generation_config.json, if the checkpoint has them, into `folder`."""
         ...
 
 
 def check_dense(dense: DenseCheckpoint) -> None:
-    """Raise CheckpointError if the stored tensors are not those that the config needs."""
+    """Raise CheckpointError if the stored tensors do not match the config."""
     expected, shapes = dict(dense.config.tensors()), dense.shapes
     missing = sorted(expected.keys() - shapes.keys())
     if missing:
@@ -103,7 +103,7 @@ def check_dense(dense: DenseCheckpoint) -> None:
             raise CheckpointError(
                 f"{dense.path}: tensor {name!r} has shape {list(shapes[name])}, its config needs {list(shape)}"
             )
-    # transformers ignores these two as well: frequencies are computed, and a tied head is the embedding.
+    # Ignore rotary frequencies, which are computed, and the head, which is the embedding if tied, as transformers does.
     extra = sorted(name for name in shapes.keys() - expected if "rotary_emb" not in name and name != "lm_head.weight")
     if extra:
         raise CheckpointError(
@@ -126,7 +126,7 @@ class DenseFolder:
         self.shapes = {name: stored.shape for name, stored in self._stored.items()}
 
     def tensor(self, name: str) -> Tensor:
-        # Reopened for each tensor, so that mapped pages already read do not accumulate in memory.
+        # Reopen the shard for each tensor, so that mapped pages already read do not accumulate in memory.
         with open_shard(self._stored[name].shard) as tensors:
             tensor: Tensor = tensors.get_tensor(name)
         return tensor
@@ -158,7 +158,7 @@ def _read_config(config: ConfigValues) -> DenseConfig:
     if rotary.dim != head_dim:
         raise settings.wrong("partial_rotary_factor", "is not supported: a Mixtral model rotates whole heads")
     scaling = {name: value for name, value in settings.values.items() if name not in ROTARY_KEYS}
-    # null means no window, unlike a missing key
+    # A value of null means no window; a missing key means the default window.
     window = config.optional_integer("sliding_window") if "sliding_window" in config.values else DEFAULT_MISTRAL_WINDOW
     return DenseConfig(
         vocab_size=config.integer("vocab_size"),

@@ -15,8 +15,9 @@ from moeserve.layers.norm import RMSNorm
 class DraftInput(nn.Module):
     """The input projection and the norms of an MTP layer around its decoder layer, replicated on every tp rank.
 
-    At each token's position, the decoder layer reads a projection of two inputs: the model's last hidden state at this
-    position, and the embedding of the next token. Its output passes through a norm of its own and the model's LM head.
+    At each position, the input of the decoder layer is a projection of two vectors: the model's last hidden state at
+    this position, and the embedding of the next token. The output passes through a separate norm and the model's LM
+    head.
     """
 
     def __init__(self, hidden_size: int, norm_epsilon: float, context: ModelContext) -> None:

@@ -1,4 +1,4 @@
-"""The differences between one family of models and another: how its config.json reads, and its tensor names."""
+"""The data that describes a family of models: the reader of its config.json, and its tensor names."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from moeserve.models.model_config import ModelConfig
 
 @dataclass(frozen=True, kw_only=True)
 class MoENames:
-    """Tensor names of a mixture-of-experts layer, after `model.layers.3.`.
+    """Tensor names of a mixture-of-experts layer, without the prefix `model.layers.3.`.
 
-    A checkpoint stores each expert in tensors of its own (`<experts>.7.<gate>.weight`), or all experts of a layer in
-    one (`<experts>.gate_up_proj`, [experts, 2 * width, hidden], and `<experts>.down_proj`, [experts, hidden, width]).
-    Names of gates are not used by networks without gates.
+    A checkpoint stores each expert in separate tensors (`<experts>.7.<gate>.weight`), or all experts of a layer in two
+    tensors (`<experts>.gate_up_proj`, [experts, 2 * width, hidden], and `<experts>.down_proj`, [experts, hidden,
+    width]). Networks without gates do not use the names of gates.
     """
 
     router: str = "mlp.gate"
     correction: str = "mlp.gate.e_score_correction_bias"
-    is_correction_matrix: bool = False  # [1, experts]
+    is_correction_matrix: bool = False  # True: the correction has the shape [1, experts]
     experts: str = "mlp.experts"
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
-    fused: tuple[str, str] = ("gate_up_proj", "down_proj")  # of all experts, after `<experts>.`
+    fused: tuple[str, str] = ("gate_up_proj", "down_proj")  # names of tensors of all experts, after `<experts>.`
     shared: str = "mlp.shared_experts"
     shared_parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    shared_fused: tuple[str, str] | None = None  # gate with up, and down, after `<shared>.`; None: three tensors
-    table: str = ""  # the experts of each token id, where a router has them
-    to_latent: str = ""  # the projections around experts of a latent size
+    shared_fused: tuple[str, str] | None = None  # fused gate and up, and down, after `<shared>.`; None: three tensors
+    table: str = ""  # table of the experts of each token id, if a router has one
+    to_latent: str = ""  # this and the next: projections before and after experts of a latent size
     from_latent: str = ""
     factors: str = ""  # of the weights of each expert, where a router has them
     is_transposed: bool = False  # one tensor for all experts, [experts, inputs, outputs], gates before ups
@@ -40,7 +40,7 @@ class MoENames:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionNames:
-    """Tensor names of attention, after `model.layers.3.self_attn.`."""
+    """Tensor names of attention, without the prefix `model.layers.3.self_attn.`."""
 
     query_norm: str = "q_norm"
     key_norm: str = "k_norm"
@@ -60,11 +60,14 @@ LinearAttentionPart: TypeAlias = Literal["query", "key", "value", "gate", "rate"
 
 @dataclass(frozen=True, kw_only=True)
 class LinearAttentionNames:
-    """Tensor names of linear attention, after `model.layers.3.linear_attn.`, each with the parts that it joins."""
+    """Tensor names of linear attention, without the prefix `model.layers.3.linear_attn.`.
+
+    A projection or convolution is listed with the parts that its tensor concatenates.
+    """
 
     projections: tuple[tuple[str, tuple[LinearAttentionPart, ...]], ...]
     convolutions: tuple[tuple[str, tuple[LinearAttentionPart, ...]], ...]
-    is_by_key_head: bool = False  # projections store the rows of all parts for one key head after another
+    is_by_key_head: bool = False  # projections are ordered by key head, each with its rows of all parts
     decays_down: str = "f_a_proj"  # the first factor of low-rank projections
     gates_down: str = "g_a_proj"
     log_decay_dims: tuple[int, int] = (0, 0)  # dimensions of size 1 before and after the heads
@@ -81,7 +84,7 @@ MAMBA2_NAMES = LinearAttentionNames(
 
 @dataclass(frozen=True, kw_only=True)
 class LayerNames:
-    """Tensor names of a layer's parts, after `model.layers.3.`."""
+    """Tensor names of a layer's parts, without the prefix `model.layers.3.`."""
 
     mixer_norm: str = "input_layernorm"
     feed_forward_norm: str = "post_attention_layernorm"
@@ -102,11 +105,11 @@ class LayerNames:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderPart:
-    """The tensors of the decoder in a checkpoint that also holds others, such as for images."""
+    """The names of the decoder's tensors in a checkpoint that also holds other models, such as an image encoder."""
 
-    left_out: tuple[str, ...]  # beginnings of the names of all other tensors, which are not loaded
-    # Prefixes of names, and their replacements in a checkpoint of the decoder alone. The first match is used; a name
-    # without a match stays as it is.
+    left_out: tuple[str, ...]  # prefixes of the names of all other tensors, which are not loaded
+    # Prefixes of names, and their replacements in a checkpoint that holds only the decoder. The first match is used; a
+    # name without a match is not changed.
     prefixes: tuple[tuple[str, str], ...] = ()
 
 
@@ -119,7 +122,7 @@ class DraftNames:
     hidden_norm: str = "model.layers.{number}.hnorm"
     projection: str = "model.layers.{number}.eh_proj"
     norm: str = "model.layers.{number}.shared_head.norm"
-    # Copies of the model's own embedding and head.
+    # Copies of the model's embedding and head, which are not loaded.
     copies: tuple[str, ...] = (
         "model.layers.{number}.embed_tokens.weight",
         "model.layers.{number}.shared_head.head.weight",
@@ -131,13 +134,13 @@ class Family:
     """One family of models. Each is a file in `moeserve/models/families`."""
 
     name: str
-    architecture: str  # the name in config.json under `architectures`
-    other_architectures: tuple[str, ...] = ()  # more such names
-    read: Callable[[ConfigValues], ModelConfig]  # raises CheckpointError for a config that is not supported
-    names: tuple[MoENames, ...] = (MoENames(),)  # a checkpoint follows the first whose router and experts it holds
+    architecture: str  # name under `architectures` in config.json
+    other_architectures: tuple[str, ...] = ()  # additional names
+    read: Callable[[ConfigValues], ModelConfig]  # raises CheckpointError for an unsupported config
+    names: tuple[MoENames, ...] = (MoENames(),)  # alternatives; the first whose router and experts are stored is used
     attention_names: AttentionNames = AttentionNames()
-    linear_attention_names: LinearAttentionNames | None = None  # None: there is none
+    linear_attention_names: LinearAttentionNames | None = None  # None: there is no linear attention
     layer_names: LayerNames = LayerNames()
     draft_names: DraftNames = DraftNames()  # used if the model has a `draft_layer`
     decoder_part: DecoderPart | None = None  # None: all tensors are the decoder's
-    norm_offset: float = 0.0  # added to the weights of norms: checkpoints store the difference to this
+    norm_offset: float = 0.0  # added to the weights of norms if checkpoints store differences from this number

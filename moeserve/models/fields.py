@@ -31,8 +31,8 @@ def read_model(
     """Read a config's settings outside the layers.
 
     Args:
-        is_tied: the default of `tie_word_embeddings`.
-        hidden_act: the only supported value under this key.
+        is_tied: default of `tie_word_embeddings`.
+        hidden_act: the only supported value of the key `hidden_act`.
     """
     config.require("hidden_act", hidden_act)
     return ModelConfig(
@@ -60,7 +60,7 @@ def with_draft_layer(model: ModelConfig, layer: LayerConfig) -> ModelConfig:
 
 
 def _read_context(config: ConfigValues, layers: list[LayerConfig], key: str) -> int:
-    """Return the longest context, which YaRN extends even if the value under `key` was left unchanged."""
+    """Return the maximum context length. YaRN extends it even if the config's value under `key` was not changed."""
     rotaries = {rotary for layer in layers for rotary in layer.rotaries}
     scalings = {rotary.scaling for rotary in rotaries if isinstance(rotary, RotaryConfig)}
     extended = (
@@ -95,8 +95,8 @@ def read_attention(
     """Read the shape of grouped-query attention.
 
     Args:
-        default_fraction, is_interleaved, default_theta: as in `ConfigValues.rotary`. Unused if `settings` has a rotary.
-        settings: the family's own fields of AttentionConfig.
+        default_fraction, is_interleaved, default_theta: as in `ConfigValues.rotary`; unused if `settings` has a rotary.
+        settings: fields of AttentionConfig that the family sets itself.
     """
     num_heads = config.integer("num_attention_heads", high=2**14)
     num_kv_heads = config.integer("num_key_value_heads", default=num_heads)
@@ -141,7 +141,7 @@ def read_windows(config: ConfigValues, default: Sequence[bool] | None = None) ->
     """Return the window of each layer, None for full attention.
 
     Args:
-        default: True for the layers with a window where the config has no `layer_types`; None: it must have them.
+        default: True for layers with a window, used if the config has no `layer_types`; None: it must have them.
     """
     num_layers = read_num_layers(config)
     has_window = config.flags_of_layers("layer_types", LAYER_TYPES, num_layers)
@@ -156,7 +156,7 @@ def read_windows(config: ConfigValues, default: Sequence[bool] | None = None) ->
 
 
 def read_num_experts(config: ConfigValues, *keys: str, top_k_key: str = "num_experts_per_tok") -> tuple[int, int]:
-    """Read the experts of a layer and those per token. `keys` are names of the former, the usual one first."""
+    """Read the number of experts of a layer and per token. `keys` are names of the former, the usual one first."""
     key = config.key_of(*keys)
     num_experts = config.integer(key, high=2**14)
     top_k = config.integer(top_k_key)
@@ -180,7 +180,7 @@ def read_groups(config: ConfigValues, num_experts: int, top_k: int, *, key: str 
 
 def read_step_limit(config: ConfigValues) -> None:
     """Refuse limits on Mamba-2's step sizes, unless they have no effect."""
-    unlimited = (None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}])  # the last as transformers writes it
+    unlimited = (None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}])  # transformers writes the last form
     if config.values.get("time_step_limit") not in unlimited:
         raise config.wrong("time_step_limit", "is not supported; supported: [0.0, Infinity]")
 
@@ -202,7 +202,7 @@ def read_corrected_router(config: ConfigValues, *, is_normalized: bool = True) -
     """Read a sigmoid router with groups of experts and a learned correction (DeepSeek-V3, GLM-4.5).
 
     Args:
-        is_normalized: the default of `norm_topk_prob`.
+        is_normalized: default of `norm_topk_prob`.
     """
     router = read_grouped_router(config)
     if router.num_groups > 1 and router.num_experts == router.num_groups:
@@ -229,7 +229,10 @@ def read_leading_dense(config: ConfigValues, moe: MoEConfig) -> list[MoEConfig |
 
 
 def read_sparse_layers(config: ConfigValues, moe: MoEConfig) -> list[MoEConfig | MLPConfig]:
-    """Return experts for every `decoder_sparse_step`-th layer that `mlp_only_layers` does not list (Qwen)."""
+    """Return a dense network or experts for each layer (Qwen).
+
+    Every `decoder_sparse_step`-th layer has experts, unless `mlp_only_layers` lists it.
+    """
     num_layers = read_num_layers(config)
     step = config.integer("decoder_sparse_step", 1)
     listed = config.layer_numbers("mlp_only_layers", num_layers)
@@ -237,7 +240,7 @@ def read_sparse_layers(config: ConfigValues, moe: MoEConfig) -> list[MoEConfig |
 
 
 def read_listed_dense(config: ConfigValues, moe: MoEConfig) -> list[MoEConfig | MLPConfig]:
-    """Return the networks that `mlp_layer_types` lists; without it, dense ones for the first layers, usually one."""
+    """Return the network of each layer as `mlp_layer_types` lists it. Without this key, the first layers are dense."""
     num_layers = read_num_layers(config)
     is_dense = config.flags_of_layers("mlp_layer_types", ("sparse", "dense"), num_layers)
     if is_dense is None:
@@ -249,7 +252,7 @@ def read_listed_dense(config: ConfigValues, moe: MoEConfig) -> list[MoEConfig | 
 def feed_forwards_of(
     config: ConfigValues, moe: MoEConfig, is_dense: Sequence[bool], *, width_key: str = "intermediate_size"
 ) -> list[MoEConfig | MLPConfig]:
-    """Return the networks of all layers, given which are dense, of the width under `width_key`."""
+    """Return the network of each layer: a dense one, of the width under `width_key`, if `is_dense`, else experts."""
     if not any(is_dense):
         return [moe] * len(is_dense)
     dense = MLPConfig(width=read_width(config, width_key))

@@ -14,7 +14,7 @@ import numpy as np
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.gguf_file import as_written
 
-_SIGMOID = 2  # GGUF's number of the sigmoid gating function
+_SIGMOID = 2  # GGUF's number for the sigmoid gating function
 
 # The value of config.json -> its key after the architecture's name; with a default where files may lack it
 Keys = Mapping[str, str | tuple[str, Any]]
@@ -104,7 +104,7 @@ def _read_latent(file: File) -> dict[str, Any]:
     """Read the sizes of latent attention."""
     values = file.values
     rotary = values.integer("rope.dimension_count")
-    # Files written before 2025-04 have no `*_mla` keys. In these files, the other keys hold the sizes of a head.
+    # Files written before 2025-04 have no `*_mla` keys; there, `key_length` and `value_length` are the sizes of a head.
     key_size = values.integer("attention.key_length_mla", values.values.get("attention.key_length"))
     value_size = values.integer("attention.value_length_mla", values.values.get("attention.value_length"))
     return {
@@ -113,7 +113,7 @@ def _read_latent(file: File) -> dict[str, Any]:
         "qk_rope_head_dim": rotary,
         "qk_nope_head_dim": key_size - rotary,
         "v_head_dim": value_size,
-        # The latent is one head in these files, but each head has keys and values of its own.
+        # These files count the latent as one key-value head, but in the model each head has its own keys and values.
         "num_key_value_heads": values.integer("attention.head_count"),
         "head_dim": None,
     }

@@ -1,7 +1,7 @@
-"""Present a GGUF file as a Hugging Face checkpoint: its metadata as config.json, its tensors under the usual names.
+"""Conversion of GGUF files to the layout of Hugging Face checkpoints.
 
 `checkpoint_folder` writes config.json, the tokenizer and links to the files into a cache folder, which is then loaded
-like any other checkpoint. The gguf package dequantises weights row by row.
+like any other checkpoint, with Hugging Face's tensor names. The gguf package dequantises weights row by row.
 
 Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; names of tensors and keys: the gguf package.
 """
@@ -62,7 +62,7 @@ def checkpoint_folder(path: Path) -> Path:
             _write_companions(files, partial)
             partial.rename(folder)
         except OSError:
-            if not (folder / "config.json").is_file():  # no other process has written it in the meantime
+            if not (folder / "config.json").is_file():  # another process may have written it in the meantime
                 raise
         finally:
             shutil.rmtree(partial, ignore_errors=True)
@@ -72,7 +72,7 @@ def checkpoint_folder(path: Path) -> Path:
 
 
 def tensors_of(folder: Path) -> dict[str, CheckpointTensor]:
-    """Return the tensors of the GGUF files in a folder that `checkpoint_folder` returned, by the model's names.
+    """Return the tensors of the GGUF files in a folder that `checkpoint_folder` returned, by Hugging Face name.
 
     Raises:
         CheckpointError: a file is damaged, or holds a tensor that the model does not have.
@@ -113,7 +113,7 @@ def _reshaped(tensor: GgufTensor, kind: str) -> GgufTensor | SmallTensor:
 
 
 def bytes_of_types(folder: Path) -> Counter[str]:
-    """Return how many bytes are stored in each type of GGUF, in a folder that `checkpoint_folder` returned."""
+    """Return the stored bytes of each GGUF type, in a folder that `checkpoint_folder` returned."""
     found: Counter[str] = Counter()
     for file in folder.glob("*.gguf"):
         for stored in _open(file)[1].values():

@@ -1,6 +1,6 @@
-"""Read GGUF files, and a dense Llama-style model from one: its config, and its tensors one by one.
+"""A reader of GGUF files, and of the config and the tensors of a dense Llama-style model in such a file.
 
-The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+Source of the format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ ROPE_FACTORS = "rope_freqs.weight"
 _LLAMA3_CONTEXT = 8192  # positions that the models were trained with before their context was extended
 _LLAMA3_HIGH_FACTORS = (4.0, 1.0)  # of Llama 3, of Llama 4
 
-# Keys that change what the model computes: those with the one value that Mixtral can express, and those it cannot.
+# Keys that change the results of the model: first those of which Mixtral supports a single value, then those that it
+# does not support.
 _ONLY_VALUES = {
     "general.architecture": "llama",
     "llama.expert_count": 0,
@@ -49,13 +50,13 @@ _UNSUPPORTED = (
 
 
 class GgufFile:
-    """A GGUF file of architecture llama. The file is mapped; reading a tensor dequantises that one alone."""
+    """A GGUF file of architecture llama. The file is mapped; reading a tensor dequantises only this tensor."""
 
     def __init__(self, path: Path) -> None:
         """Map the file and read its metadata.
 
         Raises:
-            CheckpointError: not a GGUF file, damaged, or not a dense Llama; or the gguf package is missing.
+            CheckpointError: the file is damaged, no GGUF file or no dense Llama, or the gguf package is missing.
         """
         self._metadata, tensors = open_gguf(path)
         self.path = path
@@ -65,7 +66,7 @@ class GgufFile:
             self._metadata.refuse(key)
 
         rope_factors = tensors.pop(ROPE_FACTORS, None)
-        # GGUF lists dimensions from the innermost outwards.
+        # GGUF lists dimensions from the innermost to the outermost.
         shapes = {name: tuple(reversed(tensor.shape.tolist())) for name, tensor in tensors.items()}
         self.config = self._read_config(shapes, None if rope_factors is None else dequantised(path, rope_factors))
         import gguf
@@ -126,7 +127,7 @@ class GgufFile:
             bos_token_id=ids["bos"],
             eos_token_id=ends or None,
             pad_token_id=ids["padding"],
-            dtype="float32",  # quantised values are stored dequantised: no format of ours holds them
+            dtype="float32",  # quantised tensors are written dequantised, because no format of ours can hold them
         )
 
     def _rope_scaling(self, rope_factors: np.ndarray | None, head_dim: int, theta: float) -> dict[str, Any] | None:
@@ -144,7 +145,7 @@ def open_gguf(path: Path) -> tuple[ConfigValues, dict[str, gguf.ReaderTensor]]:
     """Map a GGUF file. Return its metadata, and its tensors by name.
 
     Raises:
-        CheckpointError: not a GGUF file, or damaged; or the gguf package is missing.
+        CheckpointError: the file is damaged or no GGUF file, or the gguf package is missing.
     """
     try:
         import gguf
@@ -207,7 +208,7 @@ def llama3_scaling(path: Path, divisors: np.ndarray, head_dim: int, theta: float
 
 
 def as_written(value: float) -> float:
-    """Return the short decimal of a 32-bit float: files store 0.00001 as 9.999999747378752e-06."""
+    """Return the float of the shortest decimal that a 32-bit float rounds to: 1e-05 for 9.999999747378752e-06."""
     return float(str(np.float32(value)))
 
 

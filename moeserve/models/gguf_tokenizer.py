@@ -1,7 +1,7 @@
-"""Build a tokenizer in Hugging Face layout from the metadata of a GGUF file.
+"""Conversion of a tokenizer in the metadata of a GGUF file to Hugging Face layout.
 
-transformers converts GGUF tokenizers too, but to other ids: it does not split digits for SmolLM2, does not normalise
-text for Qwen 2, and merges differently for Llama 3 and SentencePiece vocabularies.
+transformers converts GGUF tokenizers too, but the results differ from the original tokenizers: it does not split digits
+for SmolLM2, does not normalise text for Qwen 2, and merges differently for Llama 3 and SentencePiece vocabularies.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from tokenizers.models import BPE
 
 from moeserve.errors import CheckpointError
 
-# tokenizer.ggml.token_type
+# Values of tokenizer.ggml.token_type.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 
-WORD_BOUNDARY = "\u2581"  # SentencePiece writes a space as this
+WORD_BOUNDARY = "\u2581"  # SentencePiece replaces a space by this character
 
 # The split that OpenAI published for cl100k_base, as Llama 3 uses it.
 _LLAMA3_SPLIT = (
@@ -41,11 +41,11 @@ _DEEPSEEK_V3_SPLITS = (
 
 @dataclass(frozen=True)
 class _ByteLevel:
-    """How a byte-level vocabulary splits text before merging."""
+    """The normalisation and splitting of text before a byte-level vocabulary merges tokens."""
 
     pre_tokenizers: tuple[pre_tokenizers.PreTokenizer, ...]
-    ignore_merges: bool = False  # a word in the vocabulary is one token, even if the merges split it
-    adds_bos: bool = False  # default, if the file does not set it
+    ignore_merges: bool = False  # a word in the vocabulary is one token, even if merges would split it
+    adds_bos: bool = False  # default if the file does not set it
     normalizer: normalizers.Normalizer | None = None
 
 
@@ -54,7 +54,7 @@ def _split_by(*patterns: str) -> tuple[pre_tokenizers.PreTokenizer, ...]:
     return (*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
 
 
-# No space is put before the first word: these vocabularies have separate tokens for words after a space.
+# These vocabularies have separate tokens for words after a space, so no space is put before the first word.
 _LLAMA3 = _ByteLevel(_split_by(_LLAMA3_SPLIT), ignore_merges=True, adds_bos=True)
 _QWEN2 = _ByteLevel(_split_by(_QWEN2_SPLIT), normalizer=normalizers.NFC())
 _DEEPSEEK_V3 = _ByteLevel(_split_by(*_DEEPSEEK_V3_SPLITS), adds_bos=True)
@@ -75,10 +75,10 @@ def write_tokenizer(source: Path, metadata: dict[str, Any], folder: Path, *, max
     Args:
         source: the GGUF file, for error messages.
         metadata: its `tokenizer.*` values, without that prefix.
-        max_length: the longest context of the model, in tokens.
+        max_length: maximum context length of the model in tokens.
 
     Raises:
-        CheckpointError: an unsupported kind of tokenizer, or values that contradict each other.
+        CheckpointError: the kind of tokenizer is not supported, or values contradict each other.
     """
     if metadata.get("ggml.model") in (None, "none", "no_vocab"):
         return
@@ -86,7 +86,7 @@ def write_tokenizer(source: Path, metadata: dict[str, Any], folder: Path, *, max
         tokenizer, config = _convert(source, metadata)
     except CheckpointError:
         raise
-    except Exception as error:  # of any type: lists of a wrong type or length, and ids outside the vocabulary
+    except Exception as error:  # lists of a wrong type or length and ids outside the vocabulary raise various types
         raise CheckpointError(f"{source}: the values under tokenizer.ggml contradict each other: {error!r}") from error
     tokenizer.save(str(folder / "tokenizer.json"))
     config |= {
@@ -101,7 +101,7 @@ def write_tokenizer(source: Path, metadata: dict[str, Any], folder: Path, *, max
 
 
 def _convert(source: Path, metadata: dict[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
-    """Return the tokenizer, and its entries of tokenizer_config.json."""
+    """Return the tokenizer, and the entries of its tokenizer_config.json."""
     tokens: list[str] = metadata["ggml.tokens"]
     id_of_token = {token: token_id for token_id, token in enumerate(tokens)}
     types = metadata.get("ggml.token_type") or [NORMAL] * len(tokens)
@@ -159,9 +159,9 @@ def _byte_level(metadata: dict[str, Any], id_of_token: dict[str, int], kind: _By
 
 
 def _sentence_piece(metadata: dict[str, Any], type_of_token: dict[str, int]) -> Tokenizer:
-    """Return a SentencePiece BPE tokenizer. Pieces merge in the order of their scores.
+    """Return a SentencePiece BPE tokenizer, which merges pieces in the order of their scores.
 
-    A character without a piece becomes byte tokens.
+    A character without a piece is split into byte tokens.
     """
     tokenizer = Tokenizer(
         BPE(
@@ -184,9 +184,9 @@ def _sentence_piece(metadata: dict[str, Any], type_of_token: dict[str, int]) -> 
 
 
 def _merges_from_scores(type_of_token: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """Return each way to join two pieces into a third, in the order of the third's score, highest first.
+    """Return all pairs of pieces whose concatenation is a piece, ordered by its score, highest first.
 
-    Only normal pieces take part: the others are matched whole in the text, or stand for one byte.
+    Only normal pieces are merged: the others are matched as a whole in the text, or represent one byte.
     """
     score_of_piece = {
         token: score for (token, kind), score in zip(type_of_token.items(), scores, strict=True) if kind == NORMAL

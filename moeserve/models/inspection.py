@@ -1,4 +1,4 @@
-"""The report of `moeserve inspect`: a checkpoint's config.json and the headers of its shards, if it has any."""
+"""The report of `moeserve inspect` on a checkpoint's config.json and, if it has shards, their headers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Stored:
 
     num_shards: int
     num_bytes: int
-    bytes_of_dtype: dict[str, int]  # keys are safetensors' names, such as BF16 or F8_E4M3
+    bytes_of_dtype: dict[str, int]  # by safetensors' name of the dtype, such as BF16 or F8_E4M3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class StageSize:
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """A checkpoint before it is loaded. Sizes are those in memory, except in `stored`."""
+    """The facts of a checkpoint that are known without loading it. Sizes are those in memory, except in `stored`."""
 
     model: str
     architecture: str
@@ -49,8 +49,8 @@ class Inspection:
     hidden_size: int
     num_layers: int
     num_sparse_layers: int
-    num_skipped_layers: int  # multi-token prediction
-    num_experts: int  # in each layer that has any
+    num_skipped_layers: int  # multi-token prediction layers
+    num_experts: int  # experts of each sparse layer
     num_experts_per_token: int
     shared_expert_width: int  # 0: no shared experts
     num_parameters: int
@@ -60,11 +60,11 @@ class Inspection:
     dtype: DtypeName
     parts: tuple[Part, ...]
     weight_bytes: int
-    encodings: tuple[str, ...]  # of quantised weights, in words
+    encodings: tuple[str, ...]  # descriptions of the encodings of quantised weights
     stored: Stored | None  # None: the folder holds no weights, or they are damaged
     stored_problem: str | None  # the damage, if any
     free_bytes: int  # free memory of this machine
-    stages: tuple[StageSize, ...]  # empty if there is one
+    stages: tuple[StageSize, ...]  # empty if there is only one stage
 
 
 def inspect(
@@ -78,13 +78,13 @@ def inspect(
     """Read config.json and the headers of the shards.
 
     Args:
-        dtype: the dtype in which weights would be loaded; None: that of the checkpoint.
-        num_stages: pipeline stages, of one rank each.
-        pipeline_layers: of each stage; None: even shares.
+        dtype: dtype in which weights would be loaded; None: that of the checkpoint.
+        num_stages: number of pipeline stages, of one rank each.
+        pipeline_layers: number of layers of each stage; None: an even division.
 
     Raises:
         CheckpointError: the config is wrong or not supported.
-        SettingsError: the layers cannot be divided so, or `kv_cache_dtype` does not support this model.
+        SettingsError: the layers cannot be divided into these stages, or `kv_cache_dtype` does not support this model.
     """
     description = describe(folder)
     stored, problem = _stored(folder_of(folder), description.weight_format)
@@ -181,7 +181,7 @@ def _stages(
 
 
 def _stored(folder: Path, weight_format: WeightFormat) -> tuple[Stored | None, str | None]:
-    """Return the size of the shards, or the reason why they cannot be loaded."""
+    """Return the size of the shards, or None and the reason if they cannot be loaded."""
     bytes_of_dtype: Counter[str] = Counter()
     if weight_format.is_gguf:
         from moeserve.models.gguf_checkpoint import bytes_of_types  # needs the gguf package
@@ -219,7 +219,7 @@ def _stored_text(found: Inspection) -> str:
 
 
 def _encoding_text(words: str, parts: Sequence[Part]) -> str:
-    """Return the description of an encoding with what happens to it."""
+    """Return the description of an encoding, with the form in which such weights are loaded."""
     keeps = ", or kept with quantization='int4'" if "int4" in words else ""
     is_kept = any(words.endswith(part.dtype) for part in parts)
     return f"{words}, {'kept in memory' if is_kept else f'dequantised when loaded{keeps}'}"

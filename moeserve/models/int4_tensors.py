@@ -1,7 +1,7 @@
-"""Weights in int4 as GPTQ, AWQ and compressed-tensors store them: codes with scales and zero points.
+"""Weights in int4 in the formats of GPTQ, AWQ and compressed-tensors: codes with scales and zero points.
 
-weight = (code - zero point) * scale, where a scale and a zero point belong to an output and a group of inputs. Eight
-codes or zero points are in an int32, the first in its lowest bits.
+weight = (code - zero point) * scale, with one scale and one zero point for each output and group of inputs. An int32
+holds eight codes or zero points, the first in its lowest bits.
 
 Sources: https://github.com/AutoGPTQ/AutoGPTQ, https://github.com/casper-hansen/AutoAWQ,
 https://github.com/vllm-project/compressed-tensors.
@@ -22,7 +22,7 @@ from moeserve.ops.interfaces import INT4_GROUP
 # O outputs, I inputs, G groups of inputs, R some of the outputs
 
 CODES_PER_WORD = 8
-MIDDLE_CODE = 8  # the zero point where none are stored
+MIDDLE_CODE = 8  # the zero point if none is stored
 
 
 @runtime_checkable
@@ -31,7 +31,7 @@ class GroupedTensor(CheckpointTensor, Protocol):
 
     @property
     def has_packed_groups(self) -> bool:
-        """True if the groups consist of whole groups of packed weights, or of all inputs."""
+        """True if a group consists of whole groups of packed weights, or of all inputs."""
 
     def read_scales(self, read_rows: ReadRows, start: int, stop: int) -> Tensor:
         """Return scales [stop - start, ..., ceil(I / INT4_GROUP)] of slices of the first dimension, none negative."""
@@ -39,15 +39,15 @@ class GroupedTensor(CheckpointTensor, Protocol):
 
 @dataclass(frozen=True)
 class Int4Storage:
-    """The arrangement of codes, scales and zero points in their tensors.
+    """The layout of codes, scales and zero points in their tensors.
 
-    Without transposition they are [O, I], [O, G] and [O, G]; the dimension along which words are packed is an eighth.
+    Without transposition, their shapes are [O, I], [O, G] and [O, G], with the packed dimension divided by eight.
     """
 
     is_transposed: bool
-    code_dim: int  # along which codes are packed in words, in the stored tensor
-    zero_dim: int  # the same of zero points
-    order: tuple[int, ...] = tuple(range(CODES_PER_WORD))  # the place of each code of a word among its neighbours
+    code_dim: int  # dimension of the stored tensor along which codes are packed into words
+    zero_dim: int  # the same for zero points
+    order: tuple[int, ...] = tuple(range(CODES_PER_WORD))  # index of each code of a word in unpacked order
     zero_offset: int = 0  # added to stored zero points
 
 
@@ -58,7 +58,7 @@ COMPRESSED_TENSORS = Int4Storage(is_transposed=False, code_dim=1, zero_dim=0)
 
 
 def unpack(words: Tensor, dim: int, order: tuple[int, ...]) -> Tensor:
-    """Return the codes (uint8) of a matrix of int32 words. Dimension `dim` becomes eight times as long."""
+    """Return the codes (uint8) in a matrix of int32 words. Dimension `dim` becomes eight times as long."""
     rows = words if dim == 1 else words.T
     bytes_ = rows.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     codes = torch.stack([bytes_ & 15, bytes_ >> 4], dim=-1).view(len(rows), -1, CODES_PER_WORD)
@@ -76,7 +76,7 @@ class Int4Tensor:
     codes: StoredTensor
     scales: StoredTensor
     zeros: StoredTensor | None = None
-    group_of_input: StoredTensor | None = None  # [I]; None: the inputs of a group are neighbours
+    group_of_input: StoredTensor | None = None  # [I]; None: the inputs of a group are consecutive
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -90,7 +90,7 @@ class Int4Tensor:
 
     @property
     def group_size(self) -> int:
-        """Inputs of a group."""
+        """Number of inputs in a group."""
         num_groups = self.scales.shape[0 if self.storage.is_transposed else 1]
         return self.shape[1] // num_groups
 
@@ -142,7 +142,8 @@ class Int4Tensor:
 
     def read_scales(self, read_rows: ReadRows, start: int, stop: int) -> Tensor:
         assert self.has_packed_groups
-        # Packing finds the zero point from the values. With a negative scale, code 15 - c has the value of code c.
+        # Only magnitudes matter: packing derives the zero point from the values, and negating a scale is equivalent to
+        # replacing each code c by 15 - c.
         scales_RG = self._read_outputs(read_rows, self.scales, None, start, stop).abs()
         num_packed_groups = -(-self.group_size // INT4_GROUP)
         return scales_RG.repeat_interleave(num_packed_groups, dim=1)
@@ -150,7 +151,7 @@ class Int4Tensor:
     def _read_outputs(
         self, read_rows: ReadRows, stored: StoredTensor, packed_dim: int | None, start: int, stop: int
     ) -> Tensor:
-        """Return what a stored tensor holds for outputs `start` to `stop`, [R, I] or [R, G]."""
+        """Return the part of a stored tensor for outputs `start` to `stop`, [R, I] or [R, G]."""
         output_dim = 1 if self.storage.is_transposed else 0
         values_per_row = CODES_PER_WORD if packed_dim == output_dim else 1
         first, last = start // values_per_row, -(-stop // values_per_row)

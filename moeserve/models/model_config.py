@@ -1,4 +1,4 @@
-"""The shape of a model. Every family reads its config.json into a `ModelConfig`."""
+"""The shape of a model, which every family reads from its config.json into a `ModelConfig`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from moeserve.ops.hyper_connections import StreamsConfig
 from moeserve.ops.interfaces import Activation, SwiGLU, num_parts_of
 
 Item = TypeVar("Item")
-CachedAttention = AttentionConfig | LatentAttentionConfig | CompressedAttentionConfig  # mixers with a cache of tokens
+CachedAttention = AttentionConfig | LatentAttentionConfig | CompressedAttentionConfig  # mixers that cache tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class MLPConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerConfig:
-    """The shape of one layer: a mixer and then a feed-forward network, or one of them alone (Nemotron-H)."""
+    """The shape of one layer: a mixer followed by a feed-forward network, or only one of them (Nemotron-H)."""
 
     mixer: CachedAttention | LinearAttentionConfig | ShortConvolutionConfig | None
     feed_forward: MoEConfig | MLPConfig | None
@@ -49,16 +49,16 @@ class LayerConfig:
 
     @property
     def rotaries(self) -> tuple[RotaryConfig | TemperatureConfig, ...]:
-        """All that the layer reads of positions."""
+        """The functions of positions that the layer reads: rotary embeddings or temperatures."""
         return () if self.mixer is None else tuple(self.mixer.rotaries)
 
     def can_divide(self, num_ranks: int) -> bool:
-        """True if this many tp ranks can each have equally many heads of the mixer."""
+        """Return True if the heads of the mixer can be divided evenly over this number of tp ranks."""
         return self.mixer is None or self.mixer.can_divide(num_ranks)
 
 
 def attentions_of(layers: Iterable[LayerConfig]) -> tuple[CachedAttention, ...]:
-    """Return the mixers of some layers that keep something for each token."""
+    """Return the mixers of some layers that have a cache with an entry for each token."""
     mixers = (layer.mixer for layer in layers)
     return tuple(mixer for mixer in mixers if isinstance(mixer, CachedAttention))
 
@@ -73,8 +73,8 @@ class ModelConfig:
     norm_epsilon: float
     max_position_embeddings: int
     tie_word_embeddings: bool
-    embedding_factor: float = 1.0  # of the token embeddings
-    streams: StreamsConfig | None = None  # hyper-connections; None: the residual is one stream
+    embedding_factor: float = 1.0  # multiplies the token embeddings
+    streams: StreamsConfig | None = None  # hyper-connections; None: there is one residual stream
     logits_divisor: float = 1.0
     logits_cap: float | None = None  # see OutputHead
     num_skipped_layers: int = 0  # multi-token prediction (MTP) layers after the last one, which are not loaded
@@ -94,22 +94,22 @@ class ModelConfig:
 
     @property
     def first_moe(self) -> MoEConfig | None:
-        """The mixture of experts of the first layer that has one. All such layers have the same."""
+        """The mixture of experts of the first layer that has one. All such layers have the same shape."""
         return next((layer.feed_forward for layer in self.layers if isinstance(layer.feed_forward, MoEConfig)), None)
 
     @property
     def rotaries(self) -> frozenset[RotaryConfig | TemperatureConfig]:
-        """All that the layers read of positions."""
+        """The functions of positions that the layers read: rotary embeddings or temperatures."""
         return frozenset(rotary for layer in self.layers for rotary in layer.rotaries)
 
     @property
     def num_experts(self) -> int:
-        """Experts of each layer that has any; 0 if none has."""
+        """Number of experts of each layer with experts; 0 if there are none."""
         return self.first_moe.router.num_experts if self.first_moe else 0
 
     @property
     def expert_shape(self) -> ExpertShape | None:
-        """The experts of each layer that has any; None if none has."""
+        """The shape of the experts of each layer with experts; None if there are none."""
         moe = self.first_moe
         if moe is None:
             return None
@@ -130,7 +130,7 @@ class ModelConfig:
 
     @property
     def has_latent_attention(self) -> bool:
-        """True if the cache of a layer has vectors that are keys and values at once."""
+        """True if a layer caches vectors that are both keys and values."""
         kinds = LatentAttentionConfig, CompressedAttentionConfig
         return any(isinstance(layer.mixer, kinds) for layer in self.layers)
 
@@ -147,7 +147,7 @@ class ModelConfig:
 
     @property
     def block_multiple(self) -> int:
-        """The number that must divide the tokens of a block: those of the entries that an indexer chooses from."""
+        """The number of which block sizes must be multiples: the tokens of an entry that an indexer chooses from."""
         compressed = (each for each in self.attentions if isinstance(each, CompressedAttentionConfig))
         return math.lcm(*(each.ratio for each in compressed if each.ratio is not None and each.indexer is not None))
 
@@ -158,19 +158,19 @@ class ModelConfig:
 
     @property
     def attentions(self) -> tuple[CachedAttention, ...]:
-        """The mixers that keep something for each token. Every model has some."""
+        """The mixers that have a cache with an entry for each token. Every model has some."""
         return attentions_of(self.layers)
 
     @property
     def first_layers(self) -> frozenset[int]:
-        """Layers that may start a pipeline stage: those that do not reuse the previous layer's selected positions."""
+        """Indices of layers that may start a pipeline stage, because they do not reuse positions selected before."""
         kinds = enumerate(layer.mixer for layer in self.layers)
         return frozenset(
             number for number, kind in kinds if not (isinstance(kind, LatentAttentionConfig) and kind.shares_choice)
         )
 
     def of_stage(self, of_sparse_layers: Sequence[Item], stage: range) -> Sequence[Item]:
-        """Return the items of a stage: `of_sparse_layers` has one for each layer of the model that has experts."""
+        """Return the items for a stage from `of_sparse_layers`, which has one for each layer with experts."""
         before, last = (
             sum(isinstance(layer.feed_forward, MoEConfig) for layer in self.layers[:end])
             for end in (stage.start, stage.stop)
@@ -180,7 +180,7 @@ class ModelConfig:
     def place_experts(
         self, num_ranks: int, *, loads: Sequence[Sequence[float]] = (), num_redundant: int = 0
     ) -> tuple[Placement, ...]:
-        """Return the placement of each layer that has experts. See `place_experts`."""
+        """Return the placement of each layer with experts, computed by `place_experts`."""
         return place_experts(
             loads,
             num_layers=self.num_sparse_layers,
@@ -190,17 +190,17 @@ class ModelConfig:
         )
 
     def slice_experts(self, num_ranks: int) -> tuple[Placement, ...]:
-        """Return the placement of each layer that has experts, where every rank has a slice of each expert."""
+        """Return the placement of each layer with experts in which every rank has a slice of each expert."""
         return (Placement.sliced(self.num_experts, num_ranks),) * self.num_sparse_layers
 
     @property
     def tensor_parallel_sizes(self) -> tuple[int, ...]:
-        """Numbers of tp ranks over which the heads can be divided."""
+        """All numbers of tp ranks over which the heads can be divided."""
         most = max(layer.mixer.num_heads for layer in self.layers if layer.mixer is not None)
         return tuple(size for size in range(1, most + 1) if self.refusal_to_divide(size) is None)
 
     def keeps_bytes(self, num_ranks: int) -> bool:
-        """True if results with `num_ranks` tp ranks have the bytes of those with one, given kernels that keep to it."""
+        """Return True if batch-invariant kernels give the same bytes on `num_ranks` tp ranks as on one."""
         return all(keeps_bytes(num_input_chunks(layer.can_divide), num_ranks) for layer in self.layers)
 
     def refusal_to_divide(self, num_ranks: int) -> str | None:

@@ -1,7 +1,7 @@
-"""A folder of packed weights, from which the next start maps them instead of packing them again.
+"""A cache folder of packed weights, which the next start maps instead of packing them again.
 
-An entry is one safetensors file, named by a hash of everything that decides its contents. It is renamed into place when
-complete, so a process that is killed leaves no damaged entry.
+An entry is one safetensors file, named by a hash of everything that its contents depend on. It is renamed into place
+when complete, so a killed process leaves no damaged entry.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ logger = logging.getLogger(__name__)
 
 ALIGNMENT = 64  # bytes; kernels need every tensor to begin at a multiple of it
 PARTIAL = ".partial"
-NEW_SECONDS = 10  # a partial file may not be locked yet
-BLOCK_BYTES = 16 * 2**20  # written between two syncs; writing can be cancelled in between
-HEADER_BYTES = 1 << 20  # of a shard, hashed by its fingerprint
-NUM_SAMPLES, SAMPLE_BYTES = 64, 4096  # of a file, hashed by `sampled_digest`
+NEW_SECONDS = 10  # age below which a partial file is kept, because its writer may not have locked it yet
+BLOCK_BYTES = 16 * 2**20  # bytes written between two syncs, at which writing can be cancelled
+HEADER_BYTES = 1 << 20  # leading bytes of a file that `fingerprint` hashes
+NUM_SAMPLES, SAMPLE_BYTES = 64, 4096  # parts of a file that `sampled_digest` hashes
 
 
 class PackedWeightCache:
-    """A folder of packed weights of at most `max_bytes`. The least recently used entries are evicted.
+    """A folder of packed weights of at most `max_bytes`, which evicts the least recently used entries.
 
-    Any number of processes may use the folder. Mapped entries stay readable after eviction.
+    Several processes may use the folder at the same time. Mapped entries stay readable after eviction.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
@@ -46,7 +46,7 @@ class PackedWeightCache:
         self.max_bytes = max_bytes
 
     def load(self, key: str) -> dict[str, Tensor] | None:
-        """Return the tensors of an entry, [bytes] uint8 each, mapped; None if there is no readable entry."""
+        """Map an entry and return its tensors, each [bytes] uint8; None if there is no readable entry."""
         path = self._path(key)
         try:
             with safe_open(path, framework="pt") as file:
@@ -65,17 +65,17 @@ class PackedWeightCache:
         return tensors
 
     def remove(self, key: str) -> None:
-        """Delete an entry, if this process may."""
+        """Delete an entry if permissions allow it."""
         with contextlib.suppress(OSError):
             self._path(key).unlink()
 
     def store(self, key: str, tensors: Mapping[str, Tensor], is_cancelled: Callable[[], bool] = lambda: False) -> bool:
-        """Write an entry of contiguous tensors, unless it exists. Return True if it exists now; if not, log the reason.
+        """Write an entry of contiguous tensors, unless it exists. Return True if it exists now, else log the reason.
 
         Tensors are stored as bytes, padded to a multiple of `ALIGNMENT`.
 
         Args:
-            is_cancelled: called repeatedly; once it returns True, the entry is given up and its partial file removed.
+            is_cancelled: called repeatedly; once it returns True, writing stops and the partial file is removed.
         """
         header = _header(tensors)
         num_bytes = len(header) + sum(_padded(tensor.nbytes) for tensor in tensors.values())
@@ -88,7 +88,7 @@ class PackedWeightCache:
         partial = self.folder / f"{key}.{secrets.token_hex(4)}{PARTIAL}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            if self._path(key).exists():  # another process has written it meanwhile
+            if self._path(key).exists():  # another process has written it in the meantime
                 return True
             self._evict(num_bytes)
             free = shutil.disk_usage(self.folder).free
@@ -96,7 +96,7 @@ class PackedWeightCache:
                 logger.info("packed weights are not cached: only %s are free in %s", shown_bytes(free), self.folder)
                 return False
             with partial.open("xb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX)  # until this process closes the file, or ends
+                fcntl.flock(file, fcntl.LOCK_EX)  # held until this process closes the file or exits
                 is_complete = _write(file, header, tensors, is_cancelled)
             if is_complete:
                 os.replace(partial, self._path(key))
@@ -118,7 +118,7 @@ class PackedWeightCache:
         return self.folder / f"{key}.safetensors"
 
     def _evict(self, num_bytes: int) -> None:
-        """Delete what killed processes left, and the least recently used entries until `num_bytes` fit."""
+        """Delete partial files of killed processes, and the least recently used entries until `num_bytes` fit."""
         for path in self.folder.glob(f"*{PARTIAL}"):
             with contextlib.suppress(OSError), path.open("rb") as file:  # another process has removed or locked it
                 if time.time() - path.stat().st_mtime > NEW_SECONDS:
@@ -137,15 +137,19 @@ class PackedWeightCache:
 
 
 def hash_key(*facts: object) -> str:
-    """Return the key of an entry. The facts decide its contents, and can be written as JSON."""
+    """Return the key of an entry.
+
+    Args:
+        facts: everything that the contents of the entry depend on, as values that JSON can represent.
+    """
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
 
 def fingerprint(files: Iterable[Path]) -> str:
-    """Return a hash that changes with the files' contents, without reading large files whole.
+    """Return a hash that changes if the contents of the files change, without reading large files completely.
 
-    It covers names, sizes, first bytes, and times of change. The time of a file's entry (ctime) cannot be set back, so
-    every change of a byte shows. Files that were copied, renamed or given other permissions count as changed too.
+    It covers names, sizes, the first bytes, and times of change. A file's ctime cannot be set back, so every change of
+    its contents changes the hash. Copying or renaming a file, or changing its permissions, changes the hash too.
     """
     digest = hashlib.sha256()
     for path in sorted(files):
@@ -157,9 +161,9 @@ def fingerprint(files: Iterable[Path]) -> str:
 
 
 def sampled_digest(files: Iterable[Path]) -> str:
-    """Return a hash of files' sizes and parts of their contents, the same for all copies.
+    """Return a hash of files' sizes and parts of their contents, which is the same for all copies of the files.
 
-    Two models differ in it unless they have equal bytes at all of the many places that are read.
+    The hashes of two models differ unless all the parts that are read are equal.
     """
     digest = hashlib.sha256()
     for path in sorted(path for path in files if path.exists()):

@@ -12,20 +12,21 @@ from torch import Tensor, nn
 
 from moeserve.models.packed_cache import PackedWeightCache
 
-DELAY_SECONDS = 5.0  # before writing begins, so that the first requests are not slowed
-POLL_SECONDS = 0.1  # between checks for the end of the process
+DELAY_SECONDS = 5.0  # delay before writing, so that the first requests are not slowed down
+POLL_SECONDS = 0.1  # interval between checks if the process is exiting
 LOWEST_PRIORITY = 19
 
 
 class CacheWriter(threading.Thread):
-    """Stores the packed weights of a model.
+    """A thread that stores the packed weights of a model in the cache.
 
-    Writing is cancelled when the model is deleted, since the thread holds its memory, and when the process exits, since
-    a short run should not wait for the disk. A longer run completes the entry.
+    Writing is cancelled when the model is deleted, because the thread holds its memory, and when the process exits,
+    because a short run should not wait for the disk. A longer run completes the entry.
     """
 
     def __init__(self, model: nn.Module, cache: PackedWeightCache, key: str, state: dict[str, Tensor]) -> None:
-        # Python waits for it at exit, also where a daemon thread starts it. It would abort if tensors were freed later.
+        # daemon=False, also if a daemon thread starts it, so that Python waits for this thread at exit. If the thread
+        # freed tensors after that, the process would abort.
         super().__init__(name="packed weight cache", daemon=False)
         self.cancelled = threading.Event()
         weakref.finalize(model, self.cancelled.set)
@@ -34,12 +35,12 @@ class CacheWriter(threading.Thread):
         self._state = state
 
     def run(self) -> None:
-        state, self._state = self._state, {}  # released when this returns
+        state, self._state = self._state, {}  # so that the tensors are released when this method returns
         start = time.monotonic() + DELAY_SECONDS
         while time.monotonic() < start and not self._is_cancelled():
             self.cancelled.wait(POLL_SECONDS)
         if sys.platform == "linux":
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)  # of this thread alone
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)  # only of this thread
         self._cache.store(self._key, state, self._is_cancelled)
 
     def _is_cancelled(self) -> bool:

@@ -1,4 +1,4 @@
-"""Pack the weights of a model for the kernels, each as soon as it is filled."""
+"""Packing of a model's weights for the kernels while they are loaded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ class Packer:
         }
 
     def on_filled(self, place: Destination) -> None:
-        """Count the values of a destination that is filled now. Each destination is passed once."""
+        """Count the values of a destination that has been filled, and pack its weight if all its values are loaded.
+
+        Must be called once for each destination.
+        """
         owner = place.owner
         if owner is None or owner.is_borrowed or owner not in self._num_missing:
             return
@@ -34,14 +37,14 @@ class Packer:
             owner.pack()
 
     def finish(self) -> None:
-        """Pack what is not packed yet, when everything is filled."""
-        for weights in sorted(self._num_missing, key=lambda weights: weights.is_borrowed):  # those that lend come first
+        """Pack all remaining weights after everything has been filled."""
+        for weights in sorted(self._num_missing, key=lambda weights: weights.is_borrowed):  # lending weights first
             weights.pack()
         self._num_missing.clear()
 
 
 def packed_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return all tensors of a packed model, by name, for `adopt_state`."""
+    """Return all tensors of a packed model by name, for `adopt_state`."""
     state: dict[str, Tensor] = dict(model.named_parameters())
     return state | {
         f"{name}.panels": weights.panels for name, weights in weights_of(model).items() if weights.panels is not None
@@ -49,9 +52,10 @@ def packed_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def adopt_state(model: nn.Module, state: Mapping[str, Tensor]) -> bool:
-    """Use the tensors of a packed model instead of filling and packing. Each may have padding at its end.
+    """Set the weights of a model to the tensors of a packed one, instead of filling and packing them.
 
-    Return False, and leave the model as it is, if the tensors are not those of this model.
+    A tensor may have padding at its end. Return False, without changing the model, if the tensors do not belong to this
+    model.
     """
     packed = {name: weights for name, weights in weights_of(model).items() if weights.packs}
     panels = {f"{name}.panels": weights for name, weights in packed.items()}
@@ -61,7 +65,7 @@ def adopt_state(model: nn.Module, state: Mapping[str, Tensor]) -> bool:
     sizes |= {name: parameter.nbytes for name, parameter in parameters.items()}
     if state.keys() != sizes.keys() or any(state[name].nbytes < size for name, size in sizes.items()):
         return False
-    # Biases come before their weights, whose kernels take the biases' addresses.
+    # Set biases before their weights, because the kernels of weights keep the addresses of biases.
     for name, parameter in parameters.items():
         parameter.data = state[name][: sizes[name]].view(parameter.dtype).view(parameter.shape)
     for name, weights in panels.items():

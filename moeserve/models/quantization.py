@@ -1,6 +1,7 @@
-"""The tensors of a checkpoint, plain or encoded, and the decoding of 8-bit and 4-bit floats.
+"""Plain and encoded tensors of a checkpoint, and the decoding of 8-bit and 4-bit floats.
 
-An encoded weight is decoded to float32, slice by slice. A format's rules for activations are ignored.
+Encoded weights are decoded to float32, slice by slice. Formats may also specify how to quantise activations; this is
+ignored.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from moeserve.ops.interfaces import MXFP4_GROUP
 # O rows, I columns, B blocks in a row, G blocks in a column, or groups of 16 or 32 values in a row, e experts
 
 PLAIN_DTYPES = ("F32", "F16", "BF16")
-INTEGER_DTYPES = ("I64", "I32")  # of tables, such as the experts of each token id
-FP8_NAN = 0x7F  # E4M3 has no infinities, and one NaN of each sign
+INTEGER_DTYPES = ("I64", "I32")  # dtypes of tables, such as the experts of each token id
+FP8_NAN = 0x7F  # E4M3 has no infinities, and one NaN for each sign
 E8M0_NAN = 255
 NVFP4_GROUP = 16  # inputs that share a scale
 FP4_CODES = ("U8", "I8")  # dtypes of pairs of codes
 E8M0_DTYPES = ("U8", "F8_E8M0")
-FP4_MAGNITUDES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]  # E2M1, by code; codes 8 to 15 are their negatives
+FP4_MAGNITUDES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]  # E2M1 values of codes 0 to 7; codes 8 to 15 negate them
 
 _FP4 = torch.tensor(FP4_MAGNITUDES + [-magnitude for magnitude in FP4_MAGNITUDES])
 # The two values of each byte, low nibble first, as one int64, so that one look-up returns both.
@@ -37,7 +38,7 @@ _POWER_OF_BYTE = torch.tensor([2.0 ** (byte - 127) for byte in range(E8M0_NAN)])
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A stored tensor, as the header of its shard describes it."""
+    """A stored tensor, described by the header of its shard."""
 
     name: str
     shard: Path
@@ -46,12 +47,12 @@ class StoredTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Size in the shard. The number in safetensors' name of a dtype is its width in bits."""
+        """Size in the shard, from the width in bits that safetensors' name of the dtype contains."""
         bits = 8 if self.dtype == "BOOL" else int(re.findall(r"\d+", self.dtype)[0])
         return math.prod(self.shape) * bits // 8
 
     def wrong(self, why: str) -> CheckpointError:
-        """Return an error that names shard and tensor."""
+        """Return an error that names shard and tensor, followed by `why`."""
         return CheckpointError(f"{self.shard}: tensor {self.name!r} {why}")
 
 
@@ -65,17 +66,17 @@ class CheckpointTensor(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The decoded shape. Valid after `check`."""
+        """The shape after decoding. Valid only after `check`."""
 
     @property
     def shard(self) -> Path:
-        """The shard with the largest part of the tensor, if several shards store parts of it."""
+        """The shard that stores the tensor, or the largest part of it."""
 
     def check(self) -> None:
         """Raise CheckpointError if dtypes or shapes in the headers are not supported."""
 
     def read(self, read_rows: ReadRows, start: int, stop: int) -> Tensor:
-        """Return [stop - start, *shape[1:]], slices of the first dimension; encoded tensors in float32."""
+        """Return a slice [stop - start, *shape[1:]] of the first dimension. Encoded tensors are decoded to float32."""
 
 
 def decode_fp8(codes_OI: Tensor, scale_OB: Tensor, block_width: int) -> Tensor:
@@ -83,8 +84,8 @@ def decode_fp8(codes_OI: Tensor, scale_OB: Tensor, block_width: int) -> Tensor:
 
     `scale_OB` is float32, with B = ceil(I / block_width). Source: OCP 8-bit floating point specification, E4M3.
     """
-    # E4M3's exponent and mantissa in the place of float16's are 2**-8 times the value, since the exponents' biases are
-    # 7 and 15. That holds for subnormals too, and is three times as fast as torch's conversion.
+    # Moving E4M3's exponent and mantissa to those of float16 gives 2**-8 times the value, because the exponent biases
+    # are 7 and 15. This is also correct for subnormals, and three times as fast as torch's conversion.
     halves_OI = codes_OI.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)
     values_OI = halves_OI.view(torch.float16).float()
     scale_OB = scale_OB * 2.0**8
@@ -119,7 +120,7 @@ def e8m0_values(stored: StoredTensor, exponents: Tensor) -> Tensor:
 
 
 def check_mxfp4_scales(stored: StoredTensor, scales: Tensor) -> None:
-    """Raise CheckpointError for a NaN, which would turn the output of every token into NaN."""
+    """Raise CheckpointError if a scale is NaN, because the output of every token would become NaN."""
     if int(scales.amax()) == E8M0_NAN:
         raise stored.wrong(f"holds a scale of {E8M0_NAN}, which is NaN; download it again")
 
@@ -158,7 +159,7 @@ class Fp8Tensor:
     is_encoded: ClassVar[bool] = True
     weight: StoredTensor
     scale: StoredTensor
-    block_size: tuple[int, int] | None = None  # the last blocks may be smaller; None: scales per row or matrix
+    block_size: tuple[int, int] | None = None  # the last blocks may be smaller; None: a scale per row or per matrix
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -170,7 +171,7 @@ class Fp8Tensor:
 
     @property
     def block(self) -> tuple[int, int]:
-        """Rows and columns that share a scale."""
+        """Number of rows and columns that share a scale."""
         num_rows, num_columns = self.shape
         if self.block_size is not None:
             return self.block_size
@@ -219,7 +220,7 @@ class Fp4Tensor:
     codes: StoredTensor  # [O, I / 2], 8 bits
     scales: StoredTensor  # [O, G]: E4M3 in NVFP4, E8M0 in MXFP4
     global_scale: StoredTensor | None = None  # NVFP4's scale for the whole matrix
-    has_divisor: bool = False  # weights are divided by the global scale, as in compressed-tensors
+    has_divisor: bool = False  # True: weights are divided by the global scale, as in compressed-tensors
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -252,7 +253,7 @@ class Fp4Tensor:
         return self.global_scale is None
 
     def read_mxfp4(self, read_rows: ReadRows) -> tuple[Tensor, Tensor]:
-        """Return the codes [O, I / 2] and the exponents [O, G] of a matrix in MXFP4 as they are stored, in uint8."""
+        """Return the stored codes [O, I / 2] and exponents [O, G] of a matrix in MXFP4, both uint8."""
         assert self.is_mxfp4
         codes, scales = (read_rows(part, 0, self.shape[0]).view(torch.uint8) for part in (self.codes, self.scales))
         check_mxfp4_scales(self.scales, scales)
@@ -267,14 +268,14 @@ class Fp4Tensor:
         scales_OG = stored_scales_OG.float()
         scales_OG = scales_OG / global_scale if self.has_divisor else scales_OG * global_scale
         if not bool(scales_OG.isfinite().all()):
-            # A NaN in a weight turns the output of every token into NaN.
+            # A NaN in a weight would turn the output of every token into NaN.
             raise self.scales.wrong(f"or {self.global_scale.name!r} holds NaN or infinity; download them again")
         return decode_fp4(codes_OGN, scales_OG)
 
 
 @dataclass(frozen=True)
 class Mxfp4Part(PlainTensor):
-    """The codes or the scales of matrices in MXFP4, which are loaded as they are stored (uint8)."""
+    """The codes or the scales of matrices in MXFP4, which are loaded without decoding (uint8)."""
 
     def check(self) -> None:
         if self.stored.dtype != "U8":

@@ -1,4 +1,4 @@
-"""Rows of the weight mapping for mixers that keep a state: linear attention and short convolutions."""
+"""Rows of the weight mapping for mixers with a recurrent state: linear attention and short convolutions."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from moeserve.models.weight_loading import Destination, Row, columns, rows, rows
 
 @dataclass(frozen=True)
 class _Part:
-    """This rank's rows of a part, ordered by head. `share` is their range among the rows of all ranks."""
+    """This rank's rows of a projection's part, ordered by head. `share` is their range among the rows of all ranks."""
 
     memory: Tensor
     owner: Weights | None
     share: slice
-    num_rows: int  # of all ranks
+    num_rows: int  # number of rows of all ranks
 
     @classmethod
     def of_heads(cls, memory: Tensor, heads: slice, num_heads: int, owner: Weights | None = None) -> _Part:
@@ -66,7 +66,7 @@ def linear_attention_rows(prefix: str, layer: LinearAttention, names: LinearAtte
 
 
 def convolution_rows(prefix: str, layer: GatedConvolution) -> Iterator[Row]:
-    """Yield the mapping rows of one short convolution of LFM2."""
+    """Yield the mapping rows of one of LFM2's short convolutions."""
     channels, num_channels = layer.channels, layer.config.num_channels
     kinds: list[tuple[str, Tensor, Tensor, Weights | None]]
     kinds = [("weight", layer.input.weight, layer.taps.T[:, None], layer.input.weights)]
@@ -81,14 +81,14 @@ def convolution_rows(prefix: str, layer: GatedConvolution) -> Iterator[Row]:
 
 
 def summed_rows(prefix: str, linear: Linear, share: slice, num_columns: int, has_bias: bool) -> Iterator[Row]:
-    """Yield a projection divided by columns over the tp ranks. One rank adds the bias."""
+    """Yield the rows of a projection whose columns are divided over the tp ranks. One rank adds the bias."""
     yield f"{prefix}.weight", columns(linear.weight, share, num_columns, linear.weights)
     if has_bias:
         yield f"{prefix}.bias", None if linear.bias is None else whole(linear.bias)
 
 
 def _projections(layer: LinearAttention) -> dict[LinearAttentionPart, _Part]:
-    """Return the parts of all projections, without the first factors of low-rank projections."""
+    """Return this rank's parts of all projections, except the first factors of low-rank projections."""
     heads, num_heads = layer.heads, layer.config.num_heads
     parts = _queries_keys_values(layer, layer.input.weight, layer.input.weights)
     rates = list(layer.rates.weight.split(layer.rate_sizes))
@@ -108,7 +108,7 @@ def _projections(layer: LinearAttention) -> dict[LinearAttentionPart, _Part]:
 def _queries_keys_values(
     layer: LinearAttention, memory: Tensor, owner: Weights | None = None
 ) -> dict[LinearAttentionPart, _Part]:
-    """Return the query, key and value parts of memory that begins with their rows, in this order."""
+    """Return the query, key and value parts of `memory`, which begins with their rows in this order."""
     query, key, value = memory[: sum(layer.projected_sizes[:3])].split(layer.projected_sizes[:3])
     num_heads, num_key_heads = layer.config.num_heads, layer.config.num_key_heads
     return {
@@ -119,7 +119,7 @@ def _queries_keys_values(
 
 
 def _joined(name: str, parts: list[_Part]) -> Iterator[Row]:
-    """Yield a tensor that stores all heads of the first part, then all heads of the second, and so on."""
+    """Yield the rows of a tensor that stores all heads of the first part, then all heads of the second, and so on."""
     num_rows, first = sum(part.num_rows for part in parts), 0
     for part in parts:
         share = slice(first + part.share.start, first + part.share.stop)
@@ -128,7 +128,7 @@ def _joined(name: str, parts: list[_Part]) -> Iterator[Row]:
 
 
 def _by_key_head(name: str, parts: list[_Part], layer: LinearAttention) -> Iterator[Row]:
-    """Yield a tensor that stores the rows of all parts for one key head after another."""
+    """Yield the rows of a tensor that is ordered by key head, each with its rows of all parts."""
     sizes = [part.num_rows // layer.config.num_key_heads for part in parts]
     num_rows = sum(part.num_rows for part in parts)
     for slot, head in enumerate(range(layer.key_heads.start, layer.key_heads.stop)):

@@ -1,4 +1,4 @@
-"""The registry of families, and the description of a checkpoint by its config.json and generation_config.json."""
+"""The registry of families, and descriptions of checkpoints from config.json and generation_config.json."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moeserve.models.weight_format import WeightFormat, read_weight_format
 
 
 def _find_families() -> dict[str, Family]:
-    """Return the families in the folder `families`, by architecture."""
+    """Return the families defined in the package `families`, by architecture."""
     names = [f"{families.__name__}.{module.name}" for module in iter_modules(families.__path__)]
     values = [value for name in names for value in vars(importlib.import_module(name)).values()]
     found = [value for value in values if isinstance(value, Family)]
@@ -32,11 +32,11 @@ FAMILIES = _find_families()
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """A checkpoint without its weights."""
+    """The description of a checkpoint, without its weights."""
 
     family: Family
     model: ModelConfig
-    dtype: DtypeName  # of weights that are not quantised
+    dtype: DtypeName  # dtype of weights that are not quantised
     weight_format: WeightFormat
 
     def with_draft_layer(self) -> Description:
@@ -48,7 +48,7 @@ class Description:
         return replace(self, family=family, model=self.model.with_draft_layer())
 
     def keeps_mxfp4(self, dtype: DtypeName) -> bool:
-        """Return True if experts in MXFP4 stay as the checkpoint stores them, where there are kernels."""
+        """Return True if experts in MXFP4 are kept without decoding, provided that there are kernels for them."""
         return dtype == "bfloat16" and self.weight_format.is_mxfp4
 
 
@@ -66,7 +66,7 @@ def read_facts(
     """Return the facts that the engine needs before it loads a checkpoint (a folder or a GGUF file).
 
     Args:
-        with_draft_layer: include the multi-token prediction (MTP) layer, if there is one.
+        with_draft_layer: include the multi-token prediction (MTP) layer if there is one.
 
     Raises:
         CheckpointError: the folder or its config.json is missing, the architecture is unsupported, or the config is
@@ -100,13 +100,13 @@ def read_facts(
 
 
 def describe(folder: str | Path, model_impl: Literal["auto", ModelImplName] = "auto") -> Description:
-    """Read a checkpoint's config.json.
+    """Return the description of a checkpoint from its config.json.
 
     Args:
-        model_impl: "transformers" for a model that runs through transformers' code.
+        model_impl: "transformers" if the model runs with transformers' code.
 
     Raises:
-        CheckpointError: see `read_facts`.
+        CheckpointError: as in `read_facts`.
     """
     config = _open_config(folder_of(folder))
     architecture = config.architecture()
@@ -137,7 +137,7 @@ def describe(folder: str | Path, model_impl: Literal["auto", ModelImplName] = "a
 
 
 def read_generation_defaults(folder: str | Path) -> GenerationDefaults:
-    """Return end-of-sequence ids and sampling defaults from generation_config.json; ids also from config.json."""
+    """Return the sampling defaults and end-of-sequence ids in generation_config.json. Ids may be in config.json too."""
     folder = Path(folder)
     path = folder / "generation_config.json"
     generation = read_json(path) if path.is_file() else {}
@@ -151,7 +151,7 @@ def read_generation_defaults(folder: str | Path) -> GenerationDefaults:
     return GenerationDefaults(eos_token_ids, sampling)
 
 
-# Defaults that are used: transformers' name and ours
+# The defaults that are used: transformers' names and ours.
 _SAMPLING_NAMES = {
     "temperature": "temperature",
     "top_p": "top_p",

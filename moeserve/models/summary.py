@@ -1,6 +1,6 @@
 """The size of a model before it is loaded: parameters, memory, and cache per token.
 
-The counts are taken from the model itself, which is built without memory for its parameters.
+The counts are taken from the model, which is built without memory for its parameters.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from moeserve.ops.select import select_kernels
 
 @dataclass(frozen=True)
 class Part:
-    """One kind of parameters, in all layers together."""
+    """The number of parameters of one kind, in all layers together."""
 
     name: str
-    dtype: str  # "mxfp4", or a name of torch
+    dtype: str  # "mxfp4", or torch's name of a dtype
     num_parameters: int
-    num_active: int  # parameters that one token uses: one row of the embedding, and the experts that are chosen
+    num_active: int  # parameters that one token uses: one row of the embedding, and only the chosen experts
     num_bytes: int
 
 
@@ -46,7 +46,7 @@ class Summary:
     parts: tuple[Part, ...]
     num_layers: int
     num_sparse_layers: int  # layers with experts
-    cache: CacheNeeds  # all layers together
+    cache: CacheNeeds  # cache memory of all layers together
 
     @property
     def num_parameters(self) -> int:
@@ -54,7 +54,7 @@ class Summary:
 
     @property
     def num_active(self) -> int:
-        """Parameters that one token uses."""
+        """Number of parameters that one token uses."""
         return sum(part.num_active for part in self.parts)
 
     @property
@@ -70,11 +70,12 @@ def summarize(
     stage: range | None = None,
     kv_cache_dtype: CacheDtypeName = "auto",
 ) -> Summary:
-    """Count a model's parameters part by part: all of them, or those of the rank whose groups are given.
+    """Count the parameters of a model, or of one of its ranks, by kind.
 
     Args:
+        groups: the groups of the rank; None: the whole model.
         placements: the placement of each sparse layer; None: each expert once, in order.
-        stage: numbers of the layers of the rank; None: all layers.
+        stage: indices of the rank's layers; None: all layers.
 
     Raises:
         SettingsError: `kv_cache_dtype` does not support this model.
@@ -130,17 +131,18 @@ def summarize(
 
 @dataclass(frozen=True)
 class LoadingMemory:
-    """Bytes that a rank's weights take."""
+    """The memory of a rank's weights in bytes."""
 
-    kept: int  # once they are loaded
-    peak: int  # while they are loaded, with open weights beside the packed ones
+    kept: int  # after loading
+    peak: int  # maximum during loading, when open and packed weights exist at the same time
 
 
 def loading_memory(model: Decoder, *, fills_all_first: bool = False) -> LoadingMemory:
-    """Count the memory that a model's weights will take. The model need not have memory yet.
+    """Return the memory that a model's weights will need. The model may be on the meta device.
 
     Args:
-        fills_all_first: all weights are filled before the first is packed; otherwise about one layer is open at a time.
+        fills_all_first: True: all weights are filled before the first is packed; False: about one layer at a time is
+            open.
     """
     every = weights_of(model).values()
     memories = {id(tensor) for weights in every for tensor in weights.open_tensors}
@@ -177,18 +179,18 @@ def _open_bytes(weights: Weights) -> int:
 
 
 def _is_replaced(weights: Weights) -> bool:
-    """Return True if the weights are packed into other memory, and their own is released."""
+    """Return True if the weights are packed into new memory, and the memory of the open weights is released."""
     return weights.packs and not weights.is_borrowed and not weights.packs_in_place
 
 
 class _Counts:
-    """Parameters by part and dtype, in the order in which parts are first added."""
+    """Counts of parameters by kind and dtype, in the order in which kinds are first added."""
 
     def __init__(self) -> None:
         self._totals: dict[tuple[str, str], list[int]] = {}
 
     def add(self, name: str, *modules: nn.Module | None, active: tuple[int, int] = (1, 1)) -> None:
-        """Add the parameters of modules. `active` is the share that a token uses, as a fraction."""
+        """Add the parameters of modules. `active` is the fraction (numerator, denominator) that a token uses."""
         for part in (part for module in modules if module is not None for part in module.modules()):
             is_mxfp4 = isinstance(part, Weights) and part.is_mxfp4
             for parameter_name, parameter in part.named_parameters(recurse=False):

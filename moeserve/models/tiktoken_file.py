@@ -1,8 +1,8 @@
-"""Load the tokenizer of a checkpoint whose only vocabulary is a tiktoken file (Kimi and Moonlight).
+"""Tokenizers of checkpoints whose only vocabulary is a tiktoken file (Kimi and Moonlight).
 
-A tiktoken file holds the bytes and the rank of every token, but not how text is split into words before tokens are
-merged. Published checkpoints define the split in Python code beside the file. That code is never run: the splits of the
-published modules are listed here by module name.
+A tiktoken file holds the bytes and the rank of every token, but not the rule that splits text into words before tokens
+are merged. Published checkpoints define this split in Python code, which is never run. The splits of the published
+modules are listed here by module name instead.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moeserve.models.config_values import read_json
 
 FILE_NAME = "tiktoken.model"
 
-# Moonshot's split: runs of Han characters, words of other letters with their contractions, digits by three, the rest.
+# Moonshot's split: runs of Han characters, words of other letters with contractions, up to three digits, other text.
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _BEFORE_WORD = r"[^\r\n\p{L}\p{N}]?"
@@ -35,20 +35,20 @@ MOONSHOT_SPLIT = "|".join(
         r"\s+",
     ]
 )
-# The Python module that a checkpoint names for its tokenizer, and the split that this module uses.
+# The Python modules that checkpoints name for their tokenizers, and the splits in these modules.
 SPLIT_OF_MODULE = {"tokenization_kimi": MOONSHOT_SPLIT, "tokenization_moonshot": MOONSHOT_SPLIT}
-NUM_SPECIAL_TOKENS = 256  # ids that follow the ranks; those that the config does not name are reserved
+NUM_SPECIAL_TOKENS = 256  # number of ids after the ranks; ids that the config does not name are reserved
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 def load_tiktoken(folder: Path) -> Any | None:
-    """Return the tokenizer of a folder with tiktoken.model, or None when its split is not known.
+    """Return the tokenizer of a folder with tiktoken.model, or None if its split is not known.
 
-    The result is a PreTrainedTokenizerFast with the ids of the `tiktoken` library under the published split. (The
-    published code also cuts text without white space every 25,000 characters, to spare that library's stack; here
-    such text is one piece.) Tokens that follow the ranks are matched wherever a text spells them; those that
-    tokenizer_config.json marks as special are special.
+    The result is a PreTrainedTokenizerFast that gives the same ids as the `tiktoken` library with the published split.
+    There is one exception: to protect that library's stack, the published code also splits text without white space
+    every 25,000 characters; here such text is not split. Tokens after the ranks are matched anywhere in a text. They
+    are special tokens if tokenizer_config.json marks them as special.
 
     Raises:
         CheckpointError: a file is damaged, or the config names tokens that do not fit the vocabulary.
@@ -67,7 +67,7 @@ def load_tiktoken(folder: Path) -> Any | None:
         return _build(folder, config, split, ranks)
     except SettingsError:
         raise
-    except Exception as error:  # of any type: values of a wrong type, and tokens that do not fit the vocabulary
+    except Exception as error:  # values of a wrong type and tokens outside the vocabulary raise various exceptions
         raise CheckpointError(
             f"{config_path} does not fit the {len(ranks)} tokens of {path}: {error!r:.200}; copy both files again from "
             "where the checkpoint came from"
@@ -75,7 +75,9 @@ def load_tiktoken(folder: Path) -> Any | None:
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
-    """Return the tokens of a tiktoken file with their ranks, which are their ids: each of 0, 1, ... once, in any order.
+    """Return the tokens of a tiktoken file with their ranks, which are their ids.
+
+    The ranks are 0, 1, 2, ..., each once, in any order.
 
     Raises:
         CheckpointError: the file is damaged.
@@ -97,7 +99,7 @@ def read_ranks(path: Path) -> dict[bytes, int]:
 
 
 def _code_module(config: dict[str, Any]) -> str:
-    """Return the module that auto_map names for the tokenizer, such as tokenization_kimi; "" if it names none."""
+    """Return the tokenizer's module from auto_map, such as tokenization_kimi; "" if there is none."""
     match config.get("auto_map"):
         case {"AutoTokenizer": str(reference)} | {"AutoTokenizer": [str(reference), *_]}:
             return reference.rpartition("--")[2].partition(".")[0]  # owner/repository--module.Class
@@ -130,7 +132,7 @@ def _build(folder: Path, config: dict[str, Any], split: str, ranks: dict[bytes, 
         raise ValueError(f"added_tokens_decoder lacks {sorted(unknown)}")
 
     converter = TikTokenConverter(vocab_file=str(folder / FILE_NAME), pattern=split)
-    # The reader of the tiktoken library caches files by path, so it would miss that a file was replaced.
+    # Do not use the tiktoken library's reader: it caches files by path, so it would not notice a replaced file.
     vars(converter)["load_tiktoken_bpe"] = lambda _: ranks
     backend = converter.converted()
     backend.add_tokens([AddedToken(token, special=token in special, normalized=False) for token in contents.values()])
@@ -144,5 +146,5 @@ def _build(folder: Path, config: dict[str, Any], split: str, ranks: dict[bytes, 
         clean_up_tokenization_spaces=False,
         **named,
     )
-    tokenizer.name_or_path = str(folder)  # set later: as an argument it would make transformers query its hub
+    tokenizer.name_or_path = str(folder)  # not a constructor argument, which would make transformers query its hub
     return tokenizer

@@ -1,7 +1,7 @@
-"""Load the tokenizer of a checkpoint: the vocabulary, its special tokens, and its chat templates.
+"""Tokenizers of checkpoints: the vocabulary, its special tokens, and its chat templates.
 
-`tokenizer.json` is read by the tokenizers library alone. transformers takes longer to import than torch's own start, so
-it is imported only for other vocabularies, and for configs that add to a `tokenizer.json`. It is an extra of moeserve.
+The tokenizers library reads `tokenizer.json` without transformers, an optional dependency that takes long to import.
+transformers is imported only for other vocabularies, and for configs that change the meaning of `tokenizer.json`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from tokenizers import AddedToken, Tokenizer
 from moeserve.errors import CheckpointError, SettingsError, missing_extra
 from moeserve.models.tiktoken_file import load_tiktoken
 
-# transformers reads these vocabularies wrongly: it omits the space that a SentencePiece model puts before a text, and
-# guesses how text is split before it is looked up in a tiktoken file. tiktoken.model is read if tokenizer_config.json
-# names the split; see tiktoken_file.py.
+# transformers does not read these vocabularies correctly: it omits the space that a SentencePiece model puts before a
+# text, and guesses the split of text for a tiktoken file. tiktoken.model is read by tiktoken_file.py if
+# tokenizer_config.json names a known split.
 UNREAD_VOCABULARY_FILES = ("tokenizer.model", "spiece.model", "tiktoken.model")
-# Files that are a tokenizer, the best first, and files that only accompany one.
+# Files that contain a vocabulary, in order of preference, and files that may accompany them.
 VOCABULARY_FILES = ("tokenizer.json", *UNREAD_VOCABULARY_FILES, "tekken.json", "vocab.json", "vocab.txt")
 COMPANION_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt")
 CONFIG_FILE, NAMED_TOKENS_FILE, ADDED_TOKENS_FILE, _ = COMPANION_FILES
@@ -33,18 +33,18 @@ TEMPLATE_FILE, TEMPLATE_FOLDER = "chat_template.jinja", "additional_chat_templat
 
 @dataclass(frozen=True)
 class LoadedTokenizer:
-    """A tokenizer as its checkpoint describes it."""
+    """A tokenizer and its chat templates."""
 
-    path: str  # its folder
+    path: str  # folder of the tokenizer
     backend: Tokenizer
-    special_tokens: Mapping[str, str]  # by the name that chat templates use, such as "bos_token"
-    chat_templates: Mapping[str, str]  # by name; a single one is "default"
-    adds_bos: bool = False  # texts begin with bos_token, also if the vocabulary does not add it
-    fast: Any = None  # the object of transformers that it was made from; None if it was read without
+    special_tokens: Mapping[str, str]  # by their names in chat templates, such as "bos_token"
+    chat_templates: Mapping[str, str]  # by name; a single template is "default"
+    adds_bos: bool = False  # True: texts begin with bos_token, even if the vocabulary does not add it
+    fast: Any = None  # the transformers object from which it was made; None: transformers was not used
 
     @classmethod
     def from_transformers(cls, fast: Any, *, adds_bos: bool = False) -> LoadedTokenizer:
-        """Return the parts of a fast tokenizer of transformers."""
+        """Return a tokenizer made from a fast tokenizer of transformers."""
         backend = fast.backend_tokenizer
         backend.no_truncation()
         backend.no_padding()
@@ -58,7 +58,7 @@ class LoadedTokenizer:
         )
 
     def token_id(self, name: str) -> int | None:
-        """Return the id of a special token; None if there is none of this name."""
+        """Return the id of a special token; None if there is no special token of this name."""
         token = self.special_tokens.get(name)
         return None if token is None else self.backend.token_to_id(token)
 
@@ -68,7 +68,7 @@ def load_tokenizer(folder: str) -> LoadedTokenizer | None:
 
     Raises:
         CheckpointError: there is no such folder, or a tokenizer file is damaged, missing or of an unknown kind.
-        SettingsError: the tokenizer is read by transformers, which is not installed.
+        SettingsError: the tokenizer requires transformers, which is not installed.
     """
     root = Path(folder)
     if not root.is_dir():
@@ -112,13 +112,13 @@ def load_with_transformers(folder: str) -> Any:
     except ImportError as error:
         raise missing_extra(f"reading the tokenizer in {folder} needs transformers", "transformers", error) from None
 
-    # tokenizer.json is complete. A class named beside it may belong to another family and change its meaning.
+    # tokenizer.json is complete. A class that the config names may belong to another family and change its meaning.
     loader = PreTrainedTokenizerFast if (Path(folder) / "tokenizer.json").is_file() else AutoTokenizer
     return loader.from_pretrained(folder, use_fast=True, trust_remote_code=False, local_files_only=True)
 
 
 def _read_alone(root: Path) -> LoadedTokenizer | None:
-    """Read tokenizer.json. Return None if transformers would change it by what stands in the files beside it."""
+    """Read tokenizer.json. Return None if other files in the folder make transformers change its meaning."""
     config = _read(root / CONFIG_FILE)
     if any(config.get(key) for key in CHANGING_KEYS):
         return None
@@ -155,12 +155,12 @@ def _read_alone(root: Path) -> LoadedTokenizer | None:
 
 
 def _content(token: Any) -> Any:
-    """Return the text of a token that a config describes as a text or as an object."""
+    """Return the text of a token, which is a string or an object in the config."""
     return token["content"] if isinstance(token, dict) else token
 
 
 def _read_templates(root: Path, config: Mapping[str, Any]) -> Mapping[str, str]:
-    """Return the chat templates of a folder by name. Those in files replace those of tokenizer_config.json."""
+    """Return the chat templates of a folder by name. Templates in files replace those of tokenizer_config.json."""
     files = {path.name.removesuffix(".jinja"): path for path in (root / TEMPLATE_FOLDER).glob("*.jinja")}
     if (root / TEMPLATE_FILE).is_file():
         files["default"] = root / TEMPLATE_FILE
@@ -169,7 +169,7 @@ def _read_templates(root: Path, config: Mapping[str, Any]) -> Mapping[str, str]:
 
 
 def _templates_by_name(templates: Any) -> Mapping[str, str]:
-    """Return templates, in any of the forms that a tokenizer has them, by name."""
+    """Return templates by name, from any of the forms that tokenizer configs use."""
     if isinstance(templates, str):
         return {"default": templates}
     if isinstance(templates, list):
@@ -178,7 +178,7 @@ def _templates_by_name(templates: Any) -> Mapping[str, str]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, empty if there is no such file."""
+    """Return the object in a JSON file; empty if the file does not exist."""
     if not path.is_file():
         return {}
     content = json.loads(path.read_text(encoding="utf-8"))

@@ -1,10 +1,10 @@
-"""Models that run through transformers' own modelling code: `model_impl="transformers"`.
+"""Models that run with transformers' modelling code: `model_impl="transformers"`.
 
-transformers lets a caller register functions that replace attention and experts. Ours attend over the paged KV cache,
-and dispatch tokens to the experts of all ranks. Everything else, such as norms, routers, shared experts and the LM
-head, runs in transformers' code. Each rank holds it whole, and the last bits of its results depend on the batch.
+transformers allows a caller to register functions that replace attention and experts. Ours attend over the paged KV
+cache, and dispatch tokens to the experts of all ranks. Everything else, such as norms, routers, shared experts and the
+LM head, runs in transformers' code and is replicated on every rank. It is not batch-invariant.
 
-The shape of such a model is found by a trial run on the meta device, which computes nothing.
+The shape of such a model is determined by a trial run on the meta device, which computes nothing.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def read_shape(config: ConfigValues) -> ModelConfig:
 
 
 class _Refusal:
-    """Makes the errors for models that this implementation cannot run."""
+    """A factory of the errors for models that this implementation cannot run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -140,7 +140,7 @@ def _attention_config(
 def _build(
     folder: Path, attend: Attend, run_experts: RunExperts, device: torch.device, dtype: torch.dtype | None
 ) -> Any:
-    """Return transformers' model with these functions. On the meta device it has no weights.
+    """Return transformers' model with these functions. On the meta device, weights are not loaded.
 
     Raises:
         CheckpointError: transformers does not know the model, or cannot load it.
@@ -182,7 +182,7 @@ def _build(
 
 @dataclass
 class _Current:
-    """The step that the model is computing."""
+    """The step that the model is computing, and its caches."""
 
     step: StepInputs
     caches: Sequence[KeyValueCache]
@@ -194,7 +194,7 @@ class ForeignExperts(nn.Module):
     def __init__(
         self, module: Any, placement: Placement, dispatchers: DispatcherFactory, context: ModelContext
     ) -> None:
-        """Keep the weights of this rank's experts in a module of transformers, and free those of all others."""
+        """Keep the weights of this rank's experts in a transformers module, and free those of all other experts."""
         super().__init__()
         rank = dispatchers.group.rank_in_group
         self.load = ExpertLoad(placement, rank, context)
@@ -227,7 +227,7 @@ class ForeignExperts(nn.Module):
 
     @staticmethod
     def _run_expert(module: Any, expert: int, rows_RD: Tensor) -> Tensor:
-        """Return the outputs [R, D] of one expert, as transformers' own functions compute them."""
+        """Return the outputs [R, D] of one expert, computed as in transformers."""
 
         def linear(name: str, rows: Tensor) -> Tensor:
             weight = getattr(module, name)[expert]
@@ -243,10 +243,10 @@ class ForeignExperts(nn.Module):
 
 
 class TransformersModel(nn.Module):
-    """A model of transformers that replaces a `Decoder`, and has the same members that a worker uses.
+    """A transformers model with the members of `Decoder` that a worker uses.
 
     Args:
-        folder: the checkpoint. It is loaded whole; then each rank keeps only its own experts.
+        folder: the checkpoint. Each rank loads it completely, and then keeps only its own experts.
         config: the result of `read_shape`.
     """
 
@@ -283,7 +283,7 @@ class TransformersModel(nn.Module):
 
     @property
     def cache_needs(self) -> CacheNeeds:
-        """The cache memory that all layers together need."""
+        """The cache memory that all layers need together."""
         needs = (cache_needs_of(config, config.num_kv_heads, self.context) for config in self._attentions)
         return sum(needs, CacheNeeds())
 
@@ -294,15 +294,15 @@ class TransformersModel(nn.Module):
         return [make_key_value_cache(config, config.num_kv_heads, size, self.context) for config in self._attentions]
 
     def with_one_layer_of_each_kind(self) -> TransformersModel:
-        """Return the model itself, because the layers of transformers' model cannot be taken apart."""
+        """Return the model itself, because the layers of a transformers model cannot be separated."""
         return self
 
     def is_capturable(self, tokens_per_rank: Sequence[int]) -> bool:
-        """Return False; see `ForeignExperts.is_capturable`."""
+        """Return False, because `ForeignExperts` cannot be captured in a CUDA graph."""
         return False
 
     def forward(self, step: StepInputs, caches: Sequence[KeyValueCache]) -> Tensor:
-        """Return hidden states [T, D] of all tokens of the replica, after the last norm. Collective: all ep ranks."""
+        """Return hidden states [T, D] of all tokens of the replica, after the final norm. Collective: all ep ranks."""
         self._current = _Current(step, caches)
         # Modelling code cannot run without tokens, but this rank's experts may receive tokens of other ranks.
         tokens_T, positions_T = (x if len(x) else x.new_zeros(1) for x in (step.token_ids, step.positions))
@@ -319,12 +319,12 @@ class TransformersModel(nn.Module):
         return hidden_TD[: len(step.token_ids)]
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
-        """Return logits [T, V] of hidden states, as in transformers, with soft caps and scale factors."""
+        """Return the logits [T, V] of hidden states, including transformers' soft caps and scale factors."""
         logits_TV: Tensor = self.head(inputs_embeds=hidden_TD[None]).logits[0]
         return logits_TV
 
     def _attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, settings: dict[str, Any]) -> Tensor:
-        """Return [1, T, N, V]."""
+        """Return the attended values [1, T, N, V] for transformers."""
         assert self._current is not None
         step, cache = self._current.step, self._current.caches[module.layer_idx]
         if len(step.token_ids) == 0:
@@ -364,13 +364,13 @@ def _shape_of(config: AttentionConfig, context: ModelContext) -> AttentionShape:
 
 
 def _no_mask(device: torch.device) -> Tensor:
-    """Return an unused four-dimensional mask. It keeps transformers from building one."""
+    """Return an unused four-dimensional mask, which prevents transformers from building one."""
     return torch.empty(1, 1, 1, 1, device=device)
 
 
 @dataclass
 class _Output:
-    """The result of a model's layers. A head may read further fields to pass them on; they are None."""
+    """The output of a model's layers. A head may read and forward other fields; they are None."""
 
     last_hidden_state: Tensor
 
@@ -379,13 +379,13 @@ class _Output:
 
 
 class _Given(nn.Module):
-    """Replaces the layers of a model when their result is already known."""
+    """A replacement of a model's layers that returns given hidden states."""
 
     def forward(self, *args: Any, inputs_embeds: Tensor, **kwargs: Any) -> Any:
         return _Output(inputs_embeds)
 
 
 def _head_alone(model: Any) -> Any:
-    """Return a model of transformers without its layers. It computes logits from hidden states."""
+    """Return a transformers model without its layers, which computes logits from hidden states."""
     setattr(model, model.base_model_prefix, _Given())
     return model

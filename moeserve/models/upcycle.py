@@ -1,9 +1,9 @@
-"""Convert a dense Llama-style checkpoint to a Mixtral checkpoint that computes the same.
+"""Conversion of a dense Llama-style checkpoint to an equivalent Mixtral checkpoint.
 
-There are two exact ways. Replicate: every expert is a copy of the feed-forward network behind a random router; the
-weights of the chosen experts add up to one, so their sum is the dense output, whichever are chosen. Split: each of E
-experts holds a share of the neurons, all are chosen with weight 1/E, and the down projection is multiplied by E.
-Omitting an expert, or weighting it differently, changes the output, so such a model tests routing.
+There are two exact methods. Replicate: every expert is a copy of the feed-forward network, and the router is random;
+the weights of the chosen experts add up to one, so the weighted sum is the dense output, whichever experts are chosen.
+Split: each of E experts holds a share of the neurons, all experts are chosen with weight 1/E, and the down projection
+is multiplied by E. Omitting an expert, or weighting it differently, changes the output, so such a model tests routing.
 
 Source: "Sparse Upcycling" (arXiv 2212.05055).
 """
@@ -37,7 +37,7 @@ UpcycleMode = Literal["replicate", "split"]
 
 MAX_SHARD_BYTES = 10**9
 _DEFAULT_TOP_K = 2
-_EXPERT_WEIGHT = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}  # Mixtral's names for them
+_EXPERT_WEIGHT = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}  # Mixtral's names of these weights
 
 
 def upcycle(
@@ -53,15 +53,15 @@ def upcycle(
 ) -> None:
     """Write a Mixtral checkpoint that gives the same logits as a dense one.
 
-    The folder is written under another name beside `out`, then renamed, so it is complete as soon as it exists.
+    The folder is written under a temporary name and then renamed to `out`, so `out` is never incomplete.
 
     Args:
         dense: a GGUF file of architecture llama, or a folder with a Llama or Mistral checkpoint in safetensors.
-        out: the folder to write; it must not exist, or be empty.
+        out: the folder to write; it must be empty or not exist.
         num_experts: experts per layer.
         top_k: experts per token; None: all in mode "split", otherwise 2 (1 if there is only one).
-        mode: "replicate" or "split", see the module's docstring.
-        dtype: dtype of the written weights; "auto": that of the dense checkpoint, float32 for a GGUF file.
+        mode: the method, "replicate" or "split", see the module's docstring.
+        dtype: dtype of the written weights; "auto": that of the dense checkpoint, or float32 for a GGUF file.
         seed: seed of the random routers.
 
     Raises:
@@ -79,7 +79,7 @@ def upcycle(
     recipe = _Recipe(num_experts, top_k, mode, getattr(torch, dtype_name), seed)
     try:
         with _all_or_nothing(out) as folder:
-            source.write_companions(folder)  # first, so that an error comes before the long part
+            source.write_companions(folder)  # first, so that an error occurs before the long conversion
             _write_shards(folder, source, recipe, show_progress=show_progress)
             _write_json(folder / "config.json", _mixtral_config(source.config, recipe, dtype_name))
     except (OSError, SafetensorError) as error:
@@ -95,7 +95,7 @@ class _Recipe:
     seed: int
 
     def expert_width(self, config: DenseConfig) -> int:
-        """Neurons per expert. If they cannot be divided evenly, the last experts are padded with zeros."""
+        """Return the number of neurons per expert. The last experts are padded with zeros if necessary."""
         width = config.intermediate_size
         return width if self.mode == "replicate" else -(-width // self.num_experts)
 
@@ -124,7 +124,7 @@ def _open(dense: Path) -> DenseCheckpoint:
 
 
 def _mixtral_tensors(dense: DenseCheckpoint, recipe: _Recipe) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor of the Mixtral checkpoint, each in memory of its own."""
+    """Yield every tensor of the Mixtral checkpoint with its name. Tensors do not share memory."""
     generator = torch.Generator().manual_seed(recipe.seed)
     expert_width = recipe.expert_width(dense.config)
     for name, _ in dense.config.tensors():
@@ -133,7 +133,7 @@ def _mixtral_tensors(dense: DenseCheckpoint, recipe: _Recipe) -> Iterator[tuple[
         if not is_feed_forward:
             yield name, _converted(weight, recipe.dtype, name)
             continue
-        if projection == "gate_proj":  # once per layer
+        if projection == "gate_proj":  # the router, once per layer
             yield f"{layer}.block_sparse_moe.gate.weight", _router(dense.config.hidden_size, recipe, generator)
         for expert, part in enumerate(_expert_parts(weight, projection, recipe, expert_width)):
             expert_name = f"{layer}.block_sparse_moe.experts.{expert}.{_EXPERT_WEIGHT[projection]}.weight"
@@ -143,7 +143,8 @@ def _mixtral_tensors(dense: DenseCheckpoint, recipe: _Recipe) -> Iterator[tuple[
 def _router(hidden_size: int, recipe: _Recipe, generator: torch.Generator) -> Tensor:
     if recipe.mode == "split":
         return torch.zeros(recipe.num_experts, hidden_size, dtype=recipe.dtype)
-    # Router inputs are normalised, so this spread gives logits of standard deviation 1 and uses all experts.
+    # Router inputs are normalised, so weights of this size give logits of standard deviation 1, and all experts are
+    # used.
     router = torch.randn(recipe.num_experts, hidden_size, generator=generator) / math.sqrt(hidden_size)
     return router.to(recipe.dtype)
 
@@ -168,7 +169,7 @@ def _converted(weight: Tensor, dtype: torch.dtype, name: str) -> Tensor:
 
 
 def _write_shards(folder: Path, dense: DenseCheckpoint, recipe: _Recipe, *, show_progress: bool) -> None:
-    """Write the tensors in shards of at most MAX_SHARD_BYTES (a larger tensor gets its own), and their index."""
+    """Write the tensors and their index, in shards of at most MAX_SHARD_BYTES. A larger tensor gets its own shard."""
     shard_of_name: dict[str, str] = {}
     waiting: dict[str, Tensor] = {}
     num_waiting_bytes = total_size = 0
@@ -195,7 +196,7 @@ def _write_shards(folder: Path, dense: DenseCheckpoint, recipe: _Recipe, *, show
 
 
 def _mixtral_config(config: DenseConfig, recipe: _Recipe, dtype_name: DtypeName) -> dict[str, Any]:
-    """Return config.json. Rotary settings and dtype have their older names, which every transformers reads."""
+    """Return the values of config.json. All versions of transformers read its names of rotary settings and dtype."""
     values = dataclasses.asdict(config)
     del values["dtype"]
     return values | {

@@ -1,4 +1,4 @@
-"""Weight formats: which stored tensors make up a weight, as a checkpoint's quantization_config names them."""
+"""Weight formats: the stored tensors that represent a weight, for each kind of quantization_config."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from moeserve.models.quantization import (
     StoredTensor,
 )
 
-# Scales of activations and of the KV cache are ignored: neither is quantised as the checkpoint says.
+# Scales of activations and of the KV cache are ignored, because neither is quantised with the checkpoint's scales.
 ACTIVATION_SCALES = (
     ".input_scale",
     ".input_global_scale",
@@ -36,13 +36,13 @@ MXFP4_PARTS = {"blocks": "_blocks", "scales": "_scales"}
 
 @dataclass(frozen=True)
 class Encoding:
-    """An encoding of weights. The parts of the weight named P + `suffix` are stored as P + the suffix of each part."""
+    """An encoding of weights. The parts of a weight named P + `suffix` are stored under P + the suffix of each part."""
 
-    words: str  # its description, such as "int4 of GPTQ"
+    words: str  # description, such as "int4 of GPTQ"
     build: Callable[..., CheckpointTensor]  # takes the parts as keyword arguments
     parts: Mapping[str, str]  # argument of `build` -> suffix; the last suffix is not empty
     optional_parts: Mapping[str, str] = field(default_factory=dict)
-    unused: tuple[str, ...] = ()  # suffixes of tensors beside them that need not be read
+    unused: tuple[str, ...] = ()  # suffixes of additional tensors that need not be read
     suffix: str = ""
 
 
@@ -51,13 +51,13 @@ STACKED_MXFP4 = Encoding("mxfp4", Mxfp4Tensor, MXFP4_PARTS)  # gpt-oss: all expe
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """The form in which a checkpoint stores its weights: plain, or some weights encoded in several tensors."""
+    """The form in which a checkpoint stores its weights. Some or all weights may be encoded in several tensors."""
 
-    encodings: tuple[Encoding, ...] = ()  # a weight has the first one of which all parts are stored
-    is_int4: bool = False  # in codes that packed weights can keep
-    is_mxfp4: bool = False  # experts are in MXFP4, as gpt-oss or DeepSeek-V4 store them
-    is_gguf: bool = False  # in GGUF files instead of safetensors
-    keeps_mxfp4: bool = False  # their codes and scales are loaded without decoding
+    encodings: tuple[Encoding, ...] = ()  # a weight has the first encoding whose parts are all stored
+    is_int4: bool = False  # weights are int4 codes that packed weights can keep
+    is_mxfp4: bool = False  # experts are in MXFP4, as in gpt-oss or DeepSeek-V4
+    is_gguf: bool = False  # weights are in GGUF files instead of safetensors
+    keeps_mxfp4: bool = False  # codes and scales of MXFP4 are loaded without decoding
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -66,16 +66,16 @@ class WeightFormat:
 
     @property
     def stored_as(self) -> str | None:
-        """The encodings in words; None for weights that are not encoded."""
+        """The descriptions of all encodings as one text; None for weights that are not encoded."""
         return " and ".join(self.words) or None
 
     def with_mxfp4_kept(self) -> WeightFormat:
-        """Return the format of a checkpoint with experts in MXFP4, whose codes and scales are loaded as they are."""
+        """Return the format changed so that codes and scales of MXFP4 are loaded without decoding."""
         assert self.is_mxfp4
         return dataclasses.replace(self, keeps_mxfp4=True)
 
     def group(self, stored: Mapping[str, StoredTensor]) -> dict[str, CheckpointTensor]:
-        """Return the model's tensors by name. A part whose partner is missing stays a tensor of its own."""
+        """Return the model's tensors by name. A part stays a separate tensor if other parts are missing."""
         tensors: dict[str, CheckpointTensor] = {name: PlainTensor(tensor) for name, tensor in stored.items()}
         if self.keeps_mxfp4 and STACKED_MXFP4 in self.encodings:
             ends = tuple(MXFP4_PARTS.values())
@@ -106,14 +106,14 @@ def read_weight_format(config: ConfigValues) -> WeightFormat:
     """
     config.refuse("compression_config")  # the key of compressed-tensors before quantization_config
     quantization = config.values.get("quantization_config")
-    beside = config.path.with_name("hf_quant_config.json")  # written by TensorRT Model Optimizer
+    beside = config.path.with_name("hf_quant_config.json")  # a file that TensorRT Model Optimizer writes
     if quantization is None and beside.is_file():
         found = read_json(beside).get("quantization")
         quantization = {"quant_method": "modelopt", **found} if isinstance(found, dict) else found
         config = ConfigValues(beside, {"quantization_config": quantization})
     if quantization is None:
         return WeightFormat()
-    if isinstance(quantization, dict):  # to which transformers moves this key of DeepSeek-V4
+    if isinstance(quantization, dict):  # transformers moves this key of DeepSeek-V4 into the quantization_config
         quantization = {"expert_dtype": config.values.get("expert_dtype"), **quantization}
     return _format_of(quantization) or _refuse(config)
 
@@ -135,7 +135,7 @@ def _format_of(quantization: Any) -> WeightFormat | None:
             return WeightFormat(is_gguf=True, is_int4=True)
         case {"quant_method": "mxfp4"}:
             return WeightFormat((STACKED_MXFP4,), is_mxfp4=True)
-        # Matrices in fp8 have scales, so lists of those that are not converted need not be read.
+        # Matrices in fp8 are recognised by their scales, so the list of matrices that are not quantised is not needed.
         case {"quant_method": "fp8"} if quantization.get("fmt", "e4m3") in ("e4m3", "float8_e4m3fn"):
             match quantization.get("weight_block_size"):
                 case None:
@@ -177,7 +177,7 @@ def _format_of(quantization: Any) -> WeightFormat | None:
 
 
 def _joined(encodings: Iterable[Encoding | None]) -> WeightFormat | None:
-    """Return the format of a checkpoint with weights in one or more encodings, or None if one is not supported."""
+    """Return the format of a checkpoint with weights in these encodings, or None if one of them is not supported."""
     found = list(encodings)
     known = {tuple(encoding.parts.items()): encoding for encoding in found if encoding is not None}
     if not found or None in found:
@@ -191,14 +191,14 @@ _QWEIGHT = {"codes": ".qweight", "zeros": ".qzeros", "scales": ".scales"}
 
 
 def _fp8_or_mxfp4(weight: StoredTensor, scale: StoredTensor, block_size: tuple[int, int]) -> CheckpointTensor:
-    """Return a weight of DeepSeek-V4, whose experts are in MXFP4 and whose other matrices are in fp8."""
+    """Return a weight of DeepSeek-V4: experts are in MXFP4, and other matrices in fp8."""
     if weight.dtype in FP4_CODES:
         return Fp4Tensor(weight, scale)
     return Fp8Tensor(weight, scale, block_size)
 
 
 def _fp8(scale: str, block_size: tuple[int, int] | None = None) -> Encoding:
-    """Return the encoding of fp8 weights whose scales have the weight's name and this suffix."""
+    """Return the encoding of fp8 weights whose scales have the weight's name with the suffix `scale`."""
     words = "fp8" if block_size is None else f"fp8 in blocks of {block_size[0]} x {block_size[1]}"
     return Encoding(words, functools.partial(Fp8Tensor, block_size=block_size), {"weight": "", "scale": scale})
 
@@ -222,7 +222,7 @@ def _of_modelopt(layer: Any) -> Encoding | None:
 
 
 def _of_compressed_tensors(group: Any, format_of_all: Any) -> Encoding | None:
-    """Return the encoding of a group of weights, which may have a format of its own."""
+    """Return the encoding of a group of weights, whose own format, if any, replaces the format of all groups."""
     if not isinstance(group, dict):
         return None
     match {"format": format_of_all} | {name: value for name, value in group.items() if value is not None}:

@@ -1,7 +1,7 @@
-"""Fill a model's weights from the shards of a checkpoint, or with random numbers.
+"""Loading of a model's weights from the shards of a checkpoint, or filling with random numbers.
 
-Little memory is used besides the model itself: shards are mapped, the mapping is dropped often so that pages already
-copied do not accumulate, and encoded tensors are decoded in slices.
+Little memory is used besides the model: shards are mapped, the mapping is often dropped so that copied pages do not
+accumulate, and encoded tensors are decoded in slices.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from moeserve.ops.weight_blocks import BLOCK, blocks_of, num_blocks, quantize
 
 logger = logging.getLogger(__name__)
 
-REMAP_BYTES = 256 * 1024 * 1024  # shards are mapped again after this much was read from them
-PIECE_VALUES = 2 * 1024 * 1024  # copied at a time, or one slice of the first dimension if that is more
+REMAP_BYTES = 256 * 1024 * 1024  # shards are mapped again after this many bytes have been read
+PIECE_VALUES = 2 * 1024 * 1024  # values copied at once, but at least one slice of the first dimension
 DUMMY_STD = 0.02
 DUMMY_MXFP4_SCALE = 127 - 7  # random codes have standard deviation 2.9, times 2**-7
 
 
 @dataclass(frozen=True)
 class Destination:
-    """A part of the model's memory, and the part of a checkpoint's tensor that fills it."""
+    """A part of the model's memory, and the part of a checkpoint's tensor that is copied to it."""
 
-    memory: Tensor  # a view with the elements of the part, in order; it may split dimensions of the part further
-    shape: tuple[int, ...]  # of the whole tensor in the checkpoint
-    part: tuple[slice, ...]  # slices of the tensor's leading dimensions; the other dimensions are whole
-    owner: Weights | None = None  # the weights whose memory this is; None: a parameter that is never packed
+    memory: Tensor  # a view with the elements of the part in order; dimensions may be split further
+    shape: tuple[int, ...]  # shape of the whole tensor in the checkpoint
+    part: tuple[slice, ...]  # slices of the tensor's leading dimensions; other dimensions are complete
+    owner: Weights | None = None  # the weights that own the memory; None: a parameter that is never packed
     offset: float = 0.0  # added to the checkpoint's values
     factor: float = 1.0  # multiplies them before
-    mxfp4_scales: Tensor | None = None  # of a whole matrix in MXFP4, whose codes `memory` gets, two in a byte
+    mxfp4_scales: Tensor | None = None  # memory for the scales of a matrix in MXFP4; `memory` then gets its codes
 
     def __post_init__(self) -> None:
         sizes = [part.stop - part.start for part in self.part]
@@ -56,7 +56,7 @@ class Destination:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All memory that is filled."""
+        """All tensors that are filled."""
         return [self.memory] if self.mxfp4_scales is None else [self.memory, self.mxfp4_scales]
 
     @property
@@ -66,7 +66,7 @@ class Destination:
 
     @property
     def int4_scales(self) -> Tensor | None:
-        """The memory [rows, groups] of scales for int4 codes that are kept; None if they are not."""
+        """The memory [rows, groups] for scales if int4 codes are kept, otherwise None."""
         if self.owner is None or self.owner.int4_scales is None:
             return None
         weight_eOI = self.owner.open.weight_eOI
@@ -75,7 +75,7 @@ class Destination:
         return self.owner.int4_scales.flatten(0, 1)[row : row + num_rows]
 
     def can_keep_int4(self, tensor: CheckpointTensor) -> bool:
-        """Return True if the codes and scales of a checkpoint's tensor can be packed as they are."""
+        """Return True if the codes and scales of a checkpoint's tensor can be packed unchanged."""
         if not isinstance(tensor, GroupedTensor) or self.owner is None or not self.owner.packs:
             return False
         is_whole_rows = self.memory.stride()[-2:] == (self.owner.shape[2], 1)
@@ -85,7 +85,7 @@ class Destination:
         return is_whole_rows and tensor.has_packed_groups and is_aligned
 
 
-Row = tuple[str, Destination | None]  # of a table: the name of a tensor; None: only other ranks need it
+Row = tuple[str, Destination | None]  # a row of the weight mapping: tensor name and destination; None: on other ranks
 
 
 def whole(memory: Tensor, owner: Weights | None = None, offset: float = 0.0, factor: float = 1.0) -> Destination:
@@ -104,7 +104,7 @@ def columns(memory: Tensor, share: slice, num_columns: int, owner: Weights | Non
 
 
 def mxfp4_matrix(codes_OI: Tensor, scales_OG: Tensor, owner: Weights) -> Destination:
-    """Return the destination of a whole matrix whose codes and scales are kept."""
+    """Return the destination of a whole matrix in MXFP4 whose codes and scales are kept."""
     shape = codes_OI.shape[0], 2 * codes_OI.shape[1]
     return Destination(codes_OI, shape, (), owner, mxfp4_scales=scales_OG)
 
@@ -120,10 +120,10 @@ def _none_is_ignored(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Destinations:
-    """The destinations of each tensor of a checkpoint, by name: several places, or parts of it in one."""
+    """The destinations of each tensor of a checkpoint, by name. A tensor may have several destinations."""
 
     into: dict[str, list[Destination]]
-    is_ignored: Callable[[str], bool] = _none_is_ignored  # names that a checkpoint may hold but this rank does not need
+    is_ignored: Callable[[str], bool] = _none_is_ignored  # True for names of tensors that this rank does not need
 
 
 def _do_nothing(place: Destination) -> None:
@@ -157,14 +157,14 @@ def load_weights(
 ) -> None:
     """Copy every tensor of a checkpoint to its destinations, in the model's dtype.
 
-    Everything that the headers show is checked before the first byte is copied. `destinations.into` is emptied on the
-    way, so that memory whose weights were packed elsewhere is released.
+    Names, shapes and dtypes are checked before the first byte is copied. `destinations.into` is emptied during loading,
+    so that the memory of open weights is released once they have been packed.
 
     Args:
-        on_filled: called with each destination when its memory is filled.
+        on_filled: called with each destination when its memory has been filled.
 
     Raises:
-        CheckpointError: missing or unknown tensors, a wrong shape or dtype, or an encoded NaN.
+        CheckpointError: tensors are missing or unknown, have a wrong shape or dtype, or contain an encoded NaN.
     """
     into = destinations.into
     _check(checkpoint, destinations)
@@ -194,7 +194,7 @@ def load_weights(
 
 
 def progress_bar(title: str, *, total: int | None, is_shown: bool) -> tqdm:
-    """Return a progress bar of bytes, which only a terminal shows."""
+    """Return a progress bar of bytes, which is shown only on a terminal."""
     disable = None if is_shown else True
     return tqdm(desc=title, total=total, unit="B", unit_scale=True, unit_divisor=1024, disable=disable)
 
@@ -202,7 +202,7 @@ def progress_bar(title: str, *, total: int | None, is_shown: bool) -> tqdm:
 def fill_randomly(model: nn.Module, seed: int) -> None:
     """Fill a model with dummy weights: normal with standard deviation 0.02, norms with ones.
 
-    The numbers of a weight depend on the seed and its name alone, so replicated weights are equal on all ranks.
+    The numbers of a weight depend only on the seed and its name, so replicated weights are equal on all ranks.
     """
     generator = torch.Generator(next(model.parameters()).device)
     for prefix, module in model.named_modules():
@@ -212,7 +212,7 @@ def fill_randomly(model: nn.Module, seed: int) -> None:
             match module:
                 case RMSNorm():
                     weight.fill_(1.0)
-                case Router() if name == "table":  # neighbouring experts, so that none is chosen twice
+                case Router() if name == "table":  # consecutive experts, so that a token has no expert twice
                     first_V1 = torch.arange(len(weight), device=weight.device)[:, None] * 7
                     number_K = torch.arange(weight.shape[1], device=weight.device)
                     weight.copy_((first_V1 + number_K) % module.config.num_experts)
@@ -225,13 +225,13 @@ def fill_randomly(model: nn.Module, seed: int) -> None:
                 case Weights(is_mxfp4=True) if name == "scales":
                     weight.fill_(DUMMY_MXFP4_SCALE)
                 case Weights() if name == "scales":
-                    pass  # filled with the codes
+                    pass  # filled together with the codes
                 case _:
                     weight.normal_(0.0, DUMMY_STD, generator=generator)
 
 
 def _check(checkpoint: Checkpoint, destinations: Destinations) -> None:
-    """Raise CheckpointError if names, shapes or dtypes are not those that the model needs."""
+    """Raise CheckpointError if names, shapes or dtypes do not match the model."""
     folder, into = checkpoint.folder, destinations.into
     missing = sorted(into.keys() - checkpoint.names)
     extra = sorted(name for name in checkpoint.names - into.keys() if not destinations.is_ignored(name))
@@ -263,14 +263,14 @@ def _check(checkpoint: Checkpoint, destinations: Destinations) -> None:
 
 
 class _Shards:
-    """Mapped shards, which are released together whenever REMAP_BYTES were read from them."""
+    """Mapped shards, which are released together whenever REMAP_BYTES have been read from them."""
 
     def __init__(self) -> None:
         self._mapped: dict[Path, Any] = {}
         self._num_bytes_read = 0
 
     def read_rows(self, stored: StoredTensor, start: int, stop: int) -> Tensor:
-        """Return a view of the mapping, which must be copied and released at once. A scalar is returned whole."""
+        """Return a view of rows in the mapping, which must be copied and released at once. A scalar has one row."""
         if self._num_bytes_read >= REMAP_BYTES:
             self._mapped.clear()
             self._num_bytes_read = 0
@@ -294,7 +294,7 @@ def _fill(place: Destination, tensor: CheckpointTensor, read_rows: ReadRows, pro
         return
     first, *others = place.part or (slice(0, place.shape[0]),)
     part = (slice(None), *others)
-    num_rows = (first.stop - first.start) // len(memory)  # of the checkpoint's tensor, for one row of memory
+    num_rows = (first.stop - first.start) // len(memory)  # rows of the checkpoint's tensor for one row of memory
     step = max(1, PIECE_VALUES * len(memory) // memory.numel())
     codes_of = place.owner.open if place.owner is not None and place.is_in_blocks else None
     if codes_of is not None:
@@ -333,5 +333,5 @@ def _is_decoded(tensor: CheckpointTensor, place: Destination) -> bool:
 
 
 def _has_same_blocks(tensor: CheckpointTensor) -> TypeGuard[Fp8Tensor]:
-    """Return True if codes and scales can be copied as they are stored."""
+    """Return True if codes and scales have the model's blocks, so that they can be copied without decoding."""
     return isinstance(tensor, Fp8Tensor) and tensor.block == (BLOCK, BLOCK)

@@ -1,4 +1,4 @@
-"""The weight mapping: checkpoint names and the part of one rank's model that each tensor fills.
+"""The weight mapping: a table of checkpoint tensor names and their destinations in one rank's model.
 
 Each function below yields the rows of the table for one kind of module: a tensor's name and its destination, or None
 for a tensor that only other ranks need.
@@ -41,14 +41,14 @@ from moeserve.models.weight_loading import (
 )
 from moeserve.moe.layer import MoEConfig, MoELayer
 
-# Tensors that the first or the last pipeline stage needs.
+# Tensors that only the first or the last pipeline stage needs.
 OF_ENDS = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
 OF_ENDS |= {f"model.hc_head.hc_{part}" for part in ("fn", "base", "scale")}
 _FREQUENCIES = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")  # computed, not loaded
 
 
 def destinations(model: Decoder, family: Family, names: Collection[str]) -> Destinations:
-    """Return the destination of each tensor of a checkpoint with these tensor names."""
+    """Return the destinations of a checkpoint's tensors, given all their names."""
     into: dict[str, list[Destination]] = {}
     ignored: set[str] = set()
     for name, place in _rows_of(model, family, names):
@@ -56,7 +56,7 @@ def destinations(model: Decoder, family: Family, names: Collection[str]) -> Dest
             ignored.add(name)
         else:
             into.setdefault(name, []).append(place)
-    # Layers of other pipeline stages, and MTP layers after the last layer, which only speculative decoding loads.
+    # Skip layers of other pipeline stages, and MTP layers, which are loaded only for speculative decoding.
     num_layers = len(model.config.layers) + model.config.num_skipped_layers
     skipped = tuple(f"model.layers.{number}." for number in range(num_layers) if number not in model.stage)
     if model.draft_input is not None:
@@ -127,7 +127,7 @@ def _rows_of(model: Decoder, family: Family, names: Collection[str]) -> Iterator
 
 
 def _moe_names(prefix: str, family: Family, names: Collection[str]) -> MoENames:
-    """Return the first names whose router a checkpoint holds. Of several with its router, its first expert decides."""
+    """Return the first of the family's names whose router and first expert are stored, else whose router is stored."""
     held = [each for each in family.names if f"{prefix}.{each.router}.weight" in names]
     separate = [each for each in held if f"{prefix}.{each.experts}.0.{each.gate}.weight" in names]
     return (separate or held or family.names)[0]
@@ -178,7 +178,7 @@ def _attention(prefix: str, attention: Attention, family: Family) -> Iterator[Ro
         if not gate:
             yield f"{prefix}.q_proj.{kind}", rows(query, queries, num_queries, owner)
             continue
-        # Head after head: the rows of the query, and below them those of the gate.
+        # The tensor is ordered by head: the rows of the query, followed by those of the gate.
         for slot, head in enumerate(range(attention.heads.start, attention.heads.stop)):
             for number, part in enumerate((query, *gate)):
                 first = (2 * head + number) * size
@@ -200,7 +200,7 @@ def _latent_attention(prefix: str, attention: LatentAttention, names: AttentionN
     config, heads = attention.config, attention.heads
     yield f"{prefix}.{names.latent_norm}.weight", whole(attention.latent_norm.weight)
     yield from _linear(f"{prefix}.{names.compress}", attention.compress)
-    # Head after head: the map [K, L] of the keys, and below it that [V, L] of the values.
+    # The tensor is ordered by head: the map [K, L] of the keys, followed by the map [V, L] of the values.
     size, maps = config.key_dim + config.value_dim, attention.head_maps
     shape = (config.num_heads * size, config.latent_size)
     for slot, head in enumerate(range(heads.start, heads.stop)):
@@ -304,7 +304,7 @@ def _moe(
 
 
 def _separate_experts(prefix: str, moe: MoELayer, width: int, names: MoENames) -> Iterator[Row]:
-    """Yield the matrices of each expert."""
+    """Yield the rows of experts stored in separate tensors."""
     gate_up, down, share = moe.experts.gate_up, moe.experts.down, moe.experts.width
     num_parts = gate_up.open.num_parts
     for slot, expert in enumerate(moe.local_experts):
@@ -324,7 +324,7 @@ def _separate_experts(prefix: str, moe: MoELayer, width: int, names: MoENames) -
 
 
 def _mxfp4_matrices(weights: Weights, slot: int, num_parts: int) -> Iterator[Destination]:
-    """Yield the destinations of the matrices that stand above each other in a weight."""
+    """Yield the destinations of the matrices that are stacked in a weight, such as gate and up."""
     codes_eOI, scales_eOG = weights.open.weight_eOI, weights.open.scales_eGB
     assert scales_eOG is not None
     for codes_OI, scales_OG in zip(codes_eOI[slot].chunk(num_parts), scales_eOG[slot].chunk(num_parts), strict=True):
@@ -332,14 +332,16 @@ def _mxfp4_matrices(weights: Weights, slot: int, num_parts: int) -> Iterator[Des
 
 
 def _fused_experts(prefix: str, moe: MoELayer, width: int, names: MoENames) -> Iterator[Row]:
-    """Yield all experts as [experts, 2 * width, hidden], or [experts, width, hidden] without gates, and [experts,
-    hidden, width].
+    """Yield the rows of two tensors with all experts.
+
+    Their shapes are [experts, 2 * width, hidden], or [experts, width, hidden] without gates, and [experts, hidden,
+    width].
     """
     gate_up_name, down_name = names.fused
     gate_up, down, share = moe.experts.gate_up, moe.experts.down, moe.experts.width
     num_experts, hidden_size = moe.placement.num_logical, down.shape[1]
     num_parts = gate_up.open.num_parts
-    parts = [slice(0, num_parts * width)]  # gates stand above ups
+    parts = [slice(0, num_parts * width)]  # gates come before ups
     if share != slice(0, width):
         parts = [slice(part * width + share.start, part * width + share.stop) for part in range(num_parts)]
     yield f"{prefix}.{gate_up_name}", None
@@ -356,7 +358,7 @@ def _fused_experts(prefix: str, moe: MoELayer, width: int, names: MoENames) -> I
 
 
 def _stacked_experts(prefix: str, moe: MoELayer, width: int, names: MoENames) -> Iterator[Row]:
-    """Yield all experts as two of [experts, width, hidden], and [experts, hidden, width]."""
+    """Yield the rows of three tensors with all experts: two [experts, width, hidden], and [experts, hidden, width]."""
     gate_up, down, share = moe.experts.gate_up, moe.experts.down, moe.experts.width
     num_experts, hidden_size = moe.placement.num_logical, down.shape[1]
     gate_eID, up_eID = gate_up.open.weight_eOI.chunk(2, dim=1)
@@ -380,7 +382,7 @@ def _stacked_experts(prefix: str, moe: MoELayer, width: int, names: MoENames) ->
 
 
 def _transposed_experts(prefix: str, moe: MoELayer, width: int) -> Iterator[Row]:
-    """Yield all experts as [experts, hidden, 2 * width], gates before ups, and [experts, width, hidden]."""
+    """Yield the rows of [experts, hidden, 2 * width], with gates before ups, and [experts, width, hidden]."""
     gate_up, down, share = moe.experts.gate_up, moe.experts.down, moe.experts.width
     num_experts, hidden_size = moe.placement.num_logical, down.shape[1]
     gate_up_eDI2, down_eID = gate_up.open.weight_eOI.transpose(1, 2), down.open.weight_eOI.transpose(1, 2)
@@ -398,9 +400,9 @@ def _transposed_experts(prefix: str, moe: MoELayer, width: int) -> Iterator[Row]
 
 
 def _interleaved_experts(prefix: str, moe: MoELayer, width: int) -> Iterator[Row]:
-    """Yield all experts as [experts, inputs, outputs], with gate and up alternating among the outputs.
+    """Yield the rows of tensors [experts, inputs, outputs], in which outputs of gate and up alternate.
 
-    In the model, an expert's rows of gate stand above those of up.
+    In the model, an expert's rows of gate come before those of up.
     """
     gate_up, down, share = moe.experts.gate_up, moe.experts.down, moe.experts.width
     num_experts, hidden_size = moe.placement.num_logical, down.shape[1]
@@ -415,7 +417,7 @@ def _interleaved_experts(prefix: str, moe: MoELayer, width: int) -> Iterator[Row
     if gate_up.bias is not None:
         bias_eI2 = gate_up.bias.unflatten(1, (2, -1)).transpose(1, 2)
         table.append(("gate_up_proj_bias", bias_eI2, (2 * width,), (outputs,), None))
-        yield f"{prefix}.down_proj_bias", None  # on one of the ranks that share an expert
+        yield f"{prefix}.down_proj_bias", None  # only one of the ranks that share an expert has the bias
     if down.bias is not None:
         table.append(("down_proj_bias", down.bias, (hidden_size,), (), None))
     for name, memory, shape, part, owner in table:
@@ -428,7 +430,10 @@ def _interleaved_experts(prefix: str, moe: MoELayer, width: int) -> Iterator[Row
 def _mxfp4_experts(
     gate_up: Weights, down: Weights
 ) -> Iterator[tuple[str, Tensor, tuple[int, ...], tuple[slice, ...], Weights | None]]:
-    """Yield codes as [experts, outputs, groups, 16] and scales as [experts, outputs, groups]."""
+    """Yield name, memory, shape, part and owner of codes and scales.
+
+    Codes are stored as [experts, outputs, groups, 16], and scales as [experts, outputs, groups].
+    """
     for name, weights in (("gate_up_proj", gate_up), ("down_proj", down)):
         codes_eOI, scales_eOG = weights.open.weight_eOI, weights.open.scales_eGB
         assert scales_eOG is not None
@@ -439,7 +444,7 @@ def _mxfp4_experts(
 
 
 def _linear(prefix: str, linear: Linear) -> Iterator[Row]:
-    """Yield a projection that is whole on every rank."""
+    """Yield the rows of a projection that is replicated on every rank."""
     yield f"{prefix}.weight", whole(linear.weight, linear.weights)
     if linear.bias is not None:
         yield f"{prefix}.bias", whole(linear.bias)
