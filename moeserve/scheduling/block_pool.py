@@ -1,4 +1,4 @@
-"""Bookkeeping of the KV cache's blocks: which are held, which are free, and which can be shared."""
+"""Bookkeeping of the KV cache's blocks: their holders, the free list, and the blocks that can be shared."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class BlockPool:
         self._num_holders = [0] * num_blocks
         # In the order of allocation: blocks without a digest, then the least recently used digest first.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        # Blocks with a digest that are allocated before all others that have one, in the order of their release.
+        # Blocks whose digest will hardly be found again, in the order of their release. They are allocated before all
+        # other blocks with a digest.
         self._unlikely: OrderedDict[int, None] = OrderedDict()
         self._block_of_digest: dict[bytes, int] = {}
         self._digest_of_block: dict[int, bytes] = {}
@@ -47,11 +48,11 @@ class BlockPool:
         return taken
 
     def find(self, digest: bytes) -> int | None:
-        """Return the block registered under a digest. It may be free: `share` it before anything is allocated."""
+        """Return the block registered under a digest. It may be free, so `share` it before the next allocation."""
         return self._block_of_digest.get(digest)
 
     def block_of(self, digest: bytes) -> int:
-        """Return the block registered under a digest, which must be."""
+        """Return the block registered under a digest. The digest must be registered."""
         return self._block_of_digest[digest]
 
     def share(self, block_ids: Iterable[int]) -> None:
@@ -65,11 +66,11 @@ class BlockPool:
     def release(self, block_ids: Sequence[int], *, is_unlikely: bool = False) -> None:
         """Remove one holder from each block of a request, given in the order of its positions.
 
-        The last block is freed first, so a cached prefix is evicted from its tail: without its head the tail could not
-        be found.
+        The last block is freed first, so that a cached prefix is evicted from its tail. Without its head, the tail
+        could not be found.
 
         Args:
-            is_unlikely: they will hardly be shared again, so they are evicted before others.
+            is_unlikely: the blocks will hardly be shared again, so evict them before others.
         """
         for block_id in reversed(block_ids):
             assert self._num_holders[block_id] > 0, f"block {block_id} is released, but has no holder"
@@ -105,15 +106,15 @@ class BlockPool:
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:
-    """Return the number of blocks that hold these tokens, the last perhaps not full."""
+    """Return the number of blocks that hold this number of tokens. The last block may be partly full."""
     return -(-num_tokens // block_size)
 
 
 def num_blocks_of_windows(window: int, block_size: int, *, max_num_seqs: int, num_tokens_in_flight: int) -> int:
-    """Return the number of blocks in which the windows of all running requests fit, and the chunks of plans in flight.
+    """Return the number of blocks that the windows of all running requests and the chunks of plans in flight need.
 
-    The first and the last block of a window may be partly outside of it, and another block begins before the results
-    of plans in flight are known.
+    The first and the last block of a window may be partly outside the window, and another block may be allocated before
+    the results of plans in flight are known.
     """
     num_chunk_blocks = num_blocks_for(num_tokens_in_flight, block_size)
     return max_num_seqs * (num_blocks_for(window, block_size) + 2) + num_chunk_blocks
@@ -129,7 +130,9 @@ def root_digest(engine_salt: bytes, cache_salt: str) -> bytes:
 
 
 def block_digests(parent: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
-    """Return one SHA-256 per full block, over the previous digest and its tokens: equal only for equal prefixes.
+    """Return a SHA-256 digest for each full block, computed from the previous digest and the block's tokens.
+
+    Digests are equal only for equal prefixes.
 
     Args:
         parent: digest of everything before these tokens.
@@ -144,5 +147,5 @@ def block_digests(parent: bytes, token_ids: Sequence[int], block_size: int) -> l
 
 
 def tokens_digest(token_ids: Sequence[int]) -> bytes:
-    """Return the SHA-256 of tokens, without a salt: the same in all engines."""
+    """Return the SHA-256 digest of tokens. It has no salt, so it is the same in all engines."""
     return hashlib.sha256(struct.pack(f"<{len(token_ids)}q", *token_ids)).digest()

@@ -1,4 +1,4 @@
-"""The transfers of one replica in flight: which places of the cache they read and write, and who waits for them."""
+"""Transfers of one replica in flight, the places of the cache that they use, and the requests that wait for them."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ from moeserve.scheduling.kv_connector import ItemKey, KVConnector
 from moeserve.scheduling.load_rates import LoadRates
 from moeserve.scheduling.request import LiveRequest
 
-KINDS_OF_RUNNING = (CacheKind.BLOCK, CacheKind.WINDOW_BLOCK)  # without which no request can run
+KINDS_OF_RUNNING = (CacheKind.BLOCK, CacheKind.WINDOW_BLOCK)  # the kinds of items that every running request needs
 
 
 @dataclass(frozen=True)
 class _InFlight:
     kind: Literal["save", "load", "keep", "receive", "cancel"]
-    places: list[CachePlace]  # that are read or written; it is a holder of them
-    keys: list[ItemKey]  # of items that are saved, loaded or received
-    held: list[CachePlace]  # further ones, of the rest of the prefix for which the request waits
-    request: LiveRequest | None = None  # that waits for the end
-    handle: str = ""  # of items that are received
+    places: list[CachePlace]  # places that the transfer reads or writes, and of which it is a holder
+    keys: list[ItemKey]  # keys of the items that are saved, loaded or received
+    held: list[CachePlace]  # other places that it holds: the rest of the prefix for which the request waits
+    request: LiveRequest | None = None  # the request that waits for the end of the transfer
+    handle: str = ""  # handle of the items that are received
 
 
 class BlockTransfers:
-    """Copies of cached items beside the steps, to and from the store behind the cache, and between engines.
+    """Asynchronous copies of cached items to and from the store behind the cache, and between engines.
 
-    Items that were computed are saved, and those that a waiting request begins with are loaded. Another engine may
-    compute a prompt: it keeps the prompt's items until this one has received them.
+    Computed items are saved, and items that a waiting request begins with are loaded. If another engine computes a
+    prompt, it keeps the prompt's items until this engine has received them.
 
-    A place of a transfer in flight has a holder, so it is not given to others.
+    A transfer in flight is a holder of its places, so that they are not allocated for other items.
     """
 
     def __init__(
@@ -58,13 +58,13 @@ class BlockTransfers:
     ) -> None:
         """
         Args:
-            pools: of the cache's places, by the kind of their items.
-            block_size: tokens.
-            addresses: where other engines can read items of each rank of this replica; none: they cannot.
+            pools: pool of the cache's places for each kind of items.
+            block_size: number of tokens in a block.
+            addresses: address of each rank of this replica at which other engines can read items. Empty: they cannot.
         """
         self.connector = connector
         self._pools, self._addresses = pools, list(addresses)
-        self._computed: dict[ItemKey, int] = {}  # items to be saved, unless they are evicted before
+        self._computed: dict[ItemKey, int] = {}  # computed items to save, unless they are evicted first
         self._new: list[Transfer] = []
         self._in_flight: dict[int, _InFlight] = {}
         self._is_saving = False
@@ -77,7 +77,7 @@ class BlockTransfers:
 
     @property
     def has_peers(self) -> bool:
-        """True if items can be read from other engines, and by them."""
+        """True if this engine can receive items from other engines and send items to them."""
         return bool(self._addresses)
 
     @property
@@ -86,13 +86,13 @@ class BlockTransfers:
 
     @property
     def hold_blocks_alone(self) -> bool:
-        """True if a save or a load in flight is the only holder of a place, which is free soon."""
+        """True if a save or a load in flight is the only holder of a place, which will therefore be free soon."""
         transfers = [each for each in self._in_flight.values() if each.kind in ("save", "load")]
         return any(self._pools[place.kind].num_holders(place.index) == 1 for each in transfers for place in each.places)
 
     @property
     def pays_to_load(self) -> bool:
-        """True if blocks should be loaded now, because computing them is not faster."""
+        """True if blocks should be loaded now because computing them is not faster."""
         return self._rates.pays()
 
     def counts(self) -> dict[str, int]:
@@ -106,7 +106,7 @@ class BlockTransfers:
         }
 
     def note_computed(self, items: Iterable[tuple[ItemKey, int]]) -> None:
-        """Let the next save include items, given with their places."""
+        """Add computed items, given with their places, to the next save."""
         self._computed.update(items)
 
     def note_step(self, num_tokens: int, seconds: float) -> None:
@@ -114,7 +114,7 @@ class BlockTransfers:
         self._rates.note_step(num_tokens, seconds)
 
     def fit(self, keys: Sequence[ItemKey]) -> bool:
-        """Return True if all of these items fit into the cache, which may have some of them."""
+        """Return True if there is room in the cache for those of these items that it lacks."""
         return all(
             sum(self._needs_free_place(key) for key in keys if key.kind == kind) <= pool.num_free
             for kind, pool in self._pools.items()
@@ -126,7 +126,7 @@ class BlockTransfers:
         return index is None or pool.is_free(index)
 
     def load(self, request: LiveRequest, keys: Sequence[ItemKey]) -> None:
-        """Load those items that the cache lacks. The request waits for them. All must fit."""
+        """Load the items that the cache lacks, for a request that waits for them. All items must fit."""
         missing, held = self._hold(keys)
         absent = [keys[index] for index in missing]
         transfer = StoreTransfer(
@@ -138,14 +138,14 @@ class BlockTransfers:
         self._begin(transfer, _InFlight("load", transfer.places, absent, held, request))
 
     def _hold(self, keys: Sequence[ItemKey]) -> tuple[dict[int, CachePlace], list[CachePlace]]:
-        """Hold the places of cached items, and allocate places for the others.
+        """Hold the places of cached items, and allocate places for the other items.
 
         Returns:
-            The new places by the index of their key, and the other places.
+            The new places by index of the item's key, and the places of cached items.
         """
         indices = [self._pools[key.kind].find(key.digest) for key in keys]
         held = [CachePlace(key.kind, index) for key, index in zip(keys, indices, strict=True) if index is not None]
-        for place in held:  # before any is allocated
+        for place in held:  # hold cached items before an allocation could evict them
             self._pools[place.kind].share([place.index])
         missing = {
             number: CachePlace(key.kind, self._pools[key.kind].allocate(1)[0])
@@ -155,12 +155,12 @@ class BlockTransfers:
         return missing, held
 
     def keep(self, request: LiveRequest, keys: Sequence[ItemKey], update: RequestUpdate) -> RequestUpdate:
-        """Keep items of the prompt of a request that ends, for another engine. The cache must have them.
+        """Keep items of an ended request's prompt for another engine. The cache must have the items.
 
-        Nothing is kept if half of the cache is kept already: others must be able to run.
+        They are not kept if half of the cache is kept already, so that other requests can run.
 
         Returns:
-            Its last update, with `kv_blocks` if they are kept.
+            The request's last update, with `kv_blocks` if the items are kept.
         """
         num_blocks = sum(key.kind == CacheKind.BLOCK for key in keys)
         num_kept = Counter(key.kind for key in keys)
@@ -178,17 +178,16 @@ class BlockTransfers:
         return msgspec.structs.replace(update, kv_blocks=source)
 
     def is_receiving(self, handle: str) -> bool:
-        """True while items with this handle are on their way."""
+        """Return True while items with this handle are being received."""
         return any(each.places and each.handle == handle for each in self._in_flight.values())
 
     def receive(self, request: LiveRequest, keys: Sequence[ItemKey]) -> None:
-        """Read those items of a request's `kv_source` that the cache lacks, and set all of them free there.
+        """Receive the items of a request's `kv_source` that the cache lacks, and free all items of the source.
 
-        The source is used only once.
+        A source can be used only once.
 
         Args:
-            keys: of all items of the source, in order. None: the source is only set free, and the request does not
-                wait.
+            keys: keys of all items of the source, in order. Empty: only free the source; the request does not wait.
         """
         source, request.kv_source = request.kv_source, None
         assert source is not None
@@ -211,7 +210,7 @@ class BlockTransfers:
                 self._begin(CancelReceive(number=self._num_begun, receive=number), _InFlight("cancel", [], [], []))
 
     def take_new(self) -> list[Transfer]:
-        """Return the transfers that begin now. One save at a time takes all items that were computed meanwhile."""
+        """Return the transfers to start now. At most one save runs at a time; it includes all items computed so far."""
         if self._computed and not self._is_saving:
             computed, self._computed = self._computed, {}
             kept = {key: index for key, index in computed.items() if self._pools[key.kind].find(key.digest) == index}
@@ -228,10 +227,10 @@ class BlockTransfers:
         return new
 
     def end(self, outcome: TransferOutcome) -> LiveRequest | None:
-        """End a transfer. Items that were loaded or received can be found in the cache from now on.
+        """End a transfer. Items that it has loaded or received can then be found in the cache.
 
         Returns:
-            The request that waited for it, if one did.
+            The request that waited for the transfer, or None.
         """
         transfer, num_copied = self._in_flight.pop(outcome.number), outcome.num_copied
         copied = Counter(place.kind for place in transfer.places[:num_copied])
@@ -249,7 +248,7 @@ class BlockTransfers:
             self._num_loaded += copied
             for key, place in list(zip(transfer.keys, transfer.places, strict=True))[:num_copied]:
                 self._pools[key.kind].register(place.index, key.digest)
-        for kind, pool in self._pools.items():  # the first blocks of a prefix are evicted last
+        for kind, pool in self._pools.items():  # release by kind, so that the first blocks of a prefix are evicted last
             pool.release([place.index for place in [*transfer.held, *transfer.places] if place.kind == kind])
         return transfer.request
 
@@ -259,5 +258,5 @@ class BlockTransfers:
         self._num_begun += 1
 
     def held_places(self) -> list[CachePlace]:
-        """Return the places that transfers hold, once for each holder."""
+        """Return the places that transfers hold, each once per transfer that holds it."""
         return [place for each in self._in_flight.values() for place in [*each.places, *each.held]]

@@ -1,6 +1,6 @@
-"""The caches of one replica: which blocks and which rows of recurrent states each request has.
+"""The caches of one replica: the blocks and the rows of recurrent states of each request.
 
-The scheduler decides which tokens run. This file finds what of a request is cached already, and allocates the rest.
+The scheduler decides which tokens run. This file finds the cached prefix of a request, and allocates the rest.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ class NewBlocks(NamedTuple):
     """Blocks that are appended to those of a request."""
 
     block_ids: list[int]
-    window_block_ids: list[int]  # of layers with windows, as many if these have their own
+    window_block_ids: list[int]  # as many blocks of layers with windows, if these have separate blocks
 
 
 class CachedPrefix(NamedTuple):
-    """Cached blocks that a request begins with."""
+    """The cached blocks at the beginning of a request."""
 
     block_ids: list[int]
-    window_block_ids: list[int]  # the last ones of layers with windows, which the next token reads
+    window_block_ids: list[int]  # the last blocks of layers with windows, which the next token reads
 
     @property
     def num_blocks(self) -> int:
@@ -37,23 +37,24 @@ class CachedPrefix(NamedTuple):
 class CacheManager:
     """Allocates KV cache blocks and rows of saved states to requests, and finds cached prefixes.
 
-    Layers with windows have blocks of their own, which a request holds while its later tokens may read them: as soon as
-    the tokens before a position are computed, it drops those behind the window of this position. Plans in flight start
-    at this position or later, so none of them reads a dropped block.
+    Layers with windows have separate blocks. A request drops such a block as soon as it is behind the window of the
+    first token that is not computed. Plans in flight start at this token or later, so none of them reads a dropped
+    block.
 
-    What a store behind the cache should keep is returned as items, each with its place. Those of layers with windows
-    are the ones that a later request needs: in the windows where prompts end or diverge, and where a request ends.
+    Methods return the items that a store behind the cache should keep, each with its place. Of the layers with windows,
+    the store keeps only blocks that a later request needs: the windows at positions where prompts end or diverge, and
+    where a request ends.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self.pool = BlockPool(config.num_blocks)
         self.window_pool = BlockPool(config.num_window_blocks if config.window else 0)
-        self.states: StatePool | None = None  # None: no layer of the model has a state
+        self.states: StatePool | None = None  # None: no layer of the model has a recurrent state
         if config.num_saved_states is not None:
             self.states = StatePool(config.max_num_seqs, config.num_saved_states)
         size = config.block_size
-        # Tokens between the positions behind which a request can begin.
+        # Distance in tokens between positions at which a request can continue a cached prefix.
         self._interval = size if self.states is None else num_blocks_for(config.state_interval, size) * size
         self.pools = {
             CacheKind.BLOCK: self.pool,
@@ -63,11 +64,11 @@ class CacheManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that no request holds, including those kept for the prefix cache."""
+        """Number of blocks that no request holds, including those kept for the prefix cache."""
         return self.pool.num_free
 
     def cached_prefix(self, request: LiveRequest) -> CachedPrefix:
-        """Return the longest prefix of a request that is cached. Its last token is always computed."""
+        """Return the longest cached prefix of a request, without its last token, which is always computed."""
         num_blocks = self._usable_blocks(request, self._is_cached, self.most_cached_blocks(request))
         digests = [request.digest(index, self.config.block_size) for index in range(num_blocks)]
         in_window = digests[self._first_block_of_window(num_blocks * self.config.block_size) :]
@@ -77,10 +78,10 @@ class CacheManager:
         )
 
     def num_loadable_blocks(self, request: LiveRequest, is_stored: Callable[[ItemKey], bool]) -> int:
-        """Return how many of a request's first blocks can be used once what a store has of them is loaded.
+        """Return the number of a request's first blocks that can be used after loading items from a store.
 
         Args:
-            is_stored: returns whether the store has an item.
+            is_stored: returns True if the store has an item.
         """
 
         def has(key: ItemKey) -> bool:
@@ -92,7 +93,7 @@ class CacheManager:
         """Return the items of the longest cached prefix that requests with the same prompt can use."""
         size = self.config.block_size
         most = (request.num_prompt_tokens - 1) // size
-        for index in range(most):  # other blocks with the same tokens may have been registered instead, and evicted
+        for index in range(most):  # another block with the same tokens may have been registered instead, and evicted
             digest = request.digest(index, size)
             if self.pool.find(digest) is None:
                 self.pool.register(request.block_ids[index], digest)
@@ -101,7 +102,7 @@ class CacheManager:
         return self.items_of(request, self._usable_blocks(request, self._is_cached, most))
 
     def items_of(self, request: LiveRequest, num_blocks: int) -> list[ItemKey]:
-        """Return all items that a request needs to begin behind its first blocks."""
+        """Return all items that a request needs to continue after its first `num_blocks` blocks."""
         size = self.config.block_size
         digests = [request.digest(index, size) for index in range(num_blocks)]
         items = [ItemKey(CacheKind.BLOCK, digest) for digest in digests]
@@ -113,7 +114,7 @@ class CacheManager:
         return items
 
     def most_cached_blocks(self, request: LiveRequest) -> int:
-        """Return how many blocks of a request may come from elsewhere. Its last token is always computed."""
+        """Return the maximum number of blocks that a request may reuse. Its last token is always computed."""
         if not self.config.enable_prefix_caching or request.needs_every_prompt_row:
             return 0
         return (len(request.token_ids) - 1) // self.config.block_size
@@ -121,11 +122,11 @@ class CacheManager:
     def has_room(self, request: LiveRequest, prefix: CachedPrefix, num_promised: int, num_running: int) -> bool:
         """Return True if all known tokens of a request fit, leaving one block for each running request to grow.
 
-        Of layers with windows, the longest chunk fits.
+        For layers with windows, only the longest possible chunk must fit.
 
         Args:
-            prefix: blocks of the request that are in the cache.
-            num_promised: blocks that running requests need for their known tokens.
+            prefix: the cached blocks of the request.
+            num_promised: number of blocks that running requests still need for their known tokens.
         """
         size = self.config.block_size
         num_shared = sum(not self.pool.is_free(block_id) for block_id in prefix.block_ids)
@@ -138,11 +139,11 @@ class CacheManager:
         return num_taken + num_blocks_for(num_tokens, size) + num_running <= self.window_pool.num_free
 
     def num_missing_blocks(self, request: LiveRequest) -> int:
-        """Return how many more blocks the known tokens of a request need."""
+        """Return the number of additional blocks that the known tokens of a request need."""
         return max(num_blocks_for(len(request.token_ids), self.config.block_size) - len(request.block_ids), 0)
 
     def share(self, request: LiveRequest, prefix: CachedPrefix) -> None:
-        """Give a request its cached prefix. It has no other blocks."""
+        """Add a cached prefix to a request, which must have no blocks."""
         self.pool.share(prefix.block_ids)
         self.window_pool.share(prefix.window_block_ids)
         request.block_ids = list(prefix.block_ids)
@@ -151,14 +152,14 @@ class CacheManager:
             request.window_block_ids = [0] * request.num_dropped_blocks + prefix.window_block_ids
 
     def start(self, request: LiveRequest, prefix: CachedPrefix) -> list[tuple[ItemKey, int]]:
-        """Give a request its cached prefix, behind which its first planned chunk begins.
+        """Add a cached prefix to a request, whose first planned chunk begins after it.
 
         Returns:
-            What a store should keep because more requests may begin there.
+            The items that a store should keep, because other requests may continue after the same prefix.
         """
         self.share(request, prefix)
         request.num_computed = request.num_planned = prefix.num_blocks * self.config.block_size
-        if self.states is not None and prefix.num_blocks:  # it holds the row until its first plan has ended
+        if self.states is not None and prefix.num_blocks:  # the row is held until the request's first plan has ended
             request.state_row = self.states.read(request.digest(prefix.num_blocks - 1, self.config.block_size))
         keys = self.items_of(request, prefix.num_blocks)[prefix.num_blocks :]
         return [(key, self.pools[key.kind].block_of(key.digest)) for key in keys]
@@ -169,7 +170,7 @@ class CacheManager:
         return num_new <= self.pool.num_free and (not self.config.window or num_new <= self.window_pool.num_free)
 
     def extend(self, request: LiveRequest, num_tokens: int) -> NewBlocks:
-        """Allocate the blocks that a request needs for its next tokens. Return them. They must fit."""
+        """Allocate and return the blocks that a request needs for its next tokens. They must fit."""
         num_new = self._num_new_blocks(request, num_tokens)
         added = NewBlocks(self.pool.allocate(num_new), self.window_pool.allocate(num_new) if self.config.window else [])
         request.block_ids += added.block_ids
@@ -177,10 +178,10 @@ class CacheManager:
         return added
 
     def register_computed(self, request: LiveRequest, num_tokens: int) -> list[tuple[ItemKey, int]]:
-        """Let other requests find the blocks that the last computed tokens of a request have filled.
+        """Register the blocks that a request's newly computed tokens have filled, so that other requests find them.
 
         Returns:
-            What a store should keep of them.
+            Those of their items that a store should keep.
         """
         if not self.config.enable_prefix_caching:
             return []
@@ -198,7 +199,7 @@ class CacheManager:
         return items
 
     def drop_behind_window(self, request: LiveRequest) -> None:
-        """Free the blocks that no token after the computed ones reads."""
+        """Free the blocks that are behind the window of all tokens not yet computed."""
         if not self.config.window:
             return
         first = self._first_block_of_window(request.num_computed)
@@ -207,9 +208,10 @@ class CacheManager:
         request.num_dropped_blocks = max(first, request.num_dropped_blocks)
 
     def _is_likely(self, request: LiveRequest, index: int) -> bool:
-        """Return True if a block is in the window of a later request that begins at a likely position.
+        """Return True if a block is in the window at a position where later requests are likely to continue.
 
-        These are behind what this request shared, or has in common with an earlier one, and behind its prompt.
+        These positions are the end of the cached prefix that this request shared, the position where its tokens diverge
+        from an earlier request, and the end of its prompt.
         """
         size = self.config.block_size
         starts = request.branch_point, (request.num_prompt_tokens - 1) // self._interval * self._interval
@@ -219,21 +221,21 @@ class CacheManager:
         """Free the blocks of a request.
 
         Returns:
-            What a store should keep of layers with windows, for a request that continues this one.
+            The items of layers with windows that a store should keep for a request that continues this one.
         """
         self.pool.release(request.block_ids)
         self.window_pool.release(request.window_block_ids[request.num_dropped_blocks :])
         if not self.config.window or not self.config.enable_prefix_caching or self.states is not None:
-            return []  # states are saved in prompts alone
+            return []  # states are saved only within prompts
         num_blocks = min(request.num_computed, len(request.token_ids)) // self.config.block_size
         keys = [key for key in self.items_of(request, num_blocks) if key.kind == CacheKind.WINDOW_BLOCK]
         places = [self.window_pool.find(key.digest) for key in keys]
         return [(key, place) for key, place in zip(keys, places, strict=True) if place is not None]
 
     def save_state(self, request: LiveRequest, num_tokens: int) -> SavedState | None:
-        """Allocate a row for a state within a chunk of a prompt: at the branch point, or after the last whole interval.
+        """Allocate a row for a state within a chunk of a prompt, at the branch point or after the last whole interval.
 
-        A request whose prompt continues this one starts at the latter.
+        A request whose prompt continues this prompt starts after the last whole interval.
         """
         if self.states is None or num_tokens == 1 or not self.config.enable_prefix_caching:
             return None
@@ -247,17 +249,17 @@ class CacheManager:
         return None if row is None else SavedState(request.slot, row, position - start)
 
     def save_before_drafts(self, request: LiveRequest, num_tokens: int) -> SavedState | None:
-        """Return what saves the state before the drafts of a chunk, in the other row of its request.
+        """Return the command to save the state before the drafts of a chunk, in the other row of its request.
 
         Args:
-            num_tokens: of the chunk, without drafts.
+            num_tokens: tokens of the chunk, without drafts.
         """
         if self.states is None:
             return None
         return SavedState(request.slot, self.states.other_row(request.slot, request.own_state_row), num_tokens)
 
     def return_before_drafts(self, request: LiveRequest) -> bool:
-        """Return a request to its state before drafts, one of which was rejected. Return False if it has no state."""
+        """Restore the state before drafts, one of which was rejected. Return False if the model has no states."""
         if self.states is None:
             return False
         request.state_row = self.states.other_row(request.slot, request.own_state_row)
@@ -267,13 +269,14 @@ class CacheManager:
     def end_save(
         self, request: LiveRequest, saved: SavedState, start: int, *, is_kept: bool
     ) -> list[tuple[ItemKey, int]]:
-        """Make the state that a chunk has saved available to other requests, if it was computed.
+        """Make the state that a chunk has saved available to other requests.
 
         Args:
-            start: of the chunk.
+            start: position of the chunk's first token.
+            is_kept: False if the state was not computed.
 
         Returns:
-            What a store should keep.
+            The items that a store should keep.
         """
         assert self.states is not None
         if not is_kept:
@@ -284,12 +287,12 @@ class CacheManager:
         return [(ItemKey(CacheKind.STATE, digest), self.states.register(saved.row, digest))]
 
     def saved_row_of(self, request: LiveRequest) -> int | None:
-        """Return the row of the saved state from which the next chunk of a request starts, if it starts from one."""
+        """Return the row if the next chunk of a request starts from a saved state, otherwise None."""
         is_saved = self.states is not None and request.state_row in self.states.rows
         return request.state_row if is_saved else None
 
     def end_read(self, row: int) -> None:
-        """End the plan that has read a saved state."""
+        """Release the row of a saved state after the plan that has read it."""
         assert self.states is not None
         self.states.release(row)
 
@@ -300,7 +303,7 @@ class CacheManager:
 
         Args:
             holders: requests that hold blocks.
-            of_transfers: places that transfers hold.
+            of_transfers: places held by transfers.
             rows_in_use: rows of saved states that plans in flight read or write.
         """
         held: dict[CacheKind, list[int]] = {kind: [] for kind in CacheKind}
@@ -319,7 +322,7 @@ class CacheManager:
             self.states.check_invariants(rows_in_use, held[CacheKind.STATE])
 
     def _num_new_blocks(self, request: LiveRequest, num_tokens: int) -> int:
-        """Return how many blocks the next tokens of a request need. It may have those of rejected drafts already."""
+        """Return the number of new blocks for the next tokens of a request. Blocks of rejected drafts are reused."""
         num_blocks = num_blocks_for(request.num_planned + num_tokens, self.config.block_size)
         return max(num_blocks - len(request.block_ids), 0)
 
@@ -331,19 +334,19 @@ class CacheManager:
         return self.pools[key.kind].find(key.digest) is not None
 
     def _usable_blocks(self, request: LiveRequest, has: Callable[[ItemKey], bool], most: int) -> int:
-        """Return how many of a request's first blocks, at most `most`, can be used.
+        """Return the number of a request's first blocks, at most `most`, after which the request can continue.
 
-        That are those behind which all that the next token needs is there.
+        All items that the next token needs must be available.
 
         Args:
-            has: returns whether an item is there.
+            has: returns True if an item is available.
         """
         size = self.config.block_size
         found = (has(ItemKey(CacheKind.BLOCK, request.digest(index, size))) for index in range(most))
         end = next((index for index, is_there in enumerate(found) if not is_there), most)
         end -= end % (self._interval // size)
-        # If the prefix ends before this, an earlier request diverges from this one here. More requests may share these
-        # blocks, so the request keeps its state and its window here.
+        # If the usable prefix is shorter than `end`, an earlier request diverges from this one here. More requests may
+        # share these blocks, so the request saves its state and its window here.
         request.branch_point = max(request.branch_point, end * size)
         while (
             shorter := self._num_blocks_with_state(request, self._num_blocks_with_window(request, end, has), has)
@@ -352,23 +355,19 @@ class CacheManager:
         return end
 
     def _num_blocks_with_window(self, request: LiveRequest, num_blocks: int, has: Callable[[ItemKey], bool]) -> int:
-        """Return how many of a request's first blocks can be used, because those in the window behind them are there.
-
-        Args:
-            num_blocks: at most.
-        """
+        """Return the number of a request's first blocks, at most `num_blocks`, whose last window is available."""
         if not self.config.window:
             return num_blocks
         size, end = self.config.block_size, num_blocks
         index = end - 1
         while index >= self._first_block_of_window(end * size):
             if not has(ItemKey(CacheKind.WINDOW_BLOCK, request.digest(index, size))):
-                end = index  # each longer prefix up to the previous end has this block in its window
+                end = index  # the window of every longer prefix up to the previous end includes this block
             index -= 1
         return end
 
     def _num_blocks_with_state(self, request: LiveRequest, num_blocks: int, has: Callable[[ItemKey], bool]) -> int:
-        """Return how many of a request's first blocks, at most `num_blocks`, end at a saved state."""
+        """Return the largest number of a request's first blocks, at most `num_blocks`, that end at a saved state."""
         if self.states is None:
             return num_blocks
         size, step = self.config.block_size, self._interval // self.config.block_size

@@ -1,4 +1,4 @@
-"""Chooses the replica that serves a request, by load and by cached prefixes."""
+"""The dp router, which chooses the replica for a request by load and by cached prefixes."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from moeserve.scheduling.block_pool import block_digests, num_blocks_for, root_d
 
 
 class PrefixIndex:
-    """The blocks of prompts that were sent to each replica, evicted least recently used first.
+    """An LRU index of the prompt blocks that were sent to each replica.
 
-    A set of replicas is an integer whose bit i stands for replica i: with hundreds of replicas, a prompt is then
-    compared with all of them in one pass over its blocks.
+    A set of replicas is an integer whose bit i represents replica i, so that a prompt is compared with hundreds of
+    replicas in one pass over its blocks.
     """
 
     def __init__(self, num_replicas: int, max_blocks: int) -> None:
         """
         Args:
-            max_blocks: of each replica.
+            max_blocks: maximum number of blocks remembered for each replica.
         """
         self._max_blocks = max_blocks
         self._recent: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in range(num_replicas)]
         self._holders: dict[bytes, int] = {}  # set of replicas
 
     def known(self, digests: Sequence[bytes]) -> list[tuple[int, int]]:
-        """Return how many of a prompt's first blocks replicas remember, as pairs of a number and a set of replicas.
+        """Return pairs of a number of a prompt's first blocks, and the set of replicas that have so many of them.
 
-        Numbers descend. Replicas that remember none are in no set.
+        Numbers are in descending order. Replicas without any of the blocks are in no set.
         """
         levels = []
         remaining = (1 << len(self._recent)) - 1
@@ -44,7 +44,7 @@ class PrefixIndex:
         return [(len(digests), remaining), *levels[::-1]] if digests else []
 
     def remember(self, replica: int, digests: Sequence[bytes]) -> None:
-        """Add a prompt. Its tail is evicted before its head, without which the tail could not be found."""
+        """Add a prompt. Its tail is evicted first, because it could not be found without the head."""
         recent, bit = self._recent[replica], 1 << replica
         for digest in reversed(digests):
             recent[digest] = None
@@ -58,10 +58,10 @@ class PrefixIndex:
 
 
 class DPRouter:
-    """Chooses a replica for each request, and keeps the state of all replicas that the choice needs.
+    """The choice of a replica for each request, from the state of all replicas.
 
-    Replicas with room for the prompt come first. Among them the one with the least work wins: blocks of prompts to
-    compute, this one's included, plus one for each request that decodes beside them. Ties go to the lowest index.
+    Replicas with room for the prompt are preferred. Among them, the one with the least work is chosen: the number of
+    prompt blocks to compute, including this prompt's, plus one for each decoding request. Ties go to the lowest index.
     """
 
     def __init__(
@@ -69,8 +69,8 @@ class DPRouter:
     ) -> None:
         """
         Args:
-            num_blocks: of KV cache, of each replica.
-            salt: secret, mixed into the digests of prompts so that a client cannot construct a collision.
+            num_blocks: KV cache blocks of each replica.
+            salt: secret that is mixed into the digests of prompts, so that a client cannot construct a collision.
         """
         self._block_size = block_size
         self._compares_prefixes = enable_prefix_caching and num_replicas > 1
@@ -83,18 +83,18 @@ class DPRouter:
 
     @property
     def num_used(self) -> int:
-        """Number of replicas that were ever chosen."""
+        """Number of replicas that have been chosen at least once."""
         return len(self._used)
 
     def choose(self, request: Request) -> int:
-        """Return the index of a replica. The caller must then send the request to it."""
+        """Return the index of the replica for a request. The caller must then send the request to this replica."""
         return self.choose_each(request, [request.request_id])[0]
 
     def choose_each(self, request: Request, request_ids: Sequence[str]) -> list[int]:
         """Return the index of a replica for each of several requests with the same prompt.
 
         Args:
-            request: one of them.
+            request: one of these requests.
         """
         num_blocks = num_blocks_for(len(request.prompt_token_ids), self._block_size)
         digests: list[bytes] = []
@@ -125,9 +125,9 @@ class DPRouter:
         return chosen
 
     def _cheapest(self, num_blocks: int, levels: Sequence[tuple[int, int]]) -> tuple[int, int]:
-        """Return the best replica, and how many of the prompt's blocks it has.
+        """Return the best replica, and the number of the prompt's blocks that it has.
 
-        Replicas are visited by ascending load, until none of the others can be better.
+        Replicas are visited in the order of ascending load, until no other replica can be better.
         """
         most_known = levels[0][0] if levels else 0
         best: tuple[bool, int, int, int] | None = None  # is full, work, index, known blocks
@@ -153,9 +153,9 @@ class DPRouter:
 
 @dataclass(eq=False)
 class _ReplicaState:
-    num_free_blocks: int  # held by no request
-    num_requests: int = 0  # sent to it, and not ended
-    num_blocks_waiting: int = 0  # of prompts sent to it whose first token has not come
+    num_free_blocks: int  # blocks that no request holds
+    num_requests: int = 0  # requests sent to the replica that have not ended
+    num_blocks_waiting: int = 0  # blocks of prompts sent to the replica that have no first token yet
 
     @property
     def load(self) -> int:
@@ -164,7 +164,7 @@ class _ReplicaState:
 
 @dataclass(eq=False)
 class _SentRequest:
-    """A request that has not ended."""
+    """A request that was sent to a replica and has not ended."""
 
-    index: int  # of its replica
-    num_blocks_waiting: int  # of its prompt; 0 after its first update
+    index: int  # index of its replica
+    num_blocks_waiting: int  # blocks of its prompt; 0 after its first update

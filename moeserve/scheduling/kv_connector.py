@@ -1,13 +1,13 @@
-"""KV connectors, as a scheduler sees them: which items of the KV cache lie in a store behind it.
+"""The scheduler's part of KV connectors: the index of the items in a store behind the KV cache.
 
 An item is a block, a block of layers with windows, or a saved state. It belongs to the tokens up to its end, so its key
-is the digest of these tokens. Copies between the cache and a store are *transfers*. They run beside the steps, on every
-rank of the replica, and a request moves on when all ranks have ended its transfer. An item is saved when it is
-computed, so that later its place can be given to others at once. When a waiting request begins with items that the
-cache has lost and the store has kept, they are loaded first, and then found in the prefix cache as if they had always
-been there. An item that cannot be loaded is computed: no failure of a store changes a token.
+is the digest of these tokens. Copies between the cache and a store are *transfers*. They run asynchronously on every
+rank of the replica, and a request continues when all ranks have ended its transfer. An item is saved as soon as it is
+computed, so that its place can later be reused at once. If a waiting request begins with items that have been evicted
+from the cache but are in the store, they are loaded first, and are then found in the prefix cache like all others. An
+item that cannot be loaded is computed, so a failure of a store never changes a token.
 
-The names are those of vLLM's KVConnectorBase_V1 where the meaning is the same.
+Names are those of vLLM's KVConnectorBase_V1 if the meaning is the same.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class ItemKey(NamedTuple):
     """The identity of an item."""
 
     kind: CacheKind
-    digest: bytes  # of the tokens up to the end of the item, as in prefix caching
+    digest: bytes  # digest of the tokens up to the end of the item, as in prefix caching
 
     @property
     def name(self) -> str:
-        """The name of the item in a folder."""
+        """File name of the item in a folder."""
         return f"{self.digest.hex()}.{self.kind.name.lower()}"
 
 
@@ -39,15 +39,15 @@ class KVConnector(Protocol):
         ...
 
     def begin_load(self, keys: Sequence[ItemKey]) -> list[StoreKey]:
-        """Return the store's keys of items to load. The store keeps them until `end_load`."""
+        """Return the store's keys of items to load. The store does not evict the items until `end_load`."""
         ...
 
     def end_load(self, keys: Sequence[ItemKey]) -> None:
-        """End a load."""
+        """End a load, so that its items can be evicted."""
         ...
 
     def begin_save(self, keys: Sequence[ItemKey]) -> dict[ItemKey, StoreKey]:
-        """Return the store's keys of those items that it lacks and has room for."""
+        """Return the store's keys for the items that it lacks and has room for."""
         ...
 
     def end_save(self, keys: Sequence[ItemKey], num_saved: int) -> None:
@@ -56,12 +56,12 @@ class KVConnector(Protocol):
 
 
 class FolderTier:
-    """Items in a folder, which others may add and delete. See `worker/kv_folder.py`."""
+    """An index of the items in a folder, to which other processes have access. See `worker/kv_folder.py`."""
 
     def __init__(self, is_stored: Callable[[str], bool]) -> None:
         """
         Args:
-            is_stored: returns whether the folder has the item with a name.
+            is_stored: returns True if the folder has an item with this name.
         """
         self._is_stored = is_stored
 
@@ -82,19 +82,19 @@ class FolderTier:
 
 
 class HostTier:
-    """Items in the host's memory, which has places for each kind. The least recently used ones are replaced."""
+    """An LRU index of the items in host memory, which has a number of places for each kind."""
 
     def __init__(self, num_places: Mapping[CacheKind, int]) -> None:
         """
         Args:
-            num_places: of each kind of items. The store takes none of other kinds.
+            num_places: number of places for each kind of items. Items of other kinds are not stored.
         """
         self._num_places = dict(num_places)
         self._free = {kind: list(range(num - 1, -1, -1)) for kind, num in num_places.items()}
-        # The least recently used first, by kind.
+        # Stored items by kind, the least recently used first.
         self._stored: dict[CacheKind, OrderedDict[ItemKey, int]] = {kind: OrderedDict() for kind in num_places}
         self._saving: dict[ItemKey, int] = {}
-        self._num_loads: dict[ItemKey, int] = {}  # in flight, by item
+        self._num_loads: dict[ItemKey, int] = {}  # number of loads in flight of each item
 
     def has(self, key: ItemKey) -> bool:
         return key in self._stored.get(key.kind, ())
@@ -102,7 +102,7 @@ class HostTier:
     def begin_load(self, keys: Sequence[ItemKey]) -> list[StoreKey]:
         for key in keys:
             self._num_loads[key] = self._num_loads.get(key, 0) + 1
-        for key in reversed(keys):  # the tail of a prefix is replaced before its head
+        for key in reversed(keys):  # so that the tail of a prefix is evicted before its head
             self._stored[key.kind].move_to_end(key)
         return [self._stored[key.kind][key] for key in keys]
 
@@ -131,7 +131,7 @@ class HostTier:
                 self._free[key.kind].append(place)
 
     def _take_place(self, kind: CacheKind) -> int | None:
-        """Return a place for another item; None if all are in use by transfers."""
+        """Return a place for another item; None if transfers use all places."""
         if free := self._free.get(kind):
             return free.pop()
         stored = self._stored.get(kind, OrderedDict())

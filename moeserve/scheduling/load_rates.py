@@ -1,27 +1,27 @@
-"""The choice between loading blocks from the store behind the KV cache and computing them, by the rates so far."""
+"""The choice between loading blocks from the store behind the KV cache and computing them, by measured rates."""
 
 from __future__ import annotations
 
-MIN_PROMPT_TOKENS = 32  # smaller steps are not measured: most of their time is not for prompts
-WEIGHT = 0.25  # of the newest measurement
-TRIES = 16  # every 16th load that seems slower than computing is made all the same, to measure it again
+MIN_PROMPT_TOKENS = 32  # smaller steps are not measured, because most of their time is not spent on prompts
+WEIGHT = 0.25  # weight of the newest measurement in the moving average
+TRIES = 16  # every 16th load is performed even if it seems slower than computing, to measure it again
 
 
 class LoadRates:
-    """The time that a loaded and a computed block take, as averages in which older measurements fade."""
+    """Exponential moving averages of the time to load and to compute a block."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size  # tokens
-        self._load_seconds = self._compute_seconds = 0.0  # of a block; 0: not measured yet
-        self._num_passed = 0  # loads not made since the last one that was made to measure
+        self._load_seconds = self._compute_seconds = 0.0  # seconds per block; 0: not measured yet
+        self._num_passed = 0  # loads skipped since the last load that was performed as a measurement
 
     def note_load(self, num_blocks: int, seconds: float) -> None:
-        """Record a load of whole blocks."""
+        """Record the time of a load of `num_blocks` blocks."""
         if num_blocks:
             self._load_seconds = _average(self._load_seconds, seconds / num_blocks)
 
     def note_step(self, num_tokens: int, seconds: float) -> None:
-        """Record a step of this many tokens."""
+        """Record the time of a step of `num_tokens` tokens."""
         if num_tokens >= MIN_PROMPT_TOKENS:
             self._compute_seconds = _average(self._compute_seconds, seconds / num_tokens * self._block_size)
 

@@ -1,31 +1,32 @@
-"""The agreement that all replicas reach before each step, as a pure function of one row of integers per replica.
+"""The agreement of all replicas before each step, computed as a pure function of one row of integers per replica.
 
 The experts of every layer are spread over all replicas, so a step is a sequence of collectives that every rank must
-enter, with or without requests of its own. A rank that enters one collective more or less than the others leaves all
-of them waiting forever. The following rules prevent that:
+enter, even if its replica has no requests. If a rank entered one collective more or less than the others, all ranks
+would wait forever. The following rules prevent this:
 
 1. No replica decides alone. A replica sends its ranks rounds: a row of integers, and a plan if it has tokens to run. In
    each round every rank all-gathers its replica's row with the ranks of the same tp index in the other replicas. Every
-   decision that selects a collective (run or sleep, row counts, shutdown) is `agree`, a function of the gathered rows
-   and nothing else. The rows are the same everywhere, so the decisions are. Ranks that move experts decide by the
-   loads that all of them have gathered, and by the steps run since.
-2. A round is therefore either a gather, or a gather and a step, on all ranks alike. After it, all have entered the
-   same collectives, and the next one each of them enters is the next gather. By induction the sequences are always
-   equal. The round's number in the rows checks this: ranks in different rounds are detected at the first gather.
+   decision that selects a collective (run or sleep, row counts, shutdown) is made by `agree`, a function of only the
+   gathered rows. The rows are the same on all ranks, so the decisions are too. Ranks that move experts decide by the
+   loads that all of them have gathered, and by the number of steps since.
+2. A round is therefore either a gather, or a gather and a step, and it is the same on all ranks. After a round, all
+   ranks have entered the same collectives, and their next collective is the next gather. By induction, the sequences
+   are always equal. Rows contain the number of the round, so that ranks in different rounds are detected at the first
+   gather.
 3. Every replica sends its next round without waiting for another replica. It may send several before the outcome of the
-   first is known; ranks run them in order. A timer of its own ends its sleep. A lost, late or repeated message changes
-   when the next gather happens, not whether it happens.
-4. Nothing leaves a round half way: there is no return between the gather and the end of the step. A replica with an
-   internal error still sends a round to announce it, and all ranks stop in that round; rounds that were sent after it
-   are not run anywhere. A rank that fails inside a collective, or dies, cannot announce it; then the supervisor of the
-   processes ends the others.
+   first is known; ranks run them in order. Each replica ends its sleep by its own timer. A lost, late or repeated
+   message only changes the time of the next gather.
+4. A round is always completed: the code does not return between the gather and the end of the step. A replica with an
+   internal error sends another round to announce it, and all ranks stop in that round; no rank runs later rounds. A
+   rank that fails inside a collective, or exits, cannot announce it; the supervisor of the processes then terminates
+   the other ranks.
 
 With pipeline stages, the rules hold for the ranks of each stage. A replica sends the same row and plan to all of them,
-so all stages reach the same agreement. In a step a rank receives from the stage before, computes, and sends to the
-next; a send ends when the next stage receives. Sort these operations by round, then by stage: each waits only for
-operations before it, a send for the earlier rounds of its receiver. So the first operation that is not done can always
-proceed. Expert loads are exchanged between all stages before the operations of a round, so they wait for earlier
-rounds only.
+so all stages reach the same agreement. In a step, a rank receives from the previous stage, computes, and sends to the
+next stage; a send ends when the next stage receives. If these operations are sorted by round, then by stage, each waits
+only for earlier operations: a send waits for the previous rounds of its receiver. The first unfinished operation can
+therefore always proceed. Expert loads are exchanged between all stages before the operations of a round, so this
+exchange waits only for previous rounds.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ PROTOCOL_VERSION = 8
 # Protocol version, round, replica, tokens, sampling requests, decode only, decoding requests, prefill tokens, flags.
 ROW_SIZE = 9
 LEAST_PREFILL_BUDGET = 128  # tokens
-PREFILL_ROUNDS = 4  # that the waiting prefills would take with constant budgets, if all replicas had equally many
+PREFILL_ROUNDS = 4  # rounds for the waiting prefills at a constant budget, if all replicas had equally many tokens
 
 REQUESTS_SHUTDOWN, HAS_FAILED, REQUESTS_LOAD = 1, 2, 4  # bits of a row's last integer
 
@@ -52,19 +53,19 @@ class IntentFlags:
     """Announcements of a replica besides its plan."""
 
     requests_shutdown: bool = False
-    has_failed: bool = False  # outside of any collective
-    requests_load: bool = False  # the ranks' expert loads are to be collected
+    has_failed: bool = False  # an error occurred outside of a collective
+    requests_load: bool = False  # the expert loads of the ranks must be collected
 
 
 @dataclass(frozen=True, kw_only=True)
 class Intent:
     """One replica's contribution to the next agreement."""
 
-    num_tokens: int  # of its plan; 0 without one
-    is_decode_only: bool  # no chunk of its plan is longer than a token
-    num_sampling: int = 0  # requests of its plan that sample a token
-    num_decoding: int = 0  # its requests that decode, in this round or later
-    num_prefill_tokens: int = 0  # tokens of its prompts that no plan computes yet
+    num_tokens: int  # tokens of the replica's plan; 0 without a plan
+    is_decode_only: bool  # every chunk of the plan has one token
+    num_sampling: int = 0  # requests of the plan that sample a token
+    num_decoding: int = 0  # requests of the replica that decode, in this round or later
+    num_prefill_tokens: int = 0  # prompt tokens that are not in any plan yet
     flags: IntentFlags = IntentFlags()
 
 
@@ -72,45 +73,45 @@ class Intent:
 class Agreement:
     """The actions of all replicas in one step. All fields are equal on all replicas."""
 
-    number: int  # of the round, counted from 0, idle ones included
-    num_tokens: tuple[int, ...]  # by replica
-    num_sampling: tuple[int, ...]  # requests that sample a token, by replica
-    collects_load: bool  # all ranks exchange their expert loads before they run anything
+    number: int  # number of the round, counted from 0, including idle rounds
+    num_tokens: tuple[int, ...]  # tokens of each replica
+    num_sampling: tuple[int, ...]  # requests of each replica that sample a token
+    collects_load: bool  # all ranks exchange their expert loads before the step
     is_idle: bool  # no tokens and no collection: no step is executed
-    has_requests: bool  # a replica has requests, even if none of them runs in this round: none may sleep
+    has_requests: bool  # a replica has requests, even if none runs in this round; no replica may sleep
     is_decode_only: bool
-    is_shutdown: bool  # all replicas requested it, so all stop now
+    is_shutdown: bool  # all replicas requested a shutdown, so all stop now
     failed_ranks: tuple[int, ...]  # replicas that announced a failure; if there are any, all stop now
-    prefill_budget: int | None  # most prompt tokens of each replica in a later round; None: no limit
-    padded_tokens: int  # the largest count of any replica, to which padded steps are sized
+    prefill_budget: int | None  # maximum prompt tokens of each replica in a later round; None: no limit
+    padded_tokens: int  # maximum number of tokens of any replica, which determines the size of padded steps
 
     @property
     def ends_all(self) -> bool:
-        """True if all replicas stop now. No later round takes place."""
+        """True if all replicas stop now, and this round is the last one."""
         return self.is_shutdown or bool(self.failed_ranks)
 
 
 class Round(msgspec.Struct, frozen=True, kw_only=True, tag="round"):
-    """The part of one replica in one round. Sent to each of its ranks."""
+    """One replica's part of a round, which is sent to each of its ranks."""
 
     row: list[int]  # from `make_row`
-    plan: StepPlan | None  # None: the replica has nothing to run, but its ranks take part in the step
+    plan: StepPlan | None  # None: the replica has no tokens, but its ranks take part in the step
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True, tag="outcome"):
-    """The end of a round, as the rank that samples reports it."""
+    """The outcome of a round, reported by the rank that samples."""
 
     agreement: Agreement
     result: StepResult | None = None  # None: there was no step
-    error: str = ""  # of a step that failed on the only rank, which can go on; the result is then empty
-    num_padding_tokens: int = 0  # rows that this rank computed beside the tokens of its replica
-    agreement_seconds: float = 0.0  # until the rows of all replicas were there
-    step_seconds: float = 0.0  # of the step after that
-    reports: list[RankReport] = []  # of this rank, then of all ranks of the replica; empty unless they are requested
+    error: str = ""  # error of a step that failed on the only rank, which can continue; the result is then empty
+    num_padding_tokens: int = 0  # padding rows that this rank computed in addition to its replica's tokens
+    agreement_seconds: float = 0.0  # time until the rows of all replicas had arrived
+    step_seconds: float = 0.0  # time of the step after that
+    reports: list[RankReport] = []  # reports of this rank, in `gathered` of all ranks of the replica; empty by default
 
 
 def gathered(answers: Sequence[Outcome]) -> Outcome:
-    """Return the outcome of a round from the answers of several ranks, the one that samples first."""
+    """Return the outcome of a round from the answers of several ranks, of which the first one samples."""
     reports = [report for answer in answers for report in answer.reports]
     return msgspec.structs.replace(answers[0], reports=reports)
 
@@ -119,7 +120,7 @@ def make_row(intent: Intent, *, number: int, replica: int) -> list[int]:
     """Return the row of ROW_SIZE integers that a replica contributes.
 
     Args:
-        number: of the round, counted from 0.
+        number: number of the round, counted from 0.
     """
     flags = intent.flags
     packed_flags = (
@@ -141,10 +142,10 @@ def make_row(intent: Intent, *, number: int, replica: int) -> list[int]:
 
 
 def agree(rows: Sequence[Sequence[int]], *, number: int, num_replicas: int) -> Agreement:
-    """Return the agreement that follows from the rows of all replicas, in order of replica.
+    """Return the agreement for the rows of all replicas, in order of replica.
 
     Raises:
-        LockstepError: the rows are not of the round with this number, or not of the same version.
+        LockstepError: the rows belong to another round, or to another version of the protocol.
     """
     if len(rows) != num_replicas or set(map(len, rows)) != {ROW_SIZE}:
         raise LockstepError(
@@ -178,15 +179,15 @@ def agree(rows: Sequence[Sequence[int]], *, number: int, num_replicas: int) -> A
 
 
 def _prefill_budget(num_decoding: Sequence[int], num_prefill_tokens: Sequence[int]) -> int | None:
-    """Return the prompt tokens that each replica may compute in a round.
+    """Return the maximum number of prompt tokens that each replica may compute in a round.
 
-    A step takes as long as its longest prefill, on all replicas. The mean over the replicas keeps the delay of all in
-    proportion to the work of all: a long prompt on one of many replicas proceeds in small chunks, and when prompts wait
-    everywhere the chunks are large, which costs least per token.
+    A step takes as long as its longest prefill on any replica. The budget follows the mean over the replicas, so that
+    the delay is proportional to the total work: a long prompt on one of many replicas is computed in small chunks; if
+    prompts wait on all replicas, chunks are large, which costs the least per token.
 
     Args:
-        num_decoding: requests, by replica.
-        num_prefill_tokens: that wait, by replica.
+        num_decoding: decoding requests of each replica.
+        num_prefill_tokens: waiting prompt tokens of each replica.
     """
     num_replicas = len(num_decoding)
     if num_replicas == 1 or not any(num_decoding):

@@ -1,7 +1,7 @@
 """The debug check that the request table of every rank equals the scheduler's state (`debug_rank_state`).
 
-After each step a rank reports the requests of the plan as it keeps them. The scheduler compares the reports when it
-commits the plan: only then does it know the tokens that the step has sampled.
+After each step, a rank reports digests of its state of the plan's requests. The scheduler compares the reports when it
+commits the plan, because only then it knows the tokens that the step has sampled.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from moeserve.protocol import RankReport, RequestDigest
 
 @dataclass(frozen=True)
 class ExpectedState:
-    """The state of a request that every rank must have after a step."""
+    """The state of a request that all ranks must have after a step."""
 
     request_id: str
     slot: int
@@ -26,19 +26,20 @@ class ExpectedState:
 
 
 def request_digest(token_ids: Sequence[int], block_ids: Iterable[int]) -> RequestDigest:
-    """Return what a rank reports of a request: the number of its tokens and blocks, and a checksum of both."""
+    """Return a rank's digest of a request: the numbers of its tokens and blocks, and a checksum of both."""
     tokens, blocks = array("q", token_ids), array("q", block_ids)
     return len(tokens), len(blocks), zlib.crc32(blocks.tobytes(), zlib.crc32(tokens.tobytes()))
 
 
 def check_reports(step: int, expected: Sequence[ExpectedState | None], reports: Sequence[RankReport]) -> None:
-    """Compare the reports of all ranks.
+    """Compare the reports of all ranks with the expected states.
 
     Args:
-        expected: by chunk of the plan; None: the request ended before the result came, or has failed.
+        expected: expected state for each chunk of the plan; None: the request ended before the result arrived, or has
+            failed.
 
     Raises:
-        RankStateError: a rank keeps another state.
+        RankStateError: a rank has another state.
     """
     digests = [None if each is None else request_digest(each.token_ids, each.block_ids) for each in expected]
     for report in reports:
