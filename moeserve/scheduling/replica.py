@@ -1,13 +1,13 @@
 """The loop of one replica: receive messages, plan, send rounds to the ranks, commit their outcomes, deliver updates.
 
-The loop performs no I/O. `Replica.run` is a generator: it yields an effect, its driver performs it and sends back the
-answer. Engines of one rank and of many, and the simulators in tests, therefore run the same code. There are no tensors,
-sockets or clocks in this file.
+The loop performs no I/O. `Replica.run` is a generator: it yields an effect, and its driver performs the effect and
+sends back the answer. Engines with one rank or many, and the simulators in tests, therefore run the same code. This
+file contains no tensors, sockets or clocks.
 
-Rounds are sent before the outcomes of earlier ones are known, up to `max_rounds` in flight: ranks then find the next
-round as soon as they have finished one. `lockstep.py` explains why no rank waits forever. This file adds to the
-argument: the loop waits for nothing but `Wait`, and a replica without work that other replicas may need has either a
-round in flight or a heartbeat that ends its sleep.
+Up to `max_rounds` rounds are in flight, so that ranks have the next round as soon as they have finished one.
+`lockstep.py` explains why no rank waits forever. This file contributes to the argument: the loop waits only in `Wait`,
+and a replica without work, which other replicas may need, has either a round in flight or a heartbeat that ends its
+sleep.
 
 How to drive it::
 
@@ -16,8 +16,8 @@ How to drive it::
     while True:                                   # until StopIteration: the replicas agreed to shut down
         effect = generator.send(answer to effect)
 
-An error inside the loop is announced in the replica's next round, and all replicas end after it. A driver that cannot
-go on, because a rank has failed, drops the generator and calls `end_all_requests`.
+An error inside the loop is announced in the replica's next round, after which all replicas stop. If a rank has failed,
+the driver drops the generator and calls `end_all_requests`.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ from moeserve.telemetry.step_totals import StepTotals
 
 @dataclass(frozen=True)
 class Events:
-    """Messages and outcomes that have come since the last `Wait`."""
+    """Messages and outcomes that have arrived since the last `Wait`."""
 
     messages: list[ReplicaMessage]  # in order of arrival
-    outcomes: list[Outcome]  # of the oldest rounds in flight, in their order
-    transfers: Sequence[TransferOutcome] = ()  # those that have ended
+    outcomes: list[Outcome]  # outcomes of the oldest rounds in flight, in order
+    transfers: Sequence[TransferOutcome] = ()  # transfers that have ended
 
 
 @dataclass(frozen=True)
 class Wait:
     """Wait for a message or an outcome. The answer is `Events`."""
 
-    heartbeat: bool  # wait no longer than a heartbeat, then answer without events; False: wait without limit
+    heartbeat: bool  # True: answer without events after a heartbeat interval; False: wait without a limit
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Submit:
 
 @dataclass(frozen=True)
 class Transfer:
-    """Send a transfer to the ranks of the replica, which run it beside their rounds. The answer is None."""
+    """Send a transfer to the ranks of the replica, which run it asynchronously. The answer is None."""
 
     work: protocol.Transfer
 
@@ -86,8 +86,8 @@ class Deliver:
 
     updates: list[RequestUpdate]
     stats: ReplicaStats
-    load: LoadWindow | None = None  # only on the first replica; the others' would be the same
-    answers: bool = False  # the load answers a `CollectLoad` that came before it was collected
+    load: LoadWindow | None = None  # only on the first replica, because it is the same on all
+    answers: bool = False  # the load was collected after a `CollectLoad`, and answers it
 
 
 Effect: TypeAlias = Wait | Submit | Transfer | Deliver
@@ -100,7 +100,7 @@ class _RoundInFlight:
 
 
 class Replica:
-    """The requests of one replica from arrival to end, in step with all other replicas."""
+    """The loop that serves the requests of one replica, in lockstep with all other replicas."""
 
     def __init__(
         self,
@@ -113,23 +113,23 @@ class Replica:
     ) -> None:
         """
         Args:
-            index: of this replica among the replicas.
-            max_rounds: rounds in flight at once.
-            load_window: steps after which expert loads are collected; 0: only on request.
+            index: index of this replica.
+            max_rounds: maximum number of rounds in flight.
+            load_window: number of steps after which expert loads are collected; 0: only on request.
         """
         assert 0 <= index < num_replicas, (index, num_replicas)
         self._scheduler = scheduler
         self._index = index
         self._num_replicas = num_replicas
         self._max_rounds = max_rounds
-        self._num_sent = 0  # rounds
+        self._num_sent = 0  # number of rounds sent
         self._totals = StepTotals()
         self._rounds: deque[_RoundInFlight] = deque()
-        # Prefill budgets of the next rounds, from the agreements of the last `max_rounds` ones.
+        # Prefill budgets of the next rounds, from the agreements of the last `max_rounds` rounds.
         self._prefill_budgets: deque[int | None] = deque([None] * max_rounds, maxlen=max_rounds)
-        self._others_run = False  # by the last outcome
-        self._is_awake = num_replicas > 1  # a sleep has ended: ask the others once whether they have work
-        self._live_request_ids: dict[str, None] = {}  # accepted requests that no update has ended
+        self._others_run = False  # other replicas had work in the last outcome
+        self._is_awake = num_replicas > 1  # a sleep has ended: send one round to learn if other replicas have work
+        self._live_request_ids: dict[str, None] = {}  # accepted requests that have not ended
         self._updates: list[RequestUpdate] = []  # for the next `Deliver`
         self._shutdown_requested = False
         self._failure: Exception | None = None
@@ -141,7 +141,7 @@ class Replica:
         self._load: LoadWindow | None = None  # for the next `Deliver`
 
     def run(self) -> Generator[Effect, Any, None]:
-        """Yield effects, and take their answers, until all replicas agree to shut down.
+        """Yield effects, and receive their answers, until all replicas agree to shut down.
 
         Raises:
             DistributedError: another replica has failed.
@@ -170,13 +170,13 @@ class Replica:
                 self._guard(self._handle, message)
 
     def end_all_requests(self, error: str) -> Deliver:
-        """End all requests, and return the last delivery. The scheduler is not used, for it may be what failed."""
+        """End all requests, and return the last delivery. The scheduler is not used, because it may have failed."""
         for request_id in list(self._live_request_ids):
             self._queue_update(RequestUpdate(request_id=request_id, finish_reason="abort"), error=error)
         return self._deliver()
 
     def _guard(self, handle: Callable[..., None], *event: Any) -> None:
-        """Handle an event. An error is announced in the next round, so that all replicas end together."""
+        """Handle an event. An error is announced in the next round, so that all replicas stop together."""
         if self._failure is None:
             try:
                 handle(*event)
@@ -184,7 +184,7 @@ class Replica:
                 self._failure = error
 
     def _next_round(self) -> Round | None:
-        """Return the next round to send, if it can be sent now and anyone needs it."""
+        """Return the next round to send, or None if no round can be sent now or none is needed."""
         if len(self._rounds) == self._max_rounds or self._is_failure_announced:
             return None
         plan = None
@@ -199,7 +199,7 @@ class Replica:
         if plan is None and not announces and not others_may_run:
             return None
         if self._shutdown_requested and plan is None and self._num_replicas == 1 and self._rounds:
-            return None  # one round is enough, once the results of the last plans are here
+            return None  # one round is enough after the results of the last plans have arrived
         self._is_failure_announced = self._failure is not None
         flags = IntentFlags(
             requests_shutdown=self._shutdown_requested,
@@ -231,7 +231,7 @@ class Replica:
         agreement, result = outcome.agreement, outcome.result
         self._is_awake = False
         self._others_run = self._num_replicas > 1 and agreement.has_requests
-        # While nothing runs, nothing is delayed: budgets from before a rest are void after it.
+        # Discard budgets when no replica has requests: they are outdated once new requests arrive.
         self._prefill_budgets += [agreement.prefill_budget] if agreement.has_requests else [None] * self._max_rounds
         if agreement.collects_load:
             self._load_answers_request |= self._load_requested and ended.requests_load
@@ -271,7 +271,7 @@ class Replica:
             case CollectLoad():
                 self._load_requested = True
             case Wake():
-                pass  # it has ended the sleep already
+                pass  # receiving the message has already ended the sleep
 
     def _add(self, request: Request) -> None:
         """Accept a request, or end it with an error. An exception here would end all replicas."""
@@ -281,7 +281,7 @@ class Replica:
                 raise RequestError(f"request {request_id!r} came after the engine was shut down")
             self._scheduler.add(request)
         except RequestError as error:
-            # Two requests with one id could not be distinguished, so both end.
+            # Two requests with the same id cannot be distinguished, so end both.
             self._scheduler.abort(request_id)
             self._queue_update(RequestUpdate(request_id=request_id, finish_reason="abort"), error=str(error))
         else:

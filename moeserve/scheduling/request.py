@@ -1,4 +1,4 @@
-"""The runtime state of one request: its tokens, how many of them are computed, and the blocks it holds."""
+"""The runtime state of one request: its tokens, its progress, and the blocks it holds."""
 
 from __future__ import annotations
 
@@ -8,44 +8,44 @@ from moeserve.outputs import FinishReason
 from moeserve.protocol import LogprobRows, PeerBlocks, Registration, Request, RequestUpdate, TokenLogprobs
 from moeserve.scheduling.block_pool import block_digests
 
-NO_SLOT = -1  # of a request that is not running
+NO_SLOT = -1  # slot of a request that is not running
 
 
 @dataclass(eq=False)
 class LiveRequest:
-    """A request that has not ended, or that a plan in flight still names. Only the scheduler changes it."""
+    """A request that has not ended or is still in a plan in flight. Only the scheduler changes it."""
 
     request: Request
-    arrival: int  # number of requests that came before it
+    arrival: int  # number of requests that arrived before this one
     root_digest: bytes
-    token_ids: list[int] = field(init=False)  # prompt, then output; those that are known here
+    token_ids: list[int] = field(init=False)  # tokens known to the scheduler: prompt, then output
     num_computed: int = 0  # tokens whose keys and values are in the cache
-    num_planned: int = 0  # these, and the tokens of plans in flight
+    num_planned: int = 0  # computed tokens and those of plans in flight
     num_unknown: int = 0  # output tokens that plans in flight sample
-    num_plans: int = 0  # in flight
+    num_plans: int = 0  # plans in flight that include the request
     block_ids: list[int] = field(default_factory=list)
-    window_block_ids: list[int] = field(default_factory=list)  # of layers with windows, as many if these have their own
-    num_dropped_blocks: int = 0  # of the latter, from the first on: it does not hold them any more
-    slot: int = NO_SLOT  # of the ranks' tables
+    window_block_ids: list[int] = field(default_factory=list)  # as many, if layers with windows have separate blocks
+    num_dropped_blocks: int = 0  # number of leading `window_block_ids` that the request no longer holds
+    slot: int = NO_SLOT  # index in the ranks' tables
     is_registered: bool = False  # the ranks' tables hold its state
-    num_sent: int = 0  # known tokens, when it was last planned; if the ranks do not sample, they have these
-    draft_token_ids: list[int] = field(default_factory=list)  # guesses of the next tokens, for the next plan
-    end_of_drafts: int = 0  # position after the last draft of any plan, or its lookahead; it has blocks up to there
-    num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache when it was first admitted
-    num_passed: int = 0  # requests that were admitted before this one though they came later
-    may_load: bool = True  # blocks from a store behind the cache, if it has some; once each time it is admitted
-    kv_source: PeerBlocks | None = field(init=False)  # blocks to be received before it is admitted
-    state_row: int | None = None  # of its recurrent state before the next planned token; None: zeros
-    own_state_row: int = NO_SLOT  # the row to which its chunks write the state after them
-    has_moved_state: bool = False  # to `own_state_row`, since the last plan
-    branch_point: int = 0  # tokens after which another request went on differently: its state and window are kept
+    num_sent: int = 0  # known tokens when last planned; ranks have these unless they append their own samples
+    draft_token_ids: list[int] = field(default_factory=list)  # drafts for the next plan
+    end_of_drafts: int = 0  # position after the last draft or lookahead of any plan; blocks are allocated up to it
+    num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache at the first admission
+    num_passed: int = 0  # number of later requests that were admitted before this one
+    may_load: bool = True  # may load blocks from a store behind the cache; once per admission
+    kv_source: PeerBlocks | None = field(init=False)  # blocks to receive before admission
+    state_row: int | None = None  # row of the recurrent state before the next planned token; None: zeros
+    own_state_row: int = NO_SLOT  # row to which chunks write the state after them
+    has_moved_state: bool = False  # the state has moved to `own_state_row` since the last plan
+    branch_point: int = 0  # position where another request diverged; state and window are saved there
     ended: bool = False
-    _digests: list[bytes] = field(default_factory=list)  # of its first full blocks, computed on demand
+    _digests: list[bytes] = field(default_factory=list)  # digests of the first full blocks, computed on demand
     _prompt_logprobs: list[LogprobRows] = field(default_factory=list)  # collected until the first token
 
     def __post_init__(self) -> None:
         self.kv_source = self.request.kv_source
-        self.token_ids = self.request.prompt_token_ids  # samples share it until they have tokens of their own
+        self.token_ids = self.request.prompt_token_ids  # samples share this list until they have output tokens
         if self.request.output_token_ids:
             self.token_ids = self.request.prompt_token_ids + self.request.output_token_ids
 
@@ -63,7 +63,7 @@ class LiveRequest:
 
     @property
     def num_unplanned(self) -> int:
-        """Tokens that exist, or will once the plans in flight have run, and that no plan computes yet."""
+        """Number of tokens that are not in any plan yet, including those that plans in flight will sample."""
         return len(self.token_ids) + self.num_unknown - self.num_planned
 
     @property
@@ -73,20 +73,20 @@ class LiveRequest:
 
     @property
     def needs_every_prompt_row(self) -> bool:
-        """True until the prompt log-probabilities are sent: no position of the prompt may then be skipped."""
+        """True until the prompt log-probabilities have been sent. Until then, no prompt position may be skipped."""
         return self.request.params.prompt_logprobs is not None and self.num_output_tokens == 0
 
     def num_left(self, max_model_len: int) -> int:
-        """Return how many tokens may follow those that are known and those that plans in flight sample."""
+        """Return the maximum number of tokens after the known tokens and those that plans in flight sample."""
         num_tokens, max_tokens = len(self.token_ids) + self.num_unknown, self.request.params.max_tokens
         num_left = max_model_len - num_tokens
         return num_left if max_tokens is None else min(num_left, self.num_prompt_tokens + max_tokens - num_tokens)
 
     def registration(self, prompt_slot: int | None) -> Registration:
-        """Return the state that ranks keep. No plan that names the request may be in flight.
+        """Return the registration for the ranks. The request must not be in any plan in flight.
 
         Args:
-            prompt_slot: of a registered request with the same prompt, if there is one.
+            prompt_slot: slot of a registered request with the same prompt, or None.
         """
         assert self.slot != NO_SLOT, self.request_id
         assert self.num_plans == 0, self.request_id
@@ -96,7 +96,7 @@ class LiveRequest:
             token_ids=self.token_ids if prompt_slot is None else self.token_ids[self.num_prompt_tokens :],
             num_prompt_tokens=self.num_prompt_tokens,
             prompt_slot=prompt_slot,
-            block_ids=self.block_ids.copy(),  # grows before the ranks read it
+            block_ids=self.block_ids.copy(),  # the list may grow before the ranks read it
             window_block_ids=self.window_block_ids.copy(),
             params=request.params,
             seed=request.seed,
@@ -105,7 +105,7 @@ class LiveRequest:
         )
 
     def digest(self, block_index: int, block_size: int) -> bytes:
-        """Return the digest of a full block of known tokens. Each is computed once."""
+        """Return the digest of a full block of known tokens. Digests are cached."""
         assert (block_index + 1) * block_size <= len(self.token_ids), f"block {block_index} is not full"
         if block_index >= len(self._digests):
             parent = self._digests[-1] if self._digests else self.root_digest
@@ -156,7 +156,7 @@ class LiveRequest:
         return None, None
 
     def reset_computed(self) -> None:
-        """Return to the start after a preemption. The output is kept; all tokens will be computed again."""
+        """Reset the progress after a preemption. The output is kept, and all tokens will be computed again."""
         self.num_computed = self.num_planned = 0
         self.block_ids, self.window_block_ids = [], []
         self.num_dropped_blocks = 0
@@ -167,4 +167,4 @@ class LiveRequest:
         self.end_of_drafts = 0
         self.is_registered = False
         self.may_load = True
-        self._prompt_logprobs = []  # not sent yet, so all of them will be computed again
+        self._prompt_logprobs = []  # not sent yet, so all will be computed again

@@ -1,12 +1,12 @@
-"""Continuous batching: decides which tokens of which requests run in each step, and which KV cache blocks they use.
+"""Continuous batching: the choice of the tokens that run in each step, and of their KV cache blocks.
 
-Requests are served in order of arrival. The running ones are nearly always the oldest: a request is admitted after all
-before it, unless one of those does not fit yet and a bounded number of later ones may pass it. The newest running one
-is preempted first. So the oldest request advances, and no request waits forever.
+Requests are admitted in order of arrival, with one exception: if a request does not fit yet, a bounded number of later
+requests may be admitted before it. The newest running request is preempted first. The oldest request therefore always
+advances, and no request waits forever.
 
 Several plans may be in flight: `schedule` may be called again before the result of the last plan is committed. Ranks
-run plans in their order, so a plan may continue a request after a token that an earlier one has yet to sample. A block
-is given to another request only after all plans that name it for its last owner have been committed.
+run plans in order, so a plan may continue a request after a token that an earlier plan will sample. A block is
+allocated to another request only after all plans that use it for its previous owner have been committed.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from moeserve.scheduling.rank_state import ExpectedState, check_reports
 from moeserve.scheduling.request import NO_SLOT, LiveRequest
 from moeserve.scheduling.scheduler_config import SchedulerConfig
 
-# Later requests that may be admitted before one that does not fit into the KV cache yet.
+# Maximum number of later requests that may be admitted before a request that does not fit into the KV cache yet.
 MAX_PASSED = 64
-# A prompt is long while the rest of it would take more than this many steps if it ran alone.
+# A prompt is long while its remaining tokens would take more than this number of steps if it ran alone.
 STEPS_OF_LONG_PROMPT = 4
 
 
@@ -48,14 +48,14 @@ class _PlannedChunk:
     """A chunk of a plan in flight."""
 
     request: LiveRequest
-    num_tokens: int  # without drafts
+    num_tokens: int  # number of tokens without drafts
     num_drafts: int
     samples: bool
-    num_prompt_rows: int  # prompt tokens whose log-probabilities it returns
-    num_known: int  # tokens of the request that ranks have after this plan
-    num_blocks: int  # of the request, up to this plan
+    num_prompt_rows: int  # number of prompt tokens whose log-probabilities it returns
+    num_known: int  # number of the request's tokens that ranks have after this plan
+    num_blocks: int  # number of the request's blocks after this plan
     saved_state: SavedState | None
-    read_row: int | None  # of a saved state from which it starts
+    read_row: int | None  # row of the saved state from which it starts
 
     def expected_state(self) -> ExpectedState:
         """Return the state that ranks have after the plan, once its result is committed."""
@@ -70,18 +70,19 @@ class _Budget:
     """The tokens that are left in a step."""
 
     num_tokens: int
-    num_prefill_tokens: int  # of these, in chunks of several tokens
-    num_wanted: int = 0  # tokens of prompts that have no chunk in the step yet, and perhaps get none
+    num_prefill_tokens: int  # tokens left for chunks of several tokens
+    num_wanted: int = 0  # tokens of prompts that have no chunk in the step yet
 
     @property
     def num_left_for_prompts(self) -> int:
         return min(self.num_tokens, self.num_prefill_tokens)
 
     def most_for(self, request: LiveRequest) -> int:
-        """Return the most tokens that the request may compute in this step.
+        """Return the maximum number of tokens that the request may compute in this step.
 
-        A long prompt leaves up to half of the prefill tokens to the prompts behind it, so that short ones need not wait
-        for its end. Other prompts run one after the other: on average each ends sooner than if they shared the step.
+        A long prompt leaves up to half of the prefill tokens to the prompts behind it, so that short prompts need not
+        wait until it ends. Other prompts run one after the other, so that on average they end sooner than if they
+        shared the step.
         """
         if not request.is_prefilling:
             return min(request.num_unplanned, self.num_tokens)
@@ -100,10 +101,10 @@ class _Budget:
 
 
 class Scheduler:
-    """Prompts in chunks and single decode tokens, within one token budget per step.
+    """The scheduler of one replica, which plans chunks of prompts and decode tokens within a token budget per step.
 
-    Each plan that `schedule` returns is ended by `commit` or `abort_step`, in the order of the plans. All decisions
-    follow from the calls made so far; there is no clock and no randomness.
+    Each plan that `schedule` returns must be ended by `commit` or `abort_step`, in the order of the plans. Decisions
+    depend only on the calls so far, not on clocks or random numbers.
     """
 
     def __init__(
@@ -116,9 +117,9 @@ class Scheduler:
         """
         Args:
             cache_salt: secret of this engine, mixed into every digest of the prefix cache.
-            connector: to a store behind the KV cache; None: there is none.
-            peer_addresses: where other engines can read blocks of each rank of this replica. None: they cannot, and
-                blocks of others are not read.
+            connector: connector of a store behind the KV cache; None: there is none.
+            peer_addresses: address of each rank of this replica at which other engines can read blocks. Empty: blocks
+                are not exchanged with other engines.
         """
         assert config.num_blocks * config.block_size >= config.max_model_len, config
         assert config.max_num_seqs >= 1, config
@@ -134,29 +135,29 @@ class Scheduler:
             self._transfers = BlockTransfers(store, self._caches.pools, config.block_size, peer_addresses)
         self._running: dict[str, LiveRequest] = {}  # in order of admission
         self._waiting: OrderedDict[str, LiveRequest] = OrderedDict()  # in order of arrival
-        self._loading: dict[str, LiveRequest] = {}  # wait for blocks from the store or another engine
+        self._loading: dict[str, LiveRequest] = {}  # requests that wait for blocks from the store or another engine
         self._num_waiting_tokens = 0  # known tokens of waiting and loading requests
-        self._prefilling: set[LiveRequest] = set()  # running requests that lack more than a token
+        self._prefilling: set[LiveRequest] = set()  # running requests with more than one unplanned token
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._num_arrived = 0
         self._step = 0
         self._plans: deque[list[_PlannedChunk]] = deque()  # in flight
         self._owner_of_prompt: dict[int, LiveRequest] = {}  # running requests, by the identity of their prompts
-        self._ended_in_flight: set[LiveRequest] = set()  # ended, but a plan in flight names their blocks
+        self._ended_in_flight: set[LiveRequest] = set()  # ended requests whose blocks a plan in flight uses
 
     @property
     def has_work(self) -> bool:
-        """True if there is a request that has not ended."""
+        """True if a request has not ended."""
         return bool(self._running or self._waiting or self._loading)
 
     @property
     def num_plans(self) -> int:
-        """Plans in flight."""
+        """Number of plans in flight."""
         return len(self._plans)
 
     @property
     def live_request_ids(self) -> list[str]:
-        """Requests that have not ended."""
+        """Ids of the requests that have not ended."""
         return [*self._running, *self._waiting, *self._loading]
 
     @property
@@ -169,26 +170,26 @@ class Scheduler:
 
     @property
     def num_decoding(self) -> int:
-        """Running requests that lack one token."""
+        """Number of running requests that are not prefilling."""
         return len(self._running) - len(self._prefilling)
 
     @property
     def num_prefill_tokens(self) -> int:
-        """Tokens of prompts that no plan computes yet. Some of those that wait may be in the prefix cache."""
+        """Number of prompt tokens that are not in any plan yet. Some of them may be in the prefix cache."""
         return self._num_waiting_tokens + sum(request.num_unplanned for request in self._prefilling)
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that no request holds, including those kept for the prefix cache."""
+        """Number of blocks that no request holds, including those kept for the prefix cache."""
         return self._caches.num_free_blocks
 
     @property
     def transfers(self) -> BlockTransfers | None:
-        """Transfers to and from the store behind the KV cache and other engines; None: there are neither."""
+        """Transfers to and from the store behind the KV cache and other engines; None if there are neither."""
         return self._transfers
 
     def add(self, request: Request) -> None:
-        """Queue a request behind all others. An accepted request can always finish.
+        """Append a request to the queue. An accepted request can always finish.
 
         Raises:
             RequestError: the prompt is empty or too long, or the request id is in use. Nothing has changed.
@@ -218,13 +219,13 @@ class Scheduler:
         return [update for request_id in self.live_request_ids if (update := self.abort(request_id)) is not None]
 
     def schedule(self, prefill_budget: int | None = None) -> StepPlan | None:
-        """Plan the next step and allocate the blocks it needs. Return None if no request can run now.
+        """Plan the next step and allocate the blocks it needs.
 
-        That is so if there are none, or if they wait for the results of plans in flight.
+        Return None if no request can run now, because there are none or all wait for results of plans in flight.
 
         Args:
-            prefill_budget: most tokens in chunks of several tokens, not more than `max_prefill_tokens`; at least one.
-                None: prefills are limited by `max_num_batched_tokens` alone.
+            prefill_budget: maximum number of tokens in chunks of several tokens, at least one and at most
+                `max_prefill_tokens`. None: only `max_num_batched_tokens` limits prefills.
         """
         num_tokens = num_prefill_tokens = self.config.max_num_batched_tokens
         if prefill_budget is not None and self.config.max_prefill_tokens:
@@ -276,13 +277,15 @@ class Scheduler:
         return plan
 
     def commit(self, result: StepResult, reports: Sequence[RankReport] = ()) -> list[RequestUpdate]:
-        """Apply the result of the oldest plan. Return new tokens and ends; a partly computed prompt has no update.
+        """Apply the result of the oldest plan, and return updates with new tokens or the ends of requests.
+
+        A partly computed prompt has no update.
 
         Args:
-            reports: of ranks after the step, to be compared.
+            reports: reports of the ranks after the step, to compare with the scheduler's state.
 
         Raises:
-            RankStateError: a rank keeps another state of a request.
+            RankStateError: a rank has another state of a request.
         """
         chunks = self._plans.popleft()
         step = self._step - len(self._plans)
@@ -300,13 +303,13 @@ class Scheduler:
         return updates
 
     def take_transfers(self) -> list[Transfer]:
-        """Return the transfers that begin now. Each is ended by `end_transfer`, in any order."""
+        """Return the transfers to start now. Each must be ended by `end_transfer`, in any order."""
         return [] if self._transfers is None else self._transfers.take_new()
 
     def end_transfer(self, outcome: TransferOutcome) -> None:
         """End a transfer. The request that waited for it can be admitted, with the blocks that were copied."""
         assert self._transfers is not None
-        request = self._transfers.end(outcome)  # what was copied is in the prefix cache, in which admission looks
+        request = self._transfers.end(outcome)  # admission finds the copied blocks in the prefix cache
         if request is None:
             return
         if request.kv_source is None:
@@ -316,7 +319,7 @@ class Scheduler:
             self._requeue(request)
 
     def abort_step(self) -> list[RequestUpdate]:
-        """End the requests of the oldest plan, and no others. Nothing of that step is kept."""
+        """End only the requests of the oldest plan, whose step has failed. Its results are discarded."""
         chunks = self._plans.popleft()
         for chunk in chunks:
             self._finish_chunk(chunk)
@@ -360,9 +363,9 @@ class Scheduler:
     def _continue_running(
         self, planned: list[tuple[LiveRequest, int]], new_blocks: list[tuple[int, NewBlocks]], budget: _Budget
     ) -> bool:
-        """Plan the running requests, oldest first. Prompts leave a token for each request that decodes.
+        """Plan the running requests, oldest first. Prompts leave one token for each decoding request.
 
-        Return False if a request cannot grow now, so that no newer one may get blocks.
+        Return False if a request cannot grow now; newer requests may then not get blocks.
         """
         share = self._share_of_plan(len(self._running))
         ready = [request for request in self._running.values() if self._may_continue(request)][:share]
@@ -386,7 +389,7 @@ class Scheduler:
     def _extend_prompts(
         self, planned: list[tuple[LiveRequest, int]], new_blocks: list[tuple[int, NewBlocks]], budget: _Budget
     ) -> None:
-        """Give planned prompts, oldest first, the tokens that they left to others and that nobody took."""
+        """Extend planned prompts, oldest first, by tokens that they left to other requests and that were not used."""
         for index, (request, num_tokens) in enumerate(planned):
             num_more = min(request.num_unplanned - num_tokens, budget.num_left_for_prompts)
             if num_more <= 0 or not self._caches.fits(request, num_tokens + num_more):
@@ -405,15 +408,15 @@ class Scheduler:
     def _take_drafts(
         self, planned: list[tuple[LiveRequest, int]], new_blocks: list[tuple[int, NewBlocks]], budget: _Budget
     ) -> dict[LiveRequest, list[int]]:
-        """Return the drafts of planned requests for which tokens and blocks are left. No request waits for them.
+        """Return the drafts of planned requests that fit into the remaining tokens and free blocks.
 
-        Behind them, requests get the blocks in which the ranks compute their next drafts, if there are any left.
+        Requests also get the blocks behind the drafts in which ranks compute the next drafts, if enough are free.
         """
         taken: dict[LiveRequest, list[int]] = {}
         num_ahead = self.config.num_lookahead_tokens
         for request, num_tokens in planned:
             has_drafts = bool(request.draft_token_ids) or num_ahead > 0
-            if not has_drafts or num_tokens < request.num_unplanned:  # or it does not sample
+            if not has_drafts or num_tokens < request.num_unplanned:  # the second: the chunk does not sample
                 continue
             num_following = max(request.num_left(self.config.max_model_len) - 1, 0)
             drafts: list[int] = []
@@ -433,7 +436,7 @@ class Scheduler:
         return taken
 
     def _share_of_plan(self, num_requests: int) -> int:
-        """Return how many of `num_requests` requests one plan takes: an equal share for each of `num_batches` plans."""
+        """Return the number of requests in one plan: an equal share of `num_requests` for each of `num_batches`."""
         return -(-num_requests // self.config.num_batches)
 
     def _unsent_tokens(self, planned: Sequence[tuple[LiveRequest, int]]) -> list[tuple[int, list[int]]]:
@@ -446,19 +449,19 @@ class Scheduler:
         """True if another token of the request can be planned now."""
         if request.num_unknown and (not self.config.plans_ahead or request.num_left(self.config.max_model_len) == 0):
             return False
-        # Ranks forgot the request: all of its tokens must be known to register it again.
+        # A request that is not registered was dropped by the ranks. All its tokens must be known to register it again.
         return request.num_unplanned > 0 and (request.is_registered or request.num_plans == 0)
 
     def _make_room(self, request: LiveRequest, num_tokens: int) -> bool:
         """Preempt the newest running requests until `request` can grow. Return False if it cannot grow now.
 
-        A request with plans in flight is not preempted: its blocks are in use. It gets no further plans, so it can be
-        preempted soon.
+        A request with plans in flight is not preempted, because its blocks are in use. It is not planned further, so
+        that it can be preempted soon.
         """
         while not self._caches.fits(request, num_tokens):
-            if self._ended_in_flight:  # their blocks come back with the results of plans in flight
+            if self._ended_in_flight:  # the results of plans in flight will free their blocks
                 return False
-            if self._transfers and self._transfers.hold_blocks_alone:  # they come back soon
+            if self._transfers and self._transfers.hold_blocks_alone:  # these blocks will be free soon
                 return False
             newest = next(reversed(self._running.values()))
             if newest.num_plans:
@@ -469,7 +472,7 @@ class Scheduler:
         return True
 
     def _preempt(self, request: LiveRequest) -> None:
-        """Return a running request to its place in the queue, to be computed again from its start."""
+        """Return a running request to its position in the queue. It will be computed again from the start."""
         del self._running[request.request_id]
         self._release(request)
         request.reset_computed()
@@ -478,14 +481,14 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _requeue(self, request: LiveRequest) -> None:
-        """Put a request at its place in the queue."""
+        """Insert a request into the queue by its order of arrival."""
         later = [other for other in self._waiting.values() if other.arrival > request.arrival]
         self._waiting[request.request_id] = request
         for other in later:
             self._waiting.move_to_end(other.request_id)
 
     def _admit_waiting(self, planned: list[tuple[LiveRequest, int]], budget: _Budget) -> None:
-        """Admit waiting requests, oldest first. A few may pass those that do not fit yet."""
+        """Admit waiting requests, oldest first. A bounded number may pass requests that do not fit yet."""
         passed: list[LiveRequest] = []
         share = self._share_of_plan(min(len(self._running) + len(self._waiting), self.config.max_num_seqs))
         num_promised = sum(map(self._caches.num_missing_blocks, self._prefilling))
@@ -494,8 +497,8 @@ class Scheduler:
             if is_full or budget.num_left_for_prompts == 0:
                 return
             prefix = self._caches.cached_prefix(request)
-            # Checking the first chunk alone would admit long prompts only to preempt them half computed. A request that
-            # would run alone may take all blocks, so every request is admitted eventually.
+            # Check the whole prompt: with a check of only its first chunk, long prompts would be admitted and preempted
+            # later. A request that would run alone may take all blocks, so every request is admitted eventually.
             if not self._caches.has_room(request, prefix, num_promised, len(self._running)):
                 passed.append(request)
                 if request.num_passed == MAX_PASSED or len(passed) == MAX_PASSED:
@@ -529,14 +532,14 @@ class Scheduler:
         self._note_computed(self._caches.end_save(chunk.request, chunk.saved_state, start, is_kept=is_kept))
 
     def _note_computed(self, items: list[tuple[ItemKey, int]]) -> None:
-        """Let the store behind the cache, if there is one, keep items, given with their places."""
+        """Report computed items, given with their places, to the store behind the cache, if there is one."""
         if self._transfers is not None:
             self._transfers.note_computed(items)
 
     def _start_receive_or_load(self, request: LiveRequest, prefix: CachedPrefix) -> bool:
-        """Begin to copy what a request lacks behind its cached prefix, from another engine or from the store.
+        """Start to copy items behind a request's cached prefix from another engine or from the store.
 
-        Return False if it need not wait for anything.
+        Return False if the request need not wait.
         """
         transfers = self._transfers
         if transfers is None:
@@ -548,7 +551,7 @@ class Scheduler:
             num_blocks = min(source.num_blocks, self._caches.most_cached_blocks(request))
             if prefix.num_blocks < num_blocks:
                 keys = self._caches.items_of(request, num_blocks)
-                # The window and the state of the source are at its end.
+                # The source has window and state only at its end.
                 can_use = num_blocks == source.num_blocks or len(keys) == num_blocks
                 if can_use and transfers.fit(keys):
                     transfers.receive(request, keys)
@@ -567,7 +570,7 @@ class Scheduler:
         return True
 
     def _drop_source(self, request: LiveRequest) -> None:
-        """Set the blocks of a request's source free, which no output of its prompt needs any more."""
+        """Free the blocks of a request's source, which no output of its prompt needs any more."""
         assert self._transfers is not None
         for other in self._waiting_for_source(request):
             other.kv_source = None
@@ -575,7 +578,7 @@ class Scheduler:
             self._transfers.receive(request, [])
 
     def _leave_source(self, request: LiveRequest) -> None:
-        """Set the blocks of an ended request's source free, or stop their transfer, unless others wait for them."""
+        """Free the blocks of an ended request's source, or cancel their transfer, unless other requests need them."""
         source, transfers = request.request.kv_source, self._transfers
         if source is None or transfers is None or not transfers.has_peers or self._waiting_for_source(request):
             return
@@ -585,7 +588,7 @@ class Scheduler:
             self._drop_source(request)
 
     def _waiting_for_source(self, request: LiveRequest) -> list[LiveRequest]:
-        """Return other waiting requests that have the same source as this one had at first."""
+        """Return the other waiting requests that have this request's original source."""
         source = request.request.kv_source
         return [
             other
@@ -594,12 +597,12 @@ class Scheduler:
         ]
 
     def _begin_to_wait(self, request: LiveRequest) -> None:
-        """Let a waiting request wait for a transfer."""
+        """Move a request from the queue to those that wait for a transfer."""
         del self._waiting[request.request_id]
         self._loading[request.request_id] = request
 
     def _registration(self, request: LiveRequest) -> Registration:
-        """Return what registers a request. Samples share their prompt: while one of them runs, it is not sent again."""
+        """Return the registration of a request. The prompt is not sent again while another sample of it is running."""
         owner = self._owner_of_prompt.setdefault(id(request.request.prompt_token_ids), request)
         request.own_state_row = request.slot
         return request.registration(None if owner is request else owner.slot)
@@ -627,7 +630,7 @@ class Scheduler:
         )
 
     def _finish_chunk(self, chunk: _PlannedChunk) -> None:
-        """A plan that names the chunk's request is not in flight any more."""
+        """Update the chunk's request after its plan has ended."""
         request = chunk.request
         request.num_plans -= 1
         request.num_unknown -= chunk.samples
@@ -639,7 +642,7 @@ class Scheduler:
             self._note_computed(self._caches.release(request))
 
     def _commit_chunk(self, chunk: _PlannedChunk, result: ChunkResult) -> RequestUpdate | None:
-        """Apply the result of one chunk. Only now do its keys and values exist, so only now can others share them."""
+        """Apply the result of one chunk, whose keys and values exist from now on and can be shared."""
         request = chunk.request
         if result.error is not None:
             return self._abort(request, error=result.error)
@@ -659,7 +662,7 @@ class Scheduler:
         return update
 
     def _append_tokens(self, chunk: _PlannedChunk, result: ChunkResult) -> RequestUpdate:
-        """Add the sampled tokens of a chunk to its request, and note which of its drafts are computed with them."""
+        """Append the sampled tokens of a chunk to its request, and count its accepted drafts as computed."""
         request, num_accepted = chunk.request, len(result.token_ids) - 1
         update = request.append(result.token_ids, result.logprobs, self.config.max_model_len)
         request.draft_token_ids = result.draft_token_ids
@@ -695,7 +698,7 @@ class Scheduler:
             del self._waiting[request.request_id]
             self._num_waiting_tokens -= len(request.token_ids)
             self._leave_source(request)
-        elif request.request_id in self._loading:  # its blocks come back with the end of the transfer
+        elif request.request_id in self._loading:  # the end of the transfer will free its blocks
             del self._loading[request.request_id]
             self._num_waiting_tokens -= len(request.token_ids)
             self._leave_source(request)
@@ -704,7 +707,7 @@ class Scheduler:
             self._release(request)
 
     def _release(self, request: LiveRequest) -> None:
-        """Free the slot of a request that no longer runs, and its blocks unless a plan in flight names them."""
+        """Free the slot of a request that no longer runs, and its blocks unless a plan in flight uses them."""
         self._free_slots.append(request.slot)
         prompt = id(request.request.prompt_token_ids)
         if self._owner_of_prompt.get(prompt) is request:

@@ -1,1 +1,1 @@
-"""One rank: its model, its KV cache, and the steps it runs."""
+"""The worker of one rank: its model, its KV cache, and the execution of steps."""

@@ -1,12 +1,13 @@
 """CPU graphs: the kernels of a decode step, captured once and replayed with one call.
 
-A decode step has equally many tokens per request: one, or one and the draft tokens behind it. So two numbers determine
-all shapes, on one rank and where ranks that share memory exchange few tokens. Every such step runs the same kernels on
-the same memory. Replaying them without Python saves a few microseconds per kernel, up to a fifth of a step of a small
-model. Results are equal to the last bit. Capturing records the kernels and executes none, so it needs no request.
+A decode step has the same number of tokens for each request: one, plus its draft tokens. Two numbers therefore
+determine all shapes, on one rank and on ranks that share memory and exchange few tokens. Every such step runs the same
+kernels on the same memory. Replaying them without Python saves a few microseconds per kernel, up to a fifth of a step
+of a small model. Results are equal to the last bit. Capturing records the kernels without executing them, so it does
+not need a request.
 
-All graphs use the same memory, one at a time. A rank may replay a step that another rank runs layer by layer, because
-the collectives are the same.
+All graphs use the same memory, so only one runs at a time. A rank may replay a step that another rank runs layer by
+layer, because the collectives are the same.
 """
 
 from __future__ import annotations
@@ -34,27 +35,27 @@ from moeserve.worker.step_replay import StepContext, StepOutputs, do_nothing
 
 # T tokens of the replica's step, t this tp rank's share of them, D model width
 
-MAX_TOKENS = 64  # of a captured step; in larger steps the kernels outweigh Python
-MAX_TOKENS_PER_REQUEST = 16  # of a captured step
-MEMORY_BYTES = 2**26  # for the outputs of captured kernels, all graphs together
+MAX_TOKENS = 64  # maximum tokens of a captured step; in larger steps, Python takes little of the time
+MAX_TOKENS_PER_REQUEST = 16  # maximum tokens per request of a captured step
+MEMORY_BYTES = 2**26  # memory for the outputs of captured kernels, shared by all graphs
 MAX_CPU_GRAPHS = 256
 MAX_SIZES_SEEN = 4096
 ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
-HOST_READS = ("tolist", "numpy", "__array__", "__dlpack__")  # not visible to torch's dispatch
+HOST_READS = ("tolist", "numpy", "__array__", "__dlpack__")  # reads that torch's dispatch does not see
 
 
 class StepSizes(NamedTuple):
-    """The key of a graph."""
+    """The sizes that determine all shapes of a step, used as the key of its graph."""
 
     num_tokens: int
     tokens_per_request: int
-    tokens_per_rank: tuple[int, ...]  # tokens that each ep rank brings to dispatch
+    tokens_per_rank: tuple[int, ...]  # number of tokens that each ep rank dispatches
 
     @classmethod
     def of(cls, step: StepInputs) -> StepSizes | None:
-        """Return the sizes of a step; None: it is not captured.
+        """Return the sizes of a step; None if it cannot be captured.
 
-        So are steps in which a recurrent state passes from one token of a chunk to the next.
+        Steps in which recurrent states are passed between tokens of a chunk cannot be captured.
         """
         num_tokens, num_rows = len(step.token_ids), step.max_rows_per_chunk
         if not 0 < num_tokens <= MAX_TOKENS or any(span.num_rows != num_rows for span in step.spans):
@@ -72,7 +73,7 @@ class CapturedStep:
     """A graph, with the memory of its inputs and its result."""
 
     replay: Callable[[], None]
-    num_collectives: tuple[int, ...]  # in the graph, by group
+    num_collectives: tuple[int, ...]  # number of collectives in the graph, by group
     hidden_tD: Tensor
     rotations: Rotations
     step: StepInputs
@@ -82,7 +83,7 @@ class CapturedStep:
         """Return the result of the layers for the copied inputs, valid until the next run.
 
         Raises:
-            DistributedError: as the layers do.
+            DistributedError: a collective failed, as in eager execution.
         """
         self.replay()
         return self.result
@@ -103,10 +104,10 @@ class CapturedStep:
 
 
 class CpuGraphs:
-    """Runs a CPU rank's steps, decode steps from graphs.
+    """A `StepReplay` for CPU ranks, which replays decode steps from graphs.
 
-    Likely sizes are captured while the rank has nothing else to do. Others are captured when they occur for the second
-    time, which takes about as long as running the layers without a graph.
+    Likely sizes are captured while the rank is idle. Other sizes are captured when they occur for the second time. This
+    takes about as long as running the layers without a graph.
     """
 
     def __init__(
@@ -114,8 +115,8 @@ class CpuGraphs:
     ) -> None:
         """
         Args:
-            groups: those that the model's layers call.
-            max_num_seqs: of one step.
+            groups: the groups that the model's layers use.
+            max_num_seqs: maximum number of requests in one step.
         """
         self.model = model
         self.groups = groups
@@ -125,7 +126,8 @@ class CpuGraphs:
         self.memory = Arena(MEMORY_BYTES)
         self.captured: OrderedDict[StepSizes, CapturedStep | None] = OrderedDict()  # LRU; None: cannot be captured
         self._sizes_seen: OrderedDict[StepSizes, None] = OrderedDict()
-        # With several ranks, the first layer's input comes from a collective, and sizes are combinations of theirs.
+        # With several ranks, nothing is captured ahead: the first layer's input comes from a collective, and sizes are
+        # combinations of the sizes of all ranks.
         num_ahead = min(MAX_TOKENS, max_num_seqs) if groups.mesh.world_size == 1 else 0
         self._sizes_ahead = deque(range(1, num_ahead + 1))
         # Shared by all graphs:
@@ -147,7 +149,7 @@ class CpuGraphs:
         return True
 
     def __call__(self, step: StepInputs) -> StepOutputs:
-        if step.halves:  # steps of many rows, in which the kernels outweigh Python
+        if step.halves:  # steps of many rows, in which Python takes little of the time
             self.on_layers()
             return StepOutputs(self.model(step, self.caches))
         hidden_tD, rotations = self.model.receive(step)
@@ -173,7 +175,7 @@ class CpuGraphs:
         return self.model.run_layers(hidden_tD, rotations, self.caches, step)
 
     def _capture(self, sizes: StepSizes, hidden_tD: Tensor, rotations: Rotations, step: StepInputs) -> None:
-        """Capture the layers of a step of such sizes, without executing a kernel."""
+        """Capture the layers of a step of these sizes, without executing a kernel."""
         make_graph = self.model.context.kernels.make_step_graph
         assert make_graph is not None
         graph = make_graph(self.memory.address, self.memory.num_bytes)
@@ -192,7 +194,7 @@ class CpuGraphs:
             step=dataclasses.replace(
                 step,
                 token_ids=self._input_memory("token_ids", step.token_ids),
-                # What torch computes runs while it is captured, and must not write to the cache.
+                # Operations of torch are executed during the capture, and must not write to the cache.
                 cache_slots=self._input_memory("cache_slots", step.cache_slots).fill_(-1),
                 context_lens=self._input_memory("context_lens", step.context_lens),
                 row_starts=step.row_starts.clone(),
@@ -206,12 +208,12 @@ class CpuGraphs:
         alias = None
         graph.begin_capture()
         try:
-            # Reads on the host are looked for once, because that takes as long as the rest: what the layers read does
-            # not depend on the number of tokens.
+            # Check for reads on the host only in the first capture: the check takes as long as the rest, and its result
+            # does not depend on the number of tokens.
             with check, nullcontext() if self.captured else check.reads, without_pool():
                 result = self.model.run_layers(captured.hidden_tD, captured.rotations, self.caches, captured.step)
             alias = self.memory.alias(result)  # a reference would keep this memory from all other graphs
-        except Exception as error:  # of an operation on numbers that no kernel has computed
+        except Exception as error:  # an operation may fail on values that no kernel has computed
             check.missed.add(f"an operation that fails here: {error!r:.200}")
         finally:
             graph.end_capture()
@@ -227,26 +229,26 @@ class CpuGraphs:
             self.captured.popitem(last=False)
 
     def _state_rows(self, num_tokens: int) -> StateRows:
-        """Return the rows of states where all graphs find them, with no state in them for now."""
+        """Return the state rows in the memory that all graphs read, initially without states."""
         none = StateRows.none(num_tokens)
         return StateRows(*(self._input_memory(f"states {n}", rows).copy_(rows) for n, rows in enumerate(none)))
 
     def _window_blocks(self, like: WindowBlocks) -> WindowBlocks:
-        """Return the blocks of windows where all graphs find them, with no slot to write to for now."""
+        """Return the window blocks in the memory that all graphs read, initially without slots to write to."""
         return WindowBlocks(
             self._input_memory("cache_slots of windows", like.cache_slots).fill_(-1),
             self._input_memory("block_table of windows", like.block_table),
         )
 
     def _input_memory(self, name: str, like: Tensor) -> Tensor:
-        """Return the rows where all graphs find an input."""
+        """Return the leading rows of the memory from which all graphs read an input."""
         if name not in self._inputs:
             self._inputs[name] = like.new_empty(MAX_TOKENS, *like.shape[1:])
         return self._inputs[name][: len(like)]
 
 
 class OnlyKernels(TorchDispatchMode):
-    """Lists the torch operations that a graph would miss. Allocations and views are allowed.
+    """A mode that lists the torch operations that a graph would miss, except allocations and views.
 
     Memory is allocated from an arena. Enter `reads` as well.
     """
@@ -259,7 +261,7 @@ class OnlyKernels(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Torch would import its compiler, of 900 modules, to keep it from compiling this class."""
+        """Return False, so that torch does not import its compiler of 900 modules."""
         return False
 
     def __torch_dispatch__(
@@ -278,7 +280,7 @@ class OnlyKernels(TorchDispatchMode):
 
 
 class HostReads(TorchFunctionMode):
-    """Lists reads of tensor values on the host: a replay may find other values."""
+    """A mode that lists reads of tensor values on the host, because these may differ in a replay."""
 
     def __init__(self, missed: set[str]) -> None:
         super().__init__()
@@ -293,7 +295,7 @@ class HostReads(TorchFunctionMode):
 
 
 def _are_views(result: Any, args: tuple[Any, ...]) -> bool:
-    """True if the results are views of the first argument."""
+    """Return True if the results are views of the first argument."""
     results = result if isinstance(result, (list, tuple)) else [result]
     if not args or not isinstance(args[0], Tensor) or not all(isinstance(each, Tensor) for each in results):
         return False

@@ -1,10 +1,10 @@
 """CUDA graphs: the kernels of a decode step, captured once and launched together.
 
-Graphs exist for some numbers of tokens. All replicas pad a decode step to the same one of them, because the exchange
-between ranks is part of a graph; the lockstep agreement determines which. All graphs share one memory pool, and the
+Graphs are captured for some numbers of tokens. All replicas pad a decode step to the same number, which the lockstep
+agreement determines, because the exchange between ranks is part of a graph. All graphs share one memory pool, and the
 largest is captured first so that the others fit into it. Other steps run layer by layer.
 
-Padding rows have no key and no value and are sent to no expert. Their results are not read.
+The keys and values of padding rows are not stored, and they are not sent to experts. Their results are not read.
 """
 
 from __future__ import annotations
@@ -27,15 +27,18 @@ from moeserve.worker.kv_cache import free_gpu_memory
 from moeserve.worker.step_replay import StepContext, StepOutputs, do_nothing
 
 SMALL_SIZES = (1, 2, 4, 8)
-STEP, LARGE_STEP = 8, 32  # between sizes: up to LARGE_FROM, and beyond
+STEP, LARGE_STEP = 8, 32  # distance between sizes, up to LARGE_FROM and above
 LARGE_FROM = 128
 MAX_SIZE = 512  # tokens; a larger step keeps the GPU busy while the host launches it
 Result = TypeVar("Result")
-WARM_UPS = 2  # runs in the capturing stream before a capture, in which libraries initialise
+WARM_UPS = 2  # runs in the capturing stream before a capture, so that libraries are initialised
 
 
 class Capture(Protocol):
-    """Captures what a function launches. Captures of one object share memory: only one replays at a time."""
+    """The capture of the kernels that a function launches.
+
+    All captures of one object share memory, so only one of them may be replayed at a time.
+    """
 
     def __call__(self, run: Callable[[], Result]) -> tuple[Callable[[], None], Result]:
         """Return a function that replays the launches, and the tensors that then hold the results."""
@@ -43,13 +46,13 @@ class Capture(Protocol):
 
 
 class TorchCapture:
-    """Captures with `torch.cuda.CUDAGraph`."""
+    """A `Capture` with `torch.cuda.CUDAGraph`."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         """
         Args:
-            stream: used for all captures of this rank. torch keeps cuBLAS workspaces per stream and frees them when a
-                graph captured there is dropped, while other graphs still use them.
+            stream: the stream of all captures. torch keeps cuBLAS workspaces per stream, and frees them when a graph
+                captured there is dropped, even if other graphs still use them.
         """
         self._stream = stream
         self._pool: Any = None
@@ -68,12 +71,13 @@ class TorchCapture:
 
 
 def graph_sizes(max_num_seqs: int, mesh: Mesh, is_capturable: Callable[[Sequence[int]], bool]) -> tuple[int, ...]:
-    """Return the numbers of tokens to capture, ascending: dense enough that little of a step is padding.
+    """Return the numbers of tokens to capture, ascending, and dense enough to keep padding small.
 
     Each is a multiple of tp, because the tp ranks exchange equal shares.
 
     Args:
-        is_capturable: decides by the tokens of each ep rank. Steps of other sizes run layer by layer.
+        is_capturable: returns True if steps with these tokens of each ep rank can be captured. Others run layer by
+            layer.
     """
     largest = min(max_num_seqs, MAX_SIZE)
     sizes = [*SMALL_SIZES, *range(2 * STEP, LARGE_FROM, STEP), *range(LARGE_FROM, largest + LARGE_STEP, LARGE_STEP)]
@@ -82,13 +86,13 @@ def graph_sizes(max_num_seqs: int, mesh: Mesh, is_capturable: Callable[[Sequence
 
 
 def memory_of_graphs(capture_sizes: Callable[[Sequence[int]], object], sizes: Sequence[int]) -> int:
-    """Estimate the GPU memory, in bytes, that graphs of these sizes take. Collective: all ranks.
+    """Estimate the GPU memory in bytes of graphs of these sizes. Collective: all ranks.
 
-    The estimate is the memory of the largest graph, plus that of the smallest for each further one. It takes three
-    trial captures, which are dropped again.
+    The estimate is the memory of the largest graph, plus that of the smallest graph for each other size. It makes three
+    trial captures, which are then dropped.
 
     Args:
-        capture_sizes: captures graphs of some sizes, ascending, which live as long as its result.
+        capture_sizes: captures graphs of the given sizes, ascending; they exist as long as its result.
     """
 
     def measure(some: Sequence[int]) -> int:
@@ -100,7 +104,7 @@ def memory_of_graphs(capture_sizes: Callable[[Sequence[int]], object], sizes: Se
 
     if not sizes:
         return 0
-    measure(sizes[-1:])  # also allocates what stays: kernels' code, libraries' memory, connections
+    measure(sizes[-1:])  # so that permanent memory is allocated first: kernels' code, libraries' memory, connections
     largest = measure(sizes[-1:])
     if len(sizes) == 1:
         return largest
@@ -108,7 +112,7 @@ def memory_of_graphs(capture_sizes: Callable[[Sequence[int]], object], sizes: Se
 
 
 class CudaGraphs:
-    """Runs a GPU rank's steps. All graphs are captured in the constructor, by all ranks together."""
+    """A `StepReplay` for GPU ranks. All ranks together capture all graphs in the constructor."""
 
     def __init__(
         self, model: Decoder, caches: list[Any], context: StepContext, sizes: Sequence[int], capture: Capture
@@ -116,7 +120,7 @@ class CudaGraphs:
         """Capture all graphs. Collective: all ranks.
 
         Args:
-            sizes: numbers of tokens, ascending; the same on all ranks.
+            sizes: numbers of tokens, ascending, and the same on all ranks.
         """
         self.model = model
         self.caches = caches
@@ -126,13 +130,13 @@ class CudaGraphs:
         self._steps: dict[int, StepInputs] = {}
         self._captured: dict[int, tuple[Callable[[], None], StepOutputs]] = {}
         self._num_collectives: dict[int, tuple[int, ...]] = {}
-        self._logits_TV: Tensor | None = None  # of the largest size: memory for the logits of all graphs
+        self._logits_TV: Tensor | None = None  # memory for the logits of all graphs, of the largest size
         for size in reversed(sizes):
             step = _first_rows(inputs, size, context.mesh, context.tp_rank)
             if context.halving.divide(size, is_decode_only=True):
                 step = in_halves(step, tp=context.mesh.tp, tp_rank=context.tp_rank)
             before = model.groups.count_collectives()
-            self._run(step)  # once without a graph: connections are made at their first use
+            self._run(step)  # once without a graph, because connections are created at their first use
             self._num_collectives[size] = tuple(
                 after - count for after, count in zip(model.groups.count_collectives(), before, strict=True)
             )
@@ -149,16 +153,16 @@ class CudaGraphs:
         return False  # all sizes are captured
 
     def _run(self, step: StepInputs) -> StepOutputs:
-        """Run the layers, the head on all rows, and the choice of each row's token by its settings."""
+        """Run the layers, compute the logits of all rows, and choose each row's token by its settings."""
         hidden_TD = self.model(step, self.caches)
         if self.model.head is None:  # a later pipeline stage has it
             return StepOutputs(hidden_TD)
         logits_TV = self.model.logits(hidden_TD)  # collective: tp ranks
         assert step.settings is not None
         chosen_T = self.model.context.kernels.choose_tokens(logits_TV, step.settings, step.positions)
-        if self._logits_TV is None:  # in the first run, outside of a graph, with the largest size
+        if self._logits_TV is None:  # in the first run, which is outside of a graph and has the largest size
             self._logits_TV = torch.empty_like(logits_TV)
-        kept_TV = self._logits_TV[: len(logits_TV)]  # or each graph would keep its own
+        kept_TV = self._logits_TV[: len(logits_TV)]  # shared, because otherwise each graph would keep its own logits
         kept_TV.copy_(logits_TV)
         return StepOutputs(hidden_TD, kept_TV, chosen_T)
 
@@ -180,13 +184,13 @@ class CudaGraphs:
         self.model.dispatchers.prepare(own.halves[0].most_per_rank if own.halves else own.tokens_per_rank)
         replay, outputs = self._captured[size]
         replay()
-        self.on_layers()  # the GPU computes them, while this thread prepares the head
+        self.on_layers()  # the GPU computes the layers while this thread prepares the LM head
         self.model.groups.add_replayed(self._num_collectives[size])
         return outputs
 
 
 def _empty_inputs(size: int, context: StepContext) -> StepInputs:
-    """Return a step of padding rows, in memory that all graphs read."""
+    """Return a step of padding rows, whose memory all graphs read."""
     device = context.device
 
     def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -217,7 +221,7 @@ def _empty_inputs(size: int, context: StepContext) -> StepInputs:
 
 
 def _first_rows(inputs: StepInputs, size: int, mesh: Mesh, tp_rank: int) -> StepInputs:
-    """Return the step of the first `size` rows of the same memory, one of that size on every replica."""
+    """Return the step of the first `size` rows of this memory, for `size` rows on every replica."""
     tp_sizes = share_sizes(size, mesh.tp)
     assert inputs.padding is not None
     assert inputs.settings is not None

@@ -1,4 +1,4 @@
-"""Speculation on a rank: drafts of a request's next tokens, and which of them are accepted."""
+"""Speculative decoding on a rank: drafting the next tokens of requests, and accepting drafts."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from moeserve.worker.token_history import TokenHistory
 
 # T tokens of the step, L rows that are sampled, S chunks that sample, D model width
 
-NO_DRAFT = -1  # in place of a token
+NO_DRAFT = -1  # marks a missing draft token
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampledStep:
-    """A step whose tokens have been sampled, as the device computes it."""
+    """A step whose tokens have been sampled, as tensors that the device may still compute."""
 
-    inputs: StepInputs  # as it ran, with its padding
+    inputs: StepInputs  # inputs of the step, including padding
     chunks: Sequence[Chunk]
-    hidden_TD: Tensor  # of all rows, after the last norm
+    hidden_TD: Tensor  # hidden states of all rows, after the final norm
     tokens_L: Tensor | None  # sampled tokens, on the first tp rank; None: no chunk samples
-    num_sampling: tuple[int, ...]  # chunks that sample, by replica
+    num_sampling: tuple[int, ...]  # number of chunks that sample on each replica
 
 
 class StepBuilder(Protocol):
@@ -48,27 +48,29 @@ class StepBuilder(Protocol):
 
 
 class Drafter(Protocol):
-    """Guesses the tokens after those of a step."""
+    """The drafting of the tokens that follow a step."""
 
     def start(self, step: SampledStep, builder: StepBuilder) -> list[Tensor]:
-        """Begin to draft on the device. Return the tensors that `propose` takes on the host. Collective: all ranks."""
+        """Start to draft on the device. Return the tensors that `propose` needs on the host. Collective: all ranks."""
         ...
 
     def propose(
         self, request: RequestState, new_token_ids: Sequence[int], index: int, on_host: Sequence[Tensor]
     ) -> list[int]:
-        """Return drafts of the tokens after `new_token_ids`, which the request's table does not have yet.
+        """Return drafts of the tokens after `new_token_ids`.
 
         Args:
-            index: of the request's chunk among those that sample.
+            new_token_ids: sampled tokens that the request's table does not have yet.
+            index: index of the request's chunk among the chunks that sample.
         """
         ...
 
 
 class NgramDrafter:
-    """Guesses that the last tokens of a request continue as they did where they occurred before, in prompt or output.
+    """A drafter by prompt lookup decoding (https://github.com/apoorvumang/prompt-lookup-decoding).
 
-    The method is prompt lookup decoding (https://github.com/apoorvumang/prompt-lookup-decoding).
+    If the last tokens of a request have occurred before in its prompt or output, the drafts are the tokens that
+    followed there.
     """
 
     def __init__(self, config: SpeculativeConfig) -> None:
@@ -89,20 +91,20 @@ class NgramDrafter:
 
 
 class LayerDrafter:
-    """Guesses tokens with the model's layer for multi-token prediction (MTP), one in each pass of the layer.
+    """A drafter with the model's multi-token prediction (MTP) layer, which drafts one token in each pass.
 
     The first pass runs on all rows of a step. The layer's keys and values at a position depend on the next token, which
-    is known by then: behind an accepted draft it is the token that was sampled. The last position of a block that
-    requests share may have the next token of another request; this can make a draft worse, but changes no result.
+    is known then: after an accepted draft it is the sampled token. The last position of a block shared by several
+    requests may depend on the next token of another request. This can make a draft worse, but does not change results.
 
-    Each later pass runs on one row of each request, at the next position: on the layer's own hidden state and the token
-    that it has just drafted. The next step overwrites the keys and values of these rows and of rejected drafts.
+    Each later pass runs on one row of each request, at the next position. Its inputs are the layer's own hidden state
+    and the token just drafted. The next step overwrites the keys and values of these rows and of rejected drafts.
     """
 
     def __init__(self, model: Decoder, caches: list[Any], *, num_tokens: int, block_size: int) -> None:
         """
         Args:
-            num_tokens: that are drafted after each step.
+            num_tokens: number of tokens to draft after each step.
         """
         self._model = model
         self._caches = caches
@@ -123,7 +125,7 @@ class LayerDrafter:
             next_ids_T.index_copy_(0, inputs.logits_rows, tokens_L)
         hidden_TD = model.draft(inputs, next_ids_T, step.hidden_TD, self._caches)
         if tokens_L is None:
-            rows_S = inputs.logits_rows  # none
+            rows_S = inputs.logits_rows  # empty
         else:
             sampling = [chunk for chunk in step.chunks if chunk.samples]
             rows_S = inputs.logits_rows.index_select(0, _last_rows(tokens_L, sampling, builder.memory))
@@ -137,12 +139,12 @@ class LayerDrafter:
     def _continue(
         self, step: SampledStep, positions: Sequence[int], hidden_SD: Tensor, ids_S: Tensor, builder: StepBuilder
     ) -> list[Tensor]:
-        """Run the later passes, and return their drafts [S]. Collective: all ranks, in as many passes.
+        """Run the later passes, and return the drafts [S] of each. Collective: all ranks, with as many passes.
 
         Args:
-            positions: of each chunk's row in the first pass.
-            hidden_SD: the layer's hidden states in these rows.
-            ids_S: the tokens that were drafted from them.
+            positions: position of each chunk's row in the first pass.
+            hidden_SD: hidden states of the layer in these rows.
+            ids_S: tokens drafted from these hidden states.
         """
         sampling = [chunk for chunk in step.chunks if chunk.samples]
         ends = [chunk.request.num_blocks * self._block_size for chunk in sampling]
@@ -175,7 +177,7 @@ class LayerDrafter:
 
 
 def drafter_of(config: EngineConfig, model: Decoder, caches: list[Any]) -> Drafter | None:
-    """Return what drafts tokens on this rank; None: without speculation."""
+    """Return the drafter of this rank; None without speculative decoding."""
     speculation = config.speculative_config
     if speculation is None:
         return None
@@ -185,7 +187,7 @@ def drafter_of(config: EngineConfig, model: Decoder, caches: list[Any]) -> Draft
 
 
 def _without_cache(step: StepInputs, is_without_T: Tensor) -> StepInputs:
-    """Return the step without room in the cache for some rows: their keys and values are not kept."""
+    """Return the step without cache slots for the given rows, so that their keys and values are not stored."""
     windows = step.window_blocks
     if windows is not None:
         windows = windows._replace(cache_slots=windows.cache_slots.masked_fill(is_without_T, -1))
@@ -193,11 +195,11 @@ def _without_cache(step: StepInputs, is_without_T: Tensor) -> StepInputs:
 
 
 def _last_rows(tokens_L: Tensor, sampling: Sequence[Chunk], memory: StepMemory) -> Tensor:
-    """Return [S], for each chunk the sampled row behind its last accepted draft.
+    """Return [S]: for each chunk, the sampled row after its last accepted draft.
 
     Args:
-        tokens_L: sampled from all rows.
-        sampling: the chunks.
+        tokens_L: tokens sampled from all rows.
+        sampling: the chunks that sample.
     """
     counts = [chunk.num_sampled for chunk in sampling]
     drafted = [token_id for chunk in sampling for token_id in (*chunk.drafts, NO_DRAFT)]
@@ -209,14 +211,16 @@ def _last_rows(tokens_L: Tensor, sampling: Sequence[Chunk], memory: StepMemory) 
 
 
 def accepted_tokens(drafts: Sequence[int], rows: Sequence[SampledToken]) -> ChunkResult:
-    """Return the tokens that were sampled after a request's last token and after each draft, up to the first wrong one.
+    """Return the accepted drafts, and the token sampled after them.
 
-    A draft is right if it is the token that was sampled in its place. The random number of a token depends on the
-    seed and the position alone, so the tokens are those that a step for each of them would have sampled.
+    A draft is accepted if it equals the token that was sampled at its position, and all drafts before it are accepted.
+    The random number of a token depends only on the seed and the position, so the result is the same as if each token
+    were sampled in a separate step.
 
     Args:
-        rows: one more than drafts. After an accepted draft, a row with an error ends the tokens: the next step begins
-            with this row, and meets the error as it would without drafts.
+        drafts: drafts of the next tokens.
+        rows: the sampled tokens, one more than drafts. A row with an error after an accepted draft ends the result. The
+            next step begins with this row, and gets the same error as without drafts.
     """
     first = rows[0]
     if first.error is not None:

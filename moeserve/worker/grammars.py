@@ -1,7 +1,7 @@
-"""Grammars of outputs, compiled by llguidance for one tokenizer, and the tokens that they allow next.
+"""Grammars of outputs, which llguidance compiles for one tokenizer, and the tokens that they allow next.
 
-llguidance bounds the work of a compilation and of a mask by counts, so a hostile grammar ends with an error, on every
-machine at the same token. See docs/structured_outputs.md.
+llguidance limits the work of compilations and masks by counts, so a hostile grammar fails with an error, at the same
+token on every machine. See docs/structured_outputs.md.
 """
 
 from __future__ import annotations
@@ -24,39 +24,39 @@ from moeserve.structured_outputs import OutputGrammar
 if TYPE_CHECKING:
     import llguidance
 
-MAX_COMPILED = 32  # grammars that are kept
-# Limits of llguidance. Its lexer takes up to 2 kB for a state, a step 70 us for 1,000 units of fuel.
+MAX_COMPILED = 32  # maximum number of compiled grammars in the cache
+# Limits of llguidance. A state of its lexer takes up to 2 kB, and 1,000 units of fuel take 70 us.
 MAX_LEXER_STATES = 10_000
 MAX_GRAMMAR_SYMBOLS = 100_000
 COMPILE_FUEL = 300_000
 STEP_FUEL = 50_000
 STEP_ITEMS = 5_000
-# CPU time that a grammar may take: to be compiled, and for the masks of a request on average.
+# Limits of the CPU time of a grammar: for its compilation, and on average for the masks of a request.
 COMPILE_SECONDS = 1.0
 SECONDS_PER_REQUEST, SECONDS_PER_TOKEN = 1.0, 0.001
-# Without it, masks of texts that can only go on in one way hold the tokens of its usual spelling alone, and texts that
-# must go on without end are followed forever.
+# Without "no_forcing", the mask of a text with only one continuation allows only the usual tokenisation of this
+# continuation, and a text that must continue infinitely is followed forever.
 START = '%llguidance {"no_forcing": true}\nstart: @output'
 
 
 @dataclass(frozen=True)
 class AllowedTokens:
-    """The tokens that may come next, or why none can be chosen."""
+    """The tokens that may come next, or the reason why no token can be chosen."""
 
-    bits: npt.NDArray[np.uint8]  # bit i % 8 of byte i // 8 is set if token i may come
+    bits: npt.NDArray[np.uint8]  # bit i % 8 of byte i // 8 is set if token i is allowed
     error: str | None = None
 
 
 class Grammars:
-    """The grammars of requests with one tokenizer, compiled. Thread-safe.
+    """A cache of compiled grammars for one tokenizer. Thread-safe.
 
-    The tokenizer is read when the first grammar is compiled, which takes about a second.
+    The tokenizer is loaded when the first grammar is compiled, which takes about a second.
     """
 
     def __init__(self, tokenizer_folder: str, vocab_size: int) -> None:
         """
         Args:
-            vocab_size: tokens of the model. Larger ids of the tokenizer cannot be sampled.
+            vocab_size: vocabulary size of the model. Larger token ids of the tokenizer cannot be sampled.
         """
         self._tokenizer_folder = tokenizer_folder
         self._vocab_size = vocab_size
@@ -69,10 +69,10 @@ class Grammars:
         """Compile a grammar, and compute its first masks.
 
         Raises:
-            RequestError: it is malformed, takes too long, or allows no text.
+            RequestError: the grammar is malformed, takes too long, or allows no text.
             SettingsError: llguidance is not installed.
         """
-        self._tokens()  # read now, so that the time below is the grammar's alone
+        self._tokens()  # load the tokenizer first, so that it is not included in the time below
         started = time.thread_time()
         matcher = self.matcher(grammar)
         first = matcher.allowed_tokens([], ())
@@ -126,7 +126,7 @@ class Grammars:
         return compiled
 
     def _tokens(self) -> llguidance.LLTokenizer:
-        """Return the tokenizer as llguidance has it, which is read once."""
+        """Return llguidance's tokenizer, which is loaded once."""
         with self._loading:
             if self._loaded is None:
                 self._loaded = self._load()
@@ -137,7 +137,7 @@ class Grammars:
             import llguidance
         except ImportError as error:
             raise missing_extra("structured_outputs need llguidance", "structured", error) from None
-        from moeserve.models.tokenizer_files import load_tokenizer  # imports tokenizers, which ranks need for this only
+        from moeserve.models.tokenizer_files import load_tokenizer  # imports tokenizers, which ranks need only here
 
         tokenizer = load_tokenizer(self._tokenizer_folder)
         assert tokenizer is not None, f"{self._tokenizer_folder} has no tokenizer"
@@ -158,17 +158,17 @@ _SHARED: WeakValueDictionary[tuple[str, int], Grammars] = WeakValueDictionary()
 
 
 def grammars_of(tokenizer_folder: str, vocab_size: int) -> Grammars:
-    """Return the grammars of a tokenizer. A frontend and a rank in one process share them."""
+    """Return the grammars of a tokenizer, which a frontend and a rank in one process share."""
     return _SHARED.setdefault((tokenizer_folder, vocab_size), Grammars(tokenizer_folder, vocab_size))
 
 
 class Matcher:
-    """The position in its grammar of one output, which follows from the output's tokens alone."""
+    """The position of one output in its grammar, which depends only on the output's tokens."""
 
     def __init__(self, matcher: llguidance.LLMatcher, eos_token_ids: Sequence[int]) -> None:
         """
         Args:
-            eos_token_ids: tokens that llguidance takes for ends. Which tokens are ends depends on the request.
+            eos_token_ids: tokens that llguidance treats as ends. The actual end tokens depend on the request.
         """
         self._matcher = matcher
         self._eos_token_ids = eos_token_ids
@@ -184,8 +184,8 @@ class Matcher:
         """Return the tokens that may come next.
 
         Args:
-            output_token_ids: all tokens of the output, of which earlier calls had the first.
-            end_token_ids: tokens that end the output. They are allowed where it is complete.
+            output_token_ids: all tokens of the output, a continuation of those in earlier calls.
+            end_token_ids: tokens that end the output. They are allowed when it is complete.
         """
         started = time.thread_time()
         if new := output_token_ids[self._num_consumed :]:
@@ -207,7 +207,7 @@ class Matcher:
     def allowed_after(
         self, output_token_ids: list[int], drafts: Sequence[int], end_token_ids: Sequence[int]
     ) -> list[AllowedTokens]:
-        """Return the tokens that may come after the output, and after each draft that is allowed itself.
+        """Return the tokens that may come after the output, and after each draft up to the first that is not allowed.
 
         Args:
             output_token_ids, end_token_ids: see `allowed_tokens`.
@@ -215,7 +215,7 @@ class Matcher:
         allowed = [self.allowed_tokens(output_token_ids, end_token_ids)]
         if not drafts or allowed[0].error is not None:
             return allowed
-        ahead = Matcher(self._matcher.deep_copy(), self._eos_token_ids)  # may get stuck behind a wrong draft
+        ahead = Matcher(self._matcher.deep_copy(), self._eos_token_ids)  # a copy, which a wrong draft may leave stuck
         ahead._num_consumed = self._num_consumed
         for number, draft in enumerate(drafts, 1):
             if draft in end_token_ids or not allowed[-1].bits[draft // 8] >> draft % 8 & 1:
@@ -227,10 +227,10 @@ class Matcher:
 
 
 def _rules(grammar: OutputGrammar) -> dict[str, object]:
-    """Return a grammar in the form that llguidance reads.
+    """Return a grammar in llguidance's form.
 
     Raises:
-        ValueError: it is neither Lark nor GBNF.
+        ValueError: the grammar is neither Lark nor GBNF.
     """
     import llguidance
 
@@ -247,6 +247,6 @@ def _refusal(grammar: OutputGrammar, reason: str) -> RequestError:
 
 
 def _reason(error: str) -> str:
-    """Return what is wrong, without the state and the whole grammar that llguidance appends to it."""
+    """Return the reason of an error, without the state and the grammar that llguidance appends to it."""
     lines = error.partition("\n<")[0].splitlines() or [""]
     return next((line for line in lines if line.startswith("error: ")), lines[0])[:300]

@@ -1,6 +1,6 @@
-"""Two-batch overlap: steps in two halves, of which one computes while the rows of the other travel between ranks.
+"""Two-batch overlap: steps in two halves, of which one computes while the rows of the other are sent between ranks.
 
-Each replica divides its own rows. All ranks know the row counts of all replicas, and thus those of both halves.
+Each replica divides its own rows. All ranks know the row counts of all replicas, and therefore of both halves.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from torch import Tensor
 from moeserve.distributed.mesh import share_of, share_sizes
 from moeserve.step_inputs import ChunkSpan, StepInputs, WindowBlocks
 
-# A long half begins at a multiple of this many rows, which aligns tiles of GPU kernels. Tensors begin at a multiple of
-# this many bytes, because Triton compiles other kernels for other addresses.
+# A long half begins at a multiple of this number of rows, to align tiles of GPU kernels. Tensors begin at a multiple of
+# this number of bytes, because Triton compiles different kernels for other addresses.
 ALIGNMENT = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class HalvingLimits:
-    """The minimum rows, of the replica with the most, from which a step runs in halves. None: never."""
+    """The minimum number of rows on the largest replica for a step to run in halves. None: never."""
 
     decode: int | None = None
     prefill: int | None = None
 
     def divide(self, num_rows: int, *, is_decode_only: bool) -> bool:
-        """Return True if a step runs in halves. The answer is the same on all ranks.
+        """Return True if a step runs in halves. The result is the same on all ranks.
 
         Args:
-            num_rows: the largest number of any replica, from the agreement.
+            num_rows: maximum number of rows of any replica, from the agreement.
         """
         least = self.decode if is_decode_only else self.prefill
         return least is not None and num_rows >= least
@@ -39,7 +39,7 @@ class HalvingLimits:
 def in_halves(step: StepInputs, *, tp: int, tp_rank: int) -> StepInputs:
     """Return the step with its two halves.
 
-    The halves of a padded step are views of its memory, which a CUDA graph reads in each replay.
+    The halves of a padded step are views of its memory, because a CUDA graph reads this memory in each replay.
     """
     all_counts = [sum(step.tokens_per_rank[first : first + tp]) for first in range(0, len(step.tokens_per_rank), tp)]
     firsts = [_first_half(count) for count in all_counts]
@@ -60,7 +60,7 @@ def _first_half(num_rows: int) -> int:
 
 
 def _part(step: StepInputs, start: int, end: int, counts: Sequence[int], tp: int, tp_rank: int) -> StepInputs:
-    """Return the step of the rows from `start` to `end - 1`. The replicas have `counts` rows in it."""
+    """Return the step of the rows `start` to `end - 1`, in which the replicas have `counts` rows."""
     inside = [index for index, span in enumerate(step.spans) if span.first_row < end and span.last_row >= start]
     chunks = slice(inside[0], inside[-1] + 1) if inside else slice(0, 0)
     spans = []
