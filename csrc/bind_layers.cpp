@@ -99,7 +99,8 @@ Scoring scoring_of_name(const std::string& name) {
   if (name == "sigmoid") return Scoring::kSigmoid;
   if (name == "softmax_of_chosen") return Scoring::kSoftmaxOfChosen;
   if (name == "sqrt_softplus") return Scoring::kSqrtSoftplus;
-  refuse("scoring='" + name + "' is none of softmax, sigmoid, softmax_of_chosen, sqrt_softplus");
+  if (name == "sparse_mixer") return Scoring::kSparseMixer;
+  refuse("scoring='" + name + "' is none of softmax, sigmoid, softmax_of_chosen, sqrt_softplus, sparse_mixer");
 }
 
 const float* read_per_expert(const char* name, const std::optional<Tensor>& tensor, int64_t num_experts) {
@@ -111,8 +112,8 @@ const float* read_per_expert(const char* name, const std::optional<Tensor>& tens
 void choose(const Tensor& hidden, const Tensor& weight, const std::optional<Tensor>& bias,
             const std::optional<Tensor>& correction, const Tensor& experts, const Tensor& weights,
             const std::string& scoring, int64_t num_groups, int64_t num_chosen_groups, int64_t experts_rating_group,
-            bool is_normalized, double scale, const std::optional<Tensor>& given,
-            const std::optional<Tensor>& factors) {
+            bool is_normalized, double scale, const std::optional<Tensor>& given, const std::optional<Tensor>& factors,
+            double tolerance) {
   check_dims("hidden", hidden, 2);
   check_float_type("hidden", hidden);
   check_contiguous("hidden", hidden, 1);
@@ -155,6 +156,7 @@ void choose(const Tensor& hidden, const Tensor& weight, const std::optional<Tens
   step.num_experts = num_experts;
   step.top_k = top_k;
   step.scoring = scoring_of_name(scoring);
+  step.tolerance = static_cast<float>(tolerance);
   step.num_groups = num_groups;
   step.num_chosen_groups = num_chosen_groups;
   step.experts_rating_group = experts_rating_group;
@@ -409,7 +411,7 @@ void bind_layers(nb::module_& module) {
   module.def("route", &choose, "hidden"_a, "weight"_a, "bias"_a.none(), "correction"_a.none(), "experts"_a, "weights"_a,
              nb::kw_only(), "scoring"_a, "num_groups"_a, "num_chosen_groups"_a, "experts_rating_group"_a,
              "is_normalized"_a, "scale"_a, "given"_a.none() = nb::none(), "factors"_a.none() = nb::none(),
-             "Write the experts of each token, best first, and their weights.");
+             "tolerance"_a = 0.0, "Write the experts of each token, best first, and their weights.");
   module.def("sort_pairs", &sort, "keys"_a, "first_key"_a, "num_known"_a, "order"_a, "counts"_a,
              "Write the indices of the pairs with a counted key, sorted by key, and the number of pairs of each key. "
              "Return the number of indices written. Keys are -1 or in [0, num_known).");

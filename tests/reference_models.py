@@ -984,6 +984,39 @@ SHAPES |= {
         rms_norm_eps=0.01,
         seed=0,
     ),
+    # all biases; factors that show in the first positions, and noise for which some but not all experts are near
+    "phimoe": shape(
+        "Phimoe",
+        sizes(hidden=40),
+        local_experts(6, 2),
+        heads(4, 2),
+        rope(
+            "longrope",
+            short_factor=[1.0, 1.2, 1.5, 2.0, 3.0],
+            long_factor=[1.0, 2.0, 4.0, 8.0, 16.0],
+            short_mscale=1.2,
+            long_mscale=1.5,
+            original_max_position_embeddings=512,
+        ),
+        router_jitter_noise=0.3,
+        attention_bias=True,
+        lm_head_bias=True,
+        seed=1,
+    ),
+    "phimoe-window": shape(
+        "Phimoe",
+        sizes(hidden=42, layers=3, vocab=131),
+        local_experts(5, 2),
+        heads(3, 1),
+        rope(),
+        intermediate_size=37,
+        router_jitter_noise=0.05,
+        sliding_window=9,
+        tie_word_embeddings=True,
+        lm_head_bias=True,
+        rms_norm_eps=0.01,
+        seed=9,
+    ),
 }
 
 

@@ -297,6 +297,21 @@ MOESERVE_INLINE void exclude_other_groups(const Routing& routing, const float* r
   }
 }
 
+// Write the softmax of each chosen expert among the experts near it that were not chosen before it.
+inline void softmaxes_in_turn(const Routing& routing, const float* logits, const int64_t* experts, float* weights) {
+  for (int64_t k = 0; k < routing.top_k; ++k) {
+    const float largest = logits[experts[k]];
+    float total = 0.0f;
+    for (int64_t e = 0; e < routing.num_experts; ++e) {
+      if (std::find(experts, experts + k, e) != experts + k) continue;
+      const float size = std::max(std::abs(logits[e]), largest);
+      const bool is_far = (largest - logits[e]) / size > routing.tolerance;
+      if (!is_far) total += std::exp(logits[e] - largest);
+    }
+    weights[k] = 1.0f / total;
+  }
+}
+
 template <int W>
 MOESERVE_INLINE void choose_experts(const Routing& routing, float* scores, int64_t token, ChoiceBuffers& buffers) {
   const int64_t num_experts = routing.num_experts, top_k = routing.top_k;
@@ -328,6 +343,7 @@ MOESERVE_INLINE void choose_experts(const Routing& routing, float* scores, int64
   float* weights = routing.weights + token * top_k;
   for (int64_t k = 0; k < top_k; ++k) weights[k] = scores[experts[k]];
   if (routing.scoring == Scoring::kSoftmaxOfChosen) softmax<W>(weights, top_k, buffers.powers);
+  if (routing.scoring == Scoring::kSparseMixer) softmaxes_in_turn(routing, scores, experts, weights);
   if (routing.is_normalized) {
     constexpr float kTiny = 1e-20f;  // avoids a division by zero
     float total = 0.0f;

@@ -8,7 +8,7 @@
 
 namespace moeserve {
 
-enum class Scoring { kSoftmax, kSigmoid, kSoftmaxOfChosen, kSqrtSoftplus };
+enum class Scoring { kSoftmax, kSigmoid, kSoftmaxOfChosen, kSqrtSoftplus, kSparseMixer };
 
 // T tokens, D model width, E experts, K experts per token. RouterConfig in moeserve/ops/interfaces.py documents the
 // rules.
@@ -28,6 +28,7 @@ struct Routing {
   int64_t num_experts;
   int64_t top_k;  // at most the number of eligible experts
   Scoring scoring;
+  float tolerance;     // of the sparse mixer
   int64_t num_groups;  // divides E
   int64_t num_chosen_groups;
   int64_t experts_rating_group;  // 1, or 2 if a group has at least two

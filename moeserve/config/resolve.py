@@ -133,8 +133,8 @@ def resolve(
         )
     if model.max_model_len is not None and model.max_model_len > checkpoint.max_position_embeddings:
         raise SettingsError(
-            f"max_model_len={model.max_model_len} is more than the checkpoint's max_position_embeddings "
-            f"({checkpoint.max_position_embeddings}); choose at most that"
+            f"max_model_len={model.max_model_len} is more than the model's longest context "
+            f"({checkpoint.max_position_embeddings} tokens); choose at most that"
         )
     max_num_seqs = scheduler.max_num_seqs or (64 if device == "cpu" else 256)
     max_num_batched_tokens = scheduler.max_num_batched_tokens or (2048 if device == "cpu" else 8192)

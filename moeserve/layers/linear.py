@@ -88,6 +88,7 @@ class OutputHead(nn.Module):
         tied_to: Embedding | None,
         divisor: float = 1.0,
         cap: float | None = None,
+        has_bias: bool = False,
     ) -> None:
         """
         Args:
@@ -104,6 +105,7 @@ class OutputHead(nn.Module):
         self.weights = Weights(
             (1, self.share_sizes[self.tp.rank_in_group], hidden_size),
             context,
+            has_bias=has_bias,
             limits=QuantizationLimits(min_bits=8, cuts=None),
             # Logits stay float32 where the kernels have them so: in bfloat16, likely tokens often tie.
             chunks=InputChunks(hidden_size, keeps_float32=True),
@@ -114,6 +116,11 @@ class OutputHead(nn.Module):
     def weight(self) -> Tensor:
         """This rank's rows [v, D] of the weight. Available until it is packed."""
         return self.weights.open.weight_eOI[0]
+
+    @property
+    def bias(self) -> Tensor | None:
+        """This rank's part [v] of the bias."""
+        return None if self.weights.bias is None else self.weights.bias[0]
 
     def forward(self, hidden_LD: Tensor) -> Tensor:
         """Return logits [L, V] on every tp rank, with contiguous rows, which the sampler relies on."""

@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation."""
+"""Normalisation of rows: by the root mean square, and LayerNorm."""
 
 from __future__ import annotations
 
@@ -56,3 +56,22 @@ class RMSNorm(nn.Module):
         if update_TD is None:
             return hidden_TD, self(hidden_TD)
         return self._add_rms_norm(hidden_TD, update_TD, self.weight, self.epsilon)
+
+
+class LayerNorm(nn.Module):
+    """Scales each row to mean zero and unit variance, then by a learned weight per column, and adds a bias."""
+
+    def __init__(self, hidden_size: int, epsilon: float, context: ModelContext) -> None:
+        super().__init__()
+        self.weight = context.parameter(hidden_size)
+        self.bias = context.parameter(hidden_size)
+        self.epsilon = epsilon
+        self._add = context.kernels.add
+        self._layer_norm_in_place = context.kernels.layer_norm_in_place
+
+    def after_adding(self, update_TD: Tensor | None, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return hidden + update (hidden alone if update is None), and that sum normalised."""
+        sum_TD = hidden_TD if update_TD is None else self._add(hidden_TD, update_TD)
+        normed_TD = sum_TD.clone()
+        self._layer_norm_in_place(normed_TD, self.weight, self.bias, self.epsilon)
+        return sum_TD, normed_TD

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -106,6 +107,22 @@ class ProportionalScaling:
         return torch.where(is_rotated_F, frequencies_F / self.factor, 0.0)
 
 
+@dataclass(frozen=True, kw_only=True)
+class LongRopeScaling:
+    """LongRoPE (arXiv 2402.13753) within the original context: divides the frequency of each pair by its short factor.
+
+    Longer contexts have other factors, which are not implemented: `ModelConfig.max_position_embeddings` is the
+    original context. Transformers takes the short factors in any context.
+    """
+
+    short_factors: tuple[float, ...]
+    original_max_position_embeddings: int
+    attention_factor: float
+
+    def scale(self, frequencies_F: Tensor, theta: float) -> Tensor:
+        return frequencies_F / torch.tensor(self.short_factors, dtype=torch.float32)
+
+
 @dataclass(frozen=True)
 class NoScaling:
     """Sets every frequency to zero: nothing is rotated, only multiplied by a constant."""
@@ -116,13 +133,18 @@ class NoScaling:
         return torch.zeros_like(frequencies_F)
 
 
+Scaling: TypeAlias = (
+    LinearScaling | Llama3Scaling | YarnScaling | NtkScaling | ProportionalScaling | LongRopeScaling | NoScaling
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RotaryConfig:
     """The rotated values of a head and their frequencies. The scalings are those of published checkpoints."""
 
     dim: int  # even number of values at the beginning of a head that are rotated
     theta: float
-    scaling: LinearScaling | Llama3Scaling | YarnScaling | NtkScaling | ProportionalScaling | NoScaling | None = None
+    scaling: Scaling | None = None
     is_interleaved: bool = False  # a pair is two neighbours (2f, 2f + 1); otherwise it is (f, f + dim / 2)
     stride: int = 1  # positions are rounded down to multiples of this: all tokens of a window rotate alike
     is_reversed: bool = False  # by the negative angle, which undoes a rotation
@@ -131,7 +153,8 @@ class RotaryConfig:
     @property
     def attention_factor(self) -> float:
         """The factor of cosines and sines."""
-        return self.scaling.attention_factor if isinstance(self.scaling, YarnScaling | NoScaling) else 1.0
+        kinds = YarnScaling | LongRopeScaling | NoScaling
+        return self.scaling.attention_factor if isinstance(self.scaling, kinds) else 1.0
 
     @property
     def score_factor(self) -> float:

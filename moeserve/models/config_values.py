@@ -9,7 +9,15 @@ from typing import Any, cast
 
 from moeserve.config.settings import DtypeName
 from moeserve.errors import CheckpointError, shown
-from moeserve.layers.rotary import LinearScaling, Llama3Scaling, ProportionalScaling, RotaryConfig, YarnScaling
+from moeserve.layers.rotary import (
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    ProportionalScaling,
+    RotaryConfig,
+    Scaling,
+    YarnScaling,
+)
 
 LARGEST_NUMBER = 1e30
 _BESIDE_TEXT_PART = ("dtype", "torch_dtype", "quantization_config", "eos_token_id", "tie_word_embeddings")
@@ -230,7 +238,7 @@ class ConfigValues:
                 f"{self.path}: {source} gives a rotary embedding of {dim} values; it needs an even number"
             )
         theta = both.number("rope_theta", default_theta, above=1.0)
-        return RotaryConfig(dim=dim, theta=theta, scaling=_read_scaling(settings), is_interleaved=is_interleaved)
+        return RotaryConfig(dim=dim, theta=theta, scaling=_read_scaling(settings, dim), is_interleaved=is_interleaved)
 
     def _get(self, key: str, default: Any) -> Any:
         value = self.values.get(key)
@@ -241,8 +249,8 @@ class ConfigValues:
         return value
 
 
-def _read_scaling(settings: ConfigValues) -> LinearScaling | Llama3Scaling | YarnScaling | ProportionalScaling | None:
-    """Return the scaling of rotary frequencies; None if they are not scaled."""
+def _read_scaling(settings: ConfigValues, dim: int) -> Scaling | None:
+    """Return the scaling of the rotary frequencies of `dim` values; None if they are not scaled."""
     match settings.values["rope_type"]:
         case "default":
             return None
@@ -265,7 +273,23 @@ def _read_scaling(settings: ConfigValues) -> LinearScaling | Llama3Scaling | Yar
             if fraction > 1:
                 raise settings.wrong("partial_rotary_factor", "must be at most 1")
             return ProportionalScaling(fraction, settings.number("factor", 1.0))
-    raise settings.wrong("rope_type", "is not supported; supported: default, linear, llama3, yarn, proportional")
+        case "longrope":
+            return _read_longrope(settings, dim)
+    supported = "default, linear, llama3, yarn, proportional, longrope"
+    raise settings.wrong("rope_type", f"is not supported; supported: {supported}")
+
+
+def _read_longrope(settings: ConfigValues, dim: int) -> LongRopeScaling:
+    factors = settings.values.get("short_factor")
+    if not isinstance(factors, list) or len(factors) != dim // 2:
+        raise settings.wrong("short_factor", f"must list a number for each of {dim // 2} pairs")
+    if not all(type(factor) in (int, float) and 0 < factor < LARGEST_NUMBER for factor in factors):
+        raise settings.wrong("short_factor", "must list numbers above 0")
+    return LongRopeScaling(
+        short_factors=tuple(map(float, factors)),
+        original_max_position_embeddings=settings.integer("original_max_position_embeddings"),
+        attention_factor=settings.number("short_mscale"),
+    )
 
 
 def _read_yarn(settings: ConfigValues) -> YarnScaling:

@@ -25,7 +25,7 @@ from moeserve.layers.linear import Embedding, OutputHead
 from moeserve.layers.linear_attention import LinearAttention, LinearAttentionConfig
 from moeserve.layers.mla import LatentAttention, LatentAttentionConfig
 from moeserve.layers.mlp import MLP
-from moeserve.layers.norm import RMSNorm, RowsForm
+from moeserve.layers.norm import LayerNorm, RMSNorm, RowsForm
 from moeserve.layers.rotary import Rotaries, Rotations
 from moeserve.layers.short_convolution import GatedConvolution, ShortConvolutionConfig
 from moeserve.layers.weights import allocate_weights
@@ -87,7 +87,7 @@ class DecoderLayer(nn.Module):
             case MLPConfig(width=width, activation=activation):
                 share = share_inputs(width, num_input_chunks(config.can_divide), context)
                 feed_forward = DenseFeedForward(hidden_size, share, context, activation)
-        self.mixer_norm: RMSNorm | HyperConnection | None = None
+        self.mixer_norm: RMSNorm | LayerNorm | HyperConnection | None = None
         if mixer is not None:
             form = mixer.input_form if self.tp.world_size == 1 else "plain"
             self.mixer_norm = make_norm(model, context, form)
@@ -95,7 +95,7 @@ class DecoderLayer(nn.Module):
         self.is_sparse = isinstance(config.mixer, LatentAttentionConfig) and config.mixer.is_sparse
         self.beside: DenseFeedForward | None = None
         self.parallel_outputs: ParallelOutputs | None = None
-        self.feed_forward_norm: RMSNorm | HyperConnection | ParallelNorms | None = None
+        self.feed_forward_norm: RMSNorm | LayerNorm | HyperConnection | ParallelNorms | None = None
         if config.beside is not None:
             share = share_inputs(config.beside.width, num_input_chunks(config.can_divide), context)
             self.beside = DenseFeedForward(hidden_size, share, context, config.beside.activation)
@@ -180,13 +180,15 @@ class DecoderLayer(nn.Module):
 
 def make_norm(
     model: ModelConfig, context: ModelContext, form: RowsForm = "plain", *, num_kinds: int = 3
-) -> RMSNorm | HyperConnection:
+) -> RMSNorm | LayerNorm | HyperConnection:
     """Return the norm before a sublayer, or after the last one. It also adds the previous sublayer's output.
 
     Args:
         num_kinds: see `HyperConnection`.
     """
     size, epsilon = model.hidden_size, model.norm_epsilon
+    if model.has_layer_norms:
+        return LayerNorm(size, epsilon, context)
     if model.streams is None:
         return RMSNorm(size, epsilon, context, form)
     return HyperConnection(model.streams, size, epsilon, context, form, num_kinds=num_kinds)
@@ -276,8 +278,15 @@ class Decoder(nn.Module):
         tied_to = self.embedding if config.tie_word_embeddings else None
         self.head: OutputHead | None = None
         if is_last:
-            divisor, cap = config.logits_divisor, config.logits_cap
-            self.head = OutputHead(config.vocab_size, size, context, tied_to=tied_to, divisor=divisor, cap=cap)
+            self.head = OutputHead(
+                config.vocab_size,
+                size,
+                context,
+                tied_to=tied_to,
+                divisor=config.logits_divisor,
+                cap=config.logits_cap,
+                has_bias=config.has_head_bias,
+            )
         self.rotaries = Rotaries(config.rotaries, context.device)
         allocate_weights(self)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from moeserve.layers.attention import AttentionConfig
 from moeserve.layers.mla import LatentAttentionConfig
-from moeserve.layers.rotary import RotaryConfig, YarnScaling
+from moeserve.layers.rotary import LongRopeScaling, RotaryConfig, YarnScaling
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.model_config import LayerConfig, MLPConfig, ModelConfig
 from moeserve.moe.layer import MoEConfig
@@ -60,7 +60,10 @@ def with_draft_layer(model: ModelConfig, layer: LayerConfig) -> ModelConfig:
 
 
 def _read_context(config: ConfigValues, layers: list[LayerConfig], key: str) -> int:
-    """Return the maximum context length. YaRN extends it even if the config's value under `key` was not changed."""
+    """Return the maximum context length.
+
+    YaRN extends it even if the config's value under `key` was not changed. LongRoPE is limited to the original context.
+    """
     rotaries = {rotary for layer in layers for rotary in layer.rotaries}
     scalings = {rotary.scaling for rotary in rotaries if isinstance(rotary, RotaryConfig)}
     extended = (
@@ -68,7 +71,8 @@ def _read_context(config: ConfigValues, layers: list[LayerConfig], key: str) -> 
         for scaling in scalings
         if isinstance(scaling, YarnScaling)
     )
-    return max(config.integer(key), *extended, 0)
+    originals = (each.original_max_position_embeddings for each in scalings if isinstance(each, LongRopeScaling))
+    return min((max(config.integer(key), *extended, 0), *originals))
 
 
 def read_hidden_size(config: ConfigValues) -> int:

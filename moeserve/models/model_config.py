@@ -77,6 +77,8 @@ class ModelConfig:
     streams: StreamsConfig | None = None  # hyper-connections; None: there is one residual stream
     logits_divisor: float = 1.0
     logits_cap: float | None = None  # see OutputHead
+    has_head_bias: bool = False
+    has_layer_norms: bool = False  # the norms are LayerNorms
     num_skipped_layers: int = 0  # multi-token prediction (MTP) layers after the last one, which are not loaded
     draft_layer: LayerConfig | None = None  # the first MTP layer, if it is supported; see `with_draft_layer`
     num_draft_layers: int = 0  # MTP layers at the end of `layers`, which only draft tokens
@@ -142,8 +144,11 @@ class ModelConfig:
     @property
     def without_gpu_kernels(self) -> str | None:
         """The part of the model that has no kernels for GPUs; None if all have."""
-        has_parallel_networks = any(layer.beside is not None for layer in self.layers)
-        return "a dense network beside the experts" if has_parallel_networks else None
+        if any(layer.beside is not None for layer in self.layers):
+            return "a dense network beside the experts"
+        if self.first_moe is not None and self.first_moe.router.scoring == "sparse_mixer":
+            return "routing by a sparse mixer"
+        return "LayerNorm" if self.has_layer_norms else None
 
     @property
     def block_multiple(self) -> int:

@@ -20,6 +20,7 @@ from moeserve.layers.linear import Linear
 from moeserve.layers.linear_attention import LinearAttention
 from moeserve.layers.mla import CompressedQuery, LatentAttention
 from moeserve.layers.mlp import MLP
+from moeserve.layers.norm import LayerNorm
 from moeserve.layers.short_convolution import GatedConvolution
 from moeserve.layers.weights import Weights
 from moeserve.models.compressed_attention_mapping import compressed_attention_rows, connection_rows
@@ -43,6 +44,7 @@ from moeserve.moe.layer import MoEConfig, MoELayer
 
 # Tensors that only the first or the last pipeline stage needs.
 OF_ENDS = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
+BIASES_OF_ENDS = {"model.norm.bias", "lm_head.bias"}  # where a model has them
 OF_ENDS |= {f"model.hc_head.hc_{part}" for part in ("fn", "base", "scale")}
 _FREQUENCIES = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")  # computed, not loaded
 
@@ -62,6 +64,8 @@ def destinations(model: Decoder, family: Family, names: Collection[str]) -> Dest
     if model.draft_input is not None:
         ignored |= {name.format(number=model.stage.stop - 1) for name in family.draft_names.copies}
     ignored |= OF_ENDS - into.keys()
+    if model.norm is None:
+        ignored |= BIASES_OF_ENDS
 
     def is_ignored(name: str) -> bool:
         return name in ignored or name.startswith(skipped) or bool(_FREQUENCIES.fullmatch(name))
@@ -77,11 +81,15 @@ def _rows_of(model: Decoder, family: Family, names: Collection[str]) -> Iterator
         yield "model.norm.weight", whole(model.norm.weight, offset=family.norm_offset)
         if isinstance(model.norm, HyperConnection):
             yield from connection_rows("model.hc_head.hc_", model.norm)
+        if isinstance(model.norm, LayerNorm):
+            yield "model.norm.bias", whole(model.norm.bias)
     for log_factors_F in model.rotaries.learned_factors:
         yield "model.rotary_emb.alpha", whole(log_factors_F)
     if head is not None and not head.weights.is_borrowed:
         name = "model.embed_tokens.weight" if model.config.tie_word_embeddings else "lm_head.weight"
         yield name, rows(head.weight, head.share, vocab_size, head.weights)
+    if head is not None and head.bias is not None:
+        yield "lm_head.bias", rows(head.bias, head.share, vocab_size)
     first_draft_layer = len(model.config.layers) - model.config.num_draft_layers
     if model.draft_input is not None:
         yield from _draft_input(model.draft_input, first_draft_layer, family)
@@ -99,6 +107,8 @@ def _rows_of(model: Decoder, family: Family, names: Collection[str]) -> Iterator
             yield f"{prefix}.{name}.weight", whole(norm.weight, offset=family.norm_offset)
             if isinstance(norm, HyperConnection):
                 yield from connection_rows(f"{prefix}.hc_{place}_", norm)
+            if isinstance(norm, LayerNorm):
+                yield f"{prefix}.{name}.bias", whole(norm.bias)
         match layer.mixer:
             case Attention() as mixer:
                 yield from _attention(f"{prefix}.{layer_names.attention}", mixer, family)

@@ -174,9 +174,13 @@ class RouterConfig:
 
     num_experts: int
     top_k: int
-    # Scores are the softmax over all experts, the sigmoid of each logit, the softmax over the chosen experts only, or
-    # the square root of the softplus of each logit.
-    scoring: Literal["softmax", "sigmoid", "softmax_of_chosen", "sqrt_softplus"] = "softmax"
+    # Scores are the softmax over all experts, the sigmoid of each logit, the softmax over the chosen experts only, the
+    # square root of the softplus of each logit, or for each chosen expert the softmax over itself and those experts
+    # near it that were not chosen before it.
+    scoring: Literal["softmax", "sigmoid", "softmax_of_chosen", "sqrt_softplus", "sparse_mixer"] = "softmax"
+    # For "sparse_mixer" (arXiv 2409.12136): an expert is near a better one if the difference of their logits is at most
+    # this fraction of the larger of the better logit and the absolute value of its own.
+    tolerance: float = 0.0
     # Experts form groups of equal size, and only experts of the best groups can be chosen (arXiv 2405.04434). A group
     # is rated by the sum of the scores of its best one or two experts.
     num_groups: int = 1

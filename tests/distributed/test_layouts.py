@@ -65,6 +65,7 @@ NEWER = (
     "step3p7",
     "mimo-v2-flash",
     "gemma4",
+    "phimoe",
     "deepseek-v32",
     "glm5",
     "mistral-large4",

@@ -188,7 +188,7 @@ def reread(folder: Path, reference: Reference, *, dtype: torch.dtype) -> Referen
     "name",
     [
         *("deepseek-v2", "deepseek-v3", "deepseek-v4", "qwen2-moe", "qwen3-moe", "glm4-moe-groups", "gpt-oss"),
-        *("mimo-v2-flash", "gemma4"),
+        *("mimo-v2-flash", "gemma4", "phimoe"),
     ],
 )
 def test_config_in_the_style_of_the_hub(name: str, reference_named: Callable[[str], Reference], tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from reference_models import SHAPES, in_the_style_of_the_hub
 
-from moeserve import LLM, CheckpointError
+from moeserve import LLM, CheckpointError, SettingsError
 from moeserve.models.registry import read_facts
 
 ABSENT = object()
@@ -175,6 +175,9 @@ WRONG: list[tuple[tuple[str, ...], str, tuple[Any, ...]]] = [
     (("gemma4",), "top_k_experts", (*NOT_AN_INTEGER, 99)),
     *((("gemma4",), key, NOT_AN_INTEGER) for key in ("global_head_dim", "num_global_key_value_heads")),
     (("gemma4",), "final_logit_softcapping", NOT_A_NUMBER),
+    (("phimoe",), "num_experts_per_tok", (*NOT_AN_INTEGER, 3)),
+    (("phimoe",), "router_jitter_noise", NOT_A_NUMBER),
+    *((("phimoe",), key, NOT_A_FLAG) for key in ("attention_bias", "lm_head_bias")),
     (("granite-shared",), "shared_intermediate_size", (-1, "two")),
     (("nemotron-h",), "layers_block_type", (["moe", "dense"], [], "moe")),
     (("nemotron-h",), "mlp_hidden_act", ("silu",)),
@@ -195,6 +198,7 @@ WRONG: list[tuple[tuple[str, ...], str, tuple[Any, ...]]] = [
 # Values of rope_scaling.
 YARN = {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 32}
 LLAMA3 = {"rope_type": "llama3", "factor": 8, "original_max_position_embeddings": 32, "low_freq_factor": 4}
+LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 32, "short_mscale": 1.2}
 SCALINGS: list[tuple[dict[str, Any], str]] = [
     ({"type": "spiral", "factor": 2.0}, "rope_type='spiral'"),
     ({"type": "linear"}, "rope_scaling.factor is missing"),
@@ -205,6 +209,7 @@ SCALINGS: list[tuple[dict[str, Any], str]] = [
     (YARN | {"beta_fast": -1}, "rope_scaling.beta_fast=-1"),
     (YARN | {"beta_fast": 1, "beta_slow": 2}, "rope_scaling.beta_fast=1"),
     (YARN | {"truncate": "no"}, "rope_scaling.truncate='no'"),
+    *((LONGROPE | {"short_factor": factors}, "rope_scaling.short_factor=") for factors in (None, [1.0], [0.0] * 512)),
 ]
 
 # Values that are wrong only together.
@@ -216,6 +221,8 @@ COMBINED = [
     ("glm5", {"indexer_types": None, "index_topk_pattern": "FSX"}, "index_topk_pattern="),
     ("glm5", {"indexer_types": None, "index_topk_pattern": "SFFSF"}, "index_topk_pattern="),
     ("glm5", {"indexer_types": None, "index_topk_freq": 0}, "index_topk_freq=0"),
+    ("phimoe", {"rope_scaling": LONGROPE | {"short_factor": [1.0] * 4 + [0]}}, "rope_scaling.short_factor="),
+    ("phimoe", {"rope_scaling": LONGROPE | {"short_factor": [1.0] * 5, "short_mscale": 0}}, "short_mscale=0"),
     *((name, {"rope_scaling": scaling}, says) for name in EVERY for scaling, says in SCALINGS),
 ]
 
@@ -273,3 +280,11 @@ def test_the_engine_refuses_before_it_looks_for_weights(tmp_path: Path) -> None:
 )
 def test_what_looks_wrong_but_is_not(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
     assert read_facts(folder_with(tmp_path, name, changes)).vocab_size == SHAPES[name].config().vocab_size
+
+
+def test_longrope_ends_with_the_original_context(tmp_path: Path) -> None:
+    scaling = config_of("phimoe")["rope_scaling"] | {"original_max_position_embeddings": 100}
+    folder = folder_with(tmp_path, "phimoe", {"rope_scaling": scaling})
+    assert read_facts(folder).max_position_embeddings == 100
+    with pytest.raises(SettingsError, match=r"max_model_len=101 .*100"):
+        LLM(folder, max_model_len=101)

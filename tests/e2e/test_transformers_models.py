@@ -13,7 +13,6 @@ from reference_models import (
     Shape,
     experts,
     heads,
-    local_experts,
     make_reference,
     rope,
     shape,
@@ -25,8 +24,6 @@ from moeserve.models import registry
 
 NUM_TOKENS = 16
 SHAPES: dict[str, Shape] = {
-    # LayerNorm, biases, sparsemixer
-    "phimoe": shape("Phimoe", sizes(hidden=40), heads(4, 2), local_experts(5, 2), rope(), seed=1),
     # windows, layers without rotary embedding, gated outputs, a norm after each network, dense layers
     "afmoe": shape(
         "Afmoe",
@@ -81,7 +78,7 @@ def test_tokens_and_logprobs_are_those_of_transformers(reference: Reference, num
 @pytest.mark.ranks
 def test_experts_are_spread_over_replicas(tmp_path: Path) -> None:
     """One replica has nothing to do for a while; then both have, and their experts compute the tokens of both."""
-    reference = make_reference(tmp_path / "phimoe", SHAPES["phimoe"])
+    reference = make_reference(tmp_path / "afmoe", SHAPES["afmoe"])
     prompts = clear_prompts(reference)
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
     with started(reference, data_parallel_size=2) as llm:
@@ -114,12 +111,12 @@ def test_models_that_need_more_are_refused(tmp_path: Path, family: str, says: st
     ],
 )
 def test_settings_that_need_our_own_code_are_refused(tmp_path: Path, settings: dict[str, Any], says: str) -> None:
-    SHAPES["phimoe"].config().save_pretrained(tmp_path)
+    SHAPES["afmoe"].config().save_pretrained(tmp_path)
     with pytest.raises(SettingsError, match=says):
         LLM(str(tmp_path), model_impl="transformers", **settings)
 
 
 def test_an_unknown_architecture_names_the_setting(tmp_path: Path) -> None:
-    SHAPES["phimoe"].config().save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match=r"PhimoeForCausalLM.*model_impl='transformers'"):
+    SHAPES["afmoe"].config().save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"AfmoeForCausalLM.*model_impl='transformers'"):
         LLM(str(tmp_path))

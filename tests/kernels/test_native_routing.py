@@ -10,6 +10,7 @@ import routing_checks
 import torch
 from paged_steps import KERNELS, same_bytes
 from routing_checks import SCORINGS, random_config, random_tensors, route
+from transformers.models.phimoe.modeling_phimoe import sparsemixer
 
 from moeserve.ops.interfaces import RouterConfig
 from moeserve.ops.threads import set_num_threads
@@ -41,6 +42,20 @@ def test_factors_of_experts_multiply_their_weights() -> None:
     assert torch.equal(weights_TK, expected_TK * factors_E[experts_TK])
     of_reference = TORCH_KERNELS.make_router(config)(*tensors, None, factors_E)
     torch.testing.assert_close(weights_TK, of_reference[1])
+
+
+@pytest.mark.parametrize(("scale", "tolerance"), [(1.0, 0.02), (1.0, 0.6), (0.01, 0.6), (100.0, 3.0)])
+def test_a_sparse_mixer_is_that_of_transformers(scale: float, tolerance: float) -> None:
+    """No, some or all experts are near the best one, whose logit may be negative."""
+    torch.manual_seed(0)
+    config = RouterConfig(num_experts=5, top_k=2, scoring="sparse_mixer", tolerance=tolerance)
+    logits_TE = scale * torch.randn(300, 5)
+    assert (logits_TE.amax(-1) < 0).any()
+    weights_TK, experts_TK = sparsemixer(logits_TE, tolerance / 2, training=False)
+    for make_router in (KERNELS.make_router, TORCH_KERNELS.make_router):
+        found = make_router(config)(logits_TE, torch.eye(5), None, None)
+        assert torch.equal(found[0], experts_TK)
+        torch.testing.assert_close(found[1], weights_TK)
 
 
 @pytest.mark.parametrize("scoring", SCORINGS)

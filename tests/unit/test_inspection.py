@@ -102,6 +102,7 @@ FIGURES = {
     "DeepSeek-V4-Pro": Figures(1600, 49, 61 * 512 + 30 * (32 + 12) * 640 // 128 + 31 * (1 + 6) * 512 // 128),
     "Gemma-4-26B-A4B": Figures(25.2, 3.8, 2 * (25 * 8 * 256 + 5 * 2 * 512)),  # model card; of the language model
     "MiMo-V2-Flash": Figures(309, 15, (9 * 4 + 39 * 8) * (192 + 128)),  # model card, without MTP layers
+    "Phi-3.5-MoE": Figures(41.9, 6.6, 2 * 32 * 8 * 128),  # model card
     "gpt-oss-20b": Figures(20.9, 3.61, 2 * 24 * 8 * 64),  # arXiv 2508.10925
     "gpt-oss-120b": Figures(116.8, 5.13, 2 * 36 * 8 * 64),
 }

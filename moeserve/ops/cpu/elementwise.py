@@ -124,7 +124,7 @@ class CpuRouter:
         self._native = native
         self._reference = TorchRouter(config)
         self._top_k = config.top_k
-        self._rules = router_arguments(config)
+        self._rules = router_arguments(config) | {"tolerance": config.tolerance}
 
     def __call__(
         self,

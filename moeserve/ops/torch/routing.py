@@ -46,10 +46,23 @@ class TorchRouter:
         weights_TK = scores_TE.gather(-1, experts_TK)
         if config.scoring == "softmax_of_chosen":
             weights_TK = weights_TK.softmax(dim=-1)
+        if config.scoring == "sparse_mixer":
+            weights_TK = self._softmaxes_in_turn(scores_TE, experts_TK)
         if config.is_normalized:
             weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + TINY)
         weights_TK = weights_TK * config.scale
         return experts_TK, weights_TK if factors_E is None else weights_TK * factors_E[experts_TK]
+
+    def _softmaxes_in_turn(self, logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
+        """Return the softmax of each chosen expert among the experts near it that were not chosen before it."""
+        left_TE, weights = logits_TE, []
+        for expert_T1 in experts_TK.split(1, dim=-1):
+            largest_T1 = logits_TE.gather(-1, expert_T1)
+            sizes_TE = logits_TE.abs().clamp(min=largest_T1)
+            is_far_TE = (largest_T1 - logits_TE) / sizes_TE > self.config.tolerance
+            weights.append(left_TE.masked_fill(is_far_TE, -math.inf).softmax(dim=-1).gather(-1, expert_T1))
+            left_TE = left_TE.scatter(-1, expert_T1, -math.inf)
+        return torch.cat(weights, dim=-1)
 
     def _keep_best_groups(self, ranked_TE: Tensor) -> Tensor:
         """Return the scores with those of experts outside the best groups set to minus infinity."""
