@@ -1,4 +1,4 @@
-"""Sizes the KV cache of a rank from the memory that is free after the largest step."""
+"""The size of a rank's KV cache, from the memory that is free after the largest step."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ FREE_MEMORY_SHARE = {"cpu": 0.5, "cuda": 0.9}
 def count_blocks(
     config: EngineConfig, needs: CacheNeeds, reserved_bytes: int, run_largest_step: Callable[[], object]
 ) -> int:
-    """Return the number of KV cache blocks, from the setting or from a profiling run; at most those usable at once.
+    """Return the number of KV cache blocks, from the setting or a profiling run, but not more than can be in use.
 
-    Layers with windows have as many, but at most `most_window_blocks`.
+    Layers with windows have the same number of blocks, but at most `most_window_blocks`.
 
     Args:
-        needs: of all layers of this rank.
-        reserved_bytes: of each rank, which look free and are not: weights in mapped files, and later allocations.
+        needs: cache memory that all layers of this rank need.
+        reserved_bytes: bytes of each rank that only look free: weights in mapped files, and later allocations.
         run_largest_step: executes the largest step that the scheduler may plan.
 
     Raises:
@@ -49,16 +49,16 @@ def count_blocks(
         num_bytes = config.kv_cache_memory
     else:
         peak = measure_step_memory(run_largest_step, config.device)
-        # On a CPU all ranks of the host share the memory, also that of their largest steps.
+        # On a CPU, all ranks share the host's memory, including that of their largest steps.
         num_sharing = config.num_ranks if config.device == "cpu" else 1
         now_free = free_gpu_memory() if config.device == "cuda" else free_memory()
         free = max(0, now_free - (peak + reserved_bytes) * num_sharing)
         num_bytes = int(free * FREE_MEMORY_SHARE[config.device] / num_sharing)
-        if config.num_cache_blocks is not None:  # the cache of the old replicas is not free yet
+        if config.num_cache_blocks is not None:  # the caches of the previous replicas may not have been freed yet
             num_bytes = max(num_bytes, min(bytes_of(config.num_cache_blocks), free // num_sharing))
         logger.info("largest step takes %s, KV cache may take %s", shown_bytes(peak), shown_bytes(num_bytes))
     num_usable = blocks_per_request * config.max_num_seqs
-    # A pipeline stage whose layers all keep states or windows has no further keys and values.
+    # A pipeline stage whose layers all keep only states or windows has no other keys and values.
     num_blocks, bytes_of_both = num_usable, block_bytes + window_bytes
     if bytes_of_both and num_bytes <= most_in_windows * bytes_of_both:
         num_blocks = min(num_blocks, num_bytes // bytes_of_both)
@@ -77,7 +77,7 @@ def count_blocks(
 
 
 def most_window_blocks(config: EngineConfig, window: int) -> int:
-    """Return the number of blocks of layers with windows that are never all in use; 0 without a window."""
+    """Return the maximum useful number of blocks of layers with windows; 0 without a window."""
     num_tokens_in_flight = config.max_concurrent_batches * config.max_num_batched_tokens
     return window and num_blocks_of_windows(
         window, config.block_size, max_num_seqs=config.max_num_seqs, num_tokens_in_flight=num_tokens_in_flight
@@ -85,7 +85,7 @@ def most_window_blocks(config: EngineConfig, window: int) -> int:
 
 
 def measure_step_memory(run_largest_step: Callable[[], object], device: str) -> int:
-    """Return the peak memory of a step in bytes, beyond what was held before it."""
+    """Return the peak memory of a step in bytes, in addition to the memory in use before it."""
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -96,7 +96,7 @@ def measure_step_memory(run_largest_step: Callable[[], object], device: str) -> 
     before, shared_before = _resident_bytes("VmRSS"), _resident_bytes("RssShmem")
     _reset_peak()
     run_largest_step()
-    # Memory that ranks share is resident in each of them, and stays: it is not free any more.
+    # Memory shared by ranks is resident in each of them. It stays allocated, so free memory excludes it already.
     shared = _resident_bytes("RssShmem") - shared_before
     return max(0, _resident_bytes("VmHWM") - before - shared)
 
@@ -109,7 +109,7 @@ def free_gpu_memory() -> int:
 
 
 def _resident_bytes(name: str) -> int:
-    """Return VmRSS, its peak VmHWM, or its shared part RssShmem, of this process in bytes; 0 if not reported."""
+    """Return a figure of this process in bytes: VmRSS, its peak VmHWM, or RssShmem. Return 0 if it is not reported."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:

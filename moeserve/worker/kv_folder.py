@@ -1,8 +1,8 @@
-"""Items of the KV cache in a folder, which engines share and which outlives them.
+"""Items of the KV cache in a persistent folder that several engines share.
 
-Each rank has a folder of its own, named by all that decides the contents of an item beside its tokens. An item is one
-safetensors file, named by its digest and its kind. Files appear whole, by renaming, and have a checksum, so an engine
-that is killed leaves no damaged item; whatever cannot be read is computed again.
+Each rank has a separate folder, whose name is a hash of everything except tokens that an item's contents depend on. An
+item is one safetensors file, named by its digest and its kind. Files are renamed into place when complete and have a
+checksum, so a killed engine leaves no damaged item. Items that cannot be read are computed again.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ logger = logging.getLogger(__name__)
 PARTIAL = ".partial"
 LOCK = "lock"
 SECONDS_TO_LOCK = 5.0
-HEADER_BYTES = 2**16  # of a file, at most
+HEADER_BYTES = 2**16  # maximum size of a file's header
 
 
 class FolderStore:
-    """Copies items of all layers of one rank between the KV cache and files. At most `max_bytes` are in the folder.
+    """A store that copies items of one rank's layers between the KV cache and files of at most `max_bytes` in total.
 
-    The files that were not read or written for the longest time are deleted for new ones.
+    The least recently read or written files are deleted to make room for new ones.
     """
 
     def __init__(self, items: CachedItems, folder: Path, max_bytes: int) -> None:
         """
         Raises:
-            SettingsError: the folder cannot be used, or others may write there.
+            SettingsError: the folder cannot be used, or other users may write to it.
         """
         self._tensors = {kind: items.of(kind) for kind in CacheKind}
         self._file_bytes = {kind: items.bytes_of(kind) + HEADER_BYTES for kind in CacheKind}
@@ -52,7 +52,7 @@ class FolderStore:
         make_private_folder("kv_folder", folder.parent)
         make_private_folder("kv_folder", folder)
         with contextlib.suppress(OSError), self._with_room(0):
-            pass  # deletes what is beyond the limit, which may have been higher before
+            pass  # entering the context deletes files beyond the limit, which may have been higher before
 
     @torch.inference_mode()
     def run(self, transfer: StoreTransfer) -> TransferOutcome:
@@ -66,7 +66,7 @@ class FolderStore:
                     (self._load if transfer.is_load else self._save)(place, path)
                     num_copied += 1
         except FileNotFoundError:
-            pass  # another engine has deleted it
+            pass  # another engine has deleted the file
         except (OSError, SafetensorError, _DamageError) as error:
             logger.warning("an item of the KV cache could not be copied (%s), and will be computed again", error)
         return TransferOutcome(number=transfer.number, num_copied=num_copied, seconds=time.perf_counter() - started)
@@ -99,7 +99,7 @@ class FolderStore:
 
     @contextlib.contextmanager
     def _with_room(self, num_bytes: int) -> Iterator[None]:
-        """Delete the oldest files until this many bytes fit, and keep other engines from writing meanwhile."""
+        """Delete the oldest files until `num_bytes` fit, and prevent other engines from writing in this context."""
         if num_bytes > self._max_bytes:
             raise OSError(f"{num_bytes} bytes are to be saved, and the folder may hold {self._max_bytes}")
         with (self._folder / LOCK).open("wb") as file:
@@ -116,7 +116,10 @@ class FolderStore:
             yield
 
     def _delete_down_to(self, num_bytes: int) -> None:
-        """Delete the oldest files, and all partial ones: engines that write hold the lock, so theirs were killed."""
+        """Delete the oldest files, and all partial ones.
+
+        Partial files belong to killed engines, because an engine holds the lock while it writes.
+        """
         found, total = [], 0
         for entry in os.scandir(self._folder):
             if entry.name.endswith(PARTIAL):

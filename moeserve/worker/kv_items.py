@@ -1,4 +1,4 @@
-"""The caches of one rank as places of items: what stores behind the KV cache and other engines copy."""
+"""A view of one rank's caches as places of items, which stores behind the KV cache and other engines copy."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from moeserve.protocol import CacheKind, CachePlace
 
 @dataclass(frozen=True)
 class CachedTensor:
-    """A part of all items of a kind: the part of item i is `tensor[i]`."""
+    """A tensor with one part of all items of a kind: `tensor[i]` is the part of item i."""
 
     layer: int  # index on this rank
-    number: int  # among the tensors of this layer
+    number: int  # index among the tensors of this layer
     kind: CacheKind
     tensor: Tensor
 
@@ -29,8 +29,8 @@ class CachedItems:
     def __init__(self, caches: Sequence[Any], saved_rows: range) -> None:
         """
         Args:
-            caches: of the layers; each has `tensors_of_items`.
-            saved_rows: rows of state caches that have saved states.
+            caches: caches of the layers; each has `tensors_of_items`.
+            saved_rows: rows of the state caches for saved states.
         """
         self.tensors: list[CachedTensor] = []
         for layer, cache in enumerate(caches):
@@ -46,18 +46,18 @@ class CachedItems:
         return [each.tensor for each in self.tensors if each.kind == kind]
 
     def bytes_of(self, kind: CacheKind) -> int:
-        """Return the size of an item."""
+        """Return the size in bytes of an item of a kind."""
         return sum(tensor[0].nbytes for tensor in self.of(kind) if len(tensor))
 
     def num_places(self, kind: CacheKind) -> int:
-        """Return the number of items of a kind for which the caches have places; 0 without such layers."""
+        """Return the number of places for items of a kind; 0 if no layer has such items."""
         return max(map(len, self.of(kind)), default=0)
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
-        """Run the copies of a `with` block beside the steps, on a CUDA stream of their own if the caches are on a GPU.
+        """Run the copies of a `with` block asynchronously to steps, on a separate CUDA stream for caches on a GPU.
 
-        At the end of the block, also by an error, they have ended.
+        The copies have finished at the end of the block, even if it raises an exception.
         """
         if self._stream is None:
             yield
@@ -70,7 +70,7 @@ class CachedItems:
 
 
 def indices_by_kind(places: Sequence[CachePlace]) -> dict[CacheKind, list[int]]:
-    """Return the numbers of the places of each kind, within the sequence."""
+    """Return the indices in the sequence of the places of each kind."""
     numbers: dict[CacheKind, list[int]] = {}
     for number, place in enumerate(places):
         numbers.setdefault(place.kind, []).append(number)

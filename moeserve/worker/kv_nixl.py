@@ -1,7 +1,8 @@
-"""Items of the KV cache read from the memory of another rank by NIXL: over InfiniBand, NVLink, shared memory or TCP.
+"""Reading items from another rank's KV cache with NIXL, over InfiniBand, NVLink, shared memory or TCP.
 
-The connection between the ranks (`kv_wire.py`) still says which items may be read, and until when. But whoever can
-reach NIXL's own ports and knows what it sends to receivers can read and write this rank's whole cache.
+The connection between the ranks (`kv_wire.py`) still determines the items that may be read, and for how long. But
+anyone who can reach NIXL's own ports and knows the metadata that is sent to receivers can read and write this rank's
+whole cache.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ SECONDS_BETWEEN_LOOKS = 0.0002
 
 
 class NixlMemory:
-    """This rank's KV cache, which agents of other ranks may read."""
+    """The memory of this rank's KV cache, registered so that NIXL agents of other ranks may read it."""
 
     def __init__(self, items: CachedItems, axes: Sequence[int], host: str) -> None:
         """
         Args:
-            axes: along which the tensors of the items are divided; 0: they are not.
-            host: address of this host. NIXL uses the interface that has it, unless UCX_NET_DEVICES names others.
+            axes: for each tensor of the items, the axis along which it is divided over ranks; 0: it is not divided.
+            host: address of this host. NIXL uses the interface with this address, unless UCX_NET_DEVICES names others.
 
         Raises:
-            SettingsError: NIXL is not installed or does not work here, or no interface has this address.
+            SettingsError: NIXL is not installed or does not work, or no interface has this address.
         """
         interface = "lo" if is_loopback(host) else ""
         interface = interface or next((name for name, address in own_addresses().items() if address == host), "")
@@ -67,16 +68,16 @@ class NixlMemory:
         )
 
     def read(self, theirs: NixlShare, copies: Sequence[np.ndarray]) -> None:
-        """Copy ranges of another rank's memory into this rank's, and return when nothing is written any more.
+        """Copy ranges of another rank's memory to this rank's, and return when all writing has ended.
 
-        There is no time limit, because a copy cannot be stopped: UCX over TCP goes on writing after NIXL has released
-        the transfer and removed the other agent. It fails when the other process dies.
+        There is no time limit, because a copy cannot be stopped: UCX over TCP continues to write after NIXL has
+        released the transfer and removed the other agent. The copy fails when the other process exits.
 
         Args:
-            copies: rows of an address there, an address here, and a number of bytes.
+            copies: rows of the remote address, the local address, and the number of bytes.
 
         Raises:
-            PeerError: something went wrong.
+            PeerError: the copy failed.
         """
         rows = np.concatenate(copies)
         columns = [np.full(len(rows), device, np.uint64) for device in (theirs.device, self._device)]
@@ -102,13 +103,13 @@ class NixlMemory:
 
 
 def infiniband_devices(interface: str) -> list[str]:
-    """Return the InfiniBand or RoCE devices of an interface, as UCX names them."""
+    """Return UCX's names of an interface's InfiniBand or RoCE devices."""
     folder = Path("/sys/class/net") / interface / "device" / "infiniband"
     return [f"{device.name}:1" for device in sorted(folder.iterdir())] if folder.is_dir() else []
 
 
 def place_of(tensor: Tensor, axis: int) -> TensorPlace:
-    """Return where a tensor of items lies, which may be divided along an axis behind the first one."""
+    """Return the memory layout of a tensor of items, which may be divided along an axis after the first one."""
     size = tensor.element_size()
     return TensorPlace(
         address=tensor.data_ptr(),
@@ -120,11 +121,11 @@ def place_of(tensor: Tensor, axis: int) -> TensorPlace:
 
 
 def ranges(place: TensorPlace, indices: Sequence[int], first: int, length: int) -> np.ndarray:
-    """Return the first address and the number of bytes of each range of memory; no length: of whole items.
+    """Return the start address and the number of bytes of each memory range of some items.
 
     Args:
-        indices: of items.
-        first, length: along the axis of the tensor's division.
+        indices: indices of the items.
+        first, length: range along the axis by which the tensor is divided; length 0: whole items.
     """
     starts = place.address + np.asarray(indices, np.uint64) * np.uint64(place.item_bytes)
     num_bytes = place.item_bytes

@@ -1,4 +1,4 @@
-"""Reads items of the KV cache from the ranks of another engine, whose tp and pp sizes may differ from this one's."""
+"""The receiver of KV cache items from the ranks of another engine, whose tp and pp sizes may differ."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from moeserve.worker.kv_wire import (
 
 logger = logging.getLogger(__name__)
 
-SECONDS_TO_CONNECT = 5.0  # three tries: lost packets are sent again after 1 and 3 s
-SECONDS_TO_AVOID = 10.0  # a sender that did not answer
+SECONDS_TO_CONNECT = 5.0  # enough for three tries, because lost packets are sent again after 1 and 3 s
+SECONDS_TO_AVOID = 10.0  # time for which a sender that did not answer is avoided
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A piece of a sender's cache, and where it belongs in this rank's."""
+    """A piece of a sender's cache, and its destination in this rank's cache."""
 
     piece: Piece
     tensor: int  # index in this rank's `CacheShare.tensors`
@@ -46,16 +46,16 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Missing:
-    """A range of a tensor that was not read yet. A tensor that is not divided has one, without length."""
+    """A range of a tensor that has not been read yet. A tensor that is not divided has one range of length 0."""
 
     tensor: int  # index in this rank's `CacheShare.tensors`
     first: int  # along the axis of its division on this rank
-    first_of_whole: int  # the same place within the whole tensor
+    first_of_whole: int  # the same index within the whole tensor of all ranks
     length: int
 
 
 class Cancellation:
-    """Lets another thread end a transfer early."""
+    """A flag by which another thread ends a transfer early."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -67,14 +67,14 @@ class Cancellation:
         return self._is_set
 
     def set(self) -> None:
-        """End the transfer: close its connections, for which its thread may wait."""
+        """End the transfer by closing the connections on which its thread may wait."""
         with self._lock:
             self._is_set = True
             for connection in self._connections:
                 connection.close()
 
     def watch(self, connections: Sequence[Connection]) -> None:
-        """Close these connections when the transfer is cancelled. Raises PeerError if it is already."""
+        """Close these connections when the transfer is cancelled. Raises PeerError if it has been cancelled already."""
         with self._lock:
             if self._is_set:
                 raise PeerError("the request has ended")
@@ -82,7 +82,7 @@ class Cancellation:
 
 
 class BlockReceiver:
-    """Fills places of this rank's KV cache. Several threads may use it at once."""
+    """A receiver that fills places of this rank's KV cache. Several threads may use it at the same time."""
 
     def __init__(
         self,
@@ -97,23 +97,23 @@ class BlockReceiver:
     ) -> None:
         """
         Args:
-            share: what is in their tensors.
-            key: that senders must know; empty: blocks are read from this host alone.
-            timeout_s: seconds, the longest time of a transfer over TCP.
-            rank: of this replica, of `num_ranks`.
-            nixl: to read memory of senders that have it too.
+            share: description of this rank's part of the cache.
+            key: key that senders must know; empty: items are received only from this host.
+            timeout_s: maximum time of a transfer over TCP in seconds.
+            rank: index of this rank among the `num_ranks` ranks of its replica.
+            nixl: registered memory for reading from senders that use NIXL too; None: NIXL is not used.
         """
         self._items, self._share, self._key, self._timeout_s = items, share, key, timeout_s
         self._rank, self._num_ranks, self._nixl = rank, num_ranks, nixl
         self._avoided_until: dict[str, float] = {}  # addresses of senders that did not answer
 
     def run(self, transfer: ReceiveItems, submitted: float, cancellation: Cancellation) -> TransferOutcome:
-        """Read all blocks, or none if something is wrong or the transfer is cancelled. All senders set theirs free.
+        """Read all items, or report none if an error occurs or the transfer is cancelled. All senders free their items.
 
-        Nothing is written into the blocks after this call.
+        Nothing is written to the places after this call.
 
         Args:
-            submitted: time from which the transfer is limited, by `time.monotonic`.
+            submitted: time by `time.monotonic` from which the time limit of the transfer counts.
         """
         num_copied, deadline = 0, submitted + self._timeout_s
         senders: list[Connection] = []
@@ -121,7 +121,7 @@ class BlockReceiver:
             for address in transfer.source.addresses:
                 senders.append(self._connect(address, deadline))
                 senders[-1].send_message(self._claim(transfer))
-            cancellation.watch(senders)  # not before: closing a connection with a claim sets the blocks free
+            cancellation.watch(senders)  # only now: closing a connection frees items only after its claim
             shares: list[CacheShare] = [sender.receive_message(CacheShare) for sender in senders]
             if transfer.places:
                 self._read(transfer, senders, shares)
@@ -177,7 +177,7 @@ class BlockReceiver:
             for start, length in (share.ranges or [(0, 0)]) if share.kind in kinds else []:
                 missing.append(_Missing(number, first, start, length))
                 first += length
-        first = self._rank % len(senders)  # spreads the load: latent caches are whole on each sender
+        first = self._rank % len(senders)  # spreads the load, because every sender has latent caches completely
         for index in [*range(first, len(senders)), *range(first)]:
             sender, theirs = senders[index], shares[index]
             if others := {name for name, fact in self._share.facts.items() if theirs.facts.get(name) != fact}:
@@ -196,7 +196,7 @@ class BlockReceiver:
             raise PeerError(f"no rank has all of tensors {sorted(lacking)}")
 
     def _take_parts(self, theirs: CacheShare, missing: Sequence[_Missing]) -> tuple[list[_Part], list[_Missing]]:
-        """Return the missing ranges that a sender has, and those that are still missing."""
+        """Return the parts of the missing ranges that a sender has, and the ranges that are still missing."""
         index_of_name = {share.name: index for index, share in enumerate(theirs.tensors)}
         parts: list[_Part] = []
         left = list(missing)
@@ -209,7 +209,7 @@ class BlockReceiver:
                 rest.append(each)
                 continue
             parts.append(part)
-            if each.length:  # what is before and behind the part is still missing
+            if each.length:  # the ranges before and after the part are still missing
                 before = part.first - each.first
                 behind = each.length - before - part.piece.length
                 left += [_Missing(each.tensor, each.first, each.first_of_whole, before)] * (before > 0)
@@ -234,7 +234,7 @@ class BlockReceiver:
         return None
 
     def _read_pieces(self, sender: Connection, transfer: ReceiveItems, parts: Sequence[_Part]) -> None:
-        """Read items over the connection."""
+        """Read parts of items over the connection."""
         numbers = indices_by_kind(transfer.places)
         self._ask(sender, Read(items=transfer.wanted, pieces=[part.piece for part in parts]))
         with self._items.copying():

@@ -1,4 +1,4 @@
-"""Sends items of the KV cache of this rank to ranks of other engines, for which this engine has computed a prompt."""
+"""The sender of this rank's KV cache items to other engines, for which this engine has computed a prompt."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ from moeserve.worker.kv_wire import (
 
 logger = logging.getLogger(__name__)
 
-MAX_CONNECTIONS = 256  # at once
-MAX_STRANGERS = 64  # connections that have not proved that they know the key; further ones are closed
-MAX_REMEMBERED = 4096  # handles of blocks that are not kept any more
-SECONDS_BETWEEN_LOOKS = 0.5  # at blocks whose time may be up
+MAX_CONNECTIONS = 256  # maximum number of connections at the same time
+MAX_STRANGERS = 64  # maximum number of connections without a proof of the key; others are closed
+MAX_REMEMBERED = 4096  # maximum number of remembered handles of items that are no longer kept
+SECONDS_BETWEEN_LOOKS = 0.5  # interval between checks for items whose time has expired
 SECONDS_TO_AUTHENTICATE = 10.0
 
 
 @dataclass(eq=False)
 class _Kept:
-    """Blocks that another engine may read."""
+    """Items that another engine may read."""
 
     message: KeepItems
     on_end: Callable[[TransferOutcome], None]
     started: float
-    receiver: str = ""  # the first one that has claimed them
-    num_connected: int = 0  # ranks of the receiver
-    ranks_left: set[int] = field(default_factory=set)  # ranks of the receiver that have claimed them and left
+    receiver: str = ""  # name of the first receiver that has claimed the items
+    num_connected: int = 0  # number of connected ranks of the receiver
+    ranks_left: set[int] = field(default_factory=set)  # ranks that have claimed the items and disconnected
 
 
 class BlockSender:
-    """Listens for receivers in threads of its own until it is closed."""
+    """A sender that listens for receivers in background threads until it is closed."""
 
     def __init__(
         self,
@@ -65,10 +65,10 @@ class BlockSender:
     ) -> None:
         """
         Args:
-            address: host and port; port 0: any that is free.
-            key: that receivers must know.
-            timeout_s: seconds for which blocks are kept.
-            nixl: where receivers with NIXL can read this rank's memory; None: NIXL is not used.
+            address: host and port; port 0: any free port.
+            key: key that receivers must know.
+            timeout_s: time in seconds for which items are kept.
+            nixl: description of this rank's memory for receivers with NIXL; None: NIXL is not used.
 
         Raises:
             SettingsError: the address cannot be used.
@@ -81,26 +81,26 @@ class BlockSender:
             raise SettingsError(f"kv_transfer_address: cannot listen on {host}:{port}: {error}") from None
         self.address = "{}:{}".format(*self._listener.getsockname())
         self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
-        self._changed = threading.Condition()  # guards all below
+        self._changed = threading.Condition()  # guards all attributes below
         self._kept: dict[str, _Kept] = {}  # by handle
         self._ended: OrderedDict[str, None] = OrderedDict()  # handles, the oldest first
-        self._connections: set[Connection] = set()  # that have proved that they know the key
+        self._connections: set[Connection] = set()  # connections that have proved that they know the key
         self._is_closed = False
         for run in (self._accept, self._end_old):
             threading.Thread(target=run, name="kv sender", daemon=True).start()
 
     def keep(self, message: KeepItems, on_end: Callable[[TransferOutcome], None]) -> None:
-        """Let another engine read blocks until all of its ranks have left or the time is up.
+        """Let another engine read items until all its ranks have disconnected or the time has expired.
 
         Args:
-            on_end: called once, in any thread. Its `num_copied` is 0 if the time was up.
+            on_end: called once, in any thread. `num_copied` of the outcome is 0 if the time has expired.
         """
         with self._changed:
             self._kept[message.handle] = _Kept(message, on_end, time.monotonic())
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Disconnect all receivers, and listen no more. May be called twice."""
+        """Disconnect all receivers, and stop listening. May be called twice."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -139,7 +139,7 @@ class BlockSender:
         kept.on_end(TransferOutcome(number=kept.message.number, num_copied=num_read, seconds=seconds))
 
     def _serve(self, connected: socket.socket) -> None:
-        torch.set_num_threads(1)  # of this thread alone: the cores are for steps
+        torch.set_num_threads(1)  # only for this thread, so that it leaves the cores to steps
         connection = Connection(connected, time.monotonic() + SECONDS_TO_AUTHENTICATE)
         try:
             try:
@@ -163,7 +163,7 @@ class BlockSender:
             connection.close()
 
     def _serve_receiver(self, connection: Connection) -> None:
-        """Send the blocks that a receiver claims. Returns by an error: the end of the connection is one."""
+        """Send the items that a receiver claims, until an error occurs, such as the end of the connection."""
         claim: Claim = connection.receive_message(Claim)
         kept, error = self._claimed(claim)
         try:
@@ -180,9 +180,10 @@ class BlockSender:
                 self._leave(kept, claim)
 
     def _claimed(self, claim: Claim) -> tuple[_Kept | None, str]:
-        """Return the blocks that a receiver claims, or None and why. The first one that names their tokens gets them.
+        """Return the items that a receiver claims, or None and the reason.
 
-        Wait a while for a handle that is not known yet.
+        The first receiver that names the tokens of the items gets them. Wait for a limited time if the handle is not
+        known yet.
         """
 
         def is_known() -> bool:
@@ -202,7 +203,7 @@ class BlockSender:
             return kept, ""
 
     def _leave(self, kept: _Kept, claim: Claim) -> None:
-        """End the blocks if all ranks of the receiver have left."""
+        """Stop keeping the items if all ranks of the receiver have disconnected."""
         with self._changed:
             kept.num_connected -= 1
             kept.ranks_left.add(claim.rank)

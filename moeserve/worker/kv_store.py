@@ -1,6 +1,6 @@
-"""The store behind the KV cache of one rank. `HostStore` has items in the host's memory, or in a file without a name.
+"""The store behind the KV cache of one rank. `HostStore` holds items in host memory, or in a file without a name.
 
-`kv_folder.py` has the store in a folder.
+The store in a folder is in `kv_folder.py`.
 """
 
 from __future__ import annotations
@@ -27,26 +27,29 @@ logger = logging.getLogger(__name__)
 
 class KVStore(Protocol):
     def run(self, transfer: StoreTransfer) -> TransferOutcome:
-        """Run a transfer, and return when it has ended. Raises nothing: `num_copied` counts items up to a failure."""
+        """Run a transfer, and return when it has ended.
+
+        Does not raise exceptions; `num_copied` of the outcome is the number of items copied before a failure.
+        """
         ...
 
 
 class HostStore:
-    """Copies items of all layers between the KV cache and the store."""
+    """A store that copies items of all layers between the KV cache and host memory or a file."""
 
     def __init__(self, items: CachedItems, num_places: Mapping[CacheKind, int], folder: str | None) -> None:
         """
         Args:
-            num_places: of the store, for items of each kind.
-            folder: where the file of the store lies, which nobody else can open; None: in memory.
+            num_places: number of places of the store for items of each kind.
+            folder: folder of the store's file, which no other process can open; None: the store is in memory.
 
         Raises:
-            SettingsError: the file cannot be made.
+            SettingsError: the file cannot be created.
         """
         self._items = items
         sizes = {kind: items.bytes_of(kind) * number for kind, number in num_places.items()}
         memory = _file(Path(folder), sum(sizes.values())) if folder is not None else None
-        self._pairs: dict[CacheKind, list[tuple[Tensor, Tensor]]] = {}  # tensors of the cache and of the store
+        self._pairs: dict[CacheKind, list[tuple[Tensor, Tensor]]] = {}  # pairs of a cache tensor and a store tensor
         offset = 0
         for kind, number in num_places.items():
             self._pairs[kind] = pairs = []
@@ -85,11 +88,11 @@ class HostStore:
 
 
 def _file(folder: Path, num_bytes: int) -> mmap.mmap:
-    """Return the memory of a new file without a name, which the system frees with this process."""
+    """Return the mapped memory of a new file without a name, which the system deletes when this process exits."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             if sys.platform == "linux":
-                os.posix_fallocate(file.fileno(), 0, num_bytes)  # a full disk is noticed now
+                os.posix_fallocate(file.fileno(), 0, num_bytes)  # so that a full disk is an error now, not later
             else:
                 file.truncate(num_bytes)
             return mmap.mmap(file.fileno(), num_bytes)

@@ -1,4 +1,4 @@
-"""Transfers of KV cache blocks on one rank, beside its steps."""
+"""Asynchronous transfers of KV cache items on one rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NUM_RECEIVING_THREADS = 8
 
 
 class Transfers:
-    """Runs transfers in threads, and sends their outcomes in the order in which they end."""
+    """Background threads that run transfers, and send their outcomes in the order in which they end."""
 
     def __init__(
         self,
@@ -33,12 +33,12 @@ class Transfers:
     ) -> None:
         """
         Args:
-            store: behind the KV cache. Its transfers run one after the other.
-            sender, receiver: to and from other engines.
-            send: takes the outcome of each transfer, in any thread.
+            store: the store behind the KV cache. Its transfers run one after the other.
+            sender, receiver: for items sent to and received from other engines.
+            send: called with the outcome of each transfer, in any thread.
         """
         self._sender, self._receiver, self._send = sender, receiver, send
-        self._receiving: dict[int, Cancellation] = {}  # by transfer
+        self._receiving: dict[int, Cancellation] = {}  # by number of the transfer
         self._of_store: _Queue | None = None
         self._received: _Queue | None = None
         if store is not None:
@@ -64,7 +64,7 @@ class Transfers:
                 self._send(TransferOutcome(number=transfer.number, num_copied=0, seconds=0.0))
 
     def close(self) -> None:
-        """Listen no more, and let all threads end soon. May be called twice."""
+        """Stop listening, and let all threads end soon. May be called twice."""
         for receiving in list(self._receiving.values()):
             receiving.set()
         for queue in (self._of_store, self._received):
@@ -82,7 +82,7 @@ class Transfers:
 
 
 class _Queue:
-    """Transfers that threads run."""
+    """A queue of transfers, and the threads that run them."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class _Queue:
     ) -> None:
         """
         Args:
-            run: runs a transfer, given when it was put here, by `time.monotonic`.
+            run: runs a transfer, given the time by `time.monotonic` at which it was queued.
         """
         self._queue: SimpleQueue[tuple[Any, float] | None] = SimpleQueue()
         self._num_threads = num_threads
@@ -112,7 +112,7 @@ def _run_all(
     run: Callable[[Any, float], TransferOutcome],
     send: Callable[[TransferOutcome], None],
 ) -> None:
-    torch.set_num_threads(1)  # of this thread alone: the cores are for steps
+    torch.set_num_threads(1)  # only for this thread, so that it leaves the cores to steps
     while (queued := queue.get()) is not None:
         transfer, submitted = queued
         try:

@@ -1,8 +1,9 @@
-"""Messages between ranks of different engines, one of which reads items of the KV cache of the other.
+"""Messages between ranks of two engines, one of which reads items of the other's KV cache.
 
-The receiver connects. Both sides prove that they know the same key, if they were given one; without a key, ranks listen
-and connect on the loopback interface only. Then the sender describes its cache (`CacheShare`), and the receiver names
-the items that it needs (`Claim`). Each `Read` is answered with their raw bytes. Closing the connection sets them free.
+The receiver connects. Both sides prove that they know the same key, if one is configured; without a key, ranks listen
+and connect only on the loopback interface. Then the sender describes its cache (`CacheShare`), and the receiver names
+the items that it needs (`Claim`). Each `Read` is answered with the raw bytes of items. Closing the connection frees the
+items.
 Nothing is encrypted, and nothing after the proofs is authenticated.
 """
 
@@ -30,48 +31,48 @@ from moeserve.protocol import CacheKind, CachePlace
 
 MIN_KEY_CHARACTERS = 16
 MAX_MESSAGE_BYTES = 2**20
-# A receiver may ask before the sender knows the handle: a rank in a step takes `KeepItems` only after it.
+# A receiver may claim items before the sender knows the handle: a rank in a step handles `KeepItems` only afterwards.
 SECONDS_TO_BE_KEPT = 10.0
 SECONDS_OF_SILENCE = SECONDS_TO_BE_KEPT + 5.0
 
 
 class TensorShare(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of a tensor of the cache that a rank has. Its first axis is that of items, of one kind."""
+    """A rank's part of a tensor of the cache, whose first axis is the index of an item of one kind."""
 
-    name: str  # the layer of the model, and the number of the tensor in its cache
+    name: str  # index of the layer in the model, and of the tensor in the layer's cache
     kind: CacheKind
-    axis: int  # along which tp ranks divide it; 0: they do not, and every tp rank has it whole
-    ranges: list[tuple[int, int]]  # first index and length within the whole, one after the other; empty if not divided
+    axis: int  # axis along which tp ranks divide the tensor; 0: it is replicated on every tp rank
+    ranges: list[tuple[int, int]]  # consecutive ranges (first index, length) of the whole axis; empty if not divided
 
 
 class TensorPlace(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the items of one tensor lie in a rank's memory."""
+    """The layout of one tensor's items in a rank's memory."""
 
     address: int
-    item_bytes: int  # between items
-    num_rows: int  # of an item, before the axis along which it is divided
-    row_bytes: int  # between these
-    unit_bytes: int  # between indices of the axis
+    item_bytes: int  # distance between items
+    num_rows: int  # rows of an item: product of its dimensions before the axis along which it is divided
+    row_bytes: int  # distance between rows
+    unit_bytes: int  # distance between indices along the axis
 
 
 class NixlShare(msgspec.Struct, frozen=True, kw_only=True):
-    """How other ranks can read a rank's memory by NIXL. See `kv_nixl.py`."""
+    """A rank's memory, described for ranks that read it by NIXL. See `kv_nixl.py`."""
 
-    agent: bytes  # metadata of its agent
+    agent: bytes  # metadata of the rank's NIXL agent
     device: int
     tensors: list[TensorPlace]  # as many as in `CacheShare.tensors`
 
 
 class CacheShare(msgspec.Struct, frozen=True, kw_only=True):
-    """The KV cache of a rank, as it describes itself to ranks of other engines."""
+    """The description of a rank's KV cache for ranks of other engines."""
 
-    facts: dict[str, str]  # must be equal on both sides, or the items mean something else
+    facts: dict[str, str]  # facts that the contents of items depend on; they must be equal on both sides
     tensors: list[TensorShare]
     has_nixl: bool = False  # its memory can be read by NIXL
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """A range of a tensor in the sender's cache, along the axis of its division. No length: all of the tensor."""
+    """A range of a tensor in the sender's cache, along the axis by which it is divided. Length 0: the whole tensor."""
 
     tensor: int  # index in the sender's `CacheShare.tensors`
     first: int
@@ -79,39 +80,39 @@ class Piece(msgspec.Struct, frozen=True):
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
-    """The first message of a receiver, once for each connection: the items that its rank is about to read.
+    """The first message of a receiver on each connection, which names the items that its rank will read.
 
-    The end of the connection says that this rank needs them no more, whether it has read them or not. Items are free
-    when all ranks of the receiver have claimed them and have left.
+    When the connection ends, the rank no longer needs the items, even if it has not read them. Items are freed when all
+    ranks of the receiver have claimed them and have disconnected.
     """
 
     handle: str
-    receiver: str  # name of the transfer, the same for all ranks
+    receiver: str  # name of the transfer, the same on all ranks
     tokens: bytes  # digest that the tokens of all items with this handle must have
-    rank: int  # of the receiver's replica
+    rank: int  # index of the rank in the receiver's replica
     num_ranks: int
 
 
 class Read(msgspec.Struct, frozen=True, kw_only=True, tag="read"):
-    """Send items, piece by piece: this part of all items of the kind of the piece's tensor.
+    """Request to send items piece by piece: for each piece, this part of all items of its tensor's kind.
 
-    Without pieces: the receiver reads them by NIXL, and then sends `HasRead`.
+    Without pieces, the receiver reads the items by NIXL, and then sends `HasRead`.
     """
 
-    items: list[int]  # by their index among the claimed ones
+    items: list[int]  # indices among the claimed items
     pieces: list[Piece]
 
 
 class HasRead(msgspec.Struct, frozen=True, tag="has-read"):
-    """The receiver has read items by NIXL. Only an `Answer` without an error says that they were still kept."""
+    """Message that the receiver has read items by NIXL. An `Answer` without an error confirms that they were valid."""
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to a `Read`, before the bytes that were asked for, and to `HasRead`."""
+    """The answer to `HasRead`, or to a `Read`, which the requested bytes follow."""
 
-    error: str = ""  # why the items cannot be read
-    places: list[CachePlace] = []  # of the items that were asked for, in the sender's cache
-    nixl: NixlShare | None = None  # if they are to be read by NIXL
+    error: str = ""  # reason why the items cannot be read
+    places: list[CachePlace] = []  # places of the requested items in the sender's cache
+    nixl: NixlShare | None = None  # set if the items must be read by NIXL
 
 
 T = TypeVar("T")
@@ -122,7 +123,7 @@ class PeerError(Exception):
 
 
 def listening_address(config: EngineConfig, rank: int) -> tuple[str, int]:
-    """Return the host and port on which a rank listens for other engines. Port 0: any that is free.
+    """Return the host and port on which a rank listens for other engines. Port 0 is any free port.
 
     Raises:
         SettingsError: kv_transfer_address is not an address of this host, or needs a key.
@@ -152,7 +153,7 @@ def read_key(path: str | None) -> bytes:
     """Return the key of a file; empty without one.
 
     Raises:
-        SettingsError: it cannot be read, or is too short.
+        SettingsError: the key cannot be read, or is too short.
     """
     if path is None:
         return b""
@@ -169,23 +170,23 @@ def read_key(path: str | None) -> bytes:
 
 
 class Connection:
-    """A connection to a rank of another engine. All methods raise OSError or PeerError if it fails.
+    """A connection to a rank of another engine. All methods raise OSError or PeerError if the connection fails.
 
-    It fails too if the other side is silent for SECONDS_OF_SILENCE.
+    It also fails if the other side is silent for SECONDS_OF_SILENCE.
     """
 
     def __init__(self, connected: socket.socket, deadline: float) -> None:
         """
         Args:
-            deadline: nothing is sent or received after it, by `time.monotonic`.
+            deadline: time by `time.monotonic` after which nothing is sent or received.
         """
         self._socket, self.deadline = connected, deadline
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def prove(self, key: bytes, *, connects: bool) -> None:
-        """Show that this side knows the key, and require the same of the other.
+        """Prove that this side knows the key, and require the same proof from the other side.
 
-        The side that connects proves it first, so a stranger who connects gets no proof.
+        The connecting side sends its proof first, so that it gets no proof without knowing the key.
         """
         nonce = secrets.token_bytes(NONCE_BYTES)
         self.send(nonce)
@@ -210,7 +211,7 @@ class Connection:
         return data
 
     def receive_into(self, view: memoryview) -> None:
-        """Fill the view."""
+        """Fill the view with received bytes."""
         while view:
             self._limit_time()
             num_bytes = self._socket.recv_into(view)
@@ -232,7 +233,7 @@ class Connection:
         return message
 
     def close(self) -> None:
-        """Close the connection, also while another thread uses it."""
+        """Close the connection, even while another thread uses it."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -242,10 +243,10 @@ class Connection:
 
 
 def select_piece(tensor: Tensor, axis: int, first: int, length: int) -> Tensor:
-    """Return a range of a cached tensor along an axis; no length: the whole tensor."""
+    """Return a range of a cached tensor along an axis. Length 0: the whole tensor."""
     return tensor.narrow(axis, first, length) if length else tensor
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor on the CPU."""
+    """Return a view of a contiguous CPU tensor's memory."""
     return tensor.view(torch.uint8).view(-1).numpy().data

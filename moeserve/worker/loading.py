@@ -1,4 +1,4 @@
-"""Load one rank's part of a model, from a checkpoint or from the packed weight cache."""
+"""Loading of one rank's part of a model, from a checkpoint or from the packed weight cache."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from moeserve.worker.kv_wire import CacheShare, TensorShare
 
 logger = logging.getLogger(__name__)
 
-STORED_ITEMS_VERSION = 4  # of the format of items of the KV cache in folders
+STORED_ITEMS_VERSION = 4  # version of the format of KV cache items in folders
 
-MIN_CACHED_BYTES = 64 * 2**20  # of a rank's weights: smaller ones are loaded about as fast from the checkpoint
+MIN_CACHED_BYTES = 64 * 2**20  # smaller weights of a rank are loaded about as fast from the checkpoint
 
 
 @dataclass(frozen=True)
@@ -80,11 +80,11 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
         from moeserve.models.transformers_model import TransformersModel
 
         foreign = TransformersModel(Path(config.model_path), description.model, placements, dispatchers, context)
-        return LoadedModel(cast(Decoder, foreign))  # it has the members of a Decoder that a worker uses
+        return LoadedModel(cast(Decoder, foreign))  # it has the members of `Decoder` that a worker uses
     stage = config.layers_of_stage(groups.mesh.coordinates(groups.rank).pp)
     model = Decoder(description.model, placements, dispatchers, context.without_memory(), stage)
     memory = loading_memory(model, fills_all_first=config.load_format == "dummy")
-    wait_for_cache_writers(cancelled_only=True)  # they hold the weights of a deleted model
+    wait_for_cache_writers(cancelled_only=True)  # cancelled writers still hold the weights of a deleted model
     free = free_memory() // config.num_ranks if config.device == "cpu" else torch.cuda.mem_get_info()[0]
     if memory.peak > free:
         raise CheckpointError(_too_large(config, memory, free))
@@ -104,7 +104,7 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
     if config.quantization == "int4" and weight_format.is_int4:
         keep_int4(checkpoint, destinations(model, description.family, checkpoint.names))
     cache = PackedWeightCache(cache_folder() / "packed", config.packed_cache)
-    # Rebalancing writes to the weights, which must not be mapped from the cache or on their way to it.
+    # Rebalancing writes to the weights, so they must not be mapped from the cache or be in use by a cache writer.
     is_cached = (
         config.rebalance == "off"
         and config.packed_cache > 0
@@ -191,14 +191,14 @@ def _cache_key(config: EngineConfig, model: Decoder, placements: Sequence[Placem
 
 
 def store_key(config: EngineConfig, model: Decoder) -> str:
-    """Return the name of this rank's KV cache blocks in a folder: of all that decides their contents but the tokens."""
+    """Return a hash that names this rank's KV cache items in a folder, of everything but tokens that they depend on."""
     groups = model.groups
     layout = [groups.mesh.tp, groups.tp.rank_in_group, model.stage.start, model.stage.stop]
     return hash_key(_cache_facts(config, model), layout)
 
 
 def cache_share(config: EngineConfig, model: Decoder, items: CachedItems) -> CacheShare:
-    """Return what this rank's KV cache holds, for ranks of other engines."""
+    """Return the description of this rank's KV cache for ranks of other engines."""
     tensors = []
     for each in items.tensors:
         divisions = model.layers[each.layer].cache_divisions
@@ -210,7 +210,7 @@ def cache_share(config: EngineConfig, model: Decoder, items: CachedItems) -> Cac
 
 
 def _cache_facts(config: EngineConfig, model: Decoder) -> dict[str, str]:
-    """Return all that decides what blocks hold, beside their tokens and the ranks that share them."""
+    """Return all facts that the contents of items depend on, except tokens and the division over ranks."""
     folder = Path(config.model_path)
     files = [folder / "config.json", *folder.glob("*.safetensors"), *folder.glob("*.gguf")]
     return {

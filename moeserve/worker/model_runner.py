@@ -1,4 +1,4 @@
-"""Builds the tensors of a step from its chunks, runs the model, and samples tokens."""
+"""The model runner, which builds the tensors of a step from its chunks, runs the model, and samples tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from moeserve.worker.started_step import StartedStep
 from moeserve.worker.step_memory import Array, HostInputs, memory_of
 from moeserve.worker.step_replay import StepContext, StepOutputs, StepReplay
 
-# Rows of prompt log-probabilities computed at once: a long prompt times a vocabulary would not fit.
+# Number of rows of prompt log-probabilities computed at once, because logits of a long prompt would not fit.
 PROMPT_ROWS = 64
 
 
@@ -44,10 +44,10 @@ class ModelRunner:
     ) -> None:
         """
         Args:
-            table: of the requests whose chunks are executed.
-            appends_samples: append sampled tokens to the table, for later plans that do not bring them.
-            grammars: for requests that have one; None: none has.
-            drafter: of tokens for later steps; None: without speculation.
+            table: table of the requests whose chunks are executed.
+            appends_samples: append sampled tokens to the table, because later plans do not contain them.
+            grammars: grammars of requests; None: no request has a grammar.
+            drafter: drafter of tokens for later steps; None: no speculative decoding.
         """
         self.model = model
         self.context = context
@@ -69,15 +69,15 @@ class ModelRunner:
         has_halves: bool = False,
         num_sampling: tuple[int, ...] = (),
     ) -> StartedStep:
-        """Start one step. Wait only for the values of earlier tokens, and only if a request needs them.
+        """Start one step. This waits only for the values of earlier tokens, and only if a request needs them.
         Collective: all ranks.
 
         Args:
-            num_tokens: of each replica's chunks in this step, in order of dp rank.
-            padded_to: rows to which all replicas pad a decode step; None: no padding.
+            num_tokens: number of tokens of each replica's chunks, in order of dp rank.
+            padded_to: number of rows to which all replicas pad a decode step; None: no padding.
             previous: the step before, which may still run; None: it has been finished. All earlier ones have been.
-            has_halves: run the step in halves. Captured steps have their own.
-            num_sampling: chunks of each replica that sample, for a drafter.
+            has_halves: run the step in halves, if it is not replayed.
+            num_sampling: number of chunks of each replica that sample, for a drafter.
         """
         step = self.build_inputs(chunks, num_tokens, padded_to)
         if has_halves:
@@ -90,7 +90,7 @@ class ModelRunner:
                 reading=self.memory.start_reading([torch.zeros(0)]),
                 raise_failure=self.model.groups.raise_failure,
             )
-        # Computing logits is collective: on all tp ranks alike.
+        # Computing logits is collective, so all tp ranks do it.
         sampling = [chunk for chunk in chunks if chunk.samples]
         sampled = self._sample(outputs, step, chunks, sampling, previous) if sampling else None
         prompts = [
@@ -133,21 +133,21 @@ class ModelRunner:
         return started
 
     def skip(self, chunks: Sequence[Chunk]) -> None:
-        """Make later plans possible after a step that has failed, on a rank without others."""
+        """Append placeholder tokens after a failed step on the only rank, so that later plans can be run."""
         if self.appends_samples:
             self.table.append_tokens(chunks, [0] * sum(chunk.samples for chunk in chunks))
 
     def _allowed_tokens(self, request: RequestState, drafts: Sequence[int]) -> list[AllowedTokens]:
         """Return the tokens that the grammar of a request allows next, and after each draft that it allows.
 
-        Return nothing if the request has no grammar.
+        The list is empty if the request has no grammar.
         """
         if request.params.grammar is None:
             return []
         assert self.grammars is not None, "there is no tokenizer for grammars"
         try:
             request.matcher = request.matcher or self.grammars.matcher(request.params.grammar)
-        except MoeserveError as error:  # where requests are submitted, it compiled
+        except MoeserveError as error:  # unexpected, because the grammar was compiled when the request was submitted
             return [AllowedTokens(np.zeros(0, np.uint8), str(error))]
         output = request.token_ids[request.num_prompt_tokens :]
         return request.matcher.allowed_after(output, drafts, request.end_token_ids)
@@ -160,9 +160,9 @@ class ModelRunner:
         sampling: Sequence[Chunk],
         previous: StartedStep | None,
     ) -> SampledRows:
-        """Sample the next tokens, and keep them for the next step. Collective: tp ranks, of which the first samples."""
+        """Sample the next tokens on the first tp rank, and keep them for the next step. Collective: tp ranks."""
 
-        def sampled_rows(x_R: Tensor) -> Tensor:  # of a padded decode step, mostly all rows but the padding
+        def sampled_rows(x_R: Tensor) -> Tensor:  # in a padded decode step, usually all rows except padding
             if step.padding is None:
                 return x_R
             return x_R[: len(chunks)] if len(sampling) == len(chunks) else x_R.index_select(0, step.logits_rows)
@@ -190,14 +190,14 @@ class ModelRunner:
         return rows
 
     def _specs(self, sampling: Sequence[Chunk], previous: StartedStep | None) -> dict[int, SampleSpec]:
-        """Return more about sampling the rows whose requests need it."""
+        """Return the specs of the rows whose requests need more than their settings, by index of the row."""
         if not self.table.has_spec.any():
             return {}
         is_special = self.table.has_spec[[chunk.slot for chunk in sampling]]
         special = [sampling[index] for index in np.flatnonzero(is_special).tolist()]
         if previous is not None and any(needs_tokens(chunk.request) for chunk in special):
             previous.finish()
-            self.replay.on_layers()  # whoever waits for its results need not wait for this step
+            self.replay.on_layers()  # so that the results of the previous step are sent without waiting for this step
         # A GPU computes the logits in the meantime.
         first_rows = itertools.accumulate((chunk.num_sampled for chunk in sampling), initial=0)
         return {
@@ -208,7 +208,7 @@ class ModelRunner:
         }
 
     def _specs_of(self, chunk: Chunk) -> list[SampleSpec]:
-        """Return more about sampling each row of a chunk. Behind a draft that its grammar bars, no row is used."""
+        """Return the spec of each row of a chunk. Rows after a draft that the grammar does not allow are not used."""
         allowed = self._allowed_tokens(chunk.request, chunk.drafts)
         return [
             sample_spec(chunk.request, allowed[number] if number < len(allowed) else None, chunk.drafts[:number])
@@ -216,7 +216,7 @@ class ModelRunner:
         ]
 
     def _prompt_logprobs(self, chunk: Chunk, hidden_TD: Tensor) -> list[Tensor]:
-        """Return what `prompt_rows` takes. Collective: tp ranks, in their logits."""
+        """Return the argument of `prompt_rows`. Collective: tp ranks, because logits are."""
         (targets_R,) = self.memory.upload([np.array(chunk.prompt_targets, np.int64)])
         num_top = chunk.request.params.prompt_logprobs or 0
         pieces = []
@@ -230,7 +230,7 @@ class ModelRunner:
     def build_inputs(
         self, chunks: Sequence[Chunk], num_tokens: tuple[int, ...], padded_to: int | None = None
     ) -> StepInputs:
-        """Return chunks as tensors on the device. See `start`."""
+        """Return the inputs of a step with these chunks, on the device. `start` describes the arguments."""
         mesh, block_size = self.context.mesh, self.context.block_size
         columns = tuple(zip(*chunks, strict=True)) or ((),) * len(Chunk._fields)
         by_name = dict(zip(Chunk._fields, columns, strict=True))
@@ -287,7 +287,7 @@ class ModelRunner:
         )
 
     def _state_rows(self, chunks: Sequence[Chunk], num_padding: int) -> Array:
-        """Return the rows of states of all chunks, and of padding, which has none."""
+        """Return the rows of states of all chunks, and of padding, which has no states."""
         states = [chunk.states for chunk in chunks] + [NO_STATES] * num_padding if self.context.has_states else []
         return np.array(states, np.int64).reshape(-1, len(NO_STATES)).T.copy()
 

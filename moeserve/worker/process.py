@@ -1,4 +1,4 @@
-"""The process of one worker rank: joins the others, builds the worker, executes the rounds that it receives."""
+"""The process of one worker rank, which joins the other ranks, builds the worker, and executes rounds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moeserve.worker.worker import StartedRound, Worker
 
 logger = logging.getLogger(__name__)
 
-SECONDS_BETWEEN_LOOKS = 2e-4  # at a GPU that computes the only round
+SECONDS_BETWEEN_LOOKS = 2e-4  # interval between checks if a GPU has finished the only round
 
 
 def run(parent: Parent) -> None:
@@ -30,13 +30,13 @@ def run(parent: Parent) -> None:
     worker = Worker(start.config, join(start), show_progress=start.show_progress)
     channel.send(worker.facts)
     transfers = worker.start_transfers(channel.send)
-    has_ended = False  # by agreement: later rounds are not run on any rank
-    running: StartedRound | None = None  # on a GPU; its outcome was not sent
+    has_ended = False  # True after an agreement to stop: no rank runs later rounds
+    running: StartedRound | None = None  # a round on a GPU whose outcome has not been sent
 
     def finish() -> None:
         nonlocal running
         if running is not None:
-            outcome, running = running.finish(), None  # on every rank: its table then has the tokens
+            outcome, running = running.finish(), None  # on every rank, so that its table has the tokens
             if start.answers:
                 channel.send(outcome)
 
@@ -44,7 +44,7 @@ def run(parent: Parent) -> None:
         if running is not None and running.is_done:
             finish()
 
-    worker.runner.replay.on_layers = finish_if_done  # before a step that takes long
+    worker.runner.replay.on_layers = finish_if_done  # called before the long part of a step
     while True:
         for message in channel.receive(None if running is None else 0.0):
             if isinstance(message, Leave):
@@ -55,7 +55,7 @@ def run(parent: Parent) -> None:
             if not isinstance(message, Round):
                 transfers.submit(message)
                 continue
-            started = worker.start(message)  # while a GPU computes the round before it
+            started = worker.start(message)  # while a GPU computes the previous round
             finish()
             running = started
             finish_if_done()
@@ -71,8 +71,8 @@ def run(parent: Parent) -> None:
 def join(start: RankStart) -> Groups:
     """Return the groups of this rank once all ranks have joined.
 
-    Its GPU, if any, becomes this thread's current one. A rank on the CPU moves to its NUMA node before it has further
-    threads, and after it has compared the cores of this host with the number of ranks.
+    The rank's GPU, if any, becomes this thread's current device. A rank on the CPU is bound to its NUMA nodes after it
+    has compared the host's cores with the number of ranks, and before it starts other threads.
     """
     config = start.config
     device = take_device(config, start.rank)
@@ -104,7 +104,7 @@ def take_nodes(config: EngineConfig, rank: int) -> None:
     numbers = ", ".join(str(node.number) for node in nodes)
     try:
         bind_thread(nodes)
-    except OSError as error:  # some containers forbid it
+    except OSError as error:  # some containers do not permit it
         logger.warning(
             "rank %d is not bound to NUMA node %s, which may cost speed: %s; numa_binding=False does not try it",
             rank,
@@ -116,10 +116,10 @@ def take_nodes(config: EngineConfig, rank: int) -> None:
 
 
 def take_device(config: EngineConfig, rank: int) -> torch.device:
-    """Return the device of a rank's tensors. A GPU becomes this thread's current one, which torch uses for "cuda".
+    """Return the device of a rank's tensors. A GPU becomes this thread's current device, which torch uses for "cuda".
 
-    GPUs are numbered as torch sees them, after CUDA_VISIBLE_DEVICES. Each rank on a host has its own; Ray shows an
-    actor only its own.
+    GPUs are numbered as in torch, which respects CUDA_VISIBLE_DEVICES. Each rank on a host has its own GPU; with Ray,
+    an actor sees only its own GPU.
 
     Raises:
         SettingsError: there are fewer GPUs than ranks.

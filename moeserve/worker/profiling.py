@@ -1,4 +1,4 @@
-"""Trial steps at an engine's start: they show how much memory a step takes, and compile kernels before serving."""
+"""Trial steps at an engine's start, which measure the memory of a step, and compile kernels before serving."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moeserve.worker.model_runner import ModelRunner
 from moeserve.worker.request_table import Chunk, RequestState, RequestTable
 from moeserve.worker.step_replay import EagerSteps, StepContext
 
-LEAST_LONG_CHUNK = 256  # rows for which latent attention expands the whole context
+LEAST_LONG_CHUNK = 256  # number of rows for which latent attention expands the whole context
 
 
 def make_probe(model: Decoder, context: StepContext, config: EngineConfig) -> ModelRunner:
@@ -24,7 +24,7 @@ def make_probe(model: Decoder, context: StepContext, config: EngineConfig) -> Mo
     shallow = model.with_one_layer_of_each_kind()
     caches = shallow.make_caches(CacheSize(1, context.block_size, 1))  # trial steps store no states
     for cache in caches:
-        cache.clear()  # trial steps read positions that were never written
+        cache.clear()  # because trial steps read positions that were never written
     # All blocks are block 0.
     table = RequestTable(config.max_num_seqs, context.max_blocks, has_windows=context.has_windows)
     drafter, replay = drafter_of(config, shallow, caches), EagerSteps(shallow, caches)
@@ -32,21 +32,21 @@ def make_probe(model: Decoder, context: StepContext, config: EngineConfig) -> Mo
 
 
 def profile_blocks(config: EngineConfig, probe: ModelRunner, needs: CacheNeeds, reserved_bytes: int) -> int:
-    """Return the number of KV cache blocks this rank has room for. Collective: all ranks.
+    """Return the number of KV cache blocks for which this rank has room. Collective: all ranks.
 
     Args:
-        needs: of all layers of this rank.
-        reserved_bytes: memory that looks free and is not.
+        needs: cache memory that all layers of this rank need.
+        reserved_bytes: bytes that only look free, see `count_blocks`.
 
     Raises:
-        CacheTooSmallError: see `count_blocks`.
+        CacheTooSmallError: not even one request of the shortest useful length fits.
     """
     run_largest_step = functools.partial(_run_for_memory, probe, largest_step(config))
     return count_blocks(config, needs, reserved_bytes, run_largest_step)
 
 
 def run_all_sizes(probe: ModelRunner, config: EngineConfig) -> None:
-    """Run steps of 1, 2, 4 ... tokens up to the largest, so that kernels compile now. Collective: all ranks.
+    """Run steps of 1, 2, 4 ... tokens up to the largest, so that all kernels are compiled. Collective: all ranks.
 
     A kernel is compiled once for each of a few ranges of row counts.
     """
@@ -55,18 +55,18 @@ def run_all_sizes(probe: ModelRunner, config: EngineConfig) -> None:
 
 
 def largest_step(config: EngineConfig, max_tokens: int | None = None) -> list[Chunk]:
-    """Return a step that takes as much memory as any the scheduler may plan.
+    """Return a step that takes at least as much memory as any step that the scheduler may plan.
 
     It has the maximum number of tokens and of sampled rows. Its first chunk ends the longest context, with about the
-    fewest rows that fill a piece of attention's work. On a GPU it returns log-probabilities, because the copies of the
-    scores take considerable memory there.
+    minimum number of rows that fill a piece of attention's work. On a GPU it returns log-probabilities, because the
+    copies of scores take considerable memory there.
 
     Args:
-        max_tokens: a lower limit on its tokens.
+        max_tokens: maximum number of tokens, if less than that of the scheduler.
     """
     greedy = RequestParams(temperature=0.0)
     random = RequestParams(temperature=1.0, top_p=0.9, logprobs=1 if config.device == "cuda" else None)
-    num_random = PIECE_SIZE[config.device] // config.vocab_size + 1  # are sampled at once; more take no more memory
+    num_random = PIECE_SIZE[config.device] // config.vocab_size + 1  # rows sampled at once; more take no more memory
     chunks: list[Chunk] = []
     num_left = min(max_tokens or config.max_num_batched_tokens, config.max_num_batched_tokens)
     num_chunks = min(config.max_num_seqs, num_left)
@@ -90,7 +90,7 @@ def largest_step(config: EngineConfig, max_tokens: int | None = None) -> list[Ch
 
 
 def _run(probe: ModelRunner, chunks: list[Chunk]) -> None:
-    """Run a step, and run it again in halves if there may be halved steps of its size."""
+    """Run a step, and run it again in halves if steps of its size may run in halves."""
     for chunk in chunks:
         probe.table.add(chunk.slot, chunk.request, [])
     num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
@@ -102,6 +102,6 @@ def _run(probe: ModelRunner, chunks: list[Chunk]) -> None:
 
 
 def _run_for_memory(probe: ModelRunner, chunks: list[Chunk]) -> None:
-    """Run a step without most of its arithmetic, which would be most of an engine's start."""
+    """Run a step without most of its arithmetic, which would take most of the time of an engine's start."""
     with probe.model.context.kernels.measure_memory_only():
         _run(probe, chunks)

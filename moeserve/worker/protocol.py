@@ -1,4 +1,4 @@
-"""Messages between the process of a rank and the engine process of its replica, in both directions."""
+"""Messages between the process of a rank and the engine process of its replica."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from moeserve.scheduling.lockstep import Outcome, Round
 
 
 class RankStart(msgspec.Struct, frozen=True, kw_only=True):
-    """Identity of a rank, and the store where it meets the others."""
+    """The identity of a rank, and the address of the store where the ranks meet."""
 
     config: EngineConfig
     rank: int
     store: StoreAddress
-    show_progress: bool = False  # of loading, on a terminal
+    show_progress: bool = False  # show the progress of loading on a terminal
 
     @property
     def dp_index(self) -> int:
@@ -37,30 +37,30 @@ class RankStart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave"):
-    """Exit. Sent after a round in which all replicas agreed to end."""
+    """Command to exit, sent after a round in which all replicas agreed to stop."""
 
 
 ToRank: TypeAlias = Round | Transfer | Leave
 
 
-ITEM_FILE_ENDING = ".safetensors"  # of an item of the KV cache in a folder; see `ItemKey.name`
+ITEM_FILE_ENDING = ".safetensors"  # file name extension of a KV cache item in a folder; see `ItemKey.name`
 
 
 class StoreFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The store behind the KV cache of a rank, if it has one."""
 
-    num_host_places: dict[CacheKind, int] = {}  # in memory or a file without a name; the same on all ranks
-    folder: str | None = None  # of the items of this rank
+    num_host_places: dict[CacheKind, int] = {}  # places in memory or a file without a name; the same on all ranks
+    folder: str | None = None  # folder of this rank's items
 
 
 class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
-    """Sent by a rank once, when it has loaded its part of the model."""
+    """Message of a rank that it has loaded its part of the model, sent once."""
 
-    num_blocks: int  # of KV cache, the same on all ranks
+    num_blocks: int  # number of KV cache blocks, the same on all ranks
     store: StoreFacts = StoreFacts()
-    address: str = ""  # "host:port" where other engines can read its KV cache blocks; empty: they cannot
-    window: int = 0  # tokens of which layers with windows keep blocks; 0: all, in the blocks of the other layers
-    num_window_blocks: int = 0  # of these layers
+    address: str = ""  # "host:port" at which other engines can read its KV cache items; empty: they cannot
+    window: int = 0  # tokens for which layers with windows keep blocks; 0: all, in the blocks of the other layers
+    num_window_blocks: int = 0  # number of blocks for layers with windows
 
 
 FromRank: TypeAlias = Loaded | Outcome | TransferOutcome
@@ -81,5 +81,5 @@ def mesh_of(config: EngineConfig) -> Mesh:
 
 
 def sampling_rank(config: EngineConfig) -> int:
-    """Return the index, among the ranks of a replica, of the one that samples: the first of the last stage."""
+    """Return the index, among the ranks of a replica, of the rank that samples: the first rank of the last stage."""
     return config.ranks_per_replica - config.tensor_parallel_size

@@ -1,4 +1,4 @@
-"""The state of running requests that a rank keeps between steps, and the chunks of a plan made complete with it."""
+"""The state of running requests that a rank keeps between steps, and the chunks that it builds from plans."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from moeserve.step_inputs import SAMPLING_SETTINGS
 from moeserve.worker.grammars import Matcher
 from moeserve.worker.token_history import TokenHistory
 
-UNKNOWN_TOKEN = -1  # the newest token of a request while the device computes it
+UNKNOWN_TOKEN = -1  # placeholder for the newest token of a request while the device computes it
 
 
 @dataclass(eq=False, slots=True)
 class RequestState:
-    """One request, as far as plans and sampled tokens have described it."""
+    """The state of one request after the plans and sampled tokens so far."""
 
     token_ids: list[int]  # prompt and output; see UNKNOWN_TOKEN
     num_prompt_tokens: int
-    num_blocks: int  # of its row of the block table
+    num_blocks: int  # number of blocks in its row of the block table
     params: RequestParams
     seed: int
     end_token_ids: list[int]
-    matcher: Matcher | None = None  # of params.grammar, on the rank that samples, once it has sampled
-    state_row: int = -1  # of the state before its next token; -1: zeros
-    own_state_row: int = -1  # where its chunks write the state after them
-    history: TokenHistory | None = None  # of its tokens, on the rank that drafts by n-grams
+    matcher: Matcher | None = None  # matcher of params.grammar, only on the rank that samples, after its first sample
+    state_row: int = -1  # row of the state before its next token; -1: zeros
+    own_state_row: int = -1  # row to which its chunks write the state after them
+    history: TokenHistory | None = None  # its tokens, only on a rank that drafts by n-grams
 
     @property
     def num_output_tokens(self) -> int:
@@ -40,7 +40,7 @@ class RequestState:
 
     @property
     def has_spec(self) -> bool:
-        """True if sampling its tokens takes more than its settings; see `SampleSpec`."""
+        """True if sampling its tokens needs more than its settings; see `SampleSpec`."""
         params = self.params
         return bool(
             params.has_penalties
@@ -64,16 +64,14 @@ NO_STATES = ChunkStates()
 
 
 class Chunk(NamedTuple):
-    """The tokens of one request that a step computes: a part of its prompt, or its newest token, perhaps with drafts
-    of those after it.
-    """
+    """The tokens of one request that a step computes: a part of its prompt, or its newest token and drafts."""
 
     slot: int
     start: int  # position of the first token
-    token_ids: list[int]  # the drafts last
+    token_ids: list[int]  # drafts come last
     request: RequestState
-    samples: bool  # the next token, after the last one that is no draft, and a token after each draft
-    prompt_targets: Sequence[int]  # prompt tokens that rows 0, 1, ... predict, if their log-probabilities are wanted
+    samples: bool  # sample the token after the last token that is not a draft, and the token after each draft
+    prompt_targets: Sequence[int]  # prompt tokens that rows 0, 1, ... predict, if their log-probabilities are requested
     states: ChunkStates = NO_STATES
     drafts: Sequence[int] = ()
 
@@ -84,7 +82,7 @@ class Chunk(NamedTuple):
 
     @property
     def num_sampled(self) -> int:
-        """Rows from which a token is sampled: the last ones."""
+        """Number of rows at the end of the chunk from which a token is sampled."""
         return 1 + len(self.drafts) if self.samples else 0
 
 
@@ -94,16 +92,16 @@ class RequestTable:
     def __init__(self, num_slots: int, max_blocks: int, *, has_windows: bool = False) -> None:
         """
         Args:
-            max_blocks: of one request.
-            has_windows: layers with windows have blocks of their own.
+            max_blocks: maximum number of blocks of one request.
+            has_windows: layers with windows have separate blocks.
         """
         self.num_slots = num_slots
-        # A row for each slot, and further ones for the blocks of layers with windows.
+        # One row for each slot, followed by one row for each slot's blocks of layers with windows.
         self.block_table: npt.NDArray[np.int32] = np.zeros((num_slots * (1 + has_windows), max_blocks), np.int32)
         self.has_windows = has_windows
         self.settings = np.zeros(num_slots + 1, SAMPLING_SETTINGS)  # the last row is for padding, and is greedy
         self.has_spec: npt.NDArray[np.bool_] = np.zeros(num_slots, np.bool_)  # see `RequestState.has_spec`
-        # Changes since a copy on a device was updated:
+        # Changes since the copy on a device was last updated:
         self.added_slots: list[int] = []
         self.added_blocks: list[tuple[int, int, int]] = []  # row of the block table, first block, end
         self._requests: dict[int, RequestState] = {}
@@ -111,7 +109,7 @@ class RequestTable:
     def add(
         self, slot: int, request: RequestState, block_ids: Sequence[int], window_block_ids: Sequence[int] = ()
     ) -> None:
-        """Put a request into a slot, with the blocks it has."""
+        """Put a request with its blocks into a slot."""
         params = request.params
         self.settings[slot] = (
             params.temperature,
@@ -160,7 +158,7 @@ class RequestTable:
         return chunks
 
     def digests(self, slots: Sequence[int]) -> list[RequestDigest]:
-        """Return what is compared with the scheduler's state of these requests."""
+        """Return the digests of these requests, which the scheduler compares with its own state."""
         digests = []
         for slot in slots:
             request = self._requests[slot]

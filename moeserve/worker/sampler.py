@@ -1,8 +1,8 @@
-"""Samples the next token from each row of logits, independently of the other rows of the batch.
+"""Sampling of the next token from each row of logits, independently of the other rows of the batch.
 
-Everything is computed on the device of the logits, and the host does not wait for it. `Kernels.choose_tokens` chooses
-tokens by the settings of their requests. For rows with bias, penalties, barred tokens or a grammar, it
-chooses from adjusted copies of their logits.
+Everything is computed on the device of the logits, without waiting on the host. `Kernels.choose_tokens` chooses tokens
+by the settings of their requests. For rows with bias, penalties, barred tokens or a grammar, it chooses from adjusted
+copies of the logits.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ CAUSE_OF_DAMAGE = "its weights may be damaged, or its numbers too large for the 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleSpec:
-    """The part of sampling a row that the settings of its request do not describe."""
+    """The inputs of sampling a row beyond the settings of its request."""
 
     params: RequestParams
     barred_token_ids: Sequence[int] = ()  # stop tokens, while below min_tokens
     prompt_token_ids: Sequence[int] = ()  # empty unless params.has_penalties
     output_token_ids: Sequence[int] = ()  # empty unless params.has_penalties
-    allowed: AllowedTokens | None = None  # by the request's grammar; None: it has none
+    allowed: AllowedTokens | None = None  # tokens that the request's grammar allows; None: it has no grammar
 
     @property
     def changes_scores(self) -> bool:
@@ -54,7 +54,7 @@ class SampleSpec:
 
 
 class SampledToken(NamedTuple):
-    """The token of one row, or why none could be sampled."""
+    """The token of one row, or the reason why none could be sampled."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None
@@ -63,31 +63,31 @@ class SampledToken(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class SampledRows:
-    """The results of sampling, on the device."""
+    """The results of sampling as tensors on the device."""
 
     tokens_L: Tensor
-    highest_L: Tensor  # of the logits
-    dtype: torch.dtype  # of the logits
+    highest_L: Tensor  # highest logit of each row
+    dtype: torch.dtype  # dtype of the logits
     vocab_size: int = 0
-    specs: Mapping[int, SampleSpec] = field(default_factory=dict)  # of rows
+    specs: Mapping[int, SampleSpec] = field(default_factory=dict)  # by row
     changed: Sequence[int] = ()  # rows whose scores were adjusted
-    highest_A: Tensor | None = None  # of these rows after that
-    with_logprobs: Sequence[int] = ()  # rows
-    logprobs: tuple[Tensor, Tensor, Tensor] | None = None  # of these rows; see `_logprob_columns`
+    highest_A: Tensor | None = None  # highest adjusted score of each of these rows
+    with_logprobs: Sequence[int] = ()  # rows whose log-probabilities are returned
+    logprobs: tuple[Tensor, Tensor, Tensor] | None = None  # log-probabilities of these rows; see `_logprob_columns`
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors that `results` takes on the host."""
+        """The tensors that `results` needs on the host."""
         optional = (self.highest_A, *(self.logprobs or ()))
         return [self.tokens_L, self.highest_L, *(each for each in optional if each is not None)]
 
     def results(self, on_host: Sequence[Tensor]) -> list[SampledToken]:
         """Return the tokens of all rows.
 
-        A row that contains NaN or infinity, all of whose tokens are barred, or whose grammar failed, gets an error.
+        A row gets an error if it contains NaN or infinity, if all its tokens are barred, or if its grammar failed.
 
         Args:
-            on_host: `tensors`.
+            on_host: the tensors of the property `tensors`, copied to the host.
         """
         tokens_L, highest_L, *others = on_host
         errors = _errors_of_rows(highest_L, self.dtype)
@@ -118,7 +118,7 @@ def needs_tokens(request: RequestState) -> bool:
 
 
 def sample_spec(request: RequestState, allowed: AllowedTokens | None = None, drafts: Sequence[int] = ()) -> SampleSpec:
-    """Return how to sample the token of a request after some drafts."""
+    """Return the spec for sampling the token of a request after some drafts."""
     params, token_ids = request.params, [*request.token_ids, *drafts] if drafts else request.token_ids
     num_prompt_tokens = request.num_prompt_tokens if params.has_penalties else len(token_ids)
     return SampleSpec(
@@ -142,10 +142,10 @@ def sample(
     """Sample one token per row; see `SamplingParams` for the order of operations.
 
     Args:
-        logits_LV: [rows, vocabulary], any floating type and device. Not changed.
+        logits_LV: any floating dtype and device. Not modified.
         settings_LW, positions_L: see `ChooseTokens`.
-        specs: of the rows for which more is done.
-        chosen_L: the tokens of these logits as they are, if they are known.
+        specs: specs of the rows that need more than their settings, by row.
+        chosen_L: highest scores and tokens of the unadjusted logits, if already computed.
     """
     if not specs:
         highest_L, tokens_L = chosen_L or kernels.choose_tokens(logits_LV, settings_LW, positions_L)
@@ -196,7 +196,7 @@ def prompt_logprobs(logits_RV: Tensor, targets_R: Tensor, num_top: int, kernels:
 
 
 def prompt_rows(on_host: Sequence[Tensor]) -> LogprobRows | str:
-    """Return the tensors of `prompt_logprobs` as a result, or an error if a row contains NaN or infinity."""
+    """Return a result made from the tensors of `prompt_logprobs`, or an error if a row contains NaN or infinity."""
     highest_R, tokens_RN, logprobs_RN, ranks_RN = on_host
     for error in _errors_of_rows(highest_R, highest_R.dtype).values():
         return error
@@ -220,7 +220,7 @@ def _errors_of_rows(highest_L: Tensor, dtype: torch.dtype) -> dict[int, str]:
 
 
 class _Entries:
-    """Some entries of a matrix of scores, and a number for each."""
+    """A list of entries of a matrix of scores, with a number for each."""
 
     def __init__(self, width: int) -> None:
         self._width = width
@@ -228,7 +228,7 @@ class _Entries:
         self._numbers: list[Array] = [np.zeros(0, np.float64)]
 
     def add(self, row: int, token_ids: Iterable[int], numbers: Any) -> None:
-        """Add entries of one row, with numbers or one number for all. Tokens outside of the row are left out."""
+        """Add entries of one row, with a number for each or one number for all. Tokens outside the row are ignored."""
         tokens = np.fromiter(token_ids, np.int64)
         is_inside = tokens < self._width
         self._places.append(row * self._width + tokens[is_inside])
@@ -240,8 +240,9 @@ class _Entries:
 
 
 def _adjust_scores(scores_RV: Tensor, specs: Sequence[SampleSpec], upload: Upload) -> None:
-    """Apply bias, penalties, barred tokens and grammars in place. What bars tokens comes last, so that no penalty
-    lifts them.
+    """Apply bias, penalties, barred tokens and grammars in place.
+
+    Tokens are barred last, so that no penalty can raise their scores again.
     """
     width = scores_RV.shape[1]
     biased, seen, counted, barred = (_Entries(width) for _ in range(4))
@@ -285,7 +286,10 @@ def _adjust_scores(scores_RV: Tensor, specs: Sequence[SampleSpec], upload: Uploa
 
 @functools.cache
 def _penalties_of_bits(device: torch.device) -> Tensor:
-    """Return [256, 8]: for each byte, zero where a bit is set and -inf elsewhere. Six times as fast as a mask."""
+    """Return a table [256, 8] with zero for each bit of a byte that is set, and -inf for the others.
+
+    Looking up this table is six times as fast as a mask.
+    """
     is_set = (torch.arange(256)[:, None] >> torch.arange(8)) & 1
     return torch.where(is_set == 1, 0.0, -math.inf).to(device)
 
@@ -310,7 +314,7 @@ def _columns_of_piece(scores_RV: Tensor, targets_R: Tensor, num_top: int) -> tup
     num_top = min(num_top, scores_RV.shape[1])
     tokens_RN = torch.cat([targets_R[:, None], tokens_of(order_keys(scores_RV).topk(num_top).values)], dim=1)
 
-    # Summed in float64: a float32 result then does not depend on the order in which a device adds.
+    # Add in float64, so that the float32 result does not depend on the order in which a device adds.
     logprobs_RN = torch.log_softmax(scores_RV, dim=-1, dtype=torch.float64).gather(1, tokens_RN).float()
     scores_RN = scores_RV.gather(1, tokens_RN)
     target_ranks_R1 = 1 + (scores_RV > scores_RN[:, :1]).sum(dim=-1, keepdim=True)

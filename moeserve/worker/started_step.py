@@ -1,4 +1,4 @@
-"""`StartedStep`: a step that the device may still compute."""
+"""`StartedStep`: a step that the device may still be computing."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from moeserve.worker.step_memory import Reading
 
 @dataclass(eq=False, kw_only=True)
 class StartedStep:
-    """The results of a step, once the device has computed them."""
+    """A step whose results are read from the device when they have been computed."""
 
-    chunks: Sequence[Chunk]  # none on a rank that returns no results
+    chunks: Sequence[Chunk]  # empty on a rank that returns no results
     sampling: Sequence[Chunk]  # the chunks that sample
-    # If the last row of each chunk is finite (empty if all sample); then, if chunks are returned, the tensors of
-    # `prompt_logprobs` for each chunk with targets; then the tensors of `sampled`, and those of `drafter`.
+    # A flag for each chunk that its last row is finite (empty if all chunks sample), followed by the tensors of
+    # `prompt_logprobs` for each chunk with targets, if chunks are returned, those of `sampled`, and those of `drafter`.
     reading: Reading
     sampled: SampledRows | None = None  # None: no chunk samples
-    drafter: Drafter | None = None  # of the tokens after the results; None: without speculation
-    num_draft_tensors: int = 0  # for the drafter, the last that are read
-    appends_samples: bool = False  # write the tokens to the requests, which have UNKNOWN_TOKEN there
+    drafter: Drafter | None = None  # drafter of the tokens after the results; None: no speculative decoding
+    num_draft_tensors: int = 0  # number of tensors for the drafter, which are the last in `reading`
+    appends_samples: bool = False  # replace UNKNOWN_TOKEN in the requests by the sampled tokens
     raise_failure: Callable[[], None]  # raises the error of a collective of this step
     _results: list[ChunkResult] | None = field(default=None, init=False)
 
     @property
     def is_done(self) -> bool:
-        """True if `finish` returns at once."""
+        """True if `finish` would return without waiting."""
         return self._results is not None or self.reading.is_done
 
     def finish(self) -> list[ChunkResult]:
-        """Wait for the device, and return the results of the chunks. May be called again.
+        """Wait for the device, and return the results of the chunks. May be called more than once.
 
         Raises:
             DistributedError: a collective of the step failed.
@@ -90,9 +90,9 @@ def _chunk_result(sampled: ChunkResult, prompt: LogprobRows | str | None, *, is_
     """Return the result of one chunk.
 
     Args:
-        sampled: its result without a prompt; empty if nothing is sampled.
-        is_damaged: its last row is not finite though nothing is sampled from it. Keys and values of the chunk may be
-            damaged too, and must not get into the prefix cache.
+        sampled: the chunk's result without prompt log-probabilities; empty if nothing is sampled.
+        is_damaged: the chunk's last row is not finite, and nothing is sampled from it. Its keys and values may be
+            damaged too, and must not be added to the prefix cache.
     """
     if isinstance(prompt, str):
         return ChunkResult(error=prompt)

@@ -1,7 +1,7 @@
-"""`StepMemory`: how the inputs of a step reach a rank's device, and how its results come back.
+"""`StepMemory`: the copies of a step's inputs to a rank's device, and of its results to the host.
 
-A GPU computes a step while the host prepares the next one. So the host waits for nothing: the tokens of a step go to
-the next one on the GPU, the block table is kept there, and few copies are left.
+A GPU computes a step while the host prepares the next one. The host therefore does not wait: sampled tokens are passed
+to the next step on the GPU, the block table is kept there, and only a few copies remain.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from moeserve.step_inputs import as_integers
 from moeserve.worker.request_table import UNKNOWN_TOKEN, RequestTable
 
-# Offsets of arrays in a copy. Triton compiles other kernels for addresses that are no multiples of this.
+# Offsets of arrays in a copy are multiples of this, because Triton compiles different kernels for other addresses.
 ALIGNMENT = 16
 
 Array = npt.NDArray[Any]
@@ -28,12 +28,12 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class HostInputs:
-    """The inputs of a step as the host knows them; see `StepInputs`."""
+    """The inputs of a step that are known on the host; see `StepInputs`."""
 
-    token_ids: Array  # UNKNOWN_TOKEN for the newest token of a request, if the device has it only
+    token_ids: Array  # UNKNOWN_TOKEN for the newest token of a request if only the device has it
     positions: Array
     cache_slots: Array
-    window_cache_slots: Array  # empty if layers with windows have no blocks of their own
+    window_cache_slots: Array  # empty if layers with windows have no separate blocks
     row_starts: Array
     context_lens: Array
     logits_rows: Array
@@ -52,15 +52,15 @@ class HostInputs:
 
 
 class Reading(Protocol):
-    """Tensors on their way to the host."""
+    """Tensors that are being copied to the host."""
 
     @property
     def is_done(self) -> bool:
-        """True if `wait` returns at once."""
+        """True if `wait` would return at once."""
         ...
 
     def wait(self) -> list[Tensor]:
-        """Return the tensors on the host, once the device has computed them."""
+        """Wait until the device has computed the tensors, and return them on the host."""
         ...
 
 
@@ -68,19 +68,19 @@ class StepMemory(Protocol):
     """The memory of one device, in the thread that runs its steps."""
 
     def upload(self, arrays: Sequence[Array]) -> list[Tensor]:
-        """Return arrays on the device. They must not be changed afterwards."""
+        """Copy arrays to the device. They must not be modified afterwards."""
         ...
 
     def upload_step(self, inputs: HostInputs, max_blocks: int) -> dict[str, Tensor]:
-        """Return the inputs on the device, with all tokens, block tables and `settings`; see `StepInputs`.
+        """Copy the inputs of a step to the device, and add all tokens, block tables and `settings`; see `StepInputs`.
 
         Args:
-            max_blocks: of any chunk's context.
+            max_blocks: maximum number of blocks of a chunk's context.
         """
         ...
 
     def keep_tokens(self, slots_L: Tensor, token_ids_L: Tensor) -> None:
-        """Keep the tokens that these requests have sampled, for the next step."""
+        """Keep the sampled tokens of the requests in these slots for the next step."""
         ...
 
     def start_reading(self, tensors: Sequence[Tensor]) -> Reading: ...
@@ -99,7 +99,7 @@ class HostReading:
 
 
 class HostMemory:
-    """See `StepMemory`. The device is the CPU: nothing is copied, and the host knows all tokens."""
+    """A `StepMemory` for the CPU, where nothing is copied, and the host knows all tokens."""
 
     def __init__(self, table: RequestTable) -> None:
         self._table = table
@@ -118,7 +118,7 @@ class HostMemory:
         return dict(zip([*HostInputs.names(), *more], tensors, strict=True))
 
     def keep_tokens(self, slots_L: Tensor, token_ids_L: Tensor) -> None:
-        """Do nothing: the table of requests has them."""
+        """Do nothing, because the request table has the tokens."""
 
     def start_reading(self, tensors: Sequence[Tensor]) -> Reading:
         return HostReading(tensors)
@@ -130,7 +130,7 @@ class GpuReading:
     def __init__(self, tensors: Sequence[Tensor], pinned: Sequence[Tensor]) -> None:
         """
         Args:
-            pinned: memory of the host for the tensors.
+            pinned: pinned host memory for the tensors.
         """
         self._on_host = list(pinned)
         for host, each in zip(self._on_host, tensors, strict=True):
@@ -158,11 +158,11 @@ class GpuMemory:
         self._newest_tokens = torch.zeros(table.num_slots, dtype=torch.int64, device=device)
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return memory of the host that the GPU reads and writes by itself. torch reuses it when a copy has ended."""
+        """Return pinned host memory, which torch reuses when a copy has ended."""
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
 
     def upload(self, arrays: Sequence[Array]) -> list[Tensor]:
-        """See `StepMemory`. There is one copy, in which arrays of a dtype lie together and are split by one call."""
+        """Copy arrays to the device in one copy, in which arrays of a dtype are contiguous and split by one call."""
         by_dtype: dict[np.dtype[Any], list[int]] = {}
         for index, array in enumerate(arrays):
             by_dtype.setdefault(array.dtype, []).append(index)
@@ -170,7 +170,7 @@ class GpuMemory:
         memory, first = pinned.numpy(), 0
         groups: list[tuple[list[int], slice, torch.dtype, list[int]]] = []
         for dtype, indices in by_dtype.items():
-            sizes: list[int] = []  # of each array and the gap after it, in elements
+            sizes: list[int] = []  # sizes of each array and of the gap after it, in elements
             for index in indices:
                 sizes += (arrays[index].size, -arrays[index].nbytes % ALIGNMENT // dtype.itemsize)
             place = slice(first, first + sum(sizes) * dtype.itemsize)
@@ -209,8 +209,9 @@ class GpuMemory:
         return on_device
 
     def _changes(self) -> list[Array]:
-        """Return the changes that the device lacks: flat indices into the block table, their block ids, slots, and
-        their settings [slots, W].
+        """Return the changes since the last update of the device.
+
+        These are flat indices into the block table, the block ids there, slots, and their settings [slots, W].
         """
         table = self._table
         width = table.block_table.shape[1]

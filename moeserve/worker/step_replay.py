@@ -1,4 +1,4 @@
-"""How a rank runs its steps: the model layer by layer, or decode steps replayed from captured graphs."""
+"""The interface by which a rank runs steps, either layer by layer or by replaying captured graphs."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class StepContext:
     """The constants of a rank's steps."""
 
     mesh: Mesh
-    tp_rank: int  # of this rank in its replica
-    block_size: int  # tokens
-    max_blocks: int  # of one request
+    tp_rank: int  # tp rank in its replica
+    block_size: int  # tokens per block
+    max_blocks: int  # maximum number of blocks of one request
     device: torch.device
     halving: HalvingLimits = HalvingLimits()
     has_states: bool = False  # a layer of this rank keeps a state for each request
-    has_windows: bool = False  # layers with windows have blocks of their own, on any rank
+    has_windows: bool = False  # layers with windows have separate blocks, on at least one rank
 
 
 @dataclass(frozen=True)
@@ -35,28 +35,28 @@ class StepOutputs:
     """The results of a step's layers, valid until the next step."""
 
     hidden_TD: Tensor
-    logits_TV: Tensor | None = None  # of all rows, if they were computed too
-    chosen_T: tuple[Tensor, Tensor] | None = None  # by the settings of the step; see `ChooseTokens`
+    logits_TV: Tensor | None = None  # logits of all rows, if already computed
+    chosen_T: tuple[Tensor, Tensor] | None = None  # tokens chosen by the settings of the step; see `ChooseTokens`
 
 
 class StepReplay(Protocol):
-    """Runs steps on one rank, replaying a captured graph where one fits."""
+    """The execution of steps on one rank, which may replay captured graphs."""
 
-    on_layers: Callable[[], None]  # called once in each step, when its inputs are prepared and its layers begin
+    on_layers: Callable[[], None]  # called once in each step, after its inputs have been prepared and its layers begin
 
     def padded_size(self, agreement: Agreement) -> int | None:
         """Return the number of rows to which all replicas pad this step, or None for no padding."""
         ...
 
     def capture_ahead(self) -> bool:
-        """Capture a likely step before it occurs. Return False if there is none left."""
+        """Capture a likely step before it occurs. Return False if there is no such step left."""
         ...
 
     def __call__(self, step: StepInputs) -> StepOutputs:
         """Run a step. Collective: all ranks.
 
         Args:
-            step: padded to `padded_size`, if that was not None.
+            step: the step, padded to `padded_size` if that was not None.
         """
         ...
 
@@ -86,7 +86,7 @@ class EagerSteps:
 
 @dataclass(frozen=True)
 class ReplayFactory:
-    """Makes the `StepReplay` of a rank, once its KV cache exists."""
+    """The factory of a rank's `StepReplay`, used after its KV cache has been created."""
 
     reserved_bytes: Callable[[], int]  # memory to keep free beside the KV cache. Collective: all ranks
     make: Callable[[list[Any]], StepReplay]  # takes the caches. Collective: all ranks

@@ -1,4 +1,4 @@
-"""`TokenHistory`: the tokens of a request as an array, in which n-grams are found."""
+"""`TokenHistory`: the tokens of a request as an array that can be searched for n-grams."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 
 class TokenHistory:
-    """Tokens that only grow."""
+    """An append-only array of tokens."""
 
     def __init__(self) -> None:
         self._memory = np.empty(64, np.int64)
@@ -23,20 +23,20 @@ class TokenHistory:
         self.num_tokens = end
 
     def continuation(self, num_tokens: int, shortest: int, longest: int) -> list[int]:
-        """Return the tokens that followed the last ones when they occurred before; empty if they did not.
+        """Return the tokens that followed an earlier occurrence of the last n-gram; empty if there is none.
 
-        The longest run of last tokens that has occurred counts, at its latest occurrence. If fewer tokens follow it
-        than are asked for, the text is taken to repeat itself from there.
+        The longest n-gram at the end that has occurred before is used, at its latest occurrence. If fewer tokens than
+        `num_tokens` follow it, the text is assumed to repeat from there.
 
         Args:
-            num_tokens: of the continuation.
-            shortest, longest: tokens of a run, at least one.
+            num_tokens: number of tokens to return.
+            shortest, longest: minimum and maximum length of the n-gram, at least one.
         """
         tokens = self._memory[: self.num_tokens]
         longest = min(longest, self.num_tokens - 1)
         if longest < shortest:
             return []
-        ends = np.flatnonzero(tokens[:-1] == tokens[-1])  # of the occurrences of a run, in ascending order
+        ends = np.flatnonzero(tokens[:-1] == tokens[-1])  # last positions of all occurrences, in ascending order
         found = ends if shortest == 1 else ends[:0]
         for length in range(2, longest + 1):
             ends = ends[ends >= length - 1]

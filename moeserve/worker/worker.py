@@ -1,4 +1,4 @@
-"""One rank: loads its part of the model, sizes the KV cache, then executes steps."""
+"""The worker of one rank, which loads its part of the model, allocates the KV cache, and executes steps."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 
 class StartedRound:
-    """A round whose step the device may still compute."""
+    """A round whose step the device may still be computing."""
 
     def __init__(self, agreement: Agreement, step: StartedStep | None, finish: Callable[[], Outcome]) -> None:
         self.agreement = agreement
@@ -64,19 +64,19 @@ class StartedRound:
 
     @property
     def is_done(self) -> bool:
-        """True if `finish` returns at once."""
+        """True if `finish` would return at once."""
         return self._finish is None or self.step is None or self.step.is_done
 
     def finish(self) -> Outcome:
-        """Wait for the step, and return the outcome. May be called again."""
+        """Wait for the step, and return the outcome. May be called more than once."""
         if self._finish is not None:
             self._outcome = self._finish()
-            self._finish = None  # which refers to the worker, and so to the model
+            self._finish = None  # drop the function, because it refers to the worker and its model
         return self._outcome
 
 
 class Worker:
-    """The rank that holds a part of a model. Every rank has the same `num_blocks` of KV cache."""
+    """The worker of a rank, which holds a part of a model. All ranks have the same number of KV cache blocks."""
 
     @torch.inference_mode()
     def __init__(self, config: EngineConfig, groups: Groups, *, show_progress: bool) -> None:
@@ -122,13 +122,13 @@ class Worker:
         self._load: LoadWindow | None = None  # collected, not yet returned
         num_window_blocks = min(self.num_blocks, most_window_blocks(config, window))
         caches = model.make_caches(CacheSize(self.num_blocks, config.block_size, num_states, num_window_blocks))
-        if kernels.needs_finite_caches:  # an external kernel may multiply what lies behind a context by zero
+        if kernels.needs_finite_caches:  # a library's kernel may multiply values behind the end of a context by zero
             for cache in caches:
                 cache.clear()
         items = CachedItems(caches, saved_rows_of(config))
         self._store, store_facts = self._open_store(config, model, items)
         self._sender, self._receiver = self._open_to_peers(config, model, items)
-        self._transfers: Transfers | None = None  # once they are started
+        self._transfers: Transfers | None = None  # set by `start_transfers`
         address = self._sender.address if self._sender else ""
         self.facts = Loaded(self.num_blocks, store_facts, address, window, num_window_blocks)
         table = RequestTable(config.max_num_seqs, context.max_blocks, has_windows=context.has_windows)
@@ -155,13 +155,13 @@ class Worker:
     def _open_store(
         self, config: EngineConfig, model: Decoder, items: CachedItems
     ) -> tuple[KVStore | None, StoreFacts]:
-        """Open the store behind the KV cache that the config asks for. Collective: all ranks."""
+        """Open the store behind the KV cache that the config specifies, if any. Collective: all ranks."""
         if config.kv_folder is not None:
             folder = Path(config.kv_folder) / store_key(config, model)
             return FolderStore(items, folder, config.kv_folder_size), StoreFacts(folder=str(folder))
         if not config.kv_host_memory:
             return None, StoreFacts()
-        # The store has as many times the places of the cache as fit, of each kind.
+        # The store has the cache's number of places of each kind, times the same factor, as large as memory allows.
         num_places = {kind: items.num_places(kind) for kind in CacheKind}
         cache_bytes = sum(number * items.bytes_of(kind) for kind, number in num_places.items())
         for kind, number in num_places.items():
@@ -174,7 +174,7 @@ class Worker:
     def _open_to_peers(
         self, config: EngineConfig, model: Decoder, items: CachedItems
     ) -> tuple[BlockSender | None, BlockReceiver | None]:
-        """Let other engines read blocks of this rank, and read theirs, if the config asks for it."""
+        """Return the sender and the receiver of items of other engines, or None if the config does not enable them."""
         if config.kv_transfer_address is None:
             return None, None
         key, timeout_s = read_key(config.kv_transfer_key_file), config.kv_transfer_timeout
@@ -190,30 +190,30 @@ class Worker:
         return sender, receiver
 
     def start_transfers(self, send: Callable[[TransferOutcome], None]) -> Transfers:
-        """Return what runs transfers of KV cache blocks from now on.
+        """Start the threads that run transfers of KV cache items.
 
         Args:
-            send: takes the end of each transfer, in any thread.
+            send: called with the outcome of each transfer, in any thread.
         """
         self._transfers = Transfers(self._store, self._sender, self._receiver, send)
         return self._transfers
 
     @torch.inference_mode()
     def capture_ahead(self) -> bool:
-        """Capture a likely step before it occurs. Return False if there is none left."""
+        """Capture a likely step before it occurs. Return False if there is no such step left."""
         return self.runner.replay.capture_ahead()
 
     def execute(self, work: Round) -> Outcome:
-        """Run a round to its end. Collective: all ranks. See `start`."""
+        """Run a round to its end, and return its outcome. Collective: all ranks. See `start`."""
         return self.start(work).finish()
 
     @torch.inference_mode()
     def start(self, work: Round) -> StartedRound:
         """Agree with the other replicas, and start the step that follows. Collective: all ranks.
 
-        Without any replica that has tokens or wants expert loads there is no step. After an agreement that ends the
-        engine there is no further round. A GPU may still compute the step when this returns; the next round may then
-        be started, and the one after it once this one is finished.
+        There is no step if no replica has tokens or requests expert loads. There is no other round after an agreement
+        that stops the engine. A GPU may still be computing the step when this method returns. The next round may then
+        be started, but the one after it only when this round is finished.
 
         Raises:
             LockstepError: the ranks are not in the same round.
@@ -240,7 +240,7 @@ class Worker:
 
         def finish() -> Outcome:
             chunks = step.finish() if step is not None else []
-            # A GPU may have computed the step before this one until then.
+            # Exclude the time until `_finished_s`, in which a GPU may still have computed the previous step.
             seconds = time.perf_counter() - max(started, self._finished_s)
             self._finished_s = time.perf_counter()
             if any(agreement.num_tokens):
@@ -268,7 +268,7 @@ class Worker:
     def _start_step(
         self, plan: StepPlan | None, agreement: Agreement, padded_to: int | None
     ) -> tuple[StartedStep | None, str]:
-        """Start a step with tokens. Return it, or an error if it failed on a rank without others."""
+        """Start a step with tokens. Return the step, or an error if it failed on the only rank."""
         chunks = [] if plan is None else self.runner.table.apply(plan)
         has_halves = padded_to is None and self.runner.context.halving.divide(
             max(agreement.num_tokens), is_decode_only=agreement.is_decode_only
@@ -284,7 +284,7 @@ class Worker:
                 num_sampling=agreement.num_sampling,
             ), ""
         except Exception as error:
-            if self.groups.world.world_size > 1:  # the others are in a collective, so all must end
+            if self.groups.world.world_size > 1:  # the other ranks wait in a collective, so all must be terminated
                 raise
             logger.exception("a step failed")
             self.runner.skip(chunks)
@@ -303,7 +303,7 @@ class Worker:
         return rows
 
     def close(self) -> None:
-        """Release sockets and what all ranks hold together, at an orderly end. May be called twice.
+        """Release sockets and resources shared by all ranks, at an orderly shutdown. May be called twice.
 
         Collective: all ranks.
         """
@@ -322,7 +322,7 @@ class Worker:
         if not agreement.collects_load:
             return
         if self._previous is not None:
-            self._previous.finish()  # its step counts
+            self._previous.finish()  # so that its step is counted
         epoch = self.rebalancer.epoch if self.rebalancer else 0
         figures = self.rebalancer.own_figures() if self.rebalancer else ()
         collected = self.load_meter.collect(epoch, figures)  # collective: all ranks
@@ -332,7 +332,7 @@ class Worker:
 
 
 def select_replay(config: EngineConfig, model: Decoder, groups: Groups, context: StepContext) -> ReplayFactory:
-    """Choose how this rank runs its steps, once for its lifetime. All ranks choose alike."""
+    """Return the factory of this rank's `StepReplay`. All ranks make the same choice."""
     kernels = model.context.kernels
     if kernels.make_step_graph is not None and not config.enforce_eager and groups.supports_cpu_graphs:
         return ReplayFactory(
@@ -361,13 +361,13 @@ def select_replay(config: EngineConfig, model: Decoder, groups: Groups, context:
 
 
 def num_states_of(config: EngineConfig) -> int:
-    """Return the rows of recurrent states: a row for each running request, or two with drafts, and for saved states."""
+    """Return the number of rows for recurrent states: one or, with drafts, two per running request, and saved ones."""
     rows_per_request = 1 if config.speculative_config is None else 2
     return rows_per_request * config.max_num_seqs + (config.num_saved_states or 0)
 
 
 def saved_rows_of(config: EngineConfig) -> range:
-    """Return the rows of saved states, which are behind those of running requests."""
+    """Return the rows of saved states, which come after those of running requests."""
     return range(config.max_num_seqs, config.max_num_seqs + (config.num_saved_states or 0))
 
 
