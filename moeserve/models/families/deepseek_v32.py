@@ -38,7 +38,7 @@ def read_glm5(config: ConfigValues) -> ModelConfig:
 
 
 def layers_with_indexer(config: ConfigValues) -> list[bool]:
-    """Return for each layer True if it has an indexer, False if it reuses the selection of the previous layer."""
+    """Return a flag for each layer: True if it has an indexer, False if it reuses the previous layer's selection."""
     num_layers = read_num_layers(config)
     has_indexer = config.flags_of_layers("indexer_types", INDEXER_TYPES, num_layers)
     key = "indexer_types"
@@ -79,7 +79,7 @@ def _read(config: ConfigValues, has_indexer: list[bool], *, is_interleaved: bool
         LayerConfig(mixer=of_layer[has], feed_forward=feed_forward)
         for has, feed_forward in zip(has_indexer, read_listed_dense(config, moe), strict=True)
     ]
-    # The MTP layer has an indexer of its own, even if the last decoder layer has none.
+    # The MTP layer has an indexer, even if the last decoder layer has none.
     draft_layer = dataclasses.replace(layers[-1], mixer=of_layer[True])
     return with_draft_layer(read_model(config, layers), draft_layer)
 

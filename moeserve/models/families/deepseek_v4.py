@@ -1,4 +1,4 @@
-"""DeepSeek-V4 (Flash and Pro): windows with compressed entries, hyper-connections, and experts by token id at first."""
+"""DeepSeek-V4 (Flash and Pro): compressed attention, hyper-connections, and experts by token id in the first layers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WINDOW, SPARSE, DENSE = LAYER_TYPES = (
 )
 TYPE_OF_RATIO = {0: WINDOW, 4: SPARSE, 128: DENSE}  # published configs list the tokens of an entry
 MAX_HEAD = 2**14
-MAX_STREAMS = 8  # of the kernels
+MAX_STREAMS = 8  # maximum number of streams that the kernels support
 
 
 def read(config: ConfigValues) -> ModelConfig:
@@ -48,7 +48,7 @@ def read(config: ConfigValues) -> ModelConfig:
 
 
 def _read_types(config: ConfigValues, num_layers: int) -> list[str]:
-    """Return the type of attention of each layer. Published lists also have those of multi-token prediction."""
+    """Return the type of attention of each layer. Published lists also include multi-token prediction layers."""
     ratios = config.values.get("compress_ratios")
     key = "layer_types" if ratios is None else "compress_ratios"
     listed = config.values.get(key)
@@ -62,7 +62,7 @@ def _read_types(config: ConfigValues, num_layers: int) -> list[str]:
 
 
 def _read_tables(config: ConfigValues, num_layers: int) -> list[bool]:
-    """Return True for each layer whose experts follow from the token id."""
+    """Return a flag for each layer: True if its experts are chosen by token id."""
     has_table = config.flags_of_layers("mlp_layer_types", ("moe", "hash_moe"), num_layers)
     if has_table is not None:
         return has_table
@@ -109,7 +109,7 @@ def _read_ratio(config: ConfigValues, layer_type: str) -> int:
 
 
 def _read_rotary(config: ConfigValues, head_dim: int, *, is_scaled: bool) -> RotaryConfig:
-    """Read the rotation of layers with entries, or of those without, whose frequencies are never scaled."""
+    """Read the rotary embedding of layers with entries, or of layers without, whose frequencies are never scaled."""
     own = config.of_layer_type("compress" if is_scaled else "main")
     if own is config:  # published configs: one scaling, and a base for each
         names = {"rope_theta": config.values.get("compress_rope_theta" if is_scaled else "rope_theta")}

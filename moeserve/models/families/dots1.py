@@ -38,7 +38,7 @@ def read(config: ConfigValues) -> ModelConfig:
 
 
 def _read_windows(config: ConfigValues) -> list[int | None]:
-    """Return the window of each layer. Without a list of layers, those from `max_window_layers` on have one."""
+    """Return the window of each layer. Without a list of layers, layers from `max_window_layers` on have a window."""
     num_layers = read_num_layers(config)
     if config.optional_integer("sliding_window") is None:
         return [None] * num_layers

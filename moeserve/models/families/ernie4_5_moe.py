@@ -39,7 +39,7 @@ def read(config: ConfigValues) -> ModelConfig:
 
 
 def _read_dense(config: ConfigValues) -> list[bool]:
-    """Return True for each layer that has no experts."""
+    """Return a flag for each layer: True if it has no experts."""
     num_layers = read_num_layers(config)
     first = config.integer("moe_layer_start_index", low=0)
     last = config.integer("moe_layer_end_index", -1, low=-1)

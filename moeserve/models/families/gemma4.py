@@ -1,4 +1,4 @@
-"""Gemma 4 with experts (26B-A4B): a dense network beside them, norms of outputs, and keys that are also values."""
+"""Gemma 4 with experts (26B-A4B): a dense network beside the experts, norms of outputs, and keys used as values."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def read(config: ConfigValues) -> ModelConfig:
     config.require("attention_bias", False)
     config.require("num_kv_shared_layers", 0)
     config.require("hidden_size_per_layer_input", 0)
-    # Images are not read, so no tokens attend to later ones.
+    # Bidirectional attention is only for images, which are not supported.
     config.require("use_bidirectional_attention", "vision")
     num_experts, top_k = read_num_experts(config, "num_experts", top_k_key="top_k_experts")
     moe = MoEConfig(

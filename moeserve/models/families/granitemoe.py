@@ -41,8 +41,8 @@ def _read(config: ConfigValues, shared: SharedExpertsConfig | None, **settings: 
     )
     layer = LayerConfig(mixer=attention, feed_forward=moe)
     model = read_model(config, [layer] * read_num_layers(config))
-    # Each update is multiplied before it is added to the residual stream. All layers that read the stream normalise
-    # it, so the stream is kept divided by the multiplier instead, and updates are added as they are.
+    # In Granite, each update is multiplied before it is added to the residual stream. All layers normalise the stream
+    # when they read it, so we keep the stream divided by the multiplier instead, and add updates unchanged.
     multiplier = config.number("residual_multiplier", 1.0)
     return dataclasses.replace(
         model,

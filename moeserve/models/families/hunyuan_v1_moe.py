@@ -13,13 +13,13 @@ from moeserve.moe.layer import MoEConfig
 from moeserve.moe.shared import SharedExpertsConfig
 from moeserve.ops.interfaces import RouterConfig
 
-PER_LAYER = ("num_experts", "moe_topk", "moe_intermediate_size", "num_shared_expert")  # one number, or one per layer
+PER_LAYER = ("num_experts", "moe_topk", "moe_intermediate_size", "num_shared_expert")  # one number, or a list by layer
 
 
 def read(config: ConfigValues) -> ModelConfig:
     config = _with_one_number_for_all_layers(config)
     config.require("use_qk_norm", True)
-    config.require("use_cla", False)  # keys and values that layers share
+    config.require("use_cla", False)  # keys and values shared by layers
     config.require("num_shared_expert", 1)
     num_experts, top_k = read_num_experts(config, "num_experts", top_k_key="moe_topk")
     width = read_width(config, "intermediate_size")

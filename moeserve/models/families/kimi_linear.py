@@ -40,7 +40,7 @@ def read(config: ConfigValues) -> ModelConfig:
 
 
 def read_experts(config: ConfigValues) -> MoEConfig:
-    """Read the experts, whose numbers transformers names otherwise than DeepSeek's."""
+    """Read the experts. Their counts have other names than in DeepSeek's configs."""
     num_experts, top_k = read_num_experts(
         config, "num_experts", top_k_key=config.key_of("num_experts_per_token", "num_experts_per_tok")
     )
@@ -98,7 +98,7 @@ def _read_delta_attention(config: ConfigValues) -> LinearAttentionConfig:
 
 
 def _read_is_full(config: ConfigValues) -> list[bool]:
-    """Return for each layer True if it has latent attention."""
+    """Return a flag for each layer: True if it has latent attention."""
     num_layers = read_num_layers(config)
     is_full = config.flags_of_layers("layer_types", LAYER_TYPES, num_layers)
     if is_full is not None:

@@ -68,7 +68,7 @@ def read(config: ConfigValues) -> ModelConfig:
 
 
 def _read_temperature(config: ConfigValues, head_dim: int) -> TemperatureConfig | None:
-    """Return the factor of queries in layers without rotation."""
+    """Return the temperature of queries in layers without a rotary embedding; None if there is none."""
     config.require("attn_temperature_tuning", True, False, 4, 0)  # the numbers are those of early configs
     if not config.values.get("attn_temperature_tuning", True):
         return None
@@ -81,7 +81,7 @@ def _read_temperature(config: ConfigValues, head_dim: int) -> TemperatureConfig 
 
 
 def _read_rotated_layers(config: ConfigValues, num_layers: int) -> list[bool]:
-    """Return True for each layer with a rotary embedding."""
+    """Return a flag for each layer: True if it has a rotary embedding."""
     listed = config.values.get("no_rope_layers")
     if not listed:
         interval = config.integer("no_rope_layer_interval", 4)

@@ -19,9 +19,9 @@ from moeserve.models.fields import (
 from moeserve.models.model_config import LayerConfig, MLPConfig, ModelConfig
 from moeserve.moe.layer import MoEConfig
 
-DEFAULT_FRACTION = 0.334  # of a head that is rotated
-# transformers ignores `rope_theta` in config.json and uses these, which are those of the published checkpoint.
-DEFAULT_THETAS = (5e6, 1e4)  # of layers without and with a window
+DEFAULT_FRACTION = 0.334  # fraction of a head that is rotated
+# transformers ignores `rope_theta` in config.json and uses these values of the published checkpoint.
+DEFAULT_THETAS = (5e6, 1e4)  # bases for layers without and with a window
 
 
 def read(config: ConfigValues) -> ModelConfig:
@@ -98,7 +98,7 @@ def _read_attention(config: ConfigValues, *, is_windowed: bool) -> AttentionConf
 
 
 def _read_window(config: ConfigValues) -> int:
-    """Return the positions that a token attends to, its own included, which `sliding_window_size` does not count."""
+    """Return the number of positions that a token attends to, including its own, unlike `sliding_window_size`."""
     others = config.optional_integer("sliding_window_size")
     return config.integer("sliding_window") if others is None else others + 1
 
@@ -117,7 +117,7 @@ MIMO_V2_FLASH = Family(
         norm=f"{MTP}.0.final_layernorm",
         copies=(),
     ),
-    # Both names of the norm occur before the network of an MTP layer. One of three such layers drafts.
+    # The norm before the network of an MTP layer has two names. Only one of the three MTP layers is used for drafting.
     decoder_part=DecoderPart(
         prefixes=((f"{MTP}.0.pre_mlp_layernorm.", f"{MTP}.0.post_attention_layernorm."),),
         left_out=(f"{MTP}.0", f"{MTP}.1", f"{MTP}.2"),

@@ -55,7 +55,7 @@ def read(config: ConfigValues) -> ModelConfig:
 
 
 def _read_rotated_layers(config: ConfigValues, num_layers: int) -> list[bool]:
-    """Return for each layer True if it has a rotary embedding. The list may be longer than the model."""
+    """Return a flag for each layer: True if it has a rotary embedding. The config's list may be too long."""
     listed = config.values.get("no_rope_layers")
     if listed is None:
         interval = config.integer("no_rope_layer_interval", 4)
@@ -92,7 +92,7 @@ def _read_attention(config: ConfigValues) -> LatentAttentionConfig:
 
 
 def _without_positions(attention: LatentAttentionConfig) -> LatentAttentionConfig:
-    """Return attention of the same size whose keys have no rotated part."""
+    """Return the attention changed so that its keys have no rotated part, with heads of the same size."""
     assert attention.indexer is not None
     return dataclasses.replace(
         attention,

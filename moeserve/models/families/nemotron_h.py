@@ -17,7 +17,7 @@ from moeserve.ops.interfaces import SquaredReLU
 from moeserve.ops.linear_attention import MAX_HEAD
 from moeserve.ops.short_convolution import MAX_TAPS
 
-# The kinds of layers in a pattern, and the names of transformers before and since version 5.
+# The kinds of layers in a pattern, and their names in transformers before version 5 and since.
 KINDS = {
     "M": ("mamba", "linear_attention"),
     "*": ("attention", "full_attention"),
@@ -56,8 +56,8 @@ def _read_pattern(config: ConfigValues) -> str:
 
 def _read_mamba(config: ConfigValues) -> LayerConfig:
     config.require("mamba_hidden_act", "silu")
-    # As in the authors' code, only `time_step_limit` bounds step sizes. transformers also raises those of a prompt, and
-    # not those of generated tokens, to `time_step_min`, which is the smallest one of freshly initialised models.
+    # As in the authors' code, only `time_step_limit` bounds step sizes. transformers also raises the step sizes of
+    # prompts, not of generated tokens, to `time_step_min`, which is only the minimum of newly initialised models.
     read_step_limit(config)
     num_heads = config.integer("mamba_num_heads", high=2**14)
     num_groups = config.integer("n_groups", high=2**14)

@@ -71,7 +71,7 @@ def _read_gated_delta(config: ConfigValues) -> LinearAttentionConfig:
 
 
 def _read_is_full(config: ConfigValues) -> list[bool]:
-    """Return for each layer True if it has attention."""
+    """Return a flag for each layer: True if it has attention."""
     num_layers = read_num_layers(config)
     is_full = config.flags_of_layers("layer_types", LAYER_TYPES, num_layers)
     if is_full is not None:

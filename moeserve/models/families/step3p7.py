@@ -69,7 +69,7 @@ def _with_usual_names(config: ConfigValues) -> ConfigValues:
 
 
 def _name_rotary_settings(values: dict[str, Any]) -> None:
-    """Replace lists of one value per layer by settings for each type of layers, all of which agree."""
+    """Replace lists of one value per layer by settings for each layer type, of which all layers agree."""
     thetas, fractions = values.get("rope_theta"), values.get("partial_rotary_factors")
     types = values.get("layer_types")
     if isinstance(values.get("rope_parameters"), dict) or not isinstance(thetas, list) or not isinstance(types, list):
@@ -119,7 +119,7 @@ def _read_experts(config: ConfigValues, activation: Activation, of_shared: Activ
 
 
 def _read_sparse_layers(config: ConfigValues, num_layers: int) -> list[bool]:
-    """Return True for each layer with experts."""
+    """Return a flag for each layer: True if it has experts."""
     listed = config.flags_of_layers("mlp_layer_types", ("dense", "sparse"), num_layers)
     if listed is not None:
         return listed
@@ -133,7 +133,7 @@ def _read_sparse_layers(config: ConfigValues, num_layers: int) -> list[bool]:
 
 
 def _read_limits(config: ConfigValues, key: str, num_layers: int) -> list[Activation]:
-    """Return the activation of each layer. A limit of null or 0 is none."""
+    """Return the activation of each layer. A limit of null or 0 means no limit."""
     limits = config.values.get(key) or [None] * num_layers
     if not isinstance(limits, list) or len(limits) != num_layers:
         raise config.wrong(key, f"must list a limit for each of the {num_layers} layers")

@@ -1,4 +1,4 @@
-"""Attention over a paged cache: of keys and values, and of latent vectors."""
+"""Attention by Triton kernels over a paged cache of keys and values, or of latent vectors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moeserve.triton_kernels.rotary import rotary_with_cache_write
 
 
 class TritonAttention:
-    """See `AttentionBackend`. A row's result does not depend on the other chunks of the step."""
+    """An `AttentionBackend` in Triton. A row's result does not depend on the other chunks of the step."""
 
     def __init__(self, shape: AttentionShape, *, splits_contexts: bool = True) -> None:
         """
@@ -63,12 +63,16 @@ class TritonAttention:
 
 
 class TritonLatentAttention:
-    """See `LatentAttentionBackend`. With splits, the last bits of a row depend on the number of chunks of the step."""
+    """A `LatentAttentionBackend` in Triton.
+
+    If contexts are split, the last bits of a row depend on the number of chunks of the step.
+    """
 
     def __init__(self, scale: float, latent_size: int, whole_num_heads: int, *, splits_contexts: bool = True) -> None:
         """
         Args:
-            splits_contexts: see `launch_attention`; if not, chunks of any size run here, in one order of sums.
+            splits_contexts: see `launch_attention`. If False, this backend also runs long chunks, with a fixed order of
+                sums.
         """
         self.takes_all_rows = not splits_contexts
         self._scale = scale
@@ -95,7 +99,7 @@ class TritonLatentAttention:
     def attend_chosen(self, query_TNP: Tensor, cache: Tensor, chosen: ChosenEntries) -> Tensor:
         return latent_attention(
             query_TNP,
-            cache.flatten(0, 1)[:, None],  # each vector is a block, and each row a chunk
+            cache.flatten(0, 1)[:, None],  # pass each vector as a block, and each row as a chunk
             chosen.slots_TC,
             chosen.starts,
             chosen.counts_T,

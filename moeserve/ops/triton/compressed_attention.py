@@ -15,7 +15,7 @@ from moeserve.triton_kernels.latent_attention import write_latents
 
 
 class TritonCompressedAttention:
-    """See `CompressedAttention`. The last bits of a row depend on the number of rows of the step."""
+    """A `CompressedAttention` in Triton. The last bits of a row depend on the number of rows of the step."""
 
     def __init__(self, shape: CompressedShape) -> None:
         self._shape = shape

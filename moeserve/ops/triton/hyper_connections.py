@@ -11,7 +11,7 @@ from moeserve.triton_kernels.hyper_connections import collapse_streams, expand_s
 
 
 class TritonStreams:
-    """See `StreamKernels`."""
+    """`StreamKernels` in Triton."""
 
     def __init__(self, config: StreamsConfig, norm_epsilon: float) -> None:
         self._config = config

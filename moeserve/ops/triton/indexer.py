@@ -12,7 +12,7 @@ from moeserve.triton_kernels.indexer import choose_entries
 
 
 class TritonIndexer:
-    """See `ChooseEntries`. The choice of a row depends on its own context alone."""
+    """A `ChooseEntries` in Triton. The entries chosen for a row depend only on its own context."""
 
     def __init__(self, rule: IndexerRule) -> None:
         self._rule = rule

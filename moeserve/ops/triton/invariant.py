@@ -1,6 +1,6 @@
-"""Variants of the Triton kernels whose sums have one order, whatever the batch, the chunks of a prompt, and the ranks.
+"""Batch-invariant variants of Triton kernels: their order of sums does not depend on batch, chunks or ranks.
 
-The other kernels of the table have one order anyway, except the torch products that these replace.
+The other kernels of the table are batch-invariant too, except the products of torch, which these variants replace.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from moeserve.triton_kernels.routing import route
 
 
 class OrderedProduct(TritonProduct):
-    """A `TritonProduct` that keeps to `InputChunks`, and leaves no product to torch."""
+    """A `TritonProduct` that adds in `InputChunks`, and never uses products of torch."""
 
     def __init__(self, weights: OpenWeights) -> None:
         assert weights.scales_eGB is None or weights.is_mxfp4, "8-bit floats are refused with batch_invariant"
@@ -48,7 +48,7 @@ class OrderedProduct(TritonProduct):
 
 
 class OrderedRouter:
-    """See `RouteTokens`."""
+    """A batch-invariant `RouteTokens` in Triton."""
 
     def __init__(self, config: RouterConfig) -> None:
         self._top_k = config.top_k

@@ -12,12 +12,12 @@ from moeserve.triton_kernels.linear_attention import linear_attention
 
 
 class TritonLinearAttention:
-    """See `LinearAttention`."""
+    """A `LinearAttention` in Triton."""
 
     def __init__(self, shape: LinearAttentionShape, *, uses_tiles: bool = True) -> None:
         """
         Args:
-            uses_tiles: for chunks of many tokens; if not, all sums have one order.
+            uses_tiles: use tiles for chunks of many tokens. If False, the order of all sums is fixed.
         """
         self._shape = shape
         self._uses_tiles = uses_tiles

@@ -1,4 +1,4 @@
-"""Pairs of a token and one of its experts: sorting, moving rows, and summing outputs."""
+"""Pairs of a token and one of its experts in Triton: sorting, moving rows, and summing outputs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moeserve.triton_kernels.pairs import gather_rows, order_pairs, scatter_rows
 
 
 class TritonPairs:
-    """See `PairKernels`. Only `sort` waits for the GPU, for the number of pairs."""
+    """`PairKernels` in Triton. Only `sort` waits for the GPU, because it needs the number of pairs."""
 
     def __init__(self) -> None:
         reference = TorchPairs()

@@ -1,4 +1,4 @@
-"""Products of rows with weights side by side, in 16 or 32 bits or in 8-bit blocks."""
+"""Products by Triton kernels of rows with weights in 16 or 32 bits, MXFP4, or 8-bit blocks."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def make_product(weights: OpenWeights) -> Product:
 
 
 def activated(activation: Activation | None, output_TO: Tensor) -> Tensor:
-    """Return [T, C]: the activation of the outputs, or the outputs themselves."""
+    """Return [T, C]: the outputs after the activation, or unchanged if there is none."""
     return output_TO if activation is None else activate(output_TO, **activation_arguments(activation))
 
 
 def quantize_rows(rows: Rows, counts_e: Tensor | None = None, **activation: Any) -> Float8Rows:
-    """Return rows [R, I], or slots [e, S, I] with counts, in 8 bits, if they are not already.
+    """Quantise rows [R, I], or slots [e, S, I] with counts, to 8 bits, unless they are quantised already.
 
     Args:
-        counts_e: only these rows, or slots of each weight, are read and quantised; None: all.
-        activation: of the rows, before they are quantised; see `activation_arguments`.
+        counts_e: number of rows, or of slots of each weight, that are read and quantised; None: all.
+        activation: activation to apply to the rows before quantisation; see `activation_arguments`.
     """
     if isinstance(rows, Float8Rows):
         return rows
@@ -47,9 +47,9 @@ def quantize_rows(rows: Rows, counts_e: Tensor | None = None, **activation: Any)
 
 
 class TritonProduct:
-    """See `Product`. A single weight, and the small ones of each head, are multiplied by torch.
+    """A `Product` in Triton. A single weight, and the small weights of each head, are multiplied by torch.
 
-    Weights in MXFP4 are those of experts: rows, also in slots.
+    Weights in MXFP4 belong to experts, so they are multiplied only with rows or slots.
     """
 
     def __init__(self, weights: OpenWeights) -> None:
@@ -101,16 +101,16 @@ class TritonProduct:
 
 
 class TritonBlockProduct:
-    """See `Product`. Weights are in 8-bit blocks; rows are quantised first, 128 values to a scale.
+    """A `Product` in Triton of weights in 8-bit blocks. Rows are first quantised, with a scale for each 128 values.
 
-    A single weight has memory in which its programs count arrivals, so its calls must follow each other in time.
+    Programs of a single weight's kernel count arrivals in memory of this object, so its calls must not overlap.
     """
 
     def __init__(self, weights: OpenWeights) -> None:
         assert weights.scales_eGB is not None
         weight_eOI = weights.weight_eOI
         self.weight_eOI = weight_eOI
-        # The scales of a row of results for the next product of blocks.
+        # Number of scales of a row of results, if these are quantised for the next product.
         self.num_out_blocks = -(-weight_eOI.shape[1] // weights.num_parts // FP8_BLOCK) if weights.feeds_blocks else 0
         is_single = len(weight_eOI) == 1
         self.arrivals = weight_eOI.new_zeros(NUM_ARRIVALS, dtype=torch.int32) if is_single else None
@@ -180,7 +180,7 @@ class TritonBlockProduct:
         raise AssertionError("weights with an input of their own each are not held in blocks")
 
     def _new_scales(self, codes: Tensor, *sizes: int) -> Tensor | None:
-        """Return memory for the scales of results that are quantised."""
+        """Return memory for the scales of results; None if results are not quantised."""
         if not self.num_out_blocks:
             return None
         return codes.new_empty(*sizes, self.num_out_blocks, dtype=torch.float32)

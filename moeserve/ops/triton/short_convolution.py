@@ -10,7 +10,7 @@ from moeserve.triton_kernels.short_convolution import short_convolution
 
 
 class TritonShortConvolution:
-    """See `ShortConvolution`."""
+    """A `ShortConvolution` in Triton."""
 
     def __init__(self, shape: ConvolutionShape) -> None:
         self._shape = shape

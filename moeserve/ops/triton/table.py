@@ -1,4 +1,4 @@
-"""The table of the Triton kernels. Importing it needs triton."""
+"""The `Kernels` table of the Triton kernels. Importing this module requires triton."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def quantize_rms_norm(
 
 
 class TritonRouter:
-    """See `RouteTokens`. One kernel computes everything for few tokens, and for many all but the logits.
+    """A `RouteTokens` in Triton. One kernel computes everything for few tokens, or everything except logits for many.
 
-    It has memory in which programs count arrivals, so its calls must follow each other in time.
+    Its programs count arrivals in memory of this object, so calls must not overlap.
     """
 
     def __init__(self, config: RouterConfig) -> None:
@@ -61,7 +61,7 @@ class TritonRouter:
         factors_E: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         assert factors_E is None, "models with factors of experts run on CPUs"
-        if given_TK is not None:  # in few layers of a model
+        if given_TK is not None:  # only in a few layers of a model
             return self._reference(hidden_TD, weight_ED, bias_E, correction_E, given_TK)
         if not can_weigh(hidden_TD, weight_ED):
             return route(functional.linear(hidden_TD.float(), weight_ED, bias_E), correction_E, **self._rules)
