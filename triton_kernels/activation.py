@@ -1,4 +1,4 @@
-"""Activations on a GPU, from rows that hold gates and ups side by side, or ups alone."""
+"""Activations on a GPU of rows that hold gates followed by ups, or only ups."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ NUM_WARPS = 4  # 8 numbers for each thread, which are 16 bytes in bfloat16
 
 
 def num_parts_of(activation: Activation | None) -> int:
-    """Return the parts of a row to which an activation is applied: gates and ups, or a single part."""
+    """Return the number of parts of a row that an activation combines: two (gates and ups), or one."""
     return 2 if 0 < ACTIVATIONS[activation] < UNGATED.value else 1
 
 
 def activate(rows_TO: Tensor, activation: Activation, *, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
-    """Compute the activation of gates and ups, where the first half of each row is the gate, or of ups alone.
+    """Compute the activation of gates and ups, where the first half of each row is the gates, or of only ups.
 
     "swiglu" is silu(gate) * up; "clamped_swiglu" is gate * sigmoid(alpha * gate) * (up + 1), the activation of gpt-oss,
     with the gate clamped to at most `limit` and up to ± `limit`; "limited_swiglu" is min(silu(gate), limit) * up, with

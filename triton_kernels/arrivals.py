@@ -8,14 +8,14 @@ import triton.language as tl
 
 @triton.jit
 def is_last_to_arrive(arrivals_ptr, num_programs):
-    """Return True in the last of some programs that call this. It can then read what the others stored before.
+    """Return True in the last of `num_programs` programs that call this function.
 
-    Parts must be read past the first-level cache (".cg").
+    This program can then read the parts that the others stored before. It must bypass the first-level cache (".cg").
 
     Args:
         arrivals_ptr: one int32, 0 before the first program arrives, and 0 again after the last.
     """
-    tl.debug_barrier()  # all threads have stored their parts before one of them announces these
+    tl.debug_barrier()  # wait until all threads of the program have stored their parts
     is_last = tl.atomic_add(arrivals_ptr, 1, sem="acq_rel", scope="gpu") == num_programs - 1
     tl.store(arrivals_ptr, 0, mask=is_last)
     return is_last

@@ -1,6 +1,6 @@
-"""Products of rows with one weight on a GPU, whose sums have one order: chunks of inputs, added in a tree.
+"""Products of rows with one weight on a GPU, with a fixed order of sums: chunks of inputs, added in a tree.
 
-The order does not depend on the number of rows, nor on the number of ranks that divide the chunks.
+The order does not depend on the number of rows or on the number of ranks that divide the chunks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def chunked_matmul(
     bias_O: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Compute row @ weight.T + bias: `moeserve.ops.interfaces.InputChunks` describes the order of additions.
+    """Compute row @ weight.T + bias. `moeserve.ops.interfaces.InputChunks` describes the order of additions.
 
     Products and sums are float32, also of float32 inputs; results are rounded once.
 
@@ -75,7 +75,7 @@ def chunked_matmul(
 
 
 def kernel_constants(dtype: torch.dtype) -> dict[str, Any]:
-    """Return the tile of the kernel, one for all numbers of rows."""
+    """Return the tile sizes of the kernel, which are the same for all numbers of rows."""
     if dtype == torch.float32:
         return {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 32, "INPUT_PRECISION": "ieee"}
     return {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 64, "INPUT_PRECISION": "tf32"}
@@ -104,7 +104,7 @@ def chunked_matmul_kernel(
     row_ptrs = rows_ptr + tl.minimum(rows, num_rows - 1).to(tl.int64)[:, None] * row_stride
     weight_ptrs = weight_ptr + tl.minimum(outputs, num_outputs - 1)[:, None] * num_inputs
 
-    # Sums of 1, 2 and 4 chunks that wait for their neighbours. `total` becomes that of all chunks.
+    # Sums of 1, 2 and 4 chunks whose neighbours are not complete yet. `total` becomes the sum of all chunks.
     one = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     two = one
     four = one
@@ -120,7 +120,7 @@ def chunked_matmul_kernel(
         if chunk == 0 and bias_ptr is not None:
             bias = tl.load(bias_ptr + outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)
             total += bias[None, :]
-        # The bits of the chunk's number say which sums before it are complete.
+        # The bits of the chunk's number determine which previous sums are complete.
         if chunk % 2 == 1:
             total = one + total
             if chunk % 4 == 3:
@@ -133,7 +133,7 @@ def chunked_matmul_kernel(
                 two = total
         else:
             one = total
-    # The last chunks may lack a neighbour: `total` ends with the sum of the lowest bit of their number.
+    # The last chunks may have no neighbour: `total` is then the sum for the lowest bit of NUM_CHUNKS.
     if NUM_CHUNKS % 2 == 1:
         if NUM_CHUNKS & 2:
             total = two + total

@@ -1,8 +1,9 @@
 """Latent attention over expanded keys and values: all chunks of many rows and all heads at once.
 
-The contexts of the chunks are laid side by side, each rounded up to whole tiles, and divided into pieces whose expanded
-keys and values fit a bound of memory. A piece may end inside a context: the state of the online softmax is then stored
-in float32, and the next piece continues from it. As pieces consist of whole tiles, their borders change no byte.
+The contexts of the chunks are concatenated, each rounded up to whole tiles, and divided into pieces whose expanded keys
+and values fit into a limited amount of memory. A piece may end inside a context: the state of the online softmax is
+then stored in float32, and the next piece continues from it. Pieces consist of whole tiles, so their borders do not
+change the result.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from moeserve.triton_kernels.paged_launch import CHUNKS_AT_ONCE, AttentionConfig
 # P = L + E, S chunks, C positions of a piece
 
 MAX_EXPANDED_BYTES = 2**29  # keys and values of a piece
-GATHERED_POSITIONS = 16  # of one program
+GATHERED_POSITIONS = 16  # positions that one program gathers
 GATHER_WARPS = 8
 
 
@@ -40,7 +41,7 @@ def expanded_attention(
     *,
     scale: float,
 ) -> None:
-    """Attend from row i of a chunk, at position context_len - num_rows + i, to the positions up to it.
+    """Attend from row i of a chunk, at position p = context_len - num_rows + i, to the positions up to p.
 
     Scores, softmax and sums are float32. Weights are rounded to the dtype of the values before they are multiplied with
     them. Launches: one copy, and for each piece one gather, the products of `expand`, and one attention.
@@ -55,9 +56,9 @@ def expanded_attention(
         block_table: [S, max_blocks] int32; entries beyond a chunk's context are not read.
         row_starts: [S + 1] int32, from 0: chunk s has the rows row_starts[s] to row_starts[s + 1] - 1, possibly none.
         context_lens: [S] int32.
-        lengths: context_lens on the host, with 0 for the chunks that are left out.
+        lengths: context_lens on the host, with 0 for chunks that are left out.
         expand: returns keys [N, C, K] and values [N, C, V], contiguous, of latent vectors [C, L].
-        out_TNV: contiguous; written in the rows of the other chunks that have a position.
+        out_TNV: contiguous; written only in rows that have a position and whose chunk is not left out.
     """
     num_tokens, num_heads, key_size = query_TNK.shape
     extra_size, value_size = query_TNE.shape[2], out_TNV.shape[2]
@@ -72,7 +73,7 @@ def expanded_attention(
     config = tile_config(query_TNK.element_size())
     tile = config.block_positions
     ends = list(itertools.accumulate(triton.cdiv(length, tile) * tile for length in lengths))
-    # From memory that is not pinned, a copy of this size returns before the device has done it.
+    # A copy of this size from memory that is not pinned returns before the device has finished it.
     starts = torch.tensor([0, *ends], dtype=torch.int32).to(cache.device, non_blocking=True)
     bytes_per_position = num_heads * (key_size + value_size) * query_TNK.element_size()
     piece_size = max(MAX_EXPANDED_BYTES // bytes_per_position // tile, 1) * tile
@@ -174,7 +175,7 @@ def gather_vectors_kernel(
     BLOCK_C: tl.constexpr,  # positions of one program; divides every context's places
     CHUNKS_AT_ONCE: tl.constexpr,
 ):
-    """Copy BLOCK_C vectors of one context. Places behind the end of a context get zeros."""
+    """Copy BLOCK_C vectors of one context. Positions behind the end of the context get zeros."""
     row = tl.program_id(0) * BLOCK_C
     chunk = chunk_of_tile(starts_ptr, num_chunks, (first + row) // BLOCK_C, 1, BLOCK_C, 0, CHUNKS_AT_ONCE)
     positions = first + row - tl.load(starts_ptr + chunk) + tl.arange(0, BLOCK_C)
