@@ -12,20 +12,25 @@ namespace moeserve {
 
 namespace {
 
-void norm(const Tensor& rows, const Tensor& weight, const Tensor& bias, double epsilon) {
+void norm(const Tensor& rows, const Tensor& weight, const Tensor& bias, double epsilon, const Tensor& out) {
   check_dims("rows", rows, 2);
   check_float_type("rows", rows);
   check_contiguous("rows", rows, 1);
   const int64_t width = rows.size(1);
   check_array("weight", weight, {width}, rows.type, "rows'");
   check_array("bias", bias, {width}, rows.type, "rows'");
+  check_dims("out", out, 2);
+  check_contiguous("out", out, 1);
+  if (out.type != rows.type || out.size(0) != rows.size(0) || out.size(1) != width) refuse("out is not like rows");
 
   LayerNorm step{};
   step.type = rows.type;
   step.rows = rows.data;
   step.weight = weight.data;
   step.bias = bias.data;
+  step.out = out.data;
   step.row_stride = rows.strides[0];
+  step.out_stride = out.strides[0];
   step.num_rows = rows.size(0);
   step.width = width;
   step.epsilon = static_cast<float>(epsilon);
@@ -93,7 +98,8 @@ void choose(const Tensor& query, const Tensor& weights, const Tensor& key_cache,
 
 void bind_indexer(nb::module_& module) {
   using namespace nb::literals;
-  module.def("layer_norm", &norm, "rows"_a, "weight"_a, "bias"_a, "epsilon"_a, "Normalise rows in place.");
+  module.def("layer_norm", &norm, "rows"_a, "weight"_a, "bias"_a, "epsilon"_a, "out"_a,
+             "Write LayerNorm of each row to `out`, which may be `rows`.");
   module.def("choose_entries", &choose, "query"_a, "weights"_a, "key_cache"_a, "block_table"_a, "row_starts"_a,
              "context_lens"_a, "slots"_a, "counts"_a, "starts"_a, nb::kw_only(), "top_k"_a, "tokens_per_entry"_a,
              "Write the slots of the entries with the highest scores of each row, and their numbers.");

@@ -22,7 +22,8 @@ MOESERVE_INLINE void for_pairs(const Element* row, int64_t width, const Use& use
 }
 
 template <int W, typename Element>
-MOESERVE_INLINE void norm_row(Element* row, const Element* weight, const Element* bias, int64_t width, float epsilon) {
+MOESERVE_INLINE void norm_row(const Element* row, const Element* weight, const Element* bias, int64_t width,
+                              float epsilon, Element* out) {
   Pair<W> sums{};
   for_pairs<W>(row, width, [&](const Pair<W>& x, int64_t, int64_t) __attribute__((always_inline)) {
     sums.first += x.first;
@@ -49,8 +50,8 @@ MOESERVE_INLINE void norm_row(Element* row, const Element* weight, const Element
     const Pair<W> biases = is_whole ? load_pair<W>(bias + d) : load_first<W>(bias + d, static_cast<int>(count));
     const Pair<W> normed{(x.first - mean) * factor * weights.first + biases.first,
                          (x.second - mean) * factor * weights.second + biases.second};
-    const Pair<W> rounded = round_to<W>(row, normed);
-    is_whole ? store_part<W, true>(row + d, rounded, count) : store_part<W, false>(row + d, rounded, count);
+    const Pair<W> rounded = round_to<W>(out, normed);
+    is_whole ? store_part<W, true>(out + d, rounded, count) : store_part<W, false>(out + d, rounded, count);
   });
 }
 
@@ -59,8 +60,8 @@ MOESERVE_INLINE void norm_rows(const LayerNorm& norm, int64_t first, int64_t las
   const auto* weight = static_cast<const Element*>(norm.weight);
   const auto* bias = static_cast<const Element*>(norm.bias);
   for (int64_t row = first; row < last; ++row) {
-    norm_row<W, Element>(static_cast<Element*>(norm.rows) + row * norm.row_stride, weight, bias, norm.width,
-                         norm.epsilon);
+    norm_row<W, Element>(static_cast<const Element*>(norm.rows) + row * norm.row_stride, weight, bias, norm.width,
+                         norm.epsilon, static_cast<Element*>(norm.out) + row * norm.out_stride);
   }
 }
 

@@ -1,4 +1,4 @@
-// LayerNorm of rows, in place.
+// LayerNorm of rows.
 
 #pragma once
 
@@ -11,10 +11,12 @@ namespace moeserve {
 // T tokens, D elements per row.
 struct LayerNorm {
   ElementType type;    // of rows, weight and bias: float32 or bfloat16
-  void* rows;          // [T, D], rows contiguous: replaced by (x - mean) / sqrt(variance + epsilon) * weight + bias
+  const void* rows;    // [T, D], rows contiguous
   const void* weight;  // [D]
   const void* bias;    // [D]
+  void* out;           // [T, D], rows contiguous: (x - mean) / sqrt(variance + epsilon) * weight + bias; may be `rows`
   int64_t row_stride;  // in elements
+  int64_t out_stride;
   int64_t num_rows;
   int64_t width;
   float epsilon;

@@ -69,14 +69,15 @@ class Indexer(nn.Module):
         self.head_weights = Linear(hidden_size, config.num_heads, context, limits=QuantizationLimits(8, None))
         num_heads = config.num_heads
         self.learned_temperature = LearnedTemperature(num_heads, context) if config.has_learned_temperature else None
-        self._norm = context.kernels.layer_norm_in_place
+        self._norm = context.kernels.layer_norm
+        self._norm_in_place = context.kernels.layer_norm_in_place
         self._apply_rope = context.kernels.apply_rope
         self._choose = context.kernels.make_indexer(IndexerRule(top_k=top_k))
 
     def keys(self, hidden_TD: Rows, rotations: Rotations) -> Tensor:
         """Return the keys [T, H] to store."""
         key_TH = self.key(self.key.weights.input_of(hidden_TD))
-        self._norm(key_TH, self.key_norm_weight, self.key_norm_bias, NORM_EPSILON)
+        self._norm_in_place(key_TH, self.key_norm_weight, self.key_norm_bias, NORM_EPSILON)
         self._apply_rope(key_TH[:, None], rotations[self.config.rotary], key_TH[:, None])
         return key_TH
 
@@ -91,8 +92,8 @@ class Indexer(nn.Module):
         """
         if self.query_norm_weight is not None:
             assert self.query_norm_bias is not None
-            query_TI = plain_rows(hidden_TD).clone()
-            self._norm(query_TI, self.query_norm_weight, self.query_norm_bias, NORM_EPSILON)
+            hidden_TD = plain_rows(hidden_TD)
+            query_TI = self._norm(hidden_TD, self.query_norm_weight, self.query_norm_bias, NORM_EPSILON)
         query_TX = self.query(self.query.weights.input_of(query_TI))
         query_TNH = rearrange(query_TX, "T (N H) -> T N H", H=self.config.key_dim)
         if self.learned_temperature is not None:

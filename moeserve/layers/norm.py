@@ -67,11 +67,9 @@ class LayerNorm(nn.Module):
         self.bias = context.parameter(hidden_size)
         self.epsilon = epsilon
         self._add = context.kernels.add
-        self._layer_norm_in_place = context.kernels.layer_norm_in_place
+        self._layer_norm = context.kernels.layer_norm
 
     def after_adding(self, update_TD: Tensor | None, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Return hidden + update (hidden alone if update is None), and that sum normalised."""
         sum_TD = hidden_TD if update_TD is None else self._add(hidden_TD, update_TD)
-        normed_TD = sum_TD.clone()
-        self._layer_norm_in_place(normed_TD, self.weight, self.bias, self.epsilon)
-        return sum_TD, normed_TD
+        return sum_TD, self._layer_norm(sum_TD, self.weight, self.bias, self.epsilon)

@@ -649,7 +649,8 @@ class Kernels:
     # (x_TD, weight_D, epsilon) -> [T, D] in the dtype of x; T may be several dimensions. The second one writes to x.
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     rms_norm_in_place: Callable[[Tensor, Tensor, float], None]
-    # (x_TD, weight_D, bias_D, epsilon): LayerNorm. The result is written to x.
+    # (x_TD, weight_D, bias_D, epsilon) -> LayerNorm of x. The second one writes to x.
+    layer_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
     layer_norm_in_place: Callable[[Tensor, Tensor, Tensor, float], None]
     # (x_TD, update_TD, weight_D, epsilon) -> x + update, and this sum normalised. Inputs are not modified.
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]

@@ -75,7 +75,11 @@ def generate_twice(llm: LLM, prompts: list[list[int]]) -> list[Any]:
 @pytest.mark.usefixtures("never_idle")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    "name", ["mixtral", "mixtral-window", "deepseek-v2", "deepseek-v3", "glm5", "qwen2-moe", "qwen3-moe", "gpt-oss"]
+    "name",
+    [
+        *("mixtral", "mixtral-window", "deepseek-v2", "deepseek-v3", "glm5", "qwen2-moe", "qwen3-moe", "gpt-oss"),
+        "phimoe",
+    ],
 )
 def test_replayed_steps_equal_eager_steps(name: str, dtype: str, reference_named: Callable[[str], Reference]) -> None:
     reference = reference_named(name)

@@ -103,7 +103,9 @@ def test_layer_norm(width: int, dtype: torch.dtype, implementation: str) -> None
     rows = wide[:, 1 : 1 + width]
     expected = torch.nn.functional.layer_norm(rows.double(), (width,), weight.double(), bias.double(), 1e-6)
     around = wide[:, [0, -1]].clone()
+    normed = table.layer_norm(rows, weight, bias, 1e-6)
     table.layer_norm_in_place(rows, weight, bias, 1e-6)
+    assert torch.equal(rows, normed)
     # Means of numbers near 50 are rounded to float32, which moves results by their share of the deviation.
     tolerance = 1e-4 if dtype == torch.float32 else 2**-7
     torch.testing.assert_close(rows.double(), expected, rtol=tolerance, atol=tolerance)
@@ -122,4 +124,4 @@ def test_arguments_out_of_range_are_refused() -> None:
             choose(case.query_TNH, case.weights_TN, case.key_cache, step)
     assert kernels is not None
     with pytest.raises(ValueError, match="weight"):
-        kernels.layer_norm(torch.ones(2, 3), torch.ones(4), torch.ones(3), 1e-6)
+        kernels.layer_norm(torch.ones(2, 3), torch.ones(4), torch.ones(3), 1e-6, torch.ones(2, 3))

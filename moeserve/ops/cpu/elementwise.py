@@ -66,10 +66,17 @@ class RowKernels:
             return reference.rms_norm_in_place(x_TD, weight_D, epsilon)
         self._native.rms_norm(x_TD, weight_D, epsilon, x_TD)
 
+    def layer_norm(self, x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, epsilon: float) -> Tensor:
+        if x_TD.dtype not in NATIVE_DTYPES:
+            return reference.layer_norm(x_TD, weight_D, bias_D, epsilon)
+        out_TD = torch.empty_like(x_TD)
+        self._native.layer_norm(x_TD, weight_D, bias_D, epsilon, out_TD)
+        return out_TD
+
     def layer_norm_in_place(self, x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, epsilon: float) -> None:
         if x_TD.dtype not in NATIVE_DTYPES:
             return reference.layer_norm_in_place(x_TD, weight_D, bias_D, epsilon)
-        self._native.layer_norm(x_TD, weight_D, bias_D, epsilon)
+        self._native.layer_norm(x_TD, weight_D, bias_D, epsilon, x_TD)
 
     def add_rms_norm(self, x_TD: Tensor, update_TD: Tensor, weight_D: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
         if x_TD.dtype not in NATIVE_DTYPES:

@@ -29,6 +29,7 @@ def cpu_kernels(native: ModuleType) -> Kernels:
         gate_rows=rows.gate_rows,
         rms_norm=rows.rms_norm,
         rms_norm_in_place=rows.rms_norm_in_place,
+        layer_norm=rows.layer_norm,
         layer_norm_in_place=rows.layer_norm_in_place,
         add_rms_norm=rows.add_rms_norm,
         apply_rope=rows.apply_rope,

@@ -26,8 +26,12 @@ def rms_norm_in_place(x_TD: Tensor, weight_D: Tensor, epsilon: float) -> None:
     x_TD.copy_(rms_norm(x_TD, weight_D, epsilon))
 
 
+def layer_norm(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, epsilon: float) -> Tensor:
+    return functional.layer_norm(x_TD, x_TD.shape[-1:], weight_D, bias_D, epsilon)
+
+
 def layer_norm_in_place(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, epsilon: float) -> None:
-    x_TD.copy_(functional.layer_norm(x_TD, x_TD.shape[-1:], weight_D, bias_D, epsilon))
+    x_TD.copy_(layer_norm(x_TD, weight_D, bias_D, epsilon))
 
 
 def add_rms_norm(x_TD: Tensor, update_TD: Tensor, weight_D: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:

@@ -33,6 +33,7 @@ TORCH_KERNELS = Kernels(
     gate_rows=elementwise.gate_rows,
     rms_norm=elementwise.rms_norm,
     rms_norm_in_place=elementwise.rms_norm_in_place,
+    layer_norm=elementwise.layer_norm,
     layer_norm_in_place=elementwise.layer_norm_in_place,
     add_rms_norm=elementwise.add_rms_norm,
     apply_rope=elementwise.apply_rope,
