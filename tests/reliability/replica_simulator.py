@@ -657,7 +657,7 @@ class _Simulation:
             num_due = self.num_asked + self.num_steps // LOAD_WINDOW
             self._require(self.num_collections <= num_due, "idle", f"{self.num_collections} rounds only to collect")
             return
-        if any(row[5] or row[6] for row in rows):  # requests wait for results of steps in flight
+        if any(row[6] or row[7] for row in rows):  # requests wait for results of steps in flight
             self.num_waiting_rounds += 1
             most = self.num_steps * self.scenario.max_rounds
             self._require(self.num_waiting_rounds <= most, "idle", f"{self.num_waiting_rounds} rounds of waiting")
