@@ -5,11 +5,11 @@ Plain data only: token ids and block ids are Python integers, never tensors.
 
 from __future__ import annotations
 
-import enum
 from typing import TypeAlias
 
 import msgspec
 
+from moeserve.cache_kind import CacheKind
 from moeserve.outputs import FinishReason
 from moeserve.sampling_params import RequestParams
 from moeserve.telemetry.expert_load import LoadWindow
@@ -159,14 +159,6 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     chunks: list[ChunkResult]
     load: LoadWindow | None = None  # expert loads of earlier steps, if the replicas agreed on a collection
-
-
-class CacheKind(enum.IntEnum):
-    """The kinds of items in a KV cache. All items of a kind have the same size, and places are counted per kind."""
-
-    BLOCK = 0  # block of the layers that keep all tokens
-    WINDOW_BLOCK = 1  # block of the layers with windows
-    STATE = 2  # a saved copy of a recurrent state
 
 
 class CachePlace(msgspec.Struct, frozen=True, array_like=True):

@@ -605,6 +605,11 @@ def _check_entries(settings: Settings, checkpoint: CheckpointFacts, device: str)
             "batch_invariant=True: on GPUs, the hyper-connections of this model have no kernels whose sums have one "
             "order; leave it out or use device='cpu'"
         )
+    if device == "cuda" and settings.scheduler.speculative_config is not None:
+        raise SettingsError(
+            "speculative_config: on GPUs, the kernels for compressed entries would keep the state of rejected draft "
+            "tokens; leave it out or use device='cpu'"
+        )
     overlap = settings.parallel.overlap_decode_tokens or settings.parallel.overlap_prefill_tokens
     if settings.scheduler.speculative_config is not None and overlap:
         raise SettingsError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moeserve.protocol import CacheKind
+from moeserve.cache_kind import CacheKind
 
 
 @dataclass(frozen=True, kw_only=True)

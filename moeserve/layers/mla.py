@@ -22,6 +22,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from moeserve.cache_kind import CacheKind
 from moeserve.distributed.mesh import share_of
 from moeserve.layers.cache import CacheDivision, CacheNeeds, CacheSize
 from moeserve.layers.context import ModelContext
@@ -34,7 +35,6 @@ from moeserve.layers.rotary import RotaryConfig, Rotations, TemperatureConfig
 from moeserve.layers.weights import QuantizationLimits, Weights
 from moeserve.memory import new_empty
 from moeserve.ops.interfaces import Rows, plain_rows
-from moeserve.protocol import CacheKind
 from moeserve.step_inputs import StepInputs
 
 # T tokens, D model width, N heads of this rank, n some of them, K unrotated values of a head's key, S rotated ones,

@@ -95,11 +95,6 @@ def _rows_of_heads(heads: np.ndarray, size: int, order: np.ndarray | None = None
     return (heads[:, None] * size + (np.arange(size) if order is None else order)).reshape(-1)
 
 
-def _read_qwen(file: File) -> dict[str, Any]:
-    is_gated = "ffn_gate_inp_shexp" in file.kinds
-    return {} if is_gated else {"shared_expert_intermediate_size": 0}
-
-
 def _read_latent(file: File) -> dict[str, Any]:
     """Read the sizes of latent attention."""
     values = file.values

@@ -18,8 +18,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from moeserve.cache_kind import CacheKind
 from moeserve.ops.indexer import ChosenEntries
-from moeserve.protocol import CacheKind
 from moeserve.step_inputs import StepInputs
 
 # T tokens, N query heads, H head size, I size of an indexer's key, m tokens of a window, B tokens of a block, E entries

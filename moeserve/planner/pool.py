@@ -13,6 +13,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from moeserve.cache_kind import CacheKind
 from moeserve.planner.clock import Clock
 from moeserve.planner.costs import LayoutCosts, ReplicaLoad, StepLoad
 from moeserve.planner.expert_balance import ExpertBalance
@@ -21,7 +22,6 @@ from moeserve.planner.settings import SimulationSettings
 from moeserve.planner.simulation_report import Percentiles, PoolOutcome, TransferTotals
 from moeserve.protocol import (
     AddRequest,
-    CacheKind,
     CancelReceive,
     ChunkResult,
     KeepItems,
@@ -121,11 +121,11 @@ class Pool:
         drives_all: bool = False,
     ) -> None:
         """
-        kept: blocks that replicas of any pool keep for others, by handle; shared by all pools.
-        host_blocks: blocks of the host memory tier of each replica's KV cache; 0: no such tier.
-        shares_blocks: replicas keep blocks for other pools, or receive blocks from them.
-        starts_at: earliest virtual time of the first step.
-        drives_all: see `LockstepGroup`.
+        Args:
+            kept: blocks that replicas of any pool keep for others, by handle; shared by all pools.
+            host_blocks: blocks of the host memory tier of each replica's KV cache; 0: no such tier.
+            shares_blocks: replicas keep blocks for other pools, or receive blocks from them.
+            starts_at: earliest virtual time of the first step.
             drives_all: see `LockstepGroup`.
         """
         self.name, self.plan = name, plan

@@ -10,8 +10,8 @@ from typing import Literal
 
 import msgspec
 
+from moeserve.cache_kind import CacheKind
 from moeserve.protocol import (
-    CacheKind,
     CachePlace,
     CancelReceive,
     KeepItems,
@@ -88,7 +88,8 @@ class BlockTransfers:
     def hold_blocks_alone(self) -> bool:
         """True if a save or a load in flight is the only holder of a place, which will therefore be free soon."""
         transfers = [each for each in self._in_flight.values() if each.kind in ("save", "load")]
-        return any(self._pools[place.kind].num_holders(place.index) == 1 for each in transfers for place in each.places)
+        places = [place for each in transfers for place in each.places if place.kind in KINDS_OF_RUNNING]
+        return any(self._pools[place.kind].num_holders(place.index) == 1 for place in places)
 
     @property
     def pays_to_load(self) -> bool:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from moeserve.protocol import CacheKind, CachePlace, SavedState
+from moeserve.cache_kind import CacheKind
+from moeserve.protocol import CachePlace, SavedState
 from moeserve.scheduling.block_pool import BlockPool, num_blocks_for
 from moeserve.scheduling.kv_connector import ItemKey
 from moeserve.scheduling.request import LiveRequest

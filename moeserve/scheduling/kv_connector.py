@@ -16,7 +16,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from moeserve.protocol import CacheKind, StoreKey
+from moeserve.cache_kind import CacheKind
+from moeserve.protocol import StoreKey
 
 
 class ItemKey(NamedTuple):

@@ -22,8 +22,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from moeserve.cache_kind import CacheKind
 from moeserve.private_folder import make_private_folder
-from moeserve.protocol import CacheKind, CachePlace, StoreTransfer, TransferOutcome
+from moeserve.protocol import CachePlace, StoreTransfer, TransferOutcome
 from moeserve.worker.kv_items import CachedItems
 from moeserve.worker.protocol import ITEM_FILE_ENDING
 

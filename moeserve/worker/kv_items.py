@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeserve.protocol import CacheKind, CachePlace
+from moeserve.cache_kind import CacheKind
+from moeserve.protocol import CachePlace
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from moeserve.cache_kind import CacheKind
 from moeserve.errors import SettingsError
-from moeserve.protocol import CacheKind, StoreTransfer, TransferOutcome
+from moeserve.protocol import StoreTransfer, TransferOutcome
 from moeserve.worker.kv_items import CachedItems, indices_by_kind
 
 logger = logging.getLogger(__name__)

@@ -23,11 +23,12 @@ import torch
 from torch import Tensor
 
 from moeserve.addresses import address_on
+from moeserve.cache_kind import CacheKind
 from moeserve.config.settings import EngineConfig
 from moeserve.errors import SettingsError
 from moeserve.processes.channel import LENGTH, frame
 from moeserve.processes.proof import NONCE_BYTES, proof
-from moeserve.protocol import CacheKind, CachePlace
+from moeserve.protocol import CachePlace
 
 MIN_KEY_CHARACTERS = 16
 MAX_MESSAGE_BYTES = 2**20

@@ -7,9 +7,10 @@ from typing import TypeAlias
 import msgspec
 
 from moeserve.addresses import StoreAddress
+from moeserve.cache_kind import CacheKind
 from moeserve.config.settings import EngineConfig
 from moeserve.distributed.mesh import Mesh
-from moeserve.protocol import CacheKind, Transfer, TransferOutcome
+from moeserve.protocol import Transfer, TransferOutcome
 from moeserve.scheduling.lockstep import Outcome, Round
 
 

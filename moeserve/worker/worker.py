@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import torch
 
+from moeserve.cache_kind import CacheKind
 from moeserve.config.settings import EngineConfig
 from moeserve.distributed.groups import Groups
 from moeserve.expert_placement.load import LoadMeter
@@ -25,7 +26,7 @@ from moeserve.moe.dispatch.factory import DispatcherFactory
 from moeserve.ops.interfaces import Kernels
 from moeserve.ops.side_stream import CudaSideStream
 from moeserve.ops.threads import set_num_threads
-from moeserve.protocol import CacheKind, RankReport, StepPlan, StepResult, TransferOutcome
+from moeserve.protocol import RankReport, StepPlan, StepResult, TransferOutcome
 from moeserve.scheduling.lockstep import Agreement, Outcome, Round, agree
 from moeserve.telemetry.expert_load import LoadWindow
 from moeserve.worker.cpu_graphs import MEMORY_BYTES, CpuGraphs

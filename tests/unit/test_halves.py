@@ -82,7 +82,7 @@ def test_halves_of_all_sizes_run_before_serving(halving: HalvingLimits) -> None:
         mesh=Mesh(tp=1, dp=2), tp_rank=0, block_size=16, max_blocks=4, device=torch.device("cpu"), halving=halving
     )
     runner = ModelRunner(model, context, EagerSteps(model, []), RequestTable(3, 4), appends_samples=False)
-    config = dict(max_num_batched_tokens=20, max_num_seqs=3, max_model_len=64, device="cpu", vocab_size=10)
-    run_all_sizes(runner, cast(Any, SimpleNamespace(**config)))
+    sizes = dict(max_num_batched_tokens=20, max_num_seqs=3, max_model_len=64, block_size=16)
+    run_all_sizes(runner, cast(Any, SimpleNamespace(**sizes, device="cpu", vocab_size=10)))
     whole = [1, 2, 4, 8, 16, 20]
     assert sorted(model.seen) == sorted([(size, False) for size in whole] + [(size, True) for size in (8, 16, 20)])

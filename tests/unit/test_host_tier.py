@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moeserve.protocol import CacheKind
+from moeserve.cache_kind import CacheKind
 from moeserve.scheduling.kv_connector import HostTier, ItemKey
 
 A, B, C, D = (ItemKey(CacheKind.BLOCK, bytes([letter])) for letter in b"abcd")

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import torch
 
-from moeserve.protocol import CacheKind, CachePlace, StoreTransfer
+from moeserve.cache_kind import CacheKind
+from moeserve.protocol import CachePlace, StoreTransfer
 from moeserve.worker.kv_folder import FolderStore
 from moeserve.worker.kv_items import CachedItems
 

@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moeserve.protocol import CacheKind, CachePlace, KeepItems, TransferOutcome
+from moeserve.cache_kind import CacheKind
+from moeserve.protocol import CachePlace, KeepItems, TransferOutcome
 from moeserve.worker.kv_items import CachedItems
 from moeserve.worker.kv_sender import BlockSender
 from moeserve.worker.kv_wire import Answer, CacheShare, Claim, Connection, Piece, Read, TensorShare

@@ -12,9 +12,9 @@ from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 from test_scheduling_states import SchedulerMachine, run_histories
 
+from moeserve.cache_kind import CacheKind
 from moeserve.errors import RankStateError
 from moeserve.protocol import (
-    CacheKind,
     ChunkResult,
     KeepItems,
     Registration,

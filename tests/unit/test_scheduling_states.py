@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from logprob_rows import packed, unpacked
 
+from moeserve.cache_kind import CacheKind
 from moeserve.errors import RequestError
 from moeserve.protocol import (
-    CacheKind,
     CachePlace,
     CancelReceive,
     ChunkResult,

@@ -41,6 +41,7 @@ def read(config: ConfigValues) -> ModelConfig:
     is_windowed = config.flags_of_layers("layer_types", LAYER_TYPES, num_layers)
     if is_windowed is None:
         is_windowed = [(index + 1) % 6 != 0 for index in range(num_layers)]
+    is_windowed[-1] = False  # whatever the config says, as in transformers
     layers = [
         LayerConfig(
             mixer=_read_attention(config, index, windowed),

@@ -1,0 +1,13 @@
+"""The kinds of items in a KV cache. Without msgspec, because the GPU benchmarks import the layers without it."""
+
+from __future__ import annotations
+
+import enum
+
+
+class CacheKind(enum.IntEnum):
+    """The kinds of items in a KV cache. All items of a kind have the same size, and places are counted per kind."""
+
+    BLOCK = 0  # block of the layers that keep all tokens
+    WINDOW_BLOCK = 1  # block of the layers with windows
+    STATE = 2  # a saved copy of a recurrent state
