@@ -148,7 +148,7 @@ def write_family(folder: Path, path: Path, kind: str = "F32") -> Path:
     architecture, more = FAMILIES[config["model_type"]]
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in metadata_of(config, architecture, OF_ALL | more):
-        add(writer, f"{architecture}.{key}", value)
+        add_value(writer, f"{architecture}.{key}", value)
     writer.add_tokenizer_model("no_vocab")
     enum = {name: each for each, name in gguf.MODEL_ARCH_NAMES.items()}[architecture]
     names = gguf.get_tensor_name_map(enum, config["num_hidden_layers"])
@@ -171,7 +171,7 @@ def write_family(folder: Path, path: Path, kind: str = "F32") -> Path:
     return path
 
 
-def add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     match value:
         case bool():
             writer.add_bool(key, value)

@@ -70,7 +70,7 @@ def num_files(folder: Path) -> tuple[int, ...]:
 
 
 def has_files(folder: Path, *expected: int) -> Callable[[], bool]:
-    """Return what is true when a folder has as many items of each kind, or more."""
+    """Return a condition: the folder has at least the expected number of items of each kind."""
     return lambda: all(found >= wanted for found, wanted in zip(num_files(folder), expected, strict=True))
 
 

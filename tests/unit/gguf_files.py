@@ -8,6 +8,7 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+from gguf_families import add_value
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -76,20 +77,6 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    match value:
-        case bool():
-            writer.add_bool(key, value)
-        case int():
-            writer.add_uint32(key, value)
-        case float():
-            writer.add_float32(key, value)
-        case str():
-            writer.add_string(key, value)
-        case list():
-            writer.add_array(key, value)
 
 
 def gguf_tensors(model: LlamaForCausalLM) -> dict[str, np.ndarray]:
