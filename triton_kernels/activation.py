@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moeserve.triton_kernels.sizes import ceil_div
+
 # T tokens, C width of a result, O of a row: C, or 2 * C with gates
 
 Activation = Literal["swiglu", "clamped_swiglu", "limited_swiglu", "cut_swiglu", "squared_relu"]
@@ -48,7 +50,7 @@ def activate(rows_TO: Tensor, activation: Activation, *, alpha: float = 1.702, l
         return output
     rows_TO = rows_TO.reshape(-1, num_parts * width)
     assert rows_TO.stride(1) == 1, f"strides {rows_TO.stride()}"
-    activation_kernel[(rows_TO.shape[0], triton.cdiv(width, BLOCK_C))](
+    activation_kernel[(rows_TO.shape[0], ceil_div(width, BLOCK_C))](
         rows_TO,
         output,
         rows_TO.stride(0),

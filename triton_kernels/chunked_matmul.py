@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moeserve.triton_kernels.sizes import ceil_div
+
 # T rows, I inputs, O outputs
 
 MAX_CHUNKS = 8
@@ -56,7 +58,7 @@ def chunked_matmul(
         return output_TO
     rows_TI = rows_TI if rows_TI.stride(1) == 1 else rows_TI.contiguous()
     constants = kernel_constants(rows_TI.dtype)
-    grid = triton.cdiv(num_outputs, constants["BLOCK_N"]), triton.cdiv(num_rows, constants["BLOCK_M"])
+    grid = ceil_div(num_outputs, constants["BLOCK_N"]), ceil_div(num_rows, constants["BLOCK_M"])
     chunked_matmul_kernel[grid](
         rows_TI,
         weight_OI,

@@ -15,6 +15,7 @@ from torch import Tensor
 from moeserve.triton_kernels.latent_attention import choose_splits, few_config, split_config, tile_config
 from moeserve.triton_kernels.online_softmax import chunk_of_tile
 from moeserve.triton_kernels.paged_launch import launch_attention
+from moeserve.triton_kernels.sizes import ceil_div
 
 # T tokens in S chunks, N query heads, H head size, m tokens of a window, B tokens of a block, E entries of a block,
 # V vectors of a cache, L vectors that a token attends to at most, C entries that were chosen, X values and gates of a
@@ -59,10 +60,10 @@ def pool_windows(
     # A tail may be replaced while other programs of its chunk begin with it.
     before_SZ = tails.new_empty(num_chunks, 3 * width)
     tables = block_table, block_table.stride(0), row_starts, context_lens
-    copy_tails_kernel[(num_chunks, triton.cdiv(3 * width, CHANNELS))](
+    copy_tails_kernel[(num_chunks, ceil_div(3 * width, CHANNELS))](
         tails, before_SZ, *tables, 3 * width, BLOCK_SIZE=block_size, CHANNELS=CHANNELS
     )
-    grid = num_tokens // ratio + 2 * num_chunks, triton.cdiv(size, CHANNELS)
+    grid = num_tokens // ratio + 2 * num_chunks, ceil_div(size, CHANNELS)
     pool_windows_kernel[grid](
         projected_TX,
         projected_TX.stride(0),
@@ -89,7 +90,7 @@ def find_entry_slots(
     """Return [T] int64: the slot of the entry that ends with each token, block * E + offset; -1: none does."""
     slots = torch.empty_like(cache_slots)
     if len(slots):
-        entry_slots_kernel[(triton.cdiv(len(slots), TOKENS),)](
+        entry_slots_kernel[(ceil_div(len(slots), TOKENS),)](
             cache_slots,
             positions,
             slots,
@@ -140,7 +141,7 @@ def compressed_attention(
     count_T, starts = row_starts.new_empty(num_tokens), row_starts.new_empty(num_tokens + 1)
     if num_tokens == 0 or num_chunks == 0:
         return torch.zeros_like(query_TNH)
-    list_vectors_kernel[(num_tokens + 1, triton.cdiv(num_listed, PLACES))](
+    list_vectors_kernel[(num_tokens + 1, ceil_div(num_listed, PLACES))](
         listed_TL,
         count_T,
         starts,

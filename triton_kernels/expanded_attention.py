@@ -19,6 +19,7 @@ from torch import Tensor
 
 from moeserve.triton_kernels.online_softmax import LOG2_E, chunk_of_tile, load_tile, softmax_weights
 from moeserve.triton_kernels.paged_launch import CHUNKS_AT_ONCE, AttentionConfig
+from moeserve.triton_kernels.sizes import ceil_div, next_power_of_2
 
 # T tokens, N query heads, K unrotated values of a head's key, E rotated ones, V values of a head, L latent size,
 # P = L + E, S chunks, C positions of a piece
@@ -72,7 +73,7 @@ def expanded_attention(
     assert out_TNV.is_contiguous()
     config = tile_config(query_TNK.element_size())
     tile = config.block_positions
-    ends = list(itertools.accumulate(triton.cdiv(length, tile) * tile for length in lengths))
+    ends = list(itertools.accumulate(ceil_div(length, tile) * tile for length in lengths))
     # A copy of this size from memory that is not pinned returns before the device has finished it.
     starts = torch.tensor([0, *ends], dtype=torch.int32).to(cache.device, non_blocking=True)
     bytes_per_position = num_heads * (key_size + value_size) * query_TNK.element_size()
@@ -99,7 +100,7 @@ def expanded_attention(
             first,
             VECTOR_SIZE=vector_size,
             CACHE_BLOCK=cache.shape[1],
-            BLOCK_P=triton.next_power_of_2(vector_size),
+            BLOCK_P=next_power_of_2(vector_size),
             BLOCK_C=GATHERED_POSITIONS,
             CHUNKS_AT_ONCE=CHUNKS_AT_ONCE,
             num_warps=GATHER_WARPS,
@@ -151,9 +152,9 @@ def kernel_sizes(key_size: int, extra_size: int, value_size: int, vector_size: i
         "EXTRA_SIZE": extra_size,
         "VALUE_SIZE": value_size,
         "VECTOR_SIZE": vector_size,
-        "BLOCK_K": max(triton.next_power_of_2(key_size), 16),
-        "BLOCK_E": max(triton.next_power_of_2(extra_size), 16),
-        "BLOCK_V": max(triton.next_power_of_2(value_size), 16),
+        "BLOCK_K": max(next_power_of_2(key_size), 16),
+        "BLOCK_E": max(next_power_of_2(extra_size), 16),
+        "BLOCK_V": max(next_power_of_2(value_size), 16),
     }
 
 

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moeserve.triton_kernels.activation import ACTIVATIONS, UNGATED, Activation, gated, num_parts_of, squared_relu
+from moeserve.triton_kernels.sizes import ceil_div, next_power_of_2
 
 # T tokens, D width of a row, C columns of a result: D, or D / 2 with a gated activation, B blocks of C, e experts
 
@@ -53,7 +54,7 @@ def quantize_blocks(
     assert x_TD.stride(1) == 1, f"strides {x_TD.stride()}"
     assert counts_e is None or counts_e.is_contiguous(), "counts that are not contiguous"
     num_columns = width // num_parts_of(activation)
-    num_blocks = triton.cdiv(num_columns, BLOCK)
+    num_blocks = ceil_div(num_columns, BLOCK)
     codes_TC = torch.empty(num_rows, num_columns, dtype=torch.float8_e4m3fn, device=x_TD.device)
     scales_TB = out_scale_TB
     if scales_TB is None:
@@ -63,7 +64,7 @@ def quantize_blocks(
     if codes_TC.numel() == 0 or (counts_e is not None and len(counts_e) == 0):  # an empty grid cannot be launched
         return codes_TC, scales_TB
     num_programs = num_rows if counts_e is None else min(num_rows, MAX_PROGRAMS)
-    quantize_blocks_kernel[(num_programs, triton.cdiv(num_blocks, BLOCKS_AT_ONCE))](
+    quantize_blocks_kernel[(num_programs, ceil_div(num_blocks, BLOCKS_AT_ONCE))](
         x_TD,
         counts_e,
         codes_TC,
@@ -80,7 +81,7 @@ def quantize_blocks(
         HAS_SLOTS=num_slots is not None,
         BLOCK=BLOCK,
         BLOCKS_AT_ONCE=BLOCKS_AT_ONCE,
-        BLOCK_E=1 if counts_e is None else triton.next_power_of_2(len(counts_e)),
+        BLOCK_E=1 if counts_e is None else next_power_of_2(len(counts_e)),
         num_warps=NUM_WARPS,
     )
     return codes_TC, scales_TB

@@ -18,6 +18,7 @@ from moeserve.triton_kernels.activation import ACTIVATIONS, UNGATED, Activation,
 from moeserve.triton_kernels.arrivals import is_last_to_arrive
 from moeserve.triton_kernels.device import device_name, is_interpreted, num_programs
 from moeserve.triton_kernels.fp8 import quantize_blocks, scale_blocks
+from moeserve.triton_kernels.sizes import next_power_of_2
 from moeserve.triton_kernels.tuning import FP8_BLOCK, Config, Kind, Problem, choose_config
 
 # S source rows, R rows, e experts, O outputs, I inputs, C columns of a result, B blocks of 128 inputs, G blocks of 128
@@ -348,7 +349,7 @@ def kernel_constants(
         "IS_SWAPPED": config.is_swapped and not is_mxfp4,
         "HAS_WHOLE_STEPS": num_inputs % config.block_k == 0,
         "INPUT_PRECISION": "ieee" if dtype == torch.float32 else "tf32",
-        "BLOCK_E": triton.next_power_of_2(num_experts),
+        "BLOCK_E": next_power_of_2(num_experts),
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,

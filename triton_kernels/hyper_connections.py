@@ -8,6 +8,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
+from moeserve.triton_kernels.sizes import ceil_div, next_power_of_2
+
 # T tokens, D model width, S streams, X = S * D, C coefficients
 
 BLOCK_D = 512  # elements of each stream at a time
@@ -53,7 +55,7 @@ def collapse_streams(
             NUM_STREAMS=num_streams,
             NUM_COEFFICIENTS=len(map_CX),
             NUM_ITERATIONS=num_iterations,
-            BLOCK_S=triton.next_power_of_2(num_streams),
+            BLOCK_S=next_power_of_2(num_streams),
             BLOCK_D=BLOCK_D,
             num_warps=NUM_WARPS,
         )
@@ -68,7 +70,7 @@ def expand_streams(streams_TX: Tensor, update_TD: Tensor, coefficients_TC: Tenso
     num_tokens, width = update_TD.shape
     expanded_TX = torch.empty_like(streams_TX)
     if num_tokens:
-        expand_kernel[(num_tokens, triton.cdiv(width, BLOCK_D))](
+        expand_kernel[(num_tokens, ceil_div(width, BLOCK_D))](
             streams_TX,
             update_TD,
             update_TD.stride(0),
@@ -76,7 +78,7 @@ def expand_streams(streams_TX: Tensor, update_TD: Tensor, coefficients_TC: Tenso
             expanded_TX,
             width,
             NUM_STREAMS=num_streams,
-            BLOCK_S=triton.next_power_of_2(num_streams),
+            BLOCK_S=next_power_of_2(num_streams),
             BLOCK_D=BLOCK_D,
             num_warps=NUM_WARPS,
         )

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moeserve.triton_kernels.sizes import ceil_div, next_power_of_2
+
 # T tokens, N heads of the indexer, H size of a key, S chunks, C places for the entries of a row, E entries of a tile
 
 CHUNKS_AT_ONCE = 256  # chunks that a program reads at a time to find its own
@@ -37,7 +39,7 @@ def score_config(num_heads: int, element_size: int) -> IndexerConfig:
     """Return the tiles of scores: products of 64 heads and 128 entries take half of 4 warps' registers."""
     if element_size == 4:  # without tensor cores, limited by registers
         return IndexerConfig(block_heads=16, block_entries=16, num_warps=8)
-    block_heads = min(max(triton.next_power_of_2(num_heads), 16), 64)
+    block_heads = min(max(next_power_of_2(num_heads), 16), 64)
     return IndexerConfig(block_heads, block_entries=128, num_warps=4)
 
 
@@ -86,13 +88,13 @@ def choose_entries(
     rows_at_once = max(1, min(num_tokens, MAX_SCORES // max_entries)) if has_scores else num_tokens
     config = score_config(num_heads, query_TNH.element_size())
     # Rows of scores are aligned as kernels are compiled for.
-    stride = triton.cdiv(max_entries, 16) * 16
+    stride = ceil_div(max_entries, 16) * 16
     scores = query_TNH.new_empty(rows_at_once if has_scores else 1, stride if has_scores else 16, dtype=torch.float32)
     tables = block_table, row_starts, context_lens
     for first_row in range(0, num_tokens, rows_at_once):
         num_rows = min(rows_at_once, num_tokens - first_row)
         if has_scores:
-            score_entries_kernel[(triton.cdiv(max_entries, config.block_entries), num_rows)](
+            score_entries_kernel[(ceil_div(max_entries, config.block_entries), num_rows)](
                 query_TNH,
                 weights_TN,
                 cache,
@@ -109,7 +111,7 @@ def choose_entries(
                 NUM_HEADS=num_heads,
                 HEAD_SIZE=head_size,
                 BLOCK_N=config.block_heads,
-                BLOCK_H=max(triton.next_power_of_2(head_size), 16),
+                BLOCK_H=max(next_power_of_2(head_size), 16),
                 BLOCK_E=config.block_entries,
                 num_warps=config.num_warps,
             )

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moeserve.triton_kernels.paged_launch import AttentionConfig, Splits, launch_attention
+from moeserve.triton_kernels.sizes import next_power_of_2
 
 # T tokens, N query heads, L latent size, P size of a vector (latent and rotary part), S chunks
 
@@ -47,7 +48,7 @@ def write_latents(latent_TP: Tensor, cache: Tensor, slots_T: Tensor) -> None:
         *cache.stride()[:2],
         vector_size,
         CACHE_BLOCK=cache.shape[1],
-        BLOCK_P=triton.next_power_of_2(vector_size),
+        BLOCK_P=next_power_of_2(vector_size),
         num_warps=WRITE_WARPS,
     )
 
@@ -126,7 +127,7 @@ def tile_config(latent_size: int, element_size: int) -> AttentionConfig:
 
 def split_config(num_heads: int, latent_size: int, element_size: int) -> AttentionConfig:
     """Return the tiles for chunks of one row: two warp groups have up to 64 heads."""
-    block_pairs = min(max(triton.next_power_of_2(num_heads), 16), 64)
+    block_pairs = min(max(next_power_of_2(num_heads), 16), 64)
     if element_size == 4:
         return tile_config(latent_size, element_size)
     num_stages = 4 if block_pairs == 16 else 3
@@ -148,7 +149,7 @@ def choose_splits(num_heads: int) -> Splits:
 
     Partial sums of more heads take more memory, so there are fewer, of longer pieces.
     """
-    num_padded = triton.next_power_of_2(num_heads)
+    num_padded = next_power_of_2(num_heads)
     longest = 256 if num_heads <= 32 else 512  # more heads have two programs for each split
     return Splits(
         piece_size=min(max(16 * num_padded, 128), longest),

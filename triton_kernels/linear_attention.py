@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moeserve.triton_kernels.linear_attention_tiles import LEAST_ROWS, MAX_KEY_DIM, attend_tiles, log_decay_of, softplus
+from moeserve.triton_kernels.sizes import ceil_div, next_power_of_2
 
 # T tokens in S chunks, N value heads, G key heads, K values of a key, V of a value, X = N * V,
 # C = 2 * G * K + X channels
@@ -93,7 +94,7 @@ def linear_attention(
             dtype=gates_TX.dtype,
         )
     if not uses_tiles or min(lengths) < LEAST_ROWS:
-        recurrence_kernel[(len(row_starts) - 1, num_heads, triton.cdiv(value_dim, VALUES))](
+        recurrence_kernel[(len(row_starts) - 1, num_heads, ceil_div(value_dim, VALUES))](
             mixed_TC,
             decays_TX,
             decays_TX.stride(0),
@@ -112,7 +113,7 @@ def linear_attention(
             value_dim,
             key_dim**-0.5,
             decay_floor or 0.0,
-            BLOCK_K=triton.next_power_of_2(key_dim),
+            BLOCK_K=next_power_of_2(key_dim),
             VALUES=VALUES,
             IS_DELTA=is_delta,
             HAS_CHANNEL_DECAYS=decays_TX.shape[1] != num_heads,
@@ -120,7 +121,7 @@ def linear_attention(
             TILED_ROWS=LEAST_ROWS if uses_tiles else 2**31 - 1,
         )
     group_size = norm_heads * value_dim
-    block = triton.next_power_of_2(group_size)
+    block = next_power_of_2(group_size)
     gate_kernel[(num_tokens, num_heads // norm_heads)](
         output_TX,
         gates_TX,

@@ -26,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moeserve.triton_kernels.online_softmax import chunk_of_tile
+from moeserve.triton_kernels.sizes import ceil_div, next_power_of_2
 
 # T tokens in S chunks, M tokens of a tile, N value heads, K values of a key, V of a value, X = N * V,
 # C = 2 * G * K + X channels with G key heads
@@ -64,7 +65,7 @@ def kernel_constants(config: TileConfig, dtype: torch.dtype, key_dim: int, value
         "KEY_DIM": key_dim,
         "VALUE_DIM": value_dim,
         "TILE": config.tile,
-        "BLOCK_K": max(triton.next_power_of_2(key_dim), 16),
+        "BLOCK_K": max(next_power_of_2(key_dim), 16),
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
         "LEAST_ROWS": LEAST_ROWS,
     }
@@ -131,13 +132,13 @@ def attend_tiles(
         *sizes,
         key_dim**-0.5 if is_delta else 1.0,
         decay_floor or 0.0,
-        BLOCK_V=max(triton.next_power_of_2(value_dim), 16),
+        BLOCK_V=max(next_power_of_2(value_dim), 16),
         HAS_FLOOR=decay_floor is not None,
         CHUNKS_AT_ONCE=CHUNKS_AT_ONCE,
         **constants,
         num_warps=config.prepare_warps,
     )
-    attend_tiles_kernel[(num_chunks, num_heads, triton.cdiv(value_dim, config.values))](
+    attend_tiles_kernel[(num_chunks, num_heads, ceil_div(value_dim, config.values))](
         mixed_TC,
         skip_N,
         states,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from moeserve.triton_kernels.paged_launch import AttentionConfig, Splits, launch_attention
+from moeserve.triton_kernels.sizes import next_power_of_2
 
 # T tokens, N query heads, G key-value heads, H size of a key, V of a value, S chunks
 
@@ -116,7 +116,7 @@ def tile_config(head_size: int, element_size: int, has_float8_cache: bool = Fals
 
 def split_config(group: int, head_size: int, element_size: int, has_float8_cache: bool = False) -> AttentionConfig:
     """Return the tiles for chunks of one row: few pairs, and enough positions in flight from memory."""
-    block_pairs = min(max(triton.next_power_of_2(group), 16), 64)
+    block_pairs = min(max(next_power_of_2(group), 16), 64)
     if element_size == 4:
         return tile_config(head_size, element_size)
     if head_size <= 64:
@@ -130,4 +130,4 @@ def split_config(group: int, head_size: int, element_size: int, has_float8_cache
 
 def choose_splits(num_kv_heads: int) -> Splits:
     """Return the splits of a context: enough that a single row with a long context fills a GPU."""
-    return Splits(piece_size=256, max_splits=min(max(256 // triton.next_power_of_2(num_kv_heads), 8), 32))
+    return Splits(piece_size=256, max_splits=min(max(256 // next_power_of_2(num_kv_heads), 8), 32))

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from moeserve.triton_kernels.device import num_programs
 from moeserve.triton_kernels.paged_splits import attend_split_kernel, merge_splits_kernel
 from moeserve.triton_kernels.paged_tiles import attend_tile_kernel
+from moeserve.triton_kernels.sizes import ceil_div, next_power_of_2
 
 # T tokens, N query heads, G key-value heads, P size of a key, V size of a value, E elements of a key beyond a value's,
 # S chunks, Y splits of all chunks, p parts of the values, M pairs of a tile, C positions of a tile
@@ -165,7 +165,7 @@ def launch_attention(
 
     # A window may begin inside a piece.
     longest = max_context if window is None else min(max_context, abs(window) + splits.piece_size - 1)
-    num_splits = max(min(triton.cdiv(longest, splits.piece_size), splits.max_splits), 1)
+    num_splits = max(min(ceil_div(longest, splits.piece_size), splits.max_splits), 1)
     config = split_config
     if few_config is not None:
         num_full = num_kv_heads * num_tiles_and_parts(group, split_config) * num_chunks * num_splits
@@ -216,7 +216,7 @@ def launch_attention(
             **config.compile_options,
         )
         num_padding = num_tokens if is_one_row_each and is_last else 0
-        merge_splits_kernel[(num_own + num_padding, num_heads, triton.cdiv(value_size, block_merged))](
+        merge_splits_kernel[(num_own + num_padding, num_heads, ceil_div(value_size, block_merged))](
             partial_YNV,
             maximum_YpN,
             total_YpN,
@@ -262,12 +262,12 @@ def kernel_sizes(
         "CACHE_BLOCK": cache_block,
         "VALUE_SIZE": value_size,
         "EXTRA_SIZE": extra_size,
-        "BLOCK_V": max(triton.next_power_of_2(value_size), 16),
-        "BLOCK_E": max(triton.next_power_of_2(extra_size), 16),
+        "BLOCK_V": max(next_power_of_2(value_size), 16),
+        "BLOCK_E": max(next_power_of_2(extra_size), 16),
         "SHARES_VALUE": shares_value,
     }
 
 
 def num_tiles_and_parts(group: int, config: AttentionConfig) -> int:
     """Return the number of programs that a split of one key-value head has."""
-    return triton.cdiv(group, config.block_pairs) * config.num_parts
+    return ceil_div(group, config.block_pairs) * config.num_parts

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moeserve.triton_kernels.sizes import ceil_div, next_power_of_2
+
 # T tokens, K experts per token, P pairs = T * K, R rows, S rows of a source, D model width, X counted keys plus one for
 # all other pairs, B blocks of pairs
 
@@ -54,11 +56,11 @@ def order_pairs(keys_TK: Tensor, first: int, num_counted: int) -> tuple[Tensor, 
     keys = (keys_TK, *keys_TK.stride(), keys_TK.shape[1], num_pairs, first, num_counted)
 
     if num_pairs <= MAX_RANKED_PAIRS:
-        num_programs = sum(triton.cdiv(number, RANK_BLOCKS["BLOCK_P"]) for number in (num_pairs, num_counted))
+        num_programs = sum(ceil_div(number, RANK_BLOCKS["BLOCK_P"]) for number in (num_pairs, num_counted))
         rank_pairs_kernel[(num_programs,)](*keys, pairs_P, counts, **RANK_BLOCKS)
         return pairs_P, counts
 
-    num_blocks = triton.cdiv(num_pairs, PLACE_BLOCKS["BLOCK_P"])
+    num_blocks = ceil_div(num_pairs, PLACE_BLOCKS["BLOCK_P"])
     starts_XB = torch.empty(num_counted + 1, num_blocks, dtype=torch.int32, device=keys_TK.device)
     totals_X = torch.empty(num_counted + 1, dtype=torch.int32, device=keys_TK.device)
     count_keys_kernel[(num_blocks,)](*keys, starts_XB, num_blocks, **PLACE_BLOCKS)
@@ -125,8 +127,8 @@ def weighted_sum(output_RD: Tensor, pair_of_row_R: Tensor, weights_TK: Tensor, d
     is_searched = searched_rows is not None
     weights_TK = weights_TK if weights_TK.stride(1) == 1 else weights_TK.contiguous()
     rows = pair_of_row_R.contiguous() if is_searched else _row_of_pair(pair_of_row_R, num_tokens * top_k)
-    block_width = min(triton.next_power_of_2(width), MAX_BLOCK_WIDTH)
-    weighted_sum_kernel[(num_tokens, triton.cdiv(width, block_width))](
+    block_width = min(next_power_of_2(width), MAX_BLOCK_WIDTH)
+    weighted_sum_kernel[(num_tokens, ceil_div(width, block_width))](
         output_RD,
         rows,
         weights_TK,
@@ -160,8 +162,8 @@ def weigh_rows(rows_RD: Tensor, weights_R: Tensor, num_counted: Tensor) -> Tenso
     output_RD = torch.empty(num_rows, width, dtype=rows_RD.dtype, device=rows_RD.device)
     if output_RD.numel() == 0:
         return output_RD
-    block_width = min(triton.next_power_of_2(width), MAX_BLOCK_WIDTH)
-    weigh_rows_kernel[(min(num_rows, MAX_WEIGHING_PROGRAMS), triton.cdiv(width, block_width))](
+    block_width = min(next_power_of_2(width), MAX_BLOCK_WIDTH)
+    weigh_rows_kernel[(min(num_rows, MAX_WEIGHING_PROGRAMS), ceil_div(width, block_width))](
         rows_RD,
         weights_R.contiguous(),
         num_counted,
@@ -182,7 +184,7 @@ def sum_options() -> dict[str, Any]:
 def _row_of_pair(pair_of_row_R: Tensor, num_pairs: int) -> Tensor:
     """Return the row of each pair [P] int32, or -1 for a pair without a row."""
     row_of_pair_P = torch.full((num_pairs,), -1, dtype=torch.int32, device=pair_of_row_R.device)
-    num_programs = triton.cdiv(len(pair_of_row_R), INVERT_BLOCKS["BLOCK_R"])
+    num_programs = ceil_div(len(pair_of_row_R), INVERT_BLOCKS["BLOCK_R"])
     invert_kernel[(num_programs,)](pair_of_row_R.contiguous(), row_of_pair_P, len(pair_of_row_R), **INVERT_BLOCKS)
     return row_of_pair_P
 
@@ -191,9 +193,9 @@ def _move_rows(from_XD: Tensor, indices_R: Tensor, divisor: int, to_YD: Tensor, 
     if to_YD.numel() == 0 or len(indices_R) == 0:
         return
     width = from_XD.shape[1]
-    block_width = min(triton.next_power_of_2(width), 2 * MAX_BLOCK_WIDTH)
+    block_width = min(next_power_of_2(width), 2 * MAX_BLOCK_WIDTH)
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[from_XD.element_size()]
-    move_rows_kernel[(len(indices_R), triton.cdiv(width, block_width))](
+    move_rows_kernel[(len(indices_R), ceil_div(width, block_width))](
         from_XD.view(bits),
         indices_R.contiguous(),
         to_YD.view(bits),

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moeserve.triton_kernels.fp8 import BLOCK, scale_blocks
+from moeserve.triton_kernels.sizes import ceil_div, next_power_of_2
 
 # T rows (any number of leading dimensions), D width of a row, B blocks of a row; O outer and I inner dimension of the
 # rows, T = O * I
@@ -96,7 +97,7 @@ def quantize_rms_norm(
         keeps_rows: also return the rows that were quantised.
     """
     rows_OID = _as_rows(x_TD)
-    shape, num_blocks = x_TD.shape, triton.cdiv(x_TD.shape[1], BLOCK)
+    shape, num_blocks = x_TD.shape, ceil_div(x_TD.shape[1], BLOCK)
     sum_OID = None if update_TD is None else torch.empty(rows_OID.shape, dtype=x_TD.dtype, device=x_TD.device)
     output_OID = torch.empty(rows_OID.shape, dtype=x_TD.dtype, device=x_TD.device) if keeps_rows else None
     codes_TD = torch.empty(shape, dtype=torch.float8_e4m3fn, device=x_TD.device)
@@ -112,7 +113,7 @@ def block_sizes(width: int) -> dict[str, int]:
 
     They depend on the width alone, and so does the order of the sum over a row.
     """
-    block_width = max(triton.next_power_of_2(width), BLOCK)
+    block_width = max(next_power_of_2(width), BLOCK)
     return {"BLOCK_T": max(1024 // block_width, 1), "BLOCK_D": block_width}
 
 
@@ -151,7 +152,7 @@ def _launch(
         return
     sizes = block_sizes(width)
     written_OID = sum_OID if output_OID is None else output_OID  # for its strides
-    rms_norm_kernel[(triton.cdiv(num_outer * num_inner, sizes["BLOCK_T"]),)](
+    rms_norm_kernel[(ceil_div(num_outer * num_inner, sizes["BLOCK_T"]),)](
         x_OID,
         update_OID,
         weight_D.contiguous(),

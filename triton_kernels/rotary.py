@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moeserve.triton_kernels.float8_rows import encode_float8, float8_scales, largest_bits
+from moeserve.triton_kernels.sizes import ceil_div, next_power_of_2
 
 # T tokens, N query heads, G key-value heads, H size of a query or key, V of a value, F rotated pairs: the first 2 * F
 # numbers of a head
@@ -20,8 +21,8 @@ def launch_sizes(num_pairs: int, num_copied: int) -> dict[str, int]:
         num_pairs: half of the numbers of a head that are rotated. BLOCK_F is a power of two that holds them.
         num_copied: numbers of a head that are copied. BLOCK_H is a power of two that holds them, or 0.
     """
-    block_pairs = triton.next_power_of_2(num_pairs)
-    block_copied = triton.next_power_of_2(num_copied) if num_copied else 0
+    block_pairs = next_power_of_2(num_pairs)
+    block_copied = next_power_of_2(num_copied) if num_copied else 0
     num_heads = max(1024 // max(2 * block_pairs, block_copied), 1)
     return {"BLOCK_N": num_heads, "BLOCK_F": block_pairs, "BLOCK_H": block_copied, "num_warps": 2}
 
@@ -54,7 +55,7 @@ def rotary(
     is_in_place = out_TNH.data_ptr() == heads_TNH.data_ptr()
     assert not is_in_place or out_TNH.stride() == heads_TNH.stride(), "the output overlaps the heads with other strides"
     sizes = launch_sizes(num_pairs, 0 if is_in_place else head_size - 2 * num_pairs)
-    rotary_kernel[(num_tokens, triton.cdiv(num_heads, sizes["BLOCK_N"]))](
+    rotary_kernel[(num_tokens, ceil_div(num_heads, sizes["BLOCK_N"]))](
         heads_TNH,
         cosines_TF,
         sines_TF,
@@ -124,7 +125,7 @@ def rotary_with_cache_write(
     if num_tokens == 0:
         return query_TNH
     sizes = launch_sizes(num_pairs, max(head_size, value_size))
-    num_programs = triton.cdiv(num_heads, sizes["BLOCK_N"]) + triton.cdiv(num_kv_heads, sizes["BLOCK_N"])
+    num_programs = ceil_div(num_heads, sizes["BLOCK_N"]) + ceil_div(num_kv_heads, sizes["BLOCK_N"])
     rotary_with_cache_write_kernel[(num_tokens, num_programs)](
         query_TNH,
         key_TGH,

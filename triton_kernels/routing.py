@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moeserve.triton_kernels.arrivals import is_last_to_arrive
+from moeserve.triton_kernels.sizes import ceil_div, next_power_of_2
 
 # T tokens, D model width, E experts, K experts per token, G groups of experts, S experts of one group
 
@@ -118,12 +119,12 @@ def route(
 
 def launch_sizes(num_experts: int, num_groups: int, top_k: int) -> dict[str, int]:
     """Return the powers of two that hold groups, experts of a group and selected experts, and the number of warps."""
-    block_groups = triton.next_power_of_2(num_groups)
-    block_size = triton.next_power_of_2(num_experts // num_groups)
+    block_groups = next_power_of_2(num_groups)
+    block_size = next_power_of_2(num_experts // num_groups)
     return {
         "BLOCK_G": block_groups,
         "BLOCK_S": block_size,
-        "BLOCK_K": triton.next_power_of_2(top_k),
+        "BLOCK_K": next_power_of_2(top_k),
         "BLOCK_D": 1,
         "NUM_SPLITS": 1,
         # One warp reduces without shared memory.
@@ -135,8 +136,8 @@ def weighing_sizes(sizes: dict[str, int], width: int) -> dict[str, int]:
     """Return `launch_sizes` for programs that also compute logits from hidden states of this width."""
     num_experts = sizes["BLOCK_G"] * sizes["BLOCK_S"]
     block = max(TILE_SIZE // num_experts, 8)
-    num_steps = max(triton.cdiv(width, MAX_PARTS // num_experts * block), 2)
-    return sizes | {"BLOCK_D": block, "NUM_SPLITS": triton.cdiv(width, num_steps * block), "num_warps": 4}
+    num_steps = max(ceil_div(width, MAX_PARTS // num_experts * block), 2)
+    return sizes | {"BLOCK_D": block, "NUM_SPLITS": ceil_div(width, num_steps * block), "num_warps": 4}
 
 
 @triton.jit

@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moeserve.triton_kernels.sizes import next_power_of_2
+
 # R rows, V width of a row, W settings of a request
 
 LOWEST_KEY = tl.constexpr(-(2**31) + 2**23 - 1)  # key of minus infinity
@@ -35,7 +37,7 @@ def launch_sizes(width: int) -> dict[str, int]:
 
     Each thread has 8 numbers, whose three sums fit its registers.
     """
-    block = min(max(triton.next_power_of_2(width), 256), 4096)
+    block = min(max(next_power_of_2(width), 256), 4096)
     return {"BLOCK_V": block, "num_warps": max(block // 256, 1)}
 
 

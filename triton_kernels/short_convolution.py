@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moeserve.triton_kernels.online_softmax import chunk_of_tile
+from moeserve.triton_kernels.sizes import ceil_div
 
 # T tokens in S chunks, C channels, W taps, w = W - 1
 
@@ -51,7 +52,7 @@ def short_convolution(
     dtype = input_TX.dtype if is_gated else torch.float32
     out_TC = torch.empty(num_tokens, num_channels, dtype=dtype, device=input_TX.device)
     if num_tokens:
-        num_chunks, num_parts = len(row_starts) - 1, triton.cdiv(num_channels, CHANNELS)
+        num_chunks, num_parts = len(row_starts) - 1, ceil_div(num_channels, CHANNELS)
         constants = {"NUM_TAPS": len(taps_WC), "CHANNELS": CHANNELS, "IS_GATED": is_gated}
         inputs = input_TX, input_TX.stride(0)
         rows = states, row_starts, *state_rows
