@@ -32,6 +32,8 @@ from moeserve.processes.failures import root_cause
 from moeserve.processes.local import start_process
 from moeserve.processes.supervision import end_all, wait_for_messages
 
+SECONDS_TO_LOAD = 60.0
+
 # One thread per rank, and ranks that wait leave the cores to the others.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 
@@ -92,8 +94,14 @@ class Run:
     def __init__(self, processes: list[RankProcess], function: str, arguments: dict[str, Any]) -> None:
         self.processes = processes
         self.store = start_store()
-        for rank, process in enumerate(processes):
-            place = Place(rank, len(processes), self.store.address)
+        places = [Place(rank, len(processes), self.store.address) for rank in range(len(processes))]
+        for process, place in zip(processes, places, strict=True):
+            process.send(Order("ranks:load", place, {"module": function.partition(":")[0]}))
+        # Imports take seconds on a busy machine, so the function begins when all ranks have done theirs.
+        deadline = time.monotonic() + SECONDS_TO_LOAD
+        for process in processes:
+            process.receive(deadline)  # an error is raised again by the function
+        for process, place in zip(processes, places, strict=True):
             process.send(Order(function, place, arguments))
 
     def outcomes(self, within_s: float = 60.0) -> list[Outcome]:
@@ -151,6 +159,10 @@ def run_orders(parent: Parent) -> None:
         for order in orders:
             channel.send(_outcome_of(order))
             channel.flush()
+
+
+def load(place: Place, module: str) -> None:
+    importlib.import_module(module)
 
 
 def _outcome_of(order: Order) -> Outcome:

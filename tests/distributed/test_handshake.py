@@ -20,12 +20,11 @@ from unittest import mock
 import psutil
 import pytest
 import torch
-from joining import join
+from joining import join, store_of
 from ranks import Place, Ranks
 from torch.distributed import FileStore, HashStore, PrefixStore, Store
 
 from moeserve.distributed import handshake, shared_memory
-from moeserve.distributed.store import connect_store
 from moeserve.distributed.transport import TransportUnavailable
 from moeserve.processes import local_sockets
 
@@ -213,10 +212,6 @@ def join_behind_a_crowd(place: Place) -> bool:
         joined = join(place).world.supports_cpu_graphs
         timer.join()
         return joined
-
-
-def store_of(place: Place) -> Store:
-    return connect_store(place.rank, place.store, 20.0)
 
 
 def name_of_rank_0(store: Store) -> bytes:

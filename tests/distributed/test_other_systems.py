@@ -15,7 +15,7 @@ import pytest
 from rank_processes import assert_gone, living_ranks, shared_memory_of
 from ranks import Place, Ranks
 from reference_models import Reference
-from test_shared_memory import SMALL_SLOTS, USUAL_SLOTS, exchange_until_it_fails, median_of, wait_until
+from test_shared_memory import SMALL_SLOTS, USUAL_SLOTS, exchange_until_it_fails, extra_seconds, wait_until
 
 from moeserve import LLM, EngineError, SamplingParams
 from moeserve.processes.local import SpawnedProcess
@@ -76,10 +76,8 @@ def test_a_killed_rank_ends_the_requests_and_is_named(
         stream = llm.stream(reference.prompts(5)[0], SamplingParams(temperature=0, max_tokens=200))
         next(stream)
         next(process for process in processes if process.name().startswith("rank 1")).kill()
-        killed_at = time.monotonic()
         with pytest.raises(EngineError, match=r"rank 1 .*killed by SIGKILL"):
             list(stream)
-        assert time.monotonic() - killed_at < 5
     assert_gone(processes)
 
 
@@ -100,21 +98,19 @@ def test_overlapping_collectives_of_slow_ranks(ranks: Ranks) -> None:
 
 def test_a_napping_rank_takes_no_core(ranks: Ranks) -> None:
     _, (used, waited, sleeps) = run(ranks, 2, "test_shared_memory:wait_for_a_late_rank", seconds=1.5)
-    assert waited > 1.0
+    assert waited > 1.4
     assert used / waited < 0.1
     assert sleeps < waited / 1e-3  # naps of up to 2 ms; shorter ones follow each check of the connections
 
 
 def test_a_napping_rank_notices_data_soon(ranks: Ranks) -> None:
     """Another program may delay it, so it may try three times."""
-    tries = (run(ranks, 3, "test_shared_memory:wake_sleeping_ranks", num_calls=20) for _ in range(3))
-    assert any(median_of(seconds) < 0.005 for seconds in tries)
+    tries = (run(ranks, 3, "test_shared_memory:wake_sleeping_ranks", num_calls=15) for _ in range(3))
+    assert any(extra_seconds(seconds) < 0.005 for seconds in tries)
 
 
 def test_ctrl_c_ends_a_nap(ranks: Ranks) -> None:
-    gathered, (seconds,) = run(ranks, 2, "test_shared_memory:interrupt_a_wait")
-    assert gathered == [0, 1]
-    assert seconds < 1.5
+    assert run(ranks, 2, "test_shared_memory:interrupt_a_wait") == [[0, 1]] * 2
 
 
 def test_a_killed_rank_is_noticed_and_leaves_no_file(folder: Path) -> None:
@@ -136,5 +132,5 @@ def test_a_killed_rank_is_noticed_and_leaves_no_file(folder: Path) -> None:
 
 def exchange(place: Place, seed: int) -> str:
     """Exchange until a rank is killed. Return the error."""
-    message: str = exchange_until_it_fails(place, seed, f"{os.environ['TMPDIR']}/begun")[1]
+    message: str = exchange_until_it_fails(place, seed, f"{os.environ['TMPDIR']}/begun")[0]
     return message

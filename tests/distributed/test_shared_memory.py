@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 import resource
@@ -11,6 +12,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,13 +20,14 @@ from unittest import mock
 import pytest
 import torch
 from collective_checks import same_bytes
-from joining import join
+from joining import join, patient_reports, store_of
 from rank_processes import shared_memory_of
 from ranks import Place, Ranks
 from test_handshake import listening_names
 from torch import Tensor
+from torch.distributed import Store
 
-from moeserve.distributed import shared_memory
+from moeserve.distributed import handshake, shared_memory
 from moeserve.distributed.coordinator import GroupCoordinator, PendingTensor
 from moeserve.distributed.transport import sum_in_tree
 from moeserve.errors import DistributedError
@@ -179,7 +182,7 @@ def begin_without_waiting(place: Place) -> list[int]:
 
 def test_a_waiting_rank_sleeps(ranks: Ranks) -> None:
     _, (used, waited, sleeps) = ranks.run(2, "test_shared_memory:wait_for_a_late_rank", seconds=1.5)
-    assert waited > 1.0
+    assert waited > 1.4
     assert used / waited < 0.1  # a rank that spins has a third of a core or more, even on a busy machine
     assert (
         sleeps < waited / 0.01
@@ -188,13 +191,15 @@ def test_a_waiting_rank_sleeps(ranks: Ranks) -> None:
 
 def wait_for_a_late_rank(place: Place, seconds: float) -> list[float]:
     """Return of a wait: the CPU seconds, the seconds, how often the process went to sleep."""
-    group = join(place).world
+    group, store = join(place).world, store_of(place)
     group.barrier()
     if place.rank == 0:
+        store.wait(["waits"])
         time.sleep(seconds)
         group.barrier()
         return []
     used, began, slept = time.process_time(), time.monotonic(), sleeps_of_this_process()
+    store.set("waits", "")
     group.barrier()
     return [time.process_time() - used, time.monotonic() - began, sleeps_of_this_process() - slept]
 
@@ -205,75 +210,77 @@ def sleeps_of_this_process() -> int:
 
 def test_a_sleeping_rank_is_woken(ranks: Ranks) -> None:
     """Data wakes it, not its next check of the connections. Another program may delay it, so it may try three times."""
-    tries = (ranks.run(3, "test_shared_memory:wake_sleeping_ranks", num_calls=20) for _ in range(3))
-    assert any(median_of(seconds) < 0.005 for seconds in tries)
+    tries = (ranks.run(3, "test_shared_memory:wake_sleeping_ranks", num_calls=15) for _ in range(3))
+    assert any(extra_seconds(seconds) < 0.005 for seconds in tries)
 
 
-def median_of(seconds: list[list[float]]) -> float:
-    return statistics.median(each for of_rank in seconds for each in of_rank)
+def extra_seconds(by_rank: list[list[list[float]]]) -> float:
+    """Return by how much the usual wake-up through shared memory takes longer than the one through gloo's sockets."""
+    shared, gloo = (statistics.median(itertools.chain(*seconds)) for seconds in zip(*by_rank, strict=True))
+    return shared - gloo
 
 
-def wake_sleeping_ranks(place: Place, num_calls: int) -> list[float]:
-    """Return the seconds from the last rank's call to the end of each collective on the ranks that called earlier."""
-    group = join(place).world
+def wake_sleeping_ranks(place: Place, num_calls: int) -> list[list[float]]:
+    """Return the seconds from the last rank's call to the end of each collective on the ranks that called earlier.
+
+    On a busy machine all wake-ups take longer, so collectives in shared memory alternate with those of gloo.
+    """
+    groups = [join(place, scope=name, transport=name).world for name in ("auto", "gloo")]
     dice = random.Random(7)
-    seconds = []
+    seconds: list[list[float]] = [[], []]
     for _ in range(num_calls):
-        delays = [dice.random() * 0.1 for _ in range(place.num_ranks)]
-        group.barrier()
-        time.sleep(delays[place.rank])
-        called = group.all_gather(torch.tensor([time.time()], dtype=torch.float64), [1] * place.num_ranks)
-        if int(called.argmax()) != place.rank:
-            seconds.append(time.time() - float(called.max()))
+        for group, of_group in zip(groups, seconds, strict=True):
+            delays = [dice.random() * 0.1 for _ in range(place.num_ranks)]
+            group.barrier()
+            time.sleep(delays[place.rank])
+            called = group.all_gather(torch.tensor([time.time()], dtype=torch.float64), [1] * place.num_ranks)
+            if int(called.argmax()) != place.rank:
+                of_group.append(time.time() - float(called.max()))
     return seconds
 
 
 def test_ctrl_c_ends_a_wait(ranks: Ranks) -> None:
-    gathered, (seconds,) = ranks.run(2, "test_shared_memory:interrupt_a_wait")
-    assert gathered == [0, 1]
-    assert seconds < 1.5
+    assert ranks.run(2, "test_shared_memory:interrupt_a_wait") == [[0, 1]] * 2
 
 
-def interrupt_a_wait(place: Place) -> list[float]:
-    """Interrupt the wait on rank 1. The collective completes all the same."""
-    group = join(place).world
+def interrupt_a_wait(place: Place) -> list[int]:
+    """Interrupt the wait on rank 1. The collective completes all the same, after the interrupt has ended the wait."""
+    group, store = join(place).world, store_of(place)
     group.barrier()
     if place.rank == 0:
-        time.sleep(2.0)
+        store.wait(["interrupted"])
     pending = group.begin_all_gather(torch.tensor([place.rank]), [1, 1])
-    if place.rank == 0:
-        return pending.wait().tolist()
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
-    threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-    began = time.monotonic()
-    try:
-        with pytest.raises(KeyboardInterrupt):
+    if place.rank == 1:
+
+        def wait_for_interrupt() -> None:
+            threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
             pending.wait()
-        seconds = time.monotonic() - began
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    assert pending.wait().tolist() == [0, 1]
-    return [seconds]
+
+        handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                wait_for_interrupt()
+        finally:
+            signal.signal(signal.SIGINT, handler)
+        store.set("interrupted", "")
+    return pending.wait().tolist()
 
 
 def test_a_rank_with_all_its_data_blocks_nobody(ranks: Ranks) -> None:
-    seconds = ranks.run(3, "test_shared_memory:send_past_a_sleeping_rank", num_bytes=20 * 2**20)
-    assert max(seconds) < 0.9
+    ranks.run(3, "test_shared_memory:send_past_an_absent_rank", num_bytes=20 * 2**20)
 
 
-def send_past_a_sleeping_rank(place: Place, num_bytes: int) -> float:
-    """Exchange more than fits into the slots between ranks 0 and 1, while rank 2 has its byte and sleeps."""
-    group = join(place).world
+def send_past_an_absent_rank(place: Place, num_bytes: int) -> None:
+    """Exchange more than fits into the slots between ranks 0 and 1. Rank 2 has its bytes, and waits for their end."""
+    group, store = join(place).world, store_of(place)
     group.barrier()
     sizes = {0: [0, num_bytes, 1], 1: [num_bytes, 0, 1], 2: [1, 1, 0]}
-    began = time.monotonic()
     x = torch.zeros(sum(sizes[place.rank]), dtype=torch.uint8)
     group.all_to_all(x, sizes[place.rank], [sizes[other][place.rank] for other in range(3)]).wait()
-    seconds = time.monotonic() - began
     if place.rank == 2:
-        time.sleep(1.0)
+        store.wait(["end/0", "end/1"])
+    store.set(f"end/{place.rank}", "")
     group.barrier()
-    return seconds
 
 
 # ---- failures
@@ -288,7 +295,7 @@ def test_different_collectives_fail(ranks: Ranks, first: str, second: str) -> No
 
 
 def call_different(place: Place, operations: list[str]) -> str:
-    group = join(place, timeout_s=1.0).world
+    group, store = join(place).world, store_of(place)
     x = torch.ones(8)
     try:
         for operation in operations[place.rank], "sum":
@@ -302,33 +309,38 @@ def call_different(place: Place, operations: list[str]) -> str:
                 case "nothing":
                     group.all_to_all(x[:0], [0, 0], [0, 0]).wait()
     except DistributedError as error:
-        time.sleep(1.2)  # stay connected
+        stay_until_all_have_failed(place, store)
         return str(error)
     return ""
 
 
+def stay_until_all_have_failed(place: Place, store: Store) -> None:
+    """Stay connected, so that others notice the failure itself."""
+    store.set(f"failed/{place.rank}", "")
+    store.wait([f"failed/{rank}" for rank in range(place.num_ranks)], timedelta(seconds=50))
+
+
 def test_a_rank_that_failed_is_not_waited_for(ranks: Ranks) -> None:
-    (_, first), (seconds, second), (_, third) = ranks.run(3, "test_shared_memory:fail_and_stay")
-    assert "within 0.5 s, no data from rank 2" in first
+    first, second, third = ranks.run(3, "test_shared_memory:fail_and_stay")
+    assert "within 2 s, no data from rank 2" in first
     assert "collective 4) failed: rank 0 closed its connection" in second
     assert "failed: rank 0 closed its connection" in third
-    assert seconds < 3
 
 
-def fail_and_stay(place: Place) -> list[Any]:
+def fail_and_stay(place: Place) -> str:
     """Let rank 2 be late. Rank 0 has failed by then, but stays connected."""
-    group = join(place, timeout_s=[0.5, 30.0, 30.0][place.rank]).world
+    group, store = join(place, timeout_s=[2.0, 50.0, 50.0][place.rank]).world, store_of(place)
     group.barrier()
-    began = time.monotonic()
     if place.rank == 2:
-        time.sleep(1.0)
+        store.wait(["failed/0"])
+    message = ""
     try:
         for _ in range(2):
             group.all_to_all(torch.ones(2), [1, 1, 0], [[1, 1, 1], [1, 1, 1], [0, 0, 0]][place.rank]).wait()
     except DistributedError as error:
-        message, seconds = str(error), time.monotonic() - began
-    time.sleep(max(0.0, 3.0 - seconds))
-    return [seconds, message]
+        message = str(error)
+    stay_until_all_have_failed(place, store)
+    return message
 
 
 def test_a_killed_rank_is_named_at_once_and_nothing_is_left(tmp_path: Path) -> None:
@@ -339,14 +351,12 @@ def test_a_killed_rank_is_named_at_once_and_nothing_is_left(tmp_path: Path) -> N
         run = own.start(4, "test_shared_memory:exchange_until_it_fails", seed=seed, folder=str(tmp_path))
         wait_until(lambda: len(os.listdir(tmp_path)) == 4)
         time.sleep(dice.random() * 0.5)
-        killed_at = time.time()
         run.processes[victim].kill()
         outcomes = run.outcomes()
         for rank in {0, 1, 2, 3} - {victim}:
             assert outcomes[rank].error is None, outcomes[rank].error
-            failed_at, message, used, left = outcomes[rank].value
+            message, used, left = outcomes[rank].value
             assert f"No failure report from rank {victim}:" in message, message
-            assert 0 <= failed_at - killed_at < 2.5
             assert used == [4, 0]  # memories of four ranks, once for all groups: mapped, and their files closed
             assert left == [0, 0]
         assert shared_memory_of(process.pid for process in run.processes) == []
@@ -355,15 +365,18 @@ def test_a_killed_rank_is_named_at_once_and_nothing_is_left(tmp_path: Path) -> N
 
 
 def test_ranks_killed_at_any_moment_leave_nothing(tmp_path: Path) -> None:
-    """Also during the handshake: kill them at several moments after the first rank has a memory."""
+    """Also while they listen in the handshake: kill them at several moments after the first rank has a memory."""
     names: set[bytes] = set()
-    for moment in (0.0, 0.004, 0.05):
+    for moment in (None, 0.0, 0.004, 0.05):
         own = Ranks()
         try:
-            run = own.start(2, "test_shared_memory:exchange_until_it_fails", seed=0, folder=str(tmp_path))
+            function = "listen_for_ever" if moment is None else "exchange_until_it_fails"
+            run = own.start(2, f"test_shared_memory:{function}", seed=0, folder=str(tmp_path))
             pids = [process.pid for process in run.processes]
             wait_until(lambda pids=pids: any(sum(memories_of(pid)) for pid in pids))  # type: ignore[misc]
-            time.sleep(moment)
+            if moment is None:
+                wait_until(lambda pids=pids: listening_names(pids))  # type: ignore[misc]
+            time.sleep(moment or 0.0)
             names |= listening_names(pids)
             for process in run.processes:
                 process.kill()
@@ -375,25 +388,33 @@ def test_ranks_killed_at_any_moment_leave_nothing(tmp_path: Path) -> None:
     assert not names & listening_names()
 
 
+def listen_for_ever(place: Place, seed: int, folder: str) -> None:
+    """Stay in the handshake."""
+    with mock.patch.object(handshake._Handshake, "connect_all", side_effect=lambda: time.sleep(600)):
+        join(place)
+
+
 def exchange_until_it_fails(place: Place, seed: int, folder: str) -> list[Any]:
-    """Return when it failed, the error, and the memories of this process before and after leaving."""
-    groups = join(place)
+    """Return the error, and the memories of this process before and after leaving. No time limit ends the exchange."""
+    groups = join(place, timeout_s=600.0)
     group = groups.ep
     (Path(folder) / f"{place.rank}").touch()  # it has begun
     own_dice = random.Random(f"{seed} {place.rank}")
     x = torch.ones(4000 * place.num_ranks)
-    try:
+
+    def exchange() -> None:
         while True:
             if own_dice.random() < 0.05:
                 time.sleep(0.01 * own_dice.random())
             group.reduce_scatter(x[: place.num_ranks], [1] * place.num_ranks)
             group.all_to_all(x, [4000] * place.num_ranks, [4000] * place.num_ranks).wait()
             group.reduce_scatter(x, [4000] * place.num_ranks)
-    except DistributedError as error:
-        failed_at, message = time.time(), str(error)
+
+    with patient_reports(), pytest.raises(DistributedError) as failure:
+        exchange()
     used = memories_of(os.getpid())
     groups.leave("the test is over")
-    return [failed_at, message, used, memories_of(os.getpid())]
+    return [str(failure.value), used, memories_of(os.getpid())]
 
 
 def memories_of(pid: int) -> list[int]:
@@ -405,7 +426,7 @@ def memories_of(pid: int) -> list[int]:
     return [Path(f"/proc/{pid}/maps").read_text().count("memfd:moeserve"), num_open]
 
 
-def wait_until(condition: Callable[[], bool], within_s: float = 30.0) -> None:
+def wait_until(condition: Callable[[], object], within_s: float = 30.0) -> None:
     deadline = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < deadline
