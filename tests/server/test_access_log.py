@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import re
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -31,7 +32,12 @@ def test_each_request_has_one_line(server: RunningServer, log: io.StringIO) -> N
         body = {"model": MODEL, "prompt": "One, two,", "max_tokens": 3}
         http.post("/v1/completions", json=body, headers={"x-request-id": "first"})
         http.get("/none%0A2026-01-01 127.0.0.1", headers={"x-request-id": "a b"})
-    lines = log.getvalue().splitlines()
+        http.get("/health", headers={"x-request-id": "last"})
+    deadline = time.monotonic() + 60
+    while not log.getvalue().endswith(" last\n"):  # a line is written after the answer was sent
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    *lines, _ = log.getvalue().splitlines()
     expected = (
         rf'{TIME} 127\.0\.0\.1 "POST /v1/completions" 200 \d+\.\d{{3}} s first',
         rf'{TIME} 127\.0\.0\.1 "GET /none%0A2026-01-01%20127.0.0.1" 404 \d+\.\d{{3}} s [0-9a-f]{{24}}',

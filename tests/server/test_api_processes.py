@@ -90,5 +90,5 @@ def test_a_server_whose_api_processes_fail_again_and_again_ends(server: ServerPr
     for index in range(1, 4):
         wait_until(lambda name=f"API process {index}": name in api_processes(server))
         api_processes(server)[f"API process {index}"].send_signal(signal.SIGKILL)
-    assert server.wait(20) == 1
+    assert server.wait(60) == 1
     assert "API process 3: killed by SIGKILL" in server.errors()

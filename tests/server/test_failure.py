@@ -16,8 +16,8 @@ from moeserve import AsyncLLM
 
 pytestmark = pytest.mark.ranks
 
-SECONDS_TO_TURN = 2.0
-SECONDS_TO_RECOVER = 30.0
+SECONDS_TO_TURN = 60.0
+SECONDS_TO_RECOVER = 120.0
 PROMPTS = [[3, 5, 7, index] for index in range(6)]
 
 

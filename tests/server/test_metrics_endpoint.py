@@ -72,7 +72,7 @@ def test_a_request_whose_client_hangs_up_counts_as_aborted(server: RunningServer
     before = samples(server)[series]
     with server.openai().completions.create(model=MODEL, prompt="One", max_tokens=900, stream=True) as stream:
         next(iter(stream))
-    deadline = time.monotonic() + 20.0
+    deadline = time.monotonic() + 60.0
     while samples(server)[series] == before and time.monotonic() < deadline:
         time.sleep(0.05)
     assert samples(server)[series] - before == 1
@@ -86,7 +86,7 @@ def test_replicas_have_metrics_of_their_own(two_replicas: RunningServer) -> None
     async def answers() -> list[int]:
         made = [
             client.completions.create(
-                model=MODEL, prompt=[7, number], max_tokens=3 + 2 * number, extra_body={"ignore_eos": True}
+                model=MODEL, prompt=[7, number], max_tokens=30 + 2 * number, extra_body={"ignore_eos": True}
             )
             for number in range(5)
         ]
@@ -104,12 +104,12 @@ def test_replicas_have_metrics_of_their_own(two_replicas: RunningServer) -> None
         counts = zip(of_replicas("iteration_tokens_total_count"), of_replicas("replica_idle_steps_total"), strict=True)
         return {with_tokens + idle for with_tokens, idle in counts}
 
-    deadline = time.monotonic() + 20.0
+    deadline = time.monotonic() + 60.0
     while len(num_steps()) > 1 and time.monotonic() < deadline:  # an idle replica sends its totals once in a second
         time.sleep(0.1)
         found = samples(two_replicas)
     (steps,) = num_steps()
-    assert steps >= 3 + 2 * 4
+    assert steps >= 30 + 2 * 4
     assert sum(of_replicas("replica_idle_steps_total")) > 0
     assert sum(of_replicas("prompt_tokens_total") + of_replicas("generation_tokens_total")) == num_tokens
     for name in ("prompt_tokens_total", "time_to_first_token_seconds_count", "agreement_seconds_total"):

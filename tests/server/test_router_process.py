@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import threading
 from collections.abc import AsyncIterator
@@ -17,7 +18,7 @@ from starlette.responses import Response, StreamingResponse
 
 from moeserve.cli import main
 
-SECONDS = 10.0
+SECONDS = 60.0
 BODY = {"prompt": "x"}
 
 
@@ -42,7 +43,7 @@ def test_requests_in_flight_are_answered_after_sigterm() -> None:
             assert next(parts) == b"first, "
             router.send_signal(signal.SIGTERM)
             router.wait_for_readiness(503, SECONDS)
-            refusal = httpx.post(f"{router.url}/v1/completions", json=BODY)
+            refusal = httpx.post(f"{router.url}/v1/completions", json=BODY, timeout=SECONDS)
             assert (refusal.status_code, refusal.headers["retry-after"]) == (503, "10")
             rest.set()
             assert b"".join(parts) == b"and the rest"
@@ -58,16 +59,24 @@ def test_requests_are_cut_off_after_the_drain_timeout(first: bytes) -> None:
         ThreadPoolExecutor(1) as thread,
     ):
         decode.behaviour = waiting_for_hang_up(decode, first)
-        answer = thread.submit(httpx.post, f"{router.url}/v1/completions", json=BODY, timeout=SECONDS)
-        while not decode.received:
-            assert not answer.done()
+        received: list[bytes] = []
+
+        def ask() -> None:
+            with httpx.stream("POST", f"{router.url}/v1/completions", json=BODY, timeout=SECONDS) as answer:
+                received.extend(answer.iter_raw())
+
+        asked = thread.submit(ask)
+        while not (received if first else decode.received):
+            assert not asked.done()
             threading.Event().wait(0.01)
         router.send_signal(signal.SIGTERM)
         if first:
             with pytest.raises(httpx.RemoteProtocolError):
-                answer.result(SECONDS)
+                asked.result(SECONDS)
+            assert received == [first]
         else:
-            assert answer.result(SECONDS).json()["error"]["type"] == "service_unavailable_error"
+            asked.result(SECONDS)
+            assert json.loads(b"".join(received))["error"]["type"] == "service_unavailable_error"
         assert decode.hang_ups.acquire(timeout=SECONDS)
         assert router.wait(SECONDS) == 0
     assert "Traceback" not in router.errors()

@@ -47,11 +47,11 @@ def test_the_size_changes_while_the_server_answers(tmp_path: Path, num_processes
             answers = threads.map(complete, range(8))
             assert scale(server, size) == (200, {"data_parallel_size": size})
             assert set(answers) == {expected}
-            assert len(living_ranks(server.pid)) == size
-            deadline = time.monotonic() + 5
+            wait_until(lambda size=size: len(living_ranks(server.pid)) == size)
+            deadline = time.monotonic() + 60
             while True:
-                text = httpx.get(f"{server.url}/metrics", headers=HEADERS).text
-                status = httpx.get(f"{server.url}/status", headers=HEADERS).json()
+                text = httpx.get(f"{server.url}/metrics", headers=HEADERS, timeout=60).text
+                status = httpx.get(f"{server.url}/status", headers=HEADERS, timeout=60).json()
                 if len(replicas_in(text)) == len(status["replicas"]) == size:
                     break
                 assert time.monotonic() < deadline, (text, status)

@@ -6,6 +6,7 @@ import asyncio
 import collections
 import contextlib
 import random
+import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -17,7 +18,6 @@ import pytest
 from running_server import MODEL, RunningServer, running
 
 from moeserve import AsyncLLM
-from moeserve.engine.core import EngineCore
 from moeserve.errors import SettingsError
 from moeserve.server.admission import Admission
 from moeserve.server.errors import ApiError
@@ -59,23 +59,39 @@ def test_key_files(tmp_path: Path) -> None:
         Keys.read(["two words"], None)
 
 
-def test_a_full_queue_is_answered_at_once(llm: AsyncLLM) -> None:
+def test_a_full_queue_is_answered_at_once(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No request is generated before others are refused."""
+    num_requests, num_served = 30, 10 + 4  # max_num_seqs, a quarter more, and those that wait
+    num_refused, are_refused, generate = 0, threading.Event(), llm.generate
+
+    async def held_up(*args: Any) -> AsyncIterator[Any]:
+        while not are_refused.is_set():
+            await asyncio.sleep(0.01)
+        async with contextlib.aclosing(generate(*args)) as outputs:
+            async for output in outputs:
+                yield output
+
+    monkeypatch.setattr(llm, "generate", held_up)
     with running(llm, max_waiting=4) as server:
 
         async def run() -> list[int]:  # seconds to wait; 0: an answer
             async with server.async_openai() as client:
 
                 async def ask() -> int:
+                    nonlocal num_refused
                     try:
-                        await client.chat.completions.create(**LONG | {"max_tokens": 40}, messages=QUESTION)
+                        await client.chat.completions.create(**LONG | {"max_tokens": 4}, messages=QUESTION)
                     except openai.RateLimitError as error:
+                        num_refused += 1
+                        if num_refused == num_requests - num_served:
+                            are_refused.set()
                         return int(error.response.headers["retry-after"])
                     return 0
 
-                return await asyncio.gather(*(ask() for _ in range(30)))
+                return await asyncio.gather(*(ask() for _ in range(num_requests)))
 
         seconds = asyncio.run(run())
-        assert seconds.count(0) == 10 + 4  # max_num_seqs, a quarter more, and those that wait
+        assert seconds.count(0) == num_served
         assert all(1 <= each <= 60 for each in seconds if each)
 
 
@@ -232,25 +248,20 @@ def test_cancelled_waiting_requests_leave_no_trace() -> None:
     asyncio.run(run())
 
 
-def free_blocks(server: RunningServer) -> int:
-    engine = server.llm.session.engine
-    assert isinstance(engine, EngineCore)
-    (num_free,) = engine.num_free_blocks
-    return num_free
-
-
-def wait_for_all_blocks(server: RunningServer, num_free: int) -> None:
-    deadline = time.monotonic() + 20
-    while free_blocks(server) != num_free or server.service.admission.num_running:
+def wait_for_all_blocks(server: RunningServer) -> None:
+    session = server.llm.session
+    deadline = time.monotonic() + 60
+    while (
+        session.engine.replica_stats[0].num_free_blocks < session.engine.num_blocks
+        or server.service.admission.num_running
+        or session.frontend._prompts
+    ):
         assert time.monotonic() < deadline, "a request was not ended"
         time.sleep(0.01)
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_a_client_that_hangs_up_frees_its_blocks(server: RunningServer, is_stream: bool) -> None:
-    with server.http() as http:
-        http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})
-    num_free = free_blocks(server)
     chance = random.Random(3)
 
     async def ask(client: openai.AsyncOpenAI) -> None:
@@ -267,5 +278,4 @@ def test_a_client_that_hangs_up_frees_its_blocks(server: RunningServer, is_strea
             await asyncio.gather(*tasks, return_exceptions=True)
 
     asyncio.run(run())
-    wait_for_all_blocks(server, num_free)
-    assert not server.llm.session.frontend._prompts
+    wait_for_all_blocks(server)

@@ -74,8 +74,9 @@ def values(attributes: Any) -> dict[str, Any]:
 
 
 def spans(server: RunningServer, received: Received) -> list[tuple[dict[str, Any], Span]]:
-    """Return all spans that have ended."""
+    """Return all spans, once the server has ended with its requests."""
     assert server.tracing is not None
+    server.stop()
     server.tracing.close()
     return list(received.queue)
 
@@ -134,8 +135,6 @@ def test_a_failed_request_and_a_hang_up_are_named(traced: tuple[RunningServer, R
         assert http.post("/v1/completions", json={"model": MODEL, "prompt": "word " * 2000}).status_code == 400
     with server.openai().completions.create(model=MODEL, prompt="One", max_tokens=900, stream=True) as stream:
         next(iter(stream))
-    while server.service.admission.num_running:
-        pass
     failed, ended = (values(span.attributes) for _, span in spans(server, received))
     assert failed["error.type"] == "400"
     assert ended["error.type"] == "client_disconnected"
