@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from moeserve.bench.gpu.check import CODES_SLACK, Case, Operation, in_order
-from moeserve.bench.gpu.costs import DEEPSEEK_V3_ROUTER, VOCAB_SIZES, Work
+from moeserve.bench.gpu.attention_cases import ATTENTION_CASES
+from moeserve.bench.gpu.check import CODES_SLACK, Case, Operation, crossed, in_order
+from moeserve.bench.gpu.costs import DEEPSEEK_V3_ROUTER
 from moeserve.bench.gpu.entry_cases import ENTRY_CASES
 from moeserve.bench.gpu.expert_cases import EXPERT_CASES
 from moeserve.bench.gpu.inputs import Source, draw_rows
-from moeserve.bench.gpu.layer_cases import ATTENTION_CASES, crossed
-from moeserve.bench.gpu.state_cases import STATE_CASES
 from moeserve.ops.interfaces import Kernels, Keys, PairKernels, RouterConfig
 from moeserve.ops.torch.table import TORCH_KERNELS
-from moeserve.triton_kernels import activation
 
 # T tokens, D width, N heads, H head size, R rows, V vocabulary, W fields of settings, E experts, K experts per token
 
@@ -31,6 +27,10 @@ ROUTERS = {
     "DeepSeek-V3": DEEPSEEK_V3_ROUTER,
     "gpt-oss": RouterConfig(num_experts=32, top_k=4, scoring="softmax_of_chosen", has_bias=True),
 }
+SMALL_NORMS, NORMS = [(3, 40), (2, 130)], [(1, 4096), (129, 2048), (64, 2880), (33, 7168), (4096, 4096)]
+ROWS = [(64, 4096), (8192, 4096)]
+WIDTHS = 32000, 151936  # vocabularies of Mixtral-8x7B and Qwen3-30B-A3B
+FILTERS = [(0, 1.0, 0.0), (20, 1.0, 0.0), (0, 0.9, 0.0), (0, 1.0, 0.05), (50, 0.8, 0.01)]  # top_k, top_p, min_p
 
 
 def draw_norm(source: Source, *shape: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -40,24 +40,21 @@ def draw_norm(source: Source, *shape: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def rms_norm(source: Source, num_rows: int, width: int) -> Case:
     x_TD, _, weight_D = draw_norm(source, num_rows, width)
-    call = lambda kernels, *inputs: kernels.rms_norm(*inputs, EPSILON)  # noqa: E731
-    return Case(call, (x_TD, weight_D), is_beside_torch=True)
+    return Case(lambda kernels, *inputs: kernels.rms_norm(*inputs, EPSILON), (x_TD, weight_D), is_beside_torch=True)
 
 
 def add_rms_norm(source: Source, num_rows: int, width: int) -> Case:
-    call = lambda kernels, *inputs: kernels.add_rms_norm(*inputs, EPSILON)  # noqa: E731
-    return Case(call, draw_norm(source, num_rows, width), is_beside_torch=True)
+    inputs = draw_norm(source, num_rows, width)
+    return Case(lambda kernels, *inputs: kernels.add_rms_norm(*inputs, EPSILON), inputs, is_beside_torch=True)
 
 
 def rms_norm_in_place(source: Source, num_rows: int, num_heads: int, size: int) -> Case:
     """Normalise some heads of a fused projection; the others must not change."""
-
-    def call(kernels: Kernels, heads_TNH: Tensor, weight_H: Tensor) -> Tensor:
-        kernels.rms_norm_in_place(heads_TNH[:, :-3], weight_H, EPSILON)
-        return heads_TNH
-
     heads_TNH, _, weight_H = draw_norm(source, num_rows, num_heads + 3, size)
-    return Case(call, (heads_TNH, weight_H))
+    return Case(
+        lambda kernels, heads, weight: (kernels.rms_norm_in_place(heads[:, :-3], weight, EPSILON), heads),
+        (heads_TNH, weight_H),
+    )
 
 
 def quantize_rms_norm(source: Source, num_rows: int, width: int, is_added: bool) -> Case:
@@ -77,29 +74,19 @@ def quantize_rms_norm(source: Source, num_rows: int, width: int, is_added: bool)
 
 def quantize_rows(source: Source, num_rows: int, width: int) -> Case:
     """Quantise rows that lose nothing."""
-
-    def call(kernels: Kernels, rows_TD: Tensor) -> Any:
-        return rows_TD if kernels.quantize_rows is None else kernels.quantize_rows(rows_TD)
-
-    return Case(call, (draw_rows(source, num_rows, width, is_fp8=True),))
-
-
-def activate(source: Source, num_rows: int, width: int) -> Case:
-    def call(kernels: Kernels, rows_TO: Tensor) -> Tensor:
-        if kernels.name == "torch":
-            gate, up = rows_TO.chunk(2, dim=-1)
-            return functional.silu(gate) * up
-        return activation.activate(rows_TO, "swiglu")
-
-    return Case(call, (source.normal(num_rows, 2 * width),), is_beside_torch=True)
+    quantize = lambda kernels: kernels.quantize_rows or (lambda rows: rows)  # noqa: E731
+    return Case(
+        lambda quantize, rows_TD: quantize(rows_TD), (draw_rows(source, num_rows, width, is_fp8=True),), quantize
+    )
 
 
 def route(source: Source, name: str, num_tokens: int, width: int, is_ordered: bool = False) -> Case:
     """Route. For the few tokens for which rounding may select other experts, torch's weights are compared."""
     config = ROUTERS[name]
-    float32 = partial(source.normal, config.num_experts, dtype=torch.float32)
-    biases = (float32(scale=0.1) if is_used else None for is_used in (config.has_bias, config.has_correction))
-    inputs = (source.normal(num_tokens, width), float32(width, scale=width**-0.5), *biases)
+    correction_E = source.float32(config.num_experts, scale=0.1) if config.has_correction else None
+    bias_E = source.float32(config.num_experts, scale=0.1) if config.has_bias else None
+    weight_ED = source.float32(config.num_experts, width, scale=width**-0.5)
+    inputs = source.normal(num_tokens, width), weight_ED, bias_E, correction_E
 
     def defined(results: tuple[Tensor, Tensor], *inputs: Any) -> Any:
         (experts_TK, weights_TK), (torch_TK, torch_weights_TK) = results, TORCH_KERNELS.make_router(config)(*inputs)
@@ -107,39 +94,35 @@ def route(source: Source, name: str, num_tokens: int, width: int, is_ordered: bo
         are_enough = (~is_equal_T).float().mean() <= MOST_TIES
         return are_enough, torch.where(is_equal_T[:, None], weights_TK, torch_weights_TK)
 
-    work = Work(sum(each.nbytes for each in inputs if each is not None) + 12 * config.top_k * num_tokens)
-    made = lambda kernels: (in_order(kernels) if is_ordered else kernels).make_router(config)  # noqa: E731
-    return Case(lambda router, *inputs: router(*inputs), inputs, made, defined, is_beside_torch=True, work=work)
+    return Case(
+        lambda router, *inputs: router(*inputs),
+        inputs,
+        lambda kernels: (in_order(kernels) if is_ordered else kernels).make_router(config),
+        defined,
+        is_beside_torch=True,
+    )
 
 
-def order_and_sum(source: Source, num_tokens: int, top_k: int, num_experts: int, width: int) -> Case:
-    """Order, move and sum pairs, some of which belong to experts of other ranks."""
+def order_weigh_and_sum(source: Source, num_tokens: int, top_k: int, num_experts: int, width: int) -> Case:
+    """Order, move, weigh and sum pairs, some of which belong to experts of other ranks."""
     keys = Keys(num_experts - num_experts // 4, first=num_experts // 4)
     experts_TK = source.integers(0, num_experts, num_tokens, top_k)
     order_P, counts = TORCH_KERNELS.pairs.order(experts_TK, keys)
     used = slice(int(counts.sum()))
-    rows_TD, output_PD = source.normal(num_tokens, width), source.normal(num_tokens * top_k, width)
+    inputs = (
+        source.normal(num_tokens, width),
+        source.normal(num_tokens * top_k, width),
+        source.uniform(num_tokens, top_k),
+    )
 
     def call(pairs: PairKernels, rows_TD: Tensor, output_PD: Tensor, weights_TK: Tensor) -> Any:
         sum_TD = pairs.weighted_sum(output_PD[used], order_P[used], weights_TK, output_PD.dtype)
         gathered = pairs.gather(rows_TD, order_P, top_k)[used]
         moved = gathered, pairs.scatter(output_PD, order_P, len(output_PD))
-        return pairs.order(experts_TK, keys), pairs.sort(experts_TK, keys), moved, sum_TD
+        weighed = pairs.weigh(output_PD, weights_TK.flatten(), counts.sum(0, keepdim=True))[used]
+        return pairs.order(experts_TK, keys), pairs.sort(experts_TK, keys), moved, weighed, sum_TD
 
-    return Case(call, (rows_TD, output_PD, source.uniform(num_tokens, top_k)), lambda kernels: kernels.pairs)
-
-
-def weigh(source: Source, num_rows: int, width: int) -> Case:
-    """Multiply a quarter of the rows by weights; the other rows are unused."""
-    rows_RD, weights_R = source.normal(4 * num_rows, width), source.uniform(4 * num_rows)
-    return Case(
-        lambda pairs, *inputs: pairs.weigh(*inputs),
-        (rows_RD, weights_R, torch.tensor([num_rows], device=source.device)),
-        lambda kernels: kernels.pairs,
-        lambda results, *_: results[:num_rows],
-        is_beside_torch=True,
-        work=Work(rows_RD.nbytes / 2 + 4 * num_rows),
-    )
+    return Case(call, inputs, lambda kernels: kernels.pairs)
 
 
 def row_maximum(source: Source, num_rows: int, width: int) -> Case:
@@ -148,8 +131,8 @@ def row_maximum(source: Source, num_rows: int, width: int) -> Case:
 
 
 def choose_greedily(source: Source, num_rows: int, width: int) -> Case:
-    scores_RV, (settings_RW, _) = source.normal(num_rows, width, scale=3.0), source.settings(num_rows)
-    inputs = scores_RV, settings_RW, settings_RW[:, 0].contiguous()
+    settings_RW, _ = source.settings(num_rows)
+    inputs = source.normal(num_rows, width, scale=3.0), settings_RW, settings_RW[:, 0].contiguous()
     return Case(lambda kernels, *inputs: kernels.choose_tokens(*inputs), inputs)
 
 
@@ -161,9 +144,8 @@ def choose_tokens(source: Source, num_rows: int, width: int, top_k: int, top_p: 
     scores_RV = source.normal(num_rows, width, scale=3.0)
     scores_RV[:, ::7] = -torch.inf
     temperature_R = source.uniform(num_rows) * 1.5 + 0.3
-    settings_RW, uniform_R = source.settings(
-        num_rows, temperature=temperature_R.cpu().numpy(), top_k=top_k, top_p=top_p, min_p=min_p
-    )
+    filters: Any = dict(temperature=temperature_R.cpu().numpy(), top_k=top_k, top_p=top_p, min_p=min_p)
+    settings_RW, uniform_R = source.settings(num_rows, **filters)
     positions_R = torch.zeros(num_rows, dtype=torch.int64, device=source.device)
 
     def are_drawn(results: tuple[Tensor, Tensor], scores_RV: Tensor) -> Tensor:
@@ -194,9 +176,6 @@ def choose_tokens(source: Source, num_rows: int, width: int, top_k: int, top_p: 
     )
 
 
-SMALL_NORMS, NORMS = [(3, 40), (2, 130)], [(1, 4096), (129, 2048), (64, 2880), (33, 7168), (4096, 4096)]
-ROWS = [(64, 4096), (8192, 4096)]
-WIDTHS, FILTERS = VOCAB_SIZES.values(), [(0, 1.0, 0.0), (20, 1.0, 0.0), (0, 0.9, 0.0), (0, 1.0, 0.05), (50, 0.8, 0.01)]
 # The operations of a decode step in bf16 come first, so that a run that is cut short has checked them.
 CASES: dict[str, list[Operation]] = {
     **ATTENTION_CASES,
@@ -206,39 +185,32 @@ CASES: dict[str, list[Operation]] = {
         Operation(rms_norm_in_place, [(3, 2, 16)], [(4096, 32, 128), (5, 4, 64)]),
         Operation(
             quantize_rms_norm,
-            crossed([3], [130], [False, True]),
+            [(3, 130, False), (3, 130, True)],
             [(*shape, is_added) for shape in NORMS for is_added in (False, True)],
             [(*shape, True) for shape in ROWS],
         ),
         Operation(quantize_rows, SMALL_NORMS, NORMS, ROWS),
-        Operation(activate, SMALL_NORMS, NORMS, [(64, 14336), (8192, 14336)]),
     ],
     "pairs": [
         Operation(
-            order_and_sum,
+            order_weigh_and_sum,
             [(3, 2, 5, 40), (40, 3, 7, 17)],
             # Few tokens take a single launch.
             [(1, 8, 256, 7168), (64, 6, 64, 2048), (4096, 2, 8, 4096), (16384, 8, 128, 2048), (1000, 4, 32, 2880)],
-        ),
-        Operation(weigh, [(3, 40)], [(33, 7168), (1000, 2880)], ROWS),
+        )
     ],
     "routing": [
         Operation(
             route,
             [*crossed(ROUTERS, [12], [64]), ("gpt-oss", 12, 64, True)],
-            [
-                *crossed(ROUTERS, [4], [2048], [True]),
-                *crossed(ROUTERS, [4], [2048]),
-                *crossed(ROUTERS, [256, 32768], [64]),
-            ],
+            [*crossed(ROUTERS, [4], [2048], [True, False]), *crossed(ROUTERS, [256, 32768], [64])],
             crossed(["DeepSeek-V3"], [4, 64, 8192], [4096]),  # 4 tokens take one launch
         )
     ],
-    **STATE_CASES,
     **ENTRY_CASES,
     "tokens": [
         Operation(row_maximum, [(2, 3), (2, 300)], crossed([1, 64], WIDTHS), crossed([64], WIDTHS)),
-        Operation(choose_greedily, [(2, 3), (2, 300)], crossed([1, 64], WIDTHS)),
+        Operation(choose_greedily, [(2, 3), (2, 300)], crossed([1, 64], WIDTHS), crossed([64], WIDTHS)),
         Operation(
             choose_tokens,
             [(2, 40, *each) for each in FILTERS],

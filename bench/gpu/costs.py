@@ -9,19 +9,13 @@ from typing import Any, Literal
 
 import torch
 
-from moeserve.ops.interfaces import (
-    MXFP4_GROUP,
-    Activation,
-    AttentionShape,
-    ClampedSwiGLU,
-    RouterConfig,
-    SwiGLU,
-)
+from moeserve.ops.interfaces import MXFP4_GROUP, Activation, AttentionShape, ClampedSwiGLU, RouterConfig, SwiGLU
 
 Format = Literal["bf16", "fp8", "mxfp4"]
 Chunks = Sequence[tuple[int, int]]  # (rows, context length including them) of each request
 RESULT_SIZE = 2  # bytes: results are bf16 in all formats
 SCALE_BLOCK = 128  # values of a row, or rows and columns of a weight, that share a scale of 4 bytes
+WEIGHT_SIZES = {"bf16": 2.0, "fp8": 1.0, "mxfp4": 0.5}  # bytes without scales
 
 
 @dataclass(frozen=True)
@@ -44,41 +38,33 @@ class LatentShape:
     latent_size: int = 512
     rotary_size: int = 64
 
+    @property
+    def vector_size(self) -> int:
+        return self.latent_size + self.rotary_size
+
 
 def attention_shape(num_heads: int, num_kv_heads: int, head_size: int, **more: Any) -> AttentionShape:
-    return AttentionShape(
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_size=head_size,
-        scale=head_size**-0.5,
-        **{"dtype": torch.bfloat16} | more,
-    )
+    options = {"scale": head_size**-0.5, "dtype": torch.bfloat16} | more
+    return AttentionShape(num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=head_size, **options)
 
 
+CLAMPED = ClampedSwiGLU(alpha=1.702, limit=7.0)
 MOE_SHAPES = {
+    "Qwen3-30B-A3B": MoEShape(128, 2048, 768, 8),
     "Mixtral-8x7B": MoEShape(8, 4096, 14336, 2),
     "DeepSeek-V2-Lite": MoEShape(64, 2048, 1408, 6),
-    "Qwen3-30B-A3B": MoEShape(128, 2048, 768, 8),
-    "gpt-oss-20b": MoEShape(32, 2880, 2880, 4, ClampedSwiGLU(alpha=1.702, limit=7.0), has_bias=True),
+    "gpt-oss-20b": MoEShape(32, 2880, 2880, 4, CLAMPED, has_bias=True),
 }
 ATTENTION_SHAPES = {
-    "Mixtral-8x7B": attention_shape(32, 8, 128),
     "Qwen3-30B-A3B": attention_shape(32, 4, 128),
+    "Mixtral-8x7B": attention_shape(32, 8, 128),
     "gpt-oss-20b": attention_shape(64, 8, 64, window=128, has_sinks=True),
 }
 LATENT_SHAPES = {"DeepSeek-V2-Lite": LatentShape(16), "DeepSeek-V3": LatentShape(128)}
 DEEPSEEK_V3_ROUTER = RouterConfig(
-    num_experts=256,
-    top_k=8,
-    scoring="sigmoid",
-    num_groups=8,
-    num_chosen_groups=4,
-    experts_rating_group=2,
-    is_normalized=True,
-    scale=2.5,
-    has_correction=True,
-)
-VOCAB_SIZES = {"Mixtral-8x7B": 32000, "Qwen3-30B-A3B": 151936}
+    num_experts=256, top_k=8, scoring="sigmoid", num_groups=8, num_chosen_groups=4, experts_rating_group=2,
+    is_normalized=True, scale=2.5, has_correction=True,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -88,10 +74,6 @@ class GpuLimits:
     copy_bandwidth: float  # bytes/s, counting reads and writes
     bf16_rate: float  # operations/s of a dense product; a multiply-add counts as two
     fp8_rate: float
-    float32_rate: float = 67e12  # without tensor cores, as torch multiplies by default: not measured, H100's data sheet
-
-    def rate(self, format: Format) -> float:
-        return self.fp8_rate if format == "fp8" else self.bf16_rate
 
 
 @dataclass(frozen=True)
@@ -107,14 +89,15 @@ class Work:
 
     def bound_seconds(self, limits: GpuLimits) -> float:
         """Return the minimum time. Moving and computing overlap, so it is the longer of the two."""
-        return max(self.memory_seconds(limits), self.operations / limits.rate(self.format))
+        rate = limits.fp8_rate if self.format == "fp8" else limits.bf16_rate
+        return max(self.memory_seconds(limits), self.operations / rate)
 
 
 @dataclass(frozen=True)
 class Bar:
     """The minimum value that a figure should reach. A missed bar is reported, but does not fail the run."""
 
-    figure: Literal["fraction_of_memory_bound", "fraction_of_bound", "operations_per_second"]
+    figure: str  # name of a field of the row
     least: float
 
     def verdict(self, figures: dict[str, Any]) -> dict[str, Any]:
@@ -126,13 +109,20 @@ class Bar:
 
 def experts_work(shape: MoEShape, *, num_tokens: int, num_hit: int, format: Format) -> Work:
     """Return the work of a layer's experts: read `num_hit` experts and each token, and write each token's sum."""
-    num_blocks = [-(-size // SCALE_BLOCK) for size in (shape.hidden, shape.width)]
-    parameters, outputs = 3 * shape.hidden * shape.width, 2 * shape.width + shape.hidden
-    scale_bytes = {"bf16": 0.0, "fp8": 4.0 * 3 * math.prod(num_blocks), "mxfp4": parameters / MXFP4_GROUP}[format]
-    of_expert = parameters * {"bf16": 2.0, "fp8": 1.0, "mxfp4": 0.5}[format] + scale_bytes
-    of_expert += 2 * outputs * (shape.has_bias and format != "fp8")
-    num_bytes = num_hit * of_expert + 2 * num_tokens * shape.hidden * RESULT_SIZE
+    parameters = 3 * shape.hidden * shape.width
+    num_blocks = 3 * math.ceil(shape.hidden / SCALE_BLOCK) * math.ceil(shape.width / SCALE_BLOCK)
+    scale_bytes = {"bf16": 0.0, "fp8": 4.0 * num_blocks, "mxfp4": parameters / MXFP4_GROUP}[format]
+    bias_bytes = 2 * (2 * shape.width + shape.hidden) if shape.has_bias and format != "fp8" else 0
+    expert_bytes = parameters * WEIGHT_SIZES[format] + scale_bytes + bias_bytes
+    num_bytes = num_hit * expert_bytes + 2 * num_tokens * shape.hidden * RESULT_SIZE
     return Work(num_bytes, 2.0 * num_tokens * shape.top_k * parameters, format)
+
+
+def experts_bar(num_tokens: int, format: Format) -> Bar:
+    """Return the bar of a layer's experts: a fraction of the memory bound for few tokens, a rate for many."""
+    if num_tokens <= 128:
+        return Bar("fraction_of_memory_bound", 0.70 if num_tokens <= 16 else 0.85)
+    return Bar("operations_per_second", 1000e12 if format == "fp8" else 500e12)
 
 
 def attention_work(shape: AttentionShape | LatentShape, chunks: Chunks, *, is_float8: bool = False) -> Work:
@@ -144,17 +134,17 @@ def attention_work(shape: AttentionShape | LatentShape, chunks: Chunks, *, is_fl
         is_float8: keys and values are 8-bit floats, with a scale of 2 bytes for each head.
     """
     if isinstance(shape, LatentShape):
-        key_size, value_size, window = shape.latent_size + shape.rotary_size, shape.latent_size, None
-        per_position = key_size * RESULT_SIZE
+        key_size, value_size, window = shape.vector_size, shape.latent_size, None
+        position_bytes = key_size * RESULT_SIZE
     else:
         key_size, value_size, window = shape.head_size, shape.head_size, shape.window
-        per_position = 2 * shape.num_kv_heads * (key_size + 2 if is_float8 else key_size * RESULT_SIZE)
+        position_bytes = 2 * shape.num_kv_heads * (key_size + 2 if is_float8 else key_size * RESULT_SIZE)
+    row_size = shape.num_heads * (key_size + value_size)
     num_bytes = operations = 0
     for num_rows, context in chunks:
-        first = 0 if window is None else max(0, context - num_rows + 1 - window)
-        num_bytes += (context - first) * per_position
-        num_bytes += num_rows * shape.num_heads * (key_size + value_size) * RESULT_SIZE
-        operations += 2 * shape.num_heads * (key_size + value_size) * attended_positions(num_rows, context, window)
+        num_read = context if window is None else min(context, num_rows - 1 + window)
+        num_bytes += num_read * position_bytes + num_rows * row_size * RESULT_SIZE
+        operations += 2 * row_size * attended_positions(num_rows, context, window)
     return Work(num_bytes, operations)
 
 
@@ -162,10 +152,3 @@ def attended_positions(num_rows: int, context: int, window: int | None) -> int:
     """Return the number of pairs of a row and a position that the row attends to."""
     positions = range(context - num_rows + 1, context + 1)
     return sum(number if window is None else min(number, window) for number in positions)
-
-
-def experts_bar(num_tokens: int, format: Format) -> Bar:
-    """Return the bar of a layer's experts: a fraction of the memory bound for few tokens, a rate for many."""
-    if num_tokens <= 128:
-        return Bar("fraction_of_memory_bound", 0.70 if num_tokens <= 16 else 0.85)
-    return Bar("operations_per_second", 1000e12 if format == "fp8" else 500e12)

@@ -1,4 +1,4 @@
-"""Cases of attention to compressed entries and of hyper-connections, at the shapes of DeepSeek-V4."""
+"""Cases of layers that keep other state than keys and values, and of hyper-connections."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeserve.bench.gpu.check import Case, Operation
+from moeserve.bench.gpu.check import Case, Operation, crossed
 from moeserve.bench.gpu.costs import Work
-from moeserve.bench.gpu.inputs import Source
-from moeserve.bench.gpu.layer_cases import crossed
+from moeserve.bench.gpu.inputs import Source, draw_chosen
 from moeserve.ops.compressed_attention import CompressedCache, CompressedShape
 from moeserve.ops.hyper_connections import StreamsConfig, StreamsWeights
-from moeserve.ops.indexer import ChosenEntries
 from moeserve.ops.interfaces import Kernels
-from moeserve.step_inputs import StepInputs
+from moeserve.ops.linear_attention import LinearAttentionShape, LinearAttentionWeights
+from moeserve.ops.short_convolution import ConvolutionShape, ConvolutionWeights
+from moeserve.step_inputs import StateRows, StepInputs
 
-# T tokens, N query heads, H head size, m tokens of a window, X values and gates of a token, E entries of a block,
-# C entries that are chosen
+# T tokens, N query heads, H head size, m tokens of an entry, X values and gates of a token
 
-BLOCK_SIZE, SMALL_BLOCK_SIZE, NUM_STREAMS = 128, 8, 4
+# Tiles of tokens are multiplied in TF32, which cuts numbers off after 11 bits. Errors of all tokens add up in a state.
+TF32_SLACK = 2.0**-9
+BLOCK_SIZE, SMALL_BLOCK_SIZE = 128, 8
 FLASH = CompressedShape(
     num_heads=64, whole_num_heads=64, head_size=512, scale=512**-0.5, window=128, ratio=4, index_size=128
 )
@@ -35,97 +36,147 @@ SHAPES = {
     "small, all entries": dataclasses.replace(SMALL, ratio=5, index_size=None),
     "small, window": dataclasses.replace(SMALL, ratio=None, index_size=None),
 }
+STREAMS = StreamsConfig(num_streams=4, num_iterations=20, epsilon=1e-6)
+linear_shape = partial(LinearAttentionShape, key_dim=128, norm_epsilon=1e-3)
+LINEAR = {
+    "Qwen3-Next": linear_shape(num_heads=32, num_key_heads=16, value_dim=128, is_delta=True),
+    "Kimi-Linear": linear_shape(
+        num_heads=32, num_key_heads=32, value_dim=128, is_delta=True, has_channel_decays=True, gate="sigmoid"
+    ),
+    "Nemotron-3-Nano": linear_shape(num_heads=64, num_key_heads=8, value_dim=64, is_delta=False),
+}
+SMALL_LINEAR = {
+    f"small {name}": dataclasses.replace(shape, num_heads=2, num_key_heads=1, key_dim=16, value_dim=24)
+    for name, shape in LINEAR.items()
+}
 
 
 def compressed_attention(source: Source, name: str, lengths: tuple[int, ...], top_k: int) -> Case:
-    """Pool and attend from prompts of these lengths. The last entries of each token are chosen."""
+    """Pool and attend from prompts of these lengths."""
     shape = SHAPES[name]
     block_size = BLOCK_SIZE if shape.head_size == FLASH.head_size else SMALL_BLOCK_SIZE
     num_tokens, ratio, size = sum(lengths), shape.ratio or 1, shape.num_series * shape.head_size
     step = source.step([(length, length) for length in lengths], block_size)
-    chosen = None if shape.index_size is None else _last_entries(step, ratio, block_size, top_k)
     num_blocks = step.block_table.numel() + 3
+    chosen = draw_chosen(source, num_tokens, num_blocks * block_size // ratio, top_k) if shape.index_size else None
     inputs = (
         source.normal(num_tokens, shape.head_size),
         source.normal(num_tokens, 2 * size),
-        source.normal(ratio, size, dtype=torch.float32),
+        source.float32(ratio, size),
         source.normal(num_tokens, shape.num_heads, shape.head_size),
-        source.normal(shape.num_heads, dtype=torch.float32),
+        source.float32(shape.num_heads),
     )
 
     def call(
         backend: Any, vector_TH: Tensor, projected_TX: Tensor, bias: Tensor, query_TNH: Tensor, sinks: Tensor
     ) -> Any:
-        dtype, device = vector_TH.dtype, vector_TH.device
-        make = partial(CompressedCache.empty, num_blocks=num_blocks, num_window_blocks=num_blocks)
-        cache = make(shape, block_size=block_size, dtype=dtype, device=device)
+        sizes: Any = dict(num_blocks=num_blocks, num_window_blocks=num_blocks, block_size=block_size)
+        cache = CompressedCache.empty(shape, **sizes, dtype=vector_TH.dtype, device=vector_TH.device)
         cache.clear()
         pooled_TH = None
         if cache.tails is not None:
             pooled_TH = backend.pool(projected_TX, bias, cache.tails, block_size, step)
         backend.write(vector_TH, pooled_TH, None, cache, step, step)
-        attended_TNH = backend.attend(query_TNH, chosen, sinks, cache, step, step)
-        return [each for each in (attended_TNH, pooled_TH, cache.entries, cache.tails) if each is not None]
+        return backend.attend(query_TNH, chosen, sinks, cache, step, step), pooled_TH, cache.entries, cache.tails
 
     return Case(call, inputs, lambda kernels: kernels.make_compressed_attention(shape))
 
 
-def _last_entries(step: StepInputs, ratio: int, block_size: int, top_k: int) -> ChosenEntries:
-    seen_T = (step.positions + 1) // ratio
-    counts_T = seen_T.clamp(max=top_k)
-    entry_TC = (seen_T - counts_T)[:, None] + torch.arange(top_k, device=seen_T.device)
-    num_entries = block_size // ratio
-    lengths = torch.tensor([span.num_rows for span in step.spans], device=seen_T.device)
-    table = step.block_table.repeat_interleave(lengths, dim=0).long()
-    blocks_TC = table.gather(1, (entry_TC // num_entries).clamp(max=table.shape[1] - 1))
-    slots_TC = blocks_TC * num_entries + entry_TC % num_entries
-    starts = torch.arange(len(seen_T) + 1, dtype=torch.int32, device=seen_T.device)
-    return ChosenEntries(slots_TC.int(), counts_T.int(), starts)
+def make_streams(kernels: Kernels) -> Any:
+    return kernels.make_streams(STREAMS, 1e-6)
 
 
 def collapse_streams(source: Source, num_tokens: int, width: int, is_last: bool) -> Case:
-    config = _config()
-    num_coefficients, size = config.num_streams if is_last else config.num_coefficients, config.num_streams * width
-    float32 = partial(source.normal, dtype=torch.float32)
-    weights = StreamsWeights(
-        float32(num_coefficients, size, scale=size**-0.5), float32(num_coefficients), float32(1 if is_last else 3)
-    )
-    return Case(_collapse, (source.normal(num_tokens, size), weights), _make_streams, is_beside_torch=True)
+    num_coefficients, size = STREAMS.num_streams if is_last else STREAMS.num_coefficients, STREAMS.num_streams * width
+    maps = source.float32(num_coefficients, size, scale=size**-0.5)
+    weights = StreamsWeights(maps, source.float32(num_coefficients), source.float32(1 if is_last else 3))
+    inputs = source.normal(num_tokens, size), weights
+    return Case(lambda streams, *inputs: streams.collapse(*inputs), inputs, make_streams, is_beside_torch=True)
 
 
 def expand_streams(source: Source, num_tokens: int, width: int) -> Case:
-    config = _config()
-    inputs = (
-        source.normal(num_tokens, config.num_streams * width),
-        source.normal(num_tokens, width),
-        source.normal(num_tokens, config.num_coefficients, dtype=torch.float32),
+    streams_TX, rows_TD = (source.normal(num_tokens, count * width) for count in (STREAMS.num_streams, 1))
+    inputs = streams_TX, rows_TD, source.float32(num_tokens, STREAMS.num_coefficients)
+    work = Work(float(sum(each.nbytes for each in (*inputs, streams_TX))))
+    return Case(lambda streams, *inputs: streams.expand(*inputs), inputs, make_streams, is_beside_torch=True, work=work)
+
+
+def two_steps(source: Source, lengths: tuple[int, ...]) -> list[StepInputs]:
+    """Return steps of some requests. The second step begins with the states that the first step has stored."""
+    rows = torch.arange(len(lengths), device=source.device)
+    none, ones = torch.full_like(rows, -1), torch.ones_like(rows)
+    step = source.step([(length, length) for length in lengths], 16)
+    return [dataclasses.replace(step, states=StateRows(load, rows, none, ones)) for load in (none, rows)]
+
+
+def run_steps(operation: Any, tokens: Any, weights: Any, states: Tensor, steps: list[StepInputs]) -> Any:
+    return [operation(*tokens, weights, states, step) for step in steps], states
+
+
+def linear_attention(source: Source, name: str, lengths: tuple[int, ...]) -> Case:
+    shape, num_tokens = (LINEAR | SMALL_LINEAR)[name], sum(lengths)
+    num_heads, value_size = shape.num_heads, shape.num_heads * shape.value_dim
+    weights = LinearAttentionWeights(
+        source.float32(num_heads),
+        source.float32(shape.num_decays),
+        source.float32(shape.value_dim if shape.is_delta else value_size),
+        None if shape.is_delta else source.float32(num_heads),
     )
-    num_bytes = sum(each.nbytes for each in (*inputs, inputs[0]))
-    return Case(_expand, inputs, _make_streams, is_beside_torch=True, work=Work(float(num_bytes)))
+    tokens = (
+        source.float32(num_tokens, shape.num_channels),
+        source.normal(num_tokens, value_size),
+        source.normal(num_tokens, shape.num_decays),
+        source.normal(num_tokens, num_heads) if shape.is_delta else None,
+    )
+    states = torch.zeros(len(lengths), num_heads, shape.key_dim, shape.value_dim, device=source.device)
+    element_bytes = sum(each.nbytes for each in tokens if each is not None) + tokens[1].nbytes
+    operations = num_tokens * states[0].numel() * (6.0 if shape.is_delta else 4.0)  # products with states
+    return Case(
+        run_steps,
+        (tokens, weights, states, two_steps(source, lengths)),
+        lambda kernels: kernels.make_linear_attention(shape),
+        slack=TF32_SLACK,
+        work=Work(2.0 * element_bytes + 3.0 * states.nbytes, 2.0 * operations),
+    )
 
 
-def _config() -> StreamsConfig:
-    return StreamsConfig(num_streams=NUM_STREAMS, num_iterations=20, epsilon=1e-6)
+def linear_attention_of_equal_lengths(source: Source, name: str, num_requests: int, length: int) -> Case:
+    return linear_attention(source, name, num_requests * (length,))
 
 
-def _make_streams(kernels: Kernels) -> Any:
-    return kernels.make_streams(_config(), 1e-6)
+def short_convolution(
+    source: Source, num_channels: int, num_taps: int, is_gated: bool, lengths: tuple[int, ...]
+) -> Case:
+    shape = ConvolutionShape(num_channels=num_channels, num_taps=num_taps, is_gated=is_gated)
+    weights = ConvolutionWeights(source.float32(num_taps, num_channels), source.float32(num_channels))
+    tokens = (source.normal(sum(lengths), num_channels * (3 if is_gated else 1)),)
+    states = tokens[0].new_zeros(len(lengths), num_taps - 1, num_channels)
+    inputs = tokens, weights, states, two_steps(source, lengths)
+    return Case(run_steps, inputs, lambda kernels: kernels.make_short_convolution(shape))
 
 
-def _collapse(streams: Any, *inputs: Any) -> Any:
-    return streams.collapse(*inputs)
-
-
-def _expand(streams: Any, *inputs: Any) -> Any:
-    return streams.expand(*inputs)
-
-
+LENGTHS, SMALL_LENGTHS = (300, 1, 65), (20, 1)
 ENTRY_CASES = {
+    "linear attention": [
+        Operation(linear_attention, crossed(SMALL_LINEAR, [SMALL_LENGTHS]), crossed(LINEAR, [LENGTHS])),
+        Operation(
+            linear_attention_of_equal_lengths,
+            [("small Qwen3-Next", 2, 2)],
+            timed=[(name, *each) for name in LINEAR for each in ((1, 4096), (64, 1))],
+        ),
+    ],
+    "short convolutions": [
+        Operation(
+            short_convolution,
+            [(300, 4, False, SMALL_LENGTHS), (300, 3, True, SMALL_LENGTHS)],
+            [(8192, 4, False, LENGTHS), (2048, 3, True, LENGTHS)],  # Qwen3-Next, LFM2
+        )
+    ],
     "compressed attention": [
         Operation(
             compressed_attention,
             crossed([name for name in SHAPES if name.startswith("small")], [(14, 1)], [2]),
-            crossed([name for name in SHAPES if name.startswith("V4")], [(300, 1, 65)], [40]),
+            crossed([name for name in SHAPES if name.startswith("V4")], [LENGTHS], [40]),
         )
     ],
     "hyper-connections": [

@@ -1,4 +1,4 @@
-"""Random inputs for GPU kernels: tensors, steps over scattered blocks of a cache, routed pairs, and experts."""
+"""Random inputs for GPU kernels: tensors, steps over scattered blocks of a cache, routed pairs, and weights."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from torch import Tensor
 
 from moeserve.bench.gpu.costs import Chunks, MoEShape
 from moeserve.ops.float8_rows import encode_rows
-from moeserve.ops.interfaces import MXFP4_GROUP, Activation, AttentionShape, Keys, KeyValueCache, OpenWeights
+from moeserve.ops.indexer import ChosenEntries
+from moeserve.ops.interfaces import MXFP4_GROUP, Activation, Keys, KeyValueCache, OpenWeights, num_parts_of
 from moeserve.ops.torch.sampling import uniform
 from moeserve.ops.torch.table import TORCH_KERNELS
 from moeserve.ops.weight_blocks import BLOCK, CODES, LARGEST_CODE, num_blocks
 from moeserve.step_inputs import SAMPLING_SETTINGS, ChunkSpan, StepInputs, as_integers
 
 # E experts, K experts per token, T tokens, P pairs, D model width, O outputs, I inputs, B and G blocks of 128 inputs
-# and outputs
+# and outputs, S chunks, C positions of a block table
 
 MXFP4_NUMBERS = [sign * number for sign in (1, -1) for number in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]  # by code
 MXFP4_BIAS = 127  # of exponents
@@ -37,6 +38,9 @@ class Source:
         drawn = torch.randn(shape, generator=self.generator, device=self.device)
         return drawn.mul_(scale).to(dtype or self.dtype)
 
+    def float32(self, *shape: int, scale: float = 1.0) -> Tensor:
+        return self.normal(*shape, dtype=torch.float32, scale=scale)
+
     def scattered(self, *shape: int, places: tuple[Tensor | slice, ...], unread: float) -> Tensor:
         """Draw numbers at certain places, and fill the rest with the number `unread`."""
         drawn = self.normal(*shape)
@@ -44,8 +48,8 @@ class Source:
         result[places] = drawn[places]
         return result
 
-    def uniform(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.rand(shape, generator=self.generator, device=self.device, dtype=dtype)
+    def uniform(self, *shape: int) -> Tensor:
+        return torch.rand(shape, generator=self.generator, device=self.device)
 
     def raw_bytes(self, *shape: int) -> Tensor:
         return torch.randint(0, 256, shape, dtype=torch.uint8, generator=self.generator, device=self.device)
@@ -63,11 +67,11 @@ class Source:
         return torch.randint(low, high, shape, generator=self.generator, device=self.device)
 
     def settings(self, num_rows: int, **fields: Any) -> tuple[Tensor, Tensor]:
-        """Return settings with drawn seeds [R, W] for `Kernels.choose_tokens`, and their random numbers [R] after one
-        output token.
+        """Return settings [R, W] for `Kernels.choose_tokens`, and their random numbers [R] after one output token.
 
         Args:
-            fields: values for fields of `SAMPLING_SETTINGS`, one for all rows or one per row; other fields are zero.
+            fields: values for fields of `SAMPLING_SETTINGS`, one for all rows or one per row. Seeds are drawn, and
+                other fields are zero.
         """
         records = np.zeros(num_rows, SAMPLING_SETTINGS)
         records["seed"] = self.integers(0, 2**62, num_rows).cpu().numpy()
@@ -110,47 +114,57 @@ def num_cache_blocks(step: StepInputs) -> int:
 
 def context_places(step: StepInputs, block_size: int) -> tuple[Tensor, Tensor]:
     """Return the block and the offset in it of every position of every context."""
-    blocks, offsets = [], []
-    for span, ids in zip(step.spans, step.block_table, strict=True):
-        positions = torch.arange(span.context_len, device=ids.device)
-        blocks.append(ids[positions // block_size].long())
-        offsets.append(positions % block_size)
-    return torch.cat(blocks), torch.cat(offsets)
+    blocks_SC = step.block_table.repeat_interleave(block_size, dim=1).long()
+    positions_SC = torch.arange(blocks_SC.shape[1], device=blocks_SC.device).expand_as(blocks_SC)
+    is_context_SC = positions_SC < step.context_lens[:, None]
+    return blocks_SC[is_context_SC], positions_SC[is_context_SC] % block_size
 
 
-def draw_cache(source: Source, shape: AttentionShape, step: StepInputs, block_size: int) -> KeyValueCache:
-    """Draw the keys and values of all blocks."""
-    sizes = num_cache_blocks(step), shape.num_kv_heads, block_size, shape.head_size
-    return KeyValueCache(source.normal(*sizes), source.normal(*sizes))
+def draw_chosen(source: Source, num_tokens: int, num_slots: int, top_k: int) -> ChosenEntries:
+    slots_TC, counts_T = source.integers(0, num_slots, num_tokens, top_k), source.integers(0, top_k + 1, num_tokens)
+    starts = torch.arange(num_tokens + 1, device=source.device)
+    return ChosenEntries(slots_TC.int(), counts_T.int(), starts.int())
 
 
 def draw_weights(
     source: Source,
-    num_weights: int,
-    num_outputs: int,
-    num_inputs: int,
-    *,
+    *shape: int,
     is_fp8: bool = False,
     is_mxfp4: bool = False,
     has_bias: bool = False,
     activation: Activation | None = None,
 ) -> OpenWeights:
-    """Draw weights whose products are about one."""
+    """Draw weights [e, O, I] whose products are about one."""
+    num_weights, num_outputs, num_inputs = shape
+    bias = source.normal(num_weights, num_outputs) if has_bias else None
     scales = None
     if is_fp8:
-        weight = source.codes(num_weights, num_outputs, num_inputs)
-        parts = 1 if activation is None else 2
-        blocks = parts * num_blocks(num_outputs // parts), num_blocks(num_inputs)
+        weight, num_parts = source.codes(*shape), num_parts_of(activation)
+        blocks = num_parts * num_blocks(num_outputs // num_parts), num_blocks(num_inputs)
         scales = source.uniform(num_weights, *blocks) * 2 * num_inputs**-0.5
     elif is_mxfp4:
         weight = source.raw_bytes(num_weights, num_outputs, num_inputs // 2)
         exponent = MXFP4_BIAS - round(math.log2(4 * num_inputs**0.5))  # the codes' mean square is 8.6
-        shape = num_weights, num_outputs, num_inputs // MXFP4_GROUP
-        scales = source.integers(exponent - 1, exponent + 2, *shape).to(torch.uint8)
+        groups = num_weights, num_outputs, num_inputs // MXFP4_GROUP
+        scales = source.integers(exponent - 1, exponent + 2, *groups).to(torch.uint8)
     else:
-        weight = source.normal(num_weights, num_outputs, num_inputs, scale=num_inputs**-0.5)
-    bias = source.normal(num_weights, num_outputs) if has_bias else None
+        weight = source.normal(*shape, scale=num_inputs**-0.5)
     return OpenWeights(weight, bias, activation, scales)
+
+
+def dequantized(weights: OpenWeights) -> OpenWeights:
+    """Return weights in 8-bit blocks or MXFP4 as float32; return others unchanged."""
+    if weights.scales_eGB is None:
+        return weights
+    if weights.is_mxfp4:
+        codes = torch.stack([weights.weight_eOI & 0xF, weights.weight_eOI >> 4], dim=-1).flatten(-2).int()
+        numbers = torch.tensor(MXFP4_NUMBERS, device=codes.device)[codes]
+        exponents = (weights.scales_eGB.int() - MXFP4_BIAS).repeat_interleave(MXFP4_GROUP, dim=2)
+        return replace(weights, weight_eOI=torch.ldexp(numbers, exponents), scales_eGB=None)
+    _, num_outputs, num_inputs = weights.weight_eOI.shape
+    scales = weights.scales_eGB.unflatten(1, (weights.num_parts, -1)).repeat_interleave(BLOCK, dim=2)
+    scales = scales[:, :, : num_outputs // weights.num_parts].flatten(1, 2).repeat_interleave(BLOCK, dim=2)
+    return replace(weights, weight_eOI=weights.weight_eOI.float() * scales[..., :num_inputs], scales_eGB=None)
 
 
 def draw_rows(source: Source, num_rows: int, width: int, *, is_fp8: bool) -> Tensor:
@@ -163,24 +177,6 @@ def draw_rows(source: Source, num_rows: int, width: int, *, is_fp8: bool) -> Ten
     return torch.ldexp(codes, exponents).to(source.dtype)
 
 
-def dequantized(weights: OpenWeights) -> OpenWeights:
-    """Return weights in 8-bit blocks or MXFP4 as float32; return others unchanged."""
-    if weights.scales_eGB is None:
-        return weights
-    if weights.is_mxfp4:
-        codes = torch.stack([weights.weight_eOI & 0xF, weights.weight_eOI >> 4], dim=-1).flatten(-2).int()
-        numbers = torch.tensor(MXFP4_NUMBERS, device=codes.device)[codes]
-        exponents = (weights.scales_eGB.int() - MXFP4_BIAS).repeat_interleave(MXFP4_GROUP, dim=2)
-        return replace(weights, weight_eOI=torch.ldexp(numbers, exponents), scales_eGB=None)
-    rows_of_part = weights.weight_eOI.shape[1] // weights.num_parts
-    parts = [
-        part.repeat_interleave(BLOCK, dim=1)[:, :rows_of_part]
-        for part in weights.scales_eGB.chunk(weights.num_parts, 1)
-    ]
-    scales = torch.cat(parts, dim=1).repeat_interleave(BLOCK, dim=2)[..., : weights.weight_eOI.shape[2]]
-    return replace(weights, weight_eOI=weights.weight_eOI.float() * scales, scales_eGB=None)
-
-
 @dataclass(frozen=True)
 class Routed:
     """Tokens with random experts, as pairs ordered by expert."""
@@ -190,10 +186,6 @@ class Routed:
     order_P: Tensor
     counts_E: Tensor
 
-    @property
-    def num_hit(self) -> int:
-        return int((self.counts_E > 0).sum())
-
 
 def draw_routed(source: Source, shape: MoEShape, num_tokens: int, *, num_others: int = 0) -> Routed:
     """Draw each token's experts.
@@ -201,7 +193,7 @@ def draw_routed(source: Source, shape: MoEShape, num_tokens: int, *, num_others:
     Args:
         num_others: number of experts on other ranks, whose pairs are -1 at the end of the order.
     """
-    drawn = source.uniform(num_tokens, shape.num_experts + num_others).topk(shape.top_k, dim=1)
-    keys = Keys(shape.num_experts, num_known=shape.num_experts + num_others)
-    order_P, counts_E = TORCH_KERNELS.pairs.order(drawn.indices, keys)
+    num_known = shape.num_experts + num_others
+    drawn = source.uniform(num_tokens, num_known).topk(shape.top_k, dim=1)
+    order_P, counts_E = TORCH_KERNELS.pairs.order(drawn.indices, Keys(shape.num_experts, num_known=num_known))
     return Routed(drawn.indices, drawn.values / drawn.values.sum(1, keepdim=True), order_P, counts_E)

@@ -19,16 +19,13 @@ from moeserve.ops.interfaces import Kernels
 from moeserve.ops.libraries.measured import NAMES
 from moeserve.ops.torch.table import TORCH_KERNELS
 
-FIRST = (
-    "experts",
-    "attention of other libraries",
-    "latent attention",
-)  # the most important come first, for runs that are cut short
+# The most important come first, for runs that are cut short.
+FIRST = ("experts", "attention of other libraries", "attention", "latent attention")
 
 
 def timed_cases(source: Source, *, is_small: bool = False) -> Iterator[tuple[str, Callable[[], Case]]]:
     """Yield the cases to time; with `is_small`, small cases of the same operations."""
-    for name in sorted(CASES, key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST)):
+    for name in dict.fromkeys([*FIRST, *CASES]):
         for operation in CASES[name]:
             yield from operation.cases(source, operation.small if is_small and operation.timed else operation.timed)
 
@@ -42,18 +39,20 @@ def timed_items(
     """Yield all measurements on this GPU. They use the same limits, which are measured again at the end."""
     limits, timer = functools.cache(measure_limits), functools.cache(make_timer)
 
-    def rows(make: Callable[[], Case]) -> Iterator[Row]:
-        yield measure(make(), kernels, timer(), limits())
+    def rows(name: str, make: Callable[[], Case]) -> Iterator[Row]:
+        return measure(name, make(), kernels, timer(), limits())
 
     yield "limits before", lambda: [limits_row(limits())]
     for name, make in cases:
-        yield name, partial(rows, make)
+        yield name, partial(rows, name, make)
     yield "limits after", lambda: [limits_row(measure_limits())]
 
 
 @torch.inference_mode()
-def measure(case: Case, kernels: Kernels, timer: Timer, limits: GpuLimits) -> Row:
-    """Return a row. If another implementation fails, its error is recorded.
+def measure(name: str, case: Case, kernels: Kernels, timer: Timer, limits: GpuLimits) -> Iterator[Row]:
+    """Yield the row of our kernels, one of each other implementation, and last one with the fastest, if it is chosen.
+
+    Our row comes first, so that an implementation that fails or hangs cannot lose it.
 
     Raises:
         Exception: our own call failed, or a CUDA error.
@@ -61,7 +60,8 @@ def measure(case: Case, kernels: Kernels, timer: Timer, limits: GpuLimits) -> Ro
     call = case.bind(kernels)
     work = work_of(case, call())
     seconds = timer(call)
-    row: dict[str, Any] = {
+    row: Row = {
+        "name": name,
         "status": "measured",
         "seconds": seconds,
         "bytes": work.num_bytes,
@@ -69,28 +69,29 @@ def measure(case: Case, kernels: Kernels, timer: Timer, limits: GpuLimits) -> Ro
         "operations_per_second": work.operations / seconds,
         "fraction_of_memory_bound": work.memory_seconds(limits) / seconds,
         "fraction_of_bound": work.bound_seconds(limits) / seconds,
-        "others": {},
     }
-    rates = f"{row['bytes'] / seconds / 1e9:,.0f} GB/s, {row['operations_per_second'] / 1e12:,.1f} TFLOP/s"
-    lines = [f"{seconds * 1e6:,.1f} us, {rates}, {row['fraction_of_bound']:.0%} of the bound"]
-    beside = {"torch": case.bind(TORCH_KERNELS)} if case.is_beside_torch else case.beside
-    for name, other_call in {**case.others, **beside}.items():
+    rates = f"{work.num_bytes / seconds / 1e9:,.0f} GB/s, {work.operations / seconds / 1e12:,.1f} TFLOP/s"
+    row["lines"] = [f"{seconds * 1e6:,.1f} us, {rates}, {row['fraction_of_bound']:.0%} of the bound"]
+    row["lines"] += [case.note] if case.note else []
+    yield row if case.bar is None else row | {"bars": [case.bar.verdict(row)]}
+    times = {"triton": seconds}
+    others = {**case.others, **case.beside} | ({"torch": case.bind(TORCH_KERNELS)} if case.is_beside_torch else {})
+    for label, other_call in others.items():
+        row = {"name": f"{name}, beside {label}"}
         try:
-            other = timer(other_call)
-            row["others"][name] = {"seconds": other, "times_as_fast": other / seconds}
-            lines.append(f"{name}: {other * 1e6:,.1f} us, ours is {other / seconds:.2f} times as fast")
+            other = times[label.split()[0]] = timer(other_call)
         except Exception as error:  # the shape is not supported, or does not fit into memory
             if is_cuda_error(error):
                 raise
-            row["others"][name] = {"error": f"{type(error).__name__}: {error}"[:300]}
-            lines.append(f"{name}: not measured ({row['others'][name]['error']})")
             torch.cuda.empty_cache()
-    row["lines"] = [*lines, *([case.note] if case.note else [])]
+            yield row | {"status": "left out", "reason": f"{type(error).__name__}: {error}"[:300]}
+        else:
+            line = f"{other * 1e6:,.1f} us, ours is {other / seconds:.2f} times as fast"
+            yield row | {"status": "measured", "seconds": other, "times_as_fast": other / seconds, "lines": [line]}
     if case.choices:
-        times = {name.split()[0]: other["seconds"] for name, other in row["others"].items() if "seconds" in other}
-        times = {"triton": seconds} | {name: times[name] for name in NAMES if name in times}
-        row |= {"choices": case.choices, "fastest": min(times, key=times.__getitem__)}
-    return row if case.bar is None else row | {"bars": [case.bar.verdict(row)]}
+        fastest = min((each for each in NAMES if each in times), key=times.__getitem__)
+        row = {"name": f"{name}, fastest", "status": "measured", "lines": [fastest]}
+        yield row | {"choices": case.choices, "fastest": fastest}
 
 
 def work_of(case: Case, results: Any) -> Work:

@@ -9,7 +9,7 @@ import dataclasses
 import importlib
 import math
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import attention_stand_ins
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from moeserve import triton_kernels as package
-from moeserve.bench.gpu import expert_cases, kernels, layer_cases
+from moeserve.bench.gpu import attention_cases, kernels
 from moeserve.bench.gpu.cases import CASES
 from moeserve.bench.gpu.check import FLOAT32_SLACK, WRONG, Case, compare, run_check
 from moeserve.bench.gpu.compiled import launches_of, untouched_source
@@ -35,46 +35,45 @@ pytestmark = pytest.mark.usefixtures("torch_conversions")
 
 CACHES = KeyValueCache, CompressedCache
 FAULT = 1 + 1 / 16  # far less than a wrong row or scale
-# With small shapes the checks of most models' products are alike.
-# That of graphs needs a device: test_gpu_rehearsal.py.
+LIMITS = GpuLimits(1e12, 1e14, 2e14)
+# With small shapes the checks of most models' products are alike. Graphs need a device.
 DIFFERENT = [name for name in CASES if "products, " not in name or name.endswith(("Mixtral-8x7B", "gpt-oss-20b"))]
 DIFFERENT.remove("graphs")
-# Each operation of the table that is not torch's, as field and method, and the check that covers it.
-OPERATIONS = [
-    *((field, None, "norms") for field in ("rms_norm", "rms_norm_in_place", "add_rms_norm")),
-    *((field, None, "norms") for field in ("quantize_rows", "quantize_rms_norm")),
-    *((field, None, "tokens") for field in ("row_maximum", "choose_tokens")),
-    ("apply_rope", None, "rotary embedding and cache writes"),
-    ("make_router", "__call__", "routing"),
-    ("make_linear_attention", "__call__", "linear attention"),
-    ("make_short_convolution", "__call__", "short convolutions"),
-    *(("make_compressed_attention", method, "compressed attention") for method in ("pool", "write", "attend")),
-    *(("make_streams", method, "hyper-connections") for method in ("collapse", "expand")),
-    *(("pairs", method, "pairs") for method in ("sort", "order", "gather", "scatter", "weighted_sum", "weigh")),
-    ("make_attention", "attend", "attention"),
-    ("make_attention", "rotate_and_write", "rotary embedding and cache writes"),
-    *(("make_latent_attention", method, "latent attention") for method in ("write", "attend")),
-    ("make_latent_attention", "attend_chosen", "chosen positions"),
-    ("make_indexer", "__call__", "chosen positions"),
-    ("make_latent_attention", "attend_expanded", "expanded attention"),
-    *(
-        ("make_product", method, f"products, {name}")
-        for method in ("multiply_rows", "multiply_slots")
+# The operations of the table that are not torch's, as field and method, by the check that covers them.
+OPERATIONS: dict[str, list[tuple[str, str | None]]] = {
+    "norms": [
+        *(("rms_norm", None), ("rms_norm_in_place", None), ("add_rms_norm", None)),
+        *(("quantize_rows", None), ("quantize_rms_norm", None)),
+    ],
+    "tokens": [("row_maximum", None), ("choose_tokens", None)],
+    "rotary embedding and cache writes": [("apply_rope", None), ("make_attention", "rotate_and_write")],
+    "routing": [("make_router", "__call__")],
+    "linear attention": [("make_linear_attention", "__call__")],
+    "short convolutions": [("make_short_convolution", "__call__")],
+    "compressed attention": [("make_compressed_attention", method) for method in ("pool", "write", "attend")],
+    "hyper-connections": [("make_streams", "collapse"), ("make_streams", "expand")],
+    "pairs": [("pairs", method) for method in ("sort", "order", "gather", "scatter", "weighted_sum", "weigh")],
+    "attention": [("make_attention", "attend")],
+    "latent attention": [("make_latent_attention", "attend")],
+    "chosen positions": [
+        *(("make_latent_attention", "write"), ("make_latent_attention", "attend_chosen"), ("make_indexer", "__call__"))
+    ],
+    "expanded attention": [("make_latent_attention", "attend_expanded")],
+    **{
+        f"products, {name}": [("make_product", "multiply_rows"), ("make_product", "multiply_slots")]
         for name in ("gpt-oss-20b", "fp8, Mixtral-8x7B", "mxfp4, gpt-oss-20b")
-    ),
-    ("make_product", "multiply", "products of one weight"),
-]
+    },
+    "products of one weight": [("make_product", "multiply")],
+}
 
 
-def source(dtype: torch.dtype = torch.float32, seed: int = 1) -> Source:
-    device = torch.device("cpu")
-    return Source(device, torch.Generator(device).manual_seed(seed), dtype)
+def small_cases(name: str, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, Callable[[], Case]]]:
+    source = Source(torch.device("cpu"), torch.Generator().manual_seed(1), dtype)
+    return (case for operation in CASES[name] for case in operation.cases(source, operation.small))
 
 
 def run(name: str, table: Kernels = TRITON_KERNELS, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    drawn = source(dtype)
-    cases = (case for operation in CASES[name] for case in operation.cases(drawn, operation.small))
-    return run_check(cases, lambda: 1.0, table)
+    return run_check(small_cases(name, dtype), lambda: 1.0, table)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -92,9 +91,7 @@ def spoiled(value: Any) -> Any:
         return dataclasses.replace(value, counts_T=value.counts_T - 1)
     if isinstance(value, Float8Rows):
         return dataclasses.replace(value, scales=spoiled(value.scales))
-    if not value.is_floating_point():
-        return value.flip(0)
-    return value * FAULT
+    return value * FAULT if value.is_floating_point() else value.flip(0)
 
 
 def broken(operation: Callable[..., Any]) -> Callable[..., Any]:
@@ -127,7 +124,10 @@ class Broken:
         return self.__dict__["__call__"](*args)
 
 
-def with_fault(field: str, method: str | None) -> Kernels:
+@pytest.mark.parametrize(
+    ("check", "field", "method"), [(name, *each) for name in OPERATIONS for each in OPERATIONS[name]]
+)
+def test_small_error_of_an_operation_is_detected(check: str, field: str, method: str | None) -> None:
     right: Any = getattr(TRITON_KERNELS, field)
     if method is None:
         wrong: Any = broken(right)
@@ -135,12 +135,8 @@ def with_fault(field: str, method: str | None) -> Kernels:
         wrong = lambda *args: Broken(right(*args), method)  # noqa: E731
     else:
         wrong = Broken(right, method)
-    return dataclasses.replace(TRITON_KERNELS, **{field: wrong})
-
-
-@pytest.mark.parametrize(("field", "method", "check"), OPERATIONS)
-def test_small_error_of_an_operation_is_detected(field: str, method: str | None, check: str) -> None:
-    assert run(check, with_fault(field, method))["wrong"]
+    table = dataclasses.replace(TRITON_KERNELS, **{field: wrong})
+    assert any(ratio > 1 for _, make in small_cases(check) for _, ratio in make().ratios(table))
 
 
 def test_every_operation_is_checked() -> None:
@@ -151,21 +147,16 @@ def test_every_operation_is_checked() -> None:
         if getattr(TRITON_KERNELS, field.name) is not getattr(TORCH_KERNELS, field.name)
         and not isinstance(getattr(TRITON_KERNELS, field.name), (bool, str))
     }
-    assert own == {field for field, _, _ in OPERATIONS}
+    assert own == {field for operations in OPERATIONS.values() for field, _ in operations}
 
 
 def test_every_kernel_is_checked_with_each_format() -> None:
     """Cases launch all kernels of the package, and those that read several formats with each of them."""
-    drawn = untouched_source()
-    makes = [
-        make
-        for name in [each for each in CASES if each != "graphs"]
-        for operation in CASES[name]
-        # Only many pairs are sorted by several kernels.
-        for shapes in [(*operation.small, *(operation.large if name == "pairs" else ()))]
-        for _, make in operation.cases(drawn, shapes)
-    ]
-    launches = launches_of(makes)
+    operations = [(name, operation) for name in CASES if name != "graphs" for operation in CASES[name]]
+    # Only many pairs are sorted by several kernels.
+    shapes = [(each, (*each.small, *(each.large if name == "pairs" else ()))) for name, each in operations]
+    source = untouched_source()
+    launches = launches_of([make for each, own in shapes for _, make in each.cases(source, own)])
     modules = [
         importlib.import_module(f"{package.__name__}.{each.name}") for each in pkgutil.iter_modules(package.__path__)
     ]
@@ -179,32 +170,6 @@ def test_every_kernel_is_checked_with_each_format() -> None:
     for kernel in ("attend_tile_kernel", "attend_split_kernel", "rotary_with_cache_write_kernel"):
         assert dtypes(kernel, "key_cache_ptr") == {torch.bfloat16, torch.uint8}
     assert dtypes("chunked_matmul_kernel", "weight_ptr") == {torch.bfloat16, torch.float32}
-
-
-@pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch) -> str:
-    """Install a stand-in for another library, and return its label."""
-    attention_stand_ins.install(monkeypatch, attention_stand_ins.strict())
-    found = open_library("flashinfer", torch.device("cpu"))
-    monkeypatch.setattr(layer_cases, "installed_libraries", lambda device: (found,))
-    return found.label
-
-
-def test_installed_libraries_are_checked_and_timed(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They get the same inputs as our kernels."""
-    check = "attention of other libraries"
-    drawn = source(torch.float16)  # bfloat16 is wrong in the interpreter
-    made = [make() for each in CASES[check] for _, make in each.cases(drawn, each.small)]
-    assert len([case for case in made if library in case.others]) == 5  # steps and block sizes
-    row = kernels.measure(next(case for case in made if case.others), TRITON_KERNELS, OneCall(), LIMITS)
-    assert row["others"][library]["seconds"] == 1e-3
-    assert row["fastest"] == "triton"
-    assert run(check, dtype=torch.float16)["status"] == "passed"
-    attend = attention_stand_ins.attend
-    monkeypatch.setattr(attention_stand_ins, "attend", lambda *args, **options: attend(*args, **options) * FAULT)
-    wrong = run(check, dtype=torch.float16)["wrong"]
-    assert len(wrong) == 5
-    assert all(library in each for each in wrong)
 
 
 @pytest.mark.parametrize("message", ["out of resources: shared memory", "CUDA error: an illegal memory access"])
@@ -223,8 +188,7 @@ def test_kernel_that_raises_fails_its_check(message: str) -> None:
 
 
 def test_check_stops_when_its_time_is_over() -> None:
-    (operation, *_) = CASES["norms"]
-    row = run_check(operation.cases(source(), operation.small), lambda: 0.0)
+    row = run_check(small_cases("norms"), lambda: 0.0)
     assert (row["num_cases"], row["status"]) == (1, "passed")
     assert "left_out" in row
 
@@ -247,67 +211,77 @@ def test_comparison_detects_nan_shapes_single_and_systematic_errors() -> None:
     assert compare(torch.tensor([1, 2]), torch.tensor([1, 3])) == WRONG
 
 
-LIMITS = GpuLimits(1e12, 1e14, 2e14)
-
-
-class OneCall:
+def one_call(call: Callable[[], object]) -> float:
     """A timer that calls once."""
+    call()
+    return 1e-3
 
-    def __init__(self) -> None:
-        self.num_calls = 0
 
-    def __call__(self, call: Callable[[], object]) -> float:
-        self.num_calls += 1
-        call()
-        return 1e-3
+def test_installed_libraries_are_checked_and_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They get the same inputs as our kernels."""
+    attention_stand_ins.install(monkeypatch, attention_stand_ins.strict())
+    library = open_library("flashinfer", torch.device("cpu"))
+    monkeypatch.setattr(attention_cases, "installed_libraries", lambda device: (library,))
+    check = "attention of other libraries"
+    made = [make() for _, make in small_cases(check, torch.float16)]  # bfloat16 is wrong in the interpreter
+    assert len([case for case in made if library.label in case.others]) == 5  # steps and block sizes
+    case = next(case for case in made if case.others)
+    own, beside, *_, fastest = kernels.measure("attend", case, TRITON_KERNELS, one_call, LIMITS)
+    assert (own["name"], beside["name"]) == ("attend", f"attend, beside {library.label}")
+    assert (fastest["fastest"], fastest["choices"]) == ("triton", case.choices)
+    assert run(check, dtype=torch.float16)["status"] == "passed"
+    attend = attention_stand_ins.attend
+    monkeypatch.setattr(attention_stand_ins, "attend", lambda *args, **options: attend(*args, **options) * FAULT)
+    wrong = run(check, dtype=torch.float16)["wrong"]
+    assert len(wrong) == 5
+    assert all(library.label in each for each in wrong)
 
 
 def test_everything_that_is_timed_runs() -> None:
-    timer = OneCall()
-    cases = list(kernels.timed_cases(source(torch.bfloat16), is_small=True))
-    rows = {name: kernels.measure(make(), TRITON_KERNELS, timer, LIMITS) for name, make in cases}
-    assert len(rows) == len(cases)
-    assert timer.num_calls == len(rows) + sum(len(row["others"]) for row in rows.values())
-    assert {name for name, row in rows.items() if any("error" in other for other in row["others"].values())} <= {
-        "experts, bf16, small, clamped, 4"  # torch needs rows of multiples of 16 bytes
-    }
-    for row in rows.values():
-        assert row["bytes"] > 0
-        assert row["lines"][0].startswith("1,000.0 us")
+    source = Source(torch.device("cpu"), torch.Generator().manual_seed(1), torch.bfloat16)
+    rows: dict[str, dict[str, Any]] = {}
+    for name, make in kernels.timed_cases(source, is_small=True):
+        measured = list(kernels.measure(name, make(), TRITON_KERNELS, one_call, LIMITS))
+        assert measured[0]["bytes"] > 0
+        assert measured[0]["lines"][0].startswith("1,000.0 us")
+        rows |= {row["name"]: row for row in measured}
+    left_out = {name for name, row in rows.items() if row["status"] == "left out"}
+    assert left_out == {"experts, bf16, small, clamped, 4, beside torch grouped_mm"}  # needs rows of 16 bytes
     experts = rows["experts, bf16, small, 1"]
     assert "2 of 3 experts have rows" in experts["lines"]
     assert [bar["is_met"] for bar in experts["bars"]] == [False]
-    assert set(experts["others"]) == {"torch grouped_mm"}
+    assert rows["experts, bf16, small, 1, beside torch grouped_mm"]["times_as_fast"] == 1.0
     assert rows["rms_norm, 3, 40"]["bytes"] == 2 * (3 * 40 + 40 + 3 * 40)
 
 
-def test_other_implementation_that_fails_is_recorded() -> None:
+def test_most_important_is_timed_first() -> None:
+    names = [name for name, _ in kernels.timed_cases(untouched_source())]
+    first = [
+        f"experts, bf16, {model}, {tokens}"
+        for model in ("Qwen3-30B-A3B", "Mixtral-8x7B")
+        for tokens in (1, 16, 128, 4096)
+    ]
+    assert names[:8] == first
+    assert all(name.startswith("experts, fp8") for name in names[8:16])
+    assert names[16].startswith("attend, ")
+
+
+@pytest.mark.parametrize("message", ["no kernel for this shape", "CUDA error: out of memory"])
+def test_own_row_precedes_another_implementation_that_fails(message: str) -> None:
     def refuse() -> None:
-        raise RuntimeError("no kernel for this shape")
+        raise RuntimeError(message)
 
-    case = Case(lambda kernels: None, (), beside={"other": refuse}, work=Work(1.0))
-    row = kernels.measure(case, TRITON_KERNELS, OneCall(), GpuLimits(1.0, 1.0, 1.0))
-    assert "no kernel for this shape" in row["others"]["other"]["error"]
-
-
-def test_experts_of_sglang_get_the_same_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in with the arguments of `fused_experts_impl` in SGLang 0.5.23 computes what our kernels do."""
-    used: list[dict[str, Any]] = []
-
-    def fused_experts_impl(
-        hidden_TD: Tensor, w1: Tensor, w2: Tensor, weights_TK: Tensor, ids_TK: Tensor, **options: Any
-    ) -> Tensor:
-        used.append(options)
-        total = torch.zeros_like(hidden_TD)
-        for place in range(ids_TK.shape[1]):
-            gate, up = torch.einsum("td,tod->to", hidden_TD, w1[ids_TK[:, place]]).chunk(2, dim=1)
-            middle = torch.nn.functional.silu(gate) * up
-            total += weights_TK[:, place, None] * torch.einsum("tc,tdc->td", middle, w2[ids_TK[:, place]])
-        return total
-
-    monkeypatch.setattr(expert_cases, "sglang_experts", lambda device: fused_experts_impl)
-    case = expert_cases.experts(source(), "bf16", "small", 6)
-    assert dict(case.ratios(TRITON_KERNELS))["sglang"] <= 1
-    assert used == [{"filter_expert": False}]
-    assert "sglang" in expert_cases.experts(source(), "fp8", "small blocks", 6).others
-    assert "sglang" not in expert_cases.experts(source(), "bf16", "small, clamped", 1).others
+    others = {"other": refuse, "flashinfer 1.0": lambda: None}
+    case = Case(lambda kernels: None, (), beside=others, work=Work(1.0), choices=(("a key", 3),))
+    rows = kernels.measure("item", case, TRITON_KERNELS, one_call, LIMITS)
+    own = next(rows)
+    assert (own["name"], own["status"], own["seconds"]) == ("item", "measured", 1e-3)
+    if message.startswith("CUDA error"):  # it may have lost the GPU
+        with pytest.raises(RuntimeError, match="CUDA error"):
+            next(rows)
+    else:
+        other, library, fastest = rows
+        assert (other["name"], other["status"]) == ("item, beside other", "left out")
+        assert message in other["reason"]
+        assert library["status"] == "measured"
+        assert fastest["choices"] == case.choices

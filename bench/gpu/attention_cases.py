@@ -1,0 +1,354 @@
+"""Cases of attention over paged caches, of rotary embeddings, and of the graph of a decode step."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from moeserve.bench.gpu.check import CODES_SLACK, FLOAT32_SLACK, Call, Case, Operation, compare, crossed, in_order
+from moeserve.bench.gpu.costs import (
+    ATTENTION_SHAPES,
+    LATENT_SHAPES,
+    Chunks,
+    LatentShape,
+    Work,
+    attention_shape,
+    attention_work,
+)
+from moeserve.bench.gpu.inputs import Source, context_places, draw_chosen, num_cache_blocks
+from moeserve.ops.float8_rows import decode_rows
+from moeserve.ops.indexer import ChosenEntries, IndexerRule
+from moeserve.ops.interfaces import AttentionBackend, Kernels, KeyValueCache, LatentAttentionBackend, Rotation
+from moeserve.ops.libraries.attention import LIBRARY_NAMES, open_library
+from moeserve.ops.libraries.interface import AttentionLibrary, AttentionProblem, LibraryUnusable, StepKind
+from moeserve.ops.libraries.measured import attention_key
+from moeserve.ops.torch.table import TORCH_KERNELS
+from moeserve.step_inputs import StepInputs
+
+# T tokens, N query heads, G key-value heads, X heads of a fused projection, H head size, F rotated pairs, P elements of
+# a latent vector, C positions, K and E parts of a key
+
+BLOCK_SIZE = 16
+MOST_TIES = 1e-3  # maximum fraction of selected positions that rounding may change
+ATTENTION = ATTENTION_SHAPES | {
+    "GLM-4.5": attention_shape(96, 8, 128),
+    "DeepSeek-V2-Lite": attention_shape(16, 16, 192),
+    "small, windowed": attention_shape(4, 2, 16, window=11, has_sinks=True),
+    "small": attention_shape(3, 1, 20),
+    "small, for libraries": attention_shape(4, 2, 64, window=11),
+}
+LATENT = LATENT_SHAPES | {"small": LatentShape(5, latent_size=24, rotary_size=8)}
+CHUNKS: dict[str, Chunks] = {
+    "short decode": [(1, 1), (1, 40)],
+    "short prompts": [(9, 9), (5, 37), (1, 20)],
+    "decode": [(1, 1), (1, 17), (1, 500), (1, 4097), (1, 256), (1, 10000), (0, 3)],
+    "prompts": [(700, 700), (300, 1500), (2, 513)],
+    "mixed": [(1, 3000), (65, 65), (1, 1), (130, 2178)],
+    "long context": [(200, 33000), (70, 70)],
+    "prompt of 4096": [(4096, 4096)],
+    "4 chunks of 64": [(64, 4096)] * 4,
+    "decode 1 x 4096": [(1, 4096)],
+    "decode 16 x 4096": [(1, 4096)] * 16,
+    "decode 64 x 512": [(1, 512)] * 64,
+    "decode 128 x 4096": [(1, 4096)] * 128,
+}
+# plain: memory that no row may read contains NaN
+# float8: keys and values are 8-bit floats, and the reference reads the same codes
+# in order: the kernels of `batch_invariant`
+# libraries: these are checked too; they multiply unread positions by zero, and do not support chunks without rows
+Variant = Literal["plain", "float8", "in order", "libraries"]
+
+
+def attend(source: Source, name: str, kind: str, variant: Variant, block_size: int = BLOCK_SIZE) -> Case:
+    """Attend to contexts in scattered blocks."""
+    has_libraries, is_float8 = variant == "libraries", variant == "float8"
+    chunks = [chunk for chunk in CHUNKS[kind] if chunk[0] or not has_libraries]
+    shape, step = dataclasses.replace(ATTENTION[name], dtype=source.dtype), source.step(chunks, block_size)
+    blocks, offsets = context_places(step, block_size)
+    sizes = num_cache_blocks(step), shape.num_kv_heads, block_size, shape.head_size
+    options: Any = dict(places=(blocks, slice(None), offsets), unread=0.0 if has_libraries else torch.nan)
+    cache = KeyValueCache(*(source.scattered(*sizes, **options) for _ in range(2)))
+    query_TNH = source.normal(len(step.positions), shape.num_heads, shape.head_size)
+    sinks_N = source.float32(shape.num_heads, scale=2.0) if shape.has_sinks else None
+    inputs = query_TNH, source.encoded(cache) if is_float8 else cache, step, sinks_N
+    problem = AttentionProblem(shape, block_size)
+    step_kind: StepKind = "decode" if step.max_rows_per_chunk == 1 else "chunks"
+    return Case(
+        lambda backend, *inputs: backend.attend(*inputs),
+        inputs,
+        lambda kernels: (in_order(kernels) if variant == "in order" else kernels).make_attention(shape),
+        others={
+            library.label: partial(library.make_attend(problem, step_kind), *inputs)
+            for library in (installed_libraries(source.device) if has_libraries else ())
+            if not library.why_unavailable(problem, step_kind)
+        },
+        beside=torch_attention(source, query_TNH, chunks, shape),
+        work=attention_work(shape, chunks, is_float8=is_float8),
+        choices=((attention_key(shape, step_kind), len(query_TNH)),) if has_libraries else (),
+    )
+
+
+@functools.cache
+def installed_libraries(device: torch.device) -> tuple[AttentionLibrary, ...]:
+    """Return the libraries that can be used on a GPU, and print the reasons for the others."""
+    found = []
+    for name in LIBRARY_NAMES if device.type == "cuda" else ():
+        try:
+            found.append(open_library(name, device))
+        except LibraryUnusable as error:
+            print(f"{name} is left out: {error}", flush=True)
+    return tuple(found)
+
+
+def torch_attention(source: Source, query_TNH: Tensor, chunks: Chunks, shape: Any) -> dict[str, Call]:
+    """Return torch's attention to contiguous keys and values, if all chunks are alike.
+
+    It leaves out sinks, and masks only a whole prompt; a window is applied to decode steps only.
+    """
+    if len(set(chunks)) > 1:
+        return {}
+    is_latent, (num_rows, context) = isinstance(shape, LatentShape), chunks[0]
+    num_read = context if is_latent or num_rows > 1 else min(context, shape.window or context)
+    query = query_TNH.unflatten(0, (len(chunks), num_rows)).transpose(1, 2)
+    keys = source.normal(len(chunks), 1 if is_latent else shape.num_kv_heads, num_read, query.shape[-1])
+    values = keys[..., : shape.latent_size] if is_latent else source.normal(*keys.shape)
+    options: Any = dict(is_causal=num_rows == context, enable_gqa=True)
+    return {"torch SDPA": partial(functional.scaled_dot_product_attention, query, keys, values, **options)}
+
+
+def rotate_and_write(
+    source: Source, name: str, num_tokens: int, num_pairs: int, is_interleaved: bool, is_float8: bool = False
+) -> Case:
+    """Rotate heads or parts of them, and write a cache. For a cache in 8-bit floats, decoded numbers are compared."""
+    shape = dataclasses.replace(ATTENTION[name], dtype=source.dtype)
+    heads = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads]
+    fused_TXH = source.normal(num_tokens, sum(heads), shape.head_size)
+    rotation = draw_rotation(source, num_tokens, num_pairs, is_interleaved)
+    step = source.step([(num_tokens, num_tokens + 1)], BLOCK_SIZE)
+    step = dataclasses.replace(step, cache_slots=step.cache_slots.masked_fill(step.positions % 5 == 1, -1))
+    sizes = num_cache_blocks(step), shape.num_kv_heads, BLOCK_SIZE, shape.head_size
+    cache = KeyValueCache(source.normal(*sizes), source.normal(*sizes))
+
+    def call(backend: AttentionBackend, fused_TXH: Tensor, rotation: Rotation, cache: Any, step: StepInputs) -> Any:
+        cache = source.encoded(cache) if is_float8 else cache
+        query_TNH = backend.rotate_and_write(*fused_TXH.split(heads, dim=1), rotation, cache, step)
+        if not is_float8:
+            return query_TNH, cache
+        pairs = (cache.keys, cache.key_scales), (cache.values, cache.value_scales)
+        return query_TNH, [decode_rows(*each, torch.float32) for each in pairs]
+
+    return Case(
+        call,
+        (fused_TXH, rotation, cache, step),
+        lambda kernels: kernels.make_attention(shape),
+        slack=CODES_SLACK if is_float8 else FLOAT32_SLACK,
+        work=Work(2 * fused_TXH.nbytes + 2 * rotation.cosines.nbytes + 8 * num_tokens),
+    )
+
+
+def apply_rope(source: Source, num_tokens: int, num_heads: int, size: int, num_pairs: int) -> Case:
+    """Rotate in place, and into other memory."""
+
+    def call(kernels: Kernels, heads: Tensor, rotation: Rotation) -> Any:
+        elsewhere = kernels.apply_rope(heads[1], rotation, torch.empty_like(heads[1]))
+        return elsewhere, kernels.apply_rope(heads[0], rotation)
+
+    rotation = draw_rotation(source, num_tokens, num_pairs, False)
+    return Case(call, (source.normal(2, num_tokens, num_heads, size), rotation))
+
+
+def draw_rotation(source: Source, num_tokens: int, num_pairs: int, is_interleaved: bool) -> Rotation:
+    angles_TF = source.uniform(num_tokens, num_pairs) * 6.3
+    return Rotation(angles_TF.cos(), angles_TF.sin(), is_interleaved)
+
+
+def make_latent(shape: LatentShape) -> Callable[[Kernels], LatentAttentionBackend]:
+    return lambda kernels: kernels.make_latent_attention(shape.vector_size**-0.5, shape.latent_size, shape.num_heads)
+
+
+def latent_attend(source: Source, name: str, kind: str) -> Case:
+    """Attend with absorbed weights of keys and values. Memory that no row may read contains NaN."""
+    shape, chunks = LATENT[name], CHUNKS[kind]
+    step = source.step(chunks, BLOCK_SIZE)
+    options: Any = dict(places=context_places(step, BLOCK_SIZE), unread=torch.nan)
+    cache = source.scattered(num_cache_blocks(step), BLOCK_SIZE, shape.vector_size, **options)
+    query_TNP = source.normal(len(step.positions), shape.num_heads, shape.vector_size)
+    return Case(
+        lambda backend, *inputs: backend.attend(*inputs),
+        (query_TNP, cache, step),
+        make_latent(shape),
+        beside=torch_attention(source, query_TNP, chunks, shape),
+        work=attention_work(shape, chunks),
+    )
+
+
+def choose_entries(source: Source, kind: str, num_heads: int, key_size: int, top_k: int) -> Case:
+    """Select positions to attend to. Rounding may change a few of them."""
+    rule, step = IndexerRule(top_k=top_k), source.step(CHUNKS[kind], BLOCK_SIZE)
+    num_tokens, num_blocks = len(step.positions), num_cache_blocks(step)
+    keys = source.normal(num_blocks, BLOCK_SIZE, key_size)
+    inputs = source.normal(num_tokens, num_heads, key_size), source.normal(num_tokens, num_heads), keys, step
+
+    def are_chosen(chosen: ChosenEntries) -> Tensor:
+        places_C = torch.arange(chosen.slots_TC.shape[1], device=source.device)
+        end = num_blocks * BLOCK_SIZE  # stands for the slots after the last
+        slots_TC = chosen.slots_TC.long().where(places_C < chosen.counts_T[:, None], end)
+        return slots_TC.new_zeros(num_tokens, end + 1, dtype=torch.bool).scatter(1, slots_TC, True)[:, :end]
+
+    def defined(chosen: ChosenEntries, *inputs: Any) -> Any:
+        expected = are_chosen(TORCH_KERNELS.make_indexer(rule)(*inputs))
+        num_others = (are_chosen(chosen) ^ expected).sum()
+        return chosen.counts_T, num_others <= MOST_TIES * expected.sum()
+
+    return Case(lambda choose, *inputs: choose(*inputs), inputs, lambda kernels: kernels.make_indexer(rule), defined)
+
+
+def attend_chosen(source: Source, name: str, kind: str, most: int) -> Case:
+    """Write vectors, and attend to selected positions, whose number differs between rows."""
+    shape, step = LATENT[name], source.step(CHUNKS[kind], BLOCK_SIZE)
+    num_tokens, num_blocks = len(step.positions), num_cache_blocks(step)
+    vectors_TP, cache = (
+        source.normal(*sizes, shape.vector_size) for sizes in ((num_tokens,), (num_blocks, BLOCK_SIZE))
+    )
+    query_TNP = source.normal(num_tokens, shape.num_heads, shape.vector_size)
+    chosen = draw_chosen(source, num_tokens, num_blocks * BLOCK_SIZE, most)
+
+    def call(backend: Any, query_TNP: Tensor, vectors_TP: Tensor, cache: Tensor, chosen: ChosenEntries) -> Any:
+        backend.write(vectors_TP, cache, step)
+        return backend.attend_chosen(query_TNP, cache, chosen), cache
+
+    return Case(call, (query_TNP, vectors_TP, cache, chosen), make_latent(shape))
+
+
+def expanded_attend(source: Source, name: str, kind: str, head_size: int) -> Case:
+    """Attend from all chunks of more than one row, with keys and values expanded for each head."""
+    shape, step = LATENT[name], source.step(CHUNKS[kind], BLOCK_SIZE)
+    cache = source.normal(num_cache_blocks(step), BLOCK_SIZE, shape.vector_size)
+    query_TNQ = source.normal(len(step.positions), shape.num_heads, head_size + shape.rotary_size)
+    maps = source.normal(2, shape.num_heads, shape.latent_size, head_size) * shape.latent_size**-0.5
+
+    def call(backend: Any, query_TNQ: Tensor, maps: Tensor, cache: Tensor, step: StepInputs) -> Tensor:
+        def expand(latent_CP: Tensor, heads: slice = slice(None)) -> list[Tensor]:
+            return [torch.bmm(latent_CP.expand(len(each), -1, -1), each) for each in maps[:, heads]]
+
+        out_TNV = query_TNQ.new_zeros(*query_TNQ.shape[:2], head_size)
+        query_TNK, query_TNE = query_TNQ.split([head_size, shape.rotary_size], dim=-1)
+        backend.attend_expanded(query_TNK, query_TNE, cache, step, 1, expand, out_TNV)
+        return out_TNV
+
+    return Case(call, (query_TNQ, maps, cache, step), make_latent(shape))
+
+
+def replay(source: Source, width: int, num_heads: int) -> Case:
+    """Capture a decode step of a model with padding, and replay it with other steps.
+
+    The model has grouped-query attention, and shared experts that run in the side stream. The results are True for each
+    step whose replay gives the same results as the kernels without a graph.
+    """
+    from moeserve.bench.gpu.launches import make_model  # needs msgspec, which other cases do without
+    from moeserve.bench.gpu.rehearsal import RepeatedCapture
+    from moeserve.distributed.mesh import Mesh
+    from moeserve.layers.cache import CacheSize
+    from moeserve.models.weight_loading import fill_randomly
+    from moeserve.worker.cuda_graphs import CudaGraphs, TorchCapture
+    from moeserve.worker.step_replay import StepContext
+
+    config = dict(
+        architectures=["Qwen2MoeForCausalLM"], model_type="qwen2_moe", hidden_act="silu", rms_norm_eps=1e-6,
+        max_position_embeddings=64, rope_theta=1e4, norm_topk_prob=False, decoder_sparse_step=1, mlp_only_layers=[],
+        sliding_window=None, use_sliding_window=False, tie_word_embeddings=False, num_hidden_layers=1, vocab_size=1024,
+        hidden_size=width, intermediate_size=width, moe_intermediate_size=width // 2, num_experts=8,
+        shared_expert_intermediate_size=width, num_attention_heads=num_heads, num_key_value_heads=num_heads // 2,
+        num_experts_per_tok=2,
+    )  # fmt: skip
+
+    def call(kernels: Kernels) -> Tensor:
+        if kernels.name == "torch":
+            return torch.ones(2, dtype=torch.bool)
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "config.json").write_text(json.dumps(config))
+            model = make_model(Path(folder), kernels, source.dtype, source.device)
+        fill_randomly(model, 1)
+        caches, mesh = model.make_caches(CacheSize(8, BLOCK_SIZE)), Mesh(tp=1, dp=1)
+        context = StepContext(mesh=mesh, tp_rank=0, block_size=BLOCK_SIZE, max_blocks=4, device=source.device)
+        capture = TorchCapture(torch.cuda.Stream()) if kernels.supports_cuda_graphs else RepeatedCapture()
+        graphs = CudaGraphs(model, caches, context, (2,), capture)
+        are_equal = []
+        for contexts in ((20, 40), (37, 5)):
+            for tensor in (tensor for cache in caches for tensor in cache.tensors):
+                tensor.copy_(source.normal(*tensor.shape))
+            step = source.step([(1, length) for length in contexts], BLOCK_SIZE)
+            step = dataclasses.replace(step, token_ids=source.integers(0, 1024, 2))
+            expected_TD = model(step, caches).float()
+            settings, padding = source.settings(2)[0], torch.zeros(2, dtype=torch.bool, device=source.device)
+            padded = dataclasses.replace(step, settings=settings, padding=padding)
+            are_equal.append(compare(graphs(padded).hidden_TD, expected_TD) <= 1)
+        return torch.tensor(are_equal)
+
+    return Case(torch.inference_mode()(call), ())
+
+
+SMALL_CHUNKS, LARGE_CHUNKS = ("short decode", "short prompts"), ("decode", "prompts", "mixed")
+TIMED_CHUNKS = (*(name for name in CHUNKS if name.startswith("decode ")), "prompt of 4096")
+VARIANTS, BLOCK_SIZES = ("plain", "float8", "in order"), (16, 64, 256)
+ATTENTION_CASES = {
+    "graphs": [Operation(replay, [(48, 4)], [(2048, 32)])],
+    "attention": [
+        Operation(
+            attend,
+            crossed(("small, windowed", "small"), SMALL_CHUNKS, VARIANTS),
+            crossed(ATTENTION_SHAPES, LARGE_CHUNKS, VARIANTS),
+            crossed(ATTENTION_SHAPES, TIMED_CHUNKS, ["float8"]),
+        )
+    ],
+    "latent attention": [
+        Operation(
+            latent_attend,
+            crossed(["small"], SMALL_CHUNKS),
+            crossed(LATENT_SHAPES, LARGE_CHUNKS),
+            crossed(LATENT_SHAPES, (*TIMED_CHUNKS[:-1], "4 chunks of 64")),
+        )
+    ],
+    "chosen positions": [
+        Operation(choose_entries, crossed(SMALL_CHUNKS, [3], [20], [8]), crossed(LARGE_CHUNKS, [64], [128], [2048])),
+        Operation(attend_chosen, [("small", "short prompts", 20)], [("DeepSeek-V3", "mixed", 2048)]),
+    ],
+    "expanded attention": [
+        Operation(
+            expanded_attend,
+            crossed(["small"], SMALL_CHUNKS, [16]),
+            crossed(LATENT_SHAPES, (*LARGE_CHUNKS, "long context"), [128]),
+        )
+    ],
+    "rotary embedding and cache writes": [
+        Operation(
+            rotate_and_write,
+            [("small", 5, 10, False), ("small", 3, 6, True), ("small, windowed", 5, 8, False, True)],
+            [
+                ("Mixtral-8x7B", 1, 64, False),
+                *[("gpt-oss-20b", 4097, 32, False), ("gpt-oss-20b", 4097, 32, False, True)],
+                *[("GLM-4.5", 128, 32, True), ("DeepSeek-V2-Lite", 77, 32, True)],
+            ],
+            crossed(["Mixtral-8x7B"], [64, 8192], [64], [False]),
+        ),
+        Operation(apply_rope, [(5, 3, 16, 8), (3, 4, 20, 6)], [(4097, 64, 64, 32), (77, 16, 192, 32)]),
+    ],
+    "attention of other libraries": [
+        Operation(
+            attend,
+            crossed(["small, for libraries"], SMALL_CHUNKS, ["libraries"], BLOCK_SIZES),
+            crossed(ATTENTION_SHAPES, LARGE_CHUNKS, ["libraries"], BLOCK_SIZES),
+            crossed(ATTENTION_SHAPES, TIMED_CHUNKS, ["libraries"]),
+        )
+    ],
+}
