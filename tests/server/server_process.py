@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import httpx2 as httpx
 import psutil
@@ -45,8 +46,12 @@ class ServerProcess:
         self._reader.start()
 
     def holdings(self) -> Holdings:
-        """Return what the processes hold. Some end, and are started again, when a rank has died."""
-        processes = [psutil.Process(self.pid), *psutil.Process(self.pid).children(recursive=True)]
+        """Return what the processes hold, once no client is connected.
+
+        Some processes end, and are started again, when a rank has died.
+        """
+        wait_until(lambda: all(each.status == psutil.CONN_LISTEN for each in self._sockets()))
+        processes = self._processes()
         return Holdings(
             sum(each.memory_full_info().uss for each in processes if not is_rank(each)),
             sum(each.memory_full_info().uss for each in processes if is_rank(each)),
@@ -60,10 +65,16 @@ class ServerProcess:
 
     def num_listeners(self) -> int:
         """Return the number of processes that listen on the port."""
+        return sum(each.status == psutil.CONN_LISTEN for each in self._sockets())
+
+    def _processes(self) -> list[psutil.Process]:
+        return [psutil.Process(self.pid), *psutil.Process(self.pid).children(recursive=True)]
+
+    def _sockets(self) -> list[Any]:
+        """Return the sockets on the server's port: those that listen, and the connections of clients."""
         port = int(self.url.rsplit(":", 1)[1])
-        processes = [psutil.Process(self.pid), *psutil.Process(self.pid).children(recursive=True)]
-        sockets = [each for process in processes for each in process.net_connections("inet")]
-        return sum(each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in sockets)
+        sockets = [each for process in self._processes() for each in process.net_connections("inet")]
+        return [each for each in sockets if each.laddr.port == port]
 
     def metric(self, name: str) -> float:
         """Return a metric, summed over all of its labels."""

