@@ -26,7 +26,7 @@ NUM_OUTPUTS = 8  # that run at once, and a quarter more is admitted
 NUM_UNREAD = 4  # of these, for a client that does not read
 NUM_STREAMS = 12
 NUM_TOKENS = 490
-SECONDS_TO_CLOSE = 20.0  # once requests have ended, or may not go on
+SECONDS_TO_CLOSE = 60.0  # once requests have ended, or may not go on
 MODEL = "tiny"
 LONG: dict[str, Any] = {"model": MODEL, "prompt": [3, 5, 7], "max_tokens": NUM_TOKENS, "stream": True}
 UNREAD: dict[str, Any] = {
@@ -45,9 +45,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextlib.contextmanager
 def loaded_server(
-    checkpoint: Path, *flags: str
+    checkpoint: Path, *flags: str, all_read: bool = False
 ) -> Iterator[tuple[ServerProcess, list[concurrent.futures.Future[str]]]]:
-    """A server, and how each of some streams ends: some run, and others wait. One client does not read its answer."""
+    """A server, and how each of some streams ends: some run, and others wait. One client does not read its answer.
+
+    Args:
+        all_read: there is no such client.
+    """
     all_flags = [
         str(checkpoint),
         "--dtype",
@@ -76,7 +80,7 @@ def loaded_server(
 
     with serving(*all_flags, *flags) as server, concurrent.futures.ThreadPoolExecutor(NUM_STREAMS) as pool:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-        with unread_answer(server):
+        with contextlib.nullcontext() if all_read else unread_answer(server):
             streams = [pool.submit(stream, client) for _ in range(NUM_STREAMS)]
             assert enough.wait(60)
             yield server, streams
@@ -97,7 +101,7 @@ def unread_answer(server: ServerProcess) -> Iterator[None]:
 
 
 def check_nothing_is_left(server: ServerProcess, children: list[psutil.Process]) -> None:
-    assert_gone(children, seconds=2.0)
+    assert_gone(children, seconds=SECONDS_TO_CLOSE)
     assert not shared_memory_of([server.pid, *(child.pid for child in children)])
     host, _, port = server.url.removeprefix("http://").partition(":")
     with pytest.raises(ConnectionRefusedError):
@@ -106,23 +110,33 @@ def check_nothing_is_left(server: ServerProcess, children: list[psutil.Process])
 
 @pytest.mark.parametrize(
     ("drain_timeout", "flags"),
-    [(0, ()), (10, ()), (10, ("--api-server-count", "2"))],
+    [(0, ()), (3, ()), (3, ("--api-server-count", "2"))],
     ids=["no time", "one process", "several processes"],
 )
 def test_each_request_is_answered_or_ends_with_an_error(
     checkpoint: Path, drain_timeout: int, flags: tuple[str, ...]
 ) -> None:
+    """After the time for running requests, though a client does not read."""
     with loaded_server(checkpoint, "--drain-timeout", str(drain_timeout), *flags) as (server, streams):
         children = psutil.Process(server.pid).children(recursive=True)
         server.send_signal(signal.SIGTERM)
         assert server.wait(drain_timeout + SECONDS_TO_CLOSE) == 0
         check_nothing_is_left(server, children)
-        ends = Counter(each.result(10) for each in streams)
+        ends = Counter(each.result(SECONDS_TO_CLOSE) for each in streams)
     assert ends.keys() <= {"length", "error", "error 503"}
-    if drain_timeout:
-        assert ends["length"] >= NUM_OUTPUTS - NUM_UNREAD
-    else:
-        assert ends["length"] < NUM_STREAMS
+    assert drain_timeout or ends["length"] < NUM_STREAMS
+
+
+@pytest.mark.parametrize("flags", [(), ("--api-server-count", "2")], ids=["one process", "several processes"])
+def test_running_requests_are_answered_in_full(checkpoint: Path, flags: tuple[str, ...]) -> None:
+    with loaded_server(checkpoint, "--drain-timeout", "600", *flags, all_read=True) as (server, streams):
+        children = psutil.Process(server.pid).children(recursive=True)
+        server.send_signal(signal.SIGTERM)
+        ends = Counter(each.result(120) for each in streams)
+        assert server.wait(SECONDS_TO_CLOSE) == 0
+        check_nothing_is_left(server, children)
+    assert ends.keys() <= {"length", "error 503"}
+    assert ends["length"] >= NUM_OUTPUTS - NUM_UNREAD
 
 
 def ask_until_refused(server: ServerProcess) -> None:
@@ -143,4 +157,4 @@ def test_a_second_sigterm_ends_the_server_at_once(checkpoint: Path, flags: tuple
         server.send_signal(signal.SIGTERM)
         assert server.wait(SECONDS_TO_CLOSE) == 0
         check_nothing_is_left(server, children)
-        assert {each.result(10) for each in streams} <= {"length", "error", "error 503"}
+        assert {each.result(SECONDS_TO_CLOSE) for each in streams} <= {"length", "error", "error 503"}
