@@ -20,7 +20,7 @@ NUM_TOKENS = 8
 
 @pytest.fixture(scope="module", params=["uniproc", "mp"])
 def llm(request: pytest.FixtureRequest, plain: Reference) -> Iterator[AsyncLLM]:
-    llm = AsyncLLM(plain.folder, dtype="float32", max_model_len=128, executor=request.param, show_progress=False)
+    llm = AsyncLLM(plain.folder, dtype="float32", max_model_len=512, executor=request.param, show_progress=False)
     yield llm
     llm.shutdown()
 
@@ -62,13 +62,13 @@ def test_tasks_and_threads_share_the_engine(llm: AsyncLLM, plain: Reference) -> 
 
 
 def test_cancelled_tasks_end_their_requests_alone(llm: AsyncLLM, plain: Reference) -> None:
-    """64 tasks, of which every third is cancelled after one or more outputs, or before the first one."""
+    """64 tasks, of which every third is cancelled: before the first output, or after some, if it has not ended then."""
     prompts = plain.clear_prompts((3, 9, 5, 17, 4, 11, 2, 6), NUM_TOKENS)
     expected = [plain.greedy(prompt, NUM_TOKENS) for prompt in prompts]
 
-    async def cancelled(index: int) -> None:
+    async def cancelled(index: int) -> bool:
         async def endless() -> None:
-            async for output in llm.generate(prompts[index % 8], greedy(max_tokens=100)):
+            async for output in llm.generate(prompts[index % 8], greedy(max_tokens=400)):
                 if len(output.outputs[0].token_ids) > index % 5:
                     has_begun.set()
 
@@ -79,34 +79,36 @@ def test_cancelled_tasks_end_their_requests_alone(llm: AsyncLLM, plain: Referenc
         else:
             await asyncio.sleep(0)
         task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        await asyncio.wait([task])
+        return task.cancelled()
 
     async def run() -> None:
         kind = RequestOutputKind.CUMULATIVE
         calls = [cancelled(i) if i % 3 == 0 else tokens_of(llm, prompts[i % 8], kind) for i in range(64)]
         for index, result in enumerate(await asyncio.gather(*calls)):
             if index % 3:
-                assert result is not None
+                assert isinstance(result, tuple)
                 assert result[0] == expected[index % 8]
+            else:
+                assert result or index % 2
 
-    num_free = free_blocks(llm)
     asyncio.run(run())
-    while free_blocks(llm) != num_free:  # steps that were in flight are on their way out
+    deadline = time.monotonic() + 60
+    while used_blocks(llm) or llm.session.frontend._prompts:  # steps that were in flight are on their way out
+        assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert not llm.session.frontend._prompts
 
 
-def free_blocks(llm: AsyncLLM) -> list[int]:
+def used_blocks(llm: AsyncLLM) -> int:
     engine = llm.session.engine
     assert isinstance(engine, EngineCore | Replicas)
     with llm.session._exclusive():
-        return engine.num_free_blocks
+        return sum(engine.num_blocks - num_free for num_free in engine.num_free_blocks)
 
 
 def test_abort_by_id(llm: AsyncLLM) -> None:
     async def run() -> Any:
-        async for output in llm.generate([5, 6], greedy(max_tokens=120), request_id="mine"):
+        async for output in llm.generate([5, 6], greedy(max_tokens=500), request_id="mine"):
             last = output
             await llm.abort("mine")
         return last
@@ -136,11 +138,11 @@ def test_errors_concern_their_own_request(llm: AsyncLLM, plain: Reference) -> No
 
 
 def test_after_shutdown_requests_are_refused(plain: Reference) -> None:
-    llm = AsyncLLM(plain.folder, dtype="float32", max_model_len=128, show_progress=False)
+    llm = AsyncLLM(plain.folder, dtype="float32", max_model_len=512, show_progress=False)
 
     async def run() -> list[str | None]:
         reasons = []
-        async for output in llm.generate([5, 6], greedy(max_tokens=120)):
+        async for output in llm.generate([5, 6], greedy(max_tokens=500)):
             reasons.append(output.outputs[0].finish_reason)
             if len(reasons) == 2:
                 await asyncio.to_thread(llm.shutdown)
@@ -155,7 +157,7 @@ def test_after_shutdown_requests_are_refused(plain: Reference) -> None:
 
 def test_a_full_disk_does_not_end_the_engine(plain: Reference, caplog: pytest.LogCaptureFixture) -> None:
     settings: dict[str, Any] = dict(expert_load_file="/dev/full", expert_load_window=1)
-    llm = AsyncLLM(plain.folder, dtype="float32", max_model_len=128, show_progress=False, **settings)
+    llm = AsyncLLM(plain.folder, dtype="float32", max_model_len=512, show_progress=False, **settings)
     tokens, _ = asyncio.run(tokens_of(llm, [5, 6, 7], RequestOutputKind.DELTA))
     llm.shutdown()
     assert tokens == plain.greedy([5, 6, 7], NUM_TOKENS)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import socket
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from free_ports import free_port
 from reference_models import Reference
 
 from moeserve import LLM, SamplingParams
@@ -87,7 +87,7 @@ def test_file_and_metrics_get_every_window(reference_named: Callable[[str], Refe
         llm.save_placement(tmp_path / "placement.json")  # ends a window of no steps, which is not reported
         assert llm.expert_load().num_steps == 0
         assert read_windows(path) == windows
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
             metrics = dict(
                 line.decode().rsplit(" ", 1) for line in answer.read().splitlines() if not line.startswith(b"#")
             )
@@ -107,15 +107,9 @@ def test_file_and_metrics_get_every_window(reference_named: Callable[[str], Refe
         assert shown == pytest.approx(max(counts) * len(counts) / max(1, sum(counts)) if sum(counts) else 1.0)
     assert summed(read_windows(path)).num_tokens == 2 * total.num_tokens  # the engine wrote the rest as it closed
     with pytest.raises(OSError, match="refused"):
-        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10)
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60)
 
 
 def test_unwritable_file_is_named(reference_named: Callable[[str], Reference], tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"expert_load_file='.*/loads.jsonl'"):
         LLM(reference_named("mixtral").folder, expert_load_file=str(tmp_path / "no" / "loads.jsonl"), **SETTINGS)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port

@@ -43,21 +43,24 @@ def always_load(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(
-    model: Path, prompts: Sequence[list[int]] = PROMPTS, wait_for: Callable[[], bool] = lambda: True, **settings: Any
+    model: Path,
+    prompts: Sequence[list[int]] = PROMPTS,
+    wait_for: Callable[[ReplicaStats], bool] = lambda _: True,
+    **settings: Any,
 ) -> tuple[list[tuple[list[int], int]], ReplicaStats]:
     """Serve prompts one after the other in a new engine. Return the tokens of each and how many of it were cached.
 
     Args:
-        wait_for: the engine ends when this is true. It saves items while it has something to do.
+        wait_for: the engine ends when this is true of its counts. It saves items while it has something to do.
     """
     with LLM(model, show_progress=False, **{"kv_cache_memory": "2MiB"} | SETTINGS | settings) as llm:
         found = []
         for prompt in prompts:
             (output,) = llm.generate([{"prompt_token_ids": prompt}], PARAMS)
             found.append((list(output.outputs[0].token_ids), output.num_cached_tokens or 0))
-        while not wait_for():
+        while not wait_for(stats := llm.core.replica_stats[0]):
             llm.generate([{"prompt_token_ids": [1]}], PARAMS)
-        return found, llm.core.replica_stats[0]
+        return found, stats
 
 
 def names(folder: Path, kind: str) -> list[str]:
@@ -69,9 +72,9 @@ def num_files(folder: Path) -> tuple[int, ...]:
     return tuple(len(list(folder.glob(f"*/*.{kind}.safetensors"))) for kind in ("block", "window_block", "state"))
 
 
-def has_files(folder: Path, *expected: int) -> Callable[[], bool]:
+def has_files(folder: Path, *expected: int) -> Callable[[ReplicaStats], bool]:
     """Return a condition: the folder has at least the expected number of items of each kind."""
-    return lambda: all(found >= wanted for found, wanted in zip(num_files(folder), expected, strict=True))
+    return lambda _: all(found >= wanted for found, wanted in zip(num_files(folder), expected, strict=True))
 
 
 @pytest.mark.parametrize("name", NUM_STORED)
@@ -80,10 +83,16 @@ def test_a_new_engine_begins_behind_what_a_folder_has(
 ) -> None:
     model, expected_files = reference_named(name).folder, (NUM_BLOCKS, *NUM_FURTHER[name])
     expected, _ = run(model, [*PROMPTS, OTHER])
-    first, stats = run(model, PROMPTS, wait_for=has_files(tmp_path, *expected_files), kv_folder=str(tmp_path))
+    num_blocks, num_states = sum(expected_files[:2]), expected_files[2]
+
+    def are_saved(stats: ReplicaStats) -> bool:
+        """The engine counts an item a moment after its file appears."""
+        return stats.num_saved_blocks >= num_blocks and stats.num_saved_states >= num_states
+
+    first, stats = run(model, PROMPTS, wait_for=are_saved, kv_folder=str(tmp_path))
     assert first == expected[:-1]  # whose cache is large enough
     assert num_files(tmp_path) == expected_files
-    assert (stats.num_saved_blocks, stats.num_saved_states) == (sum(expected_files[:2]), expected_files[2])
+    assert (stats.num_saved_blocks, stats.num_saved_states) == (num_blocks, num_states)
     for prompt, (tokens, _), num_stored in zip([*PROMPTS, OTHER], expected, NUM_STORED[name], strict=True):
         found, stats = run(model, [prompt], kv_folder=str(tmp_path))
         assert found == [(tokens, num_stored)]
@@ -97,7 +106,11 @@ def test_a_damaged_state_is_computed(reference_named: Callable[[str], Reference]
     data = bytearray(path.read_bytes())
     data[-9] ^= 4
     path.write_bytes(data)
-    found, stats = run(model, prompts, kv_folder=str(tmp_path))
+
+    def is_replaced(_: ReplicaStats) -> bool:
+        return path.exists() and path.read_bytes() != data
+
+    found, stats = run(model, prompts, wait_for=is_replaced, kv_folder=str(tmp_path))
     assert found == expected  # nothing of it was cached
     assert (stats.num_loaded_states, stats.num_failed_blocks) == (0, 1)
     assert run(model, prompts, kv_folder=str(tmp_path))[0] == [(expected[0][0], 192)]  # it was saved again

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from gpu_stand_ins import LateMemory
+from rank_processes import free_blocks
 from reference_models import Reference
 from structured_cases import requests, result, small_llm, write_model
 
@@ -77,7 +78,9 @@ def mixed_results(folder: str | Path, **settings: Any) -> list[Any]:
         ended = list(stream)[-1].outputs[0]
         assert ended.finish_reason in ("abort", "length")
         again = llm.generate(prompts[:4], PARAMS[:4], use_tqdm=False)
-        assert all(stats.num_free_blocks == llm.core.num_blocks for stats in llm.core.replica_stats)
+        while llm.core.has_work:
+            llm.core.step()
+        assert set(free_blocks(llm, llm.core.num_blocks)) == {llm.core.num_blocks}
     return [
         (output.prompt_logprobs, [(each.token_ids, each.logprobs, each.finish_reason) for each in output.outputs])
         for output in outputs + again

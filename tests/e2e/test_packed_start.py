@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -184,8 +183,6 @@ def test_a_process_exits_without_finishing_the_entry(plain: Reference, cache: Pa
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "answered\n"
-    answered = time.monotonic()
-    _, complaints = process.communicate(timeout=60)
-    assert time.monotonic() - answered < 20
+    _, complaints = process.communicate(timeout=120)  # far less than the delay before the entry is written
     assert (process.returncode, complaints) == (0, "")
     assert entries_in(cache) == []

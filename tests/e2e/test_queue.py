@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -36,9 +38,22 @@ def test_a_long_list_passes_through_a_short_queue(plain: Reference, num_replicas
             )
 
 
-def test_a_task_learns_that_the_queue_is_full(plain: Reference) -> None:
+def test_a_task_learns_that_the_queue_is_full(plain: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine takes no step before all requests have come."""
     prompts = plain.prompts(5, 6, 7, 8)
     llm = AsyncLLM(plain.folder, dtype="float32", **SHORT)
+    submit, step = llm.session.submit, llm.session.engine.step
+    num_submitted, have_all_come = itertools.count(1), threading.Event()
+
+    def counted(*arguments: Any) -> list[str]:
+        try:
+            return submit(*arguments)
+        finally:
+            if next(num_submitted) == len(prompts):
+                have_all_come.set()
+
+    monkeypatch.setattr(llm.session, "submit", counted)
+    monkeypatch.setattr(llm.session.engine, "step", lambda: have_all_come.wait(60) and step())
 
     async def tokens_of(prompt: list[int]) -> list[int]:
         *_, last = [output async for output in llm.generate(prompt, LONG)]

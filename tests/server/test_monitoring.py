@@ -6,7 +6,6 @@ import itertools
 import json
 import re
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 import yaml
+from free_ports import free_port
 from prometheus_client.parser import text_string_to_metric_families
 from running_server import MODEL, RunningServer
 
@@ -126,8 +126,7 @@ def prometheus(tiny_server: RunningServer, tmp_path: Path) -> Iterator[httpx.Cli
     (job,) = config["scrape_configs"]
     job["static_configs"] = [{"targets": [tiny_server.url.removeprefix("http://")]}]
     (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(config))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     process = subprocess.Popen(
         [
             "prometheus",

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import free_ports
 import pytest
 
 from moeserve import addresses, cli
@@ -22,7 +23,7 @@ pytest.importorskip("ray", reason="install it with: pip install -e '.[ray]'")
 
 HERE = "127.0.0.1"
 TOKEN = "a-secret"
-LISTEN = "import socket, sys, time; server = socket.create_server((sys.argv[1], int(sys.argv[2]))); time.sleep(60)"
+LISTEN = "import socket, sys, time; server = socket.create_server((sys.argv[1], int(sys.argv[2]))); time.sleep(600)"
 
 
 @pytest.fixture(autouse=True)
@@ -37,8 +38,7 @@ def plain_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def free_port() -> int:
-    with socket.create_server((HERE, 0)) as server:
-        return int(server.getsockname()[1])
+    return free_ports.free_port()
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def wanted(**changes: Any) -> Launch:
         interface=None,
         num_cpus=1,
         model=None,
-        timeout_s=20.0,
+        timeout_s=60.0,
         command=["true"],
     )
     return dataclasses.replace(plain, **changes)
@@ -175,7 +175,7 @@ def test_hosts_receive_the_token_through_standard_input(
     given = (tmp_path / "command").read_text()
     assert TOKEN not in given
     assert given.startswith(f"node7 {sys.executable} -m moeserve launch --head {HERE} --port {free_port} ")
-    assert "--token-from-stdin --nodes 2 --timeout 20.0 --num-cpus 1" in given
+    assert "--token-from-stdin --nodes 2 --timeout 60.0 --num-cpus 1" in given
 
 
 @pytest.mark.usefixtures("without_ray")
@@ -190,7 +190,7 @@ def test_nothing_that_was_started_is_left(free_port: int, tmp_path: Path) -> Non
     note = tmp_path / "pid"
     shell = remote_shell(
         tmp_path, f'[ "$1" = node7 ] && {{ while [ ! -s {note} ]; do sleep 0.05; done; exit 3; }}',
-        f"echo $$ > {note}", "exec sleep 60",
+        f"echo $$ > {note}", "exec sleep 600",
     )  # fmt: skip
     message = refusal(EngineError, port=free_port, hosts=["node6", "node7"], num_nodes=3, remote_shell=shell)
     assert message.startswith("host node7 ended with status 3")
