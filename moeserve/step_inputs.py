@@ -112,9 +112,19 @@ class StepInputs:
         """The step with slots and block table of the layers with windows."""
         return dataclasses.replace(self, **self.window_blocks._asdict()) if self.window_blocks else self
 
-    @property
+    @functools.cached_property
     def max_rows_per_chunk(self) -> int:
         return max((span.num_rows for span in self.spans), default=0)
+
+    @functools.cached_property
+    def min_rows_per_chunk(self) -> int:
+        return min((span.num_rows for span in self.spans), default=0)
+
+    @functools.cached_property
+    def rows_have_positions(self) -> bool:
+        """True if every row is in a chunk, and no chunk has more rows than positions. Padding rows have none."""
+        are_in_chunks = sum(span.num_rows for span in self.spans) == len(self.token_ids)
+        return are_in_chunks and all(span.num_rows <= span.context_len for span in self.spans)
 
     def rows_for_logits(self, hidden_TD: Tensor) -> Tensor:
         """Return the hidden states [L, D] of the rows whose logits are computed."""

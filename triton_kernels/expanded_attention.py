@@ -8,6 +8,7 @@ change the result.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -45,7 +46,7 @@ def expanded_attention(
     """Attend from row i of a chunk, at position p = context_len - num_rows + i, to the positions up to p.
 
     Scores, softmax and sums are float32. Weights are rounded to the dtype of the values before they are multiplied with
-    them. Launches: one copy, and for each piece one gather, the products of `expand`, and one attention.
+    them. Launches: one copy in each step, and for each piece one gather, the products of `expand`, and one attention.
 
     Operations: 2 * N * (K + E + V) for each row and position it attends to, which bound the time.
     Memory moved, beside queries and results: (K + V) * N * element size, written and read, for each position; and
@@ -65,28 +66,20 @@ def expanded_attention(
     extra_size, value_size = query_TNE.shape[2], out_TNV.shape[2]
     vector_size = cache.shape[2]
     num_chunks = len(lengths)
-    assert query_TNK.stride(2) == query_TNE.stride(2) == cache.stride(2) == block_table.stride(1) == 1
-    assert query_TNK.dtype == query_TNE.dtype == cache.dtype
-    assert block_table.dtype == row_starts.dtype == context_lens.dtype == torch.int32
-    assert row_starts.is_contiguous()
-    assert context_lens.is_contiguous()
-    assert out_TNV.is_contiguous()
     config = tile_config(query_TNK.element_size())
     tile = config.block_positions
-    ends = list(itertools.accumulate(ceil_div(length, tile) * tile for length in lengths))
-    # A copy of this size from memory that is not pinned returns before the device has finished it.
-    starts = torch.tensor([0, *ends], dtype=torch.int32).to(cache.device, non_blocking=True)
+    starts, end = _starts(tuple(lengths), tile, cache.device)
     bytes_per_position = num_heads * (key_size + value_size) * query_TNK.element_size()
     piece_size = max(MAX_EXPANDED_BYTES // bytes_per_position // tile, 1) * tile
-    has_one_piece = ends[-1] <= piece_size
+    has_one_piece = end <= piece_size
     state_TNV, maximum_TN, total_TN = (
         query_TNK.new_empty(0 if has_one_piece else (num_tokens, num_heads, *size), dtype=torch.float32)
         for size in ((value_size,), (), ())
     )
     num_tiles = num_tokens // config.block_pairs + num_chunks
 
-    for first in range(0, ends[-1], piece_size):
-        num_positions = min(piece_size, ends[-1] - first)
+    for first in range(0, end, piece_size):
+        num_positions = min(piece_size, end - first)
         vectors_CP = cache.new_empty(num_positions, vector_size)
         gather_vectors_kernel[(num_positions // GATHERED_POSITIONS,)](
             cache,
@@ -106,8 +99,6 @@ def expanded_attention(
             num_warps=GATHER_WARPS,
         )
         key_NCK, value_NCV = expand(vectors_CP[:, : vector_size - extra_size])
-        assert key_NCK.is_contiguous()
-        assert value_NCV.is_contiguous()
         attend_expanded_kernel[(num_tiles * num_heads,)](
             query_TNK,
             query_TNE,
@@ -138,6 +129,15 @@ def expanded_attention(
         del vectors_CP, key_NCK, value_NCV  # before those of the next piece are allocated
 
 
+@functools.lru_cache(maxsize=2)  # the layers of a step, or of its halves, share them
+def _starts(lengths: tuple[int, ...], tile: int, device: torch.device) -> tuple[Tensor, int]:
+    """Return where each context begins if all are rounded up to whole tiles, [S + 1] int32, and the end of the last."""
+    ends = list(itertools.accumulate(ceil_div(length, tile) * tile for length in lengths))
+    # A copy of this size from memory that is not pinned returns before the device has finished it.
+    return torch.tensor([0, *ends], dtype=torch.int32).to(device, non_blocking=True), ends[-1]
+
+
+@functools.cache
 def tile_config(element_size: int) -> AttentionConfig:
     """Return the tiles: two warp groups with 64 rows each, whose sums stay in registers."""
     if element_size == 4:  # without tensor cores, limited by registers and shared memory
@@ -145,6 +145,7 @@ def tile_config(element_size: int) -> AttentionConfig:
     return AttentionConfig(block_pairs=128, block_positions=64, num_warps=8, num_stages=3)
 
 
+@functools.cache
 def kernel_sizes(key_size: int, extra_size: int, value_size: int, vector_size: int) -> dict[str, Any]:
     """Return the compile-time sizes of the attention kernel."""
     return {

@@ -6,6 +6,7 @@ the tiles from them, and computes every n-th tile. Experts without rows have no 
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from moeserve.triton_kernels.activation import ACTIVATIONS, UNGATED, Activation,
 from moeserve.triton_kernels.arrivals import is_last_to_arrive
 from moeserve.triton_kernels.device import device_name, is_interpreted, num_programs
 from moeserve.triton_kernels.fp8 import quantize_blocks, scale_blocks
-from moeserve.triton_kernels.sizes import next_power_of_2
+from moeserve.triton_kernels.sizes import ceil_div, next_power_of_2
 from moeserve.triton_kernels.tuning import FP8_BLOCK, Config, Kind, Problem, choose_config
 
 # S source rows, R rows, e experts, O outputs, I inputs, C columns of a result, B blocks of 128 inputs, G blocks of 128
@@ -87,24 +88,25 @@ def grouped_matmul(
     Returns:
         [R, C]; rows beyond the last used row are not written.
     """
-    assert counts_e is not None or (len(weight_eOI) == 1 and indices_R is None), "rows of several weights need counts"
-    assert arrivals is None or counts_e is None, "tiles whose number only the GPU knows are not shared"
-    rows_SI = rows_SI if rows_SI.stride(1) == 1 else rows_SI.contiguous()
-    operands = Operands(
-        source_SI=rows_SI,
-        source_scale_eSB=None if row_scale_SB is None else row_scale_SB[None],
-        weight_eOI=weight_eOI,
-        weight_scale_eGB=weight_scale_eGB,
-        counts_e=counts_e,
-        indices_R=indices_R,
-        divisor=divisor,
-        bias_eO=bias_eO,
-        activation=activation,
-        alpha=alpha,
-        limit=limit,
-        arrivals=arrivals,
+    return _launch(
+        rows_SI if rows_SI.stride(1) == 1 else rows_SI.contiguous(),
+        None if row_scale_SB is None else row_scale_SB[None],
+        weight_eOI,
+        weight_scale_eGB,
+        counts_e,
+        indices_R,
+        divisor,
+        bias_eO,
+        activation,
+        alpha,
+        limit,
+        arrivals,
+        None,
+        out_dtype,
+        out_scale_RF,
+        expected_rows,
+        config,
     )
-    return _launch(operands, None, out_dtype, out_scale_RF, expected_rows, config)
 
 
 def grouped_matmul_slots(
@@ -137,165 +139,208 @@ def grouped_matmul_slots(
     Returns:
         [e, S, C]
     """
-    assert slots_eSI.is_contiguous(), "slots that are not contiguous"
-    num_slots = slots_eSI.shape[1]
-    operands = Operands(
-        source_SI=slots_eSI.flatten(0, 1),
-        source_scale_eSB=slot_scale_eSB,
-        weight_eOI=weight_eOI,
-        weight_scale_eGB=weight_scale_eGB,
-        counts_e=counts_e,
-        indices_R=None,
-        divisor=1,
-        bias_eO=bias_eO,
-        activation=activation,
-        alpha=alpha,
-        limit=limit,
-        arrivals=None,
+    num_experts, num_slots, _ = slots_eSI.shape
+    output_RC = _launch(
+        slots_eSI.flatten(0, 1),
+        slot_scale_eSB,
+        weight_eOI,
+        weight_scale_eGB,
+        counts_e,
+        None,
+        1,
+        bias_eO,
+        activation,
+        alpha,
+        limit,
+        None,
+        num_slots,
+        out_dtype,
+        None if out_scale_eSF is None else out_scale_eSF.flatten(0, 1),
+        expected_rows,
+        config,
     )
-    out_scale_RF = None if out_scale_eSF is None else out_scale_eSF.flatten(0, 1)
-    output_RC = _launch(operands, num_slots, out_dtype, out_scale_RF, expected_rows, config)
-    return output_RC.view(*slots_eSI.shape[:2], output_RC.shape[1])
+    return output_RC.view(num_experts, num_slots, output_RC.shape[1])
 
 
-@dataclass(frozen=True, kw_only=True)
-class Operands:
-    """The tensors that one launch reads, and its activation; see `grouped_matmul`."""
+def check_weights(
+    weight_eOI: Tensor, weight_scale_eGB: Tensor | None, bias_eO: Tensor | None, num_parts: int = 1
+) -> None:
+    """Check weights as `grouped_matmul` describes them. Launches do not check them again.
 
-    source_SI: Tensor
-    source_scale_eSB: Tensor | None  # [1, S, B] without slots
-    weight_eOI: Tensor
-    weight_scale_eGB: Tensor | None
-    counts_e: Tensor | None
-    indices_R: Tensor | None
-    divisor: int
-    bias_eO: Tensor | None
-    activation: Activation | None
-    alpha: float
-    limit: float
-    arrivals: Tensor | None
-
-    @property
-    def num_columns(self) -> int:
-        return self.weight_eOI.shape[1] // num_parts_of(self.activation)
+    Args:
+        num_parts: 2 if the weights are gates and ups.
+    """
+    num_experts, num_outputs, num_stored = weight_eOI.shape
+    assert weight_eOI.is_contiguous(), "weights that are not contiguous"
+    assert bias_eO is None or bias_eO.is_contiguous(), "biases that are not contiguous"
+    assert (weight_scale_eGB is None) == (weight_eOI.dtype in TYPES), f"weights in {weight_eOI.dtype}: wrong scales"
+    if weight_scale_eGB is None:
+        return
+    expected = (num_experts, num_outputs, num_stored // 16)
+    if weight_eOI.dtype != torch.uint8:
+        num_blocks = ceil_div(num_outputs // num_parts, FP8_BLOCK)
+        expected = (num_experts, num_parts * num_blocks, ceil_div(num_stored, FP8_BLOCK))
+    assert weight_scale_eGB.shape == expected, (tuple(weight_scale_eGB.shape), expected)
+    assert weight_scale_eGB.is_contiguous(), "scales that are not contiguous"
 
 
 def _launch(
-    operands: Operands,
+    source_SI: Tensor,
+    source_scale_eSB: Tensor | None,  # [1, S, B] without slots
+    weight_eOI: Tensor,
+    weight_scale_eGB: Tensor | None,
+    counts_e: Tensor | None,
+    indices_R: Tensor | None,
+    divisor: int,
+    bias_eO: Tensor | None,
+    activation: Activation | None,
+    alpha: float,
+    limit: float,
+    arrivals: Tensor | None,
     num_slots: int | None,
     out_dtype: torch.dtype | None,
     out_scale_RF: Tensor | None,
     expected_rows: int | None,
     config: Config | None,
 ) -> Tensor:
-    source_SI, weight_eOI, indices_R = operands.source_SI, operands.weight_eOI, operands.indices_R
-    counts_e, activation, columns = operands.counts_e, operands.activation, operands.num_columns
-    is_mxfp4, has_scales = weight_eOI.dtype == torch.uint8, source_SI.dtype == torch.float8_e4m3fn
-    num_experts, num_outputs, num_inputs = weight_eOI.shape
-    num_inputs *= 2 if is_mxfp4 else 1
-    num_rows = len(source_SI) if indices_R is None else len(indices_R)
-    if out_dtype is None:
-        out_dtype = torch.bfloat16 if has_scales else source_SI.dtype
-    assert is_mxfp4 or weight_eOI.dtype == source_SI.dtype, f"weights in {weight_eOI.dtype}, rows in {source_SI.dtype}"
-    assert source_SI.shape[1] == num_inputs, f"rows of {source_SI.shape[1]} for weights of {num_inputs}"
-    if counts_e is not None:
-        assert counts_e.shape == (num_experts,), f"{tuple(counts_e.shape)} counts, {num_experts} weights"
-        assert counts_e.is_contiguous(), "counts that are not contiguous"
-    assert weight_eOI.is_contiguous(), "weights that are not contiguous"
+    num_experts, num_outputs, num_stored = weight_eOI.shape
+    dtype, device = source_SI.dtype, source_SI.device
+    num_rows = source_SI.shape[0] if indices_R is None else indices_R.shape[0]
+    plan = plan_launch(
+        dtype,
+        device,
+        activation,
+        num_experts,
+        num_outputs,
+        num_stored,
+        num_rows,
+        expected_rows,
+        weight_eOI.dtype,
+        arrivals is not None,
+        bias_eO is not None,
+        indices_R is not None,
+        num_slots is not None,
+        out_scale_RF is not None,
+        out_dtype,
+        config,
+    )
+    output_RC = torch.empty(num_rows, plan.num_columns, dtype=plan.out_dtype, device=device)
+    if output_RC.numel() == 0 or num_experts == 0:
+        return output_RC if out_scale_RF is None else output_RC.to(torch.float8_e4m3fn)
+    partial = torch.empty(plan.num_partial, dtype=torch.float32, device=device) if plan.num_partial else None
+    grouped_matmul_kernel[plan.grid](
+        source_SI,
+        source_scale_eSB,
+        weight_eOI,
+        weight_scale_eGB,
+        bias_eO,
+        counts_e,
+        indices_R,
+        output_RC,
+        out_scale_RF if plan.quantizes else None,
+        partial,
+        None if partial is None else arrivals,
+        source_SI.stride(0),
+        *((0, 0, 0) if source_scale_eSB is None else source_scale_eSB.stride()),
+        num_rows,
+        num_experts,
+        plan.num_columns,
+        plan.num_inputs,
+        num_slots or 0,
+        divisor,
+        alpha,
+        limit,
+        **plan.options,
+    )
+    if out_scale_RF is None or plan.quantizes:
+        return output_RC
+    return quantize_blocks(output_RC, counts_e=counts_e, num_slots=num_slots, out_scale_TB=out_scale_RF)[0]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the host decides of a launch, from shapes alone."""
+
+    grid: tuple[int]
+    num_columns: int
+    num_inputs: int
+    num_partial: int  # float32 numbers that programs share; 0: none
+    quantizes: bool  # the kernel also quantises its results
+    out_dtype: torch.dtype
+    options: dict[str, Any]  # compile-time arguments and options
+
+
+@functools.lru_cache(maxsize=1024)  # the layers of a step have a few plans; the next step may have others
+def plan_launch(
+    dtype: torch.dtype,
+    device: torch.device,
+    activation: Activation | None,
+    num_experts: int,
+    num_outputs: int,
+    num_stored: int,
+    num_rows: int,
+    expected_rows: int | None,
+    weight_dtype: torch.dtype,
+    can_split: bool,
+    has_bias: bool,
+    has_indices: bool,
+    has_slots: bool,
+    has_out_scale: bool,
+    out_dtype: torch.dtype | None,
+    config: Config | None,
+) -> Plan:
+    """Return the plan of a launch with such operands; see `grouped_matmul`.
+
+    Args:
+        dtype: dtype of the rows.
+        num_stored: columns of the stored weights: the inputs, or half as many in MXFP4.
+        num_rows: rows for which there is memory.
+        out_dtype, config: None: the default.
+    """
+    is_mxfp4 = weight_dtype == torch.uint8
+    num_inputs = num_stored * (2 if is_mxfp4 else 1)
+    assert is_mxfp4 or weight_dtype == dtype, f"weights in {weight_dtype}, rows in {dtype}"
     assert num_outputs * num_inputs < 2**31, f"a weight of {num_outputs} x {num_inputs}"  # its offsets are 32 bits
     assert num_rows < 2**31, f"{num_rows} rows"
-    assert indices_R is None or indices_R.is_contiguous(), "indices that are not contiguous"
-    assert operands.bias_eO is None or operands.bias_eO.is_contiguous(), "biases that are not contiguous"
-    assert (has_scales or is_mxfp4) == (operands.weight_scale_eGB is not None), f"{source_SI.dtype}: wrong scales"
-    if has_scales:
-        _check_scales(operands, num_slots)
-    if is_mxfp4:
-        assert operands.weight_scale_eGB is not None
-        assert operands.weight_scale_eGB.shape == (num_experts, num_outputs, num_inputs // 32)
-        assert operands.weight_scale_eGB.is_contiguous(), "exponents that are not contiguous"
-
+    if out_dtype is None:
+        out_dtype = torch.bfloat16 if dtype == torch.float8_e4m3fn else dtype
     if config is None:
         problem = Problem(
-            kind="mxfp4" if is_mxfp4 else _kind_of(source_SI.dtype),
+            kind="mxfp4" if is_mxfp4 else _kind_of(dtype),
             is_gated=num_parts_of(activation) > 1,
             num_experts=num_experts,
             num_outputs=num_outputs,
             num_inputs=num_inputs,
             num_rows=num_rows if expected_rows is None else expected_rows,
-            can_split=operands.arrivals is not None,
+            can_split=can_split,
         )
-        config = choose_config(problem, device_name(source_SI.device))
+        config = choose_config(problem, device_name(device))
+    num_columns = num_outputs // num_parts_of(activation)
+    num_tiles = max_tiles(num_rows, num_experts, num_columns, activation, config)
+    assert config.num_splits == 1 or (can_split and num_tiles <= NUM_ARRIVALS), (num_tiles, config)
     # The tiles of many rows are too narrow for a block of results, which are then quantised from memory.
-    quantizes = out_scale_RF is not None and block_columns(config, activation) == FP8_BLOCK
-    output_RC = torch.empty(
-        num_rows, columns, dtype=torch.float8_e4m3fn if quantizes else out_dtype, device=source_SI.device
-    )
-    if num_rows == 0 or num_experts == 0 or columns == 0:
-        return output_RC if out_scale_RF is None else output_RC.to(torch.float8_e4m3fn)
-    num_tiles = max_tiles(num_rows, num_experts, columns, activation, config)
-    partial = None
-    if config.num_splits > 1:
-        assert operands.arrivals is not None
-        assert num_tiles <= len(operands.arrivals), (num_tiles, config)
-        partial = torch.empty(
-            num_tiles * config.num_splits * config.block_m * config.block_n,
-            dtype=torch.float32,
-            device=source_SI.device,
-        )
-    scale_eSB = operands.source_scale_eSB
-    most_programs = num_programs(source_SI.device, config.programs_per_sm)
-    grouped_matmul_kernel[(min(num_tiles * config.num_splits, most_programs),)](
-        source_SI,
-        scale_eSB,
-        weight_eOI,
-        operands.weight_scale_eGB,
-        operands.bias_eO,
-        counts_e,
-        indices_R,
-        output_RC,
-        out_scale_RF if quantizes else None,
-        partial,
-        None if partial is None else operands.arrivals,
-        source_SI.stride(0),
-        *((0, 0, 0) if scale_eSB is None else scale_eSB.stride()),
-        num_rows,
+    quantizes = has_out_scale and block_columns(config, activation) == FP8_BLOCK
+    constants = kernel_constants(
+        config,
+        dtype,
         num_experts,
-        columns,
         num_inputs,
-        num_slots or 0,
-        operands.divisor,
-        operands.alpha,
-        operands.limit,
-        ROUNDED=TYPES[out_dtype],
-        **kernel_constants(
-            config,
-            source_SI.dtype,
-            num_experts,
-            num_inputs,
-            activation,
-            has_bias=operands.bias_eO is not None,
-            has_indices=indices_R is not None,
-            has_slots=num_slots is not None,
-            is_mxfp4=is_mxfp4,
-            is_interpreted=is_interpreted(),
-        ),
-        **compile_options(config),
+        activation,
+        has_bias=has_bias,
+        has_indices=has_indices,
+        has_slots=has_slots,
+        is_mxfp4=is_mxfp4,
+        is_interpreted=is_interpreted(),
     )
-    if out_scale_RF is None or quantizes:
-        return output_RC
-    return quantize_blocks(output_RC, counts_e=counts_e, num_slots=num_slots, out_scale_TB=out_scale_RF)[0]
-
-
-def _check_scales(operands: Operands, num_slots: int | None) -> None:
-    num_experts, num_outputs, num_inputs = operands.weight_eOI.shape
-    columns, num_blocks = operands.num_columns, -(-num_inputs // FP8_BLOCK)
-    expected: tuple[int, ...] = (num_experts, num_outputs // columns * -(-columns // FP8_BLOCK), num_blocks)
-    assert operands.weight_scale_eGB is not None
-    assert operands.weight_scale_eGB.shape == expected, (tuple(operands.weight_scale_eGB.shape), expected)
-    assert operands.weight_scale_eGB.is_contiguous(), "scales that are not contiguous"
-    assert operands.source_scale_eSB is not None
-    of_rows = (1, len(operands.source_SI)) if num_slots is None else (num_experts, num_slots)
-    assert operands.source_scale_eSB.shape == (*of_rows, num_blocks), operands.source_scale_eSB.shape
+    return Plan(
+        grid=(min(num_tiles * config.num_splits, num_programs(device, config.programs_per_sm)),),
+        num_columns=num_columns,
+        num_inputs=num_inputs,
+        num_partial=0 if config.num_splits == 1 else num_tiles * config.num_splits * config.block_m * config.block_n,
+        quantizes=quantizes,
+        out_dtype=torch.float8_e4m3fn if quantizes else out_dtype,
+        options={"ROUNDED": TYPES[out_dtype], **constants, **compile_options(config)},
+    )
 
 
 def _kind_of(dtype: torch.dtype) -> Kind:
@@ -308,7 +353,7 @@ def _kind_of(dtype: torch.dtype) -> Kind:
 def max_tiles(num_rows: int, num_experts: int, columns: int, activation: Activation | None, config: Config) -> int:
     """Return an upper bound of the number of tiles: the last tile of each expert may hold a single row."""
     tiles_m = min(num_rows, (num_rows + num_experts * (config.block_m - 1)) // config.block_m)
-    return tiles_m * -(-columns // block_columns(config, activation))
+    return tiles_m * ceil_div(columns, block_columns(config, activation))
 
 
 def block_columns(config: Config, activation: Activation | None) -> int:

@@ -6,7 +6,8 @@ vectors and the keys and values of heads are part of the queries and of the resu
 
 from __future__ import annotations
 
-import torch
+import functools
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -32,12 +33,6 @@ def write_latents(latent_TP: Tensor, cache: Tensor, slots_T: Tensor) -> None:
         slots_T: [T] int64, contiguous.
     """
     num_tokens, vector_size = latent_TP.shape
-    assert cache.shape[2] == vector_size, f"a cache of {tuple(cache.shape)} for vectors of {vector_size}"
-    assert cache.dtype == latent_TP.dtype
-    assert cache.stride(2) == 1
-    assert slots_T.shape == (num_tokens,)
-    assert slots_T.dtype == torch.int64
-    assert slots_T.is_contiguous()
     if num_tokens == 0:  # an empty grid cannot be launched
         return
     write_latents_kernel[(num_tokens,)](
@@ -63,8 +58,10 @@ def latent_attention(
     scale: float,
     latent_size: int,
     max_rows_per_chunk: int,
+    min_rows_per_chunk: int = 0,
     max_context: int,
     max_rows: int | None = None,
+    rows_have_positions: bool = False,
     splits_contexts: bool = True,
 ) -> Tensor:
     """Attend from row i of a chunk, at position context_len - num_rows + i, to the positions up to it.
@@ -86,17 +83,18 @@ def latent_attention(
         context_lens: [S] int32.
         scale: factor of the products of queries and vectors.
         latent_size: L, the number of a vector's elements that are its value.
-        max_rows_per_chunk: upper bound of the rows of a chunk. With 1, only the kernels for one row are launched.
+        max_rows_per_chunk: upper bound of the rows of a chunk, except those with more than `max_rows`. With 1, only the
+            kernels for one row are launched.
+        min_rows_per_chunk: lower bound. With 2, the kernels for one row are not launched.
         max_context: upper bound of the context lengths, such as max_blocks * block_size.
-        max_rows: chunks of more rows get zeros; default: no chunk does.
+        max_rows: chunks of more rows get zeros; None: there are none.
+        rows_have_positions: True if every row is in a chunk, and no chunk has more rows than positions.
         splits_contexts: see `launch_attention`.
 
     Returns:
         [T, N, L], contiguous, in the dtype of the queries; zeros for rows without a chunk or before position 0.
     """
-    num_heads, vector_size = query_TNP.shape[1:]
-    assert cache.shape[2] == vector_size >= latent_size
-    element_size = query_TNP.element_size()
+    num_heads, element_size = query_TNP.shape[1], query_TNP.element_size()
     return launch_attention(
         query_TNP,
         cache[:, None],
@@ -109,8 +107,10 @@ def latent_attention(
         sinks_N=None,
         value_size=latent_size,
         max_rows_per_chunk=max_rows_per_chunk,
+        min_rows_per_chunk=min_rows_per_chunk,
         max_context=max_context,
-        max_attended_rows=max_rows_per_chunk if max_rows is None else max_rows,
+        max_attended_rows=max_rows,
+        rows_have_positions=rows_have_positions,
         tile_config=tile_config(latent_size, element_size),
         split_config=split_config(num_heads, latent_size, element_size),
         few_config=few_config(num_heads, element_size),
@@ -118,6 +118,7 @@ def latent_attention(
     )
 
 
+@functools.cache
 def tile_config(latent_size: int, element_size: int) -> AttentionConfig:
     """Return the tiles for chunks of many rows: the sums of 64 pairs x 512 elements take half of 8 warps' registers."""
     if element_size == 4:  # without tensor cores, limited by registers and shared memory
@@ -125,6 +126,7 @@ def tile_config(latent_size: int, element_size: int) -> AttentionConfig:
     return AttentionConfig(block_pairs=64, block_positions=32, num_warps=8, num_stages=3)
 
 
+@functools.cache
 def split_config(num_heads: int, latent_size: int, element_size: int) -> AttentionConfig:
     """Return the tiles for chunks of one row: two warp groups have up to 64 heads."""
     block_pairs = min(max(next_power_of_2(num_heads), 16), 64)
@@ -134,6 +136,7 @@ def split_config(num_heads: int, latent_size: int, element_size: int) -> Attenti
     return AttentionConfig(block_pairs, 32, num_warps=8, num_stages=num_stages)
 
 
+@functools.cache
 def few_config(num_heads: int, element_size: int) -> AttentionConfig | None:
     """Return the tiles for few chunks of one row, if they differ: two programs share the values of 64 heads.
 
@@ -144,6 +147,7 @@ def few_config(num_heads: int, element_size: int) -> AttentionConfig | None:
     return AttentionConfig(block_pairs=64, block_positions=32, num_warps=4, num_stages=3, num_parts=2)
 
 
+@functools.cache
 def choose_splits(num_heads: int) -> Splits:
     """Return the splits of a context: one of 32k positions has 128 programs.
 

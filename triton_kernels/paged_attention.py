@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import torch
+import functools
+
 from torch import Tensor
 
 from moeserve.triton_kernels.paged_launch import AttentionConfig, Splits, launch_attention
@@ -25,7 +26,9 @@ def paged_attention(
     window: int | None = None,
     sinks_N: Tensor | None = None,
     max_rows_per_chunk: int,
+    min_rows_per_chunk: int = 0,
     max_context: int,
+    rows_have_positions: bool = False,
     splits_contexts: bool = True,
 ) -> Tensor:
     """Attend from row i of a chunk, at position p = context_len - num_rows + i, to the positions up to p.
@@ -53,7 +56,9 @@ def paged_attention(
             divided into chunks of -window, and a row attends to those of its own chunk.
         sinks_N: [N] float32, an additional score of each head that has no value.
         max_rows_per_chunk: upper bound of the rows of a chunk. With 1, only the kernels for one row are launched.
+        min_rows_per_chunk: lower bound. With 2, the kernels for one row are not launched.
         max_context: upper bound of the context lengths, such as max_blocks * block_size.
+        rows_have_positions: True if every row is in a chunk, and no chunk has more rows than positions.
         splits_contexts: see `launch_attention`.
 
     Returns:
@@ -61,20 +66,7 @@ def paged_attention(
     """
     num_heads, head_size = query_TNH.shape[1:]
     num_kv_heads = key_cache.shape[1]
-    group, element_size = num_heads // num_kv_heads, query_TNH.element_size()
-    assert num_heads == group * num_kv_heads, f"{num_heads} query heads for {num_kv_heads} key-value heads"
-    value_size = value_cache.shape[3]
-    assert key_cache.shape[:3] == value_cache.shape[:3]
-    assert key_cache.shape[3] == head_size >= value_size
-    if value_size == head_size:
-        assert key_cache.stride() == value_cache.stride()
-    else:
-        assert key_cache.is_contiguous()
-        assert value_cache.is_contiguous()
-    assert key_cache.dtype == value_cache.dtype
-    assert sinks_N is None or sinks_N.shape == (num_heads,)
-    assert sinks_N is None or sinks_N.dtype == torch.float32
-    assert window != 0
+    element_size, has_scales = query_TNH.element_size(), key_scales is not None
     return launch_attention(
         query_TNH,
         key_cache,
@@ -85,18 +77,20 @@ def paged_attention(
         scale=scale,
         window=window,
         sinks_N=sinks_N,
-        value_size=value_size,
+        value_size=value_cache.shape[3],
         max_rows_per_chunk=max_rows_per_chunk,
+        min_rows_per_chunk=min_rows_per_chunk,
         max_context=max_context,
-        max_attended_rows=max_rows_per_chunk,
-        tile_config=tile_config(head_size, element_size, key_scales is not None),
-        split_config=split_config(group, head_size, element_size, key_scales is not None),
+        rows_have_positions=rows_have_positions,
+        tile_config=tile_config(head_size, element_size, has_scales),
+        split_config=split_config(num_heads // num_kv_heads, head_size, element_size, has_scales),
         splits=None if not splits_contexts else choose_splits(num_kv_heads),
         key_scales=key_scales,
         value_scales=value_scales,
     )
 
 
+@functools.cache
 def tile_config(head_size: int, element_size: int, has_float8_cache: bool = False) -> AttentionConfig:
     """Return the tiles for chunks of many rows: two warp groups with 64 pairs each, whose sums stay in registers.
 
@@ -114,6 +108,7 @@ def tile_config(head_size: int, element_size: int, has_float8_cache: bool = Fals
     return AttentionConfig(block_pairs=128, block_positions=32, num_warps=8, num_stages=3)
 
 
+@functools.cache
 def split_config(group: int, head_size: int, element_size: int, has_float8_cache: bool = False) -> AttentionConfig:
     """Return the tiles for chunks of one row: few pairs, and enough positions in flight from memory."""
     block_pairs = min(max(next_power_of_2(group), 16), 64)
@@ -128,6 +123,7 @@ def split_config(group: int, head_size: int, element_size: int, has_float8_cache
     return AttentionConfig(block_pairs, block_positions=32, num_warps=4, num_stages=3)
 
 
+@functools.cache
 def choose_splits(num_kv_heads: int) -> Splits:
     """Return the splits of a context: enough that a single row with a long context fills a GPU."""
     return Splits(piece_size=256, max_splits=min(max(256 // next_power_of_2(num_kv_heads), 8), 32))

@@ -12,6 +12,7 @@ Kernels are not specialised on sizes that change from step to step, so that serv
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,8 +75,10 @@ def launch_attention(
     sinks_N: Tensor | None,
     value_size: int,
     max_rows_per_chunk: int,
+    min_rows_per_chunk: int = 0,
     max_context: int,
-    max_attended_rows: int,
+    max_attended_rows: int | None = None,
+    rows_have_positions: bool = False,
     tile_config: AttentionConfig,
     split_config: AttentionConfig,
     few_config: AttentionConfig | None = None,
@@ -85,9 +88,12 @@ def launch_attention(
 ) -> Tensor:
     """Launch the kernels of one attention call; see `paged_attention.paged_attention`.
 
+    Tables are contiguous, except that rows of the block table may be strided. Caches have contiguous vectors.
+
     Args:
         value_cache: None if the values are the first `value_size` elements of the keys.
-        max_attended_rows: chunks of more rows get zeros.
+        max_rows_per_chunk, min_rows_per_chunk: bounds of the rows of the chunks that are attended.
+        max_attended_rows: chunks of more rows get zeros; None: there are none.
         few_config: replaces `split_config` if its programs fill at most half of the GPU.
         splits: how the context of a chunk of one row is divided among programs. None: it is not, and all rows have one
             order of additions, whatever the sizes of chunks; slow for few requests with long contexts.
@@ -99,31 +105,17 @@ def launch_attention(
     num_tokens, num_heads, key_size = query_TNP.shape
     _, num_kv_heads, cache_block, _ = key_cache.shape
     num_chunks = context_lens.shape[0]
-    if key_scales is None:
-        assert query_TNP.dtype == key_cache.dtype
-    else:
-        assert key_cache.dtype == torch.uint8
-        assert key_cache.is_contiguous()
-        for scales in (key_scales, value_scales):
-            assert scales is not None
-            assert scales.is_contiguous()
-            assert scales.shape == key_cache.shape[:3]
-    assert key_cache.stride(3) == 1
-    assert block_table.dtype == row_starts.dtype == context_lens.dtype == torch.int32
-    assert row_starts.shape == (num_chunks + 1,)
-    assert block_table.shape[0] == num_chunks
-    assert row_starts.is_contiguous()
-    assert context_lens.is_contiguous()
-    assert block_table.stride(1) == 1
-    assert max_rows_per_chunk >= 0
     if query_TNP.stride(2) != 1:
         query_TNP = query_TNP.contiguous()
     group = num_heads // num_kv_heads
+    has_tiles = max_rows_per_chunk > (0 if splits is None else 1)
+    has_splits = splits is not None and min_rows_per_chunk <= 1 <= max_rows_per_chunk
     # If all chunks have one row, the merging kernel also writes the zeros.
-    is_one_row_each = max_rows_per_chunk <= 1 and splits is not None
-    new = query_TNP.new_empty if is_one_row_each and num_chunks > 0 else query_TNP.new_zeros
+    merge_writes_all = has_splits and not has_tiles
+    is_written = max_attended_rows is None and (rows_have_positions or merge_writes_all)
+    new = query_TNP.new_empty if is_written and num_chunks > 0 else query_TNP.new_zeros
     output_TNV = new(num_tokens, num_heads, value_size)
-    if output_TNV.numel() == 0 or num_chunks == 0:
+    if output_TNV.numel() == 0 or num_chunks == 0 or max_attended_rows == 0:
         return output_TNV
 
     sizes = kernel_sizes(
@@ -135,21 +127,22 @@ def launch_attention(
         shares_value=value_cache is None,
     )
     caches = (key_cache, value_cache, key_scales, value_scales)
-    tables = (block_table, row_starts, context_lens)
     strides = (*query_TNP.stride()[:2], *key_cache.stride()[:3], block_table.stride(0))
-    if not is_one_row_each and max_attended_rows >= 1:
+    if has_tiles:
         num_tiles = num_tokens * group // tile_config.block_pairs + num_chunks
         attend_tile_kernel[(num_tiles * num_kv_heads,)](
             query_TNP,
             *caches,
-            *tables,
+            block_table,
+            row_starts,
+            context_lens,
             sinks_N,
             output_TNV,
             *strides,
             num_chunks,
             num_heads,
             num_kv_heads,
-            max_attended_rows,
+            max_rows_per_chunk if max_attended_rows is None else max_attended_rows,
             scale,
             **sizes,
             LEAST_ROWS=1 if splits is None else 2,
@@ -158,10 +151,8 @@ def launch_attention(
             CHUNKS_AT_ONCE=CHUNKS_AT_ONCE,
             **tile_config.compile_options,
         )
-    if splits is None:
+    if splits is None or not has_splits:
         return output_TNV
-    if max_attended_rows < 1:
-        return output_TNV.zero_() if is_one_row_each else output_TNV
 
     # A window may begin inside a piece.
     longest = max_context if window is None else min(max_context, abs(window) + splits.piece_size - 1)
@@ -182,20 +173,26 @@ def launch_attention(
     num_slots = chunks_at_once * num_splits
     if is_balanced:  # `find_split` rounds up, so there may be one more split for each chunk
         num_slots = min(num_slots, num_balanced + chunks_at_once)
-    partial_YNV, maximum_YpN, total_YpN = (
-        query_TNP.new_empty(num_slots, *size, dtype=torch.float32)
-        for size in ((num_heads, value_size), (num_parts, num_heads), (num_parts, num_heads))
-    )
+    partial_YNV = query_TNP.new_empty(num_slots, num_heads, value_size, dtype=torch.float32)
+    maximum_YpN = query_TNP.new_empty(num_slots, num_parts, num_heads, dtype=torch.float32)
+    total_YpN = query_TNP.new_empty(num_slots, num_parts, num_heads, dtype=torch.float32)
     balanced_S2 = context_lens.new_empty(chunks_at_once, 2) if is_balanced else None
     part_size = max(sizes["BLOCK_V"] // num_parts, 16)
     block_merged = min(part_size, BLOCK_MERGED)
+    are_all_in_chunks = rows_have_positions or (min_rows_per_chunk == 1 and num_chunks == num_tokens)
     for first in range(0, num_chunks, chunks_at_once):
         num_own = min(chunks_at_once, num_chunks - first)
         is_last = first + num_own == num_chunks
+        if first > 0:
+            block_table, row_starts, context_lens = (
+                table[chunks_at_once:] for table in (block_table, row_starts, context_lens)
+            )
         attend_split_kernel[(programs_per_split * (num_slots if is_balanced else num_own * num_splits),)](
             query_TNP,
             *caches,
-            *(table[first:] for table in tables),
+            block_table,
+            row_starts,
+            context_lens,
             partial_YNV,
             maximum_YpN,
             total_YpN,
@@ -215,14 +212,14 @@ def launch_attention(
             CHUNKS_AT_ONCE=CHUNKS_AT_ONCE,
             **config.compile_options,
         )
-        num_padding = num_tokens if is_one_row_each and is_last else 0
+        num_padding = num_tokens if merge_writes_all and is_last and not are_all_in_chunks else 0
         merge_splits_kernel[(num_own + num_padding, num_heads, ceil_div(value_size, block_merged))](
             partial_YNV,
             maximum_YpN,
             total_YpN,
             balanced_S2,
-            row_starts[first:],
-            context_lens[first:],
+            row_starts,
+            context_lens,
             sinks_N,
             output_TNV,
             num_own,
@@ -241,6 +238,7 @@ def launch_attention(
     return output_TNV
 
 
+@functools.cache
 def kernel_sizes(
     *,
     group: int,
@@ -268,6 +266,7 @@ def kernel_sizes(
     }
 
 
+@functools.cache
 def num_tiles_and_parts(group: int, config: AttentionConfig) -> int:
     """Return the number of programs that a split of one key-value head has."""
     return ceil_div(group, config.block_pairs) * config.num_parts

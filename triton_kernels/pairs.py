@@ -32,7 +32,7 @@ START_BLOCKS: dict[str, Any] = {"BLOCK_B": 1024, "num_warps": 4}
 INVERT_BLOCKS: dict[str, Any] = {"BLOCK_R": 1024, "num_warps": 4}
 
 
-def order_pairs(keys_TK: Tensor, first: int, num_counted: int) -> tuple[Tensor, Tensor]:
+def order_pairs(keys_TK: Tensor, first: int, num_counted: int, load: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Sort pairs by key, then by number, and count the pairs of each key.
 
     Memory moved: 2 * 8 bytes for each pair. Up to 4096 pairs take one launch with P * P comparisons. More pairs take
@@ -42,6 +42,7 @@ def order_pairs(keys_TK: Tensor, first: int, num_counted: int) -> tuple[Tensor, 
         keys_TK: int64 or int32, [T, K] or [P], any strides.
         first: the first counted key.
         num_counted: number of counted keys. Pairs with other keys are left out.
+        load: [num_counted] int64, to which the counts are added.
 
     Returns:
         Pairs [P] int64, followed by -1; and the number of pairs of each counted key, [num_counted] int64.
@@ -56,15 +57,16 @@ def order_pairs(keys_TK: Tensor, first: int, num_counted: int) -> tuple[Tensor, 
     keys = (keys_TK, *keys_TK.stride(), keys_TK.shape[1], num_pairs, first, num_counted)
 
     if num_pairs <= MAX_RANKED_PAIRS:
-        num_programs = sum(ceil_div(number, RANK_BLOCKS["BLOCK_P"]) for number in (num_pairs, num_counted))
-        rank_pairs_kernel[(num_programs,)](*keys, pairs_P, counts, **RANK_BLOCKS)
+        block = RANK_BLOCKS["BLOCK_P"]
+        num_programs = ceil_div(num_pairs, block) + ceil_div(num_counted, block)
+        rank_pairs_kernel[(num_programs,)](*keys, pairs_P, counts, load, **RANK_BLOCKS)
         return pairs_P, counts
 
     num_blocks = ceil_div(num_pairs, PLACE_BLOCKS["BLOCK_P"])
     starts_XB = torch.empty(num_counted + 1, num_blocks, dtype=torch.int32, device=keys_TK.device)
     totals_X = torch.empty(num_counted + 1, dtype=torch.int32, device=keys_TK.device)
     count_keys_kernel[(num_blocks,)](*keys, starts_XB, num_blocks, **PLACE_BLOCKS)
-    start_blocks_kernel[(num_counted + 1,)](starts_XB, totals_X, counts, num_blocks, num_counted, **START_BLOCKS)
+    start_blocks_kernel[(num_counted + 1,)](starts_XB, totals_X, counts, load, num_blocks, num_counted, **START_BLOCKS)
     place_pairs_kernel[(num_blocks,)](*keys, starts_XB, totals_X, pairs_P, num_blocks, **PLACE_BLOCKS)
     return pairs_P, counts
 
@@ -116,7 +118,6 @@ def weighted_sum(output_RD: Tensor, pair_of_row_R: Tensor, weights_TK: Tensor, d
     """
     num_tokens, top_k = weights_TK.shape
     num_rows, width = output_RD.shape
-    assert pair_of_row_R.shape == (num_rows,), f"{tuple(pair_of_row_R.shape)} pairs of {num_rows} rows"
     total_TD = torch.empty(num_tokens, width, dtype=dtype, device=output_RD.device)
     if total_TD.numel() == 0:
         return total_TD
@@ -157,7 +158,6 @@ def weigh_rows(rows_RD: Tensor, weights_R: Tensor, num_counted: Tensor) -> Tenso
         num_counted: [1] int32 or int64, the number of used rows. Later rows are neither read nor written.
     """
     num_rows, width = rows_RD.shape
-    assert weights_R.shape == (num_rows,), f"{tuple(weights_R.shape)} weights for {num_rows} rows"
     rows_RD = rows_RD if rows_RD.stride(1) == 1 else rows_RD.contiguous()
     output_RD = torch.empty(num_rows, width, dtype=rows_RD.dtype, device=rows_RD.device)
     if output_RD.numel() == 0:
@@ -228,6 +228,7 @@ def rank_pairs_kernel(
     num_counted,
     pairs_ptr,  # [P] int64
     counts_ptr,  # [num_counted] int64
+    load_ptr,  # [num_counted] int64, to which the counts are added, or None
     BLOCK_P: tl.constexpr,
     BLOCK_Q: tl.constexpr,
 ):
@@ -256,6 +257,9 @@ def rank_pairs_kernel(
             other_keys = load_keys(keys_ptr, stride_t, stride_k, top_k, num_pairs, first, num_counted, others)
             counts += tl.sum((other_keys[None, :] == counted[:, None]).to(tl.int32), 1)
         tl.store(counts_ptr + counted, counts.to(tl.int64), mask=counted < num_counted)
+        if load_ptr is not None:
+            load = tl.load(load_ptr + counted, mask=counted < num_counted)
+            tl.store(load_ptr + counted, load + counts, mask=counted < num_counted)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "first", "num_counted", "num_blocks"])
@@ -287,6 +291,7 @@ def start_blocks_kernel(
     counts_ptr,  # [X, B] int32 counts; overwritten with the sums over the blocks before each block
     totals_ptr,  # [X] int32
     output_ptr,  # [num_counted] int64, the totals of the counted keys
+    load_ptr,  # [num_counted] int64, to which these totals are added, or None
     num_blocks,
     num_counted,
     BLOCK_B: tl.constexpr,
@@ -301,6 +306,9 @@ def start_blocks_kernel(
         total += tl.sum(counts, 0)
     tl.store(totals_ptr + key, total)
     tl.store(output_ptr + key, total.to(tl.int64), mask=key < num_counted)
+    if load_ptr is not None:
+        load = tl.load(load_ptr + key, mask=key < num_counted)
+        tl.store(load_ptr + key, load + total, mask=key < num_counted)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "first", "num_counted", "num_blocks"])

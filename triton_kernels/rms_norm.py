@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,16 +30,15 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
 
     Args:
         x_TD: [..., D] float32, bfloat16 or float16; D at most 65536. Leading dimensions may be strided.
-        weight_D: [D], same dtype and device.
+        weight_D: [D], contiguous, same dtype and device.
         epsilon: added to the mean square.
 
     Returns:
         [..., D], new and contiguous, same dtype.
     """
-    rows_OID = _as_rows(x_TD)
-    output_OID = torch.empty(rows_OID.shape, dtype=x_TD.dtype, device=x_TD.device)
-    _launch(rows_OID, None, weight_D, epsilon, output_OID)
-    return output_OID.view(x_TD.shape)
+    output_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
+    _launch(x_TD, None, weight_D, epsilon, output_TD)
+    return output_TD
 
 
 def rms_norm_in_place(x_TD: Tensor, weight_D: Tensor, epsilon: float) -> None:
@@ -49,8 +49,7 @@ def rms_norm_in_place(x_TD: Tensor, weight_D: Tensor, epsilon: float) -> None:
     """
     assert x_TD.ndim <= 3 or x_TD.is_contiguous(), f"strides {x_TD.stride()} of {x_TD.ndim} dimensions"
     assert x_TD.stride(-1) == 1, "the result would be written to a copy"
-    rows_OID = _as_rows(x_TD)
-    _launch(rows_OID, None, weight_D, epsilon, rows_OID)
+    _launch(x_TD, None, weight_D, epsilon, x_TD)
 
 
 def add_rms_norm(x_TD: Tensor, update_TD: Tensor, weight_D: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
@@ -65,13 +64,10 @@ def add_rms_norm(x_TD: Tensor, update_TD: Tensor, weight_D: Tensor, epsilon: flo
     Returns:
         x_TD + update_TD, and the `rms_norm` of that sum; both contiguous.
     """
-    assert update_TD.shape == x_TD.shape, f"{tuple(update_TD.shape)} for {tuple(x_TD.shape)}"
-    assert update_TD.dtype == x_TD.dtype, f"{update_TD.dtype} for {x_TD.dtype}"
-    rows_OID = _as_rows(x_TD)
-    sum_OID = torch.empty(rows_OID.shape, dtype=x_TD.dtype, device=x_TD.device)
-    output_OID = torch.empty_like(sum_OID)
-    _launch(rows_OID, _as_rows(update_TD), weight_D, epsilon, output_OID, sum_OID)
-    return sum_OID.view(x_TD.shape), output_OID.view(x_TD.shape)
+    sum_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
+    output_TD = torch.empty_like(sum_TD)
+    _launch(x_TD, update_TD, weight_D, epsilon, output_TD, sum_TD)
+    return sum_TD, output_TD
 
 
 @dataclass(frozen=True)
@@ -96,16 +92,13 @@ def quantize_rms_norm(
         x_TD: [T, D]; see `add_rms_norm`.
         keeps_rows: also return the rows that were quantised.
     """
-    rows_OID = _as_rows(x_TD)
-    shape, num_blocks = x_TD.shape, ceil_div(x_TD.shape[1], BLOCK)
-    sum_OID = None if update_TD is None else torch.empty(rows_OID.shape, dtype=x_TD.dtype, device=x_TD.device)
-    output_OID = torch.empty(rows_OID.shape, dtype=x_TD.dtype, device=x_TD.device) if keeps_rows else None
-    codes_TD = torch.empty(shape, dtype=torch.float8_e4m3fn, device=x_TD.device)
-    scales_TB = torch.empty(shape[0], num_blocks, dtype=torch.float32, device=x_TD.device)
-    update_OID = None if update_TD is None else _as_rows(update_TD)
-    _launch(rows_OID, update_OID, weight_D, epsilon, output_OID, sum_OID, codes_TD, scales_TB)
-    sum_TD = x_TD if sum_OID is None else sum_OID.view(shape)
-    return QuantizedNorm(sum_TD, codes_TD, scales_TB, None if output_OID is None else output_OID.view(shape))
+    shape, dtype, device = x_TD.shape, x_TD.dtype, x_TD.device
+    sum_TD = None if update_TD is None else torch.empty(shape, dtype=dtype, device=device)
+    output_TD = torch.empty(shape, dtype=dtype, device=device) if keeps_rows else None
+    codes_TD = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)
+    scales_TB = torch.empty(shape[0], ceil_div(shape[1], BLOCK), dtype=torch.float32, device=device)
+    _launch(x_TD, update_TD, weight_D, epsilon, output_TD, sum_TD, codes_TD, scales_TB)
+    return QuantizedNorm(x_TD if sum_TD is None else sum_TD, codes_TD, scales_TB, output_TD)
 
 
 def block_sizes(width: int) -> dict[str, int]:
@@ -125,53 +118,68 @@ def compile_options(block_width: int) -> dict[str, Any]:
     }
 
 
-def _as_rows(x_TD: Tensor) -> Tensor:
-    """Return a view [O, I, D]. With two strides for rows, the heads of a fused projection need no copy."""
+@functools.cache
+def _options(width: int) -> dict[str, Any]:
+    """Return all compile-time arguments and options for rows of this width."""
+    assert width <= MAX_WIDTH, f"a row of {width} does not fit one program"
+    sizes = block_sizes(width)
+    return {**sizes, **compile_options(sizes["BLOCK_D"])}
+
+
+def _as_rows(x_TD: Tensor) -> tuple[Tensor, int, int, int]:
+    """Return the rows [O, I, D] as memory with contiguous rows, I, and the strides of O and I.
+
+    With two strides, the heads of a fused projection need no copy.
+    """
     if x_TD.stride(-1) != 1:
         x_TD = x_TD.contiguous()
-    if x_TD.ndim == 3:
-        return x_TD
-    return x_TD.reshape(-1, 1, x_TD.shape[-1])
+    if x_TD.ndim == 2:
+        stride = x_TD.stride(0)
+        return x_TD, 1, stride, stride
+    if x_TD.ndim != 3:
+        x_TD = x_TD.reshape(-1, 1, x_TD.shape[-1])
+    outer_stride, inner_stride, _ = x_TD.stride()
+    return x_TD, x_TD.shape[1], outer_stride, inner_stride
 
 
 def _launch(
-    x_OID: Tensor,
-    update_OID: Tensor | None,
+    x_TD: Tensor,
+    update_TD: Tensor | None,
     weight_D: Tensor,
     epsilon: float,
-    output_OID: Tensor | None,
-    sum_OID: Tensor | None = None,
+    output_TD: Tensor | None,
+    sum_TD: Tensor | None = None,
     codes_TD: Tensor | None = None,
     scales_TB: Tensor | None = None,
 ) -> None:
-    num_outer, num_inner, width = x_OID.shape
-    assert weight_D.shape == (width,), f"{tuple(weight_D.shape)} weights for rows of {width}"
-    assert weight_D.dtype == x_OID.dtype, f"weights in {weight_D.dtype}, rows in {x_OID.dtype}"
-    assert width <= MAX_WIDTH, f"a row of {width} does not fit one program"
-    if x_OID.numel() == 0:  # an empty grid cannot be launched
+    """Launch the kernel. Results are contiguous, except that the output may be the rows themselves."""
+    num_numbers, width = x_TD.numel(), x_TD.shape[-1]
+    if num_numbers == 0:  # an empty grid cannot be launched
         return
-    sizes = block_sizes(width)
-    written_OID = sum_OID if output_OID is None else output_OID  # for its strides
-    rms_norm_kernel[(ceil_div(num_outer * num_inner, sizes["BLOCK_T"]),)](
-        x_OID,
-        update_OID,
-        weight_D.contiguous(),
-        sum_OID,
-        output_OID,
+    rows, num_inner, outer_stride, inner_stride = _as_rows(x_TD)
+    num_rows, options = num_numbers // width, _options(width)
+    written_strides = (outer_stride, inner_stride) if output_TD is x_TD else (num_inner * width, width)
+    update_outer_stride = update_inner_stride = 0
+    if update_TD is not None:
+        update_TD, _, update_outer_stride, update_inner_stride = _as_rows(update_TD)
+    rms_norm_kernel[(ceil_div(num_rows, options["BLOCK_T"]),)](
+        rows,
+        update_TD,
+        weight_D,
+        sum_TD,
+        output_TD,
         codes_TD,
         scales_TB,
-        num_outer * num_inner,
+        num_rows,
         num_inner,
         width,
-        x_OID.stride(0),
-        x_OID.stride(1),
-        0 if update_OID is None else update_OID.stride(0),
-        0 if update_OID is None else update_OID.stride(1),
-        0 if written_OID is None else written_OID.stride(0),
-        0 if written_OID is None else written_OID.stride(1),
+        outer_stride,
+        inner_stride,
+        update_outer_stride,
+        update_inner_stride,
+        *written_strides,
         epsilon,
-        **sizes,
-        **compile_options(sizes["BLOCK_D"]),
+        **options,
     )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import torch
+import functools
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -14,6 +15,7 @@ from moeserve.triton_kernels.sizes import ceil_div, next_power_of_2
 # numbers of a head
 
 
+@functools.cache
 def launch_sizes(num_pairs: int, num_copied: int) -> dict[str, int]:
     """Return the tile of one program, which processes BLOCK_N heads of one token, and its number of warps.
 
@@ -46,14 +48,10 @@ def rotary(
     """
     out_TNH = heads_TNH if out_TNH is None else out_TNH
     num_tokens, num_heads, head_size = heads_TNH.shape
-    num_pairs = _num_pairs(cosines_TF, sines_TF, num_tokens, head_size)
-    assert out_TNH.shape == heads_TNH.shape, f"{tuple(out_TNH.shape)} for {tuple(heads_TNH.shape)}"
-    assert out_TNH.dtype == heads_TNH.dtype, f"{out_TNH.dtype} for {heads_TNH.dtype}"
-    assert heads_TNH.stride(2) == out_TNH.stride(2) == 1, f"strides {heads_TNH.stride()} and {out_TNH.stride()}"
+    num_pairs = cosines_TF.shape[1]
     if heads_TNH.numel() == 0:  # an empty grid cannot be launched
         return out_TNH
     is_in_place = out_TNH.data_ptr() == heads_TNH.data_ptr()
-    assert not is_in_place or out_TNH.stride() == heads_TNH.stride(), "the output overlaps the heads with other strides"
     sizes = launch_sizes(num_pairs, 0 if is_in_place else head_size - 2 * num_pairs)
     rotary_kernel[(num_tokens, ceil_div(num_heads, sizes["BLOCK_N"]))](
         heads_TNH,
@@ -63,10 +61,8 @@ def rotary(
         num_heads,
         head_size,
         num_pairs,
-        heads_TNH.stride(0),
-        heads_TNH.stride(1),
-        out_TNH.stride(0),
-        out_TNH.stride(1),
+        *heads_TNH.stride()[:2],
+        *out_TNH.stride()[:2],
         IS_INTERLEAVED=is_interleaved,
         **sizes,
     )
@@ -103,27 +99,10 @@ def rotary_with_cache_write(
         The queries.
     """
     num_tokens, num_heads, head_size = query_TNH.shape
-    num_kv_heads = key_TGH.shape[1]
-    num_pairs = _num_pairs(cosines_TF, sines_TF, num_tokens, head_size)
-    block_size = key_cache.shape[2]
-    value_size = value_TGV.shape[2]
-    for name, tensor, cache, size in (
-        ("key", key_TGH, key_cache, head_size),
-        ("value", value_TGV, value_cache, value_size),
-    ):
-        assert tensor.shape == (num_tokens, num_kv_heads, size), f"{name}s {tuple(tensor.shape)}"
-        assert cache.shape == (len(key_cache), num_kv_heads, block_size, size), f"{name}s {tuple(cache.shape)}"
-        expected = key_TGH.dtype if key_scales is None else torch.uint8
-        assert cache.dtype == expected, f"{name} cache in {cache.dtype}, keys in {key_TGH.dtype}"
-    for scales in (key_scales, value_scales):
-        assert (scales is None) == (key_scales is None)
-        assert scales is None or (scales.shape == key_cache.shape[:3] and scales.is_contiguous())
-    for tensor in (query_TNH, key_TGH, value_TGV, key_cache, value_cache):
-        assert tensor.stride(-1) == 1, f"strides {tensor.stride()}"
-    assert slots_T.shape == (num_tokens,), f"{tuple(slots_T.shape)} slots for {num_tokens} tokens"
-    assert slots_T.is_contiguous(), f"strides {slots_T.stride()}"
+    _, num_kv_heads, value_size = value_TGV.shape
     if num_tokens == 0:
         return query_TNH
+    num_pairs = cosines_TF.shape[1]
     sizes = launch_sizes(num_pairs, max(head_size, value_size))
     num_programs = ceil_div(num_heads, sizes["BLOCK_N"]) + ceil_div(num_kv_heads, sizes["BLOCK_N"])
     rotary_with_cache_write_kernel[(num_tokens, num_programs)](
@@ -142,33 +121,16 @@ def rotary_with_cache_write(
         head_size,
         value_size,
         num_pairs,
-        block_size,
-        query_TNH.stride(0),
-        query_TNH.stride(1),
-        key_TGH.stride(0),
-        key_TGH.stride(1),
-        value_TGV.stride(0),
-        value_TGV.stride(1),
-        key_cache.stride(0),
-        key_cache.stride(1),
-        key_cache.stride(2),
-        value_cache.stride(0),
-        value_cache.stride(1),
-        value_cache.stride(2),
+        key_cache.shape[2],
+        *query_TNH.stride()[:2],
+        *key_TGH.stride()[:2],
+        *value_TGV.stride()[:2],
+        *key_cache.stride()[:3],
+        *value_cache.stride()[:3],
         IS_INTERLEAVED=is_interleaved,
         **sizes,
     )
     return query_TNH
-
-
-def _num_pairs(cosines_TF: Tensor, sines_TF: Tensor, num_tokens: int, head_size: int) -> int:
-    for angles_TF in (cosines_TF, sines_TF):
-        assert angles_TF.dtype == torch.float32, f"angles in {angles_TF.dtype}"
-        assert angles_TF.is_contiguous(), f"strides {angles_TF.stride()}"
-        assert angles_TF.shape == (num_tokens, cosines_TF.shape[1]), f"{tuple(angles_TF.shape)}, {num_tokens} tokens"
-    num_pairs = cosines_TF.shape[1]
-    assert 2 <= 2 * num_pairs <= head_size, f"{num_pairs} pairs of a head of {head_size}"
-    return num_pairs
 
 
 @triton.jit

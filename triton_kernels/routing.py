@@ -6,6 +6,9 @@ logits of a token first, each from a part of the inputs, and the last of them ad
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -62,38 +65,25 @@ def route(
         weight_ED: float32, contiguous; None: the rows are logits. See `can_weigh`.
         bias_E: float32, contiguous; only with weights.
         arrivals_T: [MAX_WEIGHED_TOKENS] int32, zeros before and after; only with weights.
-        correction_E: float32, added to the scores for the selection, not for the weights.
+        correction_E: float32, contiguous, added to the scores for the selection, not for the weights.
         scoring: "softmax", "sigmoid", "softmax_of_chosen" or "sqrt_softplus".
 
     Returns:
         Experts [T, K] int64, best first, and their weights [T, K] float32.
     """
-    num_tokens, num_experts = len(rows), rows.shape[1] if weight_ED is None else len(weight_ED)
-    assert weight_ED is not None or rows.dtype == torch.float32, f"logits in {rows.dtype}"
-    assert rows.stride(1) == 1, f"strides {rows.stride()}"
-    assert scoring in SCORINGS, f"scoring={scoring!r}"
-    assert num_experts <= MAX_EXPERTS, f"{num_experts} experts do not fit one program"
-    assert num_experts % num_groups == 0, f"{num_experts} experts in {num_groups} groups"
-    assert 1 <= num_chosen_groups <= num_groups, f"{num_chosen_groups} of {num_groups} groups"
-    group_size = num_experts // num_groups
-    assert 1 <= top_k <= group_size * num_chosen_groups, f"top_k={top_k} of {num_chosen_groups} x {group_size} experts"
-    assert experts_rating_group in (1, 2), f"experts_rating_group={experts_rating_group}"
-    assert num_groups == 1 or experts_rating_group <= group_size, f"groups of {group_size} rated by two"
-    if correction_E is not None:
-        assert correction_E.shape == (num_experts,), f"{tuple(correction_E.shape)} corrections"
-        assert correction_E.dtype == torch.float32, f"corrections in {correction_E.dtype}"
-        correction_E = correction_E.contiguous()
+    has_weights = weight_ED is not None
+    num_tokens, num_experts = rows.shape[0], (rows if weight_ED is None else weight_ED).shape[0 if has_weights else 1]
     experts_TK = torch.empty(num_tokens, top_k, dtype=torch.int64, device=rows.device)
     weights_TK = torch.empty(num_tokens, top_k, dtype=torch.float32, device=rows.device)
     if num_tokens == 0:  # an empty grid cannot be launched
         return experts_TK, weights_TK
-    sizes, partial_TPE = launch_sizes(num_experts, num_groups, top_k), None
-    if weight_ED is not None:
-        assert can_weigh(rows, weight_ED), f"{len(rows)} tokens, weights {tuple(weight_ED.shape)}"
-        assert weight_ED.is_contiguous(), f"strides {weight_ED.stride()}"
-        sizes = weighing_sizes(sizes, rows.shape[1])
-        partial_TPE = rows.new_empty(num_tokens, sizes["NUM_SPLITS"], num_experts, dtype=torch.float32)
-    route_kernel[num_tokens, sizes["NUM_SPLITS"]](
+    options = _options(
+        scoring, num_experts, num_groups, num_chosen_groups, experts_rating_group, top_k, rows.shape[1], has_weights
+    )
+    partial_TPE = None
+    if has_weights:
+        partial_TPE = rows.new_empty(num_tokens, options["NUM_SPLITS"], num_experts, dtype=torch.float32)
+    route_kernel[num_tokens, options["NUM_SPLITS"]](
         rows,
         weight_ED,
         bias_E,
@@ -104,17 +94,43 @@ def route(
         weights_TK,
         rows.stride(0),
         scale,
-        NUM_INPUTS=rows.shape[1],
-        NUM_GROUPS=num_groups,
-        GROUP_SIZE=group_size,
-        TOP_K=top_k,
-        SCORING=scoring,
-        NUM_CHOSEN_GROUPS=num_chosen_groups,
-        EXPERTS_RATING_GROUP=experts_rating_group,
         IS_NORMALIZED=is_normalized,
-        **sizes,
+        **options,
     )
     return experts_TK, weights_TK
+
+
+@functools.cache
+def _options(
+    scoring: str,
+    num_experts: int,
+    num_groups: int,
+    num_chosen_groups: int,
+    experts_rating_group: int,
+    top_k: int,
+    num_inputs: int,
+    has_weights: bool,
+) -> dict[str, Any]:
+    """Return the compile-time arguments and options of `route`. Rules that no kernel has are an error."""
+    assert scoring in SCORINGS, f"scoring={scoring!r}"
+    assert num_experts <= MAX_EXPERTS, f"{num_experts} experts do not fit one program"
+    assert num_experts % num_groups == 0, f"{num_experts} experts in {num_groups} groups"
+    assert 1 <= num_chosen_groups <= num_groups, f"{num_chosen_groups} of {num_groups} groups"
+    group_size = num_experts // num_groups
+    assert 1 <= top_k <= group_size * num_chosen_groups, f"top_k={top_k} of {num_chosen_groups} x {group_size} experts"
+    assert experts_rating_group in (1, 2), f"experts_rating_group={experts_rating_group}"
+    assert num_groups == 1 or experts_rating_group <= group_size, f"groups of {group_size} rated by two"
+    sizes = launch_sizes(num_experts, num_groups, top_k)
+    return {
+        "NUM_INPUTS": num_inputs,
+        "NUM_GROUPS": num_groups,
+        "GROUP_SIZE": group_size,
+        "TOP_K": top_k,
+        "SCORING": scoring,
+        "NUM_CHOSEN_GROUPS": num_chosen_groups,
+        "EXPERTS_RATING_GROUP": experts_rating_group,
+        **(weighing_sizes(sizes, num_inputs) if has_weights else sizes),
+    }
 
 
 def launch_sizes(num_experts: int, num_groups: int, top_k: int) -> dict[str, int]:

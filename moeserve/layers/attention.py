@@ -92,7 +92,8 @@ class Attention(nn.Module):
         self.context = context
         self.heads = share_of(config.num_heads, tp.rank_in_group, tp.world_size)
         self.kv_heads = _kv_heads_of(self.heads, config)
-        num_heads, self.num_kv_heads = _length(self.heads), _length(self.kv_heads)
+        self.num_heads = num_heads = _length(self.heads)
+        self.num_kv_heads = _length(self.kv_heads)
         query_size, key_size = num_heads * config.head_dim, self.num_kv_heads * config.head_dim
         value_size, output_size = self.num_kv_heads * config.value_size, num_heads * config.value_size
         assert not (config.values_are_keys and (config.has_gate or config.value_dim is not None))
@@ -171,9 +172,11 @@ class Attention(nn.Module):
 
     def forward(self, hidden_TD: Rows, rotations: Rotations, cache: KeyValueCache, step: StepInputs) -> Tensor:
         projected = self.query_key_value(hidden_TD).split(self.projected_sizes, dim=-1)
-        query_TNH, key_TGH = (rearrange(part, "T (N H) -> T N H", H=self.config.head_dim) for part in projected[:2])
+        num_tokens, head_dim = len(hidden_TD), self.config.head_dim
+        query_TNH = projected[0].view(num_tokens, self.num_heads, head_dim)
+        key_TGH = projected[1].view(num_tokens, self.num_kv_heads, head_dim)
         projected_value = projected[1 if self.config.values_are_keys else 2]
-        value_TGV = rearrange(projected_value, "T (G V) -> T G V", V=self.config.value_size)
+        value_TGV = projected_value.view(num_tokens, self.num_kv_heads, self.config.value_size)
         if self.value_norm is not None:
             value_TGV = self.value_norm(value_TGV)
         rotation = rotations[self.config.rotary]
@@ -191,8 +194,7 @@ class Attention(nn.Module):
         if self.config.window is not None:
             step = step.of_windows
         query_TNH = self.backend.rotate_and_write(query_TNH, key_TGH, value_TGV, rotation, cache, step)
-        attended_TNV = self.backend.attend(query_TNH, cache, step, self.sinks)
-        attended_TX = rearrange(attended_TNV, "T N V -> T (N V)")
+        attended_TX = self.backend.attend(query_TNH, cache, step, self.sinks).flatten(1)
         if self.head_gates is not None:
             gates_P1 = self.head_gates(plain_rows(hidden_TD)).view(-1, 1)  # P pairs of token and head
             attended_TX = self._gate_rows(gates_P1, attended_TX.view(-1, self.config.value_size)).view_as(attended_TX)

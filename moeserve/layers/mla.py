@@ -19,7 +19,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
 
 from moeserve.cache_kind import CacheKind
@@ -230,7 +229,7 @@ class LatentAttention(nn.Module):
             hidden_TD = self._quantize(hidden_TD)
         compressed_TI = self.query.compress(hidden_TD) if isinstance(self.query, CompressedQuery) else hidden_TD
         up = self.query.up if isinstance(self.query, CompressedQuery) else self.query
-        query_TNQ = rearrange(up(compressed_TI), "T (N Q) -> T N Q", N=self.num_heads)
+        query_TNQ = up(compressed_TI).view(len(hidden_TD), self.num_heads, config.query_dim)
         if config.temperature is not None:
             query_TNQ = self._apply_rope(query_TNQ, rotations[config.temperature])
         if self.learned_temperature is not None:
@@ -261,7 +260,7 @@ class LatentAttention(nn.Module):
         if self.head_gates is not None:
             gates_P1 = self.head_gates(plain_rows(given_TD)).view(-1, 1)  # P pairs of token and head
             attended_TNV = self._gate_rows(gates_P1, attended_TNV.flatten(0, 1)).view_as(attended_TNV)
-        return self.output(rearrange(attended_TNV, "T N V -> T (N V)"))
+        return self.output(attended_TNV.flatten(1))
 
     def _sees_all(self, step: StepInputs) -> bool:
         """Return True for a prefill step without a context longer than `top_k`, in which dense attention is faster."""
@@ -290,7 +289,8 @@ class LatentAttention(nn.Module):
         max_rows = self.config.max_absorbed_rows
         is_long = [min(span.num_rows, span.context_len) > max_rows for span in step.spans]
         if all(is_long):
-            attended_TNV = query_TNK.new_zeros(*query_TNK.shape[:2], self.config.value_dim)
+            new = query_TNK.new_empty if step.rows_have_positions else query_TNK.new_zeros
+            attended_TNV = new(*query_TNK.shape[:2], self.config.value_dim)
         else:
             attended_TNV = self._attend_absorbed(query_TNK, query_TNP, cache, step, max_rows)
         if any(is_long):

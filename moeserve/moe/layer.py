@@ -111,8 +111,8 @@ class MoELayer(nn.Module):
             has_bias=config.has_expert_bias,
         )
         self.shared_experts = None if config.shared is None else SharedExperts(config.shared, hidden_size, context)
-        self.dispatcher = dispatchers.make(placement)
         self.load = ExpertLoad(placement, self.rank_in_group, context)
+        self.dispatcher = dispatchers.make(placement, self.load.rows_e)
         # One row for each chosen expert.
         self.bytes_per_token = config.router.top_k * row_size * context.dtype.itemsize
         self.add = context.kernels.add
@@ -184,5 +184,6 @@ class MoELayer(nn.Module):
     def _run_experts(self, pending: PendingDispatch[Any]) -> tuple[Tensor, Any]:
         """Return the outputs of this rank's experts, and the handle for `combine`."""
         dispatched = pending.wait()
-        self.load.count(dispatched.tokens.counts_e)
+        if not dispatched.is_counted:
+            self.load.count(dispatched.tokens.counts_e)
         return self.experts(dispatched.tokens), dispatched.handle

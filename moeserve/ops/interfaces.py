@@ -252,8 +252,12 @@ class PairKernels(Protocol):
         """
         ...
 
-    def order(self, keys_TK: Tensor, keys: Keys) -> tuple[Tensor, Tensor]:
-        """Return the results of `sort`, with the pairs padded by -1 to [P], so that no shape depends on the keys."""
+    def order(self, keys_TK: Tensor, keys: Keys, load: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the results of `sort`, with the pairs padded by -1 to [P], so that no shape depends on the keys.
+
+        Args:
+            load: int64, to which the counts are added.
+        """
         ...
 
     def count(self, counts: Tensor, totals: Tensor) -> None:

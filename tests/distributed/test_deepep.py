@@ -426,7 +426,7 @@ class OneDispatcher:
     group: Any
     dispatcher: DeepEPDispatcher
 
-    def make(self, placement: Placement) -> DeepEPDispatcher:
+    def make(self, placement: Placement, load_e: Tensor | None = None) -> DeepEPDispatcher:
         return self.dispatcher
 
 

@@ -8,6 +8,7 @@ import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,6 +39,8 @@ def attend(
     max_context: int | None = None,
     splits_contexts: bool = True,
     scales: tuple[Tensor, ...] = (),
+    min_rows_per_chunk: int = 0,
+    rows_have_positions: bool = False,
 ) -> Tensor:
     step, shape = case.step, case.shape
     if max_rows_per_chunk is None:
@@ -47,6 +50,8 @@ def attend(
         splits_contexts=splits_contexts,
         scale=case.scale,
         max_rows_per_chunk=max_rows_per_chunk,
+        min_rows_per_chunk=min_rows_per_chunk,
+        rows_have_positions=rows_have_positions,
         max_context=max_context or step.block_table.shape[1] * case.key_cache.shape[2],
     )
     if shape.latent_size is not None:
@@ -268,6 +273,28 @@ def test_rows_before_position_0_are_zeros(lengths: list[tuple[int, int]], shape:
         actual = attend(dataclasses.replace(case, step=step), max_rows)
         assert actual[last].all()
         assert not torch.cat([actual[:last], actual[last + 1 :]]).any()
+
+
+@pytest.mark.parametrize("splits_contexts", [True, False])
+@pytest.mark.parametrize("shape", [PAGED, WINDOW, LATENT], ids=["paged", "window", "latent"])
+@pytest.mark.parametrize(
+    "lengths", [[(1, 20), (1, 300)], [(2, 20), (6, 30)], [(6, 30), (1, 9), (0, 7)]], ids=["single", "several", "mixed"]
+)
+def test_what_the_host_knows_of_rows_changes_no_byte(
+    lengths: list[tuple[int, int]], shape: Shape, splits_contexts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels without chunks are not launched, and memory that kernels write is not cleared before."""
+    case = make_case(lengths, shape)
+    expected = attend(case, splits_contexts=splits_contexts)
+    facts = {name: getattr(case.step, name) for name in ("min_rows_per_chunk", "rows_have_positions")}
+    assert facts["rows_have_positions"]
+
+    def new_filled(self: Tensor, *size: int, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
+        dtype = dtype or self.dtype
+        return self.new_full(size, torch.nan if dtype.is_floating_point else -1, dtype=dtype, **options)
+
+    monkeypatch.setattr(Tensor, "new_empty", new_filled)
+    assert same_bytes(attend(case, splits_contexts=splits_contexts, **facts), expected)
 
 
 @pytest.mark.parametrize("shape", [Shape(3, 1, 24), WINDOW, LATENT], ids=["paged", "window", "latent"])

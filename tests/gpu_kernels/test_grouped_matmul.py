@@ -241,6 +241,7 @@ def test_expected_rows_determine_the_tiles(monkeypatch: pytest.MonkeyPatch) -> N
         return SWAPPED
 
     monkeypatch.setattr(module, "choose_config", choose)
+    monkeypatch.setattr(module, "plan_launch", module.plan_launch.__wrapped__)  # without its cache
     slots_eSI, weight_eOI, counts_e = torch.randn(2, 50, 8), torch.randn(2, 6, 8), torch.tensor([1, 2])
     grouped_matmul_slots(slots_eSI, weight_eOI, counts_e)
     grouped_matmul_slots(slots_eSI, weight_eOI, counts_e, activation="swiglu", expected_rows=3)

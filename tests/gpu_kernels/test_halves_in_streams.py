@@ -92,8 +92,8 @@ def test_streams(device: fake_device.FakeDevice, tmp_path: Path) -> None:
     class Factory:
         group: Any
 
-        def make(self, placement: Any) -> Communicator:
-            return Communicator(LocalDispatcher(placement, context), communicator)
+        def make(self, placement: Any, load_e: Any) -> Communicator:
+            return Communicator(LocalDispatcher(placement, context, load_e), communicator)
 
     factory = cast(Any, Factory(context.groups.ep))
     model = Decoder(config, config.place_experts(1), factory, context)

@@ -40,10 +40,13 @@ def test_order(seed: int) -> None:
     first = draw.choice([0, 0, 5])
     num_counted = draw.choice([0, 1, num_known - first, (num_known - first) // 2])
     expected_P, expected_counts = TorchPairs().order(keys_TK, Keys(num_counted, first, num_known))
-    pairs_P, counts = order_pairs(keys_TK, first, num_counted)
-    assert pairs_P.dtype == counts.dtype == torch.int64
-    assert pairs_P.tolist() == expected_P.tolist()
-    assert counts.tolist() == expected_counts.tolist()
+    load = torch.full((num_counted,), 2**40)
+    for given in (None, load, load):
+        pairs_P, counts = order_pairs(keys_TK, first, num_counted, given)
+        assert pairs_P.dtype == counts.dtype == torch.int64
+        assert pairs_P.tolist() == expected_P.tolist()
+        assert counts.tolist() == expected_counts.tolist()
+    assert load.tolist() == (2**40 + 2 * expected_counts).tolist()
 
 
 @pytest.mark.usefixtures("_launches")

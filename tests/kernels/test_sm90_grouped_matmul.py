@@ -222,11 +222,13 @@ KEYS: dict[str, Any] = dict(
 )
 NOT_DIVISIBLE = ("stride_t", "stride_k", "top_k", "num_pairs", "first", "num_counted", "num_blocks", "num_rows")
 PAIR_KERNELS: list[tuple[str, dict[str, str], dict[str, Any]]] = [
-    ("rank_pairs_kernel", KEYS | dict(pairs_ptr="*i64", counts_ptr="*i64"), pairs.RANK_BLOCKS),
+    ("rank_pairs_kernel", KEYS | dict(pairs_ptr="*i64", counts_ptr="*i64", load_ptr="*i64"), pairs.RANK_BLOCKS),
     ("count_keys_kernel", KEYS | dict(counts_ptr="*i32", num_blocks="i32"), pairs.PLACE_BLOCKS),
     (
         "start_blocks_kernel",
-        dict(counts_ptr="*i32", totals_ptr="*i32", output_ptr="*i64", num_blocks="i32", num_counted="i32"),
+        dict.fromkeys(("counts_ptr", "totals_ptr"), "*i32")
+        | dict.fromkeys(("output_ptr", "load_ptr"), "*i64")
+        | dict.fromkeys(("num_blocks", "num_counted"), "i32"),
         pairs.START_BLOCKS,
     ),
     (

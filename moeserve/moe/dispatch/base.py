@@ -45,6 +45,7 @@ class Dispatched(Generic[Handle]):
 
     tokens: PackedTokens | SlottedTokens
     handle: Handle
+    is_counted: bool = False  # the rows of each expert have been added to the dispatcher's load
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
+from torch import Tensor
 
 from moeserve.config.settings import EngineConfig
 from moeserve.distributed.coordinator import GroupCoordinator
@@ -32,8 +33,13 @@ class DispatcherFactory(Protocol):
         """The ep group."""
         ...
 
-    def make(self, placement: Placement) -> Dispatcher[Any]:
-        """Return the dispatcher of a layer with this placement."""
+    def make(self, placement: Placement, load_e: Tensor | None = None) -> Dispatcher[Any]:
+        """Return the dispatcher of a layer with this placement.
+
+        Args:
+            load_e: [e] int64, to which a dispatcher adds the rows of each local expert if this takes no launch of its
+                own; see `Dispatched.is_counted`.
+        """
         ...
 
     def prepare(self, tokens_per_rank: Sequence[int]) -> None:
@@ -54,9 +60,9 @@ class TorchDispatchers:
     context: ModelContext
     rows: SharedRows | None = None  # of shared_memory
 
-    def make(self, placement: Placement) -> Dispatcher[Any]:
+    def make(self, placement: Placement, load_e: Tensor | None = None) -> Dispatcher[Any]:
         if self.name == "local":
-            return LocalDispatcher(placement, self.context)
+            return LocalDispatcher(placement, self.context, load_e)
         # Imported by engines of several ranks only, as DeepEP below.
         from moeserve.moe.dispatch.all_to_all import AllToAllDispatcher
         from moeserve.moe.dispatch.allgather import AllGatherDispatcher

@@ -39,7 +39,11 @@ class ReadyDispatch:
 class LocalDispatcher:
     """The dispatcher of one rank. See `Dispatcher` for the contract."""
 
-    def __init__(self, placement: Placement, context: ModelContext) -> None:
+    def __init__(self, placement: Placement, context: ModelContext, load_e: Tensor | None = None) -> None:
+        """
+        Args:
+            load_e: see `DispatcherFactory.make`.
+        """
         assert placement.num_ranks == 1
         self.expert_copies = ExpertCopies(placement, 0, (0,), context)
         self.pairs = context.kernels.pairs
@@ -48,17 +52,19 @@ class LocalDispatcher:
         self.takes_float8 = self.gathers_late
         (num_experts,) = placement.num_slots
         self.keys = Keys(num_experts)
+        self.load_e = load_e if self.gathers_late else None
 
     def dispatch(self, hidden_TD: Rows, routing: Routing, step: StepInputs) -> ReadyDispatch:
         experts_TK = self.expert_copies.choose(routing.experts_TK, first_token=0)
         top_k = experts_TK.shape[1]
         if self.gathers_late:
-            pair_of_row_R, counts_e = self.pairs.order(experts_TK, self.keys)
+            pair_of_row_R, counts_e = self.pairs.order(experts_TK, self.keys, self.load_e)
             tokens = PackedTokens(hidden_TD, counts_e, has_spare_rows=True, gather=Gather(pair_of_row_R, top_k))
         else:
             pair_of_row_R, counts_e = self.pairs.sort(experts_TK, self.keys)
             tokens = PackedTokens(self.pairs.gather(plain_rows(hidden_TD), pair_of_row_R, top_k), counts_e)
-        return ReadyDispatch(Dispatched(tokens, LocalHandle(routing.weights_TK, pair_of_row_R, hidden_TD.dtype)))
+        handle = LocalHandle(routing.weights_TK, pair_of_row_R, hidden_TD.dtype)
+        return ReadyDispatch(Dispatched(tokens, handle, is_counted=self.load_e is not None))
 
     def combine(self, output: Tensor, handle: LocalHandle) -> ReadyOutput:
         return ReadyOutput(self.pairs.weighted_sum(output, handle.pair_of_row_R, handle.weights_TK, handle.dtype))

@@ -29,10 +29,12 @@ class CpuPairs:
         num_kept = self._native.sort_pairs(keys_TK, keys.first, keys.num_all, order_P, counts)
         return order_P if num_kept == order_P.shape[0] else order_P[:num_kept], counts
 
-    def order(self, keys_TK: Tensor, keys: Keys) -> tuple[Tensor, Tensor]:
+    def order(self, keys_TK: Tensor, keys: Keys, load: Tensor | None = None) -> tuple[Tensor, Tensor]:
         order_P = torch.empty(keys_TK.numel(), dtype=torch.int64)
         counts = torch.empty(keys.num_counted, dtype=torch.int64)
         self._native.order_pairs(keys_TK, keys.first, keys.num_all, order_P, counts)
+        if load is not None:
+            self.count(counts, load)
         return order_P, counts
 
     def count(self, counts: Tensor, totals: Tensor) -> None:

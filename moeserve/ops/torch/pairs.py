@@ -19,8 +19,10 @@ class TorchPairs:
         own_R = own_P[pairs_R]
         return pairs_R[own_R.argsort(stable=True)], own_R.bincount(minlength=keys.num_counted)
 
-    def order(self, keys_TK: Tensor, keys: Keys) -> tuple[Tensor, Tensor]:
+    def order(self, keys_TK: Tensor, keys: Keys, load: Tensor | None = None) -> tuple[Tensor, Tensor]:
         pairs_R, counts = self.sort(keys_TK, keys)
+        if load is not None:
+            self.count(counts, load)
         return torch.cat([pairs_R, pairs_R.new_full((keys_TK.numel() - len(pairs_R),), -1)]), counts
 
     def count(self, counts: Tensor, totals: Tensor) -> None:

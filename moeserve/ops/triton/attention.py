@@ -57,7 +57,9 @@ class TritonAttention:
             window=self._shape.window,
             sinks_N=sinks_N,
             max_rows_per_chunk=step.max_rows_per_chunk,
+            min_rows_per_chunk=step.min_rows_per_chunk,
             max_context=step.block_table.shape[1] * cache.keys.shape[2],
+            rows_have_positions=step.rows_have_positions,
             splits_contexts=self._splits_contexts,
         )
 
@@ -82,6 +84,12 @@ class TritonLatentAttention:
         write_latents(latent_TP, cache, step.cache_slots)
 
     def attend(self, query_TNP: Tensor, cache: Tensor, step: StepInputs, max_rows: int | None = None) -> Tensor:
+        most, least = step.max_rows_per_chunk, step.min_rows_per_chunk
+        if max_rows is not None and most <= max_rows:
+            max_rows = None
+        elif max_rows is not None:
+            attended = [span.num_rows for span in step.spans if min(span.num_rows, span.context_len) <= max_rows]
+            most, least = max(attended, default=0), min(attended, default=0)
         return latent_attention(
             query_TNP,
             cache,
@@ -90,9 +98,11 @@ class TritonLatentAttention:
             step.context_lens,
             scale=self._scale,
             latent_size=self._latent_size,
-            max_rows_per_chunk=step.max_rows_per_chunk,
+            max_rows_per_chunk=most,
+            min_rows_per_chunk=least,
             max_context=step.block_table.shape[1] * cache.shape[1],
             max_rows=max_rows,
+            rows_have_positions=step.rows_have_positions,
             splits_contexts=not self.takes_all_rows,
         )
 
@@ -106,6 +116,7 @@ class TritonLatentAttention:
             scale=self._scale,
             latent_size=self._latent_size,
             max_rows_per_chunk=1,
+            min_rows_per_chunk=1,
             max_context=chosen.slots_TC.shape[1],
             splits_contexts=not self.takes_all_rows,
         )

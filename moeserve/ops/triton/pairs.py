@@ -23,8 +23,8 @@ class TritonPairs:
         pairs_P, counts = self.order(keys_TK, keys)
         return pairs_P[: int(counts.sum())], counts
 
-    def order(self, keys_TK: Tensor, keys: Keys) -> tuple[Tensor, Tensor]:
-        return order_pairs(keys_TK, keys.first, keys.num_counted)
+    def order(self, keys_TK: Tensor, keys: Keys, load: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return order_pairs(keys_TK, keys.first, keys.num_counted, load)
 
     def gather(self, source_SD: Tensor, indices_R: Tensor, divisor: int = 1) -> Tensor:
         return gather_rows(source_SD, indices_R, divisor)

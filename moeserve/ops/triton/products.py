@@ -13,7 +13,7 @@ from moeserve.ops.interfaces import Activation, Float8Rows, Gather, OpenWeights,
 from moeserve.ops.torch.products import TorchProduct
 from moeserve.triton_kernels.activation import activate
 from moeserve.triton_kernels.fp8 import quantize_blocks
-from moeserve.triton_kernels.grouped_matmul import NUM_ARRIVALS, grouped_matmul, grouped_matmul_slots
+from moeserve.triton_kernels.grouped_matmul import NUM_ARRIVALS, check_weights, grouped_matmul, grouped_matmul_slots
 from moeserve.triton_kernels.tuning import FP8_BLOCK
 
 # T tokens, R rows, S slots of each weight, e weights side by side, I inputs, O outputs, C columns, B blocks of inputs
@@ -53,15 +53,22 @@ class TritonProduct:
     """
 
     def __init__(self, weights: OpenWeights) -> None:
+        weight_eOI, bias_eO = weights.weight_eOI, weights.bias_eO
         self.weights = weights
         self.reference = TorchProduct(weights)
-        self.activation = activation_arguments(weights.activation)
+        self.options: dict[str, Any] = {
+            "weight_scale_eGB": weights.scales_eGB,
+            "bias_eO": bias_eO,
+            **activation_arguments(weights.activation),
+        }
+        check_weights(weight_eOI, weights.scales_eGB, bias_eO, weights.num_parts)
+        # The only weight and its bias, for `multiply`.
+        self.weight_OI = weight_eOI[0] if len(weight_eOI) == 1 else None
+        self.bias_O = bias_eO[0] if bias_eO is not None and len(weight_eOI) == 1 else None
 
     def multiply(self, input_TI: Tensor) -> Tensor:
-        (weight_OI,) = self.weights.weight_eOI
-        bias_eO = self.weights.bias_eO
-        output_TO = functional.linear(input_TI, weight_OI, None if bias_eO is None else bias_eO[0])
-        return activated(self.weights.activation, output_TO)
+        assert self.weight_OI is not None
+        return activated(self.weights.activation, functional.linear(input_TI, self.weight_OI, self.bias_O))
 
     def multiply_rows(
         self,
@@ -77,23 +84,15 @@ class TritonProduct:
             rows_RI,
             self.weights.weight_eOI,
             counts_e,
-            weight_scale_eGB=self.weights.scales_eGB,
             indices_R=None if gather is None else gather.indices_R,
             divisor=1 if gather is None else gather.divisor,
-            bias_eO=self.weights.bias_eO,
             expected_rows=expected_rows,
-            **self.activation,
+            **self.options,
         )
 
     def multiply_slots(self, slots_eSI: Tensor, counts_e: Tensor, expected_rows: int | None = None) -> Tensor:
         return grouped_matmul_slots(
-            slots_eSI,
-            self.weights.weight_eOI,
-            counts_e,
-            weight_scale_eGB=self.weights.scales_eGB,
-            bias_eO=self.weights.bias_eO,
-            expected_rows=expected_rows,
-            **self.activation,
+            slots_eSI, self.weights.weight_eOI, counts_e, expected_rows=expected_rows, **self.options
         )
 
     def multiply_each(self, input_TeI: Tensor, out_TeC: Tensor | None = None) -> Tensor:
@@ -114,6 +113,7 @@ class TritonBlockProduct:
         self.num_out_blocks = -(-weight_eOI.shape[1] // weights.num_parts // FP8_BLOCK) if weights.feeds_blocks else 0
         is_single = len(weight_eOI) == 1
         self.arrivals = weight_eOI.new_zeros(NUM_ARRIVALS, dtype=torch.int32) if is_single else None
+        check_weights(weight_eOI, weights.scales_eGB, weights.bias_eO, weights.num_parts)
         self.options: dict[str, Any] = {
             "weight_scale_eGB": weights.scales_eGB,
             "bias_eO": weights.bias_eO,

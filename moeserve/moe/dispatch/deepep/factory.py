@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from moeserve.config.settings import DeepEPApi
 from moeserve.distributed.coordinator import GroupCoordinator
@@ -34,7 +35,7 @@ class DeepEPDispatchers:
     group: GroupCoordinator
     context: ModelContext
 
-    def make(self, placement: Placement) -> DeepEPDispatcher:
+    def make(self, placement: Placement, load_e: Tensor | None = None) -> DeepEPDispatcher:
         return DeepEPDispatcher(self.group, placement, self.context, communicator=self.communicator)
 
     def prepare(self, tokens_per_rank: Sequence[int]) -> None:
