@@ -129,9 +129,9 @@ def engine(cluster: Cluster, reference: Reference, tp: int, dp: int, **settings:
         yield
     finally:
         assert cluster.ask("stop").keys() == {"seconds"}
-        cluster.wait_for(lambda: not any(cluster.ranks(host, RANK, ENGINE) for host in cluster.hosts), 10)
+        cluster.wait_for(lambda: not any(cluster.ranks(host, RANK, ENGINE) for host in cluster.hosts), 60)
         left = {"groups": [], "object_bytes": 0}
-        cluster.wait_for(lambda: {name: cluster.ask("left")[name] for name in left} == left, 10)
+        cluster.wait_for(lambda: {name: cluster.ask("left")[name] for name in left} == left, 60)
 
 
 def expected(reference: Reference, prompts: list[list[int]]) -> list[list[int]]:

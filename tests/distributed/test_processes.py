@@ -65,7 +65,7 @@ def runs(pid: int) -> bool:
     return False
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 20.0) -> None:
+def wait_until(condition: Callable[[], object], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -73,7 +73,7 @@ def wait_until(condition: Callable[[], object], seconds: float = 20.0) -> None:
 
 
 def first_failures(process: WatchedProcess[str]) -> list[FailureReport]:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not (reports := process.failures()):
         assert time.monotonic() < deadline
         wait_for_messages([process], 1.0)
@@ -81,7 +81,7 @@ def first_failures(process: WatchedProcess[str]) -> list[FailureReport]:
 
 
 def first_message(process: WatchedProcess[str]) -> str:
-    messages = process.receive(20.0)
+    messages = process.receive(60.0)
     assert messages, process.failures()
     return messages[0]
 
@@ -94,7 +94,7 @@ def test_messages_of_any_size_pass_in_both_directions_at_once(start: Start) -> N
         process.channel.send(message)
     received: list[str] = []
     while len(received) < len(sent):
-        received += process.receive(20.0)
+        received += process.receive(60.0)
         assert not process.failures()
     assert received == [message[::-1] for message in sent]
 
@@ -154,7 +154,7 @@ def test_the_first_cause_is_named_among_its_consequences(start: Start) -> None:
     seen = first_failures(survivor)
     assert root_cause(seen).name == "rank 0"
     victim = start("kill", "rank 1", signal="SIGKILL")  # noticed later than its consequence
-    reports = collect_failures([survivor, victim], seconds=20.0)
+    reports = collect_failures([survivor, victim], seconds=60.0)
     assert root_cause(reports) == FailureReport(name="rank 1", cause="killed by SIGKILL")
 
 
@@ -224,7 +224,7 @@ def test_a_script_that_ends_leaves_no_process(tmp_path: Path, way: str, then: st
     with subprocess.Popen([sys.executable, script], env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         pids = [int(process.stdout.readline()) for _ in range(2)]
-        process.wait(20)
+        process.wait(60)
         wait_until(lambda: not any(runs(pid) for pid in pids))
 
 
@@ -253,7 +253,7 @@ def test_a_process_has_what_its_parent_has_and_a_session_of_its_own(
     folder, leads_session, its_cores, variable, path = ast.literal_eval(first_message(process))
     assert (folder, leads_session, its_cores, variable) == (str(tmp_path), True, [min(cores)], "grün")
     assert set(sys.path) - {""} <= set(path)
-    process.handle.wait(20)
+    process.handle.wait(60)
     assert capfd.readouterr().out == "to standard output\n"
 
 

@@ -21,7 +21,6 @@ import importlib
 import random
 import select
 import socket
-import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -100,7 +99,6 @@ class Story(msgspec.Struct, kw_only=True):
     num_idle_rounds: int = 0
     num_padding_steps: int = 0
     num_preemptions: int = 0
-    slowest_round_s: float = 0.0
 
 
 def run(ranks: Ranks, num_ranks: int, timetable: Timetable, *, within_s: float = 60.0, **arguments: Any) -> list[Story]:
@@ -307,7 +305,6 @@ class Client(User):
         self.round = -1
         self.unended: set[str] = set()  # requests without a finish reason
         self.has_shut_down = False
-        self.round_began = time.monotonic()
         self.busy_rounds = {arrival.round for arrival in timetable.arrivals}
         messages: list[tuple[int, ReplicaMessage]] = []
         for arrival in timetable.arrivals:
@@ -332,10 +329,8 @@ class Client(User):
 
     def send_due_messages(self, num_rounds: int) -> None:
         """Send what is due after this number of rounds."""
-        now = time.monotonic()
         if num_rounds != self.round:
-            self.story.slowest_round_s = max(self.story.slowest_round_s, now - self.round_began)
-            self.round, self.round_began = num_rounds, now
+            self.round = num_rounds
             if num_rounds in self.busy_rounds and self.dice.random() >= WAKE_LOSS:
                 self.far_end.send(Wake())
         if self.has_shut_down:

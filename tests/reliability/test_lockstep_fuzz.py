@@ -31,7 +31,6 @@ NUM_PROMPTS = 40
 ABORT_SHARE = 0.2
 REFUSED_SHARE = 0.05
 STOP_SHARE = 0.2
-LONGEST_ROUND_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -189,8 +188,6 @@ def fuzz(
     happened = check_news(timetable, stories, pool)
     leaders = stories[(pp - 1) * tp :: pp * tp]  # the ranks that sample
     assert len({story.num_rounds for story in leaders}) == 1, "I1: replicas left after different rounds"
-    slowest = max(story.slowest_round_s for story in leaders)
-    assert slowest < LONGEST_ROUND_S, f"a round took {slowest:.1f} s"
     happened["rounds"] += leaders[0].num_rounds
     happened["steps"] += len(leaders[0].steps)
     happened["idle rounds"] += leaders[0].num_idle_rounds

@@ -30,7 +30,7 @@ SETTINGS: dict[str, Any] = dict(
     dtype="float32", max_model_len=256, kv_cache_memory="8MiB", max_num_seqs=8, num_threads=1
 )
 NUM_TOKENS = 60
-LONGEST_PAUSE_S = {"mp": 5.0, "ray": 30.0}  # far more than on a machine that does nothing else
+NUM_UPDATES = 20  # while the size changes: more than can be on their way, and far fewer than there are
 SOAK = [pytest.mark.soak, pytest.mark.timeout(3600)]
 # Far more than two sizes need: Ray may notice late that a killed process has ended.
 RAY_CPUS = 32
@@ -129,9 +129,12 @@ def test_sizes_change_under_load(reference: Reference, executor: str) -> None:
             assert llm.config.data_parallel_size == len(llm.core.replica_stats) == size
             assert_gone(before)
             load.wait_for(8)
-            pause_s = load.longest_pause_s(begun)
-            print(f"{executor}: {size} replicas after {seconds:.2f} s, longest pause {pause_s:.3f} s")
-            assert pause_s < LONGEST_PAUSE_S[executor]
+            num_updates = sum(begun < each < begun + seconds for each in load.updates)
+            print(
+                f"{executor}: {size} replicas after {seconds:.2f} s with {num_updates} updates meanwhile, "
+                f"longest pause {load.longest_pause_s(begun):.3f} s"
+            )
+            assert num_updates > NUM_UPDATES
 
 
 @pytest.mark.soak

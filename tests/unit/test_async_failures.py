@@ -105,7 +105,7 @@ def test_tasks_end_even_if_the_shutdown_fails(start: Any) -> None:
     llm, engine = start()
     engine.crash = OSError("no space left")
     with pytest.raises(EngineError, match="no space left"):
-        asyncio.run(asyncio.wait_for(tokens_of(llm), 20))
+        asyncio.run(asyncio.wait_for(tokens_of(llm), 60))
     llm.shutdown()
     assert llm.errored
 
@@ -162,7 +162,7 @@ def test_a_submission_that_outlives_its_event_loop_is_discarded(start: Any, monk
 
     def slow(*arguments: Any) -> list[str]:
         is_submitting.set()
-        is_cancelled.wait(20)
+        is_cancelled.wait(60)
         return submit(*arguments)
 
     async def run() -> None:

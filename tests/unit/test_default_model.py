@@ -105,7 +105,7 @@ def test_waiting_processes_build_one_model_if_the_first_one_dies(cache: Path, pa
         "def stop_half_way(tensors, path, metadata):\n"
         "    path.write_bytes(b'half')\n"
         "    print('half way', flush=True)\n"
-        "    time.sleep(60)\n"
+        "    time.sleep(600)\n"
         f"upcycle.save_file = stop_half_way\n{CALL}",
     )
     assert dying.stdout is not None
@@ -115,11 +115,11 @@ def test_waiting_processes_build_one_model_if_the_first_one_dies(cache: Path, pa
     assert waiting.stderr.readline().startswith("waiting for another process")
     assert not (cache / default_model_module.NAME).exists()
     dying.send_signal(signal.SIGKILL)
-    dying.communicate(timeout=60)
-    printed, messages = waiting.communicate(timeout=60)
+    dying.communicate(timeout=120)
+    printed, messages = waiting.communicate(timeout=120)
     assert waiting.returncode == 0, messages
     folder = Path(printed.strip())
-    assert last.communicate(timeout=60)[0] == printed
+    assert last.communicate(timeout=120)[0] == printed
     assert len(load_file(next(folder.glob("*.safetensors")))) > 10
     assert [path.name for path in cache.iterdir() if not path.name.endswith(".lock")] == [folder.name]
 

@@ -232,10 +232,9 @@ HOSTILE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_grammar_ends_within_its_limits(small: Vocabulary, name: str) -> None:
-    """It is refused, or ends with an error, or each of its tokens takes little: the sum is far below the timeout."""
+    """It is refused, or ends with an error, or each of its tokens takes little processor time."""
     params = StructuredOutputsParams(**HOSTILE[name]).for_engine()
     random, output, refusal = np.random.default_rng(5), list[int](), ""
     started = time.thread_time()

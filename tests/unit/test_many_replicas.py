@@ -147,15 +147,15 @@ def test_samples_reach_each_replica_in_one_message(engine: Replicas, machine: Ma
 def test_a_request_is_added_in_a_fraction_of_a_millisecond(
     engine: Replicas, machine: Machine, has_common_prefix: bool
 ) -> None:
-    """Ten times the measured time, for busy machines."""
+    """Ten times the measured time of this thread on a processor."""
     seconds = []
     for number in range(3 * NUM_REPLICAS):
         token_ids = [1] * 512 if has_common_prefix else [number] * 512
         token_ids[-1] = number
         added = request(str(number), token_ids)
-        began = time.perf_counter()
+        began = time.thread_time()
         engine.add(added)
-        seconds.append(time.perf_counter() - began)
+        seconds.append(time.thread_time() - began)
         if number % 100 == 0:
             machine.received()
     assert statistics.median(seconds) < 2e-3

@@ -182,7 +182,7 @@ def test_ctrl_c_does_not_wait_for_the_step_of_another_thread(session: Session, e
 
     def step() -> list[RequestUpdate]:
         is_running.set()
-        may_end.wait(20)
+        may_end.wait(60)
         has_ended.set()
         return [end(prompt_id)]
 
@@ -190,9 +190,13 @@ def test_ctrl_c_does_not_wait_for_the_step_of_another_thread(session: Session, e
     other = threading.Thread(target=session.poll)
     other.start()
     assert is_running.wait(60)
-    threading.Timer(0.2, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT]).start()
-    with pytest.raises(KeyboardInterrupt):
+
+    def advance() -> None:
+        threading.Timer(0.2, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT]).start()
         session.advance([prompt_id])
+
+    with pytest.raises(KeyboardInterrupt):
+        advance()
     assert not has_ended.is_set()
     may_end.set()
     other.join()
