@@ -30,11 +30,19 @@ def living_ranks(of: int | None = None) -> list[psutil.Process]:
 
 
 def shared_memory_of(pids: Iterable[int]) -> list[str]:
-    """Return the files in /dev/shm that belong to moeserve or to these processes."""
+    """Return the files in /dev/shm that belong to moeserve or to these processes, and stay there."""
     numbers = set(map(str, pids))  # whole ones: the names of Ray's files have long numbers
-    # An OpenMP library leaves files of killed processes, whose numbers others may get.
-    names = [name for name in os.listdir("/dev/shm") if not name.startswith("__KMP_")]
-    return [name for name in names if "moeserve" in name or numbers & set(re.findall(r"\d+", name))]
+
+    def found() -> set[str]:
+        # An OpenMP library leaves files of killed processes, whose numbers others may get.
+        names = [name for name in os.listdir("/dev/shm") if not name.startswith("__KMP_")]
+        return {name for name in names if "moeserve" in name or numbers & set(re.findall(r"\d+", name))}
+
+    left = found()
+    if left:
+        time.sleep(1.0)  # ranks of other tests that run now have files with names for a moment
+        left &= found()
+    return sorted(left)
 
 
 def lives(process: psutil.Process) -> bool:

@@ -30,7 +30,7 @@ SETTINGS: dict[str, Any] = dict(
     dtype="float32", max_model_len=256, kv_cache_memory="8MiB", max_num_seqs=8, num_threads=1
 )
 NUM_TOKENS = 60
-NUM_UPDATES = 20  # while the size changes: more than can be on their way, and far fewer than there are
+NUM_UPDATES = 10  # while the size changes: more than can be on their way, and far fewer than there are
 SOAK = [pytest.mark.soak, pytest.mark.timeout(3600)]
 # Far more than two sizes need: Ray may notice late that a killed process has ended.
 RAY_CPUS = 32
