@@ -41,6 +41,23 @@ def test_launches_of_a_layer(
     assert sum(many[-1].values()) <= 10
 
 
+@pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "DeepSeek-V3"])
+def test_attention_launches_only_kernels_with_chunks(name: str, tmp_path: Path) -> None:
+    """Chunks of one row have other kernels than longer ones. Those of DeepSeek-V3 expand long prompts."""
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name] | {"num_hidden_layers": 1}))
+    single, several = {"attend_split_kernel", "merge_splits_kernel"}, {"attend_tile_kernel"}
+    expanded = {"attend_expanded_kernel", "gather_vectors_kernel"}
+    long = several if name == "Qwen3-30B-A3B" else expanded
+    prompts, short = [ChunkSpan(0, 500, 500), ChunkSpan(500, 700, 900)], [ChunkSpan(0, 5, 300), ChunkSpan(5, 2, 2)]
+    mixed = [*decode(2, 300), ChunkSpan(2, 500, 500)]
+    for spans, expected in ((decode(2, 300), single), (prompts, long), (short, several), (mixed, single | long)):
+        layer, _ = launches(tmp_path, spans)
+        assert {kernel: layer[kernel] for kernel in single | several | expanded if layer[kernel]} == dict.fromkeys(
+            expected, 1
+        )
+        assert not layer["torch new_zeros"] or spans is mixed, "every row is written"
+
+
 def test_linear_attention_computes_prompts_in_tiles_and_single_tokens_one_by_one(tmp_path: Path) -> None:
     config = PUBLISHED["Qwen3-Next-80B-A3B"] | {"num_hidden_layers": 4}
     (tmp_path / "config.json").write_text(json.dumps(config))
