@@ -14,7 +14,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from moeserve import LLM, SamplingParams
 
@@ -60,11 +60,15 @@ def draw_prompts(workload: Workload, random_source: random.Random) -> list[list[
     return [random_source.choices(range(workload.vocab_size), k=workload.prompt_tokens) for _ in range(workload.batch)]
 
 
-def generate_with(llm: LLM) -> Generate:
-    """Return a function that generates greedily with moeserve, and ignores end-of-sequence tokens."""
+def generate_with(llm: LLM, **sampling: Any) -> Generate:
+    """Return a function that generates with moeserve, and ignores end-of-sequence tokens.
+
+    Args:
+        sampling: fields of `SamplingParams`; by default, tokens are chosen greedily.
+    """
 
     def generate(prompts: list[list[int]], num_tokens: int) -> float:
-        params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+        params = SamplingParams(**{"temperature": 0, **sampling}, max_tokens=num_tokens, ignore_eos=True)
         start = time.perf_counter()
         results = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
         seconds = time.perf_counter() - start

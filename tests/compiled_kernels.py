@@ -1,11 +1,36 @@
-"""Compilation of single Triton kernels for an absent NVIDIA GPU."""
+"""Compilation of single Triton kernels for an absent NVIDIA GPU, and properties of their machine code."""
 
 from __future__ import annotations
 
+import re
+import subprocess
+import tempfile
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from moeserve.bench.gpu.machine_code import MachineCode, machine_code_of
+MAX_SHARED_BYTES = 227 * 1024  # shared memory of one thread block on sm_90
+
+
+@dataclass(frozen=True)
+class MachineCode:
+    """Machine code of one kernel, and the resources it uses."""
+
+    ptx: str
+    registers: int  # per thread
+    spilled_bytes: int  # stack and local memory per thread
+    shared_bytes: int  # per thread block
+
+    @property
+    def num_wgmma(self) -> int:
+        """Number of asynchronous warp group matrix instructions, which full speed on Hopper requires."""
+        return len(re.findall(r"\bwgmma\.mma_async", self.ptx))
+
+    @property
+    def num_cp_async(self) -> int:
+        """Number of asynchronous copies to shared memory."""
+        return len(re.findall(r"\bcp\.async\.(?!wait|commit)", self.ptx))
 
 
 def compile_kernel(
@@ -44,4 +69,20 @@ def compile_kernel(
         constexprs=dict(constexprs),
         attrs=attrs,
     )
-    return machine_code_of(triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(options)))
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(options))
+    usage = _resource_usage(compiled.asm["cubin"])
+    spilled = usage["STACK"] + usage["LOCAL"]
+    return MachineCode(compiled.asm["ptx"], usage["REG"], spilled, compiled.metadata.shared)
+
+
+def _resource_usage(cubin: bytes) -> dict[str, int]:
+    """Return registers per thread and bytes of each kind of memory, read by the cuobjdump of triton."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(tool), "--dump-resource-usage", file.name]
+        report = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    return {name: int(amount) for name, amount in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", report)}

@@ -1,42 +1,36 @@
-"""Compilation of kernels without a GPU: ahead of checks and measurements, and for a table of their machine code.
+"""Compilation of all kernels ahead of checks and measurements, with or without a GPU.
 
-    python -m moeserve.bench.gpu.compiled [--capability 90|100] [--only TEXT]
-
-The table has the kernels of all timed cases, at the shapes of published models. Launches are recorded instead of run,
-on tensors whose memory is never touched, and compiled as on a GPU. Bytes and operations are the minimum of the whole
-operation, which may have several launches; blocks are the number that fit on a multiprocessor at a time.
-
-A kernel's key in Triton's cache depends on the sources of Triton and of the kernel, on ptxas, the target, and the types
-and alignments of arguments, but not on the driver. A folder that was filled without a GPU therefore serves a machine
-with the same wheel of Triton, and thus the same Python version. Kernels that are missing in it are compiled at their
-first launch.
+Launches are recorded instead of run, on tensors whose memory is never touched, and compiled as on a GPU. A kernel's key
+in Triton's cache depends on the sources of Triton and of the kernel, on ptxas, the target, and the types and alignments
+of arguments, but not on the driver. A folder that was filled without a GPU therefore serves a machine with the same
+wheel of Triton, and thus the same Python version. Kernels that are missing in it are compiled at their first launch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
 
 from moeserve.bench.gpu import engine
 from moeserve.bench.gpu.cases import CASES
 from moeserve.bench.gpu.check import Case
 from moeserve.bench.gpu.inputs import Source
-from moeserve.bench.gpu.kernels import timed_cases, work_of
-from moeserve.bench.gpu.launches import decode, prefill, record_step
-from moeserve.bench.gpu.machine_code import MachineCode, compiling_for, machine_code_of
+from moeserve.bench.gpu.kernels import timed_cases
+from moeserve.bench.gpu.launches import Launch, decode, prefill, record_step, recorded_launches
 from moeserve.bench.gpu.parts import Item, Row
-from moeserve.bench.gpu.recording import Launch, recorded_launches
 from moeserve.bench.gpu.throughput import MODELS, Model, Sizes
-from moeserve.bench.harness import make_parser, show
 from moeserve.ops.interfaces import KeyValueCache
 from moeserve.ops.triton.table import TRITON_KERNELS
 from moeserve.ops.weight_blocks import CODES
@@ -71,6 +65,27 @@ def untouched_source() -> UntouchedSource:
     return UntouchedSource(torch.device("cpu"), torch.Generator().manual_seed(0), torch.bfloat16)
 
 
+class AbsentGpu:
+    """A Triton driver that compiles for an absent GPU, with the same cache keys as on that GPU."""
+
+    def __init__(self, capability: int = 90) -> None:
+        self._capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self._capability, 32)
+
+    def get_current_device(self) -> int:
+        return self._capability  # compiled kernels are kept for each device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compiling_for(capability: int) -> contextlib.AbstractContextManager[Any]:
+    """Compile the kernels of launches with `warmup` for an absent GPU."""
+    return mock.patch.object(driver, "_active", AbsentGpu(capability))
+
+
 def relocate(folder: Path) -> None:
     """Correct the paths in a Triton cache that was filled elsewhere."""
     for path in folder.glob("*/__grp__*.json"):
@@ -79,18 +94,18 @@ def relocate(folder: Path) -> None:
 
 
 def compile_items(capability: int) -> Iterator[Item]:
-    """Yield the functions that compile the kernels of checks, of timed cases, and of models."""
+    """Yield the functions that compile the kernels of models, of checks, and of timed cases."""
     recorders: dict[str, Callable[[], Sequence[Launch]]] = {}
     source = untouched_source()
-    for name, make in timed_cases(source):
-        recorders[name] = functools.partial(launches_of, [make])
-    for name, operations in CASES.items():
-        makes = [make for each in operations for _, make in each.cases(source, each.large)]
-        recorders[f"the check {name}"] = functools.partial(launches_of, makes)
     for model in MODELS:
         recorders[model.name] = functools.partial(launches_of_model, model)
     for family, dtype in engine.CHECKPOINTS:
         recorders[f"{family}, {dtype}"] = functools.partial(launches_of_family, family, dtype)
+    for name, operations in CASES.items():
+        makes = [make for each in operations for _, make in each.cases(source, each.large)]
+        recorders[f"the check {name}"] = functools.partial(launches_of, makes)
+    for name, make in timed_cases(source):
+        recorders[name] = functools.partial(launches_of, [make])
     for name, record in recorders.items():
         yield f"kernels of {name}", functools.partial(compile_rows, record, capability)
 
@@ -132,7 +147,7 @@ def launches_of(makes: Iterable[Callable[[], Case]]) -> list[Launch]:
 
 def launches_of_model(model: Model) -> list[Launch]:
     sizes = Sizes()
-    steps = [decode(batch, sizes.prompt_tokens) for batch in sizes.batches]
+    steps = [decode(batch, 512) for batch in sorted({each.batch for each in sizes.measures})]
     with tempfile.TemporaryDirectory() as folder:
         model.write(Path(folder), SMALLEST_LAYERS)
         return launches_of_steps(Path(folder), [*steps, prefill(sizes.chunk_tokens, sizes.chunk_tokens)], model)
@@ -150,39 +165,3 @@ def launches_of_steps(
 ) -> list[Launch]:
     recorded = [record_step(folder, spans, model.quantization, dtype) for spans in steps]
     return [launch for parts in recorded for part in parts for launch in part]
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = make_parser("gpu.compiled", "Print the machine code's figures of all kernels.", rounds=None, threads=False)
-    parser.add_argument("--capability", type=int, choices=(90, 100), default=90, help="of the GPU (default: 90)")
-    parser.add_argument("--only", default="", metavar="TEXT", help="operations whose name contains it (default: all)")
-    options = parser.parse_args(arguments)
-    matrix = "wgmma" if options.capability == 90 else "tcgen05"
-    show(f"| operation | MB | GFLOP | kernel | registers | shared | spilled | {matrix} | warps | blocks |")
-    show("| :-- | --: | --: | :-- | --: | --: | --: | --: | --: | --: |")
-    num_spilling = 0
-    for name, make in timed_cases(untouched_source()):
-        if options.only not in name:
-            continue
-        with recorded_launches() as launches, torch.inference_mode():
-            case = make()
-            work = work_of(case, case.bind(TRITON_KERNELS)())
-        first = f"| {name} | {work.num_bytes / 1e6:,.2f} | {work.operations / 1e9:,.2f} |"
-        with compiling_for(options.capability):
-            kernels = {(code := launch.compile()).hash: (launch.name, code) for launch in launches}
-        for kernel, code in kernels.values():
-            machine_code = machine_code_of(code)
-            num_spilling += machine_code.spilled_bytes > 0
-            show(f"{first} {kernel} {figures(machine_code)}")
-            first = "| | | |"
-    return 1 if num_spilling else 0
-
-
-def figures(code: MachineCode) -> str:
-    num_matrix = code.num_wgmma or code.num_tcgen05
-    numbers = (code.registers, code.shared_bytes, code.spilled_bytes, num_matrix, code.num_warps, code.blocks_per_sm)
-    return "| " + " | ".join(map(str, numbers)) + " |"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

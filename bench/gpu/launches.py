@@ -1,22 +1,29 @@
-"""Counts the launches of a step on a GPU, without a GPU.
+"""Records the kernel launches of calls and of whole steps instead of running them, as for an absent H100.
 
-The model is built from a config.json on torch's "meta" device, whose tensors have no values, and kernels are recorded
-instead of launched. Published shapes therefore need neither a GPU nor memory. Operations that wait for the device fail.
+Tensors may be on torch's "meta" device, or in memory that is never touched, so published shapes need no memory.
+Launches have the same grids and compile-time arguments as on the GPU: a decode step is padded, and its block tables
+have room for the longest context, as in a CUDA graph.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import inspect
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
 
 from moeserve.bench.gpu.inputs import Source
-from moeserve.bench.gpu.recording import Launch, facts, recorded_launches
 from moeserve.config.settings import QuantizationName
 from moeserve.distributed.groups import groups_of_one_rank
 from moeserve.layers.cache import CacheSize
@@ -32,9 +39,62 @@ from moeserve.ops.triton.table import TRITON_KERNELS
 from moeserve.step_inputs import NUM_SETTINGS, ChunkSpan, StateRows
 
 META = torch.device("meta")
+H100 = SimpleNamespace(name="NVIDIA H100 80GB HBM3", multi_processor_count=132)
 BLOCK_SIZE = 16
+MAX_MODEL_LEN = 40960  # tokens for which a decode step's block tables have room
 # torch operations that launch nothing.
 ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "lift_fresh"}
+
+
+class TensorFacts:
+    """A tensor without its memory: the properties that Triton specialises a kernel on."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.dtype, self.shape = tensor.dtype, tuple(tensor.shape)
+        is_meta = tensor.is_meta
+        self._address: int = int(tensor.storage_offset()) * tensor.element_size() if is_meta else tensor.data_ptr()
+
+    def data_ptr(self) -> int:
+        return self._address
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """One launch of a Triton kernel, or an operation of torch that launches one."""
+
+    name: str
+    arguments: dict[str, Any]  # a kernel's arguments by name
+    grid: tuple[int, ...] | None = None  # None: chosen by torch
+    kernel: Any = None  # Triton's kernel
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)  # compiler options
+
+    def compile(self) -> Any:
+        """Compile the kernel of this launch for the GPU of Triton's driver, or find it in Triton's cache."""
+        return self.kernel.run(**self.arguments, grid=self.grid, warmup=True, **self.options)
+
+
+@contextlib.contextmanager
+def recorded_launches() -> Iterator[list[Launch]]:
+    """Record the launches of Triton kernels within the context, without running them."""
+    launches: list[Launch] = []
+
+    def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        parameters = inspect.signature(kernel.fn).parameters  # a kernel of the interpreter has no `params`
+        values = {name: parameter.default for name, parameter in parameters.items()}
+        values |= dict(zip(kernel.arg_names, args, strict=False))
+        values |= {name: options.pop(name) for name in list(options) if name in kernel.arg_names}
+        grid = grid(values) if callable(grid) else grid
+        facts = {name: TensorFacts(each) if isinstance(each, Tensor) else each for name, each in values.items()}
+        launches.append(Launch(kernel.fn.__name__, facts, grid, kernel, options))
+
+    with (
+        mock.patch.object(JITFunction, "run", record),
+        mock.patch.object(InterpretedFunction, "run", record),
+        mock.patch.object(torch.cuda, "get_device_properties", return_value=H100),
+        mock.patch.object(torch.cuda, "get_device_name", return_value=H100.name),
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
+    ):
+        yield launches
 
 
 class Operations(TorchDispatchMode):
@@ -51,9 +111,8 @@ class Operations(TorchDispatchMode):
         if isinstance(first, Tensor) and first.device == META and name not in ALLOCATIONS:
             is_written = name.endswith("_") or "out" in (kwargs or {})
             is_alias = torch._C._is_alias_of  # type: ignore[attr-defined]
-            is_view = any(isinstance(each, Tensor) and is_alias(first, each) for each in args)
-            if is_written or not is_view:
-                self._launches.append(Launch(f"torch {name}", {"results": facts(result), "arguments": facts(args)}))
+            if is_written or not any(isinstance(each, Tensor) and is_alias(first, each) for each in args):
+                self._launches.append(Launch(f"torch {name}", {}))
         return result
 
 
@@ -73,11 +132,11 @@ def make_model(
 
 def record_step(
     folder: Path,
-    spans: list[ChunkSpan],
+    spans: Sequence[ChunkSpan],
     quantization: QuantizationName | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> list[list[Launch]]:
-    """Return the launches of each layer, followed by those of the embedding, the norm and the head.
+    """Return the launches of each layer, followed by those outside of layers, the choice of tokens included.
 
     Args:
         folder: folder with a config.json.
@@ -88,9 +147,13 @@ def record_step(
     source = Source(torch.device("cpu"), torch.Generator(), dtype)
     drawn = source.step([(span.num_rows, span.context_len) for span in spans], BLOCK_SIZE)
     tensors: Any = {name: each.to(META) for name, each in vars(drawn).items() if isinstance(each, Tensor)}
+    settings_LW = torch.zeros(len(spans), NUM_SETTINGS, dtype=torch.int64, device=META)
+    if all(span.num_rows == 1 for span in spans):
+        tensors["padding"] = torch.empty(len(spans), dtype=torch.bool, device=META)
+        num_blocks = MAX_MODEL_LEN // BLOCK_SIZE
+        tensors["block_table"] = torch.empty(len(spans), num_blocks, dtype=torch.int32, device=META)
     states = StateRows.none(len(spans), META) if model.has_states else None
     step = dataclasses.replace(drawn, **tensors, states=states)
-    settings_LW = torch.zeros(len(spans), NUM_SETTINGS, dtype=torch.int64, device=META)
     of_layers = []
     with torch.inference_mode(), recorded_launches() as launches, Operations(launches):
         hidden_tD: Any
@@ -113,7 +176,9 @@ def record_step(
     return [*of_layers, launches]
 
 
-def launches(folder: Path, spans: list[ChunkSpan], quantization: QuantizationName | None = None) -> list[Counter[str]]:
+def launches(
+    folder: Path, spans: Sequence[ChunkSpan], quantization: QuantizationName | None = None
+) -> list[Counter[str]]:
     """Return the number of launches by name: for each layer, and then outside of layers; see `record_step`."""
     return [Counter(launch.name for launch in part) for part in record_step(folder, spans, quantization)]
 

@@ -3,65 +3,72 @@
     python -m moeserve.bench.gpu.page PATH [--save]
 
 With `--save`, the fastest implementation of each class of shapes is also written to the table that `measured.py` reads.
-
-A *loss* is the part of a step's time that exceeds its bound, caused by one kernel or by the idle device. Losses are
-sorted by their fraction of the step.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moeserve.bench.gpu.parts import PROCESS_OF
 from moeserve.bench.harness import read_jsonl, show
 
 Row = dict[str, Any]
 MOST_LOSSES = 12
 
 
-@dataclass(frozen=True)
-class Loss:
-    """Time of a step that exceeds the bound."""
-
-    row: str
-    term: str
-    seconds: float
-    share: float  # of the step
-    bound: float
-
-    @property
-    def text(self) -> str:
-        bound = f", {1e3 * self.bound:.2f} ms is its bound" if self.bound else ""
-        return f"{self.share:4.0%} of a step: {1e3 * self.seconds:.2f} ms, {self.term} in {self.row}{bound}"
-
-
-def losses(rows: Sequence[Row]) -> list[Loss]:
-    """Return the losses of all steps whose kernels were timed, the largest fraction first."""
-    found = []
-    for row in rows:
-        step = row.get("step", {})
-        for term, seconds in step.get("terms", {}).items():
-            bound = step["bounds"].get(term, 0.0)
-            found.append(Loss(row["name"], term, seconds - bound, (seconds - bound) / step["seconds"], bound))
-    return sorted(found, key=lambda loss: -loss.share)
+def current_rows(lines: Sequence[Row]) -> list[Row]:
+    """Return the rows of each item's last run that has a result; and of processes, those of a part's last run."""
+    by_item: dict[tuple[str, str], dict[int, list[Row]]] = defaultdict(lambda: defaultdict(list))
+    last_run: dict[str, int] = {}
+    for line in lines:
+        if line["kind"] == "row":
+            by_item[line["part"], line["item"]][line["run"]].append(line)
+            last_run[line["part"]] = line["run"]
+    rows: list[Row] = []
+    for (part, item), runs in by_item.items():
+        if item.startswith(PROCESS_OF):
+            rows += runs.get(last_run[part], [])
+        else:
+            with_results = [run for run in runs.values() if any(row["status"] != "left out" for row in run)]
+            rows += (with_results or list(runs.values()))[-1]
+    return list({(row["part"], row["name"]): row for row in rows}.values())
 
 
-def page(result: Row, rows: Sequence[Row]) -> str:
-    bars: list[Row] = [bar for row in rows for bar in row.get("bars", ())]
+def page(lines: Sequence[Row]) -> str:
+    """Format the results of all runs in a file.
+
+    A *loss* is the idle time of the device, or a kernel's time, as a fraction of a decode step.
+    """
+    rows = current_rows(lines)
+    bars: list[Row] = [bar | {"row": row["name"]} for row in rows for bar in row.get("bars", ())]
     slowest = sorted((row for row in rows if "fraction_of_bound" in row), key=lambda row: row["fraction_of_bound"])
+    terms = sorted(
+        (
+            (seconds / row["step"]["seconds"], 1e3 * seconds, term, row["name"])
+            for row in rows
+            for term, seconds in row.get("step", {}).get("terms", {}).items()
+        ),
+        reverse=True,
+    )
+    failed, left_out = ([row["name"] for row in rows if row["status"] == each] for each in ("failed", "left out"))
+    left_out += [row["name"] for row in rows if "left_out" in row]
+    end = lines[-1]
     return "\n".join(
         [
-            *(["largest losses:"] if losses(rows) else []),
-            *(f"  {loss.text}" for loss in losses(rows)[:MOST_LOSSES]),
+            *(["the time of decode steps:"] if terms else []),
+            *(f"  {share:4.0%}, {time:.2f} ms: {term} in {name}" for share, time, term, name in terms[:MOST_LOSSES]),
             *(["farthest from their bounds:"] if slowest else []),
             *(f"  {row['fraction_of_bound']:4.0%} of the bound: {row['name']}" for row in slowest[:MOST_LOSSES]),
-            f"{result['environment']['gpu']['name']}, seed {result['seed']}, {result['seconds']:.0f} s",
-            f"failed: {', '.join(result['failed']) or 'nothing'}",
+            *(f"{bar['row']}: {bar_text(bar)}" for bar in bars if not bar["is_met"]),
+            f"{end['environment']['gpu']['name']}, commit {end['commit']}, seed {end['seed']}, {len(rows)} results",
+            f"failed: {', '.join(failed) or 'nothing'}",
             f"bars: {sum(bar['is_met'] for bar in bars)} of {len(bars)} met",
-            f"left out: {', '.join(result['left_out']) or 'nothing'}",
+            f"left out: {', '.join(left_out) or 'nothing'}",
         ]
     )
 
@@ -79,25 +86,33 @@ def bar_text(bar: Row) -> str:
     return f"bar: {bar['figure']} {bar['least']:.3g}, reached {reached}: {'met' if bar['is_met'] else 'NOT MET'}"
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
     from moeserve.ops.libraries import measured
     from moeserve.triton_kernels.tuning import file_name
 
     parser = argparse.ArgumentParser(prog="python -m moeserve.bench.gpu.page", description=__doc__.splitlines()[0])
-    parser.add_argument("path", type=Path, help="file written by `run --json`; the last completed run is shown")
+    parser.add_argument("path", type=Path, help="file written by `run --json`")
     parser.add_argument("--save", action="store_true", help="write the fastest libraries to the table of this GPU")
     options = parser.parse_args(arguments)
-    lines = read_jsonl(options.path)
-    end = next(line for line in reversed(lines) if line["kind"] == "end")
-    rows = [line for line in lines if line["kind"] == "row" and line["seed"] == end["seed"]]
-    rows = list({(row["part"], row["name"]): row for row in rows}.values())
-    show(page(end, rows))
+    try:
+        lines = [line for line in read_jsonl(options.path) if line.get("benchmark") == "gpu"]
+    except (OSError, ValueError) as error:
+        print(f"error: {options.path}: {error}", file=sys.stderr)
+        return 1
+    if not lines:
+        print(f"error: {options.path}: it has no lines of a GPU benchmark", file=sys.stderr)
+        return 1
+    start = next(line for line in reversed(lines) if line["kind"] == "start")
+    lines = [line for line in lines if (line["identity"], line["seed"]) == (start["identity"], start["seed"])]
+    show(page([*lines, start]))
     if options.save:
-        path = measured.MEASURED_FOLDER / file_name(end["environment"]["gpu"]["name"])
+        path = measured.MEASURED_FOLDER / file_name(start["environment"]["gpu"]["name"])
+        rows = current_rows(lines)
         found = [(key, num_rows, row["fastest"]) for row in rows for key, num_rows in row.get("choices", ())]
         measured.save_table(path, found)
         show(f"{path}: {len(found)} measurements")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

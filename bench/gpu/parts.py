@@ -1,31 +1,29 @@
-"""The parts of the GPU benchmark, each of which runs in separate processes.
+"""The parts of the GPU benchmark, each of which runs in processes of its own.
 
-A process prints its plan, each item that it begins, and the rows of results, as lines of JSON after a mark. All its
-other output is its log. If a process dies, or a CUDA error makes it unusable, it is restarted for the items that it has
-not begun, so a fault fails only one item. Items that an earlier run has finished are not planned.
+A process receives its job as a line of JSON. It prints its plan, each item that it begins, and the rows of results, as
+lines of JSON after a mark; all its other output is its log. If a process dies, a CUDA error makes it unusable, or an
+item takes too long, the process is replaced for the items that it has not begun, so a fault fails only one item.
 """
 
 from __future__ import annotations
 
-import argparse
 import collections
 import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
-
-from moeserve.config.environment import environment_without
 
 MARK = "@moeserve "
 PROCESS_OF = "a process of "  # in the name of a row that belongs to no item
 FINISHING_SHARE = 0.15  # last fraction of a part's time, in which no item is begun
-STUCK_SHARE = 0.7  # fraction of a part's time after which a running item has failed
 END_SECONDS = 10.0  # time for a killed process and its children to close their output
 
 Row = dict[str, Any]
@@ -35,43 +33,62 @@ Item = tuple[str, Callable[[], Iterable[Row]]]  # a name, and a function that me
 
 @dataclass(frozen=True)
 class Part:
-    """A part's fraction of the time, and the number of its concurrent processes."""
+    """A part of the benchmark."""
 
     name: str
-    share: float
-    num_processes: int
+    num_processes: int  # maximum number of concurrent processes
+    item_seconds: float  # an item that takes longer has failed
     num_gpus: int = 1  # number of GPUs that it needs
+    is_timed: bool = False  # its results are times, which another commit changes
 
 
-# The most important parts come first, for runs that are cut short. `compile` runs before all checks and measurements.
-PARTS = (
-    Part("compile", 0.20, num_processes=16, num_gpus=0),
-    Part("sanitizer", 0.12, num_processes=4),
-    Part("checks", 0.16, num_processes=6),
-    Part("engine", 0.20, num_processes=10),  # one for each family and dtype
-    Part("kernels", 0.22, num_processes=1),
-    Part("throughput", 0.24, num_processes=1),
-    Part("ranks", 0.22, num_processes=4, num_gpus=2),
-)
+PARTS = {
+    part.name: part
+    for part in (
+        Part("compile", 16, 90, num_gpus=0),
+        Part("checks", 6, 40),
+        Part("engine", 10, 45),  # one process for each family and dtype
+        Part("probe", 1, 25, is_timed=True),
+        Part("throughput", 1, 110, is_timed=True),
+        Part("kernels", 1, 12, is_timed=True),
+        Part("ranks", 4, 60, num_gpus=2),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """The work of one process of a part."""
+
+    part: str
+    seed: int
+    on_cpu: bool = False  # rehearse on a CPU
+    is_small: bool = False  # check small shapes, as in a rehearsal
+    match: str = ""  # only items whose name contains this text
+    models: tuple[str, ...] = ()  # names of the models whose throughput is measured; empty: all
+    finished: tuple[str, ...] = ()  # items that an earlier run has completed
+    begin_before: float = float("inf")  # time of the monotonic clock after which no item is begun
+    share: int = 0  # number of this process among those of the part
+    num_shares: int = 1
+    num_begun: int = 0  # number of items that earlier processes of this share have begun
+
+    def seconds_left(self) -> float:
+        return self.begin_before - time.monotonic()
 
 
 def run_part(
     part: Part,
     seconds: float,
-    seed: int,
+    job: Job,
     report: Callable[[Row], None],
-    finished: Collection[str] = (),
     command: Sequence[str] = (sys.executable, "-m", "moeserve.bench.gpu.parts"),
     environment: Mapping[str, str] | None = None,
 ) -> None:
     """Run a part for at most `seconds`. Report each row at once, and each completed item as {"finished": name}.
 
     Args:
-        finished: items to skip, because an earlier run has completed them.
-        command: command line, to which the part's name and options are appended.
-        environment: environment of its processes; None: this process's, without Triton's interpreter.
+        environment: environment of its processes; None: this process's.
     """
-    environment = environment_without("TRITON_INTERPRET") if environment is None else environment
     lock = threading.Lock()
 
     def add(row: Row) -> None:
@@ -79,50 +96,49 @@ def run_part(
             report(row)
 
     ends_at = time.monotonic() + seconds
-    last_begin = ends_at - FINISHING_SHARE * seconds
+    job = replace(job, begin_before=ends_at - FINISHING_SHARE * seconds, num_shares=part.num_processes)
     threads = []
-    for index in range(part.num_processes):
-        options = [part.name, f"--seed={seed}", f"--ends-at={last_begin:.3f}", f"--share={index}/{part.num_processes}"]
-        own_name = f"{PROCESS_OF}{part.name}"
-        arguments = ([*command, *options], own_name, environment, seconds, ends_at, sorted(finished), add)
-        threads.append(threading.Thread(target=run_share, args=arguments, daemon=True))
+    for share in range(part.num_processes):
+        arguments = (part, replace(job, share=share), ends_at, add, command, environment)
+        threads.append(threading.Thread(target=_run_share, args=arguments, daemon=True))
         threads[-1].start()
     for thread in threads:
         thread.join(max(0.0, ends_at + END_SECONDS - time.monotonic()))
         if thread.is_alive():
-            add({"name": f"{PROCESS_OF}{part.name}", "status": "failed", "error": "it does not end"})
+            add(failed(f"{PROCESS_OF}{part.name}", "it does not end"))
 
 
-def run_share(
-    command: Sequence[str],
-    own_name: str,
-    environment: Mapping[str, str],
-    seconds: float,
+def _run_share(
+    part: Part,
+    job: Job,
     ends_at: float,
-    finished: Sequence[str],
     add: Callable[[Row], None],
+    command: Sequence[str],
+    environment: Mapping[str, str] | None,
 ) -> None:
     """Run one process, and its successors after faults, until all of its items are done or the time is over."""
     plan: list[str] = []
-    num_begun = 0
+    has_result = False  # the current item has reported a row
+    is_done = False
     while True:
-        num_before, began_at = num_begun, time.monotonic()
+        num_begun, began_at = job.num_begun, time.monotonic()
         log: collections.deque[str] = collections.deque(maxlen=30)
         process = subprocess.Popen(
-            [*command, f"--skip={num_begun}"],
+            command,
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
+            start_new_session=True,
         )
-        timer = threading.Timer(max(0.0, ends_at - time.monotonic()), process.kill)
-        timer.start()
+        timer = _kill_after(process, ends_at - time.monotonic())
         assert process.stdin
         assert process.stdout
-        with contextlib.suppress(BrokenPipeError), process.stdin:
-            process.stdin.write(json.dumps(finished))
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(json.dumps(asdict(job)) + "\n")
+            process.stdin.flush()  # stays open: its end is the end of this process
         for line in process.stdout:
             if not line.startswith(MARK):
                 log.append(line)
@@ -130,55 +146,68 @@ def run_share(
             match json.loads(line.removeprefix(MARK)):
                 case {"plan": plan}:
                     pass
+                case {"done": is_done}:
+                    pass
                 case {"begun": num_begun}:
-                    began_at = time.monotonic()
+                    began_at, has_result = time.monotonic(), False
+                    timer.cancel()
+                    timer = _kill_after(process, min(part.item_seconds, ends_at - began_at))
                 case row:
+                    has_result = has_result or "status" in row
                     add(row)
         code = process.wait()
         timer.cancel()
-        if code == 0:
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+        if is_done:
             return
-        name = plan[num_begun - 1] if num_begun > num_before else own_name
-        is_over, ran = time.monotonic() >= ends_at, time.monotonic() - began_at
-        if is_over and ran < STUCK_SHARE * seconds:
-            add(left_out(name, f"the part's {seconds:.0f} s were over"))
+        item = plan[num_begun - 1] if num_begun > job.num_begun else f"{PROCESS_OF}{part.name}"
+        ran, is_over = time.monotonic() - began_at, time.monotonic() >= ends_at
+        if is_over and ran < part.item_seconds:
+            add(left_out(item, "the time of its part was over"))
         else:
-            error = f"its process ended with exit code {code} after {ran:.0f} s"
-            add({"name": name, "status": "failed", "error": error, "log": "".join(log)})
-            add({"finished": name})
-        if is_over or num_begun == num_before or num_begun == len(plan):
+            reason = f"its process ended with exit code {code} after {ran:.0f} s"
+            if ran >= part.item_seconds:
+                reason = f"it did not end within {part.item_seconds:.0f} s"
+            row = failed(f"{item}, after its result" if has_result else item, reason, "".join(log))
+            add(row | {"item": item})
+            if num_begun > job.num_begun:
+                add({"finished": item})
+        if is_over or num_begun in (job.num_begun, len(plan)):
             for name in plan[num_begun:]:
                 add(left_out(name, "its process ended before it"))
             return
+        job = replace(job, num_begun=num_begun)
+
+
+def _kill_after(process: subprocess.Popen[str], seconds: float) -> threading.Timer:
+    def kill() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+    timer = threading.Timer(max(0.0, seconds), kill)
+    timer.daemon = True
+    timer.start()
+    return timer
 
 
 # The following functions run in the processes of a part.
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m moeserve.bench.gpu.parts", description="Run by `run.py`.")
-    parser.add_argument("part", choices=[part.name for part in PARTS])
-    parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("--ends-at", type=float, required=True, help="monotonic clock after which nothing is begun")
-    parser.add_argument("--share", required=True, metavar="I/N", help="items I, I + N, I + 2 N ...")
-    parser.add_argument("--skip", type=int, required=True, help="items that were begun before")
-    parser.add_argument("--rehearse", action="store_true", help="on a CPU")
-    options = parser.parse_args(arguments)
+def main() -> None:
+    """Run the job of standard input."""
+    job = Job(**json.loads(sys.stdin.readline()))
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    from moeserve.bench.gpu.items import installed, items_of
 
-    def seconds_left() -> float:
-        ends_at: float = options.ends_at
-        return ends_at - time.monotonic()
+    with installed(job):
+        items = [item for item in items_of(job) if job.match in item[0] and item[0] not in job.finished]
+        work_through(items[job.share :: job.num_shares], job.num_begun, job.seconds_left)
 
-    first, step = map(int, options.share.split("/"))
-    finished = set(json.loads(sys.stdin.read() or "[]"))
 
-    from moeserve.bench.gpu.items import Setting, items_of
-
-    setting = Setting(options.seed, seconds_left, on_cpu=options.rehearse)
-    # Compilation does not use the interpreter.
-    with contextlib.nullcontext() if options.part == "compile" else setting.installed():
-        left = [item for item in items_of(options.part, setting) if item[0] not in finished]
-        work_through(left[first::step], options.skip, seconds_left)
+def _end_with_parent() -> None:
+    sys.stdin.read()
+    os.killpg(0, signal.SIGKILL)
 
 
 def work_through(items: Sequence[Item], num_skipped: int, seconds_left: SecondsLeft) -> None:
@@ -195,13 +224,13 @@ def work_through(items: Sequence[Item], num_skipped: int, seconds_left: SecondsL
             continue
         try:
             for row in rows():
-                send({"name": name} | row)
+                send({"name": name, "item": name} | row)
         except Exception as error:
             if is_cuda_error(error):
                 raise
-            message, trace = f"{type(error).__name__}: {error}"[:2000], traceback.format_exc(limit=-4)
-            send({"name": name, "status": "failed", "error": message, "log": trace})
+            send(failed(name, f"{type(error).__name__}: {error}"[:2000], traceback.format_exc(limit=-4)))
         send({"finished": name})
+    send({"done": True})
 
 
 def send(line: Row) -> None:
@@ -209,7 +238,11 @@ def send(line: Row) -> None:
 
 
 def left_out(name: str, reason: str) -> Row:
-    return {"name": name, "status": "left out", "reason": reason}
+    return {"name": name, "item": name, "status": "left out", "reason": reason}
+
+
+def failed(name: str, error: str, log: str = "") -> Row:
+    return {"name": name, "item": name, "status": "failed", "error": error} | ({"log": log} if log else {})
 
 
 def is_cuda_error(error: BaseException) -> bool:

@@ -1,57 +1,75 @@
 """Checks and measures everything that needs a GPU.
 
-    python -m moeserve.bench.gpu.run [--json PATH] [--only PART] [--seconds 480] [--cache FOLDER]
+    python -m moeserve.bench.gpu.run [first | second] [--json PATH]
 
 - *compile*: all kernels, in parallel (`compiled.py`). Needs no GPU: the folder may come from another machine.
-- *sanitizer*: small shapes under compute-sanitizer (`sanitizer.py`).
 - *checks*: every operation of our kernels against torch in float32, on new random inputs (`cases.py`).
 - *engine*: greedy tokens against those of transformers on this GPU (`engine.py`).
-- *kernels*: times under graph replay compared with this GPU's measured limits, torch and libraries (`kernels.py`).
+- *probe*: where a step loses time: launches, empty programs, draws, steps with prompts (`probe.py`).
 - *throughput*: tokens per second of whole models with random weights, and a profile of steps (`throughput.py`).
+- *kernels*: times under graph replay compared with this GPU's measured limits, torch and libraries (`kernels.py`).
 - *ranks*, with several GPUs: tokens on two ranks, with each dispatcher and layout.
 
-Each part has a fraction of the time and its own processes (`parts.py`). Items that are skipped for lack of time are
-reported. Each result is written at once as a line of JSON, so an interrupted run leaves a valid file. A run with the
-same file on the same GPU and commit continues it: completed items are not repeated. With `--rehearse`, everything runs
-on a CPU at small sizes (`items.py`). The exit code is 1 if anything has failed; missed bars do not count as failures.
+The stage `first` takes less than 340 seconds, and `second`, after its failures have been mended, less than 350.
+Without a stage, all parts run. Each part has a number of seconds, and later parts get what earlier ones leave. Items
+that are left out for lack of time are reported.
+
+Each result is written at once as a line of JSON, so an interrupted run leaves a valid file, and a run with the same
+file, GPU and seed continues it: items that have ended are not repeated. With `--retry`, as in `second`, failed items
+run again, and checks that passed at another commit count. With `--rehearse`, everything runs on a CPU at small sizes
+(`rehearsal.py`). The exit code is 1 if anything has failed; missed bars do not count as failures.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
+import json
 import os
 import random
 import re
+import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from moeserve.bench.gpu.page import page, row_text
-from moeserve.bench.gpu.parts import PARTS, PROCESS_OF, Part, Row, run_part
-from moeserve.bench.harness import at_least, make_parser, read_jsonl, save, show
+from moeserve.bench.gpu.page import current_rows, page, row_text
+from moeserve.bench.gpu.parts import PARTS, Job, Row, run_part
+from moeserve.bench.harness import at_least, make_parser, save, show
 from moeserve.machine import installed_version, usable_cores
 
-MAX_PROCESSES = 16  # maximum processes of a part
-RESERVED_SHARE = 0.03  # fraction of the time for work before and after the parts
+Seconds = dict[str, int]  # of each part, in the order in which they run
+
+STAGES: dict[str, Seconds] = {
+    "first": {"compile": 40, "checks": 85, "engine": 85, "probe": 50, "throughput": 60},
+    "second": {"compile": 40, "checks": 40, "engine": 40, "throughput": 85, "kernels": 110},
+    "all": {"compile": 120, "checks": 90, "engine": 120, "probe": 60, "throughput": 180, "kernels": 130, "ranks": 120},
+}
+MODELS_OF_STAGE = {"first": ("Qwen3-30B-A3B",), "second": ("Qwen3-30B-A3B", "Qwen3-30B-A3B fp8")}
+REHEARSAL_SECONDS = 900  # of each part, without a stage
 LEAST_VERSIONS = {"torch": (2, 11), "triton": (3, 5), "transformers": (5, 0)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    names = [part.name for part in PARTS]
     parser = make_parser("gpu.run", "Check and measure everything that needs a GPU.", rounds=None, threads=False)
-    parser.add_argument("--only", choices=names, help="run one part (default: all)")
-    parser.add_argument("--seconds", type=at_least(30), help="time for all parts together (default: 480, or 3600)")
+    parser.add_argument("stage", nargs="?", choices=STAGES, default="all", help="which parts run (default: all)")
+    parser.add_argument("--parts", type=read_parts, metavar="NAME:SECONDS,...", help="run these parts instead")
+    parser.add_argument("--models", help="names of the models of `throughput`, separated by commas")
+    parser.add_argument("--match", default="", metavar="TEXT", help="only items whose name contains TEXT")
+    parser.add_argument("--retry", action="store_true", help="run failed items of the file again")
     parser.add_argument("--seed", type=at_least(0), help="of random inputs (default: the file's, or a new one)")
     parser.add_argument("--cache", type=Path, help="folder of Triton's cache (default: TRITON_CACHE_DIR, or Triton's)")
-    parser.add_argument("--commit", help="the commit of an installed wheel (default: that of this checkout)")
+    parser.add_argument("--commit", help="the commit of installed files (default: that of this checkout)")
+    parser.add_argument("--under", default="", metavar="COMMAND", help="run small checks under compute-sanitizer")
     parser.add_argument("--rehearse", action="store_true", help="run small sizes on a CPU in Triton's interpreter")
     options = parser.parse_args(arguments)
-    options.seconds = options.seconds or (3600 if options.rehearse else 480)
-    if reason := why_not(needs_gpu=not options.rehearse and options.only != "compile"):
+    parts = options.parts or STAGES[options.stage]
+    if options.rehearse and options.stage == "all" and not options.parts:
+        parts = {name: REHEARSAL_SECONDS for name in parts if name != "ranks"}
+    if reason := why_not(needs_gpu=not options.rehearse and any(PARTS[name].num_gpus for name in parts)):
         print(f"error: {reason}", file=sys.stderr)
         return 1
     if options.cache is not None:
@@ -59,92 +77,109 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         relocate(options.cache)
         os.environ["TRITON_CACHE_DIR"] = str(options.cache.resolve())
-    if not options.rehearse:
-        return run_parts(options, count_gpus(), run_part, min(MAX_PROCESSES, usable_cores()))
-    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
-    from moeserve.bench.gpu.items import rehearsing
-
-    command = [sys.executable, "-m", "moeserve.bench.gpu.parts", "--rehearse"]
-
-    def run_small(part: Part, budget: float, seed: int, report: Callable[[Row], None], finished: Sequence[str]) -> None:
-        environment = None if part.name == "compile" else dict(os.environ)
-        run_part(part, budget, seed, report, finished, command, environment)
-
-    with rehearsing():
-        return run_parts(options, 1, run_small, usable_cores())
+    os.environ.setdefault("TRITON_STORE_BINARY_ONLY", "1")  # a fiftieth of the size
+    return run_parts(options, parts, 1 if options.rehearse else count_gpus())
 
 
-def run_parts(options: argparse.Namespace, num_gpus: int, run: Callable[..., None], max_processes: int) -> int:
-    """Run the chosen parts, and return the exit code.
+def read_parts(text: str) -> Seconds:
+    """Read a list such as "checks:90,throughput:60"."""
+    try:
+        parts = {name: int(seconds) for name, seconds in (each.split(":") for each in text.split(","))}
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of NAME:SECONDS") from None
+    if unknown := set(parts) - set(PARTS):
+        raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: there are only {', '.join(PARTS)}")
+    return parts
 
-    Args:
-        run: see `run_part`.
-        max_processes: maximum processes of a part.
-    """
+
+def run_parts(options: argparse.Namespace, parts: Seconds, num_gpus: int) -> int:
+    """Run parts in their order, and return the exit code."""
     started = time.monotonic()
-    chosen = [part for part in PARTS if options.only in (None, part.name) and part.num_gpus <= num_gpus]
-    if not chosen:
-        print(f"error: --only {options.only} needs two GPUs, and torch sees {num_gpus}", file=sys.stderr)
-        return 1
+    if lacking := [name for name in parts if PARTS[name].num_gpus > num_gpus]:
+        show(f"{', '.join(lacking)}: left out, torch sees {num_gpus} GPUs")
+        parts = {name: seconds for name, seconds in parts.items() if name not in lacking}
 
     from moeserve.bench.gpu.limits import gpu_environment
 
-    environment = gpu_environment(options.commit, has_gpu=num_gpus > 0)
-    identity = [environment["commit"], environment["gpu"]["name"], options.rehearse]
+    environment = gpu_environment(options.commit, has_gpu=count_gpus() > 0 and not options.rehearse)
+    identity = [environment["gpu"]["name"], options.rehearse]
     earlier = earlier_lines(options.json, identity, options.seed)
-    seed = earlier[0]["seed"] if earlier else options.seed
+    seed = earlier[-1]["seed"] if earlier else options.seed
     seed = random.SystemRandom().randrange(2**31) if seed is None else seed
-    # A process that could not start is tried again.
-    rows = [line for line in earlier if line["kind"] == "row" and not line["name"].startswith(PROCESS_OF)]
-    finished = {(line["part"], line["finished"]) for line in earlier if line["kind"] == "finished"}
+    commit = environment["commit"]
+    common: Row = {"benchmark": "gpu", "identity": identity, "seed": seed, "commit": commit}
+    common["run"] = max((line["run"] for line in earlier), default=0) + 1
     show(f"{environment['gpu']}, {environment['versions']}\nseed {seed}")
-    if finished:
-        show(f"continued: {len(finished)} items have ended before")
-    common: Row = {"benchmark": "gpu", "identity": identity, "seed": seed}
-    save(options.json, [common | {"kind": "start", "seconds_allowed": options.seconds, "environment": environment}])
-    ends_at = started + options.seconds * (1 - RESERVED_SHARE)
+    lines = [common | {"kind": "start", "seconds_allowed": sum(parts.values()), "environment": environment}]
+    save(options.json, lines)
+    retries = options.retry or options.stage == "second"
 
     def add(part: str, row: Row) -> None:
-        if "finished" in row:
-            save(options.json, [common | {"kind": "finished", "part": part} | row])
-            return
-        line = common | {"kind": "row", "part": part} | row
-        rows.append(line)
+        line = common | {"part": part, "kind": "finished" if "finished" in row else "row"} | row
+        lines.append(line)
         save(options.json, [line])
-        show(row_text(row))
+        if line["kind"] == "row":
+            show(row_text(row))
 
-    for index, part in enumerate(chosen):  # later parts share the time that earlier parts left
-        budget = max(0.0, ends_at - time.monotonic()) * part.share / sum(each.share for each in chosen[index:])
-        show(f"\n{part.name}: {budget:.0f} s at most")
-        part = dataclasses.replace(part, num_processes=min(part.num_processes, max_processes))
-        names = [name for its_part, name in finished if its_part == part.name]
-        run(part, budget, seed, functools.partial(add, part.name), names)
-    rows = last_rows(rows)
+    models = options.models.split(",") if options.models else MODELS_OF_STAGE.get(options.stage, ())
+    job = Job("", seed, options.rehearse, options.rehearse or bool(options.under), options.match, tuple(models))
+    later = sum(parts.values())
+    ends_at = started + later
+    for name, seconds in parts.items():
+        later -= seconds
+        budget = ends_at - later - time.monotonic()
+        finished = finished_items(earlier, name, None if retries and not PARTS[name].is_timed else commit)
+        if retries:
+            finished -= {row["item"] for row in current_rows(earlier) if row["status"] == "failed"}
+        show(f"\n{name}: {budget:.0f} s at most" + (f", {len(finished)} items have ended before" if finished else ""))
+        part = replace(PARTS[name], num_processes=min(PARTS[name].num_processes, usable_cores()))
+        if options.rehearse:  # the interpreter is slow
+            part = replace(part, item_seconds=max(part.item_seconds, budget))
+        command = [*shlex.split(options.under), sys.executable, "-m", "moeserve.bench.gpu.parts"]
+        of_part = replace(job, part=name, finished=tuple(sorted(finished)))
+        run_part(part, budget, of_part, functools.partial(add, name), command, environment_of(of_part))
+    rows = current_rows([*earlier, *lines])
     result: Row = {
         "kind": "end",
         "passed": not any(row["status"] == "failed" for row in rows),
         "seconds": time.monotonic() - started,
-        "failed": [row["name"] for row in rows if row["status"] == "failed"],
-        "left_out": [row["name"] for row in rows if row["status"] == "left out" or "left_out" in row],
         "environment": environment,
     }
-    show(f"\n{page(common | result, rows)}")
     save(options.json, [common | result])
+    show(f"\n{page([*earlier, *lines, common | result])}")
     return 0 if result["passed"] else 1
 
 
+def environment_of(job: Job) -> dict[str, str]:
+    """Return the environment of a part's processes. Compilation uses no interpreter, and a rehearsal no GPU."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    if job.on_cpu:
+        environment |= {"CUDA_VISIBLE_DEVICES": ""} | ({} if job.part == "compile" else {"TRITON_INTERPRET": "1"})
+    return environment
+
+
 def earlier_lines(path: Path | None, identity: list[Any], seed: int | None) -> list[Row]:
-    """Return the lines of the runs in a file that this run continues: same commit, GPU, kind of run and seed."""
+    """Return the lines of the runs in a file that this run continues: same GPU, kind of run and seed.
+
+    A line that was cut off when the machine stopped is removed from the file.
+    """
     if path is None or not path.exists():
         return []
-    lines = [line for line in read_jsonl(path) if line.get("benchmark") == "gpu" and line["identity"] == identity]
+    lines = []
+    for text in path.read_text(encoding="utf-8").splitlines():
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError:
+            path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    lines = [line for line in lines if line.get("benchmark") == "gpu" and line["identity"] == identity]
     seed = lines[-1]["seed"] if lines and seed is None else seed
     return [line for line in lines if line["seed"] == seed]
 
 
-def last_rows(rows: Sequence[Row]) -> list[Row]:
-    """Return the last row of each name in a part. A later run may have a result that an earlier run skipped."""
-    return list({(row["part"], row["name"]): row for row in rows}.values())
+def finished_items(lines: Sequence[Row], part: str, commit: str | None) -> set[str]:
+    """Return the items of a part that have ended, at this commit or, with None, at any."""
+    ended = (line for line in lines if line["kind"] == "finished" and line["part"] == part)
+    return {line["finished"] for line in ended if commit in (None, line["commit"])}
 
 
 def why_not(needs_gpu: bool) -> str | None:
@@ -156,13 +191,7 @@ def why_not(needs_gpu: bool) -> str | None:
             return f"{name} is not installed; {needed}"
         if tuple(map(int, re.findall(r"\d+", version)[:2])) < least:
             return f"{name} {version} is too old; {needed}"
-    import torch
-
-    if not needs_gpu:
-        versions = [tuple(map(int, re.findall(r"\d+", installed_version(name))[:2])) for name in ("triton", "numpy")]
-        is_wrong = versions[0] < (3, 7) and versions[1] >= (2, 4)
-        return "Triton's interpreter needs numpy < 2.4 before triton 3.7" if is_wrong else None
-    if not torch.cuda.is_available():
+    if needs_gpu and not count_gpus():
         return "torch sees no GPU (torch.cuda.is_available())"
     return None
 
@@ -170,7 +199,7 @@ def why_not(needs_gpu: bool) -> str | None:
 def count_gpus() -> int:
     import torch
 
-    return torch.cuda.device_count()
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 if __name__ == "__main__":

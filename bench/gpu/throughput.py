@@ -1,55 +1,97 @@
 """Tokens per second of the engine on models of published shapes with random weights.
 
-- *decode*: as described in `decode.py`.
+- *decode*: as described in `decode.py`, greedy, sampled, and with longer contexts.
 - *prefill*: of a single prompt; the longer prompt is computed in chunks.
-- The bounds are those of `roofline.py`, at the measured limits.
-- *step*: the time of a decode step by kernel (`profiling.py`).
+- *bound*: the longer of two times: to read the weights that get rows with random routing, and the caches of contexts,
+  once at the measured bandwidth; and to multiply at the measured rate.
+- *step*: the time of a decode step by kernel, from torch's profiler. The device's idle time is the rest of the step's
+  time without the profiler.
 - Models that do not fit have fewer layers; the row gives their number.
 """
 
 from __future__ import annotations
 
+import collections
 import gc
 import json
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any, Literal
 
 import torch
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
+from torch.profiler import ProfilerActivity, profile
 
 from moeserve import LLM
+from moeserve.bench.costs import FORMATS, step_work
 from moeserve.bench.decode import Generate, Workload, draw_prompts, generate_with, rate_measure
-from moeserve.bench.gpu.costs import Bar, GpuLimits
-from moeserve.bench.gpu.launches import decode, prefill
+from moeserve.bench.gpu.costs import Bar, Chunks, Work, attended_positions
 from moeserve.bench.gpu.limits import limits_row, measure_limits
 from moeserve.bench.gpu.parts import Row, SecondsLeft, left_out
-from moeserve.bench.gpu.profiling import profile_step, step_terms, step_text
-from moeserve.bench.gpu.roofline import PUBLISHED, Case, Roofline, roofline
+from moeserve.bench.gpu.rehearsal import SMALL_MODEL
 from moeserve.config.settings import QuantizationName
 from moeserve.models.registry import describe
 from moeserve.models.summary import summarize
-from moeserve.step_inputs import ChunkSpan
+from moeserve.planner.cost_formulas import operations_of_pair, positions_attended
 
+PUBLISHED = Path(__file__).with_name("models.json")
 MEMORY_SHARE = 0.75  # fraction of the GPU's memory for weights
-DECODE_BAR = Bar("fraction_of_bound", 0.9)
+WAITS = "the device waits"
+SAMPLED: dict[str, Any] = dict(temperature=0.7, top_p=0.95)
+
+
+@dataclass(frozen=True)
+class Measure:
+    """The generation of `new_tokens` after each of `batch` prompts; one new token: prefill."""
+
+    batch: int
+    prompt_tokens: int
+    new_tokens: int = 33
+    is_sampled: bool = False
+    least: float | None = None  # minimum fraction of the bound
+
+    @property
+    def name(self) -> str:
+        if self.new_tokens == 1:
+            return f"prefill of {self.prompt_tokens}"
+        sampled = ", sampled" if self.is_sampled else ""
+        return f"decode, {self.batch} x {self.prompt_tokens + self.new_tokens // 2}{sampled}"
+
+    def steps(self, chunk_tokens: int) -> list[Chunks]:
+        """Return the chunks of the steps whose bounds count: a decode step, or all chunks of a prompt."""
+        if self.new_tokens > 1:
+            return [[(1, self.prompt_tokens + self.new_tokens // 2)] * self.batch]
+        ends = [*range(chunk_tokens, self.prompt_tokens, chunk_tokens), self.prompt_tokens]
+        return [[(end - start, end)] for start, end in zip([0, *ends], ends, strict=False)]
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The batches and lengths to measure on a device."""
+    """What is measured on a device, the most important first."""
 
     device: Literal["cpu", "cuda"] = "cuda"
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    batches: tuple[int, ...] = (64, 8, 1)  # the first one has a bar
-    prompt_tokens: int = 496
-    new_tokens: int = 33  # contexts are 512 long in the middle of these
-    prompts: tuple[int, ...] = (4096, 32000)
+    measures: tuple[Measure, ...] = (
+        Measure(1, 496, least=0.6),
+        Measure(8, 496, least=0.75),
+        Measure(64, 496, least=0.85),
+        Measure(1, 4096, 1),
+        Measure(64, 496, is_sampled=True),
+        Measure(16, 4080),
+        Measure(1, 32000, 1),
+    )
     chunk_tokens: int = 8192  # prompt tokens in one step
     num_rounds: int = 3
+    changes: tuple[tuple[str, Any], ...] = ()  # of a model's config.json
+
+
+SMALL_SIZES = Sizes(
+    "cpu", "float32", (Measure(2, 2, 3, is_sampled=True), Measure(1, 5, 1)), 4, 1, (*SMALL_MODEL.items(),)
+)
 
 
 @dataclass(frozen=True)
@@ -60,22 +102,23 @@ class Model:
     config: dict[str, Any]
     quantization: QuantizationName | None = None
 
-    def write(self, folder: Path, num_layers: int) -> dict[str, Any]:
+    def write(self, folder: Path, num_layers: int, changes: tuple[tuple[str, Any], ...] = ()) -> dict[str, Any]:
         """Write the config.json with the first `num_layers` layers, and return its content."""
         config = self.config | {"num_hidden_layers": num_layers, "bos_token_id": None, "eos_token_id": None}
+        config |= {name: value for name, value in changes if name in config}
         (folder / "config.json").write_text(json.dumps(config))
         return config
 
 
 def published(name: str, quantization: QuantizationName | None = None) -> Model:
     config = json.loads(PUBLISHED.read_text())[name]
-    return Model(f"{name}, {quantization}" if quantization else name, config, quantization)
+    return Model(f"{name} {quantization}" if quantization else name, config, quantization)
 
 
 MODELS = (
     published("Qwen3-30B-A3B"),
-    published("DeepSeek-V2-Lite"),
     published("Qwen3-30B-A3B", "fp8"),
+    published("DeepSeek-V2-Lite"),
     published("DeepSeek-V2-Lite", "fp8"),
     published("Mixtral-8x7B"),
 )
@@ -92,85 +135,109 @@ def layers_that_fit(model: Model, memory_bytes: float) -> int:
     return max(2, min(model.config["num_hidden_layers"], fitting))
 
 
-def measure(
-    model: Model,
-    num_remaining: int,
-    seconds_left: SecondsLeft,
-    measure_limits: Callable[[], GpuLimits] = measure_limits,
-    sizes: Sizes = Sizes(),
-) -> Iterator[Row]:
-    """Yield rows of one model: limits, decode with each batch, and prefill.
+def measure(model: Model, seconds_left: SecondsLeft, sizes: Sizes = Sizes()) -> Iterator[Row]:
+    """Yield the rows of one model: limits, then rates.
 
-    Args:
-            num_remaining: number of models that share the time, including this one.
-
-        Raises:
-            Exception: any error that prevents the engine from running.
+    Raises:
+        Exception: any error that prevents the engine from running.
     """
-    reserved = seconds_left() * (1 - 1 / num_remaining)
-    limits = measure_limits()
+    limits = measure_limits(sizes.device)
     yield {"name": f"limits before {model.name}"} | limits_row(limits)
-    num_layers, vocab_size = layers_that_fit(model, MEMORY_SHARE * total_memory()), model.config["vocab_size"]
-    decodes = {
-        f"{model.name}, decode, batch {batch}": Workload(batch, sizes.prompt_tokens, sizes.new_tokens, vocab_size)
-        for batch in sizes.batches
-    }
-    prefills = {f"{model.name}, prefill of {length}": Workload(1, length, 1, vocab_size) for length in sizes.prompts}
+    memory = torch.cuda.get_device_properties(0).total_memory if sizes.device == "cuda" else 0
+    num_layers = layers_that_fit(model, MEMORY_SHARE * memory)
     settings: dict[str, Any] = dict(
         device=sizes.device,
         dtype=sizes.dtype,
         quantization=model.quantization,
         load_format="dummy",
         show_progress=False,
-        max_num_seqs=max(sizes.batches),
-        max_model_len=max(sizes.prompts) + sizes.new_tokens,
+        max_num_seqs=max(each.batch for each in sizes.measures),
+        max_model_len=max(each.prompt_tokens + each.new_tokens + 1 for each in sizes.measures),
         max_num_batched_tokens=sizes.chunk_tokens,
         enable_prefix_caching=False,
     )
+    if sizes.device == "cpu":
+        settings |= dict(kv_cache_memory="1MiB", packed_cache=0)
     with tempfile.TemporaryDirectory() as folder:
-        config = model.write(Path(folder), num_layers)
+        config = model.write(Path(folder), num_layers, sizes.changes)
         with LLM(folder, **settings) as llm:
-            for name, workload in (decodes | prefills).items():
-                if seconds_left() <= reserved:
-                    yield left_out(name, "no time was left")
+            for each in sizes.measures:
+                name = f"{model.name}, {each.name}"
+                if seconds_left() <= 0:
+                    yield left_out(name, "no time was left") | {"item": model.name}
                     continue
-                steps = [
-                    roofline(Case(name, "", spans, model.quantization), config, limits)
-                    for spans in spans_of(workload, sizes.chunk_tokens)
-                ]
-                row = rate_row(generate_with(llm), workload, steps, sizes.num_rounds)
+                works = [work_of(Path(folder), chunks, model.quantization) for chunks in each.steps(sizes.chunk_tokens)]
+                bound = sum(work.bound_seconds(limits) for work in works)
+                workload = Workload(each.batch, each.prompt_tokens, each.new_tokens, config["vocab_size"])
+                row = rate_row(generate_with(llm, **(SAMPLED if each.is_sampled else {})), each, workload, bound, sizes)
                 row["lines"][0] = f"{num_layers} of {model.config['num_hidden_layers']} layers, {row['lines'][0]}"
-                if workload.batch == sizes.batches[0] and name in decodes:
-                    row["bars"] = [DECODE_BAR.verdict(row)]
-                if name in decodes:
-                    row["step"] = step_terms(profile_step(generate_with(llm), workload, sizes.device), steps[0])
-                    row["lines"].append(step_text(row["step"]))
                 yield {"name": name, "status": "measured", "num_layers": num_layers} | row
     gc.collect()
     torch.cuda.empty_cache()
 
 
-def spans_of(workload: Workload, chunk_tokens: int) -> list[list[ChunkSpan]]:
-    """Return the steps whose bounds are summed: one decode step in the middle, or all chunks of a prompt."""
-    if workload.new_tokens > 1:
-        return [decode(workload.batch, workload.prompt_tokens + workload.new_tokens // 2)]
-    ends = [*range(chunk_tokens, workload.prompt_tokens, chunk_tokens), workload.prompt_tokens]
-    return [prefill(end - start, end) for start, end in zip([0, *ends], ends, strict=False)]
+def work_of(folder: Path, chunks: Chunks, quantization: QuantizationName | None) -> Work:
+    """Return the work of a step: weights with rows and visible caches, read once; products and attention."""
+    num_tokens, description = sum(num_rows for num_rows, _ in chunks), describe(folder)
+    weights = FORMATS[quantization or "bfloat16"]
+    products = step_work(folder, num_tokens=num_tokens, num_logits=len(chunks), weights=weights)
+    cache, operations = summarize(description, "bfloat16").cache, products.operations
+    cached = sum(cache.bytes_of_tokens(context) for _, context in chunks)
+    for attention in description.model.attentions:
+        window = positions_attended(attention)
+        for num_rows, context in chunks:
+            of_pair = operations_of_pair(attention, 1)[num_rows > 1]
+            operations += of_pair * attended_positions(num_rows, context, window)
+    return Work(products.num_bytes + cached, operations, "fp8" if quantization == "fp8" else "bf16")
 
 
-def rate_row(generate: Generate, workload: Workload, steps: Sequence[Roofline], num_rounds: int) -> Row:
-    """Return the median rate of several rounds in tokens per second, with its bound."""
+def rate_row(generate: Generate, measure: Measure, workload: Workload, bound: float, sizes: Sizes) -> Row:
+    """Return the median rate of several rounds in tokens per second, its bound, and the kernels of a decode step.
+
+    Args:
+        bound: minimum seconds of the measured steps.
+    """
     generate(draw_prompts(workload, Random(1)), workload.new_tokens)  # compiles kernels for this batch
     is_decode = workload.new_tokens > 1
     measure_rate = rate_measure("decode" if is_decode else "prefill", generate, workload)
-    rates = [measure_rate() for _ in range(num_rounds)]
+    rates = [measure_rate() for _ in range(sizes.num_rounds)]
     num_tokens = workload.batch if is_decode else workload.batch * workload.prompt_tokens
     rate = statistics.median(rates)
-    bound = num_tokens / sum(sum(step.bounds().values()) for step in steps)
-    line = f"{rate:,.0f} tokens/s, {rate / bound:.0%} of the bound"
-    return {"rounds": rates, "rate": rate, "bound": bound, "fraction_of_bound": rate / bound, "lines": [line]}
+    figures = {
+        "rounds": rates,
+        "rate": rate,
+        "bound": num_tokens / bound,
+        "fraction_of_bound": rate * bound / num_tokens,
+    }
+    lines = [f"{rate:,.0f} tokens/s, {figures['fraction_of_bound']:.0%} of the bound"]
+    row: Row = figures | {"lines": lines}
+    if measure.least is not None:
+        row["bars"] = [Bar("fraction_of_bound", measure.least).verdict(row)]
+    if is_decode:
+        seconds, kernels = num_tokens / rate, kernel_seconds(generate, workload, sizes.device)
+        row["step"] = {"seconds": seconds, "terms": {WAITS: max(0.0, seconds - sum(kernels.values()))} | kernels}
+        largest = sorted(row["step"]["terms"].items(), key=lambda term: -term[1])[:5]
+        terms = ", ".join(f"{name} {1e3 * each:.2f}" for name, each in largest)
+        lines.append(f"a step takes {1e3 * seconds:.2f} ms; of these: {terms}")
+    return row
 
 
-def total_memory() -> int:
-    """Return the bytes of the GPU's memory."""
-    return int(torch.cuda.get_device_properties(0).total_memory)
+def kernel_seconds(generate: Generate, workload: Workload, device: Literal["cpu", "cuda"]) -> dict[str, float]:
+    """Return the seconds of each kernel in one decode step: the difference of two profiled generations.
+
+    On a CPU, torch operations take the place of kernels.
+    """
+    device_type = DeviceType.CUDA if device == "cuda" else DeviceType.CPU
+    activity = ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU
+
+    def run(num_tokens: int) -> dict[str, float]:
+        kernels: dict[str, float] = collections.defaultdict(float)
+        with profile(activities=[activity]) as profiler:
+            generate(draw_prompts(workload, Random(2)), num_tokens)
+        for event in profiler.events() or ():
+            if event.device_type == device_type and event.cpu_parent is None:
+                kernels[event.name] += event.time_range.elapsed_us() / 1e6
+        return kernels
+
+    few, many = run(2), run(workload.new_tokens + 1)
+    return {name: (many[name] - few.get(name, 0.0)) / (workload.new_tokens - 1) for name in many}

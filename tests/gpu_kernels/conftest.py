@@ -29,7 +29,7 @@ def torch_conversions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the interpreter's conversions to E4M3 and bfloat16 by torch's."""
     from triton.runtime import interpreter
 
-    from moeserve.bench.gpu.items import convert_by_torch
+    from moeserve.bench.gpu.rehearsal import convert_by_torch
 
     monkeypatch.setattr(interpreter, "_convert_float", convert_by_torch)
 

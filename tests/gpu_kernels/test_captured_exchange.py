@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
+import fake_device
 import pytest
 import torch
 from torch import Tensor
 
-from moeserve.bench.gpu import fake_device
 from moeserve.distributed.groups import groups_of_one_rank
 from moeserve.expert_placement.placement import Placement
 from moeserve.layers.context import ModelContext

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import fake_device
 import pytest
 import torch
 
-from moeserve.bench.gpu import fake_device
 from moeserve.distributed.groups import groups_of_one_rank
 from moeserve.layers.cache import CacheSize
 from moeserve.layers.context import ModelContext

@@ -12,9 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from compiled_kernels import compile_kernel
-
-from moeserve.bench.gpu.machine_code import MAX_SHARED_BYTES, MachineCode
+from compiled_kernels import MAX_SHARED_BYTES, MachineCode, compile_kernel
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1",

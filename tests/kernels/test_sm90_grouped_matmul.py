@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from compiled_kernels import compile_kernel
+from compiled_kernels import MAX_SHARED_BYTES, MachineCode, compile_kernel
 
-from moeserve.bench.gpu.machine_code import MAX_SHARED_BYTES, MachineCode
 from moeserve.triton_kernels.tune import Layer
 from moeserve.triton_kernels.tuning import Problem, config_by_rule
 

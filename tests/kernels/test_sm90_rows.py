@@ -13,9 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from compiled_kernels import compile_kernel
-
-from moeserve.bench.gpu.machine_code import MAX_SHARED_BYTES, MachineCode
+from compiled_kernels import MAX_SHARED_BYTES, MachineCode, compile_kernel
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),

@@ -1,8 +1,8 @@
-"""The GPU benchmark without a GPU: its work counts, comparisons of engines, processes of parts, and texts."""
+"""The GPU benchmark without a GPU: its work counts, comparisons of engines, processes of parts, runs, and texts."""
 
 from __future__ import annotations
 
-import importlib.util
+import dataclasses
 import json
 import subprocess
 import sys
@@ -15,13 +15,15 @@ from typing import Any
 import pytest
 import torch
 
-from moeserve.bench.gpu import costs, engine, limits, page, parts, run, sanitizer, throughput
+pytest.importorskip("triton")
+
+from moeserve.bench.gpu import costs, engine, limits, page, run, throughput
 from moeserve.bench.gpu.costs import Bar, GpuLimits, LatentShape, MoEShape, Work, attention_shape
-from moeserve.bench.gpu.page import row_text
-from moeserve.bench.gpu.parts import PARTS, Part, run_part
+from moeserve.bench.gpu.parts import PARTS, Job, Part, run_part
 from moeserve.config.validation import parse_settings
 
 LIMITS = GpuLimits(copy_bandwidth=1e12, bf16_rate=4e14, fp8_rate=8e14)  # easy to divide by
+JOB = Job("checks", 7)
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -33,7 +35,6 @@ def test_work_of_experts(has_bias: bool) -> None:
     assert work.operations == 2 * 3 * 2 * 3 * 256 * 200
     work = costs.experts_work(shape, num_tokens=3, num_hit=2, format="fp8")
     assert work.num_bytes == 2 * 3 * (256 * 200 + 4 * 2 * 2) + 3 * (256 + 256) * 2  # scales of 2 x 2 blocks
-    assert work.format == "fp8"
 
 
 def test_work_of_attention() -> None:
@@ -43,10 +44,8 @@ def test_work_of_attention() -> None:
     assert work.operations == 4 * 4 * 8 * (10 + 1 + 2 + 3)
     work = costs.attention_work(attention_shape(4, 2, 8, window=2), [(1, 10), (3, 7)])
     assert work.num_bytes == (2 + 4) * 2 * 2 * 8 * 2 + (1 + 3) * 2 * 4 * 8 * 2
-    assert work.operations == 4 * 4 * 8 * (2 + 3 * 2)
     work = costs.attention_work(LatentShape(num_heads=100, latent_size=16, rotary_size=4), [(1, 10)])
     assert work.num_bytes == 10 * 20 * 2 + 100 * (20 + 16) * 2  # vectors of 16 + 4
-    assert work.operations == 2 * 100 * (20 + 16) * 10
 
 
 def test_bounds_and_bars() -> None:
@@ -57,7 +56,22 @@ def test_bounds_and_bars() -> None:
     for reached, is_met in ((0.70, True), (0.699, False), (None, False)):
         verdict = Bar(figure, 0.70).verdict({} if reached is None else {figure: reached})
         assert (verdict["reached"], verdict["is_met"]) == (reached, is_met)
-        assert page.bar_text(verdict).endswith(": met" if is_met else ": NOT MET")
+
+
+def test_work_of_steps_of_mixtral_by_hand(tmp_path: Path) -> None:
+    """A token reads 2 of 8 experts; 4096 tokens read all, and attend to half of the pairs."""
+    throughput.published("Mixtral-8x7B").write(tmp_path, 2)
+    attention, expert, router = 4096 * (2 * 4096 + 2 * 1024), 3 * 4096 * 14336, 8 * 4096
+    position = 2 * 8 * 128 * 2
+    head, norms = 32000 * 4096, 5 * 4096
+    work = throughput.work_of(tmp_path, [(1, 8192)], None)
+    weights = 2 * (attention + 2 * expert + router) + head + norms
+    assert work.num_bytes == pytest.approx(2 * weights + 2 * 8192 * position, rel=1e-6)
+    work = throughput.work_of(tmp_path, [(4096, 4096)], "fp8")
+    pairs = 4096 * 4097 / 2
+    products = 2 * (4096 * 2 * (attention + 2 * expert + router) + head)
+    assert work.operations == pytest.approx(products + 2 * 4 * 32 * 128 * pairs, rel=1e-3)
+    assert work.format == "fp8"
 
 
 def test_layers_are_left_out_where_they_do_not_fit() -> None:
@@ -78,9 +92,8 @@ def test_engine_may_be_as_far_from_float32_as_transformers_is() -> None:
 def test_comparisons_are_valid_and_each_process_has_one_checkpoint_and_dtype() -> None:
     for name, comparisons in (("engine", engine.COMPARISONS), ("ranks", engine.RANK_COMPARISONS)):
         assert len({comparison.name for comparison in comparisons}) == len(comparisons)
-        num_processes = next(part.num_processes for part in PARTS if part.name == name)
-        for share in range(num_processes):
-            of_process = comparisons[share::num_processes]
+        for share in range(PARTS[name].num_processes):
+            of_process = comparisons[share :: PARTS[name].num_processes]
             assert len({(each.family, each.dtype) for each in of_process if not each.model}) == 1
         for each in comparisons:
             parse_settings(dict(each.settings))
@@ -103,100 +116,115 @@ def test_engine_is_compared_with_transformers(variant: str, monkeypatch: pytest.
     assert engine.compare(comparison, "cpu", 3)["status"] == "failed"
 
 
-@pytest.mark.skipif(importlib.util.find_spec("deep_ep") is not None, reason="DeepEP is installed")
-def test_comparison_without_its_library_is_left_out() -> None:
-    row = {"name": "a"} | engine.compare(engine.RANK_COMPARISONS[-1], "cpu", 3)
-    assert row["status"] == "left out"
-    assert "deep_ep" in row_text(row)
-
-
+# Items of processes 0 to 7. Each fault is one of an item, except the last one.
 PROGRAM = """
-import json, os, signal, sys, time
-from moeserve.bench.gpu.parts import work_through
+import json, os, signal, subprocess, sys, time
+from moeserve.bench.gpu.parts import Job, work_through
 
-options = dict(option.split("=") for option in sys.argv[2:])
-finished = json.load(sys.stdin)
-share = int(options["--share"].split("/")[0])
+job = Job(**json.loads(sys.stdin.readline()))
 
-def fine():
-    yield {"status": "passed", "seed": int(options["--seed"])}
+def passes():
+    yield {"status": "passed", "seed": job.seed}
 
-def fatal():
+def fails(error, before=()):
+    def run():
+        yield from before
+        raise error
+    return run
+
+def dies():
     print("a fault", flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
     yield
 
-def useless():
-    raise RuntimeError("CUDA error: misaligned address")
+def exits():
+    os._exit(0)
     yield
 
-def faulty():
-    yield {"name": "g's first row", "status": "passed"}
-    raise ValueError("oh")
-
-def endless():
+def hangs():
     time.sleep(600)
     yield
 
+def leaves_a_process():
+    subprocess.Popen(["sleep", "600"])
+    time.sleep(600)
+    yield
+
+def is_wrong():
+    yield {"status": "failed", "wrong": ["rms_norm, 1 x 4096"]}
+
 shares = [
-    [("a", fine)],
-    [("b", fatal), ("c", fine), ("d", useless), ("e", fine)],
-    [("f", endless), ("late", fine)],
-    [("g", faulty), ("h", fine)],
-    [("i", fine)],
+    {"plain error": fails(ValueError("oh")), "wrong result": is_wrong},
+    {"killed": dies},
+    {"device lost": fails(RuntimeError("CUDA error: misaligned address"))},
+    {"no memory": fails(MemoryError("out of memory"))},
+    {"competitor lost the device": fails(RuntimeError("CUDA error: illegal"), [{"status": "measured"}])},
+    {"hangs": hangs},
+    {"hangs with a process": leaves_a_process},
+    {"error after another row": fails(KeyError("key"), [{"name": "another row", "status": "passed"}])},
+    {"exits": exits},
+    {},
 ]
-left = [item for item in shares[share] if item[0] not in finished]
-work_through(left, int(options["--skip"]), lambda: 0.0 if share == 4 else 1.0)
+if job.share == 9:
+    raise ImportError("no such module")
+items = [*shares[job.share].items(), (f"after {job.share}", passes)]
+left = [item for item in items if item[0] not in job.finished and job.match in item[0]]
+work_through(left, job.num_begun, job.seconds_left)
 """
+FAULTS = {  # an item, and what its row must say
+    "plain error": "ValueError: oh",
+    "wrong result": "rms_norm, 1 x 4096",
+    "killed": "exit code -9",
+    "device lost": "misaligned address",
+    "no memory": "MemoryError",
+    "competitor lost the device, after its result": "illegal",
+    "hangs": "did not end within 3 s",
+    "hangs with a process": "did not end within 3 s",
+    "error after another row": "KeyError",
+    "exits": "exit code 0",
+    "a process of checks": "no such module",
+}
 
 
-def test_part_continues_after_faults_and_stops_what_hangs(tmp_path: Path) -> None:
+def test_each_fault_is_named_and_fails_one_item(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     found: list[dict[str, Any]] = []
-    command = (sys.executable, str(program))
-    part = Part("checks", 1.0, num_processes=5)
-    run_part(part, 12.0, 7, found.append, command=command)
+    part = Part("checks", num_processes=10, item_seconds=3)
+    run_part(part, 60.0, JOB, found.append, (sys.executable, str(program)))
     rows = {row["name"]: row for row in found if "name" in row}
-    ended = [row["finished"] for row in found if "finished" in row]
-    assert sorted(ended) == ["a", "b", "c", "d", "e", "f", "g", "h"]  # all that began
-    statuses = dict(a="passed", b="failed", c="passed", d="failed", e="passed", f="failed", g="failed", h="passed")
-    assert {name: row["status"] for name, row in rows.items()} == {
-        **statuses, "g's first row": "passed", "i": "left out", "late": "left out",
-    }  # fmt: skip
-    assert rows["a"]["seed"] == 7
-    assert "exit code -9" in rows["b"]["error"]
-    assert "a fault" in rows["b"]["log"]
-    assert "misaligned address" in rows["d"]["log"]
-    assert "ValueError: oh" in rows["g"]["error"]
+    failed = {name: row for name, row in rows.items() if row["status"] == "failed"}
+    assert set(failed) == set(FAULTS)
+    for name, reason in FAULTS.items():
+        assert reason in json.dumps(failed[name]), name
+    passed = {name for name, row in rows.items() if row["status"] == "passed"}
+    assert passed == {*(f"after {share}" for share in range(9)), "another row"}
+    assert rows["competitor lost the device"]["status"] == "measured"
+    assert rows["after 0"]["seed"] == 7
+    ended = {row["finished"] for row in found if "finished" in row}
+    assert ended == {row["item"] for row in found if "item" in row} - {"a process of checks"}
     found.clear()
-    run_part(part, 12.0, 7, found.append, ended, command)  # nothing is left but what was not begun
-    assert {row.get("name", row.get("finished")) for row in found} == {"late", "i"}
+    job = dataclasses.replace(JOB, finished=tuple(ended - {"after 1"}), match="after")
+    run_part(part, 60.0, job, found.append, (sys.executable, str(program)))
+    assert [row["name"] for row in found if row.get("status") == "passed"] == ["after 1"]
 
 
-def test_process_that_cannot_start_fails_once() -> None:
-    command = (sys.executable, "-c", "raise ImportError('no such module')")
-    rows: list[dict[str, Any]] = []
-    run_part(Part("kernels", 1.0, num_processes=1), 20.0, 7, rows.append, command=command)
-    (row, _ended) = rows
-    assert row["status"] == "failed"
-    assert "no such module" in row["log"]
+def test_items_that_do_not_begin_are_left_out(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    found: list[dict[str, Any]] = []
+    run_part(Part("checks", 6, item_seconds=60), 8.0, JOB, found.append, (sys.executable, str(program)))
+    rows = {row["name"]: row for row in found if "name" in row}
+    assert {rows[name]["status"] for name in ("hangs", "after 5")} == {"left out"}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_ends_with_one_sentence() -> None:
-    command = [sys.executable, "-m", "moeserve.bench.gpu.run", "--seconds", "30"]
+    command = [sys.executable, "-m", "moeserve.bench.gpu.run", "first"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (ended.returncode, ended.stdout) == (1, "")
     assert ended.stderr.startswith("error: ")
     assert ended.stderr.count("\n") == 1
-
-
-def test_checks_and_kernel_times_need_no_msgspec() -> None:
-    pytest.importorskip("triton")
-    modules = ", ".join(f"moeserve.bench.gpu.{name}" for name in ("run", "parts", "cases", "kernels"))
-    program = f"import sys; sys.modules['msgspec'] = None; import {modules}"
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
 @pytest.mark.parametrize(
@@ -209,83 +237,144 @@ def test_checks_and_kernel_times_need_no_msgspec() -> None:
 )
 def test_why_it_cannot_run(versions: dict[str, str], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "installed_version", versions.__getitem__)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert reason in (run.why_not(needs_gpu=True) or "")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert (run.why_not(needs_gpu=True) is None) == (reason == "is_available")
+    for num_gpus in (0, 1):
+        monkeypatch.setattr(run, "count_gpus", lambda num_gpus=num_gpus: num_gpus)
+        found = run.why_not(needs_gpu=True)
+        assert (found is None) == (reason == "is_available" and num_gpus == 1)
+        assert found is None or reason in found
+    assert run.why_not(needs_gpu=False) is None or reason != "is_available", "compiling needs no GPU and no interpreter"
 
 
-@pytest.mark.parametrize(("status", "num_gpus"), [("passed", 1), ("failed", 2)])
-def test_run_from_beginning_to_end(
-    status: str, num_gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    check = {"name": "a", "status": status, "lines": ["4 cases"], "wrong": ["rms_norm, 1 x 4096"]}
-    late = parts.left_out("late", "no time was left")
+def test_stages_take_the_time_that_they_promise() -> None:
+    assert sum(run.STAGES["first"].values()) <= 340
+    assert sum(run.STAGES["second"].values()) <= 350
+    assert list(run.STAGES["all"]) == list(PARTS)
+    assert run.read_parts("checks:90,throughput:60") == {"checks": 90, "throughput": 60}
 
-    asked: list[tuple[str, list[str]]] = []
 
-    def take(part: Part, seconds: float, seed: int, report: Any, finished: list[str]) -> None:
-        asked.append((part.name, finished))
-        if part.name != "checks":
-            report(late)
-        elif not finished:
-            report(check)
-            report({"finished": "a"})
+class Runs:
+    """Runs of the benchmark whose parts are played."""
 
-    environment: dict[str, Any] = {"gpu": {"name": "No GPU 9000", "driver": "1.2"}, "versions": {}, "commit": "abc"}
-    monkeypatch.setattr(run, "why_not", lambda needs_gpu: None)
-    monkeypatch.setattr(run, "count_gpus", lambda: num_gpus)
-    monkeypatch.setattr(limits, "gpu_environment", lambda commit, has_gpu: environment)
-    monkeypatch.setattr(run, "run_part", take)
-    path = tmp_path / "gpu.jsonl"
-    assert run.main(["--json", str(path), "--seed", "5", "--seconds", "100"]) == (1 if status == "failed" else 0)
-    start, *lines, end = map(json.loads, path.read_text().splitlines())
-    rows = [line for line in lines if line["kind"] == "row"]
-    assert start["environment"] == environment
-    assert (end["passed"], end["seed"], set(end["left_out"])) == (status == "passed", 5, {"late"})
-    names = [row["part"] for row in rows]
-    assert names == [part.name for part in PARTS if part.num_gpus <= num_gpus]
+    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.path = path
+        self.asked: list[Job] = []
+        self.results: dict[str, list[dict[str, Any]]] = {}  # rows by item of `checks`; `probe` has the first one
+        self.environment: dict[str, Any] = {"gpu": {"name": "No GPU 9000"}, "versions": {}, "commit": "abc"}
+        monkeypatch.setattr(run, "why_not", lambda needs_gpu: None)
+        monkeypatch.setattr(run, "count_gpus", lambda: 1)
+        monkeypatch.setattr(limits, "gpu_environment", lambda commit, has_gpu: self.environment)
+        monkeypatch.setattr(run, "run_part", self._take)
+
+    def _take(self, part: Part, seconds: float, job: Job, report: Any, *_: Any) -> None:
+        self.asked.append(job)
+        items = {"checks": list(self.results), "probe": list(self.results)[:1]}.get(part.name, [])
+        for item in [item for item in items if item not in job.finished]:
+            for row in self.results[item]:
+                report({"name": item, "item": item} | row)
+            if not all(row["status"] == "left out" for row in self.results[item]):
+                report({"finished": item})
+
+    def __call__(self, *arguments: str) -> int:
+        self.asked.clear()
+        return run.main([*arguments, "--json", str(self.path)])
+
+    def lines(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.path.read_text().splitlines()]
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
+    return Runs(tmp_path / "gpu.jsonl", monkeypatch)
+
+
+def test_second_stage_repeats_failures_and_measurements(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    good, bad = {"status": "passed", "lines": ["4 cases"]}, {"status": "failed", "wrong": ["rms_norm, 1 x 4096"]}
+    late = {"status": "left out", "reason": "no time was left"}
+    runs.results = {"good": [good], "bad": [good, {"name": "second row"} | bad], "late": [late]}
+    assert runs("first", "--seed", "5") == 1
+    assert [job.part for job in runs.asked] == list(run.STAGES["first"])
+    assert {job.models for job in runs.asked} == {("Qwen3-30B-A3B",)}
     printed = capsys.readouterr().out
-    failed = "a" if status == "failed" else "nothing"
-    for fact in ("4 cases", "rms_norm, 1 x 4096", "No GPU 9000, seed 5", f"failed: {failed}", "left out: late"):
+    for fact in ("4 cases", "rms_norm, 1 x 4096", "No GPU 9000, commit abc, seed 5", "failed: second row", "late"):
         assert fact in printed
-    asked.clear()
-    assert run.main(["--json", str(path)]) == (1 if status == "failed" else 0), "an earlier failure counts"
-    assert dict(asked)["checks"] == ["a"]
-    assert json.loads(path.read_text().splitlines()[-1])["seed"] == 5
-    asked.clear()
-    run.main(["--json", str(path), "--seed", "6"])
-    environment["commit"] = "another"
-    run.main(["--json", str(path), "--seed", "5"])
-    assert not any(finished for _, finished in asked), "another seed or commit repeats everything"
-    assert run.main(["--only", "ranks", "--seconds", "30"]) == (0 if num_gpus == 2 else 1), "two GPUs are needed"
+    assert runs("first") == 1, "an earlier failure counts"
+    assert {job.seed for job in runs.asked} == {5}
+    assert runs.asked[1].finished == ("bad", "good")
+
+    runs.environment["commit"] = "mended"
+    runs.results |= {"bad": [good], "late": [good]}
+    assert runs("second") == 0
+    finished = {job.part: job.finished for job in runs.asked}
+    assert finished["checks"] == ("good",), "of another commit"
+    assert finished["throughput"] == ()
+    assert "failed: nothing" in capsys.readouterr().out
+    runs("--parts", "probe:9,checks:9")
+    assert {job.part: job.finished for job in runs.asked} == {"probe": (), "checks": ("bad", "late")}, "of this commit"
+    runs("second", "--seed", "6")
+    assert not any(job.finished for job in runs.asked), "another seed repeats everything"
+    start = runs.lines()[0]
+    assert (start["kind"], start["environment"]["gpu"]) == ("start", runs.environment["gpu"])
 
 
-@pytest.mark.parametrize("published", throughput.MODELS[:2], ids=lambda model: model.name)
-def test_throughput_of_a_tiny_model_on_a_cpu(published: throughput.Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny = dict(vocab_size=100, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=4)
-    tiny |= dict(moe_intermediate_size=16)
-    if "kv_lora_rank" in published.config:
-        tiny |= dict(kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8)
-    sizes = throughput.Sizes("cpu", batches=(3, 1), prompt_tokens=5, new_tokens=6, prompts=(40,), chunk_tokens=30)
-    monkeypatch.setattr(throughput, "total_memory", lambda: 2**40)
+def test_line_that_was_cut_off_is_left_out(runs: Runs) -> None:
+    runs.results = {"a": [{"status": "passed"}]}
+    runs("--parts", "checks:9")
+    text = runs.path.read_text()
+    for length in range(len(text) - 40, len(text), 7):
+        runs.path.write_text(text[:length])
+        assert runs("--parts", "checks:9") == 0
+        assert runs.asked[0].finished == ("a",)
+        assert [line["kind"] for line in runs.lines()][-2:] == ["start", "end"]
+
+
+def test_page_reads_files_of_any_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for content in (None, "", "no JSON"):
+        path = tmp_path / "file"
+        if content is not None:
+            path.write_text(content)
+        assert page.main([str(path)]) == 1
+        assert str(path) in capsys.readouterr().err
+
+
+def test_page_names_the_largest_terms_and_the_last_results() -> None:
+    common = {"part": "throughput", "commit": "abc", "seed": 1, "run": 1, "kind": "row", "status": "measured"}
+    terms = {"products": 6e-3, "attend": 1e-3, "the device waits": 3e-3}
+    step = {"name": "decode", "item": "m", "step": {"seconds": 10e-3, "terms": terms}, "fraction_of_bound": 0.5}
+    old = {"name": "prefill", "item": "m", "fraction_of_bound": 0.25}
+    end = common | {"kind": "end", "environment": {"gpu": {"name": "a GPU"}}}
+    lines = page.page([common | old, common | step | {"run": 2}, end]).splitlines()
+    assert "60%" in lines[1]
+    assert "products in decode" in lines[1]
+    assert "the device waits" in lines[2]
+    assert not any("prefill" in line for line in lines), "a row of an earlier run of this item"
+
+
+@pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "DeepSeek-V2-Lite"])
+def test_throughput_of_a_tiny_model_on_a_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The idle time of a step is the rest of its time without the profiler."""
     monkeypatch.setattr(throughput, "rate_measure", lambda kind, generate, workload: lambda: 100.0 * workload.batch)
-    model = throughput.Model("tiny", published.config | tiny | {"num_hidden_layers": 3})
-    _, *rows = throughput.measure(model, 2, lambda: 100.0, lambda: LIMITS, sizes)
-    names = ["tiny, decode, batch 3", "tiny, decode, batch 1", "tiny, prefill of 40"]
-    assert [(row["name"], row["status"]) for row in rows] == [(name, "measured") for name in names], rows
-    assert {row["num_layers"] for row in rows} == {3}
-    assert [bar["figure"] for bar in rows[0]["bars"]] == ["fraction_of_bound"]
-    assert "bars" not in rows[1]
-    for row in rows[:2]:
-        step = row["step"]
-        assert {"seconds", "host_seconds", "busy", "terms", "bounds"} == set(step)
-        assert sum(step["bounds"].values()) > 0
-    assert "step" not in rows[2]
-    assert "3 of 3 layers, 300 tokens/s" in row_text(rows[0])
-    _, *late = throughput.measure(model, 1, lambda: 0.0, lambda: LIMITS, sizes)
+    monkeypatch.setattr(throughput, "kernel_seconds", lambda *args: {"matmul": 2e-3, "attend": 5e-3})
+    monkeypatch.setattr(throughput, "measure_limits", lambda device: LIMITS)
+    model = throughput.published(name)
+    _, decode, prefill = throughput.measure(model, lambda: 100.0, throughput.SMALL_SIZES)
+    assert decode["name"] == f"{name}, decode, 2 x 3, sampled"
+    assert decode["step"]["terms"] == {throughput.WAITS: pytest.approx(3e-3), "matmul": 2e-3, "attend": 5e-3}
+    assert decode["bound"] > 0
+    assert prefill["name"] == f"{name}, prefill of 5"
+    assert "step" not in prefill
+    _, *late = throughput.measure(model, lambda: 0.0, throughput.SMALL_SIZES)
     assert {row["status"] for row in late} == {"left out"}
-    assert json.dumps(rows + late, allow_nan=False)
+    assert json.dumps([decode, prefill, *late], allow_nan=False)
+
+
+def test_limits_without_products_of_8_bits(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def refuse(*args: Any, **options: Any) -> None:
+        raise ValueError("no such format")
+
+    monkeypatch.setattr(torch, "_scaled_mm", refuse)
+    found = limits.measure_limits("cpu")
+    assert found.fp8_rate == 2 * found.bf16_rate
+    assert "no such format" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("cost", [3e-6, 5e-4, 0.5])
@@ -331,78 +420,8 @@ def test_time_of_a_call_excludes_the_cache_flush(cost: float, monkeypatch: pytes
         "current_stream": lambda: stream,
         "stream": lambda used: nullcontext(),
         "synchronize": lambda: None,
+        "is_available": lambda: True,
     }.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
     monkeypatch.setattr(limits.ColdTimer, "flush", lambda self: take(4e-5))
-    timer = limits.ColdTimer("cpu")
-    assert timer(lambda: take(cost)) == pytest.approx(cost, rel=1e-6)
-
-
-SANITIZER = """#!{python}
-import os, subprocess, sys
-command = sys.argv[sys.argv.index({python!r}):]
-ended = subprocess.run(command, capture_output=True, text=True)
-print(ended.stdout, ended.stderr)
-print("========= COMPUTE-SANITIZER")
-if {name!r} in command and sys.argv[2] == "memcheck":
-    print("========= Invalid __global__ write of size 2 bytes")
-    print("=========     at spoiled_kernel+0x9d0 in spoiled.py:12")
-    print("=========     by thread (1,0,0) in block (0,0,0)")
-    print("========= ERROR SUMMARY: 3 errors")
-elif sys.argv[2] == "racecheck":
-    print("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)")
-else:
-    print("========= ERROR SUMMARY: 0 errors")
-sys.exit(ended.returncode)
-"""
-
-
-def test_sanitizer_names_the_check_and_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in for the tool on the PATH runs each check, and reports an error of one."""
-    pytest.importorskip("triton")
-    tool = tmp_path / sanitizer.TOOL
-    tool.write_text(SANITIZER.format(python=sys.executable, name="routing"))
-    tool.chmod(0o700)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    chosen = ["memcheck, routing", "memcheck, norms", "racecheck, norms"]
-    items = dict(sanitizer.sanitizer_items(3, lambda: 100.0))
-    assert "memcheck, graphs" not in items
-    rows = {name: next(iter(items[name]())) for name in chosen}
-    assert [rows[name]["status"] for name in chosen] == ["failed", "passed", "passed"]
-    assert rows["memcheck, routing"]["wrong"] == ["Invalid __global__ write of size 2 bytes (spoiled_kernel)"]
-    assert rows["memcheck, routing"]["num_errors"] == 3
-    (late,) = dict(sanitizer.sanitizer_items(3, lambda: 1e-3))["memcheck, norms"]()
-    assert late["status"] == "left out"
-
-
-def test_without_the_sanitizer_its_part_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
-    monkeypatch.setattr(sanitizer, "find_tool", lambda: None)
-    ((name, rows),) = sanitizer.sanitizer_items(3, lambda: 100.0)
-    (row,) = rows()
-    assert (row["name"], row["status"]) == (name, "left out")
-
-
-def test_output_without_a_summary_or_with_a_failed_check_fails() -> None:
-    assert sanitizer.verdict("Segmentation fault", 139)["status"] == "failed"
-    assert sanitizer.verdict("========= ERROR SUMMARY: 0 errors", 1)["status"] == "failed"
-    assert sanitizer.verdict("========= ERROR SUMMARY: 0 errors", 0)["status"] == "passed"
-
-
-def test_page_names_the_largest_loss_first() -> None:
-    """A kernel far above its bound comes before one with more time at its bound, and before a device that waits."""
-    step = {
-        "seconds": 10e-3,
-        "terms": {"products": 6e-3, "attend": 3e-3, "the device waits": 1e-3},
-        "bounds": {"products": 5.5e-3, "attend": 0.5e-3},
-    }
-    rows = [{"name": "decode", "step": step}, {"name": "prefill", "fraction_of_bound": 0.25}]
-    found = page.losses(rows)
-    assert [loss.term for loss in found] == ["attend", "the device waits", "products"]
-    assert [loss.share for loss in found] == pytest.approx([0.25, 0.1, 0.05])
-    result = dict(failed=[], left_out=[], seconds=1.0, seed=1, environment={"gpu": {"name": "a GPU"}})
-    lines = page.page(result, rows).splitlines()
-    assert "25%" in lines[1]
-    assert "attend in decode" in lines[1]
-    assert "25%" in next(line for line in lines if "prefill" in line)
+    assert limits.ColdTimer("cpu")(lambda: take(cost)) == pytest.approx(cost, rel=1e-6)

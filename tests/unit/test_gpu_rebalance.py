@@ -23,7 +23,7 @@ from moeserve.ops.side_stream import CudaSideStream, InStream
 from moeserve.ops.torch.table import TORCH_KERNELS
 
 pytest.importorskip("triton")
-from moeserve.bench.gpu import fake_device
+import fake_device
 
 BEFORE = Placement(((0, 1, 2), (3, 4, 5)), 6)
 LOADS = [90, 80, 70, 3, 2, 1]  # of experts

@@ -1,0 +1,92 @@
+"""The benchmark at small sizes on a CPU, in Triton's interpreter, before a GPU is available.
+
+A rehearsal shows that the installation is complete and that each part works. Its times mean nothing. Products of
+bfloat16 are wrong in the interpreter, so all results that are compared are in float32, and 8-bit blocks are converted
+by torch. There are no CUDA graphs: calls are repeated instead of replayed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moeserve.ops import select
+from moeserve.ops.interfaces import Kernels
+
+FAMILIES = ("Mixtral", "DeepseekV3", "GptOss")  # grouped-query and latent attention; windows, sinks, biases
+ENGINE_SETTINGS: dict[str, Any] = dict(max_num_seqs=2, max_num_batched_tokens=8, kv_cache_memory="1MiB")
+MODEL = "DeepSeek-V2-Lite"  # has latent attention and shared experts
+# Sizes of a published model's config.json.
+SMALL_MODEL: dict[str, Any] = dict(
+    vocab_size=40, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, num_experts=4, n_routed_experts=4, num_experts_per_tok=2, kv_lora_rank=16,
+    qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8,
+)  # fmt: skip
+TORCH_TYPES = {
+    "fp8e4nv": (torch.float8_e4m3fn, torch.uint8),
+    "bf16": (torch.bfloat16, torch.int16),
+    "fp16": (torch.float16, torch.int16),
+    "fp32": (torch.float32, torch.int32),
+}
+
+
+@contextlib.contextmanager
+def rehearsing() -> Iterator[Kernels]:
+    """Let the CPU use the Triton kernels in the interpreter, and yield their table."""
+    from triton.runtime import interpreter
+
+    from moeserve.ops.triton.table import TRITON_KERNELS
+
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        # Triton before 3.7 converts an array of one element, which numpy refuses from 2.4 on.
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    torch.set_num_threads(1)
+    with (
+        mock.patch.object(interpreter, "_convert_float", convert_by_torch),
+        mock.patch.object(interpreter, "_patch_lang_tensor", patch),
+        mock.patch.dict(select.TABLES, cpu=lambda: TRITON_KERNELS),
+    ):
+        yield TRITON_KERNELS
+
+
+def convert_by_torch(numbers: np.ndarray, from_type: Any, to_type: Any, rounding: Any) -> np.ndarray:
+    """Convert the bits of floats to another type. The interpreter's conversions to few bits lose carries and NaN."""
+    from_dtype, from_bits = TORCH_TYPES[str(from_type)]
+    dtype, to_bits = TORCH_TYPES[str(to_type)]
+    bits = torch.from_numpy(np.ascontiguousarray(numbers).copy()).view(from_bits)
+    converted: np.ndarray = bits.view(from_dtype).to(dtype).view(to_bits).numpy()
+    return converted.view(f"uint{8 * converted.itemsize}")
+
+
+class RepeatedCapture:
+    """A `Capture` that repeats a function, and copies its results into those of the first run."""
+
+    def __call__(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        first = run()
+
+        def replay() -> None:
+            for kept, new in zip(_tensors(first), _tensors(run()), strict=True):
+                kept.copy_(new)
+
+        return replay, first
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple):
+        for each in value:
+            yield from _tensors(each)
+    elif dataclasses.is_dataclass(value):
+        yield from _tensors(tuple(getattr(value, each.name) for each in dataclasses.fields(value)))

@@ -1,0 +1,178 @@
+"""Faults around CUDA graphs fail the check of graphs, on a device that is simulated on a CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import fake_device
+import pytest
+import torch
+from torch import Tensor
+
+from moeserve.bench.gpu import items
+from moeserve.bench.gpu.parts import Job
+from moeserve.bench.gpu.rehearsal import rehearsing
+from moeserve.ops import side_stream
+from moeserve.ops.interfaces import Kernels
+from moeserve.ops.side_stream import CudaSideStream
+from moeserve.worker.cuda_graphs import TorchCapture
+
+JOB = Job("checks", 1, on_cpu=True, is_small=True)
+
+
+@pytest.fixture
+def table() -> Iterator[Kernels]:
+    with fake_device.installed(), rehearsing() as kernels:
+        yield dataclasses.replace(kernels, side_stream=CudaSideStream(), supports_cuda_graphs=True)
+
+
+def check(name: str, kernels: Kernels) -> dict[str, Any]:
+    return items.check(JOB, name, kernels)
+
+
+class Changed:
+    """An object with one method that gets the original's as its first argument."""
+
+    def __init__(self, right: Any, method: str, change: Callable[..., Any]) -> None:
+        self._right = right
+        setattr(self, method, lambda *args, **options: change(getattr(right, method), *args, **options))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._right, name)
+
+
+def stale_input(table: Kernels, monkeypatch: pytest.MonkeyPatch) -> Kernels:
+    """Attention that keeps the lengths of the first step that it gets in some memory."""
+    kept: dict[int, Tensor] = {}
+
+    def attend(original: Any, query: Tensor, cache: Any, step: Any, sinks: Any = None) -> Tensor:
+        lengths = kept.setdefault(id(step), step.context_lens.clone())
+        result: Tensor = original(query, cache, dataclasses.replace(step, context_lens=lengths), sinks)
+        return result
+
+    make = table.make_attention
+    return dataclasses.replace(table, make_attention=lambda shape: Changed(make(shape), "attend", attend))
+
+
+def host_read(table: Kernels, monkeypatch: pytest.MonkeyPatch) -> Kernels:
+    """An order of pairs whose counts are read on the host."""
+
+    def order(original: Any, *args: Any) -> tuple[Tensor, Tensor]:
+        ordered, counts = original(*args)
+        return ordered, torch.tensor(counts.tolist())
+
+    return dataclasses.replace(table, pairs=Changed(table.pairs, "order", order))
+
+
+def host_wait(table: Kernels, monkeypatch: pytest.MonkeyPatch) -> Kernels:
+    def order(original: Any, *args: Any) -> tuple[Tensor, Tensor]:
+        torch.cuda.synchronize()
+        found: tuple[Tensor, Tensor] = original(*args)
+        return found
+
+    return dataclasses.replace(table, pairs=Changed(table.pairs, "order", order))
+
+
+def wrong_stream(table: Kernels, monkeypatch: pytest.MonkeyPatch) -> Kernels:
+    """A side stream that does not wait for its input."""
+
+    def start(self: Any, compute: Callable[[Tensor], Tensor], input: Tensor) -> side_stream.InStream:
+        with torch.cuda.stream(self._stream):
+            return side_stream.InStream(compute(input), self._stream)
+
+    monkeypatch.setattr(side_stream.CudaSideStream, "start", start)
+    return table
+
+
+def early_wait(table: Kernels, monkeypatch: pytest.MonkeyPatch) -> Kernels:
+    """A side stream that waits for the stream of the capture before its input is computed, and not after."""
+
+    def rms_norm(*args: Any, **options: Any) -> Tensor:
+        table.side_stream._stream.wait_stream(torch.cuda.current_stream())  # type: ignore[attr-defined]
+        return table.rms_norm(*args, **options)
+
+    return wrong_stream(dataclasses.replace(table, rms_norm=rms_norm), monkeypatch)
+
+
+def no_wait_for_a_result(table: Kernels, monkeypatch: pytest.MonkeyPatch) -> Kernels:
+    monkeypatch.setattr(side_stream.InStream, "wait", lambda self: self.result)
+    return table
+
+
+def stale_output(table: Kernels, monkeypatch: pytest.MonkeyPatch) -> Kernels:
+    """A capture that returns a copy of the result, which replays do not write to."""
+    capture = TorchCapture.__call__
+
+    def copied(self: TorchCapture, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        replay, result = capture(self, run)
+        return replay, dataclasses.replace(result, hidden_TD=result.hidden_TD.clone())
+
+    monkeypatch.setattr(TorchCapture, "__call__", copied)
+    return table
+
+
+GRAPH_FAULTS: dict[Callable[[Kernels, pytest.MonkeyPatch], Kernels], str] = {
+    stale_input: "replay",
+    stale_output: "replay",
+    host_read: "Tensor.tolist reads a tensor on the host",
+    host_wait: "the host waits for the device",
+    wrong_stream: "not part of the capture",
+    early_wait: "uses memory of another stream without waiting for it",
+    no_wait_for_a_result: "uses memory of another stream without waiting for it",
+}
+
+
+@pytest.mark.parametrize("fault", GRAPH_FAULTS, ids=lambda fault: fault.__name__)
+def test_fault_around_a_graph_fails_its_check(
+    fault: Callable[[Kernels, pytest.MonkeyPatch], Kernels], table: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = fault(table, monkeypatch)
+    try:
+        row = check("graphs", kernels)
+    except RuntimeError as error:  # a CUDA error, after which a process is started again
+        row = {"status": "failed", "wrong": [], "error": str(error)}
+    assert row["status"] == "failed"
+    assert GRAPH_FAULTS[fault] in " ".join([*row["wrong"], row.get("error", "")]), row
+
+
+def test_right_graph_passes(table: Kernels) -> None:
+    assert check("graphs", table)["status"] == "passed"
+
+
+def test_streams_may_read_the_same_memory(table: Kernels) -> None:
+    """Two streams read one tensor, and write to their own."""
+    rows, side = torch.ones(3), fake_device.FakeStream()
+    graph = torch.cuda.CUDAGraph()
+    with torch.inference_mode(), torch.cuda.graph(graph):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            beside = rows + 1
+        own = rows * 2
+        torch.cuda.current_stream().wait_stream(side)
+        total = own + beside
+    rows.fill_(5)
+    graph.replay()
+    assert total.tolist() == [16.0] * 3
+
+
+def test_stream_that_is_never_joined_is_refused(table: Kernels) -> None:
+    rows, side = torch.ones(3), fake_device.FakeStream()
+
+    def run() -> None:
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                rows.add_(1)
+
+    with pytest.raises(RuntimeError, match="unjoined"):
+        run()
+
+
+def test_sticky_error_fails_every_later_launch(table: Kernels) -> None:
+    with pytest.raises(RuntimeError, match="misaligned"):
+        fake_device.DEVICE.fail("misaligned address")
+    for name in ("norms", "graphs"):
+        with pytest.raises(RuntimeError, match="misaligned"):
+            check(name, table)
