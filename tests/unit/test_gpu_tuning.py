@@ -95,6 +95,16 @@ def test_candidates(layer: tune.Layer, num_tokens: int) -> None:
             assert one.kind != "fp8" or config.block_k == FP8_BLOCK, "another order of additions is other bytes"
 
 
+@pytest.mark.parametrize(("kind", "most_in_low_tiles"), [("bf16", 80), ("fp8", 190), ("mxfp4", 48)])
+@pytest.mark.parametrize("is_gated", [True, False])
+def test_experts_of_more_rows_have_higher_tiles(kind: str, most_in_low_tiles: int, is_gated: bool) -> None:
+    heights = [
+        config_by_rule(problem(8 * rows, kind=kind, is_gated=is_gated)).block_m
+        for rows in (8, 16, 48, most_in_low_tiles, most_in_low_tiles + 1, 4096)
+    ]
+    assert heights == [16, 32, 64, 64, 128, 128]
+
+
 def test_inputs_of_a_single_weight_are_split() -> None:
     """As the product of one token with DeepSeek-V3's compressed queries: 56 iterations, and few tiles."""
     (_, down) = tune.Layer("fp8", 1, 1536, 7168, 1).problems(1)
