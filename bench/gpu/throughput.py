@@ -71,7 +71,7 @@ class Measure:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured on a device, the most important first."""
+    """The measures on a device, the most important first."""
 
     device: Literal["cpu", "cuda"] = "cuda"
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
