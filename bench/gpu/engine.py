@@ -3,8 +3,6 @@
 - *float32*: the tokens must be equal. Prompts whose tokens depend on rounding are not used (`SMALLEST_GAP`).
 - *bf16*: the log-probabilities of the engine's tokens may differ from transformers in float32 by at most `ROOM` times
   as much as those of transformers in bf16.
-- *fp8*: weights and rows are rounded to FP8 blocks; the engine's dtype is float32. The difference of log-probabilities
-  from transformers with the same roundings must be less than half of the effect of these roundings.
 - Each comparison runs with and without CUDA graphs, and three of them with long contexts, whose prefills are chunked.
 - With several GPUs, there are also two ranks with each dispatcher, which covers NCCL, sums in symmetric memory, graphs
   with collectives, and DeepEP if it is installed.
@@ -12,24 +10,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
 import json
-import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from moeserve import LLM, SamplingParams
-from moeserve.ops.weight_blocks import BLOCK, CODES, LARGEST_CODE
 
 SMALLEST_GAP = 4e-3  # minimum gap of the two largest logits; float32 results differ by less than 1e-4
 ROOM = 3.0
@@ -69,15 +62,6 @@ WIDE: dict[str, Any] = dict(
 )
 # Experts whose slices suit each device.
 SLICED: dict[str, Any] = dict(intermediate_size=1536, moe_intermediate_size=1536)
-# Whole blocks of 128 in each weight, those of queries, keys and values too.
-BLOCKS: dict[str, Any] = dict(
-    hidden_size=256, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=128,
-    initializer_range=0.06,
-)  # fmt: skip
-LATENT_BLOCKS: dict[str, Any] = dict(
-    hidden_size=256, intermediate_size=256, moe_intermediate_size=128, q_lora_rank=128, kv_lora_rank=128, v_head_dim=64,
-    qk_nope_head_dim=64, qk_rope_head_dim=64, initializer_range=0.06,
-)  # fmt: skip
 LONG_CONTEXT = 32_000
 # Sinks need eager attention in transformers.
 LONG_PROMPTS: tuple[tuple[str, int, Attention], ...] = (
@@ -123,8 +107,6 @@ COMPARISONS = (
         for variant in ("graphs", "eager")
         for family, dtype in CHECKPOINTS
     ),
-    Comparison("Mixtral", "float32", "fp8, graphs", dict(quantization="fp8"), model=BLOCKS),
-    Comparison("DeepseekV3", "float32", "fp8, graphs", dict(quantization="fp8"), model=LATENT_BLOCKS),
     *(
         Comparison(
             family,
@@ -196,15 +178,14 @@ def compare(comparison: Comparison, device: Device, seed: int) -> dict[str, Any]
     model = json.dumps(comparison.model)  # is hashable
     truth = find_truth(comparison.family, model, comparison.prompts, comparison.attention, device, seed)
     tokens, logprobs = generate(truth, device, comparison.dtype, comparison.settings)
-    is_fp8 = comparison.settings.get("quantization") == "fp8"
     row: dict[str, Any]
-    if comparison.dtype == "float32" and not is_fp8:
+    if comparison.dtype == "float32":
         expected = torch.tensor(truth.tokens)
         row = {"wrong": [] if torch.equal(tokens, expected) else ["tokens differ from transformers'"]}
     else:
         exact, _ = judged(truth, device, torch.float32, tokens)
-        rounded, expected = judged(truth, device, getattr(torch, comparison.dtype), tokens, rounds=is_fp8)
-        row = figures(logprobs, rounded, exact, is_fp8=is_fp8)
+        rounded, expected = judged(truth, device, getattr(torch, comparison.dtype), tokens)
+        row = figures(logprobs, rounded, exact)
     share = float((tokens == expected).float().mean())
     lines = [f"{share:.1%} of {tokens.numel()} tokens equal", *row.pop("lines", [])]
     return {"status": "failed" if row["wrong"] else "passed", "equal_tokens": share, "lines": lines} | row
@@ -290,58 +271,23 @@ def _logits(model: nn.Module, token_ids: list[int], device: Device, num_kept: in
     return logits[0].float()
 
 
-@contextlib.contextmanager
-def rounding_to_float8(model: nn.Module) -> Iterator[None]:
-    """Round the weights of projections and experts in blocks of 128 x 128, and the rows multiplied with them."""
-    rounded = set()
-    for name, weight in model.named_parameters():
-        if re.search(r"(_proj|kv_a_proj_with_mqa)(\.weight)?$", name) and "kv_b_proj" not in name:
-            weight.data.copy_(_rounded(weight.data, BLOCK))
-            rounded.add(weight.untyped_storage().data_ptr())
-    linear = functional.linear
-
-    def multiply(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        is_rounded = weight.untyped_storage().data_ptr() in rounded
-        return linear(_rounded(rows[..., None, :], 1)[..., 0, :] if is_rounded else rows, weight, bias)
-
-    with mock.patch.object(functional, "linear", multiply):
-        yield
-
-
-def _rounded(values: Tensor, num_rows: int) -> Tensor:
-    """Round to E4M3. 448 stands for the largest number of each block of rows and 128 columns."""
-    height, width = values.shape[-2:]
-    padded = functional.pad(values, (0, -width % BLOCK, 0, -height % num_rows))
-    blocks = padded.unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, num_rows))
-    scale = blocks.abs().amax((-1, -3), keepdim=True).clamp(min=1e-30) / LARGEST_CODE
-    return ((blocks / scale).to(CODES).to(values.dtype) * scale).flatten(-4, -3).flatten(-2)[..., :height, :width]
-
-
-def figures(own: Tensor, rounded: Tensor, exact: Tensor, *, is_fp8: bool) -> dict[str, Any]:
-    """Compare log-probabilities of the same tokens: the engine's, and transformers' with roundings and in float32."""
-    effect = float((rounded - exact).abs().mean())
-    error = float((own - (rounded if is_fp8 else exact)).abs().mean())
-    bound = effect / 2 if is_fp8 else ROOM * effect + ROOM_BEYOND
+def figures(own: Tensor, rounded: Tensor, exact: Tensor) -> dict[str, Any]:
+    """Compare log-probabilities of the same tokens: the engine's, and transformers' in its dtype and in float32."""
+    effect, error = (float((each - exact).abs().mean()) for each in (rounded, own))
+    bound = ROOM * effect + ROOM_BEYOND
     line = f"log-probabilities are off by {error:.3g}, of {bound:.3g} allowed; roundings change them by {effect:.3g}"
     wrong = [] if error <= bound else [line]  # NaN is wrong
     return {"mean_error": error, "effect_of_rounding": effect, "wrong": wrong, "lines": [line]}
 
 
 @torch.inference_mode()
-def judged(
-    truth: Truth, device: Device, dtype: torch.dtype, tokens: Tensor, *, rounds: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Return transformers' log-probabilities of the tokens, and the most likely token at each position.
-
-    Args:
-        rounds: round weights and rows according to the definition of `quantization="fp8"`.
-    """
+def judged(truth: Truth, device: Device, dtype: torch.dtype, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Return transformers' log-probabilities of the tokens, and the most likely token at each position."""
     model = reference(truth.path, device, dtype, truth.attention)
-    with rounding_to_float8(model) if rounds else contextlib.nullcontext():
-        rows = [
-            _logits(model, prompt + answer[:-1], device, len(answer)).log_softmax(-1).cpu()
-            for prompt, answer in zip(truth.prompts, tokens.tolist(), strict=True)
-        ]
+    rows = [
+        _logits(model, prompt + answer[:-1], device, len(answer)).log_softmax(-1).cpu()
+        for prompt, answer in zip(truth.prompts, tokens.tolist(), strict=True)
+    ]
     logprobs = torch.stack(rows)
     return logprobs.gather(-1, tokens[..., None])[..., 0], logprobs.argmax(-1)
 

@@ -84,9 +84,9 @@ def test_layers_are_left_out_where_they_do_not_fit() -> None:
 
 def test_engine_may_be_as_far_from_float32_as_transformers_is() -> None:
     exact = torch.tensor([-1.0, -2.0])
-    assert engine.figures(exact + 0.02, exact + torch.tensor([0.01, -0.01]), exact, is_fp8=False)["wrong"] == []
+    assert engine.figures(exact + 0.02, exact + torch.tensor([0.01, -0.01]), exact)["wrong"] == []
     for wrong in (exact + 0.04, exact * float("nan")):
-        assert engine.figures(wrong, exact + 0.01, exact, is_fp8=False)["wrong"]
+        assert engine.figures(wrong, exact + 0.01, exact)["wrong"]
 
 
 def test_comparisons_are_valid_and_each_process_has_one_checkpoint_and_dtype() -> None:
