@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import sys
 import threading
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from concurrent.futures import Future
@@ -22,6 +23,9 @@ from moeserve.sampling_params import SamplingParams
 
 # Maximum seconds between checks of an idle engine for failed processes.
 SECONDS_BETWEEN_CHECKS = 1.0
+# Maximum seconds that a thread which computes in Python keeps the interpreter lock while another waits for it. A GPU
+# finishes a decode step in about the default of 5 ms, so that the next plan would come a whole step late.
+SWITCH_SECONDS = 5e-4
 
 
 class AsyncLLM:
@@ -35,6 +39,10 @@ class AsyncLLM:
     The constructor blocks until the model is loaded, so it should not be called in an event loop. Tasks of several
     event loops, in several threads, may use one object. The settings are those of `LLM`; methods are named as in vLLM's
     AsyncLLM.
+
+    The engine's plans are made in a thread of this process. With a GPU, the process's switch interval
+    (`sys.setswitchinterval`) is lowered to half a millisecond for it. A single rank also runs in this process, unless
+    executor="mp".
 
     Raises:
         SettingsError, CheckpointError, EngineError: as for `LLM`.
@@ -64,6 +72,8 @@ class AsyncLLM:
         self._is_closing = False
         self._has_ended = False  # no further outputs will be delivered
         self._failure: BaseException | None = None
+        if self.config.device == "cuda":
+            sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
         self._thread = threading.Thread(target=self._run, name="moeserve session", daemon=True)
         self._thread.start()
 
