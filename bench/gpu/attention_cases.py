@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import json
 import tempfile
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -16,15 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from moeserve.bench.gpu.check import CODES_SLACK, FLOAT32_SLACK, Call, Case, Operation, compare, crossed, in_order
-from moeserve.bench.gpu.costs import (
-    ATTENTION_SHAPES,
-    LATENT_SHAPES,
-    Chunks,
-    LatentShape,
-    Work,
-    attention_shape,
-    attention_work,
-)
+from moeserve.bench.gpu.costs import Chunks, LatentShape, Work, attention_shape, attention_work
 from moeserve.bench.gpu.inputs import Source, context_places, draw_chosen, num_cache_blocks
 from moeserve.ops.float8_rows import decode_rows
 from moeserve.ops.indexer import ChosenEntries, IndexerRule
@@ -40,14 +31,22 @@ from moeserve.step_inputs import StepInputs
 
 BLOCK_SIZE = 16
 MOST_TIES = 1e-3  # maximum fraction of selected positions that rounding may change
-ATTENTION = ATTENTION_SHAPES | {
+GROUPED = {
+    "Qwen3-30B-A3B": attention_shape(32, 4, 128),
+    "Mixtral-8x7B": attention_shape(32, 8, 128),
+    "gpt-oss-20b": attention_shape(64, 8, 64, window=128, has_sinks=True),
+}
+LATENT = {"DeepSeek-V2-Lite": LatentShape(16), "DeepSeek-V3": LatentShape(128)}
+SHAPES: dict[str, Any] = {
+    **GROUPED,
+    **LATENT,
     "GLM-4.5": attention_shape(96, 8, 128),
-    "DeepSeek-V2-Lite": attention_shape(16, 16, 192),
+    "16 heads of 192": attention_shape(16, 16, 192),
     "small, windowed": attention_shape(4, 2, 16, window=11, has_sinks=True),
     "small": attention_shape(3, 1, 20),
     "small, for libraries": attention_shape(4, 2, 64, window=11),
+    "small, latent": LatentShape(5, latent_size=24, rotary_size=8),
 }
-LATENT = LATENT_SHAPES | {"small": LatentShape(5, latent_size=24, rotary_size=8)}
 CHUNKS: dict[str, Chunks] = {
     "short decode": [(1, 1), (1, 40)],
     "short prompts": [(9, 9), (5, 37), (1, 20)],
@@ -55,46 +54,44 @@ CHUNKS: dict[str, Chunks] = {
     "prompts": [(700, 700), (300, 1500), (2, 513)],
     "mixed": [(1, 3000), (65, 65), (1, 1), (130, 2178)],
     "long context": [(200, 33000), (70, 70)],
-    "prompt of 4096": [(4096, 4096)],
-    "4 chunks of 64": [(64, 4096)] * 4,
     "decode 1 x 4096": [(1, 4096)],
     "decode 16 x 4096": [(1, 4096)] * 16,
     "decode 64 x 512": [(1, 512)] * 64,
     "decode 128 x 4096": [(1, 4096)] * 128,
+    "prompt of 4096": [(4096, 4096)],
+    "4 chunks of 64": [(64, 4096)] * 4,
 }
-# plain: memory that no row may read contains NaN
-# float8: keys and values are 8-bit floats, and the reference reads the same codes
-# in order: the kernels of `batch_invariant`
-# libraries: these are checked too; they multiply unread positions by zero, and do not support chunks without rows
-Variant = Literal["plain", "float8", "in order", "libraries"]
+# plain: as by default, also by libraries; float8: keys and values are 8-bit floats, and the reference reads the same
+# codes; in order: the kernels of `batch_invariant`
+Variant = Literal["plain", "float8", "in order"]
 
 
 def attend(source: Source, name: str, kind: str, variant: Variant, block_size: int = BLOCK_SIZE) -> Case:
-    """Attend to contexts in scattered blocks."""
-    has_libraries, is_float8 = variant == "libraries", variant == "float8"
-    chunks = [chunk for chunk in CHUNKS[kind] if chunk[0] or not has_libraries]
-    shape, step = dataclasses.replace(ATTENTION[name], dtype=source.dtype), source.step(chunks, block_size)
+    """Attend to contexts in scattered blocks. Memory that no row may read contains NaN.
+
+    With libraries it contains zeros, by which they multiply, and no chunk is without rows, which they do not support.
+    """
+    shape, chunks = dataclasses.replace(SHAPES[name], dtype=source.dtype), CHUNKS[kind]
+    problem = AttentionProblem(shape, block_size)
+    step_kind: StepKind = "decode" if max(num_rows for num_rows, _ in chunks) == 1 else "chunks"
+    installed = installed_libraries(source.device) if variant == "plain" else ()
+    libraries = [library for library in installed if not library.why_unavailable(problem, step_kind)]
+    chunks = [chunk for chunk in chunks if chunk[0] or not libraries]
+    step = source.step(chunks, block_size)
     blocks, offsets = context_places(step, block_size)
     sizes = num_cache_blocks(step), shape.num_kv_heads, block_size, shape.head_size
-    options: Any = dict(places=(blocks, slice(None), offsets), unread=0.0 if has_libraries else torch.nan)
-    cache = KeyValueCache(*(source.scattered(*sizes, **options) for _ in range(2)))
+    options: Any = dict(places=(blocks, slice(None), offsets), unread=0.0 if libraries else torch.nan)
+    cache = KeyValueCache(source.scattered(*sizes, **options), source.scattered(*sizes, **options))
     query_TNH = source.normal(len(step.positions), shape.num_heads, shape.head_size)
     sinks_N = source.float32(shape.num_heads, scale=2.0) if shape.has_sinks else None
-    inputs = query_TNH, source.encoded(cache) if is_float8 else cache, step, sinks_N
-    problem = AttentionProblem(shape, block_size)
-    step_kind: StepKind = "decode" if step.max_rows_per_chunk == 1 else "chunks"
+    inputs = query_TNH, source.encoded(cache) if variant == "float8" else cache, step, sinks_N
     return Case(
-        lambda backend, *inputs: backend.attend(*inputs),
+        lambda kernels: (in_order(kernels) if variant == "in order" else kernels).make_attention(shape).attend,
         inputs,
-        lambda kernels: (in_order(kernels) if variant == "in order" else kernels).make_attention(shape),
-        others={
-            library.label: partial(library.make_attend(problem, step_kind), *inputs)
-            for library in (installed_libraries(source.device) if has_libraries else ())
-            if not library.why_unavailable(problem, step_kind)
-        },
+        others={each.label: partial(each.make_attend(problem, step_kind), *inputs) for each in libraries},
         beside=torch_attention(source, query_TNH, chunks, shape),
-        work=attention_work(shape, chunks, is_float8=is_float8),
-        choices=((attention_key(shape, step_kind), len(query_TNH)),) if has_libraries else (),
+        work=attention_work(shape, chunks, is_float8=variant == "float8"),
+        choices=((attention_key(shape, step_kind), len(query_TNH)),) if variant == "plain" else (),
     )
 
 
@@ -130,7 +127,7 @@ def rotate_and_write(
     source: Source, name: str, num_tokens: int, num_pairs: int, is_interleaved: bool, is_float8: bool = False
 ) -> Case:
     """Rotate heads or parts of them, and write a cache. For a cache in 8-bit floats, decoded numbers are compared."""
-    shape = dataclasses.replace(ATTENTION[name], dtype=source.dtype)
+    shape = dataclasses.replace(SHAPES[name], dtype=source.dtype)
     heads = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads]
     fused_TXH = source.normal(num_tokens, sum(heads), shape.head_size)
     rotation = draw_rotation(source, num_tokens, num_pairs, is_interleaved)
@@ -148,9 +145,8 @@ def rotate_and_write(
         return query_TNH, [decode_rows(*each, torch.float32) for each in pairs]
 
     return Case(
-        call,
+        lambda kernels: partial(call, kernels.make_attention(shape)),
         (fused_TXH, rotation, cache, step),
-        lambda kernels: kernels.make_attention(shape),
         slack=CODES_SLACK if is_float8 else FLOAT32_SLACK,
         work=Work(2 * fused_TXH.nbytes + 2 * rotation.cosines.nbytes + 8 * num_tokens),
     )
@@ -164,7 +160,7 @@ def apply_rope(source: Source, num_tokens: int, num_heads: int, size: int, num_p
         return elsewhere, kernels.apply_rope(heads[0], rotation)
 
     rotation = draw_rotation(source, num_tokens, num_pairs, False)
-    return Case(call, (source.normal(2, num_tokens, num_heads, size), rotation))
+    return Case(lambda kernels: partial(call, kernels), (source.normal(2, num_tokens, num_heads, size), rotation))
 
 
 def draw_rotation(source: Source, num_tokens: int, num_pairs: int, is_interleaved: bool) -> Rotation:
@@ -172,21 +168,20 @@ def draw_rotation(source: Source, num_tokens: int, num_pairs: int, is_interleave
     return Rotation(angles_TF.cos(), angles_TF.sin(), is_interleaved)
 
 
-def make_latent(shape: LatentShape) -> Callable[[Kernels], LatentAttentionBackend]:
-    return lambda kernels: kernels.make_latent_attention(shape.vector_size**-0.5, shape.latent_size, shape.num_heads)
+def make_latent(kernels: Kernels, shape: LatentShape) -> LatentAttentionBackend:
+    return kernels.make_latent_attention(shape.vector_size**-0.5, shape.latent_size, shape.num_heads)
 
 
 def latent_attend(source: Source, name: str, kind: str) -> Case:
     """Attend with absorbed weights of keys and values. Memory that no row may read contains NaN."""
-    shape, chunks = LATENT[name], CHUNKS[kind]
+    shape, chunks = SHAPES[name], CHUNKS[kind]
     step = source.step(chunks, BLOCK_SIZE)
     options: Any = dict(places=context_places(step, BLOCK_SIZE), unread=torch.nan)
     cache = source.scattered(num_cache_blocks(step), BLOCK_SIZE, shape.vector_size, **options)
     query_TNP = source.normal(len(step.positions), shape.num_heads, shape.vector_size)
     return Case(
-        lambda backend, *inputs: backend.attend(*inputs),
+        lambda kernels: make_latent(kernels, shape).attend,
         (query_TNP, cache, step),
-        make_latent(shape),
         beside=torch_attention(source, query_TNP, chunks, shape),
         work=attention_work(shape, chunks),
     )
@@ -210,12 +205,12 @@ def choose_entries(source: Source, kind: str, num_heads: int, key_size: int, top
         num_others = (are_chosen(chosen) ^ expected).sum()
         return chosen.counts_T, num_others <= MOST_TIES * expected.sum()
 
-    return Case(lambda choose, *inputs: choose(*inputs), inputs, lambda kernels: kernels.make_indexer(rule), defined)
+    return Case(lambda kernels: kernels.make_indexer(rule), inputs, defined)
 
 
 def attend_chosen(source: Source, name: str, kind: str, most: int) -> Case:
     """Write vectors, and attend to selected positions, whose number differs between rows."""
-    shape, step = LATENT[name], source.step(CHUNKS[kind], BLOCK_SIZE)
+    shape, step = SHAPES[name], source.step(CHUNKS[kind], BLOCK_SIZE)
     num_tokens, num_blocks = len(step.positions), num_cache_blocks(step)
     vectors_TP, cache = (
         source.normal(*sizes, shape.vector_size) for sizes in ((num_tokens,), (num_blocks, BLOCK_SIZE))
@@ -227,12 +222,12 @@ def attend_chosen(source: Source, name: str, kind: str, most: int) -> Case:
         backend.write(vectors_TP, cache, step)
         return backend.attend_chosen(query_TNP, cache, chosen), cache
 
-    return Case(call, (query_TNP, vectors_TP, cache, chosen), make_latent(shape))
+    return Case(lambda kernels: partial(call, make_latent(kernels, shape)), (query_TNP, vectors_TP, cache, chosen))
 
 
 def expanded_attend(source: Source, name: str, kind: str, head_size: int) -> Case:
     """Attend from all chunks of more than one row, with keys and values expanded for each head."""
-    shape, step = LATENT[name], source.step(CHUNKS[kind], BLOCK_SIZE)
+    shape, step = SHAPES[name], source.step(CHUNKS[kind], BLOCK_SIZE)
     cache = source.normal(num_cache_blocks(step), BLOCK_SIZE, shape.vector_size)
     query_TNQ = source.normal(len(step.positions), shape.num_heads, head_size + shape.rotary_size)
     maps = source.normal(2, shape.num_heads, shape.latent_size, head_size) * shape.latent_size**-0.5
@@ -246,7 +241,7 @@ def expanded_attend(source: Source, name: str, kind: str, head_size: int) -> Cas
         backend.attend_expanded(query_TNK, query_TNE, cache, step, 1, expand, out_TNV)
         return out_TNV
 
-    return Case(call, (query_TNQ, maps, cache, step), make_latent(shape))
+    return Case(lambda kernels: partial(call, make_latent(kernels, shape)), (query_TNQ, maps, cache, step))
 
 
 def replay(source: Source, width: int, num_heads: int) -> Case:
@@ -264,14 +259,13 @@ def replay(source: Source, width: int, num_heads: int) -> Case:
     from moeserve.worker.step_replay import StepContext
 
     config = dict(
-        architectures=["Qwen2MoeForCausalLM"], model_type="qwen2_moe", hidden_act="silu", rms_norm_eps=1e-6,
-        max_position_embeddings=64, rope_theta=1e4, norm_topk_prob=False, decoder_sparse_step=1, mlp_only_layers=[],
-        sliding_window=None, use_sliding_window=False, tie_word_embeddings=False, num_hidden_layers=1, vocab_size=1024,
-        hidden_size=width, intermediate_size=width, moe_intermediate_size=width // 2, num_experts=8,
-        shared_expert_intermediate_size=width, num_attention_heads=num_heads, num_key_value_heads=num_heads // 2,
-        num_experts_per_tok=2,
+        architectures=["Qwen2MoeForCausalLM"], rms_norm_eps=1e-6, max_position_embeddings=64, rope_theta=1e4,
+        num_hidden_layers=1, vocab_size=1024, hidden_size=width, intermediate_size=width, num_experts=8,
+        num_experts_per_tok=2, moe_intermediate_size=width // 2, shared_expert_intermediate_size=width,
+        num_attention_heads=num_heads, num_key_value_heads=num_heads // 2,
     )  # fmt: skip
 
+    @torch.inference_mode()
     def call(kernels: Kernels) -> Tensor:
         if kernels.name == "torch":
             return torch.ones(2, dtype=torch.bool)
@@ -295,39 +289,45 @@ def replay(source: Source, width: int, num_heads: int) -> Case:
             are_equal.append(compare(graphs(padded).hidden_TD, expected_TD) <= 1)
         return torch.tensor(are_equal)
 
-    return Case(torch.inference_mode()(call), ())
+    return Case(lambda kernels: partial(call, kernels), ())
 
 
-SMALL_CHUNKS, LARGE_CHUNKS = ("short decode", "short prompts"), ("decode", "prompts", "mixed")
-TIMED_CHUNKS = (*(name for name in CHUNKS if name.startswith("decode ")), "prompt of 4096")
-VARIANTS, BLOCK_SIZES = ("plain", "float8", "in order"), (16, 64, 256)
+SMALL, SMALL_CHUNKS = ("small, windowed", "small"), ("short decode", "short prompts")
+LARGE_CHUNKS, DECODES = ("decode", "prompts", "mixed"), [name for name in CHUNKS if name.startswith("decode ")]
+VARIANTS = ("plain", "float8", "in order")
 ATTENTION_CASES = {
     "graphs": [Operation(replay, [(48, 4)], [(2048, 32)])],
     "attention": [
         Operation(
             attend,
-            crossed(("small, windowed", "small"), SMALL_CHUNKS, VARIANTS),
-            crossed(ATTENTION_SHAPES, LARGE_CHUNKS, VARIANTS),
-            crossed(ATTENTION_SHAPES, TIMED_CHUNKS, ["float8"]),
+            crossed(SMALL, SMALL_CHUNKS, VARIANTS)
+            + crossed(["small, for libraries"], SMALL_CHUNKS, ["plain"], [16, 64]),
+            crossed(GROUPED, LARGE_CHUNKS, VARIANTS) + crossed(GROUPED, LARGE_CHUNKS, ["plain"], [64, 256]),
+            [
+                (name, kind, variant)
+                for variant in ("plain", "float8")
+                for name in GROUPED
+                for kind in (*DECODES, "prompt of 4096")
+            ],
         )
     ],
     "latent attention": [
         Operation(
             latent_attend,
-            crossed(["small"], SMALL_CHUNKS),
-            crossed(LATENT_SHAPES, LARGE_CHUNKS),
-            crossed(LATENT_SHAPES, (*TIMED_CHUNKS[:-1], "4 chunks of 64")),
+            crossed(["small, latent"], SMALL_CHUNKS),
+            crossed(LATENT, LARGE_CHUNKS),
+            crossed(LATENT, (*DECODES, "4 chunks of 64")),
         )
     ],
     "chosen positions": [
         Operation(choose_entries, crossed(SMALL_CHUNKS, [3], [20], [8]), crossed(LARGE_CHUNKS, [64], [128], [2048])),
-        Operation(attend_chosen, [("small", "short prompts", 20)], [("DeepSeek-V3", "mixed", 2048)]),
+        Operation(attend_chosen, [("small, latent", "short decode", 20)], [("DeepSeek-V3", "mixed", 2048)]),
     ],
     "expanded attention": [
         Operation(
             expanded_attend,
-            crossed(["small"], SMALL_CHUNKS, [16]),
-            crossed(LATENT_SHAPES, (*LARGE_CHUNKS, "long context"), [128]),
+            crossed(["small, latent"], SMALL_CHUNKS, [16]),
+            crossed(LATENT, (*LARGE_CHUNKS, "long context"), [128]),
         )
     ],
     "rotary embedding and cache writes": [
@@ -336,19 +336,11 @@ ATTENTION_CASES = {
             [("small", 5, 10, False), ("small", 3, 6, True), ("small, windowed", 5, 8, False, True)],
             [
                 ("Mixtral-8x7B", 1, 64, False),
-                *[("gpt-oss-20b", 4097, 32, False), ("gpt-oss-20b", 4097, 32, False, True)],
-                *[("GLM-4.5", 128, 32, True), ("DeepSeek-V2-Lite", 77, 32, True)],
+                *crossed(["gpt-oss-20b"], [4097], [32], [False], [False, True]),
+                *[("GLM-4.5", 128, 32, True), ("16 heads of 192", 77, 32, True)],
             ],
             crossed(["Mixtral-8x7B"], [64, 8192], [64], [False]),
         ),
         Operation(apply_rope, [(5, 3, 16, 8), (3, 4, 20, 6)], [(4097, 64, 64, 32), (77, 16, 192, 32)]),
-    ],
-    "attention of other libraries": [
-        Operation(
-            attend,
-            crossed(["small, for libraries"], SMALL_CHUNKS, ["libraries"], BLOCK_SIZES),
-            crossed(ATTENTION_SHAPES, LARGE_CHUNKS, ["libraries"], BLOCK_SIZES),
-            crossed(ATTENTION_SHAPES, TIMED_CHUNKS, ["libraries"]),
-        )
     ],
 }

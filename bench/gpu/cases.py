@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from moeserve.bench.gpu.costs import DEEPSEEK_V3_ROUTER
 from moeserve.bench.gpu.entry_cases import ENTRY_CASES
 from moeserve.bench.gpu.expert_cases import EXPERT_CASES
 from moeserve.bench.gpu.inputs import Source, draw_rows
-from moeserve.ops.interfaces import Kernels, Keys, PairKernels, RouterConfig
+from moeserve.ops.interfaces import Kernels, Keys, PairKernels, RouterConfig, RouteTokens
 from moeserve.ops.torch.table import TORCH_KERNELS
 
 # T tokens, D width, N heads, H head size, R rows, V vocabulary, W fields of settings, E experts, K experts per token
@@ -33,28 +34,29 @@ WIDTHS = 32000, 151936  # vocabularies of Mixtral-8x7B and Qwen3-30B-A3B
 FILTERS = [(0, 1.0, 0.0), (20, 1.0, 0.0), (0, 0.9, 0.0), (0, 1.0, 0.05), (50, 0.8, 0.01)]  # top_k, top_p, min_p
 
 
-def draw_norm(source: Source, *shape: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return rows, an update of them, and the weight of a norm."""
-    return source.normal(*shape), source.normal(*shape), 1 + source.normal(shape[-1], scale=0.2)
+def draw_norm(source: Source, *shape: int) -> tuple[Tensor, Tensor]:
+    """Return rows and the weight of a norm."""
+    return source.normal(*shape), 1 + source.normal(shape[-1], scale=0.2)
 
 
 def rms_norm(source: Source, num_rows: int, width: int) -> Case:
-    x_TD, _, weight_D = draw_norm(source, num_rows, width)
-    return Case(lambda kernels, *inputs: kernels.rms_norm(*inputs, EPSILON), (x_TD, weight_D), is_beside_torch=True)
+    inputs = *draw_norm(source, num_rows, width), EPSILON
+    return Case(lambda kernels: kernels.rms_norm, inputs, is_beside_torch=True)
 
 
 def add_rms_norm(source: Source, num_rows: int, width: int) -> Case:
-    inputs = draw_norm(source, num_rows, width)
-    return Case(lambda kernels, *inputs: kernels.add_rms_norm(*inputs, EPSILON), inputs, is_beside_torch=True)
+    inputs = source.normal(num_rows, width), *draw_norm(source, num_rows, width), EPSILON
+    return Case(lambda kernels: kernels.add_rms_norm, inputs, is_beside_torch=True)
 
 
 def rms_norm_in_place(source: Source, num_rows: int, num_heads: int, size: int) -> Case:
     """Normalise some heads of a fused projection; the others must not change."""
-    heads_TNH, _, weight_H = draw_norm(source, num_rows, num_heads + 3, size)
-    return Case(
-        lambda kernels, heads, weight: (kernels.rms_norm_in_place(heads[:, :-3], weight, EPSILON), heads),
-        (heads_TNH, weight_H),
-    )
+
+    def call(kernels: Kernels, heads_TNH: Tensor, weight_H: Tensor) -> Tensor:
+        kernels.rms_norm_in_place(heads_TNH[:, :-3], weight_H, EPSILON)
+        return heads_TNH
+
+    return Case(lambda kernels: partial(call, kernels), draw_norm(source, num_rows, num_heads + 3, size))
 
 
 def quantize_rms_norm(source: Source, num_rows: int, width: int, is_added: bool) -> Case:
@@ -68,16 +70,15 @@ def quantize_rms_norm(source: Source, num_rows: int, width: int, is_added: bool)
         normed_TD = kernels.rms_norm(sum_TD, weight_D, EPSILON)
         return sum_TD, normed_TD, normed_TD
 
-    x_TD, update_TD, weight_D = draw_norm(source, num_rows, width)
-    return Case(call, (x_TD, update_TD if is_added else None, weight_D), slack=CODES_SLACK)
+    x_TD, weight_D = draw_norm(source, num_rows, width)
+    inputs = x_TD, source.normal(num_rows, width) if is_added else None, weight_D
+    return Case(lambda kernels: partial(call, kernels), inputs, slack=CODES_SLACK)
 
 
 def quantize_rows(source: Source, num_rows: int, width: int) -> Case:
     """Quantise rows that lose nothing."""
-    quantize = lambda kernels: kernels.quantize_rows or (lambda rows: rows)  # noqa: E731
-    return Case(
-        lambda quantize, rows_TD: quantize(rows_TD), (draw_rows(source, num_rows, width, is_fp8=True),), quantize
-    )
+    rows_TD = draw_rows(source, num_rows, width, is_fp8=True)
+    return Case(lambda kernels: kernels.quantize_rows or (lambda rows: rows), (rows_TD,))
 
 
 def route(source: Source, name: str, num_tokens: int, width: int, is_ordered: bool = False) -> Case:
@@ -94,13 +95,10 @@ def route(source: Source, name: str, num_tokens: int, width: int, is_ordered: bo
         are_enough = (~is_equal_T).float().mean() <= MOST_TIES
         return are_enough, torch.where(is_equal_T[:, None], weights_TK, torch_weights_TK)
 
-    return Case(
-        lambda router, *inputs: router(*inputs),
-        inputs,
-        lambda kernels: (in_order(kernels) if is_ordered else kernels).make_router(config),
-        defined,
-        is_beside_torch=True,
-    )
+    def make(kernels: Kernels) -> RouteTokens:
+        return (in_order(kernels) if is_ordered else kernels).make_router(config)
+
+    return Case(make, inputs, defined, is_beside_torch=True)
 
 
 def order_weigh_and_sum(source: Source, num_tokens: int, top_k: int, num_experts: int, width: int) -> Case:
@@ -122,18 +120,18 @@ def order_weigh_and_sum(source: Source, num_tokens: int, top_k: int, num_experts
         weighed = pairs.weigh(output_PD, weights_TK.flatten(), counts.sum(0, keepdim=True))[used]
         return pairs.order(experts_TK, keys), pairs.sort(experts_TK, keys), moved, weighed, sum_TD
 
-    return Case(call, inputs, lambda kernels: kernels.pairs)
+    return Case(lambda kernels: partial(call, kernels.pairs), inputs)
 
 
 def row_maximum(source: Source, num_rows: int, width: int) -> Case:
     scores_RV = source.normal(num_rows, width, scale=3.0)
-    return Case(lambda kernels, scores_RV: kernels.row_maximum(scores_RV), (scores_RV,), is_beside_torch=True)
+    return Case(lambda kernels: kernels.row_maximum, (scores_RV,), is_beside_torch=True)
 
 
 def choose_greedily(source: Source, num_rows: int, width: int) -> Case:
     settings_RW, _ = source.settings(num_rows)
     inputs = source.normal(num_rows, width, scale=3.0), settings_RW, settings_RW[:, 0].contiguous()
-    return Case(lambda kernels, *inputs: kernels.choose_tokens(*inputs), inputs)
+    return Case(lambda kernels: kernels.choose_tokens, inputs)
 
 
 def choose_tokens(source: Source, num_rows: int, width: int, top_k: int, top_p: float, min_p: float) -> Case:
@@ -146,9 +144,9 @@ def choose_tokens(source: Source, num_rows: int, width: int, top_k: int, top_p: 
     temperature_R = source.uniform(num_rows) * 1.5 + 0.3
     filters: Any = dict(temperature=temperature_R.cpu().numpy(), top_k=top_k, top_p=top_p, min_p=min_p)
     settings_RW, uniform_R = source.settings(num_rows, **filters)
-    positions_R = torch.zeros(num_rows, dtype=torch.int64, device=source.device)
+    inputs = scores_RV, settings_RW, settings_RW.new_zeros(num_rows)
 
-    def are_drawn(results: tuple[Tensor, Tensor], scores_RV: Tensor) -> Tensor:
+    def are_drawn(results: tuple[Tensor, Tensor], scores_RV: Tensor, *_: Any) -> Tensor:
         tokens_R = results[1]
         ordered_RV, order_RV = scores_RV.double().sort(dim=-1, descending=True, stable=True)
         kept_RV = ((ordered_RV - ordered_RV[:, :1]) / temperature_R[:, None]).exp()
@@ -168,12 +166,7 @@ def choose_tokens(source: Source, num_rows: int, width: int, top_k: int, top_p: 
         kept = torch.where(cumulative - ordered.values < top_p, ordered.values, 0.0)
         return ordered.indices.gather(1, (kept / torch.empty_like(kept).exponential_()).argmax(-1, keepdim=True))
 
-    return Case(
-        lambda kernels, scores_RV: kernels.choose_tokens(scores_RV, settings_RW, positions_R),
-        (scores_RV,),
-        defined=are_drawn,
-        beside={"torch": run_torch},
-    )
+    return Case(lambda kernels: kernels.choose_tokens, inputs, are_drawn, beside={"torch": run_torch})
 
 
 # The operations of a decode step in bf16 come first, so that a run that is cut short has checked them.

@@ -31,22 +31,21 @@ from moeserve.ops.triton.table import TRITON_KERNELS
 WRONG = 1e9  # the error ratio of a wrong integer, of NaN, or of another shape: JSON has no infinity
 ROUNDINGS = 4
 FLOAT32_SLACK = 2.0**-12  # relative: sums of up to 16384 products on tensor cores, and approximated functions
-FP8_SLACK = 2.0**-6  # tensor cores of sm_90 keep 13 bits below the largest of 32 products of 8-bit floats
 CODES_SLACK = 2.0**-5  # for 8-bit results: rounding to 4 significant bits is 2.4% on average
 PEAK = 8.0  # the errors of a row are about normally distributed; 8 standard deviations of them never occur
 
 Call = Callable[[], Any]
+NamedCases = Iterable[tuple[str, Callable[[], "Case"]]]  # each with a function that draws its inputs
 Shapes = Iterable[tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A call on one set of inputs, which is checked or timed."""
+    """An operation on one set of inputs, which is checked or timed."""
 
-    call: Callable[..., Any]  # (result of `made`, *inputs) -> tensors, possibly in tuples; may change the inputs
+    operation: Callable[[Kernels], Callable[..., Any]]  # of a table; takes the inputs, which it may change
     inputs: tuple[Any, ...]
-    made: Callable[[Kernels], Any] = lambda kernels: kernels  # prepares the call; not timed
-    defined: Callable[..., Any] = lambda results, *inputs: results  # -> the values to compare
+    defined: Callable[..., Any] = lambda results, *inputs: results  # returns what is compared
     slack: float = FLOAT32_SLACK
     others: Mapping[str, Call] = field(default_factory=dict)  # libraries, also checked
     beside: Mapping[str, Call] = field(default_factory=dict)  # other implementations, which are only timed
@@ -57,13 +56,12 @@ class Case:
     note: str = ""
 
     def bind(self, kernels: Kernels) -> Call:
-        return partial(self.call, self.made(kernels), *self.inputs)
+        return partial(self.operation(kernels), *self.inputs)
 
     def ratios(self, kernels: Kernels) -> Iterator[tuple[str, float]]:
         """Yield the error ratio of each result, with a name if there are several. A result is wrong above 1."""
         inputs = tuple(map(in_float32, self.inputs))
-        results = self.call(self.made(TORCH_KERNELS), *inputs)
-        expected = list(tensors_of(self.defined(results, *inputs)))
+        expected = list(tensors_of(self.defined(self.operation(TORCH_KERNELS)(*inputs), *inputs)))
         for label, call in {"": self.bind(kernels), **self.others}.items():
             for place, actual in enumerate(tensors_of(self.defined(call(), *self.inputs))):
                 name = label if len(expected) == 1 else f"{label} result {place}"
@@ -75,11 +73,11 @@ class Operation:
     """Cases of one kind. Shapes are the arguments of `make`."""
 
     make: Callable[..., Case]  # (source, *shape)
-    small: Shapes  # run fast enough in the interpreter
+    small: Shapes  # fast enough for the interpreter
     large: Shapes = ()
     timed: Shapes = ()
 
-    def cases(self, source: Any, shapes: Shapes) -> Iterator[tuple[str, Callable[[], Case]]]:
+    def cases(self, source: Any, shapes: Shapes) -> NamedCases:
         for shape in shapes:
             yield ", ".join(map(str, (self.make.__name__, *shape))), partial(self.make, source, *shape)
 
@@ -88,11 +86,7 @@ def crossed(*choices: Iterable[Any]) -> list[tuple[Any, ...]]:
     return list(itertools.product(*choices))
 
 
-def run_check(
-    cases: Iterable[tuple[str, Callable[[], Case]]],
-    seconds_left: Callable[[], float],
-    kernels: Kernels = TRITON_KERNELS,
-) -> Row:
+def run_check(cases: NamedCases, seconds_left: Callable[[], float], kernels: Kernels = TRITON_KERNELS) -> Row:
     """Return the row of a check.
 
     Raises:
@@ -133,22 +127,20 @@ def in_float32(value: Any) -> Any:
         return (value.float() if value.element_size() < 4 else value).nan_to_num(0.0)
     if type(value) in (tuple, list):
         return type(value)(map(in_float32, value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return type(value)(**{name: in_float32(each) for name, each in fields_of(value).items()})
+    if dataclasses.is_dataclass(value):
+        return dataclasses.replace(value, **{name: in_float32(each) for name, each in fields_of(value).items()})
     return value
 
 
 def tensors_of(value: Any, *, dequantizes: bool = True) -> Iterator[Tensor]:
     """Yield all tensors in a result or an input."""
-    if isinstance(value, Float8Rows) and dequantizes:
-        yield plain_rows(dataclasses.replace(value, rows=None))
-    elif isinstance(value, Tensor):
+    if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, (tuple, list)):
-        for each in value:
+    elif isinstance(value, Float8Rows) and dequantizes:
+        yield plain_rows(dataclasses.replace(value, rows=None))
+    elif isinstance(value, (tuple, list)) or dataclasses.is_dataclass(value):
+        for each in value if isinstance(value, (tuple, list)) else fields_of(value).values():
             yield from tensors_of(each, dequantizes=dequantizes)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        yield from tensors_of([*fields_of(value).values()], dequantizes=dequantizes)
 
 
 def fields_of(value: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Shapes of published models, the minimum bytes and operations of kernel calls, and the bars that they should reach."""
+"""The minimum bytes and operations of kernel calls on layers of certain shapes, and the bars that they should reach."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ Format = Literal["bf16", "fp8", "mxfp4"]
 Chunks = Sequence[tuple[int, int]]  # (rows, context length including them) of each request
 RESULT_SIZE = 2  # bytes: results are bf16 in all formats
 SCALE_BLOCK = 128  # values of a row, or rows and columns of a weight, that share a scale of 4 bytes
+GPT_OSS_ACTIVATION = ClampedSwiGLU(alpha=1.702, limit=7.0)
 WEIGHT_SIZES = {"bf16": 2.0, "fp8": 1.0, "mxfp4": 0.5}  # bytes without scales
 
 
@@ -48,19 +49,6 @@ def attention_shape(num_heads: int, num_kv_heads: int, head_size: int, **more: A
     return AttentionShape(num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=head_size, **options)
 
 
-CLAMPED = ClampedSwiGLU(alpha=1.702, limit=7.0)
-MOE_SHAPES = {
-    "Qwen3-30B-A3B": MoEShape(128, 2048, 768, 8),
-    "Mixtral-8x7B": MoEShape(8, 4096, 14336, 2),
-    "DeepSeek-V2-Lite": MoEShape(64, 2048, 1408, 6),
-    "gpt-oss-20b": MoEShape(32, 2880, 2880, 4, CLAMPED, has_bias=True),
-}
-ATTENTION_SHAPES = {
-    "Qwen3-30B-A3B": attention_shape(32, 4, 128),
-    "Mixtral-8x7B": attention_shape(32, 8, 128),
-    "gpt-oss-20b": attention_shape(64, 8, 64, window=128, has_sinks=True),
-}
-LATENT_SHAPES = {"DeepSeek-V2-Lite": LatentShape(16), "DeepSeek-V3": LatentShape(128)}
 DEEPSEEK_V3_ROUTER = RouterConfig(
     num_experts=256, top_k=8, scoring="sigmoid", num_groups=8, num_chosen_groups=4, experts_rating_group=2,
     is_normalized=True, scale=2.5, has_correction=True,

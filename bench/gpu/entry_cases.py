@@ -14,7 +14,6 @@ from moeserve.bench.gpu.costs import Work
 from moeserve.bench.gpu.inputs import Source, draw_chosen
 from moeserve.ops.compressed_attention import CompressedCache, CompressedShape
 from moeserve.ops.hyper_connections import StreamsConfig, StreamsWeights
-from moeserve.ops.interfaces import Kernels
 from moeserve.ops.linear_attention import LinearAttentionShape, LinearAttentionWeights
 from moeserve.ops.short_convolution import ConvolutionShape, ConvolutionWeights
 from moeserve.step_inputs import StateRows, StepInputs
@@ -79,11 +78,7 @@ def compressed_attention(source: Source, name: str, lengths: tuple[int, ...], to
         backend.write(vector_TH, pooled_TH, None, cache, step, step)
         return backend.attend(query_TNH, chosen, sinks, cache, step, step), pooled_TH, cache.entries, cache.tails
 
-    return Case(call, inputs, lambda kernels: kernels.make_compressed_attention(shape))
-
-
-def make_streams(kernels: Kernels) -> Any:
-    return kernels.make_streams(STREAMS, 1e-6)
+    return Case(lambda kernels: partial(call, kernels.make_compressed_attention(shape)), inputs)
 
 
 def collapse_streams(source: Source, num_tokens: int, width: int, is_last: bool) -> Case:
@@ -91,14 +86,14 @@ def collapse_streams(source: Source, num_tokens: int, width: int, is_last: bool)
     maps = source.float32(num_coefficients, size, scale=size**-0.5)
     weights = StreamsWeights(maps, source.float32(num_coefficients), source.float32(1 if is_last else 3))
     inputs = source.normal(num_tokens, size), weights
-    return Case(lambda streams, *inputs: streams.collapse(*inputs), inputs, make_streams, is_beside_torch=True)
+    return Case(lambda kernels: kernels.make_streams(STREAMS, 1e-6).collapse, inputs, is_beside_torch=True)
 
 
 def expand_streams(source: Source, num_tokens: int, width: int) -> Case:
     streams_TX, rows_TD = (source.normal(num_tokens, count * width) for count in (STREAMS.num_streams, 1))
     inputs = streams_TX, rows_TD, source.float32(num_tokens, STREAMS.num_coefficients)
     work = Work(float(sum(each.nbytes for each in (*inputs, streams_TX))))
-    return Case(lambda streams, *inputs: streams.expand(*inputs), inputs, make_streams, is_beside_torch=True, work=work)
+    return Case(lambda kernels: kernels.make_streams(STREAMS, 1e-6).expand, inputs, is_beside_torch=True, work=work)
 
 
 def two_steps(source: Source, lengths: tuple[int, ...]) -> list[StepInputs]:
@@ -132,9 +127,8 @@ def linear_attention(source: Source, name: str, lengths: tuple[int, ...]) -> Cas
     element_bytes = sum(each.nbytes for each in tokens if each is not None) + tokens[1].nbytes
     operations = num_tokens * states[0].numel() * (6.0 if shape.is_delta else 4.0)  # products with states
     return Case(
-        run_steps,
+        lambda kernels: partial(run_steps, kernels.make_linear_attention(shape)),
         (tokens, weights, states, two_steps(source, lengths)),
-        lambda kernels: kernels.make_linear_attention(shape),
         slack=TF32_SLACK,
         work=Work(2.0 * element_bytes + 3.0 * states.nbytes, 2.0 * operations),
     )
@@ -152,7 +146,7 @@ def short_convolution(
     tokens = (source.normal(sum(lengths), num_channels * (3 if is_gated else 1)),)
     states = tokens[0].new_zeros(len(lengths), num_taps - 1, num_channels)
     inputs = tokens, weights, states, two_steps(source, lengths)
-    return Case(run_steps, inputs, lambda kernels: kernels.make_short_convolution(shape))
+    return Case(lambda kernels: partial(run_steps, kernels.make_short_convolution(shape)), inputs)
 
 
 LENGTHS, SMALL_LENGTHS = (300, 1, 65), (20, 1)
@@ -175,7 +169,7 @@ ENTRY_CASES = {
     "compressed attention": [
         Operation(
             compressed_attention,
-            crossed([name for name in SHAPES if name.startswith("small")], [(14, 1)], [2]),
+            crossed([name for name in SHAPES if name.startswith("small")], [(10, 1)], [2]),
             crossed([name for name in SHAPES if name.startswith("V4")], [LENGTHS], [40]),
         )
     ],

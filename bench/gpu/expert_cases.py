@@ -12,35 +12,34 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moeserve.bench.gpu.check import (
-    CODES_SLACK,
-    FLOAT32_SLACK,
-    FP8_SLACK,
-    Case,
-    Operation,
-    crossed,
-    in_float32,
-    in_order,
-)
-from moeserve.bench.gpu.costs import CLAMPED, MOE_SHAPES, Format, MoEShape, Work, experts_bar, experts_work
-from moeserve.bench.gpu.inputs import Source, dequantized, draw_routed, draw_rows, draw_weights
+from moeserve.bench.gpu.check import CODES_SLACK, FLOAT32_SLACK, Case, Operation, crossed, in_float32, in_order
+from moeserve.bench.gpu.costs import GPT_OSS_ACTIVATION, Format, MoEShape, Work, experts_bar, experts_work
+from moeserve.bench.gpu.inputs import Source, dequantized, draw_routing, draw_rows, draw_weights
 from moeserve.errors import SettingsError
 from moeserve.ops.interfaces import Float8Rows, Gather, InputChunks, Kernels, Keys, OpenWeights, Product, SwiGLU
 from moeserve.ops.libraries.deep_gemm import why_unavailable, with_deep_gemm
 from moeserve.ops.libraries.measured import product_key
+from moeserve.ops.torch.table import TORCH_KERNELS
 from moeserve.ops.triton.table import TRITON_KERNELS
 from moeserve.ops.weight_blocks import num_blocks
 
 # E experts, K experts per token, T tokens, P pairs, R rows, S slots of a weight, D model width, I inputs, O outputs,
 # C columns, e weights
 
-V3_SHARE = "DeepSeek-V3, 32 of 256"
-SHAPES = MOE_SHAPES | {
-    V3_SHARE: MoEShape(32, 7168, 2048, 8),  # the experts of one of 8 GPUs
+FP8_SLACK = 2.0**-6  # tensor cores of sm_90 keep 13 bits below the largest of 32 products of 8-bit floats
+MODELS = {
+    "Qwen3-30B-A3B": MoEShape(128, 2048, 768, 8),
+    "Mixtral-8x7B": MoEShape(8, 4096, 14336, 2),
+    "DeepSeek-V2-Lite": MoEShape(64, 2048, 1408, 6),
+    "gpt-oss-20b": MoEShape(32, 2880, 2880, 4, GPT_OSS_ACTIVATION, has_bias=True),
+}
+V3_SHARE = "DeepSeek-V3, 32 of 256"  # the experts of one of 8 GPUs
+SHAPES = MODELS | {
+    V3_SHARE: MoEShape(32, 7168, 2048, 8),
     "small": MoEShape(3, 48, 24, 2),
-    "small, clamped": MoEShape(5, 33, 20, 3, CLAMPED, has_bias=True),
+    "small, clamped": MoEShape(5, 33, 20, 3, GPT_OSS_ACTIVATION, has_bias=True),
     "small blocks": MoEShape(2, 260, 136, 2),
-    "small groups": MoEShape(3, 96, 64, 2, CLAMPED, has_bias=True),
+    "small groups": MoEShape(3, 96, 64, 2, GPT_OSS_ACTIVATION, has_bias=True),
 }
 SMALL = {"gpt-oss-20b": "small, clamped"}  # of the shapes, for models that differ from the others
 EXPECTED_ROWS = (None, 1, 10**6)  # select different tiles, which must not change a byte
@@ -52,11 +51,8 @@ def slack_of(format: Format) -> float:
     return FP8_SLACK if format == "fp8" else FLOAT32_SLACK
 
 
-def product_of(weights: OpenWeights) -> Callable[[Kernels], Product]:
-    def make(kernels: Kernels) -> Product:
-        return kernels.make_product(in_float32(dequantized(weights)) if kernels.name == "torch" else weights)
-
-    return make
+def product_of(kernels: Kernels, weights: OpenWeights) -> Product:
+    return kernels.make_product(in_float32(dequantized(weights)) if kernels.name == "torch" else weights)
 
 
 def deep_gemm_products(source: Source, *weights: OpenWeights) -> dict[str, list[Product]]:
@@ -82,15 +78,17 @@ def draw_experts(source: Source, shape: MoEShape, format: Format, part: str) -> 
 def multiply_rows_and_slots(source: Source, format: Format, name: str, part: str, rows_of_expert: int) -> Case:
     """Multiply gathered rows by gates and ups, or packed rows, with the tiles for several expected numbers of rows.
 
-    The slots have the same numbers of rows.
+    Slots have the same numbers of rows. Some tokens have an expert on another rank, whose pairs are -1 in the order.
     """
     shape, is_fp8 = SHAPES[name], format == "fp8"
     weights = draw_experts(source, shape, format, part)
-    routed = draw_routed(source, shape, max(1, shape.num_experts * rows_of_expert // shape.top_k), num_others=1)
-    gather = Gather(routed.order_P, shape.top_k) if part == "gate, up" else None
-    num_rows = len(routed.order_P) if gather is None else len(routed.experts_TK)
+    num_tokens, num_known = max(1, shape.num_experts * rows_of_expert // shape.top_k), shape.num_experts + 1
+    experts_TK, _ = draw_routing(source, num_tokens, num_known, shape.top_k)
+    order_P, counts_E = TORCH_KERNELS.pairs.order(experts_TK, Keys(shape.num_experts, num_known=num_known))
+    gather = Gather(order_P, shape.top_k) if part == "gate, up" else None
+    num_rows = len(order_P) if gather is None else num_tokens
     rows_RI = draw_rows(source, num_rows, weights.num_inputs, is_fp8=is_fp8)
-    num_slots = int(routed.counts_E.max()) + 1
+    num_slots = int(counts_E.max()) + 1
     slots_RI = draw_rows(source, shape.num_experts * num_slots, weights.num_inputs, is_fp8=is_fp8)
     hints = EXPECTED_ROWS if source.device.type == "cuda" else EXPECTED_ROWS[:1]  # on a CPU, sums are numpy's
 
@@ -104,8 +102,8 @@ def multiply_rows_and_slots(source: Source, format: Format, name: str, part: str
         used = [slots_SC[:count] for slots_SC, count in zip(results[1], counts_e.tolist(), strict=True)]
         return first, torch.tensor(are_equal), torch.cat(used)
 
-    inputs = rows_RI, slots_RI.unflatten(0, (-1, num_slots)), routed.counts_E, gather
-    return Case(call, inputs, product_of(weights), defined, slack_of(format))
+    inputs = rows_RI, slots_RI.unflatten(0, (-1, num_slots)), counts_E, gather
+    return Case(lambda kernels: partial(call, product_of(kernels, weights)), inputs, defined, slack_of(format))
 
 
 def multiply(source: Source, format: Format, num_outputs: int, num_inputs: int, num_rows: int, is_gated: bool) -> Case:
@@ -123,9 +121,8 @@ def multiply(source: Source, format: Format, num_outputs: int, num_inputs: int, 
     element_size = weights.weight_eOI.element_size()
     num_bytes = (num_outputs + num_rows) * num_inputs * element_size + 2 * num_rows * num_outputs
     return Case(
-        lambda product, rows: product.multiply(rows),
+        lambda kernels: product_of(kernels, weights).multiply,
         (rows,),
-        product_of(weights),
         slack=CODES_SLACK if weights.feeds_blocks else slack_of(format),
         others={name: partial(own.multiply, rows) for name, (own,) in deep_gemm_products(source, weights).items()},
         work=Work(num_bytes, 2.0 * num_rows * num_outputs * num_inputs, format),
@@ -142,13 +139,12 @@ def multiply_in_order(source: Source, num_outputs: int, num_inputs: int, num_row
         output_TO, last_1O = results
         return output_TO, torch.tensor(last_1O.dtype == torch.float32 or torch.equal(output_TO[-1:], last_1O))
 
-    return Case(
-        lambda product, rows_TI: (product.multiply(rows_TI), product.multiply(rows_TI[-1:])),
-        (source.normal(num_rows, num_inputs),),
-        lambda kernels: product_of(weights)(in_order(kernels)),
-        defined,
-        work=Work(2.0 * weights.weight_eOI.nbytes, 2.0 * (num_rows + 1) * num_outputs * num_inputs),
-    )
+    def make(kernels: Kernels) -> Callable[..., Any]:
+        product = product_of(in_order(kernels), weights)
+        return lambda rows_TI: (product.multiply(rows_TI), product.multiply(rows_TI[-1:]))
+
+    work = Work(2.0 * weights.weight_eOI.nbytes, 2.0 * (num_rows + 1) * num_outputs * num_inputs)
+    return Case(make, (source.normal(num_rows, num_inputs),), defined, work=work)
 
 
 @functools.lru_cache(maxsize=1)
@@ -164,13 +160,16 @@ def experts(source: Source, format: Format, name: str, num_tokens: int) -> Case:
     torch's `grouped_mm` is compared, which does not order or sum, and computes SwiGLU.
     """
     shape, weights = SHAPES[name], draw_layer(source, format, name)
-    hidden_TD, routed = source.normal(num_tokens, shape.hidden), draw_routed(source, shape, num_tokens)
-    inputs = hidden_TD, routed.experts_TK, routed.weights_TK
-    num_hit = int((routed.counts_E > 0).sum())
+    hidden_TD, keys = source.normal(num_tokens, shape.hidden), Keys(shape.num_experts)
+    experts_TK, weights_TK = draw_routing(source, num_tokens, shape.num_experts, shape.top_k)
+    order_P, counts_E = TORCH_KERNELS.pairs.order(experts_TK, keys)
+    num_hit = int((counts_E > 0).sum())
+    inputs = hidden_TD, experts_TK, weights_TK
 
-    def call(made: Any, hidden_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        pairs, gate_up, down = made
-        order_P, counts_E = pairs.order(experts_TK, Keys(shape.num_experts))
+    def call(
+        pairs: Any, gate_up: Product, down: Product, hidden_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor
+    ) -> Tensor:
+        order_P, counts_E = pairs.order(experts_TK, keys)
         middle = gate_up.multiply_rows(hidden_TD, counts_E, True, Gather(order_P, shape.top_k))
         output = down.multiply_rows(middle, counts_E, True)
         return pairs.weighted_sum(output, order_P, weights_TK, hidden_TD.dtype)
@@ -181,14 +180,13 @@ def experts(source: Source, format: Format, name: str, num_tokens: int) -> Case:
         return multiply(functional.silu(gate) * up, maps[1])
 
     maps = [each.weight_eOI.transpose(1, 2) for each in weights]
-    source_P, offsets_E = routed.order_P // shape.top_k, routed.counts_E.cumsum(0).int()
+    source_P, offsets_E = order_P // shape.top_k, counts_E.cumsum(0).int()
     libraries = deep_gemm_products(source, *weights)
     return Case(
-        call,
+        lambda kernels: partial(call, kernels.pairs, *(product_of(kernels, each) for each in weights)),
         inputs,
-        lambda kernels: (kernels.pairs, *(product_of(each)(kernels) for each in weights)),
         slack=2 * CODES_SLACK if format == "fp8" else FLOAT32_SLACK,  # rows and gates are rounded to 8 bits
-        others={name: partial(call, (TRITON_KERNELS.pairs, *own), *inputs) for name, own in libraries.items()},
+        others={name: partial(call, TRITON_KERNELS.pairs, *own, *inputs) for name, own in libraries.items()},
         beside={"torch grouped_mm": run_torch} if format == "bf16" else {},
         work=experts_work(shape, num_tokens=num_tokens, num_hit=num_hit, format=format),
         bar=experts_bar(num_tokens, format),
@@ -205,8 +203,8 @@ def products(format: Format, small: str, name: str) -> list[Operation]:
 
 # One check per model, so that several processes share the compilation of kernels.
 EXPERT_CASES = {
-    **{f"products, {name}": products("bf16", SMALL.get(name, "small"), name) for name in MOE_SHAPES},
-    **{f"products, fp8, {name}": products("fp8", "small blocks", name) for name in (*MOE_SHAPES, V3_SHARE)},
+    **{f"products, {name}": products("bf16", SMALL.get(name, "small"), name) for name in MODELS},
+    **{f"products, fp8, {name}": products("fp8", "small blocks", name) for name in (*MODELS, V3_SHARE)},
     "products, mxfp4, gpt-oss-20b": products("mxfp4", "small groups", "gpt-oss-20b"),
     "products of one weight": [
         Operation(

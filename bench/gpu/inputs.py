@@ -10,16 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moeserve.bench.gpu.costs import Chunks, MoEShape
+from moeserve.bench.gpu.costs import Chunks
 from moeserve.ops.float8_rows import encode_rows
 from moeserve.ops.indexer import ChosenEntries
-from moeserve.ops.interfaces import MXFP4_GROUP, Activation, Keys, KeyValueCache, OpenWeights, num_parts_of
+from moeserve.ops.interfaces import MXFP4_GROUP, Activation, KeyValueCache, OpenWeights, num_parts_of
 from moeserve.ops.torch.sampling import uniform
-from moeserve.ops.torch.table import TORCH_KERNELS
 from moeserve.ops.weight_blocks import BLOCK, CODES, LARGEST_CODE, num_blocks
 from moeserve.step_inputs import SAMPLING_SETTINGS, ChunkSpan, StepInputs, as_integers
 
-# E experts, K experts per token, T tokens, P pairs, D model width, O outputs, I inputs, B and G blocks of 128 inputs
+# T tokens, K experts of a token, D model width, O outputs, I inputs, B and G blocks of 128 inputs
 # and outputs, S chunks, C positions of a block table
 
 MXFP4_NUMBERS = [sign * number for sign in (1, -1) for number in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]  # by code
@@ -177,23 +176,7 @@ def draw_rows(source: Source, num_rows: int, width: int, *, is_fp8: bool) -> Ten
     return torch.ldexp(codes, exponents).to(source.dtype)
 
 
-@dataclass(frozen=True)
-class Routed:
-    """Tokens with random experts, as pairs ordered by expert."""
-
-    experts_TK: Tensor
-    weights_TK: Tensor
-    order_P: Tensor
-    counts_E: Tensor
-
-
-def draw_routed(source: Source, shape: MoEShape, num_tokens: int, *, num_others: int = 0) -> Routed:
-    """Draw each token's experts.
-
-    Args:
-        num_others: number of experts on other ranks, whose pairs are -1 at the end of the order.
-    """
-    num_known = shape.num_experts + num_others
-    drawn = source.uniform(num_tokens, num_known).topk(shape.top_k, dim=1)
-    order_P, counts_E = TORCH_KERNELS.pairs.order(drawn.indices, Keys(shape.num_experts, num_known=num_known))
-    return Routed(drawn.indices, drawn.values / drawn.values.sum(1, keepdim=True), order_P, counts_E)
+def draw_routing(source: Source, num_tokens: int, num_experts: int, top_k: int) -> tuple[Tensor, Tensor]:
+    """Draw each token's experts [T, K], and their weights."""
+    weights_TK, experts_TK = source.uniform(num_tokens, num_experts).topk(top_k, dim=1)
+    return experts_TK, weights_TK / weights_TK.sum(1, keepdim=True)

@@ -20,7 +20,7 @@ from moeserve.ops.libraries.measured import NAMES
 from moeserve.ops.torch.table import TORCH_KERNELS
 
 # The most important come first, for runs that are cut short.
-FIRST = ("experts", "attention of other libraries", "attention", "latent attention")
+FIRST = ("experts", "attention", "latent attention")
 
 
 def timed_cases(source: Source, *, is_small: bool = False) -> Iterator[tuple[str, Callable[[], Case]]]:
