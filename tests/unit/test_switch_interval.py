@@ -31,10 +31,10 @@ def start_and_end(device: str) -> None:
 @pytest.mark.parametrize(("device", "seconds"), [("cpu", 0.005), ("cuda", SWITCH_SECONDS)])
 def test_an_engine_on_a_gpu_soon_gets_the_lock(device: str, seconds: float) -> None:
     start_and_end(device)
-    assert sys.getswitchinterval() == pytest.approx(seconds)
+    assert sys.getswitchinterval() == pytest.approx(seconds, rel=0.05)
 
 
 def test_a_shorter_interval_stays() -> None:
     sys.setswitchinterval(0.0001)
     start_and_end("cuda")
-    assert sys.getswitchinterval() == pytest.approx(0.0001)
+    assert sys.getswitchinterval() == pytest.approx(0.0001, rel=0.05)
