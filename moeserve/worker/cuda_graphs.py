@@ -12,6 +12,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
+import gc
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -131,6 +132,10 @@ class CudaGraphs:
         self._captured: dict[int, tuple[Callable[[], None], StepOutputs]] = {}
         self._num_collectives: dict[int, tuple[int, ...]] = {}
         self._logits_TV: Tensor | None = None  # memory for the logits of all graphs, of the largest size
+        # A collection within a capture could free GPU memory, which fails there. Little of what exists by now becomes
+        # garbage, so collections leave it out until `Worker.close`, and take no milliseconds of a step.
+        gc.collect()
+        gc.freeze()
         for size in reversed(sizes):
             step = _first_rows(inputs, size, context.mesh, context.tp_rank)
             if context.halving.divide(size, is_decode_only=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import logging
 import sys
 import time
@@ -313,6 +314,8 @@ class Worker:
         dispatchers, self._dispatchers = self._dispatchers, None
         if dispatchers is not None:
             dispatchers.close()
+        if self.runner.context.device.type == "cuda":
+            gc.unfreeze()  # `CudaGraphs` froze what existed
 
     def _switch_placement(self) -> None:
         if self.rebalancer and self.rebalancer.must_switch:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -185,6 +187,31 @@ def test_buffers_are_prepared_for_what_a_graph_dispatches() -> None:
     for num_tokens, size in ((5, 6), (1, 2)):
         rank.graphs(rank.inputs(num_tokens, (num_tokens, 1), size))
     assert rank.model.dispatchers.prepared == [(3, 3), (2, 2)]
+
+
+def test_garbage_is_collected_before_captures_and_not_within(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Node:
+        def __init__(self) -> None:
+            self.itself = self
+
+    num_frozen: list[int] = []
+    dropped = weakref.ref(Node())
+    run = FakeModel.__call__
+
+    def counted_run(self: FakeModel, step: StepInputs, caches: list[Any]) -> Tensor:
+        num_frozen.append(gc.get_freeze_count())
+        return run(self, step, caches)
+
+    monkeypatch.setattr(FakeModel, "__call__", counted_run)
+    gc.disable()
+    try:
+        assert dropped() is not None
+        Rank((1, 2))
+        assert dropped() is None
+        assert min(num_frozen) > 1000
+    finally:
+        gc.enable()
+        gc.unfreeze()
 
 
 def test_memory_of_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
