@@ -25,7 +25,7 @@ from moeserve.expert_placement.placement import read_loads, read_placements
 from moeserve.machine import usable_cores
 from moeserve.models import registry
 from moeserve.ops.cpu.native import native_kernels
-from moeserve.ops.select import has_triton, supports_float8_products
+from moeserve.ops.select import has_triton, supports_bfloat16_products, supports_float8_products
 from moeserve.sampling_params import SamplingParams
 from moeserve.telemetry.observer import LoadObserver
 from moeserve.worker.grammars import grammars_of
@@ -176,6 +176,7 @@ def _machine_facts(cluster: Cluster | None) -> MachineFacts:
         has_nccl=torch.distributed.is_nccl_available(),
         has_kernels=native_kernels() is not None,
         has_triton=has_triton(),
+        has_bfloat16=supports_bfloat16_products(),
         has_float8=supports_float8_products(),
         cores_of_nodes=None if cluster is None else [node.cores for node in cluster.nodes()],
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, cast
@@ -26,6 +27,9 @@ from moeserve.config.settings import (
 from moeserve.config.validation import parse_bytes
 from moeserve.errors import SettingsError, shown
 
+logger = logging.getLogger(__name__)
+
+GPU_MEMORY_UTILIZATION = 0.9  # by default
 # Upper bounds of the number of ranks on a host. A few more ranks than cores are useful to try a layout; many are a
 # mistake.
 MAX_RANKS_PER_CORE = 4
@@ -71,6 +75,7 @@ class MachineFacts:
     has_nccl: bool = True  # torch was built with NCCL
     has_kernels: bool = True  # the C++ kernels were built
     has_triton: bool = True
+    has_bfloat16: bool = True  # the GPU can multiply bfloat16
     has_float8: bool = True  # the GPU and the installation can multiply 8-bit floats
     cores_of_nodes: Sequence[int] | None = None  # cores of each node of the Ray cluster; None: ranks run on this host
 
@@ -108,6 +113,13 @@ def resolve(
     if quantization is None and checkpoint.has_mxfp4 and dtype == "bfloat16" and _has_mxfp4_kernels(device, machine):
         quantization = "mxfp4"
     _check_device(model, device, dtype, machine)
+    if device == "cpu" and cache.gpu_memory_utilization is not None:
+        logger.warning(
+            "%s=%r has %s",
+            "gpu_memory_utilization",
+            cache.gpu_memory_utilization,
+            "no effect on CPUs: a profiling run sizes the KV cache, or kv_cache_memory",
+        )
     if device == "cuda" and checkpoint.without_gpu_kernels is not None:
         raise SettingsError(
             f"device='cuda': {checkpoint.without_gpu_kernels}, which this model has, has no kernels for GPUs yet; use "
@@ -195,6 +207,7 @@ def resolve(
         kv_cache_memory=None
         if cache.kv_cache_memory is None
         else parse_bytes("kv_cache_memory", cache.kv_cache_memory),
+        gpu_memory_utilization=cache.gpu_memory_utilization or GPU_MEMORY_UTILIZATION,
         num_cache_blocks=None,
         enable_prefix_caching=cache.enable_prefix_caching,
         has_entries=checkpoint.has_entries,
@@ -401,6 +414,12 @@ def _check_device(model: ModelSettings, device: str, dtype: DtypeName, machine: 
     """Raise SettingsError if the device is missing, or does not support the quantization or the attention backend."""
     if device == "cuda" and not machine.has_cuda:
         raise SettingsError("device='cuda', but torch sees no CUDA device; use device='cpu' or device='auto'")
+    if device == "cuda" and dtype == "bfloat16" and not machine.has_bfloat16:
+        source = ", the checkpoint's," if model.dtype == "auto" else ""
+        raise SettingsError(
+            f"dtype='bfloat16'{source} needs a GPU of compute capability 8.0 or more, such as A100; use "
+            "dtype='float16' or 'float32'"
+        )
     if model.attention_backend != "auto" and device != "cuda":
         raise SettingsError(
             f"attention_backend={model.attention_backend!r} is for GPUs, and device={device!r}; use 'auto'"

@@ -95,6 +95,11 @@ class CacheSettings:
     kv_cache_memory: int | str | None = setting(
         None, "size of the KV cache on each rank, as bytes or like 512MiB; none: measured by a profiling run"
     )
+    gpu_memory_utilization: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = setting(
+        None,
+        "share of its GPU's memory that each rank takes in all, from which a profiling run sizes the KV cache; none: "
+        "0.9; no effect on CPUs or with kv_cache_memory",
+    )
     kv_cache_dtype: CacheDtypeName = setting(
         "auto",
         "number format of the KV cache; fp8, fp8_e4m3: 8-bit floats (E4M3) with a scale for each token and head, in "
@@ -361,6 +366,7 @@ class EngineConfig:
     block_size: int
     has_float8_cache: bool  # keys and values are 8-bit floats; otherwise they have `dtype`
     kv_cache_memory: int | None  # bytes; None: a profiling run measures it
+    gpu_memory_utilization: float  # share of a GPU's memory
     num_cache_blocks: int | None  # minimum if measured after a change of the number of replicas; None: no minimum
     enable_prefix_caching: bool
     has_entries: bool  # at least one layer keeps compressed entries, and the tails of unfinished ones

@@ -6,9 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
-
-import msgspec
+from typing import Any, Literal
 
 from moeserve.config.settings import PositiveInt, setting
 from moeserve.errors import SettingsError
@@ -22,9 +20,6 @@ class VllmSettings:
 
     distributed_executor_backend: Literal["uni", "mp", "ray"] | None = setting(None, "the same as --executor")
     kv_cache_memory_bytes: int | None = setting(None, "the same as --kv-cache-memory")
-    gpu_memory_utilization: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = setting(
-        None, "no effect: a profiling run sizes the KV cache, or --kv-cache-memory"
-    )
     swap_space: float | None = setting(0, "no effect: preempted requests are computed again")
     trust_remote_code: bool = setting(False, "must be off: code of a checkpoint is never run")
     enable_expert_parallel: bool | None = setting(None, "the same as --expert-parallel true or false")

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FLOAT8_CAPABILITY = (8, 9)  # the first compute capability whose tensor cores multiply E4M3
+BFLOAT16_CAPABILITY = (8, 0)  # the first compute capability whose tensor cores multiply bfloat16
+FLOAT8_CAPABILITY = (8, 9)  # the first one whose tensor cores multiply E4M3
 
 
 def _for_cpu() -> Kernels:
@@ -77,6 +78,11 @@ def select_kernels(
 
     assert block_size is not None
     return with_attention_library(table, attention_library, device, block_size)
+
+
+def supports_bfloat16_products() -> bool:
+    """True if this host's GPU multiplies bfloat16."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= BFLOAT16_CAPABILITY
 
 
 def supports_float8_products() -> bool:

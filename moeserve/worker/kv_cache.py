@@ -16,9 +16,9 @@ from moeserve.scheduling.block_pool import num_blocks_of_windows
 
 logger = logging.getLogger(__name__)
 
-# The cache takes this share of the memory that is free after loading and the largest step. A CPU shares its memory with
-# all other processes of the machine; a GPU is assumed to serve this engine alone.
-FREE_MEMORY_SHARE = {"cpu": 0.5, "cuda": 0.9}
+# On CPUs, caches take this share of the memory that is free after loading and the largest step, because all other
+# processes of the machine need some of it too.
+FREE_MEMORY_SHARE = 0.5
 
 
 def count_blocks(
@@ -53,7 +53,10 @@ def count_blocks(
         num_sharing = config.num_ranks if config.device == "cpu" else 1
         now_free = free_gpu_memory() if config.device == "cuda" else free_memory()
         free = max(0, now_free - (peak + reserved_bytes) * num_sharing)
-        num_bytes = int(free * FREE_MEMORY_SHARE[config.device] / num_sharing)
+        if config.device == "cuda":
+            num_bytes = min(free, max(0, own_gpu_memory(config) - peak - reserved_bytes))
+        else:
+            num_bytes = int(free * FREE_MEMORY_SHARE / num_sharing)
         if config.num_cache_blocks is not None:  # the caches of the previous replicas may not have been freed yet
             num_bytes = max(num_bytes, min(bytes_of(config.num_cache_blocks), free // num_sharing))
         logger.info("largest step takes %s, KV cache may take %s", shown_bytes(peak), shown_bytes(num_bytes))
@@ -71,7 +74,8 @@ def count_blocks(
         raise CacheTooSmallError(
             f"a KV cache of {num_bytes} bytes holds {num_blocks * config.block_size} tokens, but one request of "
             f"max_model_len={length} tokens needs {bytes_of(blocks_needed)} bytes "
-            f"({needs.total_bytes_per_token} per token); raise kv_cache_memory or lower max_model_len"
+            f"({needs.total_bytes_per_token} per token); raise kv_cache_memory"
+            f"{', raise gpu_memory_utilization' if config.device == 'cuda' else ''} or lower max_model_len"
         )
     return num_blocks
 
@@ -99,6 +103,15 @@ def measure_step_memory(run_largest_step: Callable[[], object], device: str) -> 
     # Memory shared by ranks is resident in each of them. It stays allocated, so free memory excludes it already.
     shared = _resident_bytes("RssShmem") - shared_before
     return max(0, _resident_bytes("VmHWM") - before - shared)
+
+
+def own_gpu_memory(config: EngineConfig) -> int:
+    """Return the bytes that this rank may take of its GPU, besides those of existing tensors.
+
+    The rest of the GPU is left to what torch does not count, such as CUDA's context and libraries, and to other
+    processes.
+    """
+    return int(torch.cuda.mem_get_info()[1] * config.gpu_memory_utilization) - torch.cuda.memory_allocated()
 
 
 def free_gpu_memory() -> int:

@@ -145,6 +145,8 @@ def test_wrong_values_are_refused_by_name(option: str, value: object, named: str
         (dict(quantization="int8", dtype="float16"), ["dtype='float16'"]),
         (dict(quantization="fp8"), ["quantization='fp8'", "'int8' or 'int4'"]),
         (dict(quantization="fp8", has_float8=False, **ON_GPU), ["triton", "8.9"]),
+        (dict(has_bfloat16=False, **ON_GPU), ["dtype='bfloat16', the checkpoint's,", "8.0", "dtype='float16'"]),
+        (dict(dtype="bfloat16", has_bfloat16=False, **ON_GPU), ["dtype='bfloat16' needs", "8.0", "dtype='float16'"]),
         (dict(data_parallel_size=2, executor="uniproc"), ["executor='uniproc'", "executor='mp'"]),
         (dict(on_failure="restart", executor="uniproc"), ["on_failure='restart'", "executor='mp'"]),
         (
@@ -381,7 +383,7 @@ def test_batch_invariant_uses_no_kernels_with_an_order_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("option", "silent", "warned"),
     [
-        ("gpu_memory_utilization", None, 0.9),
+        ("gpu_memory_utilization", None, 0.9),  # on CPUs
         ("swap_space", 0, 4),
         ("enable_chunked_prefill", None, False),
         ("enable_eplb", False, True),
@@ -398,6 +400,22 @@ def test_settings_of_vllm_without_effect_are_accepted_with_a_warning(
         assert not caplog.records
         assert decide(**{option: warned}) == decide()
     assert [record.args[:2] for record in caplog.records if record.args] == [(option, warned)]
+
+
+def test_gpu_memory_utilization_has_an_effect_on_gpus_alone(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert decide(**ON_GPU).gpu_memory_utilization == 0.9
+        assert decide(gpu_memory_utilization=0.5, **ON_GPU).gpu_memory_utilization == 0.5
+        assert not caplog.records
+        decide(gpu_memory_utilization=0.5)
+    assert "gpu_memory_utilization=0.5" in caplog.text
+
+
+def test_a_gpu_without_bfloat16_computes_in_other_dtypes() -> None:
+    for dtype in ("float16", "float32"):
+        assert decide(dtype=dtype, has_bfloat16=False, **ON_GPU).dtype == dtype
+    assert decide(dataclasses.replace(FACTS, dtype="float16"), has_bfloat16=False, **ON_GPU).dtype == "float16"
+    assert decide(has_bfloat16=False).dtype == "bfloat16", "that of a CPU"
 
 
 def test_slices_of_experts_need_no_other_dispatcher() -> None:
@@ -433,5 +451,5 @@ def test_a_setting_and_its_name_in_vllm_must_agree() -> None:
     ],
 )
 def test_wrong_values_of_vllm_settings_are_refused(option: str, value: object, named: str) -> None:
-    assert option in NAMES
+    assert option in {*NAMES, "gpu_memory_utilization"}
     assert_refused(option, named, **{option: value})

@@ -144,7 +144,37 @@ def test_memory_cached_by_torch_is_free(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (50 * 2**30 - cached[0], 80 * 2**30))
     on_gpu = config(device="cuda", dtype="bfloat16", max_num_seqs=1_000_000)
     num_blocks = count_blocks(on_gpu, NEEDS, 0, run_largest_step)
-    assert num_blocks == int((50 - 10) * 2**30 * 0.9) // (10 * BYTES_PER_TOKEN)
+    assert num_blocks == int((0.9 * 80 - 30 - 10) * 2**30) // (10 * BYTES_PER_TOKEN)
+
+
+@pytest.mark.parametrize(
+    ("utilization", "free", "gigabytes"),
+    [
+        (
+            0.5,
+            50,
+            0.5 * 80 - 20 - 3 - 1,
+        ),  # a share of the whole GPU, less tensors, the largest step and what is reserved
+        (0.9, 60, 0.9 * 80 - 20 - 3 - 1),
+        (0.9, 40, 40 - 3 - 1),  # another process takes more than the rest
+        (0.25, 60, 0),
+    ],
+)
+def test_a_rank_takes_a_share_of_its_gpu(
+    utilization: float, free: int, gigabytes: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("synchronize", "reset_peak_memory_stats", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 20 * 2**30)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 23 * 2**30)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free * 2**30, 80 * 2**30))
+    on_gpu = config(device="cuda", max_num_seqs=1_000_000, gpu_memory_utilization=utilization)
+    if gigabytes:
+        num_blocks = count_blocks(on_gpu, NEEDS, 2**30, lambda: None)
+        assert num_blocks == int(gigabytes * 2**30) // (10 * BYTES_PER_TOKEN)
+    else:
+        with pytest.raises(CacheTooSmallError, match="gpu_memory_utilization"):
+            count_blocks(on_gpu, NEEDS, 2**30, lambda: None)
 
 
 @pytest.mark.parametrize(("device", "logprobs"), [("cpu", None), ("cuda", 1)])

@@ -30,6 +30,20 @@ def test_the_meta_device_uses_plain_torch_silently(caplog: pytest.LogCaptureFixt
     assert not caplog.text
 
 
+@pytest.mark.parametrize(
+    ("capability", "bfloat16", "float8"),
+    [((7, 5), False, False), ((8, 0), True, False), ((8, 6), True, False), ((8, 9), True, True), ((9, 0), True, True)],
+)
+def test_number_formats_of_a_gpu(
+    capability: tuple[int, int], bfloat16: bool, float8: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    assert select.supports_bfloat16_products() == bfloat16
+    assert select.supports_float8_products() == float8
+
+
 def test_a_gpu_without_triton_uses_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
