@@ -35,6 +35,19 @@ class RequestError(MoeserveError, ValueError):
         self.parameter, self.code = parameter, code
 
 
+class PromptTooLongError(RequestError):
+    """A prompt has more tokens than max_model_len allows."""
+
+    def __init__(self, message: str, *, num_tokens: int, max_tokens: int) -> None:
+        """
+        Args:
+            num_tokens: tokens of the prompt, or a lower bound of them.
+            max_tokens: maximum tokens of a prompt.
+        """
+        super().__init__(message, parameter="prompt", code="context_length_exceeded")  # OpenAI's code of this error
+        self.num_tokens, self.max_tokens = num_tokens, max_tokens
+
+
 class CacheTooSmallError(SettingsError):
     """The KV cache cannot hold one request of max_model_len tokens."""
 

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from moeserve.api.tokenizer import TextCodec
 from moeserve.config.settings import LIMITS
-from moeserve.errors import RequestError, nearest, shown
+from moeserve.errors import PromptTooLongError, RequestError, nearest, shown
 from moeserve.sampling_params import SamplingParams
 from moeserve.structured_outputs import StructuredOutputsParams
 from moeserve.worker.grammars import Grammars
@@ -17,8 +17,6 @@ from moeserve.worker.grammars import Grammars
 # A text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; the dicts may have a "cache_salt".
 Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
 Prompts: TypeAlias = "Prompt | Sequence[Prompt]"
-
-CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"  # OpenAI's code of this error
 
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
@@ -144,11 +142,11 @@ class PromptEncoder:
             return
         num_tokens = self._codec.least_tokens(text)
         if num_tokens > self._max_model_len - 1:
-            raise RequestError(
+            raise PromptTooLongError(
                 f"{name} has {len(text)} characters, which are at least {num_tokens} tokens, and max_model_len="
                 f"{self._max_model_len} leaves room for {self._max_model_len - 1} and one to generate; shorten it",
-                parameter="prompt",
-                code=CONTEXT_LENGTH_EXCEEDED,
+                num_tokens=num_tokens,
+                max_tokens=self._max_model_len - 1,
             )
 
     def check_prompt_logprobs(self, name: str, num_tokens: int, params: SamplingParams) -> None:
@@ -215,12 +213,12 @@ class PromptEncoder:
         if not token_ids:
             raise RequestError(f"{name} is empty; pass at least one token", parameter="prompt")
         if len(token_ids) > self._max_model_len - 1:
-            raise RequestError(
+            raise PromptTooLongError(
                 f"{name} has {len(token_ids)} tokens, and max_model_len={self._max_model_len} leaves room for "
                 f"{self._max_model_len - 1} and one to generate; shorten it, or raise max_model_len if the model "
                 "allows",
-                parameter="prompt",
-                code=CONTEXT_LENGTH_EXCEEDED,
+                num_tokens=len(token_ids),
+                max_tokens=self._max_model_len - 1,
             )
         for place, token_id in enumerate(token_ids):
             if not _is_integer(token_id):

@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from moeserve.errors import EngineError, MoeserveError, QueueFullError, RequestError, SettingsError
+from moeserve.errors import EngineError, MoeserveError, PromptTooLongError, QueueFullError, RequestError, SettingsError
 
 logger = logging.getLogger(__name__)
 
@@ -42,16 +42,18 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
+        anthropic: Mapping[str, Any] | None = None,
     ) -> None:
         """
         Args:
             status: HTTP status, one of `TYPE_OF_STATUS`.
             param: name of the invalid parameter.
             code: stable name of the error, for programs.
+            anthropic: fields of the error in Anthropic's format that its clients evaluate.
         """
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
-        self.headers = dict(headers or {})
+        self.headers, self.anthropic = dict(headers or {}), dict(anthropic or {})
 
     @property
     def type(self) -> str:
@@ -83,7 +85,7 @@ def shutting_down() -> ApiError:
 def anthropic_body(error: ApiError) -> dict[str, Any]:
     """Return an error in Anthropic's format."""
     kind = ANTHROPIC_TYPES.get(error.status, error.type)
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
+    return {"type": "error", "error": {"type": kind, "message": error.message, **error.anthropic}}
 
 
 def error_answer(error: ApiError, path: str) -> JSONResponse:
@@ -98,6 +100,9 @@ def api_error(error: MoeserveError) -> ApiError:
     The text of an engine failure appears only in the server's log, because it may name paths and addresses of the host.
     """
     match error:
+        case PromptTooLongError():  # clients of Anthropic's API recognise these words, and shorten the conversation
+            too_long = f"prompt is too long: {error.num_tokens} tokens > {error.max_tokens} maximum"
+            return ApiError(400, str(error), param=error.parameter, code=error.code, anthropic={"message": too_long})
         case RequestError():
             return ApiError(400, str(error), param=error.parameter, code=error.code)
         case SettingsError():  # the request needs a package that is not installed
