@@ -65,7 +65,8 @@ def test_a_full_queue_is_answered_at_once(llm: AsyncLLM, monkeypatch: pytest.Mon
     num_refused, are_refused, generate = 0, threading.Event(), llm.generate
 
     async def held_up(*args: Any) -> AsyncIterator[Any]:
-        while not are_refused.is_set():
+        deadline = time.monotonic() + 60
+        while not are_refused.is_set() and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
         async with contextlib.aclosing(generate(*args)) as outputs:
             async for output in outputs:
