@@ -259,7 +259,7 @@ def _launch(
 
 @dataclass(frozen=True)
 class Plan:
-    """What the host decides of a launch, from shapes alone."""
+    """The decisions of the host about a launch, which follow from shapes alone."""
 
     grid: tuple[int]
     num_columns: int
