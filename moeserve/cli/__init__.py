@@ -7,9 +7,11 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
+from moeserve.cli.completion import SHELLS, completion_script
 from moeserve.cli.parser import Parser
+from moeserve.cli.sources import add_sources
 from moeserve.errors import MoeserveError
 
 COMMANDS = {
@@ -33,12 +35,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status: 0, or 1 after an error that was reported. An invalid command line exits with status 2.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    options, unknown = _parser(arguments).parse_known_args(arguments)
+    named = [argument for argument in arguments if not argument.startswith("-")]
+    options, unknown = _parser(named[:1]).parse_known_args(arguments)
+    if options.print_completion is not None:
+        return _print_completion(options.print_completion)
+    if "parser" not in options:
+        _parser(()).error(f"a command is missing: {', '.join(COMMANDS)}; see --help")
     command: Parser = options.parser
     if unknown:
         command.refuse(unknown[0])
     logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(levelname)s %(message)s")
     try:
+        if command.settings:
+            add_sources(options, command.settings)
         return int(options.run(options) or 0)
     except MoeserveError as error:
         if options.verbose:
@@ -52,19 +61,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 141
 
 
-def _parser(arguments: Sequence[str]) -> Parser:
-    """Return a parser that lists all commands, and has the flags of the command in `arguments`."""
+def _print_completion(shell: str) -> int:
+    """Print a shell's script, and return the exit status."""
+    try:
+        print(completion_script(_parser(COMMANDS), shell))
+    except MoeserveError as error:
+        print(f"moeserve: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser(chosen: Collection[str]) -> Parser:
+    """Return a parser that lists all commands, and has the flags of the chosen ones."""
     from moeserve import __version__
 
     parser = Parser(prog="moeserve", description="Inference engine for mixture-of-experts language models.")
     parser.add_argument("--version", action="version", version=f"moeserve {__version__}")
     parser.add_argument("--verbose", "-v", action="store_true", help=argparse.SUPPRESS)  # may also precede the command
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
+    parser.add_argument(
+        "--print-completion",
+        choices=SHELLS,
+        metavar="SHELL",
+        help=f"print the script for completion in a shell [{', '.join(SHELLS)}]",
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for name, summary in COMMANDS.items():
         command: Parser = commands.add_parser(name, help=summary, description=summary)
         command.set_defaults(parser=command)
-        if name == chosen:
+        if name in chosen:
             command.add_argument(
                 "--verbose", "-v", action="store_true", default=argparse.SUPPRESS, help="log what the engine does"
             )

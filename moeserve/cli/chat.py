@@ -35,8 +35,8 @@ def add_arguments(command: Parser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     settings = engine_settings(options)
-    if options.url is not None and settings:
-        options.parser.error(f"--url uses the model of a server: leave out {', '.join(settings)}")
+    if options.url is not None and options.on_command_line:
+        options.parser.error(f"--url uses the model of a server: leave out {', '.join(options.on_command_line)}")
     sampling = {"max_tokens": options.max_tokens}
     if options.temperature is not None or (settings.get("model") is None and options.url is None):
         sampling["temperature"] = options.temperature or 0.0  # the default model is small, and rambles when sampled

@@ -22,6 +22,16 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"allow_abbrev": False, "formatter_class": _Formatter, **options})
+        self.settings: list[type] = []  # dataclasses of the settings that the command has
+
+    def add_settings(self, *groups: type) -> None:
+        """Add settings, each dataclass under its own title. They are flags, environment variables and keys of a file.
+
+        Settings that are not given are absent from the parsed options.
+        """
+        for group in groups:
+            add_flags(self.add_argument_group(group.__doc__), group)
+        self.settings += groups
 
     def refuse(self, argument: str) -> NoReturn:
         flag, _, _ = argument.partition("=")
@@ -79,18 +89,20 @@ def add_flags(group: Any, settings: type, without: Iterable[str] = (), *, shows_
 
 
 def add_engine_flags(command: Parser) -> None:
-    """Add the model as an argument, and for each setting of the engine a flag and its alias from vLLM."""
+    """Add the model as an argument, and the settings of the engine with their names in vLLM."""
     command.add_argument("model_folder", nargs="?", metavar="MODEL", help="the same as --model")
-    for group in (*Settings.groups().values(), VllmSettings):
-        add_flags(command.add_argument_group(group.__doc__), group)
+    command.add_argument(
+        "--config",
+        metavar="FILE",
+        help="YAML file of settings: the names of flags and their values; the command line and the environment "
+        "variables MOESERVE_<NAME> take precedence",
+    )
+    command.add_settings(*Settings.groups().values(), VllmSettings)
 
 
 def engine_settings(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the engine settings that were given on the command line (see `add_engine_flags`)."""
-    if options.model_folder is not None and "model" in options:
-        options.parser.error(f"MODEL={options.model_folder} and --model={options.model} are both given; give one")
-    named = {} if options.model_folder is None else {"model": options.model_folder}
-    return given(options, *Settings.groups().values(), VllmSettings) | named
+    """Return the engine settings that were given (see `add_engine_flags`)."""
+    return given(options, *Settings.groups().values(), VllmSettings)
 
 
 def _metavar(name: str) -> str:
@@ -112,7 +124,7 @@ def reader(expected: Any) -> Callable[[str], Any]:
 
 
 def given(options: argparse.Namespace, *groups: type) -> dict[str, Any]:
-    """Return the options given on the command line for the fields of these dataclasses."""
+    """Return the options that were given for the fields of these dataclasses."""
     names = {field.name for group in groups for field in dataclasses.fields(group)}
     return {name: value for name, value in vars(options).items() if name in names}
 

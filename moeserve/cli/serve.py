@@ -5,20 +5,19 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from moeserve.cli.parser import Parser, add_engine_flags, add_flags, engine_settings, given
+from moeserve.cli.parser import Parser, add_engine_flags, engine_settings, given
 from moeserve.errors import SettingsError, missing_extra
 from moeserve.server.settings import RouterSettings, ServerSettings
 
 # The server's settings that a router has too.
 SETTINGS_OF_ROUTER = frozenset(
-    ["host", "port", "max_body_bytes", "drain_timeout", "cors_origin", "ssl_certfile", "ssl_keyfile"]
+    ["host", "port", "max_body_bytes", "max_bytes_in_flight", "keep_alive_timeout", "allowed_host", "drain_timeout", "cors_origin", "ssl_certfile", "ssl_keyfile"]
 )
 
 
 def add_arguments(command: Parser) -> None:
     command.usage = "moeserve serve [MODEL] [flags]\n       moeserve serve --prefill URL --decode URL [flags]"
-    add_flags(command.add_argument_group(ServerSettings.__doc__), ServerSettings)
-    add_flags(command.add_argument_group(RouterSettings.__doc__), RouterSettings)
+    command.add_settings(ServerSettings, RouterSettings)
     add_engine_flags(command)
 
 

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moeserve.errors import SettingsError
+from moeserve.errors import SettingsError, nearest
 
 if TYPE_CHECKING:
     from moeserve.config.settings import EngineConfig
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "MOESERVE_"
+# Variables with this prefix that are no settings: of the engine, of the kernels, of their build, and the file's name.
+OTHER_VARIABLES = frozenset(["cache", "isa", "kernels", "require_kernels", "config"])
+# Kubernetes sets such variables in every pod beside a service named moeserve: MOESERVE_PORT_8000_TCP_ADDR.
+PREFIXES_OF_KUBERNETES = ("service_", "port_")
 
 
 def ray_address() -> str:
@@ -44,6 +53,26 @@ def cache_folder() -> Path:
     if chosen:
         return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moeserve"
+
+
+def setting_variables(settings: Iterable[str]) -> dict[str, str]:
+    """Return the variables MOESERVE_<NAME> by the lower-case name behind the prefix. Warn of those that seem misspelt.
+
+    Args:
+        settings: names of the settings that are looked for.
+    """
+    found = {name: value for name, value in os.environ.items() if name.startswith(PREFIX)}
+    known = {name: f"{PREFIX}{name.upper()}" for name in (*settings, *OTHER_VARIABLES)}
+    for name in found:
+        option = name.removeprefix(PREFIX).lower()
+        is_of_kubernetes = option.startswith(PREFIXES_OF_KUBERNETES)
+        if (
+            option not in known
+            and not is_of_kubernetes
+            and (hint := nearest(option, known, shown_as=known, otherwise=""))
+        ):
+            logger.warning("%s is no setting of this command: %s", name, hint)
+    return {name.removeprefix(PREFIX).lower(): value for name, value in found.items()}
 
 
 def set_for_libraries(variables: Mapping[str, str]) -> None:

@@ -35,7 +35,7 @@ class VllmSettings:
 
 NAMES = frozenset(field.name for field in dataclasses.fields(VllmSettings))
 
-_OWN_NAMES = {
+OWN_NAMES = {
     "distributed_executor_backend": "executor",
     "kv_cache_memory_bytes": "kv_cache_memory",
     "enable_expert_parallel": "expert_parallel",
@@ -65,8 +65,8 @@ def translate(options: Mapping[str, Any]) -> dict[str, Any]:
             raise SettingsError(
                 "trust_remote_code=True: moeserve never runs the code of a checkpoint; leave the setting out"
             )
-        if field.name in _OWN_NAMES:
-            translated[_OWN_NAMES[field.name]] = "uniproc" if value == "uni" else value
+        if field.name in OWN_NAMES:
+            translated[OWN_NAMES[field.name]] = "uniproc" if value == "uni" else value
         else:
             logger.warning("%s=%r has %s", field.name, value, field.metadata["help"])
     return translated
