@@ -1,11 +1,18 @@
-"""Parts that all requests share: strict types, no unknown fields, and sampling parameters with vLLM's extensions."""
+"""Parts that all requests share: the rule for their fields, strict types, and sampling parameters as in vLLM.
+
+A field is *used*, *ignored* or *refused*. Used fields are declared with their type, the others with `Ignored` or
+`Refused`. Null stands for a field that is left out. Fields that a class does not declare are ignored; those at the top
+level of a request are logged, or refused if the server is strict (`Service.begin`).
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import types
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
@@ -44,18 +51,74 @@ class Bounded:
         return value
 
 
-class Body(BaseModel):
-    """A part of a request. Unknown fields are refused, and named in the error."""
+@dataclass(frozen=True)
+class Ignored:
+    """Marks a field that has no effect on the answer: any value is valid, and none is read."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+    why: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.any_schema()
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Marks a field that would change the answer in a way that is not supported.
+
+    Values that ask for nothing are valid: null, false, 0, and empty texts, lists and objects.
+    """
+
+    why: str
+    harmless: tuple[Any, ...] = ()  # further values that ask for what happens anyway
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._require_harmless, core_schema.any_schema())
+
+    def _require_harmless(self, value: Any) -> Any:
+        if value and value not in self.harmless:
+            raise PydanticCustomError(UNSUPPORTED, "is not supported here: {why}", {"why": self.why})
+        return value
+
+
+UNSUPPORTED = "extra_forbidden"  # type of the error for a refused field
+
+
+class Body(BaseModel):
+    """A part of a request. Null stands for a field that is left out. Unknown fields are ignored."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, protected_namespaces=())
 
     @model_validator(mode="before")
     @classmethod
-    def _require_few_fields(cls, fields: Any) -> Any:
-        return Bounded(LIMITS.max_fields).require_length(fields)
+    def _without_nulls(cls, fields: Any) -> Any:
+        fields = Bounded(LIMITS.max_fields).require_length(fields)
+        if not isinstance(fields, dict) or None not in fields.values():
+            return fields
+        kept = _fields_with_null(cls)
+        return {name: value for name, value in fields.items() if value is not None or name in kept}
 
 
-Metadata = Annotated[dict[str, str], Bounded(LIMITS.max_fields)]  # the client's own data
+@functools.cache
+def _fields_with_null(body: type[Body]) -> frozenset[str]:
+    """Return the names of fields for which null has another meaning than the default."""
+    return frozenset(
+        field.alias or name
+        for name, field in body.model_fields.items()
+        if field.default is not None and not field.is_required() and types.NoneType in get_args(field.annotation)
+    )
+
+
+class RequestBody(Body):
+    """The top level of a request. Its unknown fields are kept, so that they can be logged or refused."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str | None = None
+
+    @property
+    def unknown_fields(self) -> list[str]:
+        """Names of the unknown fields that ask for something."""
+        return [name for name, value in (self.model_extra or {}).items() if value]
 
 
 class TextFormat(Body):
@@ -94,16 +157,28 @@ class StructuredOutputs(Body):
 
 class StreamOptions(Body):
     include_usage: bool = False
+    include_obfuscation: Annotated[Any, Ignored("nothing is added to events")] = None
     continuous_usage_stats: bool = False  # send the usage so far with every event, as in vLLM
 
 
-class TransferFields(Body):
+class TransferFields(RequestBody):
     """Parameters of KV cache transfers between engines, as in vLLM. `SamplingParams` validates them."""
 
     kv_transfer_params: dict[str, Any] | None = None
 
 
-class SamplingFields(TransferFields):
+class ClientFields(Body):
+    """Fields that describe the client, and hints to a provider."""
+
+    user: Annotated[Any, Ignored("a name of the end user")] = None
+    safety_identifier: Annotated[Any, Ignored("a name of the end user")] = None
+    metadata: Annotated[Any, Ignored("the client's own data")] = None
+    prompt_cache_key: Annotated[Any, Ignored("prefixes are always cached; `cache_salt` separates them")] = None
+    prompt_cache_retention: Annotated[Any, Ignored("prefixes are cached as long as there is room")] = None
+    service_tier: Annotated[Any, Ignored("there is one tier")] = None
+
+
+class SamplingFields(TransferFields, ClientFields):
     """Sampling parameters, as in `SamplingParams`. For null, the checkpoint's default is used."""
 
     temperature: float | None = None
@@ -126,13 +201,18 @@ class SamplingFields(TransferFields):
     skip_special_tokens: bool | None = None
     structured_outputs: StructuredOutputs | None = None
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None
-    # Accepted without effect: names of the end user and of caches, and the client's own data.
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    metadata: Metadata | None = None
-    store: Literal[False] | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    store: Annotated[Any, Ignored("answers are not stored")] = None
+    priority: Annotated[Any, Ignored("requests of all keys take turns")] = None
+    request_id: Annotated[Any, Ignored("the header `x-request-id` names a request")] = None
+    use_beam_search: Annotated[Any, Refused("outputs are sampled")] = None
+    length_penalty: Annotated[Any, Refused("it belongs to beam search", harmless=(1,))] = None
+    bad_words: Annotated[Any, Refused("use `logit_bias`")] = None
+    allowed_token_ids: Annotated[Any, Refused("use `structured_outputs`")] = None
+    logits_processors: Annotated[Any, Refused("code of requests is never run")] = None
+    truncate_prompt_tokens: Annotated[Any, Refused("prompts are never cut")] = None
+    spaces_between_special_tokens: Annotated[Any, Refused("texts are decoded as they are", harmless=(True,))] = None
+    return_token_ids: Annotated[Any, Refused("answers hold no token ids")] = None
+    return_tokens_as_token_ids: Annotated[Any, Refused("answers hold texts of tokens")] = None
 
     def sampling_params(self, defaults: SamplingParams, **others: Any) -> SamplingParams:
         """Return the request's sampling parameters. Parameters that it omits have their defaults.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import logging
 import math
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
@@ -20,12 +21,16 @@ from moeserve.sampling_params import RequestOutputKind, SamplingParams
 from moeserve.server.admission import Admission
 from moeserve.server.client import Client
 from moeserve.server.errors import ApiError, PromptKept, api_error, shutting_down
+from moeserve.server.schema import RequestBody
 from moeserve.server.totals import Totals
 from moeserve.server.tracing import Tracing
+
+logger = logging.getLogger(__name__)
 
 # Requests admitted beyond the running ones, as a fraction, so that the engine always has a next request.
 AHEAD = 0.25
 SECONDS_BETWEEN_LOOKS = 0.25  # interval between checks of the number of replicas
+MAX_LOGGED_FIELDS = 256  # number of unknown fields that are logged
 MAX_PREPARED = 2  # number of prompts that are rendered and tokenized at once
 # Time for requests that were ended to send their errors; the shorter one applies after a second signal.
 SECONDS_TO_END, SECONDS_TO_END_AT_ONCE = 5.0, 1.0
@@ -42,6 +47,7 @@ class Service:
         max_waiting: int,
         num_processes: int = 1,
         parser: str | None = None,
+        is_strict: bool = False,
         others: Callable[[], Iterable[Totals]] = tuple,
         tracing: Tracing | None = None,
     ) -> None:
@@ -51,6 +57,7 @@ class Service:
                 max_waiting: as for `Admission`, over all processes together.
                 num_processes: number of processes that serve the engine. They share its capacity and the queue equally.
                 parser: name of the parser of tool calls and reasoning; None: that of the checkpoint's family.
+                is_strict: refuse requests with unknown fields.
                 others: returns the totals of the server's other processes.
                 tracing: sends a span for each prompt; None: no spans. `drain` closes it.
 
@@ -73,6 +80,8 @@ class Service:
         # Renders conversations before they are sent to the engine. A long one takes a while, so clients take turns.
         self.preparation = Admission(lambda: MAX_PREPARED, self.admission.max_outputs)
         self._others = others
+        self._is_strict = is_strict
+        self._logged_fields: set[str] = set()
 
     @property
     def max_model_len(self) -> int:
@@ -107,6 +116,25 @@ class Service:
                 404, f"the model {name[:100]!r} is not served here, but {known}", param="model", code="model_not_found"
             )
         return self.model_names[0] if name is None else name
+
+    def begin(self, body: RequestBody) -> str:
+        """Return the model's name for the response. Log unknown fields of a request, each name once.
+
+        Raises:
+            ApiError: another model is requested; or a field is unknown, and the server is strict.
+        """
+        for name in body.unknown_fields:
+            if self._is_strict:
+                raise ApiError(
+                    400,
+                    f"{name[:100]} is not known here; leave it out, or serve without --strict-requests",
+                    param=name[:100],
+                    code="unsupported_parameter",
+                )
+            if name not in self._logged_fields and len(self._logged_fields) < MAX_LOGGED_FIELDS:
+                self._logged_fields.add(name)
+                logger.warning("requests have the unknown field %.100r, which is ignored", name)
+        return self.require_model(body.model)
 
     async def chat_prompt(
         self,

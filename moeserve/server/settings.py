@@ -23,9 +23,28 @@ class ServerSettings:
     answer_parser: str | None = setting(
         None, "format of the model's tool calls and reasoning, such as hermes; none: detected from the chat template"
     )
+    strict_requests: bool = setting(
+        False, "refuse requests with unknown fields; otherwise such fields are logged once per name and ignored"
+    )
+    response_store: bool = setting(
+        True, "keep recent responses of /v1/responses in memory, so that later requests can refer to them"
+    )
     api_key: list[str] | None = setting(None, "API key that requests must send; none: no key is needed")
     api_key_file: str | None = setting(None, "file with one key per line")
     max_body_bytes: PositiveInt = setting(8 * 2**20, "maximum bytes of a request's body")
+    max_bytes_in_flight: PositiveInt = setting(
+        32 * 2**20,
+        "maximum bytes of all requests that arrive or are parsed at one time, at least those of one body; the largest "
+        "unfinished one ends beyond it",
+    )
+    keep_alive_timeout: Annotated[float, msgspec.Meta(gt=0)] = setting(
+        75.0, "seconds after a response for which its connection is kept open for another request"
+    )
+    allowed_host: list[str] | None = setting(
+        None,
+        "host name that requests may have, in addition to addresses and names without a dot; checked only on a "
+        "loopback address without API keys, against web pages whose own name resolves to it",
+    )
     max_waiting: PositiveInt = setting(
         1024, "maximum outputs that wait for room in the engine; further requests get status 429"
     )

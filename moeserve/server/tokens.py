@@ -15,12 +15,11 @@ from moeserve.server.conversation import Conversation, FunctionTool
 from moeserve.server.errors import ApiError
 from moeserve.server.openai.chat import Message
 from moeserve.server.reply import JSON, encode_json
-from moeserve.server.schema import Body, Bounded, TokenId
+from moeserve.server.schema import Bounded, RequestBody, TokenId
 from moeserve.server.service import Service
 
 
-class TokenizeRequest(Body):
-    model: str | None = None
+class TokenizeRequest(RequestBody):
     prompt: Annotated[str, Field(max_length=LIMITS.max_text_length)] | None = None
     messages: Annotated[list[Message], Bounded(LIMITS.max_messages, min_length=1)] | None = None
     tools: Annotated[list[FunctionTool], Bounded(LIMITS.max_tools)] | None = None
@@ -37,8 +36,7 @@ class Tokenized(BaseModel):
     token_strs: list[str | None] | None
 
 
-class DetokenizeRequest(Body):
-    model: str | None = None
+class DetokenizeRequest(RequestBody):
     tokens: Annotated[list[TokenId], Bounded(LIMITS.max_token_ids)]
 
 
@@ -52,7 +50,7 @@ async def tokenize(service: Service, client: Client, body: TokenizeRequest) -> R
     Raises:
         ApiError: not exactly one of them is given, the tokenizer refuses it, or there is no tokenizer.
     """
-    service.require_model(body.model)
+    service.begin(body)
     codec = _codec(service)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give either prompt or messages", param="prompt")
@@ -87,7 +85,7 @@ async def detokenize(service: Service, body: DetokenizeRequest) -> Detokenized:
     Raises:
         ApiError: there is no tokenizer.
     """
-    service.require_model(body.model)
+    service.begin(body)
     text = await asyncio.to_thread(_codec(service).decode, body.tokens, skip_special_tokens=False)
     return Detokenized(prompt=text)
 

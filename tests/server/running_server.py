@@ -16,6 +16,7 @@ import uvicorn
 
 from moeserve import AsyncLLM
 from moeserve.server.app import build_app
+from moeserve.server.http_server import budget_of, http_config
 from moeserve.server.keys import Keys
 from moeserve.server.service import Service
 from moeserve.server.settings import ServerSettings
@@ -32,10 +33,16 @@ class RunningServer:
         self.llm = llm
         self.tracing = open_tracing(chosen.otlp_traces_endpoint)
         self.service = Service(
-            llm, [MODEL], max_waiting=chosen.max_waiting, parser=chosen.answer_parser, tracing=self.tracing
+            llm,
+            [MODEL],
+            max_waiting=chosen.max_waiting,
+            parser=chosen.answer_parser,
+            is_strict=chosen.strict_requests,
+            tracing=self.tracing,
         )
-        app = build_app(self.service, chosen, Keys(chosen.api_key or ()))
-        self._server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
+        budget = budget_of(chosen)
+        app = build_app(self.service, chosen, Keys(chosen.api_key or ()), budget)
+        self._server = uvicorn.Server(http_config(app, chosen, budget))
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=512)
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._listener]})

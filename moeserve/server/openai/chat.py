@@ -50,7 +50,6 @@ class Message(Body):
 
 
 class ChatRequest(SamplingFields):
-    model: str | None = None
     messages: Annotated[list[Message], Bounded(LIMITS.max_messages, min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None  # the older name of max_completion_tokens
@@ -92,7 +91,7 @@ async def answer(service: Service, client: Client, body: ChatRequest) -> Reply:
     Raises:
         ApiError: the conversation or a parameter cannot be served.
     """
-    model = service.require_model(body.model)
+    model = service.begin(body)
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options needs stream=true", param="stream_options")
     if body.top_logprobs is not None and not body.logprobs:

@@ -24,7 +24,6 @@ SEVERAL = Bounded(LIMITS.max_prompts, min_length=1)
 
 
 class CompletionRequest(SamplingFields):
-    model: str | None = None
     prompt: str | TokenIds | Annotated[list[str], SEVERAL] | Annotated[list[TokenIds], SEVERAL]
     max_tokens: Annotated[int, Field(ge=0)] | None = 16
     echo: bool = False
@@ -65,7 +64,7 @@ def complete(service: Service, client: Client, body: CompletionRequest) -> Reply
     Raises:
         ApiError: a parameter cannot be served.
     """
-    model = service.require_model(body.model)
+    model = service.begin(body)
     prompts = body.prompts()
     if body.best_of not in (None, body.n or 1):
         raise ApiError(400, f"best_of={body.best_of} is not supported; leave it out, or set n", param="best_of")
