@@ -16,10 +16,10 @@ from torch.nn import functional
 
 from moeserve.bench.gpu.check import CODES_SLACK, FLOAT32_SLACK, Call, Case, Operation, compare, crossed, in_order
 from moeserve.bench.gpu.costs import Chunks, LatentShape, Work, attention_shape, attention_work
-from moeserve.bench.gpu.inputs import Source, context_places, draw_chosen, num_cache_blocks
+from moeserve.bench.gpu.inputs import Source, draw_cache, draw_chosen
 from moeserve.ops.float8_rows import decode_rows
 from moeserve.ops.indexer import ChosenEntries, IndexerRule
-from moeserve.ops.interfaces import AttentionBackend, Kernels, KeyValueCache, LatentAttentionBackend, Rotation
+from moeserve.ops.interfaces import Kernels, KeyValueCache, LatentAttentionBackend, Rotation
 from moeserve.ops.libraries.attention import LIBRARY_NAMES, open_library
 from moeserve.ops.libraries.interface import AttentionLibrary, AttentionProblem, LibraryUnusable, StepKind
 from moeserve.ops.libraries.measured import attention_key
@@ -78,10 +78,8 @@ def attend(source: Source, name: str, kind: str, variant: Variant, block_size: i
     libraries = [library for library in installed if not library.why_unavailable(problem, step_kind)]
     chunks = [chunk for chunk in chunks if chunk[0] or not libraries]
     step = source.step(chunks, block_size)
-    blocks, offsets = context_places(step, block_size)
-    sizes = num_cache_blocks(step), shape.num_kv_heads, block_size, shape.head_size
-    options: Any = dict(places=(blocks, slice(None), offsets), unread=0.0 if libraries else torch.nan)
-    cache = KeyValueCache(source.scattered(*sizes, **options), source.scattered(*sizes, **options))
+    sizes, unread = (block_size, shape.num_kv_heads, shape.head_size), 0.0 if libraries else torch.nan
+    cache = KeyValueCache(*(draw_cache(source, step, *sizes, unread=unread) for _ in range(2)))
     query_TNH = source.normal(len(step.positions), shape.num_heads, shape.head_size)
     sinks_N = source.float32(shape.num_heads, scale=2.0) if shape.has_sinks else None
     inputs = query_TNH, source.encoded(cache) if variant == "float8" else cache, step, sinks_N
@@ -133,10 +131,10 @@ def rotate_and_write(
     rotation = draw_rotation(source, num_tokens, num_pairs, is_interleaved)
     step = source.step([(num_tokens, num_tokens + 1)], BLOCK_SIZE)
     step = dataclasses.replace(step, cache_slots=step.cache_slots.masked_fill(step.positions % 5 == 1, -1))
-    sizes = num_cache_blocks(step), shape.num_kv_heads, BLOCK_SIZE, shape.head_size
-    cache = KeyValueCache(source.normal(*sizes), source.normal(*sizes))
+    sizes = BLOCK_SIZE, shape.num_kv_heads, shape.head_size
+    cache = KeyValueCache(draw_cache(source, step, *sizes), draw_cache(source, step, *sizes))
 
-    def call(backend: AttentionBackend, fused_TXH: Tensor, rotation: Rotation, cache: Any, step: StepInputs) -> Any:
+    def call(backend: Any, fused_TXH: Tensor, rotation: Rotation, cache: Any, step: StepInputs) -> Any:
         cache = source.encoded(cache) if is_float8 else cache
         query_TNH = backend.rotate_and_write(*fused_TXH.split(heads, dim=1), rotation, cache, step)
         if not is_float8:
@@ -176,8 +174,7 @@ def latent_attend(source: Source, name: str, kind: str) -> Case:
     """Attend with absorbed weights of keys and values. Memory that no row may read contains NaN."""
     shape, chunks = SHAPES[name], CHUNKS[kind]
     step = source.step(chunks, BLOCK_SIZE)
-    options: Any = dict(places=context_places(step, BLOCK_SIZE), unread=torch.nan)
-    cache = source.scattered(num_cache_blocks(step), BLOCK_SIZE, shape.vector_size, **options)
+    cache = draw_cache(source, step, BLOCK_SIZE, shape.vector_size, unread=torch.nan)
     query_TNP = source.normal(len(step.positions), shape.num_heads, shape.vector_size)
     return Case(
         lambda kernels: make_latent(kernels, shape).attend,
@@ -190,13 +187,12 @@ def latent_attend(source: Source, name: str, kind: str) -> Case:
 def choose_entries(source: Source, kind: str, num_heads: int, key_size: int, top_k: int) -> Case:
     """Select positions to attend to. Rounding may change a few of them."""
     rule, step = IndexerRule(top_k=top_k), source.step(CHUNKS[kind], BLOCK_SIZE)
-    num_tokens, num_blocks = len(step.positions), num_cache_blocks(step)
-    keys = source.normal(num_blocks, BLOCK_SIZE, key_size)
+    num_tokens, keys = len(step.positions), draw_cache(source, step, BLOCK_SIZE, key_size)
     inputs = source.normal(num_tokens, num_heads, key_size), source.normal(num_tokens, num_heads), keys, step
 
     def are_chosen(chosen: ChosenEntries) -> Tensor:
         places_C = torch.arange(chosen.slots_TC.shape[1], device=source.device)
-        end = num_blocks * BLOCK_SIZE  # stands for the slots after the last
+        end = len(keys) * BLOCK_SIZE  # stands for the slots after the last
         slots_TC = chosen.slots_TC.long().where(places_C < chosen.counts_T[:, None], end)
         return slots_TC.new_zeros(num_tokens, end + 1, dtype=torch.bool).scatter(1, slots_TC, True)[:, :end]
 
@@ -211,24 +207,22 @@ def choose_entries(source: Source, kind: str, num_heads: int, key_size: int, top
 def attend_chosen(source: Source, name: str, kind: str, most: int) -> Case:
     """Write vectors, and attend to selected positions, whose number differs between rows."""
     shape, step = SHAPES[name], source.step(CHUNKS[kind], BLOCK_SIZE)
-    num_tokens, num_blocks = len(step.positions), num_cache_blocks(step)
-    vectors_TP, cache = (
-        source.normal(*sizes, shape.vector_size) for sizes in ((num_tokens,), (num_blocks, BLOCK_SIZE))
-    )
+    num_tokens, cache = len(step.positions), draw_cache(source, step, BLOCK_SIZE, shape.vector_size)
+    chosen = draw_chosen(source, num_tokens, len(cache) * BLOCK_SIZE, most)
     query_TNP = source.normal(num_tokens, shape.num_heads, shape.vector_size)
-    chosen = draw_chosen(source, num_tokens, num_blocks * BLOCK_SIZE, most)
+    inputs = query_TNP, source.normal(num_tokens, shape.vector_size), cache, chosen
 
     def call(backend: Any, query_TNP: Tensor, vectors_TP: Tensor, cache: Tensor, chosen: ChosenEntries) -> Any:
         backend.write(vectors_TP, cache, step)
         return backend.attend_chosen(query_TNP, cache, chosen), cache
 
-    return Case(lambda kernels: partial(call, make_latent(kernels, shape)), (query_TNP, vectors_TP, cache, chosen))
+    return Case(lambda kernels: partial(call, make_latent(kernels, shape)), inputs)
 
 
 def expanded_attend(source: Source, name: str, kind: str, head_size: int) -> Case:
     """Attend from all chunks of more than one row, with keys and values expanded for each head."""
     shape, step = SHAPES[name], source.step(CHUNKS[kind], BLOCK_SIZE)
-    cache = source.normal(num_cache_blocks(step), BLOCK_SIZE, shape.vector_size)
+    cache = draw_cache(source, step, BLOCK_SIZE, shape.vector_size)
     query_TNQ = source.normal(len(step.positions), shape.num_heads, head_size + shape.rotary_size)
     maps = source.normal(2, shape.num_heads, shape.latent_size, head_size) * shape.latent_size**-0.5
 
@@ -262,7 +256,7 @@ def replay(source: Source, width: int, num_heads: int) -> Case:
         architectures=["Qwen2MoeForCausalLM"], rms_norm_eps=1e-6, max_position_embeddings=64, rope_theta=1e4,
         num_hidden_layers=1, vocab_size=1024, hidden_size=width, intermediate_size=width, num_experts=8,
         num_experts_per_tok=2, moe_intermediate_size=width // 2, shared_expert_intermediate_size=width,
-        num_attention_heads=num_heads, num_key_value_heads=num_heads // 2,
+        num_attention_heads=num_heads, num_key_value_heads=num_heads // 2
     )  # fmt: skip
 
     @torch.inference_mode()

@@ -127,7 +127,7 @@ def in_float32(value: Any) -> Any:
         return (value.float() if value.element_size() < 4 else value).nan_to_num(0.0)
     if type(value) in (tuple, list):
         return type(value)(map(in_float32, value))
-    if dataclasses.is_dataclass(value):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.replace(value, **{name: in_float32(each) for name, each in fields_of(value).items()})
     return value
 

@@ -51,7 +51,7 @@ def attention_shape(num_heads: int, num_kv_heads: int, head_size: int, **more: A
 
 DEEPSEEK_V3_ROUTER = RouterConfig(
     num_experts=256, top_k=8, scoring="sigmoid", num_groups=8, num_chosen_groups=4, experts_rating_group=2,
-    is_normalized=True, scale=2.5, has_correction=True,
+    is_normalized=True, scale=2.5, has_correction=True
 )  # fmt: skip
 
 

@@ -27,6 +27,13 @@ FLASH = CompressedShape(
     num_heads=64, whole_num_heads=64, head_size=512, scale=512**-0.5, window=128, ratio=4, index_size=128
 )
 SMALL = dataclasses.replace(FLASH, num_heads=3, head_size=20, scale=0.3, window=6, index_size=12)
+LENGTHS = {
+    "shortest": (10, 1),
+    "short": (20, 1),
+    "prompts": (300, 1, 65),
+    "prompt of 4096": (4096,),
+    "64 decodes": (1,) * 64,
+}
 SHAPES = {
     "V4, chosen entries": FLASH,
     "V4, all entries": dataclasses.replace(FLASH, ratio=128, index_size=None),
@@ -50,9 +57,9 @@ SMALL_LINEAR = {
 }
 
 
-def compressed_attention(source: Source, name: str, lengths: tuple[int, ...], top_k: int) -> Case:
-    """Pool and attend from prompts of these lengths."""
-    shape = SHAPES[name]
+def compressed_attention(source: Source, name: str, kind: str, top_k: int) -> Case:
+    """Pool and attend from prompts."""
+    shape, lengths = SHAPES[name], LENGTHS[kind]
     block_size = BLOCK_SIZE if shape.head_size == FLASH.head_size else SMALL_BLOCK_SIZE
     num_tokens, ratio, size = sum(lengths), shape.ratio or 1, shape.num_series * shape.head_size
     step = source.step([(length, length) for length in lengths], block_size)
@@ -108,9 +115,9 @@ def run_steps(operation: Any, tokens: Any, weights: Any, states: Tensor, steps: 
     return [operation(*tokens, weights, states, step) for step in steps], states
 
 
-def linear_attention(source: Source, name: str, lengths: tuple[int, ...]) -> Case:
-    shape, num_tokens = (LINEAR | SMALL_LINEAR)[name], sum(lengths)
-    num_heads, value_size = shape.num_heads, shape.num_heads * shape.value_dim
+def linear_attention(source: Source, name: str, kind: str) -> Case:
+    shape, lengths = (LINEAR | SMALL_LINEAR)[name], LENGTHS[kind]
+    num_tokens, num_heads, value_size = sum(lengths), shape.num_heads, shape.num_heads * shape.value_dim
     weights = LinearAttentionWeights(
         source.float32(num_heads),
         source.float32(shape.num_decays),
@@ -134,43 +141,36 @@ def linear_attention(source: Source, name: str, lengths: tuple[int, ...]) -> Cas
     )
 
 
-def linear_attention_of_equal_lengths(source: Source, name: str, num_requests: int, length: int) -> Case:
-    return linear_attention(source, name, num_requests * (length,))
-
-
-def short_convolution(
-    source: Source, num_channels: int, num_taps: int, is_gated: bool, lengths: tuple[int, ...]
-) -> Case:
+def short_convolution(source: Source, num_channels: int, num_taps: int, is_gated: bool, kind: str) -> Case:
     shape = ConvolutionShape(num_channels=num_channels, num_taps=num_taps, is_gated=is_gated)
     weights = ConvolutionWeights(source.float32(num_taps, num_channels), source.float32(num_channels))
-    tokens = (source.normal(sum(lengths), num_channels * (3 if is_gated else 1)),)
-    states = tokens[0].new_zeros(len(lengths), num_taps - 1, num_channels)
-    inputs = tokens, weights, states, two_steps(source, lengths)
+    tokens = (source.normal(sum(LENGTHS[kind]), num_channels * (3 if is_gated else 1)),)
+    states = tokens[0].new_zeros(len(LENGTHS[kind]), num_taps - 1, num_channels)
+    inputs = tokens, weights, states, two_steps(source, LENGTHS[kind])
     return Case(lambda kernels: partial(run_steps, kernels.make_short_convolution(shape)), inputs)
 
 
-LENGTHS, SMALL_LENGTHS = (300, 1, 65), (20, 1)
 ENTRY_CASES = {
     "linear attention": [
-        Operation(linear_attention, crossed(SMALL_LINEAR, [SMALL_LENGTHS]), crossed(LINEAR, [LENGTHS])),
         Operation(
-            linear_attention_of_equal_lengths,
-            [("small Qwen3-Next", 2, 2)],
-            timed=[(name, *each) for name in LINEAR for each in ((1, 4096), (64, 1))],
-        ),
+            linear_attention,
+            crossed(SMALL_LINEAR, ["short"]),
+            crossed(LINEAR, ["prompts"]),
+            crossed(LINEAR, ["prompt of 4096", "64 decodes"]),
+        )
     ],
     "short convolutions": [
         Operation(
             short_convolution,
-            [(300, 4, False, SMALL_LENGTHS), (300, 3, True, SMALL_LENGTHS)],
-            [(8192, 4, False, LENGTHS), (2048, 3, True, LENGTHS)],  # Qwen3-Next, LFM2
+            [(300, 4, False, "short"), (300, 3, True, "short")],
+            [(8192, 4, False, "prompts"), (2048, 3, True, "prompts")],  # Qwen3-Next, LFM2
         )
     ],
     "compressed attention": [
         Operation(
             compressed_attention,
-            crossed([name for name in SHAPES if name.startswith("small")], [(10, 1)], [2]),
-            crossed([name for name in SHAPES if name.startswith("V4")], [LENGTHS], [40]),
+            [(name, "shortest", 2) for name in SHAPES if "small" in name],
+            [(name, "prompts", 40) for name in SHAPES if "V4" in name],
         )
     ],
     "hyper-connections": [

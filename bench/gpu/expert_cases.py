@@ -26,7 +26,8 @@ from moeserve.ops.weight_blocks import num_blocks
 # E experts, K experts per token, T tokens, P pairs, R rows, S slots of a weight, D model width, I inputs, O outputs,
 # C columns, e weights
 
-FP8_SLACK = 2.0**-6  # tensor cores of sm_90 keep 13 bits below the largest of 32 products of 8-bit floats
+# Tensor cores of sm_90 keep 13 bits below the largest of 32 products of 8-bit floats.
+SLACKS = {"bf16": FLOAT32_SLACK, "fp8": 2.0**-6, "mxfp4": FLOAT32_SLACK}
 MODELS = {
     "Qwen3-30B-A3B": MoEShape(128, 2048, 768, 8),
     "Mixtral-8x7B": MoEShape(8, 4096, 14336, 2),
@@ -45,10 +46,6 @@ SMALL = {"gpt-oss-20b": "small, clamped"}  # of the shapes, for models that diff
 EXPECTED_ROWS = (None, 1, 10**6)  # select different tiles, which must not change a byte
 NUM_TOKENS = (1, 16, 128, 4096)
 PARTS = ("gate, up", "down")
-
-
-def slack_of(format: Format) -> float:
-    return FP8_SLACK if format == "fp8" else FLOAT32_SLACK
 
 
 def product_of(kernels: Kernels, weights: OpenWeights) -> Product:
@@ -103,7 +100,7 @@ def multiply_rows_and_slots(source: Source, format: Format, name: str, part: str
         return first, torch.tensor(are_equal), torch.cat(used)
 
     inputs = rows_RI, slots_RI.unflatten(0, (-1, num_slots)), counts_E, gather
-    return Case(lambda kernels: partial(call, product_of(kernels, weights)), inputs, defined, slack_of(format))
+    return Case(lambda kernels: partial(call, product_of(kernels, weights)), inputs, defined, SLACKS[format])
 
 
 def multiply(source: Source, format: Format, num_outputs: int, num_inputs: int, num_rows: int, is_gated: bool) -> Case:
@@ -119,11 +116,11 @@ def multiply(source: Source, format: Format, num_outputs: int, num_inputs: int, 
         scales = source.uniform(num_rows, num_blocks(num_inputs))
         rows = Float8Rows(source.codes(num_rows, num_inputs), scales, source.dtype)
     element_size = weights.weight_eOI.element_size()
-    num_bytes = (num_outputs + num_rows) * num_inputs * element_size + 2 * num_rows * num_outputs
+    num_bytes = (num_outputs + num_rows) * num_inputs * element_size + 2 * num_rows * num_outputs // weights.num_parts
     return Case(
         lambda kernels: product_of(kernels, weights).multiply,
         (rows,),
-        slack=CODES_SLACK if weights.feeds_blocks else slack_of(format),
+        slack=CODES_SLACK if weights.feeds_blocks else SLACKS[format],
         others={name: partial(own.multiply, rows) for name, (own,) in deep_gemm_products(source, weights).items()},
         work=Work(num_bytes, 2.0 * num_rows * num_outputs * num_inputs, format),
         choices=((product_key(weights), num_rows),) if is_fp8 else (),
@@ -166,9 +163,8 @@ def experts(source: Source, format: Format, name: str, num_tokens: int) -> Case:
     num_hit = int((counts_E > 0).sum())
     inputs = hidden_TD, experts_TK, weights_TK
 
-    def call(
-        pairs: Any, gate_up: Product, down: Product, hidden_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor
-    ) -> Tensor:
+    def call(pairs: Any, made: list[Product], hidden_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        gate_up, down = made
         order_P, counts_E = pairs.order(experts_TK, keys)
         middle = gate_up.multiply_rows(hidden_TD, counts_E, True, Gather(order_P, shape.top_k))
         output = down.multiply_rows(middle, counts_E, True)
@@ -183,10 +179,10 @@ def experts(source: Source, format: Format, name: str, num_tokens: int) -> Case:
     source_P, offsets_E = order_P // shape.top_k, counts_E.cumsum(0).int()
     libraries = deep_gemm_products(source, *weights)
     return Case(
-        lambda kernels: partial(call, kernels.pairs, *(product_of(kernels, each) for each in weights)),
+        lambda kernels: partial(call, kernels.pairs, [product_of(kernels, each) for each in weights]),
         inputs,
         slack=2 * CODES_SLACK if format == "fp8" else FLOAT32_SLACK,  # rows and gates are rounded to 8 bits
-        others={name: partial(call, TRITON_KERNELS.pairs, *own, *inputs) for name, own in libraries.items()},
+        others={name: partial(call, TRITON_KERNELS.pairs, made, *inputs) for name, made in libraries.items()},
         beside={"torch grouped_mm": run_torch} if format == "bf16" else {},
         work=experts_work(shape, num_tokens=num_tokens, num_hit=num_hit, format=format),
         bar=experts_bar(num_tokens, format),

@@ -111,12 +111,19 @@ def num_cache_blocks(step: StepInputs) -> int:
     return int(step.block_table.max()) + 1
 
 
-def context_places(step: StepInputs, block_size: int) -> tuple[Tensor, Tensor]:
-    """Return the block and the offset in it of every position of every context."""
+def draw_cache(source: Source, step: StepInputs, block_size: int, *sizes: int, unread: float | None = None) -> Tensor:
+    """Draw a cache [num_blocks, *heads, block_size, size], with `unread`, if given, at positions of no context."""
+    *heads, size = sizes
+    shape = num_cache_blocks(step), *heads, block_size, size
+    if unread is None:
+        return source.normal(*shape)
     blocks_SC = step.block_table.repeat_interleave(block_size, dim=1).long()
-    positions_SC = torch.arange(blocks_SC.shape[1], device=blocks_SC.device).expand_as(blocks_SC)
-    is_context_SC = positions_SC < step.context_lens[:, None]
-    return blocks_SC[is_context_SC], positions_SC[is_context_SC] % block_size
+    positions_SC = torch.arange(blocks_SC.shape[1], device=source.device).expand_as(blocks_SC)
+    is_read_SC = positions_SC < step.context_lens[:, None]
+    offsets = positions_SC[is_read_SC] % block_size
+    return source.scattered(
+        *shape, places=(blocks_SC[is_read_SC], *(slice(None) for _ in heads), offsets), unread=unread
+    )
 
 
 def draw_chosen(source: Source, num_tokens: int, num_slots: int, top_k: int) -> ChosenEntries:

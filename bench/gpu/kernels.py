@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import torch
 
 from moeserve.bench.gpu.cases import CASES
-from moeserve.bench.gpu.check import Case, tensors_of
+from moeserve.bench.gpu.check import Call, Case, NamedCases, tensors_of
 from moeserve.bench.gpu.costs import GpuLimits, Work
 from moeserve.bench.gpu.inputs import Source
 from moeserve.bench.gpu.limits import Timer, limits_row
@@ -23,7 +22,7 @@ from moeserve.ops.torch.table import TORCH_KERNELS
 FIRST = ("experts", "attention", "latent attention")
 
 
-def timed_cases(source: Source, *, is_small: bool = False) -> Iterator[tuple[str, Callable[[], Case]]]:
+def timed_cases(source: Source, *, is_small: bool = False) -> NamedCases:
     """Yield the cases to time; with `is_small`, small cases of the same operations."""
     for name in dict.fromkeys([*FIRST, *CASES]):
         for operation in CASES[name]:
@@ -31,10 +30,7 @@ def timed_cases(source: Source, *, is_small: bool = False) -> Iterator[tuple[str
 
 
 def timed_items(
-    cases: Iterator[tuple[str, Callable[[], Case]]],
-    kernels: Kernels,
-    measure_limits: Callable[[], GpuLimits],
-    make_timer: Callable[[], Timer],
+    cases: NamedCases, kernels: Kernels, measure_limits: Callable[[], GpuLimits], make_timer: Callable[[], Timer]
 ) -> Iterator[Item]:
     """Yield all measurements on this GPU. They use the same limits, which are measured again at the end."""
     limits, timer = functools.cache(measure_limits), functools.cache(make_timer)
@@ -58,8 +54,7 @@ def measure(name: str, case: Case, kernels: Kernels, timer: Timer, limits: GpuLi
         Exception: our own call failed, or a CUDA error.
     """
     call = case.bind(kernels)
-    work = work_of(case, call())
-    seconds = timer(call)
+    work, seconds = work_of(case, call), timer(call)
     row: Row = {
         "name": name,
         "status": "measured",
@@ -94,8 +89,8 @@ def measure(name: str, case: Case, kernels: Kernels, timer: Timer, limits: GpuLi
         yield row | {"choices": case.choices, "fastest": fastest}
 
 
-def work_of(case: Case, results: Any) -> Work:
+def work_of(case: Case, call: Call) -> Work:
     """Return the work of a case. By default, each input and each result is moved once."""
     if case.work is not None:
         return case.work
-    return Work(float(sum(each.nbytes for each in tensors_of((case.inputs, results), dequantizes=False))))
+    return Work(float(sum(each.nbytes for each in tensors_of((case.inputs, call()), dequantizes=False))))
