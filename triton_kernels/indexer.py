@@ -74,12 +74,6 @@ def choose_entries(
     """
     num_tokens, num_heads, head_size = query_TNH.shape
     num_chunks = len(context_lens)
-    assert weights_TN.shape == (num_tokens, num_heads)
-    assert cache.shape[2] == head_size
-    assert query_TNH.dtype == weights_TN.dtype == cache.dtype
-    assert query_TNH.stride(2) == weights_TN.stride(1) == cache.stride(2) == block_table.stride(1) == 1
-    assert block_table.dtype == row_starts.dtype == context_lens.dtype == torch.int32
-    assert slots_TC.is_contiguous()
     if num_tokens == 0:
         starts.zero_()
         return
