@@ -17,8 +17,10 @@ from starlette.middleware.cors import CORSMiddleware
 from moeserve import __version__
 from moeserve.server import tokens
 from moeserve.server.anthropic import messages
+from moeserve.server.bytes_in_flight import BytesInFlight
 from moeserve.server.client import Client
 from moeserve.server.errors import EXCEPTION_HANDLERS, TYPE_OF_STATUS, ApiError, error_answer
+from moeserve.server.hosts import hosts_for
 from moeserve.server.keys import Keys
 from moeserve.server.metrics import Metrics
 from moeserve.server.middleware import Entrance
@@ -63,8 +65,13 @@ async def _client(request: Request) -> Client:  # a plain function would run in 
 RequestClient = Annotated[Client, Depends(_client)]
 
 
-def build_app(service: Service, settings: ServerSettings, keys: Keys) -> FastAPI:
-    """Return the application that serves one model."""
+def build_app(service: Service, settings: ServerSettings, keys: Keys, budget: BytesInFlight) -> FastAPI:
+    """Return the application that serves one model.
+
+    Args:
+        budget: for the bytes of bodies in flight.
+    """
+    hosts = hosts_for(settings.host, settings.allowed_host, has_keys=keys.are_required)
 
     @contextlib.asynccontextmanager
     async def admitting(app: FastAPI) -> AsyncIterator[None]:
@@ -82,7 +89,7 @@ def build_app(service: Service, settings: ServerSettings, keys: Keys) -> FastAPI
     for kind, handler in EXCEPTION_HANDLERS.items():
         app.add_exception_handler(kind, handler)
     app.add_exception_handler(RequestValidationError, _answer_invalid_body)
-    app.add_middleware(Entrance, keys=keys, max_body_bytes=settings.max_body_bytes)
+    app.add_middleware(Entrance, keys=keys, max_body_bytes=settings.max_body_bytes, budget=budget, hosts=hosts)
     if settings.cors_origin:
         app.add_middleware(CORSMiddleware, allow_origins=settings.cors_origin, allow_methods=["*"], allow_headers=["*"])
     return app

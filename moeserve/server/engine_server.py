@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from moeserve.api.async_llm import AsyncLLM
 from moeserve.server.app import build_app
-from moeserve.server.http_server import DrainingServer
+from moeserve.server.http_server import DrainingServer, budget_of
 from moeserve.server.keys import Keys
 from moeserve.server.service import Service
 from moeserve.server.settings import ServerSettings
@@ -37,5 +37,6 @@ def open_service(
         others=others,
         tracing=open_tracing(settings.otlp_traces_endpoint),
     )
-    app = build_app(service, settings, Keys.read(settings.api_key or (), settings.api_key_file))
-    return DrainingServer(app, service, settings, service.admission.max_outputs + OTHER_CONNECTIONS), service
+    budget = budget_of(settings)
+    app = build_app(service, settings, Keys.read(settings.api_key or (), settings.api_key_file), budget)
+    return DrainingServer(app, service, settings, budget, service.admission.max_outputs + OTHER_CONNECTIONS), service

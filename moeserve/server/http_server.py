@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import signal
 import socket
@@ -12,12 +13,14 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
+from typing import Any, Protocol
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from moeserve.errors import SettingsError
+from moeserve.server.bytes_in_flight import BytesInFlight
+from moeserve.server.connection import MAX_HEAD_BYTES, Connection
 from moeserve.server.middleware import start_access_log
 from moeserve.server.settings import ServerSettings
 
@@ -38,28 +41,25 @@ class Drained(Protocol):
 class DrainingServer(uvicorn.Server):
     """A server that finishes requests in flight before it closes connections."""
 
-    def __init__(self, app: ASGIApp, requests: Drained, settings: ServerSettings, max_connections: int | None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        requests: Drained,
+        settings: ServerSettings,
+        budget: BytesInFlight,
+        max_connections: int | None,
+    ) -> None:
         """
         Args:
             requests: the application's requests.
+            budget: for the bytes of requests in flight.
             max_connections: maximum number of connections; others get status 503; None: no limit.
         """
         start_access_log()
         self._requests = requests
         self._drain_timeout_s = settings.drain_timeout
         self._has_signal = False
-        super().__init__(
-            uvicorn.Config(
-                app,
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                ws="none",
-                limit_concurrency=max_connections,
-                ssl_certfile=settings.ssl_certfile,
-                ssl_keyfile=settings.ssl_keyfile,
-            )
-        )
+        super().__init__(http_config(app, settings, budget, limit_concurrency=max_connections))
 
     def answer(self, listener: socket.socket) -> None:
         """Serve until SIGTERM, Ctrl-C, or `should_exit`."""
@@ -82,6 +82,31 @@ class DrainingServer(uvicorn.Server):
         await super().shutdown(sockets)
         if self.force_exit:  # else uvicorn would leave tasks to be cancelled with a traceback
             await self.lifespan.shutdown()
+
+
+def budget_of(settings: ServerSettings) -> BytesInFlight:
+    """Return the budget of a server, which has room for one body in any case."""
+    return BytesInFlight(max(settings.max_bytes_in_flight, settings.max_body_bytes + MAX_HEAD_BYTES))
+
+
+def http_config(app: ASGIApp, settings: ServerSettings, budget: BytesInFlight, **options: Any) -> uvicorn.Config:
+    """Return uvicorn's configuration, in which the heads of requests are bounded.
+
+    Args:
+        options: further options of uvicorn.
+    """
+    return uvicorn.Config(
+        app,
+        http=functools.partial(Connection, budget),  # type: ignore[arg-type]  # called as a class would be
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        ws="none",
+        timeout_keep_alive=settings.keep_alive_timeout,  # type: ignore[arg-type]  # passed to loop.call_later
+        ssl_certfile=settings.ssl_certfile,
+        ssl_keyfile=settings.ssl_keyfile,
+        **options,
+    )
 
 
 def listen(settings: ServerSettings) -> socket.socket:

@@ -44,6 +44,10 @@ class Keys:
                 raise SettingsError(f"API key {place} of {len(found)} must be visible ASCII characters without spaces")
         return cls(found)
 
+    @property
+    def are_required(self) -> bool:
+        return bool(self._digests)
+
     def client(self, headers: Mapping[str, str]) -> str | None:
         """Return the name of the client that sent a request; None if its key is missing or wrong.
 

@@ -1,4 +1,4 @@
-"""Processing of every request before its endpoint: request id, API key, size limit, and access log."""
+"""Processing of every request before its endpoint: request id, host, API key, limits of the body, and access log."""
 
 from __future__ import annotations
 
@@ -8,15 +8,19 @@ import re
 import secrets
 import time
 from collections import deque
+from collections.abc import Iterator
 from urllib.parse import quote
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from moeserve.server.bytes_in_flight import BytesInFlight, Holding
 from moeserve.server.client import Client
+from moeserve.server.content_encoding import inflated
 from moeserve.server.errors import ApiError, error_answer
+from moeserve.server.hosts import Hosts
 from moeserve.server.keys import Keys
-from moeserve.server.nesting import require_nesting
+from moeserve.server.nesting import check_json
 
 access_log = logging.getLogger("moeserve.access")
 
@@ -38,11 +42,24 @@ def start_access_log() -> None:
 
 
 class Entrance:
-    """Refuses requests without a valid key or with a body that is too large or too deep. Logs one line per request."""
+    """Refuses requests without a valid key, or with a body that is too large or not JSON. Logs one line per request."""
 
-    def __init__(self, app: ASGIApp, keys: Keys, max_body_bytes: int, body_timeout_s: float = BODY_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: Keys,
+        max_body_bytes: int,
+        budget: BytesInFlight,
+        hosts: Hosts | None = None,
+        body_timeout_s: float = BODY_TIMEOUT_S,
+    ) -> None:
+        """
+        Args:
+            budget: for the bytes of bodies that arrive or are parsed.
+            hosts: the host names that requests may have; None: any.
+        """
         self._app, self._keys, self._max_body_bytes = app, keys, max_body_bytes
-        self._body_timeout_s = body_timeout_s
+        self._budget, self._hosts, self._body_timeout_s = budget, hosts, body_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -60,14 +77,22 @@ class Entrance:
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
             await send(message)
 
+        body = _Body(self._budget)
         try:
+            if self._hosts is not None:
+                self._hosts.require(headers)
             name = self._client_name(scope, headers)
+            most = 0 if scope["path"] in OPEN_PATHS else self._max_body_bytes
+            await body.read(headers, receive, most, self._body_timeout_s)
             scope.setdefault("state", {})["client"] = Client(name, request_id, scope["path"], headers)
-            await self._app(scope, await self._received(scope, headers, receive), send_with_id)
+            # The answer to HEAD is that to GET; uvicorn leaves out its body.
+            inner = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
+            await self._app(inner, body.receive, send_with_id)
         except ApiError as error:
             if not status:
                 await error_answer(error, scope["path"])(scope, receive, send_with_id)
         finally:
+            body.release()
             address = (scope.get("client") or ["-"])[0]
             path = quote(scope["path"])  # so that a newline in the path cannot forge a log line
             seconds = time.monotonic() - began_at
@@ -88,33 +113,109 @@ class Entrance:
             name = ""
         return name
 
-    async def _received(self, scope: Scope, headers: Headers, receive: Receive) -> Receive:
-        """Receive the body. Return a function that returns the body first, and then later messages."""
-        most = 0 if scope["path"] in OPEN_PATHS else self._max_body_bytes
-        length = headers.get("content-length", "")
-        _require_size(int(length) if length.isdecimal() else 0, most)
+
+class _Body:
+    """The body of one request, which is received, checked, and then passed to the application."""
+
+    def __init__(self, budget: BytesInFlight) -> None:
+        self._task = asyncio.current_task()
+        self._holding = Holding(budget, self._end)
+        self._error: ApiError | None = None
+        self._content = bytearray()
+        self._passed: deque[Message] = deque()
+        self._receive: Receive | None = None
+
+    async def read(self, headers: Headers, receive: Receive, most: int, timeout_s: float) -> None:
+        """Receive and check the body.
+
+        Raises:
+            ApiError: the body is too large or too late, or is not JSON that endpoints should read.
+        """
+        self._receive = receive
+        late = ApiError(
+            408, f"the request's body did not arrive within {timeout_s:g} s", headers={"Connection": "close"}
+        )
+        timer = asyncio.get_running_loop().call_later(timeout_s, self._end, late)
         try:
-            body = await asyncio.wait_for(_body(receive, most), self._body_timeout_s)
-        except asyncio.TimeoutError:
-            message = f"the request's body did not arrive within {self._body_timeout_s:g} s"
-            raise ApiError(408, message, headers={"Connection": "close"}) from None
-        require_nesting(body)
-        given = deque([{"type": "http.request", "body": bytes(body), "more_body": False}])
+            length = headers.get("content-length", "").lstrip("0")
+            _require_size(int(length[:20]) if length.isdecimal() else 0, most)
+            await self._arrive(receive, most)
+            self._holding.finish()
+            timer.cancel()
+            if "content-encoding" in headers and self._content:
+                await self._inflate(headers["content-encoding"], most)
+            if self._content and most:
+                _require_json(headers)
+                await _in_pieces(check_json(self._content))
+        except asyncio.CancelledError:
+            if self._error is None:
+                raise
+            if hasattr(self._task, "uncancel"):  # missing in Python 3.10, which does not count cancellations
+                self._task.uncancel()  # type: ignore[union-attr]
+            raise self._error from None
+        finally:
+            timer.cancel()
+            self._holding.finish()
+        self._passed.append({"type": "http.request", "body": bytes(self._content), "more_body": False})
+        self._content = bytearray()
 
-        async def next_message() -> Message:
-            return given.popleft() if given else await receive()
+    async def receive(self) -> Message:
+        """Return the body, and then later messages. The application asks for them when it has parsed the body."""
+        if self._passed:
+            return self._passed.popleft()
+        self.release()
+        assert self._receive is not None
+        return await self._receive()
 
-        return next_message
+    def release(self) -> None:
+        self._holding.release()
+
+    def _end(self, error: ApiError) -> None:
+        assert self._task is not None
+        self._error = error
+        self._task.cancel()
+
+    async def _arrive(self, receive: Receive, most: int) -> None:
+        is_complete = False
+        while not is_complete:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ApiError(400, "the client disconnected before the end of the body")
+            self._add(message.get("body", b""), most)
+            is_complete = not message.get("more_body", False)
+
+    def _add(self, piece: bytes, most: int) -> None:
+        _require_size(len(self._content) + len(piece), most)
+        self._holding.grow(len(piece))
+        self._content += piece
+
+    async def _inflate(self, encoding: str, most: int) -> None:
+        packed, self._content = self._content, bytearray()
+        if encoding.strip().lower() == "identity":
+            self._content = packed
+            return
+
+        def pieces() -> Iterator[None]:
+            for piece in inflated(packed, encoding):
+                self._add(piece, most)
+                yield
+
+        await _in_pieces(pieces())
 
 
-async def _body(receive: Receive, most: int) -> bytearray:
-    body, is_complete = bytearray(), False
-    while not is_complete:
-        message = await receive()
-        body += message.get("body", b"")
-        _require_size(len(body), most)
-        is_complete = not message.get("more_body", False)
-    return body
+async def _in_pieces(work: Iterator[None]) -> None:
+    """Do work on the event loop, and let others run after each piece except the last one."""
+    for index, _ in enumerate(work):
+        if index:
+            await asyncio.sleep(0)
+
+
+def _require_json(headers: Headers) -> None:
+    given = headers.get("content-type")
+    kind = (given or "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        was = "is missing" if given is None else f"is {given[:100]!r}"
+        raise ApiError(415, f"the header Content-Type {was}; send the body as JSON with 'application/json'")
 
 
 def _require_size(num_bytes: int, most: int) -> None:

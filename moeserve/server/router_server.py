@@ -11,8 +11,10 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 
+from moeserve.server.bytes_in_flight import BytesInFlight
 from moeserve.server.errors import EXCEPTION_HANDLERS
-from moeserve.server.http_server import DrainingServer, announce, listen
+from moeserve.server.hosts import hosts_for
+from moeserve.server.http_server import DrainingServer, announce, budget_of, listen
 from moeserve.server.keys import Keys
 from moeserve.server.middleware import Entrance
 from moeserve.server.router import PROMPT_FIELDS, Router
@@ -39,21 +41,28 @@ def route(settings: ServerSettings, routes: RouterSettings) -> None:
     """
     router = Router(routes)
     with contextlib.closing(listen(settings)) as listener:
-        server = DrainingServer(build_router_app(router, settings), router, settings, MAX_CONNECTIONS)
+        budget = budget_of(settings)
+        server = DrainingServer(build_router_app(router, settings, budget), router, settings, budget, MAX_CONNECTIONS)
         what = f"routing to {len(routes.prefill)} prefill and {len(routes.decode)} decode servers"
         announce(what, settings, listener)
         server.answer(listener)
 
 
-def build_router_app(router: Router, settings: ServerSettings) -> Starlette:
-    """Return the router's application. The servers behind it check API keys."""
+def build_router_app(router: Router, settings: ServerSettings, budget: BytesInFlight) -> Starlette:
+    """Return the router's application. The servers behind it check API keys.
+
+    Args:
+        budget: for the bytes of bodies in flight.
+    """
 
     @contextlib.asynccontextmanager
     async def connected(app: Starlette) -> AsyncIterator[None]:
         async with router.connected():
             yield
 
-    middleware = [Middleware(Entrance, keys=Keys([]), max_body_bytes=settings.max_body_bytes)]
+    hosts = hosts_for(settings.host, settings.allowed_host, has_keys=False)
+    limits: dict[str, Any] = {"max_body_bytes": settings.max_body_bytes, "budget": budget, "hosts": hosts}
+    middleware = [Middleware(Entrance, keys=Keys([]), **limits)]
     if settings.cors_origin:
         allowed: dict[str, Any] = {"allow_methods": ["*"], "allow_headers": ["*"]}
         middleware.insert(0, Middleware(CORSMiddleware, allow_origins=settings.cors_origin, **allowed))

@@ -19,6 +19,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from moeserve.server.http_server import budget_of, http_config
 from moeserve.server.router import Router
 from moeserve.server.router_server import build_router_app
 from moeserve.server.settings import RouterSettings, ServerSettings
@@ -50,9 +51,9 @@ class Received:
 class InThread:
     """An application served in a thread of this process."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, config: uvicorn.Config | None = None) -> None:
         self._server = uvicorn.Server(
-            uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=1)
+            config or uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=1)
         )
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=512)
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
@@ -150,7 +151,10 @@ def routing(
 ) -> Iterator[httpx.Client]:
     """Run a router, and return a client of it."""
     router = Router(RouterSettings(prefill=prefill, decode=decode, **settings))
-    running = InThread(build_router_app(router, server or ServerSettings()))
+    settings_of_server = server or ServerSettings()
+    budget = budget_of(settings_of_server)
+    app = build_router_app(router, settings_of_server, budget)
+    running = InThread(app, http_config(app, settings_of_server, budget, timeout_graceful_shutdown=1))
     try:
         with httpx.Client(base_url=running.url, timeout=30.0) as client:
             yield client

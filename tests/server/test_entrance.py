@@ -10,10 +10,12 @@ from running_server import running
 from starlette.types import Message, Receive, Scope, Send
 
 from moeserve import AsyncLLM
+from moeserve.server.bytes_in_flight import BytesInFlight
 from moeserve.server.keys import Keys
 from moeserve.server.middleware import OPEN_PATHS, Entrance
 
 BODY = b'{"prompt": "a"}'
+JSON = [(b"content-type", b"application/json")]
 
 
 async def read_to_end(scope: Scope, receive: Receive, send: Send) -> None:
@@ -37,8 +39,8 @@ async def sent_by(pieces: list[bytes], *, is_complete: bool, timeout_s: float = 
     async def send(message: Message) -> None:
         answer.append(message)
 
-    whole = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []} | scope
-    await Entrance(read_to_end, Keys([]), 1000, timeout_s)(whole, receive, send)
+    whole = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": JSON} | scope
+    await Entrance(read_to_end, Keys([]), 1000, BytesInFlight(10**6), body_timeout_s=timeout_s)(whole, receive, send)
     return answer
 
 

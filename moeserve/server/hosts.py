@@ -1,0 +1,61 @@
+"""`Hosts`: the host names that requests may have.
+
+A web page can let its own name resolve to 127.0.0.1 (DNS rebinding), and then read responses of a server on the machine
+of its visitor. Such requests have the page's name in their Host header.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterable, Mapping
+
+from moeserve.server.errors import ApiError
+
+
+class Hosts:
+    """Accepts addresses, names that no one can register because they have no dot, and names that were set."""
+
+    def __init__(self, allowed: Iterable[str]) -> None:
+        """
+        Args:
+            allowed: further host names.
+        """
+        self._allowed = frozenset(name.lower().rstrip(".") for name in allowed)
+
+    def require(self, headers: Mapping[str, str]) -> None:
+        """Raise ApiError for a request to another host."""
+        name = host_name(headers.get("host", ""))
+        if "." not in name or name.endswith(".localhost") or name in self._allowed or _is_address(name):
+            return
+        raise ApiError(
+            403, f"the host {name[:100]!r} is not served here; start the server with --allowed-host {name[:100]}"
+        )
+
+
+def host_name(host: str) -> str:
+    """Return the name or address in a Host header, without the port."""
+    name = host.strip().lower()
+    if name.startswith("["):
+        return name[1:].partition("]")[0]
+    return name.partition(":")[0].rstrip(".")
+
+
+def hosts_for(address: str, allowed: Iterable[str] | None, *, has_keys: bool) -> Hosts | None:
+    """Return the hosts of a server; None if any is accepted, because it has keys, or is meant for other machines.
+
+    Args:
+        address: the address that it listens on.
+        allowed: host names that are set.
+    """
+    is_local = address == "localhost" or (_is_address(address) and ipaddress.ip_address(address).is_loopback)
+    if has_keys or not is_local:
+        return None
+    return Hosts(allowed or ())
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
