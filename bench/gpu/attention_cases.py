@@ -321,7 +321,7 @@ ATTENTION_CASES = {
         Operation(
             expanded_attend,
             crossed(["small, latent"], SMALL_CHUNKS, [16]),
-            crossed(LATENT, (*LARGE_CHUNKS, "long context"), [128]),
+            [*crossed(LATENT, LARGE_CHUNKS, [128]), ("DeepSeek-V2-Lite", "long context", 128)],
         )
     ],
     "rotary embedding and cache writes": [
