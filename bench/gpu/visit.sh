@@ -18,6 +18,7 @@ if [ -f "$kit/kernels.tar.xz" ]; then tar -C "$site" -xJf "$kit/kernels.tar.xz";
 mkdir -p "$site/kernels"
 if [ -f "$kit/gpu.jsonl" ] && [ ! -f "$out/gpu.jsonl" ]; then cp "$kit/gpu.jsonl" "$out"; fi
 touch "$site/began"
+cd "$site" # the first place where Python looks for modules
 code=0
 PYTHONUNBUFFERED=1 PYTHONPATH="$site" python3 -m moeserve.bench.gpu.run --json "$out/gpu.jsonl" --cache "$site/kernels" "$@" || code=$?
 if [ -n "$(find "$site/kernels" -name '*.cubin' -newer "$site/began" -print -quit)" ]; then
