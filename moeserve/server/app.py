@@ -25,6 +25,7 @@ from moeserve.server.keys import Keys
 from moeserve.server.metrics import Metrics
 from moeserve.server.middleware import Entrance
 from moeserve.server.openai import chat, completions, responses
+from moeserve.server.openai.response_store import ResponseStore
 from moeserve.server.scaling import add_scale_route
 from moeserve.server.service import Service
 from moeserve.server.settings import ServerSettings
@@ -83,7 +84,7 @@ def build_app(service: Service, settings: ServerSettings, keys: Keys, budget: By
         title="moeserve", version=__version__, responses=ERRORS, docs_url=None, redoc_url=None, lifespan=admitting
     )
     _add_status_routes(app, service)
-    _add_model_routes(app, service)
+    _add_model_routes(app, service, ResponseStore() if settings.response_store else None)
     if settings.allow_scale:
         add_scale_route(app, service)
     for kind, handler in EXCEPTION_HANDLERS.items():
@@ -131,7 +132,7 @@ def _add_status_routes(app: FastAPI, service: Service) -> None:
         return {"version": __version__}
 
 
-def _add_model_routes(app: FastAPI, service: Service) -> None:
+def _add_model_routes(app: FastAPI, service: Service, store: ResponseStore | None) -> None:
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [_model_card(service, name) for name in service.model_names]}
@@ -150,7 +151,15 @@ def _add_model_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/responses", response_model=responses.ResponseAnswer, responses=EVENT_STREAM)
     async def create_response(body: responses.ResponsesRequest, client: RequestClient) -> Response:
-        return responses.answer(service, client, body)
+        return responses.answer(service, store, client, body)
+
+    @app.get("/v1/responses/{response_id}", response_model=responses.ResponseAnswer)
+    async def retrieve_response(response_id: str, client: RequestClient) -> Response:
+        return responses.retrieve(store, client, response_id)
+
+    @app.delete("/v1/responses/{response_id}")
+    async def delete_response(response_id: str, client: RequestClient) -> responses.DeletedResponse:
+        return responses.delete(store, client, response_id)
 
     @app.post("/v1/messages", response_model=messages.MessageAnswer, responses=ANTHROPIC_ERRORS | EVENT_STREAM)
     async def create_message(body: messages.MessagesRequest, client: RequestClient) -> Response:

@@ -109,9 +109,9 @@ def test_an_error_in_a_stream_is_an_event(tiny_server: RunningServer, monkeypatc
     assert [event.sequence_number for event in events] == list(range(len(events)))
 
 
-def test_only_what_is_served_can_be_included(tiny_server: RunningServer) -> None:
+def test_log_probabilities_cannot_be_included(tiny_server: RunningServer) -> None:
     client = tiny_server.openai()
-    with pytest.raises(openai.BadRequestError, match="file_search_call") as refused:
-        client.responses.create(**ASKED, max_output_tokens=1, include=["file_search_call.results"])
+    with pytest.raises(openai.BadRequestError, match="logprobs") as refused:
+        client.responses.create(**ASKED, max_output_tokens=1, include=["message.output_text.logprobs"])
     assert refused.value.param == "include"
-    client.responses.create(**ASKED, max_output_tokens=1, include=["reasoning.encrypted_content"])
+    client.responses.create(**ASKED, max_output_tokens=1, include=["web_search_call.action.sources"])  # there are none

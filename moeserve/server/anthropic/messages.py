@@ -4,65 +4,99 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import AsyncGenerator, Mapping
+import re
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from moeserve.config.settings import LIMITS
 from moeserve.sampling_params import SamplingParams
 from moeserve.server.blocks import Block, BlockEvent, Turn, block_events
 from moeserve.server.client import Client
+from moeserve.server.content import found_text, omitted
 from moeserve.server.conversation import Conversation, Function, FunctionName, FunctionTool, NamedTool, turn_deltas
-from moeserve.server.errors import anthropic_body
+from moeserve.server.errors import ApiError, anthropic_body
 from moeserve.server.output_format import outputs_of_schema
 from moeserve.server.reply import EVENTS, JSON, Reply, encode_json, event
-from moeserve.server.schema import Body, Bounded, TransferFields, given_params
+from moeserve.server.schema import Body, Bounded, Ignored, Refused, RequestBody, TransferFields, given_params
 from moeserve.server.service import Service
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-class CacheControl(Body):
-    """Accepted and ignored: prefixes are always cached."""
-
-    type: Literal["ephemeral"]
-    ttl: str | None = None
+BILLING_LINE = re.compile(r"x-anthropic-billing-header:[^\n]*\n?")  # differs from request to request
+UNSEEN_TYPES = ("image", "document")  # types of blocks that a user expects the model to read
 
 
-class TextBlock(Body):
+class Part(Body):
+    """A part of a request that may end a prefix to be cached. Prefixes are always cached."""
+
+    cache_control: Annotated[Any, Ignored("prefixes are always cached")] = None
+
+
+class TextBlock(Part):
     type: Literal["text"]
     text: str
-    cache_control: CacheControl | None = None
-    citations: None = None
-
-
-TextBlocks = Annotated[list[TextBlock], Bounded(LIMITS.max_parts)]
 
 
 class ThinkingBlock(Body):
     type: Literal["thinking"]
     thinking: str
-    signature: str = ""
 
 
-class ToolUseBlock(Body):
+class ToolUseBlock(Part):
     type: Literal["tool_use"]
     id: str
     name: str
-    input: dict[str, Any]
-    cache_control: CacheControl | None = None
+    input: Any = Field(default_factory=dict)
 
 
-class ToolResultBlock(Body):
+class OtherBlock(Part):
+    """A block of a tool that only its provider can run, or of another kind. It becomes text, or is left out."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+
+    @property
+    def text(self) -> str:
+        fields = self.model_extra or {}
+        source = fields.get("source")
+        if isinstance(source, dict):  # of a document
+            return found_text(source.get("data") if source.get("type") == "text" else source.get("content"))
+        return found_text(fields.get("content"))
+
+
+def _type_in(*types: str) -> Callable[[Any], str]:
+    """Return a function that returns the type of a block, or "other" if it is not one of these."""
+
+    def block_type(block: Any) -> str:
+        found = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
+        return found if found in types else "other"
+
+    return block_type
+
+
+Other = Annotated[OtherBlock, Tag("other")]
+Text = Annotated[TextBlock, Tag("text")]
+ResultBlock = Annotated[Text | Other, Discriminator(_type_in("text"))]
+
+
+class ToolResultBlock(Part):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | TextBlocks = ""
-    is_error: bool = False
-    cache_control: CacheControl | None = None
+    content: str | Annotated[list[ResultBlock], Bounded(LIMITS.max_parts)] = ""
 
 
-InputBlock = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
+InputBlock = Annotated[
+    Text
+    | Annotated[ThinkingBlock, Tag("thinking")]
+    | Annotated[ToolUseBlock, Tag("tool_use")]
+    | Annotated[ToolResultBlock, Tag("tool_result")]
+    | Other,
+    Discriminator(_type_in("text", "thinking", "tool_use", "tool_result")),
+]
 
 
 class InputMessage(Body):
@@ -70,12 +104,32 @@ class InputMessage(Body):
     content: str | Annotated[list[InputBlock], Bounded(LIMITS.max_parts)]
 
 
-class Tool(Body):
-    type: Literal["custom"] | None = None
+class CustomTool(Part):
+    type: Literal["custom"] = "custom"
     name: Annotated[str, Field(min_length=1, max_length=256)]
     description: str | None = None
     input_schema: dict[str, Any]
-    cache_control: CacheControl | None = None
+    strict: bool | None = None
+    eager_input_streaming: Annotated[Any, Ignored("arguments are always streamed")] = None
+    defer_loading: Annotated[Any, Ignored("all tools are in the prompt")] = None
+    input_examples: Annotated[Any, Ignored("a hint")] = None
+    allowed_callers: Annotated[Any, Ignored("only the model calls tools")] = None
+
+
+class ProviderTool(Part):
+    """A tool that only its provider can run. The model does not see it."""
+
+    type: str
+
+
+def _tool_type(tool: Any) -> str:
+    found = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    return "custom" if found in (None, "custom") else "other"
+
+
+Tool = Annotated[
+    Annotated[CustomTool, Tag("custom")] | Annotated[ProviderTool, Tag("other")], Discriminator(_tool_type)
+]
 
 
 class AnyToolChoice(Body):
@@ -91,8 +145,8 @@ class NamedToolChoice(Body):
 
 class Thinking(Body):
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = None
-    display: str | None = None
+    budget_tokens: Annotated[Any, Ignored("`max_tokens` limits reasoning and answer together")] = None
+    display: Annotated[Any, Ignored("answers contain the whole reasoning")] = None
 
 
 class OutputSchema(Body):
@@ -105,37 +159,34 @@ class OutputConfig(Body):
     format: OutputSchema | None = None
 
 
-class Metadata(Body):
-    user_id: str | None = None
-
-
-class CountRequest(Body):
+class CountRequest(Part, RequestBody):
     """A conversation, without parameters for generating the answer."""
 
     model: str
     messages: Annotated[list[InputMessage], Bounded(LIMITS.max_messages, min_length=1)]
-    system: str | TextBlocks | None = None
+    system: str | Annotated[list[TextBlock], Bounded(LIMITS.max_parts)] | None = None
     tools: Annotated[list[Tool], Bounded(LIMITS.max_tools)] | None = None
     tool_choice: Annotated[AnyToolChoice | NamedToolChoice, Field(discriminator="type")] | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    cache_control: CacheControl | None = None
+    output_format: OutputSchema | None = None  # the older name of output_config.format
+    context_management: Annotated[Any, Ignored("clients shorten their conversations themselves")] = None
+    speed: Annotated[Any, Ignored("there is one speed")] = None
+    mcp_servers: Annotated[Any, Refused("the server calls no other servers; let the client run the tools")] = None
 
     def conversation(self) -> Conversation:
         """Return the conversation in the form that chat templates expect."""
         messages = [converted for message in self.messages for converted in _converted(message)]
-        if self.system is not None:
-            messages.insert(0, {"role": "system", "content": _text(self.system)})
-        tools = [
-            FunctionTool(function=Function(name=tool.name, description=tool.description, parameters=tool.input_schema))
-            for tool in self.tools or ()
-        ]
+        if system := _instructions(self.system or ""):
+            messages.insert(0, {"role": "system", "content": system})
+        tools = [_function(tool) for tool in self.tools or () if isinstance(tool, CustomTool)]
         arguments: dict[str, Any] = {}
         if self.thinking is not None:
             arguments["enable_thinking"] = self.thinking.type != "disabled"
         if self.output_config is not None and self.output_config.effort is not None:
             arguments["reasoning_effort"] = self.output_config.effort
         schema = None if self.output_config is None else self.output_config.format
+        schema = schema or self.output_format
         return Conversation(
             messages=messages,
             tools=tools or None,
@@ -162,8 +213,11 @@ class MessagesRequest(CountRequest, TransferFields):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    metadata: Metadata | None = None
-    service_tier: Literal["auto", "standard_only"] | None = None
+    metadata: Annotated[Any, Ignored("the client's own data")] = None
+    service_tier: Annotated[Any, Ignored("there is one tier")] = None
+    inference_geo: Annotated[Any, Ignored("there is one place")] = None
+    container: Annotated[Any, Ignored("it is for tools that only their provider can run")] = None
+    thread: Any = None
 
 
 class MessagesUsage(BaseModel):
@@ -190,7 +244,7 @@ class TokenCount(BaseModel):
 
 async def count_tokens(service: Service, client: Client, body: CountRequest) -> TokenCount:
     """Return the number of tokens in a conversation."""
-    service.require_model(body.model)
+    service.begin(body)
     return TokenCount(input_tokens=len(await body.conversation().prompt(service, client)))
 
 
@@ -200,7 +254,15 @@ def answer(service: Service, client: Client, body: MessagesRequest) -> Reply:
     Raises:
         ApiError: the conversation or a parameter cannot be served.
     """
-    model = service.require_model(body.model)
+    model = service.begin(body)
+    if body.thread:
+        raise ApiError(
+            400,
+            "thread is not supported here: conversations are not stored; send all messages",
+            param="thread",
+            code="unsupported_parameter",
+            anthropic={"details": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}},
+        )
     names = ("temperature", "top_p", "top_k", "max_tokens", "kv_transfer_params")
     sampling = {name: getattr(body, name) for name in names}
     given = {name: value for name, value in sampling.items() if value is not None} | {"stop": body.stop_sequences}
@@ -303,12 +365,40 @@ def _object(arguments: str) -> Any:
     return found if isinstance(found, dict) else {}
 
 
-def _text(content: str | TextBlocks) -> str:
-    return content if isinstance(content, str) else "\n".join(block.text for block in content)
+def _function(tool: CustomTool) -> FunctionTool:
+    function = Function(name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict)
+    return FunctionTool(function=function)
+
+
+def _instructions(content: str | Sequence[InputBlock]) -> str:
+    """Return the text of system instructions, without lines for billing, so that prefixes are found in the cache."""
+    texts = [content] if isinstance(content, str) else [_block_text(block) for block in content]
+    return "\n".join(
+        filter(None, (BILLING_LINE.sub("", text, count=1) if BILLING_LINE.match(text) else text for text in texts))
+    )
+
+
+def _block_text(block: InputBlock) -> str:
+    return block.text if isinstance(block, (TextBlock, OtherBlock)) else ""
+
+
+def _result(content: str | Sequence[ResultBlock]) -> str:
+    """Return the text of a tool's result, in which blocks without text are named."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(
+        block.text if isinstance(block, TextBlock) else block.text or omitted(block.type) for block in content
+    )
 
 
 def _converted(message: InputMessage) -> list[dict[str, Any]]:
-    """Return a message in OpenAI's format, where each tool result is a separate message."""
+    """Return a message in OpenAI's format, where each tool result is a separate message.
+
+    Raises:
+        ApiError: the user has sent a picture or a document that is not a text.
+    """
+    if message.role == "system":
+        return [{"role": "system", "content": _instructions(message.content)}]
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     results: list[dict[str, Any]] = []
@@ -319,13 +409,22 @@ def _converted(message: InputMessage) -> list[dict[str, Any]]:
             case TextBlock():
                 texts.append(block.text)
             case ThinkingBlock():
-                own["reasoning_content"] = block.thinking
+                own["reasoning_content"] = own.get("reasoning_content", "") + block.thinking
             case ToolUseBlock():
-                function = {"name": block.name, "arguments": json.dumps(block.input)}
+                arguments = block.input if isinstance(block.input, str) else json.dumps(block.input, ensure_ascii=False)
+                function = {"name": block.name, "arguments": arguments}
                 own.setdefault("tool_calls", []).append({"id": block.id, "type": "function", "function": function})
             case ToolResultBlock():
-                result = {"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content)}
+                result = {"role": "tool", "tool_call_id": block.tool_use_id, "content": _result(block.content)}
                 results.append(result)
+            case OtherBlock():
+                if not block.text and block.type in UNSEEN_TYPES:
+                    raise ApiError(
+                        400,
+                        f"messages has a block of type {block.type!r}, which is not supported here; send texts",
+                        param="messages",
+                    )
+                texts += filter(None, [block.text])
     if texts or len(own) > 1 or not results:
         results.append({**own, "content": "\n".join(texts)})
     return results

@@ -1,108 +1,65 @@
-"""`/v1/responses`: answers a conversation in the format of OpenAI's Responses API. Nothing is stored."""
+"""`/v1/responses`: answers a conversation in the format of OpenAI's Responses API."""
 
 from __future__ import annotations
 
 import contextlib
+import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
-from typing import Annotated, Any, Literal, TypeAlias
+from collections.abc import AsyncGenerator
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+import msgspec
+from pydantic import BaseModel, Field
+from starlette.responses import Response
 
 from moeserve.config.settings import LIMITS
 from moeserve.sampling_params import SamplingParams
 from moeserve.server.blocks import Block, BlockEvent, Turn, block_events
 from moeserve.server.client import Client
-from moeserve.server.conversation import Conversation, Function, FunctionName, FunctionTool, NamedTool, turn_deltas
+from moeserve.server.conversation import Conversation, FunctionName, NamedTool, turn_deltas
 from moeserve.server.errors import ApiError
+from moeserve.server.openai.response_items import (
+    ITEM,
+    ITEMS,
+    Item,
+    ItemReference,
+    Items,
+    MessageItem,
+    chat_messages,
+    encoded_reasoning,
+)
+from moeserve.server.openai.response_store import ResponseStore, StoredResponse, joined
+from moeserve.server.openai.response_tools import OfferedTools, Tool, input_of_arguments
 from moeserve.server.output_format import outputs_of_schema, requested_outputs
 from moeserve.server.reply import EVENTS, JSON, Reply, encode_json, event
 from moeserve.server.schema import (
     Body,
     Bounded,
+    ClientFields,
+    Ignored,
     JsonObjectFormat,
     JsonSchema,
-    Metadata,
+    Refused,
     TextFormat,
     TransferFields,
     given_params,
 )
 from moeserve.server.service import Service
 
-# Accepted because responses contain it anyway: reasoning is plain text, and may be sent back in the next request.
-INCLUDED = ("reasoning.encrypted_content",)
+ENCODED_REASONING = "reasoning.encrypted_content"
+NOT_INCLUDED = ("message.output_text.logprobs",)  # other names are of tools that only their provider can run
 
 
-class InputText(Body):
-    model_config = ConfigDict(extra="ignore", strict=True)  # clients send output texts back with annotations
-
-    type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
-    text: str
-
-
-InputTexts: TypeAlias = Annotated[list[InputText], Bounded(LIMITS.max_parts)]
-
-
-class MessageItem(Body):
-    type: Literal["message"] = "message"
-    role: Literal["user", "assistant", "system", "developer"]
-    content: str | InputTexts
-    id: str | None = None
-    status: str | None = None
-    phase: str | None = None
-
-
-class CallItem(Body):
-    type: Literal["function_call"]
-    call_id: str
+class NamedChoice(Body):
+    type: Literal["function", "custom"]
     name: str
-    arguments: str
-    id: str | None = None
-    status: str | None = None
+    namespace: str | None = None
 
 
-class CallOutputItem(Body):
-    type: Literal["function_call_output"]
-    call_id: str
-    output: str | InputTexts
-    id: str | None = None
-    status: str | None = None
-
-
-class ReasoningItem(Body):
-    type: Literal["reasoning"]
-    id: str | None = None
-    summary: Annotated[InputTexts, Field(default_factory=list)]
-    content: InputTexts | None = None
-    encrypted_content: None = None
-    status: str | None = None
-
-
-def _item_type(item: Any) -> Any:
-    """Return the type of an item. Messages may omit it."""
-    return item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
-
-
-Item: TypeAlias = Annotated[
-    Annotated[MessageItem, Tag("message")]
-    | Annotated[CallItem, Tag("function_call")]
-    | Annotated[CallOutputItem, Tag("function_call_output")]
-    | Annotated[ReasoningItem, Tag("reasoning")],
-    Discriminator(_item_type),
-]
-
-
-class FlatTool(Body):
-    type: Literal["function"]
-    name: Annotated[str, Field(min_length=1, max_length=256)]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class FlatToolChoice(Body):
-    type: Literal["function"]
-    name: str
+class AllowedChoice(Body):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"] = "auto"
+    tools: Annotated[list[dict[str, Any]], Bounded(LIMITS.max_tools)]
 
 
 class FlatSchemaFormat(JsonSchema):
@@ -111,57 +68,70 @@ class FlatSchemaFormat(JsonSchema):
 
 class TextOptions(Body):
     format: Annotated[TextFormat | JsonObjectFormat | FlatSchemaFormat, Field(discriminator="type")] | None = None
-    verbosity: Literal["low", "medium", "high"] | None = None
+    verbosity: Annotated[Any, Ignored("a hint for OpenAI's models")] = None
 
 
 class Reasoning(Body):
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    summary: Literal["auto", "concise", "detailed"] | None = None
+    summary: Annotated[Any, Ignored("answers contain the whole reasoning")] = None
+    generate_summary: Annotated[Any, Ignored("answers contain the whole reasoning")] = None
 
 
-class ResponsesRequest(TransferFields):
-    model: str | None = None
-    input: (
-        str
-        | Annotated[
-            list[Item],
-            Bounded(LIMITS.max_messages, min_length=1),
-        ]
-    )
+class ResponsesRequest(TransferFields, ClientFields):
+    input: str | Items
     instructions: str | None = None
+    previous_response_id: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: float | None = None
     top_p: float | None = None
     stream: bool | None = None
-    tools: Annotated[list[FlatTool], Bounded(LIMITS.max_tools)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | FlatToolChoice | None = None
+    tools: Annotated[list[Tool], Bounded(LIMITS.max_tools)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | AllowedChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     text: TextOptions | None = None
     include: Annotated[list[str], Bounded(LIMITS.max_fields)] | None = None
-    truncation: Literal["disabled"] | None = None
-    background: Literal[False] | None = None
-    store: bool | None = None  # accepted, although nothing is stored
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    metadata: Metadata | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    store: bool = True
+    truncation: Annotated[Any, Ignored("a conversation that is too long is refused, never shortened")] = None
+    max_tool_calls: Annotated[Any, Ignored("it limits tools that only their provider can run")] = None
+    client_metadata: Annotated[Any, Ignored("the client's own data")] = None
+    context_management: Annotated[Any, Ignored("clients shorten their conversations themselves")] = None
+    stream_options: Annotated[Any, Ignored("nothing is added to events")] = None
+    background: Annotated[Any, Refused("responses are sent as they are generated")] = None
+    conversation: Annotated[Any, Refused("send the items, or use `previous_response_id`")] = None
+    prompt: Annotated[Any, Refused("there are no stored prompts")] = None
+    top_logprobs: Annotated[Any, Refused("use chat completions for log-probabilities")] = None
 
-    def conversation(self) -> Conversation:
-        """Return the conversation in the form that chat templates expect."""
-        items = [MessageItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
-        messages = _messages(items)
+    def offered_tools(self) -> OfferedTools:
+        """Return the tools that the model may call."""
+        tools = OfferedTools(self.tools or ())
+        if not isinstance(self.tool_choice, AllowedChoice):
+            return tools
+        names = [(choice.get("name"), choice.get("namespace")) for choice in self.tool_choice.tools]
+        return tools.only({tools.function_name(str(name), namespace) for name, namespace in names})
+
+    def turn(self, items: list[Item], tools: OfferedTools) -> Conversation:
+        """Return the conversation in the form that chat templates expect.
+
+        Args:
+            items: the items of earlier responses and those of the request, without references.
+            tools: those of `offered_tools`.
+
+        Raises:
+            ApiError: an item or the format of the answer is not supported.
+        """
+        messages = chat_messages(items, tools)
         if self.instructions is not None:
             messages.insert(0, {"role": "system", "content": self.instructions})
-        tools = [FunctionTool(function=Function(**tool.model_dump(exclude={"type"}))) for tool in self.tools or ()]
+        if all(message["role"] in ("system", "developer") for message in messages):
+            messages.append({"role": "user", "content": ""})  # templates need a message of the user
         wanted = None if self.text is None else self.text.format
         effort = None if self.reasoning is None else self.reasoning.effort
         return Conversation(
             messages=messages,
             field_of_messages="input",
-            tools=tools or None,
-            tool_choice=self._choice(),
+            tools=tools.functions or None,
+            tool_choice=self._choice(tools),
             has_parallel_calls=self.parallel_tool_calls is not False,
             template_arguments={} if effort is None else {"reasoning_effort": effort},
             outputs=outputs_of_schema("text", wanted.schema_)
@@ -169,10 +139,14 @@ class ResponsesRequest(TransferFields):
             else requested_outputs(wanted),
         )
 
-    def _choice(self) -> Literal["none", "auto", "required"] | NamedTool | None:
-        if isinstance(self.tool_choice, FlatToolChoice):
-            return NamedTool(function=FunctionName(name=self.tool_choice.name))
-        return self.tool_choice
+    def _choice(self, tools: OfferedTools) -> Literal["none", "auto", "required"] | NamedTool | None:
+        match self.tool_choice:
+            case NamedChoice(name=name, namespace=namespace):
+                return NamedTool(function=FunctionName(name=tools.function_name(name, namespace)))
+            case AllowedChoice(mode=mode):
+                return mode
+            case choice:
+                return choice
 
 
 class ResponseAnswer(BaseModel):
@@ -185,48 +159,146 @@ class ResponseAnswer(BaseModel):
     usage: dict[str, Any]
 
 
-def answer(service: Service, client: Client, body: ResponsesRequest) -> Reply:
+class DeletedResponse(BaseModel):
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+def answer(service: Service, store: ResponseStore | None, client: Client, body: ResponsesRequest) -> Reply:
     """Answer a request.
+
+    Args:
+        store: keeps the response if the request allows it; None: no responses are kept.
 
     Raises:
         ApiError: the conversation or a parameter cannot be served.
     """
-    model = service.require_model(body.model)
+    model = service.begin(body)
     for name in body.include or ():
-        if name not in INCLUDED:
-            raise ApiError(400, f"include={name[:100]!r} is not supported here", param="include")
+        if name in NOT_INCLUDED:
+            raise ApiError(400, f"include={name!r} is not supported here", param="include")
     sampling = {name: getattr(body, name) for name in ("temperature", "top_p", "kv_transfer_params")}
     given = {name: value for name, value in sampling.items() if value is not None}
     params = given_params(service.llm.get_default_sampling_params(), given | {"max_tokens": body.max_output_tokens})
-    turn = _Answer(service, client, body, params, model)
+    turn = _Answer(service, store, client, body, params, model)
     return Reply(turn.events(), EVENTS, error_event=turn.error_event) if body.stream else Reply(turn.whole(), JSON)
+
+
+def retrieve(store: ResponseStore | None, client: Client, response_id: str) -> Response:
+    """Return a stored response.
+
+    Raises:
+        ApiError: it is not stored, or no longer.
+    """
+    return Response(_stored(store, client, response_id).response, media_type=JSON)
+
+
+def delete(store: ResponseStore | None, client: Client, response_id: str) -> DeletedResponse:
+    """Delete a stored response.
+
+    Raises:
+        ApiError: it is not stored, or no longer.
+    """
+    _stored(store, client, response_id)
+    assert store is not None, "a response was found"
+    store.delete(client.name, response_id)
+    return DeletedResponse(id=response_id, object="response", deleted=True)
+
+
+def _stored(store: ResponseStore | None, client: Client, response_id: str) -> StoredResponse:
+    found = None if store is None else store.find(client.name, response_id)
+    if found is None:
+        raise ApiError(404, _not_stored(store, f"the response {response_id[:100]!r}"), code="response_not_found")
+    return found
+
+
+def _not_stored(store: ResponseStore | None, what: str) -> str:
+    why = "responses are not stored here" if store is None else "only recent responses are, in memory"
+    return f"{what} is not stored: {why}"
+
+
+def _previous(store: ResponseStore | None, client: Client, response_id: str) -> StoredResponse:
+    """Return the response that a request continues."""
+    found = None if store is None else store.find(client.name, response_id)
+    if found is None:
+        why = _not_stored(store, f"the previous response {response_id[:100]!r}")
+        raise ApiError(
+            400,
+            f"{why}. Send the whole conversation as input",
+            param="previous_response_id",
+            code="previous_response_not_found",
+        )
+    return found
+
+
+def _without_references(store: ResponseStore | None, client: Client, items: list[Item]) -> list[Item]:
+    """Return items in which stored ones replace references to them."""
+    return [_referred(store, client, item) if isinstance(item, ItemReference) else item for item in items]
+
+
+def _referred(store: ResponseStore | None, client: Client, reference: ItemReference) -> Item:
+    found = None if store is None else store.find_item(client.name, reference.id)
+    if found is None:
+        why = _not_stored(store, f"the item {reference.id[:100]!r}")
+        raise ApiError(
+            404, f"{why}. Send the item itself, as clients do with store=false", param="input", code="item_not_found"
+        )
+    return ITEM.validate_json(found)
 
 
 class _Answer:
     """The response to one request."""
 
     def __init__(
-        self, service: Service, client: Client, body: ResponsesRequest, params: SamplingParams, model: str
+        self,
+        service: Service,
+        store: ResponseStore | None,
+        client: Client,
+        body: ResponsesRequest,
+        params: SamplingParams,
+        model: str,
     ) -> None:
+        self._store = store if body.store else None
+        self._client = client
+        given: list[Item]
+        given = [MessageItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+        items = _without_references(store, client, given)
+        earlier: tuple[bytes, ...] = ()
+        if body.previous_response_id is not None:
+            earlier = _previous(store, client, body.previous_response_id).context
+        # The conversation before the response, as in `StoredResponse`.
+        self._context = earlier if self._store is None else (*earlier, ITEMS.dump_json(items, exclude_none=True))
+        if earlier:
+            items = ITEMS.validate_json(joined(earlier)) + items
+        if len(items) > LIMITS.max_messages:
+            raise ApiError(
+                400,
+                f"the conversation has {len(items)} items; at most {LIMITS.max_messages} are allowed",
+                param="input",
+            )
+        self._tools = body.offered_tools()
+        self._encodes_reasoning = ENCODED_REASONING in (body.include or ())
         self._turn = Turn()
-        self._events = block_events(turn_deltas(service, client, body.conversation(), params, None), self._turn)
+        conversation = body.turn(items, self._tools)
+        self._events = block_events(turn_deltas(service, client, conversation, params, None), self._turn)
         self._num_sent = 0
         self._head = {
-            "id": f"resp_{client.request_id}",
+            "id": f"resp_{secrets.token_hex(16)}",
             "object": "response",
             "created_at": time.time(),
             "model": model,
             "error": None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
-            "metadata": body.metadata or {},
+            "metadata": body.metadata if isinstance(body.metadata, dict) else {},
             "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": None,
-            "store": False,
+            "previous_response_id": body.previous_response_id,
+            "store": self._store is not None,
             "temperature": params.temperature,
             "text": {"format": {"type": "text"} if body.text is None else _plain(body.text.format)},
             "tool_choice": "auto" if body.tool_choice is None else _plain(body.tool_choice),
-            "tools": [tool.model_dump() for tool in body.tools or ()],
+            "tools": [_plain(tool) for tool in body.tools or ()],
             "top_p": params.top_p,
             "truncation": "disabled",
         }
@@ -235,7 +307,7 @@ class _Answer:
         async with contextlib.aclosing(self._events):
             async for _ in self._events:
                 pass
-        yield encode_json(self._response())
+        yield self._stored_response()
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         has_begun = False
@@ -247,8 +319,7 @@ class _Answer:
                 yield self._event(part)
         if not has_begun:
             yield self._begin()
-        response = self._response()
-        yield self._sent(f"response.{response['status']}", response=response)
+        yield self._sent(f"response.{self._status}", response=msgspec.Raw(self._stored_response()))
 
     def error_event(self, error: ApiError) -> bytes:
         """Return the event that ends the stream with an error."""
@@ -261,48 +332,87 @@ class _Answer:
     def _is_cut(self, block: Block) -> bool:
         return self._turn.finish_reason == "length" and block is self._turn.blocks[-1]
 
-    def _response(self) -> dict[str, Any]:
-        is_cut = self._turn.finish_reason == "length"
-        return {
-            **self._head,
-            "status": "incomplete" if is_cut else "completed",
-            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-            "output": [_item(block, self._is_cut(block)) for block in self._turn.blocks],
-            "usage": {
-                "input_tokens": self._turn.num_prompt,
-                "input_tokens_details": {"cached_tokens": self._turn.num_cached},
-                "output_tokens": self._turn.num_output,
-                "output_tokens_details": {"reasoning_tokens": self._turn.num_reasoning},
-                "total_tokens": self._turn.num_prompt + self._turn.num_output,
-            },
-        }
+    @property
+    def _status(self) -> Literal["completed", "incomplete"]:
+        return "incomplete" if self._turn.finish_reason == "length" else "completed"
+
+    def _stored_response(self) -> bytes:
+        """Return the complete response as JSON. Store it if the request allows that."""
+        output = [self._item(block, self._is_cut(block)) for block in self._turn.blocks]
+        response = encode_json(
+            {
+                **self._head,
+                "status": self._status,
+                "incomplete_details": {"reason": "max_output_tokens"} if self._status == "incomplete" else None,
+                "output": output,
+                "usage": {
+                    "input_tokens": self._turn.num_prompt,
+                    "input_tokens_details": {"cached_tokens": self._turn.num_cached},
+                    "output_tokens": self._turn.num_output,
+                    "output_tokens_details": {"reasoning_tokens": self._turn.num_reasoning},
+                    "total_tokens": self._turn.num_prompt + self._turn.num_output,
+                },
+            }
+        )
+        if self._store is not None:
+            items = {item["id"]: encode_json(item) for item in output}
+            context = (*self._context, b"[" + b",".join(items.values()) + b"]")
+            self._store.add(self._client.name, str(self._head["id"]), StoredResponse(response, context, items))
+        return response
 
     def _event(self, part: BlockEvent) -> bytes:
         block = part.block
-        place = {"item_id": _item_id(block), "output_index": block.index}
-        in_part = place if block.kind == "call" else {**place, "content_index": 0}
-        name = {"text": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}[block.kind]
-        logprobs: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
-        match part.kind:
-            case "begin":
-                empty = Block(block.index, block.kind, "", block.call_id, block.name, block.id)
-                item = {**_item(empty, False), "status": "in_progress"} | (
-                    {} if block.kind == "call" else {"content": []}
-                )
-                sent = self._sent("response.output_item.added", output_index=block.index, item=item)
-                if block.kind != "call":
-                    sent += self._sent("response.content_part.added", **in_part, part=_content(empty))
-                return sent
-            case "piece":
-                return self._sent(f"response.{name}.delta", **in_part, delta=part.piece, **logprobs)
-            case "end":
-                if block.kind == "call":
-                    sent = self._sent(f"response.{name}.done", **in_part, name=block.name, arguments=block.text)
-                else:
-                    sent = self._sent(f"response.{name}.done", **in_part, text=block.text, **logprobs)
-                    sent += self._sent("response.content_part.done", **in_part, part=_content(block))
-                item = _item(block, self._is_cut(block))
-                return sent + self._sent("response.output_item.done", output_index=block.index, item=item)
+        if part.kind == "begin":
+            empty = Block(block.index, block.kind, "", block.call_id, block.name, block.id)
+            item = {**self._item(empty, False), "status": "in_progress"}
+            if block.kind != "call":
+                item["content"] = []
+            sent = self._sent("response.output_item.added", output_index=block.index, item=item)
+            if block.kind != "call":
+                sent += self._sent("response.content_part.added", **_place(block), part=_content(empty))
+            return sent
+        if self._is_custom(block):  # the input is known only once the arguments are complete
+            sent = b"" if part.kind == "piece" else self._custom_input(block)
+        elif part.kind == "piece":
+            return self._sent(f"response.{_kind(block)}.delta", **_place(block), delta=part.piece, **_logprobs(block))
+        elif block.kind == "call":
+            done = {"name": block.name, "arguments": block.text}
+            sent = self._sent(f"response.{_kind(block)}.done", **_place(block), **done)
+        else:
+            sent = self._sent(f"response.{_kind(block)}.done", **_place(block), text=block.text, **_logprobs(block))
+            sent += self._sent("response.content_part.done", **_place(block), part=_content(block))
+        if part.kind == "end":
+            item = self._item(block, self._is_cut(block))
+            sent += self._sent("response.output_item.done", output_index=block.index, item=item)
+        return sent
+
+    def _custom_input(self, block: Block) -> bytes:
+        """Return the events with the input of a custom tool."""
+        text = input_of_arguments(block.text)
+        name = "response.custom_tool_call_input"
+        sent = self._sent(f"{name}.delta", **_place(block), delta=text)
+        return sent + self._sent(f"{name}.done", **_place(block), input=text)
+
+    def _is_custom(self, block: Block) -> bool:
+        tool = self._tools.find(block.name) if block.kind == "call" else None
+        return tool is not None and tool.is_custom
+
+    def _item(self, block: Block, is_cut: bool) -> dict[str, Any]:
+        """Return a block as an output item."""
+        head = {"id": _item_id(block), "status": "incomplete" if is_cut else "completed"}
+        if block.kind == "text":
+            return {**head, "type": "message", "role": "assistant", "content": [_content(block)]}
+        if block.kind == "reasoning":
+            encoded = {"encrypted_content": encoded_reasoning(block.text)} if self._encodes_reasoning else {}
+            return {**head, "type": "reasoning", "summary": [], "content": [_content(block)], **encoded}
+        tool = self._tools.find(block.name)
+        name = block.name if tool is None else tool.name
+        call = {**head, "call_id": block.call_id, "name": name}
+        if tool is not None and tool.namespace is not None:
+            call["namespace"] = tool.namespace
+        if tool is not None and tool.is_custom:
+            return {**call, "type": "custom_tool_call", "input": input_of_arguments(block.text)}
+        return {**call, "type": "function_call", "arguments": block.text}
 
     def _sent(self, kind: str, **data: Any) -> bytes:
         number, self._num_sent = self._num_sent, self._num_sent + 1
@@ -313,57 +423,25 @@ def _item_id(block: Block) -> str:
     return {"text": "msg_", "reasoning": "rs_", "call": "fc_"}[block.kind] + block.id
 
 
+def _place(block: Block) -> dict[str, Any]:
+    """Return the fields of an event that say what it belongs to."""
+    place = {"item_id": _item_id(block), "output_index": block.index}
+    return place if block.kind == "call" else {**place, "content_index": 0}
+
+
+def _kind(block: Block) -> str:
+    return {"text": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}[block.kind]
+
+
+def _logprobs(block: Block) -> dict[str, Any]:
+    return {"logprobs": []} if block.kind == "text" else {}
+
+
 def _content(block: Block) -> dict[str, Any]:
     if block.kind == "reasoning":
         return {"type": "reasoning_text", "text": block.text}
     return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
 
 
-def _item(block: Block, is_cut: bool) -> dict[str, Any]:
-    """Return a block as an output item."""
-    head = {"id": _item_id(block), "status": "incomplete" if is_cut else "completed"}
-    match block.kind:
-        case "text":
-            return {**head, "type": "message", "role": "assistant", "content": [_content(block)]}
-        case "reasoning":
-            return {**head, "type": "reasoning", "summary": [], "content": [_content(block)]}
-        case "call":
-            call = {"call_id": block.call_id, "name": block.name, "arguments": block.text}
-            return {**head, "type": "function_call", **call}
-
-
 def _plain(part: str | Body | None) -> Any:
     return part.model_dump(by_alias=True, exclude_none=True) if isinstance(part, Body) else part
-
-
-def _messages(items: Sequence[Item]) -> list[dict[str, Any]]:
-    """Return items as chat messages, in which reasoning and calls are parts of one assistant message."""
-    messages: list[dict[str, Any]] = []
-    for item in items:
-        match item:
-            case MessageItem():
-                if item.role == "assistant":
-                    _assistant(messages, "content")["content"] = _text(item.content)
-                else:
-                    messages.append({"role": item.role, "content": _text(item.content)})
-            case CallItem():
-                function = {"name": item.name, "arguments": item.arguments}
-                call = {"id": item.call_id, "type": "function", "function": function}
-                _assistant(messages).setdefault("tool_calls", []).append(call)
-            case CallOutputItem():
-                output = {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
-                messages.append(output)
-            case ReasoningItem():
-                _assistant(messages, "content")["reasoning_content"] = _text(item.content or item.summary)
-    return messages
-
-
-def _assistant(messages: list[dict[str, Any]], unless: str | None = None) -> dict[str, Any]:
-    """Return the last message if it is the assistant's and lacks the field `unless`, else a new one, appended."""
-    if not messages or messages[-1]["role"] != "assistant" or (unless is not None and unless in messages[-1]):
-        messages.append({"role": "assistant"})
-    return messages[-1]
-
-
-def _text(content: str | list[InputText]) -> str:
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)

@@ -1,0 +1,235 @@
+"""Input items of the Responses API, and the chat messages that they stand for."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import ConfigDict, Discriminator, Field, Tag, TypeAdapter
+
+from moeserve.config.settings import LIMITS
+from moeserve.server.content import found_text, omitted
+from moeserve.server.errors import ApiError
+from moeserve.server.openai.response_tools import OfferedTools, arguments_of_input
+from moeserve.server.schema import Body, Bounded
+
+TEXT_TYPES = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+REASONING_PREFIX = "moeserve1."  # begins the reasoning that this server returns as encrypted_content
+
+
+class TextPart(Body):
+    type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
+    text: str
+
+
+class RefusalPart(Body):
+    type: Literal["refusal"]
+    refusal: str
+
+
+class OtherPart(Body):
+    """A part without text, such as a picture."""
+
+    type: str
+
+
+def _part_type(part: Any) -> Any:
+    found = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
+    return "text" if found in TEXT_TYPES else found if found == "refusal" else "other"
+
+
+Part: TypeAlias = Annotated[
+    Annotated[TextPart, Tag("text")] | Annotated[RefusalPart, Tag("refusal")] | Annotated[OtherPart, Tag("other")],
+    Discriminator(_part_type),
+]
+Content: TypeAlias = str | Annotated[list[Part], Bounded(LIMITS.max_parts)]
+
+
+class MessageItem(Body):
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Content = ""
+
+
+class CallItem(Body):
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    namespace: str | None = None
+    arguments: str = ""
+
+
+class CustomCallItem(Body):
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    namespace: str | None = None
+    input: str = ""
+
+
+class CallOutputItem(Body):
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    call_id: str
+    output: Content = ""
+
+
+class ReasoningItem(Body):
+    type: Literal["reasoning"]
+    summary: Annotated[list[Part], Bounded(LIMITS.max_parts), Field(default_factory=list)]
+    content: Annotated[list[Part], Bounded(LIMITS.max_parts), Field(default_factory=list)]
+    encrypted_content: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The reasoning; empty if only another provider can read it."""
+        return _text(self.content) or _decoded(self.encrypted_content or "") or _text(self.summary)
+
+
+class ItemReference(Body):
+    type: Literal["item_reference"] = "item_reference"
+    id: str
+
+
+class OtherItem(Body):
+    """An item of a tool that only its provider can run, or of another kind."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+
+
+ITEM_TYPES = {
+    "message": "message",
+    "function_call": "function_call",
+    "custom_tool_call": "custom_tool_call",
+    "function_call_output": "output",
+    "custom_tool_call_output": "output",
+    "reasoning": "reasoning",
+    "item_reference": "item_reference",
+}
+
+
+def _item_type(item: Any) -> str:
+    """Return the tag of an item. Messages and references may omit their type."""
+    if not isinstance(item, dict):
+        return ITEM_TYPES.get(getattr(item, "type", ""), "other")
+    found = item.get("type")
+    if found is None:
+        found = "item_reference" if "id" in item and "role" not in item else "message"
+    return ITEM_TYPES.get(found, "other") if isinstance(found, str) else "other"
+
+
+Item: TypeAlias = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[CallItem, Tag("function_call")]
+    | Annotated[CustomCallItem, Tag("custom_tool_call")]
+    | Annotated[CallOutputItem, Tag("output")]
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[ItemReference, Tag("item_reference")]
+    | Annotated[OtherItem, Tag("other")],
+    Discriminator(_item_type),
+]
+Items: TypeAlias = Annotated[list[Item], Bounded(LIMITS.max_messages)]
+ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
+ITEM: TypeAdapter[Item] = TypeAdapter(Item)
+
+
+def chat_messages(items: Sequence[Item], tools: OfferedTools) -> list[dict[str, Any]]:
+    """Return items as chat messages, in which reasoning and calls are parts of one assistant message.
+
+    Raises:
+        ApiError: a message of the user has a part that is not a text.
+    """
+    messages: list[dict[str, Any]] = []
+    for item in items:
+        match item:
+            case MessageItem():
+                if item.role == "assistant":
+                    _assistant(messages, "content")["content"] = _text(item.content)
+                else:
+                    messages.append({"role": item.role, "content": _only_text(item.content)})
+            case CallItem():
+                _add_call(messages, item.call_id, tools.function_name(item.name, item.namespace), item.arguments)
+            case CustomCallItem():
+                name = tools.function_name(item.name, item.namespace)
+                _add_call(messages, item.call_id, name, arguments_of_input(item.input))
+            case CallOutputItem():
+                output = {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
+                messages.append(output)
+            case ReasoningItem():
+                if item.text:
+                    _assistant(messages, "content")["reasoning_content"] = item.text
+            case OtherItem():
+                _add_other(messages, item)
+    return messages
+
+
+def _add_call(messages: list[dict[str, Any]], call_id: str, name: str, arguments: str) -> None:
+    call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    _assistant(messages).setdefault("tool_calls", []).append(call)
+
+
+def _add_other(messages: list[dict[str, Any]], item: OtherItem) -> None:
+    """Add an item of another kind. Those that are neither calls of the client's tools nor texts are left out."""
+    fields = item.model_extra or {}
+    call_id = fields.get("call_id")
+    rest = {name: value for name, value in fields.items() if name not in ("id", "call_id", "status")}
+    if isinstance(call_id, str) and item.type.endswith("_call"):
+        _add_call(messages, call_id, item.type.removesuffix("_call"), json.dumps(rest, ensure_ascii=False))
+    elif isinstance(call_id, str) and item.type.endswith("_output"):
+        output = fields.get("output", rest)
+        text = found_text(output) or json.dumps(output, ensure_ascii=False)
+        messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
+    elif text := found_text(fields.get("content")):
+        messages.append({"role": "user", "content": text})
+
+
+def _assistant(messages: list[dict[str, Any]], unless: str | None = None) -> dict[str, Any]:
+    """Return the last message if it is the assistant's and lacks the field `unless`, else a new one, appended."""
+    if not messages or messages[-1]["role"] != "assistant" or (unless is not None and unless in messages[-1]):
+        messages.append({"role": "assistant"})
+    return messages[-1]
+
+
+def _text(content: str | Sequence[Part]) -> str:
+    """Return the text of a content, in which other parts are named."""
+    return content if isinstance(content, str) else "\n".join(map(_part_text, content))
+
+
+def _only_text(content: str | Sequence[Part]) -> str:
+    for part in () if isinstance(content, str) else content:
+        if isinstance(part, OtherPart):
+            raise ApiError(
+                400,
+                f"input has a part of type {part.type[:100]!r}, which is not supported here; send texts",
+                param="input",
+                code="unsupported_parameter",
+            )
+    return _text(content)
+
+
+def _part_text(part: Part) -> str:
+    match part:
+        case TextPart():
+            return part.text
+        case RefusalPart():
+            return part.refusal
+    return omitted(part.type.removeprefix("input_"))
+
+
+def encoded_reasoning(reasoning: str) -> str:
+    """Return reasoning in the form of `encrypted_content`. It is encoded, not secret: responses contain it as text."""
+    return REASONING_PREFIX + base64.urlsafe_b64encode(reasoning.encode()).decode()
+
+
+def _decoded(content: str) -> str:
+    """Return the reasoning; an empty text if another server has encrypted it."""
+    if not content.startswith(REASONING_PREFIX):
+        return ""
+    try:
+        return base64.b64decode(content.removeprefix(REASONING_PREFIX), altchars="-_", validate=True).decode()
+    except (binascii.Error, ValueError):  # changed on the way
+        return ""

@@ -1,0 +1,173 @@
+"""The tools of a request to the Responses API as functions of the model, and the names by which its answer has them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import ConfigDict, Discriminator, Field, Tag
+
+from moeserve.config.settings import LIMITS
+from moeserve.server.conversation import Function, FunctionTool
+from moeserve.server.schema import Body, Bounded
+
+CUSTOM_INPUT = "input"  # the parameter of a custom tool, which has a text instead of arguments
+MAX_NAME = 64  # characters
+
+
+class FlatTool(Function):
+    model_config = ConfigDict(extra="allow")  # responses contain the tools of their requests
+
+    type: Literal["function"]
+
+
+class CustomFormat(Body):
+    model_config = ConfigDict(extra="allow")
+
+    type: str = "text"
+    syntax: str | None = None
+    definition: str | None = None
+
+
+class CustomTool(Body):
+    """A tool whose input is a text. The model calls it as a function with one parameter."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["custom"]
+    name: Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
+    description: str | None = None
+    format: CustomFormat | None = None
+
+
+class OtherTool(Body):
+    """A tool that only its provider can run. The model does not see it."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+
+
+def _tool_type(tool: Any) -> Any:
+    found = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    return found if found in ("function", "custom", "namespace") else "other"
+
+
+InnerTool: TypeAlias = Annotated[
+    Annotated[FlatTool, Tag("function")]
+    | Annotated[CustomTool, Tag("custom")]
+    | Annotated[OtherTool, Tag("namespace")]
+    | Annotated[OtherTool, Tag("other")],
+    Discriminator(_tool_type),
+]
+
+
+class NamespaceTool(Body):
+    """A group of tools."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["namespace"]
+    name: str
+    tools: Annotated[list[InnerTool], Bounded(LIMITS.max_tools), Field(default_factory=list)]
+
+
+Tool: TypeAlias = Annotated[
+    Annotated[FlatTool, Tag("function")]
+    | Annotated[CustomTool, Tag("custom")]
+    | Annotated[NamespaceTool, Tag("namespace")]
+    | Annotated[OtherTool, Tag("other")],
+    Discriminator(_tool_type),
+]
+
+
+@dataclass(frozen=True)
+class OfferedTool:
+    """A tool that the model may call."""
+
+    function: Function  # as the model sees it
+    name: str  # as the client calls it
+    namespace: str | None
+    is_custom: bool
+
+
+class OfferedTools:
+    """The tools of a request that the model may call.
+
+    A tool inside a namespace has its own name, or, if several tools have that name, one that begins with the namespace.
+    """
+
+    def __init__(self, tools: Sequence[Tool]) -> None:
+        each = list(_flattened(tools))
+        counts = Counter(tool.name for _, tool in each)
+        self._tools: dict[str, OfferedTool] = {}  # by the function's name
+        for namespace, tool in each:
+            name = tool.name
+            if namespace is not None and counts[name] > 1:
+                name = re.sub(r"[^A-Za-z0-9_-]", "_", f"{namespace}__{name}")[-MAX_NAME:]
+            is_custom = isinstance(tool, CustomTool)
+            self._tools.setdefault(name, OfferedTool(_function(name, tool), tool.name, namespace, is_custom))
+        self._names = {(tool.namespace, tool.name): name for name, tool in self._tools.items()}
+
+    @property
+    def functions(self) -> list[FunctionTool]:
+        return [FunctionTool(function=tool.function) for tool in self._tools.values()]
+
+    def find(self, function_name: str) -> OfferedTool | None:
+        return self._tools.get(function_name)
+
+    def function_name(self, name: str, namespace: str | None = None) -> str:
+        """Return the name of the function that stands for a tool of the client."""
+        return self._names.get((namespace, name), name)
+
+    def only(self, function_names: set[str]) -> OfferedTools:
+        """Return some of the tools."""
+        chosen = OfferedTools(())
+        chosen._tools = {name: tool for name, tool in self._tools.items() if name in function_names}
+        chosen._names = self._names
+        return chosen
+
+
+def _flattened(tools: Sequence[Tool]) -> Iterator[tuple[str | None, FlatTool | CustomTool]]:
+    for tool in tools:
+        if isinstance(tool, NamespaceTool):
+            for inner in tool.tools:
+                if isinstance(inner, (FlatTool, CustomTool)):
+                    yield tool.name, inner
+        elif isinstance(tool, (FlatTool, CustomTool)):
+            yield None, tool
+
+
+def _function(name: str, tool: FlatTool | CustomTool) -> Function:
+    if isinstance(tool, FlatTool):
+        return Function(name=name, description=tool.description, parameters=tool.parameters, strict=tool.strict)
+    parts = [tool.description]
+    if tool.format is not None and tool.format.definition:
+        parts.append(
+            f"The input must match this grammar ({tool.format.syntax or 'grammar'}):\n{tool.format.definition}"
+        )
+    parameter = {"type": "string", "description": "the whole input of the tool"}
+    return Function(
+        name=name,
+        description="\n\n".join(filter(None, parts)) or None,
+        parameters={"type": "object", "properties": {CUSTOM_INPUT: parameter}, "required": [CUSTOM_INPUT]},
+    )
+
+
+def arguments_of_input(text: str) -> str:
+    """Return the input of a custom tool as arguments of its function."""
+    return json.dumps({CUSTOM_INPUT: text}, ensure_ascii=False)
+
+
+def input_of_arguments(arguments: str) -> str:
+    """Return the input of a custom tool. Arguments of another form are the input themselves."""
+    try:
+        found = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    text = found.get(CUSTOM_INPUT) if isinstance(found, dict) else None
+    return text if isinstance(text, str) else arguments
