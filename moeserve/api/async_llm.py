@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from moeserve.api.llm import signature_with_settings
@@ -70,6 +70,8 @@ class AsyncLLM:
         self._mailboxes: dict[str, _Mailbox] = {}  # by id of the prompt
         self._has_work = threading.Event()
         self._is_closing = False
+        # Apart from the event loop's threads, because a check of a grammar may take seconds.
+        self._grammar_threads = ThreadPoolExecutor(NUM_GRAMMAR_THREADS, "grammars")
         self._has_ended = False  # no further outputs will be delivered
         self._failure: BaseException | None = None
         if self.config.device == "cuda":
@@ -148,6 +150,7 @@ class AsyncLLM:
         chat_template: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> dict[str, list[int]]:
         """Render a conversation as a prompt for `generate`; see `LLM.chat_prompt`. A long one takes milliseconds."""
@@ -157,6 +160,7 @@ class AsyncLLM:
             chat_template=chat_template,
             tools=tools,
             add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
             chat_template_kwargs=chat_template_kwargs,
             check_length=self.session.frontend.check_conversation,
         )
@@ -204,6 +208,7 @@ class AsyncLLM:
         self.session.wake()
         self._has_work.set()
         self._thread.join()
+        self._grammar_threads.shutdown(wait=False, cancel_futures=True)
 
     async def _submit(self, prompt: Prompt, params: SamplingParams, request_id: str | None) -> str:
         """Start a prompt, and return its id. Runs in a thread, because tokenizing would block the event loop."""
@@ -216,7 +221,8 @@ class AsyncLLM:
                 submitted.set_exception(error)
 
         try:
-            await asyncio.to_thread(submit)
+            pool = self._grammar_threads if params.structured_outputs is not None else None
+            await asyncio.get_running_loop().run_in_executor(pool, submit)
         except asyncio.CancelledError:  # a started thread goes on, even after the event loop has ended
             submitted.add_done_callback(self._discard_submitted)
             raise

@@ -19,6 +19,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+from moeserve.api.template_messages import template_messages
 from moeserve.errors import RequestError, shown
 
 # Names that users cannot pass as variables: arguments of this module and of transformers' apply_chat_template.
@@ -33,6 +34,7 @@ RESERVED_NAMES = frozenset(
         "continue_final_message",
     ]
 )
+END_MARK = "\ue000end\ue000"  # marks the end of a content that is to be continued
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # keys of a message; most templates read the first
 
 
@@ -56,6 +58,61 @@ def choose_template(templates: Mapping[str, str], template: str | None, *, has_t
         f"the checkpoint's tokenizer has {has}; pass chat_template, or write the conversation as one prompt and pass "
         "that to generate"
     )
+
+
+def render_conversation(
+    template: str,
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None,
+    *,
+    add_generation_prompt: bool,
+    continue_final_message: bool,
+    special_tokens: Mapping[str, Any],
+    arguments: Mapping[str, Any],
+) -> str:
+    """Return the text of a conversation, with its messages in a form that the template renders.
+
+    Args:
+        continue_final_message: end the text after the content of the last message.
+        special_tokens, arguments: as for `render`.
+
+    Raises:
+        RequestError: as for `render`; or the last message has no content to continue.
+    """
+    if continue_final_message:
+        messages = _with_end_mark(messages)
+        add_generation_prompt = False
+    refusal: RequestError | None = None
+    for form in template_messages(messages, template, tools):
+        try:
+            text = render(
+                template,
+                form,
+                tools,
+                add_generation_prompt=add_generation_prompt,
+                special_tokens=special_tokens,
+                arguments=arguments,
+            )
+        except RequestError as error:
+            refusal = refusal or error
+            continue
+        return _before_end_mark(text) if continue_final_message else text
+    assert refusal is not None, "there is at least one form"
+    raise refusal
+
+
+def _with_end_mark(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    last = messages[-1]
+    if last.get("tool_calls") or not isinstance(last.get("content"), str):
+        raise RequestError("continue_final_message needs a last message with a content, and without tool calls")
+    return [*messages[:-1], {**last, "content": last["content"] + END_MARK}]
+
+
+def _before_end_mark(text: str) -> str:
+    before, mark, _ = text.rpartition(END_MARK)
+    if not mark:
+        raise RequestError("continue_final_message: the chat template does not render the content of the last message")
+    return before
 
 
 def render(

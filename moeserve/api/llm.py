@@ -163,6 +163,7 @@ class LLM:
         chat_template: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several.
@@ -170,7 +171,8 @@ class LLM:
         Args:
             messages: [{"role": "user", "content": "..."}, ...], or a list of such lists.
             sampling_params, use_tqdm: as for `generate`.
-            chat_template, tools, add_generation_prompt, chat_template_kwargs: as for `chat_prompt`.
+            chat_template, tools, add_generation_prompt, continue_final_message, chat_template_kwargs: as for
+                `chat_prompt`.
 
         Raises:
             RequestError, EngineError: as for `generate`. Also RequestError if there is no chat template.
@@ -186,6 +188,7 @@ class LLM:
                 chat_template=chat_template,
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
                 chat_template_kwargs=chat_template_kwargs,
             )
             for conversation in conversations
@@ -199,6 +202,7 @@ class LLM:
         chat_template: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> dict[str, list[int]]:
         """Render a conversation as a prompt for `generate` or `stream`.
@@ -208,6 +212,8 @@ class LLM:
             chat_template: Jinja template; None: the checkpoint's.
             tools: JSON schemas of the functions that the model may call.
             add_generation_prompt: end the prompt with the tokens that begin an answer.
+            continue_final_message: end the prompt after the content of the last message, for an answer that continues
+                it; `add_generation_prompt` then has no effect.
             chat_template_kwargs: further variables of the template, such as {"enable_thinking": False} for Qwen3.
 
         Raises:
@@ -219,6 +225,7 @@ class LLM:
             chat_template=chat_template,
             tools=tools,
             add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
             chat_template_kwargs=chat_template_kwargs,
             check_length=self.session.frontend.check_conversation,
         )

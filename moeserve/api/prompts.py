@@ -37,6 +37,7 @@ def chat_prompt(
     chat_template: str | None,
     tools: Sequence[Mapping[str, Any]] | None,
     add_generation_prompt: bool,
+    continue_final_message: bool,
     chat_template_kwargs: Mapping[str, Any] | None,
     check_length: Callable[[str], None],
 ) -> dict[str, list[int]]:
@@ -52,6 +53,7 @@ def chat_prompt(
         chat_template=chat_template,
         tools=tools,
         add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
         template_arguments=chat_template_kwargs,
         check_length=check_length,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -21,6 +22,7 @@ from moeserve.models.tokenizer_files import LoadedTokenizer, load_tokenizer, loa
 
 # The maximum number of characters that a Unicode normal form composes into one.
 MOST_COMPOSED = 4
+_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")  # stands for one byte in vocabularies that are not byte-level
 
 
 class TextCodec:
@@ -126,6 +128,7 @@ class TextCodec:
         chat_template: str | None = None,
         tools: Any = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         template_arguments: Mapping[str, Any] | None = None,
         check_length: Callable[[str], None] = lambda text: None,
     ) -> list[int]:
@@ -133,24 +136,28 @@ class TextCodec:
 
         Args:
             messages: list of {"role": ..., "content": ...}. The content is a text, or a list of
-                {"type": "text", "text": ...}, which are joined by newlines. Other keys reach the template unchanged.
+                {"type": "text", "text": ...}, which are joined by newlines. See `template_messages` for their forms.
             chat_template: Jinja template, or the name of one of the checkpoint's; None: the checkpoint's default.
             tools: JSON schemas of the functions that the model may call.
             add_generation_prompt: end the prompt with the tokens that begin an answer.
+            continue_final_message: end the prompt after the content of the last message, for an answer that continues
+                it; `add_generation_prompt` then has no effect.
             template_arguments: further variables of the template, such as {"enable_thinking": False}.
             check_length: called with the rendered text; raises an error if it is too long to be tokenized.
 
         Raises:
             RequestError: an argument is malformed, there is no chat template, or the template raises an error.
         """
-        from moeserve.api.chat_template import choose_template, render  # imports jinja2, for conversations only
+        # Imports jinja2, for conversations only.
+        from moeserve.api.chat_template import choose_template, render_conversation
 
         messages, tools = check_messages(messages), check_tools(tools)
-        text = render(
+        text = render_conversation(
             choose_template(self.tokenizer.chat_templates, chat_template, has_tools=tools is not None),
             messages,
             tools,
             add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
             special_tokens=self.tokenizer.special_tokens,
             arguments=template_arguments or {},
         )
@@ -199,7 +206,10 @@ class TextCodec:
         return self.decode([token_id, token_id], skip_special_tokens=False)[len(once) :]
 
     def _token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of a token in a byte-level vocabulary."""
+        """Return the bytes of a token, which may be a part of a character."""
+        if not self.is_byte_level:
+            byte = _BYTE_TOKEN.fullmatch(self.token(token_id) or "") if self._has_byte_tokens else None
+            return self.token_text(token_id).encode("utf-8") if byte is None else bytes.fromhex(byte[1])
         text = self.decode([token_id], skip_special_tokens=False)
         if REPLACEMENT_CHARACTER not in text:
             return text.encode("utf-8")

@@ -78,17 +78,22 @@ class AnswerParser:
 class MarkedAnswer:
     """Reasoning between two markers, then content with tool calls, each of which begins with a marker.
 
+    A call also ends reasoning whose end marker is missing.
+
     Attributes:
         reasoning: the markers around reasoning, which comes first; None: no reasoning.
         call: the format of a tool call; None: no tool calls.
         section: the markers around the section of all calls; None: calls are not in a section.
-        section_ends_reasoning: a section of calls also ends reasoning whose end marker is missing.
     """
 
     reasoning: tuple[str, str] | None
     call: CallSyntax | None = None
     section: tuple[str, str] | None = None
-    section_ends_reasoning: bool = False
+
+    @property
+    def _call_begins(self) -> tuple[str, ...]:
+        begin = () if self.call is None else (self.call.begin,)
+        return begin if self.section is None else (self.section[0], *begin)
 
     def read(self, reader: Reader, outlet: Outlet, options: ParserOptions) -> Step[None]:
         call = self.call if options.parse_tools else None
@@ -102,7 +107,7 @@ class MarkedAnswer:
             return
 
         types = ParameterTypes(options.tools)
-        begins = (call.begin,) if self.section is None else (self.section[0], call.begin)
+        begins = self._call_begins
         ends: tuple[str, ...] = ()  # end markers of the open parts
         while True:
             if marker is None:
@@ -127,7 +132,7 @@ class MarkedAnswer:
     def _read_reasoning(
         self, reader: Reader, outlet: Outlet, options: ParserOptions, content: Trimmed
     ) -> Step[str | None]:
-        """Read the reasoning, if there is any. If a section of calls ends it, return the section's begin marker."""
+        """Read the reasoning, if there is any. If a call ends it, return the marker that begins the call."""
         assert self.reasoning is not None
         begin, end = self.reasoning
         reader.record()
@@ -137,8 +142,8 @@ class MarkedAnswer:
             content(start)
             return None
         ends: tuple[str, ...] = (end,)
-        if self.section is not None and self.section_ends_reasoning and options.parse_tools:
-            ends = (end, self.section[0])
+        if self.call is not None and options.parse_tools:
+            ends = (end, *self._call_begins)
         if options.parse_reasoning:
             reasoning = Trimmed(outlet.add_reasoning, strips_start=True)
             marker = yield from reader.until(ends, reasoning)

@@ -49,7 +49,6 @@ class ParserFamily:
     Attributes:
         name: name of the family in the setting that selects it.
         syntax: the answer format.
-        forced_calls: None if the family has no tool calls.
         template_marks: texts that all occur in a chat template of this family.
         model_types: model types in config.json, which are used if the template has the marks of no family.
         keeps_special_tokens: markers are special tokens: detokenize with skip_special_tokens=False.
@@ -59,7 +58,7 @@ class ParserFamily:
 
     name: str
     syntax: AnswerSyntax
-    forced_calls: ForcedCalls | None
+    forced_calls: ForcedCalls
     template_marks: tuple[str, ...]
     model_types: tuple[str, ...] = ()
     keeps_special_tokens: bool = False
@@ -95,27 +94,27 @@ class ParserFamily:
         return AnswerParser(self.syntax, options, self.new_id)
 
 
-def find_parser(name: str | None, *, model_type: str, chat_template: str | None) -> ParserFamily | None:
+def find_parser(name: str | None, *, model_type: str, chat_template: str | None) -> ParserFamily:
     """Return the family with a name, or the family of a checkpoint if the name is None.
+
+    The family of a checkpoint that is not known is hermes, whose format `template_messages` describes to the model.
 
     Args:
         model_type: the model type in config.json.
         chat_template: the chat template of the checkpoint, or the one that replaces it.
 
-    Returns:
-        The family; None if neither the template nor the model type belongs to a known family.
-
     Raises:
         SettingsError: no family has this name.
     """
     if name is not None:
+        name = OTHER_NAMES.get(name, name)
         if name not in FAMILIES:
             raise SettingsError(f"no parser has the name {name!r}; {nearest(name, FAMILIES)}")
         return FAMILIES[name]
     for family in FAMILIES.values():
         if chat_template is not None and all(mark in chat_template for mark in family.template_marks):
             return family
-    return next((family for family in FAMILIES.values() if model_type in family.model_types), None)
+    return next((family for family in FAMILIES.values() if model_type in family.model_types), FAMILIES["hermes"])
 
 
 def _mistral_id() -> str:
@@ -166,7 +165,7 @@ FAMILIES = _by_name(
         template_marks=("<tool_call>", "<arg_key>"),
         model_types=("glm4_moe",),
     ),
-    # Hermes, Qwen2.5, Qwen3.
+    # Hermes, Qwen2.5, Qwen3, and models whose format is not known.
     ParserFamily(
         name="hermes",
         syntax=MarkedAnswer(reasoning=THINK, call=JsonCalls("<tool_call>", "</tool_call>")),
@@ -180,7 +179,6 @@ FAMILIES = _by_name(
         syntax=MarkedAnswer(
             reasoning=THINK,
             section=DEEPSEEK_CALLS,
-            section_ends_reasoning=True,
             call=NamedCall(
                 begin=DEEPSEEK_CALL[0],
                 name_begin="function<｜tool▁sep｜>",
@@ -204,7 +202,6 @@ FAMILIES = _by_name(
         syntax=MarkedAnswer(
             reasoning=THINK,
             section=DEEPSEEK_CALLS,
-            section_ends_reasoning=True,
             call=NamedCall(
                 begin=DEEPSEEK_CALL[0],
                 arguments_begin="<｜tool▁sep｜>",
@@ -225,7 +222,6 @@ FAMILIES = _by_name(
         syntax=MarkedAnswer(
             reasoning=THINK,
             section=KIMI_CALLS,
-            section_ends_reasoning=True,
             call=NamedCall(
                 begin="<|tool_call_begin|>",
                 name_in_id=r"(?:functions\.)?([\w./-]+)(?::\d+)?",
@@ -299,11 +295,17 @@ FAMILIES = _by_name(
         template_marks=("<tool_calls>",),
         model_types=("minimax_m1",),
     ),
-    # Models that reason but do not call tools.
-    ParserFamily(
-        name="think",
-        syntax=MarkedAnswer(reasoning=THINK),
-        forced_calls=None,
-        template_marks=("</think>",),
-    ),
 )
+# Further names of families, most of them those of parsers in vLLM.
+OTHER_NAMES = {
+    "deepseek_r1": "hermes",
+    "deepseek_v32": "deepseek_v31",
+    "glm47": "glm45",
+    "minimax": "minimax_m1",
+    "minimax_m2_append_think": "minimax_m2",
+    "openai": "gpt_oss",
+    "openai_gptoss": "gpt_oss",
+    "qwen3": "hermes",
+    "qwen3_xml": "qwen3_coder",
+    "think": "hermes",
+}

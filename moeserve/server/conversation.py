@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field
-
+from moeserve.api.template_messages import template_messages as template_messages
 from moeserve.outputs import CompletionOutput
-from moeserve.parsers.answers import AnswerParser
 from moeserve.parsers.deltas import ParsedDelta, ToolCallDelta
 from moeserve.sampling_params import SamplingParams
 from moeserve.server.client import Client
@@ -22,12 +19,12 @@ from moeserve.server.schema import Body, given_params
 from moeserve.server.service import Service
 from moeserve.structured_outputs import StructuredOutputsParams
 
-NULL_CONTENT = re.compile(r"\bcontent['\"]?\]? is (not )?none")  # matches the source of a chat template
+TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
 TOKENS_OF_MARKER = 16  # number of last prompt tokens searched for the opening marker of reasoning
 
 
 class Function(Body):
-    name: Annotated[str, Field(min_length=1, max_length=256)]
+    name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None  # JSON schema
     strict: bool | None = None
@@ -58,6 +55,8 @@ class Conversation:
     has_parallel_calls: bool = True
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True  # end the prompt with the tokens that begin an answer
+    continue_final_message: bool = False  # continue the last message instead of beginning an answer
+    chat_template: str | None = None  # a template of the request
     with_reasoning: bool = True  # return the model's reasoning
     outputs: StructuredOutputsParams | None = None  # required format of the content
 
@@ -66,9 +65,17 @@ class Conversation:
         """The functions that the model may call.
 
         Raises:
-            ApiError: tool_choice names a function that is not among the tools, or requires a call although there are
-                none.
+            ApiError: a tool has an invalid name; or tool_choice names a function that is not among the tools, or
+                requires a call although there are none.
         """
+        for place, tool in enumerate(self.tools or ()):
+            if not TOOL_NAME.fullmatch(tool.function.name):
+                raise ApiError(
+                    400,
+                    f"tools.{place}: the name {tool.function.name[:100]!r} must have 1 to 128 characters, each of a-z, "
+                    "A-Z, 0-9, _ and -",
+                    param="tools",
+                )
         if self.tool_choice == "none":
             return []
         functions = [tool.function.model_dump(exclude_none=True) for tool in self.tools or ()]
@@ -95,18 +102,15 @@ class Conversation:
     async def _render(self, service: Service) -> list[int]:
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
         given = None if self.tool_choice == "none" else tools or None
-        template = None if service.llm.codec is None else service.llm.codec.chat_template
-        error: ApiError | None = None
-        for messages in template_messages(self.messages, template or ""):
-            try:
-                with self.prompt_errors():
-                    return await service.chat_prompt(
-                        messages, given, self.template_arguments, add_generation_prompt=self.add_generation_prompt
-                    )
-            except ApiError as refusal:
-                error = error or refusal
-        assert error is not None
-        raise error
+        with self.prompt_errors():
+            return await service.chat_prompt(
+                self.messages,
+                given,
+                self.template_arguments,
+                add_generation_prompt=self.add_generation_prompt,
+                continue_final_message=self.continue_final_message,
+                chat_template=self.chat_template,
+            )
 
     @contextlib.contextmanager
     def prompt_errors(self) -> Iterator[None]:
@@ -117,31 +121,6 @@ class Conversation:
             if error.param == "prompt":
                 error.param = self.field_of_messages
             raise
-
-
-def template_messages(messages: Sequence[dict[str, Any]], template: str) -> list[list[dict[str, Any]]]:
-    """Return messages in the forms that a chat template may expect. The second is used if it refuses the first.
-
-    For templates that do not know the role, developer messages become system messages. Most templates expect the
-    arguments of calls as objects, but some, such as DeepSeek's, as JSON. A message without text gets an empty text;
-    with calls, it gets null if the template tests for null.
-
-    Raises:
-        ApiError: the arguments of a call are not JSON.
-    """
-    empty = None if NULL_CONTENT.search(template) else ""
-    if "developer" not in template:
-        messages = [
-            {**message, "role": "system"} if message["role"] == "developer" else message for message in messages
-        ]
-    forms = []
-    for call_form in (_with_object, dict):
-        form = []
-        for message in messages:
-            calls = [call_form(call) for call in message.get("tool_calls") or ()]
-            form.append({"content": empty, **message, "tool_calls": calls} if calls else {"content": "", **message})
-        forms.append(form)
-    return forms if forms[0] != forms[1] else forms[:1]
 
 
 @dataclass(frozen=True)
@@ -166,18 +145,12 @@ async def turn_deltas(
         ApiError: the conversation cannot be served, or the engine failed.
     """
     functions = conversation.functions
-    if functions and service.parser is None:
-        raise ApiError(
-            400,
-            "the format of this model's tool calls is not known; start the server with --answer-parser NAME, such as "
-            "hermes (docs/tool_calling.md)",
-        )
     service.admission.require_room(params.n)
     prompt = await conversation.prompt(service, client)
     codec = service.llm.codec
     assert codec is not None, "a conversation was rendered"
     end = codec.decode(prompt[-TOKENS_OF_MARKER:], skip_special_tokens=False)
-    starts_in_reasoning = service.parser is not None and service.parser.starts_in_reasoning(end)
+    starts_in_reasoning = service.parser.starts_in_reasoning(end)
     params = given_params(
         service.parsed_params(params),
         {
@@ -222,19 +195,15 @@ class _OutputParser:
         starts_in_reasoning: bool,
     ) -> None:
         self._has_calls = False
-        self._parser: AnswerParser | None = None
-        if service.parser is not None:
-            self._parser = service.parser.make(
-                [tool.model_dump(exclude_none=True) for tool in conversation.tools or ()],
-                starts_in_reasoning=starts_in_reasoning,
-                parse_tools=bool(functions),
-                parse_reasoning=True,
-            )
+        self._parser = service.parser.make(
+            [tool.model_dump(exclude_none=True) for tool in conversation.tools or ()],
+            starts_in_reasoning=starts_in_reasoning,
+            parse_tools=bool(functions),
+            parse_reasoning=True,
+        )
 
     def parsed(self, output: CompletionOutput) -> ParsedDelta:
         """Parse the new part of an output."""
-        if self._parser is None:
-            return ParsedDelta(output.text)
         parts = [self._parser.feed(output.text, output.token_ids)]
         if output.finish_reason is not None:
             parts.append(self._parser.finish())
@@ -244,15 +213,3 @@ class _OutputParser:
 
     def finish_reason(self, output: CompletionOutput) -> str | None:
         return "tool_calls" if output.finish_reason == "stop" and self._has_calls else output.finish_reason
-
-
-def _with_object(call: dict[str, Any]) -> dict[str, Any]:
-    """Return a call whose arguments are an object."""
-    function = call["function"]
-    try:
-        arguments = json.loads(function["arguments"] or "{}")
-    except ValueError:
-        raise ApiError(
-            400, f"the arguments of the call of {function['name'][:100]!r} are not JSON", param="messages"
-        ) from None
-    return {**call, "function": {**function, "arguments": arguments}}

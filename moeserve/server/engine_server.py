@@ -33,7 +33,10 @@ def open_service(
         settings.served_model_name,
         max_waiting=settings.max_waiting,
         num_processes=settings.api_server_count,
-        parser=settings.answer_parser,
+        parser=settings.parser_name,
+        chat_template=settings.read_chat_template(),
+        trusts_templates=settings.trust_request_chat_template,
+        is_strict=settings.strict_requests,
         others=others,
         tracing=open_tracing(settings.otlp_traces_endpoint),
     )

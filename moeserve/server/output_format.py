@@ -63,7 +63,7 @@ def answer_grammar(
     *,
     must_call: bool,
     has_parallel_calls: bool,
-    family: ParserFamily | None,
+    family: ParserFamily,
     codec: TextCodec,
     starts_in_reasoning: bool,
 ) -> StructuredOutputsParams | None:
@@ -74,17 +74,11 @@ def answer_grammar(
         functions: functions that the model may call: {"name": ..., "parameters": JSON schema}.
         must_call: the answer must consist of calls.
         starts_in_reasoning: the prompt has opened the reasoning, which the answer closes.
-
-    Raises:
-        ApiError: the format of tool calls of the model's family is not known.
     """
-    calls = None if family is None else family.forced_calls
-    if must_call and calls is None:
-        raise ApiError(400, "the format of this model's tool calls is not known", param="tool_choice")
     if not must_call and wanted is None:
         return None
-    has_reasoning = starts_in_reasoning and family is not None and family.reasoning is not None
-    if not must_call and not has_reasoning and not (functions and calls):
+    has_reasoning = starts_in_reasoning and family.reasoning is not None
+    if not must_call and not has_reasoning and not functions:
         return wanted
 
     rules: dict[str, str] = {}
@@ -95,12 +89,11 @@ def answer_grammar(
             return wanted
         rules["content"] = content
         answers.append("content")
-    if functions and calls is not None:
-        rules |= _call_rules(calls, functions, codec, has_parallel_calls=has_parallel_calls)
+    if functions:
+        rules |= _call_rules(family.forced_calls, functions, codec, has_parallel_calls=has_parallel_calls)
         answers.append("calls")
     before = ""
     if has_reasoning:
-        assert family is not None
         assert family.reasoning is not None
         rules |= _reasoning_rules(family.reasoning[1], codec)
         before = "reasoning SPACE "

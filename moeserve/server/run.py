@@ -35,7 +35,8 @@ def serve(settings: ServerSettings, engine_settings: Mapping[str, Any]) -> None:
     """
     Keys.read(settings.api_key or (), settings.api_key_file)
     check_tracing(settings.otlp_traces_endpoint)
-    find_parser(settings.answer_parser, model_type="", chat_template=None)  # fail before the model is loaded
+    find_parser(settings.parser_name, model_type="", chat_template=None)  # fail before the model is loaded
+    settings.read_chat_template()
     with contextlib.closing(listen(settings)) as listener:  # fail before loading if the port is in use
         engine_settings = _with_expert_load(_in_own_processes(engine_settings))
         if settings.served_model_name is None:

@@ -22,6 +22,7 @@ from moeserve.errors import RequestError
 from moeserve.sampling_params import SamplingParams
 from moeserve.server.errors import api_error
 
+GUIDED_KINDS = ("json", "regex", "choice", "grammar")
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 
@@ -167,7 +168,7 @@ class TransferFields(RequestBody):
     kv_transfer_params: dict[str, Any] | None = None
 
 
-class ClientFields(Body):
+class ClientFields(RequestBody):
     """Fields that describe the client, and hints to a provider."""
 
     user: Annotated[Any, Ignored("a name of the end user")] = None
@@ -200,6 +201,12 @@ class SamplingFields(TransferFields, ClientFields):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None  # these four are older names of fields of structured_outputs
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Bounded(LIMITS.max_choices)] | None = None
+    guided_grammar: str | None = None
+    guided_decoding_backend: Annotated[Any, Ignored("there is one")] = None
+    guided_whitespace_pattern: Annotated[Any, Refused("use `disable_any_whitespace` of `structured_outputs`")] = None
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None
     store: Annotated[Any, Ignored("answers are not stored")] = None
     priority: Annotated[Any, Ignored("requests of all keys take turns")] = None
@@ -213,6 +220,15 @@ class SamplingFields(TransferFields, ClientFields):
     spaces_between_special_tokens: Annotated[Any, Refused("texts are decoded as they are", harmless=(True,))] = None
     return_token_ids: Annotated[Any, Refused("answers hold no token ids")] = None
     return_tokens_as_token_ids: Annotated[Any, Refused("answers hold texts of tokens")] = None
+
+    @property
+    def structure(self) -> StructuredOutputs | None:
+        """The value of structured_outputs, which may also be given by older names of its fields."""
+        given = {kind: value for kind in GUIDED_KINDS if (value := getattr(self, f"guided_{kind}")) is not None}
+        if not given:
+            return self.structured_outputs
+        fields = {} if self.structured_outputs is None else self.structured_outputs.model_dump(by_alias=True)
+        return StructuredOutputs(**fields | given)
 
     def sampling_params(self, defaults: SamplingParams, **others: Any) -> SamplingParams:
         """Return the request's sampling parameters. Parameters that it omits have their defaults.

@@ -47,6 +47,8 @@ class Service:
         max_waiting: int,
         num_processes: int = 1,
         parser: str | None = None,
+        chat_template: str | None = None,
+        trusts_templates: bool = False,
         is_strict: bool = False,
         others: Callable[[], Iterable[Totals]] = tuple,
         tracing: Tracing | None = None,
@@ -57,6 +59,8 @@ class Service:
                 max_waiting: as for `Admission`, over all processes together.
                 num_processes: number of processes that serve the engine. They share its capacity and the queue equally.
                 parser: name of the parser of tool calls and reasoning; None: that of the checkpoint's family.
+                chat_template: a template that replaces that of the checkpoint.
+                trusts_templates: requests may have a chat template of their own.
                 is_strict: refuse requests with unknown fields.
                 others: returns the totals of the server's other processes.
                 tracing: sends a span for each prompt; None: no spans. `drain` closes it.
@@ -68,7 +72,8 @@ class Service:
         self.model_names = model_names
         self._tracing = tracing
         self.created = int(time.time())
-        template = None if llm.codec is None else llm.codec.chat_template
+        self.chat_template = chat_template
+        template = chat_template or (None if llm.codec is None else llm.codec.chat_template)
         self.parser = find_parser(parser, model_type=_model_type(llm.config.model_path), chat_template=template)
 
         def num_admitted() -> int:
@@ -80,7 +85,7 @@ class Service:
         # Renders conversations before they are sent to the engine. A long one takes a while, so clients take turns.
         self.preparation = Admission(lambda: MAX_PREPARED, self.admission.max_outputs)
         self._others = others
-        self._is_strict = is_strict
+        self._is_strict, self._trusts_templates = is_strict, trusts_templates
         self._logged_fields: set[str] = set()
 
     @property
@@ -136,6 +141,21 @@ class Service:
                 logger.warning("requests have the unknown field %.100r, which is ignored", name)
         return self.require_model(body.model)
 
+    def allowed_template(self, template: str | None) -> str | None:
+        """Return the chat template of a request.
+
+        Raises:
+            ApiError: templates of requests are not allowed.
+        """
+        if template and not self._trusts_templates:
+            raise ApiError(
+                400,
+                "chat_template is not supported here: serve with --trust-request-chat-template to allow it",
+                param="chat_template",
+                code="unsupported_parameter",
+            )
+        return template or None
+
     async def chat_prompt(
         self,
         messages: list[dict[str, Any]],
@@ -143,8 +163,14 @@ class Service:
         arguments: Mapping[str, Any],
         *,
         add_generation_prompt: bool,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
     ) -> list[int]:
         """Render a conversation in a thread, because a long one takes a while and must not block other requests.
+
+        Args:
+            continue_final_message: as for `LLM.chat_prompt`.
+            chat_template: a template of the request; None: that of the server.
 
         Raises:
             ApiError: there is no chat template, or it refuses the conversation.
@@ -154,7 +180,9 @@ class Service:
                 self.llm.chat_prompt,
                 messages,
                 tools=tools,
+                chat_template=chat_template or self.chat_template,
                 add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
                 chat_template_kwargs=arguments,
             )
         except MoeserveError as error:
@@ -163,7 +191,7 @@ class Service:
 
     def parsed_params(self, params: SamplingParams) -> SamplingParams:
         """Return sampling parameters that give outputs which the parser can read."""
-        if self.parser is None or self.llm.codec is None:
+        if self.llm.codec is None:
             return params
         params = params.copy()
         params.skip_special_tokens = params.skip_special_tokens and not self.parser.keeps_special_tokens

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 
 from moeserve.config.settings import PositiveInt, setting
+from moeserve.errors import SettingsError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +24,15 @@ class ServerSettings:
     )
     answer_parser: str | None = setting(
         None, "format of the model's tool calls and reasoning, such as hermes; none: detected from the chat template"
+    )
+    tool_call_parser: str | None = setting(None, "vLLM's name of --answer-parser")
+    reasoning_parser: str | None = setting(None, "vLLM's name of --answer-parser; --tool-call-parser goes before it")
+    enable_auto_tool_choice: bool = setting(True, "no effect: tools are always offered to the model")
+    chat_template: str | None = setting(
+        None, "file with a chat template in Jinja, which replaces that of the checkpoint"
+    )
+    trust_request_chat_template: bool = setting(
+        False, "allow requests to have a chat template of their own, which runs in the server"
     )
     strict_requests: bool = setting(
         False, "refuse requests with unknown fields; otherwise such fields are logged once per name and ignored"
@@ -61,6 +72,24 @@ class ServerSettings:
     cors_origin: list[str] | None = setting(None, "origin of web pages that may send requests, or *; none: no others")
     ssl_certfile: str | None = setting(None, "certificate for TLS, with its chain, as a PEM file")
     ssl_keyfile: str | None = setting(None, "private key of the certificate, as a PEM file")
+
+    @property
+    def parser_name(self) -> str | None:
+        """The name of the parser of answers, whichever setting gives it."""
+        return self.answer_parser or self.tool_call_parser or self.reasoning_parser
+
+    def read_chat_template(self) -> str | None:
+        """Return the text of the chat template's file; None if there is none.
+
+        Raises:
+            SettingsError: the file cannot be read.
+        """
+        if self.chat_template is None:
+            return None
+        try:
+            return Path(self.chat_template).read_text("utf-8")
+        except (OSError, ValueError) as error:
+            raise SettingsError(f"chat_template={self.chat_template!r} cannot be read: {error}") from None
 
 
 def _required(help: str) -> Any:

@@ -13,7 +13,7 @@ from moeserve.config.settings import LIMITS
 from moeserve.server.client import Client
 from moeserve.server.conversation import Conversation, FunctionTool
 from moeserve.server.errors import ApiError
-from moeserve.server.openai.chat import Message
+from moeserve.server.openai.chat import Message, template_input
 from moeserve.server.reply import JSON, encode_json
 from moeserve.server.schema import Bounded, RequestBody, TokenId
 from moeserve.server.service import Service
@@ -26,6 +26,8 @@ class TokenizeRequest(RequestBody):
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None  # default: True for a prompt, False for messages, whose template adds them
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template: str | None = None
     return_token_strs: bool = False
 
 
@@ -64,10 +66,12 @@ async def tokenize(service: Service, client: Client, body: TokenizeRequest) -> R
         if body.add_special_tokens:
             raise ApiError(400, "the chat template adds special tokens to messages", param="add_special_tokens")
         conversation = Conversation(
-            messages=[message.model_dump(exclude_none=True) for message in body.messages],
+            messages=template_input(body.messages),
             tools=body.tools,
             template_arguments=body.chat_template_kwargs or {},
             add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            chat_template=service.allowed_template(body.chat_template),
         )
         token_ids = await conversation.prompt(service, client)
         return Response(await asyncio.to_thread(tokenized, token_ids), media_type=JSON)

@@ -36,12 +36,14 @@ class RunningServer:
             llm,
             [MODEL],
             max_waiting=chosen.max_waiting,
-            parser=chosen.answer_parser,
+            parser=chosen.parser_name,
+            chat_template=chosen.read_chat_template(),
+            trusts_templates=chosen.trust_request_chat_template,
             is_strict=chosen.strict_requests,
             tracing=self.tracing,
         )
         budget = budget_of(chosen)
-        app = build_app(self.service, chosen, Keys(chosen.api_key or ()), budget)
+        app = build_app(self.service, chosen, Keys(chosen.api_key or (), chosen.admin_key or ()), budget)
         self._server = uvicorn.Server(http_config(app, chosen, budget))
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=512)
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"

@@ -6,7 +6,7 @@ from typing import Any
 
 from running_server import MODEL, RunningServer
 
-from moeserve.server.conversation import template_messages
+from moeserve.api.template_messages import template_messages
 
 
 def prompt(server: RunningServer, messages: list[dict[str, Any]]) -> str:

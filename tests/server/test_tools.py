@@ -41,7 +41,7 @@ FORCED = [name for name, family in FAMILIES.items() if family.forced_calls]
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncLLM]:
     folder = save_tiny_model(tmp_path_factory.mktemp("tiny"))
-    llm = AsyncLLM(folder, dtype="float32", max_model_len=512, max_num_seqs=32, show_progress=False)
+    llm = AsyncLLM(folder, dtype="float32", max_model_len=2048, max_num_seqs=32, show_progress=False)
     yield llm
     llm.shutdown()
 

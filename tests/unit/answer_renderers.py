@@ -132,10 +132,6 @@ def minimax_m1(answer: Answer) -> str:
     return _thoughts(answer, "\n", "\n\n") + answer.content + section
 
 
-def think(answer: Answer) -> str:
-    return _thoughts(answer, "\n", "\n\n") + answer.content
-
-
 def _thoughts(answer: Answer, inside: str, after: str) -> str:
     return f"<think>{inside}{answer.reasoning}{inside}</think>{after}" if answer.reasoning else ""
 
@@ -178,7 +174,6 @@ class Style:
     render: Callable[[Answer], str]
     markers: tuple[str, ...]
     value_end: str | None = None
-    has_calls: bool = True
 
 
 _THINK = ("<think>", "</think>")
@@ -201,7 +196,6 @@ STYLES = [
     Style("gpt_oss", gpt_oss_of_template, _HARMONY),
     Style("minimax_m2", minimax_m2, (*_THINK, "<minimax:tool_call>", '<invoke name="'), "</parameter>"),
     Style("minimax_m1", minimax_m1, (*_THINK, "<tool_calls>")),
-    Style("think", think, _THINK, has_calls=False),
 ]
 
 # Parts of texts, among them some that look like the start of a marker.
@@ -266,7 +260,7 @@ def answers(draw: st.DrawFn, style: Style) -> Answer:
         keys = _NAMES
         values = values.filter(lambda value: style.value_end.strip() not in _plain(value))  # type: ignore[union-attr]
     calls = []
-    for _ in range(draw(st.integers(0, 3)) if style.has_calls else 0):
+    for _ in range(draw(st.integers(0, 3))):
         arguments = draw(st.dictionaries(keys, values, max_size=4))
         json_text = json.dumps(arguments, ensure_ascii=draw(st.booleans()), indent=draw(st.sampled_from([None, 1])))
         calls.append(Call(draw(_NAMES), arguments, json_text))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -13,40 +13,71 @@ from moeserve.config.settings import LIMITS
 from moeserve.outputs import CompletionOutput, Logprob
 from moeserve.sampling_params import SamplingParams
 from moeserve.server.client import Client
-from moeserve.server.conversation import Conversation, FunctionTool, NamedTool, TurnDelta, turn_deltas
+from moeserve.server.content import omitted
+from moeserve.server.conversation import (
+    Conversation,
+    Function,
+    FunctionName,
+    FunctionTool,
+    NamedTool,
+    TurnDelta,
+    turn_deltas,
+)
 from moeserve.server.errors import ApiError
 from moeserve.server.output_format import requested_outputs
 from moeserve.server.reply import EVENTS, JSON, Reply, encode_json, event
-from moeserve.server.schema import Body, Bounded, SamplingFields, StreamOptions, Usage, usage
+from moeserve.server.schema import Body, Bounded, Ignored, Refused, SamplingFields, StreamOptions, Usage, usage
 from moeserve.server.service import Service
 
+TEXT_TYPES = ("text", "input_text", "output_text")  # types of parts
 
-class TextPart(Body):
-    type: Literal["text"]
-    text: str
+
+class Part(Body):
+    """A part of a message. A part that is not a text is refused, or named in a text; see `_content`."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
 
 
 class CalledFunction(Body):
     name: str
-    arguments: str  # JSON
+    arguments: Any = ""  # JSON; also an object, and JSON that is cut off
+
+
+class CustomCall(Body):
+    name: str
+    input: str = ""
 
 
 class ToolCall(Body):
     id: str | None = None
-    type: Literal["function"] = "function"
-    function: CalledFunction
+    type: str = "function"
+    function: CalledFunction | None = None
+    custom: CustomCall | None = None
 
 
 class Message(Body):
     """A message of the conversation. Further fields, such as reasoning_content, are passed to the template."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
+    model_config = ConfigDict(extra="allow")
 
     role: Annotated[str, Field(min_length=1)]
-    content: str | Annotated[list[TextPart], Bounded(LIMITS.max_parts)] | None = None
+    content: str | Annotated[list[Part], Bounded(LIMITS.max_parts)] | None = None
     tool_calls: Annotated[list[ToolCall], Bounded(LIMITS.max_parts)] | None = None
     tool_call_id: str | None = None
     name: str | None = None
+    function_call: CalledFunction | None = None  # the older form of tool_calls
+    refusal: str | None = None
+    prefix: bool | None = None  # of the last message: the answer continues it, as in Mistral's and DeepSeek's APIs
+    annotations: Annotated[Any, Ignored("a part of answers")] = None
+    audio: Annotated[Any, Ignored("a part of answers; their text is in `content`")] = None
+    parsed: Annotated[Any, Ignored("a part of answers")] = None
+    cache_control: Annotated[Any, Ignored("prefixes are always cached")] = None
+
+
+class ChosenFunction(Body):
+    name: str
 
 
 class ChatRequest(SamplingFields):
@@ -60,19 +91,53 @@ class ChatRequest(SamplingFields):
     tools: Annotated[list[FunctionTool], Bounded(LIMITS.max_tools)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    modalities: Annotated[list[Literal["text"]], Bounded(LIMITS.max_fields)] | None = None
+    functions: Annotated[list[Function], Bounded(LIMITS.max_tools)] | None = None  # the older name of tools
+    function_call: Literal["none", "auto"] | ChosenFunction | None = None  # the older name of tool_choice
+    modalities: Annotated[Any, Refused("answers are texts", harmless=(["text"],))] = None
+    audio: Annotated[Any, Refused("answers are texts")] = None
+    web_search_options: Annotated[Any, Refused("the server runs no tools")] = None
+    prediction: Annotated[Any, Ignored("a hint")] = None
+    verbosity: Annotated[Any, Ignored("a hint; say it in the instructions")] = None
     # As in vLLM.
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template: str | None = None
+    enable_thinking: bool | None = None  # for chat_template_kwargs, as in other providers' APIs
+    documents: Annotated[Any, Refused("write their texts into messages")] = None
+    echo: Annotated[Any, Refused("answers do not repeat the prompt")] = None
+    add_special_tokens: Annotated[Any, Refused("the chat template adds them")] = None
+    prompt_logprobs: Annotated[Any, Refused("use `/v1/completions`")] = None
+    mm_processor_kwargs: Annotated[Any, Refused("the model reads texts only")] = None
     chat_template_kwargs: dict[str, Any] | None = None
     include_reasoning: bool = True
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+
+    @property
+    def has_functions(self) -> bool:
+        """True if the request, and so the answer, has functions instead of tools."""
+        return self.functions is not None and self.tools is None
+
+    @property
+    def continues_last(self) -> bool:
+        """True if the answer continues the last message."""
+        return self.continue_final_message or (self.messages[-1].role == "assistant" and bool(self.messages[-1].prefix))
+
+    def offered_tools(self) -> list[FunctionTool] | None:
+        return [FunctionTool(function=each) for each in self.functions or ()] if self.has_functions else self.tools
+
+    def choice(self) -> Literal["none", "auto", "required"] | NamedTool | None:
+        if not self.has_functions:
+            return self.tool_choice
+        if isinstance(self.function_call, ChosenFunction):
+            return NamedTool(function=FunctionName(name=self.function_call.name))
+        return self.function_call
 
 
 class ChatChoice(BaseModel):
     index: int
     message: dict[str, Any]
     logprobs: dict[str, Any] | None
-    finish_reason: Literal["stop", "length", "tool_calls"]
+    finish_reason: Literal["stop", "length", "tool_calls", "function_call"]
     stop_reason: int | str | None
 
 
@@ -103,20 +168,81 @@ async def answer(service: Service, client: Client, body: ChatRequest) -> Reply:
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
     template_arguments = dict(body.chat_template_kwargs or {})
+    if body.enable_thinking is not None:
+        template_arguments.setdefault("enable_thinking", body.enable_thinking)
     if body.reasoning_effort is not None:
         template_arguments.setdefault("reasoning_effort", body.reasoning_effort)
     conversation = Conversation(
-        messages=[message.model_dump(exclude_none=True) for message in body.messages],
-        tools=body.tools,
-        tool_choice=body.tool_choice,
-        has_parallel_calls=body.parallel_tool_calls is not False,
+        messages=template_input(body.messages),
+        tools=body.offered_tools(),
+        tool_choice=body.choice(),
+        has_parallel_calls=body.parallel_tool_calls is not False and not body.has_functions,
         template_arguments=template_arguments,
         add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continues_last,
+        chat_template=service.allowed_template(body.chat_template),
         with_reasoning=body.include_reasoning,
-        outputs=requested_outputs(body.response_format, body.structured_outputs),
+        outputs=requested_outputs(body.response_format, body.structure),
     )
     turn = _Answer(service, client, conversation, params, body, model)
     return Reply(turn.events(), EVENTS) if body.stream else Reply(turn.whole(), JSON)
+
+
+def template_input(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return messages in the form that conversations have, with contents as texts and calls as calls of functions.
+
+    Raises:
+        ApiError: a message has a part that the model cannot read.
+    """
+    converted: list[dict[str, Any]] = []
+    last_id = None  # of the last call in the older form, whose result does not name it
+    for place, message in enumerate(messages):
+        fields = message.model_dump(exclude_none=True, exclude={"content", "tool_calls", "function_call", "prefix"})
+        fields["content"] = _content(f"messages.{place}.content", message)
+        calls = [_call(call) for call in message.tool_calls or ()]
+        if message.function_call is not None and not calls:
+            last_id = f"call_{place}"
+            calls = [_call(ToolCall(id=last_id, function=message.function_call))]
+        if message.role == "function":
+            fields |= {"role": "tool"} | ({} if last_id is None else {"tool_call_id": last_id})
+        if fields["content"] is None and not calls:
+            fields["content"] = message.refusal or ""
+        converted.append({**fields, "tool_calls": calls} if calls else fields)
+    return converted
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    if call.function is not None:
+        function = {"name": call.function.name, "arguments": call.function.arguments}
+    elif call.custom is not None:
+        function = {"name": call.custom.name, "arguments": {"input": call.custom.input}}
+    else:
+        function = {"name": call.type, "arguments": {}}
+    return ({} if call.id is None else {"id": call.id}) | {"type": "function", "function": function}
+
+
+def _content(name: str, message: Message) -> str | None:
+    """Return the content of a message as a text.
+
+    In a history, parts that the model cannot read become a text that names them, because the client cannot take them
+    back. In what a user sends, they are refused.
+    """
+    if message.content is None or isinstance(message.content, str):
+        return message.content
+    texts = []
+    for place, part in enumerate(message.content):
+        text = part.refusal if part.text is None else part.text
+        if text is None and part.type in TEXT_TYPES:
+            raise ApiError(400, f"{name}.{place}.text: a part of type {part.type!r} needs a text", param="messages")
+        if text is None and message.role not in ("assistant", "tool", "function"):
+            raise ApiError(
+                400,
+                f"{name}.{place}.{part.type[:100]} is not supported here: the model reads texts only",
+                param="messages",
+                code="unsupported_parameter",
+            )
+        texts.append(omitted(part.type) if text is None else text)
+    return "\n".join(texts)
 
 
 class _Answer:
@@ -150,7 +276,7 @@ class _Answer:
                     choice["logprobs"]["content"] += logprobs["content"]
                 choice |= finish
         for choice in choices.values():
-            if choice["message"]["content"] is None and "tool_calls" not in choice["message"]:
+            if choice["message"]["content"] is None and not choice["message"].keys() & {"tool_calls", "function_call"}:
                 choice["message"]["content"] = ""
         ordered = [choices[index] for index in sorted(choices)]
         yield encode_json({**self._head, "object": "chat.completion", "choices": ordered, "usage": self._usage()})
@@ -179,8 +305,12 @@ class _Answer:
             async for delta in self._deltas:
                 self._num_prompt, self._num_cached = delta.num_prompt, delta.num_cached
                 self._num_output += len(delta.output.token_ids)
-                finish = {"finish_reason": delta.finish_reason, "stop_reason": delta.output.stop_reason}
-                yield delta.output.index, _message_part(delta), finish, self._logprobs(delta.output)
+                part, reason = _message_part(delta), delta.finish_reason
+                if self._body.has_functions:
+                    part = _with_function_call(part)
+                    reason = "function_call" if reason == "tool_calls" else reason
+                finish = {"finish_reason": reason, "stop_reason": delta.output.stop_reason}
+                yield delta.output.index, part, finish, self._logprobs(delta.output)
 
     def _logprobs(self, output: CompletionOutput) -> dict[str, Any] | None:
         if output.logprobs is None:
@@ -195,10 +325,10 @@ class _Answer:
         return {"content": content}
 
     def _token_logprob(self, token_id: int, logprob: Logprob) -> dict[str, Any]:
-        """Return one token with its log-probability. Its bytes are known only if the vocabulary is byte-level."""
+        """Return one token with its log-probability and its bytes, which may be a part of a character."""
         codec = self._service.llm.codec
         token = f"token_id:{token_id}" if logprob.decoded_token is None else logprob.decoded_token
-        content = list(codec.token_bytes(token_id)) if codec is not None and codec.is_byte_level else None
+        content = None if codec is None else list(codec.token_bytes(token_id))
         return {"token": token, "logprob": logprob.logprob, "bytes": content}
 
     def _usage(self) -> dict[str, Any]:
@@ -210,7 +340,7 @@ def _message_part(delta: TurnDelta) -> dict[str, Any]:
     if delta.content:
         part["content"] = delta.content
     if delta.reasoning:
-        part["reasoning_content"] = delta.reasoning
+        part["reasoning_content"] = part["reasoning"] = delta.reasoning  # the names of DeepSeek and of vLLM
     if delta.tool_calls:
         part["tool_calls"] = [
             {"index": call.index}
@@ -221,11 +351,21 @@ def _message_part(delta: TurnDelta) -> dict[str, Any]:
     return part
 
 
+def _with_function_call(part: dict[str, Any]) -> dict[str, Any]:
+    """Return a part of a message with the first call in its older form, which has room for one."""
+    calls = [call["function"] for call in part.get("tool_calls", []) if call["index"] == 0]
+    others = {name: value for name, value in part.items() if name != "tool_calls"}
+    return others | ({"function_call": calls[0]} if calls else {})
+
+
 def _extend(message: dict[str, Any], part: dict[str, Any]) -> None:
     """Add a part to a message."""
-    for name in ("content", "reasoning_content"):
+    for name in ("content", "reasoning_content", "reasoning"):
         if name in part:
             message[name] = (message.get(name) or "") + part[name]
+    if "function_call" in part:
+        call = message.setdefault("function_call", {"arguments": ""})
+        call |= part["function_call"] | {"arguments": call["arguments"] + part["function_call"]["arguments"]}
     for call in part.get("tool_calls", []):
         calls = message.setdefault("tool_calls", [])
         if call["index"] == len(calls):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import AsyncGenerator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, Field
 
+from moeserve.api.tokenizer import TextCodec
 from moeserve.config.settings import LIMITS
 from moeserve.outputs import CompletionOutput, Logprob, RequestOutput
 from moeserve.sampling_params import SamplingParams
@@ -16,9 +17,11 @@ from moeserve.server.client import Client
 from moeserve.server.errors import ApiError
 from moeserve.server.output_format import requested_outputs
 from moeserve.server.reply import EVENTS, JSON, Reply, encode_json, event, merged
-from moeserve.server.schema import Bounded, SamplingFields, StreamOptions, TokenId, Usage, usage
+from moeserve.server.schema import Bounded, Refused, SamplingFields, StreamOptions, TokenId, Usage, usage
 from moeserve.server.service import Service
 
+# A place in the text, a token there, and the log-probabilities of tokens there; None at the start of a prompt.
+_Position: TypeAlias = tuple[int, int, dict[int, Logprob] | None]
 TokenIds = Annotated[list[TokenId], Bounded(LIMITS.max_token_ids, min_length=1)]
 SEVERAL = Bounded(LIMITS.max_prompts, min_length=1)
 
@@ -31,7 +34,7 @@ class CompletionRequest(SamplingFields):
     stream: bool = False
     stream_options: StreamOptions | None = None
     best_of: Annotated[int, Field(ge=1)] | None = None
-    suffix: Literal[""] | None = None
+    suffix: Annotated[Any, Refused("models continue prompts only at the end")] = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=LIMITS.max_logprobs)] | None = None  # as in vLLM
 
     def prompts(self) -> list[str | list[int]]:
@@ -75,7 +78,7 @@ def complete(service: Service, client: Client, body: CompletionRequest) -> Reply
         service.llm.get_default_sampling_params(),
         max_tokens=None if body.max_tokens is None else max(1, body.max_tokens),
         logprobs=body.logprobs,
-        structured_outputs=requested_outputs(body.response_format, body.structured_outputs),
+        structured_outputs=requested_outputs(body.response_format, body.structure),
         prompt_logprobs=body.logprobs if body.echo and body.prompt_logprobs is None else body.prompt_logprobs,
     )
     if len(prompts) > LIMITS.max_prompts or len(prompts) * params.n > LIMITS.max_outputs:
@@ -104,7 +107,7 @@ class _Answer:
         self._head["model"] = model
         self._lengths: dict[int, tuple[int, int]] = {}  # by prompt: its tokens, and its cached tokens
         self._num_output = 0
-        self._text_lengths: dict[int, int] = {}  # by choice
+        self._offsets: dict[int, _Offsets] = {}  # by choice
 
     async def whole(self, prompts: list[str | list[int]]) -> AsyncGenerator[bytes, None]:
         choices: dict[int, dict[str, Any]] = {}
@@ -146,25 +149,30 @@ class _Answer:
     def _piece(
         self, index: int, prompt: str | list[int], output: RequestOutput, gained: CompletionOutput
     ) -> dict[str, Any]:
-        is_first = index not in self._text_lengths
+        codec, hides_special = self._service.llm.codec, self._params.skip_special_tokens
+        is_first = index not in self._offsets
+        offsets = self._offsets.setdefault(index, _Offsets(codec, hides_special))
         text, logprobs = gained.text, gained.logprobs
         token_ids = gained.token_ids
         if self._body.max_tokens == 0:
             text, logprobs, token_ids = "", None if logprobs is None else [], []
         self._num_output += len(token_ids)
-        positions: list[tuple[int, dict[int, Logprob] | None]] = (
-            [] if logprobs is None else list(zip(token_ids, logprobs, strict=True))
-        )
+        positions: list[_Position] = []
         if is_first and self._body.echo:
-            text = self._echo(prompt, output) + text
+            echo = self._echo(prompt, output)
+            text = echo + text
             if output.prompt_logprobs is not None and self._body.logprobs is not None:
-                positions = [*zip(output.prompt_token_ids, output.prompt_logprobs, strict=True), *positions]
-        start = self._text_lengths.get(index, 0)
-        self._text_lengths[index] = start + len(text)
+                before = _Offsets(codec, hides_special=isinstance(prompt, str))
+                for token_id, position in zip(output.prompt_token_ids, output.prompt_logprobs, strict=True):
+                    positions.append((before.next(token_id), token_id, position))
+            offsets.start = len(echo)
+        if logprobs is not None:
+            for token_id, position in zip(token_ids, logprobs, strict=True):
+                positions.append((offsets.next(token_id), token_id, position))
         piece = {
             "index": index,
             "text": text,
-            "logprobs": None if self._body.logprobs is None else self._logprobs(positions, start),
+            "logprobs": None if self._body.logprobs is None else self._logprobs(positions),
             "finish_reason": "length" if self._body.max_tokens == 0 else gained.finish_reason,
             "stop_reason": gained.stop_reason,
         }
@@ -181,18 +189,16 @@ class _Answer:
         codec = self._service.llm.codec
         return "" if codec is None else codec.decode(output.prompt_token_ids, skip_special_tokens=False)
 
-    def _logprobs(self, positions: list[tuple[int, dict[int, Logprob] | None]], start: int) -> dict[str, Any]:
+    def _logprobs(self, positions: list[_Position]) -> dict[str, Any]:
         """Return log-probabilities as four lists by position. The first token of a prompt has none."""
-        tokens, chosen, most_likely, offsets = [], [], [], []
-        for token_id, position in positions:
-            token = self._token(token_id, None if position is None else position[token_id])
-            tokens.append(token)
+        tokens, chosen, most_likely = [], [], []
+        for _, token_id, position in positions:
+            tokens.append(self._token(token_id, None if position is None else position[token_id]))
             chosen.append(None if position is None else position[token_id].logprob)
             most_likely.append(
                 None if position is None else {self._token(other, at): at.logprob for other, at in position.items()}
             )
-            offsets.append(start)
-            start += len(token)
+        offsets = [offset for offset, _, _ in positions]
         return {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": most_likely, "text_offset": offsets}
 
     def _token(self, token_id: int, logprob: Logprob | None) -> str:
@@ -205,3 +211,18 @@ class _Answer:
         num_prompt = sum(length for length, _ in self._lengths.values())
         num_cached = sum(cached for _, cached in self._lengths.values())
         return usage(num_prompt, num_cached, self._num_output)
+
+
+class _Offsets:
+    """Places of tokens in a text. A token whose character is not yet complete is at the place of that character."""
+
+    def __init__(self, codec: TextCodec | None, hides_special: bool) -> None:
+        self.start = 0  # place of the next token
+        self._detokenizer = None if codec is None else codec.detokenizer(skip_special_tokens=hides_special)
+
+    def next(self, token_id: int) -> int:
+        """Return the place of the next token."""
+        place = self.start
+        if self._detokenizer is not None:
+            self.start += len(self._detokenizer.feed(token_id))
+        return place

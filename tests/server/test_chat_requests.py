@@ -1,0 +1,266 @@
+"""Requests for chat completions as clients send them: leftovers of answers, older names, and hints are no errors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from running_server import MODEL, RunningServer, running
+from tiny_model import save_tiny_model
+
+from moeserve import AsyncLLM
+
+QUESTION: list[Any] = [{"role": "user", "content": "Hi"}]
+FUNCTION: dict[str, Any] = {
+    "name": "clock",
+    "parameters": {
+        "type": "object",
+        "properties": {"zone": {"enum": ["UTC"]}},
+        "required": ["zone"],
+        "additionalProperties": False,
+    },
+}
+TOOL = {"type": "function", "function": FUNCTION}
+CALL = {"id": "c", "type": "function", "function": {"name": "clock", "arguments": '{"zone": "UTC"}'}}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncLLM]:
+    folder = save_tiny_model(tmp_path_factory.mktemp("tiny"))
+    llm = AsyncLLM(folder, dtype="float32", max_model_len=2048, max_num_seqs=16, show_progress=False)
+    yield llm
+    llm.shutdown()
+
+
+@pytest.fixture(scope="module")
+def plain(tiny: AsyncLLM) -> Iterator[RunningServer]:
+    with running(tiny) as server:
+        yield server
+
+
+def post(server: RunningServer, path: str = "/v1/chat/completions", **fields: Any) -> dict[str, Any]:
+    """Return the answer to a request, which must be served."""
+    body = {"messages": QUESTION, "max_tokens": 1} | fields
+    with server.http() as http:
+        answer = http.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def refused(server: RunningServer, **fields: Any) -> dict[str, Any]:
+    body = {"messages": QUESTION, "max_tokens": 1} | fields
+    with server.http() as http:
+        answer = http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 400, answer.text
+    error: dict[str, Any] = answer.json()["error"]
+    return error
+
+
+def prompt(server: RunningServer, messages: list[Any], **fields: Any) -> str:
+    """Return the prompt of a conversation as the model reads it."""
+    with server.http() as http:
+        tokens = http.post("/tokenize", json={"messages": messages, **fields}).json()["tokens"]
+        text: str = http.post("/detokenize", json={"tokens": tokens}).json()["prompt"]
+        return text
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"tool_calls": [{"index": 0, **CALL}]},
+        {"tool_calls": [{**CALL, "extra_content": {"google": {}}}]},
+        {"tool_calls": [{**CALL, "function": CALL["function"] | {"parsed_arguments": {}}}]},
+        {"tool_calls": [CALL], "refusal": None, "annotations": [], "audio": None, "parsed": None},
+        {"tool_calls": [{"id": "c", "function": {"name": "clock", "arguments": {"zone": "UTC"}}}]},
+    ],
+)
+def test_leftovers_of_answers_change_nothing(plain: RunningServer, extra: dict[str, Any]) -> None:
+    result = {"role": "tool", "tool_call_id": "c", "content": "noon"}
+    given = prompt(plain, [*QUESTION, {"role": "assistant", "content": "", **extra}, result])
+    expected = prompt(plain, [*QUESTION, {"role": "assistant", "content": "", "tool_calls": [CALL]}, result])
+    assert "extra" not in given
+    assert json.loads('{"zone": "UTC"}') == {"zone": "UTC"}
+    assert given.replace('"index": 0, ', "") == expected
+
+
+def test_parts_of_histories(plain: RunningServer) -> None:
+    cached = {"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}
+    assert prompt(plain, [{"role": "user", "content": [cached]}]) == prompt(plain, QUESTION)
+    refusal = {"role": "assistant", "content": [{"type": "refusal", "refusal": "I will not."}]}
+    assert "I will not." in prompt(plain, [*QUESTION, refusal, *QUESTION])
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
+    result = {"role": "tool", "tool_call_id": "c", "content": [picture]}
+    assert "image_url omitted" in prompt(plain, [*QUESTION, {"role": "assistant", "tool_calls": [CALL]}, result])
+    error = refused(plain, messages=[{"role": "user", "content": [picture]}])
+    assert error["message"].startswith("messages.0.content.0.image_url is not supported here")
+    assert (error["param"], error["code"]) == ("messages", "unsupported_parameter")
+
+
+@pytest.mark.parametrize("arguments", ['{"zone": "U', "", "no JSON", "[1]", "null", '"{}"', "[" * 5000, "9" * 5000, 7])
+def test_any_arguments_in_a_history_are_served(plain: RunningServer, arguments: Any) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "clock", "arguments": arguments}}
+    history = [*QUESTION, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    with plain.http() as http:
+        tokens = http.post("/tokenize", json={"messages": history})
+        assert tokens.status_code == 200, tokens.text
+    items: list[Any] = [*QUESTION, {"type": "function_call", "call_id": "c", "name": "f", "arguments": str(arguments)}]
+    if len(str(arguments)) < 100:
+        post(plain, messages=history)
+        post(plain, "/v1/responses", input=items)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({name: None} for name in ("audio", "prediction", "moderation", "functions", "stream", "tools", "n", "store")),
+        {"store": True},
+        {"verbosity": "low"},
+        {"service_tier": "flex"},
+        {"prompt_cache_retention": "24h"},
+        {"prediction": {"type": "content", "content": "a"}},
+        {"metadata": {"a": {"b": 1}}},
+        {"stream": True, "stream_options": {"include_obfuscation": False}},
+        {"modalities": ["text"]},
+        {"tools": [{**TOOL, "cache_control": {"type": "ephemeral"}}], "tool_choice": "none"},
+        {"a_field_of_next_year": {"a": 1}},
+    ],
+)
+def test_what_does_not_change_the_answer_is_ignored(plain: RunningServer, fields: dict[str, Any]) -> None:
+    with plain.http() as http:
+        answer = http.post("/v1/chat/completions", json={"messages": QUESTION, "max_tokens": 1} | fields)
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize("name", ["audio", "web_search_options", "documents", "use_beam_search", "bad_words", "echo"])
+def test_what_would_change_the_answer_is_refused_by_name(plain: RunningServer, name: str) -> None:
+    error = refused(plain, **{name: ["x"]})
+    assert error["message"].startswith(f"{name} is not supported here")
+    assert (error["param"], error["code"]) == (name, "unsupported_parameter")
+
+
+def test_a_strict_server_refuses_unknown_fields(tiny: AsyncLLM, caplog: pytest.LogCaptureFixture) -> None:
+    with running(tiny, strict_requests=True) as server:
+        error = refused(server, colour="red")
+        assert (error["param"], error["code"]) == ("colour", "unsupported_parameter")
+        post(server, colour=None, verbosity="low")
+    with running(tiny) as server:
+        for _ in range(2):
+            post(server, colour="red")
+    assert sum("'colour'" in record.getMessage() for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["get weather", "search (web)", "\N{GREEK SMALL LETTER ALPHA}", "a+b", 'a"b', "", "a" * 129]
+)
+def test_names_of_tools(plain: RunningServer, name: str) -> None:
+    error = refused(plain, tools=[TOOL, {"type": "function", "function": {"name": name}}])
+    assert error["message"].startswith("tools.1: ")
+    assert error["param"] == "tools"
+
+
+def test_tools_need_no_configuration(plain: RunningServer) -> None:
+    """The template of the tiny model renders no tools, and names no format."""
+    text = prompt(plain, [{"role": "system", "content": "Be brief."}, *QUESTION], tools=[TOOL])
+    assert text.startswith("<|begin|>system: Be brief.\n\n")
+    assert '"enum": ["UTC"]' in text
+    client = plain.openai()
+    tools: Any = [TOOL]
+    forced = client.chat.completions.create(
+        model=MODEL, messages=QUESTION, tools=tools, tool_choice="required", parallel_tool_calls=False, temperature=1.0
+    )
+    (call,) = forced.choices[0].message.tool_calls or ()
+    assert call.type == "function"
+    assert (call.function.name, json.loads(call.function.arguments)) == ("clock", {"zone": "UTC"})
+
+
+def test_functions_are_the_older_form_of_tools(plain: RunningServer) -> None:
+    client = plain.openai()
+    functions: Any = [FUNCTION]
+    asked: dict[str, Any] = {"model": MODEL, "temperature": 1.0, "functions": functions}
+    choice = client.chat.completions.create(**asked, messages=QUESTION, function_call={"name": "clock"}).choices[0]
+    assert choice.finish_reason == "function_call"
+    assert choice.message.tool_calls is None
+    assert choice.message.function_call is not None
+    assert choice.message.function_call.name == "clock"
+    assert json.loads(choice.message.function_call.arguments) == {"zone": "UTC"}
+    streamed = client.chat.completions.create(**asked, messages=QUESTION, function_call={"name": "clock"}, stream=True)
+    deltas = [chunk.choices[0].delta.function_call for chunk in streamed]
+    assert json.loads("".join(delta.arguments or "" for delta in deltas if delta)) == {"zone": "UTC"}
+    history: list[Any] = [
+        *QUESTION,
+        {"role": "assistant", "content": None, "function_call": {"name": "clock", "arguments": '{"zone": "UTC"}'}},
+        {"role": "function", "name": "clock", "content": "noon"},
+    ]
+    text = prompt(plain, history)
+    assert '{"zone": "UTC"}' in text
+    assert "tool: noon" in text
+
+
+def test_older_names_of_structured_outputs(plain: RunningServer) -> None:
+    for fields, expected in (({"guided_choice": ["yes"]}, "yes"), ({"guided_regex": "ab"}, "ab")):
+        answer = post(plain, **fields, max_tokens=9)
+        assert answer["choices"][0]["message"]["content"] == expected
+    answer = post(plain, guided_json={"const": 7}, max_tokens=9)
+    assert json.loads(answer["choices"][0]["message"]["content"]) == 7
+    error = refused(plain, guided_regex="ab", structured_outputs={"choice": ["a"]})
+    assert error["param"] == "structured_outputs"
+
+
+@pytest.mark.parametrize("fields", [{"continue_final_message": True, "add_generation_prompt": False}, {"prefix": True}])
+def test_the_last_message_is_continued(plain: RunningServer, fields: dict[str, Any]) -> None:
+    last = {"role": "assistant", "content": "The capital is "}
+    if "prefix" in fields:
+        last, fields = last | fields, {}
+    usage = post(plain, messages=[*QUESTION, last], **fields)["usage"]
+    closed = prompt(plain, [*QUESTION, last], add_generation_prompt=False)
+    open_end = closed.removesuffix("<|end|>")
+    with plain.http() as http:
+        tokens = http.post("/tokenize", json={"prompt": open_end, "add_special_tokens": False}).json()["count"]
+    assert usage["prompt_tokens"] == tokens
+    assert open_end.endswith("assistant: The capital is ")
+
+
+def test_continuing_a_call_is_refused(plain: RunningServer) -> None:
+    history = [*QUESTION, {"role": "assistant", "tool_calls": [CALL]}]
+    assert "continue_final_message" in refused(plain, messages=history, continue_final_message=True)["message"]
+
+
+def test_reasoning_has_both_names(plain: RunningServer) -> None:
+    codec = plain.llm.codec
+    assert codec is not None
+    options = {"logit_bias": {str(codec.id_of_token("</think>")): 5.0}, "temperature": 1.0, "seed": 3, "max_tokens": 60}
+    message = post(plain, **options, chat_template_kwargs={"begins_reasoning": True})["choices"][0]["message"]
+    assert message["reasoning"]
+    assert message["reasoning"] == message["reasoning_content"]
+
+
+def test_chat_templates_of_the_operator_and_of_requests(tiny: AsyncLLM, plain: RunningServer, tmp_path: Path) -> None:
+    file = tmp_path / "own.jinja"
+    file.write_text("{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}")
+    with running(tiny, chat_template=str(file), trust_request_chat_template=True) as server:
+        assert prompt(server, QUESTION) == "[user]Hi"
+        assert prompt(server, QUESTION, chat_template="{{ messages[0].content }}!") == "Hi!"
+        assert post(server, chat_template="{{ messages[0].content }}!")["usage"]["prompt_tokens"] == 3
+    error = refused(plain, chat_template="{{ messages[0].content }}")
+    assert (error["param"], error["code"]) == ("chat_template", "unsupported_parameter")
+
+
+def test_openais_own_parse_is_answered(plain: RunningServer) -> None:
+    """Its messages, which have further fields, are sent back as they are."""
+    client = plain.openai()
+    tools: Any = [{"type": "function", "function": FUNCTION | {"strict": True}}]
+    parsed = client.chat.completions.parse(
+        model=MODEL, messages=QUESTION, tools=tools, tool_choice="required", parallel_tool_calls=False
+    )
+    message = parsed.choices[0].message
+    (call,) = message.tool_calls or ()
+    assert call.function.parsed_arguments == {"zone": "UTC"}
+    history: list[Any] = [*QUESTION, message, {"role": "tool", "tool_call_id": call.id, "content": "noon"}]
+    assert client.chat.completions.create(model=MODEL, messages=history, max_tokens=1).choices
+    with pytest.raises(openai.BadRequestError):
+        client.chat.completions.create(model=MODEL, messages=QUESTION, modalities=["audio"])
