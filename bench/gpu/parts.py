@@ -45,7 +45,7 @@ class Part:
 PARTS = {
     part.name: part
     for part in (
-        Part("compile", 16, 90, num_gpus=0),
+        Part("compile", 16, 300, num_gpus=0),
         Part("checks", 6, 40),
         Part("engine", 10, 45),  # one process for each family and dtype
         Part("probe", 1, 25, is_timed=True),
@@ -141,7 +141,8 @@ def _run_share(
             process.stdin.flush()  # stays open: its end is the end of this process
         for line in process.stdout:
             if not line.startswith(MARK):
-                log.append(line)
+                if line.strip():
+                    log.append(line)
                 continue
             match json.loads(line.removeprefix(MARK)):
                 case {"plan": plan}:
