@@ -13,6 +13,7 @@ from moeserve.cli.completion import SHELLS, completion_script
 from moeserve.cli.parser import Parser
 from moeserve.cli.sources import add_sources
 from moeserve.errors import MoeserveError
+from moeserve.processes.logs import start_log
 
 COMMANDS = {
     "generate": "Generate text for a prompt and print it as it is generated.",
@@ -44,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command: Parser = options.parser
     if unknown:
         command.refuse(unknown[0])
-    logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(levelname)s %(message)s")
+    start_log(logging.INFO if options.verbose else logging.WARNING)
     try:
         if command.settings:
             add_sources(options, command.settings)

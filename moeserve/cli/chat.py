@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,11 +13,13 @@ from moeserve.cli.chat_models import ChatModel, LocalModel, RemoteModel, ServerE
 from moeserve.cli.parser import Parser, add_engine_flags, engine_settings, reader
 from moeserve.errors import RequestError
 
+QUOTES = '"""'
 HELP = """\
 /system TEXT   set the system prompt; without TEXT: remove it
 /undo          forget the last question and its answer
 /reset         forget the conversation
 /exit          leave, as does Ctrl-D
+A line that ends with \\ continues on the next one. Lines between \"\"\" and \"\"\" are one message.
 Ctrl-C stops an answer and keeps the part that was generated."""
 
 
@@ -47,20 +50,27 @@ def run(options: argparse.Namespace) -> None:
         model = LocalModel(settings)
     with contextlib.closing(model):
         print(f"{model.name}: /help lists commands")
-        converse(model, sampling, options.system, _typed_lines())
+        converse(model, sampling, options.system, questions(_typed_line))
 
 
 def converse(
     model: ChatModel,
     sampling: dict[str, Any],
     system: str | None,
-    lines: Iterator[str],
+    questions: Iterator[str],
     write: Callable[[str], None] = lambda text: print(text, end="", flush=True),
+    write_aside: Callable[[str], None] | None = None,
 ) -> None:
-    """Answer each line of input until the lines end or one is /exit."""
+    """Answer each question until they end or one is /exit.
+
+    Args:
+        questions: what the user types: questions and commands.
+        write: writes answers.
+        write_aside: writes reasoning and the speed of answers; None: to standard error.
+    """
     conversation = Conversation(system)
-    for line in lines:
-        command, _, text = line.strip().partition(" ")
+    for question in questions:
+        command, _, text = question.strip().partition(" ")
         match command:
             case "":
                 continue
@@ -77,7 +87,7 @@ def converse(
             case _ if command.startswith("/"):
                 write(f"unknown command {command}; /help lists commands\n")
             case _:
-                _answer(model, sampling, conversation, line.strip(), write)
+                _answer(model, sampling, conversation, question.strip(), write, write_aside or _write_dimly)
 
 
 class Conversation:
@@ -93,34 +103,77 @@ class Conversation:
 
 
 def _answer(
-    model: ChatModel, sampling: dict[str, Any], conversation: Conversation, question: str, write: Callable[[str], None]
+    model: ChatModel,
+    sampling: dict[str, Any],
+    conversation: Conversation,
+    question: str,
+    write: Callable[[str], None],
+    write_aside: Callable[[str], None],
 ) -> None:
-    """Write the answer as it is generated. A question whose answer fails is removed."""
-    answer = ""
+    """Write the answer as it is generated, and its reasoning, which is not kept. Forget a question that fails."""
+    answer, is_reasoning = "", False
+    num_tokens: int | None = None
+    began_s = time.monotonic()
     try:
         with contextlib.closing(model.answer(conversation.with_question(question), sampling)) as pieces:
             for piece in pieces:
-                answer += piece
-                write(piece)
+                num_tokens = piece.num_tokens or num_tokens
+                if piece.reasoning:
+                    write_aside(piece.reasoning if is_reasoning else f"[reasoning]\n{piece.reasoning}")
+                    is_reasoning = True
+                if piece.content:
+                    write_aside("\n[answer]\n" * is_reasoning)
+                    is_reasoning = False
+                    answer += piece.content
+                    write(piece.content)
     except KeyboardInterrupt:
         write(" [ended]")
     except (RequestError, ServerError) as error:
         write(f"{error}\n")
         return
     write("\n")
+    if num_tokens:
+        write_aside(f"[{num_tokens} tokens, {num_tokens / (time.monotonic() - began_s):.1f} tokens/s]\n")
     conversation.messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
-def _typed_lines() -> Iterator[str]:
-    """Yield lines of standard input, with a prompt if it is a terminal. Ctrl-C discards a partly typed line."""
-    is_terminal = sys.stdin.isatty()
-    if is_terminal:
-        with contextlib.suppress(ImportError):
-            import readline  # noqa: F401, adds history and editing to `input`
+def questions(read_line: Callable[[bool], str]) -> Iterator[str]:
+    """Yield what the user types. A backslash continues a line, and three quotes enclose several.
+
+    Args:
+        read_line: returns a line of input, and raises EOFError at the end. The argument is True if the line continues a
+            message. KeyboardInterrupt discards the message.
+    """
     while True:
         try:
-            yield input("\n> " if is_terminal else "")
+            message = read_line(False)
+            if message.startswith(QUOTES):
+                message = message.removeprefix(QUOTES)
+                while not message.endswith(QUOTES):
+                    message += "\n" + read_line(True)
+                message = message.removesuffix(QUOTES)
+            else:
+                while message.endswith("\\"):
+                    message = message.removesuffix("\\") + "\n" + read_line(True)
         except EOFError:
             return
         except KeyboardInterrupt:
             print()
+        else:
+            yield message
+
+
+def _typed_line(continues: bool) -> str:
+    """Read a line of standard input, with a prompt if it is a terminal."""
+    if not sys.stdin.isatty():
+        return input()
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401, adds history and editing to `input`
+    return input("... " if continues else "\n> ")
+
+
+def _write_dimly(text: str) -> None:
+    """Write to standard error, so that standard output has the answers alone."""
+    if text:
+        is_terminal = sys.stderr.isatty()
+        print(f"\x1b[2m{text}\x1b[0m" if is_terminal else text, end="", file=sys.stderr, flush=True)

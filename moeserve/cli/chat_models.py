@@ -7,6 +7,7 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Generator, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from moeserve.errors import MoeserveError, shown
@@ -18,12 +19,21 @@ class ServerError(MoeserveError, RuntimeError):
     """The server cannot be reached, or has refused a request."""
 
 
+@dataclass(frozen=True)
+class Piece:
+    """A new part of an answer."""
+
+    content: str = ""
+    reasoning: str = ""
+    num_tokens: int | None = None  # of the whole answer so far; None: unknown
+
+
 class ChatModel(Protocol):
     """A model that answers conversations."""
 
     name: str
 
-    def answer(self, messages: list[dict[str, str]], sampling: Mapping[str, Any]) -> Generator[str, None, None]:
+    def answer(self, messages: list[dict[str, str]], sampling: Mapping[str, Any]) -> Generator[Piece, None, None]:
         """Yield an answer in pieces. Closing the generator stops the answer.
 
         Raises:
@@ -39,17 +49,30 @@ class LocalModel:
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         from moeserve import LLM  # imports torch
+        from moeserve.api.answers import find_family
 
         self._llm = LLM(**settings)
+        template = None if self._llm.codec is None else self._llm.codec.chat_template
+        self._family = find_family(None, self._llm.config.model_path, template)
         self.name = self._llm.config.model_path.rstrip("/").rpartition("/")[2]
 
-    def answer(self, messages: list[dict[str, str]], sampling: Mapping[str, Any]) -> Generator[str, None, None]:
+    def answer(self, messages: list[dict[str, str]], sampling: Mapping[str, Any]) -> Generator[Piece, None, None]:
         from moeserve import RequestOutputKind
+        from moeserve.api.answers import readable_params
 
+        prompt = self._llm.chat_prompt(messages)
+        codec = self._llm.codec
+        assert codec is not None, "a conversation was rendered"
+        begun = self._family.starts_in_reasoning(codec.decode(prompt["prompt_token_ids"], skip_special_tokens=False))
+        parser = self._family.make(None, starts_in_reasoning=begun, parse_tools=False, parse_reasoning=True)
         defaults = self._llm.get_default_sampling_params()
         params = dataclasses.replace(defaults, **sampling, output_kind=RequestOutputKind.DELTA)
-        for output in self._llm.stream(self._llm.chat_prompt(messages), params):
-            yield output.outputs[0].text
+        num_tokens = 0
+        for output in self._llm.stream(prompt, readable_params(params, self._family, codec)):
+            (new,) = output.outputs
+            num_tokens += len(new.token_ids)
+            for part in [parser.feed(new.text, new.token_ids), *([parser.finish()] if output.finished else [])]:
+                yield Piece(part.content, part.reasoning, num_tokens)
 
     def close(self) -> None:
         self._llm.shutdown()
@@ -76,9 +99,9 @@ class RemoteModel:
             name = models[0]["id"]
         self.name = name
 
-    def answer(self, messages: list[dict[str, str]], sampling: Mapping[str, Any]) -> Generator[str, None, None]:
-        body = {"model": self.name, "messages": messages, "stream": True, **sampling}
-        with self._open("chat/completions", body) as answer:
+    def answer(self, messages: list[dict[str, str]], sampling: Mapping[str, Any]) -> Generator[Piece, None, None]:
+        body = {"model": self.name, "messages": messages, "stream": True, "stream_options": {"include_usage": True}}
+        with self._open("chat/completions", body | dict(sampling)) as answer:
             for line in answer:
                 data = line.decode().removeprefix("data: ").strip()
                 if not line.startswith(b"data: ") or data == "[DONE]":
@@ -86,8 +109,14 @@ class RemoteModel:
                 event = json.loads(data)
                 if "error" in event:
                     raise ServerError(event["error"]["message"])
-                for choice in event["choices"]:
-                    yield choice["delta"].get("reasoning_content") or choice["delta"].get("content") or ""
+                num_tokens = (event.get("usage") or {}).get("completion_tokens")
+                deltas = [choice["delta"] for choice in event["choices"]]
+                yield Piece(
+                    "".join(delta.get("content") or "" for delta in deltas),
+                    # The second name is that of some other servers.
+                    "".join(delta.get("reasoning_content") or delta.get("reasoning") or "" for delta in deltas),
+                    num_tokens,
+                )
 
     def close(self) -> None:
         pass

@@ -7,11 +7,25 @@ from typing import Any
 
 from moeserve.cli.parser import Parser, add_engine_flags, engine_settings, given
 from moeserve.errors import SettingsError, missing_extra
+from moeserve.processes.logs import start_log
 from moeserve.server.settings import RouterSettings, ServerSettings
 
 # The server's settings that a router has too.
 SETTINGS_OF_ROUTER = frozenset(
-    ["host", "port", "max_body_bytes", "max_bytes_in_flight", "keep_alive_timeout", "allowed_host", "drain_timeout", "cors_origin", "ssl_certfile", "ssl_keyfile"]
+    [
+        "host",
+        "port",
+        "max_body_bytes",
+        "max_bytes_in_flight",
+        "keep_alive_timeout",
+        "allowed_host",
+        "drain_timeout",
+        "cors_origin",
+        "ssl_certfile",
+        "ssl_keyfile",
+        "log_level",
+        "log_format",
+    ]
 )
 
 
@@ -23,6 +37,7 @@ def add_arguments(command: Parser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     settings, engine = ServerSettings(**given(options, ServerSettings)), engine_settings(options)
+    start_log(settings.log_level.upper(), settings.log_format, force=True)
     routes = given(options, RouterSettings)
     if routes:
         others = [name for name in given(options, ServerSettings) if name not in SETTINGS_OF_ROUTER]

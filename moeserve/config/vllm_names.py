@@ -29,7 +29,7 @@ class VllmSettings:
     enable_dbo: bool = setting(False, "two-batch overlap, from the numbers of tokens in the next two settings")
     dbo_decode_token_threshold: PositiveInt = setting(32, "with --enable-dbo: the same as --overlap-decode-tokens")
     dbo_prefill_token_threshold: PositiveInt = setting(512, "with --enable-dbo: the same as --overlap-prefill-tokens")
-    disable_log_stats: bool = setting(True, "no effect: statistics are never logged; see --metrics-port")
+    disable_log_stats: bool = setting(True, "no effect: only a server logs statistics; see --log-stats-interval")
     revision: str | None = setting(None, "no effect: a model is a local folder")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
-import logging
 import os
 import select
 import socket
@@ -18,6 +17,7 @@ import msgspec
 
 from moeserve.processes.channel import Channel, receive_frame
 from moeserve.processes.failures import FailureReport, report_of
+from moeserve.processes.logs import LogFormat, start_log
 from moeserve.processes.supervision import (
     POLL_INTERVAL_S,
     WatchedProcess,
@@ -37,6 +37,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     parent_pid: int
     log_level: int
+    log_format: LogFormat
     config: msgspec.Raw
 
 
@@ -97,7 +98,7 @@ def run(target: str, connection: socket.socket, parent_pidfd: int | None = None)
         launch = msgspec.msgpack.decode(receive_frame(connection), type=Launch)
     except (EOFError, OSError):  # the parent ended before it sent anything
         _exit(1)
-    logging.basicConfig(level=launch.log_level, format=f"%(levelname)s {launch.name.replace('%', '%%')}: %(message)s")
+    start_log(launch.log_level, launch.log_format, process=launch.name)
     _set_process_name(launch.name)
     if parent_pidfd is None:
         parent_pidfd = open_pidfd(launch.parent_pid)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 import subprocess
@@ -17,6 +16,7 @@ from moeserve.processes.channel import frame
 from moeserve.processes.child import Launch
 from moeserve.processes.failures import shown_status
 from moeserve.processes.interpreter import same_modules
+from moeserve.processes.logs import log_format, log_level
 from moeserve.processes.supervision import ProcessHandle, WatchedProcess, open_pidfd
 
 if sys.platform == "linux":
@@ -48,7 +48,8 @@ def start_process(
     launch = Launch(
         name=name,
         parent_pid=os.getpid(),
-        log_level=logging.getLogger("moeserve").getEffectiveLevel(),
+        log_level=log_level(),
+        log_format=log_format(),
         config=msgspec.Raw(msgspec.msgpack.encode(config)),
     )
     process.channel.send_frame(frame(launch))

@@ -87,15 +87,20 @@ def run(parent: Parent) -> None:
     drains: SimpleQueue[bool] = SimpleQueue()  # values of `Drain.at_once`
     engine = RemoteEngine(parent.channel(FromHub), start.engine, drains.put)
     texts = read_texts(engine.config)
+    is_first = start.engine.index == 0
+    # The statistics of each process are those of all, so one process logs them.
+    settings = start.settings if is_first else dataclasses.replace(start.settings, log_stats_interval=0.0)
+
+    def others() -> list[Totals]:
+        return [_TOTALS_DECODER.decode(note) for note in list(engine.notes.values())]
+
     llm = AsyncLLM.of_session(open_session(engine, LoadObserver(None, None), texts), texts)
     try:
-        server, service = open_service(
-            llm, start.settings, lambda: [_TOTALS_DECODER.decode(note) for note in list(engine.notes.values())]
-        )
-        with contextlib.closing(_bound(start.settings.host, start.settings.port)) as listener:
+        server, service = open_service(llm, settings, others)
+        with contextlib.closing(_bound(settings.host, settings.port)) as listener:
             listener.listen(2048)
-            if start.engine.index == 0:
-                announce(f"serving {service.model_names[0]}", start.settings, listener)
+            if is_first:
+                announce(f"serving {service.model_names[0]}", settings, listener)
             threading.Thread(target=_watch, args=(server, service, engine, drains), daemon=True).start()
             server.answer(listener)
     finally:

@@ -26,9 +26,12 @@ from moeserve.server.metrics import Metrics
 from moeserve.server.middleware import Entrance
 from moeserve.server.openai import chat, completions, responses
 from moeserve.server.openai.response_store import ResponseStore
+from moeserve.server.operators import add_operator_routes
 from moeserve.server.scaling import add_scale_route
+from moeserve.server.schema import UNSUPPORTED
 from moeserve.server.service import Service
 from moeserve.server.settings import ServerSettings
+from moeserve.server.statistics import Statistics
 from moeserve.server.status import Status, StatusReader
 
 
@@ -74,19 +77,23 @@ def build_app(service: Service, settings: ServerSettings, keys: Keys, budget: By
     """
     hosts = hosts_for(settings.host, settings.allowed_host, has_keys=keys.are_required)
 
+    statistics = Statistics(service, settings.log_stats_interval)
+
     @contextlib.asynccontextmanager
     async def admitting(app: FastAPI) -> AsyncIterator[None]:
-        task = asyncio.create_task(service.admit_after_scaling())
+        tasks = [asyncio.create_task(service.follow_other_processes()), asyncio.create_task(statistics.run())]
         yield
-        task.cancel()
+        for task in tasks:
+            task.cancel()
 
     app = FastAPI(
         title="moeserve", version=__version__, responses=ERRORS, docs_url=None, redoc_url=None, lifespan=admitting
     )
-    _add_status_routes(app, service)
+    _add_status_routes(app, service, statistics)
+    add_operator_routes(app, service, keys)
     _add_model_routes(app, service, ResponseStore() if settings.response_store else None)
     if settings.allow_scale:
-        add_scale_route(app, service)
+        add_scale_route(app, service, keys)
     for kind, handler in EXCEPTION_HANDLERS.items():
         app.add_exception_handler(kind, handler)
     app.add_exception_handler(RequestValidationError, _answer_invalid_body)
@@ -96,7 +103,7 @@ def build_app(service: Service, settings: ServerSettings, keys: Keys, budget: By
     return app
 
 
-def _add_status_routes(app: FastAPI, service: Service) -> None:
+def _add_status_routes(app: FastAPI, service: Service, statistics: Statistics) -> None:
     @app.get("/health")
     async def health() -> dict[str, str]:
         """Respond as long as the server's process is alive."""
@@ -109,7 +116,7 @@ def _add_status_routes(app: FastAPI, service: Service) -> None:
             raise ApiError(503, "the engine serves no requests now", headers={"Retry-After": "10"})
         return {"status": "ready"}
 
-    metrics, status = Metrics(service), StatusReader(service)
+    metrics, status = Metrics(service), StatusReader(service, statistics)
 
     @app.get("/", response_class=HTMLResponse)
     async def page() -> Response:
@@ -196,13 +203,13 @@ async def _answer_invalid_body(request: Request, error: Exception) -> Response:
 def _invalid_body(error: RequestValidationError) -> ApiError:
     errors = error.errors()
     # For a union, pydantic reports errors of each branch. The branch that fits best has the deepest error.
-    wrong = max(errors, key=lambda each: (each["type"] == "extra_forbidden", len(each["loc"])))
+    wrong = max(errors, key=lambda each: (each["type"] == UNSUPPORTED, len(each["loc"])))
     path = _path(wrong["loc"][1:], error.body, ends_in_new_field=wrong["type"] == "missing")
     name, param = ".".join(path)[:200], path[0][:200] if path else None
     if wrong["type"] == "json_invalid":
         return ApiError(400, "the request is not valid JSON")
-    if wrong["type"] == "extra_forbidden":
-        return ApiError(400, f"{name} is not supported here", param=param, code="unsupported_parameter")
+    if wrong["type"] == UNSUPPORTED:
+        return ApiError(400, f"{name} {wrong['msg']}", param=param, code="unsupported_parameter")
     return ApiError(400, f"{name or 'the request'}: {wrong['msg']}", param=param)
 
 

@@ -41,5 +41,6 @@ def open_service(
         tracing=open_tracing(settings.otlp_traces_endpoint),
     )
     budget = budget_of(settings)
-    app = build_app(service, settings, Keys.read(settings.api_key or (), settings.api_key_file), budget)
+    keys = Keys.read(settings.api_key or (), settings.api_key_file, settings.admin_key or ())
+    app = build_app(service, settings, keys, budget)
     return DrainingServer(app, service, settings, budget, service.admission.max_outputs + OTHER_CONNECTIONS), service

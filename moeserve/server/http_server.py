@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import math
 import signal
 import socket
@@ -19,10 +20,13 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from moeserve.errors import SettingsError
+from moeserve.processes.logs import log_format
 from moeserve.server.bytes_in_flight import BytesInFlight
 from moeserve.server.connection import MAX_HEAD_BYTES, Connection
 from moeserve.server.middleware import start_access_log
 from moeserve.server.settings import ServerSettings
+
+logger = logging.getLogger(__name__)
 
 SECONDS_TO_CLOSE = 1
 
@@ -140,7 +144,10 @@ def announce(what: str, settings: ServerSettings, listener: socket.socket) -> No
     scheme = "http" if settings.ssl_certfile is None else "https"
     host, port = listener.getsockname()[:2]
     address = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}/v1"
-    print(f"{what} at {address}", file=sys.stderr, flush=True)
+    if log_format() == "json":
+        logger.info("%s at %s", what, address, extra={"fields": {"address": address}})
+    else:
+        print(f"{what} at {address}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

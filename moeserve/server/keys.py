@@ -15,16 +15,21 @@ ANYONE = ""
 class Keys:
     """The accepted API keys. Each client is identified by a digest of its key."""
 
-    def __init__(self, keys: Iterable[str]) -> None:
+    def __init__(self, keys: Iterable[str], admin_keys: Iterable[str] = ()) -> None:
         """
         Args:
             keys: the keys; if empty, every request is accepted.
+            admin_keys: keys of administrators, which are accepted too.
         """
         self._digests = [_digest(key) for key in keys]
+        self._admin_digests = [_digest(key) for key in admin_keys]
 
     @classmethod
-    def read(cls, keys: Iterable[str], path: str | None) -> Keys:
+    def read(cls, keys: Iterable[str], path: str | None, admin_keys: Iterable[str] = ()) -> Keys:
         """Return the given keys and those in a file, which has one key per line.
+
+        Args:
+            admin_keys: keys of administrators.
 
         Raises:
             SettingsError: the file cannot be read or has no keys, or a key has characters other than visible ASCII.
@@ -39,10 +44,20 @@ class Keys:
             if not in_file:
                 raise SettingsError(f"api_key_file={path!r} has no key; write one per line")
             found += in_file
-        for place, key in enumerate(found, start=1):
+        administrators = list(admin_keys)
+        for place, key in enumerate([*found, *administrators], start=1):
             if not key.isascii() or not key.isprintable() or not key or " " in key:
-                raise SettingsError(f"API key {place} of {len(found)} must be visible ASCII characters without spaces")
-        return cls(found)
+                number = f"{place} of {len(found) + len(administrators)}"
+                raise SettingsError(f"API key {number} must be visible ASCII characters without spaces")
+        return cls(found, administrators)
+
+    @property
+    def have_administrator(self) -> bool:
+        return bool(self._admin_digests)
+
+    def is_administrator(self, headers: Mapping[str, str]) -> bool:
+        """Return True if a request has the key of an administrator (see `client`)."""
+        return _is_one_of(_given_digest(headers), self._admin_digests)
 
     @property
     def are_required(self) -> bool:
@@ -59,10 +74,18 @@ class Keys:
         """
         if not self._digests:
             return ANYONE
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        digest = _digest(key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", ""))
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        return digest.hex() if any(matches) else None
+        digest = _given_digest(headers)
+        return digest.hex() if _is_one_of(digest, [*self._digests, *self._admin_digests]) else None
+
+
+def _given_digest(headers: Mapping[str, str]) -> bytes:
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return _digest(key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", ""))
+
+
+def _is_one_of(digest: bytes, accepted: list[bytes]) -> bool:
+    matches = [hmac.compare_digest(digest, known) for known in accepted]
+    return any(matches)
 
 
 def _digest(key: str) -> bytes:

@@ -14,6 +14,7 @@ from urllib.parse import quote
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from moeserve.processes.logs import log_format
 from moeserve.server.bytes_in_flight import BytesInFlight, Holding
 from moeserve.server.client import Client
 from moeserve.server.content_encoding import inflated
@@ -27,18 +28,41 @@ access_log = logging.getLogger("moeserve.access")
 ACCESS_FORMAT, TIME_FORMAT = "%(asctime)s %(message)s", "%Y-%m-%dT%H:%M:%S%z"
 
 # Paths that monitors read. They need no key and accept no body.
-OPEN_PATHS = frozenset(["/", "/health", "/ready", "/version"])
+OPEN_PATHS = frozenset(["/", "/health", "/ready", "/ping", "/version"])
+UNLOGGED_PATHS = frozenset(["/health", "/ready", "/ping", "/metrics", "/status"])  # read every few seconds
 BODY_TIMEOUT_S = 60.0  # from a request's headers to the end of its body
 ALLOWED_ID = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
 
 
 def start_access_log() -> None:
-    """Write the access log to standard error, in its own format and regardless of the process's log level."""
+    """Write the access log to standard error, in its own format unless the process's log is JSON."""
+    if log_format() == "json":
+        return
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter(ACCESS_FORMAT, TIME_FORMAT))
     access_log.handlers = [handler]
     access_log.propagate = False
-    access_log.setLevel(logging.INFO)
+
+
+def _log_access(scope: Scope, status: int, seconds: float, request_id: str) -> None:
+    """Write the line of a request.
+
+    Args:
+        status: status of the response; 0: the client disconnected before it.
+    """
+    fields = {
+        "client": (scope.get("client") or ["-"])[0],
+        "method": scope["method"],
+        "path": quote(scope["path"]),  # so that a newline in the path cannot forge a log line
+        "status": status or None,
+        "seconds": round(seconds, 6),
+        "request_id": request_id,
+    }
+    access_log.info(
+        '%s "%s %s" %s %.3f s %s',
+        *(fields["client"], fields["method"], fields["path"], status or "-", seconds, request_id),
+        extra={"fields": fields},
+    )
 
 
 class Entrance:
@@ -93,12 +117,8 @@ class Entrance:
                 await error_answer(error, scope["path"])(scope, receive, send_with_id)
         finally:
             body.release()
-            address = (scope.get("client") or ["-"])[0]
-            path = quote(scope["path"])  # so that a newline in the path cannot forge a log line
-            seconds = time.monotonic() - began_at
-            access_log.info(
-                '%s "%s %s" %s %.3f s %s', address, scope["method"], path, status or "-", seconds, request_id
-            )
+            if scope["path"] not in UNLOGGED_PATHS:
+                _log_access(scope, status, time.monotonic() - began_at, request_id)
 
     def _client_name(self, scope: Scope, headers: Headers) -> str:
         name = self._keys.client(headers)

@@ -33,7 +33,7 @@ def serve(settings: ServerSettings, engine_settings: Mapping[str, Any]) -> None:
         SettingsError: a setting of the server or the engine cannot be used.
         CheckpointError, EngineError: as for `LLM`.
     """
-    Keys.read(settings.api_key or (), settings.api_key_file)
+    Keys.read(settings.api_key or (), settings.api_key_file, settings.admin_key or ())
     check_tracing(settings.otlp_traces_endpoint)
     find_parser(settings.parser_name, model_type="", chat_template=None)  # fail before the model is loaded
     settings.read_chat_template()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from typing import Annotated
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from pydantic import BaseModel, ConfigDict, Field
 
 from moeserve.errors import ScaleError, ScalingInProgressError
 from moeserve.server.errors import ApiError
+from moeserve.server.keys import Keys
+from moeserve.server.operators import require_administrator
 from moeserve.server.service import Service
 
 logger = logging.getLogger(__name__)
@@ -25,12 +27,14 @@ class ScaleAnswer(BaseModel):
     data_parallel_size: int
 
 
-def add_scale_route(app: FastAPI, service: Service) -> None:
-    """Add the route with which clients change the number of replicas."""
+def add_scale_route(app: FastAPI, service: Service, keys: Keys) -> None:
+    """Add the route with which clients, or administrators if they have keys, change the number of replicas."""
 
     @app.post("/scale")
-    async def scale(body: ScaleRequest) -> ScaleAnswer:
+    async def scale(body: ScaleRequest, request: Request) -> ScaleAnswer:
         """Respond once the requested number of replicas serves."""
+        if keys.have_administrator:
+            require_administrator(keys, request.headers)
         service.admission.require_open()
         try:
             await service.llm.scale(body.data_parallel_size)

@@ -9,14 +9,12 @@ import logging
 import math
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
+from moeserve.api.answers import find_family, readable_params
 from moeserve.api.async_llm import AsyncLLM
 from moeserve.errors import MoeserveError
-from moeserve.models.config_values import read_json
 from moeserve.outputs import RequestOutput
-from moeserve.parsers.families import find_parser
 from moeserve.sampling_params import RequestOutputKind, SamplingParams
 from moeserve.server.admission import Admission
 from moeserve.server.client import Client
@@ -74,7 +72,7 @@ class Service:
         self.created = int(time.time())
         self.chat_template = chat_template
         template = chat_template or (None if llm.codec is None else llm.codec.chat_template)
-        self.parser = find_parser(parser, model_type=_model_type(llm.config.model_path), chat_template=template)
+        self.parser = find_family(parser, llm.config.model_path, template)
 
         def num_admitted() -> int:
             config = llm.config  # the number of replicas may change
@@ -85,6 +83,7 @@ class Service:
         # Renders conversations before they are sent to the engine. A long one takes a while, so clients take turns.
         self.preparation = Admission(lambda: MAX_PREPARED, self.admission.max_outputs)
         self._others = others
+        self._cache_epoch = 0  # see `Totals`
         self._is_strict, self._trusts_templates = is_strict, trusts_templates
         self._logged_fields: set[str] = set()
 
@@ -96,7 +95,13 @@ class Service:
     def own_totals(self) -> Totals:
         """Totals of the requests to this process."""
         admission = self.admission
-        return Totals(self.llm.session.frontend.stats, admission.waits, admission.num_waiting, admission.num_running)
+        return Totals(
+            self.llm.session.frontend.stats,
+            admission.waits,
+            admission.num_waiting,
+            admission.num_running,
+            self._cache_epoch,
+        )
 
     @property
     def totals(self) -> Totals:
@@ -193,11 +198,7 @@ class Service:
         """Return sampling parameters that give outputs which the parser can read."""
         if self.llm.codec is None:
             return params
-        params = params.copy()
-        params.skip_special_tokens = params.skip_special_tokens and not self.parser.keeps_special_tokens
-        known = [self.llm.codec.id_of_token(token) for token in self.parser.stop_tokens]
-        params.stop_token_ids = [*params.stop_token_ids, *(token_id for token_id in known if token_id is not None)]
-        return params
+        return readable_params(params, self.parser, self.llm.codec)
 
     def generate(
         self, client: Client, prompt: str | list[int], params: SamplingParams, cache_salt: str | None
@@ -237,7 +238,8 @@ class Service:
         """Implement `generate`. `note_admitted` is called when the prompt leaves the queue."""
         params.output_kind = RequestOutputKind.DELTA
         field = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
-        salt = hashlib.sha256(f"{client.name}/{cache_salt or ''}".encode()).hexdigest()
+        epoch = f"{self._cache_epoch}:" if self._cache_epoch else ""
+        salt = hashlib.sha256(f"{epoch}{client.name}/{cache_salt or ''}".encode()).hexdigest()
         async with self.admission.admitted(client.name, params.n):
             note_admitted()
             outputs = self.llm.generate({field: prompt, "cache_salt": salt}, params)
@@ -251,11 +253,19 @@ class Service:
             except MoeserveError as error:
                 raise api_error(error) from error
 
-    async def admit_after_scaling(self) -> None:
-        """Admit waiting requests when there are more replicas, whether this or another process has added them."""
+    async def follow_other_processes(self) -> None:
+        """Admit waiting requests when there are more replicas, and follow resets of the prefix cache.
+
+        This or another process may have added the replicas or reset the cache.
+        """
         while True:
             await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
             self.admission.admit_waiting()
+            self._cache_epoch = max([self._cache_epoch, *(each.cache_epoch for each in self._others())])
+
+    def reset_prefix_cache(self) -> None:
+        """Let later requests find no prefix of earlier ones; the digests of their blocks begin with another salt."""
+        self._cache_epoch = time.time_ns()
 
     async def drain(self, timeout_s: float, is_forced: Callable[[], bool]) -> None:
         """Refuse new requests, and wait until the running ones have ended. After a timeout, end them with an error.
@@ -286,7 +296,3 @@ async def _kept(outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[
             if not output.finished:
                 yield output
     raise PromptKept(params)
-
-
-def _model_type(folder: str) -> str:
-    return str(read_json(Path(folder) / "config.json").get("model_type", ""))

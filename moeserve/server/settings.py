@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from moeserve.config.settings import PositiveInt, setting
 from moeserve.errors import SettingsError
+from moeserve.processes.logs import LogFormat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,9 @@ class ServerSettings:
     )
     api_key: list[str] | None = setting(None, "API key that requests must send; none: no key is needed")
     api_key_file: str | None = setting(None, "file with one key per line")
+    admin_key: list[str] | None = setting(
+        None, "key of administrators, which POST /reset_prefix_cache needs, and POST /scale if there is one"
+    )
     max_body_bytes: PositiveInt = setting(8 * 2**20, "maximum bytes of a request's body")
     max_bytes_in_flight: PositiveInt = setting(
         32 * 2**20,
@@ -62,12 +66,21 @@ class ServerSettings:
     drain_timeout: Annotated[float, msgspec.Meta(ge=0)] = setting(
         30.0, "seconds for requests to finish after SIGTERM or Ctrl-C; then they end with an error"
     )
+    log_level: Literal["debug", "info", "warning", "error"] = setting(
+        "info", "least level of messages in the log; those of requests and the statistics are of level info"
+    )
+    log_format: LogFormat = setting("text", "form of the log on standard error; json: an object in each line")
+    log_stats_interval: Annotated[float, msgspec.Meta(ge=0, le=86400)] = setting(
+        10.0, "seconds between lines of statistics in the log, while requests run; 0: no statistics"
+    )
     otlp_traces_endpoint: str | None = setting(
         None,
         "URL to which traces are sent with OTLP over HTTP, such as http://localhost:4318/v1/traces; none: no traces",
     )
     allow_scale: bool = setting(
-        False, "serve POST /scale, which lets every client with access change the number of replicas"
+        False,
+        "serve POST /scale, which lets every client with access, or administrators if admin_key is given, change the "
+        "number of replicas",
     )
     cors_origin: list[str] | None = setting(None, "origin of web pages that may send requests, or *; none: no others")
     ssl_certfile: str | None = setting(None, "certificate for TLS, with its chain, as a PEM file")

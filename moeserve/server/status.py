@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.resources
+import time
 
 from pydantic import BaseModel
 
 from moeserve import __version__
 from moeserve.config.resolve import shown_layout
 from moeserve.server.service import Service
+from moeserve.server.statistics import SECONDS_BETWEEN_POINTS, Rates, Statistics
 from moeserve.telemetry.expert_load import LoadWindow
 
 
@@ -28,6 +30,18 @@ class ExpertLoad(BaseModel):
     tokens_of_rank: tuple[tuple[int, ...], ...]  # by layer and rank
 
 
+class History(BaseModel):
+    """The last ten minutes: a value for each interval, the newest last. Latencies are means; null: no token arrived."""
+
+    interval: int  # seconds
+    generated_tokens: list[float]  # per second
+    prompt_tokens: list[float]  # per second
+    queued: list[int]
+    admitted: list[int]
+    first_token: list[float | None]  # seconds
+    between_tokens: list[float | None]  # seconds
+
+
 class Status(BaseModel):
     version: str
     model: str
@@ -38,6 +52,8 @@ class Status(BaseModel):
     prompt_tokens: int  # since the start
     generated_tokens: int
     cached_tokens: int
+    rates: Rates  # of the last ten seconds
+    history: History
     replicas: list[ReplicaStatus]
     expert_load: ExpertLoad | None
 
@@ -45,8 +61,8 @@ class Status(BaseModel):
 class StatusReader:
     """Collects the state of one server."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, service: Service, statistics: Statistics) -> None:
+        self._service, self._statistics = service, statistics
         self._load: LoadWindow | None = None
         service.llm.session.observer.listeners.append(self._note_load)
         self.page = importlib.resources.files(__package__).joinpath("status.html").read_text(encoding="utf-8")
@@ -64,6 +80,8 @@ class StatusReader:
             prompt_tokens=sum(each.num_prompt_tokens for each in totals.requests),
             generated_tokens=sum(each.num_generated_tokens for each in totals.requests),
             cached_tokens=sum(each.num_cached_tokens for each in totals.requests),
+            rates=self._statistics.rates(time.monotonic()),
+            history=self._history(),
             replicas=[
                 ReplicaStatus(
                     running=replica.num_running,
@@ -79,6 +97,18 @@ class StatusReader:
             else ExpertLoad(
                 layers=load.layers, tokens_of_expert=load.tokens_of_expert, tokens_of_rank=load.tokens_of_rank
             ),
+        )
+
+    def _history(self) -> History:
+        points = self._statistics.points
+        return History(
+            interval=SECONDS_BETWEEN_POINTS,
+            generated_tokens=[round(each.rates.generated_tokens, 1) for each in points],
+            prompt_tokens=[round(each.rates.prompt_tokens, 1) for each in points],
+            queued=[each.num_queued for each in points],
+            admitted=[each.num_admitted for each in points],
+            first_token=[each.rates.first_token_s for each in points],
+            between_tokens=[each.rates.between_tokens_s for each in points],
         )
 
     def _note_load(self, window: LoadWindow) -> None:

@@ -16,6 +16,7 @@ class Totals(msgspec.Struct):
     waits: Histogram  # seconds that outputs waited for room in the engine
     num_queued: int  # outputs that wait for room in the engine now
     num_admitted: int  # outputs in the engine now
+    cache_epoch: int = 0  # time of the last reset of the prefix cache, in ns since the epoch; 0: none
 
     def __add__(self, other: Totals) -> Totals:
         return Totals(
@@ -24,4 +25,5 @@ class Totals(msgspec.Struct):
             self.waits + other.waits,
             self.num_queued + other.num_queued,
             self.num_admitted + other.num_admitted,
+            max(self.cache_epoch, other.cache_epoch),
         )

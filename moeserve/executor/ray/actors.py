@@ -30,6 +30,7 @@ from moeserve.errors import EngineError
 from moeserve.executor.ray.errors import exit_cause, first_line
 from moeserve.executor.ray.nodes import encoded_facts
 from moeserve.executor.ray.placement import Place
+from moeserve.processes import logs
 from moeserve.processes.channel import Channel
 from moeserve.processes.failures import report_of
 from moeserve.processes.supervision import SECONDS_TO_EXIT, WatchedProcess, send_failures
@@ -54,9 +55,9 @@ class ActorProcess:
 
     OUTGOING: ClassVar[Any] = None  # type of the messages that it sends, besides failure reports
 
-    def __init__(self, name: str, log_level: int) -> None:
+    def __init__(self, name: str, log_level: int, log_format: logs.LogFormat) -> None:
         self.name = name
-        logging.basicConfig(level=log_level, format=f"%(levelname)s {name.replace('%', '%%')}: %(message)s")
+        logs.start_log(log_level, log_format, process=name)
         logging.getLogger("ray").setLevel(max(log_level, logging.WARNING))
         self._socket, self._tunnel = socket.socketpair()
         self._channel: Channel[Any] | None = None
@@ -113,12 +114,12 @@ class ActorProcess:
 class RankActor(ActorProcess):
     """One rank. It does nothing until it is started."""
 
-    def __init__(self, name: str, log_level: int) -> None:
+    def __init__(self, name: str, log_level: int, log_format: logs.LogFormat) -> None:
         # Importing torch can block this process for longer than SECONDS_OF_SILENCE, and on busy cores for longer than
         # SECONDS_UNTIL_ORPHANED. No call is answered before the import ends, and the time without calls counts from
         # then.
         importlib.import_module("moeserve.worker.worker")
-        super().__init__(name, log_level)
+        super().__init__(name, log_level, log_format)
         self._store: Any = None
         self._worker: Any = None
         self._thread = threading.local()
@@ -274,7 +275,7 @@ def start_actor(kind: type[ActorProcess], name: str, place: Place, resources: di
             placement_group=place.group, placement_group_bundle_index=place.bundle
         ),
         **resources,
-    ).remote(name, logging.getLogger("moeserve").getEffectiveLevel())
+    ).remote(name, logs.log_level(), logs.log_format())
     ours, tunnel = socket.socketpair()
     return WatchedProcess(name, ours, kind.OUTGOING, ActorHandle(actor, name, tunnel))
 

@@ -1,0 +1,29 @@
+"""The parser of a model's answers, and the sampling parameters with which it can read them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from moeserve.api.tokenizer import TextCodec
+from moeserve.models.config_values import read_json
+from moeserve.parsers.families import ParserFamily, find_parser
+from moeserve.sampling_params import SamplingParams
+
+
+def find_family(name: str | None, model_path: str, chat_template: str | None) -> ParserFamily:
+    """Return the parsers with a name; None: those of the checkpoint's family.
+
+    Raises:
+        SettingsError: no parser has this name.
+    """
+    model_type = str(read_json(Path(model_path) / "config.json").get("model_type", ""))
+    return find_parser(name, model_type=model_type, chat_template=chat_template)
+
+
+def readable_params(params: SamplingParams, family: ParserFamily, codec: TextCodec) -> SamplingParams:
+    """Return sampling parameters whose outputs have the markers that the parser reads, and end where it expects."""
+    params = params.copy()
+    params.skip_special_tokens = params.skip_special_tokens and not family.keeps_special_tokens
+    known = [codec.id_of_token(token) for token in family.stop_tokens]
+    params.stop_token_ids = [*params.stop_token_ids, *(token_id for token_id in known if token_id is not None)]
+    return params

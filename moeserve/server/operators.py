@@ -1,0 +1,66 @@
+"""Endpoints for operators: `/ping`, `/load`, `/server_info`, and `/reset_prefix_cache` for administrators."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+
+from moeserve import __version__
+from moeserve.server.errors import ApiError
+from moeserve.server.keys import Keys
+from moeserve.server.service import Service
+
+# Settings of the engine that clients may know: none is a path or an address.
+SHOWN_SETTINGS = (
+    *("dtype", "quantization", "device", "max_model_len", "block_size", "has_float8_cache", "enable_prefix_caching"),
+    *("max_num_seqs", "max_num_batched_tokens", "max_prefill_tokens", "max_queued_requests", "async_scheduling"),
+    *("tensor_parallel_size", "data_parallel_size", "pipeline_layers", "expert_parallel", "dispatcher"),
+    *("num_redundant_experts", "num_threads", "executor", "batch_invariant", "enforce_eager"),
+)
+
+
+def add_operator_routes(app: FastAPI, service: Service, keys: Keys) -> None:
+    """Add the routes of this file."""
+
+    @app.get("/ping")
+    @app.post("/ping", include_in_schema=False)
+    async def ping() -> Response:
+        """Respond with an empty body as long as the server's process is alive."""
+        return Response()
+
+    @app.get("/load")
+    async def load() -> dict[str, int]:
+        """Return the number of outputs that run or wait."""
+        totals = service.totals
+        return {"server_load": totals.num_admitted + totals.num_queued}
+
+    @app.get("/server_info")
+    async def server_info() -> dict[str, Any]:
+        """Return the version, the names of the model, and settings of the engine."""
+        config = service.llm.config
+        settings = {name: getattr(config, name) for name in SHOWN_SETTINGS}
+        return {
+            "version": __version__,
+            "model_names": service.model_names,
+            "num_blocks": service.llm.session.engine.num_blocks,
+            "config": settings,
+        }
+
+    @app.post("/reset_prefix_cache")
+    async def reset_prefix_cache(request: Request) -> Response:
+        """Let later requests find no prefix of earlier ones."""
+        if not keys.have_administrator:
+            message = "this needs an administrator's key, and there is none: serve with --admin-key"
+            raise ApiError(403, message, code="no_administrator")
+        require_administrator(keys, request.headers)
+        service.reset_prefix_cache()
+        return Response()
+
+
+def require_administrator(keys: Keys, headers: Mapping[str, str]) -> None:
+    """Raise ApiError if the request has no administrator's key."""
+    if not keys.is_administrator(headers):
+        raise ApiError(403, "this needs the key of an administrator", code="administrator_required")
