@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from moeserve.errors import RequestError, missing_extra
 from moeserve.structured_outputs import OutputGrammar
+from moeserve.worker.grammar_checker import GrammarChecker, TokenizerText
 
 if TYPE_CHECKING:
     import llguidance
@@ -47,34 +48,33 @@ class AllowedTokens:
     error: str | None = None
 
 
-class Grammars:
-    """A cache of compiled grammars for one tokenizer. Thread-safe.
+class CompiledGrammars:
+    """A cache of compiled grammars for one tokenizer. Thread-safe."""
 
-    The tokenizer is loaded when the first grammar is compiled, which takes about a second.
-    """
+    def __init__(self, tokenizer: TokenizerText) -> None:
+        """
+        Raises:
+            RequestError: llguidance cannot use the tokenizer.
+        """
+        import llguidance
 
-    def __init__(self, tokenizer_folder: str, vocab_size: int) -> None:
-        """
-        Args:
-            vocab_size: vocabulary size of the model. Larger token ids of the tokenizer cannot be sampled.
-        """
-        self._tokenizer_folder = tokenizer_folder
-        self._vocab_size = vocab_size
+        try:
+            self.tokens = llguidance.LLTokenizer(
+                tokenizer.json, n_vocab=tokenizer.num_tokens, eos_token=tokenizer.eos_token_id
+            )
+        except ValueError as error:
+            raise RequestError(str(error)) from None
+        self._vocab_size = tokenizer.vocab_size
         self._compiled: OrderedDict[OutputGrammar, llguidance.LLMatcher] = OrderedDict()
         self._lock = threading.Lock()  # protects `_compiled`
-        self._loaded: llguidance.LLTokenizer | None = None
-        self._loading = threading.Lock()
 
-    def check(self, grammar: OutputGrammar) -> None:
-        """Compile a grammar, and compute its first masks.
-
-        Raises:
-            RequestError: the grammar is malformed, takes too long, or allows no text.
-            SettingsError: llguidance is not installed.
-        """
-        self._tokens()  # load the tokenizer first, so that it is not included in the time below
+    def refusal(self, grammar: OutputGrammar) -> str | None:
+        """Compile a grammar, and compute its first masks. Return why it cannot be served; None if it can."""
         started = time.thread_time()
-        matcher = self.matcher(grammar)
+        try:
+            matcher = Matcher(self._compile(grammar), self.tokens.eos_tokens)
+        except _RefusedError as refused:
+            return str(refused)
         first = matcher.allowed_tokens([], ())
         possible = np.flatnonzero(np.unpackbits(first.bits, bitorder="little")[: self._vocab_size])
         error = first.error
@@ -84,8 +84,7 @@ class Grammars:
             error = "no token of this model can begin such an output"
         if error is None and time.thread_time() - started > COMPILE_SECONDS:
             error = f"it takes more than {COMPILE_SECONDS:g} s to compile; simplify it"
-        if error is not None:
-            raise _refusal(grammar, error)
+        return None if error is None else _reason(error)
 
     def matcher(self, grammar: OutputGrammar) -> Matcher:
         """Return a matcher at the start of an output.
@@ -98,12 +97,15 @@ class Grammars:
             if compiled is not None:
                 self._compiled.move_to_end(grammar)
         if compiled is None:
-            compiled = self._compile(grammar)
+            try:
+                compiled = self._compile(grammar)
+            except _RefusedError as refused:
+                raise _refusal(grammar, str(refused)) from None
             with self._lock:
                 self._compiled[grammar] = compiled
                 if len(self._compiled) > MAX_COMPILED:
                     self._compiled.popitem(last=False)
-        return Matcher(compiled.deep_copy(), self._tokens().eos_tokens)
+        return Matcher(compiled.deep_copy(), self.tokens.eos_tokens)
 
     def _compile(self, grammar: OutputGrammar) -> llguidance.LLMatcher:
         import llguidance
@@ -111,7 +113,7 @@ class Grammars:
         try:
             text = json.dumps({"grammars": [{"lark_grammar": START}, {"name": "output"} | _rules(grammar)]})
         except (ValueError, RecursionError) as error:
-            raise _refusal(grammar, str(error)) from None
+            raise _RefusedError(_reason(str(error))) from None
         limits = llguidance.LLParserLimits(
             initial_lexer_fuel=COMPILE_FUEL,
             step_lexer_fuel=STEP_FUEL,
@@ -120,21 +122,54 @@ class Grammars:
             max_grammar_size=MAX_GRAMMAR_SYMBOLS,
             verbose_errors=False,
         )
-        compiled = llguidance.LLMatcher(self._tokens(), text, log_level=0, limits=limits)
+        compiled = llguidance.LLMatcher(self.tokens, text, log_level=0, limits=limits)
         if compiled.is_error():
-            raise _refusal(grammar, compiled.get_error())
+            raise _RefusedError(_reason(compiled.get_error()))
         return compiled
 
-    def _tokens(self) -> llguidance.LLTokenizer:
-        """Return llguidance's tokenizer, which is loaded once."""
+
+class Grammars:
+    """The grammars of one tokenizer: checked in a process of their own, and compiled here if they have passed.
+
+    The tokenizer is loaded when it is first needed, which takes about a second. Thread-safe.
+    """
+
+    def __init__(self, tokenizer_folder: str, vocab_size: int) -> None:
+        """
+        Args:
+            vocab_size: vocabulary size of the model. Larger token ids of the tokenizer cannot be sampled.
+        """
+        self._tokenizer_folder = tokenizer_folder
+        self._vocab_size = vocab_size
+        self._loaded: CompiledGrammars | None = None
+        self._loading = threading.Lock()
+        self.checker = GrammarChecker(self._tokenizer)
+
+    def check(self, grammar: OutputGrammar) -> None:
+        """Refuse a grammar that the engine cannot serve. It is compiled in a process of its own.
+
+        Raises:
+            RequestError: the grammar is malformed, takes too much time or memory, or allows no text.
+            SettingsError: llguidance is not installed.
+        """
+        refusal = self.checker.refusal(grammar)
+        if refusal is not None:
+            raise _refusal(grammar, refusal)
+
+    def matcher(self, grammar: OutputGrammar) -> Matcher:
+        """Return a matcher at the start of an output, for a grammar that has passed `check`.
+
+        Raises:
+            RequestError: the grammar is malformed or too large.
+        """
         with self._loading:
             if self._loaded is None:
-                self._loaded = self._load()
-            return self._loaded
+                self._loaded = CompiledGrammars(self._tokenizer())
+        return self._loaded.matcher(grammar)
 
-    def _load(self) -> llguidance.LLTokenizer:
+    def _tokenizer(self) -> TokenizerText:
         try:
-            import llguidance
+            import llguidance  # noqa: F401
         except ImportError as error:
             raise missing_extra("structured_outputs need llguidance", "structured", error) from None
         from moeserve.models.tokenizer_files import load_tokenizer  # imports tokenizers, which ranks need only here
@@ -142,16 +177,17 @@ class Grammars:
         tokenizer = load_tokenizer(self._tokenizer_folder)
         assert tokenizer is not None, f"{self._tokenizer_folder} has no tokenizer"
         num_tokens = 1 + max(tokenizer.backend.get_vocab().values())
-        try:
-            return llguidance.LLTokenizer(
-                tokenizer.backend.to_str(),
-                n_vocab=max(self._vocab_size, num_tokens),
-                eos_token=tokenizer.token_id("eos_token"),
-            )
-        except ValueError as error:
-            raise RequestError(
-                f"structured_outputs cannot be served with the tokenizer in {self._tokenizer_folder}: {error}"
-            ) from None
+        return TokenizerText(
+            source=f"the tokenizer in {self._tokenizer_folder}",
+            json=tokenizer.backend.to_str(),
+            num_tokens=max(self._vocab_size, num_tokens),
+            eos_token_id=tokenizer.token_id("eos_token"),
+            vocab_size=self._vocab_size,
+        )
+
+
+class _RefusedError(Exception):
+    """A grammar cannot be compiled."""
 
 
 _SHARED: WeakValueDictionary[tuple[str, int], Grammars] = WeakValueDictionary()
