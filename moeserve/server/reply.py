@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 JSON = "application/json"
 EVENTS = "text/event-stream"
+# Silence after which the headers of a stream are sent, and between pings.
+SECONDS_TO_HEADERS, SECONDS_BETWEEN_PINGS = 1.0, 10.0
 encode_json = msgspec.json.Encoder().encode
 
 
@@ -32,7 +34,8 @@ class Reply(Response):
     """A response made of chunks.
 
     Headers are sent with the first chunk. An error before the first chunk is therefore sent with its own status; a
-    later error is sent as the last event.
+    later error is sent as the last event. A stream also begins after a second without a chunk, and pings are sent while
+    it is silent, because clients and proxies close connections on which no bytes arrive.
     """
 
     def __init__(
@@ -42,6 +45,9 @@ class Reply(Response):
         *,
         error_body: Callable[[ApiError], Any] = lambda error: error.body,
         error_event: Callable[[ApiError], bytes] = lambda error: event(error.body),
+        ping: bytes = b": waiting\n\n",
+        seconds_to_headers: float = SECONDS_TO_HEADERS,
+        seconds_between_pings: float = SECONDS_BETWEEN_PINGS,
     ) -> None:
         """
         Args:
@@ -49,28 +55,63 @@ class Reply(Response):
             media_type: `JSON` or `EVENTS`.
             error_body: returns the body of an error before the first chunk.
             error_event: returns the event for a later error.
+            ping: event or comment that is sent in a silent stream.
+            seconds_to_headers: time after which a stream begins without a chunk.
+            seconds_between_pings: silence after which `ping` is sent.
         """
         super().__init__(media_type=media_type)
         self._chunks, self._error_body, self._error_event = chunks, error_body, error_event
+        self._ping, self._seconds_to_headers = ping, seconds_to_headers
+        self._seconds_between_pings = seconds_between_pings
+        self._num_sent = 0  # messages of the response, of which the first one has the headers
+        self._is_sending = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await until_hang_up(asyncio.create_task(self._send(scope, receive, send)), receive)
+            send_all = self._send_with_pings if self.media_type == EVENTS else self._send
+            await until_hang_up(asyncio.create_task(send_all(scope, receive, send)), receive)
         finally:
             await self._chunks.aclose()
 
+    async def _send_with_pings(self, scope: Scope, receive: Receive, send: Send) -> None:
+        pings = asyncio.create_task(self._send_pings(send))
+        try:
+            await self._send(scope, receive, send)
+        finally:
+            pings.cancel()
+
+    async def _send_pings(self, send: Send) -> None:
+        await asyncio.sleep(self._seconds_to_headers)
+        num_seen = 0
+        while True:
+            if self._num_sent == num_seen and not self._is_sending:
+                await self._send_chunk(send, self._ping)
+            num_seen = self._num_sent
+            await asyncio.sleep(self._seconds_between_pings)
+
+    async def _send_chunk(self, send: Send, chunk: bytes) -> None:
+        """Send a chunk, and before the first one the headers."""
+        self._is_sending = True
+        if not self._num_sent:
+            self._num_sent = 1
+            await send({"type": "http.response.start", "status": 200, "headers": self._event_headers()})
+        self._num_sent += 1
+        await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        self._is_sending = False
+
     async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
-        has_begun = False
         try:
             with contextlib.suppress(OSError):  # the client has disconnected
                 async for chunk in self._chunks:
-                    if not has_begun:
-                        await send({"type": "http.response.start", "status": 200, "headers": self._event_headers()})
-                        has_begun = True
-                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                    await self._send_chunk(send, chunk)
+                self._is_sending = True  # no ping comes after the end
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
             return
         except PromptKept as kept:  # raised before any chunk; there is nothing to stream
+            self._is_sending = True
+            if self._num_sent:
+                await send({"type": "http.response.body", "body": event(kept.body), "more_body": False})
+                return
             await Response(encode_json(kept.body), media_type=JSON)(scope, receive, send)
             return
         except ApiError as error:
@@ -78,7 +119,8 @@ class Reply(Response):
         except Exception:
             logger.exception("a request failed")
             failure = ApiError(500, "the request failed; the server's log says why")
-        if not has_begun:
+        self._is_sending = True
+        if not self._num_sent:
             body = self._error_body(failure)
             await Response(encode_json(body), failure.status, failure.headers, JSON)(scope, receive, send)
         else:

@@ -274,6 +274,7 @@ def answer(service: Service, client: Client, body: MessagesRequest) -> Reply:
         EVENTS if body.stream else JSON,
         error_body=anthropic_body,
         error_event=lambda error: event(anthropic_body(error), "error"),
+        ping=event({"type": "ping"}, "ping"),
     )
 
 
