@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 SECONDS_BETWEEN_CHECKS = 0.25
 # A process that exits unexpectedly is replaced, unless this many have done so within a minute.
 MAX_FAILURES_PER_MINUTE = 3
+# Processes send notes about once per second. One that was silent for this long is stopped or stuck, and is killed.
+SECONDS_OF_SILENCE = 6.0
 
 
 class EngineHub:
@@ -70,6 +72,7 @@ class EngineHub:
         self._failure_times: deque[float] = deque(maxlen=MAX_FAILURES_PER_MINUTE)
         self._drain: Drain | None = None  # set once shutdown is requested
         self._sent_drain: Drain | None = None
+        self._silence_s: dict[int, float] = {}  # of each process that has sent a message
         self._notes: dict[int, Note] = {}  # the last note of each process, also of processes that have exited
         self._state: EngineState | None = None  # as last sent
         self._state_sent_s = 0.0
@@ -167,14 +170,16 @@ class EngineHub:
                 index_of = {process: index for index, process in self._processes.items()}
                 poll = ProcessPoll(list(index_of), self._listener_wake_up.fd)
                 while not any(process.has_ended for process in index_of):
+                    began_s = time.monotonic()
                     for process in poll.ready(SECONDS_BETWEEN_CHECKS):
-                        if self._receive(process):
+                        if self._receive(process, index_of[process]):
                             leaving.add(index_of[process])
                     self._listener_wake_up.take()
+                    self._kill_silent(index_of, time.monotonic() - began_s)
                     self._report()
                 for process, index in index_of.items():
                     if process.has_ended:
-                        has_left = self._receive(process) or index in leaving
+                        has_left = self._receive(process, index) or index in leaving
                         self._remove(index, has_left=has_left and self._sent_drain is not None)
         except BaseException as error:
             self._failure = error
@@ -182,7 +187,23 @@ class EngineHub:
         self._engine.cancel_restart()
         self._wake()
 
-    def _receive(self, process: WatchedProcess[ToHub]) -> bool:
+    def _kill_silent(self, index_of: dict[WatchedProcess[ToHub], int], seconds: float) -> None:
+        """Kill the processes that have sent nothing for too long.
+
+        Args:
+            seconds: time since the last call. It counts up to twice the interval of checks, so that a pause of this
+                process, or of the machine, is not taken for silence of the others.
+        """
+        for process, index in index_of.items():
+            if index not in self._silence_s:  # still starting
+                continue
+            self._silence_s[index] += min(seconds, 2 * SECONDS_BETWEEN_CHECKS)
+            if self._silence_s[index] > SECONDS_OF_SILENCE:
+                logger.error("%s sent nothing for %g s; it is killed", process.name, SECONDS_OF_SILENCE)
+                del self._silence_s[index]
+                process.handle.kill()
+
+    def _receive(self, process: WatchedProcess[ToHub], index: int) -> bool:
         """Handle the messages of a process. Return True if it has sent its last one."""
         messages = process.receive()
         has_left = False
@@ -195,12 +216,14 @@ class EngineHub:
             else:
                 self._for_engine.append(message)
         if messages:
+            self._silence_s[index] = 0.0
             self._wake()
         return has_left
 
     def _remove(self, index: int, *, has_left: bool) -> None:
         """Remove a process that has exited, and replace it if the exit was unexpected."""
         process = self._processes.pop(index)
+        self._silence_s.pop(index, None)
         if not has_left:
             self._for_engine += [AbortRequest(name) for name in list(self._in_flight) if _owner(name) == index]
             self._wake()

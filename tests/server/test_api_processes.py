@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -76,6 +77,20 @@ def test_an_api_process_that_is_killed_is_replaced(server: ServerProcess) -> Non
     wait_until(lambda: server.metric("num_requests_running") == 0)
     wait_until(lambda: len({try_to_ask(server) for _ in range(NUM_REQUESTS)} - {None}) == NUM_REQUESTS)
     assert api_processes(server).keys() == {"API process 0", "API process 2"}
+
+
+def test_an_api_process_that_is_stopped_is_replaced_and_holds_up_no_shutdown(server: ServerProcess) -> None:
+    wait_until(lambda: server.num_listeners() == 2)
+    wait_until(lambda: all(server.metric("generation_tokens_total") >= 0 for _ in range(NUM_REQUESTS)))
+    time.sleep(2)  # until each process has sent a note
+    api_processes(server)["API process 1"].suspend()
+    wait_until(lambda: "API process 2" in api_processes(server) and server.num_listeners() == 2)
+    assert "API process 1" not in api_processes(server)
+    assert len({ask(server) for _ in range(NUM_REQUESTS)}) == NUM_REQUESTS
+    time.sleep(2)
+    api_processes(server)["API process 2"].suspend()
+    server.send_signal(signal.SIGTERM)
+    server.wait(60)
 
 
 def try_to_ask(server: ServerProcess) -> str | None:
