@@ -26,13 +26,14 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_
 
 
 BILLING_LINE = re.compile(r"x-anthropic-billing-header:[^\n]*\n?")  # differs from request to request
+SIGNATURE = "moeserve"  # of all reasoning; clients do not send back reasoning without one
 UNSEEN_TYPES = ("image", "document")  # types of blocks that a user expects the model to read
 
 
 class Part(Body):
-    """A part of a request that may end a prefix to be cached. Prefixes are always cached."""
+    """A part of a request that may end a cached prefix. Prefixes are always cached; it changes only the usage."""
 
-    cache_control: Annotated[Any, Ignored("prefixes are always cached")] = None
+    cache_control: Any = None
 
 
 class TextBlock(Part):
@@ -106,7 +107,7 @@ class InputMessage(Body):
 
 class CustomTool(Part):
     type: Literal["custom"] = "custom"
-    name: Annotated[str, Field(min_length=1, max_length=256)]
+    name: str
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
@@ -174,6 +175,14 @@ class CountRequest(Part, RequestBody):
     speed: Annotated[Any, Ignored("there is one speed")] = None
     mcp_servers: Annotated[Any, Refused("the server calls no other servers; let the client run the tools")] = None
 
+    @property
+    def marks_cached_prefixes(self) -> bool:
+        """True if the client uses Anthropic's prompt cache, and so expects its usage."""
+        contents = [message.content for message in self.messages] + [self.system or ""]
+        parts: list[Any] = [self, *(self.tools or ())]
+        parts += [part for content in contents if not isinstance(content, str) for part in content]
+        return any(getattr(part, "cache_control", None) is not None for part in parts)
+
     def conversation(self) -> Conversation:
         """Return the conversation in the form that chat templates expect."""
         messages = [converted for message in self.messages for converted in _converted(message)]
@@ -193,6 +202,7 @@ class CountRequest(Part, RequestBody):
             tool_choice=self._choice(),
             has_parallel_calls=not (self.tool_choice and self.tool_choice.disable_parallel_tool_use),
             template_arguments=arguments,
+            continue_final_message=_is_begun_answer(messages[-1]),
             outputs=None if schema is None else outputs_of_schema("output_config", schema.schema_),
         )
 
@@ -267,7 +277,7 @@ def answer(service: Service, client: Client, body: MessagesRequest) -> Reply:
     sampling = {name: getattr(body, name) for name in names}
     given = {name: value for name, value in sampling.items() if value is not None} | {"stop": body.stop_sequences}
     params = given_params(service.llm.get_default_sampling_params(), given)
-    turn = _Answer(service, client, body.conversation(), params, model)
+    turn = _Answer(service, client, body, params, model)
     chunks = turn.events() if body.stream else turn.whole()
     return Reply(
         chunks,
@@ -282,17 +292,20 @@ class _Answer:
     """The response to one request."""
 
     def __init__(
-        self, service: Service, client: Client, conversation: Conversation, params: SamplingParams, model: str
+        self, service: Service, client: Client, body: MessagesRequest, params: SamplingParams, model: str
     ) -> None:
         self._turn = Turn()
-        self._events = block_events(turn_deltas(service, client, conversation, params, None), self._turn)
+        self._events = block_events(turn_deltas(service, client, body.conversation(), params, None), self._turn)
+        config = service.llm.config
+        reports_writes = body.marks_cached_prefixes and config.enable_prefix_caching
+        self._cached_block = config.block_size if reports_writes else None  # tokens of a block that is written
         self._head = {"id": f"msg_{client.request_id}", "type": "message", "role": "assistant", "model": model}
 
     async def whole(self) -> AsyncGenerator[bytes, None]:
         async with contextlib.aclosing(self._events):
             async for _ in self._events:
                 pass
-        content = [_block(block) for block in self._turn.blocks]
+        content = [_block(block, SIGNATURE) for block in self._turn.blocks]
         yield encode_json({**self._head, "content": content, **self._end(), "usage": self._usage()})
 
     async def events(self) -> AsyncGenerator[bytes, None]:
@@ -302,6 +315,9 @@ class _Answer:
                 if not has_begun:
                     yield self._start()
                     has_begun = True
+                if part.kind == "end" and part.block.kind == "reasoning":
+                    signature = {"type": "signature_delta", "signature": SIGNATURE}
+                    yield _sent({"type": "content_block_delta", "index": part.block.index, "delta": signature})
                 yield _sent(_event(part))
         if not has_begun:
             yield self._start()
@@ -320,10 +336,14 @@ class _Answer:
 
     def _usage(self) -> dict[str, int]:
         turn = self._turn
+        num_new = turn.num_prompt - turn.num_cached
+        num_written = 0
+        if self._cached_block is not None:  # only full blocks are found again
+            num_written = max(0, num_new - turn.num_prompt % self._cached_block)
         return {
-            "input_tokens": turn.num_prompt - turn.num_cached,
+            "input_tokens": num_new - num_written,
             "output_tokens": turn.num_output,
-            "cache_creation_input_tokens": 0,
+            "cache_creation_input_tokens": num_written,
             "cache_read_input_tokens": turn.num_cached,
         }
 
@@ -332,13 +352,17 @@ def _sent(data: Mapping[str, Any]) -> bytes:
     return event(data, data["type"])
 
 
-def _block(block: Block) -> dict[str, Any]:
-    """Return a complete block in Anthropic's format."""
+def _block(block: Block, signature: str = "") -> dict[str, Any]:
+    """Return a block in Anthropic's format.
+
+    Args:
+        signature: that of reasoning, which follows the text in a stream.
+    """
     match block.kind:
         case "text":
             return {"type": "text", "text": block.text}
         case "reasoning":
-            return {"type": "thinking", "thinking": block.text, "signature": ""}
+            return {"type": "thinking", "thinking": block.text, "signature": signature}
         case "call":
             return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": _object(block.text)}
 
@@ -364,6 +388,11 @@ def _object(arguments: str) -> Any:
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _is_begun_answer(message: Mapping[str, Any]) -> bool:
+    """Return True for a message of the assistant that the answer continues."""
+    return message["role"] == "assistant" and bool(message["content"]) and "tool_calls" not in message
 
 
 def _function(tool: CustomTool) -> FunctionTool:

@@ -39,7 +39,7 @@ class CustomTool(Body):
     model_config = ConfigDict(extra="allow")
 
     type: Literal["custom"]
-    name: Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
+    name: str
     description: str | None = None
     format: CustomFormat | None = None
 
