@@ -7,8 +7,10 @@ accumulate, and encoded tensors are decoded in slices.
 from __future__ import annotations
 
 import hashlib
+import io
 import logging
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +32,8 @@ from moeserve.ops.interfaces import INT4_GROUP
 from moeserve.ops.weight_blocks import BLOCK, blocks_of, num_blocks, quantize
 
 logger = logging.getLogger(__name__)
+
+LOGGED_PROGRESS = "{desc}: {n_fmt}B of {total_fmt}B in {elapsed}, {rate_fmt}"
 
 REMAP_BYTES = 256 * 1024 * 1024  # shards are mapped again after this many bytes have been read
 PIECE_VALUES = 2 * 1024 * 1024  # values copied at once, but at least one slice of the first dimension
@@ -193,10 +197,24 @@ def load_weights(
                 on_filled(place)
 
 
-def progress_bar(title: str, *, total: int | None, is_shown: bool) -> tqdm:
-    """Return a progress bar of bytes, which is shown only on a terminal."""
-    disable = None if is_shown else True
-    return tqdm(desc=title, total=total, unit="B", unit_scale=True, unit_divisor=1024, disable=disable)
+def progress_bar(title: str, *, total: int | None, is_shown: bool, log_interval_s: float = 10.0) -> tqdm:
+    """Return a progress bar of bytes, which is shown on a terminal, and otherwise logged at intervals.
+
+    Args:
+        log_interval_s: seconds until the first line of the log, and between lines.
+    """
+    options: dict[str, Any] = dict(desc=title, total=total, unit="B", unit_scale=True, unit_divisor=1024)
+    if not is_shown or sys.stderr.isatty():
+        return tqdm(disable=not is_shown, **options)
+    options |= dict(delay=log_interval_s, mininterval=log_interval_s, bar_format=LOGGED_PROGRESS)
+    return _LoggedProgress(file=io.StringIO(), **options)  # tqdm writes the end of a line to the file
+
+
+class _LoggedProgress(tqdm):
+    """Progress that is written to the log."""
+
+    def display(self, msg: str | None = None, pos: int | None = None) -> None:
+        logger.info("%s", str(self))  # now: the progress changes until a handler formats it
 
 
 def fill_randomly(model: nn.Module, seed: int) -> None:
