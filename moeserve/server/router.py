@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
+from urllib.parse import unquote
 
 import aiohttp
 import msgspec
@@ -16,6 +17,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, H
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
+from yarl import URL
 
 from moeserve.server.errors import ApiError, shutting_down
 from moeserve.server.reply import until_hang_up
@@ -59,7 +61,16 @@ class Router:
     async def connected(self) -> AsyncIterator[None]:
         """Keep connections to the servers open within the context, in an event loop."""
         async with open_client() as self._client:
-            yield
+            watches = [
+                asyncio.create_task(server.watch(self._client))
+                for server in (*self._prefill.servers, *self._decode.servers)
+            ]
+            try:
+                yield
+            finally:
+                for watch in watches:
+                    watch.cancel()
+                await asyncio.gather(*watches, return_exceptions=True)
 
     async def generate(self, request: Request) -> Response:
         """Respond to a request for generated text."""
@@ -182,16 +193,21 @@ class Router:
         Raises:
             ApiError: no server has responded.
         """
+        silence_s = self._settings.decode_timeout
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=silence_s)
         began_s = time.monotonic()
         servers = self._decode.by_load()
         for server in servers:
             try:
                 with server.loaded(1):
-                    async with self._request(server, request, body) as answer:
+                    async with await server.begun(self._request(server, request, body, timeout=timeout)) as answer:
                         if answer.status not in REFUSALS or server is servers[-1]:
                             self._metrics.answer_seconds.observe(time.monotonic() - began_s)
                             await _send_answer(answer, send)
                             return
+            except aiohttp.SocketTimeoutError:  # another server would take as long
+                message = f"the decode server sent nothing for {silence_s:g} s"
+                raise ApiError(503, message, headers={"Retry-After": "10"}) from None
             except (aiohttp.ClientError, OSError) as error:
                 server.avoid()
                 logger.warning("the decode server %s failed: %s", server.url, _shown(error))
@@ -201,11 +217,9 @@ class Router:
     def _request(self, server: Upstream, request: Request, body: bytes, **options: Any) -> Any:
         """Return the context manager of a server's response to a client's request."""
         assert self._client is not None
-        query = request.scope["query_string"]
-        path = request.scope["raw_path"] + (b"?" + query if query else b"")
         return self._client.request(
             request.method,
-            server.url + path.decode("latin-1"),
+            URL(server.url + _target(request), encoded=True),
             data=body or None,
             headers=request_headers(request.headers, request.state.client.request_id),
             allow_redirects=False,
@@ -320,6 +334,18 @@ async def _send_answer(answer: aiohttp.ClientResponse, send: Send) -> None:
         logger.warning("an answer of %s broke off: %s", answer.url.origin(), _shown(error))
         return
     await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _target(request: Request) -> str:
+    """Return the path and query of a request as the client wrote them.
+
+    Raises:
+        ApiError: the path has a segment "." or "..", so a server may serve another path than the router checked.
+    """
+    path, query = request.scope["raw_path"].decode("latin-1"), request.scope["query_string"].decode("latin-1")
+    if {".", ".."} & set(unquote(path).replace("\\", "/").split("/")):
+        raise ApiError(404, "there is no such path")
+    return f"{path}?{query}" if query else path
 
 
 def _shown(error: BaseException) -> str:

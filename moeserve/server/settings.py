@@ -121,3 +121,6 @@ class RouterSettings:
     prefill_timeout: Annotated[float, msgspec.Meta(gt=0, le=86400)] = setting(
         60.0, "seconds after which a prefill server is given up, and a decode server computes the prompt"
     )
+    decode_timeout: Annotated[float, msgspec.Meta(gt=0, le=86400)] = setting(
+        600.0, "seconds without a byte from a decode server after which its response ends with an error"
+    )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Coroutine, Iterable, Iterator
+from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -15,6 +17,8 @@ from moeserve.errors import SettingsError, shown
 
 CONNECT_S = 3.0  # timeout for connecting to a host
 AVOID_S = 5.0  # time after a failure for which other servers are preferred
+# Each server is asked for /health at this interval. It is silent once it has not answered two times.
+HEALTH_INTERVAL_S, HEALTH_TIMEOUT_S, MAX_FAILED_CHECKS = 2.0, 3.0, 2
 # Shorter than the time after which servers close idle connections, so that no closing connection is used.
 IDLE_S = 2.0
 KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # to detect that a host is gone
@@ -26,6 +30,10 @@ OWN_REQUEST_HEADERS = CONNECTION_HEADERS | {"host", "content-length", "accept-en
 OWN_ANSWER_HEADERS = frozenset(name.encode() for name in CONNECTION_HEADERS | {"date", "server", "x-request-id"})
 
 
+class SilentError(OSError):
+    """A server accepts connections, but does not answer."""
+
+
 class Upstream:
     """One server."""
 
@@ -33,14 +41,55 @@ class Upstream:
         self.url = url
         self.load = 0  # total work of its current requests
         self._avoided_until = 0.0
+        self._num_failed_checks = 0
+        self._waiting: set[asyncio.Task[aiohttp.ClientResponse]] = set()  # for the beginning of a response
+
+    @property
+    def is_silent(self) -> bool:
+        return self._num_failed_checks >= MAX_FAILED_CHECKS
 
     @property
     def is_avoided(self) -> bool:
-        return time.monotonic() < self._avoided_until
+        return self.is_silent or time.monotonic() < self._avoided_until
 
     def avoid(self) -> None:
         """Prefer other servers for a while, because a request has failed."""
         self._avoided_until = time.monotonic() + AVOID_S
+
+    async def watch(self, client: aiohttp.ClientSession) -> None:
+        """Check the server's health at intervals, for ever. Requests that wait for a silent server end."""
+        timeout = aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S)
+        while True:
+            await asyncio.sleep(HEALTH_INTERVAL_S)
+            try:
+                async with client.get(f"{self.url}/health", timeout=timeout):
+                    self._num_failed_checks = 0
+            except (aiohttp.ClientError, OSError, asyncio.TimeoutError):
+                self._num_failed_checks += 1
+            if self.is_silent:
+                for task in self._waiting:
+                    task.cancel()
+
+    async def begun(self, answer: Coroutine[Any, Any, aiohttp.ClientResponse]) -> aiohttp.ClientResponse:
+        """Wait for the beginning of a response.
+
+        Raises:
+            SilentError: the server does not answer checks of its health.
+        """
+        if self.is_silent:
+            answer.close()
+            raise SilentError(f"{self.url} does not answer")
+        task = asyncio.ensure_future(answer)
+        self._waiting.add(task)
+        try:
+            await asyncio.wait({task})
+        finally:
+            self._waiting.discard(task)
+            if not task.done():  # the client has disconnected
+                task.cancel()
+        if task.cancelled():
+            raise SilentError(f"{self.url} does not answer")
+        return task.result()
 
     @contextlib.contextmanager
     def loaded(self, amount: int) -> Iterator[None]:

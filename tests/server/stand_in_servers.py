@@ -76,6 +76,8 @@ class StandIn(InThread):
         super().__init__(Starlette(routes=[Route("/{path:path}", self._answer, methods=["GET", "POST"])]))
 
     async def _answer(self, request: Request) -> Response:
+        if request.url.path == "/health":
+            return JSONResponse({})
         query = f"?{request.url.query}" if request.url.query else ""
         received = Received(
             request.method, request.url.path + query, dict(request.headers), await request.body(), request
@@ -156,7 +158,8 @@ def routing(
     app = build_router_app(router, settings_of_server, budget)
     running = InThread(app, http_config(app, settings_of_server, budget, timeout_graceful_shutdown=1))
     try:
-        with httpx.Client(base_url=running.url, timeout=30.0) as client:
+        headers = {"content-type": "application/json"}
+        with httpx.Client(base_url=running.url, timeout=30.0, headers=headers) as client:
             yield client
     finally:
         running.stop()
