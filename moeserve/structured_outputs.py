@@ -12,6 +12,7 @@ import msgspec
 
 from moeserve.config.settings import LIMITS
 from moeserve.errors import RequestError, nearest, shown
+from moeserve.json_schemas import servable_schema
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
@@ -112,7 +113,7 @@ def _schema_text(schema: Any) -> str:
             schema = json.loads(schema)
         if not isinstance(schema, (Mapping, bool)):
             raise ValueError("a schema is an object")
-        return json.dumps(schema, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+        return json.dumps(servable_schema(schema), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     except (ValueError, TypeError, RecursionError) as error:
         raise RequestError(f"structured_outputs: json={shown(schema)} is no JSON schema: {error}") from None
 

@@ -35,12 +35,15 @@ def check_tools(tools: Any) -> list[dict[str, Any]] | None:
 
 
 def _check_message(name: str, message: Any) -> dict[str, Any]:
-    if not isinstance(message, Mapping) or "role" not in message:
+    has_both = isinstance(message, Mapping) and "role" in message
+    if has_both and message["role"] != "assistant":  # whose message may consist of tool calls or reasoning
+        has_both = "content" in message
+    if not has_both:
         raise RequestError(f'{name}={shown(message)} must be a dict with "role" and "content"')
     role, content = message["role"], message.get("content")
     if not isinstance(role, str) or not role:
         raise RequestError(f"{name}: role={shown(role)} must be a text such as 'user'")
-    if content is None and role == "assistant":  # it consists of tool calls or reasoning
+    if content is None and role == "assistant":
         return dict(message)
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(parts, (list, tuple)) or not all(map(_is_text_part, parts)):

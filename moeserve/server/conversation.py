@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from moeserve.api.template_messages import template_messages as template_messages
-from moeserve.outputs import CompletionOutput
+from moeserve.outputs import CompletionOutput, RequestOutput
 from moeserve.parsers.deltas import ParsedDelta, ToolCallDelta
 from moeserve.sampling_params import SamplingParams
 from moeserve.server.client import Client
@@ -151,23 +151,24 @@ async def turn_deltas(
     assert codec is not None, "a conversation was rendered"
     end = codec.decode(prompt[-TOKENS_OF_MARKER:], skip_special_tokens=False)
     starts_in_reasoning = service.parser.starts_in_reasoning(end)
-    params = given_params(
-        service.parsed_params(params),
-        {
-            "structured_outputs": answer_grammar(
-                conversation.outputs,
-                functions,
-                must_call=conversation.tool_choice == "required" or isinstance(conversation.tool_choice, NamedTool),
-                has_parallel_calls=conversation.has_parallel_calls,
-                family=service.parser,
-                codec=codec,
-                starts_in_reasoning=starts_in_reasoning,
-            )
-        },
-    )
+    parsed_params = service.parsed_params(params)
+
+    def restricted(functions: Sequence[dict[str, Any]]) -> SamplingParams:
+        grammar = answer_grammar(
+            conversation.outputs,
+            functions,
+            must_call=conversation.tool_choice == "required" or isinstance(conversation.tool_choice, NamedTool),
+            has_parallel_calls=conversation.has_parallel_calls,
+            family=service.parser,
+            codec=codec,
+            starts_in_reasoning=starts_in_reasoning,
+        )
+        return given_params(parsed_params, {"structured_outputs": grammar})
+
     parsers: dict[int, _OutputParser] = {}  # by index of the output
     with conversation.prompt_errors():
-        async with contextlib.aclosing(service.generate(client, prompt, params, cache_salt)) as outputs:
+        outputs = _generate(service, client, prompt, [restricted(form) for form in _forms(functions)], cache_salt)
+        async with contextlib.aclosing(outputs):
             async for output in outputs:
                 for each in output.outputs:
                     if each.index not in parsers:
@@ -182,6 +183,37 @@ async def turn_deltas(
                         num_prompt=len(output.prompt_token_ids),
                         num_cached=output.num_cached_tokens,
                     )
+
+
+def _forms(functions: Sequence[dict[str, Any]]) -> list[Sequence[dict[str, Any]]]:
+    """Return functions as given, and without the schemas of those that are not strict, if there are any."""
+    free = [function if function.get("strict") else {"name": function["name"]} for function in functions]
+    return [functions] if all(function.get("strict") for function in functions) else [functions, free]
+
+
+async def _generate(
+    service: Service, client: Client, prompt: list[int], forms: Sequence[SamplingParams], cache_salt: str | None
+) -> AsyncGenerator[RequestOutput, None]:
+    """Generate with the first sampling parameters whose grammar can be compiled.
+
+    Raises:
+        ApiError: as for `Service.generate`, with the first parameters.
+    """
+    refusal: ApiError | None = None
+    for params in forms:
+        has_begun = False
+        try:
+            async with contextlib.aclosing(service.generate(client, prompt, params, cache_salt)) as outputs:
+                async for output in outputs:
+                    has_begun = True
+                    yield output
+            return
+        except ApiError as error:
+            if has_begun or error.status != 400 or params.structured_outputs is None:
+                raise
+            refusal = refusal or error
+    assert refusal is not None, "there is at least one form"
+    raise refusal
 
 
 class _OutputParser:

@@ -9,6 +9,7 @@ from typing import Any
 
 from moeserve.api.tokenizer import TextCodec
 from moeserve.errors import RequestError
+from moeserve.json_schemas import relaxed_schema, servable_schema, unsupported_places, without_unique_items
 from moeserve.parsers.families import ForcedCalls, ParserFamily
 from moeserve.server.errors import ApiError
 from moeserve.server.schema import JsonSchemaFormat, ResponseFormat, StructuredOutputs, TextFormat
@@ -31,23 +32,44 @@ def requested_outputs(
             case None:
                 return None
             case JsonSchemaFormat(json_schema=described):
-                return _checked("response_format", json=described.schema_ or ANY_OBJECT)
+                return outputs_of_schema("response_format", described.schema_, is_strict=described.strict is True)
         return _checked("response_format", json_object=True)
     if wanted is not None:
         raise ApiError(400, "give either response_format or structured_outputs", param="structured_outputs")
     return _checked("structured_outputs", **structured.model_dump(by_alias=True, exclude_none=True))
 
 
-def outputs_of_schema(name: str, schema: dict[str, Any] | None) -> StructuredOutputsParams:
+def outputs_of_schema(name: str, schema: dict[str, Any] | None, *, is_strict: bool = False) -> StructuredOutputsParams:
     """Return the restriction to a JSON schema, or for None to any JSON object.
 
     Args:
         name: name of the parameter, for error messages.
+        is_strict: refuse a schema with restrictions that no grammar expresses; else `uniqueItems` is not enforced, and
+            all others are.
 
     Raises:
-        ApiError: the schema is malformed.
+        ApiError: the schema is malformed, or cannot be enforced.
     """
-    return _checked(name, json=schema or ANY_OBJECT)
+    return _checked(name, json=enforced_schema(name, name, schema or ANY_OBJECT, is_strict=is_strict))
+
+
+def enforced_schema(param: str, name: str, schema: dict[str, Any], *, is_strict: bool) -> Any:
+    """Return a schema for a grammar.
+
+    Args:
+        param: the field of the request that has the schema.
+        name: the schema in error messages.
+        is_strict: see `outputs_of_schema`.
+
+    Raises:
+        ApiError: the schema has a keyword that cannot be enforced.
+    """
+    schema = servable_schema(schema)
+    if not is_strict:
+        schema = without_unique_items(schema)
+    for place, keyword in unsupported_places(schema):
+        raise ApiError(400, f"{name}: {keyword} at {place[:300]} cannot be enforced; leave it out", param=param)
+    return schema
 
 
 def _checked(name: str, **fields: Any) -> StructuredOutputsParams:
@@ -74,6 +96,9 @@ def answer_grammar(
         functions: functions that the model may call: {"name": ..., "parameters": JSON schema}.
         must_call: the answer must consist of calls.
         starts_in_reasoning: the prompt has opened the reasoning, which the answer closes.
+
+    Raises:
+        ApiError: the schema of a strict function cannot be enforced.
     """
     if not must_call and wanted is None:
         return None
@@ -135,7 +160,7 @@ def _call_rules(
         parts = [
             _literal(calls.before_name + function["name"], codec),
             _with_index(calls.before_arguments, codec),
-            f"%json {json.dumps(function.get('parameters') or ANY_OBJECT, ensure_ascii=False)}",
+            f"%json {json.dumps(_parameters(function), ensure_ascii=False)}",
             _literal(calls.after_arguments, codec),
         ]
         each.append(" ".join(filter(None, parts)))
@@ -143,6 +168,18 @@ def _call_rules(
     more = f"({' '.join(filter(None, [_literal(calls.separator or '', codec), 'call']))})*" if has_several else ""
     parts = [_literal(calls.begin, codec), "call", more, _literal(calls.end, codec)]
     return {"calls": " ".join(filter(None, parts)), "call": "\n    | ".join(each)}
+
+
+def _parameters(function: dict[str, Any]) -> Any:
+    """Return the schema of a function's arguments.
+
+    Raises:
+        ApiError: the function is strict, and its schema cannot be enforced.
+    """
+    schema = function.get("parameters") or ANY_OBJECT
+    if not function.get("strict"):
+        return relaxed_schema(schema)
+    return enforced_schema("tools", f"the parameters of the tool {function['name']!r}", schema, is_strict=True)
 
 
 def _with_index(text: str, codec: TextCodec) -> str:

@@ -109,7 +109,6 @@ REFUSED: dict[str, list[tuple[str, Any]]] = {
         text(prompt=[[]] * 10**6),
         text(stop=[None] * 10**6),
         text(stop_token_ids=[None] * 10**6),
-        text(metadata=dict.fromkeys(map(str, range(500_000)))),
         text(logit_bias=dict.fromkeys(map(str, range(500_000)))),
         text(**dict.fromkeys(map(str, range(500_000)))),
         turn(messages=[None] * 10**6),
