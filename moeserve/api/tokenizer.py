@@ -22,6 +22,7 @@ from moeserve.models.tokenizer_files import LoadedTokenizer, load_tokenizer, loa
 
 # The maximum number of characters that a Unicode normal form composes into one.
 MOST_COMPOSED = 4
+LONG_TEXT = 2**13  # characters from which a text takes milliseconds
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")  # stands for one byte in vocabularies that are not byte-level
 
 
@@ -194,7 +195,11 @@ class TextCodec:
                 f"the text has half a surrogate pair ({text[error.start]!a}) at character {error.start}; "
                 "pass valid Unicode text"
             ) from None
-        token_ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) < LONG_TEXT:
+            encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        else:  # unlike `encode`, this releases the interpreter's lock
+            (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        token_ids: list[int] = encoding.ids
         return token_ids
 
     def _token_text(self, token_id: int) -> str:
