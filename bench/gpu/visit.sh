@@ -22,6 +22,7 @@ cd "$site" # the first place where Python looks for modules
 code=0
 PYTHONUNBUFFERED=1 PYTHONPATH="$site" python3 -m moeserve.bench.gpu.run --json "$out/gpu.jsonl" --cache "$site/kernels" "$@" || code=$?
 if [ -n "$(find "$site/kernels" -name '*.cubin' -newer "$site/began" -print -quit)" ]; then
-    tar -C "$site" -cf - kernels | xz -T0 > "$out/kernels.tar.xz"
+    tar -C "$site" -cf - kernels | xz -T0 > "$site/kernels.tar.xz"
+    mv "$site/kernels.tar.xz" "$out"
 fi
 exit $code
