@@ -36,6 +36,7 @@ EXTERNAL = {
     *("CUDA_VISIBLE_DEVICES", "PIP_EXTRA_INDEX_URL", "RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT", "OMPProcessManager"),
     *("maxItems", "maxLength", "oneOf", "uniqueItems", "unevaluatedProperties"),  # keywords of JSON schemas
     *("RAY_worker_niceness", "n_batch", "n_ubatch", "script.py", "sitecustomize.py", "llama.cpp", "ik_llama.cpp"),
+    "settings.yaml",
 }
 EXTERNAL_FLAGS = {
     *("--extra-index-url", "--local-dir", "--min-nodes", "--no-deps", "--no-index", "--only-binary", "--python-version")
@@ -148,7 +149,12 @@ class Tree:
         sources = [_read(name) for name in scripts if with_tests or not name.startswith("tests/")]
         self.flags = {flag for source in sources for flag in FLAG.findall(source)} | EXTERNAL_FLAGS
         self.flags |= {"--" + name.replace("_", "-") for name in _names_of_settings(files)}
-        self.commands = {Path(name).stem for name in files if re.fullmatch(r"moeserve/cli/(?!parser)[a-z]+[.]py", name)}
+        self.words |= {f"MOESERVE_{name.upper()}" for name in (*_names_of_settings(files), "config")}
+        self.commands = {
+            Path(name).stem
+            for name in files
+            if re.fullmatch(r"moeserve/cli/(?!parser|sources|completion)[a-z]+[.]py", name)
+        }
         (names,) = re.findall(r"^CommandName = Literal\[(.*)\]$", _read("bench/commands.py"), re.MULTILINE)
         self.benchmarks = set(re.findall(r"\w+", names))
         self.targets = set(re.findall(r"^([a-z0-9-]+):", _read("Makefile"), re.MULTILINE))
