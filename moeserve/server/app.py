@@ -209,7 +209,9 @@ def _invalid_body(error: RequestValidationError) -> ApiError:
     if wrong["type"] == "json_invalid":
         return ApiError(400, "the request is not valid JSON")
     if wrong["type"] == UNSUPPORTED:
-        return ApiError(400, f"{name} {wrong['msg']}", param=param, code="unsupported_parameter")
+        error_code = wrong.get("ctx", {}).get("code")
+        anthropic = {} if error_code is None else {"details": {"error_code": error_code}}
+        return ApiError(400, f"{name} {wrong['msg']}", param=param, code="unsupported_parameter", anthropic=anthropic)
     return ApiError(400, f"{name or 'the request'}: {wrong['msg']}", param=param)
 
 

@@ -71,13 +71,16 @@ class Refused:
 
     why: str
     harmless: tuple[Any, ...] = ()  # further values that ask for what happens anyway
+    error_code: str | None = None  # in the details of the error, by which Anthropic's clients recognise it
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_after_validator_function(self._require_harmless, core_schema.any_schema())
 
     def _require_harmless(self, value: Any) -> Any:
         if value and value not in self.harmless:
-            raise PydanticCustomError(UNSUPPORTED, "is not supported here: {why}", {"why": self.why})
+            raise PydanticCustomError(
+                UNSUPPORTED, "is not supported here: {why}", {"why": self.why, "code": self.error_code}
+            )
         return value
 
 

@@ -179,7 +179,7 @@ REFUSED: dict[str, list[tuple[str, Any]]] = {
         content({"type": "input_audio", "input_audio": {"data": "x", "format": "wav"}}),
         content({"type": "file", "file": {"file_id": "file:///etc/passwd"}}),
         (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": IMAGE}]}]}),
-        (RESPONSES, {"input": "a", "tools": [{"type": "mcp", "server_url": IMAGE, "server_label": "x"}]}),
+        message("a", mcp_servers=[{"type": "url", "url": IMAGE, "name": "x"}]),
         message([{"type": "image", "source": {"type": "url", "url": IMAGE}}]),
     ],
     "names of models": [turn(model="../../etc/passwd"), turn(model=IMAGE), text(model="a" * 100_000)],

@@ -16,7 +16,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
-NUM_OPERATIONS = 15
+NUM_OPERATIONS = 21
 CASES = 150  # of each operation, valid ones and invalid ones: more than 2,000 together
 
 

@@ -227,7 +227,9 @@ class MessagesRequest(CountRequest, TransferFields):
     service_tier: Annotated[Any, Ignored("there is one tier")] = None
     inference_geo: Annotated[Any, Ignored("there is one place")] = None
     container: Annotated[Any, Ignored("it is for tools that only their provider can run")] = None
-    thread: Any = None
+    thread: Annotated[
+        Any, Refused("conversations are not stored; send all messages", error_code="thread_unsupported_request")
+    ] = None
 
 
 class MessagesUsage(BaseModel):
@@ -265,14 +267,6 @@ def answer(service: Service, client: Client, body: MessagesRequest) -> Reply:
         ApiError: the conversation or a parameter cannot be served.
     """
     model = service.begin(body)
-    if body.thread:
-        raise ApiError(
-            400,
-            "thread is not supported here: conversations are not stored; send all messages",
-            param="thread",
-            code="unsupported_parameter",
-            anthropic={"details": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}},
-        )
     names = ("temperature", "top_p", "top_k", "max_tokens", "kv_transfer_params")
     sampling = {name: getattr(body, name) for name in names}
     given = {name: value for name, value in sampling.items() if value is not None} | {"stop": body.stop_sequences}
