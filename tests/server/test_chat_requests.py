@@ -264,3 +264,41 @@ def test_openais_own_parse_is_answered(plain: RunningServer) -> None:
     assert client.chat.completions.create(model=MODEL, messages=history, max_tokens=1).choices
     with pytest.raises(openai.BadRequestError):
         client.chat.completions.create(model=MODEL, messages=QUESTION, modalities=["audio"])
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
+        {"not": {"type": "string"}},
+        {"type": "string", "pattern": "^(?=a)a"},
+        {"$ref": "https://example.com/schema"},
+        {"type": "any"},
+    ],
+)
+def test_a_tool_that_is_not_strict_never_fails_for_its_schema(plain: RunningServer, schema: dict[str, Any]) -> None:
+    tool = {"name": "f", "parameters": {"type": "object", "properties": {"x": schema}}}
+    fields: dict[str, Any] = {"tool_choice": "required", "parallel_tool_calls": False}
+    post(plain, tools=[{"type": "function", "function": tool}], **fields)
+    if "$ref" not in schema and "type" not in schema:
+        error = refused(plain, tools=[{"type": "function", "function": tool | {"strict": True}}], **fields)
+        assert "'f'" in error["message"]
+        assert "not at #/properties/x" in error["message"]
+        assert error["param"] == "tools"
+
+
+def test_formats_name_the_place_that_cannot_be_enforced(plain: RunningServer) -> None:
+    schema: dict[str, Any] = {"type": "object", "properties": {"x": {"contains": {"type": "string"}}}}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    error = refused(plain, response_format=form)
+    assert "contains at #/properties/x" in error["message"]
+    assert error["param"] == "response_format"
+    schema["properties"]["x"] = {"propertyNames": {"type": "string"}, "format": "password"}
+    post(plain, response_format=form)
+
+
+def test_the_prompt_is_the_same_without_a_server(tiny: AsyncLLM, plain: RunningServer) -> None:
+    history = [*QUESTION, {"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "content": "noon"}]
+    with plain.http() as http:
+        tokens = http.post("/tokenize", json={"messages": history, "tools": [TOOL]}).json()["tokens"]
+    assert tiny.chat_prompt(history, tools=[TOOL]) == {"prompt_token_ids": tokens}
