@@ -19,6 +19,7 @@ from moeserve.server.api_processes import serve_from_processes
 from moeserve.server.engine_server import open_service
 from moeserve.server.http_server import announce, listen
 from moeserve.server.keys import Keys
+from moeserve.server.loading import answering_while_loading
 from moeserve.server.settings import ServerSettings
 from moeserve.server.tracing import check_tracing
 
@@ -42,7 +43,9 @@ def serve(settings: ServerSettings, engine_settings: Mapping[str, Any]) -> None:
         if settings.served_model_name is None:
             settings = dataclasses.replace(settings, served_model_name=[_name(engine_settings.get("model"))])
         if settings.api_server_count == 1:
-            _serve_here(AsyncLLM(**engine_settings), settings, listener)
+            with answering_while_loading(listener, settings):
+                llm = AsyncLLM(**engine_settings)
+            _serve_here(llm, settings, listener)
             return
     serve_from_processes(settings, engine_settings)
 
