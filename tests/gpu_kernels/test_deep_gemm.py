@@ -170,15 +170,15 @@ def test_measured_products_run_where_they_were_the_fastest(
     """The table of this device, which the page of a benchmark writes, decides by shape and number of rows."""
     weights, unknown = (draw_weights(source(), num, 128, 128, is_fp8=True) for num in (1, 2))
     monkeypatch.setattr(measured, "MEASURED_FOLDER", tmp_path)
-    result = {"kind": "end", "seed": 1, "seconds": 1.0, "failed": [], "left_out": []}
-    row = {"kind": "row", "seed": 1, "part": "kernels", "status": "measured"}
+    run = {"benchmark": "gpu", "identity": "1", "seed": 1}
+    start = run | {"kind": "start", "commit": "1", "environment": {"gpu": {"name": "CPU"}}}
+    row = run | {"kind": "row", "run": 1, "part": "kernels", "status": "measured"}
     rows = [
-        row | {"name": "few", "choices": [[measured.product_key(weights), 4]], "fastest": "triton"},
-        row | {"name": "many", "choices": [[measured.product_key(weights), 64]], "fastest": "deep_gemm"},
+        row | {"item": name, "name": name, "choices": [[measured.product_key(weights), num_rows]], "fastest": fastest}
+        for name, num_rows, fastest in (("few", 4, "triton"), ("many", 64, "deep_gemm"))
     ]
     path = tmp_path / "gpu.jsonl"
-    lines = [*rows, result | {"environment": {"gpu": {"name": "CPU"}}}]
-    path.write_text("\n".join(map(json.dumps, lines)))
+    path.write_text("\n".join(map(json.dumps, [start, *rows])))
 
     def make_product(weights: OpenWeights, *, dtype: torch.dtype = torch.bfloat16) -> Any:
         return with_deep_gemm(TRITON_KERNELS, CPU, dtype, only_fastest=True).make_product(weights)
