@@ -33,5 +33,9 @@ def test_developer_messages_are_system_messages(tiny_server: RunningServer) -> N
 
 def test_a_template_that_knows_developers_gets_their_messages() -> None:
     messages = [{"role": "developer", "content": "Be brief"}]
-    assert template_messages(messages, "{% if message['role'] == 'developer' %}")[0][0]["role"] == "developer"
-    assert template_messages(messages, "{{ message['role'] }}")[0][0]["role"] == "system"
+    knows = (
+        "{% for message in messages %}{% if message.role == 'developer' %}{{ message.content }}{% endif %}{% endfor %}"
+    )
+    assert template_messages(messages, knows)[0][0]["role"] == "developer"
+    plain = "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
+    assert template_messages(messages, plain)[0][0]["role"] == "system"
