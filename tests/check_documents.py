@@ -148,7 +148,8 @@ class Tree:
         scripts = [name for name in files if name.endswith((".py", ".sh"))]
         sources = [_read(name) for name in scripts if with_tests or not name.startswith("tests/")]
         self.flags = {flag for source in sources for flag in FLAG.findall(source)} | EXTERNAL_FLAGS
-        self.flags |= {"--" + name.replace("_", "-") for name in _names_of_settings(files)}
+        settings = [name.replace("_", "-") for name in _names_of_settings(files)]
+        self.flags |= {prefix + name for name in settings for prefix in ("--", "--no-")}  # "--no-" turns a setting off
         self.words |= {f"MOESERVE_{name.upper()}" for name in (*_names_of_settings(files), "config")}
         self.commands = {
             Path(name).stem

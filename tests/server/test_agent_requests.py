@@ -295,7 +295,8 @@ def test_hints_of_anthropics_clients_leave_the_prompt_alone(
 
 
 def test_a_strict_tool_is_offered(agent_server: RunningServer, script: Script) -> None:
-    agent_server.anthropic().messages.create(**MESSAGE, tools=[{**TOOL, "strict": True}])
+    tools: list[Any] = [{**TOOL, "strict": True}]
+    agent_server.anthropic().messages.create(**MESSAGE, tools=tools)
     assert '"name": "weather"' in script.prompt
 
 
@@ -304,7 +305,8 @@ def test_lines_for_billing_are_left_out(agent_server: RunningServer, script: Scr
     rules = {"type": "text", "text": "Be brief."}
     for number in range(2):
         header = f"x-anthropic-billing-header: cc_version=2.1; cch={number};"
-        for system in ([{"type": "text", "text": header}, rules], [{"type": "text", "text": f"{header}\nBe brief."}]):
+        systems: list[Any] = [[{"type": "text", "text": header}, rules], [{**rules, "text": f"{header}\nBe brief."}]]
+        for system in systems:
             client.messages.create(**MESSAGE, system=system)
     client.messages.create(**MESSAGE, system="Be brief.")
     assert len(script.prompts) == 5

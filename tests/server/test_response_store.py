@@ -56,7 +56,8 @@ def test_items_are_found_by_their_ids(store_server: RunningServer) -> None:
     first = client.responses.create(**ASKED, input="Hi")
     (message,) = first.output
     expected = client.responses.create(**ASKED, input=[user("Hi"), message, user("Go")])
-    for reference in ({"type": "item_reference", "id": message.id}, {"id": message.id}):
+    references: list[Any] = [{"type": "item_reference", "id": message.id}, {"id": message.id}]
+    for reference in references:
         found = client.responses.create(**ASKED, input=[user("Hi"), reference, user("Go")])
         assert (found.output_text, num_prompt(found)) == (expected.output_text, num_prompt(expected))
 
