@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moeserve.bench.gpu.check import CODES_SLACK, FLOAT32_SLACK, Call, Case, Operation, compare, crossed, in_order
+from moeserve.bench.gpu.check import CODES_SLACK, FLOAT32_SLACK, Call, Case, Make, Operation, compare, crossed, in_order
 from moeserve.bench.gpu.costs import Chunks, LatentShape, Work, attention_shape, attention_work
 from moeserve.bench.gpu.inputs import Source, draw_cache, draw_chosen
 from moeserve.ops.float8_rows import decode_rows
@@ -86,8 +86,8 @@ def attend(source: Source, name: str, kind: str, variant: Variant, block_size: i
     return Case(
         lambda kernels: (in_order(kernels) if variant == "in order" else kernels).make_attention(shape).attend,
         inputs,
-        others={each.label: partial(each.make_attend(problem, step_kind), *inputs) for each in libraries},
-        beside=torch_attention(source, query_TNH, chunks, shape),
+        others={each.label: partial(each.make_attend, problem, step_kind) for each in libraries},
+        beside=beside_torch(source, query_TNH, chunks, shape),
         work=attention_work(shape, chunks, is_float8=variant == "float8"),
         choices=((attention_key(shape, step_kind), len(query_TNH)),) if variant == "plain" else (),
     )
@@ -105,20 +105,22 @@ def installed_libraries(device: torch.device) -> tuple[AttentionLibrary, ...]:
     return tuple(found)
 
 
-def torch_attention(source: Source, query_TNH: Tensor, chunks: Chunks, shape: Any) -> dict[str, Call]:
+def beside_torch(source: Source, query_TNH: Tensor, chunks: Chunks, shape: Any) -> dict[str, Make]:
     """Return torch's attention to contiguous keys and values, if all chunks are alike.
 
     It leaves out sinks, and masks only a whole prompt; a window is applied to decode steps only.
     """
-    if len(set(chunks)) > 1:
-        return {}
-    is_latent, (num_rows, context) = isinstance(shape, LatentShape), chunks[0]
-    num_read = context if is_latent or num_rows > 1 else min(context, shape.window or context)
-    query = query_TNH.unflatten(0, (len(chunks), num_rows)).transpose(1, 2)
-    keys = source.normal(len(chunks), 1 if is_latent else shape.num_kv_heads, num_read, query.shape[-1])
-    values = keys[..., : shape.latent_size] if is_latent else source.normal(*keys.shape)
-    options: Any = dict(is_causal=num_rows == context, enable_gqa=True)
-    return {"torch SDPA": partial(functional.scaled_dot_product_attention, query, keys, values, **options)}
+
+    def make() -> Call:
+        is_latent, (num_rows, context) = isinstance(shape, LatentShape), chunks[0]
+        num_read = context if is_latent or num_rows > 1 else min(context, shape.window or context)
+        query = query_TNH.unflatten(0, (len(chunks), num_rows)).transpose(1, 2)
+        keys = source.normal(len(chunks), 1 if is_latent else shape.num_kv_heads, num_read, query.shape[-1])
+        values = keys[..., : shape.latent_size] if is_latent else source.normal(*keys.shape)
+        options: Any = dict(is_causal=num_rows == context, enable_gqa=True)
+        return partial(functional.scaled_dot_product_attention, query, keys, values, **options)
+
+    return {"torch SDPA": make} if len(set(chunks)) == 1 else {}
 
 
 def rotate_and_write(
@@ -179,7 +181,7 @@ def latent_attend(source: Source, name: str, kind: str) -> Case:
     return Case(
         lambda kernels: make_latent(kernels, shape).attend,
         (query_TNP, cache, step),
-        beside=torch_attention(source, query_TNP, chunks, shape),
+        beside=beside_torch(source, query_TNP, chunks, shape),
         work=attention_work(shape, chunks),
     )
 

@@ -35,6 +35,7 @@ CODES_SLACK = 2.0**-5  # for 8-bit results: rounding to 4 significant bits is 2.
 PEAK = 8.0  # the errors of a row are about normally distributed; 8 standard deviations of them never occur
 
 Call = Callable[[], Any]
+Make = Callable[[], Callable[..., Any]]
 NamedCases = Iterable[tuple[str, Callable[[], "Case"]]]  # each with a function that draws its inputs
 Shapes = Iterable[tuple[Any, ...]]
 
@@ -47,8 +48,10 @@ class Case:
     inputs: tuple[Any, ...]
     defined: Callable[..., Any] = lambda results, *inputs: results  # returns what is compared
     slack: float = FLOAT32_SLACK
-    others: Mapping[str, Call] = field(default_factory=dict)  # libraries, also checked
-    beside: Mapping[str, Call] = field(default_factory=dict)  # other implementations, which are only timed
+    # Libraries, which are also checked, and other implementations, which are only timed. Each makes a function, in the
+    # first case of the inputs, and only when it is needed: it may fail, and take memory.
+    others: Mapping[str, Make] = field(default_factory=dict)
+    beside: Mapping[str, Make] = field(default_factory=dict)
     is_beside_torch: bool = False  # time the torch table too
     work: Work | None = None  # None: moves each input and each result once
     bar: Bar | None = None
@@ -62,8 +65,9 @@ class Case:
         """Yield the error ratio of each result, with a name if there are several. A result is wrong above 1."""
         inputs = tuple(map(in_float32, self.inputs))
         expected = list(tensors_of(self.defined(self.operation(TORCH_KERNELS)(*inputs), *inputs)))
-        for label, call in {"": self.bind(kernels), **self.others}.items():
-            for place, actual in enumerate(tensors_of(self.defined(call(), *self.inputs))):
+        makes: dict[str, Make] = {"": partial(self.operation, kernels), **self.others}
+        for label, make in makes.items():
+            for place, actual in enumerate(tensors_of(self.defined(make()(*self.inputs), *self.inputs))):
                 name = label if len(expected) == 1 else f"{label} result {place}"
                 yield name.strip(), compare(actual, expected[place], self.slack)
 

@@ -52,16 +52,15 @@ def product_of(kernels: Kernels, weights: OpenWeights) -> Product:
     return kernels.make_product(in_float32(dequantized(weights)) if kernels.name == "torch" else weights)
 
 
-def deep_gemm_products(source: Source, *weights: OpenWeights) -> dict[str, list[Product]]:
-    """Return DeepGEMM's products by its name; an empty dict if it cannot be used."""
+def deep_gemm_kernels(source: Source, *weights: OpenWeights) -> dict[str, Kernels]:
+    """Return the table with DeepGEMM's products by its name; an empty dict if it cannot be used."""
     if source.device.type != "cuda" or any(map(why_unavailable, weights)):
         return {}
     try:
-        table = with_deep_gemm(TRITON_KERNELS, source.device, source.dtype)
+        return {"deep_gemm": with_deep_gemm(TRITON_KERNELS, source.device, source.dtype)}
     except SettingsError as error:
         print(f"deep_gemm is left out: {error}", flush=True)
         return {}
-    return {"deep_gemm": [table.make_product(each) for each in weights]}
 
 
 def draw_experts(source: Source, shape: MoEShape, format: Format, part: str) -> OpenWeights:
@@ -117,11 +116,15 @@ def multiply(source: Source, format: Format, num_outputs: int, num_inputs: int, 
         rows = Float8Rows(source.codes(num_rows, num_inputs), scales, source.dtype)
     element_size = weights.weight_eOI.element_size()
     num_bytes = (num_outputs + num_rows) * num_inputs * element_size + 2 * num_rows * num_outputs // weights.num_parts
+
+    def make(kernels: Kernels) -> Callable[..., Any]:
+        return product_of(kernels, weights).multiply
+
     return Case(
-        lambda kernels: product_of(kernels, weights).multiply,
+        make,
         (rows,),
         slack=CODES_SLACK if weights.feeds_blocks else SLACKS[format],
-        others={name: partial(own.multiply, rows) for name, (own,) in deep_gemm_products(source, weights).items()},
+        others={name: partial(make, own) for name, own in deep_gemm_kernels(source, weights).items()},
         work=Work(num_bytes, 2.0 * num_rows * num_outputs * num_inputs, format),
         choices=((product_key(weights), num_rows),) if is_fp8 else (),
     )
@@ -159,8 +162,7 @@ def experts(source: Source, format: Format, name: str, num_tokens: int) -> Case:
     shape, weights = SHAPES[name], draw_layer(source, format, name)
     hidden_TD, keys = source.normal(num_tokens, shape.hidden), Keys(shape.num_experts)
     experts_TK, weights_TK = draw_routing(source, num_tokens, shape.num_experts, shape.top_k)
-    order_P, counts_E = TORCH_KERNELS.pairs.order(experts_TK, keys)
-    num_hit = int((counts_E > 0).sum())
+    num_hit = len(experts_TK.unique())
     inputs = hidden_TD, experts_TK, weights_TK
 
     def call(pairs: Any, made: list[Product], hidden_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
@@ -170,20 +172,26 @@ def experts(source: Source, format: Format, name: str, num_tokens: int) -> Case:
         output = down.multiply_rows(middle, counts_E, True)
         return pairs.weighted_sum(output, order_P, weights_TK, hidden_TD.dtype)
 
-    def run_torch() -> object:
-        multiply = partial(functional.grouped_mm, offs=offsets_E)
-        gate, up = multiply(hidden_TD[source_P], maps[0]).chunk(2, dim=-1)
-        return multiply(functional.silu(gate) * up, maps[1])
+    def make(kernels: Kernels) -> Callable[..., Any]:
+        return partial(call, kernels.pairs, [product_of(kernels, each) for each in weights])
 
-    maps = [each.weight_eOI.transpose(1, 2) for each in weights]
-    source_P, offsets_E = order_P // shape.top_k, counts_E.cumsum(0).int()
-    libraries = deep_gemm_products(source, *weights)
+    def make_torch() -> Callable[[], Tensor]:
+        order_P, counts_E = TORCH_KERNELS.pairs.order(experts_TK, keys)
+        multiply = partial(functional.grouped_mm, offs=counts_E.cumsum(0).int())
+        maps, source_P = [each.weight_eOI.transpose(1, 2) for each in weights], order_P // shape.top_k
+
+        def run() -> Tensor:
+            gate, up = multiply(hidden_TD[source_P], maps[0]).chunk(2, dim=-1)
+            return multiply(functional.silu(gate) * up, maps[1])
+
+        return run
+
     return Case(
-        lambda kernels: partial(call, kernels.pairs, [product_of(kernels, each) for each in weights]),
+        make,
         inputs,
         slack=2 * CODES_SLACK if format == "fp8" else FLOAT32_SLACK,  # rows and gates are rounded to 8 bits
-        others={name: partial(call, TRITON_KERNELS.pairs, made, *inputs) for name, made in libraries.items()},
-        beside={"torch grouped_mm": run_torch} if format == "bf16" else {},
+        others={name: partial(make, own) for name, own in deep_gemm_kernels(source, *weights).items()},
+        beside={"torch grouped_mm": make_torch} if format == "bf16" else {},
         work=experts_work(shape, num_tokens=num_tokens, num_hit=num_hit, format=format),
         bar=experts_bar(num_tokens, format),
         choices=tuple((product_key(each), num_tokens * shape.top_k) for each in weights if format == "fp8"),

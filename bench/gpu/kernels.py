@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from moeserve.bench.gpu.cases import CASES
-from moeserve.bench.gpu.check import Call, Case, NamedCases, tensors_of
+from moeserve.bench.gpu.check import Call, Case, Make, NamedCases, tensors_of
 from moeserve.bench.gpu.costs import GpuLimits, Work
 from moeserve.bench.gpu.inputs import Source
 from moeserve.bench.gpu.limits import Timer, limits_row
@@ -46,7 +46,7 @@ def timed_items(
 
 @torch.inference_mode()
 def measure(name: str, case: Case, kernels: Kernels, timer: Timer, limits: GpuLimits) -> Iterator[Row]:
-    """Yield the row of our kernels, one of each other implementation, and last one with the fastest, if it is chosen.
+    """Yield the row of our kernels, one of each other implementation, and last the fastest, if there is a choice.
 
     Our row comes first, so that an implementation that fails or hangs cannot lose it.
 
@@ -70,11 +70,11 @@ def measure(name: str, case: Case, kernels: Kernels, timer: Timer, limits: GpuLi
     row["lines"] += [case.note] if case.note else []
     yield row if case.bar is None else row | {"bars": [case.bar.verdict(row)]}
     times = {"triton": seconds}
-    others = {**case.others, **case.beside} | ({"torch": case.bind(TORCH_KERNELS)} if case.is_beside_torch else {})
-    for label, other_call in others.items():
+    of_torch: dict[str, Make] = {"torch": partial(case.operation, TORCH_KERNELS)} if case.is_beside_torch else {}
+    for label, make in {**case.others, **of_torch, **case.beside}.items():
         row = {"name": f"{name}, beside {label}"}
         try:
-            other = times[label.split()[0]] = timer(other_call)
+            other = times[label.split()[0]] = timer(partial(make(), *(() if label in case.beside else case.inputs)))
         except Exception as error:  # the shape is not supported, or does not fit into memory
             if is_cuda_error(error):
                 raise
@@ -83,8 +83,9 @@ def measure(name: str, case: Case, kernels: Kernels, timer: Timer, limits: GpuLi
         else:
             line = f"{other * 1e6:,.1f} us, ours is {other / seconds:.2f} times as fast"
             yield row | {"status": "measured", "seconds": other, "times_as_fast": other / seconds, "lines": [line]}
-    if case.choices:
-        fastest = min((each for each in NAMES if each in times), key=times.__getitem__)
+    choosable = [each for each in NAMES if each in times]
+    if case.choices and len(choosable) > 1:
+        fastest = min(choosable, key=times.__getitem__)
         row = {"name": f"{name}, fastest", "status": "measured", "lines": [fastest]}
         yield row | {"choices": case.choices, "fastest": fastest}
 

@@ -241,7 +241,7 @@ def test_most_important_is_timed_first() -> None:
 
 
 def test_own_row_precedes_other_implementations_that_fail() -> None:
-    others = {"other": failing("no kernel for this shape"), "flashinfer 1.0": lambda: None}
+    others = {"other": failing("no kernel for this shape"), "flashinfer 1.0": lambda: lambda: None}
     case = Case(lambda kernels: lambda: None, (), beside=others, work=Work(1.0), choices=(("a key", 3),))
     own, other, library, fastest = kernels.measure("item", case, TRITON_KERNELS, one_call, LIMITS)
     assert (own["name"], own["status"], own["seconds"]) == ("item", "measured", 1e-3)
