@@ -23,6 +23,7 @@ from moeserve.sampling_params import SamplingParams
 
 # Maximum seconds between checks of an idle engine for failed processes.
 SECONDS_BETWEEN_CHECKS = 1.0
+NUM_GRAMMAR_THREADS = 4  # requests whose grammars are compiled at the same time
 # Maximum seconds that a thread which computes in Python keeps the interpreter lock while another waits for it. A GPU
 # finishes a decode step in about the default of 5 ms, so that the next plan would come a whole step late.
 SWITCH_SECONDS = 5e-4
