@@ -18,7 +18,7 @@ from moeserve.errors import SettingsError, shown
 CONNECT_S = 3.0  # timeout for connecting to a host
 AVOID_S = 5.0  # time after a failure for which other servers are preferred
 # Each server is asked for /health at this interval. It is silent once it has not answered two times.
-HEALTH_INTERVAL_S, HEALTH_TIMEOUT_S, MAX_FAILED_CHECKS = 2.0, 3.0, 2
+HEALTH_INTERVAL_S, HEALTH_TIMEOUT_S, MAX_FAILED_CHECKS = 1.0, 2.0, 2
 # Shorter than the time after which servers close idle connections, so that no closing connection is used.
 IDLE_S = 2.0
 KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # to detect that a host is gone
