@@ -76,8 +76,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from moeserve.bench.gpu.compiled import relocate
 
         relocate(options.cache)
-        os.environ["TRITON_CACHE_DIR"] = str(options.cache.resolve())
-    os.environ.setdefault("TRITON_STORE_BINARY_ONLY", "1")  # a fiftieth of the size
     return run_parts(options, parts, 1 if options.rehearse else count_gpus())
 
 
@@ -137,7 +135,7 @@ def run_parts(options: argparse.Namespace, parts: Seconds, num_gpus: int) -> int
             part = replace(part, item_seconds=max(part.item_seconds, budget))
         command = [*shlex.split(options.under), sys.executable, "-m", "moeserve.bench.gpu.parts"]
         of_part = replace(job, part=name, finished=tuple(sorted(finished)))
-        run_part(part, budget, of_part, functools.partial(add, name), command, environment_of(of_part))
+        run_part(part, budget, of_part, functools.partial(add, name), command, environment_of(of_part, options.cache))
     rows = current_rows([*earlier, *lines])
     result: Row = {
         "kind": "end",
@@ -150,9 +148,12 @@ def run_parts(options: argparse.Namespace, parts: Seconds, num_gpus: int) -> int
     return 0 if result["passed"] else 1
 
 
-def environment_of(job: Job) -> dict[str, str]:
+def environment_of(job: Job, cache: Path | None) -> dict[str, str]:
     """Return the environment of a part's processes. Compilation uses no interpreter, and a rehearsal no GPU."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_STORE_BINARY_ONLY"] = "1"  # a fiftieth of the size
+    if cache is not None:
+        environment["TRITON_CACHE_DIR"] = str(cache.resolve())
     if job.on_cpu:
         environment |= {"CUDA_VISIBLE_DEVICES": ""} | ({} if job.part == "compile" else {"TRITON_INTERPRET": "1"})
     return environment
