@@ -151,9 +151,8 @@ def run_parts(options: argparse.Namespace, parts: Seconds, num_gpus: int) -> int
 def environment_of(job: Job, cache: Path | None) -> dict[str, str]:
     """Return the environment of a part's processes. Compilation uses no interpreter, and a rehearsal no GPU."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_STORE_BINARY_ONLY"] = "1"  # a fiftieth of the size
-    if cache is not None:
-        environment["TRITON_CACHE_DIR"] = str(cache.resolve())
+    if cache is not None:  # a folder to be carried: without intermediate code it has a fiftieth of the size
+        environment |= {"TRITON_CACHE_DIR": str(cache.resolve()), "TRITON_STORE_BINARY_ONLY": "1"}
     if job.on_cpu:
         environment |= {"CUDA_VISIBLE_DEVICES": ""} | ({} if job.part == "compile" else {"TRITON_INTERPRET": "1"})
     return environment

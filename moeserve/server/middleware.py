@@ -21,7 +21,7 @@ from moeserve.server.content_encoding import inflated
 from moeserve.server.errors import ApiError, error_answer
 from moeserve.server.hosts import Hosts
 from moeserve.server.keys import Keys
-from moeserve.server.nesting import check_json
+from moeserve.server.nesting import require_nesting
 
 access_log = logging.getLogger("moeserve.access")
 
@@ -166,7 +166,7 @@ class _Body:
                 await self._inflate(headers["content-encoding"], most)
             if self._content and most:
                 _require_json(headers)
-                await _in_pieces(check_json(self._content))
+                await _in_pieces(require_nesting(self._content) or ())
         except asyncio.CancelledError:
             if self._error is None:
                 raise

@@ -22,16 +22,22 @@ _STEPS[list(b"[{")] = 1
 _STEPS[list(b"]}")] = -1
 
 
-def check_json(body: bytearray) -> Iterator[None]:
-    """Raise ApiError for JSON that parsers, templates and grammars should not process. Yield after each piece of work.
+def require_nesting(body: bytearray) -> Iterator[None] | None:
+    """Raise ApiError for JSON that parsers, templates and grammars should not process.
+
+    Returns:
+        For a large body, the rest of the check, which raises the same errors and yields after each piece of work.
 
     Raises:
         ApiError: the text is not UTF-8, is nested too deeply, or has too many arrays, objects, names or values.
     """
     _require_utf8(body)
-    yield
     if len(body) <= MAX_UNCHECKED_BYTES and body.count(b"[") + body.count(b"{") <= LIMITS.max_nesting:
-        return
+        return None
+    return _count_in_pieces(body)
+
+
+def _count_in_pieces(body: bytearray) -> Iterator[None]:
     counts = _Counts()
     for start in range(0, len(body), PIECE_BYTES):
         counts.add(np.frombuffer(body, np.uint8, min(PIECE_BYTES, len(body) - start), start))
