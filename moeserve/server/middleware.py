@@ -8,7 +8,7 @@ import re
 import secrets
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from urllib.parse import quote
 
 from starlette.datastructures import Headers
@@ -223,7 +223,7 @@ class _Body:
         await _in_pieces(pieces())
 
 
-async def _in_pieces(work: Iterator[None]) -> None:
+async def _in_pieces(work: Iterable[None]) -> None:
     """Do work on the event loop, and let others run after each piece except the last one."""
     for index, _ in enumerate(work):
         if index:

@@ -17,6 +17,7 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from pathlib import Path
 from typing import IO
 
 import msgspec
@@ -219,10 +220,8 @@ def _run() -> None:
 
 def _memory_bytes() -> tuple[int, int]:
     """Return this process's address space, and the part of it that is in memory; zeros if the system has no /proc."""
-    if sys.platform != "linux":
-        return 0, 0
-    with open("/proc/self/statm") as file:
-        pages = file.read().split()
+    statm = Path("/proc/self/statm")
+    pages = statm.read_text().split() if statm.exists() else ["0", "0"]
     return int(pages[0]) * resource.getpagesize(), int(pages[1]) * resource.getpagesize()
 
 
