@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import Response
+from fastapi.responses import PlainTextResponse
 
 from moeserve import __version__
 from moeserve.server.errors import ApiError
@@ -25,11 +25,11 @@ SHOWN_SETTINGS = (
 def add_operator_routes(app: FastAPI, service: Service, keys: Keys) -> None:
     """Add the routes of this file."""
 
-    @app.get("/ping")
-    @app.post("/ping", include_in_schema=False)
-    async def ping() -> Response:
+    @app.get("/ping", response_class=PlainTextResponse)
+    @app.post("/ping", response_class=PlainTextResponse, include_in_schema=False)
+    async def ping() -> str:
         """Respond with an empty body as long as the server's process is alive."""
-        return Response()
+        return ""
 
     @app.get("/load")
     async def load() -> dict[str, int]:
@@ -50,14 +50,14 @@ def add_operator_routes(app: FastAPI, service: Service, keys: Keys) -> None:
         }
 
     @app.post("/reset_prefix_cache")
-    async def reset_prefix_cache(request: Request) -> Response:
+    async def reset_prefix_cache(request: Request) -> dict[str, bool]:
         """Let later requests find no prefix of earlier ones."""
         if not keys.have_administrator:
             message = "this needs an administrator's key, and there is none: serve with --admin-key"
             raise ApiError(403, message, code="no_administrator")
         require_administrator(keys, request.headers)
         service.reset_prefix_cache()
-        return Response()
+        return {"success": True}
 
 
 def require_administrator(keys: Keys, headers: Mapping[str, str]) -> None:

@@ -96,7 +96,7 @@ def test_the_wheel_holds_every_source_file_under_its_installed_name(pure_wheel: 
     expected = {
         f"{in_wheel}/{path.relative_to(ROOT / folder).as_posix()}"
         for folder, in_wheel in folders.items()
-        for pattern in ("*.py", "requirements/*.txt")
+        for pattern in ("*.py", "*.sh", "requirements/*.txt")
         for path in (ROOT / folder).rglob(pattern)
     }
     info = f"moeserve-{moeserve.__version__}.dist-info"
