@@ -93,6 +93,11 @@ def nvshmem_queue_depth(default: int) -> int:
     return int(depth)
 
 
+def environment_with(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return this process's environment with other values of some variables."""
+    return {**os.environ, **variables}
+
+
 def environment_without(name: str) -> dict[str, str]:
     """Return this process's environment without one variable."""
     return {each: value for each, value in os.environ.items() if each != name}

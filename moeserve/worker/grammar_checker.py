@@ -22,6 +22,7 @@ from typing import IO
 
 import msgspec
 
+from moeserve.config.environment import environment_with
 from moeserve.errors import RequestError
 from moeserve.processes.interpreter import same_modules
 from moeserve.structured_outputs import OutputGrammar
@@ -130,7 +131,7 @@ class _Process:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,  # the system's message when an allocation fails
-            env=os.environ | same_modules(),
+            env=environment_with(same_modules()),
             start_new_session=True,  # so that Ctrl-C in the terminal reaches only this process
         )
         verdict = self._exchange(msgspec.msgpack.encode(tokenizer), START_DEADLINE_S)

@@ -150,7 +150,7 @@ def test_routing(
 def test_rotary(head_size: int, num_pairs: int, is_interleaved: bool, is_in_place: bool, pointer: str) -> None:
     from moeserve.triton_kernels.rotary import launch_sizes, rotary_kernel
 
-    sizes = launch_sizes(num_pairs, 0 if is_in_place else head_size - 2 * num_pairs)
+    sizes = dict(launch_sizes(num_pairs, 0 if is_in_place else head_size - 2 * num_pairs))
     options = {"num_warps": sizes.pop("num_warps")}
     compiled(
         rotary_kernel,
@@ -171,7 +171,7 @@ def test_rotary_with_cache_write(
 ) -> None:
     from moeserve.triton_kernels.rotary import launch_sizes, rotary_with_cache_write_kernel
 
-    sizes = launch_sizes(num_pairs, head_size)
+    sizes = dict(launch_sizes(num_pairs, head_size))
     options = {"num_warps": sizes.pop("num_warps")}
     types = {f"{name}_ptr": pointer for name in ("query", "key", "value")}
     caches, scales = ["key_cache_ptr", "value_cache_ptr"], ["key_scales_ptr", "value_scales_ptr"]

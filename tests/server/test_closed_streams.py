@@ -28,7 +28,7 @@ async def reply(server: RunningServer, api: str) -> Reply:
             return await chat.answer(service, client, chat.ChatRequest.model_validate(body))
         case "responses":
             body = {"model": MODEL, "input": "Hi", "stream": True}
-            return responses.answer(service, client, responses.ResponsesRequest.model_validate(body))
+            return responses.answer(service, None, client, responses.ResponsesRequest.model_validate(body))
     body = {"model": MODEL, "messages": QUESTION, "max_tokens": 30, "stream": True}
     return messages.answer(service, client, messages.MessagesRequest.model_validate(body))
 

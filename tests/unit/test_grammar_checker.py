@@ -13,6 +13,7 @@ from moeserve.errors import RequestError
 from moeserve.structured_outputs import StructuredOutputsParams
 from moeserve.worker.grammars import Grammars
 
+CHECKER = "moeserve.worker.grammar_checker"
 ALLOWED_GROWTH_BYTES = 64 * 2**20
 
 
@@ -34,8 +35,10 @@ def check(grammars: Grammars, regex: str) -> str:
 
 
 def checking_process() -> psutil.Process:
-    (process,) = (each for each in psutil.Process().children() if "moeserve.worker.grammar_checker" in each.cmdline())
-    return process
+    """Return the newest process of a checker: other tests of this process may have left theirs."""
+    with_names = ((each, each.as_dict(["cmdline", "create_time"])) for each in psutil.Process().children())
+    found = [(names["create_time"], each) for each, names in with_names if CHECKER in (names["cmdline"] or ())]
+    return max(found, key=lambda pair: pair[0])[1]
 
 
 def num_bytes() -> int:

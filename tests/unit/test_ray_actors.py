@@ -137,6 +137,6 @@ def test_a_rank_imports_torch_before_it_answers_calls() -> None:
     """The import can block Python for longer than a process may be silent."""
     program = (
         "import sys; from moeserve.executor.ray.actors import RankActor; assert 'torch' not in sys.modules; "
-        "RankActor('rank 0', 30); assert 'moeserve.worker.worker' in sys.modules"
+        "RankActor('rank 0', 30, 'text'); assert 'moeserve.worker.worker' in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
