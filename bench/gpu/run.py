@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import os
 import random
 import re
 import shlex
@@ -39,6 +38,7 @@ from typing import Any
 from moeserve.bench.gpu.page import current_rows, page, row_text
 from moeserve.bench.gpu.parts import PARTS, Job, Row, run_part
 from moeserve.bench.harness import at_least, make_parser, save, show
+from moeserve.config.environment import environment_without
 from moeserve.machine import installed_version, usable_cores
 
 Seconds = dict[str, int]  # of each part, in the order in which they run
@@ -150,7 +150,7 @@ def run_parts(options: argparse.Namespace, parts: Seconds, num_gpus: int) -> int
 
 def environment_of(job: Job, cache: Path | None) -> dict[str, str]:
     """Return the environment of a part's processes. Compilation uses no interpreter, and a rehearsal no GPU."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment = environment_without("TRITON_INTERPRET")
     if cache is not None:  # a folder to be carried: without intermediate code it has a fiftieth of the size
         environment |= {"TRITON_CACHE_DIR": str(cache.resolve()), "TRITON_STORE_BINARY_ONLY": "1"}
     if job.on_cpu:

@@ -19,7 +19,6 @@ READS_ENVIRONMENT = (
     "moeserve/bench/peers/install.py",
     "moeserve/bench/peers/peers.py",
     "moeserve/bench/peers/adapters/serve_vllm.py",
-    "moeserve/bench/gpu/run.py",  # and to its own parts
 )
 # A name, and the files and folders that may use it. One that begins with a dot is an attribute of anything.
 ALLOWED: dict[str, tuple[str, ...]] = {

@@ -125,7 +125,7 @@ class OfferedTools:
         return self._names.get((namespace, name), name)
 
     def only(self, function_names: set[str]) -> OfferedTools:
-        """Return some of the tools."""
+        """Return the tools whose functions have these names."""
         chosen = OfferedTools(())
         chosen._tools = {name: tool for name, tool in self._tools.items() if name in function_names}
         chosen._names = self._names
