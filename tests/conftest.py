@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import random
 import signal
@@ -29,6 +30,19 @@ def seeded() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def log_is_restored() -> Iterator[None]:
+    """Remove the log that a test has started: its handler has the stream that pytest closes after this test."""
+    loggers = [logging.getLogger(name) for name in ("", "moeserve.access")]
+    levels = [logger.level for logger in loggers]
+    yield
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
+        for handler in list(logger.handlers):
+            if type(handler) is logging.StreamHandler:  # pytest's own handlers are of derived classes
+                logger.removeHandler(handler)
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from triton.runtime.interpreter import InterpretedFunction
@@ -79,8 +80,12 @@ def test_fault_of_a_kernel_fails_its_check(fault: str, tmp_path: Path, monkeypat
     assert any(named in each for each in row["wrong"]), row
 
 
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def test_killed_run_is_continued(tmp_path: Path) -> None:
-    """A run is killed when its first row is there. The second run keeps this row, and completes the rest."""
+    """A run is killed when its first row is there. The second run completes the items that had not ended."""
     path = tmp_path / "gpu.jsonl"
     options = ["--rehearse", "--parts", "checks:300", "--match", "or", "--json", str(path), "--commit", "abc123"]
     command = [sys.executable, "-m", "moeserve.bench.gpu.run", *options]
@@ -90,10 +95,15 @@ def test_killed_run_is_continued(tmp_path: Path) -> None:
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     process.stdout.close()
-    start, first, *_ = map(json.loads, path.read_text().splitlines())
+    before = lines_of(path)
+    start, first, *_ = before
     assert first["status"] == "passed"
     assert start["commit"] == start["environment"]["commit"] == "abc123"
     assert {"torch", "triton", "transformers"} <= set(start["environment"]["versions"])
+    ended = {line["finished"] for line in before if line["kind"] == "finished"}
     assert subprocess.run(command, capture_output=True, timeout=400, check=False).returncode == 0
-    rows = [line for line in map(json.loads, path.read_text().splitlines()) if line["kind"] == "row"]
-    assert sorted(row["name"] for row in rows) == ["norms", "short convolutions"]
+    lines = lines_of(path)
+    assert lines[: len(before)] == before
+    rows = [line for line in lines[len(before) :] if line["kind"] == "row"]
+    assert {row["name"] for row in rows} == {"norms", "short convolutions"} - ended
+    assert {line["finished"] for line in lines if line["kind"] == "finished"} == {"norms", "short convolutions"}
