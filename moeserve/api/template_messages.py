@@ -15,8 +15,9 @@ from moeserve.errors import RequestError
 INSTRUCTION_ROLES = ("system", "developer")
 _MARK = "\ue000mark\ue000"  # a text that no template contains
 _NULL_CONTENT = re.compile(r"\bcontent['\"]?\]? is (not )?none")  # in a template that tests contents for null
-# Special tokens that templates add to texts, which fails if they are undefined.
+# Special tokens that templates add to texts, which fails if they are undefined, and other variables of all templates.
 _NO_TOKENS = dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), "")
+_VARIABLES = {"documents": None, "tools": None, "add_generation_prompt": True, **_NO_TOKENS}
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,10 @@ def abilities_of(template: str) -> TemplateAbilities:
 
 def _renders(template: str, messages: list[dict[str, Any]]) -> bool:
     """Return True if a template renders messages including the text of the mark."""
-    from moeserve.api.chat_template import render
+    from moeserve.api.template_sandbox import render
 
     try:
-        text = render(template, messages, None, add_generation_prompt=True, special_tokens=_NO_TOKENS, arguments={})
+        text = render(template, messages, _VARIABLES)
     except RequestError:
         return False
     return _MARK in text

@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from moeserve.api.template_messages import template_messages as template_messages
 from moeserve.outputs import CompletionOutput, RequestOutput
 from moeserve.parsers.deltas import ParsedDelta, ToolCallDelta
 from moeserve.sampling_params import SamplingParams

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Callable, Iterable
 
 from moeserve.api.async_llm import AsyncLLM
+from moeserve.errors import MoeserveError
 from moeserve.server.app import build_app
 from moeserve.server.http_server import DrainingServer, budget_of
 from moeserve.server.keys import Keys
@@ -40,7 +43,14 @@ def open_service(
         others=others,
         tracing=open_tracing(settings.otlp_traces_endpoint),
     )
+    threading.Thread(target=_render_once, args=(service,), daemon=True).start()
     budget = budget_of(settings)
     keys = Keys.read(settings.api_key or (), settings.api_key_file, settings.admin_key or ())
     app = build_app(service, settings, keys, budget)
     return DrainingServer(app, service, settings, budget, service.admission.max_outputs + OTHER_CONNECTIONS), service
+
+
+def _render_once(service: Service) -> None:
+    """Start the process that renders chat templates, and compile the template, before the first request needs them."""
+    with contextlib.suppress(MoeserveError):
+        service.llm.chat_prompt([{"role": "user", "content": ""}], chat_template=service.chat_template)
