@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from moeserve import nested_json
 from moeserve.config.settings import LIMITS
 from moeserve.errors import RequestError, nearest, shown
 from moeserve.json_schemas import servable_schema
@@ -110,9 +111,10 @@ def _schema_text(schema: Any) -> str:
     """Return a schema as compact JSON text."""
     try:
         if isinstance(schema, str):
-            schema = json.loads(schema)
+            schema = nested_json.parse(schema)
         if not isinstance(schema, (Mapping, bool)):
             raise ValueError("a schema is an object")
+        nested_json.require_levels(schema)
         return json.dumps(servable_schema(schema), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     except (ValueError, TypeError, RecursionError) as error:
         raise RequestError(f"structured_outputs: json={shown(schema)} is no JSON schema: {error}") from None

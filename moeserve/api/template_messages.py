@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moeserve.config.settings import LIMITS
+from moeserve import nested_json
 from moeserve.errors import RequestError
 
 INSTRUCTION_ROLES = ("system", "developer")
@@ -116,14 +116,14 @@ def arguments_object(arguments: Any) -> dict[str, Any]:
     if isinstance(arguments, Mapping):
         return dict(arguments)
     try:
-        found = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
+        found = nested_json.parse(arguments or "{}") if isinstance(arguments, str) else arguments
+    except ValueError:
         found = arguments
     if isinstance(found, str) and found != arguments:  # encoded twice
         return arguments_object(found)
     if found is None:
         return {}
-    return found if isinstance(found, dict) and not _is_too_deep(found) else {"arguments": arguments}
+    return found if isinstance(found, dict) else {"arguments": arguments}
 
 
 class _Turns:
@@ -193,19 +193,6 @@ def _with_calls_as_text(message: Mapping[str, Any]) -> dict[str, Any]:
         texts.append(f"<tool_call>\n{json.dumps(described, ensure_ascii=False)}\n</tool_call>")
     others = {name: value for name, value in message.items() if name != "tool_calls"}
     return {**others, "content": "\n".join(filter(None, [_text(message), *texts]))} if texts else others
-
-
-def _is_too_deep(value: Any) -> bool:
-    """Return True if a value has more levels than templates should process."""
-    level, depth = [value], 0
-    while level and depth <= LIMITS.max_nesting:
-        level = [
-            item
-            for part in level
-            for item in (part.values() if isinstance(part, dict) else part if isinstance(part, list) else ())
-        ]
-        depth += 1
-    return bool(level)
 
 
 def _joined(*texts: str | None) -> str:

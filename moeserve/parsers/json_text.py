@@ -18,7 +18,6 @@ _OUTSIDE_STRINGS = re.compile(r"[ \t\r\n0-9A-Za-z+.,:-]*")
 _SCALAR = re.compile(r"[0-9A-Za-z+.-]*")
 _CLOSING = {"{": "}", "[": "]"}
 _PYTHON_LITERALS = {"True": "true", "False": "false", "None": "null"}  # some templates render them this way
-_MAX_SCHEMA_DEPTH = 8
 
 
 def read_value(reader: Reader, sink: Sink) -> Step[bool]:
@@ -114,12 +113,18 @@ class ParameterTypes:
         """Return the types that a parameter's schema allows; empty if it does not restrict them."""
         root = self._schemas.get(function)
         properties = root.get("properties") if isinstance(root, Mapping) else None
-        return _types_in(properties.get(parameter), root, 0) if isinstance(properties, Mapping) else set()
+        return _types_in(properties.get(parameter), root, set()) if isinstance(properties, Mapping) else set()
 
 
-def _types_in(schema: Any, root: Any, depth: int) -> set[str]:
-    if not isinstance(schema, Mapping) or depth > _MAX_SCHEMA_DEPTH:
+def _types_in(schema: Any, root: Any, visited: set[int]) -> set[str]:
+    """Return the types that a schema allows.
+
+    Args:
+        visited: ids of schemas whose types have been added. A schema may refer to itself.
+    """
+    if not isinstance(schema, Mapping) or id(schema) in visited:
         return set()
+    visited.add(id(schema))
     types: set[str] = set()
     declared = schema.get("type")
     types.update(each for each in (declared if isinstance(declared, list) else [declared]) if isinstance(each, str))
@@ -129,13 +134,13 @@ def _types_in(schema: Any, root: Any, depth: int) -> set[str]:
     for combination in ("anyOf", "oneOf", "allOf"):
         parts = schema.get(combination)
         for part in parts if isinstance(parts, list) else ():
-            types |= _types_in(part, root, depth + 1)
+            types |= _types_in(part, root, visited)
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference.startswith("#/"):
         target = root
         for key in reference[2:].split("/"):
             target = target.get(key) if isinstance(target, Mapping) else None
-        types |= _types_in(target, root, depth + 1)
+        types |= _types_in(target, root, visited)
     return types
 
 

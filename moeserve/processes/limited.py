@@ -104,7 +104,7 @@ class _Process:
         with other:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module],
-                stdin=other,
+                stdin=other.fileno(),
                 stderr=subprocess.DEVNULL,  # the system's message when an allocation fails
                 env=environment,
                 start_new_session=True,  # so that Ctrl-C in the terminal reaches only this process

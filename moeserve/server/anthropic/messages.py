@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
+from moeserve import nested_json
 from moeserve.config.settings import LIMITS
 from moeserve.sampling_params import SamplingParams
 from moeserve.server.blocks import Block, BlockEvent, Turn, block_events
@@ -376,9 +377,9 @@ def _event(part: BlockEvent) -> dict[str, Any]:
 
 
 def _object(arguments: str) -> Any:
-    """Return the arguments of a call as an object; empty if the output was cut off within them."""
+    """Return the arguments of a call as an object; empty if they were cut off, or are nested too deeply."""
     try:
-        found = json.loads(arguments or "{}")
+        found = nested_json.parse(arguments or "{}")
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}

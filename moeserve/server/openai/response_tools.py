@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
+from moeserve import nested_json
 from moeserve.config.settings import LIMITS
 from moeserve.server.conversation import Function, FunctionTool
 from moeserve.server.schema import Body, Bounded
@@ -166,8 +167,8 @@ def arguments_of_input(text: str) -> str:
 def input_of_arguments(arguments: str) -> str:
     """Return the input of a custom tool. Arguments of another form are the input themselves."""
     try:
-        found = json.loads(arguments)
-    except (ValueError, RecursionError):
+        found = nested_json.parse(arguments)
+    except ValueError:
         return arguments
     text = found.get(CUSTOM_INPUT) if isinstance(found, dict) else None
     return text if isinstance(text, str) else arguments
