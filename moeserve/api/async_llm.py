@@ -122,18 +122,19 @@ class AsyncLLM:
         params = self._default_params if sampling_params is None else sampling_params
         prompt_id = await self._submit(prompt, params, request_id)
         mailbox = _Mailbox(asyncio.get_running_loop())
+        mailbox.changed.set()  # there may be output already
         try:
             self._mailboxes[prompt_id] = mailbox
             self._has_work.set()
             is_finished = False
             while not is_finished:
+                await mailbox.changed.wait()
+                mailbox.changed.clear()
                 output = self.session.new_output(prompt_id)
                 if output is None:
                     self.session.raise_error([prompt_id])
                     if self._has_ended:
                         raise EngineError(str(self.dead_error))
-                    await mailbox.changed.wait()
-                    mailbox.changed.clear()
                 else:
                     is_finished = output.finished
                     if is_finished:

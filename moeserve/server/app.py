@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -61,12 +61,9 @@ ANTHROPIC_ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": Anthropic
 EVENT_STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 
 
-async def _client(request: Request) -> Client:  # a plain function would run in a thread
+def _client(request: Request) -> Client:
     client: Client = request.state.client
     return client
-
-
-RequestClient = Annotated[Client, Depends(_client)]
 
 
 def build_app(service: Service, settings: ServerSettings, keys: Keys, budget: BytesInFlight) -> FastAPI:
@@ -89,9 +86,10 @@ def build_app(service: Service, settings: ServerSettings, keys: Keys, budget: By
     app = FastAPI(
         title="moeserve", version=__version__, responses=ERRORS, docs_url=None, redoc_url=None, lifespan=admitting
     )
+    # Routes are tried in order, and those that clients use most come first.
+    _add_model_routes(app, service, ResponseStore() if settings.response_store else None)
     _add_status_routes(app, service, statistics)
     add_operator_routes(app, service, keys)
-    _add_model_routes(app, service, ResponseStore() if settings.response_store else None)
     if settings.allow_scale:
         add_scale_route(app, service, keys)
     for kind, handler in EXCEPTION_HANDLERS.items():
@@ -140,6 +138,34 @@ def _add_status_routes(app: FastAPI, service: Service, statistics: Statistics) -
 
 
 def _add_model_routes(app: FastAPI, service: Service, store: ResponseStore | None) -> None:
+    @app.post("/v1/completions", response_model=completions.Completion, responses=EVENT_STREAM)
+    async def create_completion(body: completions.CompletionRequest, request: Request) -> Response:
+        return completions.complete(service, _client(request), body)
+
+    @app.post("/v1/chat/completions", response_model=chat.ChatCompletion, responses=EVENT_STREAM)
+    async def create_chat_completion(body: chat.ChatRequest, request: Request) -> Response:
+        return await chat.answer(service, _client(request), body)
+
+    @app.post("/v1/responses", response_model=responses.ResponseAnswer, responses=EVENT_STREAM)
+    async def create_response(body: responses.ResponsesRequest, request: Request) -> Response:
+        return responses.answer(service, store, _client(request), body)
+
+    @app.get("/v1/responses/{response_id}", response_model=responses.ResponseAnswer)
+    async def retrieve_response(response_id: str, request: Request) -> Response:
+        return responses.retrieve(store, _client(request), response_id)
+
+    @app.delete("/v1/responses/{response_id}")
+    async def delete_response(response_id: str, request: Request) -> responses.DeletedResponse:
+        return responses.delete(store, _client(request), response_id)
+
+    @app.post("/v1/messages", response_model=messages.MessageAnswer, responses=ANTHROPIC_ERRORS | EVENT_STREAM)
+    async def create_message(body: messages.MessagesRequest, request: Request) -> Response:
+        return messages.answer(service, _client(request), body)
+
+    @app.post("/v1/messages/count_tokens", responses=ANTHROPIC_ERRORS)
+    async def count_tokens(body: messages.CountRequest, request: Request) -> messages.TokenCount:
+        return await messages.count_tokens(service, _client(request), body)
+
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [_model_card(service, name) for name in service.model_names]}
@@ -148,37 +174,9 @@ def _add_model_routes(app: FastAPI, service: Service, store: ResponseStore | Non
     async def model(name: str) -> dict[str, Any]:
         return _model_card(service, service.require_model(name))
 
-    @app.post("/v1/completions", response_model=completions.Completion, responses=EVENT_STREAM)
-    async def create_completion(body: completions.CompletionRequest, client: RequestClient) -> Response:
-        return completions.complete(service, client, body)
-
-    @app.post("/v1/chat/completions", response_model=chat.ChatCompletion, responses=EVENT_STREAM)
-    async def create_chat_completion(body: chat.ChatRequest, client: RequestClient) -> Response:
-        return await chat.answer(service, client, body)
-
-    @app.post("/v1/responses", response_model=responses.ResponseAnswer, responses=EVENT_STREAM)
-    async def create_response(body: responses.ResponsesRequest, client: RequestClient) -> Response:
-        return responses.answer(service, store, client, body)
-
-    @app.get("/v1/responses/{response_id}", response_model=responses.ResponseAnswer)
-    async def retrieve_response(response_id: str, client: RequestClient) -> Response:
-        return responses.retrieve(store, client, response_id)
-
-    @app.delete("/v1/responses/{response_id}")
-    async def delete_response(response_id: str, client: RequestClient) -> responses.DeletedResponse:
-        return responses.delete(store, client, response_id)
-
-    @app.post("/v1/messages", response_model=messages.MessageAnswer, responses=ANTHROPIC_ERRORS | EVENT_STREAM)
-    async def create_message(body: messages.MessagesRequest, client: RequestClient) -> Response:
-        return messages.answer(service, client, body)
-
-    @app.post("/v1/messages/count_tokens", responses=ANTHROPIC_ERRORS)
-    async def count_tokens(body: messages.CountRequest, client: RequestClient) -> messages.TokenCount:
-        return await messages.count_tokens(service, client, body)
-
     @app.post("/tokenize", response_model=tokens.Tokenized)
-    async def tokenize(body: tokens.TokenizeRequest, client: RequestClient) -> Response:
-        return await tokens.tokenize(service, client, body)
+    async def tokenize(body: tokens.TokenizeRequest, request: Request) -> Response:
+        return await tokens.tokenize(service, _client(request), body)
 
     @app.post("/detokenize")
     async def detokenize(body: tokens.DetokenizeRequest) -> tokens.Detokenized:

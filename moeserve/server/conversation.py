@@ -162,7 +162,7 @@ async def turn_deltas(
             codec=codec,
             starts_in_reasoning=starts_in_reasoning,
         )
-        return given_params(parsed_params, {"structured_outputs": grammar})
+        return parsed_params if grammar is None else given_params(parsed_params, {"structured_outputs": grammar})
 
     parsers: dict[int, _OutputParser] = {}  # by index of the output
     with conversation.prompt_errors():
@@ -235,12 +235,14 @@ class _OutputParser:
 
     def parsed(self, output: CompletionOutput) -> ParsedDelta:
         """Parse the new part of an output."""
-        parts = [self._parser.feed(output.text, output.token_ids)]
+        delta = self._parser.feed(output.text, output.token_ids)
         if output.finish_reason is not None:
-            parts.append(self._parser.finish())
-        calls = tuple(call for part in parts for call in part.tool_calls)
-        self._has_calls |= bool(calls)
-        return ParsedDelta("".join(part.content for part in parts), "".join(part.reasoning for part in parts), calls)
+            rest = self._parser.finish()
+            delta = ParsedDelta(
+                delta.content + rest.content, delta.reasoning + rest.reasoning, delta.tool_calls + rest.tool_calls
+            )
+        self._has_calls |= bool(delta.tool_calls)
+        return delta
 
     def finish_reason(self, output: CompletionOutput) -> str | None:
         return "tool_calls" if output.finish_reason == "stop" and self._has_calls else output.finish_reason

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -150,14 +150,19 @@ async def _hang_up(receive: Receive) -> None:
         pass
 
 
-async def merged(iterators: Sequence[AsyncIterator[T]]) -> AsyncGenerator[tuple[int, T], None]:
+async def merged(iterators: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
     """Yield the items of several iterators as they arrive, each with the index of its iterator.
 
     The first error ends all iterators.
     """
+    if len(iterators) == 1:  # needs no task and no queue, which would cost as much as the rest of an event
+        async with contextlib.aclosing(iterators[0]) as items:
+            async for item in items:
+                yield 0, item
+        return
     queue: asyncio.Queue[tuple[int, T] | BaseException | None] = asyncio.Queue()
 
-    async def forward(index: int, iterator: AsyncIterator[T]) -> None:
+    async def forward(index: int, iterator: AsyncGenerator[T, None]) -> None:
         try:
             async for item in iterator:
                 queue.put_nowait((index, item))

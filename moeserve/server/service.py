@@ -70,6 +70,7 @@ class Service:
         self.model_names = model_names
         self._tracing = tracing
         self.created = int(time.time())
+        self.default_params = llm.get_default_sampling_params()
         self.chat_template = chat_template
         template = chat_template or (None if llm.codec is None else llm.codec.chat_template)
         self.parser = find_family(parser, llm.config.model_path, template)

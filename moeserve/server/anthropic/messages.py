@@ -271,7 +271,7 @@ def answer(service: Service, client: Client, body: MessagesRequest) -> Reply:
     names = ("temperature", "top_p", "top_k", "max_tokens", "kv_transfer_params")
     sampling = {name: getattr(body, name) for name in names}
     given = {name: value for name, value in sampling.items() if value is not None} | {"stop": body.stop_sequences}
-    params = given_params(service.llm.get_default_sampling_params(), given)
+    params = given_params(service.default_params, given)
     turn = _Answer(service, client, body, params, model)
     chunks = turn.events() if body.stream else turn.whole()
     return Reply(

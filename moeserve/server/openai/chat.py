@@ -163,7 +163,7 @@ async def answer(service: Service, client: Client, body: ChatRequest) -> Reply:
         raise ApiError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
     most_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     params = body.sampling_params(
-        service.llm.get_default_sampling_params(),
+        service.default_params,
         max_tokens=most_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )

@@ -75,7 +75,7 @@ def complete(service: Service, client: Client, body: CompletionRequest) -> Reply
         raise ApiError(400, "stream_options needs stream=true", param="stream_options")
     # A request for no tokens scores its prompt. The engine generates one token in any case, which is dropped.
     params = body.sampling_params(
-        service.llm.get_default_sampling_params(),
+        service.default_params,
         max_tokens=None if body.max_tokens is None else max(1, body.max_tokens),
         logprobs=body.logprobs,
         structured_outputs=requested_outputs(body.response_format, body.structure),
@@ -151,7 +151,9 @@ class _Answer:
     ) -> dict[str, Any]:
         codec, hides_special = self._service.llm.codec, self._params.skip_special_tokens
         is_first = index not in self._offsets
-        offsets = self._offsets.setdefault(index, _Offsets(codec, hides_special))
+        if is_first:
+            self._offsets[index] = _Offsets(codec, hides_special)
+        offsets = self._offsets[index]
         text, logprobs = gained.text, gained.logprobs
         token_ids = gained.token_ids
         if self._body.max_tokens == 0:

@@ -180,7 +180,7 @@ def answer(service: Service, store: ResponseStore | None, client: Client, body: 
             raise ApiError(400, f"include={name!r} is not supported here", param="include")
     sampling = {name: getattr(body, name) for name in ("temperature", "top_p", "kv_transfer_params")}
     given = {name: value for name, value in sampling.items() if value is not None}
-    params = given_params(service.llm.get_default_sampling_params(), given | {"max_tokens": body.max_output_tokens})
+    params = given_params(service.default_params, given | {"max_tokens": body.max_output_tokens})
     turn = _Answer(service, store, client, body, params, model)
     return Reply(turn.events(), EVENTS, error_event=turn.error_event) if body.stream else Reply(turn.whole(), JSON)
 
