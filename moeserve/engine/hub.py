@@ -20,10 +20,12 @@ from moeserve.engine.protocol import (
     EngineState,
     FromHub,
     Leave,
+    Listening,
     Load,
     Note,
     Scale,
     Scaled,
+    Starting,
     ToHub,
     Updates,
 )
@@ -41,8 +43,9 @@ logger = logging.getLogger(__name__)
 SECONDS_BETWEEN_CHECKS = 0.25
 # A process that exits unexpectedly is replaced, unless this many have done so within a minute.
 MAX_FAILURES_PER_MINUTE = 3
-# Processes send notes about once per second. One that was silent for this long is stopped or stuck, and is killed.
+# Processes send something about once per second. One that was silent for this long is stopped or stuck, and is killed.
 SECONDS_OF_SILENCE = 6.0
+SECONDS_TO_START = 30.0  # until the first message, for which a process imports modules
 
 
 class EngineHub:
@@ -72,12 +75,19 @@ class EngineHub:
         self._failure_times: deque[float] = deque(maxlen=MAX_FAILURES_PER_MINUTE)
         self._drain: Drain | None = None  # set once shutdown is requested
         self._sent_drain: Drain | None = None
-        self._silence_s: dict[int, float] = {}  # of each process that has sent a message
+        self._silence_s: dict[int, float] = {}  # of each process; a process that is killed is left out
+        self._heard: set[int] = set()  # processes that have sent a message
+        self.has_listener = threading.Event()  # set once one of the processes listens
         self._notes: dict[int, Note] = {}  # the last note of each process, also of processes that have exited
         self._state: EngineState | None = None  # as last sent
         self._state_sent_s = 0.0
         for _ in range(num_processes):
             self._add_process()
+
+    @property
+    def has_ended(self) -> bool:
+        """True once all processes have exited."""
+        return self._has_ended.is_set()
 
     def drain(self, *, at_once: bool = False) -> None:
         """Request all processes to exit, either after their requests or at once. A signal handler may call this."""
@@ -195,11 +205,13 @@ class EngineHub:
                 process, or of the machine, is not taken for silence of the others.
         """
         for process, index in index_of.items():
-            if index not in self._silence_s:  # still starting
+            if index not in self._silence_s:
                 continue
             self._silence_s[index] += min(seconds, 2 * SECONDS_BETWEEN_CHECKS)
-            if self._silence_s[index] > SECONDS_OF_SILENCE:
-                logger.error("%s sent nothing for %g s; it is killed", process.name, SECONDS_OF_SILENCE)
+            is_starting = index not in self._heard and self._sent_drain is None
+            most = SECONDS_TO_START if is_starting else SECONDS_OF_SILENCE
+            if self._silence_s[index] > most:
+                logger.error("%s sent nothing for %g s; it is killed", process.name, most)
                 del self._silence_s[index]
                 process.handle.kill()
 
@@ -213,10 +225,13 @@ class EngineHub:
                 self._send_all(message)
             elif isinstance(message, Leave):
                 has_left = True
-            else:
+            elif isinstance(message, Listening):
+                self.has_listener.set()
+            elif not isinstance(message, Starting):
                 self._for_engine.append(message)
         if messages:
             self._silence_s[index] = 0.0
+            self._heard.add(index)
             self._wake()
         return has_left
 
@@ -224,6 +239,7 @@ class EngineHub:
         """Remove a process that has exited, and replace it if the exit was unexpected."""
         process = self._processes.pop(index)
         self._silence_s.pop(index, None)
+        self._heard.discard(index)
         if not has_left:
             self._for_engine += [AbortRequest(name) for name in list(self._in_flight) if _owner(name) == index]
             self._wake()
@@ -248,6 +264,7 @@ class EngineHub:
         if self._state is not None:
             process.channel.send(self._state)
         self._processes[self._num_started] = process
+        self._silence_s[self._num_started] = 0.0
         self._num_started += 1
 
     def _report(self) -> None:

@@ -95,9 +95,17 @@ class Drain(msgspec.Struct, frozen=True, tag="drain"):
     at_once: bool = False  # exit now; the requests fail
 
 
+class Starting(msgspec.Struct, frozen=True, tag="starting"):
+    """Sent at intervals by a process that shares an engine, until it listens: it is neither stopped nor stuck."""
+
+
+class Listening(msgspec.Struct, frozen=True, tag="listening"):
+    """Sent by a process that shares an engine when it accepts connections."""
+
+
 class Leave(msgspec.Struct, frozen=True, tag="leave"):
     """The last message of a process that shares an engine."""
 
 
 FromHub: TypeAlias = Updates | EngineState | Load | Note | Scaled | Drain
-ToHub: TypeAlias = AddRequest | AbortRequest | Note | Scale | Leave
+ToHub: TypeAlias = AddRequest | AbortRequest | Note | Scale | Starting | Listening | Leave

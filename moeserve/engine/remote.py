@@ -15,11 +15,13 @@ from moeserve.engine.protocol import (
     EngineState,
     FromHub,
     Leave,
+    Listening,
     Load,
     Note,
     Scale,
     Scaled,
     SharedEngine,
+    Starting,
     Updates,
 )
 from moeserve.errors import EngineError, MoeserveError, ScaleError, ScalingInProgressError, SettingsError
@@ -40,7 +42,7 @@ class RemoteEngine:
 
     def __init__(self, channel: Channel[FromHub], engine: SharedEngine, on_drain: Callable[[bool], None]) -> None:
         """
-        channel: the channel to the hub.
+        Args:
             channel: to the hub.
             on_drain: called with `Drain.at_once`, in the thread that uses the engine, when the hub sends `Drain`.
         """
@@ -120,6 +122,10 @@ class RemoteEngine:
     def send_note(self, body: bytes) -> None:
         """Send a note to all other processes. Any thread may call this."""
         self._channel.send(Note(self._index, body))
+
+    def send_progress(self, *, listens: bool) -> None:
+        """Send that this process is starting, or that it listens. Any thread may call this."""
+        self._channel.send(Listening() if listens else Starting())
 
     def shutdown(self) -> None:
         if not self._is_shut_down:

@@ -30,6 +30,7 @@ from moeserve.processes.local import start_process
 from moeserve.processes.supervision import WatchedProcess, end_all
 from moeserve.server.engine_server import open_service
 from moeserve.server.http_server import DrainingServer, announce, ends_handled_by
+from moeserve.server.loading import answering_while_loading
 from moeserve.server.service import Service
 from moeserve.server.settings import ServerSettings
 from moeserve.server.totals import Totals
@@ -53,8 +54,11 @@ def serve_from_processes(settings: ServerSettings, engine_settings: Mapping[str,
     Raises:
         SettingsError, CheckpointError, EngineError: as for `serve`; also EngineError if HTTP processes fail repeatedly.
     """
-    with contextlib.closing(_bound(settings.host, settings.port)) as reserved:
+    assert settings.served_model_name is not None
+    name = settings.served_model_name[0]
+    with contextlib.closing(_bound(settings.host, settings.port)) as reserved, contextlib.ExitStack() as loading:
         settings = dataclasses.replace(settings, port=reserved.getsockname()[1])
+        loading.enter_context(answering_while_loading(_listening(settings), settings))
         started = start_engine(parse_settings(dict(engine_settings)), show_progress=True)
         processes: list[WatchedProcess[ToHub]] = []
 
@@ -73,8 +77,22 @@ def serve_from_processes(settings: ServerSettings, engine_settings: Mapping[str,
 
         try:
             hub = EngineHub(started.engine, started.observer, start_api_process, settings.api_server_count)
-            with _draining_on_signals(hub):
-                hub.run()
+
+            def hand_over() -> None:
+                """End the server of the time of loading when another process listens."""
+                hub.has_listener.wait()
+                loading.close()
+                if not hub.has_ended:
+                    announce(f"serving {name}", settings, reserved)
+
+            handing_over = threading.Thread(target=hand_over)
+            handing_over.start()
+            try:
+                with _draining_on_signals(hub):
+                    hub.run()
+            finally:
+                hub.has_listener.set()
+                handing_over.join()
         finally:
             end_all([process for process in processes if not process.channel.is_closed])
             started.observer.close()
@@ -86,6 +104,8 @@ def run(parent: Parent) -> None:
     start = parent.config(_Start)
     drains: SimpleQueue[bool] = SimpleQueue()  # values of `Drain.at_once`
     engine = RemoteEngine(parent.channel(FromHub), start.engine, drains.put)
+    is_listening = threading.Event()
+    threading.Thread(target=_send_progress, args=(engine, is_listening), daemon=True).start()
     texts = read_texts(engine.config)
     is_first = start.engine.index == 0
     # The statistics of each process are those of all, so one process logs them.
@@ -97,14 +117,20 @@ def run(parent: Parent) -> None:
     llm = AsyncLLM.of_session(open_session(engine, LoadObserver(None, None), texts), texts)
     try:
         server, service = open_service(llm, settings, others)
-        with contextlib.closing(_bound(settings.host, settings.port)) as listener:
-            listener.listen(2048)
-            if is_first:
-                announce(f"serving {service.model_names[0]}", settings, listener)
+        with contextlib.closing(_listening(settings)) as listener:
+            is_listening.set()
             threading.Thread(target=_watch, args=(server, service, engine, drains), daemon=True).start()
             server.answer(listener)
     finally:
         llm.shutdown()
+
+
+def _send_progress(engine: RemoteEngine, is_listening: threading.Event) -> None:
+    """Send at intervals that this process is starting, until it listens."""
+    engine.send_progress(listens=False)
+    while not is_listening.wait(SECONDS_BETWEEN_TOTALS):
+        engine.send_progress(listens=False)
+    engine.send_progress(listens=True)
 
 
 def _watch(server: DrainingServer, service: Service, engine: RemoteEngine, drains: SimpleQueue[bool]) -> None:
@@ -119,6 +145,13 @@ def _watch(server: DrainingServer, service: Service, engine: RemoteEngine, drain
         else:
             server.should_exit = True
             server.force_exit |= at_once
+
+
+def _listening(settings: ServerSettings) -> socket.socket:
+    """Return a socket that listens beside those of other processes."""
+    listener = _bound(settings.host, settings.port)
+    listener.listen(2048)
+    return listener
 
 
 def _bound(host: str, port: int) -> socket.socket:

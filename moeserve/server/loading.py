@@ -27,12 +27,12 @@ def answering_while_loading(listener: socket.socket, settings: ServerSettings) -
     """Answer requests from a thread within the context: /health with status 200, all others with 503.
 
     Args:
-        listener: stays open, and keeps connections that were not accepted for the server that follows.
+        listener: is closed. A duplicate keeps connections that were not accepted for the server that follows.
     """
     budget, hosts = budget_of(settings), hosts_for(settings.host, settings.allowed_host, has_keys=False)
     app = Entrance(_answer, Keys([]), settings.max_body_bytes, budget, hosts)
     server = uvicorn.Server(http_config(app, settings, budget, lifespan="off", timeout_graceful_shutdown=1))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener.dup()]}, name="loading", daemon=True)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="loading", daemon=True)
     thread.start()
     try:
         yield

@@ -43,7 +43,7 @@ def serve(settings: ServerSettings, engine_settings: Mapping[str, Any]) -> None:
         if settings.served_model_name is None:
             settings = dataclasses.replace(settings, served_model_name=[_name(engine_settings.get("model"))])
         if settings.api_server_count == 1:
-            with answering_while_loading(listener, settings):
+            with answering_while_loading(listener.dup(), settings):
                 llm = AsyncLLM(**engine_settings)
             _serve_here(llm, settings, listener)
             return

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +15,7 @@ import httpx2 as httpx
 import openai
 import psutil
 import pytest
+from free_ports import free_port
 from rank_processes import living_ranks
 from server_process import ServerProcess, serving, wait_until
 from tiny_model import save_tiny_model
@@ -91,6 +94,46 @@ def test_an_api_process_that_is_stopped_is_replaced_and_holds_up_no_shutdown(ser
     api_processes(server)["API process 2"].suspend()
     server.send_signal(signal.SIGTERM)
     server.wait(60)
+
+
+def stop_a_starting_process(server: ServerProcess) -> None:
+    """Stop API process 2 as soon as it exists: it has sent nothing yet."""
+    api_processes(server)["API process 1"].kill()
+    wait_until(lambda: "API process 2" in api_processes(server))
+    api_processes(server)["API process 2"].suspend()
+
+
+def test_a_process_that_is_stopped_while_it_starts_is_replaced(server: ServerProcess) -> None:
+    stop_a_starting_process(server)
+    wait_until(lambda: "API process 3" in api_processes(server) and server.num_listeners() == 2, 150)
+    assert len({ask(server) for _ in range(NUM_REQUESTS)}) == NUM_REQUESTS
+
+
+def test_a_process_that_is_stopped_while_it_starts_holds_up_no_shutdown(server: ServerProcess) -> None:
+    stop_a_starting_process(server)
+    server.send_signal(signal.SIGTERM)
+    server.wait(25)  # less than a process has for its start
+
+
+def test_requests_are_refused_while_the_model_is_loaded(tmp_path: Path) -> None:
+    """Each request is answered at once, from the start to the first answer of an API process."""
+    port = free_port()
+    flags = ["--port", str(port), "--served-model-name", MODEL, *FLAGS]
+    command = [sys.executable, "-m", "moeserve", "serve", str(save_tiny_model(tmp_path)), *flags]
+    statuses: list[int] = []
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 120
+        while 200 not in statuses and time.monotonic() < deadline:
+            with contextlib.suppress(httpx.NetworkError):  # before the port is open
+                answer = httpx.get(f"http://127.0.0.1:{port}/ready", timeout=5)
+                statuses.append(answer.status_code)
+                assert answer.status_code == 200 or int(answer.headers["retry-after"]) > 0
+        assert statuses.count(503) > 1
+        assert statuses[-1] == 200
+    finally:
+        process.terminate()
+        process.wait(60)
 
 
 def try_to_ask(server: ServerProcess) -> str | None:
