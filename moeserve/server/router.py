@@ -28,16 +28,19 @@ from moeserve.telemetry.request_stats import LONG_S
 logger = logging.getLogger(__name__)
 
 BYTES_PER_TOKEN = 4  # estimated bytes of text per token
+RESPONSES = "/v1/responses"
 # Fields of a request that become its prompt, by path.
 PROMPT_FIELDS = {
     "/v1/completions": ("prompt",),
     "/v1/chat/completions": ("messages", "tools"),
-    "/v1/responses": ("instructions", "input", "tools"),
+    RESPONSES: ("instructions", "input", "tools"),
     "/v1/messages": ("system", "messages", "tools"),
 }
 REMOTE_DECODE = {"do_remote_decode": True}
 PASSED_STATUSES = (400, 401, 403, 404, 413, 422)  # of prefill servers: a decode server would return the same
 REFUSALS = (429, 503)
+# Codes of errors for which another server may be right: each stores its own responses.
+NOT_STORED = frozenset(["previous_response_not_found", "response_not_found", "item_not_found"])
 READY_S = 2.0  # timeout of a decode server's readiness check
 SECONDS_TO_END = 1.0  # time for cancelled requests to end
 
@@ -181,14 +184,13 @@ class Router:
         if answer.status not in PASSED_STATUSES or b"kv_transfer" in content:  # not the client's fault
             raise _PrefillFailure("error", f"status {answer.status}: {content[:300]!r}")
         self._metrics.requests.labels("refused").inc()
-        refusal = Response(content, answer.status)
-        refusal.raw_headers = answer_headers(answer)
-        return refusal
+        return _copied(answer, content)
 
     async def _pass_on(self, request: Request, body: bytes, send: Send) -> None:
         """Send a request to a decode server, and its response to the client.
 
-        Another server is tried if one is unreachable, closes the connection before it responds, or refuses the request.
+        Another server is tried if one is unreachable, closes the connection before it responds, refuses the request, or
+        does not have the stored response that the request refers to.
 
         Raises:
             ApiError: no server has responded.
@@ -197,10 +199,18 @@ class Router:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=silence_s)
         began_s = time.monotonic()
         servers = self._decode.by_load()
+        not_stored: list[Response] = []
         for server in servers:
             try:
                 with server.loaded(1):
                     async with await server.begun(self._request(server, request, body, timeout=timeout)) as answer:
+                        if request.url.path.startswith(RESPONSES) and answer.status in (400, 404):
+                            content = await answer.read()
+                            if _is_not_stored(content):
+                                not_stored.append(_copied(answer, content))
+                                continue
+                            await _copied(answer, content)(request.scope, request.receive, send)
+                            return
                         if answer.status not in REFUSALS or server is servers[-1]:
                             self._metrics.answer_seconds.observe(time.monotonic() - began_s)
                             await _send_answer(answer, send)
@@ -212,6 +222,9 @@ class Router:
                 server.avoid()
                 logger.warning("the decode server %s failed: %s", server.url, _shown(error))
             self._metrics.decode_failures.inc()
+        if len(not_stored) == len(servers):
+            await not_stored[0](request.scope, request.receive, send)
+            return
         raise ApiError(503, "no decode server can be reached; try again later", headers={"Retry-After": "1"})
 
     def _request(self, server: Upstream, request: Request, body: bytes, **options: Any) -> Any:
@@ -286,6 +299,16 @@ class _Kept(msgspec.Struct):
     kv_transfer_params: dict[str, Any] | None
 
 
+class _RefusalDetail(msgspec.Struct):
+    code: str | None = None
+
+
+class _Refusal(msgspec.Struct):
+    """An error response of a server, in OpenAI's form."""
+
+    error: _RefusalDetail
+
+
 class _Metrics:
     """The metrics of one router."""
 
@@ -322,6 +345,21 @@ class _Metrics:
             buckets=LONG_S,
             registry=self.registry,
         )
+
+
+def _is_not_stored(content: bytes) -> bool:
+    """Return True for the error of a server that does not have the stored response of a request."""
+    try:
+        return msgspec.json.decode(content, type=_Refusal).error.code in NOT_STORED
+    except msgspec.DecodeError:
+        return False
+
+
+def _copied(answer: aiohttp.ClientResponse, content: bytes) -> Response:
+    """Return a server's response, whose content has been read, for the client."""
+    copied = Response(content, answer.status)
+    copied.raw_headers = answer_headers(answer)
+    return copied
 
 
 async def _send_answer(answer: aiohttp.ClientResponse, send: Send) -> None:
@@ -373,11 +411,22 @@ def _prompt_tokens(path: str, body: bytes) -> int:
     if "kv_transfer_params" in fields:  # only the router may choose the addresses that servers connect to
         name = "kv_transfer_params"
         raise ApiError(400, f"{name} is not supported here", param=name, code="unsupported_parameter")
+    if path == RESPONSES and _refers_to_stored(fields):  # only the decode server that stores it can compute the prompt
+        return 0
     prompt = fields.get("prompt")
     has_several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
     if has_several or fields.get("echo") or fields.get("prompt_logprobs") is not None:
         return 0
     return sum(_num_bytes(fields.get(name)) for name in PROMPT_FIELDS[path]) // BYTES_PER_TOKEN
+
+
+def _refers_to_stored(fields: dict[str, Any]) -> bool:
+    """Return True if a request refers to a stored response, or to an item of one."""
+    items = fields.get("input")
+    return fields.get("previous_response_id") is not None or any(
+        isinstance(item, dict) and "id" in item and "role" not in item and item.get("type") in (None, "item_reference")
+        for item in (items if isinstance(items, list) else ())
+    )
 
 
 def _num_bytes(part: Any) -> int:

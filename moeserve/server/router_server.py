@@ -23,13 +23,14 @@ from moeserve.server.settings import RouterSettings, ServerSettings
 MAX_CONNECTIONS = 8192
 # Requests that any decode server can handle, by path.
 FORWARDED = {
-    "/v1/models": "GET",
-    "/v1/models/{name:path}": "GET",
-    "/v1/messages/count_tokens": "POST",
-    "/tokenize": "POST",
-    "/detokenize": "POST",
-    "/version": "GET",
-    "/openapi.json": "GET",
+    "/v1/models": ["GET"],
+    "/v1/models/{name:path}": ["GET"],
+    "/v1/messages/count_tokens": ["POST"],
+    "/v1/responses/{response_id}": ["GET", "DELETE"],
+    "/tokenize": ["POST"],
+    "/detokenize": ["POST"],
+    "/version": ["GET"],
+    "/openapi.json": ["GET"],
 }
 
 
@@ -72,7 +73,7 @@ def build_router_app(router: Router, settings: ServerSettings, budget: BytesInFl
             Route("/ready", router.ready),
             Route("/metrics", router.metrics),
             *(Route(path, router.generate, methods=["POST"]) for path in PROMPT_FIELDS),
-            *(Route(path, router.forward, methods=[method]) for path, method in FORWARDED.items()),
+            *(Route(path, router.forward, methods=methods) for path, methods in FORWARDED.items()),
         ],
         middleware=middleware,
         exception_handlers=EXCEPTION_HANDLERS,

@@ -73,7 +73,7 @@ class StandIn(InThread):
         self.behaviour = behaviour
         self.received: list[Received] = []
         self.hang_ups = threading.Semaphore(0)  # one for each client that was seen to hang up
-        super().__init__(Starlette(routes=[Route("/{path:path}", self._answer, methods=["GET", "POST"])]))
+        super().__init__(Starlette(routes=[Route("/{path:path}", self._answer, methods=["GET", "POST", "DELETE"])]))
 
     async def _answer(self, request: Request) -> Response:
         if request.url.path == "/health":

@@ -501,3 +501,67 @@ def test_kv_transfer_params_in_json_that_is_unusual(setup: Setup, encoding: str)
     assert answer.status_code == 400
     assert ("kv_transfer_params" if encoding == "utf-8" else "UTF-8") in answer.text
     assert not setup.decode.received
+
+
+# --- stored responses
+
+
+def storing(*stored: str) -> Behaviour:
+    """Return the behaviour of a server that has some stored responses and items."""
+
+    async def answer(received: Received) -> Response:
+        if received.method == "POST":
+            fields = received.fields
+            wanted = fields.get("previous_response_id") or fields["input"][0]["id"]
+            code = "previous_response_not_found" if "previous_response_id" in fields else "item_not_found"
+        else:
+            wanted, code = received.path.rsplit("/", 1)[1], "response_not_found"
+        if wanted in stored:
+            return JSONResponse({"found": wanted})
+        status = 400 if code == "previous_response_not_found" else 404
+        return JSONResponse({"error": {"message": "not stored", "code": code}}, status)
+
+    return answer
+
+
+def test_requests_reach_the_server_that_stores_their_response() -> None:
+    with (
+        standing_in(keep, storing("a", "item"), storing("b"), storing("c")) as (prefill, *decode),
+        routing([prefill.url], [each.url for each in decode], min_remote_prefill=1) as http,
+    ):
+        for wanted in ("a", "b", "c"):
+            path = f"/v1/responses/{wanted}"
+            body = {"input": LONG, "previous_response_id": wanted}
+            for answer in (http.get(path), http.delete(path), http.post("/v1/responses", json=body)):
+                assert (answer.status_code, answer.json()) == (200, {"found": wanted})
+        body = {"input": [{"type": "item_reference", "id": "item"}]}
+        assert http.post("/v1/responses", json=body).json() == {"found": "item"}
+        for answer, code in (
+            (http.get("/v1/responses/none"), "response_not_found"),
+            (
+                http.post("/v1/responses", json={"input": LONG, "previous_response_id": "d"}),
+                "previous_response_not_found",
+            ),
+        ):
+            assert answer.status_code in (400, 404)
+            assert answer.json()["error"]["code"] == code
+        assert not prefill.received, "it cannot know the conversation"
+
+
+def test_a_response_is_not_missing_while_a_server_is_unreachable() -> None:
+    with (
+        unreachable() as gone,
+        standing_in(keep, storing()) as (prefill, decode),
+        routing([prefill.url], [decode.url, gone], min_remote_prefill=1) as http,
+    ):
+        assert http.get("/v1/responses/a").status_code == 503
+
+
+def test_other_errors_of_responses_are_passed_on() -> None:
+    refusal = b'{"error": {"message": "no", "code": null}}'
+    with (
+        standing_in(keep, answering(400, refusal)) as (prefill, decode),
+        routing([prefill.url], [decode.url]) as http,
+    ):
+        answer = http.post("/v1/responses", json={"input": "a"})
+    assert (answer.status_code, answer.content) == (400, refusal)
