@@ -55,19 +55,19 @@ class MessageItem(Body):
 
 
 class CallItem(Body):
-    type: Literal["function_call"]
+    """A call of a function, which has arguments, or of a custom tool, which has an input."""
+
+    type: Literal["function_call", "custom_tool_call"]
     call_id: str
     name: str
     namespace: str | None = None
     arguments: str = ""
+    input: str | None = None
 
-
-class CustomCallItem(Body):
-    type: Literal["custom_tool_call"]
-    call_id: str
-    name: str
-    namespace: str | None = None
-    input: str = ""
+    @property
+    def json_arguments(self) -> str:
+        """The arguments of the function that the model sees."""
+        return self.arguments if self.type == "function_call" else arguments_of_input(self.input or "")
 
 
 class CallOutputItem(Body):
@@ -103,8 +103,8 @@ class OtherItem(Body):
 
 ITEM_TYPES = {
     "message": "message",
-    "function_call": "function_call",
-    "custom_tool_call": "custom_tool_call",
+    "function_call": "call",
+    "custom_tool_call": "call",
     "function_call_output": "output",
     "custom_tool_call_output": "output",
     "reasoning": "reasoning",
@@ -124,8 +124,7 @@ def _item_type(item: Any) -> str:
 
 Item: TypeAlias = Annotated[
     Annotated[MessageItem, Tag("message")]
-    | Annotated[CallItem, Tag("function_call")]
-    | Annotated[CustomCallItem, Tag("custom_tool_call")]
+    | Annotated[CallItem, Tag("call")]
     | Annotated[CallOutputItem, Tag("output")]
     | Annotated[ReasoningItem, Tag("reasoning")]
     | Annotated[ItemReference, Tag("item_reference")]
@@ -152,10 +151,8 @@ def chat_messages(items: Sequence[Item], tools: OfferedTools) -> list[dict[str, 
                 else:
                     messages.append({"role": item.role, "content": _only_text(item.content)})
             case CallItem():
-                _add_call(messages, item.call_id, tools.function_name(item.name, item.namespace), item.arguments)
-            case CustomCallItem():
                 name = tools.function_name(item.name, item.namespace)
-                _add_call(messages, item.call_id, name, arguments_of_input(item.input))
+                _add_call(messages, item.call_id, name, item.json_arguments)
             case CallOutputItem():
                 output = {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
                 messages.append(output)

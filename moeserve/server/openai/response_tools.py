@@ -20,24 +20,24 @@ CUSTOM_INPUT = "input"  # the parameter of a custom tool, which has a text inste
 MAX_NAME = 64  # characters
 
 
-class FlatTool(Function):
-    model_config = ConfigDict(extra="allow")  # responses contain the tools of their requests
+class Repeated(Body):
+    """A part of a tool. Responses contain the tools of their requests, with all fields."""
 
+    model_config = ConfigDict(extra="allow")
+
+
+class FlatTool(Repeated, Function):
     type: Literal["function"]
 
 
-class CustomFormat(Body):
-    model_config = ConfigDict(extra="allow")
-
+class CustomFormat(Repeated):
     type: str = "text"
     syntax: str | None = None
     definition: str | None = None
 
 
-class CustomTool(Body):
+class CustomTool(Repeated):
     """A tool whose input is a text. The model calls it as a function with one parameter."""
-
-    model_config = ConfigDict(extra="allow")
 
     type: Literal["custom"]
     name: str
@@ -45,10 +45,8 @@ class CustomTool(Body):
     format: CustomFormat | None = None
 
 
-class OtherTool(Body):
+class OtherTool(Repeated):
     """A tool that only its provider can run. The model does not see it."""
-
-    model_config = ConfigDict(extra="allow")
 
     type: str
 
@@ -58,32 +56,24 @@ def _tool_type(tool: Any) -> Any:
     return found if found in ("function", "custom", "namespace") else "other"
 
 
-InnerTool: TypeAlias = Annotated[
-    Annotated[FlatTool, Tag("function")]
-    | Annotated[CustomTool, Tag("custom")]
-    | Annotated[OtherTool, Tag("namespace")]
-    | Annotated[OtherTool, Tag("other")],
-    Discriminator(_tool_type),
-]
+OneTool: TypeAlias = (
+    Annotated[FlatTool, Tag("function")] | Annotated[CustomTool, Tag("custom")] | Annotated[OtherTool, Tag("other")]
+)
 
 
-class NamespaceTool(Body):
+class NamespaceTool(Repeated):
     """A group of tools."""
-
-    model_config = ConfigDict(extra="allow")
 
     type: Literal["namespace"]
     name: str
-    tools: Annotated[list[InnerTool], Bounded(LIMITS.max_tools), Field(default_factory=list)]
+    tools: Annotated[
+        list[Annotated[OneTool | Annotated[OtherTool, Tag("namespace")], Discriminator(_tool_type)]],
+        Bounded(LIMITS.max_tools),
+        Field(default_factory=list),
+    ]
 
 
-Tool: TypeAlias = Annotated[
-    Annotated[FlatTool, Tag("function")]
-    | Annotated[CustomTool, Tag("custom")]
-    | Annotated[NamespaceTool, Tag("namespace")]
-    | Annotated[OtherTool, Tag("other")],
-    Discriminator(_tool_type),
-]
+Tool: TypeAlias = Annotated[OneTool | Annotated[NamespaceTool, Tag("namespace")], Discriminator(_tool_type)]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from moeserve.config.settings import LIMITS
 from moeserve.sampling_params import SamplingParams
 from moeserve.server.blocks import Block, BlockEvent, Turn, block_events
 from moeserve.server.client import Client
-from moeserve.server.conversation import Conversation, FunctionName, NamedTool, turn_deltas
+from moeserve.server.conversation import Conversation, FunctionName, NamedTool, TurnDelta, turn_deltas
 from moeserve.server.errors import ApiError
 from moeserve.server.openai.response_items import (
     ITEM,
@@ -30,6 +30,7 @@ from moeserve.server.openai.response_items import (
 )
 from moeserve.server.openai.response_store import ResponseStore, StoredResponse, joined
 from moeserve.server.openai.response_tools import OfferedTools, Tool, input_of_arguments
+from moeserve.server.openai.truncation import shortened
 from moeserve.server.output_format import outputs_of_schema, requested_outputs
 from moeserve.server.reply import EVENTS, JSON, Reply, encode_json, event
 from moeserve.server.schema import (
@@ -46,6 +47,7 @@ from moeserve.server.schema import (
 )
 from moeserve.server.service import Service
 
+TOO_LONG = "context_length_exceeded"  # code of the error for a prompt
 ENCODED_REASONING = "reasoning.encrypted_content"
 NOT_INCLUDED = ("message.output_text.logprobs",)  # other names are of tools that only their provider can run
 
@@ -92,7 +94,7 @@ class ResponsesRequest(TransferFields, ClientFields):
     text: TextOptions | None = None
     include: Annotated[list[str], Bounded(LIMITS.max_fields)] | None = None
     store: bool = True
-    truncation: Annotated[Any, Ignored("a conversation that is too long is refused, never shortened")] = None
+    truncation: Literal["auto", "disabled"] | None = None
     max_tool_calls: Annotated[Any, Ignored("it limits tools that only their provider can run")] = None
     client_metadata: Annotated[Any, Ignored("the client's own data")] = None
     context_management: Annotated[Any, Ignored("clients shorten their conversations themselves")] = None
@@ -280,8 +282,8 @@ class _Answer:
         self._tools = body.offered_tools()
         self._encodes_reasoning = ENCODED_REASONING in (body.include or ())
         self._turn = Turn()
-        conversation = body.turn(items, self._tools)
-        self._events = block_events(turn_deltas(service, client, conversation, params, None), self._turn)
+        self._service, self._body, self._items, self._params = service, body, items, params
+        self._events = block_events(self._deltas(body.turn(items, self._tools)), self._turn)
         self._num_sent = 0
         self._head = {
             "id": f"resp_{secrets.token_hex(16)}",
@@ -300,8 +302,45 @@ class _Answer:
             "tool_choice": "auto" if body.tool_choice is None else _plain(body.tool_choice),
             "tools": [_plain(tool) for tool in body.tools or ()],
             "top_p": params.top_p,
-            "truncation": "disabled",
+            "truncation": body.truncation or "disabled",
         }
+
+    async def _deltas(self, conversation: Conversation) -> AsyncGenerator[TurnDelta, None]:
+        """Answer a conversation, without its oldest items if the request allows that and it is too long."""
+        has_begun = False
+        deltas = turn_deltas(self._service, self._client, conversation, self._params, None)
+        try:
+            async with contextlib.aclosing(deltas):
+                async for delta in deltas:
+                    has_begun = True
+                    yield delta
+            return
+        except ApiError as error:
+            if has_begun or self._body.truncation != "auto" or error.code != TOO_LONG:
+                raise
+            items = await shortened(self._items, self._num_tokens, self._max_prompt())
+            if items is None:
+                raise
+        conversation = self._body.turn(items, self._tools)
+        deltas = turn_deltas(self._service, self._client, conversation, self._params, None)
+        async with contextlib.aclosing(deltas):
+            async for delta in deltas:
+                yield delta
+
+    async def _num_tokens(self, items: list[Item]) -> int:
+        """Return the tokens of a prompt; those of the whole context and more if it is too long to be tokenized."""
+        try:
+            return len(await self._body.turn(items, self._tools).prompt(self._service, self._client))
+        except ApiError as error:
+            if error.code != TOO_LONG:
+                raise
+            return self._service.max_model_len + 1
+
+    def _max_prompt(self) -> int:
+        """Return the tokens of a prompt that is shortened, which leaves room for the answer."""
+        most = self._service.max_model_len
+        room = most // 4 if self._body.max_output_tokens is None else min(most // 4, self._body.max_output_tokens)
+        return most - max(room, 1)
 
     async def whole(self) -> AsyncGenerator[bytes, None]:
         async with contextlib.aclosing(self._events):
