@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from moeserve.errors import RequestError
 from moeserve.outputs import CompletionOutput, RequestOutput
 from moeserve.parsers.deltas import ParsedDelta, ToolCallDelta
 from moeserve.sampling_params import SamplingParams
@@ -18,7 +19,8 @@ from moeserve.server.schema import Body, given_params
 from moeserve.server.service import Service
 from moeserve.structured_outputs import StructuredOutputsParams
 
-TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
+TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]+")
+MAX_TOOL_NAME = 64  # characters, as in OpenAI's API
 TOKENS_OF_MARKER = 16  # number of last prompt tokens searched for the opening marker of reasoning
 
 
@@ -50,6 +52,7 @@ class Conversation:
     messages: list[dict[str, Any]]  # in OpenAI's format
     field_of_messages: str = "messages"  # name of the request's field, for error messages
     tools: Sequence[FunctionTool] | None = None
+    max_tool_name: int = MAX_TOOL_NAME
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     has_parallel_calls: bool = True
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -68,11 +71,12 @@ class Conversation:
                 requires a call although there are none.
         """
         for place, tool in enumerate(self.tools or ()):
-            if not TOOL_NAME.fullmatch(tool.function.name):
+            name = tool.function.name
+            if not TOOL_NAME.fullmatch(name) or len(name) > self.max_tool_name:
                 raise ApiError(
                     400,
-                    f"tools.{place}: the name {tool.function.name[:100]!r} must have 1 to 128 characters, each of a-z, "
-                    "A-Z, 0-9, _ and -",
+                    f"tools.{place}: the name {name[:150]!r} must have 1 to {self.max_tool_name} characters, each of "
+                    "a-z, A-Z, 0-9, _ and -",
                     param="tools",
                 )
         if self.tool_choice == "none":
@@ -195,8 +199,11 @@ async def _generate(
 ) -> AsyncGenerator[RequestOutput, None]:
     """Generate with the first sampling parameters whose grammar can be compiled.
 
+    Args:
+        functions: the functions of these grammars.
+
     Raises:
-        ApiError: as for `Service.generate`, with the first parameters.
+        ApiError: as for `Service.generate`, with the first parameters. It names the strict function that is the cause.
     """
     refusal: ApiError | None = None
     for params in forms:

@@ -155,12 +155,43 @@ def test_a_strict_server_refuses_unknown_fields(tiny: AsyncLLM, caplog: pytest.L
 
 
 @pytest.mark.parametrize(
-    "name", ["get weather", "search (web)", "\N{GREEK SMALL LETTER ALPHA}", "a+b", 'a"b', "", "a" * 129]
+    "name", ["get weather", "search (web)", "\N{GREEK SMALL LETTER ALPHA}", "a+b", 'a"b', "", "a" * 65]
 )
 def test_names_of_tools(plain: RunningServer, name: str) -> None:
     error = refused(plain, tools=[TOOL, {"type": "function", "function": {"name": name}}])
     assert error["message"].startswith("tools.1: ")
     assert error["param"] == "tools"
+
+
+def test_names_are_as_long_as_the_api_allows(plain: RunningServer) -> None:
+    with plain.http() as http:
+        for name, openai, anthropic in (
+            ("a" * 64, 200, 200),
+            ("a" * 65, 400, 200),
+            ("a" * 128, 400, 200),
+            ("a" * 129, 400, 400),
+        ):
+            tool = {"name": name, "parameters": {"type": "object"}}
+            answers = [
+                http.post(
+                    "/v1/chat/completions",
+                    json={"messages": QUESTION, "max_tokens": 1, "tools": [{"type": "function", "function": tool}]},
+                ),
+                http.post(
+                    "/v1/responses",
+                    json={"input": "a", "max_output_tokens": 1, "tools": [{"type": "function", **tool}]},
+                ),
+                http.post(
+                    "/v1/messages",
+                    json={
+                        "model": MODEL,
+                        "messages": QUESTION,
+                        "max_tokens": 1,
+                        "tools": [{"name": name, "input_schema": {"type": "object"}}],
+                    },
+                ),
+            ]
+            assert [answer.status_code for answer in answers] == [openai, openai, anthropic]
 
 
 def test_tools_need_no_configuration(plain: RunningServer) -> None:

@@ -27,6 +27,7 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_
 
 
 BILLING_LINE = re.compile(r"x-anthropic-billing-header:[^\n]*\n?")  # differs from request to request
+MAX_TOOL_NAME = 128  # characters, as in Anthropic's API
 SIGNATURE = "moeserve"  # of all reasoning; clients do not send back reasoning without one
 UNSEEN_TYPES = ("image", "document")  # types of blocks that a user expects the model to read
 
@@ -200,6 +201,7 @@ class CountRequest(Part, RequestBody):
         return Conversation(
             messages=messages,
             tools=tools or None,
+            max_tool_name=MAX_TOOL_NAME,
             tool_choice=self._choice(),
             has_parallel_calls=not (self.tool_choice and self.tool_choice.disable_parallel_tool_use),
             template_arguments=arguments,
