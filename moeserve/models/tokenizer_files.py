@@ -101,6 +101,15 @@ def load_tokenizer(folder: str) -> LoadedTokenizer | None:
     return LoadedTokenizer.from_transformers(fast, adds_bos=adds_bos)
 
 
+def tokenizer_config(folder: str) -> dict[str, Any]:
+    """Return tokenizer_config.json of a folder without entries that name files; empty if there is none."""
+    return {
+        name: value
+        for name, value in _read(Path(folder) / CONFIG_FILE).items()
+        if not name.endswith(("_file", "_files", "name_or_path"))
+    }
+
+
 def load_with_transformers(folder: str) -> Any:
     """Return the tokenizer of a folder as an object of transformers.
 

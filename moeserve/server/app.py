@@ -90,6 +90,8 @@ def build_app(service: Service, settings: ServerSettings, keys: Keys, budget: By
     _add_model_routes(app, service, ResponseStore() if settings.response_store else None)
     _add_status_routes(app, service, statistics)
     add_operator_routes(app, service, keys)
+    if settings.enable_tokenizer_info_endpoint:
+        _add_tokenizer_info(app, service)
     if settings.allow_scale:
         add_scale_route(app, service, keys)
     for kind, handler in EXCEPTION_HANDLERS.items():
@@ -181,6 +183,13 @@ def _add_model_routes(app: FastAPI, service: Service, store: ResponseStore | Non
     @app.post("/detokenize")
     async def detokenize(body: tokens.DetokenizeRequest) -> tokens.Detokenized:
         return await tokens.detokenize(service, body)
+
+
+def _add_tokenizer_info(app: FastAPI, service: Service) -> None:
+    @app.get("/tokenizer_info")
+    async def tokenizer_info() -> dict[str, Any]:
+        """Return the configuration of the tokenizer, with its special tokens and the chat template."""
+        return tokens.tokenizer_info(service)
 
 
 def _model_card(service: Service, name: str) -> dict[str, Any]:

@@ -29,6 +29,7 @@ FORWARDED = {
     "/v1/responses/{response_id}": ["GET", "DELETE"],
     "/tokenize": ["POST"],
     "/detokenize": ["POST"],
+    "/tokenizer_info": ["GET"],
     "/version": ["GET"],
     "/openapi.json": ["GET"],
 }

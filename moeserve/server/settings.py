@@ -35,6 +35,9 @@ class ServerSettings:
     trust_request_chat_template: bool = setting(
         False, "allow requests to have a chat template of their own, which runs in the server"
     )
+    enable_tokenizer_info_endpoint: bool = setting(
+        False, "serve GET /tokenizer_info: the configuration of the tokenizer and the chat template, for all clients"
+    )
     strict_requests: bool = setting(
         False, "refuse requests with unknown fields; otherwise such fields are logged once per name and ignored"
     )

@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from moeserve.api.tokenizer import TextCodec
 from moeserve.config.settings import LIMITS
+from moeserve.models.tokenizer_files import tokenizer_config
 from moeserve.server.client import Client
 from moeserve.server.conversation import Conversation, FunctionTool
 from moeserve.server.errors import ApiError
@@ -92,6 +93,19 @@ async def detokenize(service: Service, body: DetokenizeRequest) -> Detokenized:
     service.begin(body)
     text = await asyncio.to_thread(_codec(service).decode, body.tokens, skip_special_tokens=False)
     return Detokenized(prompt=text)
+
+
+def tokenizer_info(service: Service) -> dict[str, Any]:
+    """Return the configuration of the tokenizer, with its special tokens and the chat template.
+
+    Raises:
+        ApiError: there is no tokenizer.
+    """
+    codec = _codec(service)
+    info = {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer_config(codec.tokenizer.path)}
+    template = service.chat_template or codec.chat_template
+    templates = {} if template is None else {"chat_template": template}
+    return {**info, **codec.tokenizer.special_tokens, **templates}
 
 
 def _codec(service: Service) -> TextCodec:

@@ -52,6 +52,18 @@ def test_server_info_names_no_path(server: RunningServer) -> None:
     assert "/" not in json.dumps(info)
 
 
+def test_tokenizer_info_is_served_on_request(llm: AsyncLLM, server: RunningServer) -> None:
+    with server.http() as http:
+        assert http.get("/tokenizer_info").status_code == 404
+    with running(llm, enable_tokenizer_info_endpoint=True) as informing, informing.http() as http:
+        info = http.get("/tokenizer_info").json()
+    assert llm.codec is not None
+    assert info["chat_template"] == llm.codec.chat_template
+    assert info["eos_token"] == llm.codec.tokenizer.special_tokens["eos_token"]
+    assert isinstance(info["tokenizer_class"], str)
+    assert llm.codec.tokenizer.path not in json.dumps(info)
+
+
 def test_a_reset_hides_all_earlier_prefixes(llm: AsyncLLM) -> None:
     with running(llm, admin_key=["admin"]) as server, server.http() as http:
         cached_tokens(http)
