@@ -197,6 +197,7 @@ def resolve(
         product_backend=product_backend,
         batch_invariant=model.batch_invariant,
         load_format=model.load_format,
+        ignore_unused_weights=model.ignore_unused_weights,
         model_impl="moeserve" if model.model_impl == "auto" else model.model_impl,
         packed_cache=parse_bytes("packed_cache", model.packed_cache, least=0),
         seed=model.seed or 0,

@@ -67,6 +67,11 @@ class ModelSettings:
         "errors; slower on a GPU, no difference on a CPU, which does so wherever it can",
     )
     load_format: Literal["auto", "dummy"] = setting("auto", "dummy: random weights; only config.json is read")
+    ignore_unused_weights: bool = setting(
+        False,
+        "load a checkpoint although it stores tensors that the model does not read and that could change its output; "
+        "otherwise they are an error",
+    )
     model_impl: Literal["auto", ModelImplName] = setting(
         "auto",
         "transformers: run the model through transformers' own code, with moeserve's attention and expert parallelism, "
@@ -358,6 +363,7 @@ class EngineConfig:
     product_backend: ProductChoice
     batch_invariant: bool  # batch invariance is required; CPU kernels may provide it in any case
     load_format: Literal["auto", "dummy"]
+    ignore_unused_weights: bool
     model_impl: ModelImplName
     packed_cache: int  # bytes
     seed: int

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
@@ -251,6 +251,12 @@ class Rotaries(nn.Module):
         """The logarithms of learned factors, [F] float32 each, of the frequencies that have some."""
         factors = (rotary.log_factors_F for rotary in self._rotaries)
         return [log_factors_F for log_factors_F in factors if log_factors_F is not None]
+
+    @property
+    def frequencies(self) -> list[Tensor]:
+        """The radians per position of each pair, [F] float32, with and without scaling, of each embedding."""
+        configs = [rotary.config for rotary in self._rotaries]
+        return [each.frequencies() for config in configs for each in (config, replace(config, scaling=None))]
 
     def at(self, positions_T: Tensor) -> Rotations:
         return {config: rotary.at(positions_T) for config, rotary in self._of_config.items()}

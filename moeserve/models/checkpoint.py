@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 from collections.abc import KeysView
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from moeserve.models.weight_format import WeightFormat
 logger = logging.getLogger(__name__)
 
 MAX_NAMES_SHOWN = 5
+NUMBERED = re.compile(r"(?P<stem>.+)-(?P<number>\d+)-of-(?P<total>\d+)\.safetensors")
 LFS_POINTER = b"version https://git-lfs"
 
 
@@ -72,27 +74,32 @@ def select_decoder(checkpoint: Checkpoint, part: DecoderPart) -> Checkpoint:
     return dataclasses.replace(checkpoint, tensors=tensors)
 
 
+def has_shards(folder: Path) -> bool:
+    """Return True if a folder holds safetensors files."""
+    return any(folder.glob("*.safetensors"))
+
+
 def read_headers(folder: Path) -> dict[str, StoredTensor]:
     """Return every tensor that a checkpoint stores, by name.
+
+    The index says which shard holds which tensor. Where it is missing, or names shards that are not there beside a file
+    with all weights, the files themselves say it.
 
     Raises:
         CheckpointError: there are no shards, a shard is missing or damaged, or the index is wrong.
     """
-    index_path = folder / "model.safetensors.index.json"
+    index_path, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if not index_path.is_file():
-        single = folder / "model.safetensors"
-        if not single.is_file():
-            raise CheckpointError(
-                f"{folder} holds neither model.safetensors nor model.safetensors.index.json; fetch the checkpoint's "
-                "safetensors files and their index; other formats are not read"
-            )
-        return _read_header(single)
+        return _headers_of_shards(folder, single)
     shard_of_name = read_json(index_path).get("weight_map")
     if not isinstance(shard_of_name, dict) or not shard_of_name:
         raise CheckpointError(f"{index_path}: weight_map must map tensor names to file names")
     names_in_shard: dict[str, list[str]] = {}
     for name, file_name in shard_of_name.items():
         names_in_shard.setdefault(str(file_name), []).append(name)
+    if single.is_file() and not any((folder / file_name).is_file() for file_name in names_in_shard):
+        logger.warning("%s names shards that are not there, and is not used: %s has the weights", index_path, single)
+        return _read_header(single)
     stored = {}
     for file_name, names in sorted(names_in_shard.items()):
         if Path(file_name).name != file_name or Path(file_name).suffix != ".safetensors":
@@ -102,6 +109,36 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
             if name not in held:
                 raise CheckpointError(f"{index_path} places tensor {name!r} in {file_name}, which does not hold it")
             stored[name] = held[name]
+    return stored
+
+
+def _headers_of_shards(folder: Path, single: Path) -> dict[str, StoredTensor]:
+    """Return every tensor of a checkpoint without an index: of one file, or of all numbered shards.
+
+    Raises:
+        CheckpointError: there are no shards, or one is missing.
+    """
+    if single.is_file():
+        return _read_header(single)
+    numbered = {
+        file: match for file in sorted(folder.glob("*.safetensors")) if (match := NUMBERED.fullmatch(file.name))
+    }
+    if not numbered:
+        raise CheckpointError(
+            f"{folder} holds neither model.safetensors nor model.safetensors.index.json nor shards named like "
+            "model-00001-of-00002.safetensors; fetch the checkpoint's safetensors files; other formats are not read"
+        )
+    total = max(int(match["total"]) for match in numbered.values())
+    if missing := set(range(1, total + 1)) - {int(match["number"]) for match in numbered.values()}:
+        raise CheckpointError(
+            f"{folder} holds {len(numbered)} of {total} shards; fetch number {', '.join(map(str, sorted(missing)))}"
+        )
+    stored: dict[str, StoredTensor] = {}
+    for shard in numbered:
+        held = _read_header(shard)
+        if twice := sorted(stored.keys() & held.keys()):
+            raise CheckpointError(f"{shard} and other shards hold the same tensors: {list_names(twice)}; keep one set")
+        stored |= held
     return stored
 
 

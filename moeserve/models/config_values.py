@@ -20,7 +20,8 @@ from moeserve.layers.rotary import (
 )
 
 LARGEST_NUMBER = 1e30
-_BESIDE_TEXT_PART = ("dtype", "torch_dtype", "quantization_config", "eos_token_id", "tie_word_embeddings")
+_BESIDE_TEXT_PART = ("dtype", "torch_dtype", "quantization_config", "eos_token_id")
+TIED = "tie_word_embeddings"
 MAX_INTEGER = 2**31 - 1
 
 
@@ -179,7 +180,8 @@ class ConfigValues:
     def text_part(self) -> ConfigValues:
         """Return the values of the language model if the config also describes other models, else the config itself.
 
-        Some values are taken from the outer object: dtype, quantisation, token ids, and tied embeddings.
+        Some values are taken from the outer object: dtype, quantisation and token ids, and whether embeddings are tied
+        unless the language model's config says so itself.
         """
         own = self.values.get("text_config")
         if own is None:
@@ -187,6 +189,8 @@ class ConfigValues:
         if not isinstance(own, dict):
             raise self.wrong("text_config", "must be an object")
         beside = {key: self.values[key] for key in _BESIDE_TEXT_PART if self.values.get(key) is not None}
+        if own.get(TIED) is None:
+            beside[TIED] = self.values.get(TIED)
         return ConfigValues(self.path, own | beside)
 
     def of_layer_type(self, layer_type: str) -> ConfigValues:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ from moeserve.config.settings import DtypeName
 from moeserve.errors import CheckpointError
 from moeserve.models.checkpoint import list_names, open_shard, read_headers
 from moeserve.models.config_values import ConfigValues
+from moeserve.models.tied_head import EMBEDDING, HEAD, holds_same
 
 DENSE_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
 ROTARY_KEYS = ("rope_theta", "partial_rotary_factor", "type")  # rotary settings that do not belong to a scaling
@@ -59,7 +60,7 @@ class DenseConfig:
         """Yield name and shape of every tensor, in the order of the forward pass."""
         width, ffn_width = self.hidden_size, self.intermediate_size
         query_width, key_width = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
-        yield "model.embed_tokens.weight", (self.vocab_size, width)
+        yield EMBEDDING, (self.vocab_size, width)
         for layer in range(self.num_hidden_layers):
             prefix = f"model.layers.{layer}"
             yield f"{prefix}.input_layernorm.weight", (width,)
@@ -73,7 +74,7 @@ class DenseConfig:
             yield f"{prefix}.mlp.down_proj.weight", (width, ffn_width)
         yield "model.norm.weight", (width,)
         if not self.tie_word_embeddings:
-            yield "lm_head.weight", (self.vocab_size, width)
+            yield HEAD, (self.vocab_size, width)
 
 
 class DenseCheckpoint(Protocol):
@@ -103,8 +104,8 @@ def check_dense(dense: DenseCheckpoint) -> None:
             raise CheckpointError(
                 f"{dense.path}: tensor {name!r} has shape {list(shapes[name])}, its config needs {list(shape)}"
             )
-    # Ignore rotary frequencies, which are computed, and the head, which is the embedding if tied, as transformers does.
-    extra = sorted(name for name in shapes.keys() - expected if "rotary_emb" not in name and name != "lm_head.weight")
+    # Ignore rotary frequencies, which are computed, and a head that equals the embedding.
+    extra = sorted(name for name in shapes.keys() - expected if "rotary_emb" not in name and name != HEAD)
     if extra:
         raise CheckpointError(
             f"{dense.path} holds tensors that a Mixtral model does not have, such as biases: {list_names(extra)}; only "
@@ -122,7 +123,9 @@ class DenseFolder:
             raise CheckpointError(f"{folder} holds no config.json{hint}")
         self.path = folder
         self.config = _read_config(ConfigValues.of_folder(folder))
-        self._stored = read_headers(folder)
+        self._stored = stored = read_headers(folder)
+        if HEAD in stored and EMBEDDING in stored and not holds_same(stored[HEAD], stored[EMBEDDING]):
+            self.config = replace(self.config, tie_word_embeddings=False)
         self.shapes = {name: stored.shape for name, stored in self._stored.items()}
 
     def tensor(self, name: str) -> Tensor:

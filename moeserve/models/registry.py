@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 from pkgutil import iter_modules
@@ -12,11 +13,14 @@ from moeserve.config.resolve import CheckpointFacts
 from moeserve.config.settings import DtypeName, ModelImplName
 from moeserve.errors import CheckpointError
 from moeserve.models import families
-from moeserve.models.config_values import ConfigValues, read_json
+from moeserve.models.config_values import TIED, ConfigValues, read_json
 from moeserve.models.family import Family
 from moeserve.models.gguf_names import with_gguf_names
 from moeserve.models.model_config import ModelConfig
+from moeserve.models.tied_head import stored_head_is_tied
 from moeserve.models.weight_format import WeightFormat, read_weight_format
+
+logger = logging.getLogger(__name__)
 
 
 def _find_families() -> dict[str, Family]:
@@ -38,6 +42,7 @@ class Description:
     model: ModelConfig
     dtype: DtypeName  # dtype of weights that are not quantised
     weight_format: WeightFormat
+    has_stored_head: bool = False  # the checkpoint stores a head although its config says that it is the embedding
 
     def with_draft_layer(self) -> Description:
         """Return the description with the model's MTP layer, so that its tensors are loaded."""
@@ -74,6 +79,13 @@ def read_facts(
     """
     folder = folder_of(folder)
     description = describe(folder, model_impl)
+    if description.has_stored_head:
+        logger.warning(
+            "%s says that the output head is the embedding (%s), but the checkpoint stores a different head, which is "
+            "used",
+            Path(folder) / "config.json",
+            TIED,
+        )
     is_foreign = model_impl == "transformers"
     if with_draft_layer and description.model.draft_layer is not None:
         description = description.with_draft_layer()
@@ -121,18 +133,26 @@ def describe(folder: str | Path, model_impl: Literal["auto", ModelImplName] = "a
         )
     else:
         family = FAMILIES[architecture]
+    is_said_to_be_tied = config.values.get(TIED) is True
     config = config.text_part()
     weight_format = read_weight_format(config)
     if model_impl == "transformers" and weight_format.stored_as is not None:
         raise config.wrong("quantization_config", "cannot be read with model_impl='transformers'; use plain weights")
     if weight_format.is_gguf:
         family = with_gguf_names(family)
+    model, has_stored_head = family.read(config), False
+    if model_impl != "transformers" and (model.tie_word_embeddings or is_said_to_be_tied):
+        is_tied = stored_head_is_tied(config.path.parent, weight_format, family.decoder_part)
+        if is_tied is not None:
+            has_stored_head = model.tie_word_embeddings and not is_tied
+            model = replace(model, tie_word_embeddings=is_tied)
     return Description(
         family=family,
-        model=family.read(config),
+        model=model,
         # transformers defaults to float32; models with quantised weights were trained in bfloat16 (gpt-oss).
         dtype=config.dtype(default="bfloat16" if weight_format.stored_as else "float32"),
         weight_format=weight_format,
+        has_stored_head=has_stored_head,
     )
 
 

@@ -21,16 +21,6 @@ from moeserve.models.quantization import (
     StoredTensor,
 )
 
-# Scales of activations and of the KV cache are ignored, because neither is quantised with the checkpoint's scales.
-ACTIVATION_SCALES = (
-    ".input_scale",
-    ".input_global_scale",
-    ".activation_scale",
-    ".output_scale",
-    ".q_scale",
-    ".k_scale",
-    ".v_scale",
-)
 MXFP4_PARTS = {"blocks": "_blocks", "scales": "_scales"}
 
 
@@ -93,8 +83,6 @@ class WeightFormat:
                 for used in [*(tensor.name for tensor in found.values()), *(prefix + end for end in encoding.unused)]:
                     tensors.pop(used, None)
                 grouped[prefix + encoding.suffix] = encoding.build(**found)
-        if self.encodings:
-            tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(ACTIVATION_SCALES)}
         return tensors | grouped
 
 
@@ -166,14 +154,21 @@ def _format_of(quantization: Any) -> WeightFormat | None:
         case {"quant_method": "awq", "bits": 4} if str(quantization.get("version", "gemm")).lower() == "gemm":
             of_awq = Encoding("int4 of AWQ", functools.partial(Int4Tensor, AWQ), _QWEIGHT, suffix=".weight")
             return WeightFormat((of_awq,), is_int4=True)
-        case {"quant_method": "compressed-tensors", "config_groups": dict(groups)}:
-            found = [_of_compressed_tensors(group, quantization.get("format")) for group in groups.values()]
-            return _joined(found)
+        case {"quant_method": "compressed-tensors", "config_groups": dict(groups)} if _are_objects(groups):
+            # Groups without weights quantise activations, and a checkpoint without groups only the KV cache.
+            of_weights = [group for group in groups.values() if group.get("weights") is not None]
+            if not of_weights and (groups or quantization.get("kv_cache_scheme") is not None):
+                return WeightFormat()
+            return _joined(_of_compressed_tensors(group, quantization.get("format")) for group in of_weights)
         case {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": dict(layers)}:
             return _joined(map(_of_modelopt, layers.values()))
         case {"quant_method": "modelopt" | "modelopt_fp4", "quant_algo": str()}:
             return _joined([_of_modelopt(quantization)])
     return None
+
+
+def _are_objects(groups: Mapping[str, Any]) -> bool:
+    return all(isinstance(group, dict) for group in groups.values())
 
 
 def _joined(encodings: Iterable[Encoding | None]) -> WeightFormat | None:
@@ -221,10 +216,8 @@ def _of_modelopt(layer: Any) -> Encoding | None:
     return None
 
 
-def _of_compressed_tensors(group: Any, format_of_all: Any) -> Encoding | None:
+def _of_compressed_tensors(group: Mapping[str, Any], format_of_all: Any) -> Encoding | None:
     """Return the encoding of a group of weights, whose own format, if any, replaces the format of all groups."""
-    if not isinstance(group, dict):
-        return None
     match {"format": format_of_all} | {name: value for name, value in group.items() if value is not None}:
         case {
             "format": "pack-quantized",

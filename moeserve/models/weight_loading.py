@@ -27,6 +27,7 @@ from moeserve.machine import shown_bytes
 from moeserve.models.checkpoint import Checkpoint, list_names, open_shard
 from moeserve.models.int4_tensors import GroupedTensor, Int4Tensor
 from moeserve.models.quantization import CheckpointTensor, Fp4Tensor, Fp8Tensor, PlainTensor, ReadRows, StoredTensor
+from moeserve.models.unused_tensors import harmful
 from moeserve.moe.router import Router
 from moeserve.ops.interfaces import INT4_GROUP
 from moeserve.ops.weight_blocks import BLOCK, blocks_of, num_blocks, quantize
@@ -128,6 +129,7 @@ class Destinations:
 
     into: dict[str, list[Destination]]
     is_ignored: Callable[[str], bool] = _none_is_ignored  # True for names of tensors that this rank does not need
+    frequencies: tuple[Tensor, ...] = ()  # of rotary embeddings, which are computed; [F] each
 
 
 def _do_nothing(place: Destination) -> None:
@@ -157,6 +159,7 @@ def load_weights(
     destinations: Destinations,
     *,
     on_filled: Callable[[Destination], None] = _do_nothing,
+    ignore_unused: bool = False,
     show_progress: bool,
 ) -> None:
     """Copy every tensor of a checkpoint to its destinations, in the model's dtype.
@@ -166,12 +169,15 @@ def load_weights(
 
     Args:
         on_filled: called with each destination when its memory has been filled.
+        ignore_unused: tensors that the model does not read, and that could change its output, are no error.
 
     Raises:
         CheckpointError: tensors are missing or unknown, have a wrong shape or dtype, or contain an encoded NaN.
     """
     into = destinations.into
-    _check(checkpoint, destinations)
+    shards = _Shards()
+    _check_names(checkpoint, destinations, shards.read_rows, ignore_unused)
+    _check_tensors(checkpoint, into)
     num_bytes = sum(part.nbytes for places in into.values() for place in places for part in place.tensors)
     decoded = [name for name, places in into.items() if _is_decoded(checkpoint.tensors[name], places[0])]
     if decoded:
@@ -189,7 +195,6 @@ def load_weights(
             " (quantization='int4' keeps them in int4 on CPUs)" if is_int4 and not keeps_int4 else "",
         )
 
-    shards = _Shards()
     with progress_bar("weights", total=num_bytes, is_shown=show_progress) as progress:
         for name in sorted(into, key=lambda name: checkpoint.tensors[name].shard):
             for place in into.pop(name):
@@ -248,21 +253,27 @@ def fill_randomly(model: nn.Module, seed: int) -> None:
                     weight.normal_(0.0, DUMMY_STD, generator=generator)
 
 
-def _check(checkpoint: Checkpoint, destinations: Destinations) -> None:
-    """Raise CheckpointError if names, shapes or dtypes do not match the model."""
+def _check_names(checkpoint: Checkpoint, destinations: Destinations, read_rows: ReadRows, ignore_unused: bool) -> None:
+    """Raise CheckpointError if tensors are missing, or if unused ones could change the model's output."""
     folder, into = checkpoint.folder, destinations.into
-    missing = sorted(into.keys() - checkpoint.names)
-    extra = sorted(name for name in checkpoint.names - into.keys() if not destinations.is_ignored(name))
-    remedy = "fetch the whole checkpoint again, config.json and weights together"
-    if missing:
+    unused = sorted(name for name in checkpoint.names - into.keys() if not destinations.is_ignored(name))
+    if missing := sorted(into.keys() - checkpoint.names):
+        held = f"; it holds {len(unused)} others: {list_names(unused)}" if unused else ""
         raise CheckpointError(
-            f"{folder} lacks {len(missing)} tensors that its config.json requires: {list_names(missing)}; {remedy}"
+            f"{folder} lacks {len(missing)} tensors that its config.json requires: {list_names(missing)}{held}. "
+            "config.json and weights are not of the same model, or the weights are in a form that is not supported"
         )
-    if extra:
-        raise CheckpointError(
-            f"{folder} holds {len(extra)} tensors that its config.json does not account for: {list_names(extra)}; "
-            f"{remedy}"
-        )
+    if found := harmful(unused, checkpoint.tensors, destinations.frequencies, read_rows):
+        if not ignore_unused:
+            raise CheckpointError(
+                f"{folder} holds {len(found)} tensors that its config.json does not account for: {list_names(found)}. "
+                "Without them, the output could be wrong; ignore_unused_weights=True loads the model nevertheless"
+            )
+        logger.warning("%s: %d tensors are not used: %s", folder, len(found), list_names(found))
+
+
+def _check_tensors(checkpoint: Checkpoint, into: dict[str, list[Destination]]) -> None:
+    """Raise CheckpointError if shapes or dtypes do not match the model."""
     for name, places in into.items():
         tensor = checkpoint.tensors[name]
         tensor.check()

@@ -6,7 +6,6 @@ for a tensor that only other ranks need.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator
 
 from torch import Tensor, nn
@@ -46,7 +45,6 @@ from moeserve.moe.layer import MoEConfig, MoELayer
 OF_ENDS = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
 BIASES_OF_ENDS = {"model.norm.bias", "lm_head.bias"}  # where a model has them
 OF_ENDS |= {f"model.hc_head.hc_{part}" for part in ("fn", "base", "scale")}
-_FREQUENCIES = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")  # computed, not loaded
 
 
 def destinations(model: Decoder, family: Family, names: Collection[str]) -> Destinations:
@@ -68,9 +66,9 @@ def destinations(model: Decoder, family: Family, names: Collection[str]) -> Dest
         ignored |= BIASES_OF_ENDS
 
     def is_ignored(name: str) -> bool:
-        return name in ignored or name.startswith(skipped) or bool(_FREQUENCIES.fullmatch(name))
+        return name in ignored or name.startswith(skipped)
 
-    return Destinations(into, is_ignored)
+    return Destinations(into, is_ignored, tuple(model.rotaries.frequencies))
 
 
 def _rows_of(model: Decoder, family: Family, names: Collection[str]) -> Iterator[Row]:

@@ -118,7 +118,13 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
         cache.remove(key)
     packer = Packer(model)
     places = destinations(model, description.family, checkpoint.names)
-    load_weights(checkpoint, places, on_filled=packer.on_filled, show_progress=show_progress)
+    load_weights(
+        checkpoint,
+        places,
+        on_filled=packer.on_filled,
+        ignore_unused=config.ignore_unused_weights,
+        show_progress=show_progress,
+    )
     packer.finish()
     if is_cached:
         CacheWriter(model, cache, key, packed_state(model)).start()

@@ -102,7 +102,6 @@ def test_values_are_those_that_the_library_reads(
     weight_format = read_weight_format(ConfigValues(tmp_path / "config.json", {"quantization_config": config}))
     assert weight_format.stored_as == stored_as
     checkpoint = open_checkpoint(tmp_path, weight_format)
-    assert set(checkpoint.names) == {f"{name}.weight" for name in presets}
     read = {f"{name}.weight": torch.empty(256, 384) for name in presets}
     load_weights(checkpoint, Destinations({name: [whole(read[name])] for name in read}), show_progress=False)
     for name, preset in presets.items():

@@ -139,7 +139,6 @@ def test_supported_configs(quantization: dict[str, Any]) -> None:
         symmetric(strategy="tensor"),
         symmetric() | {"format": "int-quantized"},
         symmetric() | {"config_groups": {}},
-        symmetric() | {"config_groups": {"group_0": {"weights": None}}},
         symmetric()
         | {"config_groups": {"group_0": symmetric()["config_groups"]["group_0"] | {"input_activations": {}}}},
     ],
