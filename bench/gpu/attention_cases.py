@@ -4,32 +4,49 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
-import tempfile
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from moeserve.bench.gpu.check import CODES_SLACK, FLOAT32_SLACK, Call, Case, Make, Operation, compare, crossed, in_order
-from moeserve.bench.gpu.costs import Chunks, LatentShape, Work, attention_shape, attention_work
-from moeserve.bench.gpu.inputs import Source, draw_cache, draw_chosen
+from moeserve.bench.gpu.check import CODES_SLACK, FLOAT32_SLACK, Case, bytes_of, cases_of, compare, crossed
+from moeserve.bench.gpu.inputs import Chunks, Source, attended_positions, draw_cache, draw_chosen
+from moeserve.bench.gpu.models import BLOCK_SIZE, capture_step, make_model
+from moeserve.bench.limits import Work
+from moeserve.layers.cache import CacheSize
 from moeserve.ops.float8_rows import decode_rows
 from moeserve.ops.indexer import ChosenEntries, IndexerRule
-from moeserve.ops.interfaces import Kernels, KeyValueCache, LatentAttentionBackend, Rotation
-from moeserve.ops.libraries.attention import LIBRARY_NAMES, open_library
+from moeserve.ops.interfaces import AttentionShape, Kernels, KeyValueCache, LatentAttentionBackend, Rotation
+from moeserve.ops.libraries.attention import LIBRARY_NAMES, LibraryChoice, open_library
 from moeserve.ops.libraries.interface import AttentionLibrary, AttentionProblem, LibraryUnusable, StepKind
 from moeserve.ops.libraries.measured import attention_key
 from moeserve.ops.torch.table import TORCH_KERNELS
+from moeserve.ops.triton.table import TRITON_KERNELS
 from moeserve.step_inputs import StepInputs
 
 # T tokens, N query heads, G key-value heads, X heads of a fused projection, H head size, F rotated pairs, P elements of
 # a latent vector, C positions, K and E parts of a key
 
-BLOCK_SIZE = 16
+
+class LatentShape(NamedTuple):
+    """The latent attention of one layer."""
+
+    num_heads: int
+    latent_size: int = 512
+    rotary_size: int = 64
+
+    @property
+    def vector_size(self) -> int:
+        return self.latent_size + self.rotary_size
+
+
+def attention_shape(num_heads: int, num_kv_heads: int, head_size: int, **more: Any) -> AttentionShape:
+    options = {"scale": head_size**-0.5, "dtype": torch.bfloat16} | more
+    return AttentionShape(num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=head_size, **options)
+
+
+MAX_MODEL_LEN = 40960  # tokens for which the block tables of graphs have room
 MOST_TIES = 1e-3  # maximum fraction of selected positions that rounding may change
 GROUPED = {
     "Qwen3-30B-A3B": attention_shape(32, 4, 128),
@@ -64,31 +81,53 @@ CHUNKS: dict[str, Chunks] = {
 # plain: as by default, also by libraries; float8: keys and values are 8-bit floats, and the reference reads the same
 # codes; in order: the kernels of `batch_invariant`
 Variant = Literal["plain", "float8", "in order"]
+VARIANTS: tuple[Variant, ...] = ("plain", "float8", "in order")
+SMALL, SMALL_CHUNKS, SMALL_LATENT = ("small, windowed", "small"), ("short decode", "short prompts"), ["small, latent"]
+LARGE_CHUNKS, DECODES = ("decode", "prompts", "mixed"), [name for name in CHUNKS if name.startswith("decode ")]
 
 
-def attend(source: Source, name: str, kind: str, variant: Variant, block_size: int = BLOCK_SIZE) -> Case:
+@cases_of(
+    "attention",
+    crossed(SMALL, SMALL_CHUNKS, VARIANTS) + crossed(["small, for libraries"], SMALL_CHUNKS, ["plain"], [16, 64]),
+    crossed(GROUPED, LARGE_CHUNKS, VARIANTS) + crossed(GROUPED, LARGE_CHUNKS, ["plain"], [64, 256]),
+    [(name, kind, each) for each in VARIANTS[:2] for name in GROUPED for kind in (*DECODES, "prompt of 4096")],
+)
+def attend(
+    source: Source, name: str, kind: str, variant: Variant, block_size: int = BLOCK_SIZE, longest: int = 0
+) -> Case:
     """Attend to contexts in scattered blocks. Memory that no row may read contains NaN.
 
     With libraries it contains zeros, by which they multiply, and no chunk is without rows, which they do not support.
+
+    Args:
+        longest: tokens for which the block table has room, as in a graph; 0: those of the longest context.
     """
     shape, chunks = dataclasses.replace(SHAPES[name], dtype=source.dtype), CHUNKS[kind]
     problem = AttentionProblem(shape, block_size)
     step_kind: StepKind = "decode" if max(num_rows for num_rows, _ in chunks) == 1 else "chunks"
-    installed = installed_libraries(source.device) if variant == "plain" else ()
-    libraries = [library for library in installed if not library.why_unavailable(problem, step_kind)]
+    libraries = {
+        library.label: dataclasses.replace(
+            TRITON_KERNELS, make_attention=LibraryChoice(TRITON_KERNELS, library, block_size).make_attention
+        )
+        for library in (installed_libraries(source.device) if variant == "plain" else ())
+        if not library.why_unavailable(problem, step_kind)
+    }
     chunks = [chunk for chunk in chunks if chunk[0] or not libraries]
     step = source.step(chunks, block_size)
+    if longest:
+        unused = step.block_table.new_zeros(len(chunks), longest // block_size - step.block_table.shape[1])
+        step = dataclasses.replace(step, block_table=torch.cat([step.block_table, unused], dim=1))
     sizes, unread = (block_size, shape.num_kv_heads, shape.head_size), 0.0 if libraries else torch.nan
     cache = KeyValueCache(*(draw_cache(source, step, *sizes, unread=unread) for _ in range(2)))
     query_TNH = source.normal(len(step.positions), shape.num_heads, shape.head_size)
     sinks_N = source.float32(shape.num_heads, scale=2.0) if shape.has_sinks else None
     inputs = query_TNH, source.encoded(cache) if variant == "float8" else cache, step, sinks_N
     return Case(
-        lambda kernels: (in_order(kernels) if variant == "in order" else kernels).make_attention(shape).attend,
+        lambda kernels: kernels.make_attention(shape).attend,
         inputs,
-        others={each.label: partial(each.make_attend, problem, step_kind) for each in libraries},
-        beside=beside_torch(source, query_TNH, chunks, shape),
-        work=attention_work(shape, chunks, is_float8=variant == "float8"),
+        is_ordered=variant == "in order",
+        libraries=libraries,
+        work=attention_work(query_TNH, inputs[1], chunks, shape.head_size, shape.window),
         choices=((attention_key(shape, step_kind), len(query_TNH)),) if variant == "plain" else (),
     )
 
@@ -105,24 +144,26 @@ def installed_libraries(device: torch.device) -> tuple[AttentionLibrary, ...]:
     return tuple(found)
 
 
-def beside_torch(source: Source, query_TNH: Tensor, chunks: Chunks, shape: Any) -> dict[str, Make]:
-    """Return torch's attention to contiguous keys and values, if all chunks are alike.
-
-    It leaves out sinks, and masks only a whole prompt; a window is applied to decode steps only.
-    """
-
-    def make() -> Call:
-        is_latent, (num_rows, context) = isinstance(shape, LatentShape), chunks[0]
-        num_read = context if is_latent or num_rows > 1 else min(context, shape.window or context)
-        query = query_TNH.unflatten(0, (len(chunks), num_rows)).transpose(1, 2)
-        keys = source.normal(len(chunks), 1 if is_latent else shape.num_kv_heads, num_read, query.shape[-1])
-        values = keys[..., : shape.latent_size] if is_latent else source.normal(*keys.shape)
-        options: Any = dict(is_causal=num_rows == context, enable_gqa=True)
-        return partial(functional.scaled_dot_product_attention, query, keys, values, **options)
-
-    return {"torch SDPA": make} if len(set(chunks)) == 1 else {}
+def attention_work(query_TNH: Tensor, cache: Any, chunks: Chunks, value_size: int, window: int | None = None) -> Work:
+    """Return the work of reading each visible position and query once, and of writing results."""
+    num_tokens, num_heads, key_size = query_TNH.shape
+    blocks = cache.keys if isinstance(cache, KeyValueCache) else cache  # [num_blocks, *heads, block_size, size]
+    position_bytes = bytes_of(cache) / (len(blocks) * blocks.shape[-2])
+    num_read = sum(context if window is None else min(context, rows - 1 + window) for rows, context in chunks)
+    row_size = num_heads * (key_size + value_size)
+    num_bytes = num_read * position_bytes + num_tokens * row_size * query_TNH.element_size()
+    return Work(num_bytes, 2.0 * row_size * sum(attended_positions(*chunk, window) for chunk in chunks))
 
 
+@cases_of(
+    "rotary embedding and cache writes",
+    [("small", 5, 10, False), ("small", 3, 6, True), ("small, windowed", 5, 8, False, True)],
+    [
+        *[("Mixtral-8x7B", 1, 64, False), ("GLM-4.5", 128, 32, True), ("16 heads of 192", 77, 32, True)],
+        *crossed(["gpt-oss-20b"], [4097], [32], [False], [False, True]),
+    ],
+    crossed(["Mixtral-8x7B"], [64, 8192], [64], [False]),
+)
 def rotate_and_write(
     source: Source, name: str, num_tokens: int, num_pairs: int, is_interleaved: bool, is_float8: bool = False
 ) -> Case:
@@ -148,10 +189,11 @@ def rotate_and_write(
         lambda kernels: partial(call, kernels.make_attention(shape)),
         (fused_TXH, rotation, cache, step),
         slack=CODES_SLACK if is_float8 else FLOAT32_SLACK,
-        work=Work(2 * fused_TXH.nbytes + 2 * rotation.cosines.nbytes + 8 * num_tokens),
+        work=Work(2 * fused_TXH.nbytes + bytes_of(rotation), 0.0),
     )
 
 
+@cases_of("rotary embedding and cache writes", [(5, 3, 16, 8), (3, 4, 20, 6)], [(4097, 64, 64, 32), (77, 16, 192, 32)])
 def apply_rope(source: Source, num_tokens: int, num_heads: int, size: int, num_pairs: int) -> Case:
     """Rotate in place, and into other memory."""
 
@@ -172,20 +214,22 @@ def make_latent(kernels: Kernels, shape: LatentShape) -> LatentAttentionBackend:
     return kernels.make_latent_attention(shape.vector_size**-0.5, shape.latent_size, shape.num_heads)
 
 
+@cases_of(
+    "latent attention",
+    crossed(SMALL_LATENT, SMALL_CHUNKS),
+    crossed(LATENT, LARGE_CHUNKS),
+    crossed(LATENT, (*DECODES, "4 chunks of 64")),
+)
 def latent_attend(source: Source, name: str, kind: str) -> Case:
     """Attend with absorbed weights of keys and values. Memory that no row may read contains NaN."""
-    shape, chunks = SHAPES[name], CHUNKS[kind]
-    step = source.step(chunks, BLOCK_SIZE)
+    shape, step = SHAPES[name], source.step(CHUNKS[kind], BLOCK_SIZE)
     cache = draw_cache(source, step, BLOCK_SIZE, shape.vector_size, unread=torch.nan)
     query_TNP = source.normal(len(step.positions), shape.num_heads, shape.vector_size)
-    return Case(
-        lambda kernels: make_latent(kernels, shape).attend,
-        (query_TNP, cache, step),
-        beside=beside_torch(source, query_TNP, chunks, shape),
-        work=attention_work(shape, chunks),
-    )
+    work = attention_work(query_TNP, cache, CHUNKS[kind], shape.latent_size)
+    return Case(lambda kernels: make_latent(kernels, shape).attend, (query_TNP, cache, step), work=work)
 
 
+@cases_of("chosen positions", crossed(SMALL_CHUNKS, [3], [20], [8]), crossed(LARGE_CHUNKS, [64], [128], [2048]))
 def choose_entries(source: Source, kind: str, num_heads: int, key_size: int, top_k: int) -> Case:
     """Select positions to attend to. Rounding may change a few of them."""
     rule, step = IndexerRule(top_k=top_k), source.step(CHUNKS[kind], BLOCK_SIZE)
@@ -206,6 +250,7 @@ def choose_entries(source: Source, kind: str, num_heads: int, key_size: int, top
     return Case(lambda kernels: kernels.make_indexer(rule), inputs, defined)
 
 
+@cases_of("chosen positions", [("small, latent", "short decode", 20)], [("DeepSeek-V3", "mixed", 2048)])
 def attend_chosen(source: Source, name: str, kind: str, most: int) -> Case:
     """Write vectors, and attend to selected positions, whose number differs between rows."""
     shape, step = SHAPES[name], source.step(CHUNKS[kind], BLOCK_SIZE)
@@ -221,6 +266,11 @@ def attend_chosen(source: Source, name: str, kind: str, most: int) -> Case:
     return Case(lambda kernels: partial(call, make_latent(kernels, shape)), inputs)
 
 
+@cases_of(
+    "expanded attention",
+    crossed(SMALL_LATENT, SMALL_CHUNKS, [16]),
+    [*crossed(LATENT, LARGE_CHUNKS, [128]), ("DeepSeek-V2-Lite", "long context", 128)],
+)
 def expanded_attend(source: Source, name: str, kind: str, head_size: int) -> Case:
     """Attend from all chunks of more than one row, with keys and values expanded for each head."""
     shape, step = SHAPES[name], source.step(CHUNKS[kind], BLOCK_SIZE)
@@ -240,20 +290,13 @@ def expanded_attend(source: Source, name: str, kind: str, head_size: int) -> Cas
     return Case(lambda kernels: partial(call, make_latent(kernels, shape)), (query_TNQ, maps, cache, step))
 
 
+@cases_of("graphs", [(48, 4)], [(2048, 32)])
 def replay(source: Source, width: int, num_heads: int) -> Case:
     """Capture a decode step of a model with padding, and replay it with other steps.
 
     The model has grouped-query attention, and shared experts that run in the side stream. The results are True for each
     step whose replay gives the same results as the kernels without a graph.
     """
-    from moeserve.bench.gpu.launches import make_model  # needs msgspec, which other cases do without
-    from moeserve.bench.gpu.rehearsal import RepeatedCapture
-    from moeserve.distributed.mesh import Mesh
-    from moeserve.layers.cache import CacheSize
-    from moeserve.models.weight_loading import fill_randomly
-    from moeserve.worker.cuda_graphs import CudaGraphs, TorchCapture
-    from moeserve.worker.step_replay import StepContext
-
     config = dict(
         architectures=["Qwen2MoeForCausalLM"], rms_norm_eps=1e-6, max_position_embeddings=64, rope_theta=1e4,
         num_hidden_layers=1, vocab_size=1024, hidden_size=width, intermediate_size=width, num_experts=8,
@@ -265,78 +308,22 @@ def replay(source: Source, width: int, num_heads: int) -> Case:
     def call(kernels: Kernels) -> Tensor:
         if kernels.name == "torch":
             return torch.ones(2, dtype=torch.bool)
-        with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / "config.json").write_text(json.dumps(config))
-            model = make_model(Path(folder), kernels, source.dtype, source.device)
-        fill_randomly(model, 1)
-        caches, mesh = model.make_caches(CacheSize(8, BLOCK_SIZE)), Mesh(tp=1, dp=1)
-        context = StepContext(mesh=mesh, tp_rank=0, block_size=BLOCK_SIZE, max_blocks=4, device=source.device)
-        capture = TorchCapture(torch.cuda.Stream()) if kernels.supports_cuda_graphs else RepeatedCapture()
-        graphs = CudaGraphs(model, caches, context, (2,), capture)
-        are_equal = []
+        model = make_model(config, kernels, source)
+        caches = model.make_caches(CacheSize(8, BLOCK_SIZE))
+        replayed, are_equal = capture_step(model, caches, kernels, source, 2, max_blocks=4), []
         for contexts in ((20, 40), (37, 5)):
             for tensor in (tensor for cache in caches for tensor in cache.tensors):
                 tensor.copy_(source.normal(*tensor.shape))
             step = source.step([(1, length) for length in contexts], BLOCK_SIZE)
             step = dataclasses.replace(step, token_ids=source.integers(0, 1024, 2))
             expected_TD = model(step, caches).float()
-            settings, padding = source.settings(2)[0], torch.zeros(2, dtype=torch.bool, device=source.device)
-            padded = dataclasses.replace(step, settings=settings, padding=padding)
-            are_equal.append(compare(graphs(padded).hidden_TD, expected_TD) <= 1)
+            are_equal.append(compare(replayed(step).hidden_TD, expected_TD) <= 1)
         return torch.tensor(are_equal)
 
     return Case(lambda kernels: partial(call, kernels), ())
 
 
-SMALL, SMALL_CHUNKS = ("small, windowed", "small"), ("short decode", "short prompts")
-LARGE_CHUNKS, DECODES = ("decode", "prompts", "mixed"), [name for name in CHUNKS if name.startswith("decode ")]
-VARIANTS = ("plain", "float8", "in order")
-ATTENTION_CASES = {
-    "graphs": [Operation(replay, [(48, 4)], [(2048, 32)])],
-    "attention": [
-        Operation(
-            attend,
-            crossed(SMALL, SMALL_CHUNKS, VARIANTS)
-            + crossed(["small, for libraries"], SMALL_CHUNKS, ["plain"], [16, 64]),
-            crossed(GROUPED, LARGE_CHUNKS, VARIANTS) + crossed(GROUPED, LARGE_CHUNKS, ["plain"], [64, 256]),
-            [
-                (name, kind, variant)
-                for variant in ("plain", "float8")
-                for name in GROUPED
-                for kind in (*DECODES, "prompt of 4096")
-            ],
-        )
-    ],
-    "latent attention": [
-        Operation(
-            latent_attend,
-            crossed(["small, latent"], SMALL_CHUNKS),
-            crossed(LATENT, LARGE_CHUNKS),
-            crossed(LATENT, (*DECODES, "4 chunks of 64")),
-        )
-    ],
-    "chosen positions": [
-        Operation(choose_entries, crossed(SMALL_CHUNKS, [3], [20], [8]), crossed(LARGE_CHUNKS, [64], [128], [2048])),
-        Operation(attend_chosen, [("small, latent", "short decode", 20)], [("DeepSeek-V3", "mixed", 2048)]),
-    ],
-    "expanded attention": [
-        Operation(
-            expanded_attend,
-            crossed(["small, latent"], SMALL_CHUNKS, [16]),
-            [*crossed(LATENT, LARGE_CHUNKS, [128]), ("DeepSeek-V2-Lite", "long context", 128)],
-        )
-    ],
-    "rotary embedding and cache writes": [
-        Operation(
-            rotate_and_write,
-            [("small", 5, 10, False), ("small", 3, 6, True), ("small, windowed", 5, 8, False, True)],
-            [
-                ("Mixtral-8x7B", 1, 64, False),
-                *crossed(["gpt-oss-20b"], [4097], [32], [False], [False, True]),
-                *[("GLM-4.5", 128, 32, True), ("16 heads of 192", 77, 32, True)],
-            ],
-            crossed(["Mixtral-8x7B"], [64, 8192], [64], [False]),
-        ),
-        Operation(apply_rope, [(5, 3, 16, 8), (3, 4, 20, 6)], [(4097, 64, 64, 32), (77, 16, 192, 32)]),
-    ],
-}
+# The operations of a decode step come first, so that a run that is cut short has checked them.
+OPERATIONS = [
+    *(replay, attend, latent_attend, choose_entries, attend_chosen, expanded_attend, rotate_and_write, apply_rope)
+]

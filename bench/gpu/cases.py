@@ -8,13 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeserve.bench.gpu.attention_cases import ATTENTION_CASES
-from moeserve.bench.gpu.check import CODES_SLACK, Case, Operation, crossed, in_order
-from moeserve.bench.gpu.costs import DEEPSEEK_V3_ROUTER
-from moeserve.bench.gpu.entry_cases import ENTRY_CASES
-from moeserve.bench.gpu.expert_cases import EXPERT_CASES
-from moeserve.bench.gpu.inputs import Source, draw_rows
-from moeserve.ops.interfaces import Kernels, Keys, PairKernels, RouterConfig, RouteTokens
+from moeserve.bench.gpu import attention_cases, entry_cases, expert_cases
+from moeserve.bench.gpu.check import CODES_SLACK, Case, Operation, cases_of, crossed
+from moeserve.bench.gpu.inputs import Source
+from moeserve.ops.interfaces import Kernels, Keys, PairKernels, RouterConfig
 from moeserve.ops.torch.table import TORCH_KERNELS
 
 # T tokens, D width, N heads, H head size, R rows, V vocabulary, W fields of settings, E experts, K experts per token
@@ -25,62 +22,77 @@ MOST_TIES = 0.01  # maximum fraction of tokens whose experts rounding may change
 ROUTERS = {
     "Mixtral": RouterConfig(num_experts=8, top_k=2, is_normalized=True),
     "DeepSeek-V2": RouterConfig(num_experts=160, top_k=6, num_groups=8, num_chosen_groups=3, scale=16.0),
-    "DeepSeek-V3": DEEPSEEK_V3_ROUTER,
+    "DeepSeek-V3": RouterConfig(
+        num_experts=256, top_k=8, scoring="sigmoid", num_groups=8, num_chosen_groups=4, experts_rating_group=2,
+        is_normalized=True, scale=2.5, has_correction=True,
+    ),
     "gpt-oss": RouterConfig(num_experts=32, top_k=4, scoring="softmax_of_chosen", has_bias=True),
-}
+}  # fmt: skip
 SMALL_NORMS, NORMS = [(3, 40), (2, 130)], [(1, 4096), (129, 2048), (64, 2880), (33, 7168), (4096, 4096)]
 ROWS = [(64, 4096), (8192, 4096)]
 WIDTHS = 32000, 151936  # vocabularies of Mixtral-8x7B and Qwen3-30B-A3B
+SMALL_SCORES, SCORES = [(2, 3), (2, 300)], crossed([1, 64], WIDTHS)
 FILTERS = [(0, 1.0, 0.0), (20, 1.0, 0.0), (0, 0.9, 0.0), (0, 1.0, 0.05), (50, 0.8, 0.01)]  # top_k, top_p, min_p
 
 
-def draw_norm(source: Source, *shape: int) -> tuple[Tensor, Tensor]:
-    """Return rows and the weight of a norm."""
-    return source.normal(*shape), 1 + source.normal(shape[-1], scale=0.2)
+def draw_norm(source: Source, *shape: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return rows, an update of them, and the weight of a norm."""
+    return source.normal(*shape), source.normal(*shape), 1 + source.normal(shape[-1], scale=0.2)
 
 
+@cases_of("norms", SMALL_NORMS, NORMS, ROWS)
 def rms_norm(source: Source, num_rows: int, width: int) -> Case:
-    inputs = *draw_norm(source, num_rows, width), EPSILON
-    return Case(lambda kernels: kernels.rms_norm, inputs, is_beside_torch=True)
+    rows_TD, _, weight_D = draw_norm(source, num_rows, width)
+    return Case(lambda kernels: kernels.rms_norm, (rows_TD, weight_D, EPSILON))
 
 
+@cases_of("norms", SMALL_NORMS, NORMS, ROWS)
 def add_rms_norm(source: Source, num_rows: int, width: int) -> Case:
-    inputs = source.normal(num_rows, width), *draw_norm(source, num_rows, width), EPSILON
-    return Case(lambda kernels: kernels.add_rms_norm, inputs, is_beside_torch=True)
+    return Case(lambda kernels: kernels.add_rms_norm, (*draw_norm(source, num_rows, width), EPSILON))
 
 
+@cases_of("norms", [(3, 2, 16)], [(4096, 32, 128), (5, 4, 64)])
 def rms_norm_in_place(source: Source, num_rows: int, num_heads: int, size: int) -> Case:
     """Normalise some heads of a fused projection; the others must not change."""
 
-    def call(kernels: Kernels, heads_TNH: Tensor, weight_H: Tensor) -> Tensor:
+    def call(kernels: Kernels, heads_TNH: Tensor, _: Tensor, weight_H: Tensor) -> Tensor:
         kernels.rms_norm_in_place(heads_TNH[:, :-3], weight_H, EPSILON)
         return heads_TNH
 
     return Case(lambda kernels: partial(call, kernels), draw_norm(source, num_rows, num_heads + 3, size))
 
 
-def quantize_rms_norm(source: Source, num_rows: int, width: int, is_added: bool) -> Case:
-    """Normalise and quantise, optionally after an addition, and also return the plain rows, as for a router."""
+@cases_of("norms", SMALL_NORMS, NORMS, ROWS)
+def quantize_rms_norm(source: Source, num_rows: int, width: int) -> Case:
+    """Normalise and quantise, with an addition and without, and also return the plain rows, as for a router."""
 
-    def call(kernels: Kernels, x_TD: Tensor, update_TD: Tensor | None, weight_D: Tensor) -> Any:
-        if kernels.quantize_rms_norm is not None:
-            sum_TD, rows = kernels.quantize_rms_norm(x_TD, update_TD, weight_D, EPSILON, True)
-            return sum_TD, rows.rows, rows
-        sum_TD = x_TD if update_TD is None else x_TD + update_TD
-        normed_TD = kernels.rms_norm(sum_TD, weight_D, EPSILON)
-        return sum_TD, normed_TD, normed_TD
+    def call(kernels: Kernels, x_TD: Tensor, update_TD: Tensor, weight_D: Tensor) -> Any:
+        if kernels.quantize_rms_norm is None:
+            normed_TD, (sum_TD, other_TD) = (
+                kernels.rms_norm(x_TD, weight_D, EPSILON),
+                kernels.add_rms_norm(x_TD, update_TD, weight_D, EPSILON),
+            )
+            return normed_TD, sum_TD, other_TD, other_TD
+        _, normed = kernels.quantize_rms_norm(x_TD, None, weight_D, EPSILON, False)
+        sum_TD, rows = kernels.quantize_rms_norm(x_TD, update_TD, weight_D, EPSILON, True)
+        return normed, sum_TD, rows.rows, rows
 
-    x_TD, weight_D = draw_norm(source, num_rows, width)
-    inputs = x_TD, source.normal(num_rows, width) if is_added else None, weight_D
+    inputs = draw_norm(source, num_rows, width)
     return Case(lambda kernels: partial(call, kernels), inputs, slack=CODES_SLACK)
 
 
+@cases_of("norms", SMALL_NORMS, NORMS, ROWS)
 def quantize_rows(source: Source, num_rows: int, width: int) -> Case:
-    """Quantise rows that lose nothing."""
-    rows_TD = draw_rows(source, num_rows, width, is_fp8=True)
-    return Case(lambda kernels: kernels.quantize_rows or (lambda rows: rows), (rows_TD,))
+    inputs = (source.normal(num_rows, width),)
+    return Case(lambda kernels: kernels.quantize_rows or (lambda rows: rows), inputs, slack=CODES_SLACK)
 
 
+@cases_of(
+    "routing",
+    [*crossed(ROUTERS, [6], [64]), ("gpt-oss", 6, 64, True)],
+    [*crossed(ROUTERS, [4], [2048], [True, False]), *crossed(ROUTERS, [256, 32768], [64])],
+    crossed(["DeepSeek-V3"], [4, 64, 8192], [4096]),  # 4 tokens take one launch
+)
 def route(source: Source, name: str, num_tokens: int, width: int, is_ordered: bool = False) -> Case:
     """Route. For the few tokens for which rounding may select other experts, torch's weights are compared."""
     config = ROUTERS[name]
@@ -95,23 +107,22 @@ def route(source: Source, name: str, num_tokens: int, width: int, is_ordered: bo
         are_enough = (~is_equal_T).float().mean() <= MOST_TIES
         return are_enough, torch.where(is_equal_T[:, None], weights_TK, torch_weights_TK)
 
-    def make(kernels: Kernels) -> RouteTokens:
-        return (in_order(kernels) if is_ordered else kernels).make_router(config)
-
-    return Case(make, inputs, defined, is_beside_torch=True)
+    return Case(lambda kernels: kernels.make_router(config), inputs, defined, is_ordered=is_ordered)
 
 
+@cases_of(
+    "pairs",
+    [(3, 2, 5, 40), (40, 3, 7, 17)],
+    # Few tokens take a single launch.
+    [(1, 8, 256, 7168), (64, 6, 64, 2048), (4096, 2, 8, 4096), (16384, 8, 128, 2048), (1000, 4, 32, 2880)],
+)
 def order_weigh_and_sum(source: Source, num_tokens: int, top_k: int, num_experts: int, width: int) -> Case:
     """Order, move, weigh and sum pairs, some of which belong to experts of other ranks."""
     keys = Keys(num_experts - num_experts // 4, first=num_experts // 4)
     experts_TK = source.integers(0, num_experts, num_tokens, top_k)
     order_P, counts = TORCH_KERNELS.pairs.order(experts_TK, keys)
     used = slice(int(counts.sum()))
-    inputs = (
-        source.normal(num_tokens, width),
-        source.normal(num_tokens * top_k, width),
-        source.uniform(num_tokens, top_k),
-    )
+    rows_TD, output_PD = source.normal(num_tokens, width), source.normal(num_tokens * top_k, width)
 
     def call(pairs: PairKernels, rows_TD: Tensor, output_PD: Tensor, weights_TK: Tensor) -> Any:
         sum_TD = pairs.weighted_sum(output_PD[used], order_P[used], weights_TK, output_PD.dtype)
@@ -120,20 +131,28 @@ def order_weigh_and_sum(source: Source, num_tokens: int, top_k: int, num_experts
         weighed = pairs.weigh(output_PD, weights_TK.flatten(), counts.sum(0, keepdim=True))[used]
         return pairs.order(experts_TK, keys), pairs.sort(experts_TK, keys), moved, weighed, sum_TD
 
+    inputs = rows_TD, output_PD, source.uniform(num_tokens, top_k)
     return Case(lambda kernels: partial(call, kernels.pairs), inputs)
 
 
+@cases_of("tokens", SMALL_SCORES, SCORES, SCORES[2:])
 def row_maximum(source: Source, num_rows: int, width: int) -> Case:
-    scores_RV = source.normal(num_rows, width, scale=3.0)
-    return Case(lambda kernels: kernels.row_maximum, (scores_RV,), is_beside_torch=True)
+    return Case(lambda kernels: kernels.row_maximum, (source.normal(num_rows, width, scale=3.0),))
 
 
+@cases_of("tokens", SMALL_SCORES, SCORES, SCORES[2:])
 def choose_greedily(source: Source, num_rows: int, width: int) -> Case:
     settings_RW, _ = source.settings(num_rows)
     inputs = source.normal(num_rows, width, scale=3.0), settings_RW, settings_RW[:, 0].contiguous()
     return Case(lambda kernels: kernels.choose_tokens, inputs)
 
 
+@cases_of(
+    "tokens",
+    [(2, 40, *each) for each in FILTERS],
+    [(64, width, *each) for width in WIDTHS for each in FILTERS],
+    [(64, width, *FILTERS[2]) for width in WIDTHS],
+)
 def choose_tokens(source: Source, num_rows: int, width: int, top_k: int, top_p: float, min_p: float) -> Case:
     """Draw tokens: the random number must lie within the token's range of the kept probability.
 
@@ -163,47 +182,12 @@ def choose_tokens(source: Source, num_rows: int, width: int, top_k: int, top_p: 
     return Case(lambda kernels: kernels.choose_tokens, inputs, are_drawn)
 
 
-# The operations of a decode step in bf16 come first, so that a run that is cut short has checked them.
-CASES: dict[str, list[Operation]] = {
-    **ATTENTION_CASES,
-    "norms": [
-        Operation(rms_norm, SMALL_NORMS, NORMS, ROWS),
-        Operation(add_rms_norm, SMALL_NORMS, NORMS, ROWS),
-        Operation(rms_norm_in_place, [(3, 2, 16)], [(4096, 32, 128), (5, 4, 64)]),
-        Operation(
-            quantize_rms_norm,
-            [(3, 130, False), (3, 130, True)],
-            [(*shape, is_added) for shape in NORMS for is_added in (False, True)],
-            [(*shape, True) for shape in ROWS],
-        ),
-        Operation(quantize_rows, SMALL_NORMS, NORMS, ROWS),
-    ],
-    "pairs": [
-        Operation(
-            order_weigh_and_sum,
-            [(3, 2, 5, 40), (40, 3, 7, 17)],
-            # Few tokens take a single launch.
-            [(1, 8, 256, 7168), (64, 6, 64, 2048), (4096, 2, 8, 4096), (16384, 8, 128, 2048), (1000, 4, 32, 2880)],
-        )
-    ],
-    "routing": [
-        Operation(
-            route,
-            [*crossed(ROUTERS, [6], [64]), ("gpt-oss", 6, 64, True)],
-            [*crossed(ROUTERS, [4], [2048], [True, False]), *crossed(ROUTERS, [256, 32768], [64])],
-            crossed(["DeepSeek-V3"], [4, 64, 8192], [4096]),  # 4 tokens take one launch
-        )
-    ],
-    **ENTRY_CASES,
-    "tokens": [
-        Operation(row_maximum, [(2, 3), (2, 300)], crossed([1, 64], WIDTHS), crossed([64], WIDTHS)),
-        Operation(choose_greedily, [(2, 3), (2, 300)], crossed([1, 64], WIDTHS), crossed([64], WIDTHS)),
-        Operation(
-            choose_tokens,
-            [(2, 40, *each) for each in FILTERS],
-            [(64, width, *each) for width in WIDTHS for each in FILTERS],
-            [(64, width, *FILTERS[2]) for width in WIDTHS],
-        ),
-    ],
-    **EXPERT_CASES,
-}
+CASES: dict[str, list[Operation]] = {}
+for _operation in (
+    *attention_cases.OPERATIONS,
+    *(rms_norm, add_rms_norm, rms_norm_in_place, quantize_rms_norm, quantize_rows, order_weigh_and_sum, route),
+    *entry_cases.OPERATIONS,
+    *(row_maximum, choose_greedily, choose_tokens),
+    *expert_cases.OPERATIONS,
+):
+    CASES.setdefault(_operation.check, []).append(_operation)

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeserve.bench.gpu.costs import Bar, Work
 from moeserve.bench.gpu.parts import Row, is_cuda_error
+from moeserve.bench.limits import Work
 from moeserve.ops.interfaces import Float8Rows, Kernels, plain_rows
 from moeserve.ops.torch.table import TORCH_KERNELS
 from moeserve.ops.triton.invariant import batch_invariant_kernels
@@ -34,8 +34,6 @@ FLOAT32_SLACK = 2.0**-12  # relative: sums of up to 16384 products on tensor cor
 CODES_SLACK = 2.0**-5  # for 8-bit results: rounding to 4 significant bits is 2.4% on average
 PEAK = 8.0  # the errors of a row are about normally distributed; 8 standard deviations of them never occur
 
-Call = Callable[[], Any]
-Make = Callable[[], Callable[..., Any]]
 NamedCases = Iterable[tuple[str, Callable[[], "Case"]]]  # each with a function that draws its inputs
 Shapes = Iterable[tuple[Any, ...]]
 
@@ -48,35 +46,33 @@ class Case:
     inputs: tuple[Any, ...]
     defined: Callable[..., Any] = lambda results, *inputs: results  # returns what is compared
     slack: float = FLOAT32_SLACK
-    # Libraries, which are also checked, and other implementations, which are only timed. Each makes a function, in the
-    # first case of the inputs, and only when it is needed: it may fail, and take memory.
-    others: Mapping[str, Make] = field(default_factory=dict)
-    beside: Mapping[str, Make] = field(default_factory=dict)
-    is_beside_torch: bool = False  # time the torch table too
+    is_ordered: bool = False  # runs the kernels of `batch_invariant`
+    libraries: Mapping[str, Kernels] = field(default_factory=dict)  # other tables to check and time, by label
     work: Work | None = None  # None: moves each input and each result once
-    bar: Bar | None = None
-    choices: tuple[tuple[str, int], ...] = ()  # keys of `measured.py` for which the fastest implementation is chosen
-    note: str = ""
+    is_fp8: bool = False  # multiplies 8-bit floats
+    bar: tuple[str, float] | None = None  # figure of the row, and its minimum
+    choices: tuple[tuple[str, int], ...] = ()  # keys of `measured.py` for which the fastest table is chosen
 
-    def bind(self, kernels: Kernels) -> Call:
+    def bind(self, kernels: Kernels) -> Callable[[], Any]:
+        kernels = batch_invariant_kernels(kernels) if self.is_ordered and kernels.name != "torch" else kernels
         return partial(self.operation(kernels), *self.inputs)
 
     def ratios(self, kernels: Kernels) -> Iterator[tuple[str, float]]:
         """Yield the error ratio of each result, with a name if there are several. A result is wrong above 1."""
-        inputs = tuple(map(in_float32, self.inputs))
-        expected = list(tensors_of(self.defined(self.operation(TORCH_KERNELS)(*inputs), *inputs)))
-        makes: dict[str, Make] = {"": partial(self.operation, kernels), **self.others}
-        for label, make in makes.items():
-            for place, actual in enumerate(tensors_of(self.defined(make()(*self.inputs), *self.inputs))):
+        inputs, compared = tuple(map(in_float32, self.inputs)), partial(tensors_of, dequantizes=True)
+        expected = list(compared(self.defined(self.operation(TORCH_KERNELS)(*inputs), *inputs)))
+        for label, table in {"": kernels, **self.libraries}.items():
+            for place, actual in enumerate(compared(self.defined(self.bind(table)(), *self.inputs))):
                 name = label if len(expected) == 1 else f"{label} result {place}"
                 yield name.strip(), compare(actual, expected[place], self.slack)
 
 
 @dataclass(frozen=True)
 class Operation:
-    """Cases of one kind. Shapes are the arguments of `make`."""
+    """Cases of one kind."""
 
     make: Callable[..., Case]  # (source, *shape)
+    check: str  # name of the check that they belong to
     small: Shapes  # fast enough for the interpreter
     large: Shapes = ()
     timed: Shapes = ()
@@ -84,6 +80,11 @@ class Operation:
     def cases(self, source: Any, shapes: Shapes) -> NamedCases:
         for shape in shapes:
             yield ", ".join(map(str, (self.make.__name__, *shape))), partial(self.make, source, *shape)
+
+
+def cases_of(check: str, small: Shapes, *others: Shapes) -> Callable[[Callable[..., Case]], Operation]:
+    """Decorate a function that makes a case of a shape. `others`: the fields `large` and `timed`."""
+    return lambda make: Operation(make, check, small, *others)
 
 
 def crossed(*choices: Iterable[Any]) -> list[tuple[Any, ...]]:
@@ -108,19 +109,9 @@ def run_check(cases: NamedCases, seconds_left: Callable[[], float], kernels: Ker
         if is_cuda_error(error):
             raise
         row |= {"error": f"{type(error).__name__}: {error}"[:2000], "log": traceback.format_exc(limit=-4)}
-    wrong = [name for name, ratio in ratios.items() if ratio > 1][:20]
-    is_right = ratios and not wrong and "error" not in row
-    row |= {"status": "passed" if is_right else "failed", "num_cases": len(ratios), "wrong": wrong}
-    if ratios:
-        worst = max(ratios, key=ratios.__getitem__)
-        row |= {"worst": worst, "error_ratio": ratios[worst]}
-        row["lines"] = [f"{len(ratios)} cases, worst {ratios[worst]:.3g} of the tolerance ({worst})"]
-    return row
-
-
-def in_order(kernels: Kernels) -> Kernels:
-    """Return the variants of the kernels with a fixed order of sums; torch's table is returned unchanged."""
-    return kernels if kernels.name == "torch" else batch_invariant_kernels(kernels)
+    wrong, worst = [name for name in ratios if ratios[name] > 1], max(ratios, key=ratios.__getitem__, default="")
+    row |= {"status": "passed" if ratios and not wrong and "error" not in row else "failed", "wrong": wrong[:20]}
+    return row | {"lines": [f"{len(ratios)} cases, worst {ratios.get(worst, 0.0):.3g} of the tolerance ({worst})"]}
 
 
 def in_float32(value: Any) -> Any:
@@ -136,15 +127,19 @@ def in_float32(value: Any) -> Any:
     return value
 
 
-def tensors_of(value: Any, *, dequantizes: bool = True) -> Iterator[Tensor]:
+def tensors_of(value: Any, *, dequantizes: bool = False) -> Iterator[Tensor]:
     """Yield all tensors in a result or an input."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, Float8Rows) and dequantizes:
+    elif dequantizes and isinstance(value, Float8Rows):
         yield plain_rows(dataclasses.replace(value, rows=None))
     elif isinstance(value, (tuple, list)) or dataclasses.is_dataclass(value):
         for each in value if isinstance(value, (tuple, list)) else fields_of(value).values():
             yield from tensors_of(each, dequantizes=dequantizes)
+
+
+def bytes_of(value: Any) -> float:
+    return float(sum(each.nbytes for each in tensors_of(value)))
 
 
 def fields_of(value: Any) -> dict[str, Any]:
@@ -159,8 +154,7 @@ def compare(actual: Tensor, expected: Tensor, slack: float = FLOAT32_SLACK) -> f
         return 0.0 if torch.equal(actual, expected.to(actual.dtype)) else WRONG
     if actual.numel() == 0:
         return 0.0
-    tolerance = slack + ROUNDINGS * torch.finfo(actual.dtype).eps / 2
-    exact = expected.double()
+    tolerance, exact = slack + ROUNDINGS * torch.finfo(actual.dtype).eps / 2, expected.double()
     error, tiny = (actual.double() - exact).abs(), torch.finfo(actual.dtype).smallest_normal
     peak = error / (PEAK * tolerance * exact.abs().amax(-1, keepdim=True) + tiny)
     total = error.square().mean().sqrt() / (tolerance * exact.square().mean().sqrt() + tiny)

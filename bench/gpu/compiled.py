@@ -9,11 +9,11 @@ wheel of Triton, and thus the same Python version. Kernels that are missing in i
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -27,16 +27,17 @@ from moeserve.bench.gpu import engine
 from moeserve.bench.gpu.cases import CASES
 from moeserve.bench.gpu.check import Case
 from moeserve.bench.gpu.inputs import Source
-from moeserve.bench.gpu.kernels import timed_cases
+from moeserve.bench.gpu.kernels import TIMED, timed_cases
 from moeserve.bench.gpu.launches import Launch, decode, prefill, record_step, recorded_launches
+from moeserve.bench.gpu.models import published
 from moeserve.bench.gpu.parts import Item, Row
-from moeserve.bench.gpu.throughput import MODELS, Model, Sizes
+from moeserve.bench.gpu.probe import LOST_TIME
+from moeserve.bench.gpu.throughput import CHUNK_TOKENS, MEASURES, MODELS
 from moeserve.ops.interfaces import KeyValueCache
 from moeserve.ops.triton.table import TRITON_KERNELS
 from moeserve.ops.weight_blocks import CODES
-from moeserve.step_inputs import ChunkSpan
+from moeserve.step_inputs import ChunkSpan, StepInputs
 
-SMALLEST_LAYERS = 2  # minimum layers of a model: one of each kind
 SMALL_CHECK = "norms"  # compiles in about a second
 
 
@@ -57,33 +58,22 @@ class UntouchedSource(Source):
         scales = [torch.empty(shape[:-1], dtype=torch.bfloat16) for _ in range(2)]
         return KeyValueCache(self.raw_bytes(*shape), self.raw_bytes(*shape), *scales)
 
-    def scattered(self, *shape: int, places: Any, unread: float) -> Tensor:
-        return self.normal(*shape)
+    def fill_unread(self, cache: Tensor, step: StepInputs, value: float) -> None:
+        pass
 
 
 def untouched_source() -> UntouchedSource:
     return UntouchedSource(torch.device("cpu"), torch.Generator().manual_seed(0), torch.bfloat16)
 
 
-class AbsentGpu:
-    """A Triton driver that compiles for an absent GPU, with the same cache keys as on that GPU."""
-
-    def __init__(self, capability: int = 90) -> None:
-        self._capability = capability
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self._capability, 32)
-
-    def get_current_device(self) -> int:
-        return self._capability  # compiled kernels are kept for each device
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
 def compiling_for(capability: int) -> contextlib.AbstractContextManager[Any]:
-    """Compile the kernels of launches with `warmup` for an absent GPU."""
-    return mock.patch.object(driver, "_active", AbsentGpu(capability))
+    """Compile the kernels of launches with `warmup` for an absent GPU, with the same cache keys as on that GPU."""
+    gpu = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", capability, 32),
+        get_current_device=lambda: capability,  # compiled kernels are kept for each device
+        get_current_stream=lambda device: 0,
+    )
+    return mock.patch.object(driver, "_active", gpu)
 
 
 def relocate(folder: Path) -> None:
@@ -97,17 +87,21 @@ def compile_items(capability: int) -> Iterator[Item]:
     """Yield the functions that compile the kernels of models, of checks, and of timed cases."""
     recorders: dict[str, Callable[[], Sequence[Launch]]] = {}
     source = untouched_source()
-    for model in MODELS:
-        recorders[model.name] = functools.partial(launches_of_model, model)
+    steps = [decode(batch, 512) for batch in sorted({each.batch for each in MEASURES})]
+    steps.append(prefill(CHUNK_TOKENS, CHUNK_TOKENS))
+    for name, quantization in MODELS.values():
+        recorders[f"{name} {quantization}"] = partial(launches_of_steps, published(name, 2), steps, quantization)
+    steps = [decode(4, 40), prefill(40, 40), [*prefill(6, 40), ChunkSpan(6, 1, 20)]]
     for family, dtype in engine.CHECKPOINTS:
-        recorders[f"{family}, {dtype}"] = functools.partial(launches_of_family, family, dtype)
+        config = engine.config_of(family).to_dict()
+        recorders[f"{family}, {dtype}"] = partial(launches_of_steps, config, steps, None, getattr(torch, dtype))
     for name, operations in CASES.items():
         makes = [make for each in operations for _, make in each.cases(source, each.large)]
-        recorders[f"the check {name}"] = functools.partial(launches_of, makes)
-    for name, make in timed_cases(source):
-        recorders[name] = functools.partial(launches_of, [make])
+        recorders[f"the check {name}"] = partial(launches_of, makes)
+    for name, make in timed_cases(source, TIMED + LOST_TIME):
+        recorders[name] = partial(launches_of, [make])
     for name, record in recorders.items():
-        yield f"kernels of {name}", functools.partial(compile_rows, record, capability)
+        yield f"kernels of {name}", partial(compile_rows, record, capability)
 
 
 def compile_rows(record: Callable[[], Sequence[Launch]], capability: int) -> Iterator[Row]:
@@ -145,23 +139,5 @@ def launches_of(makes: Iterable[Callable[[], Case]]) -> list[Launch]:
     return launches
 
 
-def launches_of_model(model: Model) -> list[Launch]:
-    sizes = Sizes()
-    steps = [decode(batch, 512) for batch in sorted({each.batch for each in sizes.measures})]
-    with tempfile.TemporaryDirectory() as folder:
-        model.write(Path(folder), SMALLEST_LAYERS)
-        return launches_of_steps(Path(folder), [*steps, prefill(sizes.chunk_tokens, sizes.chunk_tokens)], model)
-
-
-def launches_of_family(family: str, dtype: engine.Dtype) -> list[Launch]:
-    steps = [decode(4, 40), prefill(40, 40), [*prefill(6, 40), ChunkSpan(6, 1, 20)]]
-    with tempfile.TemporaryDirectory() as folder:
-        engine.config_of(family).save_pretrained(folder)
-        return launches_of_steps(Path(folder), steps, Model(family, {}, None), getattr(torch, dtype))
-
-
-def launches_of_steps(
-    folder: Path, steps: Sequence[list[ChunkSpan]], model: Model, dtype: torch.dtype = torch.bfloat16
-) -> list[Launch]:
-    recorded = [record_step(folder, spans, model.quantization, dtype) for spans in steps]
-    return [launch for parts in recorded for part in parts for launch in part]
+def launches_of_steps(config: dict[str, Any], steps: Sequence[list[ChunkSpan]], *more: Any) -> list[Launch]:
+    return [launch for spans in steps for part in record_step(config, spans, *more) for launch in part]

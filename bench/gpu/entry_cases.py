@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeserve.bench.gpu.check import Case, Operation, crossed
-from moeserve.bench.gpu.costs import Work
+from moeserve.bench.gpu.check import Case, bytes_of, cases_of, crossed
 from moeserve.bench.gpu.inputs import Source, draw_chosen
+from moeserve.bench.limits import Work
 from moeserve.ops.compressed_attention import CompressedCache, CompressedShape
 from moeserve.ops.hyper_connections import StreamsConfig, StreamsWeights
 from moeserve.ops.linear_attention import LinearAttentionShape, LinearAttentionWeights
@@ -28,12 +28,8 @@ FLASH = CompressedShape(
 )
 SMALL = dataclasses.replace(FLASH, num_heads=3, head_size=20, scale=0.3, window=6, index_size=12)
 LENGTHS = {
-    "shortest": (10, 1),
-    "short": (20, 1),
-    "prompts": (300, 1, 65),
-    "prompt of 4096": (4096,),
-    "64 decodes": (1,) * 64,
-}
+    "shortest": (10, 1), "short": (20, 1), "prompts": (300, 1, 65), "prompt of 4096": (4096,), "64 decodes": (1,) * 64,
+}  # fmt: skip
 SHAPES = {
     "V4, chosen entries": FLASH,
     "V4, all entries": dataclasses.replace(FLASH, ratio=128, index_size=None),
@@ -44,11 +40,10 @@ SHAPES = {
 }
 STREAMS = StreamsConfig(num_streams=4, num_iterations=20, epsilon=1e-6)
 linear_shape = partial(LinearAttentionShape, key_dim=128, norm_epsilon=1e-3)
+channels: Any = dict(has_channel_decays=True, gate="sigmoid")
 LINEAR = {
     "Qwen3-Next": linear_shape(num_heads=32, num_key_heads=16, value_dim=128, is_delta=True),
-    "Kimi-Linear": linear_shape(
-        num_heads=32, num_key_heads=32, value_dim=128, is_delta=True, has_channel_decays=True, gate="sigmoid"
-    ),
+    "Kimi-Linear": linear_shape(num_heads=32, num_key_heads=32, value_dim=128, is_delta=True, **channels),
     "Nemotron-3-Nano": linear_shape(num_heads=64, num_key_heads=8, value_dim=64, is_delta=False),
 }
 SMALL_LINEAR = {
@@ -57,6 +52,11 @@ SMALL_LINEAR = {
 }
 
 
+@cases_of(
+    "compressed attention",
+    [(name, "shortest", 2) for name in SHAPES if "small" in name],
+    [(name, "prompts", 40) for name in SHAPES if "V4" in name],
+)
 def compressed_attention(source: Source, name: str, kind: str, top_k: int) -> Case:
     """Pool and attend from prompts."""
     shape, lengths = SHAPES[name], LENGTHS[kind]
@@ -65,13 +65,9 @@ def compressed_attention(source: Source, name: str, kind: str, top_k: int) -> Ca
     step = source.step([(length, length) for length in lengths], block_size)
     num_blocks = step.block_table.numel() + 3
     chosen = draw_chosen(source, num_tokens, num_blocks * block_size // ratio, top_k) if shape.index_size else None
-    inputs = (
-        source.normal(num_tokens, shape.head_size),
-        source.normal(num_tokens, 2 * size),
-        source.float32(ratio, size),
-        source.normal(num_tokens, shape.num_heads, shape.head_size),
-        source.float32(shape.num_heads),
-    )
+    vector_TH, projected_TX = source.normal(num_tokens, shape.head_size), source.normal(num_tokens, 2 * size)
+    query_TNH = source.normal(num_tokens, shape.num_heads, shape.head_size)
+    inputs = vector_TH, projected_TX, source.float32(ratio, size), query_TNH, source.float32(shape.num_heads)
 
     def call(
         backend: Any, vector_TH: Tensor, projected_TX: Tensor, bias: Tensor, query_TNH: Tensor, sinks: Tensor
@@ -88,98 +84,92 @@ def compressed_attention(source: Source, name: str, kind: str, top_k: int) -> Ca
     return Case(lambda kernels: partial(call, kernels.make_compressed_attention(shape)), inputs)
 
 
+@cases_of(
+    "hyper-connections",
+    crossed([3], [40], [False, True]),
+    crossed([5, 300], [4096], [False, True]),
+    crossed([64, 4096], [4096], [False]),
+)
 def collapse_streams(source: Source, num_tokens: int, width: int, is_last: bool) -> Case:
     num_coefficients, size = STREAMS.num_streams if is_last else STREAMS.num_coefficients, STREAMS.num_streams * width
     maps = source.float32(num_coefficients, size, scale=size**-0.5)
     weights = StreamsWeights(maps, source.float32(num_coefficients), source.float32(1 if is_last else 3))
-    inputs = source.normal(num_tokens, size), weights
-    return Case(lambda kernels: kernels.make_streams(STREAMS, 1e-6).collapse, inputs, is_beside_torch=True)
+    return Case(
+        lambda kernels: kernels.make_streams(STREAMS, 1e-6).collapse, (source.normal(num_tokens, size), weights)
+    )
 
 
+@cases_of("hyper-connections", [(3, 40)], crossed([5, 300], [4096]), crossed([64, 4096], [4096]))
 def expand_streams(source: Source, num_tokens: int, width: int) -> Case:
     streams_TX, rows_TD = (source.normal(num_tokens, count * width) for count in (STREAMS.num_streams, 1))
     inputs = streams_TX, rows_TD, source.float32(num_tokens, STREAMS.num_coefficients)
-    work = Work(float(sum(each.nbytes for each in (*inputs, streams_TX))))
-    return Case(lambda kernels: kernels.make_streams(STREAMS, 1e-6).expand, inputs, is_beside_torch=True, work=work)
+    return Case(lambda kernels: kernels.make_streams(STREAMS, 1e-6).expand, inputs)
 
 
-def two_steps(source: Source, lengths: tuple[int, ...]) -> list[StepInputs]:
-    """Return steps of some requests. The second step begins with the states that the first step has stored."""
+def case_of_states(make: Any, source: Source, kind: str, *inputs: Any, **more: Any) -> Case:
+    """Run two steps of some requests. The second step begins with the states that the first step has stored.
+
+    Args:
+        make: makes the operation from a table.
+        inputs: tensors of tokens, weights, and states.
+    """
+    lengths = LENGTHS[kind]
     rows = torch.arange(len(lengths), device=source.device)
     none, ones = torch.full_like(rows, -1), torch.ones_like(rows)
     step = source.step([(length, length) for length in lengths], 16)
-    return [dataclasses.replace(step, states=StateRows(load, rows, none, ones)) for load in (none, rows)]
+    steps = [dataclasses.replace(step, states=StateRows(load, rows, none, ones)) for load in (none, rows)]
+
+    def call(operation: Any, inputs: Any, weights: Any, states: Tensor, steps: list[StepInputs]) -> Any:
+        return [operation(*inputs, weights, states, step) for step in steps], states
+
+    return Case(lambda kernels: partial(call, make(kernels)), (*inputs, steps), **more)
 
 
-def run_steps(operation: Any, tokens: Any, weights: Any, states: Tensor, steps: list[StepInputs]) -> Any:
-    return [operation(*tokens, weights, states, step) for step in steps], states
-
-
+@cases_of(
+    "linear attention",
+    crossed(SMALL_LINEAR, ["short"]),
+    crossed(LINEAR, ["prompts"]),
+    crossed(LINEAR, ["prompt of 4096", "64 decodes"]),
+)
 def linear_attention(source: Source, name: str, kind: str) -> Case:
-    shape, lengths = (LINEAR | SMALL_LINEAR)[name], LENGTHS[kind]
-    num_tokens, num_heads, value_size = sum(lengths), shape.num_heads, shape.num_heads * shape.value_dim
+    shape, num_tokens = (LINEAR | SMALL_LINEAR)[name], sum(LENGTHS[kind])
+    num_heads, value_size = shape.num_heads, shape.num_heads * shape.value_dim
     weights = LinearAttentionWeights(
         source.float32(num_heads),
         source.float32(shape.num_decays),
         source.float32(shape.value_dim if shape.is_delta else value_size),
         None if shape.is_delta else source.float32(num_heads),
     )
-    tokens = (
+    inputs = (
         source.float32(num_tokens, shape.num_channels),
         source.normal(num_tokens, value_size),
         source.normal(num_tokens, shape.num_decays),
         source.normal(num_tokens, num_heads) if shape.is_delta else None,
     )
-    states = torch.zeros(len(lengths), num_heads, shape.key_dim, shape.value_dim, device=source.device)
-    element_bytes = sum(each.nbytes for each in tokens if each is not None) + tokens[1].nbytes
-    operations = num_tokens * states[0].numel() * (6.0 if shape.is_delta else 4.0)  # products with states
-    return Case(
-        lambda kernels: partial(run_steps, kernels.make_linear_attention(shape)),
-        (tokens, weights, states, two_steps(source, lengths)),
+    states = torch.zeros(len(LENGTHS[kind]), num_heads, shape.key_dim, shape.value_dim, device=source.device)
+    operations = num_tokens * states[0].numel() * (12.0 if shape.is_delta else 8.0)  # of both steps, with states
+    work = Work(2 * (bytes_of(inputs) + inputs[1].nbytes) + 3 * states.nbytes, operations)
+    return case_of_states(
+        lambda kernels: kernels.make_linear_attention(shape),
+        *(source, kind, inputs, weights, states),
         slack=TF32_SLACK,
-        work=Work(2.0 * element_bytes + 3.0 * states.nbytes, 2.0 * operations),
+        work=work,
     )
 
 
+@cases_of(
+    "short convolutions",
+    [(300, 4, False, "short"), (300, 3, True, "short")],
+    [(8192, 4, False, "prompts"), (2048, 3, True, "prompts")],  # Qwen3-Next, LFM2
+)
 def short_convolution(source: Source, num_channels: int, num_taps: int, is_gated: bool, kind: str) -> Case:
     shape = ConvolutionShape(num_channels=num_channels, num_taps=num_taps, is_gated=is_gated)
     weights = ConvolutionWeights(source.float32(num_taps, num_channels), source.float32(num_channels))
-    tokens = (source.normal(sum(LENGTHS[kind]), num_channels * (3 if is_gated else 1)),)
-    states = tokens[0].new_zeros(len(LENGTHS[kind]), num_taps - 1, num_channels)
-    inputs = tokens, weights, states, two_steps(source, LENGTHS[kind])
-    return Case(lambda kernels: partial(run_steps, kernels.make_short_convolution(shape)), inputs)
+    rows_TX = source.normal(sum(LENGTHS[kind]), num_channels * (3 if is_gated else 1))
+    states = rows_TX.new_zeros(len(LENGTHS[kind]), num_taps - 1, num_channels)
+    return case_of_states(
+        lambda kernels: kernels.make_short_convolution(shape), source, kind, (rows_TX,), weights, states
+    )
 
 
-ENTRY_CASES = {
-    "linear attention": [
-        Operation(
-            linear_attention,
-            crossed(SMALL_LINEAR, ["short"]),
-            crossed(LINEAR, ["prompts"]),
-            crossed(LINEAR, ["prompt of 4096", "64 decodes"]),
-        )
-    ],
-    "short convolutions": [
-        Operation(
-            short_convolution,
-            [(300, 4, False, "short"), (300, 3, True, "short")],
-            [(8192, 4, False, "prompts"), (2048, 3, True, "prompts")],  # Qwen3-Next, LFM2
-        )
-    ],
-    "compressed attention": [
-        Operation(
-            compressed_attention,
-            [(name, "shortest", 2) for name in SHAPES if "small" in name],
-            [(name, "prompts", 40) for name in SHAPES if "V4" in name],
-        )
-    ],
-    "hyper-connections": [
-        Operation(
-            collapse_streams,
-            crossed([3], [40], [False, True]),
-            crossed([5, 300], [4096], [False, True]),
-            crossed([64, 4096], [4096], [False]),
-        ),
-        Operation(expand_streams, [(3, 40)], crossed([5, 300], [4096]), crossed([64, 4096], [4096])),
-    ],
-}
+OPERATIONS = [linear_attention, short_convolution, compressed_attention, collapse_streams, expand_streams]

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from moeserve.bench.gpu.check import CODES_SLACK, FLOAT32_SLACK, Case, Operation, crossed, in_float32, in_order
-from moeserve.bench.gpu.costs import GPT_OSS_ACTIVATION, Format, MoEShape, Work, experts_bar, experts_work
+from moeserve.bench.gpu.check import (
+    CODES_SLACK,
+    FLOAT32_SLACK,
+    Case,
+    Operation,
+    bytes_of,
+    cases_of,
+    crossed,
+    in_float32,
+)
 from moeserve.bench.gpu.inputs import Source, dequantized, draw_routing, draw_rows, draw_weights
+from moeserve.bench.limits import Work
 from moeserve.errors import SettingsError
-from moeserve.ops.interfaces import Float8Rows, Gather, InputChunks, Kernels, Keys, OpenWeights, Product, SwiGLU
+from moeserve.ops import interfaces
+from moeserve.ops.interfaces import Float8Rows, Gather, Kernels, Keys, OpenWeights, Product, SwiGLU
 from moeserve.ops.libraries.deep_gemm import why_unavailable, with_deep_gemm
 from moeserve.ops.libraries.measured import product_key
 from moeserve.ops.torch.table import TORCH_KERNELS
@@ -26,23 +34,37 @@ from moeserve.ops.weight_blocks import num_blocks
 # E experts, K experts per token, T tokens, P pairs, R rows, S slots of a weight, D model width, I inputs, O outputs,
 # C columns, e weights
 
+Format = Literal["bf16", "fp8", "mxfp4"]
+
+
+class MoEShape(NamedTuple):
+    """The routed experts of one layer."""
+
+    num_experts: int
+    hidden: int
+    width: int  # width of an expert
+    top_k: int
+    activation: interfaces.Activation = SwiGLU()
+    has_bias: bool = False
+
+
 # Tensor cores of sm_90 keep 13 bits below the largest of 32 products of 8-bit floats.
 SLACKS = {"bf16": FLOAT32_SLACK, "fp8": 2.0**-6, "mxfp4": FLOAT32_SLACK}
+GPT_OSS = interfaces.ClampedSwiGLU(alpha=1.702, limit=7.0), True
 MODELS = {
     "Qwen3-30B-A3B": MoEShape(128, 2048, 768, 8),
     "Mixtral-8x7B": MoEShape(8, 4096, 14336, 2),
     "DeepSeek-V2-Lite": MoEShape(64, 2048, 1408, 6),
-    "gpt-oss-20b": MoEShape(32, 2880, 2880, 4, GPT_OSS_ACTIVATION, has_bias=True),
+    "gpt-oss-20b": MoEShape(32, 2880, 2880, 4, *GPT_OSS),
 }
 V3_SHARE = "DeepSeek-V3, 32 of 256"  # the experts of one of 8 GPUs
 SHAPES = MODELS | {
     V3_SHARE: MoEShape(32, 7168, 2048, 8),
     "small": MoEShape(3, 48, 24, 2),
-    "small, clamped": MoEShape(5, 33, 20, 3, GPT_OSS_ACTIVATION, has_bias=True),
+    "small, clamped": MoEShape(5, 33, 20, 3, *GPT_OSS),
     "small blocks": MoEShape(2, 260, 136, 2),
-    "small groups": MoEShape(3, 96, 64, 2, GPT_OSS_ACTIVATION, has_bias=True),
+    "small groups": MoEShape(3, 96, 64, 2, *GPT_OSS),
 }
-SMALL = {"gpt-oss-20b": "small, clamped"}  # of the shapes, for models that differ from the others
 EXPECTED_ROWS = (None, 1, 10**6)  # select different tiles, which must not change a byte
 NUM_TOKENS = (1, 16, 128, 4096)
 PARTS = ("gate, up", "down")
@@ -66,9 +88,8 @@ def deep_gemm_kernels(source: Source, *weights: OpenWeights) -> dict[str, Kernel
 def draw_experts(source: Source, shape: MoEShape, format: Format, part: str) -> OpenWeights:
     is_fp8, is_gated = format == "fp8", part == "gate, up"
     sizes = (2 * shape.width, shape.hidden) if is_gated else (shape.hidden, shape.width)
-    activation, has_bias = shape.activation if is_gated else None, shape.has_bias and not is_fp8
-    formats = dict(is_fp8=is_fp8, is_mxfp4=format == "mxfp4")
-    return draw_weights(source, shape.num_experts, *sizes, **formats, has_bias=has_bias, activation=activation)
+    options: Any = dict(is_fp8=is_fp8, is_mxfp4=format == "mxfp4", has_bias=shape.has_bias and not is_fp8)
+    return draw_weights(source, shape.num_experts, *sizes, activation=shape.activation if is_gated else None, **options)
 
 
 def multiply_rows_and_slots(source: Source, format: Format, name: str, part: str, rows_of_expert: int) -> Case:
@@ -76,17 +97,18 @@ def multiply_rows_and_slots(source: Source, format: Format, name: str, part: str
 
     Slots have the same numbers of rows. Some tokens have an expert on another rank, whose pairs are -1 in the order.
     """
-    shape, is_fp8 = SHAPES[name], format == "fp8"
-    weights = draw_experts(source, shape, format, part)
+    shape, weights = SHAPES[name], draw_experts(source, SHAPES[name], format, part)
     num_tokens, num_known = max(1, shape.num_experts * rows_of_expert // shape.top_k), shape.num_experts + 1
     experts_TK, _ = draw_routing(source, num_tokens, num_known, shape.top_k)
     order_P, counts_E = TORCH_KERNELS.pairs.order(experts_TK, Keys(shape.num_experts, num_known=num_known))
     gather = Gather(order_P, shape.top_k) if part == "gate, up" else None
-    num_rows = len(order_P) if gather is None else num_tokens
-    rows_RI = draw_rows(source, num_rows, weights.num_inputs, is_fp8=is_fp8)
-    num_slots = int(counts_E.max()) + 1
-    slots_RI = draw_rows(source, shape.num_experts * num_slots, weights.num_inputs, is_fp8=is_fp8)
+    num_rows, num_slots = len(order_P) if gather is None else num_tokens, int(counts_E.max()) + 1
     hints = EXPECTED_ROWS if source.device.type == "cuda" else EXPECTED_ROWS[:1]  # on a CPU, sums are numpy's
+    rows_RI, slots_RI = (
+        draw_rows(source, number, weights.num_inputs, is_fp8=format == "fp8")
+        for number in (num_rows, shape.num_experts * num_slots)
+    )
+    inputs = rows_RI, slots_RI.unflatten(0, (-1, num_slots)), counts_E, gather
 
     def call(product: Product, rows_RI: Tensor, slots_eSI: Tensor, counts_e: Tensor, gather: Gather | None) -> Any:
         results = [product.multiply_rows(rows_RI, counts_e, True, gather, hint) for hint in hints]
@@ -98,10 +120,16 @@ def multiply_rows_and_slots(source: Source, format: Format, name: str, part: str
         used = [slots_SC[:count] for slots_SC, count in zip(results[1], counts_e.tolist(), strict=True)]
         return first, torch.tensor(are_equal), torch.cat(used)
 
-    inputs = rows_RI, slots_RI.unflatten(0, (-1, num_slots)), counts_E, gather
     return Case(lambda kernels: partial(call, product_of(kernels, weights)), inputs, defined, SLACKS[format])
 
 
+@cases_of(
+    "products of one weight",
+    [("bf16", 24, 20, 3, True), ("fp8", 130, 260, 3, False), ("fp8", 272, 260, 3, True)],
+    crossed(["bf16", "fp8"], [1536], [7168], [1, 64, 500], [False, True]),
+    # DeepSeek-V3's compressed queries, and the gates and ups of shared experts
+    crossed(["fp8"], [1536], [4096], [64, 8192], [False]) + crossed(["fp8"], [28672], [4096], [64, 8192], [True]),
+)
 def multiply(source: Source, format: Format, num_outputs: int, num_inputs: int, num_rows: int, is_gated: bool) -> Case:
     """Multiply by one weight. An 8-bit weight with an activation feeds another product of blocks.
 
@@ -114,37 +142,43 @@ def multiply(source: Source, format: Format, num_outputs: int, num_inputs: int, 
     if is_fp8:
         scales = source.uniform(num_rows, num_blocks(num_inputs))
         rows = Float8Rows(source.codes(num_rows, num_inputs), scales, source.dtype)
-    element_size = weights.weight_eOI.element_size()
-    num_bytes = (num_outputs + num_rows) * num_inputs * element_size + 2 * num_rows * num_outputs // weights.num_parts
-
-    def make(kernels: Kernels) -> Callable[..., Any]:
-        return product_of(kernels, weights).multiply
-
+    num_bytes = bytes_of((weights, rows)) + 2 * num_rows * num_outputs // weights.num_parts
     return Case(
-        make,
+        lambda kernels: product_of(kernels, weights).multiply,
         (rows,),
         slack=CODES_SLACK if weights.feeds_blocks else SLACKS[format],
-        others={name: partial(make, own) for name, own in deep_gemm_kernels(source, weights).items()},
-        work=Work(num_bytes, 2.0 * num_rows * num_outputs * num_inputs, format),
+        libraries=deep_gemm_kernels(source, weights),
+        work=Work(num_bytes, 2.0 * num_rows * num_outputs * num_inputs),
+        is_fp8=is_fp8,
         choices=((product_key(weights), num_rows),) if is_fp8 else (),
     )
 
 
+@cases_of(
+    "products of one weight",
+    [(40, 70, 3, 70), (33, 150, 2, 20)],  # one chunk, and eight
+    crossed([1536], [7168], [1, 65, 500], [7168, 896, 1024]),
+    crossed([5120], [4096], [64, 8192], [4096, 512]),
+)
 def multiply_in_order(source: Source, num_outputs: int, num_inputs: int, num_rows: int, chunk_inputs: int) -> Case:
     """Multiply by one weight in chunks of inputs. The bytes of a row must not depend on the number of rows."""
     weights = draw_weights(source, 1, num_outputs, num_inputs, has_bias=True)
-    weights = dataclasses.replace(weights, chunks=InputChunks(chunk_inputs, keeps_float32=False))
+    weights = dataclasses.replace(weights, chunks=interfaces.InputChunks(chunk_inputs, keeps_float32=False))
 
     def defined(results: tuple[Tensor, Tensor], *_: Any) -> Any:
         output_TO, last_1O = results
         return output_TO, torch.tensor(last_1O.dtype == torch.float32 or torch.equal(output_TO[-1:], last_1O))
 
-    def make(kernels: Kernels) -> Callable[..., Any]:
-        product = product_of(in_order(kernels), weights)
-        return lambda rows_TI: (product.multiply(rows_TI), product.multiply(rows_TI[-1:]))
+    def call(product: Product, rows_TI: Tensor) -> Any:
+        return product.multiply(rows_TI), product.multiply(rows_TI[-1:])
 
-    work = Work(2.0 * weights.weight_eOI.nbytes, 2.0 * (num_rows + 1) * num_outputs * num_inputs)
-    return Case(make, (source.normal(num_rows, num_inputs),), defined, work=work)
+    return Case(
+        lambda kernels: partial(call, product_of(kernels, weights)),
+        (source.normal(num_rows, num_inputs),),
+        defined,
+        is_ordered=True,
+        work=Work(2 * bytes_of(weights), 2.0 * (num_rows + 1) * num_outputs * num_inputs),
+    )
 
 
 @functools.lru_cache(maxsize=1)
@@ -154,93 +188,52 @@ def draw_layer(source: Source, format: Format, name: str) -> tuple[OpenWeights, 
     return dataclasses.replace(gate_up, feeds_blocks=format == "fp8"), down
 
 
+@cases_of(
+    "experts",
+    [("bf16", "small", 1), ("fp8", "small blocks", 2), ("bf16", "small, clamped", 4), ("mxfp4", "small groups", 2)],
+    [*crossed(["bf16", "fp8"], ["Qwen3-30B-A3B"], [128]), ("mxfp4", "gpt-oss-20b", 128)],
+    crossed(["bf16", "fp8"], ["Qwen3-30B-A3B", "Mixtral-8x7B"], NUM_TOKENS)
+    + crossed(["mxfp4"], ["gpt-oss-20b"], NUM_TOKENS)
+    + crossed(["bf16", "fp8"], ["DeepSeek-V2-Lite", "gpt-oss-20b"], NUM_TOKENS),
+)
 def experts(source: Source, format: Format, name: str, num_tokens: int) -> Case:
     """Run a layer's experts after the router: order of pairs, both products, and weighted sum.
 
-    torch's `grouped_mm` is compared, which does not order or sum, and computes SwiGLU.
+    The work is to read each expert with rows and each token once, and to write the sums.
     """
-    shape, weights = SHAPES[name], draw_layer(source, format, name)
-    hidden_TD, keys = source.normal(num_tokens, shape.hidden), Keys(shape.num_experts)
+    shape, weights, is_fp8 = SHAPES[name], draw_layer(source, format, name), format == "fp8"
     experts_TK, weights_TK = draw_routing(source, num_tokens, shape.num_experts, shape.top_k)
-    num_hit = len(experts_TK.unique())
-    inputs = hidden_TD, experts_TK, weights_TK
+    hidden_TD, share_hit = source.normal(num_tokens, shape.hidden), len(experts_TK.unique()) / shape.num_experts
+    operations = 6.0 * num_tokens * shape.top_k * shape.hidden * shape.width
+    rate = "operations_per_second", 1000e12 if is_fp8 else 500e12
 
     def call(pairs: Any, made: list[Product], hidden_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        gate_up, down = made
-        order_P, counts_E = pairs.order(experts_TK, keys)
-        middle = gate_up.multiply_rows(hidden_TD, counts_E, True, Gather(order_P, shape.top_k))
-        output = down.multiply_rows(middle, counts_E, True)
+        order_P, counts_E = pairs.order(experts_TK, Keys(shape.num_experts))
+        middle = made[0].multiply_rows(hidden_TD, counts_E, True, Gather(order_P, shape.top_k))
+        output = made[1].multiply_rows(middle, counts_E, True)
         return pairs.weighted_sum(output, order_P, weights_TK, hidden_TD.dtype)
 
-    def make(kernels: Kernels) -> Callable[..., Any]:
-        return partial(call, kernels.pairs, [product_of(kernels, each) for each in weights])
-
-    def make_torch() -> Callable[[], Tensor]:
-        order_P, counts_E = TORCH_KERNELS.pairs.order(experts_TK, keys)
-        multiply = partial(functional.grouped_mm, offs=counts_E.cumsum(0).int())
-        maps, source_P = [each.weight_eOI.transpose(1, 2) for each in weights], order_P // shape.top_k
-
-        def run() -> Tensor:
-            gate, up = multiply(hidden_TD[source_P], maps[0]).chunk(2, dim=-1)
-            return multiply(functional.silu(gate) * up, maps[1])
-
-        return run
-
     return Case(
-        make,
-        inputs,
-        slack=2 * CODES_SLACK if format == "fp8" else FLOAT32_SLACK,  # rows and gates are rounded to 8 bits
-        others={name: partial(make, own) for name, own in deep_gemm_kernels(source, *weights).items()},
-        beside={"torch grouped_mm": make_torch} if format == "bf16" else {},
-        work=experts_work(shape, num_tokens=num_tokens, num_hit=num_hit, format=format),
-        bar=experts_bar(num_tokens, format),
-        choices=tuple((product_key(each), num_tokens * shape.top_k) for each in weights if format == "fp8"),
-        note=f"{num_hit} of {shape.num_experts} experts have rows",
+        lambda kernels: partial(call, kernels.pairs, [product_of(kernels, each) for each in weights]),
+        (hidden_TD, experts_TK, weights_TK),
+        slack=2 * CODES_SLACK if is_fp8 else FLOAT32_SLACK,  # rows and gates are rounded to 8 bits
+        libraries=deep_gemm_kernels(source, *weights),
+        work=Work(share_hit * bytes_of(weights) + 2 * hidden_TD.nbytes, operations),
+        is_fp8=is_fp8,
+        bar=rate if num_tokens > 128 else ("fraction_of_memory_bound", 0.70 if num_tokens <= 16 else 0.85),
+        choices=tuple((product_key(each), num_tokens * shape.top_k) for each in weights if is_fp8),
     )
 
 
-def products(format: Format, small: str, name: str) -> list[Operation]:
-    """Return the products of one model's experts."""
-    small_shapes = crossed([format], [small], PARTS, (0, 6))
-    return [Operation(multiply_rows_and_slots, small_shapes, crossed([format], [name], PARTS, (0, 12, 32, 128)))]
+def products(format: Format, name: str, small: str) -> Operation:
+    """Return the products of one model's experts. Several processes share the compilation of the models' kernels."""
+    check, large = f"products, {format}, {name}", crossed([format], [name], PARTS, (0, 12, 32, 128))
+    return Operation(multiply_rows_and_slots, check, crossed([format], [small], PARTS, (0, 6)), large)
 
 
-# One check per model, so that several processes share the compilation of kernels.
-EXPERT_CASES = {
-    **{f"products, {name}": products("bf16", SMALL.get(name, "small"), name) for name in MODELS},
-    **{f"products, fp8, {name}": products("fp8", "small blocks", name) for name in (*MODELS, V3_SHARE)},
-    "products, mxfp4, gpt-oss-20b": products("mxfp4", "small groups", "gpt-oss-20b"),
-    "products of one weight": [
-        Operation(
-            multiply,
-            [("bf16", 24, 20, 3, True), ("fp8", 130, 260, 3, False), ("fp8", 272, 260, 3, True)],
-            crossed(["bf16", "fp8"], [1536], [7168], [1, 64, 500], [False, True]),
-            # DeepSeek-V3's compressed queries, and the gates and ups of shared experts
-            crossed(["fp8"], [1536], [4096], [64, 8192], [False])
-            + crossed(["fp8"], [28672], [4096], [64, 8192], [True]),
-        ),
-        Operation(
-            multiply_in_order,
-            [(40, 70, 3, 70), (33, 150, 2, 20)],  # one chunk, and eight
-            crossed([1536], [7168], [1, 65, 500], [7168, 896, 1024]),
-            crossed([5120], [4096], [64, 8192], [4096, 512]),
-        ),
-    ],
-    "experts": [
-        Operation(
-            experts,
-            [("bf16", "small", 1), ("fp8", "small blocks", 2)],
-            crossed(["bf16", "fp8"], ["Qwen3-30B-A3B"], [128]),
-            crossed(["bf16", "fp8"], ["Qwen3-30B-A3B", "Mixtral-8x7B"], NUM_TOKENS),
-        )
-    ],
-    "experts of other models": [
-        Operation(
-            experts,
-            [("bf16", "small, clamped", 4), ("mxfp4", "small groups", 2)],
-            [("mxfp4", "gpt-oss-20b", 128)],
-            crossed(["mxfp4"], ["gpt-oss-20b"], NUM_TOKENS)
-            + crossed(["bf16", "fp8"], ["DeepSeek-V2-Lite", "gpt-oss-20b"], NUM_TOKENS),
-        )
-    ],
-}
+OPERATIONS = [
+    *(products("bf16", name, "small, clamped" if name == "gpt-oss-20b" else "small") for name in MODELS),
+    *(products("fp8", name, "small blocks") for name in (*MODELS, V3_SHARE)),
+    products("mxfp4", "gpt-oss-20b", "small groups"),
+    *(multiply, multiply_in_order, experts),
+]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moeserve.bench.gpu.costs import Chunks
 from moeserve.ops.float8_rows import encode_rows
 from moeserve.ops.indexer import ChosenEntries
 from moeserve.ops.interfaces import MXFP4_GROUP, Activation, KeyValueCache, OpenWeights, num_parts_of
@@ -23,6 +23,7 @@ from moeserve.step_inputs import SAMPLING_SETTINGS, ChunkSpan, StepInputs, as_in
 
 MXFP4_NUMBERS = [sign * number for sign in (1, -1) for number in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]  # by code
 MXFP4_BIAS = 127  # of exponents
+Chunks = Sequence[tuple[int, int]]  # (rows, context length including them) of each request
 
 
 @dataclass(frozen=True)
@@ -40,15 +41,11 @@ class Source:
     def float32(self, *shape: int, scale: float = 1.0) -> Tensor:
         return self.normal(*shape, dtype=torch.float32, scale=scale)
 
-    def scattered(self, *shape: int, places: tuple[Tensor | slice, ...], unread: float) -> Tensor:
-        """Draw numbers at certain places, and fill the rest with the number `unread`."""
-        drawn = self.normal(*shape)
-        result = torch.full_like(drawn, unread)
-        result[places] = drawn[places]
-        return result
-
     def uniform(self, *shape: int) -> Tensor:
         return torch.rand(shape, generator=self.generator, device=self.device)
+
+    def integers(self, low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=self.generator, device=self.device)
 
     def raw_bytes(self, *shape: int) -> Tensor:
         return torch.randint(0, 256, shape, dtype=torch.uint8, generator=self.generator, device=self.device)
@@ -62,8 +59,14 @@ class Source:
         (keys, key_scales), (values, value_scales) = map(encode_rows, (cache.keys, cache.values))
         return KeyValueCache(keys, values, key_scales, value_scales)
 
-    def integers(self, low: int, high: int, *shape: int) -> Tensor:
-        return torch.randint(low, high, shape, generator=self.generator, device=self.device)
+    def fill_unread(self, cache: Tensor, step: StepInputs, value: float) -> None:
+        """Fill the positions of a cache that belong to no context."""
+        block_size = cache.shape[-2]
+        is_read = torch.zeros(len(cache), block_size, dtype=torch.bool, device=self.device)
+        for blocks, context_len in zip(step.block_table.long(), step.context_lens.tolist(), strict=True):
+            positions = torch.arange(context_len, device=self.device)
+            is_read[blocks[positions // block_size], positions % block_size] = True
+        cache.movedim(-2, 1)[~is_read] = value
 
     def settings(self, num_rows: int, **fields: Any) -> tuple[Tensor, Tensor]:
         """Return settings [R, W] for `Kernels.choose_tokens`, and their random numbers [R] after one output token.
@@ -111,19 +114,19 @@ def num_cache_blocks(step: StepInputs) -> int:
     return int(step.block_table.max()) + 1
 
 
+def attended_positions(num_rows: int, context: int, window: int | None) -> int:
+    """Return the number of pairs of a row and a position that the row attends to."""
+    positions = range(context - num_rows + 1, context + 1)
+    return sum(number if window is None else min(number, window) for number in positions)
+
+
 def draw_cache(source: Source, step: StepInputs, block_size: int, *sizes: int, unread: float | None = None) -> Tensor:
     """Draw a cache [num_blocks, *heads, block_size, size], with `unread`, if given, at positions of no context."""
     *heads, size = sizes
-    shape = num_cache_blocks(step), *heads, block_size, size
-    if unread is None:
-        return source.normal(*shape)
-    blocks_SC = step.block_table.repeat_interleave(block_size, dim=1).long()
-    positions_SC = torch.arange(blocks_SC.shape[1], device=source.device).expand_as(blocks_SC)
-    is_read_SC = positions_SC < step.context_lens[:, None]
-    offsets = positions_SC[is_read_SC] % block_size
-    return source.scattered(
-        *shape, places=(blocks_SC[is_read_SC], *(slice(None) for _ in heads), offsets), unread=unread
-    )
+    cache = source.normal(num_cache_blocks(step), *heads, block_size, size)
+    if unread is not None:
+        source.fill_unread(cache, step, unread)
+    return cache
 
 
 def draw_chosen(source: Source, num_tokens: int, num_slots: int, top_k: int) -> ChosenEntries:

@@ -1,51 +1,54 @@
-"""Times of cases under graph replay, as fractions of this GPU's measured limits, compared with torch and libraries."""
+"""Times of cases under graph replay, as fractions of this GPU's measured limits, compared with libraries."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
 from moeserve.bench.gpu.cases import CASES
-from moeserve.bench.gpu.check import Call, Case, Make, NamedCases, tensors_of
-from moeserve.bench.gpu.costs import GpuLimits, Work
+from moeserve.bench.gpu.check import Case, NamedCases, Operation, bytes_of
 from moeserve.bench.gpu.inputs import Source
-from moeserve.bench.gpu.limits import Timer, limits_row
-from moeserve.bench.gpu.parts import Item, Row, is_cuda_error
+from moeserve.bench.gpu.limits import ColdTimer, GpuLimits, measure_limits
+from moeserve.bench.gpu.parts import Item, Row, bar, is_cuda_error
+from moeserve.bench.limits import Work
 from moeserve.ops.interfaces import Kernels
-from moeserve.ops.libraries.measured import NAMES
-from moeserve.ops.torch.table import TORCH_KERNELS
 
 # The most important come first, for runs that are cut short.
-FIRST = ("experts", "attention", "latent attention")
+TIMED = [
+    operation
+    for name in dict.fromkeys(["experts", "attention", "latent attention", *CASES])
+    for operation in CASES[name]
+]
 
 
-def timed_cases(source: Source, *, is_small: bool = False) -> NamedCases:
+def timed_cases(source: Source, operations: Sequence[Operation] = TIMED, *, is_small: bool = False) -> NamedCases:
     """Yield the cases to time; with `is_small`, small cases of the same operations."""
-    for name in dict.fromkeys([*FIRST, *CASES]):
-        for operation in CASES[name]:
-            yield from operation.cases(source, operation.small if is_small and operation.timed else operation.timed)
+    for operation in operations:
+        yield from operation.cases(source, operation.small if is_small and operation.timed else operation.timed)
 
 
-def timed_items(
-    cases: NamedCases, kernels: Kernels, measure_limits: Callable[[], GpuLimits], make_timer: Callable[[], Timer]
-) -> Iterator[Item]:
-    """Yield all measurements on this GPU. They use the same limits, which are measured again at the end."""
-    limits, timer = functools.cache(measure_limits), functools.cache(make_timer)
+def timed_items(cases: NamedCases, kernels: Kernels, device: torch.device) -> Iterator[Item]:
+    """Yield all measurements on a device. They use the same limits, which are measured again at the end."""
+    limits = functools.cache(partial(measure_limits, device.type))
+    timer = functools.cache(partial(ColdTimer, device))
 
     def rows(name: str, make: Callable[[], Case]) -> Iterator[Row]:
         return measure(name, make(), kernels, timer(), limits())
 
-    yield "limits before", lambda: [limits_row(limits())]
+    yield "limits before", lambda: [limits().row]
     for name, make in cases:
         yield name, partial(rows, name, make)
-    yield "limits after", lambda: [limits_row(measure_limits())]
+    yield "limits after", lambda: [measure_limits(device.type).row]
 
 
 @torch.inference_mode()
-def measure(name: str, case: Case, kernels: Kernels, timer: Timer, limits: GpuLimits) -> Iterator[Row]:
+def measure(
+    name: str, case: Case, kernels: Kernels, timer: Callable[[Callable[[], Any]], float], limits: GpuLimits
+) -> Iterator[Row]:
     """Yield the row of our kernels, one of each other implementation, and last the fastest, if there is a choice.
 
     Our row comes first, so that an implementation that fails or hangs cannot lose it.
@@ -54,44 +57,37 @@ def measure(name: str, case: Case, kernels: Kernels, timer: Timer, limits: GpuLi
         Exception: our own call failed, or a CUDA error.
     """
     call = case.bind(kernels)
-    work, seconds = work_of(case, call), timer(call)
-    row: Row = {
-        "name": name,
-        "status": "measured",
+    work, seconds = case.work or Work(bytes_of((case.inputs, call())), 0.0), timer(call)
+    figures = {
         "seconds": seconds,
         "bytes": work.num_bytes,
         "operations": work.operations,
         "operations_per_second": work.operations / seconds,
-        "fraction_of_memory_bound": work.memory_seconds(limits) / seconds,
-        "fraction_of_bound": work.bound_seconds(limits) / seconds,
+        "fraction_of_memory_bound": work.num_bytes / limits.copy_bandwidth / seconds,
+        "fraction_of_bound": limits.seconds(work, is_fp8=case.is_fp8) / seconds,
     }
     rates = f"{work.num_bytes / seconds / 1e9:,.0f} GB/s, {work.operations / seconds / 1e12:,.1f} TFLOP/s"
-    row["lines"] = [f"{seconds * 1e6:,.1f} us, {rates}, {row['fraction_of_bound']:.0%} of the bound"]
-    row["lines"] += [case.note] if case.note else []
-    yield row if case.bar is None else row | {"bars": [case.bar.verdict(row)]}
+    lines = [f"{seconds * 1e6:,.1f} us, {rates}, {figures['fraction_of_bound']:.0%} of the bound"]
+    yield {
+        "name": name,
+        "status": "measured",
+        "lines": lines,
+        **figures,
+        **(bar(figures, *case.bar) if case.bar else {}),
+    }
     times = {"triton": seconds}
-    of_torch: dict[str, Make] = {"torch": partial(case.operation, TORCH_KERNELS)} if case.is_beside_torch else {}
-    for label, make in {**case.others, **of_torch, **case.beside}.items():
-        row = {"name": f"{name}, beside {label}"}
+    for label, table in case.libraries.items():
+        row: Row = {"name": f"{name}, beside {label}"}
         try:
-            other = times[label.split()[0]] = timer(partial(make(), *(() if label in case.beside else case.inputs)))
+            other = times[label.split()[0]] = timer(case.bind(table))
         except Exception as error:  # the shape is not supported, or does not fit into memory
             if is_cuda_error(error):
                 raise
-            torch.cuda.empty_cache()
             yield row | {"status": "left out", "reason": f"{type(error).__name__}: {error}"[:300]}
         else:
             line = f"{other * 1e6:,.1f} us, ours is {other / seconds:.2f} times as fast"
-            yield row | {"status": "measured", "seconds": other, "times_as_fast": other / seconds, "lines": [line]}
-    choosable = [each for each in NAMES if each in times]
-    if case.choices and len(choosable) > 1:
-        fastest = min(choosable, key=times.__getitem__)
+            yield row | {"status": "measured", "seconds": other, "lines": [line]}
+    if case.choices and len(times) > 1:
+        fastest = min(times, key=times.__getitem__)
         row = {"name": f"{name}, fastest", "status": "measured", "lines": [fastest]}
         yield row | {"choices": case.choices, "fastest": fastest}
-
-
-def work_of(case: Case, call: Call) -> Work:
-    """Return the work of a case. By default, each input and each result is moved once."""
-    if case.work is not None:
-        return case.work
-    return Work(float(sum(each.nbytes for each in tensors_of((case.inputs, call()), dequantizes=False))))

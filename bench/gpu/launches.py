@@ -10,9 +10,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -24,24 +23,16 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from moeserve.bench.gpu.inputs import Source
+from moeserve.bench.gpu.models import BLOCK_SIZE, make_model
 from moeserve.config.settings import QuantizationName
-from moeserve.distributed.groups import groups_of_one_rank
+from moeserve.distributed.groups import Groups
 from moeserve.layers.cache import CacheSize
-from moeserve.layers.context import ModelContext
-from moeserve.layers.hyper_connections import Streams
-from moeserve.layers.indexer import Choice
-from moeserve.models.decoder import Decoder
-from moeserve.models.registry import describe
-from moeserve.moe.dispatch.factory import TorchDispatchers
-from moeserve.moe.layer import run_in_turn
-from moeserve.ops.interfaces import Kernels
 from moeserve.ops.triton.table import TRITON_KERNELS
 from moeserve.step_inputs import NUM_SETTINGS, ChunkSpan, StateRows
 
 META = torch.device("meta")
 H100 = SimpleNamespace(name="NVIDIA H100 80GB HBM3", multi_processor_count=132)
-BLOCK_SIZE = 16
-MAX_MODEL_LEN = 40960  # tokens for which a decode step's block tables have room
+MAX_BLOCKS = 2560  # for which a decode step's block tables have room
 # torch operations that launch nothing.
 ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "lift_fresh"}
 
@@ -50,12 +41,8 @@ class TensorFacts:
     """A tensor without its memory: the properties that Triton specialises a kernel on."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.dtype, self.shape = tensor.dtype, tuple(tensor.shape)
-        is_meta = tensor.is_meta
-        self._address: int = int(tensor.storage_offset()) * tensor.element_size() if is_meta else tensor.data_ptr()
-
-    def data_ptr(self) -> int:
-        return self._address
+        address = tensor.storage_offset() * tensor.element_size() if tensor.is_meta else tensor.data_ptr()
+        self.dtype, self.shape, self.data_ptr = tensor.dtype, tuple(tensor.shape), lambda: address
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,71 +103,47 @@ class Operations(TorchDispatchMode):
         return result
 
 
-def make_model(
-    folder: Path,
-    kernels: Kernels,
-    dtype: torch.dtype,
-    device: torch.device,
-    quantization: QuantizationName | None = None,
-) -> Decoder:
-    """Return the model of a config.json for a single rank, with uninitialised weights."""
-    groups = groups_of_one_rank()
-    context = ModelContext(kernels, groups, dtype, device, quantization=quantization)
-    config = describe(folder).model
-    return Decoder(config, config.place_experts(1), TorchDispatchers("local", groups.ep, context), context)
-
-
 def record_step(
-    folder: Path,
+    config: Mapping[str, Any],
     spans: Sequence[ChunkSpan],
     quantization: QuantizationName | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> list[list[Launch]]:
-    """Return the launches of each layer, followed by those outside of layers, the choice of tokens included.
+    """Return the launches of each layer of a model, followed by those outside of layers and of the choice of tokens.
 
     Args:
-        folder: folder with a config.json.
+        config: a config.json.
         spans: the chunks of the step.
     """
-    model = make_model(folder, TRITON_KERNELS, dtype, META, quantization)
-    caches = model.make_caches(CacheSize(4, BLOCK_SIZE, num_states=len(spans)))
     source = Source(torch.device("cpu"), torch.Generator(), dtype)
+    model = make_model(config, TRITON_KERNELS, dataclasses.replace(source, device=META), quantization)
+    caches = model.make_caches(CacheSize(4, BLOCK_SIZE, num_states=len(spans)))
     drawn = source.step([(span.num_rows, span.context_len) for span in spans], BLOCK_SIZE)
     tensors: Any = {name: each.to(META) for name, each in vars(drawn).items() if isinstance(each, Tensor)}
-    settings_LW = torch.zeros(len(spans), NUM_SETTINGS, dtype=torch.int64, device=META)
     if all(span.num_rows == 1 for span in spans):
         tensors["padding"] = torch.empty(len(spans), dtype=torch.bool, device=META)
-        num_blocks = MAX_MODEL_LEN // BLOCK_SIZE
-        tensors["block_table"] = torch.empty(len(spans), num_blocks, dtype=torch.int32, device=META)
+        tensors["block_table"] = torch.empty(len(spans), MAX_BLOCKS, dtype=torch.int32, device=META)
     states = StateRows.none(len(spans), META) if model.has_states else None
     step = dataclasses.replace(drawn, **tensors, states=states)
-    of_layers = []
-    with torch.inference_mode(), recorded_launches() as launches, Operations(launches):
-        hidden_tD: Any
-        hidden_tD, rotations = model.receive(step)
-        hidden_tD = hidden_tD if model.config.streams is None else Streams(hidden_tD)
-        update_tD, choice = None, Choice()
-        for layer, cache in zip(model.layers, caches, strict=True):
-            num_before = len(launches)
-            for _ in range(2):  # the first run also clears memory that kernels keep
-                del launches[num_before:]
-                sum_tD, input_tD = layer.mix(hidden_tD, update_tD, rotations, cache, step, choice)
-                (following_tD,) = run_in_turn([layer.feed(input_tD, step)])
-            hidden_tD, update_tD = sum_tD, following_tD
-            of_layers.append(launches[num_before:])
-            del launches[num_before:]
-        assert model.norm is not None
-        _, normed_TD = model.norm.after_adding(update_tD, hidden_tD)
-        logits_LV = model.logits(step.rows_for_logits(normed_TD))
-        TRITON_KERNELS.choose_tokens(logits_LV, settings_LW, step.logits_rows)
-    return [*of_layers, launches]
+    settings_LW = torch.zeros(len(spans), NUM_SETTINGS, dtype=torch.int64, device=META)
+    starts: list[int] = []
 
+    def begin_layer(groups: Groups, number: int | None) -> None:
+        starts.append(len(launches))
 
-def launches(
-    folder: Path, spans: Sequence[ChunkSpan], quantization: QuantizationName | None = None
-) -> list[Counter[str]]:
-    """Return the number of launches by name: for each layer, and then outside of layers; see `record_step`."""
-    return [Counter(launch.name for launch in part) for part in record_step(folder, spans, quantization)]
+    with (
+        torch.inference_mode(),
+        recorded_launches() as launches,
+        Operations(launches),
+        mock.patch.object(type(model.groups), "set_layer", begin_layer),
+    ):
+        for _ in range(2):  # the first run also clears memory that kernels keep
+            starts.clear()
+            launches.clear()
+            logits_LV = model.logits(step.rows_for_logits(model(step, caches)))
+            TRITON_KERNELS.choose_tokens(logits_LV, settings_LW, step.logits_rows)
+    of_layers = [launches[start:end] for start, end in itertools.pairwise(starts)]
+    return [*of_layers, launches[: starts[0]] + launches[starts[-1] :]]
 
 
 def decode(num_requests: int, context_len: int) -> list[ChunkSpan]:

@@ -12,12 +12,10 @@ import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from moeserve.bench.gpu.parts import PROCESS_OF
+from moeserve.bench.gpu.parts import PROCESS_OF, Row
 from moeserve.bench.harness import read_jsonl, show
 
-Row = dict[str, Any]
 MOST_LOSSES = 12
 
 
@@ -40,34 +38,31 @@ def current_rows(lines: Sequence[Row]) -> list[Row]:
 
 
 def page(lines: Sequence[Row]) -> str:
-    """Format the results of all runs in a file.
+    """Format the results of all runs in a file. The last line is the start or the end of a run.
 
     A *loss* is the idle time of the device, or a kernel's time, as a fraction of a decode step.
     """
-    rows = current_rows(lines)
-    bars: list[Row] = [bar | {"row": row["name"]} for row in rows for bar in row.get("bars", ())]
-    slowest = sorted((row for row in rows if "fraction_of_bound" in row), key=lambda row: row["fraction_of_bound"])
-    terms = sorted(
-        (
-            (seconds / row["step"]["seconds"], 1e3 * seconds, term, row["name"])
-            for row in rows
-            for term, seconds in row.get("step", {}).get("terms", {}).items()
-        ),
-        reverse=True,
-    )
+    rows, end = current_rows(lines), lines[-1]
+    losses = [
+        (seconds / row["step"]["seconds"], f"{1e3 * seconds:.2f} ms: {term} in {row['name']}")
+        for row in rows
+        for term, seconds in row.get("step", {"terms": {}})["terms"].items()
+    ]
+    slow = [(row["fraction_of_bound"], f"of the bound: {row['name']}") for row in rows if "fraction_of_bound" in row]
+    bars = [(row["bar"]["is_met"], f"{row['name']}: {bar_text(row['bar'])}") for row in rows if "bar" in row]
+    text = ["the time of decode steps:"] if losses else []
+    text += [f"  {share:4.0%}, {loss}" for share, loss in sorted(losses, reverse=True)[:MOST_LOSSES]]
+    text += ["farthest from their bounds:"] if slow else []
+    text += [f"  {share:4.0%} {each}" for share, each in sorted(slow)[:MOST_LOSSES]]
+    text += [line for is_met, line in bars if not is_met]
     failed, left_out = ([row["name"] for row in rows if row["status"] == each] for each in ("failed", "left out"))
     left_out += [row["name"] for row in rows if "left_out" in row]
-    end = lines[-1]
     return "\n".join(
         [
-            *(["the time of decode steps:"] if terms else []),
-            *(f"  {share:4.0%}, {time:.2f} ms: {term} in {name}" for share, time, term, name in terms[:MOST_LOSSES]),
-            *(["farthest from their bounds:"] if slowest else []),
-            *(f"  {row['fraction_of_bound']:4.0%} of the bound: {row['name']}" for row in slowest[:MOST_LOSSES]),
-            *(f"{bar['row']}: {bar_text(bar)}" for bar in bars if not bar["is_met"]),
+            *text,
             f"{end['environment']['gpu']['name']}, commit {end['commit']}, seed {end['seed']}, {len(rows)} results",
             f"failed: {', '.join(failed) or 'nothing'}",
-            f"bars: {sum(bar['is_met'] for bar in bars)} of {len(bars)} met",
+            f"bars: {sum(is_met for is_met, _ in bars)} of {len(bars)} met",
             f"left out: {', '.join(left_out) or 'nothing'}",
         ]
     )
@@ -75,15 +70,15 @@ def page(lines: Sequence[Row]) -> str:
 
 def row_text(row: Row) -> str:
     """Format a row for a terminal: its own lines, then its errors."""
-    lines = [*row.get("lines", ()), *(bar_text(bar) for bar in row.get("bars", ()))]
+    lines = [*row.get("lines", ()), *([bar_text(row["bar"])] if "bar" in row else ())]
     lines += [f"wrong: {each}" for each in row.get("wrong", ())]
     lines += [row[key] for key in ("left_out", "reason", "error") if key in row]
     return f"  {row['status']:9} {row['name']}: " + f"\n{'':12}".join(lines)
 
 
 def bar_text(bar: Row) -> str:
-    reached = "nothing" if bar["reached"] is None else f"{bar['reached']:.3g}"
-    return f"bar: {bar['figure']} {bar['least']:.3g}, reached {reached}: {'met' if bar['is_met'] else 'NOT MET'}"
+    verdict = "met" if bar["is_met"] else "NOT MET"
+    return f"bar: {bar['figure']} {bar['least']:.3g}, reached {bar['reached']:.3g}: {verdict}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -96,13 +91,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         lines = [line for line in read_jsonl(options.path) if line.get("benchmark") == "gpu"]
-    except (OSError, ValueError) as error:
-        print(f"error: {options.path}: {error}", file=sys.stderr)
+        start = next(line for line in reversed(lines) if line["kind"] == "start")
+    except (OSError, ValueError, StopIteration) as error:
+        reason = error if str(error) else "it has no lines of a GPU benchmark"
+        print(f"error: {options.path}: {reason}", file=sys.stderr)
         return 1
-    if not lines:
-        print(f"error: {options.path}: it has no lines of a GPU benchmark", file=sys.stderr)
-        return 1
-    start = next(line for line in reversed(lines) if line["kind"] == "start")
     lines = [line for line in lines if (line["identity"], line["seed"]) == (start["identity"], start["seed"])]
     show(page([*lines, start]))
     if options.save:

@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 MARK = "@moeserve "
+COMMAND = sys.executable, "-m", "moeserve.bench.gpu.parts"
 PROCESS_OF = "a process of "  # in the name of a row that belongs to no item
 FINISHING_SHARE = 0.15  # last fraction of a part's time, in which no item is begun
 END_SECONDS = 10.0  # time for a killed process and its children to close their output
@@ -38,20 +39,19 @@ class Part:
     name: str
     num_processes: int  # maximum number of concurrent processes
     item_seconds: float  # an item that takes longer has failed
-    num_gpus: int = 1  # number of GPUs that it needs
+    needs_gpu: bool = True
     is_timed: bool = False  # its results are times, which another commit changes
 
 
 PARTS = {
     part.name: part
     for part in (
-        Part("compile", 16, 300, num_gpus=0),
+        Part("compile", 16, 300, needs_gpu=False),
         Part("checks", 6, 40),
         Part("engine", 10, 45),  # one process for each family and dtype
         Part("probe", 1, 25, is_timed=True),
         Part("throughput", 1, 110, is_timed=True),
         Part("kernels", 1, 12, is_timed=True),
-        Part("ranks", 4, 60, num_gpus=2),
     )
 }
 
@@ -66,11 +66,10 @@ class Job:
     is_small: bool = False  # check small shapes, as in a rehearsal
     match: str = ""  # only items whose name contains this text
     models: tuple[str, ...] = ()  # names of the models whose throughput is measured; empty: all
-    finished: tuple[str, ...] = ()  # items that an earlier run has completed
+    finished: tuple[str, ...] = ()  # items that an earlier run or process has completed
     begin_before: float = float("inf")  # time of the monotonic clock after which no item is begun
     share: int = 0  # number of this process among those of the part
     num_shares: int = 1
-    num_begun: int = 0  # number of items that earlier processes of this share have begun
 
     def seconds_left(self) -> float:
         return self.begin_before - time.monotonic()
@@ -81,7 +80,7 @@ def run_part(
     seconds: float,
     job: Job,
     report: Callable[[Row], None],
-    command: Sequence[str] = (sys.executable, "-m", "moeserve.bench.gpu.parts"),
+    command: Sequence[str] = COMMAND,
     environment: Mapping[str, str] | None = None,
 ) -> None:
     """Run a part for at most `seconds`. Report each row at once, and each completed item as {"finished": name}.
@@ -89,19 +88,19 @@ def run_part(
     Args:
         environment: environment of its processes; None: this process's.
     """
-    lock = threading.Lock()
+    lock, ends_at = threading.Lock(), time.monotonic() + seconds
+    job = replace(job, begin_before=ends_at - FINISHING_SHARE * seconds, num_shares=part.num_processes)
 
     def add(row: Row) -> None:
         with lock:
             report(row)
 
-    ends_at = time.monotonic() + seconds
-    job = replace(job, begin_before=ends_at - FINISHING_SHARE * seconds, num_shares=part.num_processes)
-    threads = []
-    for share in range(part.num_processes):
-        arguments = (part, replace(job, share=share), ends_at, add, command, environment)
-        threads.append(threading.Thread(target=_run_share, args=arguments, daemon=True))
-        threads[-1].start()
+    def run(share: int) -> None:
+        _run_share(part, replace(job, share=share), ends_at, add, command, environment)
+
+    threads = [threading.Thread(target=run, args=(share,), daemon=True) for share in range(part.num_processes)]
+    for thread in threads:
+        thread.start()
     for thread in threads:
         thread.join(max(0.0, ends_at + END_SECONDS - time.monotonic()))
         if thread.is_alive():
@@ -118,67 +117,55 @@ def _run_share(
 ) -> None:
     """Run one process, and its successors after faults, until all of its items are done or the time is over."""
     plan: list[str] = []
-    has_result = False  # the current item has reported a row
     is_done = False
-    while True:
-        num_begun, began_at = job.num_begun, time.monotonic()
+    while not is_done and time.monotonic() < ends_at:
+        item, began_at = f"{PROCESS_OF}{part.name}", time.monotonic()
+        has_result = has_begun = False  # the item has reported a row
         log: collections.deque[str] = collections.deque(maxlen=30)
-        process = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
-        timer = _kill_after(process, ends_at - time.monotonic())
+        pipes: dict[str, Any] = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        process = subprocess.Popen(command, env=environment, errors="replace", start_new_session=True, **pipes)
+        timer = _kill_after(process, ends_at - began_at)
         assert process.stdin
         assert process.stdout
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(json.dumps(asdict(job)) + "\n")
             process.stdin.flush()  # stays open: its end is the end of this process
         for line in process.stdout:
-            if not line.startswith(MARK):
-                if line.strip():
-                    log.append(line)
-                continue
-            match json.loads(line.removeprefix(MARK)):
+            match json.loads(line.removeprefix(MARK)) if line.startswith(MARK) else line.strip():
+                case str(text):
+                    log.extend([line] if text else [])
                 case {"plan": plan}:
                     pass
                 case {"done": is_done}:
                     pass
-                case {"begun": num_begun}:
-                    began_at, has_result = time.monotonic(), False
+                case {"begun": item}:
+                    began_at, has_begun, has_result = time.monotonic(), True, False
                     timer.cancel()
                     timer = _kill_after(process, min(part.item_seconds, ends_at - began_at))
                 case row:
                     has_result = has_result or "status" in row
                     add(row)
+                    if "finished" in row:
+                        job = replace(job, finished=(*job.finished, row["finished"]))
         code = process.wait()
         timer.cancel()
         with contextlib.suppress(BrokenPipeError):
             process.stdin.close()
-        if is_done:
-            return
-        item = plan[num_begun - 1] if num_begun > job.num_begun else f"{PROCESS_OF}{part.name}"
-        ran, is_over = time.monotonic() - began_at, time.monotonic() >= ends_at
-        if is_over and ran < part.item_seconds:
-            add(left_out(item, "the time of its part was over"))
-        else:
+        ran = time.monotonic() - began_at
+        is_cut = time.monotonic() >= ends_at and ran < part.item_seconds
+        if not is_done and not is_cut and item not in job.finished:
             reason = f"its process ended with exit code {code} after {ran:.0f} s"
             if ran >= part.item_seconds:
                 reason = f"it did not end within {part.item_seconds:.0f} s"
             row = failed(f"{item}, after its result" if has_result else item, reason, "".join(log))
             add(row | {"item": item})
-            if num_begun > job.num_begun:
+            job = replace(job, finished=(*job.finished, item))
+            is_done = not has_begun
+            if has_begun:
                 add({"finished": item})
-        if is_over or num_begun in (job.num_begun, len(plan)):
-            for name in plan[num_begun:]:
-                add(left_out(name, "its process ended before it"))
-            return
-        job = replace(job, num_begun=num_begun)
+    for name in plan:
+        if name not in job.finished:
+            add(left_out(name, "no time was left"))
 
 
 def _kill_after(process: subprocess.Popen[str], seconds: float) -> threading.Timer:
@@ -199,11 +186,11 @@ def main() -> None:
     """Run the job of standard input."""
     job = Job(**json.loads(sys.stdin.readline()))
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    from moeserve.bench.gpu.items import installed, items_of
+    from moeserve.bench.gpu.items import items_of
+    from moeserve.bench.gpu.rehearsal import rehearsing
 
-    with installed(job):
-        items = [item for item in items_of(job) if job.match in item[0] and item[0] not in job.finished]
-        work_through(items[job.share :: job.num_shares], job.num_begun, job.seconds_left)
+    with rehearsing() if job.on_cpu and job.part != "compile" else contextlib.nullcontext():
+        work_through([item for item in items_of(job) if job.match in item[0]], job)
 
 
 def _end_with_parent() -> None:
@@ -211,18 +198,18 @@ def _end_with_parent() -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def work_through(items: Sequence[Item], num_skipped: int, seconds_left: SecondsLeft) -> None:
-    """Run each item and print its rows.
+def work_through(items: Sequence[Item], job: Job) -> None:
+    """Run each item of this process that is not finished, and print its rows.
 
     Raises:
         Exception: a CUDA error, after which this process can no longer use the GPU.
     """
-    send({"plan": [name for name, _ in items]})
-    for index, (name, rows) in enumerate(items[num_skipped:], num_skipped):
-        send({"begun": index + 1})
-        if seconds_left() <= 0:
-            send(left_out(name, "no time was left"))
-            continue
+    own = [item for item in items[job.share :: job.num_shares] if item[0] not in job.finished]
+    send({"plan": [name for name, _ in own]})
+    for name, rows in own:
+        if job.seconds_left() <= 0:
+            break
+        send({"begun": name})
         try:
             for row in rows():
                 send({"name": name, "item": name} | row)
@@ -244,6 +231,12 @@ def left_out(name: str, reason: str) -> Row:
 
 def failed(name: str, error: str, log: str = "") -> Row:
     return {"name": name, "item": name, "status": "failed", "error": error} | ({"log": log} if log else {})
+
+
+def bar(figures: Row, figure: str, least: float) -> Row:
+    """Return the minimum value that a figure should reach. A missed bar is reported, but does not fail the run."""
+    reached = figures[figure]
+    return {"bar": {"figure": figure, "least": least, "reached": reached, "is_met": reached >= least}}
 
 
 def is_cuda_error(error: BaseException) -> bool:

@@ -8,21 +8,17 @@ by torch. There are no CUDA graphs: calls are repeated instead of replayed.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from moeserve.bench.gpu.check import tensors_of
 from moeserve.ops import select
 from moeserve.ops.interfaces import Kernels
 
-FAMILIES = ("Mixtral", "DeepseekV3", "GptOss")  # grouped-query and latent attention; windows, sinks, biases
-ENGINE_SETTINGS: dict[str, Any] = dict(max_num_seqs=2, max_num_batched_tokens=8, kv_cache_memory="1MiB")
-MODEL = "DeepSeek-V2-Lite"  # has latent attention and shared experts
 # Sizes of a published model's config.json.
 SMALL_MODEL: dict[str, Any] = dict(
     vocab_size=40, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_attention_heads=4,
@@ -76,17 +72,7 @@ class RepeatedCapture:
         first = run()
 
         def replay() -> None:
-            for kept, new in zip(_tensors(first), _tensors(run()), strict=True):
+            for kept, new in zip(tensors_of(first), tensors_of(run()), strict=True):
                 kept.copy_(new)
 
         return replay, first
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple):
-        for each in value:
-            yield from _tensors(each)
-    elif dataclasses.is_dataclass(value):
-        yield from _tensors(tuple(getattr(value, each.name) for each in dataclasses.fields(value)))

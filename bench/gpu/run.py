@@ -2,22 +2,11 @@
 
     python -m moeserve.bench.gpu.run [first | second] [--json PATH]
 
-- *compile*: all kernels, in parallel (`compiled.py`). Needs no GPU: the folder may come from another machine.
-- *checks*: every operation of our kernels against torch in float32, on new random inputs (`cases.py`).
-- *engine*: greedy tokens against those of transformers on this GPU (`engine.py`).
-- *probe*: where a step loses time: launches, empty programs, draws, steps with prompts (`probe.py`).
-- *throughput*: tokens per second of whole models with random weights, and a profile of steps (`throughput.py`).
-- *kernels*: times under graph replay compared with this GPU's measured limits, torch and libraries (`kernels.py`).
-- *ranks*, with several GPUs: tokens on two ranks, with each dispatcher and layout.
-
-The stage `first` takes less than 340 seconds, and `second`, after its failures have been mended, less than 350.
-Without a stage, all parts run. Each part has a number of seconds, and later parts get what earlier ones leave. Items
-that are left out for lack of time are reported.
-
-Each result is written at once as a line of JSON, so an interrupted run leaves a valid file, and a run with the same
-file, GPU and seed continues it: items that have ended are not repeated. With `--retry`, as in `second`, failed items
-run again, and checks that passed at another commit count. With `--rehearse`, everything runs on a CPU at small sizes
-(`rehearsal.py`). The exit code is 1 if anything has failed; missed bars do not count as failures.
+Each part has a number of seconds, and later parts get what earlier ones leave. Items that are left out for lack of time
+are reported. Each result is written at once as a line of JSON, so that an interrupted run leaves a valid file. A run
+with the same file, GPU and seed continues it: items that have ended are not repeated. With `--retry`, as in `second`,
+failed items run again, and checks that passed at another commit count. With `--rehearse`, everything runs on a CPU at
+small sizes. The exit code is 1 if anything has failed; missed bars do not count as failures.
 """
 
 from __future__ import annotations
@@ -36,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from moeserve.bench.gpu.page import current_rows, page, row_text
-from moeserve.bench.gpu.parts import PARTS, Job, Row, run_part
+from moeserve.bench.gpu.parts import COMMAND, PARTS, Job, Row, run_part
 from moeserve.bench.harness import at_least, make_parser, save, show
 from moeserve.config.environment import environment_without
 from moeserve.machine import installed_version, usable_cores
@@ -46,7 +35,7 @@ Seconds = dict[str, int]  # of each part, in the order in which they run
 STAGES: dict[str, Seconds] = {
     "first": {"compile": 40, "checks": 85, "engine": 85, "probe": 50, "throughput": 60},
     "second": {"compile": 40, "checks": 40, "engine": 40, "throughput": 85, "kernels": 110},
-    "all": {"compile": 120, "checks": 90, "engine": 120, "probe": 60, "throughput": 180, "kernels": 130, "ranks": 120},
+    "all": {"compile": 120, "checks": 90, "engine": 120, "probe": 60, "throughput": 180, "kernels": 130},
 }
 MODELS_OF_STAGE = {"first": ("Qwen3-30B-A3B",), "second": ("Qwen3-30B-A3B", "Qwen3-30B-A3B fp8")}
 REHEARSAL_SECONDS = 900  # of each part, without a stage
@@ -68,15 +57,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     parts = options.parts or STAGES[options.stage]
     if options.rehearse and options.stage == "all" and not options.parts:
-        parts = {name: REHEARSAL_SECONDS for name in parts if name != "ranks"}
-    if reason := why_not(needs_gpu=not options.rehearse and any(PARTS[name].num_gpus for name in parts)):
+        parts = dict.fromkeys(parts, REHEARSAL_SECONDS)
+    if reason := why_not(needs_gpu=not options.rehearse and any(PARTS[name].needs_gpu for name in parts)):
         print(f"error: {reason}", file=sys.stderr)
         return 1
     if options.cache is not None:
         from moeserve.bench.gpu.compiled import relocate
 
         relocate(options.cache)
-    return run_parts(options, parts, 1 if options.rehearse else count_gpus())
+    return run_parts(options, parts)
 
 
 def read_parts(text: str) -> Seconds:
@@ -90,37 +79,34 @@ def read_parts(text: str) -> Seconds:
     return parts
 
 
-def run_parts(options: argparse.Namespace, parts: Seconds, num_gpus: int) -> int:
+def run_parts(options: argparse.Namespace, parts: Seconds) -> int:
     """Run parts in their order, and return the exit code."""
-    started = time.monotonic()
-    if lacking := [name for name in parts if PARTS[name].num_gpus > num_gpus]:
-        show(f"{', '.join(lacking)}: left out, torch sees {num_gpus} GPUs")
-        parts = {name: seconds for name, seconds in parts.items() if name not in lacking}
-
     from moeserve.bench.gpu.limits import gpu_environment
 
+    started = time.monotonic()
     environment = gpu_environment(options.commit, has_gpu=count_gpus() > 0 and not options.rehearse)
-    identity = [environment["gpu"]["name"], options.rehearse]
+    identity, commit = [environment["gpu"]["name"], options.rehearse], environment["commit"]
     earlier = earlier_lines(options.json, identity, options.seed)
     seed = earlier[-1]["seed"] if earlier else options.seed
     seed = random.SystemRandom().randrange(2**31) if seed is None else seed
-    commit = environment["commit"]
     common: Row = {"benchmark": "gpu", "identity": identity, "seed": seed, "commit": commit}
     common["run"] = max((line["run"] for line in earlier), default=0) + 1
-    show(f"{environment['gpu']}, {environment['versions']}\nseed {seed}")
-    lines = [common | {"kind": "start", "seconds_allowed": sum(parts.values()), "environment": environment}]
-    save(options.json, lines)
-    retries = options.retry or options.stage == "second"
+    lines: list[Row] = []
+
+    def write(line: Row) -> None:
+        lines.append(common | line)
+        save(options.json, lines[-1:])
 
     def add(part: str, row: Row) -> None:
-        line = common | {"part": part, "kind": "finished" if "finished" in row else "row"} | row
-        lines.append(line)
-        save(options.json, [line])
-        if line["kind"] == "row":
+        write({"part": part, "kind": "finished" if "finished" in row else "row"} | row)
+        if "finished" not in row:
             show(row_text(row))
 
-    models = options.models.split(",") if options.models else MODELS_OF_STAGE.get(options.stage, ())
-    job = Job("", seed, options.rehearse, options.rehearse or bool(options.under), options.match, tuple(models))
+    show(f"{environment['gpu']}, {environment['versions']}\nseed {seed}")
+    write({"kind": "start", "environment": environment})
+    retries = options.retry or options.stage == "second"
+    models = tuple(options.models.split(",")) if options.models else MODELS_OF_STAGE.get(options.stage, ())
+    job = Job("", seed, options.rehearse, options.rehearse or bool(options.under), options.match, models)
     later = sum(parts.values())
     ends_at = started + later
     for name, seconds in parts.items():
@@ -133,19 +119,13 @@ def run_parts(options: argparse.Namespace, parts: Seconds, num_gpus: int) -> int
         part = replace(PARTS[name], num_processes=min(PARTS[name].num_processes, usable_cores()))
         if options.rehearse:  # the interpreter is slow
             part = replace(part, item_seconds=max(part.item_seconds, budget))
-        command = [*shlex.split(options.under), sys.executable, "-m", "moeserve.bench.gpu.parts"]
         of_part = replace(job, part=name, finished=tuple(sorted(finished)))
+        command = [*shlex.split(options.under), *COMMAND]
         run_part(part, budget, of_part, functools.partial(add, name), command, environment_of(of_part, options.cache))
-    rows = current_rows([*earlier, *lines])
-    result: Row = {
-        "kind": "end",
-        "passed": not any(row["status"] == "failed" for row in rows),
-        "seconds": time.monotonic() - started,
-        "environment": environment,
-    }
-    save(options.json, [common | result])
-    show(f"\n{page([*earlier, *lines, common | result])}")
-    return 0 if result["passed"] else 1
+    passed = not any(row["status"] == "failed" for row in current_rows([*earlier, *lines]))
+    write({"kind": "end", "passed": passed, "seconds": time.monotonic() - started, "environment": environment})
+    show(f"\n{page([*earlier, *lines])}")
+    return 0 if passed else 1
 
 
 def environment_of(job: Job, cache: Path | None) -> dict[str, str]:
@@ -186,11 +166,9 @@ def why_not(needs_gpu: bool) -> str | None:
     """Return the reason why the benchmark cannot run here, in one sentence; None if it can."""
     for name, least in LEAST_VERSIONS.items():
         version = installed_version(name)
-        needed = f"the GPU benchmark needs {name} >= {'.'.join(map(str, least))}"
-        if not version:
-            return f"{name} is not installed; {needed}"
-        if tuple(map(int, re.findall(r"\d+", version)[:2])) < least:
-            return f"{name} {version} is too old; {needed}"
+        if tuple(map(int, re.findall(r"\d+", version or "")[:2])) < least:
+            needed = f"the GPU benchmark needs {name} >= {'.'.join(map(str, least))}"
+            return f"{name} {version} is too old; {needed}" if version else f"{name} is not installed; {needed}"
     if needs_gpu and not count_gpus():
         return "torch sees no GPU (torch.cuda.is_available())"
     return None

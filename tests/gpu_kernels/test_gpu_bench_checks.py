@@ -10,7 +10,7 @@ import dataclasses
 import importlib
 import math
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import attention_stand_ins
@@ -21,20 +21,19 @@ from torch import Tensor
 from moeserve import triton_kernels as package
 from moeserve.bench.gpu import attention_cases, kernels
 from moeserve.bench.gpu.cases import CASES
-from moeserve.bench.gpu.check import FLOAT32_SLACK, WRONG, Case, compare, run_check
+from moeserve.bench.gpu.check import FLOAT32_SLACK, WRONG, Case, NamedCases, compare, run_check
 from moeserve.bench.gpu.compiled import launches_of, untouched_source
-from moeserve.bench.gpu.costs import GpuLimits, Work
 from moeserve.bench.gpu.inputs import Source
-from moeserve.ops.compressed_attention import CompressedCache
+from moeserve.bench.gpu.limits import GpuLimits
+from moeserve.bench.limits import Work
 from moeserve.ops.indexer import ChosenEntries
-from moeserve.ops.interfaces import Float8Rows, Kernels, KeyValueCache
+from moeserve.ops.interfaces import Float8Rows, Kernels
 from moeserve.ops.libraries.attention import open_library
 from moeserve.ops.torch.table import TORCH_KERNELS
 from moeserve.ops.triton.table import TRITON_KERNELS
 
 pytestmark = pytest.mark.usefixtures("torch_conversions")
 
-CACHES = KeyValueCache, CompressedCache
 FAULT = 1 + 1 / 16  # far less than a wrong row or scale
 LIMITS = GpuLimits(1e12, 1e14, 2e14)
 # With small shapes the checks of most models' products are alike. Graphs need a device.
@@ -56,25 +55,25 @@ OPERATIONS = {
     "linear attention": "make_linear_attention",
     "short convolutions": "make_short_convolution",
     "products of one weight": "make_product.multiply",
-    "products, gpt-oss-20b": "make_product.multiply_rows make_product.multiply_slots",
+    "products, bf16, gpt-oss-20b": "make_product.multiply_rows make_product.multiply_slots",
     "products, fp8, Mixtral-8x7B": "make_product.multiply_rows make_product.multiply_slots",
     "products, mxfp4, gpt-oss-20b": "make_product.multiply_rows make_product.multiply_slots",
 }
 
 
-def small_cases(name: str, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, Callable[[], Case]]]:
-    source = Source(torch.device("cpu"), torch.Generator().manual_seed(1), dtype)
-    return (case for operation in CASES[name] for case in operation.cases(source, operation.small))
+def source(dtype: torch.dtype = torch.float32) -> Source:
+    return Source(torch.device("cpu"), torch.Generator().manual_seed(1), dtype)
 
 
-def run(name: str, table: Kernels = TRITON_KERNELS, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    return run_check(small_cases(name, dtype), lambda: 1.0, table)
+def small_cases(name: str, dtype: torch.dtype = torch.float32) -> NamedCases:
+    drawn = source(dtype)
+    return (case for operation in CASES[name] for case in operation.cases(drawn, operation.small))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_right_kernels_pass(name: str, dtype: torch.dtype) -> None:
-    row = run(name, dtype=dtype)
+    row = run_check(small_cases(name, dtype), lambda: 1.0)
     assert row["status"] == "passed", row
 
 
@@ -93,8 +92,8 @@ def broken(operation: Callable[..., Any]) -> Callable[..., Any]:
     """Return the operation with a small error in its results, or in the tensors that it writes."""
 
     def call(*args: Any, **options: Any) -> Any:
-        given = [each for arg in args for each in (vars(arg).values() if isinstance(arg, CACHES) else [arg])]
-        before = [(each, each.clone()) for each in given if isinstance(each, Tensor)]
+        given = [each for arg in args for each in (vars(arg).values() if dataclasses.is_dataclass(arg) else [arg])]
+        before = [(each, each.clone()) for each in given if isinstance(each, Tensor) and each.is_floating_point()]
         result = operation(*args, **options)
         if result is not None:
             return spoiled(result)
@@ -131,13 +130,13 @@ def test_every_operation_is_checked() -> None:
 
 def test_every_kernel_is_checked_with_each_format() -> None:
     """Cases launch all kernels of the package, and those that read several formats with each of them."""
-    source = untouched_source()
+    untouched = untouched_source()
     makes = [
         make
         for check, operations in CASES.items()
         for operation in (operations if check != "graphs" else ())
         # Only many pairs are sorted by several kernels.
-        for _, make in operation.cases(source, [*operation.small, *(operation.large if check == "pairs" else ())])
+        for _, make in operation.cases(untouched, [*operation.small, *(operation.large if check == "pairs" else ())])
     ]
     launches = launches_of(makes)
     names = [f"{package.__name__}.{each.name}" for each in pkgutil.iter_modules(package.__path__)]
@@ -153,24 +152,21 @@ def test_every_kernel_is_checked_with_each_format() -> None:
     assert dtypes("chunked_matmul_kernel", "weight_ptr") == {torch.bfloat16, torch.float32}
 
 
-def failing(message: str) -> Callable[..., Any]:
-    def fail(*args: Any) -> None:
-        raise RuntimeError(message)
+def test_kernel_that_raises_fails_its_check_and_no_case_begins_after_the_end() -> None:
+    def failing(message: str) -> Kernels:
+        def fail(*args: Any) -> None:
+            raise RuntimeError(message)
 
-    return fail
+        return dataclasses.replace(TRITON_KERNELS, row_maximum=fail)
 
-
-def test_kernel_that_raises_fails_its_check() -> None:
-    row = run("tokens", dataclasses.replace(TRITON_KERNELS, row_maximum=failing("out of resources: shared memory")))
+    row = run_check(small_cases("tokens"), lambda: 1.0, failing("out of resources: shared memory"))
     assert row["status"] == "failed"
     assert "out of resources" in row["error"]
     with pytest.raises(RuntimeError, match="CUDA error"):  # the process cannot use the GPU any more
-        run("tokens", dataclasses.replace(TRITON_KERNELS, row_maximum=failing("CUDA error: misaligned address")))
-
-
-def test_check_stops_when_its_time_is_over() -> None:
+        run_check(small_cases("tokens"), lambda: 1.0, failing("CUDA error: misaligned address"))
     row = run_check(small_cases("norms"), lambda: 0.0)
-    assert (row["num_cases"], row["status"]) == (1, "passed")
+    assert row["status"] == "passed"
+    assert row["lines"][0].startswith("1 cases")
     assert "left_out" in row
 
 
@@ -189,68 +185,65 @@ def test_comparison_detects_nan_shapes_single_and_systematic_errors() -> None:
     assert compare(torch.tensor([1, 2]), torch.tensor([1, 3])) == WRONG
 
 
-def one_call(call: Callable[[], object]) -> float:
-    """A timer that calls once."""
-    call()
-    return 1e-3
+def measured(name: str, case: Case) -> list[dict[str, Any]]:
+    """Return the rows of a case, whose call takes a millisecond."""
+    return list(kernels.measure(name, case, TRITON_KERNELS, lambda call: next(1e-3 for _ in [call()]), LIMITS))
 
 
 def test_installed_libraries_are_checked_and_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They get the same inputs as our kernels."""
+    """They get the same inputs as our kernels. A library that fails to run loses no other result."""
     attention_stand_ins.install(monkeypatch, attention_stand_ins.strict())
     library = open_library("flashinfer", torch.device("cpu"))
     monkeypatch.setattr(attention_cases, "installed_libraries", lambda device: (library,))
     made = {name: make() for name, make in small_cases("attention", torch.float16)}  # bfloat16 is wrong here
-    made = {name: case for name, case in made.items() if library.label in case.others}
+    made = {name: case for name, case in made.items() if case.libraries}
     assert len(made) == 5  # steps and block sizes
     for name, case in made.items():
         assert all(ratio <= 1 for _, ratio in case.ratios(TRITON_KERNELS))
-        names = [row["name"] for row in kernels.measure(name, case, TRITON_KERNELS, one_call, LIMITS)]
-        assert names[:2] == [name, f"{name}, beside {library.label}"]
+        own, other, fastest = measured(name, case)
+        assert (own["name"], other["name"]) == (name, f"{name}, beside {library.label}")
+        assert (fastest["fastest"], fastest["choices"]) == ("triton", case.choices)
     attend = attention_stand_ins.attend
     monkeypatch.setattr(attention_stand_ins, "attend", lambda *args, **options: attend(*args, **options) * FAULT)
     for case in made.values():
         assert {name for name, ratio in case.ratios(TRITON_KERNELS) if ratio > 1} == {library.label}
+    for message in ("no kernel for this shape", "CUDA error: out of memory"):
+
+        def fail(*args: Any, message: str = message, **options: Any) -> None:
+            raise RuntimeError(message)
+
+        monkeypatch.setattr(attention_stand_ins, "attend", fail)
+        if "CUDA" in message:  # it may have lost the GPU
+            with pytest.raises(RuntimeError, match=message):
+                measured(name, case)
+        else:
+            own, other = measured(name, case)
+            assert (own["status"], other["status"]) == ("measured", "left out")
+            assert message in other["reason"]
 
 
-def test_everything_that_is_timed_runs() -> None:
-    source = Source(torch.device("cpu"), torch.Generator().manual_seed(1), torch.bfloat16)
-    rows: dict[str, dict[str, Any]] = {}
-    for name, make in kernels.timed_cases(source, is_small=True):
-        own, *others = kernels.measure(name, make(), TRITON_KERNELS, one_call, LIMITS)
-        assert own["bytes"] > 0
-        assert own["lines"][0].startswith("1,000.0 us")
-        rows |= {row["name"]: row for row in (own, *others)}
-    left_out = {name for name, row in rows.items() if row["status"] == "left out"}
-    assert left_out == {"experts, bf16, small, clamped, 4, beside torch grouped_mm"}  # needs rows of 16 bytes
-    experts = rows["experts, bf16, small, 1"]
-    assert "2 of 3 experts have rows" in experts["lines"]
-    assert [bar["is_met"] for bar in experts["bars"]] == [False]
-    assert rows["experts, bf16, small, 1, beside torch grouped_mm"]["times_as_fast"] == 1.0
+def test_everything_that_is_timed_runs_with_its_work() -> None:
+    """The bytes and operations of some cases follow by hand."""
+    drawn = source(torch.bfloat16)
+    rows = {name: measured(name, make())[0] for name, make in kernels.timed_cases(drawn, is_small=True)}
+    assert all(row["bytes"] > 0 for row in rows.values())
+    experts = rows["experts, bf16, small, 1"]  # a token has 2 of 3 experts of 48 x 24
+    assert experts["bytes"] == 2 * (2 * 3 * 48 * 24 + 2 * 48)
+    assert experts["operations"] == 2 * 2 * 3 * 48 * 24
+    assert not experts["bar"]["is_met"]
     assert rows["rms_norm, 3, 40"]["bytes"] == 2 * (3 * 40 + 40 + 3 * 40)
+    attend = rows["attend, small, windowed, short decode, plain"]  # 1 and 11 of 40 positions, 2 of 4 heads of 16
+    assert attend["bytes"] == 2 * ((1 + 11) * 2 * 2 * 16 + 2 * 2 * 4 * 16)
+    assert attend["operations"] == 2 * (1 + 11) * 4 * 2 * 16
+    latent = rows["latent_attend, small, latent, short prompts"]  # 9 rows of 9, 5 of 37, 1 of 20; 5 heads, 24 + 8
+    assert latent["bytes"] == 2 * ((9 + 37 + 20) * 32 + 15 * 5 * (32 + 24))
+    assert latent["operations"] == 2 * (45 + 33 + 34 + 35 + 36 + 37 + 20) * 5 * (32 + 24)
+    assert LIMITS.seconds(Work(2e9, 4e11)) == LIMITS.seconds(Work(0, 4e11), is_fp8=True) * 2 == 4e-3
 
 
 def test_most_important_is_timed_first() -> None:
     names = [name for name, _ in kernels.timed_cases(untouched_source())]
-    models = "Qwen3-30B-A3B", "Mixtral-8x7B"
-    assert names[:8] == [
-        f"experts, bf16, {model}, {num_tokens}" for model in models for num_tokens in (1, 16, 128, 4096)
-    ]
-    assert all(name.startswith("experts, fp8") for name in names[8:16])
-    assert names[16].startswith("attend, ")
-
-
-def test_own_row_precedes_other_implementations_that_fail() -> None:
-    others = {"other": failing("no kernel for this shape"), "flashinfer 1.0": lambda: lambda: None}
-    case = Case(lambda kernels: lambda: None, (), beside=others, work=Work(1.0), choices=(("a key", 3),))
-    own, other, library, fastest = kernels.measure("item", case, TRITON_KERNELS, one_call, LIMITS)
-    assert (own["name"], own["status"], own["seconds"]) == ("item", "measured", 1e-3)
-    assert (other["name"], other["status"]) == ("item, beside other", "left out")
-    assert "no kernel for this shape" in other["reason"]
-    assert (library["name"], library["status"]) == ("item, beside flashinfer 1.0", "measured")
-    assert (fastest["fastest"], fastest["choices"]) == ("triton", case.choices)
-    case = dataclasses.replace(case, beside={"other": failing("CUDA error: out of memory")})
-    rows = kernels.measure("item", case, TRITON_KERNELS, one_call, LIMITS)
-    assert next(rows)["name"] == "item"
-    with pytest.raises(RuntimeError, match="CUDA error"):  # it may have lost the GPU
-        next(rows)
+    assert names[0] == "experts, bf16, Qwen3-30B-A3B, 1"
+    is_expert = [name.startswith("experts, ") for name in names]
+    assert is_expert.index(False) == sum(is_expert)
+    assert names[sum(is_expert)].startswith("attend, ")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from moeserve.bench.gpu.costs import DEEPSEEK_V3_ROUTER
+from moeserve.bench.gpu.cases import ROUTERS
 from moeserve.ops.arguments import router_arguments
 from moeserve.ops.interfaces import RouterConfig
 from moeserve.ops.triton.table import TritonRouter
@@ -23,8 +23,8 @@ import routing_checks
 from routing_checks import SCORINGS, random_config
 
 KNOWN = [
-    DEEPSEEK_V3_ROUTER,
-    RouterConfig(num_experts=160, top_k=6, num_groups=8, num_chosen_groups=3, scale=16.0),  # DeepSeek-V2
+    ROUTERS["DeepSeek-V3"],
+    ROUTERS["DeepSeek-V2"],
     RouterConfig(num_experts=512, top_k=16, scoring="sigmoid"),
     RouterConfig(num_experts=12, top_k=3, scoring="sqrt_softplus", is_normalized=True, scale=1.5, has_correction=True),
 ]
@@ -41,7 +41,7 @@ def test_experts_and_weights_equal_the_reference(seed: int) -> None:
 @pytest.mark.parametrize(
     ("config", "num_tokens", "width", "dtype"),
     [
-        (DEEPSEEK_V3_ROUTER, 2, 1100, torch.float16),
+        (ROUTERS["DeepSeek-V3"], 2, 1100, torch.float16),
         (
             RouterConfig(num_experts=60, top_k=4, num_groups=3, num_chosen_groups=2, has_bias=True),
             3,
