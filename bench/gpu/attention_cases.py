@@ -1,4 +1,4 @@
-"""Cases of attention over paged caches, of rotary embeddings, and of the graph of a decode step."""
+"""Cases of attention over paged caches and of rotary embeddings."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from moeserve.bench.gpu.check import CODES_SLACK, FLOAT32_SLACK, Case, bytes_of, cases_of, compare, crossed
+from moeserve.bench.gpu.check import CODES_SLACK, FLOAT32_SLACK, Case, bytes_of, cases_of, crossed
 from moeserve.bench.gpu.inputs import Chunks, Source, attended_positions, draw_cache, draw_chosen
-from moeserve.bench.gpu.models import BLOCK_SIZE, capture_step, make_model
+from moeserve.bench.gpu.models import BLOCK_SIZE
 from moeserve.bench.limits import Work
-from moeserve.layers.cache import CacheSize
 from moeserve.ops.float8_rows import decode_rows
 from moeserve.ops.indexer import ChosenEntries, IndexerRule
 from moeserve.ops.interfaces import AttentionShape, Kernels, KeyValueCache, LatentAttentionBackend, Rotation
@@ -290,40 +289,4 @@ def expanded_attend(source: Source, name: str, kind: str, head_size: int) -> Cas
     return Case(lambda kernels: partial(call, make_latent(kernels, shape)), (query_TNQ, maps, cache, step))
 
 
-@cases_of("graphs", [(48, 4)], [(2048, 32)])
-def replay(source: Source, width: int, num_heads: int) -> Case:
-    """Capture a decode step of a model with padding, and replay it with other steps.
-
-    The model has grouped-query attention, and shared experts that run in the side stream. The results are True for each
-    step whose replay gives the same results as the kernels without a graph.
-    """
-    config = dict(
-        architectures=["Qwen2MoeForCausalLM"], rms_norm_eps=1e-6, max_position_embeddings=64, rope_theta=1e4,
-        num_hidden_layers=1, vocab_size=1024, hidden_size=width, intermediate_size=width, num_experts=8,
-        num_experts_per_tok=2, moe_intermediate_size=width // 2, shared_expert_intermediate_size=width,
-        num_attention_heads=num_heads, num_key_value_heads=num_heads // 2
-    )  # fmt: skip
-
-    @torch.inference_mode()
-    def call(kernels: Kernels) -> Tensor:
-        if kernels.name == "torch":
-            return torch.ones(2, dtype=torch.bool)
-        model = make_model(config, kernels, source)
-        caches = model.make_caches(CacheSize(8, BLOCK_SIZE))
-        replayed, are_equal = capture_step(model, caches, kernels, source, 2, max_blocks=4), []
-        for contexts in ((20, 40), (37, 5)):
-            for tensor in (tensor for cache in caches for tensor in cache.tensors):
-                tensor.copy_(source.normal(*tensor.shape))
-            step = source.step([(1, length) for length in contexts], BLOCK_SIZE)
-            step = dataclasses.replace(step, token_ids=source.integers(0, 1024, 2))
-            expected_TD = model(step, caches).float()
-            are_equal.append(compare(replayed(step).hidden_TD, expected_TD) <= 1)
-        return torch.tensor(are_equal)
-
-    return Case(lambda kernels: partial(call, kernels), ())
-
-
-# The operations of a decode step come first, so that a run that is cut short has checked them.
-OPERATIONS = [
-    *(replay, attend, latent_attend, choose_entries, attend_chosen, expanded_attend, rotate_and_write, apply_rope)
-]
+OPERATIONS = [attend, latent_attend, choose_entries, attend_chosen, expanded_attend, rotate_and_write, apply_rope]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moeserve.bench.gpu import attention_cases, entry_cases, expert_cases
-from moeserve.bench.gpu.check import CODES_SLACK, Case, Operation, cases_of, crossed
+from moeserve.bench.gpu.check import CODES_SLACK, Case, NamedCases, Operation, cases_of, crossed
 from moeserve.bench.gpu.inputs import Source
 from moeserve.ops.interfaces import Kernels, Keys, PairKernels, RouterConfig
 from moeserve.ops.torch.table import TORCH_KERNELS
@@ -191,3 +191,7 @@ for _operation in (
     *expert_cases.OPERATIONS,
 ):
     CASES.setdefault(_operation.check, []).append(_operation)
+
+
+def cases_of_check(name: str, source: Source, *, is_small: bool) -> NamedCases:
+    return (case for each in CASES[name] for case in each.cases(source, each.small if is_small else each.large))

@@ -9,7 +9,6 @@ import torch
 
 from moeserve.bench.gpu.inputs import Source
 from moeserve.bench.gpu.parts import Item, Job, Row
-from moeserve.ops.interfaces import Kernels
 from moeserve.ops.select import select_kernels
 
 CAPABILITY = (9, 0)  # of the GPU for which kernels are compiled where there is none
@@ -21,16 +20,6 @@ def source_of(job: Job, index: int = 0) -> Source:
     device = torch.device("cpu" if job.on_cpu else "cuda")
     generator = torch.Generator(device).manual_seed(job.seed + index)
     return Source(device, generator, torch.float32 if job.on_cpu else torch.bfloat16)
-
-
-def check(job: Job, name: str, kernels: Kernels | None = None) -> Row:
-    """Check the operations of one kind, and return the row. `kernels`: the table to check; None: that of the job."""
-    from moeserve.bench.gpu.cases import CASES
-    from moeserve.bench.gpu.check import run_check
-
-    source = source_of(job, list(CASES).index(name))
-    cases = (case for each in CASES[name] for case in each.cases(source, each.small if job.is_small else each.large))
-    return run_check(cases, job.seconds_left, kernels or select_kernels(source.device))
 
 
 def items_of(job: Job) -> Iterator[Item]:
@@ -48,20 +37,23 @@ def items_of(job: Job) -> Iterator[Item]:
                 if not job.on_cpu or name.endswith(SMALL_CHECK):
                     yield name, rows
         case "checks":
-            from moeserve.bench.gpu.cases import CASES
+            from moeserve.bench.gpu.cases import CASES, cases_of_check
+            from moeserve.bench.gpu.check import run_check
 
-            for name in CASES:
-                yield name, partial(one, partial(check, job, name))
+            for index, name in enumerate(CASES):
+                source = source_of(job, index)
+                cases = cases_of_check(name, source, is_small=job.is_small)
+                yield name, partial(one, partial(run_check, cases, job.seconds_left, select_kernels(source.device)))
         case "engine":
             from moeserve.bench.gpu.engine import COMPARISONS, REHEARSED, compare
 
             for each in REHEARSED if job.on_cpu else COMPARISONS:
                 yield each.name, partial(one, partial(compare, each, "cpu" if job.on_cpu else "cuda", job.seed))
         case "probe":
-            from moeserve.bench.gpu.probe import probe_items
+            from moeserve.bench.gpu.probe import Probe
 
             source = source_of(job)
-            yield from probe_items(source, select_kernels(source.device))
+            yield from Probe(source, select_kernels(source.device)).items()
         case "throughput":
             from moeserve.bench.gpu.throughput import MODELS, measure
 

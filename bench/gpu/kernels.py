@@ -58,23 +58,14 @@ def measure(
     """
     call = case.bind(kernels)
     work, seconds = case.work or Work(bytes_of((case.inputs, call())), 0.0), timer(call)
-    figures = {
-        "seconds": seconds,
-        "bytes": work.num_bytes,
-        "operations": work.operations,
-        "operations_per_second": work.operations / seconds,
-        "fraction_of_memory_bound": work.num_bytes / limits.copy_bandwidth / seconds,
-        "fraction_of_bound": limits.seconds(work, is_fp8=case.is_fp8) / seconds,
-    }
+    of_bound = limits.seconds(work, is_fp8=case.is_fp8) / seconds
+    figures = {"seconds": seconds, "bytes": work.num_bytes, "operations": work.operations}
+    figures |= {"operations_per_second": work.operations / seconds, "fraction_of_bound": of_bound}
+    figures["fraction_of_memory_bound"] = work.num_bytes / limits.copy_bandwidth / seconds
     rates = f"{work.num_bytes / seconds / 1e9:,.0f} GB/s, {work.operations / seconds / 1e12:,.1f} TFLOP/s"
-    lines = [f"{seconds * 1e6:,.1f} us, {rates}, {figures['fraction_of_bound']:.0%} of the bound"]
-    yield {
-        "name": name,
-        "status": "measured",
-        "lines": lines,
-        **figures,
-        **(bar(figures, *case.bar) if case.bar else {}),
-    }
+    lines = [f"{seconds * 1e6:,.1f} us, {rates}, {of_bound:.0%} of the bound"]
+    own = {"name": name, "status": "measured", "lines": lines} | figures
+    yield own | (bar(figures, *case.bar) if case.bar else {})
     times = {"triton": seconds}
     for label, table in case.libraries.items():
         row: Row = {"name": f"{name}, beside {label}"}

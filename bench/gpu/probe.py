@@ -31,47 +31,58 @@ from moeserve.step_inputs import StepInputs
 LAYERS, SMALL_LAYERS = (2, 8), (1, 2)  # the difference is the time of layers without embedding and head
 MIXED_BAR = "fraction_of_device_time", 1 / 1.3
 VOCABULARY = 151936
+LONG_GRAPHS = crossed(["Qwen3-30B-A3B"], ["decode 1 x 4096", "decode 64 x 512"], ["plain"], [16], [0, MAX_MODEL_LEN])
 # A launch; attention in graphs with programs for longer contexts; draws with top_k, top_p and min_p.
 LOST_TIME = [
-    dataclasses.replace(rms_norm, timed=[(1, 2048)]),
+    dataclasses.replace(rms_norm, small=[(1, 64)], timed=[(1, 2048)]),
+    dataclasses.replace(attend, small=[("small", "short decode", "plain", 16, 64)], timed=LONG_GRAPHS),
+    dataclasses.replace(choose_greedily, small=[(2, 40)], timed=crossed([1, 64, 256], [VOCABULARY])),
     dataclasses.replace(
-        attend,
-        timed=crossed(["Qwen3-30B-A3B"], ["decode 1 x 4096", "decode 64 x 512"], ["plain"], [16], [0, MAX_MODEL_LEN]),
+        choose_tokens,
+        small=[(2, 40, 20, 0.95, 0.0)],
+        timed=crossed([1, 64, 256], [VOCABULARY], [0, 20], [0.95, 1.0], [0.0]),
     ),
-    dataclasses.replace(choose_greedily, timed=crossed([1, 64, 256], [VOCABULARY])),
-    dataclasses.replace(choose_tokens, timed=crossed([1, 64, 256], [VOCABULARY], [0, 20], [0.95, 1.0], [0.0])),
 ]
 
 
-def probe_items(source: Source, kernels: Kernels) -> Iterator[Item]:
-    """Yield the measurements, the most important first."""
-    on_cpu = source.device.type == "cpu"
-    decodes: list[Chunks] = [[(1, 20)] * 2] if on_cpu else [[(1, 512)] * batch for batch in (1, 8, 64, 256)]
-    mixed: Chunks = [*([(1, 20)] * 2), (3, 3)] if on_cpu else [*([(1, 512)] * 64), (200, 200)]
-    prompts: list[Chunks] = [[(5, 5)]] if on_cpu else [[(tokens, tokens)] for tokens in (64, 512, 2048, 8192)]
-    probe = Probe(source, kernels)
-    yield "a step of 64 decodes and a prompt of 200 tokens", partial(probe.eager_steps, [mixed])
-    yield "decode steps", partial(probe.decode_steps, decodes, None)
-    yield "steps of prompts", partial(probe.eager_steps, prompts)
-    yield from timed_items(timed_cases(source, LOST_TIME, is_small=on_cpu), kernels, source.device)
-    if not on_cpu:
-        yield "decode steps, fp8", partial(probe.decode_steps, decodes, "fp8")
-
-
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Probe:
-    """The measurements of steps on one device."""
+    """The measurements on one device."""
 
     source: Source
     kernels: Kernels
 
+    @property
+    def on_cpu(self) -> bool:
+        return self.source.device.type == "cpu"
+
+    def items(self) -> Iterator[Item]:
+        """Yield the measurements, the most important first."""
+        decodes: list[Chunks] = [[(1, 512)] * batch for batch in (1, 8, 64, 256)]
+        mixed: Chunks = [*([(1, 512)] * 64), (200, 200)]
+        prompts: list[Chunks] = [[(tokens, tokens)] for tokens in (64, 512, 2048, 8192)]
+        if self.on_cpu:
+            decodes, mixed, prompts = [[(1, 20)] * 2], [*([(1, 20)] * 2), (3, 3)], [[(5, 5)]]
+        yield "a step of 64 decodes and a prompt of 200 tokens", partial(self.eager_steps, [mixed])
+        yield "decode steps", partial(self.decode_steps, decodes, None)
+        yield "steps of prompts", partial(self.eager_steps, prompts)
+        cases = timed_cases(self.source, LOST_TIME, is_small=self.on_cpu)
+        yield from timed_items(cases, self.kernels, self.source.device)
+        if not self.on_cpu:
+            yield "decode steps, fp8", partial(self.decode_steps, decodes, "fp8")
+
     @torch.inference_mode()
     def decode_steps(self, steps: Sequence[Chunks], quantization: QuantizationName | None) -> Iterator[Row]:
         """Measure a layer and the rest of captured decode steps, with the copies of their inputs."""
-        (few, many), seconds = self.num_layers, []
+        (few, many), seconds = SMALL_LAYERS if self.on_cpu else LAYERS, []
         for num_layers in (few, many):
             model = self._model(num_layers, quantization)
-            seconds.append([self._replayed(model, chunks) for chunks in steps])
+            seconds.append([])
+            for chunks in steps:
+                step, caches = self._step(model, chunks)
+                max_blocks = MAX_MODEL_LEN // BLOCK_SIZE
+                replay = capture_step(model, caches, self.kernels, self.source, len(chunks), max_blocks)
+                seconds[-1].append(eager_seconds(partial(replay, step)))
         for chunks, of_few, of_many in zip(steps, *seconds, strict=True):
             layer = (of_many - of_few) / (many - few)
             name = f"a layer of a decode step, {len(chunks)} x {chunks[0][1]}, {quantization or 'bf16'}"
@@ -81,7 +92,7 @@ class Probe:
     @torch.inference_mode()
     def eager_steps(self, steps: Sequence[Chunks]) -> Iterator[Row]:
         """Measure steps with prompts: as the engine runs them, and in a graph."""
-        num_layers = self.num_layers[1]
+        num_layers = (SMALL_LAYERS if self.on_cpu else LAYERS)[1]
         model = self._model(num_layers, None)
         for chunks in steps:
             run = partial(model, *self._step(model, chunks))
@@ -92,13 +103,9 @@ class Probe:
             row |= {"status": "measured", "lines": [f"{1e3 * seconds:.2f} ms, {1e3 * device:.2f} ms of the device"]}
             yield row | (bar(figures, *MIXED_BAR) if len(chunks) > 1 else {})
 
-    @property
-    def num_layers(self) -> tuple[int, int]:
-        return SMALL_LAYERS if self.source.device.type == "cpu" else LAYERS
-
     def _model(self, num_layers: int, quantization: QuantizationName | None) -> Decoder:
-        changes = SMALL_MODEL if self.source.device.type == "cpu" else {}
-        return make_model(published("Qwen3-30B-A3B", num_layers, changes), self.kernels, self.source, quantization)
+        config = published("Qwen3-30B-A3B", num_layers, SMALL_MODEL if self.on_cpu else None)
+        return make_model(config, self.kernels, self.source, quantization)
 
     def _step(self, model: Decoder, chunks: Chunks) -> tuple[StepInputs, list[Any]]:
         step = self.source.step(chunks, BLOCK_SIZE)
@@ -107,9 +114,3 @@ class Probe:
         for cache in caches:
             cache.clear()
         return dataclasses.replace(step, token_ids=token_ids), caches
-
-    def _replayed(self, model: Decoder, chunks: Chunks) -> float:
-        step, caches = self._step(model, chunks)
-        max_blocks = MAX_MODEL_LEN // BLOCK_SIZE
-        replay = capture_step(model, caches, self.kernels, self.source, len(chunks), max_blocks)
-        return eager_seconds(partial(replay, step))

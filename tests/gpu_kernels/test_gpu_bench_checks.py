@@ -20,11 +20,12 @@ from torch import Tensor
 
 from moeserve import triton_kernels as package
 from moeserve.bench.gpu import attention_cases, kernels
-from moeserve.bench.gpu.cases import CASES
-from moeserve.bench.gpu.check import FLOAT32_SLACK, WRONG, Case, NamedCases, compare, run_check
+from moeserve.bench.gpu.cases import CASES, cases_of_check
+from moeserve.bench.gpu.check import FLOAT32_SLACK, WRONG, NamedCases, compare, run_check
 from moeserve.bench.gpu.compiled import launches_of, untouched_source
 from moeserve.bench.gpu.inputs import Source
 from moeserve.bench.gpu.limits import GpuLimits
+from moeserve.bench.gpu.probe import LOST_TIME
 from moeserve.bench.limits import Work
 from moeserve.ops.indexer import ChosenEntries
 from moeserve.ops.interfaces import Float8Rows, Kernels
@@ -36,9 +37,8 @@ pytestmark = pytest.mark.usefixtures("torch_conversions")
 
 FAULT = 1 + 1 / 16  # far less than a wrong row or scale
 LIMITS = GpuLimits(1e12, 1e14, 2e14)
-# With small shapes the checks of most models' products are alike. Graphs need a device.
+# With small shapes the checks of most models' products are alike.
 DIFFERENT = [name for name in CASES if "products, " not in name or name.endswith(("Mixtral-8x7B", "gpt-oss-20b"))]
-DIFFERENT.remove("graphs")
 # The operations of the table that are not torch's, with their methods, by the check that covers them.
 OPERATIONS = {
     "norms": "rms_norm rms_norm_in_place add_rms_norm quantize_rows quantize_rms_norm",
@@ -61,13 +61,9 @@ OPERATIONS = {
 }
 
 
-def source(dtype: torch.dtype = torch.float32) -> Source:
-    return Source(torch.device("cpu"), torch.Generator().manual_seed(1), dtype)
-
-
 def small_cases(name: str, dtype: torch.dtype = torch.float32) -> NamedCases:
-    drawn = source(dtype)
-    return (case for operation in CASES[name] for case in operation.cases(drawn, operation.small))
+    source = Source(torch.device("cpu"), torch.Generator().manual_seed(1), dtype)
+    return cases_of_check(name, source, is_small=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -134,7 +130,7 @@ def test_every_kernel_is_checked_with_each_format() -> None:
     makes = [
         make
         for check, operations in CASES.items()
-        for operation in (operations if check != "graphs" else ())
+        for operation in operations
         # Only many pairs are sorted by several kernels.
         for _, make in operation.cases(untouched, [*operation.small, *(operation.large if check == "pairs" else ())])
     ]
@@ -185,9 +181,10 @@ def test_comparison_detects_nan_shapes_single_and_systematic_errors() -> None:
     assert compare(torch.tensor([1, 2]), torch.tensor([1, 3])) == WRONG
 
 
-def measured(name: str, case: Case) -> list[dict[str, Any]]:
-    """Return the rows of a case, whose call takes a millisecond."""
-    return list(kernels.measure(name, case, TRITON_KERNELS, lambda call: next(1e-3 for _ in [call()]), LIMITS))
+def timed(call: Callable[[], Any]) -> float:
+    """Call once. The call takes a millisecond."""
+    call()
+    return 1e-3
 
 
 def test_installed_libraries_are_checked_and_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,32 +197,34 @@ def test_installed_libraries_are_checked_and_timed(monkeypatch: pytest.MonkeyPat
     assert len(made) == 5  # steps and block sizes
     for name, case in made.items():
         assert all(ratio <= 1 for _, ratio in case.ratios(TRITON_KERNELS))
-        own, other, fastest = measured(name, case)
+        own, other, fastest = kernels.measure(name, case, TRITON_KERNELS, timed, LIMITS)
         assert (own["name"], other["name"]) == (name, f"{name}, beside {library.label}")
         assert (fastest["fastest"], fastest["choices"]) == ("triton", case.choices)
     attend = attention_stand_ins.attend
     monkeypatch.setattr(attention_stand_ins, "attend", lambda *args, **options: attend(*args, **options) * FAULT)
     for case in made.values():
         assert {name for name, ratio in case.ratios(TRITON_KERNELS) if ratio > 1} == {library.label}
-    for message in ("no kernel for this shape", "CUDA error: out of memory"):
+    for message, status in (("no kernel for this shape", "left out"), ("CUDA error: out of memory", None)):
 
         def fail(*args: Any, message: str = message, **options: Any) -> None:
             raise RuntimeError(message)
 
         monkeypatch.setattr(attention_stand_ins, "attend", fail)
-        if "CUDA" in message:  # it may have lost the GPU
+        rows = kernels.measure(name, case, TRITON_KERNELS, timed, LIMITS)
+        assert next(rows)["status"] == "measured"
+        if status is None:  # the library may have lost the GPU
             with pytest.raises(RuntimeError, match=message):
-                measured(name, case)
+                next(rows)
         else:
-            own, other = measured(name, case)
-            assert (own["status"], other["status"]) == ("measured", "left out")
-            assert message in other["reason"]
+            other = next(rows)
+            assert (other["status"], message in other["reason"]) == (status, True)
 
 
 def test_everything_that_is_timed_runs_with_its_work() -> None:
     """The bytes and operations of some cases follow by hand."""
-    drawn = source(torch.bfloat16)
-    rows = {name: measured(name, make())[0] for name, make in kernels.timed_cases(drawn, is_small=True)}
+    drawn = Source(torch.device("cpu"), torch.Generator().manual_seed(1), torch.bfloat16)
+    cases = kernels.timed_cases(drawn, kernels.TIMED + LOST_TIME, is_small=True)
+    rows = {name: next(kernels.measure(name, make(), TRITON_KERNELS, timed, LIMITS)) for name, make in cases}
     assert all(row["bytes"] > 0 for row in rows.values())
     experts = rows["experts, bf16, small, 1"]  # a token has 2 of 3 experts of 48 x 24
     assert experts["bytes"] == 2 * (2 * 3 * 48 * 24 + 2 * 48)
