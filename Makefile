@@ -29,8 +29,8 @@ FETCH_SCHEMA_SUITE := $(VENV)/bin/python tests/unit/json_schema_suite.py
 PACKAGE := build/package
 BIN := $(CURDIR)/$(VENV)/bin
 
-.PHONY: help setup demo demo-ray wheel try-wheel tokenizers schema-suite test test-avx2 test-arm64 soak check lint types layers \
-	documents package bench bench-gpu gpu-env gpu-kit clean distclean
+.PHONY: help setup demo demo-ray wheel try-wheel tokenizers schema-suite test test-clients test-avx2 test-arm64 soak check \
+	lint types layers documents package bench bench-gpu gpu-env gpu-kit clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -38,6 +38,7 @@ help:
 	@echo "make demo-ray   the same model on two hosts, which are made of network namespaces (needs root)"
 	@echo "make wheel   build the wheel and the source distribution in dist/; make try-wheel: also install and run the wheel"
 	@echo "make test    run the tests"
+	@echo "make test-clients   run agents and libraries by others against the server (Linux; needs npm and a JDK)"
 	@echo "make test-avx2   run the tests of kernels and engine with AVX-512 switched off"
 	@echo "make test-arm64   cross-compile the kernels for 64-bit ARM and run their tests under qemu (Debian on x86-64)"
 	@echo "make soak    long runs, some hours"
@@ -100,6 +101,24 @@ test: setup
 	$(PYTEST) $(TWO_WORKERS) $(addprefix tests/,e2e distributed reliability server kernels unit) 2>&1 | tee build/test-1.log || failed=1; \
 	TRITON_INTERPRET=1 $(PYTEST) -n 2 tests/gpu_kernels 2>&1 | tee build/test-2.log || failed=1; \
 	grep -hE '^(FAILED|ERROR) ' build/test-*.log || echo "No test failed."; exit $$failed
+
+# Agents and libraries by others, unmodified, in environments of their own. They run without any network but the loopback
+# interface, so they reach the server alone.
+CLIENTS := build/clients
+CLIENT_TESTS := OMP_WAIT_POLICY=passive timeout 1200 $(CLIENTS)/python/bin/python -m pytest -v -p no:cacheprovider tests/clients
+
+test-clients: setup $(CLIENTS)/npm/.installed $(CLIENTS)/python/.installed
+	unshare --map-root-user --net sh -c 'ip link set lo up && exec "$$@"' sh env $(CLIENT_TESTS)
+
+$(CLIENTS)/npm/.installed: tests/clients/package.json
+	@echo "Installing clients from npm (1.7 GB)"; mkdir -p $(@D); cp $< $(@D)
+	@cd $(@D) && npm install --no-audit --no-fund --loglevel=error
+	@touch $@
+
+$(CLIENTS)/python/.installed: tests/clients/requirements.txt
+	@echo "Installing clients from PyPI"; $(PYTHON) -m venv --clear $(@D)
+	@$(@D)/bin/python -m pip install $(QUIET) --disable-pip-version-check --no-deps --requirement $<
+	@touch $@
 
 # The kernels and the engine as on a processor without AVX-512: all tests that depend on the instruction set.
 test-avx2: setup
