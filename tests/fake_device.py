@@ -8,17 +8,14 @@ recorded with its stream:
 - It is an error to access memory that another stream writes without an event in between, or to end the capture with a
   side stream that the capturing stream has not waited for.
 - Reading a tensor on the host, or waiting for the device, raises CUDA's error.
-- After a sticky error, every operation of the process that needs the device fails with the same error.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,8 +23,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-CAPABILITY = (9, 0)
-MEMORY_BYTES = 2**31
 COMPARED_BYTES = 2**22  # larger arguments of a launch count as read only
 SYNC_ERROR = "CUDA error: operation not permitted when stream is capturing"
 aten = torch.ops.aten
@@ -59,32 +54,21 @@ class FakeStream:
         event.record(self)
         return event
 
-    def synchronize(self) -> None:
-        DEVICE.synchronize()
-
 
 class FakeEvent:
-    """An event, with the clock of its stream and the time when it was recorded."""
+    """An event, with the clock of its stream when it was recorded."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.clock: Clock = {}
-        self.at = 0.0
 
     def record(self, stream: FakeStream | None = None) -> None:
         self.clock = dict((stream or DEVICE.current).clock)
-        self.at = time.perf_counter()
 
     def wait(self, stream: FakeStream | None = None) -> None:
         (stream or DEVICE.current).wait_clock(self.clock)
 
     def query(self) -> bool:
         return True
-
-    def synchronize(self) -> None:
-        DEVICE.synchronize()
-
-    def elapsed_time(self, end: FakeEvent) -> float:
-        return (end.at - self.at) * 1e3
 
 
 class FakeGraph:
@@ -95,7 +79,6 @@ class FakeGraph:
 
     @torch.inference_mode()
     def replay(self) -> None:
-        DEVICE.raise_sticky()
         for operation in self.operations:
             operation()
 
@@ -187,28 +170,13 @@ class Capture(TorchDispatchMode):
 
 
 class FakeDevice:
-    """The state of the device: its current stream, the capture in progress, and the sticky error."""
+    """The state of the device: its current stream, and the capture in progress."""
 
     def __init__(self) -> None:
         self.current = FakeStream()
         self.capture: Capture | None = None
-        self.sticky: str | None = None
-
-    def raise_sticky(self) -> None:
-        if self.sticky is not None:
-            raise RuntimeError(self.sticky)
-
-    def fail(self, message: str) -> None:
-        """Put the device into a sticky error state, as an illegal access does.
-
-        Raises:
-            RuntimeError: always.
-        """
-        self.sticky = f"CUDA error: {message}"
-        self.raise_sticky()
 
     def synchronize(self, *_: Any) -> None:
-        self.raise_sticky()
         if self.capture is not None:
             raise RuntimeError(f"{SYNC_ERROR} (the host waits for the device)")
 
@@ -234,7 +202,6 @@ class FakeDevice:
             self.capture = None
 
     def launch(self, name: str, run: Callable[[], object], arguments: Any) -> None:
-        self.raise_sticky()
         if self.capture is None:
             run()
         else:
@@ -245,17 +212,10 @@ DEVICE = FakeDevice()
 
 
 @contextlib.contextmanager
-def installed(name: str = "CPU with Triton's interpreter", num_multiprocessors: int = 4) -> Iterator[FakeDevice]:
+def installed() -> Iterator[FakeDevice]:
     """Replace functions of `torch.cuda`, and launches of Triton's interpreter."""
     from triton.runtime.interpreter import InterpretedFunction
 
-    properties = SimpleNamespace(
-        name=name,
-        major=CAPABILITY[0],
-        minor=CAPABILITY[1],
-        total_memory=MEMORY_BYTES,
-        multi_processor_count=num_multiprocessors,
-    )
     interpret = InterpretedFunction.run
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -271,11 +231,6 @@ def installed(name: str = "CPU with Triton's interpreter", num_multiprocessors: 
         "current_stream": lambda *_: DEVICE.current,
         "synchronize": DEVICE.synchronize,
         "is_current_stream_capturing": lambda: DEVICE.capture is not None,
-        "get_device_properties": lambda *_: properties,
-        "get_device_capability": lambda *_: CAPABILITY,
-        "get_device_name": lambda *_: properties.name,
-        "mem_get_info": lambda *_: (MEMORY_BYTES // 2, MEMORY_BYTES),
-        "empty_cache": lambda: None,
     }
     originals = {name: getattr(torch.cuda, name) for name in replaced}
     _set_all(torch.cuda, replaced)
@@ -283,7 +238,6 @@ def installed(name: str = "CPU with Triton's interpreter", num_multiprocessors: 
     try:
         yield DEVICE
     finally:
-        DEVICE.sticky = None
         InterpretedFunction.run = interpret
         _set_all(torch.cuda, originals)
 
