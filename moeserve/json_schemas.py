@@ -23,6 +23,7 @@ _MOST = 10**18  # larger bounds cannot be expressed
 _UNSUPPORTED = (
     *("not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems", "dependentRequired"),
     *("dependentSchemas", "unevaluatedItems", "unevaluatedProperties", "propertyNames", "$dynamicRef"),
+    *("dependencies", "$recursiveRef"),
 )
 # The start of the pattern that zod writes for an e-mail address, and an equal one without look-around.
 _EMAIL_WITHOUT_LOOK_AROUND = (
@@ -39,6 +40,7 @@ def servable_schema(schema: Any) -> Any:
       `{"propertyNames": {"type": "string"}}`.
     - A property that may not be present (`{"not": {}}`) has the schema false.
     - The branches of a tagged union require their tag, which otherwise may be left out for its default.
+    - Restrictions of the names of properties are written as properties, or as a pattern of them.
     - Bounds of numbers are at most 10^18.
     """
     return _rewritten(schema, lambda node: _exact(node, schema))
@@ -46,7 +48,8 @@ def servable_schema(schema: Any) -> Any:
 
 def relaxed_schema(schema: Any) -> Any:
     """Return a schema without the restrictions with which no grammar can be built. Its values may violate them."""
-    return _rewritten(servable_schema(schema), _relaxed)
+    servable = servable_schema(schema)
+    return _rewritten(servable, lambda node: _relaxed(node, servable))
 
 
 def without_unique_items(schema: Any) -> Any:
@@ -54,29 +57,39 @@ def without_unique_items(schema: Any) -> Any:
     return _rewritten(schema, lambda node: {key: value for key, value in node.items() if key != "uniqueItems"})
 
 
-def unsupported_places(schema: Any, place: str = "#") -> Iterator[tuple[str, str]]:
+def unsupported_places(schema: Any) -> Iterator[tuple[str, str]]:
     """Yield the places of a servable schema, as JSON pointers, and the keywords there that no grammar expresses."""
+    return _unsupported_places(schema, "#", schema)
+
+
+def _unsupported_places(schema: Any, place: str, root: Any) -> Iterator[tuple[str, str]]:
     if isinstance(schema, Mapping):
         for name in _UNSUPPORTED:
             if name in schema:
                 yield place, name
         if _has_look_around(schema):
             yield place, "pattern (with look-around or a back-reference)"
-        for key, part in _parts(schema):
-            yield from unsupported_places(part, f"{place}/{key}")
+        if _refers_to_itself(schema, root):
+            yield place, "$ref (which leads back to itself)"
+        for key, part in inner_schemas(schema):
+            yield from _unsupported_places(part, f"{place}/{key}", root)
 
 
-def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the schemas directly within a schema, with their places in it."""
+def inner_schemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the schemas directly within a schema, with their places in it as the rest of a JSON pointer."""
     for name in _OF_ONE:
         if isinstance(schema.get(name), Mapping):
             yield name, schema[name]
     for name in _OF_SEVERAL:
         if isinstance(schema.get(name), Mapping):
-            yield from ((f"{name}/{key}", part) for key, part in schema[name].items())
+            for key, part in schema[name].items():
+                if isinstance(part, Mapping):
+                    yield f"{name}/{key.replace('~', '~0').replace('/', '~1')}", part
     for name in _OF_LIST:
         if isinstance(schema.get(name), list):
-            yield from ((f"{name}/{number}", part) for number, part in enumerate(schema[name]))
+            for number, part in enumerate(schema[name]):
+                if isinstance(part, Mapping):
+                    yield f"{name}/{number}", part
 
 
 def _rewritten(schema: Any, rewrite: Callable[[dict[str, Any]], Any]) -> Any:
@@ -107,6 +120,8 @@ def _exact(node: dict[str, Any], root: Any) -> Any:
         del node["format"]
     if node.get("uniqueItems") is False or ("uniqueItems" in node and node.get("maxItems") in (0, 1)):
         del node["uniqueItems"]
+    if node.get("minContains") == 0 and "maxContains" not in node:
+        node = {key: value for key, value in node.items() if key not in ("contains", "minContains")}
     for name, sign in (("minimum", -1), ("exclusiveMinimum", -1), ("maximum", 1), ("exclusiveMaximum", 1)):
         bound = node.get(name)
         if isinstance(bound, (int, float)) and sign * bound > _MOST:
@@ -114,28 +129,43 @@ def _exact(node: dict[str, Any], root: Any) -> Any:
     if isinstance(node.get("pattern"), str):
         node["pattern"] = node["pattern"].replace(*_EMAIL_WITHOUT_LOOK_AROUND)
     if "propertyNames" in node:
-        node = _with_named_properties(node)
+        node = _with_named_properties(node, root)
     if isinstance(node.get("oneOf"), list):
         node["oneOf"] = _with_tags(node, root)
     return node
 
 
-def _with_named_properties(node: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema without propertyNames, if it restricts nothing or is a list of names."""
-    names = node["propertyNames"]
+def _with_named_properties(node: dict[str, Any], root: Any) -> dict[str, Any]:
+    """Return a schema without propertyNames, if it restricts nothing or can be written as properties."""
     others = {key: value for key, value in node.items() if key != "propertyNames"}
-    if names is True or (isinstance(names, Mapping) and names.keys() <= _ANNOTATIONS and _may_be_string(names)):
+    names = {} if node["propertyNames"] is True else node["propertyNames"]
+    if isinstance(names, Mapping) and names.keys() - _ANNOTATIONS == {"$ref"}:
+        names = _resolved(names, root) or names
+    if not isinstance(names, Mapping) or names.get("type", "string") != "string":
+        return node
+    restricted = names.keys() - _ANNOTATIONS
+    if not restricted:
         return others
-    is_list = isinstance(names, Mapping) and isinstance(names.get("enum"), list)
-    if is_list and names.keys() <= _ANNOTATIONS | {"enum"} and not node.keys() & {"properties", "patternProperties"}:
-        value = node.get("additionalProperties", True)
+    if node.keys() & {"properties", "patternProperties"}:
+        return node
+    value = node.get("additionalProperties", True)
+    if restricted == {"enum"} and isinstance(names["enum"], list):
         allowed = {name: value for name in names["enum"] if isinstance(name, str)}
         return {**others, "properties": allowed, "additionalProperties": False}
-    return node
+    pattern = _pattern_of(names) if restricted <= {"pattern", "minLength", "maxLength"} else None
+    if pattern is None:
+        return node
+    return {**others, "patternProperties": {pattern: value}, "additionalProperties": False}
 
 
-def _may_be_string(schema: Mapping[str, Any]) -> bool:
-    return schema.get("type", "string") == "string"
+def _pattern_of(texts: Mapping[str, Any]) -> str | None:
+    """Return the pattern of texts that are restricted by a pattern, or by their length; None if it has another form."""
+    if "pattern" in texts:
+        return texts["pattern"] if isinstance(texts["pattern"], str) and len(texts.keys() - _ANNOTATIONS) == 1 else None
+    least, most = texts.get("minLength", 0), texts.get("maxLength", "")
+    if not isinstance(least, int) or not isinstance(most, (int, str)):
+        return None
+    return rf"^[\s\S]{{{least},{most}}}$"
 
 
 def _with_tags(node: dict[str, Any], root: Any) -> list[Any]:
@@ -184,8 +214,21 @@ def _resolved(branch: Any, root: Any) -> Mapping[str, Any]:
     return target if isinstance(target, Mapping) and reference.startswith("#") else {}
 
 
-def _relaxed(node: dict[str, Any]) -> dict[str, Any]:
+def _refers_to_itself(schema: Mapping[str, Any], root: Any) -> bool:
+    """Return True if the references of a schema end in a circle, so that they describe nothing."""
+    visited: set[int] = set()
+    while isinstance(schema.get("$ref"), str):
+        if id(schema) in visited:
+            return True
+        visited.add(id(schema))
+        schema = _resolved(schema, root)
+    return False
+
+
+def _relaxed(node: dict[str, Any], root: Any) -> dict[str, Any]:
     node = {key: value for key, value in node.items() if key not in _UNSUPPORTED}
+    if _refers_to_itself(node, root):
+        del node["$ref"]
     if _has_look_around(node):
         del node["pattern"]
     if isinstance(node.get("oneOf"), list) and "anyOf" not in node:

@@ -167,6 +167,11 @@ class AsyncLLM:
             check_length=self.session.frontend.check_conversation,
         )
 
+    async def check_params(self, sampling_params: SamplingParams) -> None:
+        """Raise RequestError for sampling parameters that cannot be served, such as a schema without a grammar."""
+        check = self.session.frontend.check_params
+        await asyncio.get_running_loop().run_in_executor(self._grammar_threads, check, sampling_params)
+
     async def abort(self, request_id: str) -> None:
         """End a request in flight. Its iterator yields the output so far and stops."""
         self.session.abort(request_id)

@@ -128,6 +128,10 @@ class Frontend:
                 parameter="kv_transfer_params",
             )
 
+    def check_params(self, params: SamplingParams) -> None:
+        """Raise RequestError for sampling parameters that cannot be served. Thread-safe."""
+        self._encoder.check_params(params)
+
     def check_conversation(self, text: str) -> None:
         """Raise RequestError for a rendered conversation that is too long for the model. Thread-safe."""
         self._encoder.check_length("the conversation", text)

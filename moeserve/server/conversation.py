@@ -14,7 +14,7 @@ from moeserve.parsers.deltas import ParsedDelta, ToolCallDelta
 from moeserve.sampling_params import SamplingParams
 from moeserve.server.client import Client
 from moeserve.server.errors import ApiError
-from moeserve.server.output_format import answer_grammar
+from moeserve.server.output_format import answer_grammar, parameters_schema
 from moeserve.server.schema import Body, given_params
 from moeserve.server.service import Service
 from moeserve.structured_outputs import StructuredOutputsParams
@@ -170,7 +170,8 @@ async def turn_deltas(
 
     parsers: dict[int, _OutputParser] = {}  # by index of the output
     with conversation.prompt_errors():
-        outputs = _generate(service, client, prompt, [restricted(form) for form in _forms(functions)], cache_salt)
+        forms = [restricted(form) for form in _forms(functions)]
+        outputs = _generate(service, client, prompt, forms, functions, cache_salt)
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 for each in output.outputs:
@@ -195,7 +196,12 @@ def _forms(functions: Sequence[dict[str, Any]]) -> list[Sequence[dict[str, Any]]
 
 
 async def _generate(
-    service: Service, client: Client, prompt: list[int], forms: Sequence[SamplingParams], cache_salt: str | None
+    service: Service,
+    client: Client,
+    prompt: list[int],
+    forms: Sequence[SamplingParams],
+    functions: Sequence[dict[str, Any]],
+    cache_salt: str | None,
 ) -> AsyncGenerator[RequestOutput, None]:
     """Generate with the first sampling parameters whose grammar can be compiled.
 
@@ -219,7 +225,19 @@ async def _generate(
                 raise
             refusal = refusal or error
     assert refusal is not None, "there is at least one form"
+    for function in functions:
+        if function.get("strict"):
+            await _require_grammar(service, function)
     raise refusal
+
+
+async def _require_grammar(service: Service, function: dict[str, Any]) -> None:
+    """Raise ApiError if the schema of a strict function has no grammar."""
+    schema = StructuredOutputsParams(json=parameters_schema(function))
+    try:
+        await service.llm.check_params(given_params(service.default_params, {"structured_outputs": schema}))
+    except RequestError as error:
+        raise ApiError(400, f"the parameters of the tool {function['name']!r}: {error}", param="tools") from None
 
 
 class _OutputParser:

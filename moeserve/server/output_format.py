@@ -160,7 +160,7 @@ def _call_rules(
         parts = [
             _literal(calls.before_name + function["name"], codec),
             _with_index(calls.before_arguments, codec),
-            f"%json {json.dumps(_parameters(function), ensure_ascii=False)}",
+            f"%json {json.dumps(parameters_schema(function), ensure_ascii=False)}",
             _literal(calls.after_arguments, codec),
         ]
         each.append(" ".join(filter(None, parts)))
@@ -170,8 +170,8 @@ def _call_rules(
     return {"calls": " ".join(filter(None, parts)), "call": "\n    | ".join(each)}
 
 
-def _parameters(function: dict[str, Any]) -> Any:
-    """Return the schema of a function's arguments.
+def parameters_schema(function: dict[str, Any]) -> Any:
+    """Return the schema that a function's arguments satisfy: its own if it is strict, or else one that allows more.
 
     Raises:
         ApiError: the function is strict, and its schema cannot be enforced.

@@ -12,13 +12,14 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
 
 from moeserve.errors import RequestError, missing_extra
+from moeserve.json_schemas import inner_schemas
 from moeserve.structured_outputs import OutputGrammar
 from moeserve.worker.grammar_checker import GrammarChecker, TokenizerText
 
@@ -34,7 +35,14 @@ STEP_FUEL = 50_000
 STEP_ITEMS = 5_000
 # Limits of the CPU time of a grammar: for its compilation, and on average for the masks of a request.
 COMPILE_SECONDS = 1.0
+PLACE_SECONDS = 0.2  # of searching for the place in a schema that is refused
+MAX_PLACE_LENGTH = 200
 SECONDS_PER_REQUEST, SECONDS_PER_TOKEN = 1.0, 0.001
+# Meanings of llguidance's errors that name its own options or states.
+MEANINGS = {
+    "oneOf constraints are not supported": "the branches of oneOf may overlap; write anyOf",
+    "NoExtensionBias": "no text satisfies it",
+}
 # Without "no_forcing", the mask of a text with only one continuation allows only the usual tokenisation of this
 # continuation, and a text that must continue infinitely is followed forever.
 START = '%llguidance {"no_forcing": true}\nstart: @output'
@@ -74,7 +82,8 @@ class CompiledGrammars:
         try:
             matcher = Matcher(self._compile(grammar), self.tokens.eos_tokens)
         except _RefusedError as refused:
-            return str(refused)
+            is_schema = grammar.notation == "json"
+            return f"{refused}, at {self._place(json.loads(grammar.text))}" if is_schema else str(refused)
         first = matcher.allowed_tokens([], ())
         possible = np.flatnonzero(np.unpackbits(first.bits, bitorder="little")[: self._vocab_size])
         error = first.error
@@ -84,7 +93,10 @@ class CompiledGrammars:
             error = "no token of this model can begin such an output"
         if error is None and time.thread_time() - started > COMPILE_SECONDS:
             error = f"it takes more than {COMPILE_SECONDS:g} s to compile; simplify it"
-        return None if error is None else _reason(error)
+        if error is None:
+            return None
+        reason = _reason(error).removeprefix("structured_outputs: ")
+        return f"{reason}, at #" if grammar.notation == "json" else reason
 
     def matcher(self, grammar: OutputGrammar) -> Matcher:
         """Return a matcher at the start of an output.
@@ -106,6 +118,21 @@ class CompiledGrammars:
                 if len(self._compiled) > MAX_COMPILED:
                     self._compiled.popitem(last=False)
         return Matcher(compiled.deep_copy(), self.tokens.eos_tokens)
+
+    def _place(self, schema: Any) -> str:
+        """Return the innermost part of a refused schema that is refused by itself, as a JSON pointer."""
+        if not isinstance(schema, dict):
+            return "#"
+        place, candidates = "#", inner_schemas(schema)
+        shared = {key: schema[key] for key in ("$schema", "$defs", "definitions") if key in schema}
+        ends_at = time.thread_time() + PLACE_SECONDS
+        while (found := next(candidates, None)) is not None and time.thread_time() < ends_at:
+            key, part = found
+            try:
+                self._compile(OutputGrammar("json", json.dumps({**shared, **part}), "json"))
+            except _RefusedError:
+                place, candidates = f"{place}/{key}", inner_schemas(part)
+        return place[:MAX_PLACE_LENGTH]
 
     def _compile(self, grammar: OutputGrammar) -> llguidance.LLMatcher:
         import llguidance
@@ -284,5 +311,8 @@ def _refusal(grammar: OutputGrammar, reason: str) -> RequestError:
 
 def _reason(error: str) -> str:
     """Return the reason of an error, without the state and the grammar that llguidance appends to it."""
+    for words, meaning in MEANINGS.items():
+        if words in error:
+            return meaning
     lines = error.partition("\n<")[0].splitlines() or [""]
     return next((line for line in lines if line.startswith("error: ")), lines[0])[:300]

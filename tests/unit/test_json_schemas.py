@@ -23,6 +23,15 @@ def within(schema: Any) -> dict[str, Any]:
             {"propertyNames": {"enum": ["a", "b"]}, "additionalProperties": {"type": "number"}},
             {"properties": {"a": {"type": "number"}, "b": {"type": "number"}}, "additionalProperties": False},
         ),
+        (
+            {"propertyNames": {"pattern": "^x"}, "additionalProperties": {"type": "number"}},
+            {"patternProperties": {"^x": {"type": "number"}}, "additionalProperties": False},
+        ),
+        (
+            {"propertyNames": {"type": "string", "minLength": 2}},
+            {"patternProperties": {r"^[\s\S]{2,}$": True}, "additionalProperties": False},
+        ),
+        ({"type": "array", "contains": {"type": "null"}, "minContains": 0}, {"type": "array"}),
         ({"type": "string", "format": "password"}, {"type": "string"}),
         ({"type": "string", "format": "date-time"}, {"type": "string", "format": "date-time"}),
         ({"not": {}}, False),
