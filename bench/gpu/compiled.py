@@ -32,7 +32,7 @@ from moeserve.bench.gpu.launches import Launch, decode, prefill, record_step, re
 from moeserve.bench.gpu.models import published
 from moeserve.bench.gpu.parts import Item, Row
 from moeserve.bench.gpu.probe import LOST_TIME
-from moeserve.bench.gpu.throughput import CHUNK_TOKENS, MEASURES, MODELS
+from moeserve.bench.gpu.throughput import CHUNK_TOKENS, MEASURES, MODELS, name_parts
 from moeserve.ops.interfaces import KeyValueCache
 from moeserve.ops.triton.table import TRITON_KERNELS
 from moeserve.ops.weight_blocks import CODES
@@ -89,8 +89,9 @@ def compile_items(capability: int) -> Iterator[Item]:
     source = untouched_source()
     steps = [decode(batch, 512) for batch in sorted({each.batch for each in MEASURES})]
     steps.append(prefill(CHUNK_TOKENS, CHUNK_TOKENS))
-    for name, quantization in MODELS.values():
-        recorders[f"{name} {quantization}"] = partial(launches_of_steps, published(name, 2), steps, quantization)
+    for name in MODELS:
+        model, quantization = name_parts(name)
+        recorders[name] = partial(launches_of_steps, published(model, 2), steps, quantization)
     steps = [decode(4, 40), prefill(40, 40), [*prefill(6, 40), ChunkSpan(6, 1, 20)]]
     for family, dtype in engine.CHECKPOINTS:
         config = engine.config_of(family).to_dict()

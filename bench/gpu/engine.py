@@ -24,7 +24,7 @@ SMALLEST_GAP = 4e-3  # minimum gap of the two largest logits; float32 results di
 ROOM = 3.0
 ROOM_BEYOND = 1e-3  # additional room for log-probabilities, in case transformers is almost exact
 MAX_DRAWS = 60  # maximum prompts drawn to find enough with clear tokens
-LONG_CONTEXT = 32_000
+LONG_CONTEXT, LONGEST_EAGER = 32_000, 1000
 Dtype = Literal["float32", "bfloat16"]
 
 COMMON: dict[str, Any] = dict(
@@ -83,7 +83,7 @@ COMPARISONS = [
     for variant in ("graphs", "eager")
     for family, dtype in CHECKPOINTS
 ] + [
-    Comparison(family, "float32", f"context of {length} in chunks", LONG, (length, 70))
+    Comparison(family, "float32", f"context of {length} in chunks", LONG, (length, 70), 4)
     for family, length in (("Mixtral", LONG_CONTEXT), ("DeepseekV3", LONG_CONTEXT), ("GptOss", 12_000))
 ]
 SMALL: dict[str, Any] = dict(enforce_eager=True, max_num_seqs=2, max_num_batched_tokens=8, kv_cache_memory="1MiB")
@@ -97,6 +97,7 @@ class Truth(NamedTuple):
     """A random checkpoint, prompts, and the tokens of transformers in float32 after each prompt."""
 
     folder: tempfile.TemporaryDirectory[str]  # removed with this object
+    attention: str  # implementation of attention in transformers
     prompts: list[list[int]]
     tokens: list[list[int]]
 
@@ -124,7 +125,9 @@ def compare(comparison: Comparison, device: str, seed: int) -> Row:
 @torch.inference_mode()
 def find_truth(family: str, lengths: tuple[int, ...], num_tokens: int, device: str, seed: int) -> Truth:
     """Write a checkpoint, and find random prompts with tokens that rounding cannot change."""
-    truth = Truth(tempfile.TemporaryDirectory(), [], [])
+    # Of long contexts, the memory of eager attention is quadratic; sinks need it.
+    attention = "sdpa" if max(lengths) > LONGEST_EAGER and family != "GptOss" else "eager"
+    truth = Truth(tempfile.TemporaryDirectory(), attention, [], [])
     write_checkpoint(family, truth.folder.name, seed)
     model, generator = reference(truth, device, torch.float32), torch.Generator().manual_seed(seed)
     options: dict[str, Any] = dict(max_new_tokens=num_tokens, do_sample=False, use_cache=True)
@@ -156,8 +159,8 @@ def write_checkpoint(family: str, folder: str, seed: int) -> None:
 
     torch.manual_seed(seed)
     model = getattr(transformers, f"{family}ForCausalLM")(config_of(family)).eval()
-    for tensor in model.state_dict().values():
-        if tensor.dim() < 2:
+    for name, tensor in model.state_dict().items():
+        if tensor.dim() < 2 or name.endswith("bias"):
             tensor.add_(torch.randn_like(tensor), alpha=0.3)
     model.save_pretrained(folder, safe_serialization=True)
 
@@ -166,7 +169,8 @@ def reference(truth: Truth, device: str, dtype: torch.dtype) -> Any:
     """Load transformers' model in its simplest form."""
     import transformers
 
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(truth.folder.name, dtype=dtype)
+    options: dict[str, Any] = dict(dtype=dtype, attn_implementation=truth.attention)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(truth.folder.name, **options)
     model.config._experts_implementation = "eager"  # its faster ones refuse some widths
     return model.to(device).eval()
 

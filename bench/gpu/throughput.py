@@ -40,14 +40,8 @@ from moeserve.planner.cost_formulas import operations_of_pair, positions_attende
 
 MEMORY_SHARE = 0.75  # fraction of the GPU's memory for weights
 WAITS = "the device waits"
-# By the names of `--models`.
-MODELS: dict[str, tuple[str, QuantizationName | None]] = {
-    "Qwen3-30B-A3B": ("Qwen3-30B-A3B", None),
-    "Qwen3-30B-A3B fp8": ("Qwen3-30B-A3B", "fp8"),
-    "DeepSeek-V2-Lite": ("DeepSeek-V2-Lite", None),
-    "DeepSeek-V2-Lite fp8": ("DeepSeek-V2-Lite", "fp8"),
-    "Mixtral-8x7B": ("Mixtral-8x7B", None),
-}
+# Names of published models, some with a quantization.
+MODELS = ("Qwen3-30B-A3B", "Qwen3-30B-A3B fp8", "DeepSeek-V2-Lite", "DeepSeek-V2-Lite fp8", "Mixtral-8x7B")
 
 
 class Measure(NamedTuple):
@@ -90,6 +84,10 @@ NUM_ROUNDS = 3
 ON_CPU: dict[str, Any] = dict(device="cpu", dtype="float32", kv_cache_memory="1MiB", packed_cache=0)
 
 
+def name_parts(name: str) -> tuple[str, QuantizationName | None]:
+    return (name.removesuffix(" fp8"), "fp8") if name.endswith(" fp8") else (name, None)
+
+
 def layers_that_fit(name: str, memory_bytes: float) -> int:
     """Return the number of layers of a model that fit; at least two, one of each kind."""
     two, three = (summarize(described(published(name, count)), "bfloat16").weight_bytes for count in (2, 3))
@@ -103,7 +101,7 @@ def measure(name: str, seconds_left: SecondsLeft, on_cpu: bool = False) -> Itera
     Raises:
         Exception: any error that prevents the engine from running.
     """
-    (model, quantization), limits = MODELS[name], measure_limits("cpu" if on_cpu else "cuda")
+    (model, quantization), limits = name_parts(name), measure_limits("cpu" if on_cpu else "cuda")
     yield {"name": f"limits before {name}"} | limits.row
     memory = 0 if on_cpu else MEMORY_SHARE * torch.cuda.get_device_properties(0).total_memory
     num_layers, most_layers = layers_that_fit(model, memory), PUBLISHED[model]["num_hidden_layers"]
