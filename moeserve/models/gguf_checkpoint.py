@@ -30,11 +30,12 @@ from moeserve.models.gguf_names import GgufName
 from moeserve.models.gguf_tensors import GgufTensor, HeadMapsTensor, SmallTensor
 from moeserve.models.gguf_tokenizer import write_tokenizer
 from moeserve.models.quantization import CheckpointTensor
+from moeserve.models.tokenizer_files import UNREAD_TOKENIZER
 
 if TYPE_CHECKING:
     import gguf
 
-_VERSION = 2  # format version of the cache folders; increase it when their files change
+_VERSION = 3  # format version of the cache folders; increase it when their files change
 _PART = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")
 
 
@@ -147,7 +148,10 @@ def _write_companions(files: list[Path], folder: Path) -> None:
         (folder / file.name).symlink_to(file.resolve())
     prefix = "tokenizer."
     of_tokenizer = {key[len(prefix) :]: value for key, value in metadata.values.items() if key.startswith(prefix)}
-    write_tokenizer(files[0], of_tokenizer, folder, max_length=config["max_position_embeddings"])
+    try:
+        write_tokenizer(files[0], of_tokenizer, folder, max_length=config["max_position_embeddings"])
+    except CheckpointError as error:  # matters only without the setting `tokenizer`
+        (folder / UNREAD_TOKENIZER).write_text(str(error), encoding="utf-8")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 

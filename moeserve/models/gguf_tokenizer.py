@@ -7,66 +7,19 @@ for SmolLM2, does not normalise text for Qwen 2, and merges differently for Llam
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, normalizers, processors
 from tokenizers.models import BPE
 
 from moeserve.errors import CheckpointError
+from moeserve.models.gguf_splits import SPLITS, Split
 
 # Values of tokenizer.ggml.token_type.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 
 WORD_BOUNDARY = "\u2581"  # SentencePiece replaces a space by this character
-
-# The split that OpenAI published for cl100k_base, as Llama 3 uses it.
-_LLAMA3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-
-# The same for Qwen 2 and 3, which split numbers into single digits.
-_QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
-# The patterns of DeepSeek-V3's tokenizer.json, applied one after the other.
-_DEEPSEEK_V3_SPLITS = (
-    r"\p{N}{1,3}",
-    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
-    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
-    r"""| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+""",
-)
-
-
-@dataclass(frozen=True)
-class _ByteLevel:
-    """The normalisation and splitting of text before a byte-level vocabulary merges tokens."""
-
-    pre_tokenizers: tuple[pre_tokenizers.PreTokenizer, ...]
-    ignore_merges: bool = False  # a word in the vocabulary is one token, even if merges would split it
-    adds_bos: bool = False  # default if the file does not set it
-    normalizer: normalizers.Normalizer | None = None
-
-
-def _split_by(*patterns: str) -> tuple[pre_tokenizers.PreTokenizer, ...]:
-    splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns]
-    return (*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
-
-
-# These vocabularies have separate tokens for words after a space, so no space is put before the first word.
-_LLAMA3 = _ByteLevel(_split_by(_LLAMA3_SPLIT), ignore_merges=True, adds_bos=True)
-_QWEN2 = _ByteLevel(_split_by(_QWEN2_SPLIT), normalizer=normalizers.NFC())
-_DEEPSEEK_V3 = _ByteLevel(_split_by(*_DEEPSEEK_V3_SPLITS), adds_bos=True)
-_SMOLLM = _ByteLevel(
-    (pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True))
-)
-_BYTE_LEVEL = {  # tokenizer.ggml.pre
-    **dict.fromkeys(("llama-bpe", "llama-v3", "llama3"), _LLAMA3),
-    "smollm": _SMOLLM,
-    "qwen2": _QWEN2,
-    "deepseek-v3": _DEEPSEEK_V3,
-}
 
 
 def write_tokenizer(source: Path, metadata: dict[str, Any], folder: Path, *, max_length: int) -> None:
@@ -102,23 +55,19 @@ def write_tokenizer(source: Path, metadata: dict[str, Any], folder: Path, *, max
 
 def _convert(source: Path, metadata: dict[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
     """Return the tokenizer, and the entries of its tokenizer_config.json."""
-    tokens: list[str] = metadata["ggml.tokens"]
+    tokens = _without_duplicates(metadata["ggml.tokens"])
     id_of_token = {token: token_id for token_id, token in enumerate(tokens)}
     types = metadata.get("ggml.token_type") or [NORMAL] * len(tokens)
     type_of_token = dict(zip(tokens, types, strict=True))
-    if len(id_of_token) != len(tokens):
-        raise ValueError("ggml.tokens lists the same token more than once")
+    name = metadata.get("ggml.pre", "default")
     if metadata["ggml.model"] == "llama":
         tokenizer, adds_bos = _sentence_piece(metadata, type_of_token), True
-    elif metadata["ggml.model"] == "gpt2" and metadata.get("ggml.pre") in _BYTE_LEVEL:
-        byte_level = _BYTE_LEVEL[metadata["ggml.pre"]]
-        tokenizer, adds_bos = _byte_level(metadata, id_of_token, byte_level), byte_level.adds_bos
+    elif metadata["ggml.model"] == "gpt2" and name in SPLITS:
+        split = SPLITS[name]
+        tokenizer, adds_bos = _byte_level(metadata, id_of_token, split), split.adds_bos
     else:
         kinds = [f"{key}={metadata.get(key)!r}" for key in ("ggml.model", "ggml.pre")]
-        raise CheckpointError(
-            f"{source}: tokenizer.{kinds[0]} with tokenizer.{kinds[1]} is not supported; supported: llama, or gpt2 "
-            f"with one of {', '.join(_BYTE_LEVEL)}"
-        )
+        raise CheckpointError(f"{source}: tokenizer.{kinds[0]} with tokenizer.{kinds[1]} is not supported")
 
     # Added tokens are matched in the original text, before it is normalised and split.
     for token_type in (CONTROL, USER_DEFINED):
@@ -147,13 +96,22 @@ def _convert(source: Path, metadata: dict[str, Any]) -> tuple[Tokenizer, dict[st
     }
 
 
-def _byte_level(metadata: dict[str, Any], id_of_token: dict[str, int], kind: _ByteLevel) -> Tokenizer:
+def _without_duplicates(tokens: list[str]) -> list[str]:
+    """Return tokens of which each but the first with the same text has another name, which no text contains."""
+    first_ids: dict[str, int] = {}
+    return [
+        token if first_ids.setdefault(token, token_id) == token_id else f"\ue000{token_id}"
+        for token_id, token in enumerate(tokens)
+    ]
+
+
+def _byte_level(metadata: dict[str, Any], id_of_token: dict[str, int], split: Split) -> Tokenizer:
     """Return a byte-level BPE tokenizer (GPT-2)."""
     merges = [tuple(merge.split(" ", 1)) for merge in metadata["ggml.merges"]]
-    tokenizer = Tokenizer(BPE(id_of_token, merges, ignore_merges=kind.ignore_merges))
-    if kind.normalizer is not None:
-        tokenizer.normalizer = kind.normalizer
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(list(kind.pre_tokenizers))
+    tokenizer = Tokenizer(BPE(id_of_token, merges, ignore_merges=split.ignore_merges))
+    if split.normalizer is not None:
+        tokenizer.normalizer = split.normalizer
+    tokenizer.pre_tokenizer = split.pre_tokenizer()
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 

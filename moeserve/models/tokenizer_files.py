@@ -24,6 +24,7 @@ UNREAD_VOCABULARY_FILES = ("tokenizer.model", "spiece.model", "tiktoken.model")
 # Files that contain a vocabulary, in order of preference, and files that may accompany them.
 VOCABULARY_FILES = ("tokenizer.json", *UNREAD_VOCABULARY_FILES, "tekken.json", "vocab.json", "vocab.txt")
 COMPANION_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt")
+UNREAD_TOKENIZER = "unread_tokenizer.txt"  # why the tokenizer of a GGUF file cannot be used
 CONFIG_FILE, NAMED_TOKENS_FILE, ADDED_TOKENS_FILE, _ = COMPANION_FILES
 
 # Keys of tokenizer_config.json that change how tokenizer.json is used.
@@ -73,6 +74,9 @@ def load_tokenizer(folder: str) -> LoadedTokenizer | None:
     root = Path(folder)
     if not root.is_dir():
         raise CheckpointError(f"tokenizer {folder!r}: there is no such folder")
+    if (unread := root / UNREAD_TOKENIZER).is_file():
+        reason = unread.read_text(encoding="utf-8")
+        raise CheckpointError(f"{reason}; tokenizer='FOLDER' can name a folder with the model's tokenizer.json")
     found = [name for name in (*VOCABULARY_FILES, *COMPANION_FILES) if (root / name).is_file()]
     if not found:
         return None

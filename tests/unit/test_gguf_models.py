@@ -34,6 +34,7 @@ from moeserve.bench.peers.adapters.write_gguf import write
 from moeserve.models import registry
 from moeserve.models.gguf_checkpoint import checkpoint_folder, tensors_of
 from moeserve.models.gguf_tensors import GgufTensor
+from moeserve.models.gguf_tokenizer import write_tokenizer
 
 THETA = 500.0
 SHAPES = {
@@ -90,7 +91,7 @@ def checkpoint_and_gguf(folder: Path, name: str) -> tuple[Reference, Path]:
     return reference, path
 
 
-def write_qwen2_moe(folder: Path, path: Path) -> None:
+def write_qwen2_moe(folder: Path, path: Path, **of_tokenizer: Any) -> None:
     """Write a Qwen2-MoE checkpoint as a GGUF file, by the gguf package's names of tensors and keys."""
     config = json.loads((folder / "config.json").read_text())
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2MOE, config["num_hidden_layers"])
@@ -117,6 +118,7 @@ def write_qwen2_moe(folder: Path, path: Path) -> None:
         "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
     }
     metadata = {f"qwen2moe.{key}": config[name] for key, name in keys.items()}
+    metadata |= {f"tokenizer.ggml.{key}": value for key, value in of_tokenizer.items()}
     written(path, {"general.architecture": "qwen2moe"} | metadata, tensors)
 
 
@@ -132,6 +134,18 @@ def test_tokens_are_those_of_the_checkpoint(tmp_path: Path, name: str) -> None:
     for from_gguf, from_folder in zip(*found, strict=True):
         assert from_gguf.token_ids == from_folder.token_ids
         assert from_gguf.logprobs == from_folder.logprobs
+
+
+def test_an_unknown_tokenizer_matters_only_where_it_is_used(tmp_path: Path) -> None:
+    reference, path = checkpoint_and_gguf(tmp_path, "qwen2-moe")
+    write_qwen2_moe(reference.folder, path, model="gpt2", pre="viking", tokens=["a", "b"], merges=["a b"])
+    for _ in range(2):  # also from the cache
+        with pytest.raises(CheckpointError, match=r"pre='viking' is not supported.*; tokenizer='FOLDER'"):
+            LLM(str(path))
+    write_tokenizer(path, {"ggml.model": "gpt2", "ggml.tokens": ["a", "b"], "ggml.merges": []}, tmp_path, max_length=9)
+    with LLM(str(path), tokenizer=str(tmp_path)) as llm:
+        (result,) = llm.generate("ab", SamplingParams(temperature=0, max_tokens=2), use_tqdm=False)
+    assert result.prompt_token_ids == [0, 1]
 
 
 def test_shares_of_a_rank_are_read_alone(tmp_path: Path) -> None:

@@ -187,6 +187,18 @@ def test_control_and_user_defined_tokens_stay_whole(byte_level: tuple[str, Token
     assert tokenizer.decode(ids, skip_special_tokens=True) == "the<tool>fox"
 
 
+def test_tokens_with_the_same_text_are_the_first(tmp_path: Path) -> None:
+    tokens, joined = BYTE_LEVEL_FACTS["ggml.tokens"], 1 + len(ALPHABET)  # the token of the first merge
+    twice = {
+        "ggml.tokens": [*tokens, tokens[joined]],
+        "ggml.token_type": [*BYTE_LEVEL_FACTS["ggml.token_type"], NORMAL],
+    }
+    write_tokenizer(Path("x.gguf"), BYTE_LEVEL_FACTS | twice | {"ggml.pre": "smollm"}, tmp_path, max_length=64)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert tokenizer.get_vocab_size() == len(tokens) + 1
+    assert tokenizer.encode(tokenizer.decode([joined])).ids == [joined]
+
+
 # ---- SentencePiece vocabularies; their ids are compared with the library's in test_real_tokenizers.py
 
 
@@ -238,7 +250,6 @@ def test_the_space_prefix_can_be_disabled(tmp_path: Path) -> None:
         ({"ggml.merges": ["the nothing"]}, "tokenizer"),
         ({"ggml.merges": 5}, "tokenizer"),
         ({"ggml.token_type": [1, 1]}, "tokenizer"),
-        ({"ggml.tokens": ["a", "a"], "ggml.token_type": [1, 1]}, "more than once"),
         ({"ggml.bos_token_id": 10**6}, "tokenizer"),
         ({"ggml.model": "llama"}, r"ggml\.scores"),
     ],

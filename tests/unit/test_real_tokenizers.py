@@ -112,7 +112,7 @@ def fetched(name: str) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=list(PACKAGES))
+@pytest.fixture(scope="module", params=["deepseek-v3", "qwen3"])
 def family(request: pytest.FixtureRequest) -> Published:
     folder = fetched(request.param)
     reference = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -130,12 +130,24 @@ def test_text_becomes_the_tokens_of_the_published_tokenizer(family: Published, t
         assert token_ids == family.first_ids + family.reference.encode(written).ids
 
 
-@pytest.mark.parametrize(("name", "pre"), [("qwen3", "qwen2"), ("deepseek-v3", "deepseek-v3")])
+@pytest.mark.parametrize(
+    ("name", "pre"),
+    [
+        ("qwen3", "qwen2"),
+        ("deepseek-v3", "deepseek-v3"),
+        ("llama3", "llama-bpe"),
+        ("gpt4o", "gpt-4o"),
+        ("mistral-nemo", "tekken"),
+        ("command-r-plus", "command-r"),
+        ("gpt2", "gpt-2"),
+    ],
+)
 def test_text_becomes_the_same_tokens_with_the_vocabulary_of_a_gguf_file(tmp_path: Path, name: str, pre: str) -> None:
     published = json.loads((fetched(name) / "tokenizer.json").read_text(encoding="utf-8"))
     model, reference = published["model"], Tokenizer.from_file(str(fetched(name) / "tokenizer.json"))
     id_of_token = model["vocab"] | {token["content"]: token["id"] for token in published["added_tokens"]}
-    tokens = sorted(id_of_token, key=id_of_token.__getitem__)
+    token_of_id = {token_id: token for token, token_id in id_of_token.items()}
+    tokens = [token_of_id.get(token_id, f"[PAD{token_id}]") for token_id in range(max(token_of_id) + 1)]
     special = {token["content"] for token in published["added_tokens"]}
     metadata = {
         "ggml.model": "gpt2",
@@ -144,7 +156,6 @@ def test_text_becomes_the_same_tokens_with_the_vocabulary_of_a_gguf_file(tmp_pat
         "ggml.token_type": [CONTROL if token in special else NORMAL for token in tokens],
         "ggml.merges": [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]],
     }
-    assert [id_of_token[token] for token in tokens] == list(range(len(tokens)))
     write_tokenizer(Path("a.gguf"), metadata, tmp_path, max_length=1000)
     codec = loaded(tmp_path)
     dice = random.Random(0)
