@@ -174,13 +174,13 @@ async def merged(iterators: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator
     try:
         num_open = len(tasks)
         while num_open:
-            item = await queue.get()
-            if isinstance(item, BaseException):
-                raise item
-            if item is None:
+            arrived = await queue.get()
+            if isinstance(arrived, BaseException):
+                raise arrived
+            if arrived is None:
                 num_open -= 1
             else:
-                yield item
+                yield arrived
     finally:
         for task in tasks:
             task.cancel()

@@ -76,10 +76,6 @@ class Message(Body):
     cache_control: Annotated[Any, Ignored("prefixes are always cached")] = None
 
 
-class ChosenFunction(Body):
-    name: str
-
-
 class ChatRequest(SamplingFields):
     messages: Annotated[list[Message], Bounded(LIMITS.max_messages, min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -92,7 +88,7 @@ class ChatRequest(SamplingFields):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     functions: Annotated[list[Function], Bounded(LIMITS.max_tools)] | None = None  # the older name of tools
-    function_call: Literal["none", "auto"] | ChosenFunction | None = None  # the older name of tool_choice
+    function_call: Literal["none", "auto"] | FunctionName | None = None  # the older name of tool_choice
     modalities: Annotated[Any, Refused("answers are texts", harmless=(["text"],))] = None
     audio: Annotated[Any, Refused("answers are texts")] = None
     web_search_options: Annotated[Any, Refused("the server runs no tools")] = None
@@ -128,8 +124,8 @@ class ChatRequest(SamplingFields):
     def choice(self) -> Literal["none", "auto", "required"] | NamedTool | None:
         if not self.has_functions:
             return self.tool_choice
-        if isinstance(self.function_call, ChosenFunction):
-            return NamedTool(function=FunctionName(name=self.function_call.name))
+        if isinstance(self.function_call, FunctionName):
+            return NamedTool(function=self.function_call)
         return self.function_call
 
 
