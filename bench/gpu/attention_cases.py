@@ -215,17 +215,17 @@ def make_latent(kernels: Kernels, shape: LatentShape) -> LatentAttentionBackend:
 
 @cases_of(
     "latent attention",
-    crossed(SMALL_LATENT, SMALL_CHUNKS),
-    crossed(LATENT, LARGE_CHUNKS),
+    crossed(SMALL_LATENT, SMALL_CHUNKS) + crossed(SMALL_LATENT, SMALL_CHUNKS, [True]),
+    crossed(LATENT, LARGE_CHUNKS) + crossed(LATENT, LARGE_CHUNKS, [True]),
     crossed(LATENT, (*DECODES, "4 chunks of 64")),
 )
-def latent_attend(source: Source, name: str, kind: str) -> Case:
+def latent_attend(source: Source, name: str, kind: str, is_ordered: bool = False) -> Case:
     """Attend with absorbed weights of keys and values. Memory that no row may read contains NaN."""
     shape, step = SHAPES[name], source.step(CHUNKS[kind], BLOCK_SIZE)
     cache = draw_cache(source, step, BLOCK_SIZE, shape.vector_size, unread=torch.nan)
     query_TNP = source.normal(len(step.positions), shape.num_heads, shape.vector_size)
-    work = attention_work(query_TNP, cache, CHUNKS[kind], shape.latent_size)
-    return Case(lambda kernels: make_latent(kernels, shape).attend, (query_TNP, cache, step), work=work)
+    options: Any = dict(is_ordered=is_ordered, work=attention_work(query_TNP, cache, CHUNKS[kind], shape.latent_size))
+    return Case(lambda kernels: make_latent(kernels, shape).attend, (query_TNP, cache, step), **options)
 
 
 @cases_of("chosen positions", crossed(SMALL_CHUNKS, [3], [20], [8]), crossed(LARGE_CHUNKS, [64], [128], [2048]))
@@ -249,8 +249,12 @@ def choose_entries(source: Source, kind: str, num_heads: int, key_size: int, top
     return Case(lambda kernels: kernels.make_indexer(rule), inputs, defined)
 
 
-@cases_of("chosen positions", [("small, latent", "short decode", 20)], [("DeepSeek-V3", "mixed", 2048)])
-def attend_chosen(source: Source, name: str, kind: str, most: int) -> Case:
+@cases_of(
+    "chosen positions",
+    crossed(SMALL_LATENT, ["short decode", "short prompts"], [20], [False, True]),
+    crossed(["DeepSeek-V3"], ["mixed"], [2048], [False, True]),
+)
+def attend_chosen(source: Source, name: str, kind: str, most: int, is_ordered: bool) -> Case:
     """Write vectors, and attend to selected positions, whose number differs between rows."""
     shape, step = SHAPES[name], source.step(CHUNKS[kind], BLOCK_SIZE)
     num_tokens, cache = len(step.positions), draw_cache(source, step, BLOCK_SIZE, shape.vector_size)
@@ -262,7 +266,7 @@ def attend_chosen(source: Source, name: str, kind: str, most: int) -> Case:
         backend.write(vectors_TP, cache, step)
         return backend.attend_chosen(query_TNP, cache, chosen), cache
 
-    return Case(lambda kernels: partial(call, make_latent(kernels, shape)), inputs)
+    return Case(lambda kernels: partial(call, make_latent(kernels, shape)), inputs, is_ordered=is_ordered)
 
 
 @cases_of(

@@ -68,11 +68,8 @@ def quantize_rms_norm(source: Source, num_rows: int, width: int) -> Case:
 
     def call(kernels: Kernels, x_TD: Tensor, update_TD: Tensor, weight_D: Tensor) -> Any:
         if kernels.quantize_rms_norm is None:
-            normed_TD, (sum_TD, other_TD) = (
-                kernels.rms_norm(x_TD, weight_D, EPSILON),
-                kernels.add_rms_norm(x_TD, update_TD, weight_D, EPSILON),
-            )
-            return normed_TD, sum_TD, other_TD, other_TD
+            sum_TD, normed_TD = kernels.add_rms_norm(x_TD, update_TD, weight_D, EPSILON)
+            return kernels.rms_norm(x_TD, weight_D, EPSILON), sum_TD, normed_TD, normed_TD
         _, normed = kernels.quantize_rms_norm(x_TD, None, weight_D, EPSILON, False)
         sum_TD, rows = kernels.quantize_rms_norm(x_TD, update_TD, weight_D, EPSILON, True)
         return normed, sum_TD, rows.rows, rows

@@ -162,7 +162,7 @@ def rate_row(generate: Generate, workload: Workload, bound: float, least: float 
     generate(draw_prompts(workload, Random(1)), workload.new_tokens)  # compiles kernels for this batch
     is_decode = workload.new_tokens > 1
     measure_rate = rate_measure("decode" if is_decode else "prefill", generate, workload)
-    rate = statistics.median(measure_rate() for _ in range(NUM_ROUNDS))
+    rate = statistics.median(measure_rate() for _ in range(1 if on_cpu else NUM_ROUNDS))
     num_tokens = workload.batch if is_decode else workload.batch * workload.prompt_tokens
     row: Row = {"rate": rate, "bound": num_tokens / bound, "fraction_of_bound": rate * bound / num_tokens}
     row["lines"] = [f"{rate:,.0f} tokens/s, {row['fraction_of_bound']:.0%} of the bound"]
@@ -181,7 +181,7 @@ def kernel_seconds(generate: Generate, workload: Workload, kind: str) -> dict[st
     """Return the seconds of each kernel in one decode step: the difference of two profiled generations.
 
     Args:
-        kind: "CUDA", or "CPU", on which torch operations take the place of kernels.
+        kind: "CUDA"; or "CPU" in a rehearsal, where the profiler sees nothing of the engine's thread.
     """
 
     def run(num_tokens: int) -> dict[str, float]:
