@@ -242,7 +242,9 @@ class ConfigValues:
                 f"{self.path}: {source} gives a rotary embedding of {dim} values; it needs an even number"
             )
         theta = both.number("rope_theta", default_theta, above=1.0)
-        return RotaryConfig(dim=dim, theta=theta, scaling=_read_scaling(settings, dim), is_interleaved=is_interleaved)
+        context = self.optional_integer("max_position_embeddings")
+        scaling = _read_scaling(settings, dim, context)
+        return RotaryConfig(dim=dim, theta=theta, scaling=scaling, is_interleaved=is_interleaved)
 
     def _get(self, key: str, default: Any) -> Any:
         value = self.values.get(key)
@@ -253,10 +255,16 @@ class ConfigValues:
         return value
 
 
-def _read_scaling(settings: ConfigValues, dim: int) -> Scaling | None:
-    """Return the scaling of the rotary frequencies of `dim` values; None if they are not scaled."""
+def _read_scaling(settings: ConfigValues, dim: int, context: int | None) -> Scaling | None:
+    """Return the scaling of the rotary frequencies of `dim` values; None if they are not scaled.
+
+    Args:
+        context: `max_position_embeddings`, where the config has it.
+    """
     match settings.values["rope_type"]:
         case "default":
+            return None
+        case "dynamic":  # scales only contexts beyond max_position_embeddings, which are not served
             return None
         case "linear":
             return LinearScaling(settings.number("factor"))
@@ -271,7 +279,7 @@ def _read_scaling(settings: ConfigValues, dim: int) -> Scaling | None:
                 original_max_position_embeddings=settings.integer("original_max_position_embeddings"),
             )
         case "yarn":
-            return _read_yarn(settings)
+            return _read_yarn(settings, context)
         case "proportional":
             fraction = settings.number("partial_rotary_factor", 1.0)
             if fraction > 1:
@@ -279,7 +287,7 @@ def _read_scaling(settings: ConfigValues, dim: int) -> Scaling | None:
             return ProportionalScaling(fraction, settings.number("factor", 1.0))
         case "longrope":
             return _read_longrope(settings, dim)
-    supported = "default, linear, llama3, yarn, proportional, longrope"
+    supported = "default, linear, dynamic, llama3, yarn, proportional, longrope"
     raise settings.wrong("rope_type", f"is not supported; supported: {supported}")
 
 
@@ -296,7 +304,7 @@ def _read_longrope(settings: ConfigValues, dim: int) -> LongRopeScaling:
     )
 
 
-def _read_yarn(settings: ConfigValues) -> YarnScaling:
+def _read_yarn(settings: ConfigValues, context: int | None) -> YarnScaling:
     factor = settings.number("factor")
     if factor < 1:
         raise settings.wrong("factor", "must be at least 1 for yarn")
@@ -305,14 +313,17 @@ def _read_yarn(settings: ConfigValues) -> YarnScaling:
         raise settings.wrong("beta_fast", f"must be at least beta_slow={beta_slow:g}")
 
     # DeepSeek's configs split the attention temperature between the rotary values and the scores.
-    of_values, of_scores = settings.optional_number("mscale"), settings.optional_number("mscale_all_dim")
+    # Zero stands for no weight.
+    of_values, of_scores = (
+        settings.optional_number(key) if settings.values.get(key) != 0 else None for key in ("mscale", "mscale_all_dim")
+    )
     if of_values and of_scores:
         attention_factor = _temperature(factor, of_values) / _temperature(factor, of_scores)
     else:
         attention_factor = _temperature(factor, 1.0)
     return YarnScaling(
         factor=factor,
-        original_max_position_embeddings=settings.integer("original_max_position_embeddings"),
+        original_max_position_embeddings=settings.integer("original_max_position_embeddings", context),
         beta_fast=beta_fast,
         beta_slow=beta_slow,
         truncate=settings.flag("truncate", True),

@@ -213,3 +213,22 @@ def test_a_whole_file_is_used_beside_an_index_of_shards_that_are_gone(
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     assert_serves(folder, plain)
     assert any("names shards that are not there" in each for each in caplog.messages)
+
+
+# --- a text model without the models beside it
+
+
+def test_the_text_model_alone_has_a_name_of_its_own(
+    reference_named: Callable[[str], Reference], tmp_path: Path
+) -> None:
+    reference = reference_named("qwen3.5-moe")
+
+    def text_alone(tensors: Tensors) -> Tensors:
+        prefix = "model.language_model."
+        own = {name.replace(prefix, "model."): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+        return own | {name: tensor for name, tensor in tensors.items() if name == "lm_head.weight"}
+
+    folder = changed_copy(reference, tmp_path / "text", text_alone)
+    config = json.loads((folder / "config.json").read_text())["text_config"]
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen3_5MoeForCausalLM"]}))
+    assert_serves(folder, reference)

@@ -40,6 +40,9 @@ SCALINGS: list[dict[str, Any]] = [
     dict(rope_type="yarn", factor=40, original_max_position_embeddings=4096, mscale_all_dim=0.7),
     dict(rope_type="yarn", factor=40, original_max_position_embeddings=4096, attention_factor=1.3),
     dict(rope_type="yarn", factor=1.0, original_max_position_embeddings=4096, mscale=1.0, mscale_all_dim=1.0),
+    dict(rope_type="yarn", factor=40, original_max_position_embeddings=4096, mscale=1.0, mscale_all_dim=0),
+    dict(rope_type="yarn", factor=4.0),
+    dict(rope_type="dynamic", factor=2.0),
 ]
 
 
@@ -91,7 +94,8 @@ def test_scaled_frequencies_equal_those_of_transformers(scaling: dict[str, Any],
     )
     frequencies, attention_factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](reference, CPU)
 
-    (tmp_path / "config.json").write_text(json.dumps({"rope_parameters": parameters}))
+    config = {"rope_parameters": parameters, "max_position_embeddings": 8192}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     ours = ConfigValues.of_folder(tmp_path).rotary(16)
     torch.testing.assert_close(ours.frequencies(), frequencies, atol=0, rtol=1e-5)
     assert ours.attention_factor == pytest.approx(attention_factor)

@@ -119,6 +119,7 @@ QWEN3_NEXT = Family(
 QWEN3_5_MOE = Family(
     name="Qwen3.5-MoE",
     architecture="Qwen3_5MoeForConditionalGeneration",
+    other_architectures=("Qwen3_5MoeForCausalLM",),  # the text model alone
     read=read,
     names=NAMES,
     linear_attention_names=BY_KIND,
