@@ -22,6 +22,7 @@ from moeserve.server.output_format import outputs_of_schema
 from moeserve.worker.grammars import Grammars
 
 SEEDS = range(5)
+ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
 # Schemas that no output can satisfy, or whose outputs no grammar can describe. All others must be served.
 REFUSED = {
     "pydantic: dict by uuid",
@@ -75,9 +76,8 @@ class Served:
     codec: TextCodec
     grammars: Grammars
 
-    def post(self, **fields: Any) -> tuple[int, Any]:
-        body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1, **fields}
-        response = self.http.post("/v1/chat/completions", json=body)
+    def post(self, path: str = "/v1/chat/completions", **fields: Any) -> tuple[int, Any]:
+        response = self.http.post(path, json={"model": MODEL, **fields})
         return response.status_code, response.json()
 
     def random_outputs(self, schema: Any, *, is_strict: bool) -> list[Any]:
@@ -107,7 +107,7 @@ def validate(value: Any, schema: Any, *, is_strict: bool) -> None:
 def test_a_schema_is_enforced_or_refused_with_its_place(served: Served, name: str, is_strict: bool) -> None:
     schema, is_refused = SCHEMAS[name], name in (REFUSED_IF_STRICT if is_strict else REFUSED)
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": is_strict}}
-    status, answer = served.post(response_format=form)
+    status, answer = served.post(**ASKED, response_format=form)
     assert status == (400 if is_refused else 200), answer
     if is_refused:
         assert "#" in answer["error"]["message"]
@@ -116,9 +116,18 @@ def test_a_schema_is_enforced_or_refused_with_its_place(served: Served, name: st
             validate(output, schema, is_strict=is_strict)
 
     tool = {"type": "function", "function": {"name": "call_me", "parameters": schema, "strict": is_strict}}
-    status, answer = served.post(tools=[tool], tool_choice="required")
+    status, answer = served.post(**ASKED, tools=[tool], tool_choice="required")
     assert status == (400 if is_refused and is_strict else 200), answer
     if status == 400:
         assert "'call_me'" in answer["error"]["message"]
         assert "#" in answer["error"]["message"]
         assert answer["error"]["param"] == "tools"
+
+
+@pytest.mark.parametrize(("is_strict", "expected"), [(False, 200), (True, 400)])
+def test_a_strict_format_of_the_responses_api_is_enforced_in_full(
+    served: Served, is_strict: bool, expected: int
+) -> None:
+    form = {"type": "json_schema", "name": "x", "schema": SCHEMAS["pydantic: set"], "strict": is_strict}
+    status, answer = served.post("/v1/responses", input="Hi", text={"format": form}, max_output_tokens=1)
+    assert status == expected, answer

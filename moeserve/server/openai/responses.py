@@ -136,7 +136,7 @@ class ResponsesRequest(TransferFields, ClientFields):
             tool_choice=self._choice(tools),
             has_parallel_calls=self.parallel_tool_calls is not False,
             template_arguments={} if effort is None else {"reasoning_effort": effort},
-            outputs=outputs_of_schema("text", wanted.schema_)
+            outputs=outputs_of_schema("text", wanted.schema_, is_strict=wanted.strict is True)
             if isinstance(wanted, FlatSchemaFormat)
             else requested_outputs(wanted),
         )
