@@ -21,6 +21,8 @@ JSON = "application/json"
 EVENTS = "text/event-stream"
 # Silence after which the headers of a stream are sent, and between pings.
 SECONDS_TO_HEADERS, SECONDS_BETWEEN_PINGS = 1.0, 10.0
+# Blank lines, which are no event. Some clients, among them `vllm bench serve`, lose the events that follow a comment.
+PING = b"\n\n"
 encode_json = msgspec.json.Encoder().encode
 
 
@@ -45,7 +47,7 @@ class Reply(Response):
         *,
         error_body: Callable[[ApiError], Any] = lambda error: error.body,
         error_event: Callable[[ApiError], bytes] = lambda error: event(error.body),
-        ping: bytes = b": waiting\n\n",
+        ping: bytes = PING,
         seconds_to_headers: float = SECONDS_TO_HEADERS,
         seconds_between_pings: float = SECONDS_BETWEEN_PINGS,
     ) -> None:
@@ -55,7 +57,7 @@ class Reply(Response):
             media_type: `JSON` or `EVENTS`.
             error_body: returns the body of an error before the first chunk.
             error_event: returns the event for a later error.
-            ping: event or comment that is sent in a silent stream.
+            ping: bytes that are sent in a silent stream.
             seconds_to_headers: time after which a stream begins without a chunk.
             seconds_between_pings: silence after which `ping` is sent.
         """

@@ -11,7 +11,7 @@ from starlette.types import Message
 from moeserve.server.errors import ApiError
 from moeserve.server.reply import EVENTS, JSON, Reply
 
-PING = b": waiting\n\n"
+PING = b"\n\n"  # no comment, after which vLLM's benchmark would lose events
 
 
 async def sent_by(media_type: str, num_pings: int, error: ApiError | None = None) -> list[Message]:
