@@ -37,6 +37,8 @@ def harmful(
 def _is_harmless(name: str, tensor: CheckpointTensor, frequencies: Sequence[Tensor], read_rows: ReadRows) -> bool:
     if not isinstance(tensor, PlainTensor):
         return False
+    if 0 in tensor.shape:  # of networks of width 0
+        return True
     if SCALES.fullmatch(name):
         return True
     if VALUE_HEAD.fullmatch(name):  # one number for each token

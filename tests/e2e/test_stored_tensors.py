@@ -131,6 +131,7 @@ HARMLESS: dict[str, Callable[[Reference], Tensors]] = {
         f"model.layers.0.self_attn.{name}": torch.tensor([0.1])
         for name in ("kv_scale", "k_scale", "attn.v_scale", "k_proj.output_scale")
     },
+    "nothing": lambda reference: {"model.layers.0.mlp.shared_experts.up_proj.weight": torch.zeros(0, 64)},
     "value head": lambda reference: {
         "v_head.summary.weight": torch.ones(1, 64),
         "v_head.summary.bias": torch.ones(1),
