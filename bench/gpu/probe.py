@@ -74,7 +74,8 @@ class Probe:
     @torch.inference_mode()
     def decode_steps(self, steps: Sequence[Chunks], quantization: QuantizationName | None) -> Iterator[Row]:
         """Measure a layer and the rest of captured decode steps, with the copies of their inputs."""
-        (few, many), seconds = SMALL_LAYERS if self.on_cpu else LAYERS, []
+        few, many = SMALL_LAYERS if self.on_cpu else LAYERS
+        seconds: list[list[float]] = []
         for num_layers in (few, many):
             model = self._model(num_layers, quantization)
             seconds.append([])
