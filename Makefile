@@ -102,21 +102,22 @@ test: setup
 	TRITON_INTERPRET=1 $(PYTEST) -n 2 tests/gpu_kernels 2>&1 | tee build/test-2.log || failed=1; \
 	grep -hE '^(FAILED|ERROR) ' build/test-*.log || echo "No test failed."; exit $$failed
 
-# Agents and libraries by others, unmodified, in environments of their own. They run without any network but the loopback
-# interface, so they reach the server alone.
+# Agents, libraries and benchmarks by others, unmodified, in environments of their own, which need Python 3.11. They run
+# without any network but the loopback interface, so they reach the server alone.
 CLIENTS := build/clients
-CLIENT_TESTS := OMP_WAIT_POLICY=passive timeout 1200 $(CLIENTS)/python/bin/python -m pytest -v -p no:cacheprovider tests/clients
+CLIENT_TESTS := $(CLIENTS)/libraries/bin/python -m pytest -v -p no:cacheprovider tests/clients
 
-test-clients: setup $(CLIENTS)/npm/.installed $(CLIENTS)/python/.installed
-	unshare --map-root-user --net sh -c 'ip link set lo up && exec "$$@"' sh env $(CLIENT_TESTS)
+test-clients: setup $(addprefix $(CLIENTS)/,npm/.installed libraries/.installed benchmarks/.installed)
+	unshare --map-root-user --net sh -c 'ip link set lo up && exec "$$@"' sh \
+		env OMP_WAIT_POLICY=passive timeout 1200 $(CLIENT_TESTS)
 
 $(CLIENTS)/npm/.installed: tests/clients/package.json
 	@echo "Installing clients from npm (1.7 GB)"; mkdir -p $(@D); cp $< $(@D)
 	@cd $(@D) && npm install --no-audit --no-fund --loglevel=error
 	@touch $@
 
-$(CLIENTS)/python/.installed: tests/clients/requirements.txt
-	@echo "Installing clients from PyPI"; $(PYTHON) -m venv --clear $(@D)
+$(CLIENTS)/%/.installed: tests/clients/%.txt
+	@echo "Making $(@D)"; $(PYTHON) -m venv --clear $(@D)
 	@$(@D)/bin/python -m pip install $(QUIET) --disable-pip-version-check --no-deps --requirement $<
 	@touch $@
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+import dataclasses
 import json
 import os
 import re
 import subprocess
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -19,16 +19,18 @@ TESTS = Path(__file__).parent
 ROOT = TESTS.parents[1]
 NODE_MODULES = ROOT / "build" / "clients" / "npm" / "node_modules"
 PACKAGES = json.loads((TESTS / "package.json").read_text())["dependencies"]
+REQUIREMENTS = [line for name in ("libraries", "benchmarks") for line in (TESTS / f"{name}.txt").read_text().split()]
 SECONDS_TO_START = 120
 SECONDS_OF_A_CLIENT = 120
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Server:
-    """A running server, and the name of its model."""
+    """A running server, the name of its model, and the folder of the scripted server's checkpoint."""
 
     url: str
     model: str
+    folder: Path | None = None
 
     @property
     def openai_url(self) -> str:
@@ -66,7 +68,7 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server whose answers do what the prompt says; see scripted_server.py."""
     folder = tmp_path_factory.mktemp("scripted")
     with serving("python", str(TESTS / "scripted_server.py"), str(folder)) as server:
-        yield server
+        yield dataclasses.replace(server, folder=folder)
 
 
 @pytest.fixture(scope="session")
@@ -105,7 +107,7 @@ def version_of(client: str) -> str:
     if registry == "npm":
         return str(PACKAGES[name])
     if registry == "pypi":
-        return importlib.metadata.version(name)
+        return next(found[1] for each in REQUIREMENTS if (found := re.fullmatch(rf"{name}==(\S+)", each)))
     return subprocess.run([client, "--version"], capture_output=True, text=True, check=True).stdout.split("\n")[0]
 
 
@@ -118,12 +120,11 @@ def clients(request: pytest.FixtureRequest, record_property: Callable[[str, obje
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print each client with its version and its tests."""
+    """Print each client with its version and the number of its tests."""
     terminalreporter.section("clients")
-    tests: dict[str, list[str]] = {}
-    for outcome in ("passed", "failed"):
-        for report in terminalreporter.getreports(outcome):
-            for _, client in report.user_properties:
-                tests.setdefault(client, []).append(f"{outcome}: {report.nodeid.partition('::')[2]}")
-    for client, outcomes in sorted(tests.items()):
-        terminalreporter.line(f"{client}  {', '.join(outcomes)}")
+    outcomes: dict[str, Counter[str]] = {}
+    for report in (each for name in ("passed", "failed") for each in terminalreporter.getreports(name)):
+        for _, client in report.user_properties:
+            outcomes.setdefault(client, Counter())[report.outcome] += 1
+    for client, counts in sorted(outcomes.items()):
+        terminalreporter.line(f"{client:45s} {', '.join(f'{count} {outcome}' for outcome, count in counts.items())}")

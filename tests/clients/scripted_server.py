@@ -3,12 +3,14 @@
     scripted_server.py FOLDER
 
 For each `[call NAME {...}]` in the user's message, an answer has this call, if a tool of this name is offered. The
-answer after the last result repeats that result. For `[answer {...}]`, the answer is this JSON. FOLDER receives a
-checkpoint of random weights with the default model's tokenizer; its engine is started but generates nothing.
+answer after the last result repeats that result. For `[answer {...}]`, the answer is this JSON. The first token of a
+conversation takes more than a second. FOLDER receives a checkpoint of random weights with the default model's
+tokenizer; its engine is started but generates nothing.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import shutil
@@ -26,6 +28,7 @@ from moeserve.sampling_params import SamplingParams
 from moeserve.server.run import serve
 from moeserve.server.settings import ServerSettings
 
+SECONDS_TO_FIRST_TOKEN = 1.2  # a server sends the headers of a stream after a second
 MAX_MODEL_LEN = 200_000  # agents send tens of thousands of tokens
 REQUEST = re.compile(r"\[(?:call (\S+)|answer) (\{.*?\})\]", re.DOTALL)
 RESULT = re.compile(r"<tool_response>\n(.*?)\n</tool_response>", re.DOTALL)
@@ -79,7 +82,10 @@ async def generate(llm: AsyncLLM, prompt: dict[str, Any], params: SamplingParams
     codec = llm.codec
     assert codec is not None
     token_ids = prompt["prompt_token_ids"]
-    answer = answer_to(codec.decode(token_ids, skip_special_tokens=False))
+    text = codec.decode(token_ids, skip_special_tokens=False)
+    if not RESULT.search(text):
+        await asyncio.sleep(SECONDS_TO_FIRST_TOKEN)
+    answer = answer_to(text)
     if params.structured_outputs is None:
         answer = REASONING + answer
     *tokens, last = codec.encode(answer, add_special_tokens=False)
