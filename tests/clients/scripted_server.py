@@ -81,7 +81,7 @@ async def generate(llm: AsyncLLM, prompt: dict[str, Any], params: SamplingParams
     """Yield the answer token by token, as `AsyncLLM.generate` does."""
     codec = llm.codec
     assert codec is not None
-    token_ids = prompt["prompt_token_ids"]
+    token_ids = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else codec.encode(prompt["prompt"])
     text = codec.decode(token_ids, skip_special_tokens=False)
     if not RESULT.search(text):
         await asyncio.sleep(SECONDS_TO_FIRST_TOKEN)
