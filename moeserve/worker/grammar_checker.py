@@ -23,7 +23,7 @@ from moeserve.structured_outputs import OutputGrammar
 LIMITS_OF_COMPILATIONS = ProcessLimits(
     cpu_seconds=2.0,
     deadline_s=20.0,
-    max_added_bytes=64 * 2**20,
+    max_added_bytes=48 * 2**20,
     max_kept_bytes=32 * 2**20,
     max_answers=256,
     niceness=5,

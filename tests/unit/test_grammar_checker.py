@@ -17,7 +17,7 @@ from moeserve.worker.grammars import Grammars
 
 CHECKER = "moeserve.worker.grammar_checker"
 ALLOWED_GROWTH_BYTES = 64 * 2**20
-ALLOWED_PEAK_BYTES = 80 * 2**20  # what a process may keep counts too
+ALLOWED_PEAK_BYTES = 64 * 2**20
 
 
 @pytest.fixture
