@@ -1,7 +1,7 @@
 """How byte-level vocabularies of GGUF files split text into words, by the name in `tokenizer.ggml.pre`.
 
 Converters write a name instead of the split. The patterns are those of the tokenizers that the models were published
-with; a few steps of some are applied one after the other. Names: llama.cpp's convert_hf_to_gguf_update.py.
+with; some apply several one after the other. Names: those that llama.cpp's converter writes.
 """
 
 from __future__ import annotations

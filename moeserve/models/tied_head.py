@@ -1,4 +1,4 @@
-"""Whether the output head is the embedding. What a checkpoint stores decides, before what its config says."""
+"""Tells whether the output head is the embedding. What a checkpoint stores decides, before what its config says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a checkpoint stores decides: heads that differ from the embedding, tensors without use, shards without index."""
+"""Stored tensors decide: heads that differ from the embedding, tensors without use, shards without an index."""
 
 from __future__ import annotations
 
