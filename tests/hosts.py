@@ -209,7 +209,7 @@ def _host(name: str, address: str, bridge: str, in_bridge: list[str]) -> Host:
 
 def _sleeping_child(pid: int) -> int:
     """Return the process id, as seen here, of a host's init once it has made its mounts."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 200
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError):
             for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():

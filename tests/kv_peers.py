@@ -79,7 +79,7 @@ def compute_prompt(llm: LLM) -> PeerBlocks:
 
 def require_all_free(llm: LLM) -> None:
     """Fail unless all blocks become free."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 200
     while any(num_free < llm.core.num_blocks for num_free in llm.core.num_free_blocks):
         assert time.monotonic() < deadline, "blocks were not set free"
         time.sleep(0.01)

@@ -32,7 +32,7 @@ from moeserve.processes.failures import root_cause
 from moeserve.processes.local import start_process
 from moeserve.processes.supervision import end_all, wait_for_messages
 
-SECONDS_TO_LOAD = 60.0
+SECONDS_TO_LOAD = 200.0
 
 # One thread per rank, and ranks that wait leave the cores to the others.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
@@ -67,7 +67,7 @@ class Ranks:
     def __init__(self) -> None:
         self.processes: list[RankProcess] = []  # by rank
 
-    def run(self, num_ranks: int, function: str, within_s: float = 60.0, **arguments: Any) -> list[Any]:
+    def run(self, num_ranks: int, function: str, within_s: float = 200.0, **arguments: Any) -> list[Any]:
         """Call `module:name` with (Place, **arguments) on each rank: the values by rank, all of which must succeed."""
         outcomes = self.start(num_ranks, function, **arguments).outcomes(within_s)
         failures = [f"---- rank {rank}\n{out.error}" for rank, out in enumerate(outcomes) if out.error is not None]
@@ -104,7 +104,7 @@ class Run:
         for process, place in zip(processes, places, strict=True):
             process.send(Order(function, place, arguments))
 
-    def outcomes(self, within_s: float = 60.0) -> list[Outcome]:
+    def outcomes(self, within_s: float = 200.0) -> list[Outcome]:
         """Return the outcome of each rank. One that does not end in time is killed, and its stack is shown."""
         deadline = time.monotonic() + within_s
         return [process.receive(deadline) for process in self.processes]

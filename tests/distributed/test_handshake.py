@@ -218,7 +218,7 @@ def name_of_rank_0(store: Store) -> bytes:
     """Return the name of the socket on which rank 0 of two listens, having registered rank 1 so that it goes on."""
     pid = int(store.get("pid"))
     known = listening_names([pid])
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 200
     store.set("rank/1", "")
     while not (names := listening_names([pid]) - known):
         assert time.monotonic() < deadline

@@ -73,7 +73,7 @@ def wait_until(condition: Callable[[], object], seconds: float = 60.0) -> None:
 
 
 def first_failures(process: WatchedProcess[str]) -> list[FailureReport]:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 200
     while not (reports := process.failures()):
         assert time.monotonic() < deadline
         wait_for_messages([process], 1.0)

@@ -426,7 +426,7 @@ def memories_of(pid: int) -> list[int]:
     return [Path(f"/proc/{pid}/maps").read_text().count("memfd:moeserve"), num_open]
 
 
-def wait_until(condition: Callable[[], object], within_s: float = 30.0) -> None:
+def wait_until(condition: Callable[[], object], within_s: float = 200.0) -> None:
     deadline = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < deadline

@@ -101,7 +101,9 @@ class Story(msgspec.Struct, kw_only=True):
     num_preemptions: int = 0
 
 
-def run(ranks: Ranks, num_ranks: int, timetable: Timetable, *, within_s: float = 60.0, **arguments: Any) -> list[Story]:
+def run(
+    ranks: Ranks, num_ranks: int, timetable: Timetable, *, within_s: float = 200.0, **arguments: Any
+) -> list[Story]:
     """Run `play` on each rank, and return their records."""
     encoded = msgspec.to_builtins(timetable)
     return msgspec.convert(

@@ -93,7 +93,7 @@ def test_cancelled_tasks_end_their_requests_alone(llm: AsyncLLM, plain: Referenc
                 assert result or index % 2
 
     asyncio.run(run())
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 200
     while used_blocks(llm) or llm.session.frontend._prompts:  # steps that were in flight are on their way out
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -74,7 +74,7 @@ class Planted:
         """Let the rank fail when it is at the point next."""
         (self.folder / "go").touch()
 
-    def stopped_pid(self, within_s: float = 60.0) -> int:
+    def stopped_pid(self, within_s: float = 200.0) -> int:
         """Return the process id of the rank, once it has come to the point."""
         deadline = time.monotonic() + within_s
         while not (self.folder / "done").exists():

@@ -105,7 +105,7 @@ class Traces:
 
     def assert_none(self) -> None:
         """A killed process may take a moment until the last of its threads has ended, and its ports with it."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 200
         while True:
             ranks = {*self.processes, *living_ranks()} - {*self._ranks}
             left = [*filter(lives, ranks), *filter(is_open, self.ports)]

@@ -264,7 +264,7 @@ def test_planted_bug_is_found(
         options=OPTIONS | dict(debug_collectives=check_order, collective_timeout=10),
         num_blocks=NUM_BLOCKS,
         faulty_part=f"planted_bugs:{bug}",
-    ).outcomes(within_s=60)
+    ).outcomes()
     errors = [outcome.error or "" for outcome in outcomes]
     assert all("Traceback" in error for error in errors), errors  # none hangs, and none ends as if all were well
     assert any(re.search(told, error) for error in errors), errors

@@ -72,7 +72,7 @@ def test_a_request_whose_client_hangs_up_counts_as_aborted(server: RunningServer
     before = samples(server)[series]
     with server.openai().completions.create(model=MODEL, prompt="One", max_tokens=900, stream=True) as stream:
         next(iter(stream))
-    deadline = time.monotonic() + 60.0
+    deadline = time.monotonic() + 200
     while samples(server)[series] == before and time.monotonic() < deadline:
         time.sleep(0.05)
     assert samples(server)[series] - before == 1
@@ -104,7 +104,7 @@ def test_replicas_have_metrics_of_their_own(two_replicas: RunningServer) -> None
         counts = zip(of_replicas("iteration_tokens_total_count"), of_replicas("replica_idle_steps_total"), strict=True)
         return {with_tokens + idle for with_tokens, idle in counts}
 
-    deadline = time.monotonic() + 60.0
+    deadline = time.monotonic() + 200
     while len(num_steps()) > 1 and time.monotonic() < deadline:  # an idle replica sends its totals once in a second
         time.sleep(0.1)
         found = samples(two_replicas)

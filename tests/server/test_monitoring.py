@@ -158,7 +158,7 @@ def evaluated(prometheus: httpx.Client, query: str) -> list[Any]:
 
 @needs_prometheus
 def test_prometheus_answers_every_query_of_the_dashboard(tiny_server: RunningServer, prometheus: httpx.Client) -> None:
-    deadline = time.monotonic() + 60.0
+    deadline = time.monotonic() + 200
     answer_requests(tiny_server)
     while not evaluated(prometheus, "count_over_time(up[1m]) > 2"):
         assert time.monotonic() < deadline

@@ -41,7 +41,7 @@ def ends(sender: BlockSender) -> SimpleQueue[TransferOutcome]:
 def claiming(sender: BlockSender, receiver: str, tokens: bytes = b"digest", rank: int = 0, size: int = 1) -> Connection:
     """Return a connection of a receiver's rank that has claimed the block."""
     host, _, port = sender.address.partition(":")
-    connection = Connection(socket.create_connection((host, int(port))), time.monotonic() + 60)
+    connection = Connection(socket.create_connection((host, int(port))), time.monotonic() + 200)
     connection.prove(b"", connects=True)
     connection.receive_message(CacheShare)
     connection.send_message(Claim(handle="kept", receiver=receiver, tokens=tokens, rank=rank, num_ranks=size))

@@ -44,7 +44,7 @@ def wait_until_stopped(pid: int) -> None:
     def state() -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 200
     while state() != "T":
         assert time.monotonic() < deadline, f"process {pid} is {state()}"
         time.sleep(0.01)
