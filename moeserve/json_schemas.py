@@ -19,6 +19,8 @@ _FORMATS = frozenset(
 )
 _ANNOTATIONS = frozenset(["type", "title", "description", "$comment", "examples", "default", "deprecated"])
 _MOST = 10**18  # larger bounds cannot be expressed
+_NOTHING: Mapping[str, Any] = {}
+_MOST_TAGS = 16  # constants that all branches of a union have, of which one may be its tag
 # Keywords that restrict values in ways that no grammar expresses.
 _UNSUPPORTED = (
     *("not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems", "dependentRequired"),
@@ -43,13 +45,15 @@ def servable_schema(schema: Any) -> Any:
     - Restrictions of the names of properties are written as properties, or as a pattern of them.
     - Bounds of numbers are at most 10^18.
     """
-    return _rewritten(schema, lambda node: _exact(node, schema))
+    document = _Document(schema)
+    return _rewritten(schema, lambda node: _exact(node, document))
 
 
 def relaxed_schema(schema: Any) -> Any:
     """Return a schema without the restrictions with which no grammar can be built. Its values may violate them."""
     servable = servable_schema(schema)
-    return _rewritten(servable, lambda node: _relaxed(node, servable))
+    document = _Document(servable)
+    return _rewritten(servable, lambda node: _relaxed(node, document))
 
 
 def without_unique_items(schema: Any) -> Any:
@@ -59,20 +63,20 @@ def without_unique_items(schema: Any) -> Any:
 
 def unsupported_places(schema: Any) -> Iterator[tuple[str, str]]:
     """Yield the places of a servable schema, as JSON pointers, and the keywords there that no grammar expresses."""
-    return _unsupported_places(schema, "#", schema)
+    return _unsupported_places(schema, "#", _Document(schema))
 
 
-def _unsupported_places(schema: Any, place: str, root: Any) -> Iterator[tuple[str, str]]:
+def _unsupported_places(schema: Any, place: str, document: _Document) -> Iterator[tuple[str, str]]:
     if isinstance(schema, Mapping):
         for name in _UNSUPPORTED:
             if name in schema:
                 yield place, name
         if _has_look_around(schema):
             yield place, "pattern (with look-around or a back-reference)"
-        if _refers_to_itself(schema, root):
+        if document.is_circular(schema):
             yield place, "$ref (which leads back to itself)"
         for key, part in inner_schemas(schema):
-            yield from _unsupported_places(part, f"{place}/{key}", root)
+            yield from _unsupported_places(part, f"{place}/{key}", document)
 
 
 def inner_schemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -109,8 +113,49 @@ def _rewritten(schema: Any, rewrite: Callable[[dict[str, Any]], Any]) -> Any:
     return rewrite(node)
 
 
-def _exact(node: dict[str, Any], root: Any) -> Any:
-    """Return one schema in supported keywords. `root` is the whole schema, to which references point."""
+class _Document:
+    """A whole schema, to whose parts references point. It remembers what it has found, so that time is linear."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._constants: dict[int, tuple[Any, dict[str, Any]]] = {}  # by id of the part, which must live
+        self._is_circular: dict[int, bool] = {}  # parts that references point to, by id
+
+    def resolved(self, branch: Any) -> Mapping[str, Any]:
+        """Return a schema, or the part to which it refers; an empty one if there is none."""
+        if not isinstance(branch, Mapping):
+            return _NOTHING
+        reference = branch.get("$ref")
+        if not isinstance(reference, str):
+            return branch
+        target = self._root
+        for key in reference.removeprefix("#").split("/")[1:]:
+            key = key.replace("~1", "/").replace("~0", "~")
+            target = target.get(key) if isinstance(target, Mapping) else None
+        return target if isinstance(target, Mapping) and reference.startswith("#") else _NOTHING
+
+    def constants(self, part: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the properties of a part that have one possible value, with it."""
+        if id(part) not in self._constants:
+            self._constants[id(part)] = part, _constants(part)
+        return self._constants[id(part)][1]
+
+    def is_circular(self, schema: Mapping[str, Any]) -> bool:
+        """Return True if the references of a schema end in a circle, so that they describe nothing."""
+        parts: dict[int, None] = {}
+        is_circular = False
+        while isinstance(schema.get("$ref"), str):
+            schema = self.resolved(schema)
+            is_circular = id(schema) in parts or self._is_circular.get(id(schema), False)
+            if id(schema) in parts or id(schema) in self._is_circular:
+                break
+            parts[id(schema)] = None
+        self._is_circular |= dict.fromkeys(parts, is_circular)
+        return is_circular
+
+
+def _exact(node: dict[str, Any], document: _Document) -> Any:
+    """Return one schema in supported keywords."""
     if node.get("not") is True or node.get("not") == {}:
         return False
     if node.get("not") is False:
@@ -129,18 +174,18 @@ def _exact(node: dict[str, Any], root: Any) -> Any:
     if isinstance(node.get("pattern"), str):
         node["pattern"] = node["pattern"].replace(*_EMAIL_WITHOUT_LOOK_AROUND)
     if "propertyNames" in node:
-        node = _with_named_properties(node, root)
+        node = _with_named_properties(node, document)
     if isinstance(node.get("oneOf"), list):
-        node["oneOf"] = _with_tags(node, root)
+        node["oneOf"] = _with_tags(node["oneOf"], document)
     return node
 
 
-def _with_named_properties(node: dict[str, Any], root: Any) -> dict[str, Any]:
+def _with_named_properties(node: dict[str, Any], document: _Document) -> dict[str, Any]:
     """Return a schema without propertyNames, if it restricts nothing or can be written as properties."""
     others = {key: value for key, value in node.items() if key != "propertyNames"}
     names = {} if node["propertyNames"] is True else node["propertyNames"]
     if isinstance(names, Mapping) and names.keys() - _ANNOTATIONS == {"$ref"}:
-        names = _resolved(names, root) or names
+        names = document.resolved(names) or names
     if not isinstance(names, Mapping) or names.get("type", "string") != "string":
         return node
     restricted = names.keys() - _ANNOTATIONS
@@ -168,14 +213,15 @@ def _pattern_of(texts: Mapping[str, Any]) -> str | None:
     return rf"^[\s\S]{{{least},{most}}}$"
 
 
-def _with_tags(node: dict[str, Any], root: Any) -> list[Any]:
+def _with_tags(branches: list[Any], document: _Document) -> list[Any]:
     """Return the branches of oneOf, each of which requires its tag: a property with a different constant in each."""
-    branches = node["oneOf"]
-    found = [_resolved(branch, root) for branch in branches]
-    tags = [set(_constants(branch)) for branch in found]
-    for tag in sorted(set.intersection(*tags)) if tags else ():
-        constants = [_constants(branch)[tag] for branch in found]
-        if len({repr(constant) for constant in constants}) == len(constants):
+    found = [document.resolved(branch) for branch in branches]
+    if not found or len({id(part) for part in found}) < len(found):  # equal branches have no tag
+        return list(branches)
+    constants = [document.constants(part) for part in found]
+    shared = set(min(constants, key=len)).intersection(*constants)
+    for tag in sorted(shared)[:_MOST_TAGS]:
+        if len({repr(each[tag]) for each in constants}) == len(constants):
             return [
                 branch if tag in target.get("required", ()) else {**branch, "required": [*_required(branch), tag]}
                 for branch, target in zip(branches, found, strict=True)
@@ -200,34 +246,9 @@ def _constants(branch: Mapping[str, Any]) -> dict[str, Any]:
     return constants
 
 
-def _resolved(branch: Any, root: Any) -> Mapping[str, Any]:
-    """Return a schema, or the one in the same document to which it refers; an empty one if there is none."""
-    if not isinstance(branch, Mapping):
-        return {}
-    reference = branch.get("$ref")
-    if not isinstance(reference, str):
-        return branch
-    target = root
-    for key in reference.removeprefix("#").split("/")[1:]:
-        key = key.replace("~1", "/").replace("~0", "~")
-        target = target.get(key) if isinstance(target, Mapping) else None
-    return target if isinstance(target, Mapping) and reference.startswith("#") else {}
-
-
-def _refers_to_itself(schema: Mapping[str, Any], root: Any) -> bool:
-    """Return True if the references of a schema end in a circle, so that they describe nothing."""
-    visited: set[int] = set()
-    while isinstance(schema.get("$ref"), str):
-        if id(schema) in visited:
-            return True
-        visited.add(id(schema))
-        schema = _resolved(schema, root)
-    return False
-
-
-def _relaxed(node: dict[str, Any], root: Any) -> dict[str, Any]:
+def _relaxed(node: dict[str, Any], document: _Document) -> dict[str, Any]:
     node = {key: value for key, value in node.items() if key not in _UNSUPPORTED}
-    if _refers_to_itself(node, root):
+    if document.is_circular(node):
         del node["$ref"]
     if _has_look_around(node):
         del node["pattern"]

@@ -29,7 +29,8 @@ def answering_while_loading(listener: socket.socket, settings: ServerSettings) -
     Args:
         listener: is closed. A duplicate keeps connections that were not accepted for the server that follows.
     """
-    budget, hosts = budget_of(settings), hosts_for(settings.host, settings.allowed_host, has_keys=False)
+    budget, has_keys = budget_of(settings), bool(settings.api_key or settings.api_key_file)
+    hosts = hosts_for(settings.host, settings.allowed_host, has_keys=has_keys)
     app = Entrance(_answer, Keys([]), settings.max_body_bytes, budget, hosts)
     server = uvicorn.Server(http_config(app, settings, budget, lifespan="off", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="loading", daemon=True)

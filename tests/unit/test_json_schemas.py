@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -82,3 +84,53 @@ def test_places_of_what_cannot_be_served() -> None:
     assert place == "#"
     assert "pattern" in keyword
     assert list(unsupported_places(servable_schema({"type": "string", "pattern": EMAIL}))) == []
+
+
+def num_calls(work: Callable[[], object]) -> int:
+    """Return the number of calls of functions, in Python or C, that work makes."""
+    count = 0
+
+    def add(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(add)
+    try:
+        work()
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+SCHEMAS_OF_A_SIZE: dict[str, Callable[[int], dict[str, Any]]] = {
+    "one branch many times": lambda size: {
+        "oneOf": [{"$ref": "#/$defs/a"}] * size,
+        "$defs": {"a": {"properties": {f"p{number}": {"const": 1} for number in range(size)}}},
+    },
+    "many branches without a tag": lambda size: {
+        "oneOf": [
+            {"title": str(branch), "properties": {f"p{number}": {"const": 1} for number in range(30)}}
+            for branch in range(size)
+        ],
+    },
+    "a chain of references": lambda size: {
+        "$defs": {str(number): {"$ref": f"#/$defs/{number + 1}"} for number in range(size)}
+    },
+    "a circle of references": lambda size: {
+        "$defs": {str(number): {"$ref": f"#/$defs/{(number + 1) % size}"} for number in range(size)}
+    },
+}
+
+
+@pytest.mark.parametrize("kind", SCHEMAS_OF_A_SIZE)
+@pytest.mark.parametrize("function", [servable_schema, relaxed_schema, lambda schema: list(unsupported_places(schema))])
+def test_work_grows_with_the_size_of_a_schema_alone(kind: str, function: Callable[[Any], object]) -> None:
+    small, large = (SCHEMAS_OF_A_SIZE[kind](size) for size in (50, 200))
+    assert num_calls(lambda: function(large)) < 5 * num_calls(lambda: function(small))
+
+
+def test_circles_of_references_are_found_from_each_of_their_parts() -> None:
+    schema = {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}, "c": {"$ref": "#/$defs/a"}, "d": {}}}
+    places = [place for place, _ in unsupported_places(schema | {"properties": {"x": {"$ref": "#/$defs/d"}}})]
+    assert places == ["#/$defs/a", "#/$defs/b", "#/$defs/c"]
