@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +23,8 @@ from moeserve.server.keys import Keys
 from moeserve.server.loading import answering_while_loading
 from moeserve.server.settings import ServerSettings
 from moeserve.server.tracing import check_tracing
+
+logger = logging.getLogger(__name__)
 
 
 def serve(settings: ServerSettings, engine_settings: Mapping[str, Any]) -> None:
@@ -47,6 +50,12 @@ def serve(settings: ServerSettings, engine_settings: Mapping[str, Any]) -> None:
                 llm = AsyncLLM(**engine_settings)
             _serve_here(llm, settings, listener)
             return
+    if settings.response_store:
+        logger.warning(
+            "each of the %d API processes stores its own responses, so clients find them only over the same "
+            "connection (previous_response_id, item_reference); use one process where that matters",
+            settings.api_server_count,
+        )
     serve_from_processes(settings, engine_settings)
 
 
