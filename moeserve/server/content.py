@@ -2,7 +2,43 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator
+
+from moeserve.config.settings import LIMITS
+
+TEXT_TYPES = ("text", "input_text", "output_text", "reasoning_text", "summary_text")  # types of parts
+PART_TYPES = (*TEXT_TYPES, "refusal", "thinking", "tool_use", "tool_result", "search_result", "tool_reference")
+MEDIA_TYPES = ("image", "image_url", "input_image", "document", "file", "input_file", "input_audio")
+
+
+def _as_text(value: Any) -> Any:
+    return value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _as_parts(content: Any) -> Any:
+    if content is None or isinstance(content, str):
+        return content
+    if isinstance(content, list):  # a list that is too long is refused by its type
+        return content if len(content) > LIMITS.max_parts else [_as_part(part) for part in content]
+    is_part = isinstance(content, dict) and content.get("type") in (*PART_TYPES, *MEDIA_TYPES)
+    return [content] if is_part else _as_text(content)
+
+
+def _as_part(part: Any) -> Any:
+    if isinstance(part, dict) and part.get("type") is None:
+        text = part["text"] if isinstance(part.get("text"), str) else _as_text(part)
+        return {**part, "type": "text", "text": text}
+    return part if part is None or isinstance(part, dict) else {"type": "text", "text": _as_text(part)}
+
+
+# A text of a history. Other values of JSON, which the client cannot take back, are rendered as JSON.
+HistoryText = Annotated[str, BeforeValidator(_as_text)]
+# Marks a content, a text or a list of parts. A single part stands for a list, a text in a list for a part, and another
+# object or value for its JSON.
+ANY_CONTENT = BeforeValidator(_as_parts)
 
 
 def found_text(content: Any) -> str:

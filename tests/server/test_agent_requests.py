@@ -192,6 +192,28 @@ HISTORIES: dict[str, tuple[Any, str]] = {  # items, and a text of the prompt
         [{"type": "reasoning", "id": "r", "summary": [], "encrypted_content": "gA"}],
         "Hi",
     ),
+    "arguments that are an object": (
+        [
+            {"type": "function_call", "call_id": 7, "name": "view", "arguments": {"a": 1}},
+            {"type": "function_call_output", "call_id": 7, "output": {"degrees": 20}},
+        ],
+        'tool: {"degrees": 20}',
+    ),
+    "input that is an object": (
+        [
+            {"type": "custom_tool_call", "call_id": "c", "name": "apply_patch", "input": {"PATCHED": 1}},
+            {"type": "custom_tool_call_output", "call_id": "c", "output": [20, "DONE"]},
+        ],
+        "PATCHED",
+    ),
+    "text that is null": (
+        [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": None}]}],
+        "assistant: <|end|>",
+    ),
+    "reasoning that is a text": (
+        [{"type": "reasoning", "content": "THOUGHT", "summary": "SUM"}, {"role": "assistant", "content": "a"}],
+        "assistant: <think>THOUGHT</think>a",
+    ),
     "future": ([{"type": "of_the_future", "call_id": 3, "content": {"a": 1}}], "Hi"),
 }
 
@@ -342,6 +364,34 @@ def test_histories_with_blocks_of_providers(agent_server: RunningServer, script:
     assert "tool: 20\n[image omitted" in script.prompt
     assert "user: A TEXT\nGo<|end|>" in script.prompt
     assert "SECRET" not in script.prompt
+
+
+@pytest.mark.parametrize(
+    ("role", "content", "text"),
+    [
+        ("assistant", None, "assistant: <|end|>"),
+        ("assistant", [{"type": "thinking", "thinking": None}, {"type": "text", "text": None}], "assistant: <|end|>"),
+        ("assistant", ["hi", {"type": "tool_use", "id": 7, "name": None}], "assistant: hi"),
+        ("user", [{**RESULT, "tool_use_id": 7, "content": {"type": "text", "text": "20"}}], "tool: 20<|end|>"),
+        ("user", [{**RESULT, "content": {"degrees": 20}}], 'tool: {"degrees": 20}<|end|>'),
+        ("user", {**RESULT, "content": [{"text": "20"}]}, "tool: 20<|end|>"),
+    ],
+)
+def test_any_message_of_a_history_is_rendered(
+    agent_server: RunningServer, script: Script, role: str, content: Any, text: str
+) -> None:
+    history: Any = [*HI, {"role": role, "content": content}, *HI]
+    agent_server.anthropic().messages.create(**MESSAGE | {"messages": history})
+    assert text in script.prompt
+
+
+@pytest.mark.parametrize(
+    ("content", "field"), [(None, "messages.0.content: "), ([{"type": "text"}], "messages.0.content.0.text: ")]
+)
+def test_a_message_of_the_user_needs_a_text(agent_server: RunningServer, content: Any, field: str) -> None:
+    messages: Any = [{"role": "user", "content": content}]
+    with pytest.raises(anthropic.BadRequestError, match=field):
+        agent_server.anthropic().messages.create(**MESSAGE | {"messages": messages})
 
 
 def test_what_anthropics_clients_must_not_send(agent_server: RunningServer, script: Script) -> None:

@@ -101,6 +101,24 @@ def test_parts_of_histories(plain: RunningServer) -> None:
     assert (error["param"], error["code"]) == ("messages", "unsupported_parameter")
 
 
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        ({"role": "tool", "tool_call_id": 7, "content": {"degrees": 20}}, 'tool: {"degrees": 20}'),
+        ({"role": "tool", "tool_call_id": "7", "content": [{"degrees": 20}, 20]}, 'tool: {"degrees": 20}'),
+        ({"role": "tool", "tool_call_id": "7", "content": {"type": "text", "text": "noon"}}, "tool: noon"),
+        ({"role": "tool", "tool_call_id": "7", "content": {"type": "Feature", "text": "a"}}, '"Feature"'),
+        ({"role": "tool", "tool_call_id": "7", "content": 20}, "tool: 20"),
+        ({"role": "assistant", "content": ["hi", {"text": "you"}]}, "assistant: hi\nyou"),
+        ({"role": "assistant", "content": [{"type": "text", "text": None}]}, "assistant: <|end|>"),
+        ({"role": "assistant", "tool_calls": [{"id": 7, "function": {"name": None}}]}, '"id": "7"'),
+        ({"role": "assistant", "tool_calls": [{"id": 7, "type": "custom", "custom": {"input": {"a": 1}}}]}, "a"),
+    ],
+)
+def test_any_message_of_a_history_is_rendered(plain: RunningServer, message: Any, text: str) -> None:
+    assert text in prompt(plain, [*QUESTION, message, *QUESTION])
+
+
 @pytest.mark.parametrize("arguments", ['{"zone": "U', "", "no JSON", "[1]", "null", '"{}"', "[" * 5000, "9" * 5000, 7])
 def test_any_arguments_in_a_history_are_served(plain: RunningServer, arguments: Any) -> None:
     call = {"id": "c", "type": "function", "function": {"name": "clock", "arguments": arguments}}

@@ -15,7 +15,7 @@ from moeserve.config.settings import LIMITS
 from moeserve.sampling_params import SamplingParams
 from moeserve.server.blocks import Block, BlockEvent, Turn, block_events
 from moeserve.server.client import Client
-from moeserve.server.content import found_text, omitted
+from moeserve.server.content import ANY_CONTENT, HistoryText, found_text, omitted
 from moeserve.server.conversation import Conversation, Function, FunctionName, FunctionTool, NamedTool, turn_deltas
 from moeserve.server.errors import ApiError, anthropic_body
 from moeserve.server.output_format import outputs_of_schema
@@ -40,18 +40,18 @@ class Part(Body):
 
 class TextBlock(Part):
     type: Literal["text"]
-    text: str
+    text: HistoryText | None = None
 
 
 class ThinkingBlock(Body):
     type: Literal["thinking"]
-    thinking: str
+    thinking: HistoryText = ""
 
 
 class ToolUseBlock(Part):
     type: Literal["tool_use"]
-    id: str
-    name: str
+    id: HistoryText
+    name: HistoryText = ""
     input: Any = Field(default_factory=dict)
 
 
@@ -88,8 +88,8 @@ ResultBlock = Annotated[Text | Other, Discriminator(_type_in("text"))]
 
 class ToolResultBlock(Part):
     type: Literal["tool_result"]
-    tool_use_id: str
-    content: str | Annotated[list[ResultBlock], Bounded(LIMITS.max_parts)] = ""
+    tool_use_id: HistoryText
+    content: Annotated[str | Annotated[list[ResultBlock], Bounded(LIMITS.max_parts)], ANY_CONTENT] = ""
 
 
 InputBlock = Annotated[
@@ -104,7 +104,7 @@ InputBlock = Annotated[
 
 class InputMessage(Body):
     role: Literal["user", "assistant", "system"]
-    content: str | Annotated[list[InputBlock], Bounded(LIMITS.max_parts)]
+    content: Annotated[str | Annotated[list[InputBlock], Bounded(LIMITS.max_parts)] | None, ANY_CONTENT] = None
 
 
 class CustomTool(Part):
@@ -180,14 +180,18 @@ class CountRequest(Part, RequestBody):
     @property
     def marks_cached_prefixes(self) -> bool:
         """True if the client uses Anthropic's prompt cache, and so expects its usage."""
-        contents = [message.content for message in self.messages] + [self.system or ""]
+        contents = [message.content or "" for message in self.messages] + [self.system or ""]
         parts: list[Any] = [self, *(self.tools or ())]
         parts += [part for content in contents if not isinstance(content, str) for part in content]
         return any(getattr(part, "cache_control", None) is not None for part in parts)
 
     def conversation(self) -> Conversation:
         """Return the conversation in the form that chat templates expect."""
-        messages = [converted for message in self.messages for converted in _converted(message)]
+        messages = [
+            converted
+            for place, message in enumerate(self.messages)
+            for converted in _converted(f"messages.{place}.content", message)
+        ]
         if system := _instructions(self.system or ""):
             messages.insert(0, {"role": "system", "content": system})
         tools = [_function(tool) for tool in self.tools or () if isinstance(tool, CustomTool)]
@@ -406,35 +410,38 @@ def _instructions(content: str | Sequence[InputBlock]) -> str:
 
 
 def _block_text(block: InputBlock) -> str:
-    return block.text if isinstance(block, (TextBlock, OtherBlock)) else ""
+    return (block.text or "") if isinstance(block, (TextBlock, OtherBlock)) else ""
 
 
 def _result(content: str | Sequence[ResultBlock]) -> str:
     """Return the text of a tool's result, in which blocks without text are named."""
     if isinstance(content, str):
         return content
-    return "\n".join(
-        block.text if isinstance(block, TextBlock) else block.text or omitted(block.type) for block in content
-    )
+    return "\n".join(block.text or ("" if isinstance(block, TextBlock) else omitted(block.type)) for block in content)
 
 
-def _converted(message: InputMessage) -> list[dict[str, Any]]:
+def _converted(name: str, message: InputMessage) -> list[dict[str, Any]]:
     """Return a message in OpenAI's format, where each tool result is a separate message.
 
     Raises:
-        ApiError: the user has sent a picture or a document that is not a text.
+        ApiError: the user has sent no content, or a picture or a document that is not a text.
     """
+    if message.content is None and message.role != "assistant":
+        raise ApiError(400, f"{name}: a message of the role {message.role!r} needs a content", param="messages")
+    content = message.content or ""
     if message.role == "system":
-        return [{"role": "system", "content": _instructions(message.content)}]
-    if isinstance(message.content, str):
-        return [{"role": message.role, "content": message.content}]
+        return [{"role": "system", "content": _instructions(content)}]
+    if isinstance(content, str):
+        return [{"role": message.role, "content": content}]
     results: list[dict[str, Any]] = []
     texts: list[str] = []
     own: dict[str, Any] = {"role": message.role}
-    for block in message.content:
+    for place, block in enumerate(content):
         match block:
             case TextBlock():
-                texts.append(block.text)
+                if block.text is None and message.role == "user":
+                    raise ApiError(400, f"{name}.{place}.text: a block of the user needs a text", param="messages")
+                texts.append(block.text or "")
             case ThinkingBlock():
                 own["reasoning_content"] = own.get("reasoning_content", "") + block.thinking
             case ToolUseBlock():

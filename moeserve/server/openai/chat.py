@@ -13,7 +13,7 @@ from moeserve.config.settings import LIMITS
 from moeserve.outputs import CompletionOutput, Logprob
 from moeserve.sampling_params import SamplingParams
 from moeserve.server.client import Client
-from moeserve.server.content import omitted
+from moeserve.server.content import ANY_CONTENT, TEXT_TYPES, HistoryText, omitted
 from moeserve.server.conversation import (
     Conversation,
     Function,
@@ -29,29 +29,27 @@ from moeserve.server.reply import EVENTS, JSON, Reply, encode_json, event
 from moeserve.server.schema import Body, Bounded, Ignored, Refused, SamplingFields, StreamOptions, Usage, usage
 from moeserve.server.service import Service
 
-TEXT_TYPES = ("text", "input_text", "output_text")  # types of parts
-
 
 class Part(Body):
     """A part of a message. A part that is not a text is refused, or named in a text; see `_content`."""
 
     type: str
-    text: str | None = None
-    refusal: str | None = None
+    text: HistoryText | None = None
+    refusal: HistoryText | None = None
 
 
 class CalledFunction(Body):
-    name: str
+    name: HistoryText = ""
     arguments: Any = ""  # JSON; also an object, and JSON that is cut off
 
 
 class CustomCall(Body):
-    name: str
-    input: str = ""
+    name: HistoryText = ""
+    input: HistoryText = ""
 
 
 class ToolCall(Body):
-    id: str | None = None
+    id: HistoryText | None = None
     type: str = "function"
     function: CalledFunction | None = None
     custom: CustomCall | None = None
@@ -63,9 +61,9 @@ class Message(Body):
     model_config = ConfigDict(extra="allow")
 
     role: Annotated[str, Field(min_length=1)]
-    content: str | Annotated[list[Part], Bounded(LIMITS.max_parts)] | None = None
+    content: Annotated[str | Annotated[list[Part], Bounded(LIMITS.max_parts)] | None, ANY_CONTENT] = None
     tool_calls: Annotated[list[ToolCall], Bounded(LIMITS.max_parts)] | None = None
-    tool_call_id: str | None = None
+    tool_call_id: HistoryText | None = None
     name: str | None = None
     function_call: CalledFunction | None = None  # the older form of tool_calls
     refusal: str | None = None
@@ -228,9 +226,12 @@ def _content(name: str, message: Message) -> str | None:
     texts = []
     for place, part in enumerate(message.content):
         text = part.refusal if part.text is None else part.text
+        is_written = message.role not in ("assistant", "tool", "function")
         if text is None and part.type in TEXT_TYPES:
-            raise ApiError(400, f"{name}.{place}.text: a part of type {part.type!r} needs a text", param="messages")
-        if text is None and message.role not in ("assistant", "tool", "function"):
+            if is_written:
+                raise ApiError(400, f"{name}.{place}.text: a part of type {part.type!r} needs a text", param="messages")
+            text = ""
+        if text is None and is_written:
             raise ApiError(
                 400,
                 f"{name}.{place}.{part.type[:100]} is not supported here: the model reads texts only",

@@ -8,26 +8,25 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, TypeAdapter
+from pydantic import ConfigDict, Discriminator, Tag, TypeAdapter
 
 from moeserve.config.settings import LIMITS
-from moeserve.server.content import found_text, omitted
+from moeserve.server.content import ANY_CONTENT, TEXT_TYPES, HistoryText, found_text, omitted
 from moeserve.server.errors import ApiError
 from moeserve.server.openai.response_tools import OfferedTools, arguments_of_input
 from moeserve.server.schema import Body, Bounded
 
-TEXT_TYPES = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 REASONING_PREFIX = "moeserve1."  # begins the reasoning that this server returns as encrypted_content
 
 
 class TextPart(Body):
     type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
-    text: str
+    text: HistoryText | None = None
 
 
 class RefusalPart(Body):
     type: Literal["refusal"]
-    refusal: str
+    refusal: HistoryText = ""
 
 
 class OtherPart(Body):
@@ -45,7 +44,7 @@ Part: TypeAlias = Annotated[
     Annotated[TextPart, Tag("text")] | Annotated[RefusalPart, Tag("refusal")] | Annotated[OtherPart, Tag("other")],
     Discriminator(_part_type),
 ]
-Content: TypeAlias = str | Annotated[list[Part], Bounded(LIMITS.max_parts)]
+Content: TypeAlias = Annotated[str | Annotated[list[Part], Bounded(LIMITS.max_parts)], ANY_CONTENT]
 
 
 class MessageItem(Body):
@@ -58,11 +57,11 @@ class CallItem(Body):
     """A call of a function, which has arguments, or of a custom tool, which has an input."""
 
     type: Literal["function_call", "custom_tool_call"]
-    call_id: str
-    name: str
+    call_id: HistoryText
+    name: HistoryText = ""
     namespace: str | None = None
-    arguments: str = ""
-    input: str | None = None
+    arguments: HistoryText = ""
+    input: HistoryText | None = None
 
     @property
     def json_arguments(self) -> str:
@@ -72,14 +71,14 @@ class CallItem(Body):
 
 class CallOutputItem(Body):
     type: Literal["function_call_output", "custom_tool_call_output"]
-    call_id: str
+    call_id: HistoryText
     output: Content = ""
 
 
 class ReasoningItem(Body):
     type: Literal["reasoning"]
-    summary: Annotated[list[Part], Bounded(LIMITS.max_parts), Field(default_factory=list)]
-    content: Annotated[list[Part], Bounded(LIMITS.max_parts), Field(default_factory=list)]
+    summary: Content = ""
+    content: Content = ""
     encrypted_content: str | None = None
 
     @property
@@ -205,13 +204,15 @@ def _only_text(content: str | Sequence[Part]) -> str:
                 param="input",
                 code="unsupported_parameter",
             )
+        if isinstance(part, TextPart) and part.text is None:
+            raise ApiError(400, f"input has a part of type {part.type!r} that needs a text", param="input")
     return _text(content)
 
 
 def _part_text(part: Part) -> str:
     match part:
         case TextPart():
-            return part.text
+            return part.text or ""
         case RefusalPart():
             return part.refusal
     return omitted(part.type.removeprefix("input_"))
