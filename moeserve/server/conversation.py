@@ -51,7 +51,7 @@ class Conversation:
 
     messages: list[dict[str, Any]]  # in OpenAI's format
     field_of_messages: str = "messages"  # name of the request's field, for error messages
-    tools: Sequence[FunctionTool] | None = None
+    tools: Mapping[str, FunctionTool] = field(default_factory=dict)  # by their fields in the request
     max_tool_name: int = MAX_TOOL_NAME
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     has_parallel_calls: bool = True
@@ -70,18 +70,18 @@ class Conversation:
             ApiError: a tool has an invalid name; or tool_choice names a function that is not among the tools, or
                 requires a call although there are none.
         """
-        for place, tool in enumerate(self.tools or ()):
+        for name_of_field, tool in self.tools.items():
             name = tool.function.name
             if not TOOL_NAME.fullmatch(name) or len(name) > self.max_tool_name:
                 raise ApiError(
                     400,
-                    f"tools.{place}: the name {name[:150]!r} must have 1 to {self.max_tool_name} characters, each of "
+                    f"{name_of_field}: the name {name[:150]!r} must have 1 to {self.max_tool_name} characters, each of "
                     "a-z, A-Z, 0-9, _ and -",
-                    param="tools",
+                    param=name_of_field.partition(".")[0],
                 )
         if self.tool_choice == "none":
             return []
-        functions = [tool.function.model_dump(exclude_none=True) for tool in self.tools or ()]
+        functions = [tool.function.model_dump(exclude_none=True) for tool in self.tools.values()]
         if isinstance(self.tool_choice, NamedTool):
             name = self.tool_choice.function.name
             functions = [function for function in functions if function["name"] == name]
@@ -103,7 +103,7 @@ class Conversation:
             return await self._render(service)
 
     async def _render(self, service: Service) -> list[int]:
-        tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
+        tools = [tool.model_dump(exclude_none=True) for tool in self.tools.values()]
         given = None if self.tool_choice == "none" else tools or None
         with self.prompt_errors():
             return await service.chat_prompt(
@@ -252,7 +252,7 @@ class _OutputParser:
     ) -> None:
         self._has_calls = False
         self._parser = service.parser.make(
-            [tool.model_dump(exclude_none=True) for tool in conversation.tools or ()],
+            [tool.model_dump(exclude_none=True) for tool in conversation.tools.values()],
             starts_in_reasoning=starts_in_reasoning,
             parse_tools=bool(functions),
             parse_reasoning=True,

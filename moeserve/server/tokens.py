@@ -12,9 +12,10 @@ from moeserve.api.tokenizer import TextCodec
 from moeserve.config.settings import LIMITS
 from moeserve.models.tokenizer_files import tokenizer_config
 from moeserve.server.client import Client
-from moeserve.server.conversation import Conversation, FunctionTool
+from moeserve.server.conversation import Conversation
 from moeserve.server.errors import ApiError
 from moeserve.server.openai.chat import Message, template_input
+from moeserve.server.openai.chat_tools import Tools, offered_tools
 from moeserve.server.reply import JSON, encode_json
 from moeserve.server.schema import Bounded, RequestBody, TokenId
 from moeserve.server.service import Service
@@ -23,7 +24,7 @@ from moeserve.server.service import Service
 class TokenizeRequest(RequestBody):
     prompt: Annotated[str, Field(max_length=LIMITS.max_text_length)] | None = None
     messages: Annotated[list[Message], Bounded(LIMITS.max_messages, min_length=1)] | None = None
-    tools: Annotated[list[FunctionTool], Bounded(LIMITS.max_tools)] | None = None
+    tools: Tools | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None  # default: True for a prompt, False for messages, whose template adds them
     add_generation_prompt: bool = True
@@ -68,7 +69,7 @@ async def tokenize(service: Service, client: Client, body: TokenizeRequest) -> R
             raise ApiError(400, "the chat template adds special tokens to messages", param="add_special_tokens")
         conversation = Conversation(
             messages=template_input(body.messages),
-            tools=body.tools,
+            tools=offered_tools(body.tools or ()),
             template_arguments=body.chat_template_kwargs or {},
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,

@@ -227,6 +227,42 @@ def test_tools_need_no_configuration(plain: RunningServer) -> None:
     assert (call.function.name, json.loads(call.function.arguments)) == ("clock", {"zone": "UTC"})
 
 
+@pytest.mark.parametrize(
+    "other", [{"type": "custom", "custom": {"name": "x"}}, {"type": "web_search"}, {"googleSearch": {}}]
+)
+def test_tools_that_are_not_functions_are_left_out(plain: RunningServer, other: dict[str, Any]) -> None:
+    assert prompt(plain, QUESTION, tools=[other, TOOL]) == prompt(plain, QUESTION, tools=[TOOL])
+    assert prompt(plain, QUESTION, tools=[other]) == prompt(plain, QUESTION)
+    answers = [post(plain, tools=tools) for tools in ([other, TOOL], [TOOL])]
+    assert answers[0]["usage"]["prompt_tokens"] == answers[1]["usage"]["prompt_tokens"]
+    error = refused(plain, tools=[other, {"type": "function", "function": {"name": "a b"}}])
+    assert error["message"].startswith("tools.1: ")
+
+
+@pytest.mark.parametrize(
+    ("choice", "calls"),
+    [
+        ("any", True),
+        ({"type": "any"}, True),
+        ({"type": "required"}, True),
+        ({"type": "none"}, False),
+        ({"type": "auto"}, False),
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [TOOL]}}, True),
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [TOOL]}}, False),
+    ],
+)
+def test_forms_of_tool_choice(plain: RunningServer, choice: Any, calls: bool) -> None:
+    other = {"type": "function", "function": {"name": "other"}}
+    tools = [other, TOOL] if isinstance(choice, dict) and "allowed_tools" in choice else [TOOL]
+    fields: dict[str, Any] = {"tools": tools, "parallel_tool_calls": False, "max_tokens": 99, "seed": 3}
+    answer = post(plain, tool_choice=choice, **fields)
+    named = [call["function"]["name"] for call in answer["choices"][0]["message"].get("tool_calls", [])]
+    assert named == ["clock"] * calls
+    alone = post(plain, tool_choice="none" if choice == {"type": "none"} else "auto", tools=[TOOL])
+    assert answer["usage"]["prompt_tokens"] == alone["usage"]["prompt_tokens"]
+    assert refused(plain, tool_choice={"type": "mcp"}, tools=tools)["param"] == "tool_choice"
+
+
 def test_functions_are_the_older_form_of_tools(plain: RunningServer) -> None:
     client = plain.openai()
     functions: Any = [FUNCTION]

@@ -194,7 +194,11 @@ class CountRequest(Part, RequestBody):
         ]
         if system := _instructions(self.system or ""):
             messages.insert(0, {"role": "system", "content": system})
-        tools = [_function(tool) for tool in self.tools or () if isinstance(tool, CustomTool)]
+        tools = {
+            f"tools.{place}": _function(tool)
+            for place, tool in enumerate(self.tools or ())
+            if isinstance(tool, CustomTool)
+        }
         arguments: dict[str, Any] = {}
         if self.thinking is not None:
             arguments["enable_thinking"] = self.thinking.type != "disabled"
@@ -204,7 +208,7 @@ class CountRequest(Part, RequestBody):
         schema = schema or self.output_format
         return Conversation(
             messages=messages,
-            tools=tools or None,
+            tools=tools,
             max_tool_name=MAX_TOOL_NAME,
             tool_choice=self._choice(),
             has_parallel_calls=not (self.tool_choice and self.tool_choice.disable_parallel_tool_use),

@@ -24,6 +24,7 @@ from moeserve.server.conversation import (
     turn_deltas,
 )
 from moeserve.server.errors import ApiError
+from moeserve.server.openai.chat_tools import ToolChoice, Tools, mode_of, offered_tools
 from moeserve.server.output_format import requested_outputs
 from moeserve.server.reply import EVENTS, JSON, Reply, encode_json, event
 from moeserve.server.schema import Body, Bounded, Ignored, Refused, SamplingFields, StreamOptions, Usage, usage
@@ -82,8 +83,8 @@ class ChatRequest(SamplingFields):
     top_logprobs: Annotated[int, Field(ge=0, le=LIMITS.max_logprobs)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    tools: Annotated[list[FunctionTool], Bounded(LIMITS.max_tools)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     functions: Annotated[list[Function], Bounded(LIMITS.max_tools)] | None = None  # the older name of tools
     function_call: Literal["none", "auto"] | FunctionName | None = None  # the older name of tool_choice
@@ -116,12 +117,14 @@ class ChatRequest(SamplingFields):
         """True if the answer continues the last message."""
         return self.continue_final_message or (self.messages[-1].role == "assistant" and bool(self.messages[-1].prefix))
 
-    def offered_tools(self) -> list[FunctionTool] | None:
-        return [FunctionTool(function=each) for each in self.functions or ()] if self.has_functions else self.tools
+    def offered_tools(self) -> dict[str, FunctionTool]:
+        if not self.has_functions:
+            return offered_tools(self.tools or (), self.tool_choice)
+        return {f"functions.{place}": FunctionTool(function=each) for place, each in enumerate(self.functions or ())}
 
     def choice(self) -> Literal["none", "auto", "required"] | NamedTool | None:
         if not self.has_functions:
-            return self.tool_choice
+            return mode_of(self.tool_choice)
         if isinstance(self.function_call, FunctionName):
             return NamedTool(function=self.function_call)
         return self.function_call

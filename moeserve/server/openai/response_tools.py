@@ -79,6 +79,7 @@ Tool: TypeAlias = Annotated[OneTool | Annotated[NamespaceTool, Tag("namespace")]
 class OfferedTool:
     """A tool that the model may call."""
 
+    field: str  # of the request
     function: Function  # as the model sees it
     name: str  # as the client calls it
     namespace: str | None
@@ -93,19 +94,20 @@ class OfferedTools:
 
     def __init__(self, tools: Sequence[Tool]) -> None:
         each = list(_flattened(tools))
-        counts = Counter(tool.name for _, tool in each)
+        counts = Counter(tool.name for _, _, tool in each)
         self._tools: dict[str, OfferedTool] = {}  # by the function's name
-        for namespace, tool in each:
+        for field, namespace, tool in each:
             name = tool.name
             if namespace is not None and counts[name] > 1:
                 name = re.sub(r"[^A-Za-z0-9_-]", "_", f"{namespace}__{name}")[-MAX_TOOL_NAME:]
             is_custom = isinstance(tool, CustomTool)
-            self._tools.setdefault(name, OfferedTool(_function(name, tool), tool.name, namespace, is_custom))
+            self._tools.setdefault(name, OfferedTool(field, _function(name, tool), tool.name, namespace, is_custom))
         self._names = {(tool.namespace, tool.name): name for name, tool in self._tools.items()}
 
     @property
-    def functions(self) -> list[FunctionTool]:
-        return [FunctionTool(function=tool.function) for tool in self._tools.values()]
+    def functions(self) -> dict[str, FunctionTool]:
+        """The functions, by the fields of their tools in the request."""
+        return {tool.field: FunctionTool(function=tool.function) for tool in self._tools.values()}
 
     def find(self, function_name: str) -> OfferedTool | None:
         return self._tools.get(function_name)
@@ -122,14 +124,15 @@ class OfferedTools:
         return chosen
 
 
-def _flattened(tools: Sequence[Tool]) -> Iterator[tuple[str | None, FlatTool | CustomTool]]:
-    for tool in tools:
+def _flattened(tools: Sequence[Tool]) -> Iterator[tuple[str, str | None, FlatTool | CustomTool]]:
+    """Yield the tools that can be offered, each with its field in the request and its namespace."""
+    for place, tool in enumerate(tools):
         if isinstance(tool, NamespaceTool):
-            for inner in tool.tools:
+            for inner_place, inner in enumerate(tool.tools):
                 if isinstance(inner, (FlatTool, CustomTool)):
-                    yield tool.name, inner
+                    yield f"tools.{place}.tools.{inner_place}", tool.name, inner
         elif isinstance(tool, (FlatTool, CustomTool)):
-            yield None, tool
+            yield f"tools.{place}", None, tool
 
 
 def _function(name: str, tool: FlatTool | CustomTool) -> Function:

@@ -132,7 +132,7 @@ class ResponsesRequest(TransferFields, ClientFields):
         return Conversation(
             messages=messages,
             field_of_messages="input",
-            tools=tools.functions or None,
+            tools=tools.functions,
             tool_choice=self._choice(tools),
             has_parallel_calls=self.parallel_tool_calls is not False,
             template_arguments={} if effort is None else {"reasoning_effort": effort},
