@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -54,7 +55,7 @@ class Conversation:
     tools: Mapping[str, FunctionTool] = field(default_factory=dict)  # by their fields in the request
     max_tool_name: int = MAX_TOOL_NAME
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    has_parallel_calls: bool = True
+    has_parallel_calls: bool = True  # False: the answer has only the first call
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True  # end the prompt with the tokens that begin an answer
     continue_final_message: bool = False  # continue the last message instead of beginning an answer
@@ -251,6 +252,7 @@ class _OutputParser:
         starts_in_reasoning: bool,
     ) -> None:
         self._has_calls = False
+        self._has_parallel_calls = conversation.has_parallel_calls
         self._parser = service.parser.make(
             [tool.model_dump(exclude_none=True) for tool in conversation.tools.values()],
             starts_in_reasoning=starts_in_reasoning,
@@ -266,6 +268,9 @@ class _OutputParser:
             delta = ParsedDelta(
                 delta.content + rest.content, delta.reasoning + rest.reasoning, delta.tool_calls + rest.tool_calls
             )
+        if not self._has_parallel_calls:
+            first = tuple(call for call in delta.tool_calls if call.index == 0)
+            delta = dataclasses.replace(delta, tool_calls=first)
         self._has_calls |= bool(delta.tool_calls)
         return delta
 

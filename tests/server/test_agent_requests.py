@@ -155,6 +155,30 @@ def test_calls_have_the_form_of_their_tools(
     assert "tool: DONE" in history
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_only_the_first_call_is_returned_without_parallel_calls(
+    agent_server: RunningServer, script: Script, streams: bool
+) -> None:
+    script.answers = [call_of("weather", {"city": "Oslo"}) + "\n" + call_of("weather", {"city": "Rome"})]
+    chat_tool = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
+    asked: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+        ("/v1/chat/completions", {"messages": HI, "tools": [chat_tool]}, {"parallel_tool_calls": False}),
+        ("/v1/responses", {"input": "Hi", "tools": [FUNCTION]}, {"parallel_tool_calls": False}),
+        (
+            "/v1/messages",
+            MESSAGE | {"tools": [TOOL]},
+            {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+        ),
+    ]
+    with agent_server.http() as http:
+        for path, body, alone in asked:
+            both, first = (http.post(path, json=body | {"stream": streams} | each).text for each in ({}, alone))
+            assert "Oslo" in both
+            assert "Rome" in both
+            assert "Oslo" in first
+            assert "Rome" not in first
+
+
 HISTORIES: dict[str, tuple[Any, str]] = {  # items, and a text of the prompt
     "image of a tool": (
         [

@@ -352,8 +352,8 @@ def _message_part(delta: TurnDelta) -> dict[str, Any]:
 
 
 def _with_function_call(part: dict[str, Any]) -> dict[str, Any]:
-    """Return a part of a message with the first call in its older form, which has room for one."""
-    calls = [call["function"] for call in part.get("tool_calls", []) if call["index"] == 0]
+    """Return a part of a message with its call, the only one, in the older form."""
+    calls = [call["function"] for call in part.get("tool_calls", [])]
     others = {name: value for name, value in part.items() if name != "tool_calls"}
     return others | ({"function_call": calls[0]} if calls else {})
 
