@@ -6,6 +6,7 @@ const require = createRequire(import.meta.url);
 const { generateText, stepCountIs, streamText, tool } = require('ai');
 const { createAnthropic } = require('@ai-sdk/anthropic');
 const { createOpenAI } = require('@ai-sdk/openai');
+const { createOpenAICompatible } = require('@ai-sdk/openai-compatible');
 const { OpenAI } = require('openai');
 const { zodResponseFormat } = require('openai/helpers/zod');
 const { z } = require('zod');
@@ -30,6 +31,7 @@ async function aiSdk() {
     'openai.chat': { model: openai.chat(model) },
     'openai': { model: openai(model) },
     'openai without store': { model: openai(model), ...store },
+    'openai-compatible': { model: createOpenAICompatible({ ...options, name: 'moeserve' })(model) },
     'anthropic': { model: createAnthropic(options)(model) },
   };
   const inputSchema = z.object({ city: z.string() });

@@ -20,10 +20,10 @@ def results(home: Path, server: Server, part: str) -> dict[str, Any]:
     return {found.pop("name"): found for found in map(json.loads, lines)}
 
 
-@pytest.mark.clients("npm:ai", "npm:@ai-sdk/openai", "npm:@ai-sdk/anthropic")
+@pytest.mark.clients("npm:ai", "npm:@ai-sdk/openai", "npm:@ai-sdk/openai-compatible", "npm:@ai-sdk/anthropic")
 def test_ai_sdk(home: Path, scripted: Server) -> None:
     found = results(home, scripted, "ai")
-    names = ["openai.chat", "openai", "openai without store", "anthropic"]
+    names = ["openai.chat", "openai", "openai without store", "openai-compatible", "anthropic"]
     assert list(found) == [f"{name}{end}" for name in names for end in ("", ", streamed")]
     assert list(found.values()) == [{"text": LAST, "cities": CITIES}] * len(found)
 
