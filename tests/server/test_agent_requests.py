@@ -238,6 +238,15 @@ HISTORIES: dict[str, tuple[Any, str]] = {  # items, and a text of the prompt
         [{"type": "reasoning", "content": "THOUGHT", "summary": "SUM"}, {"role": "assistant", "content": "a"}],
         "assistant: <think>THOUGHT</think>a",
     ),
+    "reasoning around calls": (
+        [
+            {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "FIRST"}]},
+            {"type": "function_call", "call_id": "c", "name": "view", "arguments": "{}"},
+            {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "SECOND"}]},
+            {"type": "function_call", "call_id": "d", "name": "view", "arguments": "{}"},
+        ],
+        "<think>FIRST\nSECOND</think>",
+    ),
     "future": ([{"type": "of_the_future", "call_id": 3, "content": {"a": 1}}], "Hi"),
 }
 
@@ -304,6 +313,31 @@ def test_outputs_are_parsed_by_the_client_of_openai(agent_server: RunningServer,
     answer = agent_server.openai().responses.parse(**ASKED, input="Hi", text_format=Place)
     assert answer.output_parsed == Place(city="Oslo")
     assert script.params[-1].structured_outputs is not None
+
+
+# Chat completions.
+
+
+@pytest.mark.parametrize(
+    ("thought", "has_calls"),
+    [
+        ({"type": "thinking", "thinking": "THOUGHT", "signature": "s"}, True),
+        ({"type": "thinking", "thinking": [{"type": "text", "text": "THOUGHT"}]}, False),
+        ({"type": "reasoning", "text": "THOUGHT"}, False),
+    ],
+)
+def test_reasoning_and_calls_among_parts_are_not_text(
+    agent_server: RunningServer, script: Script, thought: Any, has_calls: bool
+) -> None:
+    used = {"type": "tool_use", "id": "c1", "name": "weather", "input": {"city": "Oslo"}}
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+    answer = {"role": "assistant", "content": [thought, {"type": "text", "text": "Looking."}, used]}
+    result = {"role": "tool", "tool_call_id": "c1", "content": "20"}
+    messages: Any = [*HI, answer | ({"tool_calls": [call]} if has_calls else {}), result]
+    agent_server.openai().chat.completions.create(model=MODEL, messages=messages)
+    assert "assistant: <think>THOUGHT</think>Looking.[{" in script.prompt
+    assert script.prompt.count("weather") == 1
+    assert "omitted" not in script.prompt
 
 
 # Anthropic's API.

@@ -13,7 +13,7 @@ from moeserve.config.settings import LIMITS
 from moeserve.outputs import CompletionOutput, Logprob
 from moeserve.sampling_params import SamplingParams
 from moeserve.server.client import Client
-from moeserve.server.content import ANY_CONTENT, TEXT_TYPES, HistoryText, omitted
+from moeserve.server.content import ANY_CONTENT, TEXT_TYPES, HistoryText, found_text, omitted
 from moeserve.server.conversation import (
     Conversation,
     Function,
@@ -30,6 +30,8 @@ from moeserve.server.reply import EVENTS, JSON, Reply, encode_json, event
 from moeserve.server.schema import Body, Bounded, Ignored, Refused, SamplingFields, StreamOptions, Usage, usage
 from moeserve.server.service import Service
 
+REASONING_TYPES = ("thinking", "redacted_thinking", "reasoning", "reasoning_text", "summary_text")
+
 
 class Part(Body):
     """A part of a message. A part that is not a text is refused, or named in a text; see `_content`."""
@@ -37,6 +39,16 @@ class Part(Body):
     type: str
     text: HistoryText | None = None
     refusal: HistoryText | None = None
+    thinking: Any = None  # a text or parts, of the types `thinking` and `reasoning`
+    reasoning: Any = None
+    id: HistoryText | None = None  # these three are of the type `tool_use`
+    name: HistoryText = ""
+    input: Any = None
+
+    @property
+    def thought(self) -> str:
+        """The reasoning of this part."""
+        return found_text(self.thinking) or found_text(self.reasoning) or self.text or ""
 
 
 class CalledFunction(Body):
@@ -200,6 +212,14 @@ def template_input(messages: Sequence[Message]) -> list[dict[str, Any]]:
         if message.function_call is not None and not calls:
             last_id = f"call_{place}"
             calls = [_call(ToolCall(id=last_id, function=message.function_call))]
+        if message.role == "assistant" and isinstance(message.content, list):
+            if thoughts := [part.thought for part in message.content if part.type in REASONING_TYPES and part.thought]:
+                fields.setdefault("reasoning_content", "\n".join(thoughts))
+            calls = calls or [
+                _call(ToolCall(id=part.id, function=CalledFunction(name=part.name, arguments=part.input or {})))
+                for part in message.content
+                if part.type == "tool_use"
+            ]
         if message.role == "function":
             fields |= {"role": "tool"} | ({} if last_id is None else {"tool_call_id": last_id})
         if fields["content"] is None and not calls:
@@ -222,12 +242,14 @@ def _content(name: str, message: Message) -> str | None:
     """Return the content of a message as a text.
 
     In a history, parts that the model cannot read become a text that names them, because the client cannot take them
-    back. In what a user sends, they are refused.
+    back. In what a user sends, they are refused. Reasoning and calls of an answer are not a part of its text.
     """
     if message.content is None or isinstance(message.content, str):
         return message.content
     texts = []
     for place, part in enumerate(message.content):
+        if message.role == "assistant" and part.type in (*REASONING_TYPES, "tool_use"):
+            continue
         text = part.refusal if part.text is None else part.text
         is_written = message.role not in ("assistant", "tool", "function")
         if text is None and part.type in TEXT_TYPES:

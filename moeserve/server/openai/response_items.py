@@ -157,7 +157,9 @@ def chat_messages(items: Sequence[Item], tools: OfferedTools) -> list[dict[str, 
                 messages.append(output)
             case ReasoningItem():
                 if item.text:
-                    _assistant(messages, "content")["reasoning_content"] = item.text
+                    message = _assistant(messages, "content")
+                    earlier = [message["reasoning_content"]] if "reasoning_content" in message else []
+                    message["reasoning_content"] = "\n".join([*earlier, item.text])
             case OtherItem():
                 _add_other(messages, item)
     return messages
