@@ -12,7 +12,7 @@ import functools
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
@@ -25,6 +25,8 @@ from moeserve.server.errors import api_error
 GUIDED_KINDS = ("json", "regex", "choice", "grammar")
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+# Amount of reasoning, which is passed to the chat template; "default" is that of the template.
+Effort = Literal["default", "none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 @dataclass(frozen=True)
@@ -88,15 +90,22 @@ UNSUPPORTED = "extra_forbidden"  # type of the error for a refused field
 
 
 class Body(BaseModel):
-    """A part of a request. Null stands for a field that is left out. Unknown fields are ignored."""
+    """A part of a request. Null stands for a field that is left out. Unknown fields are ignored.
+
+    Integers may be written as floats such as 100.0, as clients do whose languages have no other numbers in maps.
+    """
 
     model_config = ConfigDict(extra="ignore", strict=True, protected_namespaces=())
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, fields: Any) -> Any:
+    def _plain_fields(cls, fields: Any) -> Any:
         fields = Bounded(LIMITS.max_fields).require_length(fields)
-        if not isinstance(fields, dict) or None not in fields.values():
+        if not isinstance(fields, dict):
+            return fields
+        integral = {name: int(fields[name]) for name in _integers(cls) if _is_integral_float(fields.get(name))}
+        fields = fields | integral if integral else fields
+        if None not in fields.values():
             return fields
         kept = _fields_with_null(cls)
         return {name: value for name, value in fields.items() if value is not None or name in kept}
@@ -110,6 +119,28 @@ def _fields_with_null(body: type[Body]) -> frozenset[str]:
         for name, field in body.model_fields.items()
         if field.default is not None and not field.is_required() and types.NoneType in get_args(field.annotation)
     )
+
+
+@functools.cache
+def _integers(body: type[Body]) -> frozenset[str]:
+    """Return the names of fields that are integers."""
+    return frozenset(
+        field.alias or name for name, field in body.model_fields.items() if int in _alternatives(field.annotation)
+    )
+
+
+def _alternatives(annotation: Any) -> list[Any]:
+    """Return the types that a type allows, without metadata."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return _alternatives(get_args(annotation)[0])
+    if origin in (Union, types.UnionType):
+        return [found for each in get_args(annotation) for found in _alternatives(each)]
+    return [annotation]
+
+
+def _is_integral_float(value: Any) -> bool:
+    return isinstance(value, float) and value.is_integer()
 
 
 class RequestBody(Body):

@@ -143,6 +143,11 @@ def test_any_arguments_in_a_history_are_served(plain: RunningServer, arguments: 
         {"prediction": {"type": "content", "content": "a"}},
         {"metadata": {"a": {"b": 1}}},
         {"stream": True, "stream_options": {"include_obfuscation": False}},
+        {"stream_options": {"include_usage": True}},
+        {"top_logprobs": 0},
+        {"top_logprobs": 0, "logprobs": False},
+        {"max_tokens": 1.0, "n": 1.0, "seed": 3.0, "top_k": 5.0},
+        {"reasoning_effort": "default"},
         {"modalities": ["text"]},
         {"tools": [{**TOOL, "cache_control": {"type": "ephemeral"}}], "tool_choice": "none"},
         {"a_field_of_next_year": {"a": 1}},
@@ -152,6 +157,14 @@ def test_what_does_not_change_the_answer_is_ignored(plain: RunningServer, fields
     with plain.http() as http:
         answer = http.post("/v1/chat/completions", json={"messages": QUESTION, "max_tokens": 1} | fields)
     assert answer.status_code == 200, answer.text
+
+
+def test_integers_may_be_floats_and_effort_has_all_levels(plain: RunningServer) -> None:
+    post(plain, "/v1/completions", prompt="Hi", max_tokens=1.0, stream_options={"include_usage": True})
+    post(plain, "/v1/responses", input="Hi", max_output_tokens=1.0, reasoning={"effort": "default"})
+    post(plain, "/v1/messages", model=MODEL, max_tokens=1.0, top_k=5.0, output_config={"effort": "none"})
+    assert refused(plain, max_tokens=1.5)["param"] == "max_tokens"
+    assert refused(plain, max_tokens=1e300)["param"] == "max_tokens"
 
 
 @pytest.mark.parametrize("name", ["audio", "web_search_options", "documents", "use_beam_search", "bad_words", "echo"])

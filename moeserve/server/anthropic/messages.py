@@ -20,7 +20,7 @@ from moeserve.server.conversation import Conversation, Function, FunctionName, F
 from moeserve.server.errors import ApiError, anthropic_body
 from moeserve.server.output_format import outputs_of_schema
 from moeserve.server.reply import EVENTS, JSON, Reply, encode_json, event
-from moeserve.server.schema import Body, Bounded, Ignored, Refused, RequestBody, TransferFields, given_params
+from moeserve.server.schema import Body, Bounded, Effort, Ignored, Refused, RequestBody, TransferFields, given_params
 from moeserve.server.service import Service
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -158,7 +158,7 @@ class OutputSchema(Body):
 
 
 class OutputConfig(Body):
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    effort: Effort | None = None
     format: OutputSchema | None = None
 
 
@@ -202,7 +202,7 @@ class CountRequest(Part, RequestBody):
         arguments: dict[str, Any] = {}
         if self.thinking is not None:
             arguments["enable_thinking"] = self.thinking.type != "disabled"
-        if self.output_config is not None and self.output_config.effort is not None:
+        if self.output_config is not None and self.output_config.effort not in (None, "default"):
             arguments["reasoning_effort"] = self.output_config.effort
         schema = None if self.output_config is None else self.output_config.format
         schema = schema or self.output_format

@@ -27,7 +27,7 @@ from moeserve.server.errors import ApiError
 from moeserve.server.openai.chat_tools import ToolChoice, Tools, mode_of, offered_tools
 from moeserve.server.output_format import requested_outputs
 from moeserve.server.reply import EVENTS, JSON, Reply, encode_json, event
-from moeserve.server.schema import Body, Bounded, Ignored, Refused, SamplingFields, StreamOptions, Usage, usage
+from moeserve.server.schema import Body, Bounded, Effort, Ignored, Refused, SamplingFields, StreamOptions, Usage, usage
 from moeserve.server.service import Service
 
 REASONING_TYPES = ("thinking", "redacted_thinking", "reasoning", "reasoning_text", "summary_text")
@@ -117,7 +117,7 @@ class ChatRequest(SamplingFields):
     mm_processor_kwargs: Annotated[Any, Refused("the model reads texts only")] = None
     chat_template_kwargs: dict[str, Any] | None = None
     include_reasoning: bool = True
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    reasoning_effort: Effort | None = None
 
     @property
     def has_functions(self) -> bool:
@@ -166,9 +166,7 @@ async def answer(service: Service, client: Client, body: ChatRequest) -> Reply:
         ApiError: the conversation or a parameter cannot be served.
     """
     model = service.begin(body)
-    if body.stream_options is not None and not body.stream:
-        raise ApiError(400, "stream_options needs stream=true", param="stream_options")
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
     most_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     params = body.sampling_params(
@@ -179,7 +177,7 @@ async def answer(service: Service, client: Client, body: ChatRequest) -> Reply:
     template_arguments = dict(body.chat_template_kwargs or {})
     if body.enable_thinking is not None:
         template_arguments.setdefault("enable_thinking", body.enable_thinking)
-    if body.reasoning_effort is not None:
+    if body.reasoning_effort not in (None, "default"):
         template_arguments.setdefault("reasoning_effort", body.reasoning_effort)
     conversation = Conversation(
         messages=template_input(body.messages),

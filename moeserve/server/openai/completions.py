@@ -71,8 +71,6 @@ def complete(service: Service, client: Client, body: CompletionRequest) -> Reply
     prompts = body.prompts()
     if body.best_of not in (None, body.n or 1):
         raise ApiError(400, f"best_of={body.best_of} is not supported; leave it out, or set n", param="best_of")
-    if body.stream_options is not None and not body.stream:
-        raise ApiError(400, "stream_options needs stream=true", param="stream_options")
     # A request for no tokens scores its prompt. The engine generates one token in any case, which is dropped.
     params = body.sampling_params(
         service.default_params,

@@ -37,6 +37,7 @@ from moeserve.server.schema import (
     Body,
     Bounded,
     ClientFields,
+    Effort,
     Ignored,
     JsonObjectFormat,
     JsonSchema,
@@ -74,7 +75,7 @@ class TextOptions(Body):
 
 
 class Reasoning(Body):
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    effort: Effort | None = None
     summary: Annotated[Any, Ignored("answers contain the whole reasoning")] = None
     generate_summary: Annotated[Any, Ignored("answers contain the whole reasoning")] = None
 
@@ -135,7 +136,7 @@ class ResponsesRequest(TransferFields, ClientFields):
             tools=tools.functions,
             tool_choice=self._choice(tools),
             has_parallel_calls=self.parallel_tool_calls is not False,
-            template_arguments={} if effort is None else {"reasoning_effort": effort},
+            template_arguments={} if effort in (None, "default") else {"reasoning_effort": effort},
             outputs=outputs_of_schema("text", wanted.schema_, is_strict=wanted.strict is True)
             if isinstance(wanted, FlatSchemaFormat)
             else requested_outputs(wanted),
