@@ -223,10 +223,13 @@ def _invalid_body(error: RequestValidationError) -> ApiError:
 
 
 def _path(location: Sequence[int | str], body: Any, *, ends_in_new_field: bool) -> list[str]:
-    """Return the path of an error in the body, without the union branches that pydantic includes in locations."""
+    """Return the path of an error in the body, without the union branches that pydantic includes in locations.
+
+    The names of these branches are those of classes, so no field has them. A null is left out as if it were not there.
+    """
     path = []
     for part in location:
-        if isinstance(body, list) if isinstance(part, int) else isinstance(body, dict) and part in body:
+        if isinstance(body, list) if isinstance(part, int) else isinstance(body, dict) and body.get(part) is not None:
             path.append(str(part))
             body = body[part]
     return [*path, str(location[-1])] if ends_in_new_field and location else path

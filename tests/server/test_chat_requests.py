@@ -167,6 +167,28 @@ def test_integers_may_be_floats_and_effort_has_all_levels(plain: RunningServer) 
     assert refused(plain, max_tokens=1e300)["param"] == "max_tokens"
 
 
+@pytest.mark.parametrize(
+    ("path", "fields", "name"),
+    [
+        ("/v1/responses", {"input": "Hi", "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools.0.name"),
+        ("/v1/responses", {"input": [{"type": "function_call_output", "output": "a"}]}, "input.0.call_id"),
+        ("/v1/chat/completions", {"messages": QUESTION, "tools": [{"function": {"name": None}}]},
+         "tools.0.function.name"),
+        ("/v1/chat/completions", {"messages": [{"role": None, "content": "a"}]}, "messages.0.role"),
+        ("/v1/messages", {"max_tokens": 1, "model": MODEL, "messages": [{"role": "user", "content": None}]},
+         "messages.0.content"),
+        ("/v1/messages", {"max_tokens": 1, "model": MODEL, "messages": QUESTION,
+                          "tools": [{"type": "web_search_1", "name": "s"}, {"name": "a b", "input_schema": {}}]},
+         "tools.1"),
+    ],
+)  # fmt: skip
+def test_errors_name_the_field(plain: RunningServer, path: str, fields: dict[str, Any], name: str) -> None:
+    with plain.http() as http:
+        answer = http.post(path, json=fields)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith(f"{name}: ")
+
+
 @pytest.mark.parametrize("name", ["audio", "web_search_options", "documents", "use_beam_search", "bad_words", "echo"])
 def test_what_would_change_the_answer_is_refused_by_name(plain: RunningServer, name: str) -> None:
     error = refused(plain, **{name: ["x"]})

@@ -71,18 +71,26 @@ class OtherBlock(Part):
         return found_text(fields.get("content"))
 
 
+BLOCK_TAGS = {
+    "text": "TextBlock",
+    "thinking": "ThinkingBlock",
+    "tool_use": "ToolUseBlock",
+    "tool_result": "ToolResultBlock",
+}
+
+
 def _type_in(*types: str) -> Callable[[Any], str]:
-    """Return a function that returns the type of a block, or "other" if it is not one of these."""
+    """Return a function that returns the tag of a block, that of other blocks if it has none of these types."""
 
     def block_type(block: Any) -> str:
         found = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
-        return found if found in types else "other"
+        return BLOCK_TAGS[found] if found in types else "OtherBlock"
 
     return block_type
 
 
-Other = Annotated[OtherBlock, Tag("other")]
-Text = Annotated[TextBlock, Tag("text")]
+Other = Annotated[OtherBlock, Tag("OtherBlock")]
+Text = Annotated[TextBlock, Tag("TextBlock")]
 ResultBlock = Annotated[Text | Other, Discriminator(_type_in("text"))]
 
 
@@ -94,11 +102,11 @@ class ToolResultBlock(Part):
 
 InputBlock = Annotated[
     Text
-    | Annotated[ThinkingBlock, Tag("thinking")]
-    | Annotated[ToolUseBlock, Tag("tool_use")]
-    | Annotated[ToolResultBlock, Tag("tool_result")]
+    | Annotated[ThinkingBlock, Tag("ThinkingBlock")]
+    | Annotated[ToolUseBlock, Tag("ToolUseBlock")]
+    | Annotated[ToolResultBlock, Tag("ToolResultBlock")]
     | Other,
-    Discriminator(_type_in("text", "thinking", "tool_use", "tool_result")),
+    Discriminator(_type_in(*BLOCK_TAGS)),
 ]
 
 
@@ -127,11 +135,11 @@ class ProviderTool(Part):
 
 def _tool_type(tool: Any) -> str:
     found = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
-    return "custom" if found in (None, "custom") else "other"
+    return "CustomTool" if found in (None, "custom") else "ProviderTool"
 
 
 Tool = Annotated[
-    Annotated[CustomTool, Tag("custom")] | Annotated[ProviderTool, Tag("other")], Discriminator(_tool_type)
+    Annotated[CustomTool, Tag("CustomTool")] | Annotated[ProviderTool, Tag("ProviderTool")], Discriminator(_tool_type)
 ]
 
 

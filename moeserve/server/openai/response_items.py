@@ -37,11 +37,13 @@ class OtherPart(Body):
 
 def _part_type(part: Any) -> Any:
     found = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
-    return "text" if found in TEXT_TYPES else found if found == "refusal" else "other"
+    return "TextPart" if found in TEXT_TYPES else "RefusalPart" if found == "refusal" else "OtherPart"
 
 
 Part: TypeAlias = Annotated[
-    Annotated[TextPart, Tag("text")] | Annotated[RefusalPart, Tag("refusal")] | Annotated[OtherPart, Tag("other")],
+    Annotated[TextPart, Tag("TextPart")]
+    | Annotated[RefusalPart, Tag("RefusalPart")]
+    | Annotated[OtherPart, Tag("OtherPart")],
     Discriminator(_part_type),
 ]
 Content: TypeAlias = Annotated[str | Annotated[list[Part], Bounded(LIMITS.max_parts)], ANY_CONTENT]
@@ -100,34 +102,34 @@ class OtherItem(Body):
     type: str
 
 
-ITEM_TYPES = {
-    "message": "message",
-    "function_call": "call",
-    "custom_tool_call": "call",
-    "function_call_output": "output",
-    "custom_tool_call_output": "output",
-    "reasoning": "reasoning",
-    "item_reference": "item_reference",
+ITEM_TAGS = {
+    "message": "MessageItem",
+    "function_call": "CallItem",
+    "custom_tool_call": "CallItem",
+    "function_call_output": "CallOutputItem",
+    "custom_tool_call_output": "CallOutputItem",
+    "reasoning": "ReasoningItem",
+    "item_reference": "ItemReference",
 }
 
 
 def _item_type(item: Any) -> str:
     """Return the tag of an item. Messages and references may omit their type."""
     if not isinstance(item, dict):
-        return ITEM_TYPES.get(getattr(item, "type", ""), "other")
+        return ITEM_TAGS.get(getattr(item, "type", ""), "OtherItem")
     found = item.get("type")
     if found is None:
         found = "item_reference" if "id" in item and "role" not in item else "message"
-    return ITEM_TYPES.get(found, "other") if isinstance(found, str) else "other"
+    return ITEM_TAGS.get(found, "OtherItem") if isinstance(found, str) else "OtherItem"
 
 
 Item: TypeAlias = Annotated[
-    Annotated[MessageItem, Tag("message")]
-    | Annotated[CallItem, Tag("call")]
-    | Annotated[CallOutputItem, Tag("output")]
-    | Annotated[ReasoningItem, Tag("reasoning")]
-    | Annotated[ItemReference, Tag("item_reference")]
-    | Annotated[OtherItem, Tag("other")],
+    Annotated[MessageItem, Tag("MessageItem")]
+    | Annotated[CallItem, Tag("CallItem")]
+    | Annotated[CallOutputItem, Tag("CallOutputItem")]
+    | Annotated[ReasoningItem, Tag("ReasoningItem")]
+    | Annotated[ItemReference, Tag("ItemReference")]
+    | Annotated[OtherItem, Tag("OtherItem")],
     Discriminator(_item_type),
 ]
 Items: TypeAlias = Annotated[list[Item], Bounded(LIMITS.max_messages)]

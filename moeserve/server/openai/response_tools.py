@@ -50,13 +50,18 @@ class OtherTool(Repeated):
     type: str
 
 
-def _tool_type(tool: Any) -> Any:
+TAGS = {"function": "FlatTool", "custom": "CustomTool", "namespace": "NamespaceTool"}  # by type
+
+
+def _tool_type(tool: Any) -> str:
     found = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
-    return found if found in ("function", "custom", "namespace") else "other"
+    return TAGS.get(found, "OtherTool") if isinstance(found, str) else "OtherTool"
 
 
 OneTool: TypeAlias = (
-    Annotated[FlatTool, Tag("function")] | Annotated[CustomTool, Tag("custom")] | Annotated[OtherTool, Tag("other")]
+    Annotated[FlatTool, Tag("FlatTool")]
+    | Annotated[CustomTool, Tag("CustomTool")]
+    | Annotated[OtherTool, Tag("OtherTool")]
 )
 
 
@@ -66,13 +71,13 @@ class NamespaceTool(Repeated):
     type: Literal["namespace"]
     name: str
     tools: Annotated[
-        list[Annotated[OneTool | Annotated[OtherTool, Tag("namespace")], Discriminator(_tool_type)]],
+        list[Annotated[OneTool | Annotated[OtherTool, Tag("NamespaceTool")], Discriminator(_tool_type)]],
         Bounded(LIMITS.max_tools),
         Field(default_factory=list),
     ]
 
 
-Tool: TypeAlias = Annotated[OneTool | Annotated[NamespaceTool, Tag("namespace")], Discriminator(_tool_type)]
+Tool: TypeAlias = Annotated[OneTool | Annotated[NamespaceTool, Tag("NamespaceTool")], Discriminator(_tool_type)]
 
 
 @dataclass(frozen=True)
