@@ -302,11 +302,15 @@ class Usage(BaseModel):
     prompt_tokens_details: dict[str, int]
 
 
-def usage(num_prompt: int, num_cached: int, num_output: int) -> dict[str, Any]:
-    """Return token counts in OpenAI's format."""
+def usage(num_prompt: int, num_cached: int, num_written: int, num_output: int) -> dict[str, Any]:
+    """Return token counts in OpenAI's format.
+
+    Args:
+        num_written: tokens of the prompt that were written to the prefix cache.
+    """
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_output,
         "total_tokens": num_prompt + num_output,
-        "prompt_tokens_details": {"cached_tokens": num_cached},
+        "prompt_tokens_details": {"cached_tokens": num_cached, "cache_write_tokens": num_written},
     }

@@ -147,6 +147,11 @@ class Service:
                 logger.warning("requests have the unknown field %.100r, which is ignored", name)
         return self.require_model(body.model)
 
+    def num_written(self, num_prompt: int, num_cached: int) -> int:
+        """Return the tokens of a prompt that were not found in the prefix cache, and are in it now: full blocks."""
+        config = self.llm.config
+        return max(0, num_prompt - num_cached - num_prompt % config.block_size) if config.enable_prefix_caching else 0
+
     def allowed_template(self, template: str | None) -> str | None:
         """Return the chat template of a request.
 

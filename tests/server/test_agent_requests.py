@@ -526,3 +526,20 @@ def test_usage_counts_tokens_that_are_written_to_the_cache(agent_server: Running
     for usage in (first, second):
         read, written = usage.cache_read_input_tokens or 0, usage.cache_creation_input_tokens or 0
         assert usage.input_tokens + read + written == total
+
+
+def test_openais_usage_counts_tokens_that_are_written_to_the_cache(agent_server: RunningServer) -> None:
+    block_size = agent_server.llm.config.block_size
+    with agent_server.http() as http:
+        for path, field, prompt in (
+            ("/v1/completions", "prompt", "Write my tokens. " * 20),
+            ("/v1/chat/completions", "prompt", [{"role": "user", "content": "Write my tokens. " * 20}]),
+            ("/v1/responses", "input", "Write my tokens to the cache. " * 20),
+        ):
+            body = {"messages" if "chat" in path else field: prompt, "max_tokens": 1, "max_output_tokens": 1}
+            for is_second in (False, True):
+                usage = http.post(path, json=body).json()["usage"]
+                total, details = usage[f"{field}_tokens"], usage[f"{field}_tokens_details"]
+                in_cache = details["cached_tokens"] + details["cache_write_tokens"]
+                assert in_cache == max(details["cached_tokens"], total - total % block_size)
+                assert (details["cached_tokens"] < block_size * 4) != is_second

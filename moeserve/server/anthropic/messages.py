@@ -309,9 +309,7 @@ class _Answer:
     ) -> None:
         self._turn = Turn()
         self._events = block_events(turn_deltas(service, client, body.conversation(), params, None), self._turn)
-        config = service.llm.config
-        reports_writes = body.marks_cached_prefixes and config.enable_prefix_caching
-        self._cached_block = config.block_size if reports_writes else None  # tokens of a block that is written
+        self._service, self._reports_writes = service, body.marks_cached_prefixes
         self._head = {"id": f"msg_{client.request_id}", "type": "message", "role": "assistant", "model": model}
 
     async def whole(self) -> AsyncGenerator[bytes, None]:
@@ -350,9 +348,7 @@ class _Answer:
     def _usage(self) -> dict[str, int]:
         turn = self._turn
         num_new = turn.num_prompt - turn.num_cached
-        num_written = 0
-        if self._cached_block is not None:  # only full blocks are found again
-            num_written = max(0, num_new - turn.num_prompt % self._cached_block)
+        num_written = self._service.num_written(turn.num_prompt, turn.num_cached) if self._reports_writes else 0
         return {
             "input_tokens": num_new - num_written,
             "output_tokens": turn.num_output,

@@ -352,7 +352,8 @@ class _Answer:
         return {"token": token, "logprob": logprob.logprob, "bytes": content}
 
     def _usage(self) -> dict[str, Any]:
-        return usage(self._num_prompt, self._num_cached, self._num_output)
+        num_written = self._service.num_written(self._num_prompt, self._num_cached)
+        return usage(self._num_prompt, self._num_cached, num_written, self._num_output)
 
 
 def _message_part(delta: TurnDelta) -> dict[str, Any]:

@@ -210,7 +210,8 @@ class _Answer:
     def _usage(self) -> dict[str, Any]:
         num_prompt = sum(length for length, _ in self._lengths.values())
         num_cached = sum(cached for _, cached in self._lengths.values())
-        return usage(num_prompt, num_cached, self._num_output)
+        num_written = sum(self._service.num_written(*lengths) for lengths in self._lengths.values())
+        return usage(num_prompt, num_cached, num_written, self._num_output)
 
 
 class _Offsets:

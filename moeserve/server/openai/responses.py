@@ -387,7 +387,10 @@ class _Answer:
                 "output": output,
                 "usage": {
                     "input_tokens": self._turn.num_prompt,
-                    "input_tokens_details": {"cached_tokens": self._turn.num_cached},
+                    "input_tokens_details": {
+                        "cached_tokens": self._turn.num_cached,
+                        "cache_write_tokens": self._service.num_written(self._turn.num_prompt, self._turn.num_cached),
+                    },
                     "output_tokens": self._turn.num_output,
                     "output_tokens_details": {"reasoning_tokens": self._turn.num_reasoning},
                     "total_tokens": self._turn.num_prompt + self._turn.num_output,
