@@ -12,7 +12,7 @@ from moeserve.errors import RequestError
 from moeserve.json_schemas import relaxed_schema, servable_schema, unsupported_places, without_unique_items
 from moeserve.parsers.families import ForcedCalls, ParserFamily
 from moeserve.server.errors import ApiError
-from moeserve.server.schema import JsonSchemaFormat, ResponseFormat, StructuredOutputs, TextFormat
+from moeserve.server.schema import JsonObjectFormat, JsonSchemaFormat, ResponseFormat, StructuredOutputs, TextFormat
 from moeserve.structured_outputs import StructuredOutputsParams
 
 ANY_OBJECT = {"type": "object"}
@@ -33,6 +33,8 @@ def requested_outputs(
                 return None
             case JsonSchemaFormat(json_schema=described):
                 return outputs_of_schema("response_format", described.schema_, is_strict=described.strict is True)
+            case JsonObjectFormat(schema_=schema) if schema:
+                return outputs_of_schema("response_format", schema)
         return _checked("response_format", json_object=True)
     if wanted is not None:
         raise ApiError(400, "give either response_format or structured_outputs", param="structured_outputs")

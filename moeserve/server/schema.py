@@ -162,6 +162,7 @@ class TextFormat(Body):
 
 class JsonObjectFormat(Body):
     type: Literal["json_object"]
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
 
 
 class JsonSchema(Body):

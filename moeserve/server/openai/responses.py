@@ -362,8 +362,18 @@ class _Answer:
         yield self._sent(f"response.{self._status}", response=msgspec.Raw(self._stored_response()))
 
     def error_event(self, error: ApiError) -> bytes:
-        """Return the event that ends the stream with an error."""
-        return self._sent("error", code=error.code or error.type, message=error.message, param=error.param)
+        """Return the events that end the stream with an error."""
+        code = error.code or error.type
+        failed = {
+            **self._head,
+            "status": "failed",
+            "error": {"code": code, "message": error.message},
+            "incomplete_details": None,
+            "output": [self._item(block, block is self._turn.blocks[-1]) for block in self._turn.blocks],
+            "usage": None,
+        }
+        sent = self._sent("error", code=code, message=error.message, param=error.param)
+        return sent + self._sent("response.failed", response=failed)
 
     def _begin(self) -> bytes:
         begun = {**self._head, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
