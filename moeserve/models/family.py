@@ -137,7 +137,7 @@ class Family:
     architecture: str  # name under `architectures` in config.json
     other_architectures: tuple[str, ...] = ()  # additional names
     read: Callable[[ConfigValues], ModelConfig]  # raises CheckpointError for an unsupported config
-    names: tuple[MoENames, ...] = (MoENames(),)  # alternatives; the first whose router and experts are stored is used
+    names: tuple[MoENames, ...] = (MoENames(),)  # alternatives; those of which most are stored are used
     attention_names: AttentionNames = AttentionNames()
     linear_attention_names: LinearAttentionNames | None = None  # None: there is no linear attention
     layer_names: LayerNames = LayerNames()

@@ -135,10 +135,13 @@ def _rows_of(model: Decoder, family: Family, names: Collection[str]) -> Iterator
 
 
 def _moe_names(prefix: str, family: Family, names: Collection[str]) -> MoENames:
-    """Return the first of the family's names whose router and first expert are stored, else whose router is stored."""
-    held = [each for each in family.names if f"{prefix}.{each.router}.weight" in names]
-    separate = [each for each in held if f"{prefix}.{each.experts}.0.{each.gate}.weight" in names]
-    return (separate or held or family.names)[0]
+    """Return those of the family's names of which the most are stored: the router's, its correction's, an expert's."""
+
+    def are_stored(each: MoENames) -> tuple[bool, ...]:
+        found = (f"{each.router}.weight", each.correction, f"{each.experts}.0.{each.gate}.weight")
+        return tuple(f"{prefix}.{name}" in names for name in found)
+
+    return max(family.names, key=are_stored)
 
 
 def _norms_of_outputs(prefix: str, layer: DecoderLayer, names: LayerNames) -> Iterator[Row]:

@@ -216,6 +216,21 @@ def test_a_whole_file_is_used_beside_an_index_of_shards_that_are_gone(
     assert any("names shards that are not there" in each for each in caplog.messages)
 
 
+# --- forms that transformers saves
+
+
+@pytest.mark.parametrize(
+    "name", ["mixtral", "deepseek-v3", "granite", "granite-shared", "minimax-m2", "hy-v3", "phimoe", "step3p7", "ernie"]
+)
+def test_the_form_of_transformers_is_read(
+    name: str, reference_named: Callable[[str], Reference], tmp_path: Path
+) -> None:
+    """Experts are stacked, and some families have other names than where they were published."""
+    reference = reference_named(name)
+    reference.model.save_pretrained(tmp_path, save_original_format=False)
+    assert_serves(tmp_path, reference, dtype="float32")
+
+
 # --- a text model without the models beside it
 
 

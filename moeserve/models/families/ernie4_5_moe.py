@@ -52,7 +52,11 @@ ERNIE4_5_MOE = Family(
     name="ERNIE-4.5",
     architecture="Ernie4_5_MoeForCausalLM",
     read=read,
-    names=(MoENames(correction="mlp.moe_statics.e_score_correction_bias", is_correction_matrix=True),),
+    names=(
+        MoENames(correction="mlp.moe_statics.e_score_correction_bias", is_correction_matrix=True),
+        # As transformers 5 saves its own form.
+        MoENames(correction="mlp.gate.moe_statics.e_score_correction_bias", is_correction_matrix=True),
+    ),
     draft_names=DraftNames(
         layer="model.mtp_block.0",
         embedding_norm="model.mtp_emb_norm.0",

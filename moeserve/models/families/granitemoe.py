@@ -59,10 +59,18 @@ NAMES = MoENames(
     shared="shared_mlp",
     shared_fused=("input_linear", "output_linear"),
 )
-GRANITE_MOE = Family(name="Granite MoE", architecture="GraniteMoeForCausalLM", read=read, names=(NAMES,))
+# As transformers 5 saves its own form.
+NAMES_OF_TRANSFORMERS = dataclasses.replace(
+    NAMES,
+    router="block_sparse_moe.router",
+    experts="block_sparse_moe.experts",
+    fused=("gate_up_proj", "down_proj"),
+)
+ALL_NAMES = (NAMES, NAMES_OF_TRANSFORMERS)
+GRANITE_MOE = Family(name="Granite MoE", architecture="GraniteMoeForCausalLM", read=read, names=ALL_NAMES)
 GRANITE_MOE_SHARED = Family(
     name="Granite MoE",
     architecture="GraniteMoeSharedForCausalLM",
     read=read_with_shared,
-    names=(NAMES,),
+    names=ALL_NAMES,
 )

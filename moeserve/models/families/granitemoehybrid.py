@@ -7,7 +7,7 @@ import dataclasses
 from moeserve.layers.linear_attention import LinearAttentionConfig
 from moeserve.layers.rotary import NO_ROTARY
 from moeserve.models.config_values import ConfigValues
-from moeserve.models.families.granitemoe import NAMES, read_with_shared
+from moeserve.models.families.granitemoe import ALL_NAMES, read_with_shared
 from moeserve.models.family import MAMBA2_NAMES, Family, LayerNames
 from moeserve.models.fields import read_hidden_size, read_step_limit
 from moeserve.models.model_config import ModelConfig
@@ -60,7 +60,7 @@ GRANITE_MOE_HYBRID = Family(
     name="Granite 4",
     architecture="GraniteMoeHybridForCausalLM",
     read=read,
-    names=(NAMES,),
+    names=ALL_NAMES,
     linear_attention_names=MAMBA2_NAMES,
     layer_names=LayerNames(recurrent="mamba"),
 )

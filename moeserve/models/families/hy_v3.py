@@ -49,7 +49,10 @@ HY_V3 = Family(
     name="Hy3",
     architecture="HYV3ForCausalLM",
     read=read,
-    names=(MoENames(router="mlp.router.gate", correction="mlp.expert_bias", shared="mlp.shared_mlp"),),
+    names=(
+        MoENames(router="mlp.router.gate", correction="mlp.expert_bias", shared="mlp.shared_mlp"),
+        MoENames(correction="mlp.e_score_correction_bias"),  # as transformers 5 saves its own form
+    ),
     draft_names=DraftNames(
         norm="model.layers.{number}.final_layernorm",
         copies=("model.layers.{number}.embed_tokens.weight", "model.layers.{number}.shared_head.weight"),

@@ -43,5 +43,6 @@ MINIMAX_M2 = Family(
             up="w3",
             down="w2",
         ),
+        MoENames(correction="mlp.e_score_correction_bias"),  # as transformers 5 saves its own form
     ),
 )

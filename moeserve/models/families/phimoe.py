@@ -36,5 +36,6 @@ PHIMOE = Family(
     read=read,
     names=(
         MoENames(router="block_sparse_moe.gate", experts="block_sparse_moe.experts", gate="w1", up="w3", down="w2"),
+        MoENames(router="mlp.router"),  # as transformers 5 saves its own form
     ),
 )

@@ -153,6 +153,7 @@ STEP3P7 = Family(
             experts="moe",
             shared="share_expert",
         ),
+        MoENames(),  # as transformers 5 saves its own form
     ),
     norm_offset=1.0,
     decoder_part=DecoderPart(
