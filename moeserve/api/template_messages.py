@@ -64,13 +64,14 @@ def _renders(template: str, messages: list[dict[str, Any]]) -> bool:
 def template_messages(
     messages: Sequence[Mapping[str, Any]], template: str, tools: Sequence[Mapping[str, Any]] | None = None
 ) -> list[list[dict[str, Any]]]:
-    """Return messages in the forms that a chat template may expect. The second is used if it refuses the first.
+    """Return messages in the forms that a chat template may expect. Each is used if it refuses the ones before.
 
     - Instructions (system and developer messages) at the start become one message. Later ones, and results of tools,
       become part of a user's turn if the template does not render them. A message never changes the ones before it,
       except that it may extend the last user's turn, so the prefix cache finds earlier turns.
     - If the template does not render tools or calls, they are written as text.
     - Most templates expect the arguments of calls as objects, but some, such as DeepSeek's, as JSON.
+    - Templates that require the roles to alternate get neighbours of the same role as one message.
     - A message without text gets an empty text; with calls, it gets null if the template tests for null.
     """
     abilities = abilities_of(template)
@@ -98,7 +99,8 @@ def template_messages(
         [_with_calls(message, empty, as_objects=as_objects) for message in turns.messages]
         for as_objects in (True, False)
     ]
-    return forms if forms[0] != forms[1] else forms[:1]
+    forms += [_alternating(form) for form in forms]
+    return [form for place, form in enumerate(forms) if form not in forms[:place]]
 
 
 def tools_text(tools: Sequence[Mapping[str, Any]]) -> str:
@@ -162,6 +164,23 @@ def _instructions(
     role = "developer" if abilities.developer and messages[0]["role"] == "developer" else "system"
     text = _joined(*(_text(message) for message in messages[:number]))
     return {**messages[0], "role": role, "content": text}, messages[number:]
+
+
+def _alternating(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages in which neighbours that are both the user's or both the assistant's are one message."""
+    merged: list[dict[str, Any]] = []
+    for message in messages:
+        last = merged[-1] if merged else {}
+        if last.get("role") != message["role"] or message["role"] not in ("user", "assistant"):
+            merged.append(message)
+            continue
+        both = {**last, **message, "content": _joined(_text(last), _text(message))}
+        if calls := [*last.get("tool_calls", ()), *message.get("tool_calls", ())]:
+            both["tool_calls"] = calls
+        if thoughts := _joined(last.get("reasoning_content"), message.get("reasoning_content")):
+            both["reasoning_content"] = thoughts
+        merged[-1] = both
+    return merged
 
 
 def _with_calls(message: dict[str, Any], empty: str | None, *, as_objects: bool) -> dict[str, Any]:

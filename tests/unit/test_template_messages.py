@@ -118,6 +118,19 @@ def test_arguments_become_objects(arguments: Any, expected: Any) -> None:
     assert isinstance(forms[-1][0]["tool_calls"][0]["function"]["arguments"], str)
 
 
+def test_neighbours_of_the_same_role_are_merged_in_the_last_form() -> None:
+    user: dict[str, Any] = {"role": "user", "content": "a"}
+    called: dict[str, Any] = {"role": "assistant", "content": "b", "tool_calls": [CALL]}
+    result = {"role": "tool", "tool_call_id": "c", "content": "d"}
+    messages = [user, user, {"role": "assistant", "content": "e"}, called, result, result, called, user]
+    forms = template_messages(messages, "{{ messages[0].tool_calls }} 'tool'")
+    assert [message["role"] for message in forms[0]] == [message["role"] for message in messages]
+    merged = forms[-1]
+    assert [message["role"] for message in merged] == ["user", "assistant", "tool", "tool", "assistant", "user"]
+    assert [message["content"] for message in merged[:2]] == ["a\n\na", "e\n\nb"]
+    assert len(merged[1]["tool_calls"]) == 1
+
+
 @pytest.mark.parametrize("depth", [1000, 100_000])
 def test_arguments_that_are_nested_too_deep_stay_a_text(depth: int) -> None:
     text = '{"a":' * depth + "1" + "}" * depth
