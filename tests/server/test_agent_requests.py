@@ -315,7 +315,7 @@ def test_outputs_are_parsed_by_the_client_of_openai(agent_server: RunningServer,
     assert script.params[-1].structured_outputs is not None
 
 
-def test_a_stream_that_fails_ends_with_the_failed_response(
+def test_a_stream_that_fails_has_the_failed_response(
     agent_server: RunningServer, script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def failing(prompt: Any, params: SamplingParams) -> AsyncIterator[RequestOutput]:
@@ -326,10 +326,11 @@ def test_a_stream_that_fails_ends_with_the_failed_response(
     with agent_server.http() as http:
         text = http.post("/v1/responses", json={"input": "Hi", "stream": True}).text
     events = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: {")]
-    assert [event["type"] for event in events[-2:]] == ["error", "response.failed"]
-    assert events[-1]["response"]["status"] == "failed"
-    assert events[-1]["response"]["error"]["message"]
-    (item,) = events[-1]["response"]["output"]
+    assert [event["type"] for event in events[-2:]] == ["response.failed", "error"]
+    response = events[-2]["response"]
+    assert response["status"] == "failed"
+    assert response["error"]["message"]
+    (item,) = response["output"]
     assert (item["status"], item["content"][0]["text"]) == ("incomplete", "Hello.")
 
 

@@ -372,8 +372,8 @@ class _Answer:
             "output": [self._item(block, block is self._turn.blocks[-1]) for block in self._turn.blocks],
             "usage": None,
         }
-        sent = self._sent("error", code=code, message=error.message, param=error.param)
-        return sent + self._sent("response.failed", response=failed)
+        sent = self._sent("response.failed", response=failed)
+        return sent + self._sent("error", code=code, message=error.message, param=error.param)
 
     def _begin(self) -> bytes:
         begun = {**self._head, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
