@@ -325,8 +325,8 @@ def test_older_names_of_structured_outputs(plain: RunningServer) -> None:
     for fields, expected in (({"guided_choice": ["yes"]}, "yes"), ({"guided_regex": "ab"}, "ab")):
         answer = post(plain, **fields, max_tokens=9)
         assert answer["choices"][0]["message"]["content"] == expected
-    fields: dict[str, Any] = {"response_format": {"type": "json_object", "schema": {"const": 8}}}
-    answer = post(plain, **fields, max_tokens=9)
+    form: dict[str, Any] = {"response_format": {"type": "json_object", "schema": {"const": 8}}}
+    answer = post(plain, **form, max_tokens=9)
     assert json.loads(answer["choices"][0]["message"]["content"]) == 8
     answer = post(plain, guided_json={"const": 7}, max_tokens=9)
     assert json.loads(answer["choices"][0]["message"]["content"]) == 7
