@@ -97,13 +97,14 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
     names_in_shard: dict[str, list[str]] = {}
     for name, file_name in shard_of_name.items():
         names_in_shard.setdefault(str(file_name), []).append(name)
+    for file_name in sorted(names_in_shard):
+        if Path(file_name).name != file_name or Path(file_name).suffix != ".safetensors":
+            raise CheckpointError(f"{index_path}: {file_name!r} is not the name of a safetensors file in this folder")
     if single.is_file() and not any((folder / file_name).is_file() for file_name in names_in_shard):
         logger.warning("%s names shards that are not there, and is not used: %s has the weights", index_path, single)
         return _read_header(single)
     stored = {}
     for file_name, names in sorted(names_in_shard.items()):
-        if Path(file_name).name != file_name or Path(file_name).suffix != ".safetensors":
-            raise CheckpointError(f"{index_path}: {file_name!r} is not the name of a safetensors file in this folder")
         held = _read_header(folder / file_name)
         for name in names:
             if name not in held:

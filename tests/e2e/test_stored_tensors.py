@@ -198,6 +198,18 @@ def test_a_missing_shard_is_named(plain: Reference, tmp_path: Path) -> None:
         LLM(str(folder))
 
 
+def test_a_shard_that_an_index_names_must_be_there(plain: Reference, tmp_path: Path) -> None:
+    folder = changed_copy(plain, tmp_path / "shards", unchanged)
+    names = sorted(load_file(folder / "model.safetensors"))
+    split(folder)
+    shards = [f"model-{number + 1:05}-of-00003.safetensors" for number in range(3)]
+    index = {"weight_map": {name: shards[place % 3] for place, name in enumerate(names)}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"model-00002-of-00003\.safetensors is missing"):
+        LLM(str(folder))
+
+
 def test_shards_of_two_checkpoints_are_refused(plain: Reference, tmp_path: Path) -> None:
     folder = changed_copy(plain, tmp_path / "shards", unchanged)
     split(folder)
