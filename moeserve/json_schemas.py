@@ -219,7 +219,7 @@ def _with_tags(branches: list[Any], document: _Document) -> list[Any]:
     if not found or len({id(part) for part in found}) < len(found):  # equal branches have no tag
         return list(branches)
     constants = [document.constants(part) for part in found]
-    shared = set(min(constants, key=len)).intersection(*constants)
+    shared = set(constants[0]).intersection(*constants[1:])
     for tag in sorted(shared)[:_MOST_TAGS]:
         if len({repr(each[tag]) for each in constants}) == len(constants):
             return [
