@@ -7,7 +7,7 @@ with limits; see `template_sandbox`.
 from __future__ import annotations
 
 import functools
-import marshal
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -131,12 +131,11 @@ def _rendered(template: str, messages: list[dict[str, Any]], variables: dict[str
     """
     try:
         fields = _plain({"template": template, "messages": messages, "variables": variables, **options})
+        message = json.dumps(fields).encode()  # in ASCII, so that texts may hold lone surrogates
     except RecursionError:
         raise _too_deep() from None
-    try:
-        message = marshal.dumps(fields)  # unlike JSON, this keeps tuples, and numbers of any size
-    except ValueError:
-        raise _too_deep() from None
+    except (TypeError, ValueError) as error:
+        raise RequestError(f"the variables of the chat template must be JSON: {error}") from None
     answer = _process().answer(message)
     if answer is None:
         raise RequestError(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import json
-import marshal
 from collections.abc import Callable
 from datetime import datetime
 from typing import Any, NoReturn
@@ -33,7 +32,7 @@ REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # keys of a mes
 def answer(message: bytes) -> bytes:
     """Render a conversation. The message has the arguments of `rendered`, and the answer its text or its error."""
     try:
-        kind, text = RENDERED, rendered(**marshal.loads(message))
+        kind, text = RENDERED, rendered(**json.loads(message))
         if len(text) > MAX_RENDERED_BYTES:
             raise RequestError(
                 f"the chat template renders {len(text)} characters; at most {MAX_RENDERED_BYTES} are allowed"

@@ -160,6 +160,10 @@ def _read_config(config: ConfigValues) -> DenseConfig:
     settings = config.rotary_settings()
     if rotary.dim != head_dim:
         raise settings.wrong("partial_rotary_factor", "is not supported: a Mixtral model rotates whole heads")
+    if settings.values["rope_type"] == "dynamic":
+        raise settings.wrong(
+            "rope_type", "is not supported: other engines would scale contexts that are not served here"
+        )
     scaling = {name: value for name, value in settings.values.items() if name not in ROTARY_KEYS}
     # A value of null means no window; a missing key means the default window.
     window = config.optional_integer("sliding_window") if "sliding_window" in config.values else DEFAULT_MISTRAL_WINDOW

@@ -26,7 +26,6 @@ IMAGE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1/a.png"}}
     ("path", "body", "name", "code"),
     [
         (CHAT, {"messages": [{"role": "user", "content": [IMAGE]}]}, "messages.0.content.0.image_url", True),
-        (CHAT, {"messages": [{"role": "user", "content": 1}]}, "messages.0.content", False),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text", False),
         (CHAT, {"messages": QUESTION, "tool_choice": {"type": "function", "name": "f"}}, "tool_choice.function", False),
         (CHAT, {"messages": QUESTION, "response_format": {"type": "json_schema"}},
@@ -47,7 +46,7 @@ def test_the_field_of_a_request_that_is_wrong(
 
 
 def test_the_field_of_a_message_that_is_wrong(tiny_server: RunningServer) -> None:
-    body = {"max_tokens": 1, "messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]}
+    body = {"max_tokens": 1, "messages": [{"role": "user", "content": [{"type": "text"}]}]}
     assert refusal(tiny_server, MESSAGES, body)["message"].startswith("messages.0.content.0.text: ")
 
 
