@@ -124,7 +124,7 @@ def _variables(
 
 
 def _rendered(template: str, messages: list[dict[str, Any]], variables: dict[str, Any], **options: bool) -> str:
-    """Render messages in the process for that.
+    """Render messages in the process for that, which gets them as JSON: tuples become lists, and keys become texts.
 
     Args:
         options: those of `template_sandbox.rendered`.

@@ -102,7 +102,7 @@ conversations = st.builds(
 
 
 @pytest.mark.parametrize("name", list(TEMPLATES))
-@given(messages=conversations, tools=st.sampled_from([None, TOOLS]), extra=st.sampled_from([None, True, [1, (2, "a")]]))
+@given(messages=conversations, tools=st.sampled_from([None, TOOLS]), extra=st.sampled_from([None, True, [1, [2, "a"]]]))
 @settings(max_examples=30)
 def test_text_is_that_of_transformers(name: str, reference: Any, messages: Any, tools: Any, extra: Any) -> None:
     assert_rendered_as_by_transformers(reference, TEMPLATES[name], messages, tools, extra=extra)

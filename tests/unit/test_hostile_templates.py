@@ -83,7 +83,7 @@ def test_a_conversation_with_such_a_template_is_refused_by_a_named_error() -> No
 
 
 def test_texts_come_back_as_they_are() -> None:
-    arguments: dict[str, Any] = {"given": [(1, "a"), 10**30, "\ud800", {2: None}]}
+    arguments: dict[str, Any] = {"given": [[1, "a"], 10**30, "\ud800", {"2": None}]}
     messages = [{"role": "user", "content": "é\n𝄞"}]
     text = render(
         "{{ messages[0].content }}{{ given }}",
