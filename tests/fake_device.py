@@ -170,7 +170,7 @@ class Capture(TorchDispatchMode):
 
 
 class FakeDevice:
-    """The state of the device: its current stream, and the capture in progress."""
+    """The current stream of the simulated device, and the capture in progress."""
 
     def __init__(self) -> None:
         self.current = FakeStream()

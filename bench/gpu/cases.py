@@ -110,7 +110,7 @@ def route(source: Source, name: str, num_tokens: int, width: int, is_ordered: bo
 @cases_of(
     "pairs",
     [(3, 2, 5, 40), (40, 3, 7, 17)],
-    # Few tokens take a single launch.
+    # The first shape, of few tokens, is ordered in a single launch.
     [(1, 8, 256, 7168), (64, 6, 64, 2048), (4096, 2, 8, 4096), (16384, 8, 128, 2048), (1000, 4, 32, 2880)],
 )
 def order_weigh_and_sum(source: Source, num_tokens: int, top_k: int, num_experts: int, width: int) -> Case:

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint that the model does not read: which of them cannot change its output.
+"""Finds, among the tensors of a checkpoint that the model does not read, those that could change its output.
 
 A name alone proves nothing, so the values are looked at where they matter.
 """

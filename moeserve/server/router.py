@@ -39,7 +39,7 @@ PROMPT_FIELDS = {
 REMOTE_DECODE = {"do_remote_decode": True}
 PASSED_STATUSES = (400, 401, 403, 404, 413, 422)  # of prefill servers: a decode server would return the same
 REFUSALS = (429, 503)
-# Codes of errors for which another server may be right: each stores its own responses.
+# Codes of errors after which the router asks the next decode server: each stores only its own responses.
 NOT_STORED = frozenset(["previous_response_not_found", "response_not_found", "item_not_found"])
 READY_S = 2.0  # timeout of a decode server's readiness check
 SECONDS_TO_END = 1.0  # time for cancelled requests to end

@@ -117,7 +117,7 @@ FREQUENCIES = "model.layers.0.self_attn.rotary_emb.inv_freq"
 
 
 def frequencies_of(reference: Reference) -> torch.Tensor:
-    """Computed from the definition."""
+    """Return the frequencies of the rotary embedding, computed here from theta: [F] float32, radians per position."""
     config = reference.model.config
     theta, size = config.rope_parameters["rope_theta"], config.hidden_size // config.num_attention_heads
     return torch.tensor([theta ** (-2 * pair / size) for pair in range(size // 2)])

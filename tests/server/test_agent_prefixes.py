@@ -102,7 +102,7 @@ def chat_usage(server: RunningServer, num_turns: int) -> tuple[int, int]:
 
 
 def messages_usage(server: RunningServer, num_turns: int) -> tuple[int, int]:
-    """Return the same for Anthropic's API, with a billing block that differs in each request, as Claude Code sends."""
+    """Return prompt tokens and cached tokens of a request to Anthropic's API; each request has a new billing block."""
     messages: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "Mend the tests"}]}]
     for turn in range(num_turns):
         call = {"type": "tool_use", "id": f"c{turn}", "name": "read", "input": call_of(turn)}

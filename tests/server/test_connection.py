@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import zstandard
+from server_process import wait_until
 from stand_in_servers import InThread
 from starlette.types import Receive, Scope, Send
 
@@ -97,13 +98,6 @@ def post(body: bytes, *headers: bytes, closes: bool = True) -> bytes:
 
 def status(answer: bytes) -> int:
     return int(answer.split(b" ")[1])
-
-
-def wait_until(condition: Any) -> None:
-    deadline = time.monotonic() + 200
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.fixture(scope="module")

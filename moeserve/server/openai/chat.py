@@ -47,7 +47,7 @@ class Part(Body):
 
     @property
     def thought(self) -> str:
-        """The reasoning of this part."""
+        """The text of a part of the type thinking or reasoning."""
         return found_text(self.thinking) or found_text(self.reasoning) or self.text or ""
 
 
