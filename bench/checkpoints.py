@@ -19,6 +19,7 @@ import torch
 
 from moeserve.config.environment import cache_folder
 from moeserve.errors import CheckpointError, missing_extra
+from moeserve.models.model_files import find_model
 
 
 def make_checkpoint(name: str, folder: Path | None = None) -> Path:
@@ -67,16 +68,17 @@ def make_checkpoint(name: str, folder: Path | None = None) -> Path:
 
 
 def find_checkpoint(name: str) -> Path:
-    """Return the folder of a synthetic checkpoint, which is written if needed, or `name` if that is a folder.
+    """Return the folder of a synthetic checkpoint, which is written if needed, or of another that is named or in a hub.
 
     Raises:
-        CheckpointError: `name` is neither a synthetic checkpoint nor the folder of a checkpoint.
+        CheckpointError: `name` is neither a synthetic checkpoint nor another, or it cannot be fetched.
     """
     if name in CONFIGS:
         return make_checkpoint(name)
-    if not (Path(name) / "config.json").exists():
+    folder = find_model(name).fetch(shows_progress=True)
+    if not (folder / "config.json").exists():
         raise CheckpointError(f"{name}: no such checkpoint; known names are {', '.join(CONFIGS)}")
-    return Path(name)
+    return folder
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

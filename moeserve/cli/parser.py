@@ -7,12 +7,15 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
-from moeserve.config.settings import CacheDtypeName, PositiveInt, Settings
+from moeserve.config.settings import CacheDtypeName, ModelSettings, PositiveInt, Settings
 from moeserve.config.validation import convert
 from moeserve.config.vllm_names import VllmSettings
 from moeserve.errors import SettingsError, nearest
+
+if TYPE_CHECKING:
+    from moeserve.models.model_files import ModelFiles
 
 GPUS_PER_NODE = 8
 
@@ -146,9 +149,31 @@ def add_kv_cache_dtype(command: Parser) -> None:
     )
 
 
+def add_model(command: Parser) -> None:
+    """Add the model of a command that reads no weights, and where it is in a hub."""
+    command.add_argument(
+        "model", metavar="MODEL", help="checkpoint folder, GGUF file, or OWNER/NAME in a hub; weights are not needed"
+    )
+    add_hub(command)
+
+
+def add_hub(command: Parser) -> None:
+    """Add the flags for models in a hub."""
+    for name in ("revision", "download_dir"):
+        help = next(field.metadata["help"] for field in dataclasses.fields(ModelSettings) if field.name == name)
+        command.add_argument(f"--{name.replace('_', '-')}", metavar=_metavar(name), help=help)
+
+
+def files_of(options: argparse.Namespace) -> ModelFiles:
+    """Return the files of the model that `add_model` reads."""
+    from moeserve.models.model_files import find_model  # imports torch
+
+    return find_model(options.model, revision=options.revision, download_dir=options.download_dir)
+
+
 def add_cluster(command: Parser) -> None:
     """Add the flags for the checkpoint and the number of ranks, shared by `plan` and `simulate`."""
-    command.add_argument("model", type=Path, metavar="MODEL", help="checkpoint folder; weights are not needed")
+    add_model(command)
     command.add_argument("--ranks", type=reader(int), help="number of ranks, at most 4096, all in one node")
     command.add_argument("--nodes", type=reader(int), help="number of nodes; instead of --ranks")
     command.add_argument(

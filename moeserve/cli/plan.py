@@ -7,7 +7,7 @@ import dataclasses
 import json
 from typing import Literal
 
-from moeserve.cli.parser import Parser, add_cluster, add_flags, cluster_of, given, reader
+from moeserve.cli.parser import Parser, add_cluster, add_flags, cluster_of, files_of, given, reader
 from moeserve.config.settings import PositiveInt
 from moeserve.errors import SettingsError
 from moeserve.planner.hardware import TABLE
@@ -73,7 +73,7 @@ def run(options: argparse.Namespace) -> None:
     if options.hardware is not None and expert_parallel is not True:
         raise SettingsError("--hardware estimates layouts of whole experts; leave --expert-parallel out")
     found = layout.find_layouts(
-        options.model,
+        files_of(options).describe(),
         num_ranks,
         None if options.dtype == "auto" else options.dtype,
         options.tp,

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import re
 
-from moeserve.cli.parser import GPUS_PER_NODE, Parser, add_cluster, add_flags, cluster_of, given, reader
+from moeserve.cli.parser import GPUS_PER_NODE, Parser, add_cluster, add_flags, cluster_of, files_of, given, reader
 from moeserve.config.settings import PositiveInt
 from moeserve.errors import SettingsError, shown
 from moeserve.planner.hardware import TABLE
@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> None:
     from moeserve.planner import hardware, simulate, simulation_report, traffic
 
     found = simulate.simulate(
-        options.model,
+        files_of(options).describe(),
         hardware.read_hardware(options.hardware),
         traffic.choose_traffic(options.traffic),
         size_of(options),

@@ -189,6 +189,8 @@ def resolve(
     return EngineConfig(
         model_path=checkpoint.path,
         tokenizer_path=model.tokenizer or checkpoint.path,
+        hub_model=None,
+        hub_tokenizer=None,
         vocab_size=checkpoint.vocab_size,
         dtype=dtype,
         quantization=quantization,

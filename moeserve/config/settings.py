@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 import msgspec
 
+from moeserve.config.hub_name import HubModel
 from moeserve.errors import shown
 
 # Upper bounds only catch typing errors: they are above all sensible values.
@@ -34,9 +35,18 @@ class ModelSettings:
     """Model"""
 
     model: str | None = setting(
-        None, "checkpoint folder in Hugging Face layout; none: the default model, made at its first use"
+        None,
+        "checkpoint folder in Hugging Face layout, a GGUF file, or OWNER/NAME in a hub (OWNER/NAME:FILE for a GGUF "
+        "file, where FILE may be a quantisation like Q4_K_M); none: the default model, made at its first use",
     )
-    tokenizer: str | None = setting(None, "tokenizer folder; none: the checkpoint")
+    tokenizer: str | None = setting(None, "tokenizer folder, or OWNER/NAME in a hub; none: the checkpoint")
+    revision: str | None = setting(None, "branch, tag or commit of a model in a hub; none: the main branch")
+    tokenizer_revision: str | None = setting(
+        None, "branch, tag or commit of a tokenizer in a hub; none: the main branch, or revision without tokenizer"
+    )
+    download_dir: str | None = setting(
+        None, "folder where files from a hub are kept; none: HF_HUB_CACHE, or ~/.cache/huggingface/hub"
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float", "half"] = setting(
         "auto",
         "number format of weights, activations and, with kv_cache_dtype=auto, the KV cache; auto: the checkpoint's; "
@@ -355,6 +365,8 @@ class EngineConfig:
 
     model_path: str
     tokenizer_path: str
+    hub_model: HubModel | None  # the repository of the model, and the commit; None: it is not from a hub
+    hub_tokenizer: HubModel | None  # the same for a tokenizer of its own
     vocab_size: int
     dtype: DtypeName
     quantization: QuantizationName | None

@@ -30,7 +30,6 @@ class VllmSettings:
     dbo_decode_token_threshold: PositiveInt = setting(32, "with --enable-dbo: the same as --overlap-decode-tokens")
     dbo_prefill_token_threshold: PositiveInt = setting(512, "with --enable-dbo: the same as --overlap-prefill-tokens")
     disable_log_stats: bool = setting(True, "no effect: only a server logs statistics; see --log-stats-interval")
-    revision: str | None = setting(None, "no effect: a model is a local folder")
 
 
 NAMES = frozenset(field.name for field in dataclasses.fields(VllmSettings))

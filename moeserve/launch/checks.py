@@ -9,7 +9,6 @@ import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from moeserve.addresses import address_on, address_towards, is_loopback, is_own, own_addresses
 from moeserve.errors import SettingsError, missing_extra
@@ -32,7 +31,7 @@ class Launch:
     remote_shell: str  # command line without the host name
     interface: str | None  # network interface by name or subnet
     num_cpus: int | None  # number of CPUs that Ray uses here; None: those this process may use
-    model: str | None  # checkpoint folder that each node must be able to read
+    model: str | None  # checkpoint folder that each node must be able to read, or OWNER/NAME in a hub
     timeout_s: float  # limit for all nodes to join
     command: Sequence[str]  # command to run; empty: keep the cluster until interrupted
     reads_token: bool = False  # read the token from standard input
@@ -83,7 +82,7 @@ def check_node(options: Launch, head: str, own: str) -> None:
         raise SettingsError(f"--remote-shell {options.remote_shell!r}: {error}") from None
     if not 1 <= options.port <= MAX_PORT:
         raise SettingsError(f"--port {options.port}: ports are from 1 to {MAX_PORT}")
-    if options.model is not None and (why := why_unreadable(Path(options.model))):
+    if options.model is not None and (why := why_unreadable(options.model)):
         message = f"the model cannot be read: {why}; every node needs it under the same path"
         if is_head:
             raise SettingsError(message)

@@ -20,6 +20,7 @@ from moeserve.models.weight_format import WeightFormat
 logger = logging.getLogger(__name__)
 
 MAX_NAMES_SHOWN = 5
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 NUMBERED = re.compile(r"(?P<stem>.+)-(?P<number>\d+)-of-(?P<total>\d+)\.safetensors")
 LFS_POINTER = b"version https://git-lfs"
 
@@ -88,18 +89,10 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
     Raises:
         CheckpointError: there are no shards, a shard is missing or damaged, or the index is wrong.
     """
-    index_path, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    index_path, single = folder / INDEX, folder / SINGLE
     if not index_path.is_file():
         return _headers_of_shards(folder, single)
-    shard_of_name = read_json(index_path).get("weight_map")
-    if not isinstance(shard_of_name, dict) or not shard_of_name:
-        raise CheckpointError(f"{index_path}: weight_map must map tensor names to file names")
-    names_in_shard: dict[str, list[str]] = {}
-    for name, file_name in shard_of_name.items():
-        names_in_shard.setdefault(str(file_name), []).append(name)
-    for file_name in sorted(names_in_shard):
-        if Path(file_name).name != file_name or Path(file_name).suffix != ".safetensors":
-            raise CheckpointError(f"{index_path}: {file_name!r} is not the name of a safetensors file in this folder")
+    names_in_shard = shards_of_index(index_path)
     if single.is_file() and not any((folder / file_name).is_file() for file_name in names_in_shard):
         logger.warning("%s names shards that are not there, and is not used: %s has the weights", index_path, single)
         return _read_header(single)
@@ -111,6 +104,24 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
                 raise CheckpointError(f"{index_path} places tensor {name!r} in {file_name}, which does not hold it")
             stored[name] = held[name]
     return stored
+
+
+def shards_of_index(index_path: Path) -> dict[str, list[str]]:
+    """Return the names of the tensors in each shard, by the name of the shard.
+
+    Raises:
+        CheckpointError: the index is wrong.
+    """
+    shard_of_name = read_json(index_path).get("weight_map")
+    if not isinstance(shard_of_name, dict) or not shard_of_name:
+        raise CheckpointError(f"{index_path}: weight_map must map tensor names to file names")
+    names_in_shard: dict[str, list[str]] = {}
+    for name, file_name in shard_of_name.items():
+        names_in_shard.setdefault(str(file_name), []).append(name)
+    for file_name in sorted(names_in_shard):
+        if Path(file_name).name != file_name or Path(file_name).suffix != ".safetensors":
+            raise CheckpointError(f"{index_path}: {file_name!r} is not the name of a safetensors file in this folder")
+    return names_in_shard
 
 
 def _headers_of_shards(folder: Path, single: Path) -> dict[str, StoredTensor]:

@@ -194,8 +194,8 @@ def folder_of(model: str | Path) -> Path:
 def _open_config(folder: Path) -> ConfigValues:
     if not folder.is_dir():
         raise CheckpointError(
-            f"{folder} is not a folder; give the folder that holds the checkpoint's config.json, or a GGUF "
-            "file (nothing is downloaded)"
+            f"{folder} is not a folder; give the folder that holds the checkpoint's config.json, a GGUF file, or "
+            "OWNER/NAME of a repository in a hub"
         )
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder} holds no config.json; give the folder of a checkpoint in Hugging Face layout")

@@ -31,6 +31,7 @@ from moeserve.config.settings import DtypeName
 from moeserve.errors import CheckpointError, SettingsError
 from moeserve.models.dense import DenseCheckpoint, DenseConfig, DenseFolder, check_dense
 from moeserve.models.gguf_file import GgufFile
+from moeserve.models.model_files import find_model
 from moeserve.models.weight_loading import progress_bar
 
 UpcycleMode = Literal["replicate", "split"]
@@ -41,7 +42,7 @@ _EXPERT_WEIGHT = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}  # Mixt
 
 
 def upcycle(
-    dense: Path,
+    dense: str | Path,
     out: Path,
     *,
     num_experts: int = 4,
@@ -49,6 +50,8 @@ def upcycle(
     mode: UpcycleMode = "replicate",
     dtype: Literal["auto"] | DtypeName = "auto",
     seed: int = 0,
+    revision: str | None = None,
+    download_dir: str | None = None,
     show_progress: bool = True,
 ) -> None:
     """Write a Mixtral checkpoint that gives the same logits as a dense one.
@@ -56,24 +59,29 @@ def upcycle(
     The folder is written under a temporary name and then renamed to `out`, so `out` is never incomplete.
 
     Args:
-        dense: a GGUF file of architecture llama, or a folder with a Llama or Mistral checkpoint in safetensors.
+        dense: a GGUF file of architecture llama, or a folder with a Llama or Mistral checkpoint in safetensors, or the
+            name of either in a hub; see `find_model`.
         out: the folder to write; it must be empty or not exist.
         num_experts: experts per layer.
         top_k: experts per token; None: all in mode "split", otherwise 2 (1 if there is only one).
         mode: the method, "replicate" or "split", see the module's docstring.
         dtype: dtype of the written weights; "auto": that of the dense checkpoint, or float32 for a GGUF file.
         seed: seed of the random routers.
+        revision, download_dir: as for `find_model`.
 
     Raises:
         SettingsError: an argument is out of range or contradicts another.
         CheckpointError: the dense checkpoint is damaged or cannot be converted, or `out` cannot be written.
     """
     top_k = _checked_top_k(num_experts, top_k, mode)
-    dense, out = Path(dense), Path(os.path.abspath(out))
+    out = Path(os.path.abspath(out))
     if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
         raise CheckpointError(f"{out} exists already and is not an empty folder; remove it or choose another name")
 
-    source = _open(dense)
+    files = find_model(dense, revision=revision, download_dir=download_dir)
+    if files.hub_model is not None:  # refuse a model before its weights are fetched
+        check_dense(_open(files.describe(with_headers=True)))
+    source = _open(files.fetch(shows_progress=show_progress))
     check_dense(source)
     dtype_name = source.config.dtype if dtype == "auto" else dtype
     recipe = _Recipe(num_experts, top_k, mode, getattr(torch, dtype_name), seed)
@@ -119,7 +127,9 @@ def _open(dense: Path) -> DenseCheckpoint:
     if dense.is_file():
         return GgufFile(dense)
     if not dense.is_dir():
-        raise CheckpointError(f"{dense} does not exist; give a GGUF file, or a folder in Hugging Face layout")
+        raise CheckpointError(
+            f"{dense} does not exist; give a GGUF file, a folder in Hugging Face layout, or OWNER/NAME in a hub"
+        )
     return DenseFolder(dense)
 
 

@@ -7,7 +7,6 @@ import dataclasses
 import logging
 import socket
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from moeserve.api import default_model
@@ -15,6 +14,7 @@ from moeserve.api.async_llm import AsyncLLM
 from moeserve.config.settings import DEFAULT_LOAD_WINDOW
 from moeserve.config.validation import parse_settings
 from moeserve.models import registry
+from moeserve.models.model_files import find_model
 from moeserve.parsers.families import find_parser
 from moeserve.server.api_processes import serve_from_processes
 from moeserve.server.engine_server import open_service
@@ -44,7 +44,9 @@ def serve(settings: ServerSettings, engine_settings: Mapping[str, Any]) -> None:
     with contextlib.closing(listen(settings)) as listener:  # fail before loading if the port is in use
         engine_settings = _with_expert_load(_in_own_processes(engine_settings))
         if settings.served_model_name is None:
-            settings = dataclasses.replace(settings, served_model_name=[_name(engine_settings.get("model"))])
+            settings = dataclasses.replace(
+                settings, served_model_name=[default_model.model_name(engine_settings.get("model"))]
+            )
         if settings.api_server_count == 1:
             with answering_while_loading(listener.dup(), settings):
                 llm = AsyncLLM(**engine_settings)
@@ -78,11 +80,10 @@ def _in_own_processes(engine_settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _with_expert_load(engine_settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the engine's settings, with periodic load windows if the model has experts."""
-    folder = engine_settings.get("model")
-    facts = default_model.FACTS if folder is None else registry.read_facts(folder)
+    model = parse_settings(engine_settings).model
+    facts = default_model.FACTS
+    if model.model is not None:
+        files = find_model(model.model, revision=model.revision, download_dir=model.download_dir)
+        facts = registry.read_facts(files.describe())
     window = {"expert_load_window": DEFAULT_LOAD_WINDOW} if facts.num_sparse_layers else {}
     return {**window, **engine_settings}
-
-
-def _name(model: str | None) -> str:
-    return default_model.NAME if model is None else Path(model).resolve().name

@@ -389,7 +389,6 @@ def test_batch_invariant_uses_no_kernels_with_an_order_of_their_own() -> None:
         ("enable_eplb", False, True),
         ("all2all_backend", None, "pplx"),
         ("disable_log_stats", True, False),
-        ("revision", None, "main"),
     ],
 )
 def test_settings_of_vllm_without_effect_are_accepted_with_a_warning(

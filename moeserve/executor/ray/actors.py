@@ -25,10 +25,11 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from moeserve.addresses import address_on
+from moeserve.config.settings import EngineConfig
 from moeserve.distributed.store_server import start_store
 from moeserve.errors import EngineError
 from moeserve.executor.ray.errors import exit_cause, first_line
-from moeserve.executor.ray.nodes import encoded_facts
+from moeserve.executor.ray.nodes import facts_of_rank
 from moeserve.executor.ray.placement import Place
 from moeserve.processes import logs
 from moeserve.processes.channel import Channel
@@ -127,10 +128,10 @@ class RankActor(ActorProcess):
         self._transfers: Any = None
         self._ends: dict[int, Future[TransferOutcome]] = {}  # of transfers in progress, by number
 
-    def facts(self, model: str) -> bytes:
-        """Return the `NodeFacts` of the actor's node."""
+    def facts(self, data: bytes) -> bytes:
+        """Return the `NodeFacts` of the actor's node, which has the model's files then."""
         with self._reporting_failures():
-            return encoded_facts(model)
+            return msgspec.msgpack.encode(facts_of_rank(msgspec.msgpack.decode(data, type=EngineConfig)))
 
     def open_store(self, interface: str | None, address: str) -> bytes:
         """Open the store where ranks meet, on an address that other nodes can reach. Return its `StoreAddress`."""
@@ -142,12 +143,14 @@ class RankActor(ActorProcess):
     def start(self, data: bytes, *, show_progress: bool) -> bytes:
         """Connect to the other ranks and load the model. Return `Loaded`."""
         with self._reporting_failures():
+            from moeserve.models.model_files import on_this_host
             from moeserve.worker.process import join
             from moeserve.worker.worker import Worker
 
             start = msgspec.msgpack.decode(data, type=RankStart)
             self._num_threads, self._answers = start.config.num_threads, start.answers
-            self._worker = Worker(start.config, join(start), show_progress=show_progress)
+            config = on_this_host(start.config, only_cached=True)
+            self._worker = Worker(config, join(start), show_progress=show_progress)
             self._transfers = self._worker.start_transfers(lambda ended: self._ends[ended.number].set_result(ended))
             self._is_serving = True
             return msgspec.msgpack.encode(self._worker.facts)
@@ -286,15 +289,15 @@ def actor_of(process: WatchedProcess[Any]) -> Any:
     return process.handle.actor
 
 
-def answer_of(process: WatchedProcess[Any], reference: Any) -> Any:
+def answer_of(process: WatchedProcess[Any], reference: Any, timeout_s: float = SECONDS_TO_START) -> Any:
     """Return the answer to a call of an actor, which may still be starting.
 
     Raises:
         EngineError: the actor does not start.
     """
     try:
-        return ray.get(reference, timeout=SECONDS_TO_START)
+        return ray.get(reference, timeout=timeout_s)
     except RayError as error:
         failures = process.failures()
         why = failures[0] if failures else first_line(error)
-        raise EngineError(f"{process.name} did not start within {SECONDS_TO_START:g} s: {why}") from None
+        raise EngineError(f"{process.name} did not start within {timeout_s:g} s: {why}") from None

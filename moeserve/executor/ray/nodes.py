@@ -13,7 +13,9 @@ from pathlib import Path
 import msgspec
 import ray
 
-from moeserve.errors import SettingsError
+from moeserve.config.hub_name import parse_hub_name
+from moeserve.config.settings import EngineConfig
+from moeserve.errors import MoeserveError, SettingsError
 from moeserve.machine import installed_version
 
 logger = logging.getLogger(__name__)
@@ -49,11 +51,22 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
         return f"node {self.address} ({self.hostname})"
 
 
+def facts_of_rank(config: EngineConfig) -> NodeFacts:
+    """Return the facts of this node, after fetching the model from its hub if it is from one."""
+    from moeserve.models.model_files import on_this_host  # imports torch, which a rank has loaded
+
+    try:
+        config = on_this_host(config)
+    except MoeserveError as error:
+        return msgspec.structs.replace(own_facts(None), unreadable=str(error))
+    return own_facts(config.model_path)
+
+
 def own_facts(model: str | None) -> NodeFacts:
     """Return the facts of this node.
 
     Args:
-        model: folder of the checkpoint that its ranks will read.
+        model: folder of the checkpoint that its ranks will read, or its name in a hub.
     """
     return NodeFacts(
         node_id=ray.get_runtime_context().get_node_id(),
@@ -63,7 +76,7 @@ def own_facts(model: str | None) -> NodeFacts:
         versions={package: installed_version(package) for package in PACKAGES},
         kernels=_own_kernels(),
         time=time.time(),
-        unreadable=why_unreadable(Path(model)) if model else "",
+        unreadable=why_unreadable(model) if model else "",
     )
 
 
@@ -72,11 +85,14 @@ def encoded_facts(model: str | None) -> bytes:
     return msgspec.msgpack.encode(own_facts(model))
 
 
-def why_unreadable(model: Path) -> str:
-    """Return the reason why this node cannot read a checkpoint's files; "" if it can."""
+def why_unreadable(model: str) -> str:
+    """Return the reason why this node cannot read a checkpoint's files; "" if it can, or will fetch them from a hub."""
+    if parse_hub_name(model) is not None:
+        return ""
+    folder = Path(model)
     try:
-        (model / "config.json").open("rb").close()
-        for shard in model.glob("*.safetensors"):
+        (folder / "config.json").open("rb").close()
+        for shard in folder.glob("*.safetensors"):
             shard.open("rb").close()
     except OSError as error:
         return str(error)

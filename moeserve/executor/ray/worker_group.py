@@ -18,6 +18,7 @@ from moeserve.errors import EngineError, SettingsError
 from moeserve.executor.ray.actors import (
     SECONDS_OF_A_READ,
     SECONDS_OF_SILENCE,
+    SECONDS_TO_START,
     ActorProcess,
     RankActor,
     actor_of,
@@ -52,7 +53,7 @@ def start_ray_group(
     try:
         places = reserve(config, cluster.nodes, cluster.placement_group, reserved)
         _start_actors(group, config, places, engine_class)
-        _check_nodes(group, config.model_path, places)
+        _check_nodes(group, config, places)
         warn_of_split_groups(places, mesh_of(config))
         show_layout(config, places, show_progress)
         _load(group, config, places, show_progress)
@@ -88,13 +89,15 @@ def _start_actors(
         group.engines.append(start_actor(engine_class, name, place, {"num_cpus": 0}))
 
 
-def _check_nodes(group: WorkerGroup, model: str, places: Sequence[Place]) -> None:
-    """Check the facts that a rank on each node finds there."""
+def _check_nodes(group: WorkerGroup, config: EngineConfig, places: Sequence[Place]) -> None:
+    """Check the facts that a rank on each node finds there. The rank first fetches a model that is from a hub."""
     rank_on = {place.node: rank for rank, place in zip(group.ranks, places, strict=True)}
+    timeout_s = SECONDS_TO_START if config.hub_model is None else config.load_timeout
+    encoded = msgspec.msgpack.encode(config)
     asked_at = time.time()
-    answers = [(rank, actor_of(rank).facts.remote(model)) for rank in rank_on.values()]
-    found = [msgspec.msgpack.decode(answer_of(rank, answer), type=NodeFacts) for rank, answer in answers]
-    check_alike(found, own_facts(model), asked_at)
+    answers = [(rank, actor_of(rank).facts.remote(encoded)) for rank in rank_on.values()]
+    found = [msgspec.msgpack.decode(answer_of(rank, answer, timeout_s), type=NodeFacts) for rank, answer in answers]
+    check_alike(found, own_facts(config.model_path), asked_at)
 
 
 def _load(group: WorkerGroup, config: EngineConfig, places: Sequence[Place], show_progress: bool) -> None:

@@ -1,0 +1,109 @@
+"""Descriptions of checkpoints in a hub: config, tokenizer, and the headers of weights, without the weights.
+
+A description is a folder in moeserve's cache that is read like the checkpoint itself. Each file of weights has its size
+and its header; the rest is a hole that takes no space on a disk and reads as zeros.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from moeserve.config.environment import cache_folder
+from moeserve.errors import CheckpointError
+from moeserve.models.gguf_file import ROPE_FACTORS, open_gguf
+from moeserve.models.hub_client import HubClient
+
+FILES_AT_ONCE = 8
+BYTES_OF_LENGTH = 8  # a safetensors file begins with the length of its header
+FIRST_BYTES = 2**17  # of a safetensors file: most headers are shorter
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+FIRST_GGUF_BYTES = 2**24  # of a GGUF file, whose header holds the vocabulary
+
+
+def write_description(hub: HubClient, companions: Sequence[str], weights: Sequence[str]) -> Path:
+    """Return the folder of a description. It is written on first use.
+
+    Args:
+        companions: names of the files beside the weights, which the hub's cache has.
+        weights: names of the safetensors or GGUF files whose headers are wanted.
+
+    Raises:
+        CheckpointError: a header cannot be read or is damaged, or the cache cannot be written.
+    """
+    repository = hub.model.repository.replace("/", "--")
+    kind = ("headers" if hub.model.gguf is None else weights[0].replace("/", "--")) if weights else "config"
+    folder = cache_folder() / "hub" / repository / f"{hub.folder.name}-{kind}"
+    if folder.is_dir() and all(file.exists() for file in folder.rglob("*")):  # the hub's cache has what links name
+        return folder
+    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.mkdir(parents=True)
+        try:
+            for name in (*companions, *weights):
+                (partial / name).parent.mkdir(parents=True, exist_ok=True)
+            for name in companions:
+                (partial / name).symlink_to(hub.folder / name)
+            with ThreadPoolExecutor(FILES_AT_ONCE) as threads:
+                list(threads.map(lambda name: _copy_header(hub, name, partial / name), weights))
+            partial.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # another process may have written it in the meantime
+                raise
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {folder} ({error}); set MOESERVE_CACHE to a writable folder") from error
+    return folder
+
+
+def _copy_header(hub: HubClient, name: str, path: Path) -> None:
+    """Write a file with the header of a file of weights, and its size."""
+    copy: Callable[[HubClient, str, Path], None] = (
+        _copy_gguf_header if path.suffix == ".gguf" else _copy_length_and_header
+    )
+    copy(hub, name, path)
+
+
+def _copy_length_and_header(hub: HubClient, name: str, path: Path) -> None:
+    data, size = hub.read(name, 0, FIRST_BYTES)
+    end = BYTES_OF_LENGTH + int.from_bytes(data[:BYTES_OF_LENGTH], "little")
+    if end > min(size, MAX_HEADER_BYTES):
+        raise CheckpointError(
+            f"{name} of {hub.model.repository} is damaged: its header would take {end} of {size} bytes"
+        )
+    if end > len(data):
+        data += hub.read(name, len(data), end - len(data))[0]
+    _write(path, 0, data[:end], size)
+
+
+def _copy_gguf_header(hub: HubClient, name: str, path: Path) -> None:
+    """Also copy the factors of rotary frequencies, which belong to the model's config."""
+    num_bytes = FIRST_GGUF_BYTES
+    while True:
+        data, size = hub.read(name, 0, num_bytes)
+        _write(path, 0, data, size)
+        is_whole = len(data) == size
+        try:
+            _, tensors = open_gguf(path)
+        except CheckpointError:
+            if is_whole or len(data) > MAX_HEADER_BYTES:
+                raise
+        else:
+            if is_whole or len(data) >= min((tensor.data_offset for tensor in tensors.values()), default=0):
+                break
+        num_bytes *= 4
+    if (factors := tensors.get(ROPE_FACTORS)) is not None:
+        start = int(factors.data_offset)
+        _write(path, start, hub.read(name, start, int(factors.n_bytes))[0], size)
+
+
+def _write(path: Path, start: int, data: bytes, size: int) -> None:
+    with path.open("r+b" if path.exists() else "wb") as file:
+        file.seek(start)
+        file.write(data)
+        file.truncate(size)

@@ -1,0 +1,278 @@
+"""The files of a model that a user names: a folder, a GGUF file, or a repository of a hub.
+
+This is the only place where a name becomes a path. Everything else reads folders and files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import logging
+import os
+import re
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Protocol
+
+from moeserve.config.hub_name import HubModel, parse_hub_name
+from moeserve.config.settings import EngineConfig
+from moeserve.errors import CheckpointError
+from moeserve.models.checkpoint import INDEX, NUMBERED, SINGLE, has_shards, list_names, shards_of_index
+from moeserve.models.hub_client import HubClient
+from moeserve.models.hub_headers import write_description
+from moeserve.models.registry import folder_of
+from moeserve.models.tokenizer_files import COMPANION_FILES, TEMPLATE_FILE, TEMPLATE_FOLDER, VOCABULARY_FILES
+
+logger = logging.getLogger(__name__)
+
+TOKENIZER_FILES = (
+    "config.json",
+    *VOCABULARY_FILES,
+    *COMPANION_FILES,
+    TEMPLATE_FILE,
+    "chat_template.json",
+    f"{TEMPLATE_FOLDER}/*.jinja",
+)
+# Everything that is read but weights. No code: files ending with .py are never fetched.
+DESCRIPTION_FILES = (*TOKENIZER_FILES, "generation_config.json", "hf_quant_config.json", INDEX)
+PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+_PART_OF_GGUF = re.compile(r"(?P<stem>.*)-\d{5}-of-(?P<total>\d{5})\.gguf")
+
+
+class ModelFiles(Protocol):
+    """The files of one model."""
+
+    @property
+    def hub_model(self) -> HubModel | None:
+        """The repository and its commit; None if the files are not from a hub."""
+        ...
+
+    def describe(self, *, with_headers: bool = False) -> Path:
+        """Return a folder or a GGUF file that is read like the model, and may lack the values of its weights.
+
+        Args:
+            with_headers: the files of weights are there, with their sizes and headers.
+
+        Raises:
+            CheckpointError: a file cannot be read from the hub.
+        """
+        ...
+
+    def fetch(self, *, shows_progress: bool = False) -> Path:
+        """Return the folder or the GGUF file of the model, complete.
+
+        Args:
+            shows_progress: draw progress bars if on a terminal.
+
+        Raises:
+            CheckpointError: there are no weights that can be read, or they cannot be fetched from the hub.
+        """
+        ...
+
+
+def find_model(
+    name: str | os.PathLike[str], *, revision: str | None = None, download_dir: str | None = None
+) -> ModelFiles:
+    """Return the files of a model. From a hub, fetch those that describe the model, but no weights.
+
+    Args:
+        name: a folder, a GGUF file, OWNER/NAME in a hub, or OWNER/NAME:FILE for a GGUF file there, where FILE may also
+            be a quantisation like Q4_K_M.
+        revision: branch, tag or commit in the hub; None: the main branch.
+        download_dir: folder of the hub's cache; None: that of the library, which HF_HUB_CACHE and HF_HOME set.
+
+    Raises:
+        SettingsError: huggingface_hub is not installed.
+        CheckpointError: the repository, the revision or the GGUF file does not exist or cannot be fetched.
+    """
+    name = os.fspath(name)
+    model = parse_hub_name(name, revision=revision, download_dir=download_dir)
+    if model is not None:
+        return HubFiles(model)
+    if revision is not None:
+        logger.warning("revision=%r has no effect: %s is no repository of a hub", revision, name)
+    return LocalFiles(Path(name).expanduser())
+
+
+def find_tokenizer(
+    name: str, *, revision: str | None = None, download_dir: str | None = None
+) -> tuple[Path, HubModel | None]:
+    """Return the folder of a tokenizer, which is fetched if the name is OWNER/NAME in a hub, and its repository.
+
+    Raises:
+        SettingsError, CheckpointError: as for `find_model`.
+    """
+    model = parse_hub_name(name, revision=revision, download_dir=download_dir)
+    if model is None:
+        return Path(name).expanduser(), None
+    if model.gguf is not None:
+        raise CheckpointError(f"tokenizer={name!r}: name a repository with a tokenizer.json, as OWNER/NAME")
+    hub = HubClient(model, TOKENIZER_FILES)
+    return hub.folder, hub.model
+
+
+def on_this_host(config: EngineConfig, *, only_cached: bool = False) -> EngineConfig:
+    """Return the config with this host's paths of files from a hub, at the commits that the driver has found.
+
+    Each host has a cache of its own, or shares one. Files that this host's cache lacks are fetched.
+
+    Args:
+        only_cached: do not reach for the hub: another process of this host has fetched the files.
+
+    Raises:
+        SettingsError, CheckpointError: as for `find_model`.
+    """
+    paths = {}
+    if config.hub_model is not None:
+        files = HubFiles(config.hub_model, only_cached=only_cached)
+        path = files.describe() if config.load_format == "dummy" else files.fetch()
+        paths["model_path"] = str(folder_of(path))
+        if config.tokenizer_path == config.model_path:
+            paths["tokenizer_path"] = paths["model_path"]
+    if config.hub_tokenizer is not None:
+        tokenizer = HubClient(config.hub_tokenizer, TOKENIZER_FILES, only_cached=only_cached)
+        paths["tokenizer_path"] = str(tokenizer.folder)
+    return dataclasses.replace(config, **paths)
+
+
+class LocalFiles:
+    """A checkpoint folder or a GGUF file."""
+
+    hub_model = None
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def describe(self, *, with_headers: bool = False) -> Path:
+        return self._path
+
+    def fetch(self, *, shows_progress: bool = False) -> Path:
+        return self._path
+
+
+class HubFiles:
+    """A checkpoint or a GGUF file in a repository of a hub, at one commit."""
+
+    def __init__(self, model: HubModel, *, only_cached: bool = False) -> None:
+        """
+        Args:
+            only_cached: do not reach for the hub: another process of this host has fetched the model.
+
+        Raises:
+            SettingsError, CheckpointError: as for `find_model`.
+        """
+        self._gguf = model.gguf
+        # A GGUF file holds its config; without any pattern, the library would not find the commit.
+        wanted = DESCRIPTION_FILES if self._gguf is None else ("config.json",)
+        self._hub = HubClient(model, wanted, only_cached=only_cached)
+        self._repository, self.hub_model = self._hub.model.repository, self._hub.model
+        cached = self._hub.cached_files
+        self._sizes: Mapping[str, int] = {}  # of all files; empty if the cache has those of weights
+        self._weights = self._choose(cached)
+        self._is_complete = bool(self._weights) and {*self._weights} <= {*cached}
+        if not self._is_complete:
+            self._sizes = self._hub.sizes()
+            self._weights = self._choose(self._sizes)
+            self._check()
+
+    def describe(self, *, with_headers: bool = False) -> Path:
+        folder = self._hub.folder
+        if not self._is_complete and (with_headers or self._gguf is not None):
+            folder = write_description(self._hub, self._companions(), self._weights)
+        elif not self._is_complete and has_shards(folder):  # those that an interrupted call has fetched
+            folder = write_description(self._hub, self._companions(), ())
+        return self._path_in(folder)
+
+    def fetch(self, *, shows_progress: bool = False) -> Path:
+        if not self._is_complete:
+            if not self._weights:
+                raise self._lacks("weights in safetensors files")
+            self._hub.fetch({name: self._sizes[name] for name in self._weights}, shows_progress=shows_progress)
+        return self._path_in(self._hub.folder)
+
+    def _path_in(self, folder: Path) -> Path:
+        """Return the path of the model if its files are in a folder."""
+        return folder if self._gguf is None else folder / self._weights[0]
+
+    def _companions(self) -> list[str]:
+        """Return the names of the files beside the weights."""
+        if self._gguf is not None:
+            return []
+        is_wanted = re.compile("|".join(map(fnmatch.translate, DESCRIPTION_FILES))).match
+        return [name for name in self._hub.cached_files if is_wanted(name)]
+
+    def _choose(self, names: Collection[str]) -> list[str]:
+        """Return the names of the files of weights; empty if these names of files do not lead to any."""
+        if self._gguf is not None:
+            return _choose_gguf(names, self._gguf, self._repository)
+        index = self._hub.folder / INDEX
+        shards = sorted(shards_of_index(index)) if index.is_file() else []
+        if shards and not (SINGLE in names and not any(shard in names for shard in shards)):
+            return shards
+        if SINGLE in names:
+            return [SINGLE]
+        numbered = [match for name in names if (match := NUMBERED.fullmatch(name)) and "/" not in name]
+        return sorted({part for match in numbered for part in _parts(match)})
+
+    def _check(self) -> None:
+        """Raise CheckpointError if the repository lacks a file that the model needs."""
+        if self._gguf is not None and not self._weights:
+            raise self._lacks(f"GGUF file that {self._gguf!r} names")
+        if self._gguf is None and "config.json" not in self._sizes:
+            raise self._lacks("config.json")
+        if lacking := [name for name in self._weights if name not in self._sizes]:
+            raise CheckpointError(f"{self._repository} is incomplete: it holds no {list_names(lacking)}")
+
+    def _lacks(self, what: str) -> CheckpointError:
+        """Return the error for a repository without something. The message names what the repository has instead."""
+        ggufs = [name for name in self._sizes if name.endswith(".gguf")]
+        pickled = [name for name in self._sizes if name.endswith(PICKLED)]
+        why = ""
+        if ggufs:
+            why = f"; it has GGUF files, one of which can be named as {self._repository}:FILE: {list_names(ggufs)}"
+        elif pickled:
+            why = (
+                f"; it has {list_names(pickled)}, which are not read, because loading such files may run code in them: "
+                "name a repository with safetensors"
+            )
+        return CheckpointError(f"{self._repository} has no {what}{why}")
+
+
+def _parts(match: re.Match[str]) -> Iterator[str]:
+    """Yield the names of all parts of a model, given the match of one part's name."""
+    digits, (_, suffix) = match["total"], os.path.splitext(match.string)
+    for number in range(1, int(digits) + 1):
+        yield f"{match['stem']}-{number:0{len(digits)}}-of-{digits}{suffix}"
+
+
+def _choose_gguf(names: Collection[str], wanted: str, repository: str) -> list[str]:
+    """Return the names of the parts of one GGUF model; empty if there is none.
+
+    Args:
+        wanted: path or name of a file or of a part, with or without its ending; or a quantisation in its name.
+
+    Raises:
+        CheckpointError: several models fit.
+    """
+    models: dict[str, list[str]] = {}  # parts, by the name without the number of a part and the ending
+    exact: dict[str, list[str]] = {}
+    is_word = re.compile(rf"(?<![A-Za-z0-9]){re.escape(wanted)}(?![A-Za-z0-9_])", re.IGNORECASE).search
+    for name in sorted(names):
+        # Files named mmproj hold the other modalities of a model.
+        if not name.endswith(".gguf") or os.path.basename(name).startswith("mmproj"):
+            continue
+        match = _PART_OF_GGUF.fullmatch(name)
+        stem = match["stem"] if match else name.removesuffix(".gguf")
+        parts = list(_parts(match)) if match else [name]
+        spellings = {stem, f"{stem}.gguf", name}
+        if wanted in spellings | {os.path.basename(each) for each in spellings}:
+            exact[stem] = parts
+        if is_word(stem):
+            models[stem] = parts
+    found = exact or models
+    if len(found) > 1:
+        files = [parts[0] for parts in found.values()]
+        raise CheckpointError(
+            f"{repository}: {wanted!r} names several GGUF files; name one of them: {list_names(files)}"
+        )
+    return next(iter(found.values()), [])
