@@ -122,17 +122,16 @@ def on_this_host(config: EngineConfig, *, only_cached: bool = False) -> EngineCo
     Raises:
         SettingsError, CheckpointError: as for `find_model`.
     """
-    paths = {}
+    model_path, tokenizer_path = config.model_path, config.tokenizer_path
     if config.hub_model is not None:
         files = HubFiles(config.hub_model, only_cached=only_cached)
         path = files.describe() if config.load_format == "dummy" else files.fetch()
-        paths["model_path"] = str(folder_of(path))
+        model_path = str(folder_of(path))
         if config.tokenizer_path == config.model_path:
-            paths["tokenizer_path"] = paths["model_path"]
+            tokenizer_path = model_path
     if config.hub_tokenizer is not None:
-        tokenizer = HubClient(config.hub_tokenizer, TOKENIZER_FILES, only_cached=only_cached)
-        paths["tokenizer_path"] = str(tokenizer.folder)
-    return dataclasses.replace(config, **paths)
+        tokenizer_path = str(HubClient(config.hub_tokenizer, TOKENIZER_FILES, only_cached=only_cached).folder)
+    return dataclasses.replace(config, model_path=model_path, tokenizer_path=tokenizer_path)
 
 
 class LocalFiles:
