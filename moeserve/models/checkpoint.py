@@ -68,7 +68,9 @@ def select_decoder(checkpoint: Checkpoint, part: DecoderPart) -> Checkpoint:
             num_left_out += 1
             continue
         old, new = next((each for each in part.prefixes if name.startswith(each[0])), ("", ""))
-        tensors[new + name.removeprefix(old)] = tensor
+        own, published = next((each for each in part.own_parts if each[0] in name), ("", ""))
+        renamed = new + name.removeprefix(old)
+        tensors[renamed.replace(own, published) if own else renamed] = tensor
     if num_left_out:
         logger.info("%s: %d tensors that are not the decoder's are not loaded", checkpoint.folder, num_left_out)
     return dataclasses.replace(checkpoint, tensors=tensors)

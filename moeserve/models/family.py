@@ -73,6 +73,7 @@ class LinearAttentionNames:
     log_decay_dims: tuple[int, int] = (0, 0)  # dimensions of size 1 before and after the heads
     norm: str = "norm"
     output: str = "out_proj"
+    joined_convolution: str = ""  # of all queries, keys and values, in the form that transformers saves of its own
 
 
 # In the terms of Mamba-2: C, B, x, z and dt.
@@ -105,12 +106,14 @@ class LayerNames:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderPart:
-    """The names of the decoder's tensors in a checkpoint that also holds other models, such as an image encoder."""
+    """The names of the decoder's tensors where they differ from those of a checkpoint that holds only the decoder."""
 
-    left_out: tuple[str, ...]  # prefixes of the names of all other tensors, which are not loaded
+    left_out: tuple[str, ...] = ()  # prefixes of the names of all other tensors, which are not loaded
     # Prefixes of names, and their replacements in a checkpoint that holds only the decoder. The first match is used; a
     # name without a match is not changed.
     prefixes: tuple[tuple[str, str], ...] = ()
+    # The same for parts inside of names, in the form that transformers 5 saves of its own. Published names have none.
+    own_parts: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -115,7 +115,7 @@ def _rows_of(model: Decoder, family: Family, names: Collection[str]) -> Iterator
             case LinearAttention() as mixer:
                 assert family.linear_attention_names is not None
                 yield from linear_attention_rows(
-                    f"{prefix}.{layer_names.recurrent}", mixer, family.linear_attention_names
+                    f"{prefix}.{layer_names.recurrent}", mixer, family.linear_attention_names, names
                 )
             case GatedConvolution() as mixer:
                 yield from convolution_rows(f"{prefix}.{layer_names.recurrent}", mixer)

@@ -6,7 +6,7 @@ from moeserve.layers.linear_attention import LinearAttentionConfig
 from moeserve.layers.mla import LatentAttentionConfig
 from moeserve.layers.rotary import NoScaling, RotaryConfig
 from moeserve.models.config_values import ConfigValues
-from moeserve.models.family import Family, LayerNames, LinearAttentionNames, LinearAttentionPart, MoENames
+from moeserve.models.family import DecoderPart, Family, LayerNames, LinearAttentionNames, LinearAttentionPart, MoENames
 from moeserve.models.fields import (
     read_groups,
     read_listed_dense,
@@ -129,6 +129,7 @@ KIMI_LINEAR = Family(
             down="w2",
             shared="block_sparse_moe.shared_experts",
         ),
+        MoENames(),  # as transformers 5 saves its own form
     ),
     linear_attention_names=LinearAttentionNames(
         projections=(
@@ -140,9 +141,11 @@ KIMI_LINEAR = Family(
             ("f_b_proj", ("decay",)),
         ),
         convolutions=CONVOLUTIONS,
+        joined_convolution="conv1d",
         log_decay_dims=(2, 1),
         norm="o_norm",
         output="o_proj",
     ),
     layer_names=LayerNames(recurrent="self_attn"),
+    decoder_part=DecoderPart(own_parts=((".self_attn.forget_gate.", ".self_attn."),)),
 )

@@ -121,5 +121,6 @@ MIMO_V2_FLASH = Family(
     decoder_part=DecoderPart(
         prefixes=((f"{MTP}.0.pre_mlp_layernorm.", f"{MTP}.0.post_attention_layernorm."),),
         left_out=(f"{MTP}.0", f"{MTP}.1", f"{MTP}.2"),
+        own_parts=((".self_attn.sinks", ".self_attn.attention_sink_bias"),),
     ),
 )
