@@ -17,7 +17,7 @@ from moeserve.api.tokenizer import TextCodec
 from moeserve.errors import RequestError
 from moeserve.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
 from moeserve.protocol import PeerBlocks, Request, RequestUpdate, Sample
-from moeserve.sampling_params import KvTransferParams, RequestOutputKind, SamplingParams
+from moeserve.sampling_params import RANDOM_SEED, KvTransferParams, RequestOutputKind, SamplingParams
 from moeserve.telemetry.request_stats import RequestStats
 from moeserve.worker.grammars import Grammars
 
@@ -104,7 +104,7 @@ class Frontend:
             if _is_for_other_engine(params):
                 params = params.for_prompt()
             name = "prompt" if len(pairs) == 1 else f"prompt {index}"
-            encoded.append((self._encoder.encode(name, prompt), params))
+            encoded.append((self._encoder.encode(name, prompt, params.truncate_prompt_tokens), params))
             num_tokens = len(encoded[-1][0].token_ids)
             self._encoder.check_prompt_logprobs(name, num_tokens, params)
             if params.kv_transfer is not None:
@@ -157,8 +157,8 @@ class Frontend:
         """
         prompt, output = self._output_of_request[update.request_id]
         if output.index == 0:
-            prompt.update(update, self._codec)
-        output.update(update, self._codec)
+            prompt.update(update)
+        output.update(update)
         self._note(prompt, output, update)
         if output.finish_reason is not None:
             del self._output_of_request[update.request_id]
@@ -232,17 +232,18 @@ class Frontend:
         request = Request(
             request_id=first.request_id,
             prompt_token_ids=prompt.token_ids,
-            params=params.for_engine(),
+            params=self._encoder.engine_params(params),
             seed=first.seed,
-            eos_token_ids=[] if params.ignore_eos else self._eos_token_ids,
+            eos_token_ids=[] if params.ignore_eos or params.trace_decode_token_ids else self._eos_token_ids,
             cache_salt=prompt.cache_salt,
             kv_handle=secrets.token_hex(16) if _is_for_other_engine(params) else "",
             kv_source=_source(params),
         )
+        codec = self._codec if params.detokenize else None
         outputs = [
-            _OutputInFlight(each.request_id, index, params, self._codec) for index, each in enumerate([first, *samples])
+            _OutputInFlight(each.request_id, index, params, codec) for index, each in enumerate([first, *samples])
         ]
-        in_flight = _PromptInFlight(prompt_id, prompt, params, outputs)
+        in_flight = _PromptInFlight(prompt_id, prompt, params, outputs, codec)
         self._prompts[prompt_id] = in_flight
         self._unfinished_prompts.add(prompt_id)
         self._output_of_request.update({output.request_id: (in_flight, output) for output in outputs})
@@ -261,15 +262,16 @@ class _OutputInFlight:
         self._stop_reason: int | str | None = None
         self._token_ids: list[int] = []
         self._keeps_stop = params.include_stop_str_in_output
+        self._codec = codec
         self._text = None if codec is None else OutputText(codec, params)
         self._logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
         self._cumulative_logprob = 0.0
 
-    def update(self, update: RequestUpdate, codec: TextCodec | None) -> None:
+    def update(self, update: RequestUpdate) -> None:
         for place, token_id in enumerate(update.token_ids):
             self._token_ids.append(token_id)
             if self._logprobs is not None:
-                self._logprobs.append(logprob_of_token(update.logprobs[place], codec))
+                self._logprobs.append(logprob_of_token(update.logprobs[place], self._codec))
                 self._cumulative_logprob += update.logprobs[place].logprobs[0]
             # As in vLLM, the ids include the token that ends the output, but the text does not.
             is_stop_token = update.finish_reason == "stop" and place == len(update.token_ids) - 1
@@ -305,10 +307,16 @@ class _PromptInFlight:
     """One prompt and its outputs."""
 
     def __init__(
-        self, prompt_id: str, prompt: EncodedPrompt, params: SamplingParams, outputs: list[_OutputInFlight]
+        self,
+        prompt_id: str,
+        prompt: EncodedPrompt,
+        params: SamplingParams,
+        outputs: list[_OutputInFlight],
+        codec: TextCodec | None,
     ) -> None:
         self.prompt_id = prompt_id
         self.outputs = outputs
+        self._codec = codec
         self.arrival_s = time.monotonic()
         self._prompt = prompt
         self._output_kind = params.output_kind
@@ -326,13 +334,13 @@ class _PromptInFlight:
     def finished(self) -> bool:
         return all(output.finish_reason is not None for output in self.outputs)
 
-    def update(self, update: RequestUpdate, codec: TextCodec | None) -> None:
+    def update(self, update: RequestUpdate) -> None:
         """Apply the fields of the first output's update that describe the prompt."""
         self._num_cached_tokens = max(self._num_cached_tokens, update.num_cached_tokens)
         if update.kv_blocks is not None:
             self._kv_transfer_params = _kv_transfer_params(update.kv_blocks)
         if self._needs_logprobs and self._logprobs is None and update.token_ids:
-            self._logprobs = PromptLogprobs(update.prompt_logprobs, codec)
+            self._logprobs = PromptLogprobs(update.prompt_logprobs, self._codec)
 
     def new_output(self) -> RequestOutput | None:
         """Return new output since the last call; None if there is none. See `Frontend.new_output`."""
@@ -387,6 +395,8 @@ def _kv_transfer_params(blocks: PeerBlocks) -> dict[str, Any]:
 
 def _request_seed(seed: int | None, engine_seed: int, prompt_number: int, index: int) -> int:
     """Return the seed of one output, from 0 to 2**64 - 1, different for each output of a prompt."""
+    if seed == RANDOM_SEED:
+        return secrets.randbits(64)
     if seed is not None and index == 0:
         return seed % 2**64
     source = f"seed {seed}, output {index}"

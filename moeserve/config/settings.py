@@ -478,6 +478,8 @@ class Limits:
     max_stop_string_length: int = 1024  # characters
     max_stop_token_ids: int = 1024
     max_logit_bias: int = 4096
+    max_allowed_token_ids: int = 2**20
+    max_logprobs_entries: int = 2**22  # output tokens of a prompt times tokens per position, with logprobs=-1
     max_kv_addresses: int = 64  # addresses of another engine's ranks
     max_grammar_length: int = 2**17  # characters of a schema, regular expression or grammar
     max_choices: int = 2048
