@@ -168,8 +168,9 @@ lint: $(INSTALLED)
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/clang-format --dry-run -Werror $(CPP_FILES)
 
-# Documents and docstrings name only what exists.
+# Documents and docstrings name only what exists, and the types of settings as arguments are those of the settings.
 documents: $(INSTALLED)
+	$(VENV)/bin/python tests/setting_arguments.py --check
 	$(VENV)/bin/python tests/check_documents.py
 
 # Also as on macOS, where the standard library lacks some functions.

@@ -69,3 +69,7 @@ def __getattr__(name: str) -> Any:
         finally:
             gc.set_threshold(*thresholds)
     raise AttributeError(f"module 'moeserve' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

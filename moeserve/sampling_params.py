@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from moeserve.config import vllm_sampling
+from moeserve.config.descriptions import argument_section, bound, extended
 from moeserve.config.settings import LIMITS
 from moeserve.errors import RequestError, nearest, shown
 from moeserve.structured_outputs import OutputGrammar, StructuredOutputsParams, checked
@@ -88,33 +89,34 @@ class KvTransferParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     remote_num_blocks: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = 0
 
 
-def _number(low: float, high: float, *, above: bool = False) -> Check:
-    def check(name: str, value: Any) -> Any:
+@dataclass(frozen=True)
+class _Numbers:
+    """A check for numbers in a range."""
+
+    allowed: str  # the range in words, as messages and `help` show it
+    accepts: Callable[[Any], bool]
+
+    def __call__(self, name: str, value: Any) -> Any:
         value = _plain(value)
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        # NaN fails every comparison, so it is refused too.
-        if not is_number or not low <= value <= high or (above and value == low):
-            raise RequestError(
-                f"{name}={shown(value)} must be a number {'above' if above else 'from'} {low:g} to {high:g}"
-            )
+        if not self.accepts(value):
+            raise RequestError(f"{name}={shown(value)} must be {self.allowed}")
         return value
 
-    return check
+
+def _number(low: float, high: float, *, above: bool = False) -> Check:
+    def accepts(value: Any) -> bool:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        # NaN fails every comparison, so it is refused too.
+        return is_number and low <= value <= high and not (above and value == low)
+
+    return _Numbers(f"a number {'above' if above else 'from'} {bound(low)} to {bound(high)}", accepts)
 
 
 def _integer(low: int, high: int = MAX_INTEGER, *, optional: bool = False) -> Check:
-    def check(name: str, value: Any) -> Any:
-        value = _plain(value)
-        if value is None and optional:
-            return None
-        if type(value) is not int or not low <= value <= high:
-            most = "2**63 - 1" if high == MAX_INTEGER else high
-            raise RequestError(
-                f"{name}={shown(value)} must be an integer from {low} to {most}{' or None' if optional else ''}"
-            )
-        return value
+    def accepts(value: Any) -> bool:
+        return (value is None and optional) or (type(value) is int and low <= value <= high)
 
-    return check
+    return _Numbers(f"an integer from {bound(low)} to {bound(high)}{' or None' if optional else ''}", accepts)
 
 
 def _boolean(name: str, value: Any) -> bool:
@@ -222,6 +224,11 @@ def _parameter(default: Any, check: Check, help: str) -> Any:
 _OTHER_NAMES = {"guided_decoding": "structured_outputs"}  # former names of vLLM
 
 
+def _unknown(name: str, known: Iterable[str]) -> str:
+    hint = nearest(name, known, otherwise="help(moeserve.SamplingParams) describes all")
+    return f"unknown sampling parameter {name!r}: {hint}"
+
+
 def _refusing_unknown_names(cls: type[T]) -> type[T]:
     """Make a dataclass suggest the nearest known keyword for an unknown one, and accept vLLM's harmless parameters."""
     generated_init = cls.__init__
@@ -235,7 +242,7 @@ def _refusing_unknown_names(cls: type[T]) -> type[T]:
                 vllm_sampling.require_harmless(name, value, parameters.get("n", 1))
                 continue
             if name not in {*known, *_OTHER_NAMES}:
-                raise RequestError(f"unknown sampling parameter {name!r}: {nearest(name, known)}")
+                raise RequestError(_unknown(name, known))
             own_name = _OTHER_NAMES.get(name, name)
             if value is not None or own_name == name:
                 if own_name in own:
@@ -348,7 +355,7 @@ class SamplingParams:
             return
         name = _OTHER_NAMES.get(name, name)
         if name not in _CHECKS:
-            raise RequestError(f"unknown sampling parameter {name!r}: {nearest(name, _CHECKS)}")
+            raise RequestError(_unknown(name, _CHECKS))
         try:
             object.__setattr__(self, name, _CHECKS[name](name, value))
         except RequestError as error:
@@ -438,3 +445,11 @@ def _bits(token_ids: Sequence[int], vocab_size: int) -> bytes:
 
 
 _CHECKS: dict[str, Check] = {field.name: field.metadata["check"] for field in dataclasses.fields(SamplingParams)}
+
+
+def _allowed_values(field: dataclasses.Field[Any]) -> str:
+    check = field.metadata["check"]
+    return check.allowed if isinstance(check, _Numbers) else str(field.type)
+
+
+SamplingParams.__doc__ = extended(SamplingParams.__doc__, [argument_section("Args", SamplingParams, _allowed_values)])

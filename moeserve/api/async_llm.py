@@ -9,17 +9,22 @@ import sys
 import threading
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from moeserve.api.llm import signature_with_settings
 from moeserve.api.prompts import Prompt, chat_prompt
 from moeserve.api.session import Session
+from moeserve.api.signatures import lists_settings
 from moeserve.api.startup import TextParts, start_engine, tokenizer_of
 from moeserve.config.settings import EngineConfig
 from moeserve.config.validation import parse_settings
 from moeserve.errors import EngineError
 from moeserve.outputs import RequestOutput
 from moeserve.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from moeserve.api.setting_arguments import SettingArguments
 
 # Maximum seconds between checks of an idle engine for failed processes.
 SECONDS_BETWEEN_CHECKS = 1.0
@@ -49,10 +54,16 @@ class AsyncLLM:
         SettingsError, CheckpointError, EngineError: as for `LLM`.
     """
 
+    @lists_settings
     def __init__(
-        self, model: str | os.PathLike[str] | None = None, *, show_progress: bool = True, **settings: Any
+        self,
+        model: str | os.PathLike[str] | None = None,
+        *,
+        show_progress: bool = True,
+        **settings: Unpack[SettingArguments],
     ) -> None:
-        """
+        """Load a model.
+
         Args:
             model, show_progress, settings: as for `LLM`.
         """
@@ -280,6 +291,3 @@ class _Mailbox:
 def _set_all(mailboxes: list[_Mailbox]) -> None:
     for mailbox in mailboxes:
         mailbox.changed.set()
-
-
-AsyncLLM.__init__.__signature__ = signature_with_settings(AsyncLLM.__init__)  # type: ignore[attr-defined]

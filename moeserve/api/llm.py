@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
 from moeserve.api.prompts import Prompt, Prompts, chat_prompt
+from moeserve.api.signatures import lists_settings
 from moeserve.api.startup import start_engine, tokenizer_of
 from moeserve.config.resolve import shown_layout
-from moeserve.config.settings import EngineConfig, Settings
+from moeserve.config.settings import EngineConfig
 from moeserve.config.validation import parse_settings
 from moeserve.errors import MoeserveError, RequestError, SettingsError, shown
 from moeserve.expert_placement.placement import Placement, write_placements
@@ -26,6 +25,11 @@ from moeserve.outputs import RequestOutput
 from moeserve.sampling_params import SamplingParams
 from moeserve.telemetry.expert_load import LoadWindow
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from moeserve.api.setting_arguments import SettingArguments
+
 
 class LLM:
     """A loaded model, ready to generate text.
@@ -34,8 +38,8 @@ class LLM:
             for output in llm.generate(["The capital of France is"], SamplingParams(max_tokens=8)):
                 print(output.outputs[0].text)
 
-    Keyword arguments are settings, most of which have vLLM's names. The signature lists all of them with their
-    defaults, and `moeserve generate --help` describes each one.
+    Keyword arguments are settings, most of which have vLLM's names. `help(moeserve.LLM.__init__)` describes each one,
+    and so does `moeserve generate --help`.
 
     Several threads may call one LLM, and several streams may be open. Their requests share every engine step.
 
@@ -45,14 +49,20 @@ class LLM:
         EngineError: a process of the engine could not be started.
     """
 
+    @lists_settings
     def __init__(
-        self, model: str | os.PathLike[str] | None = None, *, show_progress: bool = True, **settings: Any
+        self,
+        model: str | os.PathLike[str] | None = None,
+        *,
+        show_progress: bool = True,
+        **settings: Unpack[SettingArguments],
     ) -> None:
-        """
+        """Load a model.
+
         Args:
             model: checkpoint folder in Hugging Face layout; None: the default model.
             show_progress: on a terminal, draw progress bars while building the default model and loading weights.
-            settings: see the class.
+            settings: as described below.
         """
         started = start_engine(parse_settings({"model": model, **settings}), show_progress=show_progress)
         self.session, self.codec = started.open_session(), started.texts.codec
@@ -305,19 +315,3 @@ class LLM:
     def _require_experts(self) -> None:
         if not self._has_experts:
             raise SettingsError(f"the model in {self.config.model_path} has no experts")
-
-
-def signature_with_settings(init: Any) -> inspect.Signature:
-    """Return a constructor's signature that lists every setting by name, for `help` and editors."""
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    parameters = list(inspect.signature(init).parameters.values())[:-1]  # all but **settings
-    for group in Settings.groups().values():
-        for setting in dataclasses.fields(group):
-            if setting.name != "model":
-                parameters.append(
-                    inspect.Parameter(setting.name, keyword, default=setting.default, annotation=setting.type)
-                )
-    return inspect.Signature(parameters)
-
-
-LLM.__init__.__signature__ = signature_with_settings(LLM.__init__)  # type: ignore[attr-defined]

@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _parser(()).error(f"a command is missing: {', '.join(COMMANDS)}; see --help")
     command: Parser = options.parser
     if unknown:
-        command.refuse(unknown[0])
+        command.refuse(next((argument for argument in unknown if argument.startswith("-")), unknown[0]))
     start_log(logging.INFO if options.verbose else logging.WARNING)
     try:
         if command.settings:
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except MoeserveError as error:
         if options.verbose:
             logging.exception("failed")
-        print(f"moeserve: {error}", file=sys.stderr)
+        print(f"moeserve: {command.as_flags(str(error))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

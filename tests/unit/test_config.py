@@ -101,7 +101,7 @@ def test_given_values_are_kept() -> None:
         ("block-size", 3, "'block_size'"),
         ("gpu_memory_utilisation", 0.9, "'gpu_memory_utilization'"),
         ("quux", 3, "max_num_seqs"),
-        ("max_num_seqs", 0, "max_num_seqs=0 must be an integer from 1 to 2147483647"),
+        ("max_num_seqs", 0, "max_num_seqs=0 must be an integer from 1 to 2**31 - 1"),
         ("max_num_seqs", "many", "max_num_seqs='many'"),
         ("max_num_seqs", True, "max_num_seqs=True"),
         ("block_size", -1, "block_size=-1"),
