@@ -173,8 +173,9 @@ documents: $(INSTALLED)
 	$(VENV)/bin/python tests/setting_arguments.py --check
 	$(VENV)/bin/python tests/check_documents.py
 
-# Also as on macOS, where the standard library lacks some functions.
+# Also as on macOS, where the standard library lacks some functions, and as users check their programs.
 types: package
+	$(VENV)/bin/python tests/check_types.py
 	cd $(PACKAGE) && for platform in linux darwin; do "$(BIN)/mypy" --platform $$platform \
 		--config-file "$(CURDIR)/pyproject.toml" --cache-dir "$(CURDIR)/.mypy_cache/$$platform" || exit 1; done
 

@@ -59,16 +59,18 @@ _MODULES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        # Torch makes half a million objects, none of them garbage; Python would look for some after every 700.
-        thresholds = gc.get_threshold()
-        gc.set_threshold(thresholds[0] and 50_000, *thresholds[1:])
-        try:
-            return getattr(importlib.import_module(_MODULES[name]), name)
-        finally:
-            gc.set_threshold(*thresholds)
-    raise AttributeError(f"module 'moeserve' has no attribute {name!r}")
+if not TYPE_CHECKING:  # otherwise type checkers would accept every name
+
+    def __getattr__(name: str) -> Any:
+        if name in _MODULES:
+            # Torch makes half a million objects, none of them garbage; Python would look for some after every 700.
+            thresholds = gc.get_threshold()
+            gc.set_threshold(thresholds[0] and 50_000, *thresholds[1:])
+            try:
+                return getattr(importlib.import_module(_MODULES[name]), name)
+            finally:
+                gc.set_threshold(*thresholds)
+        raise AttributeError(f"module 'moeserve' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -108,16 +108,16 @@ class LLM:
         Args:
             prompts: a text, a list of token ids, or {"prompt_token_ids": [...]} or {"prompt": "..."}; or a list of
                 these. The dicts may have a "cache_salt": only prompts with equal salts share cached prefixes.
-                sampling_params: one for all prompts, or one for each; None: `get_default_sampling_params()`.
-                use_tqdm: draw a progress bar if on a terminal.
+            sampling_params: one for all prompts, or one for each; None: `get_default_sampling_params()`.
+            use_tqdm: draw a progress bar if on a terminal.
 
-            Returns:
-                One output for each prompt, in the same order.
+        Returns:
+            One output for each prompt, in the same order.
 
         Raises:
-                RequestError: a prompt or a parameter cannot be served. No prompt was started.
-                EngineError: a prompt failed, or the engine has failed or was shut down. Unless the engine has failed,
-                    the other prompts finish before this is raised. The `outputs` of the error are those of all prompts.
+            RequestError: a prompt or a parameter cannot be served. No prompt was started.
+            EngineError: a prompt failed, or the engine has failed or was shut down. Unless the engine has failed,
+                the other prompts finish before this is raised. The `outputs` of the error are those of all prompts.
         """
         params = self._default_params if sampling_params is None else sampling_params
         waiting = deque(self.session.frontend.encode(prompts, params))  # prompts that wait for room in the queue
@@ -284,10 +284,10 @@ class LLM:
             data_parallel_size: the new number of replicas. If it is the current one, nothing happens.
 
         Raises:
-                SettingsError: the model, the machine or another setting does not allow this number.
-                ScalingInProgressError: another call is already changing the number.
-                ScaleError: the new replicas could not be started, and the old ones still serve; or the engine failed
-                    during the change, and was handled according to `on_failure`.
+            SettingsError: the model, the machine or another setting does not allow this number.
+            ScalingInProgressError: another call is already changing the number.
+            ScaleError: the new replicas could not be started, and the old ones still serve; or the engine failed
+                during the change, and was handled according to `on_failure`.
             EngineError: the engine was shut down, or has failed.
         """
         changed = self.session.scale(data_parallel_size)

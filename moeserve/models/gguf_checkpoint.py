@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moeserve.config.environment import cache_folder
-from moeserve.errors import CheckpointError
+from moeserve.errors import CheckpointError, shown
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.gguf_architectures import ARCHITECTURES, File, Part
 from moeserve.models.gguf_file import ROPE_FACTORS, as_written, dequantised, llama3_scaling, open_gguf
@@ -31,6 +31,7 @@ from moeserve.models.gguf_tensors import GgufTensor, HeadMapsTensor, SmallTensor
 from moeserve.models.gguf_tokenizer import write_tokenizer
 from moeserve.models.quantization import CheckpointTensor
 from moeserve.models.tokenizer_files import UNREAD_TOKENIZER
+from moeserve.models.unsupported import dense_model, unknown_in_gguf
 
 if TYPE_CHECKING:
     import gguf
@@ -158,15 +159,16 @@ def _write_companions(files: list[Path], folder: Path) -> None:
 def _architecture_of(metadata: ConfigValues) -> tuple[str, ConfigValues]:
     """Return the name of the architecture, and the metadata that begin with it, under the rest of their keys."""
     name = metadata.values.get("general.architecture")
-    if name not in ARCHITECTURES or not metadata.integer(f"{name}.expert_count", 0, low=0):
-        raise metadata.wrong(
-            "general.architecture",
-            f"with {name}.expert_count={metadata.values.get(f'{name}.expert_count', 0)} is not supported; supported: "
-            f"{', '.join(ARCHITECTURES)}, with experts (`moeserve upcycle` turns dense Llama models into Mixtral ones)",
-        )
+    if not isinstance(name, str):
+        raise metadata.wrong("general.architecture", "must be a text")
+    if not metadata.integer(f"{name}.expert_count", 0, low=0):
+        refusal = None if name == "llama" else f"general.architecture={shown(name)} is not llama"
+        raise dense_model(metadata.path, name, metadata.path, refusal)
+    if name not in ARCHITECTURES:
+        raise unknown_in_gguf(metadata.path, name, ARCHITECTURES)
     prefix = f"{name}."
     own = {key[len(prefix) :]: value for key, value in metadata.values.items() if key.startswith(prefix)}
-    return str(name), ConfigValues(metadata.path, own, prefix)
+    return name, ConfigValues(metadata.path, own, prefix)
 
 
 def _config_of(metadata: ConfigValues, tensors: Mapping[str, tuple[Path, gguf.ReaderTensor]]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from moeserve.models.family import Family
 from moeserve.models.gguf_names import with_gguf_names
 from moeserve.models.model_config import ModelConfig
 from moeserve.models.tied_head import stored_head_is_tied
+from moeserve.models.unsupported import unsupported
 from moeserve.models.weight_format import WeightFormat, read_weight_format
 
 logger = logging.getLogger(__name__)
@@ -127,10 +128,7 @@ def describe(folder: str | Path, model_impl: Literal["auto", ModelImplName] = "a
 
         family = family_of(architecture)
     elif architecture not in FAMILIES:
-        raise CheckpointError(
-            f"{config.path}: architecture {architecture!r} is not supported; supported: {', '.join(sorted(FAMILIES))}; "
-            "model_impl='transformers' runs other MoE models through transformers' code"
-        )
+        raise unsupported(config, architecture, FAMILIES)
     else:
         family = FAMILIES[architecture]
     is_said_to_be_tied = config.values.get(TIED) is True

@@ -251,8 +251,9 @@ def test_a_file_in_parts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("metadata", "says"),
     [
-        ({"general.architecture": "mamba"}, r"general\.architecture='mamba'.*not supported"),
-        ({"general.architecture": "llama"}, r"llama\.expert_count=0.*upcycle"),
+        ({"general.architecture": "mamba"}, "mamba is a dense model.*is not llama"),
+        ({"general.architecture": "llama"}, r"moeserve upcycle \S+/other\.gguf other-moe"),
+        ({"general.architecture": "qwen9moe", "qwen9moe.expert_count": 8}, "'qwen9moe' is not supported.*qwen3moe"),
     ],
 )
 def test_other_models_are_refused(tmp_path: Path, metadata: dict[str, Any], says: str) -> None:
