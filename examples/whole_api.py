@@ -38,7 +38,7 @@ def complete(llm: LLM, folder: Path) -> None:
     print(llm.config.dtype, llm.config.max_model_len, sum(llm.expert_load().tokens_of_expert[0]) > 0)
     llm.save_placement(folder / "placement.json")
     try:
-        llm.generate([5], SamplingParams(max_tokens=10_000, min_tokens=9_000))
+        llm.generate([10**6], GREEDY)
     except moeserve.RequestError as error:
         print(f"refused: {error.parameter}")
 

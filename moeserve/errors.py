@@ -112,27 +112,25 @@ def nearest(
 def near_names(word: str, known: Iterable[str]) -> list[str]:
     """Return the known names that a user may have meant by a word, at most three; empty if none is near.
 
-    They are the names with the fewest typing errors, or those of which the word is the beginning, or whole words, and
-    at least half. Upper and lower case, and "-" and "_", count as equal.
+    They are, in this order of preference: the same name in another spelling (upper or lower case, "-" or "_"); names
+    with the fewest typing errors; names of which the word is at least half, in whole words; names that begin with the
+    word. In words of three letters, nearly any word is a typing error of another, so that whole words come first.
     """
     word = _normalised(word)
+    names = {name: _normalised(name) for name in known}
     most = min(len(word) // 3, 1 + len(word) // 8, 3)  # as many errors as leave no doubt
-    errors = {name: _num_typing_errors(word, _normalised(name), most) for name in known}
-    fewest = min(errors.values(), default=most + 1)
-    if fewest <= most:
+    errors = {name: _num_typing_errors(word, text, most) for name, text in names.items()}
+    fewest = min(errors.values(), default=0)
+    near = [name for name, text in names.items() if f"_{word}_" in f"_{text}_" and 2 * len(word) >= len(text)]
+    if fewest <= most and (fewest == 0 or len(word) > 3 or not near):
         near = [name for name, number in errors.items() if number == fewest]
-    else:
-        near = [name for name in errors if _contains(_normalised(name), word)]
+    if not near and len(word) > 3:
+        near = [name for name, text in names.items() if text.startswith(word)]
     return near if len(near) <= MAX_NEAR else []
 
 
 def _normalised(name: str) -> str:
     return name.replace("-", "_").lower()
-
-
-def _contains(name: str, word: str) -> bool:
-    is_part = name.startswith(word) or f"_{word}_" in f"_{name}_"
-    return is_part and len(word) > 2 and 2 * len(word) >= len(name)
 
 
 def _num_typing_errors(word: str, name: str, most: int) -> int:
@@ -151,6 +149,8 @@ def _num_typing_errors(word: str, name: str, most: int) -> int:
             if i > 1 and j > 1 and letter == name[j - 2] and word[i - 2] == other:
                 number = min(number, before[j - 2] + 1)
             current.append(number)
+        if min(current) > most:
+            return most + 1
         before, last = last, current
     return min(last[-1], most + 1)
 

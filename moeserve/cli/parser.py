@@ -44,7 +44,11 @@ class Parser(argparse.ArgumentParser):
         flag, _, _ = argument.partition("=")
         if not flag.startswith("-"):
             self.error(f"unexpected argument {argument!r}")
-        flags = {name.lstrip("-"): name for name in self._option_string_actions}
+        flags = {
+            name.lstrip("-"): name
+            for name in self._option_string_actions
+            if flag.startswith("--no-") or not name.startswith("--no-")
+        }
         self.error(f"unknown flag {flag}: {nearest(flag.lstrip('-'), flags, shown_as=flags, otherwise='see --help')}")
 
     def as_flags(self, text: str) -> str:

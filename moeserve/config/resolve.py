@@ -38,6 +38,10 @@ WITHOUT_NCCL = (  # text that follows the name of a torch installation in messag
     "was built without NCCL, which ranks on GPUs need; install one for CUDA (https://pytorch.org/get-started), "
     "or use one rank, or device='cpu'"
 )
+INSTALL_COMPILER = (  # what to do without the C++ kernels, as messages end
+    "install a C++17 compiler, such as g++ (on Debian and Ubuntu: apt install g++; on ARM also clang++), and then "
+    "moeserve again"
+)
 _DTYPE_OF_ALIAS = {"half": "float16", "float": "float32"}
 
 
@@ -447,8 +451,8 @@ def _check_device(model: ModelSettings, device: str, dtype: DtypeName, machine: 
         raise SettingsError(f"{what} does not support dtype='float16'; use dtype='bfloat16' or 'float32'")
     elif not machine.has_kernels:
         raise SettingsError(
-            f"{what} needs the C++ kernels, and moeserve was installed without them. Install a C++17 compiler (g++ or "
-            "clang++) and install moeserve again, or leave quantization out"
+            f"{what} needs the C++ kernels, and moeserve was installed without them; leave quantization out, or "
+            f"{INSTALL_COMPILER}"
         )
 
 
@@ -486,7 +490,7 @@ def _check_batch_invariant(
     elif device == "cpu" and dtype == "float16":
         refusal = "dtype='float16' on a CPU; use 'bfloat16' or 'float32'"
     elif device == "cpu" and not machine.has_kernels:
-        refusal = "an installation without the C++ kernels; install a C++17 compiler, and moeserve again"
+        refusal = f"an installation without the C++ kernels; {INSTALL_COMPILER}"
     elif device == "cuda" and not machine.has_triton:
         refusal = "an installation without triton (pip install 'moeserve[cuda]')"
     elif model.quantization == "fp8":

@@ -25,7 +25,7 @@ EXPECTED = {
     ),
     "whole_api.py": (
         "",
-        ["Paris", "London", "bfloat16 512 True", "refused: min_tokens", "mine True", "True False", "top_p=2.0 must be"],
+        ["Paris", "London", "bfloat16 512 True", "refused: prompt", "mine True", "True False", "top_p=2.0 must be"],
     ),
     "disaggregated/serve_and_ask.py": (
         "",

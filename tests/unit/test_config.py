@@ -100,7 +100,7 @@ def test_given_values_are_kept() -> None:
         ("max_nm_seqs", 3, "'max_num_seqs'"),
         ("block-size", 3, "'block_size'"),
         ("gpu_memory_utilisation", 0.9, "'gpu_memory_utilization'"),
-        ("quux", 3, "max_num_seqs"),
+        ("quux", 3, "help(moeserve.LLM"),
         ("max_num_seqs", 0, "max_num_seqs=0 must be an integer from 1 to 2**31 - 1"),
         ("max_num_seqs", "many", "max_num_seqs='many'"),
         ("max_num_seqs", True, "max_num_seqs=True"),
@@ -135,6 +135,30 @@ def test_given_values_are_kept() -> None:
 )
 def test_wrong_values_are_refused_by_name(option: str, value: object, named: str) -> None:
     assert_refused(option, named, **{option: value})
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        ({"method": "eagle"}, "method='eagle', which must be one of 'ngram', 'mtp'"),
+        ({"method": None, "num_speculative_tokens": 4}, "method=None"),
+        (
+            {"method": "ngram", "num_speculative_tokens": 65},
+            "num_speculative_tokens=65, which must be",
+        ),
+        ({"method": "ngram", "num_speculative_tokens": "4"}, "num_speculative_tokens='4'"),
+        ({"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 0}, "prompt_lookup_min=0"),
+        ({"methd": "ngram"}, "'methd': did you mean 'method'?"),
+        ({"model": "draft", "num_speculative_tokens": 4}, "'model': known are: method, "),
+        ({"method": "ngram"}, "lacks num_speculative_tokens"),
+        ({}, "lacks method, num_speculative_tokens"),
+        ({5: 6}, "unknown key 5"),
+        ("ngram", "must be a dict"),
+        ([], "must be a dict"),
+    ],
+)
+def test_wrong_keys_of_nested_settings_are_named(value: object, named: str) -> None:
+    assert_refused("speculative_config=", named, speculative_config=value)
 
 
 @pytest.mark.parametrize(

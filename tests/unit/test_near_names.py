@@ -19,8 +19,8 @@ PARAMETERS = [field.name for field in dataclasses.fields(SamplingParams)]
 
 
 def with_typing_errors(name: str) -> Iterator[str]:
-    """Yield a name with one letter missing, doubled or wrong, or two letters swapped, and in other spellings."""
-    for place, letter in enumerate(name):
+    """Yield a name with every third letter missing, doubled, wrong or swapped with the next, and in other spellings."""
+    for place, letter in [*enumerate(name)][::3]:
         yield name[:place] + name[place + 1 :]
         yield name[:place] + letter + name[place:]
         yield name[:place] + ("x" if letter != "x" else "y") + name[place + 1 :]
@@ -42,6 +42,8 @@ def test_every_typing_error_finds_its_name(known: list[str]) -> None:
     ("typed", "meant"),
     [
         ("modle", ["model"]),
+        ("threads", ["num_threads"]),
+        ("trust", ["trust_remote_code"]),
         ("max_num_batched", ["max_num_batched_tokens"]),
         ("num_seqs", ["max_num_seqs"]),
         ("tensor_parallel", ["tensor_parallel_size"]),
@@ -75,6 +77,7 @@ def test_python_users_read_python_names() -> None:
 
 
 def test_several_equally_near_names_are_suggested() -> None:
+    assert near_names("top", PARAMETERS) == ["top_p", "top_k"]
     assert nearest("top_q", PARAMETERS).endswith("'top_k' or 'top_p'?")
     with pytest.raises(RequestError, match="'top_k' or 'top_p'"):
         SamplingParams(top_q=1)  # type: ignore[call-arg]
