@@ -15,6 +15,12 @@ from moeserve.config.vllm_names import VllmSettings
 from moeserve.errors import SettingsError, nearest
 
 GPUS_PER_NODE = 8
+# A setting in a text, maybe with its value. Parts of paths, attributes, calls and quoted texts are no settings.
+_VALUE = r"""'[^']*'|"[^"]*"|\[[\d, ]*\]|\{[^}]*\}|[\w+-]+(?:\.\w+)*"""
+_SETTING = re.compile(rf"""(?<![\w./'"-])(?P<name>[a-z]\w+)(?:=(?P<value>{_VALUE}))?(?![\w/=(])""")
+_END_OF_FILE_NAME = re.compile(r"\.[a-z]+: $")
+_SWITCHES = {"True": "--", "False": "--no-"}
+_QUOTES = "'\""
 
 
 class Parser(argparse.ArgumentParser):
@@ -70,7 +76,9 @@ class Parser(argparse.ArgumentParser):
                 return flag if "_" in name else name
             if isinstance(self._option_string_actions[flag], argparse.BooleanOptionalAction) and value in _SWITCHES:
                 return flag.replace("--", _SWITCHES[value], 1)
-            return f"{flag} {value.strip(_QUOTES)}"
+            if value.startswith("["):
+                value = value[1:-1].replace(" ", "")
+            return f"{flag} {value if ' ' in value else value.strip(_QUOTES)}"
 
         return _SETTING.sub(as_flag, text)
 
@@ -80,14 +88,6 @@ class Parser(argparse.ArgumentParser):
             if action.help not in (None, argparse.SUPPRESS):
                 action.help = self.as_flags(str(action.help))
         return super().format_help()
-
-
-_SETTING = re.compile(
-    r"""(?<![\w.-])(?P<name>[a-z]\w+)(?:=(?P<value>'[^' ]*'|"[^" ]*"|[\w+-]+(?:\.\w+)*))?(?![\w=(])"""
-)
-_END_OF_FILE_NAME = re.compile(r"\.[a-z]+: $")
-_SWITCHES = {"True": "--", "False": "--no-"}
-_QUOTES = "'\""
 
 
 def _leave(options: argparse.Namespace, rest: list[str]) -> list[str]:

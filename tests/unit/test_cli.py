@@ -145,6 +145,32 @@ def test_the_prompt_may_be_the_last_positional_argument(
     assert (options.model_folder, options.prompt) == (model, prompts)
 
 
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("kv_file='f' needs kv_host_memory", "--kv-file f needs --kv-host-memory"),
+        ("enable_prefix_caching=True, not False", "--enable-prefix-caching, not False"),
+        ("enable_prefix_caching=False", "--no-enable-prefix-caching"),
+        ("expert_parallel=True", "--expert-parallel True"),
+        ("pipeline_layers=[4, 4] has", "--pipeline-layers 4,4 has"),
+        ("kv_host_memory='4 GiB'.", "--kv-host-memory '4 GiB'."),
+        ("gpu_memory_utilization=0.9.", "--gpu-memory-utilization 0.9."),
+        ("the seed of a model: seed=3", "the seed of a model: --seed 3"),
+        # no settings
+        *(
+            (text, text)
+            for text in ("c/config.json: dtype='int8'", "s.yaml: max_num_seqs=0", "/a/kv_folder/b, kv_folder/b")
+        ),
+        *((text, text) for text in ("'kv_folder'", "LLM.seed=1", "hidden_size=3")),
+    ],
+)
+def test_messages_write_settings_as_flags(text: str, shown: str) -> None:
+    command = Parser()
+    generate.add_arguments(command)
+    assert command.as_flags(text) == shown
+    assert command.as_flags(shown) == shown
+
+
 def test_plan_and_simulate_share_the_flags_of_a_cluster() -> None:
     command = Parser()
     add_cluster(command)
