@@ -198,7 +198,8 @@ def judged(truth: Truth, device: str, dtype: torch.dtype, tokens: Tensor) -> tup
 def generate(truth: Truth, device: str, comparison: Comparison) -> tuple[Tensor, Tensor]:
     """Run all prompts at once, so that steps mix prefill and decode. Return tokens and their log-probabilities."""
     params = SamplingParams(temperature=0, max_tokens=len(truth.tokens[0]), ignore_eos=True, logprobs=1)
-    with LLM(truth.folder.name, dtype=comparison.dtype, device=device, **SETTINGS | dict(comparison.settings)) as llm:
+    settings: dict[str, Any] = SETTINGS | dict(comparison.settings) | {"dtype": comparison.dtype, "device": device}
+    with LLM(truth.folder.name, **settings) as llm:
         outputs = [output.outputs[0] for output in llm.generate(truth.prompts, params, use_tqdm=False)]
     logprobs = [
         [place[token].logprob for place, token in zip(output.logprobs or (), output.token_ids, strict=True)]
