@@ -40,7 +40,7 @@ EXTERNAL = {
     *("CUDA_VISIBLE_DEVICES", "PIP_EXTRA_INDEX_URL", "RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT", "OMPProcessManager"),
     *("maxItems", "maxLength", "oneOf", "uniqueItems", "unevaluatedProperties"),  # keywords of JSON schemas
     *("RAY_worker_niceness", "n_batch", "n_ubatch", "script.py", "sitecustomize.py", "llama.cpp", "ik_llama.cpp"),
-    "settings.yaml",
+    *("settings.yaml", "save_original_format"),
 }
 EXTERNAL_FLAGS = {
     *("--extra-index-url", "--local-dir", "--min-nodes", "--no-deps", "--no-index", "--only-binary", "--python-version")
