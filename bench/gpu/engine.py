@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import functools
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from moeserve import LLM, SamplingParams
-from moeserve.bench.gpu.parts import Row
+from moeserve.bench.gpu.parts import Item, Job, Row, one_row
 
 SMALLEST_GAP = 4e-3  # minimum gap of the two largest logits; float32 results differ by less than 1e-4
 ROOM = 3.0
@@ -100,6 +101,12 @@ class Truth(NamedTuple):
     attention: str  # implementation of attention in transformers
     prompts: list[list[int]]
     tokens: list[list[int]]
+
+
+def items(job: Job) -> Iterator[Item]:
+    """Yield the comparisons."""
+    for each in REHEARSED if job.on_cpu else COMPARISONS:
+        yield each.name, partial(one_row, compare, each, job.device, job.seed)
 
 
 def compare(comparison: Comparison, device: str, seed: int) -> Row:
