@@ -55,10 +55,15 @@ def gptq(bits: int, *, is_reordered: bool = False) -> Callable[[str, Tensor], En
     return encode_weight
 
 
-DYNAMIC = {
-    "+:.*self_attn.*": {"bits": 8, "group_size": 32},
-    "+:.*layers\\.1\\..*w2": {"bits": 3},
-    "-:.*layers\\.0\\..*w1": {},
+OF_GPTQMODEL = {
+    "quant_method": "gptq",
+    "bits": 4,
+    "group_size": 32,
+    "dynamic": {
+        "+:.*self_attn.*": {"bits": 8, "group_size": 32},
+        "+:.*layers\\.1\\..*w2": {"bits": 3},
+        "-:.*layers\\.0\\..*w1": {},
+    },
 }
 OF_AUTO_ROUND = {
     "quant_method": "auto-round",
@@ -73,12 +78,13 @@ OF_AUTO_ROUND = {
 }
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("is_reordered", [False, True])
-@pytest.mark.parametrize("library", ["gptqmodel", "auto-round"])
-def test_several_sizes_of_codes_in_one_checkpoint(library: str, is_reordered: bool, tp: int, tmp_path: Path) -> None:
-    if library == "auto-round" and (is_reordered or tp > 1):
-        pytest.skip("auto-round packs like gptqmodel")
+@pytest.mark.parametrize(
+    ("quantization", "is_reordered", "tp"),
+    [(OF_GPTQMODEL, False, 1), (OF_GPTQMODEL, True, 1), (OF_GPTQMODEL, True, 2), (OF_AUTO_ROUND, False, 1)],
+)
+def test_several_sizes_of_codes_in_one_checkpoint(
+    quantization: dict[str, Any], is_reordered: bool, tp: int, tmp_path: Path
+) -> None:
     original = original_of(tmp_path, "mixtral", hidden_size=64, intermediate_size=96)
 
     def encode_weight(name: str, weight: Tensor) -> Encoded | None:
@@ -88,8 +94,8 @@ def test_several_sizes_of_codes_in_one_checkpoint(library: str, is_reordered: bo
         return gptq(bits, is_reordered=is_reordered)(name, weight)
 
     encoded, decoded = encoded_and_decoded(load_file(original.folder / "model.safetensors"), encode_weight)
-    config = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": is_reordered, "dynamic": DYNAMIC}
-    assert_twins(tmp_path, original, encoded, decoded, OF_AUTO_ROUND if library == "auto-round" else config, tp=tp)
+    config = quantization | {"desc_act": is_reordered}
+    assert_twins(tmp_path, original, encoded, decoded, config, tp=tp)
 
 
 # --- experts in one tensor
