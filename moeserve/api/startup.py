@@ -150,11 +150,11 @@ def read_texts(config: EngineConfig, codec: TextCodec | None = None) -> TextPart
     codec = codec or TextCodec.load(config.tokenizer_path)
     defaults = registry.read_generation_defaults(config.model_path)
     try:
-        default_params = SamplingParams() if config.generation_config == "vllm" else SamplingParams(**defaults.sampling)
+        default_params = SamplingParams(**defaults.sampling) if config.has_generation_config else SamplingParams()
     except RequestError as error:
         raise CheckpointError(f"{config.model_path}: generation_config.json: {error}") from None
     try:
-        default_params = dataclasses.replace(default_params, **config.override_generation_config)
+        default_params = dataclasses.replace(default_params, **dict(config.override_generation_config))
     except RequestError as error:
         raise SettingsError(f"override_generation_config: {error}") from None
     eos_token_ids = sorted({*defaults.eos_token_ids, *(codec.eos_token_ids if codec else [])})

@@ -208,8 +208,8 @@ def resolve(
         seed=model.seed or 0,
         max_model_len=longest or checkpoint.max_position_embeddings,
         max_model_len_may_shrink=longest is None,
-        generation_config=model.generation_config,
-        override_generation_config=dict(model.override_generation_config or {}),
+        has_generation_config=model.generation_config == "auto",
+        override_generation_config=tuple((model.override_generation_config or {}).items()),
         block_size=cache.block_size or default_block_size(has_entries=checkpoint.has_entries),
         has_float8_cache=has_float8_cache,
         kv_cache_memory=None

@@ -390,8 +390,8 @@ class EngineConfig:
     packed_cache: int  # bytes
     seed: int
     max_model_len: int
-    generation_config: Literal["auto", "vllm"]
-    override_generation_config: dict[str, Any]
+    has_generation_config: bool  # sampling parameters of generation_config.json are the defaults
+    override_generation_config: tuple[tuple[str, Any], ...]  # sampling parameters that replace these defaults
     max_model_len_may_shrink: bool  # True if the user did not set it, so that a small KV cache may reduce it
     block_size: int
     has_float8_cache: bool  # keys and values are 8-bit floats; otherwise they have `dtype`

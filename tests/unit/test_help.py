@@ -79,6 +79,6 @@ def test_public_names_are_listed_before_they_are_imported() -> None:
         "assert {*moeserve.__all__} <= {*dir(moeserve)}\n"
         "assert 'torch' not in sys.modules\n"
         "completer = rlcompleter.Completer({'moeserve': moeserve})\n"
-        "assert completer.complete('moeserve.Async', 0) == 'moeserve.AsyncLLM('\n"
+        "assert completer.complete('moeserve.AsyncLLM', 0) == 'moeserve.AsyncLLM('\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
