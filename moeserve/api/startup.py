@@ -88,7 +88,12 @@ def start_engine(settings: Settings, *, show_progress: bool) -> StartedEngine:
     has_draft_layer = drafting is not None and drafting.method == "mtp"
     facts = default_model.FACTS
     if folder is not None:
-        facts = registry.read_facts(folder, settings.model.model_impl, with_draft_layer=has_draft_layer)
+        facts = registry.read_facts(
+            folder,
+            settings.model.model_impl,
+            with_draft_layer=has_draft_layer,
+            hf_overrides=settings.model.hf_overrides,
+        )
     with contextlib.ExitStack() as cleanup:
         cluster = _find_cluster(settings.parallel)
         if cluster is not None:
@@ -148,7 +153,7 @@ def read_texts(config: EngineConfig, codec: TextCodec | None = None) -> TextPart
         CheckpointError: one of them cannot be used.
     """
     codec = codec or TextCodec.load(config.tokenizer_path)
-    defaults = registry.read_generation_defaults(config.model_path)
+    defaults = registry.read_generation_defaults(config.model_path, config.hf_overrides)
     try:
         default_params = SamplingParams(**defaults.sampling) if config.has_generation_config else SamplingParams()
     except RequestError as error:

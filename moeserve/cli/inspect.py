@@ -7,7 +7,7 @@ import dataclasses
 import json
 from pathlib import Path
 
-from moeserve.cli.parser import Parser, add_dtype, add_kv_cache_dtype, add_stages
+from moeserve.cli.parser import Parser, add_dtype, add_kv_cache_dtype, add_overrides, add_stages
 
 
 def add_arguments(command: Parser) -> None:
@@ -15,6 +15,7 @@ def add_arguments(command: Parser) -> None:
     add_dtype(command, "number format that memory is counted for; auto: the checkpoint's")
     add_kv_cache_dtype(command)
     add_stages(command)
+    add_overrides(command)
     command.add_argument("--json", action="store_true", help="print JSON, with bytes as numbers")
 
 
@@ -27,5 +28,6 @@ def run(options: argparse.Namespace) -> None:
         kv_cache_dtype=options.kv_cache_dtype,
         num_stages=options.pipeline_parallel_size,
         pipeline_layers=options.pipeline_layers,
+        hf_overrides=options.hf_overrides,
     )
     print(json.dumps(dataclasses.asdict(found), indent=2) if options.json else inspection.as_text(found))

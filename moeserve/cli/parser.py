@@ -198,6 +198,16 @@ def add_kv_cache_dtype(command: Parser) -> None:
     )
 
 
+def add_overrides(command: Parser) -> None:
+    """Add --hf-overrides."""
+    command.add_argument(
+        "--hf-overrides",
+        type=reader(dict[str, Any] | None),
+        metavar="JSON",
+        help="changes to config.json before it is read, as a JSON object; objects are merged",
+    )
+
+
 def add_cluster(command: Parser) -> None:
     """Add the flags for the checkpoint and the number of ranks, shared by `plan` and `simulate`."""
     command.add_argument("model", type=Path, metavar="MODEL", help="checkpoint folder; weights are not needed")

@@ -107,9 +107,7 @@ def resolve(
     device: Literal["cpu", "cuda"] = "cpu" if model.device == "auto" else model.device
     dtype = cast(DtypeName, _DTYPE_OF_ALIAS.get(model.dtype, model.dtype))
     if model.dtype == "auto":
-        dtype = checkpoint.dtype
-        if dtype == "float16" and model.quantization in ("int8", "int4"):
-            dtype = "bfloat16"  # kernels of quantised weights do not support float16, which many int4 checkpoints name
+        dtype = _dtype_of_checkpoint(checkpoint, device, model.quantization, machine)
     needs_load = (
         parallel.rebalance == "auto" or telemetry.expert_load_file is not None or telemetry.metrics_port is not None
     )
@@ -203,6 +201,7 @@ def resolve(
         batch_invariant=model.batch_invariant,
         load_format=model.load_format,
         ignore_unused_weights=model.ignore_unused_weights,
+        hf_overrides=model.hf_overrides,
         model_impl="moeserve" if model.model_impl == "auto" else model.model_impl,
         packed_cache=parse_bytes("packed_cache", model.packed_cache, least=0),
         seed=model.seed or 0,
@@ -565,11 +564,28 @@ def _check_expert_placement(parallel: ParallelSettings, checkpoint: CheckpointFa
         )
 
 
+def _dtype_of_checkpoint(
+    checkpoint: CheckpointFacts, device: str, quantization: str | None, machine: MachineFacts
+) -> DtypeName:
+    """Return the dtype to compute in if the user chooses none: the checkpoint's, unless that is slow."""
+    if checkpoint.dtype != "float16" or (device == "cuda" and quantization not in ("int8", "int4")):
+        return checkpoint.dtype
+    dtype: DtypeName = "bfloat16" if machine.has_kernels or device == "cuda" else "float32"
+    logger.warning(
+        "%s has weights in float16, for which there are no fast kernels here; computing in %s, unless "
+        "dtype='float16' is set",
+        checkpoint.path,
+        dtype,
+    )
+    return dtype
+
+
 def _check_transformers(settings: Settings) -> None:
     """Raise SettingsError for settings that need moeserve's own model code."""
     model, parallel = settings.model, settings.parallel
     chosen = {
         "quantization": (model.quantization, None),
+        "hf_overrides": (model.hf_overrides, None),
         "load_format": (model.load_format, "auto"),
         "batch_invariant": (model.batch_invariant, False),
         "rebalance": (parallel.rebalance, "off"),

@@ -66,6 +66,11 @@ class ModelSettings:
         "results depend on the request alone, to the bit, not on the batch or the layout; settings that exclude it are "
         "errors; slower on a GPU, no difference on a CPU, which does so wherever it can",
     )
+    hf_overrides: dict[str, Any] | None = setting(
+        None,
+        'changes to config.json before it is read, such as {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}; '
+        "objects are merged; none: no changes",
+    )
     load_format: Literal["auto", "dummy"] = setting("auto", "dummy: random weights; only config.json is read")
     ignore_unused_weights: bool = setting(
         False,
@@ -384,6 +389,7 @@ class EngineConfig:
     attention_backend: AttentionChoice
     product_backend: ProductChoice
     batch_invariant: bool  # batch invariance is required; CPU kernels may provide it in any case
+    hf_overrides: dict[str, Any] | None
     load_format: Literal["auto", "dummy"]
     ignore_unused_weights: bool
     model_impl: ModelImplName

@@ -61,8 +61,11 @@ def check(option: str, value: Any, group: type) -> Any:
     elif type(value).__module__ == "torch":  # torch.bfloat16
         value = str(value).removeprefix("torch.")
     try:
-        return convert(value, get_type_hints(group, include_extras=True)[option])
-    except ValueError as error:
+        converted = convert(value, get_type_hints(group, include_extras=True)[option])
+        if isinstance(converted, dict):
+            json.dumps(converted, allow_nan=False)
+        return converted
+    except (ValueError, TypeError, RecursionError) as error:
         help = next(field.metadata["help"] for field in dataclasses.fields(group) if field.name == option)
         raise SettingsError(f"{option}={shown(value)} {error} ({option}: {help})") from None
 

@@ -7,7 +7,8 @@ for a tensor that only other ranks need.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 
 from torch import Tensor, nn
 
@@ -29,6 +30,7 @@ from moeserve.models.draft_layer import DraftInput
 from moeserve.models.family import AttentionNames, Family, LayerNames, MoENames
 from moeserve.models.model_config import MLPConfig
 from moeserve.models.parallel_networks import ParallelNorms
+from moeserve.models.quantization import CheckpointTensor
 from moeserve.models.recurrent_mapping import convolution_rows, linear_attention_rows, summed_rows
 from moeserve.models.weight_loading import (
     Destination,
@@ -70,6 +72,19 @@ def destinations(model: Decoder, family: Family, names: Collection[str]) -> Dest
         return name in ignored or name.startswith(skipped)
 
     return Destinations(into, is_ignored, tuple(model.rotaries.frequencies))
+
+
+def with_stored_orientation(family: Family, tensors: Mapping[str, CheckpointTensor], hidden_size: int) -> Family:
+    """Return the family with the names for the stored orientation of the experts, if it has names for both.
+
+    One tensor of all experts of a layer is [experts, 2 * width, hidden], or transposed, [experts, hidden, 2 * width].
+    """
+    if len({names.is_transposed for names in family.names}) == 1:
+        return family
+    ends = tuple(f".{names.experts}.{names.fused[0]}" for names in family.names)
+    shape = next((tensor.shape for name, tensor in tensors.items() if name.endswith(ends)), (0, 0, hidden_size))
+    is_transposed = len(shape) == 3 and shape[2] != hidden_size
+    return replace(family, names=tuple(names for names in family.names if names.is_transposed == is_transposed))
 
 
 def _rows_of(model: Decoder, family: Family, names: Collection[str]) -> Iterator[Row]:

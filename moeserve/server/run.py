@@ -79,7 +79,11 @@ def _in_own_processes(engine_settings: Mapping[str, Any]) -> dict[str, Any]:
 def _with_expert_load(engine_settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the engine's settings, with periodic load windows if the model has experts."""
     folder = engine_settings.get("model")
-    facts = default_model.FACTS if folder is None else registry.read_facts(folder)
+    facts = (
+        default_model.FACTS
+        if folder is None
+        else registry.read_facts(folder, hf_overrides=engine_settings.get("hf_overrides"))
+    )
     window = {"expert_load_window": DEFAULT_LOAD_WINDOW} if facts.num_sparse_layers else {}
     return {**window, **engine_settings}
 

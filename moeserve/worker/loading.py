@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from moeserve.models.packed_cache_writer import CacheWriter, wait_for_cache_writ
 from moeserve.models.packing import PACKED_STATE_VERSION, Packer, adopt_state, packed_state
 from moeserve.models.summary import LoadingMemory, loading_memory
 from moeserve.models.weight_loading import fill_randomly, keep_int4, load_weights
-from moeserve.models.weight_mapping import destinations
+from moeserve.models.weight_mapping import destinations, with_stored_orientation
 from moeserve.moe.dispatch.factory import DispatcherFactory, DispatchShape, TorchDispatchers, open_dispatchers
 from moeserve.ops.interfaces import Kernels
 from moeserve.ops.select import select_kernels
@@ -56,7 +57,7 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
     Raises:
         CheckpointError: the weights do not fit in memory, or do not match the config.
     """
-    description = registry.describe(config.model_path, config.model_impl)
+    description = registry.describe(config.model_path, config.model_impl, config.hf_overrides)
     if config.has_draft_layer:
         description = description.with_draft_layer()
     dtype, device = getattr(torch, config.dtype), torch.device(config.device)
@@ -101,8 +102,9 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
     checkpoint = open_checkpoint(Path(config.model_path), weight_format)
     if (decoder_part := description.family.decoder_part) is not None:
         checkpoint = select_decoder(checkpoint, decoder_part)
+    family = with_stored_orientation(description.family, checkpoint.tensors, description.model.hidden_size)
     if config.quantization == "int4" and weight_format.is_int4:
-        keep_int4(checkpoint, destinations(model, description.family, checkpoint.names))
+        keep_int4(checkpoint, destinations(model, family, checkpoint.names))
     cache = PackedWeightCache(cache_folder() / "packed", config.packed_cache)
     # Rebalancing writes to the weights, so they must not be mapped from the cache or be in use by a cache writer.
     is_cached = (
@@ -117,7 +119,7 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
             return LoadedModel(model.eval(), mapped_bytes=sum(tensor.nbytes for tensor in state.values()))
         cache.remove(key)
     packer = Packer(model)
-    places = destinations(model, description.family, checkpoint.names)
+    places = destinations(model, family, checkpoint.names)
     load_weights(
         checkpoint,
         places,
@@ -188,6 +190,7 @@ def _cache_key(config: EngineConfig, model: Decoder, placements: Sequence[Placem
     return hash_key(
         PACKED_STATE_VERSION,
         fingerprint(files),
+        config.hf_overrides,
         config.dtype,
         config.quantization,
         model.context.kernels.instruction_set,
@@ -222,6 +225,7 @@ def _cache_facts(config: EngineConfig, model: Decoder) -> dict[str, str]:
     return {
         "version": str(STORED_ITEMS_VERSION),
         "model": sampled_digest(files),
+        "hf_overrides": json.dumps(config.hf_overrides, sort_keys=True),
         "dtype": config.dtype,
         "kv_cache_dtype": "fp8" if config.has_float8_cache else config.dtype,
         "quantization": str(config.quantization),

@@ -282,6 +282,16 @@ def test_the_form_of_transformers_is_read(
     assert_serves(tmp_path, reference, dtype="float32")
 
 
+@pytest.mark.parametrize("name", ["kimi-linear", "kimi-linear-odd", "kimi-k25"])
+def test_what_transformers_saves_by_default_is_read(
+    name: str, reference_named: Callable[[str], Reference], tmp_path: Path
+) -> None:
+    """The references of all other families are saved so; these have the names of published checkpoints."""
+    reference = reference_named(name)
+    reference.model.save_pretrained(tmp_path)
+    assert_serves(tmp_path, reference, dtype="float32")
+
+
 # --- a text model without the models beside it
 
 

@@ -58,8 +58,9 @@ def test_defaults_come_from_the_checkpoint_and_the_machine() -> None:
     assert config.tokenizer_path == "somewhere"
     assert decide(has_cuda=True).device == "cpu"  # a GPU is used only on request
     in_float16 = dataclasses.replace(FACTS, dtype="float16")  # as checkpoints of GPTQ and AWQ often are
-    assert decide(in_float16).dtype == "float16"
-    assert decide(in_float16, quantization="int4").dtype == "bfloat16"
+    assert decide(in_float16).dtype == decide(in_float16, quantization="int4").dtype == "bfloat16"
+    assert decide(in_float16, has_kernels=False).dtype == "float32"
+    assert decide(in_float16, dtype="float16").dtype == decide(in_float16, **ON_GPU).dtype == "float16"
     on_gpu = decide(quantization="fp8", has_kernels=False, attention_backend="flashinfer", **ON_GPU)
     assert (on_gpu.device, on_gpu.quantization, on_gpu.attention_backend) == ("cuda", "fp8", "flashinfer")
     assert on_gpu.product_backend == "measured"

@@ -67,6 +67,7 @@ def _read_delta_attention(config: ConfigValues) -> LinearAttentionConfig:
 BAILING_HYBRID = Family(
     name="Ling 3",
     architecture="BailingHybridForCausalLM",
+    model_type="bailing_hybrid",
     read=read,
     names=(MoENames(correction="mlp.gate.expert_bias"),),
     attention_names=AttentionNames(output="dense"),

@@ -67,7 +67,7 @@ def _read_rotated_layers(config: ConfigValues, num_layers: int) -> list[bool]:
 
 def _read_attention(config: ConfigValues) -> LatentAttentionConfig:
     config.refuse("q_lora_rank")
-    with_key = ConfigValues(config.path, config.values | {"q_lora_rank": None})
+    with_key = config.replaced(config.values | {"q_lora_rank": None})
     attention = read_latent_attention(with_key, is_interleaved=True)
     rotary = dataclasses.replace(attention.rotary, has_learned_factors=True)
     key_dim = config.integer("index_head_dim", high=2**14)
@@ -105,6 +105,7 @@ def _without_positions(attention: LatentAttentionConfig) -> LatentAttentionConfi
 MISTRAL_LARGE4 = Family(
     name="Mistral Large 4",
     architecture="MistralLarge4ForConditionalGeneration",
+    model_type="mistral_large4_text",
     read=read,
     names=(
         MoENames(
