@@ -43,7 +43,7 @@ class SettingArguments(TypedDict, total=False):
     """results depend on the request alone, to the bit, not on the batch or the layout; settings that exclude it are
     errors; slower on a GPU, no difference on a CPU, which does so wherever it can (True or False; default:
     False)."""
-    hf_overrides: dict | None
+    hf_overrides: Mapping[str, Any] | None
     """changes to config.json before it is read, such as {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}};
     objects are merged; none: no changes (a dict (in JSON, an object) or None; default: None)."""
     load_format: Literal["auto", "dummy"]
