@@ -60,6 +60,8 @@ DELTA = {
 }
 # By model_type: GGUF's name, and more keys
 FAMILIES: dict[str, tuple[str, dict[str, str]]] = {
+    "mixtral": ("llama", {"expert_count": "num_local_experts"}),
+    "qwen3_moe": ("qwen3moe", {"expert_count": "num_experts"}),
     "gpt_oss": ("gpt-oss", {"expert_count": "num_local_experts", "expert_feed_forward_length": "intermediate_size"}),
     "glm4_moe": ("glm4moe", DEEPSEEK),
     "dots1": ("dots1", DEEPSEEK),
@@ -334,7 +336,7 @@ def reordered(name: str, values: np.ndarray, config: Config, architecture: str) 
         values = values.squeeze(1)
     if "shared_expert_gate" in name or name.endswith("correction.bias"):
         values = values.squeeze()
-    if architecture.startswith("granite") and (match := re.search(r"\.([qk])_proj\.", name)):
+    if architecture in ("llama", "granitemoe", "granitehybrid") and (match := re.search(r"\.([qk])_proj\.", name)):
         num_heads = config["num_attention_heads" if match[1] == "q" else "num_key_value_heads"]
         values = values.reshape(num_heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
     if architecture == "granitehybrid" and name.endswith(("A_log", "mamba.D")):

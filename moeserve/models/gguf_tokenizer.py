@@ -7,6 +7,7 @@ for SmolLM2, does not normalise text for Qwen 2, and merges differently for Llam
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 WORD_BOUNDARY = "\u2581"  # SentencePiece replaces a space by this character
 
 
-def write_tokenizer(source: Path, metadata: dict[str, Any], folder: Path, *, max_length: int) -> None:
+def write_tokenizer(source: Path, metadata: Mapping[str, Any], folder: Path, *, max_length: int) -> None:
     """Write tokenizer.json and tokenizer_config.json, or nothing if the file has no vocabulary.
 
     Args:
@@ -53,7 +54,7 @@ def write_tokenizer(source: Path, metadata: dict[str, Any], folder: Path, *, max
     (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
 
 
-def _convert(source: Path, metadata: dict[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
+def _convert(source: Path, metadata: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
     """Return the tokenizer, and the entries of its tokenizer_config.json."""
     tokens = _without_duplicates(metadata["ggml.tokens"])
     id_of_token = {token: token_id for token_id, token in enumerate(tokens)}
@@ -105,7 +106,7 @@ def _without_duplicates(tokens: list[str]) -> list[str]:
     ]
 
 
-def _byte_level(metadata: dict[str, Any], id_of_token: dict[str, int], split: Split) -> Tokenizer:
+def _byte_level(metadata: Mapping[str, Any], id_of_token: dict[str, int], split: Split) -> Tokenizer:
     """Return a byte-level BPE tokenizer (GPT-2)."""
     merges = [tuple(merge.split(" ", 1)) for merge in metadata["ggml.merges"]]
     tokenizer = Tokenizer(BPE(id_of_token, merges, ignore_merges=split.ignore_merges))
@@ -116,7 +117,7 @@ def _byte_level(metadata: dict[str, Any], id_of_token: dict[str, int], split: Sp
     return tokenizer
 
 
-def _sentence_piece(metadata: dict[str, Any], type_of_token: dict[str, int]) -> Tokenizer:
+def _sentence_piece(metadata: Mapping[str, Any], type_of_token: dict[str, int]) -> Tokenizer:
     """Return a SentencePiece BPE tokenizer, which merges pieces in the order of their scores.
 
     A character without a piece is split into byte tokens.
