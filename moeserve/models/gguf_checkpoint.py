@@ -25,7 +25,7 @@ from moeserve.config.environment import cache_folder
 from moeserve.errors import CheckpointError, shown
 from moeserve.models.checkpoint import list_names
 from moeserve.models.config_values import ConfigValues
-from moeserve.models.gguf_architectures import ARCHITECTURES, File, Part
+from moeserve.models.gguf_architectures import ARCHITECTURES, File, Part, numbers_of_layers
 from moeserve.models.gguf_file import ROPE_FACTORS, TOKEN_ID_KEYS, as_written, llama3_scaling
 from moeserve.models.gguf_names import GgufName
 from moeserve.models.gguf_reader import Metadata, StoredArray, open_gguf
@@ -219,7 +219,7 @@ def _config_of(metadata: Metadata, tensors: Mapping[str, tuple[Path, StoredArray
         "num_hidden_layers": values.integer("block_count", high=2**12) - num_draft_layers,
         "num_nextn_predict_layers": num_draft_layers,
         "num_attention_heads": num_heads,
-        "num_key_value_heads": max(_numbers(values, "attention.head_count_kv", num_heads)),
+        "num_key_value_heads": max(numbers_of_layers(values, "attention.head_count_kv", num_heads)),
         "head_dim": head_dim,
         "attention_bias": "attn_q.bias" in kinds,
         "use_qk_norm": "attn_q_norm.weight" in kinds,
@@ -239,13 +239,6 @@ def _config_of(metadata: Metadata, tensors: Mapping[str, tuple[Path, StoredArray
         divisors = tensors[ROPE_FACTORS][1].read()
         config["rope_scaling"] = llama3_scaling(path, divisors, head_dim, theta)
     return config | ARCHITECTURES[name].config(File(values, kinds, config))
-
-
-def _numbers(values: ConfigValues, key: str, default: int) -> list[int]:
-    """Return the numbers of all layers, or the one for all of them."""
-    numbers = values.values.get(key, default)
-    is_list = isinstance(numbers, list) and numbers and all(type(each) is int for each in numbers)
-    return list(numbers) if is_list else [values.integer(key, default)]
 
 
 def _rope_scaling(values: ConfigValues) -> dict[str, Any] | None:
