@@ -332,6 +332,7 @@ ARCHITECTURES = {
     "llama": Architecture("MixtralForCausalLM", _WITH_WINDOW, parts=_paired_heads),
     "qwen2moe": Architecture("Qwen2MoeForCausalLM", _QWEN, {"norm_topk_prob": False}),
     "qwen3moe": Architecture("Qwen3MoeForCausalLM", _QWEN, {"norm_topk_prob": True}),
+    "qwen3vlmoe": Architecture("Qwen3MoeForCausalLM", _QWEN, {"norm_topk_prob": True}),
     "qwen3next": Architecture("Qwen3NextForCausalLM", _QWEN_DELTA, read=_read_delta, parts=_qwen3_next_parts),
     "qwen35moe": Architecture(
         "Qwen3_5MoeForConditionalGeneration", _QWEN_DELTA, read=_read_delta, parts=_qwen3_5_parts

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import logging
 import math
 import os
 import re
@@ -27,6 +28,7 @@ from moeserve.models.checkpoint import list_names
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.gguf_architectures import ARCHITECTURES, File, Part, numbers_of_layers
 from moeserve.models.gguf_file import ROPE_FACTORS, TOKEN_ID_KEYS, as_written, llama3_scaling
+from moeserve.models.gguf_layouts import resolved
 from moeserve.models.gguf_names import GgufName
 from moeserve.models.gguf_reader import Metadata, StoredArray, open_gguf
 from moeserve.models.gguf_tensors import GgufTensor, HeadMapsTensor, SmallTensor
@@ -35,7 +37,9 @@ from moeserve.models.quantization import CheckpointTensor
 from moeserve.models.tokenizer_files import UNREAD_TOKENIZER
 from moeserve.models.unsupported import dense_model, unknown_in_gguf
 
-_VERSION = 3  # format version of the cache folders; increase it when their files change
+logger = logging.getLogger(__name__)
+
+_VERSION = 4  # format version of the cache folders; increase it when their files change
 _PART = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")
 
 
@@ -84,7 +88,7 @@ def tensors_of(folder: Path) -> dict[str, CheckpointTensor]:
     parts = ARCHITECTURES[architecture].parts(values)
     found: dict[str, CheckpointTensor] = {}
     apart: dict[str, dict[str, GgufTensor]] = {}
-    for shard, stored in _tensors_in(files).values():
+    for shard, stored in resolved(_tensors_in(files).values()):
         name = GgufName.parse(stored.name)
         if name.kind in ("attn_k_b", "attn_v_b"):
             apart.setdefault(f"{name.prefix}self_attn.kv_b_proj.weight", {})[name.kind] = GgufTensor(shard, stored)
@@ -96,7 +100,7 @@ def tensors_of(folder: Path) -> dict[str, CheckpointTensor]:
             if stored.name != ROPE_FACTORS:
                 found[translated] = _reshaped(GgufTensor(shard, stored, part.rows, part.columns), name.kind)
     for full_name, maps in apart.items():
-        if maps.keys() >= {"attn_k_b", "attn_v_b"}:
+        if full_name not in found and maps.keys() >= {"attn_k_b", "attn_v_b"}:  # some files have both forms
             found[full_name] = HeadMapsTensor(maps["attn_k_b"], maps["attn_v_b"])
     return found
 
@@ -205,7 +209,11 @@ def _config_of(metadata: Metadata, tensors: Mapping[str, tuple[Path, StoredArray
     hidden_size = values.integer("embedding_length")
     head_dim = values.integer("attention.key_length", hidden_size // num_heads)
     of_tokenizer = ConfigValues(path, metadata.chosen(*TOKEN_ID_KEYS.values()))
-    ids = {kind: of_tokenizer.token_id(key, high=vocab_size - 1) for kind, key in TOKEN_ID_KEYS.items()}
+    ids = {kind: of_tokenizer.token_id(key) for kind, key in TOKEN_ID_KEYS.items()}
+    outside = [kind for kind, token_id in ids.items() if token_id is not None and token_id >= vocab_size]
+    for kind in outside:  # some files have ids of tokens that were never added
+        logger.warning("%s: %s=%d is outside the vocabulary and is not used", path, TOKEN_ID_KEYS[kind], ids[kind])
+        ids[kind] = None
     ends = list(dict.fromkeys(token_id for kind in ("eos", "eot", "eom") if (token_id := ids[kind]) is not None))
     theta = as_written(values.number("rope.freq_base", 10_000.0))
     num_draft_layers = values.integer("nextn_predict_layers", 0, low=0)
@@ -242,6 +250,8 @@ def _config_of(metadata: Metadata, tensors: Mapping[str, tuple[Path, StoredArray
 
 
 def _rope_scaling(values: ConfigValues) -> dict[str, Any] | None:
+    values.require("rope.scale_linear", 1.0)  # the key of 2023
+    values.require("rope.scaling.attn_factor", 1.0)
     kind = values.values.get("rope.scaling.type", "none")
     if kind == "none":
         return None

@@ -60,6 +60,7 @@ class StoredArray:
     kind: gguf.GGMLQuantizationType
     shape: tuple[int, ...]  # outermost dimension first
     data: np.ndarray  # view of the mapped file: numbers of `shape`, or [*shape[:-1], bytes of a row] uint8
+    scale: np.ndarray | None = None  # multiplies all values, or one for each slice of the first dimension
 
     def check(self) -> None:
         """Raise CheckpointError if the gguf package cannot dequantise tensors of this type."""
@@ -81,7 +82,11 @@ class StoredArray:
         values = self.data[rows]
         with np.errstate(all="ignore"):  # damaged scales give infinities
             values = values if self.kind.name in _PLAIN else dequantize(values, self.kind)
-            return np.array(values, dtype=np.float32)
+            values = np.array(values, dtype=np.float32)
+            if self.scale is not None:
+                scales = self.scale if self.scale.size == 1 else self.scale[rows]
+                values *= scales.reshape(-1, *[1] * (values.ndim - 1))
+            return values
 
 
 @dataclass(frozen=True)

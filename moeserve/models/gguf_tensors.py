@@ -52,7 +52,7 @@ class GgufTensor:
     @property
     def has_packed_groups(self) -> bool:
         """True for Q4_0, whose groups are those of packed weights."""
-        return self.stored.kind.name == "Q4_0" and self.columns is None
+        return self.stored.kind.name == "Q4_0" and self.stored.scale is None and self.columns is None
 
     def read_scales(self, read_rows: ReadRows, start: int, stop: int) -> Tensor:
         """Return the scales of Q4_0. With a negative scale, packed weights have code 15 - c for code c."""

@@ -78,7 +78,7 @@ def _convert(source: Path, metadata: Mapping[str, Any]) -> tuple[Tokenizer, dict
         (tokenizer.add_special_tokens if is_special else tokenizer.add_tokens)(added)
 
     special = {
-        name: None if (token_id := metadata.get(f"ggml.{key}_token_id")) is None else tokens[token_id]
+        name: tokens[token_id] if 0 <= (token_id := metadata.get(f"ggml.{key}_token_id", -1)) < len(tokens) else None
         for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
     }
     bos, eos = special["bos"], special["eos"]
@@ -92,9 +92,19 @@ def _convert(source: Path, metadata: Mapping[str, Any]) -> tuple[Tokenizer, dict
     return tokenizer, {
         "add_bos_token": bool(before),
         "add_eos_token": bool(after),
-        "chat_template": metadata.get("chat_template"),
+        "chat_template": _chat_templates(metadata),
         **{f"{name}_token": token for name, token in special.items()},
     }
+
+
+def _chat_templates(metadata: Mapping[str, Any]) -> str | list[dict[str, str]] | None:
+    """Return the chat template, or a list of templates with names as in tokenizer_config.json."""
+    prefix, default = "chat_template.", metadata.get("chat_template")
+    named = {key.removeprefix(prefix): metadata[key] for key in metadata if key.startswith(prefix)}
+    if not named:
+        return default
+    named |= {} if default is None else {"default": default}
+    return [{"name": name, "template": template} for name, template in named.items()]
 
 
 def _without_duplicates(tokens: list[str]) -> list[str]:

@@ -48,6 +48,28 @@ def as_float64(tensors: Tensors) -> Tensors:
     return {name: values.astype(np.float64) for name, values in tensors.items()}
 
 
+def gates_with_ups(tensors: Tensors) -> Tensors:
+    """The layout of the converter's option --fuse-gate-up-exps."""
+    found = dict(tensors)
+    for name in tensors:
+        if ".ffn_gate_exps." in name:
+            parts = [found.pop(name), found.pop(name.replace("gate", "up"))]
+            found[name.replace("gate", "gate_up")] = np.concatenate(parts, axis=1)
+    return found
+
+
+def with_scales(tensors: Tensors) -> Tensors:
+    """Scales apart from the weights, as files in NVFP4 have them: one for a matrix, or for each expert."""
+    found = dict(tensors)
+    for name, values in tensors.items():
+        if name.endswith(("_exps.weight", "attn_output.weight")):
+            scale = 2.0 ** np.arange(-2, -2 + (len(values) if values.ndim == 3 else 1))
+            found[name] = (values / scale.reshape(-1, *[1] * (values.ndim - 1))).astype(np.float32)
+            found[name.replace("weight", "scale")] = scale.astype(np.float32)
+            found[name.replace("weight", "input_scale")] = scale.astype(np.float32)
+    return found
+
+
 def rewritten(
     source: Path,
     path: Path,
@@ -55,15 +77,19 @@ def rewritten(
     *,
     without: tuple[str, ...] = (),
     more: dict[str, Any] | None = None,
+    architecture: str = "llama",
     alignment: int = 32,
     splitting: dict[str, Any] | None = None,
 ) -> Path:
     """Write a file again, as the gguf package reads it, with changes."""
     reader = gguf.GGUFReader(source)
-    writer = gguf.GGUFWriter(path, "llama", **(splitting or {}))
+    writer = gguf.GGUFWriter(path, architecture, **(splitting or {}))
+    before = reader.fields["general.architecture"].contents()
     for key, field in reader.fields.items():
         if not key.startswith("GGUF.") and key not in ("general.architecture", *without):
-            writer.add_key_value(key, field.contents(), field.types[0], *field.types[1:2])
+            writer.add_key_value(
+                key.replace(f"{before}.", f"{architecture}."), field.contents(), field.types[0], *field.types[1:2]
+            )
     for key, value in (more or {}).items():
         writer.add_array(key, value) if isinstance(value, list) else writer.add_uint32(key, value)
     writer.add_custom_alignment(alignment)
@@ -78,7 +104,6 @@ def rewritten(
 
 
 OPTIONAL = (
-    "llama.attention.head_count_kv",
     "llama.attention.key_length",
     "llama.attention.value_length",
     "llama.rope.dimension_count",
@@ -89,11 +114,15 @@ OPTIONAL = (
 )
 VARIANTS: dict[str, dict[str, Any]] = {
     "an expert a tensor": dict(change=an_expert_a_tensor, without=("llama.expert_feed_forward_length",)),
+    "gates with ups": dict(change=gates_with_ups),
+    "scales": dict(change=with_scales),
+    "no optional entries": dict(without=OPTIONAL),
     "other order": dict(change=backwards),
     "float64": dict(change=as_float64),
     "alignment of 8": dict(alignment=8),
     "alignment of 4096": dict(alignment=4096),
     "notes of quantisation": dict(more={"quantize.imatrix.entries_count": 7, "general.tags": ["a", "b"]}),
+    "a token that is not there": dict(more={"tokenizer.ggml.padding_token_id": 10**6}),
 }
 
 
@@ -108,6 +137,14 @@ def test_tokens_are_those_of_transformers(plain: Reference, tmp_path: Path, name
     write_family(plain.folder, tmp_path / "plain.gguf")
     path = rewritten(tmp_path / "plain.gguf", tmp_path / "variant.gguf", **VARIANTS[name])
     assert tokens_of(path) == plain.greedy(PROMPT, 12)
+
+
+def test_the_text_part_of_qwen3_vl_is_qwen3_moe(reference_named: Callable[[str], Reference], tmp_path: Path) -> None:
+    qwen = reference_named("qwen3-moe")
+    write_family(qwen.folder, tmp_path / "plain.gguf")
+    more = {"qwen3vlmoe.rope.dimension_sections": [2, 1, 1, 0], "qwen3vlmoe.n_deepstack_layers": 3}
+    path = rewritten(tmp_path / "plain.gguf", tmp_path / "vl.gguf", more=more, architecture="qwen3vlmoe")
+    assert tokens_of(path) == qwen.greedy(PROMPT, 12)
 
 
 def test_tokens_of_parts_are_those_of_transformers(plain: Reference, tmp_path: Path) -> None:
