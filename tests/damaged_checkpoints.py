@@ -30,6 +30,7 @@ ODD: list[Any] = [
     *(None, True, False, 0, -1, 1, 2, 3, 7, 64, 0.5, -0.0, 1e-320, 1e300, float("inf"), float("nan")),
     *(2**15, 2**20, 2**24, 2**31 - 1, 2**31, 2**53, 2**63, 2**64 - 1, 2**200, LONG, DEEP),
     *("", "x", "..", "../../x", "/x", "a\0b", "\ud800", "日本", "x" * 300, "x" * 10**5),
+    *(f"{name}.safetensors" for name in ("x" * 300, "a\0b", "\ud800", "../x")),
     *([], {}, [[]], [None], [1, 2], ["x"], {"x": None}, [{}], [0] * 1000),
 ]
 QUANTIZATIONS: list[dict[str, Any]] = [

@@ -222,7 +222,7 @@ def metadata_of(config: Config, architecture: str, keys: dict[str, str]) -> Iter
     if architecture == "mistral4":
         own["attention.temperature_scale"] = rope["llama_4_scaling_beta"]
         own["attention.temperature_length"] = rope["original_max_position_embeddings"]
-    if architecture.startswith("qwen3"):
+    if architecture in ("qwen3next", "qwen35moe"):
         own["ssm.inner_size"] = config["linear_num_value_heads"] * config["linear_value_head_dim"]
         own["full_attention_interval"] = config["layer_types"].index("full_attention") + 1
         own.pop("feed_forward_length", None)
@@ -328,7 +328,7 @@ def by_kind(name: str, values: np.ndarray, config: Config) -> Iterator[tuple[str
 
 def reordered(name: str, values: np.ndarray, config: Config, architecture: str) -> np.ndarray:
     """Return what the file has for a tensor, in its order and shape."""
-    if architecture.startswith("qwen3") and name.endswith("norm.weight") and "linear_attn.norm" not in name:
+    if architecture in ("qwen3next", "qwen35moe") and name.endswith("norm.weight") and "linear_attn.norm" not in name:
         values = values + 1
     if name.endswith("A_log"):
         values = -np.exp(values)

@@ -107,7 +107,6 @@ OPTIONAL = (
     "llama.attention.key_length",
     "llama.attention.value_length",
     "llama.rope.dimension_count",
-    "llama.rope.freq_base",
     "llama.vocab_size",
     "general.name",
     "general.file_type",
