@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ import gguf
 import numpy as np
 import pytest
 from gguf_families import write_family
-from reference_models import Reference
+from reference_models import SHAPES, Reference, make_reference
 
 from moeserve import LLM, CheckpointError, SamplingParams
 from moeserve.models import registry
@@ -138,8 +139,11 @@ def test_tokens_are_those_of_transformers(plain: Reference, tmp_path: Path, name
     assert tokens_of(path) == plain.greedy(PROMPT, 12)
 
 
-def test_the_text_part_of_qwen3_vl_is_qwen3_moe(reference_named: Callable[[str], Reference], tmp_path: Path) -> None:
-    qwen = reference_named("qwen3-moe")
+def test_the_text_part_of_qwen3_vl_is_qwen3_moe(tmp_path: Path) -> None:
+    shape = SHAPES["qwen3-moe"]
+    qwen = make_reference(
+        tmp_path / "qwen", dataclasses.replace(shape, settings=shape.settings | {"mlp_only_layers": []})
+    )
     write_family(qwen.folder, tmp_path / "plain.gguf")
     more = {"qwen3vlmoe.rope.dimension_sections": [2, 1, 1, 0], "qwen3vlmoe.n_deepstack_layers": 3}
     path = rewritten(tmp_path / "plain.gguf", tmp_path / "vl.gguf", more=more, architecture="qwen3vlmoe")
