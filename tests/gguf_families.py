@@ -61,7 +61,7 @@ DELTA = {
 # By model_type: GGUF's name, and more keys
 FAMILIES: dict[str, tuple[str, dict[str, str]]] = {
     "mixtral": ("llama", {"expert_count": "num_local_experts"}),
-    "qwen3_moe": ("qwen3moe", {"expert_count": "num_experts"}),
+    "qwen3_moe": ("qwen3moe", {"expert_count": "num_local_experts"}),
     "gpt_oss": ("gpt-oss", {"expert_count": "num_local_experts", "expert_feed_forward_length": "intermediate_size"}),
     "glm4_moe": ("glm4moe", DEEPSEEK),
     "dots1": ("dots1", DEEPSEEK),
