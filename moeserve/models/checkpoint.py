@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import re
 from collections.abc import KeysView
 from dataclasses import dataclass
@@ -105,7 +106,7 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
     for file_name in sorted(names_in_shard):
         if Path(file_name).name != file_name or Path(file_name).suffix != ".safetensors":
             raise CheckpointError(f"{index_path}: {file_name!r} is not the name of a safetensors file in this folder")
-    if single.is_file() and not any((folder / file_name).is_file() for file_name in names_in_shard):
+    if single.is_file() and not any(os.path.isfile(folder / file_name) for file_name in names_in_shard):
         logger.warning("%s names shards that are not there, and is not used: %s has the weights", index_path, single)
         return _read_header(single)
     stored = {}
@@ -192,7 +193,7 @@ def list_names(names: list[str]) -> str:
 
 
 def _read_header(shard: Path) -> dict[str, StoredTensor]:
-    if not shard.is_file():
+    if not os.path.isfile(shard):  # False also for names that no file system has
         raise CheckpointError(f"{shard} is missing, but the checkpoint's index names it; fetch it")
     stored = {}
     with open_shard(shard) as tensors:

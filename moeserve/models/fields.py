@@ -16,6 +16,7 @@ from moeserve.moe.layer import MoEConfig
 from moeserve.moe.shared import SharedExpertsConfig
 from moeserve.ops.interfaces import RouterConfig
 
+MAX_CONTEXT = 2**24  # tokens; tables of requests have a column for each block of a context
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -72,7 +73,7 @@ def _read_context(config: ConfigValues, layers: list[LayerConfig], key: str) -> 
         if isinstance(scaling, YarnScaling)
     )
     originals = (each.original_max_position_embeddings for each in scalings if isinstance(each, LongRopeScaling))
-    return min((max(config.integer(key), *extended, 0), *originals))
+    return min((max(config.integer(key), *extended, 0), *originals, MAX_CONTEXT))
 
 
 def read_hidden_size(config: ConfigValues) -> int:

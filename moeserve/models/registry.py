@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -218,7 +219,7 @@ def folder_of(model: str | Path) -> Path:
 
 
 def _open_config(folder: Path, hf_overrides: Mapping[str, Any] | None) -> ConfigValues:
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # False also for names that no file system has
         raise CheckpointError(
             f"{folder} is not a folder; give the folder that holds the checkpoint's config.json, or a GGUF "
             "file (nothing is downloaded)"
