@@ -13,7 +13,7 @@ import pytest
 from test_config import FACTS
 
 from moeserve import AsyncLLM, EngineError, SamplingParams
-from moeserve.api import async_llm
+from moeserve.api import engine_thread
 from moeserve.api.frontend import Frontend
 from moeserve.api.session import Session
 from moeserve.api.startup import TextParts
@@ -87,7 +87,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], tuple[AsyncLLM, En
         texts = TextParts(None, SamplingParams(), eos_token_ids=[])
         return AsyncLLM.of_session(session, texts), engine
 
-    monkeypatch.setattr(async_llm, "SECONDS_BETWEEN_CHECKS", 0.01)
+    monkeypatch.setattr(engine_thread, "SECONDS_BETWEEN_CHECKS", 0.01)
     return start
 
 
