@@ -33,7 +33,7 @@ class EngineThread:
         self.failure: BaseException | None = None
         self.is_closing = False
         self.has_ended = False  # no further outputs will be delivered
-        self._mailboxes: dict[str, Mailbox] = {}  # by id of the prompt
+        self.mailboxes: dict[str, Mailbox] = {}  # by id of the prompt
         self._has_work = threading.Event()
         self._owner = os.getpid()
         self._thread = threading.Thread(target=self._run, name="moeserve session", daemon=True)
@@ -55,13 +55,13 @@ class EngineThread:
 
     def open_mailbox(self, prompt_id: str) -> Mailbox:
         """Return the mailbox of a prompt, and run the engine for it."""
-        mailbox = self._mailboxes[prompt_id] = Mailbox()
+        mailbox = self.mailboxes[prompt_id] = Mailbox()
         self.run()
         return mailbox
 
     def discard(self, prompt_id: str) -> None:
         """End and remove a prompt, and close its mailbox if it has one."""
-        self._mailboxes.pop(prompt_id, None)
+        self.mailboxes.pop(prompt_id, None)
         self.session.discard([prompt_id])
         self.run()
 
@@ -101,12 +101,12 @@ class EngineThread:
         except BaseException as error:
             self.failure = self.failure or error
         self.has_ended = True
-        self._notify(list(self._mailboxes))
+        self._notify(list(self.mailboxes))
 
     def _notify(self, prompt_ids: list[str]) -> None:
         by_loop: dict[asyncio.AbstractEventLoop, list[Mailbox]] = {}
         for prompt_id in prompt_ids:
-            if (mailbox := self._mailboxes.get(prompt_id)) is not None:
+            if (mailbox := self.mailboxes.get(prompt_id)) is not None:
                 by_loop.setdefault(mailbox.loop, []).append(mailbox)
         for loop, mailboxes in by_loop.items():
             with contextlib.suppress(RuntimeError):  # the event loop is closed

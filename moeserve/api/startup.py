@@ -26,6 +26,7 @@ from moeserve.machine import usable_cores
 from moeserve.models import registry
 from moeserve.ops.cpu.native import native_kernels
 from moeserve.ops.select import has_triton, supports_bfloat16_products, supports_float8_products
+from moeserve.processes.streams import open_closed_streams
 from moeserve.sampling_params import SamplingParams
 from moeserve.telemetry.observer import LoadObserver
 from moeserve.worker.grammars import grammars_of
@@ -78,6 +79,7 @@ def start_engine(settings: Settings, *, show_progress: bool) -> StartedEngine:
     Raises:
         SettingsError, CheckpointError, EngineError: as for `LLM`.
     """
+    open_closed_streams()
     folder = settings.model.model
     drafting = settings.scheduler.speculative_config
     has_draft_layer = drafting is not None and drafting.method == "mtp"

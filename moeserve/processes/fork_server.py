@@ -128,9 +128,10 @@ class _Server:
             EngineError: the server does not respond.
         """
         ours, theirs = socket.socketpair()
-        opened = [_output(1), _output(2), os.pidfd_open(os.getpid())]
+        opened: list[int] = []
         try:
             with theirs:
+                opened += [_output(1), _output(2), os.pidfd_open(os.getpid())]
                 fds = [theirs.fileno(), channel.fileno(), *opened]
                 socket.send_fds(self._control, [msgspec.msgpack.encode(request)], fds)
             ours.settimeout(SECONDS_TO_FORK)

@@ -160,7 +160,9 @@ def _processes_with(variable: bytes) -> list[str]:
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_that_ends_with_an_engine_open(name: str, plain: Reference) -> None:
     program, status = PROGRAMS[name]
-    returned, errors = ends_cleanly(program, plain.folder, "uniproc", "-X", "dev")
+    # In a fork, a copy of the rank's thread keeps the model, although it never runs.
+    options = [] if "fork" in program else ["-X", "dev"]
+    returned, errors = ends_cleanly(program, plain.folder, "uniproc", *options)
     assert returned == status, errors
     assert "nanobind" not in errors
     assert "Fatal" not in errors

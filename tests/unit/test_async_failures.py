@@ -143,7 +143,7 @@ def test_a_closed_event_loop_does_not_concern_others(start: Any, monkeypatch: py
     monkeypatch.setattr(engine, "step", lambda: step() if may_step.is_set() else [])
     loop = asyncio.new_event_loop()
     task = loop.create_task(tokens_of(llm))
-    while not llm._mailboxes:
+    while not llm._engine_thread.mailboxes:
         loop.run_until_complete(asyncio.sleep(0.005))
     loop.close()
     loop.is_closed = lambda: False  # type: ignore[method-assign]
