@@ -47,6 +47,10 @@ class PromptTooLongError(RequestError):
         self.num_tokens, self.max_tokens = num_tokens, max_tokens
 
 
+class UnsupportedError(MoeserveError, AttributeError):
+    """A method of vLLM that moeserve does not have. The message says what to do instead."""
+
+
 class CacheTooSmallError(SettingsError):
     """The KV cache cannot hold one request of max_model_len tokens."""
 

@@ -453,3 +453,25 @@ def _allowed_values(field: dataclasses.Field[Any]) -> str:
 
 
 SamplingParams.__doc__ = extended(SamplingParams.__doc__, [argument_section("Args", SamplingParams, _allowed_values)])
+
+
+@dataclass(frozen=True, kw_only=True)
+class BeamSearchParams:
+    """The parameters of `LLM.beam_search`, with vLLM's names.
+
+    Raises:
+        RequestError: a value is out of range.
+    """
+
+    beam_width: int  # candidates of each prompt, and most outputs
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0  # no effect: candidates are compared by the model's own log-probabilities
+    length_penalty: float = 1.0  # the log-probability of a sequence is divided by its length to this power
+    include_stop_str_in_output: bool = False  # keep the end-of-sequence token in the text
+
+    def __post_init__(self) -> None:
+        for name, most in (("beam_width", LIMITS.max_logprobs // 2), ("max_tokens", 2**31 - 1)):
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value <= most:
+                raise RequestError(f"{name}={shown(value)} must be an integer from 1 to {most}", parameter=name)

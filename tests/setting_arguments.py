@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import msgspec
 
+from moeserve.config import harmless_settings
 from moeserve.config.descriptions import default_of
 from moeserve.config.settings import Settings
 from moeserve.config.validation import allowed_values
@@ -35,7 +36,7 @@ from typing import Any, Literal, TypedDict
 
 import torch
 
-from moeserve.config.settings import SpeculativeConfig
+from moeserve.config.settings import ProfilerConfig, SpeculativeConfig
 
 
 class SettingArguments(TypedDict, total=False):
@@ -65,6 +66,8 @@ def types_of(expected: Any) -> Iterator[str]:
         yield f"Literal[{', '.join(map(repr, arguments))}]"
     elif origin is list:
         yield f"Sequence[{' | '.join(types_of(*arguments))}]"
+    elif origin is dict:
+        yield "Mapping[str, Any]"
     elif expected is type(None):
         yield "None"
     elif issubclass(expected, msgspec.Struct):
@@ -86,6 +89,8 @@ def lines() -> Iterator[str]:
             text = f"{text} ({allowed_values(hints[field.name])}; default: {default_of(field)!r})."
             wrapped = textwrap.wrap(f'"""{text}"""', 112, break_long_words=False, break_on_hyphens=False)
             yield from (f"    {line}" for line in wrapped)
+    yield "    # Settings of vLLM of which only values that change nothing are accepted"
+    yield from (f"    {name}: Any" for name in sorted(harmless_settings.NAMES))
 
 
 def source() -> str:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 import weakref
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from moeserve.api import unsupported
 from moeserve.api.engine_thread import EngineThread
-from moeserve.api.prompts import Prompt, chat_prompt
+from moeserve.api.prompts import Params, Prompt, chat_prompt
 from moeserve.api.session import Session
 from moeserve.api.signatures import lists_settings
 from moeserve.api.startup import TextParts, start_engine, tokenizer_of
+from moeserve.config.resolve import shown_layout
 from moeserve.config.settings import EngineConfig
 from moeserve.config.validation import parse_settings
 from moeserve.errors import EngineError
@@ -104,8 +108,38 @@ class AsyncLLM:
         """The error that requests to an engine get which has failed or was shut down."""
         return self._engine_thread.dead_error
 
+    @classmethod
+    def from_engine_args(cls, engine_args: Any, **others: Any) -> AsyncLLM:
+        """Return an `AsyncLLM` with the settings of an `AsyncEngineArgs`.
+
+        Args:
+            others: further arguments of vLLM, which have no effect.
+        """
+        return cls(**engine_args.settings)
+
+    def __repr__(self) -> str:
+        state = "failed" if self.errored else "running" if self.is_running else "shut down"
+        return f"AsyncLLM(model={self.config.model_path!r}, {shown_layout(self.config)}, {state})"
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await asyncio.to_thread(self.shutdown)
+
     async def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: Params | None = None,
+        request_id: str | None = None,
+        *,
+        lora_request: Any = None,
+        tokenization_kwargs: Any = None,
+        trace_headers: Any = None,
+        priority: int = 0,
+        data_parallel_rank: int | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete one prompt. Yield its output whenever it grows: all of it so far, unless `output_kind` differs.
 
@@ -116,12 +150,21 @@ class AsyncLLM:
             prompt: a text, a list of token ids, or a dict; see `LLM.generate`.
             sampling_params: None: those of generation_config.json.
             request_id: id of the outputs, which no other request in flight may have; None: a new one.
+            lora_request, tokenization_kwargs, trace_headers, priority, data_parallel_rank: not supported; must be left
+                out, None or 0.
 
         Raises:
             RequestError: the prompt, a parameter or the id cannot be served.
             QueueFullError: too many requests are in flight; see `max_queued_requests`.
             EngineError: a step failed and ended the request, or the engine has failed or was shut down.
         """
+        unsupported.require_harmless(
+            lora_request=lora_request,
+            tokenization_kwargs=tokenization_kwargs,
+            trace_headers=trace_headers,
+            priority=priority,
+            data_parallel_rank=data_parallel_rank,
+        )
         if not self.is_running or self.errored:
             raise EngineError(str(self.dead_error))
         params = self._default_params if sampling_params is None else sampling_params
@@ -144,6 +187,42 @@ class AsyncLLM:
                     yield output
         finally:
             self._engine_thread.discard(prompt_id)
+
+    async def chat(
+        self,
+        messages: Any,
+        sampling_params: Params | None = None,
+        request_id: str | None = None,
+        *,
+        chat_template: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Answer one conversation. Yield the output as `generate` does.
+
+        Args:
+            messages: [{"role": "user", "content": "..."}, ...].
+            sampling_params, request_id: as for `generate`.
+            chat_template, tools, add_generation_prompt, continue_final_message, chat_template_kwargs: as for
+                `LLM.chat_prompt`.
+
+        Raises:
+            RequestError, QueueFullError, EngineError: as for `generate`. Also RequestError without a chat template.
+        """
+        prompt = await asyncio.to_thread(
+            self.chat_prompt,
+            messages,
+            chat_template=chat_template,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        async with contextlib.aclosing(self.generate(prompt, sampling_params, request_id)) as outputs:
+            async for output in outputs:
+                yield output
 
     def chat_prompt(
         self,
@@ -172,9 +251,15 @@ class AsyncLLM:
         check = self.session.frontend.check_params
         await asyncio.get_running_loop().run_in_executor(self._grammar_threads, check, sampling_params)
 
-    async def abort(self, request_id: str) -> None:
-        """End a request in flight. Its iterator yields the output so far and stops."""
-        self.session.abort(request_id)
+    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """See `LLM.reset_prefix_cache`."""
+        self.session.reset_prefix_cache()
+        return True
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End a request in flight, or several. Their iterators yield the output so far and stop."""
+        for each in [request_id] if isinstance(request_id, str) else request_id:
+            self.session.abort(each)
         self._engine_thread.run()
 
     async def check_health(self) -> None:
@@ -214,7 +299,12 @@ class AsyncLLM:
         self._engine_thread.stop()
         self._grammar_threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _submit(self, prompt: Prompt, params: SamplingParams, request_id: str | None) -> str:
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise unsupported.missing_attribute("AsyncLLM", name)
+
+    async def _submit(self, prompt: Prompt, params: Params, request_id: str | None) -> str:
         """Start a prompt, and return its id. Runs in a thread, because tokenizing would block the event loop."""
         submitted: Future[list[str]] = Future()
 
@@ -225,7 +315,8 @@ class AsyncLLM:
                 submitted.set_exception(error)
 
         try:
-            pool = self._grammar_threads if params.structured_outputs is not None else None
+            grammar = params.structured_outputs if isinstance(params, SamplingParams) else params
+            pool = self._grammar_threads if grammar is not None else None
             await asyncio.get_running_loop().run_in_executor(pool, submit)
         except asyncio.CancelledError:  # a started thread goes on, even after the event loop has ended
             submitted.add_done_callback(self._discard_submitted)
@@ -237,3 +328,6 @@ class AsyncLLM:
         if submitted.exception() is None:
             (prompt_id,) = submitted.result()
             self._engine_thread.discard(prompt_id)
+
+
+AsyncLLMEngine = AsyncLLM  # vLLM's former name

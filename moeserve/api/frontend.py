@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from moeserve.api.logprobs import PromptLogprobs, logprob_of_token
 from moeserve.api.output_text import OutputText
-from moeserve.api.prompts import EncodedPrompt, PromptEncoder, Prompts, pair_prompts
+from moeserve.api.prompts import EncodedPrompt, Params, PromptEncoder, Prompts, pair_prompts
 from moeserve.api.tokenizer import TextCodec
 from moeserve.errors import RequestError
 from moeserve.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
@@ -71,11 +71,17 @@ class Frontend:
         self._eos_token_ids = list(eos_token_ids)
         self._engine_seed = engine_seed
         self._kv_block_size = kv_block_size
+        self._cache_generation = ""  # part of the salts of prompts since the last reset of the prefix cache
         self._num_prompts = 0
         self._prompts: dict[str, _PromptInFlight] = {}
         self._unfinished_prompts: set[str] = set()
         self._output_of_request: dict[str, tuple[_PromptInFlight, _OutputInFlight]] = {}  # unfinished requests only
         self.stats = [RequestStats() for _ in range(num_replicas)]  # by replica
+
+    @property
+    def eos_token_ids(self) -> list[int]:
+        """The tokens that end an output."""
+        return list(self._eos_token_ids)
 
     @property
     def unfinished_prompts(self) -> AbstractSet[str]:
@@ -87,7 +93,7 @@ class Frontend:
         """The number of unfinished outputs of unfinished prompts."""
         return len(self._output_of_request)
 
-    def encode(self, prompts: Prompts, sampling_params: SamplingParams | Sequence[SamplingParams]) -> EncodedPrompts:
+    def encode(self, prompts: Prompts, sampling_params: Params | Sequence[Params]) -> EncodedPrompts:
         """Check and tokenize one or many prompts, in order. Thread-safe: the state is not changed.
 
         Args:
@@ -127,6 +133,10 @@ class Frontend:
                 "prompt and have the same block_size",
                 parameter="kv_transfer_params",
             )
+
+    def reset_prefix_cache(self) -> None:
+        """Let later prompts use no blocks that were cached for earlier ones."""
+        self._cache_generation = f"{secrets.token_hex(16)}:"
 
     def check_params(self, params: SamplingParams) -> None:
         """Raise RequestError for sampling parameters that cannot be served. Thread-safe."""
@@ -235,7 +245,7 @@ class Frontend:
             params=self._encoder.engine_params(params),
             seed=first.seed,
             eos_token_ids=[] if params.ignore_eos or params.trace_decode_token_ids else self._eos_token_ids,
-            cache_salt=prompt.cache_salt,
+            cache_salt=self._cache_generation + prompt.cache_salt,
             kv_handle=secrets.token_hex(16) if _is_for_other_engine(params) else "",
             kv_source=_source(params),
         )

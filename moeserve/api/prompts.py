@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from moeserve.api.tokenizer import TextCodec
 from moeserve.config.settings import LIMITS
 from moeserve.errors import PromptTooLongError, RequestError, nearest, shown
+from moeserve.inputs import TextPrompt, TokensPrompt
 from moeserve.sampling_params import ALL_TOKENS, LONGEST_PROMPT, RequestParams, SamplingParams
 from moeserve.structured_outputs import StructuredOutputsParams
 from moeserve.worker.grammars import Grammars
 
-# A text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; the dicts may have a "cache_salt".
-Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
-Prompts: TypeAlias = "Prompt | Sequence[Prompt]"
+# A text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; the dicts may have a "cache_salt". Arrays and
+# tensors stand for lists.
+Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, Any] | TextPrompt | TokensPrompt"
+Prompts: TypeAlias = "Prompt | Iterable[Prompt]"
+Params: TypeAlias = "SamplingParams | Mapping[str, Any]"
 
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+_KEYS_OF_PICTURES = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "prompt_embeds")
 
 
 @dataclass(frozen=True)
@@ -60,19 +64,20 @@ def chat_prompt(
     return {"prompt_token_ids": token_ids}
 
 
-def pair_prompts(
-    prompts: Prompts, sampling_params: SamplingParams | Sequence[SamplingParams]
-) -> list[tuple[Prompt, SamplingParams]]:
+def pair_prompts(prompts: Prompts, sampling_params: Params | Sequence[Params]) -> list[tuple[Prompt, SamplingParams]]:
     """Pair one or many prompts with copies of one or many sampling parameters. The prompts are not validated.
 
     Raises:
         RequestError: a type or value is wrong, or the numbers of prompts and of parameters differ.
     """
-    if isinstance(prompts, bytes) or not isinstance(prompts, (str, Mapping, Sequence)):
+    prompts = _plain(prompts)
+    if isinstance(prompts, (bytes, Set)) or not isinstance(prompts, Iterable):
         raise RequestError(
             f"prompts={shown(prompts)} ({type(prompts).__name__}) must be a text, a list of token ids, "
             'a dict with "prompt" or "prompt_token_ids", or a list of these'
         )
+    if not isinstance(prompts, (str, Mapping, Sequence)):
+        prompts = list(prompts)
     is_one = isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and _is_integer(prompts[0]))
     each: Sequence[Any] = [prompts] if is_one else prompts  # type: ignore[assignment]
     if not isinstance(sampling_params, (list, tuple)):
@@ -82,12 +87,16 @@ def pair_prompts(
             f"{len(each)} prompts came with {len(sampling_params)} sampling_params; "
             "pass one SamplingParams for all prompts, or one for each"
         )
-    for params in sampling_params:
-        if not isinstance(params, SamplingParams):
-            raise RequestError(
-                f"sampling_params={shown(params)} is a {type(params).__name__}; pass SamplingParams(...)"
-            )
-    return [(prompt, params.copy()) for prompt, params in zip(each, sampling_params, strict=True)]
+    return [(prompt, _checked_params(params)) for prompt, params in zip(each, sampling_params, strict=True)]
+
+
+def _checked_params(params: Any) -> SamplingParams:
+    """Return a copy of sampling parameters, which may also be a dict."""
+    if isinstance(params, Mapping):
+        return SamplingParams(**params)
+    if not isinstance(params, SamplingParams):
+        raise RequestError(f"sampling_params={shown(params)} is a {type(params).__name__}; pass SamplingParams(...)")
+    return params.copy()
 
 
 class PromptEncoder:
@@ -120,10 +129,10 @@ class PromptEncoder:
         """
         fields = _fields(name, prompt)
         text = fields.get("prompt")
-        if text is None:
-            token_ids = self._checked(name, self._truncated(fields["prompt_token_ids"], num_kept))
-        elif not isinstance(text, str):
+        if text is not None and not isinstance(text, str):
             raise RequestError(f"{name}={shown(text)} must be a text (or pass token ids as prompt_token_ids)")
+        if fields.get("prompt_token_ids") is not None:
+            token_ids = self._checked(name, self._truncated(_plain(fields["prompt_token_ids"]), num_kept))
         elif self._codec is None:
             raise RequestError(
                 f"{name}={shown(text)} is a text, but there is no tokenizer; "
@@ -277,7 +286,8 @@ class PromptEncoder:
 
 
 def _fields(name: str, prompt: Any) -> Mapping[str, Any]:
-    """Return a prompt as a dict with exactly one of "prompt" and "prompt_token_ids"."""
+    """Return a prompt as a dict with "prompt", "prompt_token_ids", or both."""
+    prompt = _plain(prompt)
     if isinstance(prompt, str):
         return {"prompt": prompt}
     if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
@@ -287,13 +297,21 @@ def _fields(name: str, prompt: Any) -> Mapping[str, Any]:
             f"{name}={shown(prompt)} ({type(prompt).__name__}) must be a text, a list of token ids, "
             'or a dict with "prompt" or "prompt_token_ids"'
         )
-    for key in prompt:
-        if key not in _PROMPT_KEYS:
+    for key, value in prompt.items():
+        if key in _KEYS_OF_PICTURES:
+            if value is not None and value != {}:
+                raise RequestError(f"{name} has {key!r}, but models read texts only: leave it out", parameter="prompt")
+        elif key not in _PROMPT_KEYS:
             raise RequestError(f"{name} has an unknown key {key!r}: {nearest(str(key), _PROMPT_KEYS)}")
-    given = [key for key in ("prompt", "prompt_token_ids") if prompt.get(key) is not None]
-    if len(given) != 1:
-        raise RequestError(f'{name} has {" and ".join(given) or "neither key"}: give "prompt" or "prompt_token_ids"')
+    if prompt.get("prompt") is None and prompt.get("prompt_token_ids") is None:
+        raise RequestError(f'{name} has neither key: give "prompt" or "prompt_token_ids"')
     return prompt
+
+
+def _plain(value: Any) -> Any:
+    """Return an array, a tensor or a column of a table as a list; other values unchanged."""
+    to_list = getattr(value, "tolist", None)
+    return to_list() if callable(to_list) else value
 
 
 def _tokens_of_words(words: Sequence[str], codec: TextCodec) -> list[list[int]]:

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypedDict
 
 import torch
 
-from moeserve.config.settings import SpeculativeConfig
+from moeserve.config.settings import ProfilerConfig, SpeculativeConfig
 
 
 class SettingArguments(TypedDict, total=False):
@@ -56,11 +56,17 @@ class SettingArguments(TypedDict, total=False):
     """size of the cache of packed weights on disk, which makes the next start fast, as bytes or like 16GiB; the
     least recently used weights are evicted first; 0: no cache (an integer or a text; default: '16GiB')."""
     seed: int | None
-    """seed of dummy weights, and of sampling for requests without a seed; none: 0 (an integer from 0 to 2**63 - 1
-    or None; default: 0)."""
-    max_model_len: int | None
-    """most tokens of one request, prompt and output; none: as many as the model and the KV cache allow (an integer
-    from 2 to 2**31 - 1 or None; default: None)."""
+    """seed of dummy weights, and of sampling for requests without a seed; none: a random one, which is logged (an
+    integer from 0 to 2**63 - 1 or None; default: 0)."""
+    max_model_len: int | str | None
+    """most tokens of one request, prompt and output, also as 32k (32000) or 32K (32768); none, -1, auto: as many as
+    the model and the KV cache allow (an integer or a text or None; default: None)."""
+    generation_config: Literal["auto", "vllm"]
+    """default sampling parameters; auto: those of the checkpoint's generation_config.json; vllm: those of
+    SamplingParams (one of 'auto', 'vllm'; default: 'auto')."""
+    override_generation_config: Mapping[str, Any] | None
+    """sampling parameters that replace these defaults, such as {"temperature": 0.5} (a dict (in JSON, an object) or
+    None; default: None)."""
     # KV cache
     block_size: int | None
     """tokens per block of the KV cache; none: 16, or 128 for DeepSeek-V4, which keeps more for each block (an
@@ -224,6 +230,9 @@ class SettingArguments(TypedDict, total=False):
     metrics_port: int | None
     """port on the loopback interface that serves metrics to Prometheus; none: no metrics (an integer from 1 to
     65535 or None; default: None)."""
+    profiler_config: ProfilerConfig | Mapping[str, Any] | None
+    """folder for the traces of LLM.start_profile, as {"profiler": "torch", "torch_profiler_dir": "traces"}; none:
+    no traces (a dict (in JSON, an object) or None; default: None)."""
     # Names of vLLM, for scripts written for it
     distributed_executor_backend: Literal["uni", "mp", "ray"] | None
     """the same as executor (one of 'uni', 'mp', 'ray' or None; default: None)."""
@@ -251,3 +260,113 @@ class SettingArguments(TypedDict, total=False):
     """no effect: only a server logs statistics; see log_stats_interval (True or False; default: True)."""
     revision: PathLike[str] | str | None
     """no effect: a model is a local folder (a text or None; default: None)."""
+    # Settings of vLLM of which only values that change nothing are accepted
+    additional_config: Any
+    allowed_local_media_path: Any
+    allowed_media_domains: Any
+    async_scheduling_mode: Any
+    calculate_kv_scales: Any
+    chat_template: Any
+    code_revision: Any
+    compilation_config: Any
+    config_format: Any
+    convert: Any
+    cpu_offload_gb: Any
+    cuda_graph_sizes: Any
+    cudagraph_capture_sizes: Any
+    cudagraph_metrics: Any
+    data_parallel_address: Any
+    data_parallel_backend: Any
+    data_parallel_external_lb: Any
+    data_parallel_hybrid_lb: Any
+    data_parallel_rank: Any
+    data_parallel_rpc_port: Any
+    data_parallel_size_local: Any
+    data_parallel_start_rank: Any
+    decode_context_parallel_size: Any
+    default_mm_loras: Any
+    disable_async_output_proc: Any
+    disable_cascade_attn: Any
+    disable_chunked_mm_input: Any
+    disable_custom_all_reduce: Any
+    disable_hybrid_kv_cache_manager: Any
+    disable_log_requests: Any
+    disable_mm_preprocessor_cache: Any
+    disable_sliding_window: Any
+    download_dir: Any
+    enable_flashinfer_autotune: Any
+    enable_log_requests: Any
+    enable_lora: Any
+    enable_lora_bias: Any
+    enable_mm_embeds: Any
+    enable_prompt_embeds: Any
+    enable_return_routed_experts: Any
+    enable_sleep_mode: Any
+    enable_trace_replay: Any
+    fail_on_environ_validation: Any
+    fully_sharded_loras: Any
+    guided_decoding_backend: Any
+    hf_config_path: Any
+    hf_token: Any
+    ignore_patterns: Any
+    interleave_mm_strings: Any
+    io_processor_plugin: Any
+    kv_cache_metrics: Any
+    kv_events_config: Any
+    kv_offloading_size: Any
+    kv_transfer_config: Any
+    language_model_only: Any
+    limit_mm_per_prompt: Any
+    log_level: Any
+    logits_processors: Any
+    logprobs_mode: Any
+    long_prefill_token_threshold: Any
+    lora_dtype: Any
+    lora_extra_vocab_size: Any
+    max_cpu_loras: Any
+    max_cudagraph_capture_size: Any
+    max_logprobs: Any
+    max_long_partial_prefills: Any
+    max_lora_rank: Any
+    max_loras: Any
+    max_num_partial_prefills: Any
+    max_parallel_loading_workers: Any
+    max_seq_len_to_capture: Any
+    media_io_kwargs: Any
+    mm_processor_cache_gb: Any
+    mm_processor_kwargs: Any
+    model_loader_extra_config: Any
+    nnodes: Any
+    node_rank: Any
+    num_gpu_blocks_override: Any
+    num_lookahead_slots: Any
+    offload_backend: Any
+    offload_group_size: Any
+    optimization_level: Any
+    otlp_traces_endpoint: Any
+    override_pooler_config: Any
+    performance_mode: Any
+    pooler_config: Any
+    prefill_context_parallel_size: Any
+    prefix_caching_hash_algo: Any
+    pt_load_map_location: Any
+    reasoning_parser_plugin: Any
+    rope_scaling: Any
+    rope_theta: Any
+    runner: Any
+    scheduler_cls: Any
+    scheduling_policy: Any
+    served_model_name: Any
+    shutdown_timeout: Any
+    skip_mm_profiling: Any
+    skip_tokenizer_init: Any
+    stream_interval: Any
+    structured_outputs_config: Any
+    task: Any
+    tokenizer_mode: Any
+    tokenizer_revision: Any
+    use_tqdm_on_load: Any
+    use_v2_block_manager: Any
+    watermark: Any
+    worker_cls: Any
+    worker_extension_cls: Any

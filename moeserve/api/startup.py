@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,6 +81,10 @@ def start_engine(settings: Settings, *, show_progress: bool) -> StartedEngine:
         SettingsError, CheckpointError, EngineError: as for `LLM`.
     """
     open_closed_streams()
+    if settings.model.seed is None:
+        seed = secrets.randbits(31)
+        logger.warning("seed=None: seed=%d was chosen at random; LLM(seed=%d) repeats the outputs", seed, seed)
+        settings = dataclasses.replace(settings, model=dataclasses.replace(settings.model, seed=seed))
     folder = settings.model.model
     drafting = settings.scheduler.speculative_config
     has_draft_layer = drafting is not None and drafting.method == "mtp"
@@ -147,9 +152,13 @@ def read_texts(config: EngineConfig, codec: TextCodec | None = None) -> TextPart
     codec = codec or TextCodec.load(config.tokenizer_path)
     defaults = registry.read_generation_defaults(config.model_path)
     try:
-        default_params = SamplingParams(**defaults.sampling)
+        default_params = SamplingParams(**defaults.sampling) if config.has_generation_config else SamplingParams()
     except RequestError as error:
         raise CheckpointError(f"{config.model_path}: generation_config.json: {error}") from None
+    try:
+        default_params = dataclasses.replace(default_params, **dict(config.override_generation_config))
+    except RequestError as error:
+        raise SettingsError(f"override_generation_config: {error}") from None
     eos_token_ids = sorted({*defaults.eos_token_ids, *(codec.eos_token_ids if codec else [])})
     return TextParts(codec, default_params, eos_token_ids)
 

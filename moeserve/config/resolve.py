@@ -24,7 +24,7 @@ from moeserve.config.settings import (
     Settings,
     SpeculativeConfig,
 )
-from moeserve.config.validation import parse_bytes
+from moeserve.config.validation import parse_bytes, parse_length
 from moeserve.errors import SettingsError, shown
 
 logger = logging.getLogger(__name__)
@@ -147,9 +147,10 @@ def resolve(
         raise SettingsError(
             "rebalance, expert_load_file and metrics_port need a model with experts, and this one has none"
         )
-    if model.max_model_len is not None and model.max_model_len > checkpoint.max_position_embeddings:
+    longest = parse_length("max_model_len", model.max_model_len)
+    if longest is not None and longest > checkpoint.max_position_embeddings:
         raise SettingsError(
-            f"max_model_len={model.max_model_len} is more than the model's longest context "
+            f"max_model_len={longest} is more than the model's longest context "
             f"({checkpoint.max_position_embeddings} tokens); choose at most that"
         )
     max_num_seqs = scheduler.max_num_seqs or (64 if device == "cpu" else 256)
@@ -205,8 +206,10 @@ def resolve(
         model_impl="moeserve" if model.model_impl == "auto" else model.model_impl,
         packed_cache=parse_bytes("packed_cache", model.packed_cache, least=0),
         seed=model.seed or 0,
-        max_model_len=model.max_model_len or checkpoint.max_position_embeddings,
-        max_model_len_may_shrink=model.max_model_len is None,
+        max_model_len=longest or checkpoint.max_position_embeddings,
+        max_model_len_may_shrink=longest is None,
+        has_generation_config=model.generation_config == "auto",
+        override_generation_config=tuple((model.override_generation_config or {}).items()),
         block_size=cache.block_size or default_block_size(has_entries=checkpoint.has_entries),
         has_float8_cache=has_float8_cache,
         kv_cache_memory=None

@@ -83,10 +83,20 @@ class ModelSettings:
         "least recently used weights are evicted first; 0: no cache",
     )
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = setting(
-        0, "seed of dummy weights, and of sampling for requests without a seed; none: 0"
+        0, "seed of dummy weights, and of sampling for requests without a seed; none: a random one, which is logged"
     )
-    max_model_len: Annotated[int, msgspec.Meta(ge=2, le=2**31 - 1)] | None = setting(
-        None, "most tokens of one request, prompt and output; none: as many as the model and the KV cache allow"
+    max_model_len: int | str | None = setting(
+        None,
+        "most tokens of one request, prompt and output, also as 32k (32000) or 32K (32768); none, -1, auto: as many as "
+        "the model and the KV cache allow",
+    )
+    generation_config: Literal["auto", "vllm"] = setting(
+        "auto",
+        "default sampling parameters; auto: those of the checkpoint's generation_config.json; vllm: those of "
+        "SamplingParams",
+    )
+    override_generation_config: dict[str, Any] | None = setting(
+        None, 'sampling parameters that replace these defaults, such as {"temperature": 0.5}'
     )
 
 
@@ -316,6 +326,13 @@ class ParallelSettings:
         return None
 
 
+class ProfilerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The traces of `LLM.start_profile`. Names are vLLM's."""
+
+    torch_profiler_dir: str  # folder of the traces
+    profiler: Literal["torch"] = "torch"
+
+
 @dataclass(frozen=True, kw_only=True)
 class TelemetrySettings:
     """Telemetry"""
@@ -330,6 +347,11 @@ class TelemetrySettings:
     )
     metrics_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = setting(
         None, "port on the loopback interface that serves metrics to Prometheus; none: no metrics"
+    )
+    profiler_config: ProfilerConfig | None = setting(
+        None,
+        'folder for the traces of LLM.start_profile, as {"profiler": "torch", "torch_profiler_dir": "traces"}; none: '
+        "no traces",
     )
 
 
@@ -368,6 +390,8 @@ class EngineConfig:
     packed_cache: int  # bytes
     seed: int
     max_model_len: int
+    has_generation_config: bool  # sampling parameters of generation_config.json are the defaults
+    override_generation_config: tuple[tuple[str, Any], ...]  # sampling parameters that replace these defaults
     max_model_len_may_shrink: bool  # True if the user did not set it, so that a small KV cache may reduce it
     block_size: int
     has_float8_cache: bool  # keys and values are 8-bit floats; otherwise they have `dtype`

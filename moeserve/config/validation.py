@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import msgspec
 
-from moeserve.config import vllm_names
+from moeserve.config import harmless_settings, vllm_names
 from moeserve.config.descriptions import bound
 from moeserve.config.settings import Settings
 from moeserve.errors import SettingsError, nearest, shown
@@ -28,6 +28,7 @@ def parse_settings(options: Mapping[str, Any]) -> Settings:
         SettingsError: an option is unknown (the message suggests the nearest name), has a wrong type, is out of range,
             or is also given by its vLLM name with another value.
     """
+    options = harmless_settings.without_harmless(options)
     groups = Settings.groups()
     group_of_option = {field.name: name for name, group in groups.items() for field in dataclasses.fields(group)}
     known = {*group_of_option, *vllm_names.NAMES}
@@ -136,6 +137,27 @@ def parse_bytes(option: str, amount: int | str, *, least: int = 1) -> int:
     if not least <= num_bytes <= MAX_BYTES:
         raise SettingsError(f"{option}={shown(amount)} must be from {least} to {MAX_BYTES} bytes")
     return num_bytes
+
+
+def parse_length(option: str, length: int | str | None) -> int | None:
+    """Return the number of tokens of a length such as 4096, "4096", "4k" (4000), "4K" (4096) or "1.5M".
+
+    None, -1 and "auto" stand for None.
+
+    Raises:
+        SettingsError: the length cannot be parsed, or is out of range. The message names the option.
+    """
+    if length in (None, -1, "-1", "auto"):
+        return None
+    number = length if type(length) is int else 0
+    if isinstance(length, str) and (match := re.fullmatch(r"(\d{1,10}(?:\.\d{1,10})?)([kmKM]?)", length.strip())):
+        number = int(float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "K": 2**10, "M": 2**20}[match[2]])
+    if not 2 <= number < 2**31:
+        raise SettingsError(
+            f"{option}={shown(length)} must be an integer from 2 to {2**31 - 1}, a text such as '32k' (32000) or '32K' "
+            "(32768), or None, -1 or 'auto' for the longest"
+        )
+    return number
 
 
 def allowed_values(expected: Any) -> str:

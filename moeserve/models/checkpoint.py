@@ -9,8 +9,10 @@ import re
 from collections.abc import KeysView
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from moeserve.errors import CheckpointError
 from moeserve.models.config_values import read_json
@@ -21,6 +23,7 @@ from moeserve.models.weight_format import WeightFormat
 logger = logging.getLogger(__name__)
 
 MAX_NAMES_SHOWN = 5
+REMAP_BYTES = 256 * 1024 * 1024  # shards are mapped again after this many bytes have been read
 NUMBERED = re.compile(r"(?P<stem>.+)-(?P<number>\d+)-of-(?P<total>\d+)\.safetensors")
 LFS_POINTER = b"version https://git-lfs"
 
@@ -41,7 +44,7 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: Path, weight_format: WeightFormat) -> Checkpoint:
-    """Read the headers of all shards, without reading weights.
+    """Read the headers of all shards, without reading weights: at most small tables of shapes.
 
     Raises:
         CheckpointError: there are no shards, a shard is missing or damaged, the index is wrong, or a tensor lacks a
@@ -54,7 +57,7 @@ def open_checkpoint(folder: Path, weight_format: WeightFormat) -> Checkpoint:
         files = set(folder.glob("*.gguf"))
     else:
         stored = read_headers(folder)
-        tensors = weight_format.group(stored)
+        tensors = weight_format.group(stored, Shards().read_rows)
         files = {tensor.shard for tensor in stored.values()}
     stored_bytes = sum(file.stat().st_size for file in files)
     return Checkpoint(folder, tensors, weight_format.stored_as, stored_bytes)
@@ -144,6 +147,26 @@ def _headers_of_shards(folder: Path, single: Path) -> dict[str, StoredTensor]:
             raise CheckpointError(f"{shard} and other shards hold the same tensors: {list_names(twice)}; keep one set")
         stored |= held
     return stored
+
+
+class Shards:
+    """Mapped shards, which are released together whenever REMAP_BYTES have been read from them."""
+
+    def __init__(self) -> None:
+        self._mapped: dict[Path, Any] = {}
+        self._num_bytes_read = 0
+
+    def read_rows(self, stored: StoredTensor, start: int, stop: int) -> Tensor:
+        """Return a view of rows in the mapping, which must be copied and released at once. A scalar has one row."""
+        if self._num_bytes_read >= REMAP_BYTES:
+            self._mapped.clear()
+            self._num_bytes_read = 0
+        if stored.shard not in self._mapped:
+            self._mapped[stored.shard] = open_shard(stored.shard)
+        shard = self._mapped[stored.shard]
+        rows: Tensor = shard.get_slice(stored.name)[start:stop] if stored.shape else shard.get_tensor(stored.name)
+        self._num_bytes_read += rows.nbytes
+        return rows
 
 
 def open_shard(shard: Path) -> safe_open:

@@ -46,9 +46,8 @@ class GgufTensor:
         values = dequantised(self.shard, self.stored, rows)
         return torch.from_numpy(values if self.columns is None else values[..., self.columns])
 
-    @property
-    def has_packed_groups(self) -> bool:
-        """True for Q4_0, whose groups are those of packed weights."""
+    def has_packed_groups(self, read_rows: ReadRows) -> bool:
+        """Return True for Q4_0, whose groups are those of packed weights."""
         return self.stored.tensor_type.name == "Q4_0" and self.columns is None
 
     def read_scales(self, read_rows: ReadRows, start: int, stop: int) -> Tensor:

@@ -6,6 +6,7 @@ for a tensor that only other ranks need.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator
 
 from torch import Tensor, nn
@@ -302,7 +303,9 @@ def _moe(
         if linear is not None:
             yield from _linear(f"{prefix}.{name}", linear)
     experts = f"{prefix}.{names.experts}"
-    if names.is_interleaved:
+    if f"{experts}.0.{names.up}.weight" in names_in_checkpoint:
+        yield from _separate_experts(experts, moe, width, names)
+    elif names.is_interleaved:
         yield from _interleaved_experts(experts, moe, width)
     elif names.is_transposed:
         yield from _transposed_experts(experts, moe, width)
@@ -329,9 +332,19 @@ def _separate_experts(prefix: str, moe: MoELayer, width: int, names: MoENames) -
         for name, place in zip((names.gate, names.up)[-num_parts:], inner, strict=True):
             yield f"{prefix}.{expert}.{name}.weight", place
         yield f"{prefix}.{expert}.{names.down}.weight", of_down
-    for expert in set(range(moe.placement.num_logical)) - set(moe.local_experts):
-        for name in (names.gate, names.up, names.down):
-            yield f"{prefix}.{expert}.{name}.weight", None
+        if gate_up.bias is not None:
+            biases = zip((names.gate, names.up)[-num_parts:], gate_up.bias[slot].chunk(num_parts), strict=True)
+            for name, bias_I in biases:
+                yield f"{prefix}.{expert}.{name}.bias", rows(bias_I, share, width)
+        if down.bias is not None:
+            yield f"{prefix}.{expert}.{names.down}.bias", whole(down.bias[slot])
+    are_elsewhere = set(range(moe.placement.num_logical)) - set(moe.local_experts)
+    for expert, name in itertools.product(are_elsewhere, (names.gate, names.up, names.down)):
+        yield f"{prefix}.{expert}.{name}.weight", None
+        yield f"{prefix}.{expert}.{name}.bias", None
+    if gate_up.bias is not None:  # only one of the ranks that share an expert has the bias of its down projection
+        for expert in moe.local_experts:
+            yield f"{prefix}.{expert}.{names.down}.bias", None
 
 
 def _mxfp4_matrices(weights: Weights, slot: int, num_parts: int) -> Iterator[Destination]:

@@ -105,8 +105,8 @@ def test_each_prompt_gets_its_own_sampling_parameters() -> None:
     assert [request.eos_token_ids for request in requests] == [[EOS], []]
     with pytest.raises(RequestError, match="3 prompts came with 2 sampling_params"):
         pair_prompts(["a", "b", "c"], both)
-    with pytest.raises(RequestError, match=r"is a dict; pass SamplingParams"):
-        pair_prompts("a", {"temperature": 0})  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match=r"is a float; pass SamplingParams"):
+        pair_prompts("a", 0.5)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_each_prompt_gets_its_own_sampling_parameters() -> None:
         ([1] * 100, "has 100 tokens, and max_model_len=100 leaves room for 99 .* raise max_model_len"),
         ("a" * 100, "has 100 tokens"),
         ({"promt": "a"}, "unknown key 'promt': did you mean 'prompt'"),
-        ({"prompt": "a", "prompt_token_ids": [1]}, "prompt and prompt_token_ids"),
+        ({"prompt": 5, "prompt_token_ids": [1]}, "prompt=5 must be a text"),
         ({"cache_salt": "a"}, "neither key"),
         ({"prompt": [1]}, r"prompt=\[1\] must be a text"),
         ({"prompt_token_ids": "abc"}, "prompt_token_ids='abc' must be a list"),
