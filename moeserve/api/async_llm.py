@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import os
 import sys
-import threading
+import weakref
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from moeserve.api import unsupported
+from moeserve.api.engine_thread import EngineThread
 from moeserve.api.prompts import Params, Prompt, chat_prompt
 from moeserve.api.session import Session
 from moeserve.api.signatures import lists_settings
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
 
     from moeserve.api.setting_arguments import SettingArguments
 
-# Maximum seconds between checks of an idle engine for failed processes.
-SECONDS_BETWEEN_CHECKS = 1.0
 NUM_GRAMMAR_THREADS = 4  # requests whose grammars are compiled at the same time
 # Maximum seconds that a thread which computes in Python keeps the interpreter lock while another waits for it. A GPU
 # finishes a decode step in about the default of 5 ms, so that the next plan would come a whole step late.
@@ -82,17 +81,13 @@ class AsyncLLM:
 
     def _use(self, session: Session, texts: TextParts) -> None:
         self.session, self.codec, self._default_params = session, texts.codec, texts.default_params
-        self._mailboxes: dict[str, _Mailbox] = {}  # by id of the prompt
-        self._has_work = threading.Event()
-        self._is_closing = False
         # Apart from the event loop's threads, because a check of a grammar may take seconds.
         self._grammar_threads = ThreadPoolExecutor(NUM_GRAMMAR_THREADS, "grammars")
-        self._has_ended = False  # no further outputs will be delivered
-        self._failure: BaseException | None = None
         if self.config.device == "cuda":
             sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
-        self._thread = threading.Thread(target=self._run, name="moeserve session", daemon=True)
-        self._thread.start()
+        self._engine_thread = EngineThread(session)
+        # Also called when the object is deleted, and when Python exits: before then the engine must have ended.
+        self._stop = weakref.finalize(self, self._engine_thread.stop)
 
     @property
     def config(self) -> EngineConfig:
@@ -101,17 +96,17 @@ class AsyncLLM:
 
     @property
     def is_running(self) -> bool:
-        return self._thread.is_alive() and not self._is_closing
+        return self._engine_thread.is_running
 
     @property
     def errored(self) -> bool:
         """True if the engine has failed for good. With on_failure="restart", a failure is not final."""
-        return self._failure is not None or (bool(self.session.engine.refusal) and not self._is_closing)
+        return self._engine_thread.errored
 
     @property
     def dead_error(self) -> BaseException:
         """The error that requests to an engine get which has failed or was shut down."""
-        return self._failure or EngineError(self.session.engine.refusal or "the engine is being shut down")
+        return self._engine_thread.dead_error
 
     @classmethod
     def from_engine_args(cls, engine_args: Any, **others: Any) -> AsyncLLM:
@@ -174,11 +169,8 @@ class AsyncLLM:
             raise EngineError(str(self.dead_error))
         params = self._default_params if sampling_params is None else sampling_params
         prompt_id = await self._submit(prompt, params, request_id)
-        mailbox = _Mailbox(asyncio.get_running_loop())
-        mailbox.changed.set()  # there may be output already
         try:
-            self._mailboxes[prompt_id] = mailbox
-            self._has_work.set()
+            mailbox = self._engine_thread.open_mailbox(prompt_id)
             is_finished = False
             while not is_finished:
                 await mailbox.changed.wait()
@@ -186,7 +178,7 @@ class AsyncLLM:
                 output = self.session.new_output(prompt_id)
                 if output is None:
                     self.session.raise_error([prompt_id])
-                    if self._has_ended:
+                    if self._engine_thread.has_ended:
                         raise EngineError(str(self.dead_error))
                 else:
                     is_finished = output.finished
@@ -194,9 +186,7 @@ class AsyncLLM:
                         self.session.raise_error([prompt_id])
                     yield output
         finally:
-            self._mailboxes.pop(prompt_id, None)
-            self.session.discard([prompt_id])
-            self._has_work.set()
+            self._engine_thread.discard(prompt_id)
 
     async def chat(
         self,
@@ -270,7 +260,7 @@ class AsyncLLM:
         """End a request in flight, or several. Their iterators yield the output so far and stop."""
         for each in [request_id] if isinstance(request_id, str) else request_id:
             self.session.abort(each)
-        self._has_work.set()
+        self._engine_thread.run()
 
     async def check_health(self) -> None:
         """Raise EngineError if the engine cannot serve requests. A dead process is detected within about a second.
@@ -300,16 +290,13 @@ class AsyncLLM:
         if not self.is_running or self.errored:
             raise EngineError(str(self.dead_error))
         changed = await asyncio.to_thread(self.session.scale, data_parallel_size)
-        self._has_work.set()
+        self._engine_thread.run()
         await asyncio.shield(asyncio.wrap_future(changed))
 
     def shutdown(self) -> None:
         """End all requests and free the model. May be called twice."""
-        self._is_closing = True
-        self.session.engine.cancel_restart()
-        self.session.wake()
-        self._has_work.set()
-        self._thread.join()
+        self._stop.detach()
+        self._engine_thread.stop()
         self._grammar_threads.shutdown(wait=False, cancel_futures=True)
 
     if not TYPE_CHECKING:
@@ -339,48 +326,8 @@ class AsyncLLM:
 
     def _discard_submitted(self, submitted: Future[list[str]]) -> None:
         if submitted.exception() is None:
-            self.session.discard(submitted.result())
-            self._has_work.set()
-
-    def _run(self) -> None:
-        """Run the engine while there are requests, and wake the tasks whose outputs have changed."""
-        try:
-            while not self._is_closing:
-                self._notify(self.session.poll())  # also polls an idle engine, to detect dead processes
-                if not self.session.has_work:
-                    self._has_work.wait(SECONDS_BETWEEN_CHECKS)
-                    self._has_work.clear()
-        except BaseException as error:
-            self._failure = error
-        try:
-            self.session.shutdown()
-            self.session.poll()  # returns the ends of all requests
-        except BaseException as error:
-            self._failure = self._failure or error
-        self._has_ended = True
-        self._notify(list(self._mailboxes))
-
-    def _notify(self, prompt_ids: list[str]) -> None:
-        by_loop: dict[asyncio.AbstractEventLoop, list[_Mailbox]] = {}
-        for prompt_id in prompt_ids:
-            if (mailbox := self._mailboxes.get(prompt_id)) is not None:
-                by_loop.setdefault(mailbox.loop, []).append(mailbox)
-        for loop, mailboxes in by_loop.items():
-            with contextlib.suppress(RuntimeError):  # the event loop is closed
-                loop.call_soon_threadsafe(_set_all, mailboxes)
-
-
-class _Mailbox:
-    """An event on which a task waits for new output of its request."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.loop = loop
-        self.changed = asyncio.Event()
-
-
-def _set_all(mailboxes: list[_Mailbox]) -> None:
-    for mailbox in mailboxes:
-        mailbox.changed.set()
+            (prompt_id,) = submitted.result()
+            self._engine_thread.discard(prompt_id)
 
 
 AsyncLLMEngine = AsyncLLM  # vLLM's former name

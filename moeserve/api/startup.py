@@ -27,6 +27,7 @@ from moeserve.machine import usable_cores
 from moeserve.models import registry
 from moeserve.ops.cpu.native import native_kernels
 from moeserve.ops.select import has_triton, supports_bfloat16_products, supports_float8_products
+from moeserve.processes.streams import open_closed_streams
 from moeserve.sampling_params import SamplingParams
 from moeserve.telemetry.observer import LoadObserver
 from moeserve.worker.grammars import grammars_of
@@ -79,6 +80,7 @@ def start_engine(settings: Settings, *, show_progress: bool) -> StartedEngine:
     Raises:
         SettingsError, CheckpointError, EngineError: as for `LLM`.
     """
+    open_closed_streams()
     if settings.model.seed is None:
         seed = secrets.randbits(31)
         logger.warning("seed=None: seed=%d was chosen at random; LLM(seed=%d) repeats the outputs", seed, seed)

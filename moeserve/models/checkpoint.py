@@ -125,7 +125,7 @@ def _headers_of_shards(folder: Path, single: Path) -> dict[str, StoredTensor]:
     Raises:
         CheckpointError: there are no shards, or one is missing.
     """
-    if single.is_file():
+    if os.path.lexists(single):  # even a link to nothing, which is then named
         return _read_header(single)
     numbered = {
         file: match for file in sorted(folder.glob("*.safetensors")) if (match := NUMBERED.fullmatch(file.name))
@@ -173,10 +173,14 @@ def open_shard(shard: Path) -> safe_open:
     """Open a shard, memory-mapped.
 
     Raises:
-        CheckpointError: the file is damaged, or is a Git LFS pointer.
+        CheckpointError: the file cannot be read, is damaged, or is a Git LFS pointer.
     """
     try:
+        shard.open("rb").close()  # safetensors reports a file that this user may not read as missing
         return safe_open(shard, framework="pt")
+    except OSError as error:
+        linked = f" (a link to {shard.readlink()})" if shard.is_symlink() else ""
+        raise CheckpointError(f"{shard}{linked} cannot be read: {error.strerror or error}") from None
     except SafetensorError as error:
         with shard.open("rb") as file:
             if file.read(len(LFS_POINTER)) == LFS_POINTER:
@@ -193,7 +197,7 @@ def list_names(names: list[str]) -> str:
 
 
 def _read_header(shard: Path) -> dict[str, StoredTensor]:
-    if not os.path.isfile(shard):  # False also for names that no file system has
+    if not os.path.lexists(shard):  # False also for names that no file system has
         raise CheckpointError(f"{shard} is missing, but the checkpoint's index names it; fetch it")
     stored = {}
     with open_shard(shard) as tensors:

@@ -35,10 +35,12 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file of a checkpoint.
 
     Raises:
-        CheckpointError: the file is not JSON, or does not hold an object.
+        CheckpointError: the file cannot be read, is not JSON, or does not hold an object.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(content, dict):

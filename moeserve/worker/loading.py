@@ -20,7 +20,7 @@ from moeserve.expert_placement.placement import Placement
 from moeserve.layers.cache import CacheDivision
 from moeserve.layers.context import ModelContext
 from moeserve.layers.weights import allocate_parameters
-from moeserve.machine import free_memory, shown_bytes
+from moeserve.machine import free_memory, resource_limits, shown_bytes
 from moeserve.models import registry
 from moeserve.models.checkpoint import Checkpoint, open_checkpoint, select_decoder
 from moeserve.models.decoder import Decoder
@@ -35,6 +35,7 @@ from moeserve.ops.interfaces import Kernels
 from moeserve.ops.select import select_kernels
 from moeserve.worker.kv_items import CachedItems
 from moeserve.worker.kv_wire import CacheShare, TensorShare
+from moeserve.worker.room import require_room
 
 logger = logging.getLogger(__name__)
 
@@ -81,14 +82,16 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
         from moeserve.models.transformers_model import TransformersModel
 
         foreign = TransformersModel(Path(config.model_path), description.model, placements, dispatchers, context)
+        require_room(config, foreign.cache_needs, _free_bytes(config))
         return LoadedModel(cast(Decoder, foreign))  # it has the members of `Decoder` that a worker uses
     stage = config.layers_of_stage(groups.mesh.coordinates(groups.rank).pp)
     model = Decoder(description.model, placements, dispatchers, context.without_memory(), stage)
     memory = loading_memory(model, fills_all_first=config.load_format == "dummy")
     wait_for_cache_writers(cancelled_only=True)  # cancelled writers still hold the weights of a deleted model
-    free = free_memory() // config.num_ranks if config.device == "cpu" else torch.cuda.mem_get_info()[0]
+    free = _free_bytes(config)
     if memory.peak > free:
         raise CheckpointError(_too_large(config, memory, free))
+    require_room(config, model.cache_needs, free - memory.kept)
     groups.world.barrier()  # collective: all ranks; all measure free memory before any rank fills it
     allocate_parameters(model, context)
     if config.load_format == "dummy":
@@ -171,15 +174,21 @@ def _select_kernels(config: EngineConfig, device: torch.device) -> Kernels:
     return with_deep_gemm(kernels, device, getattr(torch, config.dtype), only_fastest=only_fastest)
 
 
+def _free_bytes(config: EngineConfig) -> int:
+    """Return the bytes that this rank may allocate."""
+    return free_memory(config.num_ranks) if config.device == "cpu" else int(torch.cuda.mem_get_info()[0])
+
+
 def _too_large(config: EngineConfig, memory: LoadingMemory, free: int) -> str:
     """Return an error message for weights that do not fit, with remedies."""
     share = f" for each of {config.num_ranks} ranks" if config.num_ranks > 1 else ""
+    limits = "".join(f" ({limit})" for limit in resource_limits())
     form = f"{config.dtype}, quantised to {config.quantization}" if config.quantization else config.dtype
     return (
         f"the weights of {config.model_path} do not fit in memory: as {form} they take {shown_bytes(memory.kept)}, and "
-        f"{shown_bytes(memory.peak)} while they are loaded{share}, but {shown_bytes(free)} are free{share}. Use a "
-        "machine with more memory, a smaller model or dtype, or a smaller quantization (int8 or int4 on CPUs, fp8 on "
-        "GPUs); `moeserve inspect` lists the sizes of its parts"
+        f"{shown_bytes(memory.peak)} while they are loaded{share}, but {shown_bytes(free)} are free{share}{limits}. "
+        "Use a machine with more memory, a smaller model or dtype, or a smaller quantization (int8 or int4 on CPUs, "
+        "fp8 on GPUs); `moeserve inspect` lists the sizes of its parts"
     )
 
 

@@ -50,6 +50,7 @@ from moeserve.worker.model_runner import ModelRunner
 from moeserve.worker.profiling import make_probe, profile_blocks, run_all_sizes
 from moeserve.worker.protocol import Loaded, StoreFacts
 from moeserve.worker.request_table import RequestTable
+from moeserve.worker.room import num_states_of
 from moeserve.worker.started_step import StartedStep
 from moeserve.worker.step_replay import EagerSteps, ReplayFactory, StepContext
 
@@ -363,12 +364,6 @@ def select_replay(config: EngineConfig, model: Decoder, groups: Groups, context:
 
         return ReplayFactory(reserved_bytes=reserved_bytes, make=lambda caches: capture(caches, sizes))
     return ReplayFactory(reserved_bytes=lambda: 0, make=lambda caches: EagerSteps(model, caches))
-
-
-def num_states_of(config: EngineConfig) -> int:
-    """Return the number of rows for recurrent states: one or, with drafts, two per running request, and saved ones."""
-    rows_per_request = 1 if config.speculative_config is None else 2
-    return rows_per_request * config.max_num_seqs + (config.num_saved_states or 0)
 
 
 def saved_rows_of(config: EngineConfig) -> range:
