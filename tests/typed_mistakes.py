@@ -20,7 +20,7 @@ params = SamplingParams(max_tokens="9")  # refused: arg-type
 params = SamplingParams(stop=3)  # refused: arg-type
 params.temperature = "hot"  # refused: assignment
 llm.generate(3)  # refused: arg-type
-llm.generate("x", {"temperature": 0})  # refused: arg-type
+llm.generate("x", [3])  # refused: list-item
 llm.generat("x")  # refused: attr-defined
 llm.chat("x")  # refused: arg-type
 print(llm.generate("x")[0].text)  # refused: attr-defined

@@ -1,4 +1,4 @@
-"""What programs written for vLLM type, with the name of the package changed."""
+"""Calls that programs written for vLLM make, with the name of the package changed."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_what_is_no_prompt_is_refused(llm: LLM, prompts: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"priority": [1]}, {"lora_request": object()}, {"tokenization_kwargs": {"truncation": True}}], ids=str
+    "arguments", [{"priority": [1]}, {"lora_request": "adapter"}, {"tokenization_kwargs": {"truncation": True}}], ids=str
 )
 def test_unsupported_arguments_are_refused_by_name(llm: LLM, arguments: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match=next(iter(arguments))):
