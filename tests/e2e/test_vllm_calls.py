@@ -91,7 +91,7 @@ def test_every_form_of_a_prompt_is_the_same_prompt(llm: LLM) -> None:
 
 @pytest.mark.parametrize(
     "prompts",
-    [{"a", "b"}, 5, b"ab", torch.tensor([0.5]), np.zeros((1, 0), np.int64),
+    [{"a"}, 5, b"ab", torch.tensor([0.5]), np.zeros((1, 0), np.int64),
      {"prompt": "a", "multi_modal_data": {"image": 1}}, [TokensPrompt(prompt_token_ids=[264])]],
     ids=str,
 )  # fmt: skip
