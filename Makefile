@@ -213,7 +213,7 @@ $(INSTALLED): pyproject.toml constraints.txt CMakeLists.txt $(CPP_FILES)
 	@MOESERVE_REQUIRE_KERNELS=$(if $(COMPILER),1,0) $(PIP_INSTALL) --no-build-isolation --editable '.[dev]'
 	@$(VENV)/bin/python -c 'import sys, importlib.util as i; sys.exit(i.find_spec("moeserve._cpu") is None)' || { \
 		echo "WARNING: there is no C++ compiler here, so moeserve is installed WITHOUT its C++ kernels. It runs on torch"; \
-		echo "WARNING: alone, three to five times slower on a CPU. Install g++ (on ARM also clang++), then: rm $@; make setup"; }
+		echo "WARNING: alone, 3 to 5 times slower on a CPU. Install g++ (on ARM also clang++), then: rm $@; make setup"; }
 	@touch $@
 
 # Without its dependencies, which would compile another engine: only its model file is used.

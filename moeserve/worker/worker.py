@@ -380,7 +380,7 @@ def note_on_bytes(config: EngineConfig, model: ModelConfig, kernels: Kernels) ->
     if config.device != "cpu" and not config.batch_invariant:
         reason = f"device={config.device!r}"
     elif not kernels.batch_invariant_dtypes:
-        what = f"torch computes alone, three to five times slower than moeserve's C++ kernels, which {missing_kernels()}"
+        what = f"torch computes alone, 3 to 5 times slower than moeserve's C++ kernels, which {missing_kernels()}"
         return f"{what}; also, the last bits of a request's results may depend on what runs beside it and on the layout"
     elif config.dtype == "float16" and config.device == "cpu":
         reason = "dtype='float16', in which the C++ kernels do not compute"

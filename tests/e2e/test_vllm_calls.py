@@ -101,7 +101,7 @@ def test_what_is_no_prompt_is_refused(llm: LLM, prompts: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"priority": [1]}, {"lora_request": "adapter"}, {"tokenization_kwargs": {"truncation": True}}], ids=str
+    "arguments", [{"priority": [1]}, {"lora_request": "one"}, {"tokenization_kwargs": {"truncation": True}}], ids=str
 )
 def test_unsupported_arguments_are_refused_by_name(llm: LLM, arguments: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match=next(iter(arguments))):
