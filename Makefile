@@ -168,12 +168,14 @@ lint: $(INSTALLED)
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/clang-format --dry-run -Werror $(CPP_FILES)
 
-# Documents and docstrings name only what exists.
+# Documents and docstrings name only what exists, and the types of settings as arguments are those of the settings.
 documents: $(INSTALLED)
+	$(VENV)/bin/python tests/setting_arguments.py --check
 	$(VENV)/bin/python tests/check_documents.py
 
-# Also as on macOS, where the standard library lacks some functions.
+# Also as on macOS, where the standard library lacks some functions, and as users check their programs.
 types: package
+	$(VENV)/bin/python tests/check_types.py
 	cd $(PACKAGE) && for platform in linux darwin; do "$(BIN)/mypy" --platform $$platform \
 		--config-file "$(CURDIR)/pyproject.toml" --cache-dir "$(CURDIR)/.mypy_cache/$$platform" || exit 1; done
 
@@ -211,7 +213,7 @@ $(INSTALLED): pyproject.toml constraints.txt CMakeLists.txt $(CPP_FILES)
 	@MOESERVE_REQUIRE_KERNELS=$(if $(COMPILER),1,0) $(PIP_INSTALL) --no-build-isolation --editable '.[dev]'
 	@$(VENV)/bin/python -c 'import sys, importlib.util as i; sys.exit(i.find_spec("moeserve._cpu") is None)' || { \
 		echo "WARNING: there is no C++ compiler here, so moeserve is installed WITHOUT its C++ kernels. It runs on torch"; \
-		echo "WARNING: alone, which is slow on a CPU. Install g++ (on ARM also clang++), then: rm $@; make setup"; }
+		echo "WARNING: alone, 3 to 5 times slower on a CPU. Install g++ (on ARM also clang++), then: rm $@; make setup"; }
 	@touch $@
 
 # Without its dependencies, which would compile another engine: only its model file is used.

@@ -31,10 +31,10 @@ def make_checkpoint(name: str, folder: Path | None = None) -> Path:
         folder: folder to write; None: a folder in moeserve's cache.
 
     Returns:
-            The folder of the checkpoint.
+        The folder of the checkpoint.
 
-        Raises:
-            CheckpointError: the folder has other content.
+    Raises:
+        CheckpointError: the folder has other content.
         SettingsError: transformers is not installed.
     """
     try:

@@ -37,6 +37,9 @@ std::vector<std::string> usable_isa_names() {
 
 NB_MODULE(_cpu, module) {
   using namespace nb::literals;
+  // A daemon thread of the program keeps the modules that it uses, and functions of this one, when Python has ended.
+  // These are no leaks, so they are reported only in Python's development mode (`-X dev`).
+  nb::set_leak_warnings(nb::cast<bool>(nb::module_::import_("sys").attr("flags").attr("dev_mode")));
   module.doc() = "C++ kernels of moeserve for CPUs, and shared memory between ranks.";
   moeserve::bind_shared_memory(module);
   moeserve::bind_cpu_graph(module);

@@ -14,24 +14,37 @@ from moeserve.errors import (
     ScaleError,
     ScalingInProgressError,
     SettingsError,
+    UnsupportedError,
 )
 
 if TYPE_CHECKING:
     from moeserve.api.async_llm import AsyncLLM
+    from moeserve.api.async_llm import AsyncLLM as AsyncLLMEngine
+    from moeserve.api.beam_search import BeamSearchOutput, BeamSearchSequence
     from moeserve.api.llm import LLM
+    from moeserve.api.llm_engine import LLMEngine
+    from moeserve.cli.engine_args import AsyncEngineArgs, EngineArgs
+    from moeserve.inputs import TextPrompt, TokensPrompt
     from moeserve.outputs import CompletionOutput, Logprob, RequestOutput
-    from moeserve.sampling_params import RequestOutputKind, SamplingParams
+    from moeserve.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
     from moeserve.structured_outputs import StructuredOutputsParams
 
 __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "AsyncEngineArgs",
     "AsyncLLM",
+    "AsyncLLMEngine",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CacheTooSmallError",
     "CheckpointError",
     "CompletionOutput",
+    "EngineArgs",
     "EngineError",
+    "LLMEngine",
     "Logprob",
     "MoeserveError",
     "QueueFullError",
@@ -43,13 +56,25 @@ __all__ = [
     "ScalingInProgressError",
     "SettingsError",
     "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
+    "UnsupportedError",
 ]
 
 
 # Imported when used: LLM imports torch, which takes a second, and kernels are checked on machines without msgspec.
 _MODULES = {
     "LLM": "moeserve.api.llm",
+    "AsyncEngineArgs": "moeserve.cli.engine_args",
     "AsyncLLM": "moeserve.api.async_llm",
+    "AsyncLLMEngine": "moeserve.api.async_llm",
+    "BeamSearchOutput": "moeserve.api.beam_search",
+    "BeamSearchParams": "moeserve.sampling_params",
+    "BeamSearchSequence": "moeserve.api.beam_search",
+    "EngineArgs": "moeserve.cli.engine_args",
+    "LLMEngine": "moeserve.api.llm_engine",
+    "TextPrompt": "moeserve.inputs",
+    "TokensPrompt": "moeserve.inputs",
     "CompletionOutput": "moeserve.outputs",
     "Logprob": "moeserve.outputs",
     "RequestOutput": "moeserve.outputs",
@@ -59,13 +84,19 @@ _MODULES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        # Torch makes half a million objects, none of them garbage; Python would look for some after every 700.
-        thresholds = gc.get_threshold()
-        gc.set_threshold(thresholds[0] and 50_000, *thresholds[1:])
-        try:
-            return getattr(importlib.import_module(_MODULES[name]), name)
-        finally:
-            gc.set_threshold(*thresholds)
-    raise AttributeError(f"module 'moeserve' has no attribute {name!r}")
+if not TYPE_CHECKING:  # otherwise type checkers would accept every name
+
+    def __getattr__(name: str) -> Any:
+        if name in _MODULES:
+            # Torch makes half a million objects, none of them garbage; Python would look for some after every 700.
+            thresholds = gc.get_threshold()
+            gc.set_threshold(thresholds[0] and 50_000, *thresholds[1:])
+            try:
+                return getattr(importlib.import_module(_MODULES[name]), name)
+            finally:
+                gc.set_threshold(*thresholds)
+        raise AttributeError(f"module 'moeserve' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -46,6 +45,10 @@ class PromptTooLongError(RequestError):
         """
         super().__init__(message, parameter="prompt", code="context_length_exceeded")  # OpenAI's code of this error
         self.num_tokens, self.max_tokens = num_tokens, max_tokens
+
+
+class UnsupportedError(MoeserveError, AttributeError):
+    """A method of vLLM that moeserve does not have. The message says what to do instead."""
 
 
 class CacheTooSmallError(SettingsError):
@@ -92,20 +95,68 @@ def missing_extra(what: str, extra: str, error: ImportError) -> SettingsError:
     return SettingsError(f"{what} ({error}): pip install 'moeserve[{extra}]'")
 
 
+MAX_NEAR = 3  # more names than these are no suggestion
+
+
 def nearest(
     word: str, known: Iterable[str], *, shown_as: Mapping[str, str] | None = None, otherwise: str | None = None
 ) -> str:
-    """Return the end of an error message about an unknown word: the nearest known one, or all if none is near.
+    """Return the end of an error message about an unknown word: the nearest known ones, or all if none is near.
 
     Args:
         shown_as: how the message shows known words, if not quoted.
         otherwise: returned instead of all known words if none is near.
     """
     names = {name: repr(name) if shown_as is None else shown_as[name] for name in sorted(known)}
-    near = difflib.get_close_matches(word.replace("-", "_").lower(), names, n=1, cutoff=0.6)
-    if near:
-        return f"did you mean {names[near[0]]}?"
+    if near := near_names(word, names):
+        return f"did you mean {' or '.join(names[name] for name in near)}?"
     return otherwise or f"known are: {', '.join(names if shown_as is None else names.values())}"
+
+
+def near_names(word: str, known: Iterable[str]) -> list[str]:
+    """Return the known names that a user may have meant by a word, at most three; empty if none is near.
+
+    They are, in this order of preference: the same name in another spelling (upper or lower case, "-" or "_"); names
+    with the fewest typing errors; names of which the word is at least half, in whole words; names that begin with the
+    word. In words of three letters, nearly any word is a typing error of another, so that whole words come first.
+    """
+    word = _normalised(word)
+    names = {name: _normalised(name) for name in known}
+    most = min(len(word) // 3, 1 + len(word) // 8, 3)  # as many errors as leave no doubt
+    errors = {name: _num_typing_errors(word, text, most) for name, text in names.items()}
+    fewest = min(errors.values(), default=0)
+    near = [name for name, text in names.items() if f"_{word}_" in f"_{text}_" and 2 * len(word) >= len(text)]
+    if fewest <= most and (fewest == 0 or len(word) > 3 or not near):
+        near = [name for name, number in errors.items() if number == fewest]
+    if not near and len(word) > 3:
+        near = [name for name, text in names.items() if text.startswith(word)]
+    return near if len(near) <= MAX_NEAR else []
+
+
+def _normalised(name: str) -> str:
+    return name.replace("-", "_").lower()
+
+
+def _num_typing_errors(word: str, name: str, most: int) -> int:
+    """Return how many letters are missing, added, wrong or swapped with the next one; `most + 1` for more than `most`.
+
+    It is the optimal string alignment distance, by dynamic programming over prefixes of both texts.
+    """
+    if abs(len(word) - len(name)) > most:
+        return most + 1
+    before: list[int] = []
+    last = list(range(len(name) + 1))
+    for i, letter in enumerate(word, start=1):
+        current = [i]
+        for j, other in enumerate(name, start=1):
+            number = min(last[j] + 1, current[j - 1] + 1, last[j - 1] + (letter != other))
+            if i > 1 and j > 1 and letter == name[j - 2] and word[i - 2] == other:
+                number = min(number, before[j - 2] + 1)
+            current.append(number)
+        if min(current) > most:
+            return most + 1
+        before, last = last, current
+    return min(last[-1], most + 1)
 
 
 def shown(value: object) -> str:

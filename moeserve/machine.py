@@ -4,33 +4,70 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
+import resource
 import socket
-from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-CGROUPS = Path("/sys/fs/cgroup")
+from moeserve.cgroups import cpu_quota, memory_left
 
 
 def usable_cores() -> int:
     """Return the number of CPU cores that this process may use: its affinity or its container's quota, if smaller."""
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    for folder in _cgroup_folders("cpu"):
-        try:
-            quota, period = (folder / "cpu.max").read_text().split()
-            num_cores = min(num_cores, max(1, int(quota) // int(period)))
-        except (OSError, ValueError):  # no such controller, or the quota is "max"
-            continue
-    return num_cores
+    quota = cpu_quota()
+    return num_cores if quota is None else max(1, min(num_cores, int(quota)))
 
 
-def free_memory() -> int:
-    """Return the number of bytes that could be allocated now without swapping."""
+def free_memory(num_processes: int = 1) -> int:
+    """Return the number of bytes that each of some processes could allocate now without swapping.
+
+    Args:
+        num_processes: processes that share the memory of this host. Each has the resource limits of this one.
+    """
     try:
         meminfo = Path("/proc/meminfo").read_text()
+        available = next(
+            int(line.split()[1]) * 1024 for line in meminfo.splitlines() if line.startswith("MemAvailable:")
+        )
     except OSError:  # not Linux: assume half of the machine is free
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    available = next(int(line.split()[1]) * 1024 for line in meminfo.splitlines() if line.startswith("MemAvailable:"))
-    return min([available, *(left for folder in _cgroup_folders("memory") for left in _memory_left(folder))])
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    left = memory_left()
+    shared = available if left is None else min(available, left)
+    return min([shared // num_processes, *(limit.left for limit in resource_limits())])
+
+
+@dataclass(frozen=True)
+class ResourceLimit:
+    """A limit on the memory of a single process, as `ulimit` sets it."""
+
+    name: str
+    num_bytes: int
+    left: int  # bytes that this process may still allocate
+
+    def __str__(self) -> str:
+        return f"{self.name} is {shown_bytes(self.num_bytes)}"
+
+
+def resource_limits() -> list[ResourceLimit]:
+    """Return the limits on this process's memory; few systems set any."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:  # not Linux
+        return []
+    used = {
+        name: int(value.split()[0]) * 1024 for name, value in re.findall(r"^(Vm\w+):\s+(.*)$", status, re.MULTILINE)
+    }
+    found = []
+    for name, limit, counted in (
+        ("ulimit -v (RLIMIT_AS)", resource.RLIMIT_AS, "VmSize"),
+        ("ulimit -d (RLIMIT_DATA)", resource.RLIMIT_DATA, "VmData"),
+    ):
+        num_bytes, _ = resource.getrlimit(limit)
+        if num_bytes != resource.RLIM_INFINITY:
+            found.append(ResourceLimit(name, num_bytes, max(0, num_bytes - used.get(counted, 0))))
+    return found
 
 
 def host_identity() -> str:
@@ -59,37 +96,3 @@ def shown_bytes(num_bytes: int) -> str:
         size, unit = size / 1024, larger
     digits = 0 if size >= 100 or unit == "bytes" else 1 if size >= 10 else 2
     return f"{size:.{digits}f} {unit}"
-
-
-def _memory_left(folder: Path) -> list[int]:
-    """Return the bytes left under the limit of one cgroup, if it has one. Cached files count as free."""
-    for limit_name, usage_name, cached_name in (
-        ("memory.max", "memory.current", "inactive_file"),  # version 2
-        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),  # version 1
-    ):
-        try:
-            limit, usage = (int((folder / name).read_text()) for name in (limit_name, usage_name))
-            statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            return [max(0, limit - usage + int(statistics.get(cached_name, 0)))]
-        except (OSError, ValueError):  # no such file, or the limit is "max"
-            continue
-    return []
-
-
-def _cgroup_folders(controller: str) -> Iterator[Path]:
-    """Yield the folders of this process's cgroup and of all its parents, for cgroup versions 2 and 1."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            root = CGROUPS
-        elif controller in controllers.split(","):
-            root = CGROUPS / controller
-        else:
-            continue
-        folder = root / path.lstrip("/")
-        yield folder
-        yield from (parent for parent in folder.parents if parent.is_relative_to(root))

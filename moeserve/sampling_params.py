@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from numbers import Integral, Real
@@ -12,7 +12,10 @@ from types import NoneType
 from typing import Annotated, Any, TypeVar
 
 import msgspec
+import numpy as np
 
+from moeserve.config import vllm_sampling
+from moeserve.config.descriptions import argument_section, bound, extended
 from moeserve.config.settings import LIMITS
 from moeserve.errors import RequestError, nearest, shown
 from moeserve.structured_outputs import OutputGrammar, StructuredOutputsParams, checked
@@ -20,6 +23,10 @@ from moeserve.structured_outputs import OutputGrammar, StructuredOutputsParams, 
 T = TypeVar("T")
 Check = Callable[[str, Any], Any]  # takes a parameter's name and value; returns the normalised value
 MAX_INTEGER = 2**63 - 1
+ALL_TOKENS = -1  # a number of log-probabilities
+RANDOM_SEED = -1  # as a request's seed: a new one for each output
+LONGEST_PROMPT = -1  # as a number of tokens: as many as the context holds
+GuidedDecodingParams = StructuredOutputsParams  # its former name in vLLM
 # "host:port" of a rank; the port is below 2**16.
 PORT = r"(?:[0-9]{1,4}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
 KvAddress = Annotated[str, msgspec.Meta(pattern=rf"^[A-Za-z0-9_.:%\[\]-]+:{PORT}\Z", max_length=255)]
@@ -33,7 +40,7 @@ class RequestOutputKind(Enum):
     FINAL_ONLY = 2  # only the complete output
 
 
-class RequestParams(msgspec.Struct, frozen=True, kw_only=True):
+class RequestParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The parameters of one request that the engine needs: an immutable, validated copy."""
 
     temperature: float = 1.0
@@ -50,10 +57,25 @@ class RequestParams(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     grammar: OutputGrammar | None = None
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()  # the last token of each may not follow its other tokens
+    allowed_bits: bytes = b""  # bit i % 8 of byte i // 8 is set if token i is allowed; empty: all are
+    forced_token_ids: tuple[int, ...] = ()  # the output
+
+    @property
+    def needs_output(self) -> bool:
+        """True if the choice of a token depends on the values of previous tokens."""
+        return self.has_penalties or self.grammar is not None or any(len(tokens) > 1 for tokens in self.bad_token_ids)
+
+    @property
+    def changes_scores(self) -> bool:
+        """True if tokens are chosen from other scores than the logits divided by the temperature."""
+        has_bias = self.has_penalties or self.logit_bias
+        has_bars = self.grammar is not None or self.bad_token_ids or self.allowed_bits or self.forced_token_ids
+        return bool(has_bias or has_bars)
 
     @property
     def has_penalties(self) -> bool:
-        """True if the choice of a token depends on previous tokens."""
+        """True if the scores of tokens depend on how often they came before."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
 
@@ -67,33 +89,34 @@ class KvTransferParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     remote_num_blocks: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = 0
 
 
-def _number(low: float, high: float, *, above: bool = False) -> Check:
-    def check(name: str, value: Any) -> Any:
+@dataclass(frozen=True)
+class _Numbers:
+    """A check for numbers in a range."""
+
+    allowed: str  # the range in words, as messages and `help` show it
+    accepts: Callable[[Any], bool]
+
+    def __call__(self, name: str, value: Any) -> Any:
         value = _plain(value)
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        # NaN fails every comparison, so it is refused too.
-        if not is_number or not low <= value <= high or (above and value == low):
-            raise RequestError(
-                f"{name}={shown(value)} must be a number {'above' if above else 'from'} {low:g} to {high:g}"
-            )
+        if not self.accepts(value):
+            raise RequestError(f"{name}={shown(value)} must be {self.allowed}")
         return value
 
-    return check
+
+def _number(low: float, high: float, *, above: bool = False) -> Check:
+    def accepts(value: Any) -> bool:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        # NaN fails every comparison, so it is refused too.
+        return is_number and low <= value <= high and not (above and value == low)
+
+    return _Numbers(f"a number {'above' if above else 'from'} {bound(low)} to {bound(high)}", accepts)
 
 
 def _integer(low: int, high: int = MAX_INTEGER, *, optional: bool = False) -> Check:
-    def check(name: str, value: Any) -> Any:
-        value = _plain(value)
-        if value is None and optional:
-            return None
-        if type(value) is not int or not low <= value <= high:
-            most = "2**63 - 1" if high == MAX_INTEGER else high
-            raise RequestError(
-                f"{name}={shown(value)} must be an integer from {low} to {most}{' or None' if optional else ''}"
-            )
-        return value
+    def accepts(value: Any) -> bool:
+        return (value is None and optional) or (type(value) is int and low <= value <= high)
 
-    return check
+    return _Numbers(f"an integer from {bound(low)} to {bound(high)}{' or None' if optional else ''}", accepts)
 
 
 def _boolean(name: str, value: Any) -> bool:
@@ -108,7 +131,14 @@ def _output_kind(name: str, value: Any) -> RequestOutputKind:
     return value
 
 
-def _stop_strings(name: str, value: Any) -> list[str]:
+def _prompt_length(name: str, value: Any) -> int | None:
+    if value == 0:
+        raise RequestError(f"{name}=0 would leave no prompt; give -1, a positive integer or None")
+    number: int | None = _integer(-1, optional=True)(name, value)
+    return number
+
+
+def _texts(name: str, value: Any) -> list[str]:
     texts = [value] if isinstance(value, str) else _as_list(name, value, "texts", LIMITS.max_stop_strings)
     for text in texts:
         if not isinstance(text, str) or not 1 <= len(text) <= LIMITS.max_stop_string_length:
@@ -118,8 +148,16 @@ def _stop_strings(name: str, value: Any) -> list[str]:
     return texts
 
 
-def _token_ids(name: str, value: Any) -> list[int]:
-    return [_integer(0)(name, each) for each in _as_list(name, value, "token ids", LIMITS.max_stop_token_ids)]
+def _token_ids(most: int, *, optional: bool = False) -> Check:
+    def check(name: str, value: Any) -> list[int] | None:
+        if value is None and optional:
+            return None
+        token_ids = [_integer(0)(name, each) for each in _as_list(name, value, "token ids", most)]
+        if optional and not token_ids:
+            raise RequestError(f"{name}=[] would leave no token to generate; give one or more, or None")
+        return token_ids
+
+    return check
 
 
 def _logit_bias(name: str, value: Any) -> dict[int, float]:
@@ -183,17 +221,34 @@ def _parameter(default: Any, check: Check, help: str) -> Any:
     return dataclasses.field(default=default, metadata=metadata)
 
 
+_OTHER_NAMES = {"guided_decoding": "structured_outputs"}  # former names of vLLM
+
+
+def _unknown(name: str, known: Iterable[str]) -> str:
+    hint = nearest(name, known, otherwise="help(moeserve.SamplingParams) describes all")
+    return f"unknown sampling parameter {name!r}: {hint}"
+
+
 def _refusing_unknown_names(cls: type[T]) -> type[T]:
-    """Make a dataclass suggest the nearest known keyword in its error for an unknown one."""
+    """Make a dataclass suggest the nearest known keyword for an unknown one, and accept vLLM's harmless parameters."""
     generated_init = cls.__init__
     known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
 
     @functools.wraps(generated_init)
     def init(self: Any, **parameters: Any) -> None:
-        for name in parameters:
-            if name not in known:
-                raise RequestError(f"unknown sampling parameter {name!r}: {nearest(name, known)}")
-        generated_init(self, **parameters)
+        own = {}
+        for name, value in parameters.items():
+            if name in vllm_sampling.NAMES:
+                vllm_sampling.require_harmless(name, value, parameters.get("n", 1))
+                continue
+            if name not in {*known, *_OTHER_NAMES}:
+                raise RequestError(_unknown(name, known))
+            own_name = _OTHER_NAMES.get(name, name)
+            if value is not None or own_name == name:
+                if own_name in own:
+                    raise RequestError(f"{own_name} is given twice, also as {name}", parameter=name)
+                own[own_name] = value
+        generated_init(self, **own)
 
     cls.__init__ = init  # type: ignore[method-assign]
     return cls
@@ -207,9 +262,11 @@ class SamplingParams:
     Attributes may be assigned: a new value is validated at once, and all values together when a request is submitted.
     A request keeps the values that it was submitted with.
 
-    The order of operations on a row of logits: `logit_bias`; repetition, frequency and presence penalties; stop tokens
-    are excluded while below `min_tokens`, and tokens that `structured_outputs` does not allow; temperature; `min_p`;
-    `top_k`; `top_p`. Log-probabilities are those of the model itself, before all of these operations.
+    The order of operations on a row of logits: `logit_bias`; repetition, frequency and presence penalties; tokens are
+    excluded that `bad_words`, `allowed_token_ids`, `structured_outputs` and, for stop tokens, `min_tokens` exclude;
+    temperature; `min_p`; `top_k`; `top_p`. Log-probabilities are those of the model, before all these operations.
+
+    Other parameters of vLLM are accepted with values that change nothing, such as `best_of=1`, and refused otherwise.
 
     One engine may compute a prompt and another engine its output. With `kv_transfer_params={"do_remote_decode": True}`,
     the first engine computes the prompt and one token, and keeps the prompt's KV cache blocks for a while. Pass the
@@ -231,30 +288,49 @@ class SamplingParams:
     seed: int | None = _parameter(
         None,
         _integer(-(2**63), 2**64 - 1, optional=True),
-        "equal seeds give equal tokens; none: from the engine's seed",
+        "equal seeds give equal tokens; none: from the engine's seed; -1: random",
     )
     max_tokens: int | None = _parameter(
         16, _integer(1, optional=True), "most tokens to generate; none: as many as the context holds"
     )
     min_tokens: int = _parameter(0, _integer(0), "tokens to generate before an end-of-sequence or stop token may come")
-    stop: str | list[str] | None = _parameter([], _stop_strings, "text that ends the output; not part of it")
-    stop_token_ids: list[int] = _parameter([], _token_ids, "token id that ends the output")
+    stop: str | list[str] | None = _parameter([], _texts, "text that ends the output; not part of it")
+    stop_token_ids: list[int] = _parameter([], _token_ids(LIMITS.max_stop_token_ids), "token id that ends the output")
     include_stop_str_in_output: bool = _parameter(False, _boolean, "keep the stop text in the output")
     ignore_eos: bool = _parameter(False, _boolean, "continue after the end-of-sequence token")
     output_kind: RequestOutputKind = _parameter(
         RequestOutputKind.CUMULATIVE, _output_kind, "what a stream yields: CUMULATIVE, DELTA or FINAL_ONLY"
     )
     skip_special_tokens: bool = _parameter(True, _boolean, "leave special tokens out of the text")
+    detokenize: bool = _parameter(True, _boolean, "return text; otherwise only token ids")
+    truncate_prompt_tokens: int | None = _parameter(
+        None, _prompt_length, "use only this many tokens at the end of the prompt; -1: as many as the context holds"
+    )
     logprobs: int | None = _parameter(
         None,
-        _integer(0, LIMITS.max_logprobs, optional=True),
-        "return log-probabilities of this many most likely tokens per output token",
+        _integer(ALL_TOKENS, LIMITS.max_logprobs, optional=True),
+        "return log-probabilities of this many most likely tokens per output token; -1: of all",
     )
     prompt_logprobs: int | None = _parameter(
-        None, _integer(0, LIMITS.max_logprobs, optional=True), "the same, per prompt token"
+        None, _integer(ALL_TOKENS, LIMITS.max_logprobs, optional=True), "the same, per prompt token"
     )
     logit_bias: dict[int, float] = _parameter(
         {}, _logit_bias, 'added to the logits of these token ids, as a dict such as {"5": -1.5}'
+    )
+    bad_words: list[str] = _parameter(
+        [],
+        _texts,
+        "text that is not generated: the last token of its tokens, with or without a space before them, may not follow "
+        "the others",
+    )
+    allowed_token_ids: list[int] | None = _parameter(
+        None, _token_ids(LIMITS.max_allowed_token_ids, optional=True), "the only token ids that may be generated"
+    )
+    trace_decode_token_ids: list[int] | None = _parameter(
+        None,
+        _token_ids(LIMITS.max_token_ids, optional=True),
+        "the token ids to generate, for example to read their logprobs; they determine max_tokens, and no token ends "
+        "the output before",
     )
     presence_penalty: float = _parameter(
         0.0, _number(-2.0, 2.0), "subtracted from the logits of tokens already generated"
@@ -274,8 +350,12 @@ class SamplingParams:
     )
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name in vllm_sampling.NAMES:
+            vllm_sampling.require_harmless(name, value, self.n)
+            return
+        name = _OTHER_NAMES.get(name, name)
         if name not in _CHECKS:
-            raise RequestError(f"unknown sampling parameter {name!r}: {nearest(name, _CHECKS)}")
+            raise RequestError(_unknown(name, _CHECKS))
         try:
             object.__setattr__(self, name, _CHECKS[name](name, value))
         except RequestError as error:
@@ -288,6 +368,29 @@ class SamplingParams:
                 f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}; raise max_tokens",
                 parameter="min_tokens",
             )
+        if self.stop and not self.detokenize:
+            raise RequestError(
+                f"stop={shown(self.stop)} needs the text that detokenize=False leaves out; use stop_token_ids",
+                parameter="stop",
+            )
+        if self.trace_decode_token_ids is not None and self.structured_outputs is not None:
+            raise RequestError(
+                "trace_decode_token_ids determine every token, so structured_outputs cannot; leave one of them out",
+                parameter="trace_decode_token_ids",
+            )
+
+    @classmethod
+    def from_optional(cls, **parameters: Any) -> SamplingParams:
+        """Return parameters from values of which None stands for the default, except as `max_tokens`.
+
+        Raises:
+            RequestError: as for the class.
+        """
+        return cls(**{name: value for name, value in parameters.items() if value is not None or name == "max_tokens"})
+
+    def clone(self) -> SamplingParams:
+        """Return the same as `copy`, by its name in vLLM."""
+        return self.copy()
 
     def copy(self) -> SamplingParams:
         """Return a copy that shares nothing with this object, after checking all values again.
@@ -310,15 +413,65 @@ class SamplingParams:
             max_tokens=1, seed=self.seed, output_kind=self.output_kind, kv_transfer_params=self.kv_transfer_params
         )
 
-    def for_engine(self) -> RequestParams:
-        """Return the parameters that the engine needs."""
+    def for_engine(self, *, vocab_size: int = 0, bad_token_ids: Iterable[Sequence[int]] = ()) -> RequestParams:
+        """Return the parameters that the engine needs.
+
+        Args:
+            vocab_size: number of tokens in the vocabulary, for parameters that concern all tokens.
+            bad_token_ids: the tokens of `bad_words`.
+        """
         own: dict[str, Any] = {
             "stop_token_ids": tuple(self.stop_token_ids),
             "logit_bias": {**self.logit_bias},
             "grammar": None if self.structured_outputs is None else self.structured_outputs.for_engine(),
+            "logprobs": vocab_size if self.logprobs == ALL_TOKENS else self.logprobs,
+            "prompt_logprobs": vocab_size if self.prompt_logprobs == ALL_TOKENS else self.prompt_logprobs,
+            "bad_token_ids": tuple(map(tuple, bad_token_ids)),
+            "allowed_bits": b"" if self.allowed_token_ids is None else _bits(self.allowed_token_ids, vocab_size),
+            "forced_token_ids": (),
         }
+        if self.trace_decode_token_ids is not None:
+            forced = tuple(self.trace_decode_token_ids)
+            own |= {"forced_token_ids": forced, "max_tokens": len(forced), "min_tokens": 0, "stop_token_ids": ()}
         names = RequestParams.__struct_fields__
         return RequestParams(**own, **{name: getattr(self, name) for name in names if name not in own})
 
 
+def _bits(token_ids: Sequence[int], vocab_size: int) -> bytes:
+    """Return `RequestParams.allowed_bits`."""
+    is_allowed = np.zeros(vocab_size, np.bool_)
+    is_allowed[token_ids] = True
+    return np.packbits(is_allowed, bitorder="little").tobytes()
+
+
 _CHECKS: dict[str, Check] = {field.name: field.metadata["check"] for field in dataclasses.fields(SamplingParams)}
+
+
+def _allowed_values(field: dataclasses.Field[Any]) -> str:
+    check = field.metadata["check"]
+    return check.allowed if isinstance(check, _Numbers) else str(field.type)
+
+
+SamplingParams.__doc__ = extended(SamplingParams.__doc__, [argument_section("Args", SamplingParams, _allowed_values)])
+
+
+@dataclass(frozen=True, kw_only=True)
+class BeamSearchParams:
+    """The parameters of `LLM.beam_search`, with vLLM's names.
+
+    Raises:
+        RequestError: a value is out of range.
+    """
+
+    beam_width: int  # candidates of each prompt, and most outputs
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0  # no effect: candidates are compared by the model's own log-probabilities
+    length_penalty: float = 1.0  # the log-probability of a sequence is divided by its length to this power
+    include_stop_str_in_output: bool = False  # keep the end-of-sequence token in the text
+
+    def __post_init__(self) -> None:
+        for name, most in (("beam_width", LIMITS.max_logprobs // 2), ("max_tokens", 2**31 - 1)):
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value <= most:
+                raise RequestError(f"{name}={shown(value)} must be an integer from 1 to {most}", parameter=name)

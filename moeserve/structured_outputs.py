@@ -40,7 +40,7 @@ class StructuredOutputsParams:
     regex: str | None = None  # matches the whole output; Rust's syntax, without look-around and back-references
     choice: list[str] | None = None  # the output is one of these texts
     grammar: str | None = None  # grammar in llguidance's dialect of Lark, or in GBNF
-    json_object: bool = False  # any JSON object
+    json_object: bool | None = False  # any JSON object
     disable_any_whitespace: bool = False  # no white space between the tokens of JSON
 
     def __post_init__(self) -> None:
@@ -49,6 +49,8 @@ class StructuredOutputsParams:
             raise RequestError(
                 f"structured_outputs has {' and '.join(kinds) or 'none'} of {', '.join(KINDS)}; give exactly one"
             )
+        if self.json_object is None:  # the default in vLLM
+            object.__setattr__(self, "json_object", False)
         for name in ("json_object", "disable_any_whitespace"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"structured_outputs: {name}={shown(getattr(self, name))} must be True or False")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import builtins
 import io
+import itertools
 import keyword
 import re
 import subprocess
@@ -29,6 +30,9 @@ COMMAND = re.compile(COMMAND_START + r"moeserve( bench)? +([a-z][a-z_-]*)(?![\w.
 TARGET = re.compile(COMMAND_START + r"make ([a-z][a-z0-9-]*)")
 VARIABLE = re.compile(r"\bMOESERVE_[A-Z_]+\b")
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)")
+SECTIONS = ("Attributes", "Args", "Returns", "Yields", "Raises")  # of docstrings
+HEAD = re.compile(rf" *(?:{'|'.join(SECTIONS)}):")
+ENTRY = re.compile(r" {4}(\*{0,2}\w+(?:, \*{0,2}\w+)*):")  # arguments that a section describes together
 QUOTED = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 
 # Names of other programs and packages that documents may use although no code here does.
@@ -36,7 +40,7 @@ EXTERNAL = {
     *("CUDA_VISIBLE_DEVICES", "PIP_EXTRA_INDEX_URL", "RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT", "OMPProcessManager"),
     *("maxItems", "maxLength", "oneOf", "uniqueItems", "unevaluatedProperties"),  # keywords of JSON schemas
     *("RAY_worker_niceness", "n_batch", "n_ubatch", "script.py", "sitecustomize.py", "llama.cpp", "ik_llama.cpp"),
-    "settings.yaml",
+    *("settings.yaml", "save_original_format"),
 }
 EXTERNAL_FLAGS = {
     *("--extra-index-url", "--local-dir", "--min-nodes", "--no-deps", "--no-index", "--only-binary", "--python-version")
@@ -60,6 +64,45 @@ def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
             text = ast.get_docstring(node)
             if text:
                 yield node.body[0].lineno, text
+
+
+def faults_of_sections(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield the line and a description of each fault in the sections of a module's docstrings.
+
+    A section stands at the margin of its docstring, once, in the order of `SECTIONS`. Its entries are indented by four
+    spaces. The arguments that it describes are parameters of the function.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            arguments = None if isinstance(node, ast.ClassDef) else node.args
+            faults = _faults_of_docstring(ast.get_docstring(node) or "", arguments)
+            yield from ((node.body[0].lineno, fault) for fault in faults)
+
+
+def _faults_of_docstring(text: str, arguments: ast.arguments | None) -> Iterator[str]:
+    lines = text.split("\n")
+    heads = [number for number, line in enumerate(lines) if HEAD.fullmatch(line)]
+    titles = [lines[number].rstrip(":") for number in heads]
+    if titles != [title for title in SECTIONS if title in titles]:
+        yield f"sections {', '.join(titles)}: each once, at the margin, in the order {', '.join(SECTIONS)}"
+        return
+    for number in heads:
+        entries = list(itertools.takewhile(str.strip, lines[number + 1 :]))
+        if not entries or not re.match(r" {4}\S", entries[0]):
+            yield f"section {lines[number]} must have entries, indented by four spaces"
+        elif lines[number] == "Args:" and arguments is not None:
+            yield from _faults_of_arguments(entries, arguments)
+
+
+def _faults_of_arguments(entries: list[str], arguments: ast.arguments) -> Iterator[str]:
+    """Yield the described arguments that are no parameters, or are described twice."""
+    parameters = {part.arg for part in ast.walk(arguments) if isinstance(part, ast.arg)}
+    names = [name for entry in entries if (match := ENTRY.match(entry)) for name in re.findall(r"\w+", match[1])]
+    for name in dict.fromkeys(names):
+        if name not in parameters:
+            yield f"the described argument {name} is no parameter"
+        if names.count(name) > 1:
+            yield f"the argument {name} is described twice"
 
 
 def comments(source: str) -> Iterator[tuple[int, str]]:
@@ -248,7 +291,9 @@ def faults() -> Iterator[str]:
                 yield f"{name}:{number}: {fault} does not exist"
         elif name.endswith(".py"):
             source = _read(name)
-            for number, text in docstrings(ast.parse(source)):
+            module = ast.parse(source)
+            yield from (f"{name}:{number}: {fault}" for number, fault in faults_of_sections(module))
+            for number, text in docstrings(module):
                 if opening := FORBIDDEN_OPENINGS.match(text):
                     yield f"{name}:{number}: a docstring opens with {opening[0]!r}; begin with a verb or a noun"
                 yield from (f"{name}:{number}: {fault} does not exist" for fault in tree.missing(text))

@@ -67,9 +67,6 @@ class FakeEvent:
     def wait(self, stream: FakeStream | None = None) -> None:
         (stream or DEVICE.current).wait_clock(self.clock)
 
-    def query(self) -> bool:
-        return True
-
 
 class FakeGraph:
     """A graph: the recorded operations in their order."""
@@ -246,16 +243,11 @@ def installed() -> Iterator[FakeDevice]:
 def _no_host_methods() -> Iterator[None]:
     """Make methods raise an error that read a tensor's memory on the host without an operation."""
 
-    def refusing(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def read(tensor: Tensor, *args: Any, **options: Any) -> Any:
-            if torch.utils._python_dispatch._get_current_dispatch_mode() is None:  # a kernel of the interpreter
-                return original(tensor, *args, **options)
-            raise RuntimeError(f"{SYNC_ERROR} (Tensor.{name} reads a tensor on the host)")
-
-        return read
+    def refuse(name: str, *_: Any, **__: Any) -> None:
+        raise RuntimeError(f"{SYNC_ERROR} (Tensor.{name} reads a tensor on the host)")
 
     originals = {name: getattr(Tensor, name) for name in HOST_METHODS}
-    _set_all(Tensor, {name: refusing(name, original) for name, original in originals.items()})
+    _set_all(Tensor, {name: functools.partial(refuse, name) for name in originals})
     try:
         yield
     finally:

@@ -60,6 +60,8 @@ DELTA = {
 }
 # By model_type: GGUF's name, and more keys
 FAMILIES: dict[str, tuple[str, dict[str, str]]] = {
+    "mixtral": ("llama", {"expert_count": "num_local_experts"}),
+    "qwen3_moe": ("qwen3moe", {"expert_count": "num_local_experts"}),
     "gpt_oss": ("gpt-oss", {"expert_count": "num_local_experts", "expert_feed_forward_length": "intermediate_size"}),
     "glm4_moe": ("glm4moe", DEEPSEEK),
     "dots1": ("dots1", DEEPSEEK),
@@ -220,7 +222,7 @@ def metadata_of(config: Config, architecture: str, keys: dict[str, str]) -> Iter
     if architecture == "mistral4":
         own["attention.temperature_scale"] = rope["llama_4_scaling_beta"]
         own["attention.temperature_length"] = rope["original_max_position_embeddings"]
-    if architecture.startswith("qwen3"):
+    if architecture in ("qwen3next", "qwen35moe"):
         own["ssm.inner_size"] = config["linear_num_value_heads"] * config["linear_value_head_dim"]
         own["full_attention_interval"] = config["layer_types"].index("full_attention") + 1
         own.pop("feed_forward_length", None)
@@ -326,7 +328,7 @@ def by_kind(name: str, values: np.ndarray, config: Config) -> Iterator[tuple[str
 
 def reordered(name: str, values: np.ndarray, config: Config, architecture: str) -> np.ndarray:
     """Return what the file has for a tensor, in its order and shape."""
-    if architecture.startswith("qwen3") and name.endswith("norm.weight") and "linear_attn.norm" not in name:
+    if architecture in ("qwen3next", "qwen35moe") and name.endswith("norm.weight") and "linear_attn.norm" not in name:
         values = values + 1
     if name.endswith("A_log"):
         values = -np.exp(values)
@@ -334,7 +336,7 @@ def reordered(name: str, values: np.ndarray, config: Config, architecture: str) 
         values = values.squeeze(1)
     if "shared_expert_gate" in name or name.endswith("correction.bias"):
         values = values.squeeze()
-    if architecture.startswith("granite") and (match := re.search(r"\.([qk])_proj\.", name)):
+    if architecture in ("llama", "granitemoe", "granitehybrid") and (match := re.search(r"\.([qk])_proj\.", name)):
         num_heads = config["num_attention_heads" if match[1] == "q" else "num_key_value_heads"]
         values = values.reshape(num_heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
     if architecture == "granitehybrid" and name.endswith(("A_log", "mamba.D")):

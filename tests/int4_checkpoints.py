@@ -1,4 +1,4 @@
-"""Checkpoints in int4 as GPTQ, AWQ and compressed-tensors write them, encoded by the formats' definitions."""
+"""Checkpoints of integers as GPTQ, AWQ and compressed-tensors write them, encoded by the formats' definitions."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from reference_models import Reference
 from safetensors.torch import load_file
@@ -40,31 +41,57 @@ class Quantized:
     codes_OI: Tensor  # int32
     scales_OG: Tensor
     zeros_OG: Tensor  # int32
+    bits: int = 4
+    group_I: Tensor | None = None  # int32; None: the inputs of a group are neighbours
+
+    @property
+    def groups_of_inputs(self) -> Tensor:
+        num_inputs, num_groups = self.codes_OI.shape[1], self.zeros_OG.shape[1]
+        in_order = torch.arange(num_inputs, dtype=torch.int32) * num_groups // num_inputs
+        return in_order if self.group_I is None else self.group_I
 
     @property
     def values_OI(self) -> Tensor:
         """float32"""
-        group_size = self.codes_OI.shape[1] // self.zeros_OG.shape[1]
-        zeros_OI, scales_OI = (of.repeat_interleave(group_size, 1) for of in (self.zeros_OG, self.scales_OG))
-        return (self.codes_OI - zeros_OI) * scales_OI.float()
+        group_I = self.groups_of_inputs.long()
+        return (self.codes_OI - self.zeros_OG[:, group_I]) * self.scales_OG[:, group_I].float()
 
 
-def quantize(weight_OI: Tensor, group_size: int, dtype: torch.dtype = torch.float16) -> Quantized:
-    """Quantise to the range of each group. Codes 0 and 15 need not occur, because zero points are integers."""
-    groups = weight_OI.float().unflatten(1, (-1, group_size))
+def quantize(
+    weight_OI: Tensor, group_size: int, dtype: torch.dtype = torch.float16, *, bits: int = 4, is_reordered: bool = False
+) -> Quantized:
+    """Quantise to the range of each group. The lowest and highest codes need not occur: zero points are integers.
+
+    Args:
+        is_reordered: groups have any inputs, as with act-order.
+    """
+    num_inputs = weight_OI.shape[1]
+    order_I = torch.arange(num_inputs)
+    if is_reordered:
+        order_I = torch.randperm(num_inputs, generator=torch.Generator().manual_seed(num_inputs))
+    groups, highest = weight_OI.float()[:, order_I].unflatten(1, (-1, group_size)), 2**bits - 1
     low, high = groups.amin(-1), groups.amax(-1)
-    scales_OG = ((high - low) / 13).clamp(min=1e-4).to(dtype)
-    zeros_OG = (-low / scales_OG.float()).round().int().clamp(1, 15)
+    scales_OG = ((high - low) / (highest - 2)).clamp(min=1e-4).to(dtype)
+    zeros_OG = (-low / scales_OG.float()).round().int().clamp(1, highest)
     codes = (groups / scales_OG.float()[..., None]).round().int() + zeros_OG[..., None]
-    return Quantized(codes.clamp(0, 15).flatten(1), scales_OG, zeros_OG)
+    codes_OI = codes.clamp(0, highest).flatten(1)[:, order_I.argsort()]
+    group_I = (order_I.argsort() // group_size).int() if is_reordered else None
+    return Quantized(codes_OI, scales_OG, zeros_OG, bits, group_I)
 
 
-def packed(values: Tensor, dim: int, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
-    """int32 words of eight values along a dimension of a matrix; that of the lowest bits is order[0]."""
-    eights = values.long().movedim(dim, -1).unflatten(-1, (-1, 8))
-    words = sum(eights[..., place] << 4 * index for index, place in enumerate(order))
-    assert isinstance(words, Tensor)
-    return words.to(torch.int32).movedim(-1, dim).contiguous()
+def packed(values: Tensor, dim: int, order: tuple[int, ...] | None = None, bits: int = 4) -> Tensor:
+    """int32 words of values along a dimension of a matrix, bit after bit, that of the lowest bits first.
+
+    Args:
+        order: the values of each word by their places in it, from the lowest bits.
+    """
+    rows = values.long().movedim(dim, -1)
+    if order is not None:
+        rows = rows.unflatten(-1, (-1, len(order)))[..., list(order)].flatten(-2)
+    bits_of_rows = (rows[..., None] >> torch.arange(bits) & 1).flatten(-2).numpy()
+    padded = np.pad(bits_of_rows, [(0, 0)] * (bits_of_rows.ndim - 1) + [(0, -bits_of_rows.shape[-1] % 32)])
+    words = np.packbits(padded.astype(np.uint8), axis=-1, bitorder="little").view(np.int32)
+    return torch.from_numpy(words.copy()).movedim(-1, dim).contiguous()
 
 
 def encode(kind: str, prefix: str, weight: Quantized) -> dict[str, Tensor]:
@@ -73,12 +100,11 @@ def encode(kind: str, prefix: str, weight: Quantized) -> dict[str, Tensor]:
     num_outputs, num_inputs = weight.codes_OI.shape
     match kind:
         case "gptq" | "gptq_v2":
-            group_I = torch.arange(num_inputs, dtype=torch.int32) * len(scales_GO) // num_inputs
             return {
-                f"{prefix}.qweight": packed(codes_IO, 0),
-                f"{prefix}.qzeros": packed(zeros_GO - int(kind == "gptq"), 1),
+                f"{prefix}.qweight": packed(codes_IO, 0, bits=weight.bits),
+                f"{prefix}.qzeros": packed(zeros_GO - int(kind == "gptq"), 1, bits=weight.bits),
                 f"{prefix}.scales": scales_GO,
-                f"{prefix}.g_idx": group_I,
+                f"{prefix}.g_idx": weight.groups_of_inputs,
             }
         case "awq":
             return {
@@ -88,8 +114,8 @@ def encode(kind: str, prefix: str, weight: Quantized) -> dict[str, Tensor]:
             }
     assert kind == "compressed-tensors"
     return {
-        f"{prefix}.weight_packed": packed(weight.codes_OI, 1),
-        f"{prefix}.weight_zero_point": packed(weight.zeros_OG, 0),
+        f"{prefix}.weight_packed": packed(weight.codes_OI, 1, bits=weight.bits),
+        f"{prefix}.weight_zero_point": packed(weight.zeros_OG, 0, bits=weight.bits),
         f"{prefix}.weight_scale": weight.scales_OG,
         f"{prefix}.weight_shape": torch.tensor([num_outputs, num_inputs]),
     }

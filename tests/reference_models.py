@@ -1429,7 +1429,11 @@ def in_the_style_of_the_hub(values: dict[str, Any]) -> dict[str, Any]:
     values["rope_theta"] = scaling.pop("rope_theta")
     if "partial_rotary_factor" in scaling:
         values["partial_rotary_factor"] = scaling.pop("partial_rotary_factor")
-    values["rope_scaling"] = None if scaling["rope_type"] == "default" else scaling
+    is_default = scaling["rope_type"] == "default" and family not in (
+        "GptOss",
+        "MistralLarge4",
+    )  # their default is YaRN
+    values["rope_scaling"] = None if is_default else scaling
     values["torch_dtype"] = values.pop("dtype", "float32")
 
     if family.startswith("Deepseek"):

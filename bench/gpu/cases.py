@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -9,9 +10,11 @@ import torch
 from torch import Tensor
 
 from moeserve.bench.gpu import attention_cases, entry_cases, expert_cases
-from moeserve.bench.gpu.check import CODES_SLACK, Case, NamedCases, Operation, cases_of, crossed
-from moeserve.bench.gpu.inputs import Source
+from moeserve.bench.gpu.check import CODES_SLACK, Case, NamedCases, Operation, cases_of, crossed, run_check
+from moeserve.bench.gpu.inputs import Source, source_of
+from moeserve.bench.gpu.parts import Item, Job, one_row
 from moeserve.ops.interfaces import Kernels, Keys, PairKernels, RouterConfig
+from moeserve.ops.select import select_kernels
 from moeserve.ops.torch.table import TORCH_KERNELS
 
 # T tokens, D width, N heads, H head size, R rows, V vocabulary, W fields of settings, E experts, K experts per token
@@ -29,9 +32,9 @@ ROUTERS = {
     "gpt-oss": RouterConfig(num_experts=32, top_k=4, scoring="softmax_of_chosen", has_bias=True),
 }  # fmt: skip
 SMALL_NORMS, NORMS = [(3, 40), (2, 130)], [(1, 4096), (129, 2048), (64, 2880), (33, 7168), (4096, 4096)]
-ROWS = [(64, 4096), (8192, 4096)]
+ROWS = [(1, 2048), (64, 4096), (8192, 4096)]
 WIDTHS = 32000, 151936  # vocabularies of Mixtral-8x7B and Qwen3-30B-A3B
-SMALL_SCORES, SCORES = [(2, 3), (2, 300)], crossed([1, 64], WIDTHS)
+SMALL_SCORES, SCORES, DRAWN = [(2, 3), (2, 300)], crossed([1, 64], WIDTHS), crossed([1, 64, 256], WIDTHS[1:])
 FILTERS = [(0, 1.0, 0.0), (20, 1.0, 0.0), (0, 0.9, 0.0), (0, 1.0, 0.05), (50, 0.8, 0.01)]  # top_k, top_p, min_p
 
 
@@ -137,7 +140,7 @@ def row_maximum(source: Source, num_rows: int, width: int) -> Case:
     return Case(lambda kernels: kernels.row_maximum, (source.normal(num_rows, width, scale=3.0),))
 
 
-@cases_of("tokens", SMALL_SCORES, SCORES, SCORES[2:])
+@cases_of("tokens", SMALL_SCORES, SCORES, DRAWN)
 def choose_greedily(source: Source, num_rows: int, width: int) -> Case:
     settings_RW, _ = source.settings(num_rows)
     inputs = source.normal(num_rows, width, scale=3.0), settings_RW, settings_RW[:, 0].contiguous()
@@ -148,7 +151,7 @@ def choose_greedily(source: Source, num_rows: int, width: int) -> Case:
     "tokens",
     [(2, 40, *each) for each in FILTERS],
     [(64, width, *each) for width in WIDTHS for each in FILTERS],
-    [(64, width, *FILTERS[2]) for width in WIDTHS],
+    [(*shape, top_k, top_p, 0.0) for shape in DRAWN for top_k in (0, 20) for top_p in (0.95, 1.0)],
 )
 def choose_tokens(source: Source, num_rows: int, width: int, top_k: int, top_p: float, min_p: float) -> Case:
     """Draw tokens: the random number must lie within the token's range of the kept probability.
@@ -188,6 +191,14 @@ for _operation in (
     *expert_cases.OPERATIONS,
 ):
     CASES.setdefault(_operation.check, []).append(_operation)
+
+
+def items(job: Job) -> Iterator[Item]:
+    """Yield the checks."""
+    for index, name in enumerate(CASES):
+        source = source_of(job, index)
+        cases = cases_of_check(name, source, is_small=job.is_small)
+        yield name, partial(one_row, run_check, cases, job.seconds_left, select_kernels(source.device))
 
 
 def cases_of_check(name: str, source: Source, *, is_small: bool) -> NamedCases:

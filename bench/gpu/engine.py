@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import functools
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from moeserve import LLM, SamplingParams
-from moeserve.bench.gpu.parts import Row
+from moeserve.bench.gpu.parts import Item, Job, Row, one_row
 
 SMALLEST_GAP = 4e-3  # minimum gap of the two largest logits; float32 results differ by less than 1e-4
 ROOM = 3.0
@@ -100,6 +101,12 @@ class Truth(NamedTuple):
     attention: str  # implementation of attention in transformers
     prompts: list[list[int]]
     tokens: list[list[int]]
+
+
+def items(job: Job) -> Iterator[Item]:
+    """Yield the comparisons."""
+    for each in REHEARSED if job.on_cpu else COMPARISONS:
+        yield each.name, partial(one_row, compare, each, job.device, job.seed)
 
 
 def compare(comparison: Comparison, device: str, seed: int) -> Row:
@@ -198,7 +205,8 @@ def judged(truth: Truth, device: str, dtype: torch.dtype, tokens: Tensor) -> tup
 def generate(truth: Truth, device: str, comparison: Comparison) -> tuple[Tensor, Tensor]:
     """Run all prompts at once, so that steps mix prefill and decode. Return tokens and their log-probabilities."""
     params = SamplingParams(temperature=0, max_tokens=len(truth.tokens[0]), ignore_eos=True, logprobs=1)
-    with LLM(truth.folder.name, dtype=comparison.dtype, device=device, **SETTINGS | dict(comparison.settings)) as llm:
+    settings: dict[str, Any] = SETTINGS | dict(comparison.settings) | {"dtype": comparison.dtype, "device": device}
+    with LLM(truth.folder.name, **settings) as llm:
         outputs = [output.outputs[0] for output in llm.generate(truth.prompts, params, use_tqdm=False)]
     logprobs = [
         [place[token].logprob for place, token in zip(output.logprobs or (), output.token_ids, strict=True)]

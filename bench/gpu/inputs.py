@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moeserve.bench.gpu.parts import Job
 from moeserve.ops.float8_rows import encode_rows
 from moeserve.ops.indexer import ChosenEntries
 from moeserve.ops.interfaces import MXFP4_GROUP, Activation, KeyValueCache, OpenWeights, num_parts_of
@@ -108,6 +109,13 @@ class Source:
             tp_sizes=(starts[-1],),
             tokens_per_rank=(starts[-1],),
         )
+
+
+def source_of(job: Job, index: int = 0) -> Source:
+    """Return the random inputs of a job. Items with another index get other ones."""
+    device = torch.device(job.device)
+    generator = torch.Generator(device).manual_seed(job.seed + index)
+    return Source(device, generator, torch.float32 if job.on_cpu else torch.bfloat16)
 
 
 def num_cache_blocks(step: StepInputs) -> int:

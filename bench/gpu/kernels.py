@@ -11,11 +11,12 @@ import torch
 
 from moeserve.bench.gpu.cases import CASES
 from moeserve.bench.gpu.check import Case, NamedCases, Operation, bytes_of
-from moeserve.bench.gpu.inputs import Source
+from moeserve.bench.gpu.inputs import Source, source_of
 from moeserve.bench.gpu.limits import ColdTimer, GpuLimits, measure_limits
-from moeserve.bench.gpu.parts import Item, Row, bar, is_cuda_error
+from moeserve.bench.gpu.parts import Item, Job, Row, bar, is_cuda_error
 from moeserve.bench.limits import Work
 from moeserve.ops.interfaces import Kernels
+from moeserve.ops.select import select_kernels
 
 # The most important come first, for runs that are cut short.
 TIMED = [
@@ -25,14 +26,20 @@ TIMED = [
 ]
 
 
+def items(job: Job) -> Iterator[Item]:
+    """Yield the measurements of all timed operations."""
+    return timed_items(source_of(job), TIMED)
+
+
 def timed_cases(source: Source, operations: Sequence[Operation] = TIMED, *, is_small: bool = False) -> NamedCases:
     """Yield the cases to time; with `is_small`, small cases of the same operations."""
     for operation in operations:
         yield from operation.cases(source, operation.small if is_small and operation.timed else operation.timed)
 
 
-def timed_items(cases: NamedCases, kernels: Kernels, device: torch.device) -> Iterator[Item]:
-    """Yield all measurements on a device. They use the same limits, which are measured again at the end."""
+def timed_items(source: Source, operations: Sequence[Operation]) -> Iterator[Item]:
+    """Yield measurements, which are small on a CPU. They use the same limits, which are measured again at the end."""
+    device, kernels = source.device, select_kernels(source.device)
     limits = functools.cache(partial(measure_limits, device.type))
     timer = functools.cache(partial(ColdTimer, device))
 
@@ -40,7 +47,7 @@ def timed_items(cases: NamedCases, kernels: Kernels, device: torch.device) -> It
         return measure(name, make(), kernels, timer(), limits())
 
     yield "limits before", lambda: [limits().row]
-    for name, make in cases:
+    for name, make in timed_cases(source, operations, is_small=device.type == "cpu"):
         yield name, partial(rows, name, make)
     yield "limits after", lambda: [measure_limits(device.type).row]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import importlib
 import json
 import os
 import signal
@@ -17,8 +18,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 MARK = "@moeserve "
@@ -27,7 +29,9 @@ PROCESS_OF = "a process of "  # in the name of a row that belongs to no item
 FINISHING_SHARE = 0.15  # last fraction of a part's time, in which no item is begun
 END_SECONDS = 10.0  # time for a killed process and its children to close their output
 
+Process = subprocess.Popen[str]
 Row = dict[str, Any]
+Report = Callable[[Row], None]
 SecondsLeft = Callable[[], float]
 Item = tuple[str, Callable[[], Iterable[Row]]]  # a name, and a function that measures
 
@@ -37,6 +41,7 @@ class Part:
     """A part of the benchmark."""
 
     name: str
+    module: str  # of this package; its `items(job)` yields the part's items
     num_processes: int  # maximum number of concurrent processes
     item_seconds: float  # an item that takes longer has failed
     needs_gpu: bool = True
@@ -46,12 +51,12 @@ class Part:
 PARTS = {
     part.name: part
     for part in (
-        Part("compile", 16, 300, needs_gpu=False),
-        Part("checks", 6, 40),
-        Part("engine", 10, 45),  # one process for each family and dtype
-        Part("probe", 1, 25, is_timed=True),
-        Part("throughput", 1, 110, is_timed=True),
-        Part("kernels", 1, 12, is_timed=True),
+        Part("compile", "launches", 16, 300, needs_gpu=False),
+        Part("checks", "cases", 6, 40),
+        Part("engine", "engine", 10, 45),  # one process for each family and dtype
+        Part("probe", "probe", 1, 25, is_timed=True),
+        Part("throughput", "throughput", 1, 110, is_timed=True),
+        Part("kernels", "kernels", 1, 12, is_timed=True),
     )
 }
 
@@ -71,6 +76,10 @@ class Job:
     share: int = 0  # number of this process among those of the part
     num_shares: int = 1
 
+    @property
+    def device(self) -> str:
+        return "cpu" if self.on_cpu else "cuda"
+
     def seconds_left(self) -> float:
         return self.begin_before - time.monotonic()
 
@@ -79,7 +88,7 @@ def run_part(
     part: Part,
     seconds: float,
     job: Job,
-    report: Callable[[Row], None],
+    report: Report,
     command: Sequence[str] = COMMAND,
     environment: Mapping[str, str] | None = None,
 ) -> None:
@@ -90,15 +99,15 @@ def run_part(
     """
     lock, ends_at = threading.Lock(), time.monotonic() + seconds
     job = replace(job, begin_before=ends_at - FINISHING_SHARE * seconds, num_shares=part.num_processes)
+    pipes: dict[str, Any] = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    start = partial(subprocess.Popen, command, env=environment, errors="replace", start_new_session=True, **pipes)
 
     def add(row: Row) -> None:
         with lock:
             report(row)
 
-    def run(share: int) -> None:
-        _run_share(part, replace(job, share=share), ends_at, add, command, environment)
-
-    threads = [threading.Thread(target=run, args=(share,), daemon=True) for share in range(part.num_processes)]
+    shares = [(part, replace(job, share=share), ends_at, add, start) for share in range(part.num_processes)]
+    threads = [threading.Thread(target=_run_share, args=share, daemon=True) for share in shares]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -107,14 +116,7 @@ def run_part(
             add(failed(f"{PROCESS_OF}{part.name}", "it does not end"))
 
 
-def _run_share(
-    part: Part,
-    job: Job,
-    ends_at: float,
-    add: Callable[[Row], None],
-    command: Sequence[str],
-    environment: Mapping[str, str] | None,
-) -> None:
+def _run_share(part: Part, job: Job, ends_at: float, add: Report, start: Callable[[], Process]) -> None:
     """Run one process, and its successors after faults, until all of its items are done or the time is over."""
     plan: list[str] = []
     is_done = False
@@ -122,8 +124,7 @@ def _run_share(
         item, began_at = f"{PROCESS_OF}{part.name}", time.monotonic()
         has_result = has_begun = False  # the item has reported a row
         log: collections.deque[str] = collections.deque(maxlen=30)
-        pipes: dict[str, Any] = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        process = subprocess.Popen(command, env=environment, errors="replace", start_new_session=True, **pipes)
+        process = start()
         timer = _kill_after(process, ends_at - began_at)
         assert process.stdin
         assert process.stdout
@@ -168,7 +169,7 @@ def _run_share(
             add(left_out(name, "no time was left"))
 
 
-def _kill_after(process: subprocess.Popen[str], seconds: float) -> threading.Timer:
+def _kill_after(process: Process, seconds: float) -> threading.Timer:
     def kill() -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -186,11 +187,11 @@ def main() -> None:
     """Run the job of standard input."""
     job = Job(**json.loads(sys.stdin.readline()))
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    from moeserve.bench.gpu.items import items_of
     from moeserve.bench.gpu.rehearsal import rehearsing
 
+    module = importlib.import_module(f"moeserve.bench.gpu.{PARTS[job.part].module}")
     with rehearsing() if job.on_cpu and job.part != "compile" else contextlib.nullcontext():
-        work_through([item for item in items_of(job) if job.match in item[0]], job)
+        work_through([item for item in module.items(job) if job.match in item[0]], job)
 
 
 def _end_with_parent() -> None:
@@ -219,6 +220,10 @@ def work_through(items: Sequence[Item], job: Job) -> None:
             send(failed(name, f"{type(error).__name__}: {error}"[:2000], traceback.format_exc(limit=-4)))
         send({"finished": name})
     send({"done": True})
+
+
+def one_row(measure: Callable[..., Row], *arguments: Any) -> Iterator[Row]:
+    yield measure(*arguments)
 
 
 def send(line: Row) -> None:

@@ -16,38 +16,51 @@ import torch
 from moeserve.bench.gpu.attention_cases import MAX_MODEL_LEN, attend
 from moeserve.bench.gpu.cases import choose_greedily, choose_tokens, rms_norm
 from moeserve.bench.gpu.check import crossed
-from moeserve.bench.gpu.inputs import Chunks, Source, num_cache_blocks
-from moeserve.bench.gpu.kernels import timed_cases, timed_items
+from moeserve.bench.gpu.inputs import Chunks, Source, num_cache_blocks, source_of
+from moeserve.bench.gpu.kernels import timed_items
 from moeserve.bench.gpu.limits import eager_seconds, replay_seconds
 from moeserve.bench.gpu.models import BLOCK_SIZE, capture_step, make_model, published
-from moeserve.bench.gpu.parts import Item, Row, bar
+from moeserve.bench.gpu.parts import Item, Job, Row, bar
 from moeserve.bench.gpu.rehearsal import SMALL_MODEL
 from moeserve.config.settings import QuantizationName
 from moeserve.layers.cache import CacheSize
 from moeserve.models.decoder import Decoder
 from moeserve.ops.interfaces import Kernels
+from moeserve.ops.select import select_kernels
 from moeserve.step_inputs import StepInputs
 
 LAYERS, SMALL_LAYERS = (2, 8), (1, 2)  # the difference is the time of layers without embedding and head
 MIXED_BAR = "fraction_of_device_time", 1 / 1.3
-VOCABULARY = 151936
 LONG_GRAPHS = crossed(["Qwen3-30B-A3B"], ["decode 1 x 4096", "decode 64 x 512"], ["plain"], [16], [0, MAX_MODEL_LEN])
-# A launch; attention in graphs with programs for longer contexts; draws with top_k, top_p and min_p.
+# A launch; attention in graphs with programs for longer contexts; draws.
 LOST_TIME = [
-    dataclasses.replace(rms_norm, small=[(1, 64)], timed=[(1, 2048)]),
+    rms_norm,
     dataclasses.replace(attend, small=[("small", "short decode", "plain", 16, 64)], timed=LONG_GRAPHS),
-    dataclasses.replace(choose_greedily, small=[(2, 40)], timed=crossed([1, 64, 256], [VOCABULARY])),
-    dataclasses.replace(
-        choose_tokens,
-        small=[(2, 40, 20, 0.95, 0.0)],
-        timed=crossed([1, 64, 256], [VOCABULARY], [0, 20], [0.95, 1.0], [0.0]),
-    ),
+    choose_greedily,
+    choose_tokens,
 ]
+
+
+def items(job: Job) -> Iterator[Item]:
+    """Yield the measurements, the most important first."""
+    source = source_of(job)
+    probe = Probe(source, select_kernels(source.device))
+    decodes: list[Chunks] = [[(1, 512)] * batch for batch in (1, 8, 64, 256)]
+    mixed: Chunks = [*([(1, 512)] * 64), (200, 200)]
+    prompts: list[Chunks] = [[(tokens, tokens)] for tokens in (64, 512, 2048, 8192)]
+    if job.on_cpu:
+        decodes, mixed, prompts = [[(1, 20)] * 2], [*([(1, 20)] * 2), (3, 3)], [[(5, 5)]]
+    yield "a step of 64 decodes and a prompt of 200 tokens", partial(probe.eager_steps, [mixed])
+    yield "decode steps", partial(probe.decode_steps, decodes, None)
+    yield "steps of prompts", partial(probe.eager_steps, prompts)
+    yield from timed_items(source, LOST_TIME)
+    if not job.on_cpu:
+        yield "decode steps, fp8", partial(probe.decode_steps, decodes, "fp8")
 
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
-    """The measurements on one device."""
+    """The measurements of steps on one device."""
 
     source: Source
     kernels: Kernels
@@ -55,21 +68,6 @@ class Probe:
     @property
     def on_cpu(self) -> bool:
         return self.source.device.type == "cpu"
-
-    def items(self) -> Iterator[Item]:
-        """Yield the measurements, the most important first."""
-        decodes: list[Chunks] = [[(1, 512)] * batch for batch in (1, 8, 64, 256)]
-        mixed: Chunks = [*([(1, 512)] * 64), (200, 200)]
-        prompts: list[Chunks] = [[(tokens, tokens)] for tokens in (64, 512, 2048, 8192)]
-        if self.on_cpu:
-            decodes, mixed, prompts = [[(1, 20)] * 2], [*([(1, 20)] * 2), (3, 3)], [[(5, 5)]]
-        yield "a step of 64 decodes and a prompt of 200 tokens", partial(self.eager_steps, [mixed])
-        yield "decode steps", partial(self.decode_steps, decodes, None)
-        yield "steps of prompts", partial(self.eager_steps, prompts)
-        cases = timed_cases(self.source, LOST_TIME, is_small=self.on_cpu)
-        yield from timed_items(cases, self.kernels, self.source.device)
-        if not self.on_cpu:
-            yield "decode steps, fp8", partial(self.decode_steps, decodes, "fp8")
 
     @torch.inference_mode()
     def decode_steps(self, steps: Sequence[Chunks], quantization: QuantizationName | None) -> Iterator[Row]:

@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {reason}", file=sys.stderr)
         return 1
     if options.cache is not None:
-        from moeserve.bench.gpu.compiled import relocate
+        from moeserve.bench.gpu.launches import relocate
 
         relocate(options.cache)
     return run_parts(options, parts)

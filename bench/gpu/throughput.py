@@ -16,6 +16,7 @@ import gc
 import statistics
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -30,7 +31,7 @@ from moeserve.bench.decode import Generate, Workload, draw_prompts, generate_wit
 from moeserve.bench.gpu.inputs import Chunks, attended_positions
 from moeserve.bench.gpu.limits import measure_limits
 from moeserve.bench.gpu.models import PUBLISHED, described, published, write_config
-from moeserve.bench.gpu.parts import Row, SecondsLeft, bar, left_out
+from moeserve.bench.gpu.parts import Item, Job, Row, SecondsLeft, bar, left_out
 from moeserve.bench.gpu.rehearsal import SMALL_MODEL
 from moeserve.bench.limits import Work
 from moeserve.config.settings import QuantizationName
@@ -42,6 +43,7 @@ MEMORY_SHARE = 0.75  # fraction of the GPU's memory for weights
 WAITS = "the device waits"
 # Names of published models, some with a quantization.
 MODELS = ("Qwen3-30B-A3B", "Qwen3-30B-A3B fp8", "DeepSeek-V2-Lite", "DeepSeek-V2-Lite fp8", "Mixtral-8x7B")
+REHEARSED_MODEL = "DeepSeek-V2-Lite"  # has latent attention and shared experts
 
 
 class Measure(NamedTuple):
@@ -93,6 +95,14 @@ def layers_that_fit(name: str, memory_bytes: float) -> int:
     two, three = (summarize(described(published(name, count)), "bfloat16").weight_bytes for count in (2, 3))
     fitting = 2 + int((memory_bytes - two) // (three - two))
     return max(2, min(PUBLISHED[name]["num_hidden_layers"], fitting))
+
+
+def items(job: Job) -> Iterator[Item]:
+    """Yield the measurements of models."""
+    for name in (REHEARSED_MODEL,) if job.on_cpu else job.models or MODELS:
+        if name not in MODELS:
+            raise ValueError(f"--models: {name!r} is not one of {', '.join(MODELS)}")
+        yield name, partial(measure, name, job.seconds_left, job.on_cpu)
 
 
 def measure(name: str, seconds_left: SecondsLeft, on_cpu: bool = False) -> Iterator[Row]:

@@ -6,23 +6,30 @@ import asyncio
 import contextlib
 import os
 import sys
-import threading
-from collections.abc import AsyncGenerator, Mapping, Sequence
+import weakref
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
-from moeserve.api.llm import signature_with_settings
-from moeserve.api.prompts import Prompt, chat_prompt
+from moeserve.api import unsupported
+from moeserve.api.engine_thread import EngineThread
+from moeserve.api.prompts import Params, Prompt, chat_prompt
 from moeserve.api.session import Session
+from moeserve.api.signatures import lists_settings
 from moeserve.api.startup import TextParts, start_engine, tokenizer_of
+from moeserve.config.resolve import shown_layout
 from moeserve.config.settings import EngineConfig
 from moeserve.config.validation import parse_settings
 from moeserve.errors import EngineError
 from moeserve.outputs import RequestOutput
 from moeserve.sampling_params import SamplingParams
 
-# Maximum seconds between checks of an idle engine for failed processes.
-SECONDS_BETWEEN_CHECKS = 1.0
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from moeserve.api.setting_arguments import SettingArguments
+
 NUM_GRAMMAR_THREADS = 4  # requests whose grammars are compiled at the same time
 # Maximum seconds that a thread which computes in Python keeps the interpreter lock while another waits for it. A GPU
 # finishes a decode step in about the default of 5 ms, so that the next plan would come a whole step late.
@@ -49,10 +56,16 @@ class AsyncLLM:
         SettingsError, CheckpointError, EngineError: as for `LLM`.
     """
 
+    @lists_settings
     def __init__(
-        self, model: str | os.PathLike[str] | None = None, *, show_progress: bool = True, **settings: Any
+        self,
+        model: str | os.PathLike[str] | None = None,
+        *,
+        show_progress: bool = True,
+        **settings: Unpack[SettingArguments],
     ) -> None:
-        """
+        """Load a model.
+
         Args:
             model, show_progress, settings: as for `LLM`.
         """
@@ -68,17 +81,13 @@ class AsyncLLM:
 
     def _use(self, session: Session, texts: TextParts) -> None:
         self.session, self.codec, self._default_params = session, texts.codec, texts.default_params
-        self._mailboxes: dict[str, _Mailbox] = {}  # by id of the prompt
-        self._has_work = threading.Event()
-        self._is_closing = False
         # Apart from the event loop's threads, because a check of a grammar may take seconds.
         self._grammar_threads = ThreadPoolExecutor(NUM_GRAMMAR_THREADS, "grammars")
-        self._has_ended = False  # no further outputs will be delivered
-        self._failure: BaseException | None = None
         if self.config.device == "cuda":
             sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
-        self._thread = threading.Thread(target=self._run, name="moeserve session", daemon=True)
-        self._thread.start()
+        self._engine_thread = EngineThread(session)
+        # Also called when the object is deleted, and when Python exits: before then the engine must have ended.
+        self._stop = weakref.finalize(self, self._engine_thread.stop)
 
     @property
     def config(self) -> EngineConfig:
@@ -87,20 +96,50 @@ class AsyncLLM:
 
     @property
     def is_running(self) -> bool:
-        return self._thread.is_alive() and not self._is_closing
+        return self._engine_thread.is_running
 
     @property
     def errored(self) -> bool:
         """True if the engine has failed for good. With on_failure="restart", a failure is not final."""
-        return self._failure is not None or (bool(self.session.engine.refusal) and not self._is_closing)
+        return self._engine_thread.errored
 
     @property
     def dead_error(self) -> BaseException:
         """The error that requests to an engine get which has failed or was shut down."""
-        return self._failure or EngineError(self.session.engine.refusal or "the engine is being shut down")
+        return self._engine_thread.dead_error
+
+    @classmethod
+    def from_engine_args(cls, engine_args: Any, **others: Any) -> AsyncLLM:
+        """Return an `AsyncLLM` with the settings of an `AsyncEngineArgs`.
+
+        Args:
+            others: further arguments of vLLM, which have no effect.
+        """
+        return cls(**engine_args.settings)
+
+    def __repr__(self) -> str:
+        state = "failed" if self.errored else "running" if self.is_running else "shut down"
+        return f"AsyncLLM(model={self.config.model_path!r}, {shown_layout(self.config)}, {state})"
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await asyncio.to_thread(self.shutdown)
 
     async def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: Params | None = None,
+        request_id: str | None = None,
+        *,
+        lora_request: Any = None,
+        tokenization_kwargs: Any = None,
+        trace_headers: Any = None,
+        priority: int = 0,
+        data_parallel_rank: int | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete one prompt. Yield its output whenever it grows: all of it so far, unless `output_kind` differs.
 
@@ -111,21 +150,27 @@ class AsyncLLM:
             prompt: a text, a list of token ids, or a dict; see `LLM.generate`.
             sampling_params: None: those of generation_config.json.
             request_id: id of the outputs, which no other request in flight may have; None: a new one.
+            lora_request, tokenization_kwargs, trace_headers, priority, data_parallel_rank: not supported; must be left
+                out, None or 0.
 
         Raises:
             RequestError: the prompt, a parameter or the id cannot be served.
             QueueFullError: too many requests are in flight; see `max_queued_requests`.
             EngineError: a step failed and ended the request, or the engine has failed or was shut down.
         """
+        unsupported.require_harmless(
+            lora_request=lora_request,
+            tokenization_kwargs=tokenization_kwargs,
+            trace_headers=trace_headers,
+            priority=priority,
+            data_parallel_rank=data_parallel_rank,
+        )
         if not self.is_running or self.errored:
             raise EngineError(str(self.dead_error))
         params = self._default_params if sampling_params is None else sampling_params
         prompt_id = await self._submit(prompt, params, request_id)
-        mailbox = _Mailbox(asyncio.get_running_loop())
-        mailbox.changed.set()  # there may be output already
         try:
-            self._mailboxes[prompt_id] = mailbox
-            self._has_work.set()
+            mailbox = self._engine_thread.open_mailbox(prompt_id)
             is_finished = False
             while not is_finished:
                 await mailbox.changed.wait()
@@ -133,7 +178,7 @@ class AsyncLLM:
                 output = self.session.new_output(prompt_id)
                 if output is None:
                     self.session.raise_error([prompt_id])
-                    if self._has_ended:
+                    if self._engine_thread.has_ended:
                         raise EngineError(str(self.dead_error))
                 else:
                     is_finished = output.finished
@@ -141,9 +186,43 @@ class AsyncLLM:
                         self.session.raise_error([prompt_id])
                     yield output
         finally:
-            self._mailboxes.pop(prompt_id, None)
-            self.session.discard([prompt_id])
-            self._has_work.set()
+            self._engine_thread.discard(prompt_id)
+
+    async def chat(
+        self,
+        messages: Any,
+        sampling_params: Params | None = None,
+        request_id: str | None = None,
+        *,
+        chat_template: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Answer one conversation. Yield the output as `generate` does.
+
+        Args:
+            messages: [{"role": "user", "content": "..."}, ...].
+            sampling_params, request_id: as for `generate`.
+            chat_template, tools, add_generation_prompt, continue_final_message, chat_template_kwargs: as for
+                `LLM.chat_prompt`.
+
+        Raises:
+            RequestError, QueueFullError, EngineError: as for `generate`. Also RequestError without a chat template.
+        """
+        prompt = await asyncio.to_thread(
+            self.chat_prompt,
+            messages,
+            chat_template=chat_template,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        async with contextlib.aclosing(self.generate(prompt, sampling_params, request_id)) as outputs:
+            async for output in outputs:
+                yield output
 
     def chat_prompt(
         self,
@@ -172,10 +251,16 @@ class AsyncLLM:
         check = self.session.frontend.check_params
         await asyncio.get_running_loop().run_in_executor(self._grammar_threads, check, sampling_params)
 
-    async def abort(self, request_id: str) -> None:
-        """End a request in flight. Its iterator yields the output so far and stops."""
-        self.session.abort(request_id)
-        self._has_work.set()
+    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """See `LLM.reset_prefix_cache`."""
+        self.session.reset_prefix_cache()
+        return True
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End a request in flight, or several. Their iterators yield the output so far and stop."""
+        for each in [request_id] if isinstance(request_id, str) else request_id:
+            self.session.abort(each)
+        self._engine_thread.run()
 
     async def check_health(self) -> None:
         """Raise EngineError if the engine cannot serve requests. A dead process is detected within about a second.
@@ -205,19 +290,21 @@ class AsyncLLM:
         if not self.is_running or self.errored:
             raise EngineError(str(self.dead_error))
         changed = await asyncio.to_thread(self.session.scale, data_parallel_size)
-        self._has_work.set()
+        self._engine_thread.run()
         await asyncio.shield(asyncio.wrap_future(changed))
 
     def shutdown(self) -> None:
         """End all requests and free the model. May be called twice."""
-        self._is_closing = True
-        self.session.engine.cancel_restart()
-        self.session.wake()
-        self._has_work.set()
-        self._thread.join()
+        self._stop.detach()
+        self._engine_thread.stop()
         self._grammar_threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _submit(self, prompt: Prompt, params: SamplingParams, request_id: str | None) -> str:
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise unsupported.missing_attribute("AsyncLLM", name)
+
+    async def _submit(self, prompt: Prompt, params: Params, request_id: str | None) -> str:
         """Start a prompt, and return its id. Runs in a thread, because tokenizing would block the event loop."""
         submitted: Future[list[str]] = Future()
 
@@ -228,7 +315,8 @@ class AsyncLLM:
                 submitted.set_exception(error)
 
         try:
-            pool = self._grammar_threads if params.structured_outputs is not None else None
+            grammar = params.structured_outputs if isinstance(params, SamplingParams) else params
+            pool = self._grammar_threads if grammar is not None else None
             await asyncio.get_running_loop().run_in_executor(pool, submit)
         except asyncio.CancelledError:  # a started thread goes on, even after the event loop has ended
             submitted.add_done_callback(self._discard_submitted)
@@ -238,48 +326,8 @@ class AsyncLLM:
 
     def _discard_submitted(self, submitted: Future[list[str]]) -> None:
         if submitted.exception() is None:
-            self.session.discard(submitted.result())
-            self._has_work.set()
-
-    def _run(self) -> None:
-        """Run the engine while there are requests, and wake the tasks whose outputs have changed."""
-        try:
-            while not self._is_closing:
-                self._notify(self.session.poll())  # also polls an idle engine, to detect dead processes
-                if not self.session.has_work:
-                    self._has_work.wait(SECONDS_BETWEEN_CHECKS)
-                    self._has_work.clear()
-        except BaseException as error:
-            self._failure = error
-        try:
-            self.session.shutdown()
-            self.session.poll()  # returns the ends of all requests
-        except BaseException as error:
-            self._failure = self._failure or error
-        self._has_ended = True
-        self._notify(list(self._mailboxes))
-
-    def _notify(self, prompt_ids: list[str]) -> None:
-        by_loop: dict[asyncio.AbstractEventLoop, list[_Mailbox]] = {}
-        for prompt_id in prompt_ids:
-            if (mailbox := self._mailboxes.get(prompt_id)) is not None:
-                by_loop.setdefault(mailbox.loop, []).append(mailbox)
-        for loop, mailboxes in by_loop.items():
-            with contextlib.suppress(RuntimeError):  # the event loop is closed
-                loop.call_soon_threadsafe(_set_all, mailboxes)
+            (prompt_id,) = submitted.result()
+            self._engine_thread.discard(prompt_id)
 
 
-class _Mailbox:
-    """An event on which a task waits for new output of its request."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.loop = loop
-        self.changed = asyncio.Event()
-
-
-def _set_all(mailboxes: list[_Mailbox]) -> None:
-    for mailbox in mailboxes:
-        mailbox.changed.set()
-
-
-AsyncLLM.__init__.__signature__ = signature_with_settings(AsyncLLM.__init__)  # type: ignore[attr-defined]
+AsyncLLMEngine = AsyncLLM  # vLLM's former name

@@ -20,7 +20,7 @@ from moeserve.config.hub_name import parse_hub_name
 from moeserve.config.resolve import CheckpointFacts
 from moeserve.errors import CheckpointError
 from moeserve.models.config_values import read_json
-from moeserve.models.gguf_file import INSTALL_GGUF
+from moeserve.models.gguf_reader import INSTALL_GGUF
 
 # Change the version whenever the model changes, so that the folder of an older version is not used.
 NAME = "smollm2-135m-instruct-mixtral-4x-v1"

@@ -12,12 +12,12 @@ from typing import Any, TypeAlias
 
 from moeserve.api.logprobs import PromptLogprobs, logprob_of_token
 from moeserve.api.output_text import OutputText
-from moeserve.api.prompts import EncodedPrompt, PromptEncoder, Prompts, pair_prompts
+from moeserve.api.prompts import EncodedPrompt, Params, PromptEncoder, Prompts, pair_prompts
 from moeserve.api.tokenizer import TextCodec
 from moeserve.errors import RequestError
 from moeserve.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
 from moeserve.protocol import PeerBlocks, Request, RequestUpdate, Sample
-from moeserve.sampling_params import KvTransferParams, RequestOutputKind, SamplingParams
+from moeserve.sampling_params import RANDOM_SEED, KvTransferParams, RequestOutputKind, SamplingParams
 from moeserve.telemetry.request_stats import RequestStats
 from moeserve.worker.grammars import Grammars
 
@@ -71,11 +71,17 @@ class Frontend:
         self._eos_token_ids = list(eos_token_ids)
         self._engine_seed = engine_seed
         self._kv_block_size = kv_block_size
+        self._cache_generation = ""  # part of the salts of prompts since the last reset of the prefix cache
         self._num_prompts = 0
         self._prompts: dict[str, _PromptInFlight] = {}
         self._unfinished_prompts: set[str] = set()
         self._output_of_request: dict[str, tuple[_PromptInFlight, _OutputInFlight]] = {}  # unfinished requests only
         self.stats = [RequestStats() for _ in range(num_replicas)]  # by replica
+
+    @property
+    def eos_token_ids(self) -> list[int]:
+        """The tokens that end an output."""
+        return list(self._eos_token_ids)
 
     @property
     def unfinished_prompts(self) -> AbstractSet[str]:
@@ -87,7 +93,7 @@ class Frontend:
         """The number of unfinished outputs of unfinished prompts."""
         return len(self._output_of_request)
 
-    def encode(self, prompts: Prompts, sampling_params: SamplingParams | Sequence[SamplingParams]) -> EncodedPrompts:
+    def encode(self, prompts: Prompts, sampling_params: Params | Sequence[Params]) -> EncodedPrompts:
         """Check and tokenize one or many prompts, in order. Thread-safe: the state is not changed.
 
         Args:
@@ -104,7 +110,7 @@ class Frontend:
             if _is_for_other_engine(params):
                 params = params.for_prompt()
             name = "prompt" if len(pairs) == 1 else f"prompt {index}"
-            encoded.append((self._encoder.encode(name, prompt), params))
+            encoded.append((self._encoder.encode(name, prompt, params.truncate_prompt_tokens), params))
             num_tokens = len(encoded[-1][0].token_ids)
             self._encoder.check_prompt_logprobs(name, num_tokens, params)
             if params.kv_transfer is not None:
@@ -127,6 +133,10 @@ class Frontend:
                 "prompt and have the same block_size",
                 parameter="kv_transfer_params",
             )
+
+    def reset_prefix_cache(self) -> None:
+        """Let later prompts use no blocks that were cached for earlier ones."""
+        self._cache_generation = f"{secrets.token_hex(16)}:"
 
     def check_params(self, params: SamplingParams) -> None:
         """Raise RequestError for sampling parameters that cannot be served. Thread-safe."""
@@ -157,8 +167,8 @@ class Frontend:
         """
         prompt, output = self._output_of_request[update.request_id]
         if output.index == 0:
-            prompt.update(update, self._codec)
-        output.update(update, self._codec)
+            prompt.update(update)
+        output.update(update)
         self._note(prompt, output, update)
         if output.finish_reason is not None:
             del self._output_of_request[update.request_id]
@@ -232,17 +242,18 @@ class Frontend:
         request = Request(
             request_id=first.request_id,
             prompt_token_ids=prompt.token_ids,
-            params=params.for_engine(),
+            params=self._encoder.engine_params(params),
             seed=first.seed,
-            eos_token_ids=[] if params.ignore_eos else self._eos_token_ids,
-            cache_salt=prompt.cache_salt,
+            eos_token_ids=[] if params.ignore_eos or params.trace_decode_token_ids else self._eos_token_ids,
+            cache_salt=self._cache_generation + prompt.cache_salt,
             kv_handle=secrets.token_hex(16) if _is_for_other_engine(params) else "",
             kv_source=_source(params),
         )
+        codec = self._codec if params.detokenize else None
         outputs = [
-            _OutputInFlight(each.request_id, index, params, self._codec) for index, each in enumerate([first, *samples])
+            _OutputInFlight(each.request_id, index, params, codec) for index, each in enumerate([first, *samples])
         ]
-        in_flight = _PromptInFlight(prompt_id, prompt, params, outputs)
+        in_flight = _PromptInFlight(prompt_id, prompt, params, outputs, codec)
         self._prompts[prompt_id] = in_flight
         self._unfinished_prompts.add(prompt_id)
         self._output_of_request.update({output.request_id: (in_flight, output) for output in outputs})
@@ -261,15 +272,16 @@ class _OutputInFlight:
         self._stop_reason: int | str | None = None
         self._token_ids: list[int] = []
         self._keeps_stop = params.include_stop_str_in_output
+        self._codec = codec
         self._text = None if codec is None else OutputText(codec, params)
         self._logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
         self._cumulative_logprob = 0.0
 
-    def update(self, update: RequestUpdate, codec: TextCodec | None) -> None:
+    def update(self, update: RequestUpdate) -> None:
         for place, token_id in enumerate(update.token_ids):
             self._token_ids.append(token_id)
             if self._logprobs is not None:
-                self._logprobs.append(logprob_of_token(update.logprobs[place], codec))
+                self._logprobs.append(logprob_of_token(update.logprobs[place], self._codec))
                 self._cumulative_logprob += update.logprobs[place].logprobs[0]
             # As in vLLM, the ids include the token that ends the output, but the text does not.
             is_stop_token = update.finish_reason == "stop" and place == len(update.token_ids) - 1
@@ -305,10 +317,16 @@ class _PromptInFlight:
     """One prompt and its outputs."""
 
     def __init__(
-        self, prompt_id: str, prompt: EncodedPrompt, params: SamplingParams, outputs: list[_OutputInFlight]
+        self,
+        prompt_id: str,
+        prompt: EncodedPrompt,
+        params: SamplingParams,
+        outputs: list[_OutputInFlight],
+        codec: TextCodec | None,
     ) -> None:
         self.prompt_id = prompt_id
         self.outputs = outputs
+        self._codec = codec
         self.arrival_s = time.monotonic()
         self._prompt = prompt
         self._output_kind = params.output_kind
@@ -326,13 +344,13 @@ class _PromptInFlight:
     def finished(self) -> bool:
         return all(output.finish_reason is not None for output in self.outputs)
 
-    def update(self, update: RequestUpdate, codec: TextCodec | None) -> None:
+    def update(self, update: RequestUpdate) -> None:
         """Apply the fields of the first output's update that describe the prompt."""
         self._num_cached_tokens = max(self._num_cached_tokens, update.num_cached_tokens)
         if update.kv_blocks is not None:
             self._kv_transfer_params = _kv_transfer_params(update.kv_blocks)
         if self._needs_logprobs and self._logprobs is None and update.token_ids:
-            self._logprobs = PromptLogprobs(update.prompt_logprobs, codec)
+            self._logprobs = PromptLogprobs(update.prompt_logprobs, self._codec)
 
     def new_output(self) -> RequestOutput | None:
         """Return new output since the last call; None if there is none. See `Frontend.new_output`."""
@@ -387,6 +405,8 @@ def _kv_transfer_params(blocks: PeerBlocks) -> dict[str, Any]:
 
 def _request_seed(seed: int | None, engine_seed: int, prompt_number: int, index: int) -> int:
     """Return the seed of one output, from 0 to 2**64 - 1, different for each output of a prompt."""
+    if seed == RANDOM_SEED:
+        return secrets.randbits(64)
     if seed is not None and index == 0:
         return seed % 2**64
     source = f"seed {seed}, output {index}"

@@ -3,28 +3,39 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
+import functools
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from moeserve.api.prompts import Prompt, Prompts, chat_prompt
+from moeserve.api import unsupported
+from moeserve.api.beam_search import BeamSearchOutput, BeamSearchSequence, search
+from moeserve.api.llm_engine import LLMEngine
+from moeserve.api.metrics import Metric, metrics_of
+from moeserve.api.profiler import Profiler
+from moeserve.api.prompts import Params, Prompt, Prompts, chat_prompt
+from moeserve.api.signatures import lists_settings
 from moeserve.api.startup import start_engine, tokenizer_of
 from moeserve.config.resolve import shown_layout
-from moeserve.config.settings import EngineConfig, Settings
+from moeserve.config.settings import EngineConfig
 from moeserve.config.validation import parse_settings
 from moeserve.errors import MoeserveError, RequestError, SettingsError, shown
 from moeserve.expert_placement.placement import Placement, write_placements
 from moeserve.interrupts import interrupts_deferred
 from moeserve.models.packed_cache_writer import wait_for_cache_writers
 from moeserve.outputs import RequestOutput
-from moeserve.sampling_params import SamplingParams
+from moeserve.sampling_params import BeamSearchParams, SamplingParams
 from moeserve.telemetry.expert_load import LoadWindow
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from moeserve.api.setting_arguments import SettingArguments
 
 
 class LLM:
@@ -34,8 +45,8 @@ class LLM:
             for output in llm.generate(["The capital of France is"], SamplingParams(max_tokens=8)):
                 print(output.outputs[0].text)
 
-    Keyword arguments are settings, most of which have vLLM's names. The signature lists all of them with their
-    defaults, and `moeserve generate --help` describes each one.
+    Keyword arguments are settings, most of which have vLLM's names. `help(moeserve.LLM.__init__)` describes each one,
+    and so does `moeserve generate --help`.
 
     Several threads may call one LLM, and several streams may be open. Their requests share every engine step.
 
@@ -45,21 +56,34 @@ class LLM:
         EngineError: a process of the engine could not be started.
     """
 
+    @lists_settings
     def __init__(
-        self, model: str | os.PathLike[str] | None = None, *, show_progress: bool = True, **settings: Any
+        self,
+        model: str | os.PathLike[str] | None = None,
+        *,
+        show_progress: bool = True,
+        **settings: Unpack[SettingArguments],
     ) -> None:
-        """
+        """Load a model.
+
         Args:
             model: checkpoint folder in Hugging Face layout; None: the default model.
             show_progress: on a terminal, draw progress bars while building the default model and loading weights.
-            settings: see the class.
+            settings: as described below.
         """
-        started = start_engine(parse_settings({"model": model, **settings}), show_progress=show_progress)
+        parsed = parse_settings({"model": model, **settings})
+        started = start_engine(parsed, show_progress=show_progress)
+        self._profiler = Profiler(parsed.telemetry.profiler_config)
         self.session, self.codec = started.open_session(), started.texts.codec
-        self._default_params = started.texts.default_params
+        self._texts, self._default_params = started.texts, started.texts.default_params
         self._has_experts = started.has_experts
         self.core = self.session.engine
         tqdm.get_lock()  # import the parts of progress bars now, even if loading drew none
+
+    @classmethod
+    def from_engine_args(cls, engine_args: Any) -> LLM:
+        """Return an LLM with the settings of an `EngineArgs`."""
+        return cls(**engine_args.settings)
 
     @property
     def config(self) -> EngineConfig:
@@ -88,33 +112,48 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompts,
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Prompts | None = None,
+        sampling_params: Params | Sequence[Params] | None = None,
         *,
-        use_tqdm: bool = True,
+        prompt_token_ids: Any = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: Any = None,
+        priority: Sequence[int] | None = None,
+        tokenization_kwargs: Any = None,
     ) -> list[RequestOutput]:
         """Complete prompts, as many at a time as fit. They are started in the given order.
 
         Args:
-            prompts: a text, a list of token ids, or {"prompt_token_ids": [...]} or {"prompt": "..."}; or a list of
-                these. The dicts may have a "cache_salt": only prompts with equal salts share cached prefixes.
-                sampling_params: one for all prompts, or one for each; None: `get_default_sampling_params()`.
-                use_tqdm: draw a progress bar if on a terminal.
+            prompts: a text, a list of token ids, or {"prompt_token_ids": [...]} or {"prompt": "..."}; or any iterable
+                of these. Arrays and tensors stand for lists. The dicts may have a "cache_salt": only prompts with equal
+                salts share cached prefixes.
+            sampling_params: one for all prompts, or one for each, also as dicts; None: `get_default_sampling_params()`.
+            prompt_token_ids: prompts as token ids, instead of `prompts`.
+            use_tqdm: draw a progress bar if on a terminal; or a function that is called as tqdm and makes the bar.
+            lora_request, tokenization_kwargs: not supported; must be left out or None.
+            priority: must be 0 for each prompt, or left out: requests are served in the order of their arrival.
 
-            Returns:
-                One output for each prompt, in the same order.
+        Returns:
+            One output for each prompt, in the same order.
 
         Raises:
-                RequestError: a prompt or a parameter cannot be served. No prompt was started.
-                EngineError: a prompt failed, or the engine has failed or was shut down. Unless the engine has failed,
-                    the other prompts finish before this is raised. The `outputs` of the error are those of all prompts.
+            RequestError: a prompt or a parameter cannot be served. No prompt was started.
+            EngineError: a prompt failed, or the engine has failed or was shut down. Unless the engine has failed, the
+                other prompts finish before this is raised. The `outputs` of the error are those of all prompts.
         """
+        unsupported.require_harmless(
+            lora_request=lora_request, priority=priority, tokenization_kwargs=tokenization_kwargs
+        )
+        if (prompts is None) == (prompt_token_ids is None):
+            raise RequestError("give either prompts or prompt_token_ids", parameter="prompt")
+        given = prompt_token_ids if prompts is None else prompts
         params = self._default_params if sampling_params is None else sampling_params
-        waiting = deque(self.session.frontend.encode(prompts, params))  # prompts that wait for room in the queue
+        waiting = deque(self.session.frontend.encode(given, params))  # prompts that wait for room in the queue
         prompt_ids: list[str] = []
         unfinished: list[str] = []
         try:
-            with tqdm(total=len(waiting), desc="prompts", disable=None if use_tqdm else True) as progress:
+            new_bar = use_tqdm if callable(use_tqdm) else tqdm
+            with new_bar(total=len(waiting), desc="prompts", disable=None if use_tqdm else True) as progress:
                 while waiting or unfinished:
                     with interrupts_deferred():  # until the code below would discard the new prompts
                         started = self.session.submit_first(waiting)
@@ -133,7 +172,7 @@ class LLM:
         finally:
             self.session.discard(prompt_ids)
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+    def stream(self, prompt: Prompt, sampling_params: Params | None = None) -> Iterator[RequestOutput]:
         """Complete one prompt. Yield its output after new tokens: all of it so far, unless `output_kind` differs.
 
         Closing the iterator, or its collection by the garbage collector, aborts the request. Arguments and errors are
@@ -157,9 +196,10 @@ class LLM:
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: Params | Sequence[Params] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: Any = None,
         *,
-        use_tqdm: bool = True,
         chat_template: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
@@ -170,7 +210,7 @@ class LLM:
 
         Args:
             messages: [{"role": "user", "content": "..."}, ...], or a list of such lists.
-            sampling_params, use_tqdm: as for `generate`.
+            sampling_params, use_tqdm, lora_request: as for `generate`.
             chat_template, tools, add_generation_prompt, continue_final_message, chat_template_kwargs: as for
                 `chat_prompt`.
 
@@ -193,7 +233,93 @@ class LLM:
             )
             for conversation in conversations
         ]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
+
+    def beam_search(
+        self,
+        prompts: Prompts,
+        params: BeamSearchParams,
+        lora_request: Any = None,
+        use_tqdm: bool = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """Return the most likely outputs of each prompt that beam search finds, the best one first.
+
+        Each token is computed by calls of `generate`, whose prompts share cached prefixes.
+
+        Args:
+            prompts: as for `generate`.
+            params: the numbers of candidates and of tokens.
+            lora_request: not supported; must be None.
+            use_tqdm: draw a progress bar of tokens if on a terminal.
+            concurrency_limit: no effect: the queue has its own limit.
+
+        Raises:
+            RequestError, EngineError: as for `generate`.
+        """
+        unsupported.require_harmless(lora_request=lora_request)
+        frontend = self.session.frontend
+        encoded = [prompt.token_ids for prompt, _ in frontend.encode(prompts, SamplingParams())]
+        with tqdm(total=params.max_tokens, desc="tokens", disable=None if use_tqdm else True) as progress:
+
+            def generate(token_ids: list[list[int]], step: SamplingParams) -> list[RequestOutput]:
+                progress.update()
+                return self.generate([{"prompt_token_ids": each} for each in token_ids], step, use_tqdm=False)
+
+            found = search(
+                encoded,
+                params,
+                generate,
+                end_token_ids=frontend.eos_token_ids,
+                max_model_len=self.config.max_model_len,
+            )
+        return [BeamSearchOutput([self._with_text(each, params) for each in sequences]) for sequences in found]
+
+    def _with_text(self, sequence: BeamSearchSequence, params: BeamSearchParams) -> BeamSearchSequence:
+        if self.codec is None:
+            return sequence
+        leaves_end_out = sequence.finish_reason == "stop" and not params.include_stop_str_in_output
+        token_ids = sequence.tokens[:-1] if leaves_end_out else sequence.tokens
+        return dataclasses.replace(sequence, text=self.codec.decode(token_ids))
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Let later prompts use no blocks that were cached for earlier ones, also in stores behind the KV cache.
+
+        The old blocks are evicted when room is needed. Running requests keep their blocks, whatever the arguments are.
+
+        Returns:
+            True.
+        """
+        self.session.reset_prefix_cache()
+        return True
+
+    def get_metrics(self) -> list[Metric]:
+        """Return numbers of requests, tokens and steps so far, and distributions of latencies, of each replica."""
+        return metrics_of(self.session)
+
+    def start_profile(self, profile_prefix: str | None = None) -> None:
+        """Start to record the operations of this process with torch's profiler. `stop_profile` writes the trace.
+
+        Args:
+            profile_prefix: no effect.
+
+        Raises:
+            SettingsError: `profiler_config` is not set, ranks run in other processes, or a trace is being recorded.
+        """
+        self._profiler.start(self.config)
+
+    def stop_profile(self) -> None:
+        """Write the trace since `start_profile` into the folder of `profiler_config`.
+
+        Raises:
+            SettingsError: the trace cannot be written.
+        """
+        self._profiler.stop()
+
+    @functools.cached_property
+    def llm_engine(self) -> LLMEngine:
+        """The engine, for callers who run its steps themselves. Its requests share steps with those of this object."""
+        return LLMEngine.of_session(self.session, self._texts)
 
     def chat_prompt(
         self,
@@ -274,10 +400,10 @@ class LLM:
             data_parallel_size: the new number of replicas. If it is the current one, nothing happens.
 
         Raises:
-                SettingsError: the model, the machine or another setting does not allow this number.
-                ScalingInProgressError: another call is already changing the number.
-                ScaleError: the new replicas could not be started, and the old ones still serve; or the engine failed
-                    during the change, and was handled according to `on_failure`.
+            SettingsError: the model, the machine or another setting does not allow this number.
+            ScalingInProgressError: another call is already changing the number.
+            ScaleError: the new replicas could not be started, and the old ones still serve; or the engine failed
+                during the change, and was handled according to `on_failure`.
             EngineError: the engine was shut down, or has failed.
         """
         changed = self.session.scale(data_parallel_size)
@@ -302,22 +428,11 @@ class LLM:
     ) -> None:
         self.shutdown()
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise unsupported.missing_attribute("LLM", name)
+
     def _require_experts(self) -> None:
         if not self._has_experts:
             raise SettingsError(f"the model in {self.config.model_path} has no experts")
-
-
-def signature_with_settings(init: Any) -> inspect.Signature:
-    """Return a constructor's signature that lists every setting by name, for `help` and editors."""
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    parameters = list(inspect.signature(init).parameters.values())[:-1]  # all but **settings
-    for group in Settings.groups().values():
-        for setting in dataclasses.fields(group):
-            if setting.name != "model":
-                parameters.append(
-                    inspect.Parameter(setting.name, keyword, default=setting.default, annotation=setting.type)
-                )
-    return inspect.Signature(parameters)
-
-
-LLM.__init__.__signature__ = signature_with_settings(LLM.__init__)  # type: ignore[attr-defined]

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from moeserve.api.tokenizer import TextCodec
 from moeserve.config.settings import LIMITS
 from moeserve.errors import PromptTooLongError, RequestError, nearest, shown
-from moeserve.sampling_params import SamplingParams
+from moeserve.inputs import TextPrompt, TokensPrompt
+from moeserve.sampling_params import ALL_TOKENS, LONGEST_PROMPT, RequestParams, SamplingParams
 from moeserve.structured_outputs import StructuredOutputsParams
 from moeserve.worker.grammars import Grammars
 
-# A text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; the dicts may have a "cache_salt".
-Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
-Prompts: TypeAlias = "Prompt | Sequence[Prompt]"
+# A text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; the dicts may have a "cache_salt". Arrays and
+# tensors stand for lists.
+Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, Any] | TextPrompt | TokensPrompt"
+Prompts: TypeAlias = "Prompt | Iterable[Prompt]"
+Params: TypeAlias = "SamplingParams | Mapping[str, Any]"
 
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+_KEYS_OF_PICTURES = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "prompt_embeds")
 
 
 @dataclass(frozen=True)
@@ -60,19 +64,20 @@ def chat_prompt(
     return {"prompt_token_ids": token_ids}
 
 
-def pair_prompts(
-    prompts: Prompts, sampling_params: SamplingParams | Sequence[SamplingParams]
-) -> list[tuple[Prompt, SamplingParams]]:
+def pair_prompts(prompts: Prompts, sampling_params: Params | Sequence[Params]) -> list[tuple[Prompt, SamplingParams]]:
     """Pair one or many prompts with copies of one or many sampling parameters. The prompts are not validated.
 
     Raises:
         RequestError: a type or value is wrong, or the numbers of prompts and of parameters differ.
     """
-    if isinstance(prompts, bytes) or not isinstance(prompts, (str, Mapping, Sequence)):
+    prompts = _plain(prompts)
+    if isinstance(prompts, (bytes, Set)) or not isinstance(prompts, Iterable):
         raise RequestError(
             f"prompts={shown(prompts)} ({type(prompts).__name__}) must be a text, a list of token ids, "
             'a dict with "prompt" or "prompt_token_ids", or a list of these'
         )
+    if not isinstance(prompts, (str, Mapping, Sequence)):
+        prompts = list(prompts)
     is_one = isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and _is_integer(prompts[0]))
     each: Sequence[Any] = [prompts] if is_one else prompts  # type: ignore[assignment]
     if not isinstance(sampling_params, (list, tuple)):
@@ -82,12 +87,16 @@ def pair_prompts(
             f"{len(each)} prompts came with {len(sampling_params)} sampling_params; "
             "pass one SamplingParams for all prompts, or one for each"
         )
-    for params in sampling_params:
-        if not isinstance(params, SamplingParams):
-            raise RequestError(
-                f"sampling_params={shown(params)} is a {type(params).__name__}; pass SamplingParams(...)"
-            )
-    return [(prompt, params.copy()) for prompt, params in zip(each, sampling_params, strict=True)]
+    return [(prompt, _checked_params(params)) for prompt, params in zip(each, sampling_params, strict=True)]
+
+
+def _checked_params(params: Any) -> SamplingParams:
+    """Return a copy of sampling parameters, which may also be a dict."""
+    if isinstance(params, Mapping):
+        return SamplingParams(**params)
+    if not isinstance(params, SamplingParams):
+        raise RequestError(f"sampling_params={shown(params)} is a {type(params).__name__}; pass SamplingParams(...)")
+    return params.copy()
 
 
 class PromptEncoder:
@@ -108,21 +117,22 @@ class PromptEncoder:
         self._max_model_len = max_model_len
         self._eos_token_ids = eos_token_ids
 
-    def encode(self, name: str, prompt: Any) -> EncodedPrompt:
+    def encode(self, name: str, prompt: Any, num_kept: int | None = None) -> EncodedPrompt:
         """Return a prompt as token ids.
 
         Args:
             name: name of the prompt in error messages.
+            num_kept: `SamplingParams.truncate_prompt_tokens`.
 
         Raises:
             RequestError: the prompt cannot be served.
         """
         fields = _fields(name, prompt)
         text = fields.get("prompt")
-        if text is None:
-            token_ids = self._checked(name, fields["prompt_token_ids"])
-        elif not isinstance(text, str):
+        if text is not None and not isinstance(text, str):
             raise RequestError(f"{name}={shown(text)} must be a text (or pass token ids as prompt_token_ids)")
+        if fields.get("prompt_token_ids") is not None:
+            token_ids = self._checked(name, self._truncated(_plain(fields["prompt_token_ids"]), num_kept))
         elif self._codec is None:
             raise RequestError(
                 f"{name}={shown(text)} is a text, but there is no tokenizer; "
@@ -131,15 +141,33 @@ class PromptEncoder:
         elif not text:
             raise RequestError(f"{name} is empty; pass at least one character", parameter="prompt")
         else:
-            self.check_length(name, text)
-            token_ids = self._checked(name, self._codec.encode(text))
+            self.check_length(name, text, is_truncated=num_kept is not None)
+            token_ids = self._checked(name, self._truncated(self._codec.encode(text), num_kept))
         cache_salt = fields.get("cache_salt", "")
         if not isinstance(cache_salt, str):
             raise RequestError(f"{name}: cache_salt={shown(cache_salt)} must be a text")
         return EncodedPrompt(text, token_ids, cache_salt)
 
-    def check_length(self, name: str, text: str) -> None:
-        """Raise RequestError for a text that is too long for the model, before time and memory are spent on it."""
+    def _truncated(self, token_ids: Any, num_kept: int | None) -> Any:
+        """Return the tokens that `truncate_prompt_tokens` leaves."""
+        if num_kept is None or not isinstance(token_ids, Sequence):
+            return token_ids
+        return token_ids[-(self._max_model_len - 1 if num_kept == LONGEST_PROMPT else num_kept) :]
+
+    def check_length(self, name: str, text: str, *, is_truncated: bool = False) -> None:
+        """Raise RequestError for a text that is too long for the model, before time and memory are spent on it.
+
+        Args:
+            is_truncated: the text may be longer than the context, because only its last tokens are used.
+        """
+        if is_truncated:
+            if len(text) > LIMITS.max_text_length:
+                raise RequestError(
+                    f"{name} has {len(text)} characters; with truncate_prompt_tokens at most {LIMITS.max_text_length} "
+                    "are allowed; shorten it",
+                    parameter="prompt",
+                )
+            return
         if self._codec is None or len(text) < self._max_model_len:  # a token has at least one character
             return
         num_tokens = self._codec.least_tokens(text)
@@ -153,7 +181,9 @@ class PromptEncoder:
 
     def check_prompt_logprobs(self, name: str, num_tokens: int, params: SamplingParams) -> None:
         """Raise RequestError if the log-probabilities of a prompt exceed the limit."""
-        width = 0 if params.prompt_logprobs is None else 1 + params.prompt_logprobs
+        if params.prompt_logprobs is None:
+            return
+        width = 1 + (self._vocab_size if params.prompt_logprobs == ALL_TOKENS else params.prompt_logprobs)
         if num_tokens * width > LIMITS.max_prompt_logprobs_entries:
             raise RequestError(
                 f"prompt_logprobs={params.prompt_logprobs} for the {num_tokens} tokens of {name} are "
@@ -170,12 +200,18 @@ class PromptEncoder:
                 "use stop_token_ids, or name the folder of a tokenizer",
                 parameter="stop",
             )
-        for parameter, token_ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
-            for token_id in token_ids:
-                if token_id >= self._vocab_size:
-                    raise RequestError(
-                        f"{parameter} names token {token_id}, {self._outside_vocabulary()}", parameter=parameter
-                    )
+        for parameter in ("stop_token_ids", "logit_bias", "allowed_token_ids", "trace_decode_token_ids"):
+            highest = max(getattr(params, parameter) or [0])
+            if highest >= self._vocab_size:
+                raise RequestError(
+                    f"{parameter} names token {highest}, {self._outside_vocabulary()}", parameter=parameter
+                )
+        if params.bad_words and self._codec is None:
+            raise RequestError(
+                f"bad_words={shown(params.bad_words)} needs a tokenizer; name the folder of one as tokenizer",
+                parameter="bad_words",
+            )
+        self.engine_params(params)  # raises for bad_words that are not valid Unicode
         stop_ids = {*params.stop_token_ids, *([] if params.ignore_eos else self._eos_token_ids)}
         if params.min_tokens and len(stop_ids) >= self._vocab_size:
             raise RequestError(
@@ -188,8 +224,20 @@ class PromptEncoder:
                 raise RequestError(
                     f"{parameter}={number}, but the vocabulary has only {self._vocab_size} tokens", parameter=parameter
                 )
+        num_entries = (params.max_tokens or self._max_model_len) * params.n * (1 + self._vocab_size)
+        if params.logprobs == ALL_TOKENS and num_entries > LIMITS.max_logprobs_entries:
+            raise RequestError(
+                f"logprobs=-1 for max_tokens={params.max_tokens} and n={params.n} are up to {num_entries} entries; at "
+                f"most {LIMITS.max_logprobs_entries} are allowed. Lower max_tokens, or give a number of logprobs",
+                parameter="logprobs",
+            )
         if params.structured_outputs is not None:
             self._check_structured_outputs(params, params.structured_outputs)
+
+    def engine_params(self, params: SamplingParams) -> RequestParams:
+        """Return the parameters that the engine needs, after they were checked."""
+        bad_token_ids = [] if self._codec is None else _tokens_of_words(params.bad_words, self._codec)
+        return params.for_engine(vocab_size=self._vocab_size, bad_token_ids=bad_token_ids)
 
     def _check_structured_outputs(self, params: SamplingParams, structured_outputs: StructuredOutputsParams) -> None:
         """Compile the grammar. Raise RequestError if it cannot be served."""
@@ -238,7 +286,8 @@ class PromptEncoder:
 
 
 def _fields(name: str, prompt: Any) -> Mapping[str, Any]:
-    """Return a prompt as a dict with exactly one of "prompt" and "prompt_token_ids"."""
+    """Return a prompt as a dict with "prompt", "prompt_token_ids", or both."""
+    prompt = _plain(prompt)
     if isinstance(prompt, str):
         return {"prompt": prompt}
     if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
@@ -248,13 +297,28 @@ def _fields(name: str, prompt: Any) -> Mapping[str, Any]:
             f"{name}={shown(prompt)} ({type(prompt).__name__}) must be a text, a list of token ids, "
             'or a dict with "prompt" or "prompt_token_ids"'
         )
-    for key in prompt:
-        if key not in _PROMPT_KEYS:
+    for key, value in prompt.items():
+        if key in _KEYS_OF_PICTURES:
+            if value is not None and value != {}:
+                raise RequestError(f"{name} has {key!r}, but models read texts only: leave it out", parameter="prompt")
+        elif key not in _PROMPT_KEYS:
             raise RequestError(f"{name} has an unknown key {key!r}: {nearest(str(key), _PROMPT_KEYS)}")
-    given = [key for key in ("prompt", "prompt_token_ids") if prompt.get(key) is not None]
-    if len(given) != 1:
-        raise RequestError(f'{name} has {" and ".join(given) or "neither key"}: give "prompt" or "prompt_token_ids"')
+    if prompt.get("prompt") is None and prompt.get("prompt_token_ids") is None:
+        raise RequestError(f'{name} has neither key: give "prompt" or "prompt_token_ids"')
     return prompt
+
+
+def _plain(value: Any) -> Any:
+    """Return an array, a tensor or a column of a table as a list; other values unchanged."""
+    to_list = getattr(value, "tolist", None)
+    return to_list() if callable(to_list) else value
+
+
+def _tokens_of_words(words: Sequence[str], codec: TextCodec) -> list[list[int]]:
+    """Return the tokens of each word alone and after a space."""
+    texts = [f"{before}{word.lstrip()}" for word in words for before in ("", " ")]
+    found = [codec.encode(text, add_special_tokens=False) for text in texts if text.strip()]
+    return [list(tokens) for tokens in dict.fromkeys(map(tuple, found)) if tokens]
 
 
 def _is_integer(value: Any) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 
 from moeserve.api.frontend import EncodedPrompts, Frontend, Submission
-from moeserve.api.prompts import EncodedPrompt, Prompts
+from moeserve.api.prompts import EncodedPrompt, Params, Prompts
 from moeserve.engine.base import Engine
 from moeserve.errors import EngineError, MoeserveError, QueueFullError, RequestError
 from moeserve.interrupts import interrupts_allowed, interrupts_deferred
@@ -64,7 +64,7 @@ class Session:
     def submit(
         self,
         prompts: Prompts,
-        sampling_params: SamplingParams | Sequence[SamplingParams],
+        sampling_params: Params | Sequence[Params],
         prompt_id: str | None = None,
     ) -> list[str]:
         """Start one or many prompts without waiting. Return their ids; see `Frontend` for arguments and errors.
@@ -157,6 +157,10 @@ class Session:
             self._take_reports(prompt_ids)
             return True
 
+    def has_failed(self, prompt_id: str) -> bool:
+        """Return True if an error has ended a prompt; see `raise_error`."""
+        return prompt_id in self._errors
+
     def raise_error(self, prompt_ids: Iterable[str]) -> None:
         """Raise the first error that has ended one of these prompts. Several threads may raise the same error.
 
@@ -178,6 +182,11 @@ class Session:
         """Return new output of a prompt since the last call, according to its `output_kind`; None if there is none."""
         with self._frontend():
             return self.frontend.new_output(prompt_id)
+
+    def reset_prefix_cache(self) -> None:
+        """Let later prompts use no blocks that were cached for earlier ones."""
+        with self._frontend():
+            self.frontend.reset_prefix_cache()
 
     def abort(self, prompt_id: str) -> None:
         """End a prompt if it is in flight. Its outputs so far can still be read."""

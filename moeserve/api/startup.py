@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ from moeserve.models import registry
 from moeserve.models.model_files import find_model, find_tokenizer
 from moeserve.ops.cpu.native import native_kernels
 from moeserve.ops.select import has_triton, supports_bfloat16_products, supports_float8_products
+from moeserve.processes.streams import open_closed_streams
 from moeserve.sampling_params import SamplingParams
 from moeserve.telemetry.observer import LoadObserver
 from moeserve.worker.grammars import grammars_of
@@ -80,6 +82,11 @@ def start_engine(settings: Settings, *, show_progress: bool) -> StartedEngine:
     Raises:
         SettingsError, CheckpointError, EngineError: as for `LLM`.
     """
+    open_closed_streams()
+    if settings.model.seed is None:
+        seed = secrets.randbits(31)
+        logger.warning("seed=None: seed=%d was chosen at random; LLM(seed=%d) repeats the outputs", seed, seed)
+        settings = dataclasses.replace(settings, model=dataclasses.replace(settings.model, seed=seed))
     files = None
     if settings.model.model is not None:
         files = find_model(
@@ -89,9 +96,12 @@ def start_engine(settings: Settings, *, show_progress: bool) -> StartedEngine:
     settings = dataclasses.replace(settings, model=dataclasses.replace(settings.model, tokenizer=tokenizer))
     drafting = settings.scheduler.speculative_config
     has_draft_layer = drafting is not None and drafting.method == "mtp"
+    overrides = settings.model.hf_overrides
     facts = default_model.FACTS
     if files is not None:
-        facts = registry.read_facts(files.describe(), settings.model.model_impl, with_draft_layer=has_draft_layer)
+        facts = registry.read_facts(
+            files.describe(), settings.model.model_impl, with_draft_layer=has_draft_layer, hf_overrides=overrides
+        )
     with contextlib.ExitStack() as cleanup:
         cluster = _find_cluster(settings.parallel)
         if cluster is not None:
@@ -102,7 +112,8 @@ def start_engine(settings: Settings, *, show_progress: bool) -> StartedEngine:
         if files is None:
             path = str(default_model.default_model(show_progress))
         elif files.hub_model is not None and config.load_format != "dummy":
-            path = registry.read_facts(files.fetch(shows_progress=show_progress), settings.model.model_impl).path
+            fetched = files.fetch(shows_progress=show_progress)
+            path = registry.read_facts(fetched, settings.model.model_impl, hf_overrides=overrides).path
         config = dataclasses.replace(
             config,
             model_path=path,
@@ -173,11 +184,15 @@ def read_texts(config: EngineConfig, codec: TextCodec | None = None) -> TextPart
         CheckpointError: one of them cannot be used.
     """
     codec = codec or TextCodec.load(config.tokenizer_path)
-    defaults = registry.read_generation_defaults(config.model_path)
+    defaults = registry.read_generation_defaults(config.model_path, config.hf_overrides)
     try:
-        default_params = SamplingParams(**defaults.sampling)
+        default_params = SamplingParams(**defaults.sampling) if config.has_generation_config else SamplingParams()
     except RequestError as error:
         raise CheckpointError(f"{config.model_path}: generation_config.json: {error}") from None
+    try:
+        default_params = dataclasses.replace(default_params, **dict(config.override_generation_config))
+    except RequestError as error:
+        raise SettingsError(f"override_generation_config: {error}") from None
     eos_token_ids = sorted({*defaults.eos_token_ids, *(codec.eos_token_ids if codec else [])})
     return TextParts(codec, default_params, eos_token_ids)
 

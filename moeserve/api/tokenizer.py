@@ -38,8 +38,8 @@ class TextCodec:
         Args:
             tokenizer: the tokenizer, as `load` reads it from a folder.
 
-            Raises:
-                CheckpointError: the tokenizer's text cannot be decoded token by token.
+        Raises:
+            CheckpointError: the tokenizer's text cannot be decoded token by token.
         """
         self.tokenizer = tokenizer
         self._backend = tokenizer.backend

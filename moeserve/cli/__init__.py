@@ -13,7 +13,9 @@ from moeserve.cli.completion import SHELLS, completion_script
 from moeserve.cli.parser import Parser
 from moeserve.cli.sources import add_sources
 from moeserve.errors import MoeserveError
+from moeserve.processes.interpreter import working_folder
 from moeserve.processes.logs import start_log
+from moeserve.processes.streams import open_closed_streams
 
 COMMANDS = {
     "generate": "Generate text for a prompt and print it as it is generated.",
@@ -35,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0, or 1 after an error that was reported. An invalid command line exits with status 2.
     """
+    open_closed_streams()
+    os.chdir(working_folder())  # libraries fail in a folder that was deleted
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     named = [argument for argument in arguments if not argument.startswith("-")]
     options, unknown = _parser(named[:1]).parse_known_args(arguments)
@@ -44,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _parser(()).error(f"a command is missing: {', '.join(COMMANDS)}; see --help")
     command: Parser = options.parser
     if unknown:
-        command.refuse(unknown[0])
+        command.refuse(next((argument for argument in unknown if argument.startswith("-")), unknown[0]))
     start_log(logging.INFO if options.verbose else logging.WARNING)
     try:
         if command.settings:
@@ -53,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except MoeserveError as error:
         if options.verbose:
             logging.exception("failed")
-        print(f"moeserve: {error}", file=sys.stderr)
+        print(f"moeserve: {command.as_flags(str(error))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

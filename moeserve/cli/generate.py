@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 from typing import Any
 
 from moeserve.cli.parser import Parser, add_engine_flags, add_flags, engine_settings, given, reader
@@ -13,7 +14,7 @@ MAX_TOKENS = 256
 
 
 def add_arguments(command: Parser) -> None:
-    command.usage = "moeserve generate [MODEL] --prompt TEXT [flags]"
+    command.usage = "moeserve generate [MODEL] PROMPT [flags]\n       moeserve generate [MODEL] --prompt TEXT [flags]"
     command.add_argument(
         "--prompt", action="append", metavar="TEXT", help="message to the model; may be given several times"
     )
@@ -40,11 +41,35 @@ def add_arguments(command: Parser) -> None:
     without = {"max_tokens", "n", "logprobs", "prompt_logprobs", "seed", "output_kind", "kv_transfer_params"}
     add_flags(sampling, SamplingParams, without, shows_defaults=False)
     add_engine_flags(command)
+    command.add_argument("last", nargs="?", metavar="PROMPT", help="the same as --prompt")
+    command.arrange = _find_prompt
+
+
+def _find_prompt(options: argparse.Namespace, rest: list[str]) -> list[str]:
+    """Move the last positional argument to the prompts unless --prompt is given, and return the other arguments.
+
+    argparse takes positional arguments from one place of a command line; those of another place are in `rest`.
+    """
+    positional = [each for each in (options.model_folder, options.last) if each is not None]
+    if rest and not any(each.startswith("-") for each in rest):
+        positional, rest = [*positional, *rest], []
+    if not options.prompt and positional:
+        *positional, prompt = positional
+        if not positional and _is_model(prompt):
+            options.parser.error(f"a prompt is missing: moeserve generate {prompt} PROMPT")
+        options.prompt = [prompt]
+    options.model_folder = positional[0] if positional else None
+    return positional[1:] + rest
+
+
+def _is_model(text: str) -> bool:
+    """Return True for the path of a file or folder, and for a text like one, or like an id of the Hugging Face Hub."""
+    return os.path.exists(text) or (not any(map(str.isspace, text)) and "/" in text)
 
 
 def run(options: argparse.Namespace) -> None:
     if not any(options.prompt or []):
-        options.parser.error("--prompt is missing")
+        options.parser.error("a prompt is missing")
     settings = engine_settings(options)
     sampling = given(options, SamplingParams)
     SamplingParams(**sampling)  # refuses invalid values before a model is loaded

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from moeserve.config.settings import CacheDtypeName, ModelSettings, PositiveInt, Settings
-from moeserve.config.validation import convert
+from moeserve.config.validation import convert, read_json_text
 from moeserve.config.vllm_names import VllmSettings
 from moeserve.errors import SettingsError, nearest
 
@@ -18,6 +18,12 @@ if TYPE_CHECKING:
     from moeserve.models.model_files import ModelFiles
 
 GPUS_PER_NODE = 8
+# A setting in a text, maybe with its value. Parts of paths, attributes, calls and quoted texts are no settings.
+_VALUE = r"""'[^']*'|"[^"]*"|\[[\d, ]*\]|\{[^}]*\}|[\w+-]+(?:\.\w+)*"""
+_SETTING = re.compile(rf"""(?<![\w./'"-])(?P<name>[a-z]\w+)(?:=(?P<value>{_VALUE}))?(?![\w/=(])""")
+_END_OF_FILE_NAME = re.compile(r"\.[a-z]+: $")
+_SWITCHES = {"True": "--", "False": "--no-"}
+_QUOTES = "'\""
 
 
 class Parser(argparse.ArgumentParser):
@@ -26,6 +32,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"allow_abbrev": False, "formatter_class": _Formatter, **options})
         self.settings: list[type] = []  # dataclasses of the settings that the command has
+        self.arrange: Callable[[argparse.Namespace, list[str]], list[str]] = _leave  # called with options and the rest
 
     def add_settings(self, *groups: type) -> None:
         """Add settings, each dataclass under its own title. They are flags, environment variables and keys of a file.
@@ -36,13 +43,58 @@ class Parser(argparse.ArgumentParser):
             add_flags(self.add_argument_group(group.__doc__), group)
         self.settings += groups
 
+    def parse_known_args(self, *arguments: Any, **options: Any) -> Any:
+        """Return the options and the arguments that are left over, both as `arrange` has changed them."""
+        parsed, rest = super().parse_known_args(*arguments, **options)
+        return parsed, self.arrange(parsed, rest)
+
     def refuse(self, argument: str) -> NoReturn:
+        """Exit with an error for an argument that no flag accepts."""
         flag, _, _ = argument.partition("=")
         if not flag.startswith("-"):
             self.error(f"unexpected argument {argument!r}")
-        names = [name for name in self._option_string_actions if name.startswith("--") and flag.startswith("--")]
-        flags = {name.lstrip("-").replace("-", "_"): name for name in names}
+        flags = {
+            name.lstrip("-"): name
+            for name in self._option_string_actions
+            if flag.startswith("--no-") or not name.startswith("--no-")
+        }
         self.error(f"unknown flag {flag}: {nearest(flag.lstrip('-'), flags, shown_as=flags, otherwise='see --help')}")
+
+    def as_flags(self, text: str) -> str:
+        """Return a text in which settings are written as flags: `--dtype float32` for `dtype='float32'`.
+
+        Names of a single word are left as they are unless a value follows, because most are words of English, too.
+        Names that follow the name of a file are keys of that file.
+        """
+        flag_of_name = {
+            flag[2:].replace("-", "_"): flag for flag in self._option_string_actions if flag.startswith("--")
+        }
+
+        def as_flag(match: re.Match[str]) -> str:
+            name, value = match["name"], match["value"]
+            flag = flag_of_name.get(name)
+            if flag is None or _END_OF_FILE_NAME.search(text[: match.start()]):
+                return match[0]
+            if value is None:
+                return flag if "_" in name else name
+            if isinstance(self._option_string_actions[flag], argparse.BooleanOptionalAction) and value in _SWITCHES:
+                return flag.replace("--", _SWITCHES[value], 1)
+            if value.startswith("["):
+                value = value[1:-1].replace(" ", "")
+            return f"{flag} {value if ' ' in value else value.strip(_QUOTES)}"
+
+        return _SETTING.sub(as_flag, text)
+
+    def format_help(self) -> str:
+        """Return the help, in which settings are written as flags."""
+        for action in self._actions:
+            if action.help not in (None, argparse.SUPPRESS):
+                action.help = self.as_flags(str(action.help))
+        return super().format_help()
+
+
+def _leave(options: argparse.Namespace, rest: list[str]) -> list[str]:
+    return rest
 
 
 class _Formatter(argparse.HelpFormatter):
@@ -119,8 +171,8 @@ def reader(expected: Any) -> Callable[[str], Any]:
         try:
             if get_origin(expected) is list:
                 return [convert(each, *get_args(expected), strict=False) for each in text.split(",")]
-            return convert(json.loads(text) if text.startswith("{") else text, expected, strict=False)
-        except ValueError as error:  # also raised by JSON parsing
+            return convert(read_json_text(text) if text.startswith("{") else text, expected, strict=False)
+        except ValueError as error:
             raise argparse.ArgumentTypeError(f"{text!r} {error}") from None
 
     return read
@@ -169,6 +221,16 @@ def files_of(options: argparse.Namespace) -> ModelFiles:
     from moeserve.models.model_files import find_model  # imports torch
 
     return find_model(options.model, revision=options.revision, download_dir=options.download_dir)
+
+
+def add_overrides(command: Parser) -> None:
+    """Add --hf-overrides."""
+    command.add_argument(
+        "--hf-overrides",
+        type=reader(dict[str, Any] | None),
+        metavar="JSON",
+        help="changes to config.json before it is read, as a JSON object; objects are merged",
+    )
 
 
 def add_cluster(command: Parser) -> None:

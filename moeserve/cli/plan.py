@@ -7,7 +7,7 @@ import dataclasses
 import json
 from typing import Literal
 
-from moeserve.cli.parser import Parser, add_cluster, add_flags, cluster_of, files_of, given, reader
+from moeserve.cli.parser import Parser, add_cluster, add_flags, add_overrides, cluster_of, files_of, given, reader
 from moeserve.config.settings import PositiveInt
 from moeserve.errors import SettingsError
 from moeserve.planner.hardware import TABLE
@@ -17,6 +17,7 @@ from moeserve.planner.settings import Assumptions
 def add_arguments(command: Parser) -> None:
     command.usage = "moeserve plan MODEL [flags]"
     add_cluster(command)
+    add_overrides(command)
     command.add_argument("--tp", type=reader(int), help="show only the layout with this tp, ranks and formulas")
     group = command.add_argument_group("Placement of experts")
     group.add_argument(
@@ -83,6 +84,7 @@ def run(options: argparse.Namespace) -> None:
         loads=options.loads,
         num_redundant=options.num_redundant_experts,
         expert_parallel=expert_parallel,
+        hf_overrides=options.hf_overrides,
     )
     estimates = None
     if options.hardware is not None:

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from moeserve.config.environment import setting_variables
-from moeserve.config.validation import check, convert
+from moeserve.config.validation import check, convert, read_json_text
 from moeserve.config.vllm_names import OWN_NAMES
 from moeserve.errors import SettingsError, missing_extra, nearest, shown
 
@@ -62,11 +61,11 @@ def _is_of_kubernetes(name: str, text: str) -> bool:
 def _parsed_variable(name: str, text: str, expected: Any) -> Any:
     """Return the value of a variable. Commas separate the entries of a list; objects and lists may also be JSON."""
     try:
-        value: Any = json.loads(text) if text.startswith(("{", "[")) else text
+        value: Any = read_json_text(text) if text.startswith(("{", "[")) else text
         if "list" in str(expected) and isinstance(value, str):
             value = text.split(",")
         return convert(value, expected, strict=False)
-    except ValueError as error:  # also raised by JSON parsing
+    except ValueError as error:
         raise SettingsError(f"MOESERVE_{name.upper()}={shown(text)} {error}") from None
 
 
@@ -80,7 +79,8 @@ def _of_file(
     for key, value in _read_yaml(Path(path)).items():
         name = str(key).replace("-", "_")
         if name not in group_of_setting:
-            raise SettingsError(f"{path}: unknown setting {shown(key)}: {nearest(name, group_of_setting)}")
+            hint = nearest(name, group_of_setting, otherwise="see --help")
+            raise SettingsError(f"{path}: unknown setting {shown(key)}: {hint}")
         if name in seen:
             raise SettingsError(f"{path}: {seen[name]} and {key} are the same setting; give one")
         seen[name] = str(key)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moeserve.errors import SettingsError, nearest
+from moeserve.private_folder import make_private_folder
 
 if TYPE_CHECKING:
     from moeserve.config.settings import EngineConfig
@@ -47,12 +49,24 @@ def is_inside_ray() -> bool:
 def cache_folder() -> Path:
     """Return the folder of generated models and packed weights.
 
-    It is $MOESERVE_CACHE if that is set, otherwise moeserve/ in the user's cache folder.
+    It is $MOESERVE_CACHE if that is set, otherwise moeserve/ in the user's cache folder. A user without a home folder
+    has one in the folder of temporary files.
+
+    Raises:
+        SettingsError: there is no such folder, or the folder of temporary files cannot be used either.
     """
     chosen = os.environ.get("MOESERVE_CACHE")
     if chosen:
         return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moeserve"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moeserve"
+    except RuntimeError:  # HOME is not set, and the system does not know the user, as in many containers
+        try:
+            folder = Path(tempfile.gettempdir()) / f"moeserve-{os.getuid()}"
+        except OSError as error:
+            raise SettingsError(f"there is no home folder, and {error}; set MOESERVE_CACHE to a folder") from None
+        make_private_folder("MOESERVE_CACHE", folder)
+        return folder
 
 
 def setting_variables(settings: Iterable[str]) -> dict[str, str]:

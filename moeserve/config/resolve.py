@@ -24,7 +24,7 @@ from moeserve.config.settings import (
     Settings,
     SpeculativeConfig,
 )
-from moeserve.config.validation import parse_bytes
+from moeserve.config.validation import parse_bytes, parse_length
 from moeserve.errors import SettingsError, shown
 
 logger = logging.getLogger(__name__)
@@ -37,6 +37,10 @@ LEAST_MOST_RANKS = 8
 WITHOUT_NCCL = (  # text that follows the name of a torch installation in messages
     "was built without NCCL, which ranks on GPUs need; install one for CUDA (https://pytorch.org/get-started), "
     "or use one rank, or device='cpu'"
+)
+INSTALL_COMPILER = (  # what to do without the C++ kernels, as messages end
+    "install a C++17 compiler, such as g++ (on Debian and Ubuntu: apt install g++; on ARM also clang++), and then "
+    "moeserve again"
 )
 _DTYPE_OF_ALIAS = {"half": "float16", "float": "float32"}
 
@@ -103,9 +107,7 @@ def resolve(
     device: Literal["cpu", "cuda"] = "cpu" if model.device == "auto" else model.device
     dtype = cast(DtypeName, _DTYPE_OF_ALIAS.get(model.dtype, model.dtype))
     if model.dtype == "auto":
-        dtype = checkpoint.dtype
-        if dtype == "float16" and model.quantization in ("int8", "int4"):
-            dtype = "bfloat16"  # kernels of quantised weights do not support float16, which many int4 checkpoints name
+        dtype = _dtype_of_checkpoint(checkpoint, device, model.quantization, machine)
     needs_load = (
         parallel.rebalance == "auto" or telemetry.expert_load_file is not None or telemetry.metrics_port is not None
     )
@@ -143,9 +145,10 @@ def resolve(
         raise SettingsError(
             "rebalance, expert_load_file and metrics_port need a model with experts, and this one has none"
         )
-    if model.max_model_len is not None and model.max_model_len > checkpoint.max_position_embeddings:
+    longest = parse_length("max_model_len", model.max_model_len)
+    if longest is not None and longest > checkpoint.max_position_embeddings:
         raise SettingsError(
-            f"max_model_len={model.max_model_len} is more than the model's longest context "
+            f"max_model_len={longest} is more than the model's longest context "
             f"({checkpoint.max_position_embeddings} tokens); choose at most that"
         )
     max_num_seqs = scheduler.max_num_seqs or (64 if device == "cpu" else 256)
@@ -200,11 +203,14 @@ def resolve(
         batch_invariant=model.batch_invariant,
         load_format=model.load_format,
         ignore_unused_weights=model.ignore_unused_weights,
+        hf_overrides=model.hf_overrides,
         model_impl="moeserve" if model.model_impl == "auto" else model.model_impl,
         packed_cache=parse_bytes("packed_cache", model.packed_cache, least=0),
         seed=model.seed or 0,
-        max_model_len=model.max_model_len or checkpoint.max_position_embeddings,
-        max_model_len_may_shrink=model.max_model_len is None,
+        max_model_len=longest or checkpoint.max_position_embeddings,
+        max_model_len_may_shrink=longest is None,
+        has_generation_config=model.generation_config == "auto",
+        override_generation_config=tuple((model.override_generation_config or {}).items()),
         block_size=cache.block_size or default_block_size(has_entries=checkpoint.has_entries),
         has_float8_cache=has_float8_cache,
         kv_cache_memory=None
@@ -449,8 +455,8 @@ def _check_device(model: ModelSettings, device: str, dtype: DtypeName, machine: 
         raise SettingsError(f"{what} does not support dtype='float16'; use dtype='bfloat16' or 'float32'")
     elif not machine.has_kernels:
         raise SettingsError(
-            f"{what} needs the C++ kernels, and moeserve was installed without them. Install a C++17 compiler (g++ or "
-            "clang++) and install moeserve again, or leave quantization out"
+            f"{what} needs the C++ kernels, and moeserve was installed without them; leave quantization out, or "
+            f"{INSTALL_COMPILER}"
         )
 
 
@@ -488,7 +494,7 @@ def _check_batch_invariant(
     elif device == "cpu" and dtype == "float16":
         refusal = "dtype='float16' on a CPU; use 'bfloat16' or 'float32'"
     elif device == "cpu" and not machine.has_kernels:
-        refusal = "an installation without the C++ kernels; install a C++17 compiler, and moeserve again"
+        refusal = f"an installation without the C++ kernels; {INSTALL_COMPILER}"
     elif device == "cuda" and not machine.has_triton:
         refusal = "an installation without triton (pip install 'moeserve[cuda]')"
     elif model.quantization == "fp8":
@@ -560,11 +566,28 @@ def _check_expert_placement(parallel: ParallelSettings, checkpoint: CheckpointFa
         )
 
 
+def _dtype_of_checkpoint(
+    checkpoint: CheckpointFacts, device: str, quantization: str | None, machine: MachineFacts
+) -> DtypeName:
+    """Return the dtype to compute in if the user chooses none: the checkpoint's, unless that is slow."""
+    if checkpoint.dtype != "float16" or (device == "cuda" and quantization not in ("int8", "int4")):
+        return checkpoint.dtype
+    dtype: DtypeName = "bfloat16" if machine.has_kernels or device == "cuda" else "float32"
+    logger.warning(
+        "%s has weights in float16, for which there are no fast kernels here; computing in %s, unless "
+        "dtype='float16' is set",
+        checkpoint.path,
+        dtype,
+    )
+    return dtype
+
+
 def _check_transformers(settings: Settings) -> None:
     """Raise SettingsError for settings that need moeserve's own model code."""
     model, parallel = settings.model, settings.parallel
     chosen = {
         "quantization": (model.quantization, None),
+        "hf_overrides": (model.hf_overrides, None),
         "load_format": (model.load_format, "auto"),
         "batch_invariant": (model.batch_invariant, False),
         "rebalance": (parallel.rebalance, "off"),

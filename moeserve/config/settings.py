@@ -76,6 +76,11 @@ class ModelSettings:
         "results depend on the request alone, to the bit, not on the batch or the layout; settings that exclude it are "
         "errors; slower on a GPU, no difference on a CPU, which does so wherever it can",
     )
+    hf_overrides: dict[str, Any] | None = setting(
+        None,
+        'changes to config.json before it is read, such as {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}; '
+        "objects are merged; none: no changes",
+    )
     load_format: Literal["auto", "dummy"] = setting("auto", "dummy: random weights; only config.json is read")
     ignore_unused_weights: bool = setting(
         False,
@@ -93,10 +98,20 @@ class ModelSettings:
         "least recently used weights are evicted first; 0: no cache",
     )
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = setting(
-        0, "seed of dummy weights, and of sampling for requests without a seed; none: 0"
+        0, "seed of dummy weights, and of sampling for requests without a seed; none: a random one, which is logged"
     )
-    max_model_len: Annotated[int, msgspec.Meta(ge=2, le=2**31 - 1)] | None = setting(
-        None, "most tokens of one request, prompt and output; none: as many as the model and the KV cache allow"
+    max_model_len: int | str | None = setting(
+        None,
+        "most tokens of one request, prompt and output, also as 32k (32000) or 32K (32768); none, -1, auto: as many as "
+        "the model and the KV cache allow",
+    )
+    generation_config: Literal["auto", "vllm"] = setting(
+        "auto",
+        "default sampling parameters; auto: those of the checkpoint's generation_config.json; vllm: those of "
+        "SamplingParams",
+    )
+    override_generation_config: dict[str, Any] | None = setting(
+        None, 'sampling parameters that replace these defaults, such as {"temperature": 0.5}'
     )
 
 
@@ -326,6 +341,13 @@ class ParallelSettings:
         return None
 
 
+class ProfilerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The traces of `LLM.start_profile`. Names are vLLM's."""
+
+    torch_profiler_dir: str  # folder of the traces
+    profiler: Literal["torch"] = "torch"
+
+
 @dataclass(frozen=True, kw_only=True)
 class TelemetrySettings:
     """Telemetry"""
@@ -340,6 +362,11 @@ class TelemetrySettings:
     )
     metrics_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = setting(
         None, "port on the loopback interface that serves metrics to Prometheus; none: no metrics"
+    )
+    profiler_config: ProfilerConfig | None = setting(
+        None,
+        'folder for the traces of LLM.start_profile, as {"profiler": "torch", "torch_profiler_dir": "traces"}; none: '
+        "no traces",
     )
 
 
@@ -374,12 +401,15 @@ class EngineConfig:
     attention_backend: AttentionChoice
     product_backend: ProductChoice
     batch_invariant: bool  # batch invariance is required; CPU kernels may provide it in any case
+    hf_overrides: dict[str, Any] | None
     load_format: Literal["auto", "dummy"]
     ignore_unused_weights: bool
     model_impl: ModelImplName
     packed_cache: int  # bytes
     seed: int
     max_model_len: int
+    has_generation_config: bool  # sampling parameters of generation_config.json are the defaults
+    override_generation_config: tuple[tuple[str, Any], ...]  # sampling parameters that replace these defaults
     max_model_len_may_shrink: bool  # True if the user did not set it, so that a small KV cache may reduce it
     block_size: int
     has_float8_cache: bool  # keys and values are 8-bit floats; otherwise they have `dtype`
@@ -490,6 +520,8 @@ class Limits:
     max_stop_string_length: int = 1024  # characters
     max_stop_token_ids: int = 1024
     max_logit_bias: int = 4096
+    max_allowed_token_ids: int = 2**20
+    max_logprobs_entries: int = 2**22  # output tokens of a prompt times tokens per position, with logprobs=-1
     max_kv_addresses: int = 64  # addresses of another engine's ranks
     max_grammar_length: int = 2**17  # characters of a schema, regular expression or grammar
     max_choices: int = 2048

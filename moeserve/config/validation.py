@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
 import types
@@ -11,7 +12,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import msgspec
 
-from moeserve.config import vllm_names
+from moeserve.config import harmless_settings, vllm_names
+from moeserve.config.descriptions import bound
 from moeserve.config.settings import Settings
 from moeserve.errors import SettingsError, nearest, shown
 
@@ -26,12 +28,14 @@ def parse_settings(options: Mapping[str, Any]) -> Settings:
         SettingsError: an option is unknown (the message suggests the nearest name), has a wrong type, is out of range,
             or is also given by its vLLM name with another value.
     """
+    options = harmless_settings.without_harmless(options)
     groups = Settings.groups()
     group_of_option = {field.name: name for name, group in groups.items() for field in dataclasses.fields(group)}
     known = {*group_of_option, *vllm_names.NAMES}
     for option in options:
         if option not in known:
-            raise SettingsError(f"unknown setting {option!r}: {nearest(option, known)}")
+            hint = nearest(option, known, otherwise="help(moeserve.LLM.__init__) describes all settings")
+            raise SettingsError(f"unknown setting {option!r}: {hint}")
     checked_vllm = {name: check(name, options[name], vllm_names.VllmSettings) for name in vllm_names.NAMES & {*options}}
     values = {name: value for name, value in options.items() if name in group_of_option}
     translated = vllm_names.translate(checked_vllm)
@@ -57,8 +61,11 @@ def check(option: str, value: Any, group: type) -> Any:
     elif type(value).__module__ == "torch":  # torch.bfloat16
         value = str(value).removeprefix("torch.")
     try:
-        return convert(value, get_type_hints(group, include_extras=True)[option])
-    except ValueError as error:
+        converted = convert(value, get_type_hints(group, include_extras=True)[option])
+        if isinstance(converted, dict):
+            json.dumps(converted, allow_nan=False)
+        return converted
+    except (ValueError, TypeError, RecursionError) as error:
         help = next(field.metadata["help"] for field in dataclasses.fields(group) if field.name == option)
         raise SettingsError(f"{option}={shown(value)} {error} ({option}: {help})") from None
 
@@ -70,13 +77,49 @@ def convert(value: Any, expected: Any, *, strict: bool = True) -> Any:
         strict: refuse numbers that are written as text.
 
     Raises:
-        ValueError: the value is not allowed. The message describes the allowed values: "must be an integer from 1 to
-            8".
+        ValueError: the value is not allowed. The message says why, as the rest of a sentence about the value: "must be
+            an integer from 1 to 8".
     """
     try:
         return msgspec.convert(value, expected, strict=strict)
     except msgspec.ValidationError:
-        raise ValueError(f"must be {_allowed(expected)}") from None
+        struct = _struct_of(expected)
+        reason = _reason_in_struct(value, struct, strict) if struct is not None and isinstance(value, Mapping) else None
+        raise ValueError(reason or f"must be {allowed_values(expected)}") from None
+
+
+def read_json_text(text: str) -> Any:
+    """Return the value of a JSON text.
+
+    Raises:
+        ValueError: the text is not JSON; the message is the rest of a sentence about it, as in `convert`.
+    """
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"is not JSON: {error}") from None
+
+
+def _struct_of(expected: Any) -> type[msgspec.Struct] | None:
+    """Return the msgspec struct that a type is or may be; None if there is none."""
+    choices = (expected, *get_args(expected))
+    return next((each for each in choices if isinstance(each, type) and issubclass(each, msgspec.Struct)), None)
+
+
+def _reason_in_struct(value: Mapping[Any, Any], struct: type[msgspec.Struct], strict: bool) -> str | None:
+    """Return why a struct does not accept an object, naming the key that is wrong; None if each key is right."""
+    hints = get_type_hints(struct, include_extras=True)
+    known = struct.__struct_fields__
+    for key, each in value.items():
+        if key not in known:
+            return f"has an unknown key {shown(key)}: {nearest(str(key), known)}"
+        try:
+            convert(each, hints[key], strict=strict)
+        except ValueError as error:
+            return f"has {key}={shown(each)}, which {error}"
+    required = known[: len(known) - len(struct.__struct_defaults__)]
+    missing = [key for key in required if key not in value]
+    return f"lacks {', '.join(missing)}" if missing else None
 
 
 def parse_bytes(option: str, amount: int | str, *, least: int = 1) -> int:
@@ -99,16 +142,38 @@ def parse_bytes(option: str, amount: int | str, *, least: int = 1) -> int:
     return num_bytes
 
 
-def _allowed(expected: Any) -> str:
+def parse_length(option: str, length: int | str | None) -> int | None:
+    """Return the number of tokens of a length such as 4096, "4096", "4k" (4000), "4K" (4096) or "1.5M".
+
+    None, -1 and "auto" stand for None.
+
+    Raises:
+        SettingsError: the length cannot be parsed, or is out of range. The message names the option.
+    """
+    if length in (None, -1, "-1", "auto"):
+        return None
+    number = length if type(length) is int else 0
+    if isinstance(length, str) and (match := re.fullmatch(r"(\d{1,10}(?:\.\d{1,10})?)([kmKM]?)", length.strip())):
+        number = int(float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "K": 2**10, "M": 2**20}[match[2]])
+    if not 2 <= number < 2**31:
+        raise SettingsError(
+            f"{option}={shown(length)} must be an integer from 2 to {2**31 - 1}, a text such as '32k' (32000) or '32K' "
+            "(32768), or None, -1 or 'auto' for the longest"
+        )
+    return number
+
+
+def allowed_values(expected: Any) -> str:
     """Return a description of a type's values in words."""
     if get_origin(expected) is Literal:
         return f"one of {', '.join(map(repr, get_args(expected)))}"
     if get_origin(expected) is list:
-        return f"a list, each entry {_allowed(*get_args(expected))}"
+        return f"a list, each entry {allowed_values(*get_args(expected))}"
     if get_origin(expected) in (Union, types.UnionType):
-        return " or ".join(_allowed(each) for each in get_args(expected))
+        return " or ".join(allowed_values(each) for each in get_args(expected))
     if get_origin(expected) is Annotated:
         kind, bounds = get_args(expected)
-        low = f"above {bounds.gt}" if bounds.gt is not None else f"from {bounds.ge}"
-        return f"{_allowed(kind)} {low} to {bounds.le}"
-    return _NAMES_OF_TYPES.get(expected, "a JSON object")
+        low = f"above {bound(bounds.gt)}" if bounds.gt is not None else f"from {bound(bounds.ge)}"
+        high = "" if bounds.le is None else f" to {bound(bounds.le)}"
+        return f"{allowed_values(kind)} {low}{high}"
+    return _NAMES_OF_TYPES.get(expected, "a dict (in JSON, an object)")

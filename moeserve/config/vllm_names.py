@@ -18,18 +18,18 @@ logger = logging.getLogger(__name__)
 class VllmSettings:
     """Names of vLLM, for scripts written for it"""
 
-    distributed_executor_backend: Literal["uni", "mp", "ray"] | None = setting(None, "the same as --executor")
-    kv_cache_memory_bytes: int | None = setting(None, "the same as --kv-cache-memory")
+    distributed_executor_backend: Literal["uni", "mp", "ray"] | None = setting(None, "the same as executor")
+    kv_cache_memory_bytes: int | None = setting(None, "the same as kv_cache_memory")
     swap_space: float | None = setting(0, "no effect: preempted requests are computed again")
     trust_remote_code: bool = setting(False, "must be off: code of a checkpoint is never run")
-    enable_expert_parallel: bool | None = setting(None, "the same as --expert-parallel true or false")
+    enable_expert_parallel: bool | None = setting(None, "the same as expert_parallel, true or false")
     enable_chunked_prefill: bool | None = setting(True, "no effect: long prompts are always computed in chunks")
     enable_eplb: bool = setting(False, 'no effect: experts are rebalanced with rebalance="auto"')
     all2all_backend: str | None = setting(None, "no effect: the exchange is chosen with dispatcher")
     enable_dbo: bool = setting(False, "two-batch overlap, from the numbers of tokens in the next two settings")
-    dbo_decode_token_threshold: PositiveInt = setting(32, "with --enable-dbo: the same as --overlap-decode-tokens")
-    dbo_prefill_token_threshold: PositiveInt = setting(512, "with --enable-dbo: the same as --overlap-prefill-tokens")
-    disable_log_stats: bool = setting(True, "no effect: only a server logs statistics; see --log-stats-interval")
+    dbo_decode_token_threshold: PositiveInt = setting(32, "with enable_dbo: the same as overlap_decode_tokens")
+    dbo_prefill_token_threshold: PositiveInt = setting(512, "with enable_dbo: the same as overlap_prefill_tokens")
+    disable_log_stats: bool = setting(True, "no effect: only a server logs statistics; see log_stats_interval")
 
 
 NAMES = frozenset(field.name for field in dataclasses.fields(VllmSettings))

@@ -28,8 +28,8 @@ class EngineActor(ActorProcess):
         """Serve until all replicas have agreed to shut down.
 
         Args:
+            encoded: the start messages of the ranks, encoded by msgspec.
             ranks: the actors of these ranks.
-            ranks: their actors.
         """
         channel = self._open_channel(ReplicaMessage)
         try:

@@ -51,8 +51,8 @@ class MultiprocExecutor:
         Args:
             ranks: the processes from `start_ranks`.
 
-            Raises:
-                DistributedError: a rank has failed.
+        Raises:
+            DistributedError: a rank has failed.
         """
         self.name = ", ".join(rank.name for rank in ranks)
         first = sampling_rank(config)

@@ -35,18 +35,24 @@ class UniprocExecutor:
             daemon=True,
         )
         thread.start()
-        # Ends the thread, which holds the model, even if shutdown is never called; also when Python exits.
-        self._end_thread = weakref.finalize(self, _end, thread, self._work)
+        self._held: list[Worker] = []  # empty once the model is released
+        # Ends the thread and releases the model even if shutdown is never called; also when Python exits.
+        self._end_thread = weakref.finalize(self, _end, thread, self._work, self._held)
         try:
-            self.worker: Worker | None = loaded.result()
+            self._held.append(loaded.result())
         except BaseException:
             self.shutdown()
             raise
         self.loaded = [self.worker.facts]
         self._transfers = self.worker.start_transfers(self._outcomes.add_transfer)
 
+    @property
+    def worker(self) -> Worker:
+        assert self._held, "the executor was shut down"
+        return self._held[0]
+
     def submit(self, work: Round) -> Future[Outcome]:
-        assert self.worker is not None, "submit after shutdown"
+        assert self._held, "submit after shutdown"
         future = self._outcomes.expect()
         self._work.put(work)
         return future
@@ -69,7 +75,7 @@ class UniprocExecutor:
 
     def shutdown(self) -> None:
         self._end_thread()
-        self.worker = None
+        self._held.clear()
 
 
 def _run(
@@ -146,7 +152,8 @@ def _next_round(rounds: SimpleQueue[Round | None], worker: Worker) -> Round | No
             timeout = 0.0 if worker.capture_ahead() else None
 
 
-def _end(thread: threading.Thread, rounds: SimpleQueue[Round | None]) -> None:
+def _end(thread: threading.Thread, rounds: SimpleQueue[Round | None], held: list[Worker]) -> None:
+    held.clear()
     rounds.put(None)
     if thread is threading.current_thread():  # the garbage collector deleted the executor in this thread
         atexit.register(thread.join)  # Python aborts if it exits while the thread computes

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import re
 from collections.abc import KeysView
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from moeserve.errors import CheckpointError
 from moeserve.models.config_values import read_json
@@ -21,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 MAX_NAMES_SHOWN = 5
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+REMAP_BYTES = 256 * 1024 * 1024  # shards are mapped again after this many bytes have been read
 NUMBERED = re.compile(r"(?P<stem>.+)-(?P<number>\d+)-of-(?P<total>\d+)\.safetensors")
 LFS_POINTER = b"version https://git-lfs"
 
@@ -41,7 +45,7 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: Path, weight_format: WeightFormat) -> Checkpoint:
-    """Read the headers of all shards, without reading weights.
+    """Read the headers of all shards, without reading weights: at most small tables of shapes.
 
     Raises:
         CheckpointError: there are no shards, a shard is missing or damaged, the index is wrong, or a tensor lacks a
@@ -54,7 +58,7 @@ def open_checkpoint(folder: Path, weight_format: WeightFormat) -> Checkpoint:
         files = set(folder.glob("*.gguf"))
     else:
         stored = read_headers(folder)
-        tensors = weight_format.group(stored)
+        tensors = weight_format.group(stored, Shards().read_rows)
         files = {tensor.shard for tensor in stored.values()}
     stored_bytes = sum(file.stat().st_size for file in files)
     return Checkpoint(folder, tensors, weight_format.stored_as, stored_bytes)
@@ -69,7 +73,9 @@ def select_decoder(checkpoint: Checkpoint, part: DecoderPart) -> Checkpoint:
             num_left_out += 1
             continue
         old, new = next((each for each in part.prefixes if name.startswith(each[0])), ("", ""))
-        tensors[new + name.removeprefix(old)] = tensor
+        own, published = next((each for each in part.own_parts if each[0] in name), ("", ""))
+        renamed = new + name.removeprefix(old)
+        tensors[renamed.replace(own, published) if own else renamed] = tensor
     if num_left_out:
         logger.info("%s: %d tensors that are not the decoder's are not loaded", checkpoint.folder, num_left_out)
     return dataclasses.replace(checkpoint, tensors=tensors)
@@ -93,7 +99,7 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
     if not index_path.is_file():
         return _headers_of_shards(folder, single)
     names_in_shard = shards_of_index(index_path)
-    if single.is_file() and not any((folder / file_name).is_file() for file_name in names_in_shard):
+    if single.is_file() and not any(os.path.isfile(folder / file_name) for file_name in names_in_shard):
         logger.warning("%s names shards that are not there, and is not used: %s has the weights", index_path, single)
         return _read_header(single)
     stored = {}
@@ -130,7 +136,7 @@ def _headers_of_shards(folder: Path, single: Path) -> dict[str, StoredTensor]:
     Raises:
         CheckpointError: there are no shards, or one is missing.
     """
-    if single.is_file():
+    if os.path.lexists(single):  # even a link to nothing, which is then named
         return _read_header(single)
     numbered = {
         file: match for file in sorted(folder.glob("*.safetensors")) if (match := NUMBERED.fullmatch(file.name))
@@ -154,14 +160,38 @@ def _headers_of_shards(folder: Path, single: Path) -> dict[str, StoredTensor]:
     return stored
 
 
+class Shards:
+    """Mapped shards, which are released together whenever REMAP_BYTES have been read from them."""
+
+    def __init__(self) -> None:
+        self._mapped: dict[Path, Any] = {}
+        self._num_bytes_read = 0
+
+    def read_rows(self, stored: StoredTensor, start: int, stop: int) -> Tensor:
+        """Return a view of rows in the mapping, which must be copied and released at once. A scalar has one row."""
+        if self._num_bytes_read >= REMAP_BYTES:
+            self._mapped.clear()
+            self._num_bytes_read = 0
+        if stored.shard not in self._mapped:
+            self._mapped[stored.shard] = open_shard(stored.shard)
+        shard = self._mapped[stored.shard]
+        rows: Tensor = shard.get_slice(stored.name)[start:stop] if stored.shape else shard.get_tensor(stored.name)
+        self._num_bytes_read += rows.nbytes
+        return rows
+
+
 def open_shard(shard: Path) -> safe_open:
     """Open a shard, memory-mapped.
 
     Raises:
-        CheckpointError: the file is damaged, or is a Git LFS pointer.
+        CheckpointError: the file cannot be read, is damaged, or is a Git LFS pointer.
     """
     try:
+        shard.open("rb").close()  # safetensors reports a file that this user may not read as missing
         return safe_open(shard, framework="pt")
+    except OSError as error:
+        linked = f" (a link to {shard.readlink()})" if shard.is_symlink() else ""
+        raise CheckpointError(f"{shard}{linked} cannot be read: {error.strerror or error}") from None
     except SafetensorError as error:
         with shard.open("rb") as file:
             if file.read(len(LFS_POINTER)) == LFS_POINTER:
@@ -178,7 +208,7 @@ def list_names(names: list[str]) -> str:
 
 
 def _read_header(shard: Path) -> dict[str, StoredTensor]:
-    if not shard.is_file():
+    if not os.path.lexists(shard):  # False also for names that no file system has
         raise CheckpointError(f"{shard} is missing, but the checkpoint's index names it; fetch it")
     stored = {}
     with open_shard(shard) as tensors:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 from moeserve.config.settings import DtypeName
@@ -18,21 +20,27 @@ from moeserve.layers.rotary import (
     Scaling,
     YarnScaling,
 )
+from moeserve.models.config_overrides import with_overrides
 
 LARGEST_NUMBER = 1e30
+# Names of the config of the language model. A thinker also has other models.
+_TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
 _BESIDE_TEXT_PART = ("dtype", "torch_dtype", "quantization_config", "eos_token_id")
 TIED = "tie_word_embeddings"
 MAX_INTEGER = 2**31 - 1
+ORIGINAL_CONTEXT = "original_max_position_embeddings"
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file of a checkpoint.
 
     Raises:
-        CheckpointError: the file is not JSON, or does not hold an object.
+        CheckpointError: the file cannot be read, is not JSON, or does not hold an object.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(content, dict):
@@ -43,24 +51,45 @@ def read_json(path: Path) -> dict[str, Any]:
 class ConfigValues:
     """The values of a config.json, of an object in it, or of the metadata of a GGUF file.
 
-    Each getter checks type and range, and raises CheckpointError with file, key and value. A default is used if the key
-    is missing or null.
+    Each getter checks type and range, and raises CheckpointError with file, key and value. A missing key has the value
+    in `defaults`. A getter's own default is used for a null, and for a missing key that is not in `defaults`.
     """
 
-    def __init__(self, path: Path, values: dict[str, Any], prefix: str = "") -> None:
+    def __init__(
+        self,
+        path: Path,
+        values: dict[str, Any],
+        prefix: str = "",
+        *,
+        defaults: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         self.path = path
-        self.values = values
+        self.values = values  # those in the file
+        self.defaults = defaults
         self._prefix = prefix  # prefix of keys in error messages
 
     @classmethod
-    def of_folder(cls, folder: Path) -> ConfigValues:
-        """Read the config.json of a checkpoint folder."""
+    def of_folder(cls, folder: Path, hf_overrides: Mapping[str, Any] | None = None) -> ConfigValues:
+        """Read the config.json of a checkpoint folder, with the changes of a user."""
         path = folder / "config.json"
-        return cls(path, read_json(path))
+        return cls(path, with_overrides(read_json(path), hf_overrides or {}))
+
+    def replaced(self, values: dict[str, Any]) -> ConfigValues:
+        """Return a config with other values, but the same path and defaults."""
+        return ConfigValues(self.path, values, self._prefix, defaults=self.defaults)
+
+    def with_defaults(self, defaults: Mapping[str, Any]) -> ConfigValues:
+        """Return the config with values for missing keys."""
+        return ConfigValues(self.path, self.values, self._prefix, defaults=defaults)
+
+    def get(self, key: str) -> Any:
+        """Return an unchecked value; None if the key is null, or missing and without a default."""
+        return self.values[key] if key in self.values else self.defaults.get(key)
 
     def wrong(self, key: str, why: str) -> CheckpointError:
         """Return an error that names file, key and value, followed by `why`."""
-        return CheckpointError(f"{self.path}: {self._prefix}{key}={shown(self.values.get(key))} {why}")
+        origin = " (the default, because the key is missing)" if key in self.defaults and key not in self.values else ""
+        return CheckpointError(f"{self.path}: {self._prefix}{key}={shown(self.get(key))}{origin} {why}")
 
     def missing(self, key: str) -> CheckpointError:
         return CheckpointError(f"{self.path}: {self._prefix}{key} is missing")
@@ -72,13 +101,7 @@ class ConfigValues:
         return value
 
     def optional_integer(self, key: str, *, low: int = 1, high: int = MAX_INTEGER) -> int | None:
-        return None if self.values.get(key) is None else self.integer(key, low=low, high=high)
-
-    def nullable_integer(self, key: str, *, low: int = 1, high: int = MAX_INTEGER) -> int | None:
-        """Return an integer or None. The key must be present: a missing one is an error."""
-        if key not in self.values:
-            raise self.missing(key)
-        return self.optional_integer(key, low=low, high=high)
+        return None if self.get(key) is None else self.integer(key, low=low, high=high)
 
     def number(self, key: str, default: float | None = None, *, above: float = 0.0) -> float:
         value = self._get(key, default)
@@ -88,17 +111,18 @@ class ConfigValues:
         return float(value)
 
     def optional_number(self, key: str) -> float | None:
-        return None if self.values.get(key) is None else self.number(key)
+        return None if self.get(key) is None else self.number(key)
 
     def flag(self, key: str, default: bool) -> bool:
-        value = self._get(key, default)
+        """Return a flag. Null means false, as in transformers."""
+        value = False if key in self.values and self.values[key] is None else self._get(key, default)
         if not isinstance(value, bool):
             raise self.wrong(key, "must be true or false")
         return value
 
     def refuse(self, key: str) -> None:
         """Raise an error if the key is set."""
-        if self.values.get(key) is not None:
+        if self.get(key) is not None:
             raise self.wrong(key, "is not supported")
 
     def require(self, key: str, *supported: object) -> None:
@@ -106,21 +130,30 @@ class ConfigValues:
         if self._get(key, supported[0]) not in supported:
             raise self.wrong(key, f"is not supported; supported: {', '.join(map(repr, supported))}")
 
+    def architectures(self) -> list[str]:
+        """Return the names of the model's classes, usually one. The list is empty for null or if the key is missing."""
+        names = self.values.get("architectures") or []
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise self.wrong("architectures", "must be a list of the names of model classes")
+        return names
+
     def architecture(self) -> str:
-        names = self.values.get("architectures")
-        if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
-            raise self.wrong("architectures", "must name exactly one architecture")
+        """Return the name of the model's class, the first one if there are several."""
+        names = self.architectures()
+        if not names:
+            raise self.wrong("architectures", "must name a model class")
         return names[0]
 
     def dtype(self, default: DtypeName) -> DtypeName:
-        """Return the dtype of the weights."""
+        """Return the dtype of the weights, written as in JSON or as torch prints it."""
         key = "dtype" if "dtype" in self.values else "torch_dtype"
         value = self.values.get(key)
-        if value is None:
+        if value is None or value == "auto":
             return default
-        if value not in ("float32", "bfloat16", "float16"):
+        name = value.removeprefix("torch.") if isinstance(value, str) else value
+        if name not in ("float32", "bfloat16", "float16"):
             raise self.wrong(key, "must be float32, bfloat16 or float16")
-        return cast(DtypeName, value)
+        return cast(DtypeName, name)
 
     def token_ids(self, key: str, *, high: int = MAX_INTEGER) -> list[int]:
         """Return one token id or a list of them as a list. It is empty for null and for -1, used in old checkpoints."""
@@ -139,19 +172,22 @@ class ConfigValues:
         return token_ids[0] if token_ids else None
 
     def key_of(self, *names: str) -> str:
-        """Return the name among `names` that this config uses for a value, or the first if it uses none."""
+        """Return the name among `names` that this config uses for a value.
+
+        Return the one that has a default if it uses none, and the first if none has a default.
+        """
         used = [name for name in names if self.values.get(name) is not None]
         for name in used[1:]:
             if self.values[name] != self.values[used[0]]:
                 raise self.wrong(name, f"contradicts {used[0]}={shown(self.values[used[0]])}; remove one of them")
-        return used[0] if used else names[0]
+        return (used or [name for name in names if name in self.defaults] or names)[0]
 
     def flags_of_layers(self, key: str, names: tuple[str, str], num_layers: int) -> list[bool] | None:
         """Return a flag for each layer, from a list under `key` of two names: True for the second name.
 
         Return None if there is no list.
         """
-        value = self.values.get(key)
+        value = self.get(key)
         if value is None:
             return None
         if not isinstance(value, list) or len(value) != num_layers or not all(name in names for name in value):
@@ -160,7 +196,7 @@ class ConfigValues:
 
     def object(self, key: str) -> ConfigValues | None:
         """Return the values of a nested object in the config; None if the key is missing."""
-        values = self.values.get(key)
+        values = self.get(key)
         if values is None:
             return None
         if not isinstance(values, dict):
@@ -169,7 +205,7 @@ class ConfigValues:
 
     def layer_numbers(self, key: str, num_layers: int, *, first: int = 0) -> frozenset[int]:
         """Return the set of layer numbers listed under `key`, counted from `first`; empty if there is no list."""
-        value = self.values.get(key) or []
+        value = self.get(key) or []
         is_list = isinstance(value, list) and all(
             type(layer) is int and first <= layer < first + num_layers for layer in value
         )
@@ -183,27 +219,29 @@ class ConfigValues:
         Some values are taken from the outer object: dtype, quantisation and token ids, and whether embeddings are tied
         unless the language model's config says so itself.
         """
-        own = self.values.get("text_config")
-        if own is None:
+        key = next((key for key in _TEXT_PARTS if self.values.get(key) is not None), None)
+        if key is None:
             return self
+        own = self.values[key]
         if not isinstance(own, dict):
-            raise self.wrong("text_config", "must be an object")
+            raise self.wrong(key, "must be an object")
         beside = {key: self.values[key] for key in _BESIDE_TEXT_PART if self.values.get(key) is not None}
-        if own.get(TIED) is None:
-            beside[TIED] = self.values.get(TIED)
-        return ConfigValues(self.path, own | beside)
+        if own.get(TIED) is None and TIED in self.values:
+            beside[TIED] = self.values[TIED]
+        return ConfigValues(self.path, own | beside).text_part()
 
     def of_layer_type(self, layer_type: str) -> ConfigValues:
         """Return the values with the rotary settings of one layer type, if settings differ between types."""
-        settings = self.values.get("rope_parameters")
-        if not isinstance(settings, dict) or not isinstance(settings.get(layer_type), dict):
+        settings = self.rotary_settings().values
+        if not isinstance(settings.get(layer_type), dict):
             return self
-        return ConfigValues(self.path, self.values | {"rope_parameters": settings[layer_type]}, self._prefix)
+        return self.replaced(self.values | {"rope_parameters": settings[layer_type]})
 
     def rotary_settings(self) -> ConfigValues:
         """Return the object under `rope_parameters` (transformers 5) or `rope_scaling` (before), whichever is used."""
-        key = "rope_parameters" if self.values.get("rope_parameters") is not None else "rope_scaling"
-        settings = self.values.get(key) or {}
+        used = [key for key in ("rope_parameters", "rope_scaling") if self.values.get(key) is not None]
+        key = used[0] if used else "rope_parameters"
+        settings = self.values[key] if used else self.defaults.get(key, {})
         if not isinstance(settings, dict):
             raise self.wrong(key, "must be an object or null")
         if "rope_type" not in settings:
@@ -226,11 +264,11 @@ class ConfigValues:
             head_dim_key: the config's key for this size, for error messages.
             default_fraction: fraction of a head that is rotated if `partial_rotary_factor` is not set; None: the whole
                 head, ignoring `partial_rotary_factor`.
-            default_theta: base of the frequencies if the config has none; None: the config must have one.
+            default_theta: base of the frequencies if neither config nor defaults have one; None: they must.
         """
         settings = self.rotary_settings()
         # Older configs have theta and fraction outside the object.
-        both = ConfigValues(self.path, self.values | {k: v for k, v in settings.values.items() if v is not None})
+        both = self.replaced(self.values | {k: v for k, v in settings.values.items() if v is not None})
         dim, source = head_dim, f"{head_dim_key}={head_dim}"
         if default_fraction is not None:
             fraction = both.number("partial_rotary_factor", default_fraction)
@@ -243,11 +281,13 @@ class ConfigValues:
             )
         theta = both.number("rope_theta", default_theta, above=1.0)
         context = self.optional_integer("max_position_embeddings")
+        if (original := self.values.get(ORIGINAL_CONTEXT)) is not None:  # as Phi's configs have it
+            settings = settings.replaced(settings.values | {ORIGINAL_CONTEXT: original})
         scaling = _read_scaling(settings, dim, context)
         return RotaryConfig(dim=dim, theta=theta, scaling=scaling, is_interleaved=is_interleaved)
 
     def _get(self, key: str, default: Any) -> Any:
-        value = self.values.get(key)
+        value = self.get(key)
         if value is None:
             value = default
         if value is None:
@@ -262,7 +302,7 @@ def _read_scaling(settings: ConfigValues, dim: int, context: int | None) -> Scal
         context: `max_position_embeddings`, where the config has it.
     """
     match settings.values["rope_type"]:
-        case "default":
+        case "default" | "mrope":  # text has the same position along all axes of a multimodal embedding
             return None
         case "dynamic":  # scales only contexts beyond max_position_embeddings, which are not served
             return None
@@ -276,7 +316,7 @@ def _read_scaling(settings: ConfigValues, dim: int, context: int | None) -> Scal
                 factor=settings.number("factor"),
                 low_freq_factor=low,
                 high_freq_factor=high,
-                original_max_position_embeddings=settings.integer("original_max_position_embeddings"),
+                original_max_position_embeddings=settings.integer(ORIGINAL_CONTEXT, context),
             )
         case "yarn":
             return _read_yarn(settings, context)
@@ -286,12 +326,12 @@ def _read_scaling(settings: ConfigValues, dim: int, context: int | None) -> Scal
                 raise settings.wrong("partial_rotary_factor", "must be at most 1")
             return ProportionalScaling(fraction, settings.number("factor", 1.0))
         case "longrope":
-            return _read_longrope(settings, dim)
+            return _read_longrope(settings, dim, context)
     supported = "default, linear, dynamic, llama3, yarn, proportional, longrope"
     raise settings.wrong("rope_type", f"is not supported; supported: {supported}")
 
 
-def _read_longrope(settings: ConfigValues, dim: int) -> LongRopeScaling:
+def _read_longrope(settings: ConfigValues, dim: int, context: int | None) -> LongRopeScaling:
     factors = settings.values.get("short_factor")
     if not isinstance(factors, list) or len(factors) != dim // 2:
         raise settings.wrong("short_factor", f"must list a number for each of {dim // 2} pairs")
@@ -299,7 +339,7 @@ def _read_longrope(settings: ConfigValues, dim: int) -> LongRopeScaling:
         raise settings.wrong("short_factor", "must list numbers above 0")
     return LongRopeScaling(
         short_factors=tuple(map(float, factors)),
-        original_max_position_embeddings=settings.integer("original_max_position_embeddings"),
+        original_max_position_embeddings=settings.integer(ORIGINAL_CONTEXT, context),
         attention_factor=settings.number("short_mscale"),
     )
 
@@ -323,7 +363,7 @@ def _read_yarn(settings: ConfigValues, context: int | None) -> YarnScaling:
         attention_factor = _temperature(factor, 1.0)
     return YarnScaling(
         factor=factor,
-        original_max_position_embeddings=settings.integer("original_max_position_embeddings", context),
+        original_max_position_embeddings=settings.integer(ORIGINAL_CONTEXT, context),
         beta_fast=beta_fast,
         beta_slow=beta_slow,
         truncate=settings.flag("truncate", True),

@@ -141,6 +141,15 @@ class DenseFolder:
                     shutil.copyfile(path, folder / path.name)
 
 
+def upcycle_refusal(config: ConfigValues) -> str | None:
+    """Return why a config.json is not that of a model that can be upcycled; None if it is."""
+    try:
+        _read_config(config)
+    except CheckpointError as error:
+        return str(error).removeprefix(f"{config.path}: ")
+    return None
+
+
 def _read_config(config: ConfigValues) -> DenseConfig:
     architecture = config.architecture()
     if architecture not in DENSE_ARCHITECTURES:

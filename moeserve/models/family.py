@@ -73,6 +73,7 @@ class LinearAttentionNames:
     log_decay_dims: tuple[int, int] = (0, 0)  # dimensions of size 1 before and after the heads
     norm: str = "norm"
     output: str = "out_proj"
+    joined_convolution: str = ""  # of all queries, keys and values, in the form that transformers saves of its own
 
 
 # In the terms of Mamba-2: C, B, x, z and dt.
@@ -105,12 +106,48 @@ class LayerNames:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderPart:
-    """The names of the decoder's tensors in a checkpoint that also holds other models, such as an image encoder."""
+    """The names of the decoder's tensors where they differ from those of a checkpoint that holds only the decoder."""
 
-    left_out: tuple[str, ...]  # prefixes of the names of all other tensors, which are not loaded
+    left_out: tuple[str, ...] = ()  # prefixes of the names of all other tensors, which are not loaded
     # Prefixes of names, and their replacements in a checkpoint that holds only the decoder. The first match is used; a
     # name without a match is not changed.
     prefixes: tuple[tuple[str, str], ...] = ()
+    # The same for parts inside of names, in the forms that transformers 5 saves. Published names have none.
+    own_parts: tuple[tuple[str, str], ...] = ()
+
+
+# Names of models for images, sound and video, and of what connects them to a language model, in other models.
+OTHER_MODELS = (
+    *("vision_tower.", "vision_model.", "vision_encoder.", "vision_embedding.", "visual.", "embed_vision."),
+    *("audio_tower.", "audio_model.", "sound_encoder.", "embed_audio.", "talker.", "code2wav."),
+    *("multi_modal_projector.", "mm_projector.", "connector.", "projector.", "mlp1.", "image_newline"),
+)
+
+
+def inside_other_model(part: DecoderPart | None = None) -> DecoderPart:
+    """Return the names of the decoder's tensors in a checkpoint whose language model is inside of another model.
+
+    Args:
+        part: those in a checkpoint of the language model alone; None: as the decoder names them.
+    """
+    part = part or DecoderPart()
+    own = (*part.prefixes, ("", ""))
+    return DecoderPart(
+        prefixes=(
+            # Published names put a prefix before the whole name, transformers 5 inside of it.
+            *((f"language_model.{old}", new) for old, new in own),
+            *((f"model.language_model.{old.removeprefix('model.')}", new or "model.") for old, new in own),
+            *part.prefixes,
+        ),
+        left_out=(
+            *OTHER_MODELS,
+            *(f"model.{name}" for name in OTHER_MODELS),
+            *part.left_out,
+            *(f"language_model.{name}" for name in part.left_out),
+            *(f"model.language_model.{name.removeprefix('model.')}" for name in part.left_out),
+        ),
+        own_parts=part.own_parts,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +173,7 @@ class Family:
     name: str
     architecture: str  # name under `architectures` in config.json
     other_architectures: tuple[str, ...] = ()  # additional names
+    model_type: str = ""  # transformers' name of the language model's config, whose defaults are used; "": none are
     read: Callable[[ConfigValues], ModelConfig]  # raises CheckpointError for an unsupported config
     names: tuple[MoENames, ...] = (MoENames(),)  # alternatives; those of which most are stored are used
     attention_names: AttentionNames = AttentionNames()

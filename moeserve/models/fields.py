@@ -16,6 +16,7 @@ from moeserve.moe.layer import MoEConfig
 from moeserve.moe.shared import SharedExpertsConfig
 from moeserve.ops.interfaces import RouterConfig
 
+MAX_CONTEXT = 2**24  # tokens; tables of requests have a column for each block of a context
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -72,7 +73,7 @@ def _read_context(config: ConfigValues, layers: list[LayerConfig], key: str) -> 
         if isinstance(scaling, YarnScaling)
     )
     originals = (each.original_max_position_embeddings for each in scalings if isinstance(each, LongRopeScaling))
-    return min((max(config.integer(key), *extended, 0), *originals))
+    return min((max(config.integer(key), *extended, 0), *originals, MAX_CONTEXT))
 
 
 def read_hidden_size(config: ConfigValues) -> int:
@@ -131,7 +132,7 @@ def read_latent_attention(config: ConfigValues, *, is_interleaved: bool) -> Late
     )
     return LatentAttentionConfig(
         num_heads=config.integer("num_attention_heads", high=2**14),
-        query_rank=config.nullable_integer("q_lora_rank", high=2**18),
+        query_rank=config.optional_integer("q_lora_rank", high=2**18),
         latent_size=config.integer("kv_lora_rank", high=2**18),
         key_dim=config.integer("qk_nope_head_dim", high=2**14),
         rotary=rotary,
@@ -222,14 +223,29 @@ def read_corrected_router(config: ConfigValues, *, is_normalized: bool = True) -
 
 def read_shared_experts(config: ConfigValues, expert_width: int) -> SharedExpertsConfig | None:
     """Read shared experts, each as wide as a routed one. Return None if there are none."""
-    num_shared = config.nullable_integer("n_shared_experts", low=0, high=2**10) or 0
+    num_shared = config.optional_integer("n_shared_experts", low=0, high=2**10) or 0
     return SharedExpertsConfig(width=num_shared * expert_width) if num_shared else None
 
 
 def read_leading_dense(config: ConfigValues, moe: MoEConfig) -> list[MoEConfig | MLPConfig]:
     """Return dense networks for the first `first_k_dense_replace` layers, then experts (DeepSeek, GLM)."""
-    num_layers, num_leading = read_num_layers(config), config.integer("first_k_dense_replace", low=0)
-    return feed_forwards_of(config, moe, [index < num_leading for index in range(num_layers)])
+    num_layers = read_num_layers(config)
+    is_dense = _read_moe_layer_freq(config, num_layers)
+    if is_dense is None:
+        num_leading = config.integer("first_k_dense_replace", low=0)
+        is_dense = [index < num_leading for index in range(num_layers)]
+    return feed_forwards_of(config, moe, is_dense)
+
+
+def _read_moe_layer_freq(config: ConfigValues, num_layers: int) -> list[bool] | None:
+    """Return a flag for each layer: True for a dense network. Return None if `moe_layer_freq` is no list."""
+    flags = config.get("moe_layer_freq")
+    if not isinstance(flags, list):
+        config.require("moe_layer_freq", 1)
+        return None
+    if len(flags) != num_layers or not all(flag in (0, 1) for flag in flags):
+        raise config.wrong("moe_layer_freq", f"must list 0 or 1 for each of the {num_layers} layers")
+    return [flag == 0 for flag in flags]
 
 
 def read_sparse_layers(config: ConfigValues, moe: MoEConfig) -> list[MoEConfig | MLPConfig]:
@@ -247,6 +263,8 @@ def read_listed_dense(config: ConfigValues, moe: MoEConfig) -> list[MoEConfig | 
     """Return the network of each layer as `mlp_layer_types` lists it. Without this key, the first layers are dense."""
     num_layers = read_num_layers(config)
     is_dense = config.flags_of_layers("mlp_layer_types", ("sparse", "dense"), num_layers)
+    if is_dense is None:
+        is_dense = _read_moe_layer_freq(config, num_layers)
     if is_dense is None:
         num_leading = config.integer("first_k_dense_replace", 1, low=0)
         is_dense = [index < num_leading for index in range(num_layers)]

@@ -14,6 +14,8 @@ import numpy as np
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.gguf_file import as_written
 
+MAX_ROWS = 2**24  # of a projection whose rows are in another order
+
 _SIGMOID = 2  # GGUF's number for the sigmoid gating function
 
 # The value of config.json -> its key after the architecture's name; with a default where files may lack it
@@ -44,6 +46,13 @@ class File:
         if len(numbers) < num_layers or not all(type(number) is int and number >= 0 for number in numbers):
             raise self.values.wrong(key, f"must be a number, or a number for each of the {num_layers} layers")
         return numbers
+
+
+def numbers_of_layers(values: ConfigValues, key: str, default: int) -> list[int]:
+    """Return the numbers of all layers, or the one for all of them."""
+    numbers = values.values.get(key, default)
+    is_list = isinstance(numbers, list) and numbers and all(type(each) is int for each in numbers)
+    return list(numbers) if is_list else [values.integer(key, default)]
 
 
 def _nothing(file: File) -> dict[str, Any]:
@@ -79,10 +88,10 @@ class Architecture:
 def _paired_heads(values: ConfigValues) -> dict[str, tuple[Part, ...]]:
     """GGUF rotates adjacent pairs (0, 1), (2, 3), ... of a head; the model rotates i with i + half."""
     num_heads = values.integer("attention.head_count")
-    num_kv_heads = values.values.get("attention.head_count_kv", num_heads)
-    if isinstance(num_kv_heads, list):
-        num_kv_heads = max(num_kv_heads)
+    num_kv_heads = max(numbers_of_layers(values, "attention.head_count_kv", num_heads))
     size = values.integer("attention.key_length", values.integer("embedding_length") // num_heads)
+    if size % 2 or max(num_heads, num_kv_heads) * size > MAX_ROWS:
+        raise values.wrong("attention.key_length", f"must be even, and have at most {MAX_ROWS} rows with all heads")
     order = np.arange(size).reshape(-1, 2).T.reshape(-1)
     return {
         kind: (Part(kind, _rows_of_heads(np.arange(num), size, order)),)
@@ -323,6 +332,7 @@ ARCHITECTURES = {
     "llama": Architecture("MixtralForCausalLM", _WITH_WINDOW, parts=_paired_heads),
     "qwen2moe": Architecture("Qwen2MoeForCausalLM", _QWEN, {"norm_topk_prob": False}),
     "qwen3moe": Architecture("Qwen3MoeForCausalLM", _QWEN, {"norm_topk_prob": True}),
+    "qwen3vlmoe": Architecture("Qwen3MoeForCausalLM", _QWEN, {"norm_topk_prob": True}),
     "qwen3next": Architecture("Qwen3NextForCausalLM", _QWEN_DELTA, read=_read_delta, parts=_qwen3_next_parts),
     "qwen35moe": Architecture(
         "Qwen3_5MoeForConditionalGeneration", _QWEN_DELTA, read=_read_delta, parts=_qwen3_5_parts

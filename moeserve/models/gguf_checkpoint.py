@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import logging
 import math
 import os
 import re
@@ -19,23 +20,26 @@ import shutil
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from moeserve.config.environment import cache_folder
-from moeserve.errors import CheckpointError
+from moeserve.errors import CheckpointError, shown
+from moeserve.models.checkpoint import list_names
 from moeserve.models.config_values import ConfigValues
-from moeserve.models.gguf_architectures import ARCHITECTURES, File, Part
-from moeserve.models.gguf_file import ROPE_FACTORS, as_written, dequantised, llama3_scaling, open_gguf
+from moeserve.models.gguf_architectures import ARCHITECTURES, File, Part, numbers_of_layers
+from moeserve.models.gguf_file import ROPE_FACTORS, TOKEN_ID_KEYS, as_written, llama3_scaling
+from moeserve.models.gguf_layouts import resolved
 from moeserve.models.gguf_names import GgufName
+from moeserve.models.gguf_reader import Metadata, StoredArray, open_gguf
 from moeserve.models.gguf_tensors import GgufTensor, HeadMapsTensor, SmallTensor
 from moeserve.models.gguf_tokenizer import write_tokenizer
 from moeserve.models.quantization import CheckpointTensor
 from moeserve.models.tokenizer_files import UNREAD_TOKENIZER
+from moeserve.models.unsupported import dense_model, unknown_in_gguf
 
-if TYPE_CHECKING:
-    import gguf
+logger = logging.getLogger(__name__)
 
-_VERSION = 3  # format version of the cache folders; increase it when their files change
+_VERSION = 4  # format version of the cache folders; increase it when their files change
 _PART = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")
 
 
@@ -80,22 +84,23 @@ def tensors_of(folder: Path) -> dict[str, CheckpointTensor]:
     """
     files = sorted(folder.glob("*.gguf"))
     metadata, _ = _open(files[0])
-    architecture, values = _architecture_of(metadata)
+    architecture, values = _architecture_of(metadata, files[0])
     parts = ARCHITECTURES[architecture].parts(values)
     found: dict[str, CheckpointTensor] = {}
     apart: dict[str, dict[str, GgufTensor]] = {}
-    for shard, stored in ((file, stored) for file in files for stored in _open(file)[1].values()):
+    for shard, stored in resolved(_tensors_in(files).values()):
         name = GgufName.parse(stored.name)
         if name.kind in ("attn_k_b", "attn_v_b"):
             apart.setdefault(f"{name.prefix}self_attn.kv_b_proj.weight", {})[name.kind] = GgufTensor(shard, stored)
             continue
         for part in parts.get(name.kind, (Part(name.kind),)):
-            translated = dataclasses.replace(name, kind=part.name).translated()
-            tensor = GgufTensor(shard, stored, part.rows, part.columns)
+            translated = dataclasses.replace(name, kind=part.name).translated() or stored.name
+            if translated in found:
+                raise CheckpointError(f"{shard}: {stored.name!r} and another tensor are both the model's {translated}")
             if stored.name != ROPE_FACTORS:
-                found[translated or stored.name] = _reshaped(tensor, name.kind)
+                found[translated] = _reshaped(GgufTensor(shard, stored, part.rows, part.columns), name.kind)
     for full_name, maps in apart.items():
-        if maps.keys() >= {"attn_k_b", "attn_v_b"}:
+        if full_name not in found and maps.keys() >= {"attn_k_b", "attn_v_b"}:  # some files have both forms
             found[full_name] = HeadMapsTensor(maps["attn_k_b"], maps["attn_v_b"])
     return found
 
@@ -116,9 +121,8 @@ def _reshaped(tensor: GgufTensor, kind: str) -> GgufTensor | SmallTensor:
 def bytes_of_types(folder: Path) -> Counter[str]:
     """Return the stored bytes of each GGUF type, in a folder that `checkpoint_folder` returned."""
     found: Counter[str] = Counter()
-    for file in folder.glob("*.gguf"):
-        for stored in _open(file)[1].values():
-            found[stored.tensor_type.name] += int(stored.n_bytes)
+    for _, stored in _tensors_in(sorted(folder.glob("*.gguf"))).values():
+        found[stored.kind.name] += stored.data.nbytes
     return found
 
 
@@ -131,57 +135,85 @@ def _parts_of(path: Path) -> list[Path]:
     parts = [path.with_name(f"{match[1]}-{number + 1:05d}-of-{match[2]}.gguf") for number in range(int(match[2]))]
     missing = [part.name for part in parts if not part.is_file()]
     if missing:
-        raise CheckpointError(f"{path} is one of {len(parts)} parts; {', '.join(missing)} must be in the same folder")
+        raise CheckpointError(f"{path} is one of {len(parts)} parts; {list_names(missing)} must be in the same folder")
     return parts
 
 
 @functools.lru_cache(maxsize=64)
-def _open(path: Path) -> tuple[ConfigValues, dict[str, gguf.ReaderTensor]]:
+def _open_state(path: Path, num_bytes: int, modified_ns: int) -> tuple[Metadata, dict[str, StoredArray]]:
     return open_gguf(path)
+
+
+def _open(path: Path) -> tuple[Metadata, dict[str, StoredArray]]:
+    """Return a file's metadata and tensors. The header of an unchanged file is read once."""
+    state = path.stat()
+    return _open_state(path, state.st_size, state.st_mtime_ns)
 
 
 def _write_companions(files: list[Path], folder: Path) -> None:
     metadata, _ = _open(files[0])
-    tensors = {name: (file, stored) for file in files for name, stored in _open(file)[1].items()}
-    config = _config_of(metadata, tensors)
+    num_parts = metadata.get("split.count", 0)
+    if num_parts not in (0, 1, len(files)):
+        raise CheckpointError(
+            f"{files[0]} is one of {num_parts} parts; give them their names, such as model-00001-of-00003.gguf"
+        )
+    config = _config_of(metadata, _tensors_in(files), files[0])
     for file in files:
         (folder / file.name).symlink_to(file.resolve())
-    prefix = "tokenizer."
-    of_tokenizer = {key[len(prefix) :]: value for key, value in metadata.values.items() if key.startswith(prefix)}
     try:
-        write_tokenizer(files[0], of_tokenizer, folder, max_length=config["max_position_embeddings"])
+        write_tokenizer(files[0], metadata.under("tokenizer."), folder, max_length=config["max_position_embeddings"])
     except CheckpointError as error:  # matters only without the setting `tokenizer`
         (folder / UNREAD_TOKENIZER).write_text(str(error), encoding="utf-8")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _architecture_of(metadata: ConfigValues) -> tuple[str, ConfigValues]:
+def _tensors_in(files: list[Path]) -> dict[str, tuple[Path, StoredArray]]:
+    """Return the tensors of all parts of a model by name, each with its file.
+
+    Raises:
+        CheckpointError: two parts have the same tensor.
+    """
+    found: dict[str, tuple[Path, StoredArray]] = {}
+    for file in files:
+        _, tensors = _open(file)
+        if twice := sorted(found.keys() & tensors.keys()):
+            raise CheckpointError(f"{file} and other parts hold the same tensors: {list_names(twice)}")
+        found |= {name: (file, stored) for name, stored in tensors.items()}
+    return found
+
+
+def _architecture_of(metadata: Metadata, path: Path) -> tuple[str, ConfigValues]:
     """Return the name of the architecture, and the metadata that begin with it, under the rest of their keys."""
-    name = metadata.values.get("general.architecture")
-    if name not in ARCHITECTURES or not metadata.integer(f"{name}.expert_count", 0, low=0):
-        raise metadata.wrong(
-            "general.architecture",
-            f"with {name}.expert_count={metadata.values.get(f'{name}.expert_count', 0)} is not supported; supported: "
-            f"{', '.join(ARCHITECTURES)}, with experts (`moeserve upcycle` turns dense Llama models into Mixtral ones)",
+    name = metadata.get("general.architecture")
+    if not isinstance(name, str):
+        raise ConfigValues(path, metadata.chosen("general.architecture")).wrong(
+            "general.architecture", "must be a text"
         )
     prefix = f"{name}."
-    own = {key[len(prefix) :]: value for key, value in metadata.values.items() if key.startswith(prefix)}
-    return str(name), ConfigValues(metadata.path, own, prefix)
+    values = ConfigValues(path, dict(metadata.under(prefix)), prefix)
+    if not values.integer("expert_count", 0, low=0):
+        refusal = None if name == "llama" else f"general.architecture={shown(name)} is not llama"
+        raise dense_model(path, name, path, refusal)
+    if name not in ARCHITECTURES:
+        raise unknown_in_gguf(path, name, ARCHITECTURES)
+    return name, values
 
 
-def _config_of(metadata: ConfigValues, tensors: Mapping[str, tuple[Path, gguf.ReaderTensor]]) -> dict[str, Any]:
+def _config_of(metadata: Metadata, tensors: Mapping[str, tuple[Path, StoredArray]], path: Path) -> dict[str, Any]:
     """Return the config.json that describes the model of a GGUF file."""
-    name, values = _architecture_of(metadata)
+    name, values = _architecture_of(metadata, path)
     if "token_embd.weight" not in tensors:
-        raise CheckpointError(f"{metadata.path} holds no token embedding (token_embd.weight)")
-    vocab_size = int(tensors["token_embd.weight"][1].shape[1])
+        raise CheckpointError(f"{path} holds no token embedding (token_embd.weight)")
+    vocab_size = tensors["token_embd.weight"][1].shape[0]
     num_heads = values.integer("attention.head_count")
     hidden_size = values.integer("embedding_length")
     head_dim = values.integer("attention.key_length", hidden_size // num_heads)
-    ids = {
-        kind: metadata.token_id(f"tokenizer.ggml.{kind}_token_id", high=vocab_size - 1)
-        for kind in ("bos", "eos", "eot", "eom", "padding")
-    }
+    of_tokenizer = ConfigValues(path, metadata.chosen(*TOKEN_ID_KEYS.values()))
+    ids = {kind: of_tokenizer.token_id(key) for kind, key in TOKEN_ID_KEYS.items()}
+    outside = [kind for kind, token_id in ids.items() if token_id is not None and token_id >= vocab_size]
+    for kind in outside:  # some files have ids of tokens that were never added
+        logger.warning("%s: %s=%d is outside the vocabulary and is not used", path, TOKEN_ID_KEYS[kind], ids[kind])
+        ids[kind] = None
     ends = list(dict.fromkeys(token_id for kind in ("eos", "eot", "eom") if (token_id := ids[kind]) is not None))
     theta = as_written(values.number("rope.freq_base", 10_000.0))
     num_draft_layers = values.integer("nextn_predict_layers", 0, low=0)
@@ -195,7 +227,7 @@ def _config_of(metadata: ConfigValues, tensors: Mapping[str, tuple[Path, gguf.Re
         "num_hidden_layers": values.integer("block_count", high=2**12) - num_draft_layers,
         "num_nextn_predict_layers": num_draft_layers,
         "num_attention_heads": num_heads,
-        "num_key_value_heads": max(_numbers(values, "attention.head_count_kv", num_heads)),
+        "num_key_value_heads": max(numbers_of_layers(values, "attention.head_count_kv", num_heads)),
         "head_dim": head_dim,
         "attention_bias": "attn_q.bias" in kinds,
         "use_qk_norm": "attn_q_norm.weight" in kinds,
@@ -212,19 +244,14 @@ def _config_of(metadata: ConfigValues, tensors: Mapping[str, tuple[Path, gguf.Re
         "pad_token_id": ids["padding"],
     }
     if ROPE_FACTORS in tensors:
-        divisors = dequantised(*tensors[ROPE_FACTORS])
-        config["rope_scaling"] = llama3_scaling(metadata.path, divisors, head_dim, theta)
+        divisors = tensors[ROPE_FACTORS][1].read()
+        config["rope_scaling"] = llama3_scaling(path, divisors, head_dim, theta)
     return config | ARCHITECTURES[name].config(File(values, kinds, config))
 
 
-def _numbers(values: ConfigValues, key: str, default: int) -> list[int]:
-    """Return the numbers of all layers, or the one for all of them."""
-    numbers = values.values.get(key, default)
-    is_list = isinstance(numbers, list) and numbers and all(type(each) is int for each in numbers)
-    return list(numbers) if is_list else [values.integer(key, default)]
-
-
 def _rope_scaling(values: ConfigValues) -> dict[str, Any] | None:
+    values.require("rope.scale_linear", 1.0)  # the key of 2023
+    values.require("rope.scaling.attn_factor", 1.0)
     kind = values.values.get("rope.scaling.type", "none")
     if kind == "none":
         return None

@@ -1,13 +1,10 @@
-"""A reader of GGUF files, and of the config and the tensors of a dense Llama-style model in such a file.
-
-Source of the format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
-"""
+"""The config and the tensors of a dense Llama-style model in a GGUF file."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,15 +13,11 @@ from torch import Tensor
 from moeserve.errors import CheckpointError
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.dense import DenseConfig
+from moeserve.models.gguf_reader import open_gguf
 from moeserve.models.gguf_tokenizer import write_tokenizer
 
-if TYPE_CHECKING:
-    import gguf
-
-INSTALL_GGUF = "pip install 'moeserve[demo]'"
-
-_ALL_ROWS = slice(None)
 ROPE_FACTORS = "rope_freqs.weight"
+TOKEN_ID_KEYS = {name: f"tokenizer.ggml.{name}_token_id" for name in ("bos", "eos", "eot", "eom", "padding")}
 _LLAMA3_CONTEXT = 8192  # positions that the models were trained with before their context was extended
 _LLAMA3_HIGH_FACTORS = (4.0, 1.0)  # of Llama 3, of Llama 4
 
@@ -58,17 +51,18 @@ class GgufFile:
         Raises:
             CheckpointError: the file is damaged, no GGUF file or no dense Llama, or the gguf package is missing.
         """
-        self._metadata, tensors = open_gguf(path)
+        metadata, tensors = open_gguf(path)
         self.path = path
+        self.tokenizer_metadata = metadata.under("tokenizer.")
+        self._metadata = ConfigValues(path, metadata.chosen("general.architecture", "llama.", *TOKEN_ID_KEYS.values()))
         for key, value in _ONLY_VALUES.items():
             self._metadata.require(key, value)
         for key in _UNSUPPORTED:
             self._metadata.refuse(key)
 
         rope_factors = tensors.pop(ROPE_FACTORS, None)
-        # GGUF lists dimensions from the innermost to the outermost.
-        shapes = {name: tuple(reversed(tensor.shape.tolist())) for name, tensor in tensors.items()}
-        self.config = self._read_config(shapes, None if rope_factors is None else dequantised(path, rope_factors))
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        self.config = self._read_config(shapes, None if rope_factors is None else rope_factors.read())
         import gguf
 
         gguf_names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, self.config.num_hidden_layers)
@@ -77,18 +71,12 @@ class GgufFile:
         self.shapes = {names.get(name, name): shape for name, shape in shapes.items()}
 
     def tensor(self, name: str) -> Tensor:
-        tensor = torch.from_numpy(dequantised(self.path, self._tensors[name]))
+        tensor = torch.from_numpy(self._tensors[name].read())
         if name.endswith("self_attn.q_proj.weight"):
             return _halves_from_pairs(tensor, self.config.num_attention_heads)
         if name.endswith("self_attn.k_proj.weight"):
             return _halves_from_pairs(tensor, self.config.num_key_value_heads)
         return tensor
-
-    @property
-    def tokenizer_metadata(self) -> dict[str, Any]:
-        """The values under `tokenizer.`, without that prefix."""
-        prefix = "tokenizer."
-        return {key[len(prefix) :]: value for key, value in self._metadata.values.items() if key.startswith(prefix)}
 
     def write_companions(self, folder: Path) -> None:
         write_tokenizer(self.path, self.tokenizer_metadata, folder, max_length=self.config.max_position_embeddings)
@@ -105,10 +93,7 @@ class GgufFile:
         metadata.require("llama.rope.dimension_count", head_dim)
         metadata.require("llama.attention.value_length", head_dim)
         theta = as_written(metadata.number("llama.rope.freq_base", 10_000.0))
-        ids = {
-            name: metadata.token_id(f"tokenizer.ggml.{name}_token_id", high=vocab_size - 1)
-            for name in ("bos", "eos", "eot", "eom", "padding")
-        }
+        ids = {name: metadata.token_id(key, high=vocab_size - 1) for name, key in TOKEN_ID_KEYS.items()}
         ends = list(dict.fromkeys(token_id for name in ("eos", "eot", "eom") if (token_id := ids[name]) is not None))
         return DenseConfig(
             vocab_size=vocab_size,
@@ -139,42 +124,6 @@ class GgufFile:
         if metadata.values.get(key, "none") == "none":
             return None
         return {"rope_type": "linear", "factor": as_written(metadata.number("llama.rope.scaling.factor"))}
-
-
-def open_gguf(path: Path) -> tuple[ConfigValues, dict[str, gguf.ReaderTensor]]:
-    """Map a GGUF file. Return its metadata, and its tensors by name.
-
-    Raises:
-        CheckpointError: the file is damaged or no GGUF file, or the gguf package is missing.
-    """
-    try:
-        import gguf
-    except ImportError:
-        raise CheckpointError(f"reading {path} needs the gguf package; install it with: {INSTALL_GGUF}") from None
-    try:
-        reader = gguf.GGUFReader(path)
-        metadata = {key: field.contents() for key, field in reader.fields.items()}
-    except (ValueError, IndexError, KeyError, OverflowError) as error:
-        raise CheckpointError(
-            f"{path} is damaged, incomplete or not a GGUF file ({path.stat().st_size} bytes: {error}); fetch it again"
-        ) from None
-    return ConfigValues(path, metadata), {tensor.name: tensor for tensor in reader.tensors}
-
-
-def dequantised(path: Path, tensor: gguf.ReaderTensor, rows: slice | np.ndarray = _ALL_ROWS) -> np.ndarray:
-    """Return rows of a tensor (slices of its first dimension) as a new float32 array.
-
-    Raises:
-        CheckpointError: the gguf package cannot read tensors of this type.
-    """
-    from gguf.quants import dequantize
-
-    try:
-        return np.array(dequantize(tensor.data[rows], tensor.tensor_type), dtype=np.float32)
-    except (NotImplementedError, ValueError) as error:
-        raise CheckpointError(
-            f"{path}: tensor {tensor.name!r} of type {tensor.tensor_type.name} cannot be read: {error}"
-        ) from None
 
 
 def llama3_scaling(path: Path, divisors: np.ndarray, head_dim: int, theta: float) -> dict[str, Any]:

@@ -95,6 +95,7 @@ _LINEAR_ATTENTION = {
     ),
 }
 _IN_LAYER = re.compile(r"blk\.(\d+)\.(.+?)(\.weight|\.bias)?")
+_OF_EXPERT = re.compile(r"ffn_(gate|up|down)\.(\d+)")  # files of 2023 have a tensor for each expert
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,8 @@ class GgufName:
         """Return the model's name, or None if it has no such tensor."""
         if self.prefix and (whole := _WHOLE_NAMES.get(self.kind + self.end)) is not None:
             return self.prefix + whole
+        if self.prefix and (match := _OF_EXPERT.fullmatch(self.kind)) is not None:
+            return f"{self.prefix}mlp.experts.{match[2]}.{match[1]}_proj{self.end}"
         stem = (_LAYER_NAMES if self.prefix else _MODEL_NAMES).get(self.kind)
         return None if stem is None else f"{self.prefix}{stem}{self.end}"
 

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from moeserve.errors import CheckpointError
-from moeserve.models.gguf_file import dequantised
+from moeserve.models.gguf_reader import StoredArray
 from moeserve.models.quantization import ReadRows
-
-if TYPE_CHECKING:
-    import gguf
 
 _Q4_0_BYTES = 18  # of a group: a float16 scale, then the codes
 
@@ -28,28 +25,33 @@ class GgufTensor:
 
     is_encoded: ClassVar[bool] = True
     shard: Path
-    stored: gguf.ReaderTensor
+    stored: StoredArray
     rows: np.ndarray | None = None  # of the stored tensor, in the model's order; None: all, as they are stored
     columns: np.ndarray | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
-        # GGUF lists dimensions from the innermost outwards.
-        shape = tuple(reversed(self.stored.shape.tolist()))
+        shape = self.stored.shape
         return shape if self.rows is None else (len(self.rows), *shape[1:])
 
     def check(self) -> None:
-        """Check nothing: the gguf package reports an unsupported type when the tensor is read."""
+        stored = self.stored
+        stored.check()
+        for order, size in ((self.rows, stored.shape[0]), (self.columns, stored.shape[-1])):
+            if order is not None and int(order.max()) >= size:
+                raise CheckpointError(
+                    f"{self.shard}: tensor {stored.name!r} has shape {list(stored.shape)}, less than the heads in the "
+                    "metadata need"
+                )
 
     def read(self, read_rows: ReadRows, start: int, stop: int) -> Tensor:
         rows = slice(start, stop) if self.rows is None else self.rows[start:stop]
-        values = dequantised(self.shard, self.stored, rows)
+        values = self.stored.read(rows)
         return torch.from_numpy(values if self.columns is None else values[..., self.columns])
 
-    @property
-    def has_packed_groups(self) -> bool:
-        """True for Q4_0, whose groups are those of packed weights."""
-        return self.stored.tensor_type.name == "Q4_0" and self.columns is None
+    def has_packed_groups(self, read_rows: ReadRows) -> bool:
+        """Return True for Q4_0, whose groups are those of packed weights."""
+        return self.stored.kind.name == "Q4_0" and self.stored.scale is None and self.columns is None
 
     def read_scales(self, read_rows: ReadRows, start: int, stop: int) -> Tensor:
         """Return the scales of Q4_0. With a negative scale, packed weights have code 15 - c for code c."""
@@ -73,7 +75,7 @@ class SmallTensor:
         return self.stored.shard
 
     def check(self) -> None:
-        """Check nothing: the shape has the elements of the stored tensor."""
+        self.stored.check()  # the shape has the elements of the stored tensor
 
     def read(self, read_rows: ReadRows, start: int, stop: int) -> Tensor:
         values = self.stored.read(read_rows, 0, self.stored.shape[0]).reshape(self.shape)
@@ -104,8 +106,9 @@ class HeadMapsTensor:
         return self.keys.shard
 
     def check(self) -> None:
-        num_heads, latent, _ = self.keys.shape
-        if len(self.values.shape) != 3 or (self.values.shape[0], self.values.shape[2]) != (num_heads, latent):
+        self.keys.check()
+        self.values.check()
+        if [len(self.keys.shape), len(self.values.shape)] != [3, 3] or self.keys.shape[:2] != self.values.shape[::2]:
             raise CheckpointError(
                 f"{self.shard}: {self.keys.stored.name!r} has shape {list(self.keys.shape)} and "
                 f"{self.values.stored.name!r} {list(self.values.shape)}; both must have the same heads and latent"

@@ -7,6 +7,7 @@ for SmolLM2, does not normalise text for Qwen 2, and merges differently for Llam
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 WORD_BOUNDARY = "\u2581"  # SentencePiece replaces a space by this character
 
 
-def write_tokenizer(source: Path, metadata: dict[str, Any], folder: Path, *, max_length: int) -> None:
+def write_tokenizer(source: Path, metadata: Mapping[str, Any], folder: Path, *, max_length: int) -> None:
     """Write tokenizer.json and tokenizer_config.json, or nothing if the file has no vocabulary.
 
     Args:
@@ -53,7 +54,7 @@ def write_tokenizer(source: Path, metadata: dict[str, Any], folder: Path, *, max
     (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
 
 
-def _convert(source: Path, metadata: dict[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
+def _convert(source: Path, metadata: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
     """Return the tokenizer, and the entries of its tokenizer_config.json."""
     tokens = _without_duplicates(metadata["ggml.tokens"])
     id_of_token = {token: token_id for token_id, token in enumerate(tokens)}
@@ -77,7 +78,7 @@ def _convert(source: Path, metadata: dict[str, Any]) -> tuple[Tokenizer, dict[st
         (tokenizer.add_special_tokens if is_special else tokenizer.add_tokens)(added)
 
     special = {
-        name: None if (token_id := metadata.get(f"ggml.{key}_token_id")) is None else tokens[token_id]
+        name: tokens[token_id] if 0 <= (token_id := metadata.get(f"ggml.{key}_token_id", -1)) < len(tokens) else None
         for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
     }
     bos, eos = special["bos"], special["eos"]
@@ -91,9 +92,19 @@ def _convert(source: Path, metadata: dict[str, Any]) -> tuple[Tokenizer, dict[st
     return tokenizer, {
         "add_bos_token": bool(before),
         "add_eos_token": bool(after),
-        "chat_template": metadata.get("chat_template"),
+        "chat_template": _chat_templates(metadata),
         **{f"{name}_token": token for name, token in special.items()},
     }
+
+
+def _chat_templates(metadata: Mapping[str, Any]) -> str | list[dict[str, str]] | None:
+    """Return the chat template, or a list of templates with names as in tokenizer_config.json."""
+    prefix, default = "chat_template.", metadata.get("chat_template")
+    named = {key.removeprefix(prefix): metadata[key] for key in metadata if key.startswith(prefix)}
+    if not named:
+        return default
+    named |= {} if default is None else {"default": default}
+    return [{"name": name, "template": template} for name, template in named.items()]
 
 
 def _without_duplicates(tokens: list[str]) -> list[str]:
@@ -105,7 +116,7 @@ def _without_duplicates(tokens: list[str]) -> list[str]:
     ]
 
 
-def _byte_level(metadata: dict[str, Any], id_of_token: dict[str, int], split: Split) -> Tokenizer:
+def _byte_level(metadata: Mapping[str, Any], id_of_token: dict[str, int], split: Split) -> Tokenizer:
     """Return a byte-level BPE tokenizer (GPT-2)."""
     merges = [tuple(merge.split(" ", 1)) for merge in metadata["ggml.merges"]]
     tokenizer = Tokenizer(BPE(id_of_token, merges, ignore_merges=split.ignore_merges))
@@ -116,7 +127,7 @@ def _byte_level(metadata: dict[str, Any], id_of_token: dict[str, int], split: Sp
     return tokenizer
 
 
-def _sentence_piece(metadata: dict[str, Any], type_of_token: dict[str, int]) -> Tokenizer:
+def _sentence_piece(metadata: Mapping[str, Any], type_of_token: dict[str, int]) -> Tokenizer:
     """Return a SentencePiece BPE tokenizer, which merges pieces in the order of their scores.
 
     A character without a piece is split into byte tokens.

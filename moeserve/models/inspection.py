@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from moeserve.config.resolve import layers_of_stages
 from moeserve.config.settings import CacheDtypeName, DtypeName
@@ -74,6 +75,7 @@ def inspect(
     kv_cache_dtype: CacheDtypeName = "auto",
     num_stages: int = 1,
     pipeline_layers: Sequence[int] | None = None,
+    hf_overrides: Mapping[str, Any] | None = None,
 ) -> Inspection:
     """Read config.json and the headers of the shards.
 
@@ -81,12 +83,13 @@ def inspect(
         dtype: dtype in which weights would be loaded; None: that of the checkpoint.
         num_stages: number of pipeline stages, of one rank each.
         pipeline_layers: number of layers of each stage; None: an even division.
+        hf_overrides: changes to config.json.
 
     Raises:
         CheckpointError: the config is wrong or not supported.
         SettingsError: the layers cannot be divided into these stages, or `kv_cache_dtype` does not support this model.
     """
-    description = describe(folder)
+    description = describe(folder, hf_overrides=hf_overrides)
     stored, problem = _stored(folder_of(folder), description.weight_format)
     dtype = dtype or description.dtype
     summary = summarize(description, dtype, kv_cache_dtype=kv_cache_dtype)

@@ -1,4 +1,4 @@
-"""Plain and encoded tensors of a checkpoint, and the decoding of 8-bit and 4-bit floats.
+"""Plain and encoded tensors of a checkpoint, and the decoding of 8-bit codes and 4-bit floats.
 
 Encoded weights are decoded to float32, slice by slice. Formats may also specify how to quantise activations; this is
 ignored.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Protocol
@@ -153,13 +153,23 @@ class PlainTensor:
 
 
 @dataclass(frozen=True)
-class Fp8Tensor:
-    """A matrix [O, I] of E4M3 codes with a scale per block, per row, or for the whole matrix."""
+class ScaledTensor:
+    """Matrices [..., O, I] of 8-bit codes, floats (E4M3) or integers, with a scale for each block of values."""
 
     is_encoded: ClassVar[bool] = True
     weight: StoredTensor
     scale: StoredTensor
-    block_size: tuple[int, int] | None = None  # the last blocks may be smaller; None: a scale per row or per matrix
+    dtype: str = "F8_E4M3"  # or "I8"
+    block_size: tuple[int, int] | None = None  # the last blocks may be smaller; None: whole rows, columns or matrices
+
+    @classmethod
+    def build(
+        cls, options: Sequence[tuple[str, tuple[int, int] | None]], weight: StoredTensor, scale: StoredTensor
+    ) -> ScaledTensor:
+        """Return a tensor with the first dtype and block size of `options` that fit dtype and shapes of its parts."""
+        candidates = [cls(weight, scale, dtype, block_size) for dtype, block_size in options]
+        fitting = (each for each in candidates if each.weight.dtype == each.dtype and each.scale_dims is not None)
+        return next(fitting, candidates[0])
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -170,61 +180,105 @@ class Fp8Tensor:
         return self.weight.shard
 
     @property
-    def block(self) -> tuple[int, int]:
-        """Number of rows and columns that share a scale."""
-        num_rows, num_columns = self.shape
+    def scale_dims(self) -> tuple[int, ...] | None:
+        """Number of scales along each dimension; None if the scales do not fit the matrices."""
+        stored, rank = self.scale.shape, len(self.shape)
+        if rank not in (2, 3):
+            return None
         if self.block_size is not None:
-            return self.block_size
-        return (num_rows if math.prod(self.scale.shape) == 1 else 1), num_columns
+            needed = tuple(-(-size // step) for size, step in zip(self.shape, self.block, strict=True))
+            return stored if stored == needed else None
+        if math.prod(stored) == 1:
+            return (1,) * rank
+        # Trailing ones may be left out. [e, n] may also be the scales of columns in [e, I, n].
+        forms = {stored + (1,) * (rank - len(stored))}
+        if rank == 3 and len(stored) == 2:
+            forms.add((stored[0], 1, stored[1]))
+        fitting = [
+            form
+            for form in forms
+            if len(form) == rank and all(num in (1, size) for num, size in zip(form, self.shape, strict=True))
+        ]
+        return fitting[0] if len(fitting) == 1 else None
+
+    @property
+    def block(self) -> tuple[int, ...]:
+        """Number of values along each dimension that share a scale."""
+        if self.block_size is not None:
+            return (1,) * (len(self.shape) - 2) + self.block_size
+        dims = self.scale_dims
+        assert dims is not None
+        return tuple(size if num == 1 else 1 for num, size in zip(dims, self.shape, strict=True))
 
     def check(self) -> None:
-        if self.weight.dtype != "F8_E4M3":
-            raise self.weight.wrong(f"is {self.weight.dtype}; with the scales {self.scale.name!r} it must be F8_E4M3")
-        if self.scale.dtype not in (*PLAIN_DTYPES, "F8_E8M0"):
+        if self.weight.dtype != self.dtype:
+            raise self.weight.wrong(
+                f"is {self.weight.dtype}; with the scales {self.scale.name!r} it must be {self.dtype}"
+            )
+        if self.scale.dtype not in (*PLAIN_DTYPES, "F8_E8M0", *(("U8",) if self.block_size else ())):
             raise self.scale.wrong(f"is {self.scale.dtype}; supported for scales: {', '.join(PLAIN_DTYPES)}")
-        if len(self.shape) != 2:
-            raise self.weight.wrong(f"has shape {list(self.shape)}; fp8 is supported for matrices only")
-        num_blocks = [-(-size // step) for size, step in zip(self.shape, self.block, strict=True)]
-        supported = [num_blocks]
-        if self.block_size is None:
-            supported = [[], [1], [1, 1], [self.shape[0]], [self.shape[0], 1]]
-        if list(self.scale.shape) not in supported:
+        if len(self.shape) not in (2, 3):
+            raise self.weight.wrong(f"has shape {list(self.shape)}; 8-bit weights must be matrices")
+        if self.scale_dims is None:
+            needs = ""
+            if self.block_size is not None:
+                needed = [-(-size // step) for size, step in zip(self.shape, self.block, strict=True)]
+                needs = f" in blocks of {self.block_size[0]} x {self.block_size[1]}, which needs {needed}"
             raise self.scale.wrong(
-                f"has shape {list(self.scale.shape)}; a weight of shape {list(self.shape)}"
-                + (f" in blocks of {self.block[0]} x {self.block[1]}" if self.block_size else "")
-                + f" needs {' or '.join(map(str, supported))}"
+                f"has shape {list(self.scale.shape)}, which does not fit a weight of shape {list(self.shape)}{needs}"
             )
 
     def read(self, read_rows: ReadRows, start: int, stop: int) -> Tensor:
-        height, width = self.block
-        codes_OI, scales_GB = self.read_blocks(read_rows, start, stop)
-        scale_OB = scales_GB[torch.arange(start, stop) // height - start // height]
-        return decode_fp8(codes_OI, scale_OB, width)
+        *leading, height, width = self.block
+        codes, scales = self.read_blocks(read_rows, start, stop)
+        first = self.block[0]
+        scales = scales[torch.arange(start, stop) // first - start // first]  # of each row, or of each matrix
+        if leading:
+            scales = scales[:, torch.arange(codes.shape[1]) // height].flatten(0, 1)
+        codes_OI = codes.flatten(0, -2)
+        values_OI = decode_fp8(codes_OI, scales, width) if self.dtype != "I8" else _scaled(codes_OI, scales, width)
+        return values_OI.view(codes.shape)
 
     def read_blocks(self, read_rows: ReadRows, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Return codes [O, I] uint8 of rows `start` to `stop`, and scales [G, B] float32 of their blocks."""
-        height, _ = self.block
-        codes_OI = read_rows(self.weight, start, stop).view(torch.uint8)
-        if int((codes_OI & FP8_NAN).amax()) == FP8_NAN:
+        """Return codes [..., O, I] uint8 of some slices, and scales [..., G, B] float32 of their blocks."""
+        assert self.scale_dims is not None
+        first = self.block[0]
+        codes = read_rows(self.weight, start, stop).view(torch.uint8)
+        if self.dtype != "I8" and int((codes & FP8_NAN).amax()) == FP8_NAN:
             raise self.weight.wrong("holds NaN; fetch it again")
-        scales = read_rows(self.scale, start // height, -(-stop // height))
-        scales = e8m0_values(self.scale, scales) if self.scale.dtype == "F8_E8M0" else scales.float()
-        return codes_OI, scales.reshape(-(-stop // height) - start // height, -1)
+        scales = read_rows(self.scale, start // first, -(-stop // first))
+        scales = e8m0_values(self.scale, scales) if self.scale.dtype in E8M0_DTYPES else scales.float()
+        return codes, scales.reshape(-1, *self.scale_dims[1:])
+
+
+def _scaled(codes_OI: Tensor, scale_OB: Tensor, block_width: int) -> Tensor:
+    """Return values [O, I] float32 of integers [O, I] (int8 in uint8), each times the scale of its block."""
+    scale_OI = scale_OB.repeat_interleave(block_width, dim=1)[:, : codes_OI.shape[1]]
+    return codes_OI.view(torch.int8) * scale_OI
 
 
 @dataclass(frozen=True)
 class Fp4Tensor:
-    """A matrix [O, I] of E2M1 codes in pairs, with a scale for each group of 16 (NVFP4) or 32 (MXFP4) inputs."""
+    """Matrices [..., O, I] of E2M1 codes in pairs, with a scale for each group of 16 (NVFP4) or 32 (MXFP4) inputs.
+
+    Experts may be stored transposed, as [e, I, O]; the codes of a pair are then neighbours along I.
+    """
 
     is_encoded: ClassVar[bool] = True
-    codes: StoredTensor  # [O, I / 2], 8 bits
-    scales: StoredTensor  # [O, G]: E4M3 in NVFP4, E8M0 in MXFP4
-    global_scale: StoredTensor | None = None  # NVFP4's scale for the whole matrix
+    codes: StoredTensor  # [..., O, I / 2], or [e, I / 2, O], 8 bits
+    scales: StoredTensor  # [..., O, G], or [e, G, O]: E4M3 in NVFP4, E8M0 in MXFP4
+    global_scale: StoredTensor | None = None  # NVFP4's scale for all matrices or for each
     has_divisor: bool = False  # True: weights are divided by the global scale, as in compressed-tensors
 
     @property
+    def is_transposed(self) -> bool:
+        """True if pairs and groups are along the last dimension but one."""
+        return len(self.codes.shape) == 3 and self.codes.shape[-1] == self.scales.shape[-1]
+
+    @property
     def shape(self) -> tuple[int, ...]:
-        return (*self.codes.shape[:-1], self.codes.shape[-1] * 2)
+        *leading, num_rows, num_columns = self.codes.shape
+        return (*leading, 2 * num_rows, num_columns) if self.is_transposed else (*leading, num_rows, 2 * num_columns)
 
     @property
     def shard(self) -> Path:
@@ -238,15 +292,21 @@ class Fp4Tensor:
             if stored is not None and stored.dtype not in dtypes:
                 name = "nvfp4" if is_nvfp4 else "mxfp4"
                 raise stored.wrong(f"is {stored.dtype}; {name} needs {' or '.join(dtypes)}")
-        if len(self.shape) != 2 or self.shape[1] % group:
+        if len(self.codes.shape) not in (2, 3) or self.shape[input_dim := -2 if self.is_transposed else -1] % group:
             raise self.codes.wrong(
-                f"has shape {list(self.codes.shape)}; it must be a matrix of whole groups of {group} codes in pairs"
+                f"has shape {list(self.codes.shape)}; it must be of matrices of whole groups of {group} codes in pairs"
             )
-        scale_shape = [self.shape[0], self.shape[1] // group]
+        scale_shape = list(self.shape)
+        scale_shape[input_dim] //= group
         if list(self.scales.shape) != scale_shape:
             raise self.scales.wrong(f"has shape {list(self.scales.shape)}; {self.codes.name!r} needs {scale_shape}")
-        if self.global_scale is not None and math.prod(self.global_scale.shape) != 1:
-            raise self.global_scale.wrong(f"has shape {list(self.global_scale.shape)}; it must be one number")
+        if self.global_scale is not None:
+            num_scales = math.prod(self.global_scale.shape)
+            num_experts = self.shape[0] if len(self.shape) == 3 else 1
+            if num_scales != 1 and not num_scales == num_experts == self.global_scale.shape[0]:
+                raise self.global_scale.wrong(
+                    f"has shape {list(self.global_scale.shape)}; it must be one number, or one for each expert"
+                )
 
     @property
     def is_mxfp4(self) -> bool:
@@ -260,17 +320,21 @@ class Fp4Tensor:
         return codes, scales
 
     def read(self, read_rows: ReadRows, start: int, stop: int) -> Tensor:
-        codes_OGN = read_rows(self.codes, start, stop).view(torch.uint8).unflatten(1, (self.scales.shape[1], -1))
-        stored_scales_OG = read_rows(self.scales, start, stop)
+        codes, scales = read_rows(self.codes, start, stop).view(torch.uint8), read_rows(self.scales, start, stop)
         if self.global_scale is None:
-            return decode_fp4(codes_OGN, e8m0_values(self.scales, stored_scales_OG))
-        global_scale = read_rows(self.global_scale, 0, 1).reshape(1, 1)
-        scales_OG = stored_scales_OG.float()
-        scales_OG = scales_OG / global_scale if self.has_divisor else scales_OG * global_scale
-        if not bool(scales_OG.isfinite().all()):
-            # A NaN in a weight would turn the output of every token into NaN.
-            raise self.scales.wrong(f"or {self.global_scale.name!r} holds NaN or infinity; download them again")
-        return decode_fp4(codes_OGN, scales_OG)
+            scales = e8m0_values(self.scales, scales)
+        else:
+            is_of_each = math.prod(self.global_scale.shape) > 1
+            global_scale = read_rows(self.global_scale, *((start, stop) if is_of_each else (0, 1)))
+            global_scale = global_scale.reshape(-1, *(1,) * (scales.dim() - 1))
+            scales = scales.float() / global_scale if self.has_divisor else scales.float() * global_scale
+            if not bool(scales.isfinite().all()):
+                # A NaN in a weight would turn the output of every token into NaN.
+                raise self.scales.wrong(f"or {self.global_scale.name!r} holds NaN or infinity; download them again")
+        if self.is_transposed:
+            codes, scales = codes.transpose(1, 2), scales.transpose(1, 2)
+        values = decode_fp4(codes.unflatten(-1, (scales.shape[-1], -1)), scales)
+        return values.transpose(1, 2) if self.is_transposed else values
 
 
 @dataclass(frozen=True)

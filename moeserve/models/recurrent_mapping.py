@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -32,7 +32,9 @@ class _Part:
         return cls(memory, owner, rows_of_heads(heads, size), num_heads * size)
 
 
-def linear_attention_rows(prefix: str, layer: LinearAttention, names: LinearAttentionNames) -> Iterator[Row]:
+def linear_attention_rows(
+    prefix: str, layer: LinearAttention, names: LinearAttentionNames, names_in_checkpoint: Collection[str]
+) -> Iterator[Row]:
     """Yield the mapping rows of one linear attention layer."""
     config, heads, num_heads = layer.config, layer.heads, layer.config.num_heads
     parts = _projections(layer)
@@ -44,10 +46,13 @@ def linear_attention_rows(prefix: str, layer: LinearAttention, names: LinearAtte
     for low_rank, name in ((layer.decays, names.decays_down), (layer.gates, names.gates_down)):
         if low_rank is not None:
             yield f"{prefix}.{name}.weight", whole(low_rank.down.weight, low_rank.down.weights)
+    convolutions = names.convolutions
+    if f"{prefix}.{names.joined_convolution}.weight" in names_in_checkpoint:
+        convolutions = ((names.joined_convolution, ("query", "key", "value")),)
     kinds = [("weight", layer.taps.T[:, None])] + ([] if layer.bias is None else [("bias", layer.bias)])
     for kind, memory in kinds:
         parts = _queries_keys_values(layer, memory)
-        for name, joined in names.convolutions:
+        for name, joined in convolutions:
             yield from _joined(f"{prefix}.{name}.{kind}", [parts[part] for part in joined])
     before, after = names.log_decay_dims  # dimensions of size 1 around the heads
     shape = (*(1,) * before, num_heads, *(1,) * after)

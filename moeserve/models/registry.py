@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from pkgutil import iter_modules
@@ -13,11 +15,13 @@ from moeserve.config.resolve import CheckpointFacts
 from moeserve.config.settings import DtypeName, ModelImplName
 from moeserve.errors import CheckpointError
 from moeserve.models import families
+from moeserve.models.config_defaults import defaults_of
 from moeserve.models.config_values import TIED, ConfigValues, read_json
-from moeserve.models.family import Family
+from moeserve.models.family import Family, inside_other_model
 from moeserve.models.gguf_names import with_gguf_names
 from moeserve.models.model_config import ModelConfig
 from moeserve.models.tied_head import stored_head_is_tied
+from moeserve.models.unsupported import unsupported
 from moeserve.models.weight_format import WeightFormat, read_weight_format
 
 logger = logging.getLogger(__name__)
@@ -32,6 +36,9 @@ def _find_families() -> dict[str, Family]:
 
 
 FAMILIES = _find_families()
+# The first of a type is the language model alone, without a model for images.
+FAMILIES_BY_TYPE = {family.model_type: family for family in reversed(FAMILIES.values())}
+HEADS = ("ForCausalLM", "ForConditionalGeneration")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,19 +73,24 @@ class GenerationDefaults:
 
 
 def read_facts(
-    folder: str | Path, model_impl: Literal["auto", ModelImplName] = "auto", *, with_draft_layer: bool = False
+    folder: str | Path,
+    model_impl: Literal["auto", ModelImplName] = "auto",
+    *,
+    with_draft_layer: bool = False,
+    hf_overrides: Mapping[str, Any] | None = None,
 ) -> CheckpointFacts:
     """Return the facts that the engine needs before it loads a checkpoint (a folder or a GGUF file).
 
     Args:
         with_draft_layer: include the multi-token prediction (MTP) layer if there is one.
+        hf_overrides: changes to config.json.
 
     Raises:
         CheckpointError: the folder or its config.json is missing, the architecture is unsupported, or the config is
             invalid.
     """
     folder = folder_of(folder)
-    description = describe(folder, model_impl)
+    description = describe(folder, model_impl, hf_overrides)
     if description.has_stored_head:
         logger.warning(
             "%s says that the output head is the embedding (%s), but the checkpoint stores a different head, which is "
@@ -111,30 +123,29 @@ def read_facts(
     )
 
 
-def describe(folder: str | Path, model_impl: Literal["auto", ModelImplName] = "auto") -> Description:
+def describe(
+    folder: str | Path,
+    model_impl: Literal["auto", ModelImplName] = "auto",
+    hf_overrides: Mapping[str, Any] | None = None,
+) -> Description:
     """Return the description of a checkpoint from its config.json.
 
     Args:
         model_impl: "transformers" if the model runs with transformers' code.
+        hf_overrides: changes to config.json, as in `with_overrides`.
 
     Raises:
         CheckpointError: as in `read_facts`.
     """
-    config = _open_config(folder_of(folder))
-    architecture = config.architecture()
+    config = _open_config(folder_of(folder), hf_overrides)
     if model_impl == "transformers":
         from moeserve.models.transformers_model import family_of
 
-        family = family_of(architecture)
-    elif architecture not in FAMILIES:
-        raise CheckpointError(
-            f"{config.path}: architecture {architecture!r} is not supported; supported: {', '.join(sorted(FAMILIES))}; "
-            "model_impl='transformers' runs other MoE models through transformers' code"
-        )
+        family = family_of(config.architecture())
     else:
-        family = FAMILIES[architecture]
+        family = _find_family(config)
     is_said_to_be_tied = config.values.get(TIED) is True
-    config = config.text_part()
+    config = config.text_part().with_defaults(defaults_of(family.model_type))
     weight_format = read_weight_format(config)
     if model_impl == "transformers" and weight_format.stored_as is not None:
         raise config.wrong("quantization_config", "cannot be read with model_impl='transformers'; use plain weights")
@@ -156,13 +167,29 @@ def describe(folder: str | Path, model_impl: Literal["auto", ModelImplName] = "a
     )
 
 
-def read_generation_defaults(folder: str | Path) -> GenerationDefaults:
+def _find_family(config: ConfigValues) -> Family:
+    """Return the family of a checkpoint, by its architectures or by the type of its language model."""
+    names = config.architectures()
+    # A class without a head may be named although the checkpoint has one. If it has none, loading fails.
+    with_heads = [name.removesuffix("Model") + end for end in HEADS for name in names if name.endswith("Model")]
+    if (found := next((name for name in (*names, *with_heads) if name in FAMILIES), None)) is not None:
+        return FAMILIES[found]
+    text = config.text_part()
+    family = FAMILIES_BY_TYPE.get(str(text.values.get("model_type")))
+    if family is not None and text is not config:
+        return replace(family, decoder_part=inside_other_model(family.decoder_part))
+    if family is not None and not names:
+        return family
+    raise unsupported(config, config.architecture(), FAMILIES)
+
+
+def read_generation_defaults(folder: str | Path, hf_overrides: Mapping[str, Any] | None = None) -> GenerationDefaults:
     """Return the sampling defaults and end-of-sequence ids in generation_config.json. Ids may be in config.json too."""
     folder = Path(folder)
     path = folder / "generation_config.json"
     generation = read_json(path) if path.is_file() else {}
     has_ids = "eos_token_id" in generation
-    source = ConfigValues(path, generation) if has_ids else ConfigValues.of_folder(folder).text_part()
+    source = ConfigValues(path, generation) if has_ids else ConfigValues.of_folder(folder, hf_overrides).text_part()
     eos_token_ids = source.token_ids("eos_token_id")
     given = {name: generation[name] for name in _SAMPLING_NAMES if generation.get(name) is not None}
     sampling = {_SAMPLING_NAMES[name]: value for name, value in given.items()}
@@ -191,12 +218,12 @@ def folder_of(model: str | Path) -> Path:
     return checkpoint_folder(Path(model))
 
 
-def _open_config(folder: Path) -> ConfigValues:
-    if not folder.is_dir():
+def _open_config(folder: Path, hf_overrides: Mapping[str, Any] | None) -> ConfigValues:
+    if not os.path.isdir(folder):  # False also for names that no file system has
         raise CheckpointError(
             f"{folder} is not a folder; give the folder that holds the checkpoint's config.json, a GGUF file, or "
             "OWNER/NAME of a repository in a hub"
         )
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder} holds no config.json; give the folder of a checkpoint in Hugging Face layout")
-    return ConfigValues.of_folder(folder)
+    return ConfigValues.of_folder(folder, hf_overrides)

@@ -14,7 +14,9 @@ from torch import Tensor
 from moeserve.models.quantization import CheckpointTensor, PlainTensor, ReadRows
 
 # The KV cache has scales of its own, and activations are not quantised.
-SCALES = re.compile(r".*\.((kv|k|v|q|output|activation)_scale|input(_global)?_scale)")
+SCALES = re.compile(
+    r".*(\.(kv|k|v|q)_(scale|zero_point)|[._](output|activation|input)(_global)?_(scale(_ub)?|zero_point))"
+)
 VALUE_HEAD = re.compile(r"(model\.)?(v_head|value_head)(\.summary)?\.(weight|bias)")  # of reinforcement learning
 FREQUENCIES = re.compile(r".*\brotary_emb\.(original_)?inv_freq")
 FREQUENCY_TOLERANCE = 2**-7  # relative error of bfloat16, in which some checkpoints store frequencies

@@ -8,20 +8,31 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from moeserve.errors import shown
 from moeserve.models.config_values import ConfigValues, read_json
-from moeserve.models.int4_tensors import AWQ, COMPRESSED_TENSORS, GPTQ, GPTQ_V2, Int4Storage, Int4Tensor
+from moeserve.models.integer_tensors import (
+    AWQ,
+    COMPRESSED_TENSORS,
+    GPTQ,
+    GPTQ_V2,
+    NUM_BITS,
+    IntegerStorage,
+    IntegerTensor,
+)
 from moeserve.models.quantization import (
     FP4_CODES,
     CheckpointTensor,
     Fp4Tensor,
-    Fp8Tensor,
     Mxfp4Part,
     Mxfp4Tensor,
     PlainTensor,
+    ReadRows,
+    ScaledTensor,
     StoredTensor,
 )
 
 MXFP4_PARTS = {"blocks": "_blocks", "scales": "_scales"}
+MXFP8_BLOCK = (1, 32)
 
 
 @dataclass(frozen=True)
@@ -34,6 +45,27 @@ class Encoding:
     optional_parts: Mapping[str, str] = field(default_factory=dict)
     unused: tuple[str, ...] = ()  # suffixes of additional tensors that need not be read
     suffix: str = ""
+    # Variants of the encoding in one checkpoint, such as numbers of bits, which `build` takes as `options` and chooses
+    # from for each weight: the shapes of the parts tell. So lists of modules and patterns of their names need not be
+    # read, which quantisers write by the names of modules, not always by those of tensors.
+    options: tuple[Any, ...] = ()
+    # Suffixes of small tensors that `build` takes as lists of numbers, needed only if there are several options.
+    tables: Mapping[str, str] = field(default_factory=dict)
+    dtypes: tuple[str, ...] = ()  # dtypes of the first part, where other encodings have the same names; empty: any
+
+    @property
+    def is_int4(self) -> bool:
+        """True if some of the weights are int4 codes that packed weights can keep."""
+        return self.words.startswith("int") and 4 in self.options
+
+    def joined(self, other: Encoding) -> Encoding:
+        """Return an encoding with the options of both, which have the same parts."""
+        words = self.words if self.words == other.words else f"{self.words} and {other.words}"
+        return dataclasses.replace(
+            self,
+            words=words,
+            options=tuple(dict.fromkeys(self.options + other.options)),
+        )
 
 
 STACKED_MXFP4 = Encoding("mxfp4", Mxfp4Tensor, MXFP4_PARTS)  # gpt-oss: all experts of a layer
@@ -64,7 +96,7 @@ class WeightFormat:
         assert self.is_mxfp4
         return dataclasses.replace(self, keeps_mxfp4=True)
 
-    def group(self, stored: Mapping[str, StoredTensor]) -> dict[str, CheckpointTensor]:
+    def group(self, stored: Mapping[str, StoredTensor], read_rows: ReadRows) -> dict[str, CheckpointTensor]:
         """Return the model's tensors by name. A part stays a separate tensor if other parts are missing."""
         tensors: dict[str, CheckpointTensor] = {name: PlainTensor(tensor) for name, tensor in stored.items()}
         if self.keeps_mxfp4 and STACKED_MXFP4 in self.encodings:
@@ -80,9 +112,17 @@ class WeightFormat:
                 found = {part: stored[prefix + end] for part, end in suffixes.items() if prefix + end in tensors}
                 if prefix == name or not found.keys() >= encoding.parts.keys():
                     continue
-                for used in [*(tensor.name for tensor in found.values()), *(prefix + end for end in encoding.unused)]:
+                if encoding.dtypes and found[next(iter(encoding.parts))].dtype not in encoding.dtypes:
+                    continue
+                others = [prefix + end for end in (*encoding.unused, *encoding.tables.values())]
+                for used in [*(tensor.name for tensor in found.values()), *others]:
                     tensors.pop(used, None)
-                grouped[prefix + encoding.suffix] = encoding.build(**found)
+                settings: dict[str, Any] = {"options": encoding.options} if encoding.options else {}
+                if len(encoding.options) > 1:
+                    for argument, end in encoding.tables.items():
+                        if (table := stored.get(prefix + end)) is not None:
+                            settings[argument] = read_rows(table, 0, max(table.shape, default=1)).flatten().tolist()
+                grouped[prefix + encoding.suffix] = encoding.build(**settings, **found)
         return tensors | grouped
 
 
@@ -107,12 +147,15 @@ def read_weight_format(config: ConfigValues) -> WeightFormat:
 
 
 def _refuse(config: ConfigValues) -> WeightFormat:
+    quantization = config.values["quantization_config"]
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
     raise config.wrong(
         "quantization_config",
-        "is not supported; supported: fp8 (e4m3; scales per tensor, row or block), mxfp4, gptq (4 bits), awq (4 "
-        "bits, version gemm), auto-round (packed as gptq or awq), compressed-tensors (pack-quantized with 4 bits and "
-        "weights only, float-quantized with 8 bits, nvfp4-pack-quantized, mxfp4-pack-quantized), modelopt (FP8, "
-        "NVFP4), or none (float32, bfloat16 or float16 weights)",
+        f"with quant_method={shown(method)} is not supported in this form; supported: fp8 and fbgemm_fp8 (e4m3; scales "
+        "per tensor, row or block), mxfp4, gptq (2, 3, 4 and 8 bits, also mixed), awq (4 bits, version gemm), "
+        "auto-round (packed as gptq or awq), compressed-tensors (pack-quantized, int-quantized with symmetric weights, "
+        "float-quantized with 8 bits, mxfp8-quantized, nvfp4-pack-quantized, mxfp4-pack-quantized), modelopt (FP8, "
+        "MXFP8, NVFP4), or none (float32, bfloat16 or float16 weights)",
     )
 
 
@@ -123,11 +166,11 @@ def _format_of(quantization: Any) -> WeightFormat | None:
             return WeightFormat(is_gguf=True, is_int4=True)
         case {"quant_method": "mxfp4"}:
             return WeightFormat((STACKED_MXFP4,), is_mxfp4=True)
-        # Matrices in fp8 are recognised by their scales, so the list of matrices that are not quantised is not needed.
+        # Weights that are quantised are recognised by their scales, so lists of those that are not are not needed.
         case {"quant_method": "fp8"} if quantization.get("fmt", "e4m3") in ("e4m3", "float8_e4m3fn"):
             match quantization.get("weight_block_size"):
                 case None:
-                    return WeightFormat((_fp8("_scale"), _fp8("_scale_inv")))
+                    return _joined([_fp8("_scale"), _fp8("_scale_inv")])
                 case [int(height), int(width)] if height >= 1 and width >= 1:
                     usual = _fp8("_scale_inv", (height, width))
                     is_mxfp4 = quantization.get("expert_dtype") == "fp4"
@@ -138,22 +181,16 @@ def _format_of(quantization: Any) -> WeightFormat | None:
                         suffix=".weight",
                     )
                     return WeightFormat((usual, of_v4), is_mxfp4=is_mxfp4)
+        case {"quant_method": "fbgemm_fp8"}:
+            return _joined([_fp8("_scale")])
         case {"quant_method": "auto-round" | "intel/auto-round", "packing_format": str(packing)}:
             method = packing.removeprefix("auto_round:").removeprefix("auto_")  # that of GPTQ or AWQ
             return _format_of({**quantization, "quant_method": method}) if method in ("gptq", "awq") else None
-        case {"quant_method": "gptq", "bits": 4} if (storage := _gptq_storage(quantization)) is not None:
-            of_gptq = Encoding(
-                "int4 of GPTQ",
-                functools.partial(Int4Tensor, storage),
-                _QWEIGHT,
-                optional_parts={"group_of_input": ".g_idx"} if quantization.get("desc_act", True) else {},
-                unused=(".g_idx",),
-                suffix=".weight",
-            )
-            return WeightFormat((of_gptq,), is_int4=True)
-        case {"quant_method": "awq", "bits": 4} if str(quantization.get("version", "gemm")).lower() == "gemm":
-            of_awq = Encoding("int4 of AWQ", functools.partial(Int4Tensor, AWQ), _QWEIGHT, suffix=".weight")
-            return WeightFormat((of_awq,), is_int4=True)
+        case {"quant_method": "gptq"} if (storage := _gptq_storage(quantization)) is not None:
+            bits = _bits_of(quantization)
+            return _joined([_integers("GPTQ", storage, bits, _is_reordered(quantization))]) if bits else None
+        case {"quant_method": "awq"} if str(quantization.get("version", "gemm")).lower() == "gemm":
+            return _joined([_integers("AWQ", AWQ, (4,))]) if _bits_of(quantization) == (4,) else None
         case {"quant_method": "compressed-tensors", "config_groups": dict(groups)} if _are_objects(groups):
             # Groups without weights quantise activations, and a checkpoint without groups only the KV cache.
             of_weights = [group for group in groups.values() if group.get("weights") is not None]
@@ -161,9 +198,11 @@ def _format_of(quantization: Any) -> WeightFormat | None:
                 return WeightFormat()
             return _joined(_of_compressed_tensors(group, quantization.get("format")) for group in of_weights)
         case {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": dict(layers)}:
-            return _joined(map(_of_modelopt, layers.values()))
+            return _joined(encoding for layer in layers.values() for encoding in _of_modelopt(layer))
         case {"quant_method": "modelopt" | "modelopt_fp4", "quant_algo": str()}:
-            return _joined([_of_modelopt(quantization)])
+            return _joined(_of_modelopt(quantization))
+        case {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": str()}:
+            return WeightFormat()
     return None
 
 
@@ -173,33 +212,83 @@ def _are_objects(groups: Mapping[str, Any]) -> bool:
 
 def _joined(encodings: Iterable[Encoding | None]) -> WeightFormat | None:
     """Return the format of a checkpoint with weights in these encodings, or None if one of them is not supported."""
-    found = list(encodings)
-    known = {tuple(encoding.parts.items()): encoding for encoding in found if encoding is not None}
-    if not found or None in found:
-        return None
+    known: dict[Any, Encoding] = {}
+    for encoding in encodings:
+        if encoding is None:
+            return None
+        key = encoding.build, tuple(encoding.parts.items())
+        known[key] = known[key].joined(encoding) if key in known else encoding
     # Encodings with more parts come first: NVFP4 has the parts of other encodings and a global scale.
     ordered = sorted(known.values(), key=lambda encoding: -len(encoding.parts))
-    return WeightFormat(tuple(ordered), is_int4=all(encoding.words.startswith("int4") for encoding in ordered))
-
-
-_QWEIGHT = {"codes": ".qweight", "zeros": ".qzeros", "scales": ".scales"}
+    return WeightFormat(tuple(ordered), is_int4=any(each.is_int4 for each in ordered)) if ordered else None
 
 
 def _fp8_or_mxfp4(weight: StoredTensor, scale: StoredTensor, block_size: tuple[int, int]) -> CheckpointTensor:
     """Return a weight of DeepSeek-V4: experts are in MXFP4, and other matrices in fp8."""
     if weight.dtype in FP4_CODES:
         return Fp4Tensor(weight, scale)
-    return Fp8Tensor(weight, scale, block_size)
+    return ScaledTensor(weight, scale, block_size=block_size)
 
 
 def _fp8(scale: str, block_size: tuple[int, int] | None = None) -> Encoding:
     """Return the encoding of fp8 weights whose scales have the weight's name with the suffix `scale`."""
     words = "fp8" if block_size is None else f"fp8 in blocks of {block_size[0]} x {block_size[1]}"
-    return Encoding(words, functools.partial(Fp8Tensor, block_size=block_size), {"weight": "", "scale": scale})
+    return _scaled(words, scale, "F8_E4M3", block_size)
 
 
-def _gptq_storage(quantization: Mapping[str, Any]) -> Int4Storage | None:
-    match quantization.get("checkpoint_format", "gptq"):
+def _scaled(words: str, scale: str, dtype: str, block_size: tuple[int, int] | None = None) -> Encoding:
+    parts = {"weight": "", "scale": scale}
+    return Encoding(words, ScaledTensor.build, parts, options=((dtype, block_size),))
+
+
+# --- GPTQ, AWQ and auto-round
+
+
+def _integers(library: str, storage: IntegerStorage, bits: tuple[int, ...], is_reordered: bool = False) -> Encoding:
+    """Return the encoding of integers whose parts have the names of GPTQ."""
+    return Encoding(
+        _integer_words(bits, library),
+        functools.partial(IntegerTensor.build, storage, is_reordered=is_reordered),
+        {"codes": ".qweight", "zeros": ".qzeros", "scales": ".scales"},
+        optional_parts={"group_of_input": ".g_idx"},
+        suffix=".weight",
+        options=bits,
+    )
+
+
+def _integer_words(bits: Iterable[int], library: str) -> str:
+    return " and ".join(f"int{each} of {library}" for each in bits)
+
+
+def _rules_of(quantization: Mapping[str, Any]) -> list[Any]:
+    """Return the values that replace those of the config for some modules: gptqmodel's or auto-round's."""
+    rules = [quantization.get("dynamic"), quantization.get("extra_config")]
+    found = [value for each in rules if isinstance(each, dict) for value in each.values()]
+    return [{} if value is None else value for value in found]
+
+
+def _bits_of(quantization: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """Return the numbers of bits of all codes of a checkpoint, the most usual first; None if one is not supported."""
+    found: dict[int, None] = {}
+    for values in (quantization, *_rules_of(quantization)):
+        if not isinstance(values, dict):
+            return None
+        bits = values.get("bits", quantization.get("bits"))
+        if isinstance(bits, int) and bits >= 16:  # auto-round lists so what is not quantised
+            continue
+        if bits not in NUM_BITS or not str(values.get("data_type") or "int").startswith("int"):
+            return None
+        found[bits] = None
+    return tuple(found) or None
+
+
+def _is_reordered(quantization: Mapping[str, Any]) -> bool:
+    """Return True if inputs are in the order of their activations, so that a group may have any inputs."""
+    return any(values.get("desc_act") is True for values in (quantization, *_rules_of(quantization)))
+
+
+def _gptq_storage(quantization: Mapping[str, Any]) -> IntegerStorage | None:
+    match quantization.get("checkpoint_format") or quantization.get("format") or "gptq":
         case "gptq":
             return GPTQ
         case "gptq_v2":
@@ -207,13 +296,22 @@ def _gptq_storage(quantization: Mapping[str, Any]) -> Int4Storage | None:
     return None
 
 
-def _of_modelopt(layer: Any) -> Encoding | None:
+# --- TensorRT Model Optimizer and compressed-tensors
+
+
+def _of_modelopt(layer: Any) -> list[Encoding | None]:
+    """Return the encodings of a layer. Scales of stacked experts have another name than those of layers."""
     match layer:
         case {"quant_algo": "FP8" | "FP8_PER_CHANNEL_PER_TOKEN"}:
-            return _fp8("_scale")
+            return [_fp8("_scale"), _fp8("_weight_scale")]
+        case {"quant_algo": "MXFP8"}:
+            return [_scaled("mxfp8", scale, "F8_E4M3", MXFP8_BLOCK) for scale in ("_scale", "_weight_scale")]
         case {"quant_algo": "NVFP4" | "NVFP4_AWQ" | "W4A16_NVFP4"}:
-            return Encoding("nvfp4", Fp4Tensor, {"codes": "", "global_scale": "_scale_2", "scales": "_scale"})
-    return None
+            return [
+                Encoding("nvfp4", Fp4Tensor, {"codes": "", "global_scale": f"{scale}_2", "scales": scale})
+                for scale in ("_scale", "_weight_scale")
+            ]
+    return [None]
 
 
 def _of_compressed_tensors(group: Mapping[str, Any], format_of_all: Any) -> Encoding | None:
@@ -221,30 +319,39 @@ def _of_compressed_tensors(group: Mapping[str, Any], format_of_all: Any) -> Enco
     match {"format": format_of_all} | {name: value for name, value in group.items() if value is not None}:
         case {
             "format": "pack-quantized",
-            "weights": {"num_bits": 4, "type": "int", "strategy": "group" | "channel"},
-        } if group.get("input_activations") is None and group.get("output_activations") is None:
-            zeros = {"zeros": ".weight_zero_point"}
+            "weights": {"num_bits": int(bits), "type": "int", "strategy": "group" | "channel"},
+        } if bits in NUM_BITS:
+            zeros = {"zeros": "_zero_point"}
             has_zeros = not group["weights"].get("symmetric", True)
             return Encoding(
-                "int4 of compressed-tensors",
-                functools.partial(Int4Tensor, COMPRESSED_TENSORS),
-                {"codes": ".weight_packed", **(zeros if has_zeros else {}), "scales": ".weight_scale"},
-                optional_parts={**zeros, "group_of_input": ".weight_g_idx"},
-                unused=(".weight_shape",),
-                suffix=".weight",
+                _integer_words((bits,), "compressed-tensors"),
+                _PACKED_INTEGERS,
+                {"codes": "_packed", **(zeros if has_zeros else {}), "scales": "_scale"},
+                optional_parts={**zeros, "group_of_input": "_g_idx"},
+                options=(bits,),
+                tables={"shape": "_shape"},
+                dtypes=("I32",),
             )
+        case {"format": "int-quantized" | "naive-quantized", "weights": {"num_bits": 8, "type": "int"} as weights}:
+            is_supported = weights.get("strategy") in ("tensor", "channel") and weights.get("symmetric", True)
+            return _scaled("int8 of compressed-tensors", "_scale", "I8") if is_supported else None
         case {"format": "float-quantized" | "naive-quantized", "weights": {"num_bits": 8, "type": "float"} as weights}:
             match weights:
                 case {"strategy": "tensor" | "channel"}:
                     return _fp8("_scale")
                 case {"strategy": "block", "block_structure": [int(height), int(width)]}:
                     return _fp8("_scale", (height, width))
+                case {"strategy": "group", "group_size": int(width)} if width >= 1:
+                    return _fp8("_scale", (1, width))
+        case {"format": "mxfp8-quantized"}:
+            return _scaled("mxfp8", "_scale", "F8_E4M3", MXFP8_BLOCK)
         case {"format": "nvfp4-pack-quantized"}:
-            of_nvfp4 = functools.partial(Fp4Tensor, has_divisor=True)
             parts = {"codes": "_packed", "global_scale": "_global_scale", "scales": "_scale"}
-            return Encoding("nvfp4", of_nvfp4, {part: f".weight{end}" for part, end in parts.items()}, suffix=".weight")
+            return Encoding("nvfp4", _DIVIDED_FP4, parts)
         case {"format": "mxfp4-pack-quantized"}:
-            return Encoding(
-                "mxfp4", Fp4Tensor, {"codes": ".weight_packed", "scales": ".weight_scale"}, suffix=".weight"
-            )
+            return Encoding("mxfp4", Fp4Tensor, {"codes": "_packed", "scales": "_scale"}, dtypes=("U8",))
     return None
+
+
+_DIVIDED_FP4 = functools.partial(Fp4Tensor, has_divisor=True)
+_PACKED_INTEGERS = functools.partial(IntegerTensor.build, COMPRESSED_TENSORS)

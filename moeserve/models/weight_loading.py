@@ -13,7 +13,6 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeGuard
 
 import torch
@@ -24,9 +23,9 @@ from moeserve.errors import CheckpointError
 from moeserve.layers.norm import RMSNorm
 from moeserve.layers.weights import Weights
 from moeserve.machine import shown_bytes
-from moeserve.models.checkpoint import Checkpoint, list_names, open_shard
-from moeserve.models.int4_tensors import GroupedTensor, Int4Tensor
-from moeserve.models.quantization import CheckpointTensor, Fp4Tensor, Fp8Tensor, PlainTensor, ReadRows, StoredTensor
+from moeserve.models.checkpoint import Checkpoint, Shards, list_names
+from moeserve.models.integer_tensors import GroupedTensor
+from moeserve.models.quantization import CheckpointTensor, Fp4Tensor, PlainTensor, ReadRows, ScaledTensor
 from moeserve.models.unused_tensors import harmful
 from moeserve.moe.router import Router
 from moeserve.ops.interfaces import INT4_GROUP
@@ -36,7 +35,6 @@ logger = logging.getLogger(__name__)
 
 LOGGED_PROGRESS = "{desc}: {n_fmt}B of {total_fmt}B in {elapsed}, {rate_fmt}"
 
-REMAP_BYTES = 256 * 1024 * 1024  # shards are mapped again after this many bytes have been read
 PIECE_VALUES = 2 * 1024 * 1024  # values copied at once, but at least one slice of the first dimension
 DUMMY_STD = 0.02
 DUMMY_MXFP4_SCALE = 127 - 7  # random codes have standard deviation 2.9, times 2**-7
@@ -79,7 +77,7 @@ class Destination:
         num_rows = math.prod(self.memory.shape[:-1])
         return self.owner.int4_scales.flatten(0, 1)[row : row + num_rows]
 
-    def can_keep_int4(self, tensor: CheckpointTensor) -> bool:
+    def can_keep_int4(self, tensor: CheckpointTensor, read_rows: ReadRows) -> bool:
         """Return True if the codes and scales of a checkpoint's tensor can be packed unchanged."""
         if not isinstance(tensor, GroupedTensor) or self.owner is None or not self.owner.packs:
             return False
@@ -87,7 +85,7 @@ class Destination:
         first_column = self.part[-1].start if len(self.part) == len(self.shape) else 0
         chunks = self.owner.open.chunks
         is_aligned = first_column % INT4_GROUP == 0 and (chunks is None or chunks.size % INT4_GROUP == 0)
-        return is_whole_rows and tensor.has_packed_groups and is_aligned
+        return is_whole_rows and is_aligned and tensor.has_packed_groups(read_rows)
 
 
 Row = tuple[str, Destination | None]  # a row of the weight mapping: tensor name and destination; None: on other ranks
@@ -143,13 +141,14 @@ def keep_int4(checkpoint: Checkpoint, destinations: Destinations) -> None:
         CheckpointError: a tensor in int4 has a wrong shape or dtype.
     """
     is_kept: dict[Weights, bool] = {}
+    shards = Shards()
     for name, places in destinations.into.items():
         tensor = checkpoint.tensors.get(name)
         if isinstance(tensor, GroupedTensor):
             tensor.check()
         for place in places:
             if place.owner is not None and tensor is not None:
-                is_kept[place.owner] = is_kept.get(place.owner, True) and place.can_keep_int4(tensor)
+                is_kept[place.owner] = is_kept.get(place.owner, True) and place.can_keep_int4(tensor, shards.read_rows)
     for weights in (weights for weights, keeps in is_kept.items() if keeps):
         weights.keep_int4()
 
@@ -175,14 +174,14 @@ def load_weights(
         CheckpointError: tensors are missing or unknown, have a wrong shape or dtype, or contain an encoded NaN.
     """
     into = destinations.into
-    shards = _Shards()
+    shards = Shards()
     _check_names(checkpoint, destinations, shards.read_rows, ignore_unused)
     _check_tensors(checkpoint, into)
     num_bytes = sum(part.nbytes for places in into.values() for place in places for part in place.tensors)
     decoded = [name for name, places in into.items() if _is_decoded(checkpoint.tensors[name], places[0])]
     if decoded:
         num_kept = sum(places[0].mxfp4_scales is not None for places in into.values())
-        is_int4 = any(isinstance(checkpoint.tensors[name], Int4Tensor) for name in decoded)
+        is_int4 = "int4" in str(checkpoint.stored_as)
         keeps_int4 = any(place.int4_scales is not None for places in into.values() for place in places)
         logger.warning(
             "%s stores its weights as %s, %s on disk; %d tensors are dequantised%s, and all take %s in memory%s",
@@ -291,26 +290,6 @@ def _check_tensors(checkpoint: Checkpoint, into: dict[str, list[Destination]]) -
                 )
 
 
-class _Shards:
-    """Mapped shards, which are released together whenever REMAP_BYTES have been read from them."""
-
-    def __init__(self) -> None:
-        self._mapped: dict[Path, Any] = {}
-        self._num_bytes_read = 0
-
-    def read_rows(self, stored: StoredTensor, start: int, stop: int) -> Tensor:
-        """Return a view of rows in the mapping, which must be copied and released at once. A scalar has one row."""
-        if self._num_bytes_read >= REMAP_BYTES:
-            self._mapped.clear()
-            self._num_bytes_read = 0
-        if stored.shard not in self._mapped:
-            self._mapped[stored.shard] = open_shard(stored.shard)
-        shard = self._mapped[stored.shard]
-        rows: Tensor = shard.get_slice(stored.name)[start:stop] if stored.shape else shard.get_tensor(stored.name)
-        self._num_bytes_read += rows.nbytes
-        return rows
-
-
 def _fill(place: Destination, tensor: CheckpointTensor, read_rows: ReadRows, progress: tqdm) -> None:
     memory = place.memory
     if memory.numel() == 0:  # this rank has no part of the tensor
@@ -361,6 +340,6 @@ def _is_decoded(tensor: CheckpointTensor, place: Destination) -> bool:
     return tensor.is_encoded and not is_kept
 
 
-def _has_same_blocks(tensor: CheckpointTensor) -> TypeGuard[Fp8Tensor]:
+def _has_same_blocks(tensor: CheckpointTensor) -> TypeGuard[ScaledTensor]:
     """Return True if codes and scales have the model's blocks, so that they can be copied without decoding."""
-    return isinstance(tensor, Fp8Tensor) and tensor.block == (BLOCK, BLOCK)
+    return isinstance(tensor, ScaledTensor) and tensor.dtype != "I8" and tensor.block == (BLOCK, BLOCK)

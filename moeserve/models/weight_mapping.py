@@ -6,7 +6,9 @@ for a tensor that only other ranks need.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import itertools
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 
 from torch import Tensor, nn
 
@@ -28,6 +30,7 @@ from moeserve.models.draft_layer import DraftInput
 from moeserve.models.family import AttentionNames, Family, LayerNames, MoENames
 from moeserve.models.model_config import MLPConfig
 from moeserve.models.parallel_networks import ParallelNorms
+from moeserve.models.quantization import CheckpointTensor
 from moeserve.models.recurrent_mapping import convolution_rows, linear_attention_rows, summed_rows
 from moeserve.models.weight_loading import (
     Destination,
@@ -69,6 +72,19 @@ def destinations(model: Decoder, family: Family, names: Collection[str]) -> Dest
         return name in ignored or name.startswith(skipped)
 
     return Destinations(into, is_ignored, tuple(model.rotaries.frequencies))
+
+
+def with_stored_orientation(family: Family, tensors: Mapping[str, CheckpointTensor], hidden_size: int) -> Family:
+    """Return the family with the names for the stored orientation of the experts, if it has names for both.
+
+    One tensor of all experts of a layer is [experts, 2 * width, hidden], or transposed, [experts, hidden, 2 * width].
+    """
+    if len({names.is_transposed for names in family.names}) == 1:
+        return family
+    ends = tuple(f".{names.experts}.{names.fused[0]}" for names in family.names)
+    shape = next((tensor.shape for name, tensor in tensors.items() if name.endswith(ends)), (0, 0, hidden_size))
+    is_transposed = len(shape) == 3 and shape[2] != hidden_size
+    return replace(family, names=tuple(names for names in family.names if names.is_transposed == is_transposed))
 
 
 def _rows_of(model: Decoder, family: Family, names: Collection[str]) -> Iterator[Row]:
@@ -115,7 +131,7 @@ def _rows_of(model: Decoder, family: Family, names: Collection[str]) -> Iterator
             case LinearAttention() as mixer:
                 assert family.linear_attention_names is not None
                 yield from linear_attention_rows(
-                    f"{prefix}.{layer_names.recurrent}", mixer, family.linear_attention_names
+                    f"{prefix}.{layer_names.recurrent}", mixer, family.linear_attention_names, names
                 )
             case GatedConvolution() as mixer:
                 yield from convolution_rows(f"{prefix}.{layer_names.recurrent}", mixer)
@@ -302,7 +318,9 @@ def _moe(
         if linear is not None:
             yield from _linear(f"{prefix}.{name}", linear)
     experts = f"{prefix}.{names.experts}"
-    if names.is_interleaved:
+    if f"{experts}.0.{names.up}.weight" in names_in_checkpoint:
+        yield from _separate_experts(experts, moe, width, names)
+    elif names.is_interleaved:
         yield from _interleaved_experts(experts, moe, width)
     elif names.is_transposed:
         yield from _transposed_experts(experts, moe, width)
@@ -329,9 +347,19 @@ def _separate_experts(prefix: str, moe: MoELayer, width: int, names: MoENames) -
         for name, place in zip((names.gate, names.up)[-num_parts:], inner, strict=True):
             yield f"{prefix}.{expert}.{name}.weight", place
         yield f"{prefix}.{expert}.{names.down}.weight", of_down
-    for expert in set(range(moe.placement.num_logical)) - set(moe.local_experts):
-        for name in (names.gate, names.up, names.down):
-            yield f"{prefix}.{expert}.{name}.weight", None
+        if gate_up.bias is not None:
+            biases = zip((names.gate, names.up)[-num_parts:], gate_up.bias[slot].chunk(num_parts), strict=True)
+            for name, bias_I in biases:
+                yield f"{prefix}.{expert}.{name}.bias", rows(bias_I, share, width)
+        if down.bias is not None:
+            yield f"{prefix}.{expert}.{names.down}.bias", whole(down.bias[slot])
+    are_elsewhere = set(range(moe.placement.num_logical)) - set(moe.local_experts)
+    for expert, name in itertools.product(are_elsewhere, (names.gate, names.up, names.down)):
+        yield f"{prefix}.{expert}.{name}.weight", None
+        yield f"{prefix}.{expert}.{name}.bias", None
+    if gate_up.bias is not None:  # only one of the ranks that share an expert has the bias of its down projection
+        for expert in moe.local_experts:
+            yield f"{prefix}.{expert}.{names.down}.bias", None
 
 
 def _mxfp4_matrices(weights: Weights, slot: int, num_parts: int) -> Iterator[Destination]:

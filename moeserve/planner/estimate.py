@@ -109,7 +109,7 @@ def estimate_layouts(
         CheckpointError: see `describe`.
     """
     assert found.num_ranks % ranks_per_node == 0
-    description = describe(found.model)
+    description = describe(found.model, hf_overrides=found.hf_overrides)
     lengths = traffic.lengths
 
     def estimate(layout: Layout) -> Estimate:

@@ -43,8 +43,8 @@ class ExpertBalance:
         Args:
             loads: tokens per expert, by layer and by expert.
 
-            Raises:
-                SettingsError: the number of expert slots is impossible.
+        Raises:
+            SettingsError: the number of expert slots is impossible.
         """
         self._costs = costs
         self._settings = settings

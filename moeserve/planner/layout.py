@@ -9,10 +9,10 @@ and all experts are equally loaded. They hold for large steps; in small ones bot
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from moeserve.config.expert_layout import ExpertShape, Numbers, resolve_expert_parallel
 from moeserve.config.resolve import layers_of_stages
@@ -90,6 +90,7 @@ class Layouts:
     dtype: DtypeName
     num_experts: int
     layouts: tuple[Layout, ...]
+    hf_overrides: Mapping[str, Any] | None = None  # changes to config.json
 
 
 def find_layouts(
@@ -104,6 +105,7 @@ def find_layouts(
     loads: Path | None = None,
     num_redundant: int = 0,
     expert_parallel: Literal["auto"] | bool = True,
+    hf_overrides: Mapping[str, Any] | None = None,
 ) -> Layouts:
     """Return all layouts of `num_ranks` ranks, from most replicas to fewest, or only the one with the given tp.
 
@@ -113,6 +115,7 @@ def find_layouts(
         loads: file with the tokens of each routed expert; see `read_loads`.
         num_redundant: slots beyond one per expert, over all ranks together.
         expert_parallel: the engine's setting on a CPU with kernels. False: a layout of one replica slices its experts.
+        hf_overrides: changes to config.json.
 
     Raises:
         SettingsError: an impossible number of ranks, tp, stages or slots, loads of another model, a KV cache that
@@ -121,7 +124,7 @@ def find_layouts(
     """
     if not 1 <= num_ranks <= MAX_RANKS:
         raise SettingsError(f"ranks={shown(num_ranks)} cannot be laid out; choose from 1 to {MAX_RANKS} ranks")
-    description = describe(folder)
+    description = describe(folder, hf_overrides=hf_overrides)
     config, dtype = description.model, dtype or description.dtype
     if pp < 1 or num_ranks % pp:
         raise SettingsError(f"pipeline_parallel_size={shown(pp)} does not divide ranks={num_ranks}")
@@ -156,6 +159,7 @@ def find_layouts(
         num_ranks=num_ranks,
         dtype=dtype,
         num_experts=config.num_experts,
+        hf_overrides=hf_overrides,
         layouts=tuple(
             _layout(
                 description,

@@ -35,7 +35,7 @@ from moeserve.errors import EngineError
 from moeserve.processes import child
 from moeserve.processes.channel import frame, receive_frame
 from moeserve.processes.failures import shown_status
-from moeserve.processes.interpreter import import_path, same_modules
+from moeserve.processes.interpreter import import_path, same_modules, working_folder
 from moeserve.processes.local_sockets import NO_SIGNAL
 
 assert sys.platform == "linux"
@@ -128,9 +128,10 @@ class _Server:
             EngineError: the server does not respond.
         """
         ours, theirs = socket.socketpair()
-        opened = [_output(1), _output(2), os.pidfd_open(os.getpid())]
+        opened: list[int] = []
         try:
             with theirs:
+                opened += [_output(1), _output(2), os.pidfd_open(os.getpid())]
                 fds = [theirs.fileno(), channel.fileno(), *opened]
                 socket.send_fds(self._control, [msgspec.msgpack.encode(request)], fds)
             ours.settimeout(SECONDS_TO_FORK)
@@ -197,7 +198,7 @@ def fork(target: str, environment: Mapping[str, str], channel: socket.socket) ->
         target=target,
         environment={os.fsencode(name): os.fsencode(value) for name, value in environment.items()},
         path=[os.fsencode(folder) for folder in import_path()],
-        folder=os.getcwdb(),
+        folder=os.fsencode(working_folder()),
         cores=sorted(os.sched_getaffinity(0)),
     )
     try:

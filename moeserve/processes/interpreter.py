@@ -6,9 +6,17 @@ import os
 import sys
 
 
+def working_folder() -> str:
+    """Return the working folder of this process, or the root folder if the working folder was deleted."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return os.sep
+
+
 def import_path() -> list[str]:
     """Return the folders where this process finds modules."""
-    return [os.path.abspath(folder) for folder in sys.path]
+    return [os.path.normpath(os.path.join(working_folder(), folder)) for folder in sys.path]
 
 
 def same_modules() -> dict[str, str]:

@@ -39,11 +39,14 @@ def start_process(
         environment: the environment variables of the process.
 
     Raises:
-        EngineError: this Python cannot start another.
+        EngineError: this Python cannot start another, or the limits on processes or open files do not allow it.
     """
-    ours, theirs = socket.socketpair()
-    with theirs:
-        handle = _forked(target, environment, theirs) or SpawnedProcess(target, environment, theirs)
+    try:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            handle = _forked(target, environment, theirs) or SpawnedProcess(target, environment, theirs)
+    except OSError as error:
+        raise EngineError(f"{name} could not be started: {error}; see `ulimit -n` and `ulimit -u`") from None
     process: WatchedProcess[Any] = WatchedProcess(name, ours, incoming, handle)
     launch = Launch(
         name=name,

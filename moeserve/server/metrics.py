@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from moeserve.api.metrics import REPLICA_COUNTERS, REPLICA_GAUGES, REQUEST_COUNTERS, REQUEST_HISTOGRAMS
 from moeserve.protocol import ReplicaStats
 from moeserve.server.service import Service
 from moeserve.server.totals import Totals
@@ -16,84 +17,6 @@ from moeserve.telemetry.metrics import LoadMetrics
 from moeserve.telemetry.request_stats import Histogram, RequestStats
 
 LABELS = ["model_name", "engine"]  # the second is the index of the replica
-
-REQUEST_COUNTERS: dict[str, tuple[str, Callable[[RequestStats], float]]] = {
-    "moeserve_prompt_tokens": ("Tokens of prompts.", lambda stats: stats.num_prompt_tokens),
-    "moeserve_generation_tokens": ("Tokens generated.", lambda stats: stats.num_generated_tokens),
-    "moeserve_prefix_cache_queries": (
-        "Prompt tokens that were looked up in the prefix cache.",
-        lambda stats: stats.num_prompt_tokens,
-    ),
-    "moeserve_prefix_cache_hits": ("Prompt tokens found in the prefix cache.", lambda stats: stats.num_cached_tokens),
-}
-REQUEST_HISTOGRAMS: dict[str, tuple[str, Callable[[RequestStats], Histogram]]] = {
-    "moeserve_time_to_first_token_seconds": (
-        "Time from a prompt's arrival in the engine to its first token.",
-        lambda stats: stats.first_token,
-    ),
-    "moeserve_inter_token_latency_seconds": ("Time between tokens of an output.", lambda stats: stats.between_tokens),
-    "moeserve_e2e_request_latency_seconds": (
-        "Time from a prompt's arrival in the engine to the end of an output.",
-        lambda stats: stats.whole,
-    ),
-    "moeserve_request_prompt_tokens": ("Tokens of a prompt.", lambda stats: stats.prompt_tokens),
-    "moeserve_request_generation_tokens": ("Tokens of an output.", lambda stats: stats.generated_tokens),
-}
-REPLICA_GAUGES: dict[str, tuple[str, Callable[[ReplicaStats], float]]] = {
-    "moeserve_num_requests_running": ("Requests in the steps of a replica.", lambda stats: stats.num_running),
-    "moeserve_num_requests_waiting": ("Requests that a replica has not begun.", lambda stats: stats.num_waiting),
-}
-REPLICA_COUNTERS: dict[str, tuple[str, Callable[[ReplicaStats], float]]] = {
-    "moeserve_num_preemptions": (
-        "Requests that were preempted: they lost their KV cache to older requests.",
-        lambda stats: stats.num_preemptions,
-    ),
-    "moeserve_spec_decode_num_drafts": (
-        "Runs of draft tokens that were verified.",
-        lambda stats: stats.speculation.num_drafts,
-    ),
-    "moeserve_spec_decode_num_draft_tokens": (
-        "Draft tokens that were verified.",
-        lambda stats: stats.speculation.num_draft_tokens,
-    ),
-    "moeserve_spec_decode_num_accepted_tokens": (
-        "Draft tokens that were accepted.",
-        lambda stats: stats.speculation.num_accepted_tokens,
-    ),
-    "moeserve_external_prefix_cache_hits": (
-        "Tokens whose keys and values came from the store behind the KV cache.",
-        lambda stats: stats.num_loaded_tokens,
-    ),
-    "moeserve_kv_store_saved_blocks": (
-        "Blocks saved to the store behind the KV cache.",
-        lambda stats: stats.num_saved_blocks,
-    ),
-    "moeserve_kv_store_failed_blocks": (
-        "Blocks and states that could not be loaded from the store behind the KV cache, or saved to it.",
-        lambda stats: stats.num_failed_blocks,
-    ),
-    "moeserve_kv_store_loaded_states": (
-        "Recurrent states that came from the store behind the KV cache.",
-        lambda stats: stats.num_loaded_states,
-    ),
-    "moeserve_kv_store_saved_states": (
-        "Recurrent states saved to the store behind the KV cache.",
-        lambda stats: stats.num_saved_states,
-    ),
-    "moeserve_rounds": ("Rounds of a replica, idle ones included.", lambda stats: stats.num_rounds),
-    "moeserve_replica_idle_steps": (
-        "Steps in which other replicas had tokens and this one had none.",
-        lambda stats: stats.steps.num_idle_steps,
-    ),
-    "moeserve_replica_padding_tokens": (
-        "Padding rows that a replica computed in addition to its tokens.",
-        lambda stats: stats.steps.num_padding_tokens,
-    ),
-    "moeserve_agreement_seconds": (
-        "Time at the start of steps until all replicas had agreed, most of it waiting for slower ones.",
-        lambda stats: stats.steps.agreement_seconds,
-    ),
-}
 
 
 class Metrics:

@@ -84,6 +84,6 @@ def _with_expert_load(engine_settings: Mapping[str, Any]) -> dict[str, Any]:
     facts = default_model.FACTS
     if model.model is not None:
         files = find_model(model.model, revision=model.revision, download_dir=model.download_dir)
-        facts = registry.read_facts(files.describe())
+        facts = registry.read_facts(files.describe(), hf_overrides=model.hf_overrides)
     window = {"expert_load_window": DEFAULT_LOAD_WINDOW} if facts.num_sparse_layers else {}
     return {**window, **engine_settings}

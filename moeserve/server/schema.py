@@ -248,11 +248,12 @@ class SamplingFields(TransferFields, ClientFields):
     request_id: Annotated[Any, Ignored("the header `x-request-id` names a request")] = None
     use_beam_search: Annotated[Any, Refused("outputs are sampled")] = None
     length_penalty: Annotated[Any, Refused("it belongs to beam search", harmless=(1,))] = None
-    bad_words: Annotated[Any, Refused("use `logit_bias`")] = None
-    allowed_token_ids: Annotated[Any, Refused("use `structured_outputs`")] = None
+    bad_words: Annotated[list[str], Bounded(LIMITS.max_stop_strings)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Bounded(LIMITS.max_allowed_token_ids)] | None = None
     logits_processors: Annotated[Any, Refused("code of requests is never run")] = None
-    truncate_prompt_tokens: Annotated[Any, Refused("prompts are never cut")] = None
-    spaces_between_special_tokens: Annotated[Any, Refused("texts are decoded as they are", harmless=(True,))] = None
+    truncate_prompt_tokens: int | None = None
+    early_stopping: Annotated[Any, Refused("it belongs to beam search")] = None
+    spaces_between_special_tokens: Annotated[Any, Ignored("no spaces are added between tokens")] = None
     return_token_ids: Annotated[Any, Refused("answers hold no token ids")] = None
     return_tokens_as_token_ids: Annotated[Any, Refused("answers hold texts of tokens")] = None
 

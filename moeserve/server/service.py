@@ -53,18 +53,18 @@ class Service:
     ) -> None:
         """
         Args:
-                model_names: names of the model that requests may use; responses use the first.
-                max_waiting: as for `Admission`, over all processes together.
-                num_processes: number of processes that serve the engine. They share its capacity and the queue equally.
-                parser: name of the parser of tool calls and reasoning; None: that of the checkpoint's family.
-                chat_template: a template that replaces that of the checkpoint.
-                trusts_templates: requests may have a chat template of their own.
-                is_strict: refuse requests with unknown fields.
-                others: returns the totals of the server's other processes.
-                tracing: sends a span for each prompt; None: no spans. `drain` closes it.
+            model_names: names of the model that requests may use; responses use the first.
+            max_waiting: as for `Admission`, over all processes together.
+            num_processes: number of processes that serve the engine. They share its capacity and the queue equally.
+            parser: name of the parser of tool calls and reasoning; None: that of the checkpoint's family.
+            chat_template: a template that replaces that of the checkpoint.
+            trusts_templates: requests may have a chat template of their own.
+            is_strict: refuse requests with unknown fields.
+            others: returns the totals of the server's other processes.
+            tracing: sends a span for each prompt; None: no spans. `drain` closes it.
 
-            Raises:
-                SettingsError: no parser has this name.
+        Raises:
+            SettingsError: no parser has this name.
         """
         self.llm = llm
         self.model_names = model_names

@@ -49,16 +49,13 @@ def count_blocks(
         num_bytes = config.kv_cache_memory
     else:
         peak = measure_step_memory(run_largest_step, config.device)
-        # On a CPU, all ranks share the host's memory, including that of their largest steps.
-        num_sharing = config.num_ranks if config.device == "cpu" else 1
-        now_free = free_gpu_memory() if config.device == "cuda" else free_memory()
-        free = max(0, now_free - (peak + reserved_bytes) * num_sharing)
+        free = max(0, free_bytes(config) - peak - reserved_bytes)
         if config.device == "cuda":
             num_bytes = min(free, max(0, own_gpu_memory(config) - peak - reserved_bytes))
         else:
-            num_bytes = int(free * FREE_MEMORY_SHARE / num_sharing)
+            num_bytes = int(free * FREE_MEMORY_SHARE)
         if config.num_cache_blocks is not None:  # the caches of the previous replicas may not have been freed yet
-            num_bytes = max(num_bytes, min(bytes_of(config.num_cache_blocks), free // num_sharing))
+            num_bytes = max(num_bytes, min(bytes_of(config.num_cache_blocks), free))
         logger.info("largest step takes %s, KV cache may take %s", shown_bytes(peak), shown_bytes(num_bytes))
     num_usable = blocks_per_request * config.max_num_seqs
     # A pipeline stage whose layers all keep only states or windows has no other keys and values.
@@ -103,6 +100,11 @@ def measure_step_memory(run_largest_step: Callable[[], object], device: str) -> 
     # Memory shared by ranks is resident in each of them. It stays allocated, so free memory excludes it already.
     shared = _resident_bytes("RssShmem") - shared_before
     return max(0, _resident_bytes("VmHWM") - before - shared)
+
+
+def free_bytes(config: EngineConfig) -> int:
+    """Return the bytes that this rank may allocate. On a CPU, all ranks share the host's memory equally."""
+    return free_gpu_memory() if config.device == "cuda" else free_memory(config.num_ranks)
 
 
 def own_gpu_memory(config: EngineConfig) -> int:

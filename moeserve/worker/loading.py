@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from moeserve.expert_placement.placement import Placement
 from moeserve.layers.cache import CacheDivision
 from moeserve.layers.context import ModelContext
 from moeserve.layers.weights import allocate_parameters
-from moeserve.machine import free_memory, shown_bytes
+from moeserve.machine import free_memory, resource_limits, shown_bytes
 from moeserve.models import registry
 from moeserve.models.checkpoint import Checkpoint, open_checkpoint, select_decoder
 from moeserve.models.decoder import Decoder
@@ -28,12 +29,13 @@ from moeserve.models.packed_cache_writer import CacheWriter, wait_for_cache_writ
 from moeserve.models.packing import PACKED_STATE_VERSION, Packer, adopt_state, packed_state
 from moeserve.models.summary import LoadingMemory, loading_memory
 from moeserve.models.weight_loading import fill_randomly, keep_int4, load_weights
-from moeserve.models.weight_mapping import destinations
+from moeserve.models.weight_mapping import destinations, with_stored_orientation
 from moeserve.moe.dispatch.factory import DispatcherFactory, DispatchShape, TorchDispatchers, open_dispatchers
 from moeserve.ops.interfaces import Kernels
 from moeserve.ops.select import select_kernels
 from moeserve.worker.kv_items import CachedItems
 from moeserve.worker.kv_wire import CacheShare, TensorShare
+from moeserve.worker.room import require_room
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +58,7 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
     Raises:
         CheckpointError: the weights do not fit in memory, or do not match the config.
     """
-    description = registry.describe(config.model_path, config.model_impl)
+    description = registry.describe(config.model_path, config.model_impl, config.hf_overrides)
     if config.has_draft_layer:
         description = description.with_draft_layer()
     dtype, device = getattr(torch, config.dtype), torch.device(config.device)
@@ -80,14 +82,16 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
         from moeserve.models.transformers_model import TransformersModel
 
         foreign = TransformersModel(Path(config.model_path), description.model, placements, dispatchers, context)
+        require_room(config, foreign.cache_needs, _free_bytes(config))
         return LoadedModel(cast(Decoder, foreign))  # it has the members of `Decoder` that a worker uses
     stage = config.layers_of_stage(groups.mesh.coordinates(groups.rank).pp)
     model = Decoder(description.model, placements, dispatchers, context.without_memory(), stage)
     memory = loading_memory(model, fills_all_first=config.load_format == "dummy")
     wait_for_cache_writers(cancelled_only=True)  # cancelled writers still hold the weights of a deleted model
-    free = free_memory() // config.num_ranks if config.device == "cpu" else torch.cuda.mem_get_info()[0]
+    free = _free_bytes(config)
     if memory.peak > free:
         raise CheckpointError(_too_large(config, memory, free))
+    require_room(config, model.cache_needs, free - memory.kept)
     groups.world.barrier()  # collective: all ranks; all measure free memory before any rank fills it
     allocate_parameters(model, context)
     if config.load_format == "dummy":
@@ -101,8 +105,9 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
     checkpoint = open_checkpoint(Path(config.model_path), weight_format)
     if (decoder_part := description.family.decoder_part) is not None:
         checkpoint = select_decoder(checkpoint, decoder_part)
+    family = with_stored_orientation(description.family, checkpoint.tensors, description.model.hidden_size)
     if config.quantization == "int4" and weight_format.is_int4:
-        keep_int4(checkpoint, destinations(model, description.family, checkpoint.names))
+        keep_int4(checkpoint, destinations(model, family, checkpoint.names))
     cache = PackedWeightCache(cache_folder() / "packed", config.packed_cache)
     # Rebalancing writes to the weights, so they must not be mapped from the cache or be in use by a cache writer.
     is_cached = (
@@ -117,7 +122,7 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
             return LoadedModel(model.eval(), mapped_bytes=sum(tensor.nbytes for tensor in state.values()))
         cache.remove(key)
     packer = Packer(model)
-    places = destinations(model, description.family, checkpoint.names)
+    places = destinations(model, family, checkpoint.names)
     load_weights(
         checkpoint,
         places,
@@ -169,15 +174,21 @@ def _select_kernels(config: EngineConfig, device: torch.device) -> Kernels:
     return with_deep_gemm(kernels, device, getattr(torch, config.dtype), only_fastest=only_fastest)
 
 
+def _free_bytes(config: EngineConfig) -> int:
+    """Return the bytes that this rank may allocate."""
+    return free_memory(config.num_ranks) if config.device == "cpu" else int(torch.cuda.mem_get_info()[0])
+
+
 def _too_large(config: EngineConfig, memory: LoadingMemory, free: int) -> str:
     """Return an error message for weights that do not fit, with remedies."""
     share = f" for each of {config.num_ranks} ranks" if config.num_ranks > 1 else ""
+    limits = "".join(f" ({limit})" for limit in resource_limits())
     form = f"{config.dtype}, quantised to {config.quantization}" if config.quantization else config.dtype
     return (
         f"the weights of {config.model_path} do not fit in memory: as {form} they take {shown_bytes(memory.kept)}, and "
-        f"{shown_bytes(memory.peak)} while they are loaded{share}, but {shown_bytes(free)} are free{share}. Use a "
-        "machine with more memory, a smaller model or dtype, or a smaller quantization (int8 or int4 on CPUs, fp8 on "
-        "GPUs); `moeserve inspect` lists the sizes of its parts"
+        f"{shown_bytes(memory.peak)} while they are loaded{share}, but {shown_bytes(free)} are free{share}{limits}. "
+        "Use a machine with more memory, a smaller model or dtype, or a smaller quantization (int8 or int4 on CPUs, "
+        "fp8 on GPUs); `moeserve inspect` lists the sizes of its parts"
     )
 
 
@@ -188,6 +199,7 @@ def _cache_key(config: EngineConfig, model: Decoder, placements: Sequence[Placem
     return hash_key(
         PACKED_STATE_VERSION,
         fingerprint(files),
+        config.hf_overrides,
         config.dtype,
         config.quantization,
         model.context.kernels.instruction_set,
@@ -222,6 +234,7 @@ def _cache_facts(config: EngineConfig, model: Decoder) -> dict[str, str]:
     return {
         "version": str(STORED_ITEMS_VERSION),
         "model": sampled_digest(files),
+        "hf_overrides": json.dumps(config.hf_overrides, sort_keys=True),
         "dtype": config.dtype,
         "kv_cache_dtype": "fp8" if config.has_float8_cache else config.dtype,
         "quantization": str(config.quantization),

@@ -5,17 +5,20 @@ from __future__ import annotations
 import functools
 
 from moeserve.config.settings import EngineConfig
+from moeserve.errors import SettingsError
 from moeserve.layers.cache import CacheNeeds, CacheSize
+from moeserve.machine import shown_bytes
 from moeserve.models.decoder import Decoder
 from moeserve.ops.torch.dense_attention import MAX_MASK_SIZE
 from moeserve.ops.torch.sampling import PIECE_SIZE
 from moeserve.sampling_params import RequestParams
 from moeserve.worker.drafting import drafter_of
-from moeserve.worker.kv_cache import count_blocks
+from moeserve.worker.kv_cache import count_blocks, free_bytes, measure_step_memory
 from moeserve.worker.model_runner import ModelRunner
 from moeserve.worker.request_table import Chunk, RequestState, RequestTable
 from moeserve.worker.step_replay import EagerSteps, StepContext
 
+LARGE_STEP_TOKENS = 8192  # steps of at most this size are not checked before the first is run
 LEAST_LONG_CHUNK = 256  # number of rows for which latent attention expands the whole context
 
 
@@ -40,9 +43,34 @@ def profile_blocks(config: EngineConfig, probe: ModelRunner, needs: CacheNeeds, 
 
     Raises:
         CacheTooSmallError: not even one request of the shortest useful length fits.
+        SettingsError: the largest step does not fit.
     """
+    require_room_for_steps(config, probe)
     run_largest_step = functools.partial(_run_for_memory, probe, largest_step(config))
     return count_blocks(config, needs, reserved_bytes, run_largest_step)
+
+
+def require_room_for_steps(config: EngineConfig, probe: ModelRunner) -> None:
+    """Refuse a step so large that its memory does not exist, without running it. Collective: all ranks.
+
+    Steps are run with twice the tokens each time. A step is not run if the memory of the last one, in proportion to the
+    tokens, is not free.
+
+    Raises:
+        SettingsError: the largest step does not fit.
+    """
+    num_tokens, most = LARGE_STEP_TOKENS, min(config.max_num_batched_tokens, config.max_num_seqs * config.max_model_len)
+    while num_tokens < most:
+        run = functools.partial(_run_for_memory, probe, largest_step(config, num_tokens))
+        peak, free = measure_step_memory(run, config.device), free_bytes(config)
+        following = min(2 * num_tokens, most)
+        if peak * following // num_tokens > free:
+            raise SettingsError(
+                f"max_num_batched_tokens={config.max_num_batched_tokens} does not fit in memory: a step of "
+                f"{num_tokens} tokens takes {shown_bytes(peak)}, and {shown_bytes(free)} are free for one of "
+                f"{following}; lower it to {num_tokens}"
+            )
+        num_tokens = following
 
 
 def run_all_sizes(probe: ModelRunner, config: EngineConfig) -> None:

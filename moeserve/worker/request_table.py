@@ -42,13 +42,7 @@ class RequestState:
     def has_spec(self) -> bool:
         """True if sampling its tokens needs more than its settings; see `SampleSpec`."""
         params = self.params
-        return bool(
-            params.has_penalties
-            or params.logit_bias
-            or params.grammar is not None
-            or params.logprobs is not None
-            or (params.min_tokens and self.end_token_ids)
-        )
+        return bool(params.changes_scores or params.logprobs is not None or (params.min_tokens and self.end_token_ids))
 
 
 class ChunkStates(NamedTuple):

@@ -43,14 +43,15 @@ class SampleSpec:
     """The inputs of sampling a row beyond the settings of its request."""
 
     params: RequestParams
-    barred_token_ids: Sequence[int] = ()  # stop tokens, while below min_tokens
+    barred_token_ids: Sequence[int] = ()  # stop tokens, while below min_tokens; ends of bad words that have begun
     prompt_token_ids: Sequence[int] = ()  # empty unless params.has_penalties
     output_token_ids: Sequence[int] = ()  # empty unless params.has_penalties
+    forced_token_id: int | None = None  # the only token that may come
     allowed: AllowedTokens | None = None  # tokens that the request's grammar allows; None: it has no grammar
 
     @property
     def changes_scores(self) -> bool:
-        return bool(self.barred_token_ids or self.allowed or self.params.logit_bias or self.params.has_penalties)
+        return bool(self.barred_token_ids or self.allowed) or self.params.changes_scores
 
 
 class SampledToken(NamedTuple):
@@ -100,12 +101,12 @@ class SampledRows:
             for row, highest in zip(self.changed, others.pop(0).tolist(), strict=True):
                 if highest == -math.inf:
                     by_grammar = "structured_outputs allow none of them here"
-                    hint = "bar fewer stop tokens" if self.specs[row].allowed is None else by_grammar
+                    hint = "bar fewer tokens" if self.specs[row].allowed is None else by_grammar
                     errors.setdefault(row, f"all {self.vocab_size} tokens are barred, so none can be chosen; {hint}")
         logprobs: dict[int, TokenLogprobs] = {}
-        for row, *columns in zip(self.with_logprobs, *(each.tolist() for each in others), strict=True):
+        for row, *columns in zip(self.with_logprobs, *others, strict=True):
             end = 1 + (self.specs[row].params.logprobs or 0)
-            token_ids, numbers, ranks = (column[:end] for column in columns)
+            token_ids, numbers, ranks = (column[:end].tolist() for column in columns)
             logprobs[row] = TokenLogprobs(token_ids=token_ids, logprobs=numbers, ranks=ranks)
         return [
             SampledToken(token_id, logprobs.get(row), errors.get(row)) for row, token_id in enumerate(tokens_L.tolist())
@@ -114,19 +115,26 @@ class SampledRows:
 
 def needs_tokens(request: RequestState) -> bool:
     """Return True if choosing a token requires the values of all earlier tokens on the host."""
-    return request.params.has_penalties or request.params.grammar is not None
+    return request.params.needs_output
 
 
 def sample_spec(request: RequestState, allowed: AllowedTokens | None = None, drafts: Sequence[int] = ()) -> SampleSpec:
     """Return the spec for sampling the token of a request after some drafts."""
     params, token_ids = request.params, [*request.token_ids, *drafts] if drafts else request.token_ids
-    num_prompt_tokens = request.num_prompt_tokens if params.has_penalties else len(token_ids)
+    num_prompt_tokens, num_output_tokens = request.num_prompt_tokens, request.num_output_tokens + len(drafts)
+    barred = [*request.end_token_ids] if num_output_tokens < params.min_tokens else []
+    for *first, last in params.bad_token_ids:
+        if len(first) <= num_output_tokens and token_ids[len(token_ids) - len(first) :] == first:
+            barred.append(last)
+    counted_from = num_prompt_tokens if params.has_penalties else len(token_ids)
+    is_forced = num_output_tokens < len(params.forced_token_ids)
     return SampleSpec(
         params=params,
-        barred_token_ids=request.end_token_ids if request.num_output_tokens + len(drafts) < params.min_tokens else (),
+        barred_token_ids=barred,
         prompt_token_ids=token_ids[:num_prompt_tokens] if params.has_penalties else (),
-        output_token_ids=token_ids[num_prompt_tokens:],
+        output_token_ids=token_ids[counted_from:],
         allowed=allowed,
+        forced_token_id=params.forced_token_ids[num_output_tokens] if is_forced else None,
     )
 
 
@@ -240,13 +248,14 @@ class _Entries:
 
 
 def _adjust_scores(scores_RV: Tensor, specs: Sequence[SampleSpec], upload: Upload) -> None:
-    """Apply bias, penalties, barred tokens and grammars in place.
+    """Apply bias, penalties, barred and allowed tokens in place.
 
     Tokens are barred last, so that no penalty can raise their scores again.
     """
     width = scores_RV.shape[1]
     biased, seen, counted, barred = (_Entries(width) for _ in range(4))
-    grammars: list[tuple[int, Array]] = []
+    bitmaps: list[tuple[int, Array]] = []  # rows, and the tokens that grammars and lists allow
+    num_bytes = max([-(-width // 8), *(len(spec.allowed.bits) for spec in specs if spec.allowed)])
     for row, spec in enumerate(specs):
         params = spec.params
         if params.logit_bias:
@@ -259,12 +268,20 @@ def _adjust_scores(scores_RV: Tensor, specs: Sequence[SampleSpec], upload: Uploa
         if spec.barred_token_ids:
             barred.add(row, spec.barred_token_ids, -math.inf)
         if spec.allowed is not None and not spec.allowed.error:
-            grammars.append((row, spec.allowed.bits))
+            bitmaps.append((row, spec.allowed.bits))
+        if params.allowed_bits:
+            bitmaps.append((row, np.frombuffer(params.allowed_bits, np.uint8)))
+        if spec.forced_token_id is not None:
+            bits = np.zeros(num_bytes, np.uint8)
+            bits[spec.forced_token_id // 8] = 1 << spec.forced_token_id % 8
+            bitmaps.append((row, bits))
     biased_P, bias_P, seen_P, penalties_P, counted_P, counts_P, barred_P, _, rows_G, bits_GB = upload(
         [
             *(array for entries in (biased, seen, counted, barred) for array in entries.arrays),
-            np.array([row for row, _ in grammars], np.int64),
-            np.stack([bits for _, bits in grammars]) if grammars else np.zeros((0, 0), np.uint8),
+            np.array([row for row, _ in bitmaps], np.int64),
+            np.array([np.pad(bits, (0, num_bytes - len(bits))) for _, bits in bitmaps], np.uint8).reshape(
+                -1, num_bytes
+            ),
         ]
     )
     scores_P = scores_RV.view(-1)
@@ -278,7 +295,7 @@ def _adjust_scores(scores_RV: Tensor, specs: Sequence[SampleSpec], upload: Uploa
         scores_P.index_add_(0, counted_P, counts_P.float())
     if len(barred_P):
         scores_P.index_fill_(0, barred_P, -math.inf)
-    for some in pieces(np.arange(len(grammars)), scores_RV):
+    for some in pieces(np.arange(len(bitmaps)), scores_RV):
         bits_P = bits_GB[some[0] : some[-1] + 1].reshape(-1).int()
         penalties_GV = _penalties_of_bits(scores_RV.device).index_select(0, bits_P).view(len(some), -1)[:, :width]
         scores_RV.index_add_(0, rows_G[some[0] : some[-1] + 1], penalties_GV)
@@ -318,6 +335,10 @@ def _columns_of_piece(scores_RV: Tensor, targets_R: Tensor, num_top: int) -> tup
     logprobs_RN = torch.log_softmax(scores_RV, dim=-1, dtype=torch.float64).gather(1, tokens_RN).float()
     scores_RN = scores_RV.gather(1, tokens_RN)
     target_ranks_R1 = 1 + (scores_RV > scores_RN[:, :1]).sum(dim=-1, keepdim=True)
+    # The scores fall, so the rank of a token is the place of the first one with its score.
     top_RH = scores_RN[:, 1:]
-    top_ranks_RH = 1 + (top_RH[:, None, :] > top_RH[:, :, None]).sum(dim=-1)
+    places_H = torch.arange(1, num_top + 1, device=top_RH.device)
+    is_first_RH = torch.ones_like(top_RH, dtype=torch.bool)
+    is_first_RH[:, 1:] = top_RH[:, 1:] != top_RH[:, :-1]
+    top_ranks_RH = torch.where(is_first_RH, places_H, 0).cummax(dim=-1).values
     return tokens_RN, logprobs_RN, torch.cat([target_ranks_R1, top_ranks_RH], dim=1)

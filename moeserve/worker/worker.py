@@ -24,6 +24,7 @@ from moeserve.layers.cache import CacheSize
 from moeserve.models.decoder import Decoder
 from moeserve.models.model_config import ModelConfig
 from moeserve.moe.dispatch.factory import DispatcherFactory
+from moeserve.ops.cpu.native import missing_kernels
 from moeserve.ops.interfaces import Kernels
 from moeserve.ops.side_stream import CudaSideStream
 from moeserve.ops.threads import set_num_threads
@@ -49,6 +50,7 @@ from moeserve.worker.model_runner import ModelRunner
 from moeserve.worker.profiling import make_probe, profile_blocks, run_all_sizes
 from moeserve.worker.protocol import Loaded, StoreFacts
 from moeserve.worker.request_table import RequestTable
+from moeserve.worker.room import num_states_of
 from moeserve.worker.started_step import StartedStep
 from moeserve.worker.step_replay import EagerSteps, ReplayFactory, StepContext
 
@@ -364,24 +366,22 @@ def select_replay(config: EngineConfig, model: Decoder, groups: Groups, context:
     return ReplayFactory(reserved_bytes=lambda: 0, make=lambda caches: EagerSteps(model, caches))
 
 
-def num_states_of(config: EngineConfig) -> int:
-    """Return the number of rows for recurrent states: one or, with drafts, two per running request, and saved ones."""
-    rows_per_request = 1 if config.speculative_config is None else 2
-    return rows_per_request * config.max_num_seqs + (config.num_saved_states or 0)
-
-
 def saved_rows_of(config: EngineConfig) -> range:
     """Return the rows of saved states, which come after those of running requests."""
     return range(config.max_num_seqs, config.max_num_seqs + (config.num_saved_states or 0))
 
 
 def note_on_bytes(config: EngineConfig, model: ModelConfig, kernels: Kernels) -> str | None:
-    """Return on what the bytes of a request's results depend, or None if on the request alone."""
+    """Return on what the bytes of a request's results depend, or None if on the request alone.
+
+    Without C++ kernels on a CPU, the note also says how to get them.
+    """
     reason = None
     if config.device != "cpu" and not config.batch_invariant:
         reason = f"device={config.device!r}"
     elif not kernels.batch_invariant_dtypes:
-        reason = "the C++ kernels are missing"
+        what = f"torch computes alone, 3 to 5 times slower than moeserve's C++ kernels, which {missing_kernels()}"
+        return f"{what}; also, the last bits of a request's results may depend on what runs beside it and on the layout"
     elif config.dtype == "float16" and config.device == "cpu":
         reason = "dtype='float16', in which the C++ kernels do not compute"
     if reason is not None:

@@ -57,7 +57,7 @@ def test_folders_that_are_no_checkpoint(broken: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("architectures", [["GPT2LMHeadModel"], []])
 def test_an_unsupported_architecture_is_named(broken: Path, architectures: list[str]) -> None:
-    edit_config(broken, architectures=architectures)
+    edit_config(broken, architectures=architectures, model_type="gpt2")
     assert all(name in refusal(broken) for name in architectures or ["architectures=[]"])
 
 

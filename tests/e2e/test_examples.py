@@ -5,8 +5,11 @@ from __future__ import annotations
 import io
 import runpy
 from pathlib import Path
+from typing import Any
 
+import nbformat
 import pytest
+from nbclient import NotebookClient
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -20,12 +23,18 @@ EXPECTED = {
         "",
         ["before: placement epoch 0, fullest", "after: ", "started again: placement epoch 0, fullest"],
     ),
+    "whole_api.py": (
+        "",
+        ["Paris", "London", "bfloat16 512 True", "refused: prompt", "mine True", "True False", "top_p=2.0 must be"],
+    ),
     "disaggregated/serve_and_ask.py": (
         "",
         ["449 tokens: The capital of England", '"remote"} 1.0', "} 432.0"],
     ),
 }
 
+
+NOTEBOOK = [["Paris", " five"], ["London"], ["Wednesday"], ["Paris", "Wednesday"]]  # texts of the cells that print
 
 ELSEWHERE = {"lm_eval_moeserve.py"}  # in tests/server/test_lm_eval.py
 
@@ -46,3 +55,21 @@ def test_example(
     printed = capsys.readouterr().out
     for text in expected:
         assert text in printed
+
+
+def test_notebook(default_cache: Path) -> None:
+    notebook = nbformat.read(EXAMPLES / "notebook.ipynb", as_version=4)
+    NotebookClient(notebook, timeout=200).execute()
+    outputs = ["".join(map(text_of, cell.outputs)) for cell in notebook.cells if cell.cell_type == "code"]
+    printed = [text for text in outputs if text and not text.startswith("LLM(")]
+    assert len(printed) == len(NOTEBOOK), outputs
+    for text, expected in zip(printed, NOTEBOOK, strict=True):
+        for each in expected:
+            assert each in text
+
+
+def text_of(output: Any) -> str:
+    """Return the text that an output of a cell shows, without what the cell wrote to standard error."""
+    if output.output_type == "stream":
+        return str(output.text) if output.name == "stdout" else ""
+    return str(output.data["text/plain"])

@@ -126,12 +126,20 @@ def test_weights_cut_inside_a_group_are_quantised_anew(tmp_path: Path) -> None:
     assert any(name.endswith("mlp.down.weights") for name in given.weights.keys() - given.kept)
 
 
-def test_reordered_inputs_are_quantised_anew(tmp_path: Path) -> None:
-    """Groups of inputs that are no neighbours."""
-    encoded, _ = checkpoint(tmp_path, "mixtral", "gptq", 32)
+def test_groups_tell_whether_inputs_are_reordered(tmp_path: Path) -> None:
+    """Whatever the config says of act-order: codes are kept where the inputs of groups are neighbours."""
+    encoded, decoded = checkpoint(tmp_path, "mixtral", "gptq", 32)
     config = json.loads((encoded / "config.json").read_text())
     config["quantization_config"]["desc_act"] = True
     (encoded / "config.json").write_text(json.dumps(config))
+    exact, given = load(decoded, is_exact=True), load(encoded)
+    assert given.weights.keys() - given.kept == {"head.weights"}
+    given.assert_kept(exact)
+    config["quantization_config"]["desc_act"] = False
+    (encoded / "config.json").write_text(json.dumps(config))
+    tensors = load_file(encoded / "model.safetensors")
+    reordered = {name: group_I.flip(0) if name.endswith("g_idx") else group_I for name, group_I in tensors.items()}
+    save_file(reordered, encoded / "model.safetensors", metadata={"format": "pt"})
     assert not load(encoded).kept
 
 

@@ -136,14 +136,14 @@ def test_weights_that_do_not_fit_are_refused(deep: Path, monkeypatch: pytest.Mon
     assert int4.kept < int4.peak < plain.kept
     options = dict(dtype="bfloat16", num_threads=1, packed_cache=0, kv_cache_memory="1MiB")
 
-    monkeypatch.setattr(loading, "free_memory", lambda: int4.peak)
+    monkeypatch.setattr(loading, "free_memory", lambda num_processes: int4.peak)
     LLM(deep, quantization="int4", **options).shutdown()
     with pytest.raises(CheckpointError, match=r"bfloat16 .*int8 or int4"):
         LLM(deep, **options)
     # All random weights are drawn before the first is packed.
     with pytest.raises(CheckpointError, match="quantised to int4"):
         LLM(deep, quantization="int4", load_format="dummy", **options)
-    monkeypatch.setattr(loading, "free_memory", lambda: int4.peak - 1)
+    monkeypatch.setattr(loading, "free_memory", lambda num_processes: int4.peak - 1)
     with pytest.raises(CheckpointError, match="quantised to int4"):
         LLM(deep, quantization="int4", **options)
 

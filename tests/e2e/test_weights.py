@@ -24,14 +24,14 @@ import torch
 from moeserve.config.resolve import MachineFacts, resolve
 from moeserve.config.validation import parse_settings
 from moeserve.distributed.groups import groups_of_one_rank
-from moeserve.models import registry, weight_loading
+from moeserve.models import checkpoint, registry, weight_loading
 from moeserve.worker.loading import load_model
 
 def resident(name):
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
-weight_loading.REMAP_BYTES = 8 * 2**20  # small, as these checkpoints are
+checkpoint.REMAP_BYTES = 8 * 2**20  # small, as these checkpoints are
 facts = registry.read_facts(sys.argv[1])
 config = resolve(parse_settings({"packed_cache": 0}), facts, MachineFacts(num_cores=1))
 torch.ones(4).bfloat16() @ torch.ones(4, 4).bfloat16()  # what torch needs once

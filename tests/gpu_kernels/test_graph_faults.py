@@ -84,6 +84,16 @@ def host_read(table: Kernels, monkeypatch: pytest.MonkeyPatch) -> Kernels:
     return dataclasses.replace(table, pairs=Changed(table.pairs, "order", order))
 
 
+def host_size(table: Kernels, monkeypatch: pytest.MonkeyPatch) -> Kernels:
+    """An order of pairs that is indexed by a mask, so that the host reads the number of pairs."""
+
+    def order(original: Any, *args: Any) -> tuple[Tensor, Tensor]:
+        ordered, counts = original(*args)
+        return ordered[ordered >= 0], counts
+
+    return dataclasses.replace(table, pairs=Changed(table.pairs, "order", order))
+
+
 def host_wait(table: Kernels, monkeypatch: pytest.MonkeyPatch) -> Kernels:
     def order(original: Any, *args: Any) -> tuple[Tensor, Tensor]:
         torch.cuda.synchronize()
@@ -135,6 +145,7 @@ GRAPH_FAULTS: dict[Callable[[Kernels, pytest.MonkeyPatch], Kernels], str] = {
     stale_input: "False",
     stale_output: "False",
     host_read: "Tensor.tolist reads a tensor on the host",
+    host_size: "reads a tensor on the host",
     host_wait: "the host waits for the device",
     wrong_stream: "not part of the capture",
     early_wait: "uses memory of another stream without waiting for it",

@@ -43,12 +43,13 @@ def test_launches_on_a_gpu_find_what_was_compiled_without_one(tmp_path: Path, mo
     from triton import knobs
     from triton.runtime.driver import driver
 
-    from moeserve.bench.gpu.compiled import compile_items, relocate
+    from moeserve.bench.gpu.launches import items, relocate
+    from moeserve.bench.gpu.parts import Job
     from moeserve.triton_kernels.rms_norm import add_rms_norm, rms_norm
 
     monkeypatch.setenv("TRITON_STORE_BINARY_ONLY", "1")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "made"))
-    (row,) = dict(compile_items(90))["kernels of the check norms"]()
+    (row,) = dict(items(Job("compile", 1)))["kernels of the check norms"]()
     assert row["status"] == "passed"
     assert row["num_new"] == row["num_kernels"] > 0
     (tmp_path / "made").rename(tmp_path / "carried")
@@ -71,8 +72,7 @@ def test_launches_on_a_gpu_find_what_was_compiled_without_one(tmp_path: Path, mo
 def test_kernel_that_does_not_compile_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from moeserve.bench.gpu.compiled import compile_rows
-    from moeserve.bench.gpu.launches import recorded_launches
+    from moeserve.bench.gpu.launches import compile_rows, recorded_launches
     from moeserve.triton_kernels.rms_norm import rms_norm
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))

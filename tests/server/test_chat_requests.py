@@ -189,11 +189,31 @@ def test_errors_name_the_field(plain: RunningServer, path: str, fields: dict[str
     assert answer.json()["error"]["message"].startswith(f"{name}: ")
 
 
-@pytest.mark.parametrize("name", ["audio", "web_search_options", "documents", "use_beam_search", "bad_words", "echo"])
+@pytest.mark.parametrize(
+    "name", ["audio", "web_search_options", "documents", "use_beam_search", "early_stopping", "echo"]
+)
 def test_what_would_change_the_answer_is_refused_by_name(plain: RunningServer, name: str) -> None:
     error = refused(plain, **{name: ["x"]})
     assert error["message"].startswith(f"{name} is not supported here")
     assert (error["param"], error["code"]) == (name, "unsupported_parameter")
+
+
+def test_sampling_parameters_of_vllm_have_the_effect_of_the_same_fields(plain: RunningServer, tiny: AsyncLLM) -> None:
+    assert tiny.codec is not None
+    letters = tiny.codec.encode("abc")
+
+    def text(**fields: Any) -> str:
+        fields = {"temperature": 0, "max_tokens": 8, "ignore_eos": True} | fields
+        return str(post(plain, "/v1/completions", prompt="Hi", **fields)["choices"][0]["text"])
+
+    written = text(allowed_token_ids=letters)
+    assert len(written) == 8
+    assert set(written) <= set("abc")
+    assert written[0] not in text(allowed_token_ids=letters, bad_words=[written[0]])
+    answer = post(plain, "/v1/completions", prompt="x" * 10000, truncate_prompt_tokens=5)
+    assert answer["usage"]["prompt_tokens"] == 5
+    random = {text(temperature=1.0, seed=-1) for _ in range(4)}
+    assert len(random) == 4
 
 
 def test_a_strict_server_refuses_unknown_fields(tiny: AsyncLLM, caplog: pytest.LogCaptureFixture) -> None:

@@ -13,7 +13,7 @@ import pytest
 from test_config import FACTS
 
 from moeserve import AsyncLLM, EngineError, SamplingParams
-from moeserve.api import async_llm
+from moeserve.api import engine_thread
 from moeserve.api.frontend import Frontend
 from moeserve.api.session import Session
 from moeserve.api.startup import TextParts
@@ -87,7 +87,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], tuple[AsyncLLM, En
         texts = TextParts(None, SamplingParams(), eos_token_ids=[])
         return AsyncLLM.of_session(session, texts), engine
 
-    monkeypatch.setattr(async_llm, "SECONDS_BETWEEN_CHECKS", 0.01)
+    monkeypatch.setattr(engine_thread, "SECONDS_BETWEEN_CHECKS", 0.01)
     return start
 
 
@@ -143,7 +143,7 @@ def test_a_closed_event_loop_does_not_concern_others(start: Any, monkeypatch: py
     monkeypatch.setattr(engine, "step", lambda: step() if may_step.is_set() else [])
     loop = asyncio.new_event_loop()
     task = loop.create_task(tokens_of(llm))
-    while not llm._mailboxes:
+    while not llm._engine_thread.mailboxes:
         loop.run_until_complete(asyncio.sleep(0.005))
     loop.close()
     loop.is_closed = lambda: False  # type: ignore[method-assign]

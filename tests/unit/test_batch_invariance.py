@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -65,6 +67,17 @@ def test_the_note_is_logged(plain: Reference, caplog: pytest.LogCaptureFixture) 
         for dtype in ("float32", "float16"):
             LLM(model=str(plain.folder), dtype=dtype, num_threads=1).shutdown()
             assert ("dtype='float16'" in caplog.text) == (dtype == "float16")
+
+
+def test_missing_kernels_are_logged_once_with_their_cost_and_remedy(plain: Reference) -> None:
+    code = (
+        "import sys; sys.modules['moeserve._cpu'] = None\n"  # as if it had not been built
+        "from moeserve import LLM\n"
+        "LLM(model=sys.argv[1], num_threads=1).shutdown()\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code, plain.folder], capture_output=True, text=True, check=True)
+    assert run.stderr.count("3 to 5 times slower") == 1
+    assert "apt install g++" in run.stderr
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 from pathlib import Path
 
@@ -35,6 +36,27 @@ def test_missing_names_are_found(tree: check_documents.Tree, text: str, missing:
     found = list(tree.missing(text))
     assert len(found) == len(missing), found
     assert all(name in fault for name, fault in zip(missing, found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("docstring", "faults"),
+    [
+        ("Add.\n\n    Args:\n        a, b: numbers.\n\n    Returns:\n        The sum.\n    ", []),
+        ("\n    Args:\n        a: a number,\n            and more: text.\n        *rest: others.\n    ", []),
+        ("Add.\n\n    Args:\n        a: x.\n\n        Returns:\n            The sum.\n    ", ["Args,     Returns"]),
+        ("Add.\n\n    Raises:\n        E: x.\n\n    Args:\n        a: x.\n    ", ["Raises, Args"]),
+        ("Add.\n\n    Args:\n        a: x.\n\n    Args:\n        b: x.\n    ", ["Args, Args"]),
+        ("Add.\n\n    Args:\n            a: x.\n    ", ["Args: must have entries"]),
+        ("Add.\n\n    Args:\n    a: x.\n    ", ["Args: must have entries"]),
+        ("Add.\n\n    Args:\n        a: x.\n        b: y.\n        a: z.\n    ", ["a is described twice"]),
+        ("Add.\n\n    Args:\n        a, c: x.\n    ", ["c is no parameter"]),
+    ],
+)
+def test_broken_sections_are_found(docstring: str, faults: list[str]) -> None:
+    module = ast.parse(f'def add(a, b, *rest):\n    """{docstring}"""\n')
+    found = [fault for _, fault in check_documents.faults_of_sections(module)]
+    assert len(found) == len(faults), found
+    assert all(fault in text for fault, text in zip(faults, found, strict=True))
 
 
 def test_code_blocks_and_links_of_documents_are_checked(

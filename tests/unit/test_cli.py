@@ -37,19 +37,26 @@ def parse_generate(*arguments: str) -> argparse.Namespace:
         (["generate", "--prompt", "x", "--max_num_seq", "3"], ["--max-num-seqs?"]),
         (["generate", "--prompt", "x", "--gpu-memory-utilisation", "1"], ["--gpu-memory-utilization?"]),
         (["generate", "--prompt", "x", "--prom", "x"], ["--prompt?"]),  # no abbreviations
-        (["generate"], ["--prompt"]),
-        (["generate", "--prompt", ""], ["--prompt"]),
+        (["generate", "--tp", "2", "question"], ["--tp", "-tp?"]),
+        (["generate", "--enable-lora", "--prompt", "x"], ["unknown flag --enable-lora: see --help"]),
+        (["generate", "question", "--bogus", "x"], ["--bogus"]),
+        (["generate"], ["prompt"]),
+        (["generate", "owner/name"], ["prompt", "moeserve generate owner/name"]),
+        (["generate", "folder", "question", "--prompt", "another"], ["'question'"]),
+        (["generate", "--prompt", ""], ["prompt"]),
         (["generate", "one", "--model", "two", "--prompt", "x"], ["MODEL=one", "--model=two"]),
         (["generate", "--prompt", "x", "--max-num-seqs", "0"], ["--max-num-seqs", "'0'", "an integer from 1"]),
         (["generate", "--prompt", "x", "--dtype", "fp8"], ["--dtype", "'fp8'", "bfloat16"]),
         (["generate", "--prompt", "x", "--stop-token-ids", "a"], ["--stop-token-ids", "an integer"]),
         (["generate", "--prompt", "x", "--pipeline-layers", "3,x"], ["--pipeline-layers", "3,x", "an integer"]),
+        (["generate", "x", "--speculative-config", '{"method": "eagle"}'], ["method='eagle'", "'ngram', 'mtp'"]),
+        (["generate", "x", "--speculative-config", "{method: ngram}"], ["{method: ngram}", "is not JSON"]),
         (["generate", "--prompt", "x", "--zzzz"], ["unknown flag --zzzz: see --help"]),
         (["generate", "--prompt", "x", "-qq", "2"], ["unknown flag -qq: see --help"]),
         (["viz", "loads.jsonl", "--pgn", "x"], ["--pgn", "--png?"]),
         (["viz"], ["LOADS"]),
         (["viz", "loads.jsonl", "--num-redundant-experts", "-1"], ["'-1'", "an integer from 0"]),
-        (["upcycle", "a", "b", "--export", "4"], ["--export", "--experts?"]),
+        (["upcycle", "a", "b", "--exprts", "4"], ["--exprts", "--experts?"]),
         (["bench", "thruput"], ["'thruput'", "throughput"]),
         (["bench", "moe", "--rows", "0"], ["--rows", "0"]),
         (["genrate"], ["genrate", *cli.COMMANDS]),
@@ -72,7 +79,15 @@ def test_wrong_command_lines_exit_with_status_2(
     ("arguments", "named"),
     [
         (["generate", "no/such/folder", "--prompt", "x"], ["no/such/folder"]),
-        (["generate", "no/such/folder", "--prompt", "x", "--temperature", "-1"], ["temperature=-1.0"]),
+        (["generate", "no/such/folder", "--prompt", "x", "--temperature", "-1"], ["--temperature -1.0"]),
+        (["generate", "x", "-tp", "2"], ["--tensor-parallel-size 2 does"]),
+        (["generate", "x", "-dp", "2", "--executor", "uniproc"], ["--executor uniproc runs", "use --executor mp\n"]),
+        (
+            ["generate", "x", "--batch-invariant", "-tp", "3", "-dp", "2", "--dispatcher", "local"],
+            ["--dispatcher local"],
+        ),
+        (["generate", "x", "--kv-file", "f"], ["--kv-file f", "--kv-host-memory"]),
+        (["generate", "x", "--kv-folder", "f", "--no-enable-prefix-caching"], ["--enable-prefix-caching\n"]),
         (["upcycle", "no/such/file.gguf", "out"], ["no/such/file.gguf"]),
         (["plan", "x", "--ranks", "4", "--decode-requests", "2"], ["--decode-requests", "--hardware"]),
         (["simulate", "x", "--hardware", "h800"], ["--ranks", "--nodes"]),
@@ -108,6 +123,52 @@ def test_the_default_model_is_not_made_for_a_command_line_that_is_refused(
     monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path))
     monkeypatch.setattr(default_model, "default_model", lambda *_: pytest.fail("the default model was made"))
     assert cli.main(["generate", "--prompt", "x", *flags]) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "model", "prompts"),
+    [
+        (["question"], None, ["question"]),
+        (["what is 1/2?"], None, ["what is 1/2?"]),
+        (["--max-tokens", "3", "question"], None, ["question"]),
+        (["question", "--max-tokens", "3"], None, ["question"]),
+        (["folder", "question"], "folder", ["question"]),
+        (["folder", "--max-tokens", "3", "question"], "folder", ["question"]),
+        (["--max-tokens", "3", "folder", "question", "--raw"], "folder", ["question"]),
+        (["folder", "--prompt", "one", "--prompt", "two"], "folder", ["one", "two"]),
+    ],
+)
+def test_the_prompt_may_be_the_last_positional_argument(
+    arguments: list[str], model: str | None, prompts: list[str]
+) -> None:
+    options = parse_generate(*arguments)
+    assert (options.model_folder, options.prompt) == (model, prompts)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("kv_file='f' needs kv_host_memory", "--kv-file f needs --kv-host-memory"),
+        ("enable_prefix_caching=True, not False", "--enable-prefix-caching, not False"),
+        ("enable_prefix_caching=False", "--no-enable-prefix-caching"),
+        ("expert_parallel=True", "--expert-parallel True"),
+        ("pipeline_layers=[4, 4] has", "--pipeline-layers 4,4 has"),
+        ("kv_host_memory='4 GiB'.", "--kv-host-memory '4 GiB'."),
+        ("gpu_memory_utilization=0.9.", "--gpu-memory-utilization 0.9."),
+        ("the seed of a model: seed=3", "the seed of a model: --seed 3"),
+        # no settings
+        *(
+            (text, text)
+            for text in ("c/config.json: dtype='int8'", "s.yaml: max_num_seqs=0", "/a/kv_folder/b, kv_folder/b")
+        ),
+        *((text, text) for text in ("'kv_folder'", "LLM.seed=1", "hidden_size=3")),
+    ],
+)
+def test_messages_write_settings_as_flags(text: str, shown: str) -> None:
+    command = Parser()
+    generate.add_arguments(command)
+    assert command.as_flags(text) == shown
+    assert command.as_flags(shown) == shown
 
 
 def test_plan_and_simulate_share_the_flags_of_a_cluster() -> None:

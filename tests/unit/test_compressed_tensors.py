@@ -92,15 +92,20 @@ def written_and_read(folder: Path, presets: dict[str, str], group_size: int | No
         ({"a": "W4A16_ASYM"}, 32, "int4 of compressed-tensors"),
         ({"a": "W4A16"}, 128, "int4 of compressed-tensors"),
         ({"a": "W4A16_ASYM"}, 128, "int4 of compressed-tensors"),
+        ({"a": "W8A16"}, None, "int8 of compressed-tensors"),
+        ({"a": "W8A8"}, None, "int8 of compressed-tensors"),
         ({"a": "FP8_DYNAMIC", "b": "NVFP4A16"}, None, "nvfp4 and fp8"),
+        ({"a": "FP8_DYNAMIC", "b": "FP8_BLOCK", "c": "W8A8"}, None, None),
+        ({"a": "W4A16", "b": "W8A16", "c": "MXFP4A16"}, None, None),
+        ({"a": "W4A16_ASYM", "b": "W4A16", "c": "W8A8"}, None, None),
     ],
 )
 def test_values_are_those_that_the_library_reads(
-    tmp_path: Path, presets: dict[str, str], group_size: int | None, stored_as: str
+    tmp_path: Path, presets: dict[str, str], group_size: int | None, stored_as: str | None
 ) -> None:
     model, config = written_and_read(tmp_path, presets, group_size)
     weight_format = read_weight_format(ConfigValues(tmp_path / "config.json", {"quantization_config": config}))
-    assert weight_format.stored_as == stored_as
+    assert stored_as is None or weight_format.stored_as == stored_as
     checkpoint = open_checkpoint(tmp_path, weight_format)
     read = {f"{name}.weight": torch.empty(256, 384) for name in presets}
     load_weights(checkpoint, Destinations({name: [whole(read[name])] for name in read}), show_progress=False)

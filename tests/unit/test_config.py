@@ -58,8 +58,9 @@ def test_defaults_come_from_the_checkpoint_and_the_machine() -> None:
     assert config.tokenizer_path == "somewhere"
     assert decide(has_cuda=True).device == "cpu"  # a GPU is used only on request
     in_float16 = dataclasses.replace(FACTS, dtype="float16")  # as checkpoints of GPTQ and AWQ often are
-    assert decide(in_float16).dtype == "float16"
-    assert decide(in_float16, quantization="int4").dtype == "bfloat16"
+    assert decide(in_float16).dtype == decide(in_float16, quantization="int4").dtype == "bfloat16"
+    assert decide(in_float16, has_kernels=False).dtype == "float32"
+    assert decide(in_float16, dtype="float16").dtype == decide(in_float16, **ON_GPU).dtype == "float16"
     on_gpu = decide(quantization="fp8", has_kernels=False, attention_backend="flashinfer", **ON_GPU)
     assert (on_gpu.device, on_gpu.quantization, on_gpu.attention_backend) == ("cuda", "fp8", "flashinfer")
     assert on_gpu.product_backend == "measured"
@@ -100,8 +101,8 @@ def test_given_values_are_kept() -> None:
         ("max_nm_seqs", 3, "'max_num_seqs'"),
         ("block-size", 3, "'block_size'"),
         ("gpu_memory_utilisation", 0.9, "'gpu_memory_utilization'"),
-        ("quux", 3, "max_num_seqs"),
-        ("max_num_seqs", 0, "max_num_seqs=0 must be an integer from 1 to 2147483647"),
+        ("quux", 3, "help(moeserve.LLM"),
+        ("max_num_seqs", 0, "max_num_seqs=0 must be an integer from 1 to 2**31 - 1"),
         ("max_num_seqs", "many", "max_num_seqs='many'"),
         ("max_num_seqs", True, "max_num_seqs=True"),
         ("block_size", -1, "block_size=-1"),
@@ -135,6 +136,30 @@ def test_given_values_are_kept() -> None:
 )
 def test_wrong_values_are_refused_by_name(option: str, value: object, named: str) -> None:
     assert_refused(option, named, **{option: value})
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        ({"method": "eagle"}, "method='eagle', which must be one of 'ngram', 'mtp'"),
+        ({"method": None, "num_speculative_tokens": 4}, "method=None"),
+        (
+            {"method": "ngram", "num_speculative_tokens": 65},
+            "num_speculative_tokens=65, which must be",
+        ),
+        ({"method": "ngram", "num_speculative_tokens": "4"}, "num_speculative_tokens='4'"),
+        ({"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 0}, "prompt_lookup_min=0"),
+        ({"methd": "ngram"}, "'methd': did you mean 'method'?"),
+        ({"model": "draft", "num_speculative_tokens": 4}, "'model': known are: method, "),
+        ({"method": "ngram"}, "lacks num_speculative_tokens"),
+        ({}, "lacks method, num_speculative_tokens"),
+        ({5: 6}, "unknown key 5"),
+        ("ngram", "must be a dict"),
+        ([], "must be a dict"),
+    ],
+)
+def test_wrong_keys_of_nested_settings_are_named(value: object, named: str) -> None:
+    assert_refused("speculative_config=", named, speculative_config=value)
 
 
 @pytest.mark.parametrize(

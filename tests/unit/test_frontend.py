@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from moeserve.api.frontend import Frontend
 from moeserve.api.prompts import pair_prompts
 from moeserve.api.tokenizer import TextCodec
+from moeserve.config.settings import LIMITS
 from moeserve.errors import RequestError
 from moeserve.models.tokenizer_files import LoadedTokenizer
 from moeserve.outputs import Logprob, RequestOutput
@@ -104,8 +105,8 @@ def test_each_prompt_gets_its_own_sampling_parameters() -> None:
     assert [request.eos_token_ids for request in requests] == [[EOS], []]
     with pytest.raises(RequestError, match="3 prompts came with 2 sampling_params"):
         pair_prompts(["a", "b", "c"], both)
-    with pytest.raises(RequestError, match=r"is a dict; pass SamplingParams"):
-        pair_prompts("a", {"temperature": 0})  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match=r"is a float; pass SamplingParams"):
+        pair_prompts("a", 0.5)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -123,7 +124,7 @@ def test_each_prompt_gets_its_own_sampling_parameters() -> None:
         ([1] * 100, "has 100 tokens, and max_model_len=100 leaves room for 99 .* raise max_model_len"),
         ("a" * 100, "has 100 tokens"),
         ({"promt": "a"}, "unknown key 'promt': did you mean 'prompt'"),
-        ({"prompt": "a", "prompt_token_ids": [1]}, "prompt and prompt_token_ids"),
+        ({"prompt": 5, "prompt_token_ids": [1]}, "prompt=5 must be a text"),
         ({"cache_salt": "a"}, "neither key"),
         ({"prompt": [1]}, r"prompt=\[1\] must be a text"),
         ({"prompt_token_ids": "abc"}, "prompt_token_ids='abc' must be a list"),
@@ -189,8 +190,61 @@ def test_a_given_seed_is_used_for_the_first_output_and_derived_for_the_others() 
     assert len({first.seed, second.seed, third.seed}) == 3
     again = requests_of(new_frontend(engine_seed=5), ["other", "a"], SamplingParams(n=3, seed=7))
     assert [request.seed for request in again] == [first.seed, second.seed, third.seed] * 2
-    (negative,) = requests_of(new_frontend(), "a", SamplingParams(seed=-1))
-    assert negative.seed == 2**64 - 1
+    (negative,) = requests_of(new_frontend(), "a", SamplingParams(seed=-2))
+    assert negative.seed == 2**64 - 2
+
+
+def test_a_seed_of_minus_one_is_random_for_each_output_of_each_engine() -> None:
+    prompts = [requests_of(new_frontend(), ["a", "a"], SamplingParams(n=2, seed=-1)) for _ in range(2)]
+    seeds = [request.seed for requests in prompts for request in requests]
+    assert len(set(seeds)) == 8
+    assert all(0 <= seed < 2**64 for seed in seeds)
+
+
+@pytest.mark.parametrize("prompt", ["Hello", {"prompt_token_ids": CODEC.encode("Hello")}])
+def test_truncated_prompts_keep_their_last_tokens(prompt: Any) -> None:
+    def kept(number: int | None, max_model_len: int = 100) -> list[int]:
+        frontend = new_frontend(max_model_len=max_model_len)
+        (request,) = requests_of(frontend, prompt, SamplingParams(truncate_prompt_tokens=number))
+        assert frontend.output("0").prompt_token_ids == request.prompt_token_ids
+        return request.prompt_token_ids
+
+    assert [kept(2), kept(5), kept(99), kept(None)] == [CODEC.encode("lo")] + [CODEC.encode("Hello")] * 3
+    assert kept(-1, max_model_len=4) == CODEC.encode("llo")  # one token is left for the output
+    with pytest.raises(RequestError, match="truncate_prompt_tokens"):
+        requests_of(new_frontend(), "x" * (LIMITS.max_text_length + 1), SamplingParams(truncate_prompt_tokens=1))
+
+
+def test_outputs_that_are_not_detokenized_have_no_text() -> None:
+    frontend = new_frontend()
+    (request,) = requests_of(frontend, "a", SamplingParams(detokenize=False, logprobs=0))
+    row = TokenLogprobs([65], [-0.5], [1])
+    assert send(frontend, request.request_id, token_ids=[65], logprobs=[row], finish_reason="length") is False
+    (output,) = frontend.output("0").outputs
+    assert (output.text, output.token_ids, output.logprobs) == ("", [65], [{65: Logprob(-0.5, 1, None)}])
+
+
+def test_numbers_of_log_probabilities_of_all_tokens_are_limited() -> None:
+    (request,) = requests_of(new_frontend(), "a", SamplingParams(logprobs=-1, prompt_logprobs=-1))
+    assert (request.params.logprobs, request.params.prompt_logprobs) == (VOCAB_SIZE, VOCAB_SIZE)
+    most = LIMITS.max_logprobs_entries // (1 + VOCAB_SIZE)
+    requests_of(new_frontend(), "a", SamplingParams(logprobs=-1, max_tokens=most // 2, n=2))
+    with pytest.raises(RequestError, match="logprobs=-1"):
+        requests_of(new_frontend(), "a", SamplingParams(logprobs=-1, max_tokens=most // 2 + 1, n=2))
+
+
+@pytest.mark.parametrize("name", ["stop_token_ids", "allowed_token_ids", "trace_decode_token_ids"])
+def test_token_ids_outside_the_vocabulary_are_refused_by_name(name: str) -> None:
+    requests_of(new_frontend(), "a", SamplingParams(**{name: [VOCAB_SIZE - 1]}))
+    with pytest.raises(RequestError, match=f"{name} names token {VOCAB_SIZE}"):
+        requests_of(new_frontend(), "a", SamplingParams(**{name: [3, VOCAB_SIZE]}))
+
+
+def test_bad_words_need_a_tokenizer() -> None:
+    with pytest.raises(RequestError, match="bad_words"):
+        requests_of(new_frontend(None), [1], SamplingParams(bad_words=["a"]))
+    (request,) = requests_of(new_frontend(), "a", SamplingParams(bad_words=["it", " it"]))
+    assert request.params.bad_token_ids == (tuple(CODEC.encode("it")), tuple(CODEC.encode(" it")))
 
 
 def test_without_a_seed_every_output_differs_and_the_engine_seed_decides() -> None:

@@ -33,6 +33,7 @@ from moeserve import LLM, CheckpointError, SamplingParams
 from moeserve.bench.peers.adapters.write_gguf import write
 from moeserve.models import registry
 from moeserve.models.gguf_checkpoint import checkpoint_folder, tensors_of
+from moeserve.models.gguf_reader import open_gguf
 from moeserve.models.gguf_tensors import GgufTensor
 from moeserve.models.gguf_tokenizer import write_tokenizer
 
@@ -177,23 +178,41 @@ def written(path: Path, metadata: dict[str, Any], tensors: dict[str, Any]) -> Pa
     return path
 
 
-@pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "MXFP4"])
+PLAIN = {"F64": np.float64, "I8": np.int8, "I16": np.int16, "I32": np.int32, "I64": np.int64}
+ENCODED = sorted({kind.name for kind in gguf.GGMLQuantizationType} - PLAIN.keys() - {"Q8_1", "Q8_K", "Q1_0"})
+
+
+@pytest.mark.parametrize("kind", [*PLAIN, *ENCODED])
 def test_rows_of_each_type_are_those_of_the_gguf_package(tmp_path: Path, kind: str) -> None:
     dice = np.random.default_rng(1)
-    values = dice.normal(size=(3, 10, 512)).astype(np.float32)
+    values = 50 * dice.normal(size=(3, 10, 512)).astype(np.float32)
     of_kind = gguf.GGMLQuantizationType[kind]
-    try:
-        data = gguf.quantize(values, of_kind)
-    except NotImplementedError:  # the package reads this type only, so codes are random, and scales are made finite
-        size, num_bytes = gguf.GGML_QUANT_SIZES[of_kind]
-        data = dice.integers(0, 60, size=(3, 10, 512 // size * num_bytes)).astype(np.uint8)
+    if kind in PLAIN:
+        data = values.astype(PLAIN[kind])
+        exact = torch.from_numpy(data.astype(np.float32))
+    else:
+        try:
+            data = gguf.quantize(values, of_kind)
+        except NotImplementedError:  # the package only reads this type, so codes are random, and scales are made finite
+            size, num_bytes = gguf.GGML_QUANT_SIZES[of_kind]
+            data = dice.integers(0, 60, size=(3, 10, 512 // size * num_bytes)).astype(np.uint8)
+        exact = torch.from_numpy(gguf.dequantize(data, of_kind).astype(np.float32))
     path = written(tmp_path / "a.gguf", {"general.architecture": "llama"}, {"a.weight": (of_kind, data)})
-    tensor = GgufTensor(path, gguf.GGUFReader(path).tensors[0])
-    exact = torch.from_numpy(gguf.dequantize(data, of_kind).astype(np.float32))
+    tensor = GgufTensor(path, open_gguf(path)[1]["a.weight"])
     assert tensor.shape == (3, 10, 512)
     assert exact.isfinite().all()
     for start, stop in ((0, 3), (1, 2), (2, 3)):
         assert torch.equal(tensor.read(None, start, stop), exact[start:stop])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["Q8_1", "Q8_K"])
+def test_types_of_intermediate_results_are_refused_by_name(tmp_path: Path, kind: str) -> None:
+    of_kind = gguf.GGMLQuantizationType[kind]
+    size, num_bytes = gguf.GGML_QUANT_SIZES[of_kind]
+    data = np.zeros((4, 512 // size * num_bytes), np.uint8)
+    path = written(tmp_path / "a.gguf", {"general.architecture": "llama"}, {"a.weight": (of_kind, data)})
+    with pytest.raises(CheckpointError, match=f"'a.weight' of type {kind}"):
+        GgufTensor(path, open_gguf(path)[1]["a.weight"]).check()
 
 
 DEEPSEEK = {
@@ -251,8 +270,9 @@ def test_a_file_in_parts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("metadata", "says"),
     [
-        ({"general.architecture": "mamba"}, r"general\.architecture='mamba'.*not supported"),
-        ({"general.architecture": "llama"}, r"llama\.expert_count=0.*upcycle"),
+        ({"general.architecture": "mamba"}, "mamba is a dense model.*is not llama"),
+        ({"general.architecture": "llama"}, r"moeserve upcycle \S+/other\.gguf other-moe"),
+        ({"general.architecture": "qwen9moe", "qwen9moe.expert_count": 8}, "'qwen9moe' is not supported.*qwen3moe"),
     ],
 )
 def test_other_models_are_refused(tmp_path: Path, metadata: dict[str, Any], says: str) -> None:

@@ -21,6 +21,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from moeserve.errors import CheckpointError
 from moeserve.models.gguf_file import GgufFile
 from moeserve.models.gguf_tokenizer import CONTROL, NORMAL, UNKNOWN, USER_DEFINED, write_tokenizer
+from moeserve.models.tokenizer_files import load_tokenizer
 
 WORDS = "the quick brown fox lazy dog they said that this thing things and then".split()  # noqa: SIM905
 
@@ -239,6 +240,21 @@ def test_the_space_prefix_can_be_disabled(tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer(" the").input_ids, skip_special_tokens=True) == " the"
 
 
+def test_ids_outside_the_vocabulary_are_not_used(tmp_path: Path) -> None:
+    assert (
+        sentence_piece(tmp_path, **{"ggml.padding_token_id": 10**6, "ggml.bos_token_id": 2**32 - 1}).pad_token is None
+    )
+    assert sentence_piece(tmp_path, **{"ggml.bos_token_id": 2**32 - 1})("the").input_ids[0] >= 3
+
+
+def test_named_chat_templates(tmp_path: Path) -> None:
+    templates = {"chat_template": "plain", "chat_template.tool_use": "with tools"}
+    sentence_piece(tmp_path, **templates)
+    loaded = load_tokenizer(str(tmp_path))
+    assert loaded is not None
+    assert loaded.chat_templates == {"default": "plain", "tool_use": "with tools"}
+
+
 # ---- refusals ----
 
 
@@ -250,7 +266,7 @@ def test_the_space_prefix_can_be_disabled(tmp_path: Path) -> None:
         ({"ggml.merges": ["the nothing"]}, "tokenizer"),
         ({"ggml.merges": 5}, "tokenizer"),
         ({"ggml.token_type": [1, 1]}, "tokenizer"),
-        ({"ggml.bos_token_id": 10**6}, "tokenizer"),
+        ({"ggml.bos_token_id": "x"}, "tokenizer"),
         ({"ggml.model": "llama"}, r"ggml\.scores"),
     ],
 )

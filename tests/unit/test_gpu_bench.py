@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import random
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -146,7 +149,7 @@ def program(tmp_path: Path) -> tuple[str, ...]:
 
 def test_each_fault_is_named_and_fails_one_item(program: tuple[str, ...]) -> None:
     found: list[dict[str, Any]] = []
-    part = Part("checks", num_processes=8, item_seconds=3)
+    part = Part("checks", "cases", num_processes=8, item_seconds=3)
     run_part(part, 60.0, JOB, found.append, program)
     rows = {row["name"]: row for row in found if "name" in row}
     failed = {name: row for name, row in rows.items() if row["status"] == "failed"}
@@ -166,7 +169,7 @@ def test_each_fault_is_named_and_fails_one_item(program: tuple[str, ...]) -> Non
 
 def test_items_that_do_not_begin_are_left_out(program: tuple[str, ...]) -> None:
     found: list[dict[str, Any]] = []
-    run_part(Part("checks", 5, item_seconds=60), 8.0, JOB, found.append, program)
+    run_part(Part("checks", "cases", 5, item_seconds=60), 8.0, JOB, found.append, program)
     rows = {row["name"]: row for row in found if "name" in row}
     assert {rows[name]["status"] for name in ("hangs", "after 4")} == {"left out"}
 
@@ -261,15 +264,30 @@ def test_second_stage_repeats_failures_and_measurements(runs: Runs, capsys: pyte
     assert (start["kind"], start["environment"]["gpu"]) == ("start", runs.environment["gpu"])
 
 
-def test_line_that_was_cut_off_is_left_out(runs: Runs) -> None:
-    runs.results = {"a": [{"status": "passed"}]}
-    runs("--parts", "checks:9")
-    text = runs.path.read_text()
-    for length in range(len(text) - 40, len(text), 7):
-        runs.path.write_text(text[:length])
-        assert runs("--parts", "checks:9") == 0
-        assert runs.asked[0].finished == ("a",)
-        assert [line["kind"] for line in runs.lines()][-2:] == ["start", "end"]
+def test_run_that_is_killed_at_any_moment_is_continued(tmp_path: Path) -> None:
+    """Runs are killed after some lines of output, and their last line is cut off. The last run completes the items."""
+    path, draw, before = tmp_path / "gpu.jsonl", random.Random(1), []
+    options = ["--rehearse", "--parts", "checks:300", "--match", "or", "--json", str(path), "--commit", "abc123"]
+    command = [sys.executable, "-m", "moeserve.bench.gpu.run", *options]
+    for awaited in ("checks: ", "passed", "passed"):
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        assert process.stdout is not None
+        assert any(awaited in line for line in process.stdout)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        text = path.read_text()
+        assert text.splitlines()[: len(before)] == before, "the file was valid, and is continued"
+        path.write_text(text[: -draw.randrange(1, 30)])
+        before = path.read_text().splitlines()[:-1]
+    assert subprocess.run(command, capture_output=True, timeout=400, check=False).returncode == 0
+    assert path.read_text().splitlines()[: len(before)] == before
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = {line["name"]: line["status"] for line in lines if line["kind"] == "row"}
+    assert rows == {"norms": "passed", "short convolutions": "passed"}
+    ended = [line["finished"] for line in lines if line["kind"] == "finished"]
+    assert sorted(ended) == sorted(rows), "each item ended once"
+    assert {line["commit"] for line in lines} == {"abc123"}
+    assert {"torch", "triton", "transformers"} <= set(lines[0]["environment"]["versions"])
 
 
 @pytest.mark.parametrize("content", ["", "no JSON"])

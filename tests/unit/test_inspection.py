@@ -304,4 +304,4 @@ def test_pipeline_stages_share_the_model(tmp_path: Path, capsys: pytest.CaptureF
     assert cli.main(["inspect", str(folder), "-pp", "3", "--pipeline-layers", "21,20,20"]) == 0
     assert "stage" in capsys.readouterr().out
     assert cli.main(["inspect", str(folder), "-pp", "3", "--pipeline-layers", "21,20"]) == 1
-    assert "pipeline_layers=[21, 20]" in capsys.readouterr().err
+    assert "--pipeline-layers 21,20" in capsys.readouterr().err

@@ -80,7 +80,7 @@ def test_a_cache_too_small_for_one_request_is_refused(max_model_len: dict[str, i
 
 @pytest.mark.parametrize("num_ranks", [1, 4])
 def test_ranks_share_the_memory_beside_their_largest_steps(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_cache, "free_memory", lambda: 1000 * 2**20)
+    monkeypatch.setattr(kv_cache, "free_memory", lambda num_processes: 1000 * 2**20 // num_processes)
     monkeypatch.setattr(kv_cache, "measure_step_memory", lambda run, device: 100 * 2**20)
     options = config(max_num_seqs=10_000, data_parallel_size=num_ranks)
     num_bytes = (1000 - num_ranks * 100) * 2**20 // 2 // num_ranks

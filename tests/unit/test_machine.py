@@ -1,65 +1,44 @@
-"""Cores and memory, with and without a container around the process."""
+"""Cores and memory of this machine, with and without limits on the process."""
 
 from __future__ import annotations
 
 import os
-from pathlib import Path
+import subprocess
+import sys
 
 import pytest
 
 from moeserve import machine
 
 
-@pytest.fixture
-def cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cgroup of version 2 inside another, as if this process were in it."""
-    folder = tmp_path / "outer" / "inner"
-    folder.mkdir(parents=True)
-    monkeypatch.setattr(machine, "CGROUPS", tmp_path)
-    read_text = Path.read_text
-
-    def pretend(path: Path, *arguments: str, **options: str) -> str:
-        return "0::/outer/inner\n" if str(path) == "/proc/self/cgroup" else read_text(path, *arguments, **options)
-
-    monkeypatch.setattr(Path, "read_text", pretend)
-    return folder
-
-
-def limit(folder: Path, maximum: str, current: int, cached: int) -> None:
-    (folder / "memory.max").write_text(f"{maximum}\n")
-    (folder / "memory.current").write_text(f"{current}\n")
-    (folder / "memory.stat").write_text(f"anon {current - cached}\ninactive_file {cached}\n")
-
-
 def test_without_a_container_the_limits_are_those_of_the_machine() -> None:
     assert 2**20 < machine.free_memory() < 2**50
+    assert machine.free_memory(4) < machine.free_memory()
     assert 1 <= machine.usable_cores() <= (os.cpu_count() or 1)
 
 
-def test_files_cached_for_reading_are_free(cgroup: Path) -> None:
-    limit(cgroup, "30000000", current=29_000_000, cached=20_000_000)
-    assert machine.free_memory() == 21_000_000
-
-
-def test_the_tightest_of_nested_limits_counts(cgroup: Path) -> None:
-    limit(cgroup, "max", current=0, cached=0)
-    limit(cgroup.parent, "5000000", current=4_000_000, cached=0)
-    assert machine.free_memory() == 1_000_000
-    limit(cgroup, "4100000", current=4_000_000, cached=0)
-    assert machine.free_memory() == 100_000
-
-
-def test_a_container_over_its_limit_has_nothing_left(cgroup: Path) -> None:
-    limit(cgroup, "1000", current=2000, cached=0)
-    assert machine.free_memory() == 0
-
-
-def test_a_container_limits_the_cores(cgroup: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("quota", "num_cores"), [(None, 8), (12.0, 8), (7.65, 7), (2.0, 2), (0.5, 1)])
+def test_a_quota_limits_the_cores(quota: float | None, num_cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
-    assert machine.usable_cores() == 8
-    (cgroup / "cpu.max").write_text("max 100000\n")
-    assert machine.usable_cores() == 8
-    (cgroup / "cpu.max").write_text("250000 100000\n")
-    assert machine.usable_cores() == 2
-    (cgroup / "cpu.max").write_text("50000 100000\n")
-    assert machine.usable_cores() == 1
+    monkeypatch.setattr(machine, "cpu_quota", lambda: quota)
+    assert machine.usable_cores() == num_cores
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("limit", ["RLIMIT_AS", "RLIMIT_DATA"])
+def test_a_resource_limit_of_the_process_is_a_limit_on_its_memory(limit: str) -> None:
+    """Half of what is left is allocated, and counts afterwards. Ranks do not share the limit, so it is not divided."""
+    code = f"""if True:
+        import resource
+        from moeserve.machine import free_memory, resource_limits
+        assert resource_limits() == []
+        resource.setrlimit(resource.{limit}, (300 * 2**20, 300 * 2**20))
+        before = free_memory(1)
+        held = bytearray(before // 2)
+        print(before, free_memory(1), free_memory(2), *resource_limits())
+    """
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
+    before, after, of_two, *shown = run.stdout.split()
+    assert 100 * 2**20 < int(before) < 300 * 2**20
+    assert int(after) == int(of_two) == pytest.approx(int(before) / 2, rel=0.1)
+    assert f"({limit})" in shown

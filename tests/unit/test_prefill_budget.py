@@ -140,7 +140,8 @@ def test_neither_prompts_nor_tokens_wait_longer_than_their_bounds(
 ) -> None:
     """A decoding request runs in every round, beside at most as many prompt tokens as the budget allows. Once the
     rounds in flight have ended, a prompt and those before it in its replica get LEAST_PREFILL_BUDGET tokens a round,
-    except for the half that they leave to those behind them."""
+    except for the half that they leave to those behind them.
+    """
     dice = random.Random(seed)
     group = Group(dice.randint(2, 6), max_rounds, plans_ahead)
     group.send(0, "decodes", 1, max_tokens=10_000)

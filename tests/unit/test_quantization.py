@@ -320,6 +320,11 @@ def test_formats_by_config(quantization: object, stored_as: str | None) -> None:
     "quantization",
     [
         {"quant_method": "awq"},
+        {"quant_method": "awq", "bits": 8},
+        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+        {"quant_method": "quark", "global_quant_config": {}},
+        {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4, "data_type": "mx_fp"},
+        {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"},
         {"bits": 4},
         "fp8",
         FP8_CONFIG | {"fmt": "e5m2"},
@@ -337,5 +342,6 @@ def test_formats_by_config(quantization: object, stored_as: str | None) -> None:
     ],
 )
 def test_unsupported_formats_are_refused(quantization: object) -> None:
-    with pytest.raises(CheckpointError, match=r"config\.json: quantization_config="):
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    with pytest.raises(CheckpointError, match=rf"config\.json: quantization_config=.*quant_method={method!r}"):
         format_of(quantization)

@@ -14,7 +14,7 @@ import pytest
 from moeserve.config.settings import LIMITS
 from moeserve.errors import RequestError
 from moeserve.protocol import Registration, Request, StepPlan
-from moeserve.sampling_params import RequestParams, SamplingParams
+from moeserve.sampling_params import GuidedDecodingParams, RequestParams, SamplingParams
 from moeserve.structured_outputs import OutputGrammar, StructuredOutputsParams
 
 EVERYTHING = SamplingParams(
@@ -60,8 +60,13 @@ VALUES: dict[str, tuple[list[Any], list[Any]]] = {
     "include_stop_str_in_output": ([1, None, "yes"], [True]),
     "ignore_eos": ([0, None, "x" * 20], [True]),
     "skip_special_tokens": ([1, None], [False]),
-    "logprobs": ([-1, LIMITS.max_logprobs + 1, True, 1.0], [None, 0, LIMITS.max_logprobs]),
-    "prompt_logprobs": ([-1, LIMITS.max_logprobs + 1, True, 1.0], [None, 0, LIMITS.max_logprobs]),
+    "logprobs": ([-2, LIMITS.max_logprobs + 1, True, 1.0], [None, -1, 0, LIMITS.max_logprobs]),
+    "prompt_logprobs": ([-2, LIMITS.max_logprobs + 1, True, 1.0], [None, -1, 0, LIMITS.max_logprobs]),
+    "bad_words": ([5, True, b"end", {"end": 1}], [["a", "b c"], []]),
+    "allowed_token_ids": ([[], 5, "ab", {1: 2}], [None, [0, 2**63 - 1]]),
+    "trace_decode_token_ids": ([[], 5, "ab", {1: 2}], [None, [3, 3]]),
+    "truncate_prompt_tokens": ([0, -2, 1.5, True, "1"], [None, -1, 1, 2**63 - 1]),
+    "detokenize": ([0, None], [False]),
     "presence_penalty": ([-2.5, 2.5, math.nan, None], [-2.0, 2]),
     "frequency_penalty": ([-2.5, 2.5, math.nan, None], [-2.0, 2]),
     "repetition_penalty": ([0.0, -1.0, 100.5, math.nan, None], [1e-9, 100]),
@@ -129,6 +134,11 @@ def test_other_forms_of_a_value_are_converted() -> None:
         ({"logit_bias": {5: None}}, "logit_bias[5]=None"),
         ({"logit_bias": dict.fromkeys(range(LIMITS.max_logit_bias + 1), 1.0)}, "logit_bias has 4097 entries"),
         ({"min_tokens": 17}, "min_tokens=17"),
+        ({"bad_words": ["a", ""]}, "bad_words=''"),
+        ({"allowed_token_ids": [1, -1]}, "allowed_token_ids=-1"),
+        ({"stop": "end", "detokenize": False}, "stop=['end']"),
+        ({"trace_decode_token_ids": [1], "structured_outputs": {"regex": "a"}}, "trace_decode_token_ids"),
+        ({"structured_outputs": {"regex": "a"}, "guided_decoding": {"regex": "a"}}, "structured_outputs is given"),
         ({"structured_outputs": {}}, "structured_outputs has none of"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs has regex and choice"),
         ({"structured_outputs": {"json_schema": {}}}, "structured_outputs has an unknown key 'json_schema'"),
@@ -186,11 +196,58 @@ def test_wrong_kv_transfer_params_are_refused(value: dict[str, Any], message: st
     assert refusal.value.parameter == "kv_transfer_params"
 
 
+# Parameters of vLLM that have no effect here: values that change nothing, and values that would change the output.
+OF_VLLM: dict[str, tuple[list[Any], list[Any]]] = {
+    "best_of": ([None, 3], [1, 5]),  # n is 3
+    "use_beam_search": ([None, False], [True]),
+    "length_penalty": ([None, 1, 1.0], [0.5, 0]),
+    "early_stopping": ([None, False], [True, "never"]),
+    "logits_processors": ([None, []], [[len]]),
+    "guided_decoding": ([None], []),
+    "extra_args": ([None, {}], [{"a": 1}]),
+    "spaces_between_special_tokens": ([True, False], []),
+    "skip_clone": ([True, False], []),
+    "flat_logprobs": ([False], [True]),
+    "logprob_token_ids": ([None, []], [[5]]),
+    "thinking_token_budget": ([None], [5, 0]),
+    "repetition_detection": ([None], [{"min_count": 2}]),
+    "watermarking": ([None, False], [True]),
+}
+
+
+@pytest.mark.parametrize("name", list(OF_VLLM))
+def test_parameters_of_vllm_are_accepted_only_if_they_change_nothing(name: str) -> None:
+    params, (accepted_values, refused_values) = SamplingParams(n=3), OF_VLLM[name]
+    for value in accepted_values:
+        setattr(params, name, value)
+        assert params == SamplingParams(n=3, **{name: value}) == SamplingParams(n=3)
+    for value in refused_values:
+        for refused in (lambda: SamplingParams(n=3, **{name: value}), lambda: setattr(params, name, value)):  # noqa: B023
+            with pytest.raises(RequestError) as refusal:
+                refused()
+            assert str(refusal.value).startswith(f"{name}={value!r:.57}"), refusal.value
+            assert refusal.value.parameter == name
+
+
+def test_the_former_name_of_structured_outputs_is_known() -> None:
+    params = SamplingParams(guided_decoding=GuidedDecodingParams(choice=["a"], json_object=None))
+    assert params == SamplingParams(structured_outputs={"choice": ["a"]})
+    params.guided_decoding = None  # type: ignore[attr-defined]
+    assert params == SamplingParams()
+
+
+def test_none_stands_for_defaults_in_from_optional() -> None:
+    params = SamplingParams.from_optional(n=None, temperature=0.5, stop=None, top_p=None, max_tokens=None, seed=None)
+    assert params == SamplingParams(temperature=0.5, max_tokens=None)
+    assert params.clone() == params
+    assert params.clone() is not params
+
+
 def test_an_unknown_name_is_an_error_with_the_nearest_name() -> None:
     for mistyped, meant in [("temprature", "temperature"), ("top-p", "top_p"), ("Seed", "seed")]:
         with pytest.raises(RequestError, match=f"'{mistyped}'.*'{meant}'"):
             SamplingParams(**{mistyped: 1})
-    with pytest.raises(RequestError, match=r"'zzz'.*temperature"):
+    with pytest.raises(RequestError, match=r"'zzz'.*help\(moeserve.SamplingParams\)"):
         SamplingParams(zzz=1)
 
 
@@ -260,6 +317,7 @@ def test_parameters_of_a_request_are_immutable() -> None:
         params.temperature = 1.0  # type: ignore[misc]
     grammar = OutputGrammar("regex", "a|b", "regex")
     given = dataclasses.asdict(EVERYTHING) | {"stop_token_ids": (4, 5), "grammar": grammar}
+    given |= {"bad_token_ids": (), "allowed_bits": b"", "forced_token_ids": ()}
     assert msgspec.structs.asdict(params) == {name: given[name] for name in RequestParams.__struct_fields__}
 
 

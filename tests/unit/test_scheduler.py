@@ -1,5 +1,6 @@
 """The scheduler's policies: order, budget, prefix hits, admission, preemption. Correctness under random histories is
-tested in test_scheduling_states.py."""
+tested in test_scheduling_states.py.
+"""
 
 from __future__ import annotations
 

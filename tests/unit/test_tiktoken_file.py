@@ -160,7 +160,8 @@ def test_any_text_becomes_the_tokens_of_tiktoken(kimi: Kimi, text: str) -> None:
 @dataclass(frozen=True, repr=False)
 class SplitMadeVisible:
     """A vocabulary that shows where text is cut: any two characters in one word share a token, unless a third takes
-    one of them. Tokens are pairs of bytes of which the second begins a character."""
+    one of them. Tokens are pairs of bytes of which the second begins a character.
+    """
 
     codec: TextCodec
     reference: Any  # a tiktoken.Encoding

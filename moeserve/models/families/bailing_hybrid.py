@@ -67,6 +67,7 @@ def _read_delta_attention(config: ConfigValues) -> LinearAttentionConfig:
 BAILING_HYBRID = Family(
     name="Ling 3",
     architecture="BailingHybridForCausalLM",
+    model_type="bailing_hybrid",
     read=read,
     names=(MoENames(correction="mlp.gate.expert_bias"),),
     attention_names=AttentionNames(output="dense"),
@@ -80,9 +81,18 @@ BAILING_HYBRID = Family(
             ("f_proj", ("decay",)),
         ),
         convolutions=CONVOLUTIONS,
+        joined_convolution="conv1d",
         norm="o_norm",
         output="dense",
     ),
     layer_names=LayerNames(attention="attention", recurrent="attention"),
-    decoder_part=DecoderPart(prefixes=(("model.word_embeddings.", "model.embed_tokens."),), left_out=()),
+    decoder_part=DecoderPart(
+        prefixes=(("model.word_embeddings.", "model.embed_tokens."),),
+        own_parts=(
+            (".self_attn.o_proj.", ".attention.dense."),
+            (".self_attn.forget_gate.", ".attention."),
+            (".self_attn.", ".attention."),
+            (".mlp.gate.e_score_correction_bias", ".mlp.gate.expert_bias"),
+        ),
+    ),
 )

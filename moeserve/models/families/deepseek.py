@@ -28,7 +28,7 @@ def read_v2(config: ConfigValues) -> ModelConfig:
     config.require("scoring_func", "softmax")
     config.require("topk_method", "greedy", "group_limited_greedy")
     config.require("norm_topk_prob", False)
-    if config.values.get("topk_method", "greedy") == "greedy":  # ignores the groups
+    if config.get("topk_method") == "greedy":  # ignores the groups
         num_experts, top_k = read_num_experts(config, "n_routed_experts")
         scale = config.number("routed_scaling_factor")
         router = RouterConfig(num_experts=num_experts, top_k=top_k, scale=scale)
@@ -45,7 +45,6 @@ def read_v3(config: ConfigValues) -> ModelConfig:
 
 
 def _read(config: ConfigValues, router: RouterConfig, *, is_interleaved: bool) -> ModelConfig:
-    config.require("moe_layer_freq", 1)
     config.refuse("index_topk")  # sparse attention, DeepSeek-V3.2
     attention = read_latent_attention(config, is_interleaved=is_interleaved)
     expert_width = read_width(config, "moe_intermediate_size")
@@ -58,6 +57,7 @@ def _read(config: ConfigValues, router: RouterConfig, *, is_interleaved: bool) -
 # Kimi-K2.5 is Kimi-K2, which is DeepSeek-V3, with a model for images.
 KIMI_K25_PART = DecoderPart(
     prefixes=(
+        ("language_model.model.blocks.", "model.layers."),  # as transformers 5 saves them
         ("language_model.lm_head.", "lm_head."),
         ("language_model.", ""),
         ("model.language_model.", "model."),  # as transformers names them in memory
@@ -65,11 +65,12 @@ KIMI_K25_PART = DecoderPart(
     left_out=("vision_tower.", "mm_projector.", "model.vision_tower.", "model.mm_projector."),
 )
 
-DEEPSEEK_V2 = Family(name="DeepSeek-V2", architecture="DeepseekV2ForCausalLM", read=read_v2)
-DEEPSEEK_V3 = Family(name="DeepSeek-V3", architecture="DeepseekV3ForCausalLM", read=read_v3)
+DEEPSEEK_V2 = Family(name="DeepSeek-V2", architecture="DeepseekV2ForCausalLM", model_type="deepseek_v2", read=read_v2)
+DEEPSEEK_V3 = Family(name="DeepSeek-V3", architecture="DeepseekV3ForCausalLM", model_type="deepseek_v3", read=read_v3)
 KIMI_K25 = Family(
     name="Kimi-K2.5",
     architecture="KimiK25ForConditionalGeneration",
+    model_type="deepseek_v3",
     other_architectures=("Kimi_K25ForConditionalGeneration",),
     read=read_v3,
     decoder_part=KIMI_K25_PART,

@@ -61,7 +61,6 @@ def layers_with_indexer(config: ConfigValues) -> list[bool]:
 def _read(config: ConfigValues, has_indexer: list[bool], *, is_interleaved: bool) -> ModelConfig:
     config.require("scoring_func", "sigmoid")
     config.require("topk_method", "noaux_tc")
-    config.require("moe_layer_freq", 1)
     config.require("rope_interleave", True)
     attention = read_latent_attention(config, is_interleaved=True)
     if attention.query_rank is None:
@@ -95,5 +94,7 @@ def _read_indexer(config: ConfigValues, attention: LatentAttentionConfig, *, is_
     )
 
 
-DEEPSEEK_V32 = Family(name="DeepSeek-V3.2", architecture="DeepseekV32ForCausalLM", read=read_v32)
-GLM5 = Family(name="GLM-5", architecture="GlmMoeDsaForCausalLM", read=read_glm5)
+DEEPSEEK_V32 = Family(
+    name="DeepSeek-V3.2", architecture="DeepseekV32ForCausalLM", model_type="deepseek_v32", read=read_v32
+)
+GLM5 = Family(name="GLM-5", architecture="GlmMoeDsaForCausalLM", model_type="glm_moe_dsa", read=read_glm5)

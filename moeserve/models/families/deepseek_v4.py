@@ -53,7 +53,7 @@ def _read_types(config: ConfigValues, num_layers: int) -> list[str]:
     key = "layer_types" if ratios is None else "compress_ratios"
     listed = config.values.get(key)
     if listed is None:
-        raise config.missing(key)
+        return [DENSE if index < 2 or index % 2 == 0 else SPARSE for index in range(num_layers)]
     known: dict[Any, str] = {**TYPE_OF_RATIO, **{name: name for name in LAYER_TYPES}}
     is_list = isinstance(listed, list) and all(type(name) in (int, str) and name in known for name in listed)
     if not is_list or len(listed) < num_layers:
@@ -112,12 +112,12 @@ def _read_rotary(config: ConfigValues, head_dim: int, *, is_scaled: bool) -> Rot
     """Read the rotary embedding of layers with entries, or of layers without, whose frequencies are never scaled."""
     own = config.of_layer_type("compress" if is_scaled else "main")
     if own is config:  # published configs: one scaling, and a base for each
-        names = {"rope_theta": config.values.get("compress_rope_theta" if is_scaled else "rope_theta")}
+        names = {"rope_theta": config.get("compress_rope_theta" if is_scaled else "rope_theta")}
         scaling = config.values.get("rope_scaling") if is_scaled else None
-        own = ConfigValues(config.path, config.values | names | {"rope_scaling": scaling, "rope_parameters": None})
+        own = config.replaced(config.values | names | {"rope_scaling": scaling, "rope_parameters": None})
     settings = own.rotary_settings()
     if settings.values["rope_type"] == "yarn":  # cosines and sines are not scaled
-        own = ConfigValues(own.path, own.values | {"rope_parameters": settings.values | {"attention_factor": 1.0}})
+        own = own.replaced(own.values | {"rope_parameters": settings.values | {"attention_factor": 1.0}})
     if config.values.get("qk_rope_head_dim") is None:
         return own.rotary(head_dim, default_fraction=64 / 512, is_interleaved=True)
     dim = config.integer("qk_rope_head_dim", high=head_dim)
@@ -151,6 +151,7 @@ PARTS = ("w1", "w3", "w2")  # gate, up, down
 DEEPSEEK_V4 = Family(
     name="DeepSeek-V4",
     architecture="DeepseekV4ForCausalLM",
+    model_type="deepseek_v4",
     read=read,
     names=(
         MoENames(
@@ -175,5 +176,34 @@ DEEPSEEK_V4 = Family(
             ("hc_head_", "model.hc_head.hc_"),
         ),
         left_out=("mtp.",),
+        own_parts=(
+            (".input_layernorm.", ".attn_norm."),
+            (".post_attention_layernorm.", ".ffn_norm."),
+            (".attn_hc.", ".hc_attn_"),
+            (".ffn_hc.", ".hc_ffn_"),
+            (".self_attn.q_a_proj.", ".attn.wq_a."),
+            (".self_attn.q_a_norm.", ".attn.q_norm."),
+            (".self_attn.q_b_proj.", ".attn.wq_b."),
+            (".self_attn.kv_proj.", ".attn.wkv."),
+            (".self_attn.kv_norm.", ".attn.kv_norm."),
+            (".self_attn.o_a_proj.", ".attn.wo_a."),
+            (".self_attn.o_b_proj.", ".attn.wo_b."),
+            (".self_attn.sinks", ".attn.attn_sink"),
+            (".self_attn.compressor.indexer.q_b_proj.", ".attn.indexer.wq_b."),
+            (".self_attn.compressor.indexer.scorer.weights_proj.", ".attn.indexer.weights_proj."),
+            (".self_attn.compressor.indexer.kv_proj.", ".attn.indexer.compressor.wkv."),
+            (".self_attn.compressor.indexer.gate_proj.", ".attn.indexer.compressor.wgate."),
+            (".self_attn.compressor.indexer.kv_norm.", ".attn.indexer.compressor.norm."),
+            (".self_attn.compressor.indexer.position_bias", ".attn.indexer.compressor.ape"),
+            (".self_attn.compressor.kv_proj.", ".attn.compressor.wkv."),
+            (".self_attn.compressor.gate_proj.", ".attn.compressor.wgate."),
+            (".self_attn.compressor.kv_norm.", ".attn.compressor.norm."),
+            (".self_attn.compressor.position_bias", ".attn.compressor.ape"),
+            (".mlp.gate.e_score_correction_bias", ".ffn.gate.bias"),
+            (".mlp.shared_experts.gate_proj.", ".ffn.shared_experts.w1."),
+            (".mlp.shared_experts.up_proj.", ".ffn.shared_experts.w3."),
+            (".mlp.shared_experts.down_proj.", ".ffn.shared_experts.w2."),
+            (".mlp.", ".ffn."),
+        ),
     ),
 )

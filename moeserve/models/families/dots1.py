@@ -46,4 +46,4 @@ def _read_windows(config: ConfigValues) -> list[int | None]:
     return read_windows(config, default=[index >= num_full for index in range(num_layers)])
 
 
-DOTS1 = Family(name="dots.llm1", architecture="Dots1ForCausalLM", read=read)
+DOTS1 = Family(name="dots.llm1", architecture="Dots1ForCausalLM", model_type="dots1", read=read)

@@ -51,6 +51,7 @@ def _read_dense(config: ConfigValues) -> list[bool]:
 ERNIE4_5_MOE = Family(
     name="ERNIE-4.5",
     architecture="Ernie4_5_MoeForCausalLM",
+    model_type="ernie4_5_moe",
     read=read,
     names=(
         MoENames(correction="mlp.moe_statics.e_score_correction_bias", is_correction_matrix=True),

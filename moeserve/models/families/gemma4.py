@@ -71,7 +71,7 @@ def _read_attention(config: ConfigValues, index: int, is_windowed: bool) -> Atte
     if own is not None and (of_layer := own.object(str(index))) is not None:
         values = values | of_layer.values
     return read_attention(
-        ConfigValues(config.path, values),
+        config.replaced(values),
         scale=1.0,
         normalized="head",
         normalizes_values=True,
@@ -94,6 +94,7 @@ LEFT_OUT = ("vision_tower.", "embed_vision.", "audio_tower.", "embed_audio.")
 GEMMA4 = Family(
     name="Gemma 4",
     architecture="Gemma4ForConditionalGeneration",
+    model_type="gemma4_text",
     other_architectures=("Gemma4ForCausalLM",),
     read=read,
     names=(MoENames(router="router.proj", experts="experts", factors="router.per_expert_scale"),),

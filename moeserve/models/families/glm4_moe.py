@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moeserve.models.config_values import ConfigValues
-from moeserve.models.family import Family
+from moeserve.models.family import Family, inside_other_model
 from moeserve.models.fields import (
     read_attention,
     read_corrected_router,
@@ -37,4 +37,11 @@ def read(config: ConfigValues) -> ModelConfig:
     return with_draft_layer_like_the_last(read_model(config, layers))
 
 
-GLM4_MOE = Family(name="GLM-4 MoE", architecture="Glm4MoeForCausalLM", read=read)
+GLM4_MOE = Family(name="GLM-4 MoE", architecture="Glm4MoeForCausalLM", model_type="glm4_moe", read=read)
+GLM4V_MOE = Family(
+    name="GLM-4.5V",
+    architecture="Glm4vMoeForConditionalGeneration",
+    model_type="glm4v_moe_text",
+    read=read,
+    decoder_part=inside_other_model(),
+)

@@ -32,4 +32,6 @@ def read(config: ConfigValues) -> ModelConfig:
     return with_draft_layer_like_the_last(read_model(config, layers))
 
 
-GLM4_MOE_LITE = Family(name="GLM-4.7-Flash", architecture="Glm4MoeLiteForCausalLM", read=read)
+GLM4_MOE_LITE = Family(
+    name="GLM-4.7-Flash", architecture="Glm4MoeLiteForCausalLM", model_type="glm4_moe_lite", read=read
+)

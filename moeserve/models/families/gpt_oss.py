@@ -41,6 +41,7 @@ def read(config: ConfigValues) -> ModelConfig:
 GPT_OSS = Family(
     name="gpt-oss",
     architecture="GptOssForCausalLM",
+    model_type="gpt_oss",
     read=read,
     names=(MoENames(router="mlp.router", is_interleaved=True),),
 )

@@ -67,10 +67,13 @@ NAMES_OF_TRANSFORMERS = dataclasses.replace(
     fused=("gate_up_proj", "down_proj"),
 )
 ALL_NAMES = (NAMES, NAMES_OF_TRANSFORMERS)
-GRANITE_MOE = Family(name="Granite MoE", architecture="GraniteMoeForCausalLM", read=read, names=ALL_NAMES)
+GRANITE_MOE = Family(
+    name="Granite MoE", architecture="GraniteMoeForCausalLM", model_type="granitemoe", read=read, names=ALL_NAMES
+)
 GRANITE_MOE_SHARED = Family(
     name="Granite MoE",
     architecture="GraniteMoeSharedForCausalLM",
+    model_type="granitemoeshared",
     read=read_with_shared,
     names=ALL_NAMES,
 )

@@ -41,8 +41,10 @@ def _read_mamba(config: ConfigValues) -> LinearAttentionConfig:
     num_groups = config.integer("mamba_n_groups", high=2**14)
     if num_heads % num_groups:
         raise config.wrong("mamba_n_groups", f"must divide mamba_n_heads={num_heads}")
-    value_dim = config.integer("mamba_d_head", high=MAX_HEAD)
-    if num_heads * value_dim != config.integer("mamba_expand", 2) * read_hidden_size(config):
+    width = config.integer("mamba_expand", 2) * read_hidden_size(config)
+    is_given = config.get("mamba_d_head") not in (None, "auto")
+    value_dim = config.integer("mamba_d_head", high=MAX_HEAD) if is_given else width // num_heads
+    if num_heads * value_dim != width:
         raise config.wrong("mamba_d_head", f"times mamba_n_heads={num_heads} must be mamba_expand times hidden_size")
     return LinearAttentionConfig(
         num_heads=num_heads,
@@ -59,6 +61,7 @@ def _read_mamba(config: ConfigValues) -> LinearAttentionConfig:
 GRANITE_MOE_HYBRID = Family(
     name="Granite 4",
     architecture="GraniteMoeHybridForCausalLM",
+    model_type="granitemoehybrid",
     read=read,
     names=ALL_NAMES,
     linear_attention_names=MAMBA2_NAMES,

@@ -50,7 +50,7 @@ def _with_one_number_for_all_layers(config: ConfigValues) -> ConfigValues:
             if any(number != listed[0] for number in listed):
                 raise config.wrong(key, "differs between layers, which is not supported")
             values[key] = listed[0]
-    return ConfigValues(config.path, values)
+    return config.replaced(values)
 
 
 def _read_rotary(config: ConfigValues) -> RotaryConfig:
@@ -58,7 +58,7 @@ def _read_rotary(config: ConfigValues) -> RotaryConfig:
     settings, head_dim = config.rotary_settings(), config.integer("head_dim", high=2**14)
     if settings.values["rope_type"] != "dynamic":
         return config.rotary(head_dim)
-    plain = ConfigValues(config.path, config.values | {"rope_parameters": settings.values | {"rope_type": "default"}})
+    plain = config.replaced(config.values | {"rope_parameters": settings.values | {"rope_type": "default"}})
     rotary = plain.rotary(head_dim)
     return dataclasses.replace(rotary, scaling=NtkScaling(settings.number("alpha")))
 
@@ -66,6 +66,7 @@ def _read_rotary(config: ConfigValues) -> RotaryConfig:
 HUNYUAN_V1_MOE = Family(
     name="Hunyuan-A13B",
     architecture="HunYuanMoEV1ForCausalLM",
+    model_type="hunyuan_v1_moe",
     read=read,
     names=(MoENames(router="mlp.gate.wg", shared="mlp.shared_mlp"),),
     attention_names=AttentionNames(query_norm="query_layernorm", key_norm="key_layernorm"),

@@ -48,6 +48,7 @@ def read(config: ConfigValues) -> ModelConfig:
 HY_V3 = Family(
     name="Hy3",
     architecture="HYV3ForCausalLM",
+    model_type="hy_v3",
     read=read,
     names=(
         MoENames(router="mlp.router.gate", correction="mlp.expert_bias", shared="mlp.shared_mlp"),

@@ -6,7 +6,7 @@ from moeserve.layers.linear_attention import LinearAttentionConfig
 from moeserve.layers.mla import LatentAttentionConfig
 from moeserve.layers.rotary import NoScaling, RotaryConfig
 from moeserve.models.config_values import ConfigValues
-from moeserve.models.family import Family, LayerNames, LinearAttentionNames, LinearAttentionPart, MoENames
+from moeserve.models.family import DecoderPart, Family, LayerNames, LinearAttentionNames, LinearAttentionPart, MoENames
 from moeserve.models.fields import (
     read_groups,
     read_listed_dense,
@@ -28,7 +28,6 @@ LAYER_TYPES = ("linear_attention", "full_attention")
 def read(config: ConfigValues) -> ModelConfig:
     config.require("mla_use_nope", True)
     config.require("moe_router_activation_func", "sigmoid")
-    config.require("moe_layer_freq", 1)
     config.require("attention_bias", False)
     moe = read_experts(config)
     attention, delta = _read_latent_attention(config), _read_delta_attention(config)
@@ -36,13 +35,16 @@ def read(config: ConfigValues) -> ModelConfig:
         LayerConfig(mixer=attention if is_full else delta, feed_forward=feed_forward)
         for is_full, feed_forward in zip(_read_is_full(config), read_listed_dense(config, moe), strict=True)
     ]
-    return read_model(config, layers, context_key="model_max_length")
+    return read_model(config, layers, context_key=config.key_of("model_max_length", "max_position_embeddings"))
 
 
 def read_experts(config: ConfigValues) -> MoEConfig:
     """Read the experts. Their counts have other names than in DeepSeek's configs."""
     num_experts, top_k = read_num_experts(
-        config, "num_experts", top_k_key=config.key_of("num_experts_per_token", "num_experts_per_tok")
+        config,
+        "num_experts",
+        "num_local_experts",
+        top_k_key=config.key_of("num_experts_per_token", "num_experts_per_tok"),
     )
     num_groups, num_chosen_groups = read_groups(
         config, num_experts, top_k, key=config.key_of("num_expert_group", "n_group")
@@ -105,7 +107,7 @@ def _read_is_full(config: ConfigValues) -> list[bool]:
         return is_full
     nested = config.object("linear_attn_config")
     if nested is None:
-        raise config.missing("linear_attn_config")
+        return [index > 0 and index % 4 == 0 for index in range(num_layers)]
     full = nested.layer_numbers("full_attn_layers", num_layers, first=1)
     return [number in full for number in range(1, num_layers + 1)]
 
@@ -118,6 +120,7 @@ CONVOLUTIONS: tuple[tuple[str, tuple[LinearAttentionPart, ...]], ...] = (
 KIMI_LINEAR = Family(
     name="Kimi-Linear",
     architecture="KimiLinearForCausalLM",
+    model_type="kimi_linear",
     read=read,
     names=(
         MoENames(
@@ -129,6 +132,7 @@ KIMI_LINEAR = Family(
             down="w2",
             shared="block_sparse_moe.shared_experts",
         ),
+        MoENames(),  # as transformers 5 saves its own form
     ),
     linear_attention_names=LinearAttentionNames(
         projections=(
@@ -140,9 +144,17 @@ KIMI_LINEAR = Family(
             ("f_b_proj", ("decay",)),
         ),
         convolutions=CONVOLUTIONS,
+        joined_convolution="conv1d",
         log_decay_dims=(2, 1),
         norm="o_norm",
         output="o_proj",
     ),
     layer_names=LayerNames(recurrent="self_attn"),
+    decoder_part=DecoderPart(
+        own_parts=(
+            (".self_attn.forget_gate.", ".self_attn."),
+            # transformers also renames dense networks when it saves the published form.
+            *((f".block_sparse_moe.{part}_proj.", f".mlp.{part}_proj.") for part in ("gate", "up", "down")),
+        )
+    ),
 )

@@ -57,6 +57,7 @@ def read(config: ConfigValues) -> ModelConfig:
 LFM2_MOE = Family(
     name="LFM2-MoE",
     architecture="Lfm2MoeForCausalLM",
+    model_type="lfm2_moe",
     read=read,
     names=(
         MoENames(

@@ -64,7 +64,7 @@ def _with_usual_names(config: ConfigValues) -> ConfigValues:
         values.setdefault(new, [names[flag] for flag in flags])
     if values.get("routed_scaling_factor") is None:
         values["routed_scaling_factor"] = 1.0
-    return ConfigValues(config.path, values)
+    return config.replaced(values)
 
 
 def _read_attention(config: ConfigValues, *, is_windowed: bool) -> AttentionConfig:
@@ -77,7 +77,7 @@ def _read_attention(config: ConfigValues, *, is_windowed: bool) -> AttentionConf
                 values[key] = size
         if (theta := config.optional_number("swa_rope_theta")) is not None:
             values["rope_theta"] = theta
-    own = ConfigValues(own.path, values)
+    own = own.replaced(values)
     head_dim, value_dim = own.integer("head_dim", high=2**14), own.integer("v_head_dim", high=2**14)
     if value_dim > head_dim:
         raise own.wrong("v_head_dim", f"must be at most head_dim={head_dim}")
@@ -107,6 +107,7 @@ MTP = "model.mtp.layers"
 MIMO_V2_FLASH = Family(
     name="MiMo-V2-Flash",
     architecture="MiMoV2FlashForCausalLM",
+    model_type="mimo_v2_flash",
     read=read,
     attention_names=AttentionNames(sinks="attention_sink_bias"),
     draft_names=DraftNames(
@@ -121,5 +122,6 @@ MIMO_V2_FLASH = Family(
     decoder_part=DecoderPart(
         prefixes=((f"{MTP}.0.pre_mlp_layernorm.", f"{MTP}.0.post_attention_layernorm."),),
         left_out=(f"{MTP}.0", f"{MTP}.1", f"{MTP}.2"),
+        own_parts=((".self_attn.sinks", ".self_attn.attention_sink_bias"),),
     ),
 )

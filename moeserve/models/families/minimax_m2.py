@@ -33,6 +33,7 @@ def read(config: ConfigValues) -> ModelConfig:
 MINIMAX_M2 = Family(
     name="MiniMax-M2",
     architecture="MiniMaxM2ForCausalLM",
+    model_type="minimax_m2",
     read=read,
     names=(
         MoENames(

@@ -51,6 +51,7 @@ def read_normalized_router(config: ConfigValues) -> RouterConfig:
 MISTRAL4 = Family(
     name="Mistral-4",
     architecture="Mistral4ForCausalLM",
+    model_type="mistral4",
     other_architectures=("Mistral3ForConditionalGeneration",),  # with a model for images
     read=read,
     decoder_part=DecoderPart(

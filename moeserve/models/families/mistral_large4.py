@@ -67,7 +67,7 @@ def _read_rotated_layers(config: ConfigValues, num_layers: int) -> list[bool]:
 
 def _read_attention(config: ConfigValues) -> LatentAttentionConfig:
     config.refuse("q_lora_rank")
-    with_key = ConfigValues(config.path, config.values | {"q_lora_rank": None})
+    with_key = config.replaced(config.values | {"q_lora_rank": None})
     attention = read_latent_attention(with_key, is_interleaved=True)
     rotary = dataclasses.replace(attention.rotary, has_learned_factors=True)
     key_dim = config.integer("index_head_dim", high=2**14)
@@ -105,6 +105,7 @@ def _without_positions(attention: LatentAttentionConfig) -> LatentAttentionConfi
 MISTRAL_LARGE4 = Family(
     name="Mistral Large 4",
     architecture="MistralLarge4ForConditionalGeneration",
+    model_type="mistral_large4_text",
     read=read,
     names=(
         MoENames(
@@ -134,6 +135,7 @@ MISTRAL_LARGE4 = Family(
             ("norm.", "model.norm."),
             ("lerope.", "model.rotary_emb."),
             ("output.", "lm_head."),
+            ("model.language_model.", "model."),
         ),
         left_out=(
             "vision_encoder.",
@@ -141,6 +143,30 @@ MISTRAL_LARGE4 = Family(
             "patch_merger.",
             "pre_mm_projector_norm.",
             "mtp_dspark.",
+            "model.vision_tower.",
+            "model.multi_modal_projector.",
+        ),
+        own_parts=(
+            (".input_layernorm.", ".attention_norm."),
+            (".post_attention_layernorm.", ".ffn_norm."),
+            (".self_attn.q_proj.", ".attention.wq."),
+            (".self_attn.kv_a_proj_with_mqa.", ".attention.wkv_a_with_mqa."),
+            (".self_attn.kv_a_layernorm.", ".attention.kv_a_norm."),
+            (".self_attn.kv_b_proj.", ".attention.wkv_b."),
+            (".self_attn.o_proj.", ".attention.wo."),
+            (".self_attn.softmax_scaling.scale", ".attention.ssmax_scaling.s"),
+            (".self_attn.softmax_scaling.bias", ".attention.ssmax_scaling.b"),
+            (".self_attn.indexer.softmax_scaling.scale", ".attention.indexer.ssmax_scaling.s"),
+            (".self_attn.indexer.softmax_scaling.bias", ".attention.indexer.ssmax_scaling.b"),
+            (".self_attn.indexer.", ".attention.indexer."),
+            (".mlp.experts.", ".experts."),
+            (".mlp.gate.", ".gate."),
+            (".mlp.shared_experts.gate_proj.", ".shared_experts.w1."),
+            (".mlp.shared_experts.up_proj.", ".shared_experts.w3."),
+            (".mlp.shared_experts.down_proj.", ".shared_experts.w2."),
+            (".mlp.gate_proj.", ".feed_forward.w1."),
+            (".mlp.up_proj.", ".feed_forward.w3."),
+            (".mlp.down_proj.", ".feed_forward.w2."),
         ),
     ),
 )

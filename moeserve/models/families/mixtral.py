@@ -26,6 +26,7 @@ def read(config: ConfigValues) -> ModelConfig:
 MIXTRAL = Family(
     name="Mixtral",
     architecture="MixtralForCausalLM",
+    model_type="mixtral",
     read=read,
     names=(
         MoENames(router="block_sparse_moe.gate", experts="block_sparse_moe.experts", gate="w1", up="w3", down="w2"),

@@ -46,9 +46,7 @@ def _read_pattern(config: ConfigValues) -> str:
         if not isinstance(names, list) or not names or any(name not in kind_of for name in names):
             raise config.wrong("layers_block_type", f"must list {', '.join(map(repr, kind_of))}")
         return "".join(kind_of[name] for name in names)
-    pattern = config.values.get("hybrid_override_pattern")
-    if pattern is None:
-        raise config.missing("hybrid_override_pattern")
+    pattern = config.values.get("hybrid_override_pattern", "ME*-")
     if not isinstance(pattern, str) or not pattern or set(pattern) - KINDS.keys():
         raise config.wrong("hybrid_override_pattern", f"must be a text of {' '.join(KINDS)}")
     return pattern
@@ -102,6 +100,7 @@ def _read_dense(config: ConfigValues) -> LayerConfig:
 NEMOTRON_H = Family(
     name="Nemotron-H",
     architecture="NemotronHForCausalLM",
+    model_type="nemotron_h",
     read=read,
     names=(
         MoENames(

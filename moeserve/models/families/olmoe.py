@@ -29,4 +29,4 @@ def read(config: ConfigValues) -> ModelConfig:
     return read_model(config, [layer] * read_num_layers(config))
 
 
-OLMOE = Family(name="OLMoE", architecture="OlmoeForCausalLM", read=read)
+OLMOE = Family(name="OLMoE", architecture="OlmoeForCausalLM", model_type="olmoe", read=read)

@@ -32,6 +32,7 @@ def read(config: ConfigValues) -> ModelConfig:
 PHIMOE = Family(
     name="Phi-3.5-MoE",
     architecture="PhiMoEForCausalLM",
+    model_type="phimoe",
     other_architectures=("PhimoeForCausalLM",),  # as transformers 5 saves it
     read=read,
     names=(

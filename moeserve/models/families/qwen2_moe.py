@@ -45,7 +45,8 @@ def _read_windows(config: ConfigValues) -> list[int | None]:
         return [None] * num_layers
     has_window = config.flags_of_layers("layer_types", LAYER_TYPES, num_layers)
     if has_window is None:
-        raise config.wrong("use_sliding_window", "needs layer_types, a list of the layers with a window")
+        num_first = config.integer("max_window_layers", low=0)
+        has_window = [index < num_first and index % 2 == 0 for index in range(num_layers)]
     window = config.integer("sliding_window")
     return [window if has else None for has in has_window]
 
@@ -53,6 +54,7 @@ def _read_windows(config: ConfigValues) -> list[int | None]:
 QWEN2_MOE = Family(
     name="Qwen2-MoE",
     architecture="Qwen2MoeForCausalLM",
+    model_type="qwen2_moe",
     read=read,
     names=(MoENames(shared="mlp.shared_expert"),),
 )

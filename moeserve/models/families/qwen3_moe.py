@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moeserve.models.config_values import ConfigValues
-from moeserve.models.family import Family
+from moeserve.models.family import OTHER_MODELS, DecoderPart, Family, MoENames, inside_other_model
 from moeserve.models.fields import read_attention, read_model, read_num_experts, read_sparse_layers, read_width
 from moeserve.models.model_config import LayerConfig, ModelConfig
 from moeserve.moe.layer import MoEConfig
@@ -11,9 +11,16 @@ from moeserve.ops.interfaces import RouterConfig
 
 
 def read(config: ConfigValues) -> ModelConfig:
+    return _read(config, is_normalized=config.flag("norm_topk_prob", default=False))
+
+
+def read_vl(config: ConfigValues) -> ModelConfig:
+    return _read(config, is_normalized=True)  # whatever the config says, as in transformers
+
+
+def _read(config: ConfigValues, *, is_normalized: bool) -> ModelConfig:
     config.refuse("dual_chunk_attention_config")
     num_experts, top_k = read_num_experts(config, "num_experts", "num_local_experts")
-    is_normalized = config.flag("norm_topk_prob", default=False)
     moe = MoEConfig(
         router=RouterConfig(num_experts=num_experts, top_k=top_k, is_normalized=is_normalized),
         expert_width=read_width(config, "moe_intermediate_size"),
@@ -32,4 +39,22 @@ def read(config: ConfigValues) -> ModelConfig:
     return read_model(config, layers)
 
 
-QWEN3_MOE = Family(name="Qwen3-MoE", architecture="Qwen3MoeForCausalLM", read=read)
+QWEN3_MOE = Family(name="Qwen3-MoE", architecture="Qwen3MoeForCausalLM", model_type="qwen3_moe", read=read)
+THINKER_LEFT_OUT = tuple(f"thinker.{name}" for name in OTHER_MODELS)
+# With models for images, sound and video. Text has the same position along all axes of their rotary embedding.
+QWEN3_VL_MOE = Family(
+    name="Qwen3-VL-MoE",
+    architecture="Qwen3VLMoeForConditionalGeneration",
+    model_type="qwen3_vl_moe_text",
+    read=read_vl,
+    names=(MoENames(), MoENames(is_transposed=True)),  # as transformers 5 saves it, and as it is published
+    decoder_part=inside_other_model(),
+)
+QWEN3_OMNI_MOE = Family(
+    name="Qwen3-Omni-MoE",
+    architecture="Qwen3OmniMoeForConditionalGeneration",
+    other_architectures=("Qwen3OmniMoeThinkerForConditionalGeneration",),
+    model_type="qwen3_omni_moe_text",
+    read=read,
+    decoder_part=inside_other_model(DecoderPart(prefixes=(("thinker.", ""),), left_out=THINKER_LEFT_OUT)),
+)

@@ -64,16 +64,18 @@ def _with_usual_names(config: ConfigValues) -> ConfigValues:
     for key, value in values.items():
         if isinstance(value, list) and len(value) == num_padded:
             values[key] = value[:num_layers]
-    _name_rotary_settings(values)
-    return ConfigValues(config.path, values)
+    _name_rotary_settings(values, num_layers)
+    return config.replaced(values)
 
 
-def _name_rotary_settings(values: dict[str, Any]) -> None:
+def _name_rotary_settings(values: dict[str, Any], num_layers: int) -> None:
     """Replace lists of one value per layer by settings for each layer type, of which all layers agree."""
-    thetas, fractions = values.get("rope_theta"), values.get("partial_rotary_factors")
-    types = values.get("layer_types")
-    if isinstance(values.get("rope_parameters"), dict) or not isinstance(thetas, list) or not isinstance(types, list):
+    thetas, fractions = values.get("rope_theta", 1e4), values.get("partial_rotary_factors")
+    types = values.get("layer_types") or ["full_attention"] * num_layers
+    if isinstance(values.get("rope_parameters"), dict) or not isinstance(types, list):
         return
+    if not isinstance(thetas, list):
+        thetas = [thetas] * num_layers
     settings: dict[str, Any] = {}
     for index, layer_type in enumerate(types[: len(thetas)]):
         fraction = fractions[index] if isinstance(fractions, list) and index < len(fractions) else 1.0
@@ -88,7 +90,7 @@ def _read_attention(config: ConfigValues, is_windowed: bool) -> AttentionConfig:
     own = config.of_layer_type(LAYER_TYPES[is_windowed])
     if is_windowed and config.values.get("num_sliding_attention_heads") is not None:
         num_heads = config.integer("num_sliding_attention_heads", high=2**14)
-        own = ConfigValues(own.path, own.values | {"num_attention_heads": num_heads})
+        own = own.replaced(own.values | {"num_attention_heads": num_heads})
     attention = read_attention(
         own,
         default_fraction=1.0,
@@ -96,7 +98,8 @@ def _read_attention(config: ConfigValues, is_windowed: bool) -> AttentionConfig:
         has_head_gates=True,
         window=config.integer("sliding_window") if is_windowed else None,
     )
-    if (scalar := config.optional_number("query_pre_attn_scalar")) is not None:
+    scalar = config.optional_number("query_pre_attn_scalar")
+    if scalar is not None and scalar != attention.head_dim:
         attention = dataclasses.replace(attention, scale=scalar**-0.5)
     return attention
 
@@ -145,6 +148,7 @@ def _read_limits(config: ConfigValues, key: str, num_layers: int) -> list[Activa
 STEP3P7 = Family(
     name="Step-3.7",
     architecture="Step3p7ForConditionalGeneration",
+    model_type="step3p5",
     read=read,
     names=(
         MoENames(

@@ -9,9 +9,17 @@ from types import ModuleType
 
 import torch
 
+from moeserve.config.resolve import INSTALL_COMPILER
 from moeserve.errors import SettingsError
 
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)  # of activations; float16 runs in plain torch
+
+
+def missing_kernels() -> str:
+    """Return why there are no C++ kernels, and what to do, as the end of a sentence about them."""
+    if importlib.util.find_spec("moeserve._cpu") is None:
+        return f"were not built when moeserve was installed; {INSTALL_COMPILER}"
+    return "support no instruction set of this processor"
 
 
 @functools.cache

@@ -56,6 +56,50 @@ def test_whole_tensors_and_parts(
     assert torch.equal(some_columns, weight.values_OI[:, 30:55])
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("kind", ["gptq", "gptq_v2", "compressed-tensors"])
+def test_every_number_of_bits(kind: str, bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_loading, "PIECE_VALUES", 700)  # pieces that begin inside of a word
+    weight_OI = torch.randn(64, 96, generator=torch.Generator().manual_seed(bits))
+    weight = quantize(weight_OI, 32, bits=bits)
+    stored = encode(kind, "a", weight)
+    config = CONFIGS[kind] | ({"bits": bits} if kind != "compressed-tensors" else {})
+    if kind == "compressed-tensors":
+        config = symmetric(num_bits=bits, symmetric=False)
+    memory_OI, some_rows = torch.empty(64, 96), torch.empty(13, 96)
+    load(tmp_path, stored, config, whole(memory_OI), rows(some_rows, slice(11, 24), 64))
+    assert torch.equal(memory_OI, weight.values_OI)
+    assert torch.equal(some_rows, weight.values_OI[11:24])
+
+
+def test_a_row_may_end_inside_of_a_word(tmp_path: Path) -> None:
+    """Two sizes of codes, so that the shape is read; 99 inputs with a scale for each output."""
+    stored, exact = {}, {}
+    for name, bits in (("a", 3), ("b", 4)):
+        weight_OI = torch.randn(16, 99, generator=torch.Generator().manual_seed(bits))
+        weight = quantize(weight_OI, 99, bits=bits)
+        weight = dataclasses.replace(weight, zeros_OG=torch.full_like(weight.zeros_OG, 2 ** (bits - 1)))
+        stored |= encode("compressed-tensors", name, weight)
+        del stored[f"{name}.weight_zero_point"]
+        exact[f"{name}.weight"] = weight.values_OI
+    groups = [symmetric(num_bits=bits, strategy="channel")["config_groups"]["group_0"] for bits in (3, 4)]
+    config = CONFIGS["compressed-tensors"] | {
+        "config_groups": {str(number): each for number, each in enumerate(groups)}
+    }
+    save_file({name: tensor.contiguous() for name, tensor in stored.items()}, tmp_path / "model.safetensors")
+    read = {name: torch.empty(16, 99) for name in exact}
+    into = {name: [whole(memory)] for name, memory in read.items()}
+    load_weights(open_checkpoint(tmp_path, format_of(config)), Destinations(into), show_progress=False)
+    assert all(torch.equal(read[name], exact[name]) for name in exact)
+
+
+def test_act_order_without_groups_of_inputs_is_refused(tmp_path: Path) -> None:
+    stored = encode("gptq", "a", random(16, 64, 32))
+    del stored["a.g_idx"]
+    with pytest.raises(CheckpointError, match=r"'a\.qweight' has inputs in the order"):
+        load(tmp_path, stored, CONFIGS["gptq"] | {"desc_act": True}, whole(torch.empty(16, 64)))
+
+
 def test_without_zero_points_the_middle_code_is_zero(tmp_path: Path) -> None:
     weight = dataclasses.replace(random(16, 64, 32), zeros_OG=torch.full((16, 2), 8))
     stored = encode("compressed-tensors", "a", weight)
@@ -98,7 +142,7 @@ def test_every_zero_point_of_gptq(tmp_path: Path) -> None:
         (lambda s: s | {"a.qzeros": s["a.qzeros"].short()}, r"'a.qzeros' is I16"),
         (lambda s: s | {"a.scales": s["a.scales"].double()}, r"'a.scales' is F64"),
         (lambda s: s | {"a.scales": s["a.scales"][:, 1:]}, r"'a.scales' has shape \[4, 15\].*\[16, 64\]"),
-        (lambda s: s | {"a.scales": s["a.scales"][:3]}, r"'a.scales' has shape \[3, 16\]"),
+        (lambda s: s | {"a.scales": s["a.scales"][:3]}, r"'a.qzeros' has shape \[4, 2\].*\[3, 2\]"),
         (lambda s: s | {"a.qzeros": s["a.qzeros"][:3]}, r"'a.qzeros' has shape \[3, 2\].*\[4, 2\]"),
         (lambda s: s | {"a.qweight": s["a.qweight"][None]}, r"'a.qweight' has shape \[1, 8, 16\]"),
         (lambda s: s | {"a.qweight": s["a.qweight"][1:], "a.scales": s["a.scales"][:1]}, r"'a.qzeros' has shape"),
@@ -129,18 +173,19 @@ def test_supported_configs(quantization: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "quantization",
     [
-        CONFIGS["gptq"] | {"bits": 8},
+        CONFIGS["gptq"] | {"bits": 5},
+        CONFIGS["gptq"] | {"dynamic": {"+:.*down.*": {"bits": 6}}},
+        CONFIGS["gptq"] | {"dynamic": {"+:.*down.*": 8}},
         CONFIGS["gptq"] | {"checkpoint_format": "marlin"},
         CONFIGS["gptq"] | {"checkpoint_format": ["gptq"]},
         CONFIGS["awq"] | {"version": "gemv"},
         CONFIGS["awq"] | {"bits": 3},
-        symmetric(num_bits=8),
+        symmetric(num_bits=6),
         symmetric(type="float"),
         symmetric(strategy="tensor"),
         symmetric() | {"format": "int-quantized"},
+        symmetric(num_bits=8, strategy="channel", symmetric=False) | {"format": "int-quantized"},
         symmetric() | {"config_groups": {}},
-        symmetric()
-        | {"config_groups": {"group_0": symmetric()["config_groups"]["group_0"] | {"input_activations": {}}}},
     ],
 )
 def test_unsupported_configs_are_refused(quantization: dict[str, Any]) -> None:

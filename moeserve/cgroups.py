@@ -1,0 +1,93 @@
+"""Limits of this process's control groups (cgroups) of versions 1 and 2, however they are nested and mounted."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+ROOT = Path("/")
+
+
+def cpu_quota(root: Path = ROOT) -> float | None:
+    """Return the number of cores' time that this process may use; None if no cgroup limits it.
+
+    Args:
+        root: the file system that has /proc and the mounted cgroups.
+    """
+    return min((quota for folder in _folders("cpu", root) for quota in _quotas(folder)), default=None)
+
+
+def memory_left(root: Path = ROOT) -> int | None:
+    """Return the bytes that this process may still allocate; None if no cgroup limits it. Cached files count as free.
+
+    Args:
+        root: as for `cpu_quota`.
+    """
+    return min((left for folder in _folders("memory", root) for left in _memory_left(folder)), default=None)
+
+
+def _quotas(folder: Path) -> Iterator[float]:
+    """Yield the quota of one cgroup in cores, if it has one."""
+    quota_and_period = _words(folder / "cpu.max") or [  # version 2, or "max 100000"
+        *_words(folder / "cpu.cfs_quota_us"),  # version 1, or -1
+        *_words(folder / "cpu.cfs_period_us"),
+    ]
+    match [int(word) for word in quota_and_period if word.isdecimal()]:
+        case [quota, period] if period:
+            yield quota / period
+
+
+def _memory_left(folder: Path) -> Iterator[int]:
+    """Yield the bytes that are left under each limit of one cgroup."""
+    statistics = _words(folder / "memory.stat")
+    statistic = dict(zip(statistics[::2], statistics[1::2], strict=False))
+    # Version 2. Processes that exceed `memory.high` are slowed down until they hardly proceed.
+    limits = _words(folder / "memory.max") + _words(folder / "memory.high")
+    usage = _words(folder / "memory.current")
+    cached = statistic.get("inactive_file", "0")
+    if not usage:  # version 1, whose statistics also have the least limit of all parents, even of invisible ones
+        limits = [*_words(folder / "memory.limit_in_bytes"), statistic.get("hierarchical_memory_limit", "")]
+        usage = _words(folder / "memory.usage_in_bytes")
+        cached = statistic.get("total_inactive_file", "0")
+    for limit in limits:
+        if usage and limit.isdecimal():  # not "max"
+            yield max(0, int(limit) - int(usage[0]) + int(cached))
+
+
+def _folders(controller: str, root: Path) -> Iterator[Path]:
+    """Yield the folders of this process's cgroups with a controller, and of all their visible parents."""
+    groups = [line.split(":", 2) for line in _lines(root / "proc/self/cgroup")]
+    for line in _lines(root / "proc/self/mountinfo"):
+        mount, _, file_system = line.partition(" - ")
+        _, _, _, mounted_group, mount_point = map(_unescaped, mount.split(" ")[:5])
+        kind, _, options = file_system.split(" ", 2)
+        if kind == "cgroup" and controller in options.split(","):
+            of_mount = [group for _, controllers, group in groups if controller in controllers.split(",")]
+        elif kind == "cgroup2":
+            of_mount = [group for _, controllers, group in groups if controllers == ""]
+        else:
+            continue
+        top = root / mount_point.lstrip("/")
+        for group in of_mount:
+            # In a container, the mount may show a cgroup that /proc names differently: then only its top is known.
+            is_below = PurePosixPath(group).is_relative_to(mounted_group)
+            folder = top / PurePosixPath(group).relative_to(mounted_group) if is_below else top
+            yield folder
+            yield from (parent for parent in folder.parents if parent.is_relative_to(top))
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(errors="surrogateescape").splitlines()
+    except OSError:  # not Linux, or no such controller
+        return []
+
+
+def _words(path: Path) -> list[str]:
+    return " ".join(_lines(path)).split()
+
+
+def _unescaped(field: str) -> str:
+    """Return a field of mountinfo, in which spaces and backslashes are written as octal numbers."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)

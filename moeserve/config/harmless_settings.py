@@ -1,0 +1,135 @@
+"""Settings of vLLM that do not exist here: values that change nothing are accepted, others refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moeserve.errors import SettingsError, shown
+
+NOTHING: tuple[Any, ...] = (None, False, 0, "", "auto", [], {}, ())
+
+
+@dataclass(frozen=True)
+class _Setting:
+    why: str  # why other values are refused, and what to do
+    harmless: tuple[Any, ...] = ()  # in addition to NOTHING
+    is_harmless: bool = False  # every value is
+
+
+_LORA = _Setting("LoRA is not supported; merge the adapter into the checkpoint")
+_PICTURES = _Setting("models read texts only; leave it out")
+_OFFLOAD = _Setting("weights stay on the device; quantization makes them smaller")
+_NO_EFFECT = _Setting("it changes no output here", is_harmless=True)
+_POOLING = _Setting("models generate text only", ("generate", "none"))
+_RANKS = _Setting("one call starts all ranks; use data_parallel_size, executor and network_interface")
+_NO_CODE = _Setting("code of others is not loaded into the engine")
+
+_SETTINGS = {
+    **dict.fromkeys(
+        (
+            *("disable_log_requests", "enable_log_requests", "served_model_name", "use_tqdm_on_load"),
+            *("disable_custom_all_reduce", "disable_cascade_attn", "enable_flashinfer_autotune"),
+            *("max_logprobs", "compilation_config", "optimization_level", "performance_mode"),
+            *("cuda_graph_sizes", "use_v2_block_manager", "cudagraph_capture_sizes"),
+            *("max_cudagraph_capture_size", "max_seq_len_to_capture", "skip_tokenizer_init"),
+            *("max_parallel_loading_workers", "prefix_caching_hash_algo", "disable_hybrid_kv_cache_manager"),
+            *("download_dir", "tokenizer_revision", "code_revision", "hf_token", "num_lookahead_slots"),
+            *("enable_trace_replay", "enable_sleep_mode", "allowed_local_media_path", "allowed_media_domains"),
+            *("limit_mm_per_prompt", "disable_mm_preprocessor_cache", "mm_processor_cache_gb"),
+            *("skip_mm_profiling", "disable_chunked_mm_input", "max_num_partial_prefills"),
+            *("max_long_partial_prefills", "long_prefill_token_threshold", "stream_interval"),
+            *("guided_decoding_backend", "structured_outputs_config", "language_model_only"),
+            *("shutdown_timeout", "log_level", "kv_cache_metrics", "cudagraph_metrics", "ignore_patterns"),
+            *("pt_load_map_location", "disable_async_output_proc", "watermark", "async_scheduling_mode"),
+            *("fail_on_environ_validation",),
+        ),
+        _NO_EFFECT,
+    ),
+    **dict.fromkeys(
+        ("enable_lora", "default_mm_loras", "fully_sharded_loras", "enable_lora_bias", "max_cpu_loras", "lora_dtype"),
+        _LORA,
+    ),
+    **dict.fromkeys(("max_loras", "max_lora_rank", "lora_extra_vocab_size"), _NO_EFFECT),
+    **dict.fromkeys(
+        ("mm_processor_kwargs", "media_io_kwargs", "enable_mm_embeds", "enable_prompt_embeds", "interleave_mm_strings"),
+        _PICTURES,
+    ),
+    **dict.fromkeys(("cpu_offload_gb", "offload_backend", "offload_group_size"), _OFFLOAD),
+    **dict.fromkeys(("task", "runner", "convert", "pooler_config", "override_pooler_config"), _POOLING),
+    **dict.fromkeys(
+        (
+            *("data_parallel_rank", "data_parallel_address", "data_parallel_rpc_port", "data_parallel_start_rank"),
+            *("data_parallel_size_local", "node_rank", "data_parallel_hybrid_lb", "data_parallel_external_lb"),
+        ),
+        _RANKS,
+    ),
+    **dict.fromkeys(
+        (
+            *("worker_cls", "worker_extension_cls", "scheduler_cls", "logits_processors", "io_processor_plugin"),
+            *("reasoning_parser_plugin", "additional_config", "model_loader_extra_config"),
+        ),
+        _NO_CODE,
+    ),
+    "nnodes": _Setting(_RANKS.why, (1,)),
+    "data_parallel_backend": _Setting(_RANKS.why, ("mp", "ray")),
+    "tokenizer_mode": _Setting("the tokenizer is that of the checkpoint's files", ("hf", "fast")),
+    "config_format": _Setting("checkpoints have Hugging Face's layout; use the files of that layout", ("hf",)),
+    "logprobs_mode": _Setting("log-probabilities are those of the model itself", ("raw_logprobs",)),
+    "scheduling_policy": _Setting("requests are served in the order of their arrival", ("fcfs",)),
+    "prefill_context_parallel_size": _Setting("use tensor_parallel_size", (1,)),
+    "decode_context_parallel_size": _Setting("use tensor_parallel_size", (1,)),
+    "num_gpu_blocks_override": _Setting("use kv_cache_memory"),
+    "kv_transfer_config": _Setting("use kv_transfer_address"),
+    "kv_events_config": _Setting("changes of the KV cache are not published"),
+    "otlp_traces_endpoint": _Setting("moeserve serve has this setting"),
+    "chat_template": _Setting("pass it to chat; moeserve serve has this setting"),
+    "rope_scaling": _Setting("set it in the checkpoint's config.json"),
+    "rope_theta": _Setting("set it in the checkpoint's config.json"),
+    "hf_config_path": _Setting("put config.json into the checkpoint's folder"),
+    "calculate_kv_scales": _Setting("an FP8 cache has a scale for each token and head"),
+    "disable_sliding_window": _Setting("set sliding_window in the checkpoint's config.json"),
+    "enable_return_routed_experts": _Setting("use LLM.expert_load"),
+    "kv_offloading_size": _Setting("use kv_host_memory"),
+}
+
+NAMES = frozenset(_SETTINGS)
+# Values of moeserve's own settings that vLLM writes differently.
+_OTHER_VALUES: dict[str, dict[str, str]] = {
+    "load_format": dict.fromkeys(("safetensors", "hf", "fastsafetensors"), "auto"),
+    "model_impl": {"vllm": "moeserve"},
+}
+# Own settings for which None stands for the default.
+_NONE_IS_DEFAULT = (
+    "enable_prefix_caching",
+    "async_scheduling",
+    "attention_backend",
+    "load_format",
+    "model_impl",
+    "dtype",
+)
+
+
+def without_harmless(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options without those of vLLM that change nothing, and with moeserve's values of the others.
+
+    Raises:
+        SettingsError: an option of vLLM would change something that moeserve does not do.
+    """
+    kept = {}
+    for name, value in options.items():
+        if name in _SETTINGS:
+            _require_harmless(name, value)
+            continue
+        if value is None and name in _NONE_IS_DEFAULT:
+            continue
+        kept[name] = _OTHER_VALUES.get(name, {}).get(value, value) if isinstance(value, str) else value
+    return kept
+
+
+def _require_harmless(name: str, value: Any) -> None:
+    setting = _SETTINGS[name]
+    if setting.is_harmless or any(value is each or value == each for each in (*NOTHING, *setting.harmless)):
+        return
+    raise SettingsError(f"{name}={shown(value)} is not supported: {setting.why}")

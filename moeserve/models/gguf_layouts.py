@@ -1,0 +1,63 @@
+"""Layouts of GGUF files in which one tensor stands for others, resolved to those of most files."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from pathlib import Path
+
+from moeserve.errors import CheckpointError
+from moeserve.models.gguf_reader import StoredArray
+
+_GATE_UP = ".ffn_gate_up_exps."
+_SCALE = ".scale"  # of NVFP4: one for a matrix, or for each expert
+_UNUSED = ".input_scale"  # of activations, which are not quantised
+
+
+def resolved(stored: Iterable[tuple[Path, StoredArray]]) -> list[tuple[Path, StoredArray]]:
+    """Return tensors with their scales, and gates apart from ups.
+
+    Raises:
+        CheckpointError: a scale does not fit its tensor, or rows of gate and up are not pairs.
+    """
+    by_name = {array.name: (path, array) for path, array in stored}
+    found: list[tuple[Path, StoredArray]] = []
+    for name, (path, array) in by_name.items():
+        if name.endswith(_UNUSED) or (name.endswith(_SCALE) and _weight_of(name) in by_name):
+            continue
+        if (of_scale := by_name.get(name.removesuffix(".weight") + _SCALE)) is not None and name.endswith(".weight"):
+            array = _scaled(array, of_scale[1])
+        if _GATE_UP in name:
+            found += [(path, half) for half in _halves(array)]
+        else:
+            found.append((path, array))
+    return found
+
+
+def _weight_of(name: str) -> str:
+    return name.removesuffix(_SCALE) + ".weight"
+
+
+def _scaled(array: StoredArray, scale: StoredArray) -> StoredArray:
+    if scale.shape not in ((1,), array.shape[:1]):
+        raise CheckpointError(
+            f"{scale.path}: tensor {scale.name!r} of shape {list(scale.shape)} fits no {array.name!r}"
+        )
+    return dataclasses.replace(array, scale=scale.read())
+
+
+def _halves(array: StoredArray) -> list[StoredArray]:
+    """Return gates and ups [E, I, ...] of a tensor [E, 2 * I, ...]."""
+    if len(array.shape) < 2 or array.shape[1] % 2:
+        raise CheckpointError(f"{array.path}: tensor {array.name!r} of shape {list(array.shape)} has no halves")
+    num_experts, num_rows, *others = array.shape
+    half = num_rows // 2
+    return [
+        dataclasses.replace(
+            array,
+            name=array.name.replace(_GATE_UP, f".ffn_{name}_exps."),
+            shape=(num_experts, half, *others),
+            data=array.data[:, start : start + half],
+        )
+        for name, start in (("gate", 0), ("up", half))
+    ]

@@ -1,0 +1,1 @@
+"""Names that vLLM has in `vllm.v1`."""

@@ -1,0 +1,55 @@
+"""Engines in processes whose streams are closed, or whose limits are tight."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reference_models import Reference
+
+NUM_TOKENS = 4
+GENERATE = """
+import sys
+from moeserve import LLM, SamplingParams
+folder, executor, path = sys.argv[1:]
+with LLM(folder, dtype="float32", num_threads=1, max_model_len=64, executor=executor) as llm:
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    tokens = llm.generate([[5, 6]], params)[0].outputs[0].token_ids
+open(path, "w").write(str(tokens))
+"""
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("executor", ["uniproc", pytest.param("mp", marks=pytest.mark.ranks)])
+def test_closed_standard_streams(executor: str, closed: str, plain: Reference, tmp_path: Path) -> None:
+    found = tmp_path / "tokens"
+    program = [sys.executable, "-c", GENERATE, str(plain.folder), executor, str(found)]
+    run = subprocess.run(["sh", "-c", f'exec "$@" {closed}', "sh", *program], capture_output=True, timeout=200)
+    assert run.returncode == 0, run.stderr
+    assert found.read_text() == str(plain.greedy([5, 6], NUM_TOKENS))
+
+
+@pytest.mark.parametrize(
+    ("limit", "executor", "expected"),
+    [
+        (("RLIMIT_AS", 2**31), "uniproc", ""),
+        pytest.param(("RLIMIT_NOFILE", 20), "mp", "EngineError", marks=pytest.mark.ranks),
+    ],
+)
+def test_resource_limits(
+    limit: tuple[str, int], executor: str, expected: str, plain: Reference, tmp_path: Path
+) -> None:
+    """The engine takes what it may, or ends with an error that names the limit's cause."""
+    name, value = limit
+
+    def limited() -> None:
+        resource.setrlimit(getattr(resource, name), (value, value))
+
+    command: list[Any] = [sys.executable, "-c", GENERATE, plain.folder, executor, tmp_path / "tokens"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=200, preexec_fn=limited)
+    assert (tmp_path / "tokens").exists() is not bool(expected), run.stderr
+    assert expected in run.stderr.splitlines()[-1] if expected else run.returncode == 0, run.stderr
