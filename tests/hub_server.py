@@ -59,8 +59,15 @@ class Hub:
 
     def fetched(self) -> list[str]:
         """Return the names of the files of which a whole or a part was requested."""
-        found = [re.match(r"GET /[^/]+/[^/]+/resolve/[^/]+/([^ ]+)", request) for request in self.requests]
-        return sorted({urllib.parse.unquote(match[1]) for match in found if match})
+        names = set()
+        for request in self.requests:
+            if match := re.match(r"GET /[^/]+/[^/]+/resolve/[^/]+/([^ ]+)", request):
+                names.add(urllib.parse.unquote(match[1]))
+            elif match := re.match(r"GET /content/([^ ]+)", request):  # where a large file was redirected to
+                file = Path(urllib.parse.unquote(match[1]))
+                folders = [folder for each in self.repositories.values() for folder in each.commits.values()]
+                names |= {str(file.relative_to(folder)) for folder in folders if file.is_relative_to(folder)}
+        return sorted(names)
 
     def environment(self, home: Path, **variables: str) -> dict[str, str]:
         """Return an environment in which this hub is the only one, with caches in `home`."""

@@ -60,6 +60,7 @@ class StoredArray:
     kind: gguf.GGMLQuantizationType
     shape: tuple[int, ...]  # outermost dimension first
     data: np.ndarray  # view of the mapped file: numbers of `shape`, or [*shape[:-1], bytes of a row] uint8
+    start: int = 0  # offset of the data in the file, in bytes
     scale: np.ndarray | None = None  # multiplies all values, or one for each slice of the first dimension
 
     def check(self) -> None:
@@ -266,7 +267,7 @@ class _Header:
             data = self._values[start:stop]
             if (dtype := _PLAIN.get(kind.name)) is not None:
                 data, of_row = data.view(dtype), width
-            found[name] = StoredArray(self._path, name, kind, shape, data.reshape(*outer, of_row))
+            found[name] = StoredArray(self._path, name, kind, shape, data.reshape(*outer, of_row), start)
             ends.append((start, stop, name))
         for (_, stop, name), (start, _, other) in pairwise(sorted(ends)):
             if start < stop:

@@ -94,12 +94,11 @@ def _copy_gguf_header(hub: HubClient, name: str, path: Path) -> None:
             if is_whole or len(data) > MAX_HEADER_BYTES:
                 raise
         else:
-            if is_whole or len(data) >= min((tensor.data_offset for tensor in tensors.values()), default=0):
+            if is_whole or len(data) >= min((tensor.start for tensor in tensors.values()), default=0):
                 break
         num_bytes *= 4
     if (factors := tensors.get(ROPE_FACTORS)) is not None:
-        start = int(factors.data_offset)
-        _write(path, start, hub.read(name, start, int(factors.n_bytes))[0], size)
+        _write(path, factors.start, hub.read(name, factors.start, factors.data.nbytes)[0], size)
 
 
 def _write(path: Path, start: int, data: bytes, size: int) -> None:
