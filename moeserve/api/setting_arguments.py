@@ -302,7 +302,6 @@ class SettingArguments(TypedDict, total=False):
     disable_log_requests: Any
     disable_mm_preprocessor_cache: Any
     disable_sliding_window: Any
-    download_dir: Any
     enable_flashinfer_autotune: Any
     enable_log_requests: Any
     enable_lora: Any
@@ -373,7 +372,6 @@ class SettingArguments(TypedDict, total=False):
     structured_outputs_config: Any
     task: Any
     tokenizer_mode: Any
-    tokenizer_revision: Any
     use_tqdm_on_load: Any
     use_v2_block_manager: Any
     watermark: Any

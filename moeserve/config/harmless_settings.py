@@ -35,7 +35,7 @@ _SETTINGS = {
             *("cuda_graph_sizes", "use_v2_block_manager", "cudagraph_capture_sizes"),
             *("max_cudagraph_capture_size", "max_seq_len_to_capture", "skip_tokenizer_init"),
             *("max_parallel_loading_workers", "prefix_caching_hash_algo", "disable_hybrid_kv_cache_manager"),
-            *("download_dir", "tokenizer_revision", "code_revision", "hf_token", "num_lookahead_slots"),
+            *("code_revision", "hf_token", "num_lookahead_slots"),
             *("enable_trace_replay", "enable_sleep_mode", "allowed_local_media_path", "allowed_media_domains"),
             *("limit_mm_per_prompt", "disable_mm_preprocessor_cache", "mm_processor_cache_gb"),
             *("skip_mm_profiling", "disable_chunked_mm_input", "max_num_partial_prefills"),
