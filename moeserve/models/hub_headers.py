@@ -14,7 +14,8 @@ from pathlib import Path
 
 from moeserve.config.environment import cache_folder
 from moeserve.errors import CheckpointError
-from moeserve.models.gguf_file import ROPE_FACTORS, open_gguf
+from moeserve.models.gguf_file import ROPE_FACTORS
+from moeserve.models.gguf_reader import open_gguf
 from moeserve.models.hub_client import HubClient
 
 FILES_AT_ONCE = 8
