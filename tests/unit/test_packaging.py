@@ -29,7 +29,7 @@ for tool in ("build", "scikit_build_core"):
 
 ROOT = Path(__file__).parents[2]
 # What every installation brings, besides what these packages need: all of it small but torch.
-REQUIRED = {"einops", "jinja2", "msgspec", "numpy", "safetensors", "tokenizers", "torch", "tqdm"}
+REQUIRED = {"einops", "jinja2", "msgspec", "numpy", "safetensors", "tokenizers", "torch", "tqdm", "typing-extensions"}
 # What every Linux has, as manylinux defines it, of what a C++ module may need.
 SYSTEM_LIBRARIES = {"libc.so", "libdl.so", "libgcc_s.so", "libm.so", "libpthread.so", "librt.so", "libstdc++.so"}
 
