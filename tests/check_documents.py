@@ -41,6 +41,7 @@ EXTERNAL = {
     *("maxItems", "maxLength", "oneOf", "uniqueItems", "unevaluatedProperties"),  # keywords of JSON schemas
     *("RAY_worker_niceness", "n_batch", "n_ubatch", "script.py", "sitecustomize.py", "llama.cpp", "ik_llama.cpp"),
     *("settings.yaml", "save_original_format"),
+    *("HF_HOME", "HF_ENDPOINT", "HF_HUB_DISABLE_PROGRESS_BARS"),  # variables of huggingface_hub
 }
 EXTERNAL_FLAGS = {
     *("--extra-index-url", "--local-dir", "--min-nodes", "--no-deps", "--no-index", "--only-binary", "--python-version")

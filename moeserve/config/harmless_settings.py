@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from moeserve.config.vllm_option import VllmOption
 from moeserve.errors import SettingsError, shown
 
 NOTHING: tuple[Any, ...] = (None, False, 0, "", "auto", [], {}, ())
 
 
-@dataclass(frozen=True)
-class _Setting:
-    why: str  # why other values are refused, and what to do
-    harmless: tuple[Any, ...] = ()  # in addition to NOTHING
-    is_harmless: bool = False  # every value is
+def _setting(why: str, *harmless: Any, is_harmless: bool = False) -> VllmOption:
+    """Return an option that accepts NOTHING and some further values."""
+    return VllmOption(why, (*NOTHING, *harmless), is_harmless)
 
 
-_LORA = _Setting("LoRA is not supported; merge the adapter into the checkpoint")
-_PICTURES = _Setting("models read texts only; leave it out")
-_OFFLOAD = _Setting("weights stay on the device; quantization makes them smaller")
-_NO_EFFECT = _Setting("it changes no output here", is_harmless=True)
-_POOLING = _Setting("models generate text only", ("generate", "none"))
-_RANKS = _Setting("one call starts all ranks; use data_parallel_size, executor and network_interface")
-_NO_CODE = _Setting("code of others is not loaded into the engine")
+_LORA = _setting("LoRA is not supported; merge the adapter into the checkpoint")
+_PICTURES = _setting("models read texts only; leave it out")
+_OFFLOAD = _setting("weights stay on the device; quantization makes them smaller")
+_NO_EFFECT = _setting("it changes no output here", is_harmless=True)
+_POOLING = _setting("models generate text only", "generate", "none")
+_RANKS = _setting("one call starts all ranks; use data_parallel_size, executor and network_interface")
+_NO_CODE = _setting("code of others is not loaded into the engine")
 
 _SETTINGS = {
     **dict.fromkeys(
@@ -72,26 +70,26 @@ _SETTINGS = {
         ),
         _NO_CODE,
     ),
-    "nnodes": _Setting(_RANKS.why, (1,)),
-    "data_parallel_backend": _Setting(_RANKS.why, ("mp", "ray")),
-    "tokenizer_mode": _Setting("the tokenizer is that of the checkpoint's files", ("hf", "fast")),
-    "config_format": _Setting("checkpoints have Hugging Face's layout; use the files of that layout", ("hf",)),
-    "logprobs_mode": _Setting("log-probabilities are those of the model itself", ("raw_logprobs",)),
-    "scheduling_policy": _Setting("requests are served in the order of their arrival", ("fcfs",)),
-    "prefill_context_parallel_size": _Setting("use tensor_parallel_size", (1,)),
-    "decode_context_parallel_size": _Setting("use tensor_parallel_size", (1,)),
-    "num_gpu_blocks_override": _Setting("use kv_cache_memory"),
-    "kv_transfer_config": _Setting("use kv_transfer_address"),
-    "kv_events_config": _Setting("changes of the KV cache are not published"),
-    "otlp_traces_endpoint": _Setting("moeserve serve has this setting"),
-    "chat_template": _Setting("pass it to chat; moeserve serve has this setting"),
-    "rope_scaling": _Setting("set it in the checkpoint's config.json"),
-    "rope_theta": _Setting("set it in the checkpoint's config.json"),
-    "hf_config_path": _Setting("put config.json into the checkpoint's folder"),
-    "calculate_kv_scales": _Setting("an FP8 cache has a scale for each token and head"),
-    "disable_sliding_window": _Setting("set sliding_window in the checkpoint's config.json"),
-    "enable_return_routed_experts": _Setting("use LLM.expert_load"),
-    "kv_offloading_size": _Setting("use kv_host_memory"),
+    "nnodes": _setting(_RANKS.why, 1),
+    "data_parallel_backend": _setting(_RANKS.why, "mp", "ray"),
+    "tokenizer_mode": _setting("the tokenizer is that of the checkpoint's files", "hf", "fast"),
+    "config_format": _setting("checkpoints have Hugging Face's layout; use the files of that layout", "hf"),
+    "logprobs_mode": _setting("log-probabilities are those of the model itself", "raw_logprobs"),
+    "scheduling_policy": _setting("requests are served in the order of their arrival", "fcfs"),
+    "prefill_context_parallel_size": _setting("use tensor_parallel_size", 1),
+    "decode_context_parallel_size": _setting("use tensor_parallel_size", 1),
+    "num_gpu_blocks_override": _setting("use kv_cache_memory"),
+    "kv_transfer_config": _setting("use kv_transfer_address"),
+    "kv_events_config": _setting("changes of the KV cache are not published"),
+    "otlp_traces_endpoint": _setting("moeserve serve has this setting"),
+    "chat_template": _setting("pass it to chat; moeserve serve has this setting"),
+    "rope_scaling": _setting("use hf_overrides"),
+    "rope_theta": _setting("use hf_overrides"),
+    "hf_config_path": _setting("put config.json into the checkpoint's folder"),
+    "calculate_kv_scales": _setting("an FP8 cache has a scale for each token and head"),
+    "disable_sliding_window": _setting("set sliding_window in the checkpoint's config.json"),
+    "enable_return_routed_experts": _setting("use LLM.expert_load"),
+    "kv_offloading_size": _setting("use kv_host_memory"),
 }
 
 NAMES = frozenset(_SETTINGS)
@@ -119,17 +117,11 @@ def without_harmless(options: Mapping[str, Any]) -> dict[str, Any]:
     """
     kept = {}
     for name, value in options.items():
-        if name in _SETTINGS:
-            _require_harmless(name, value)
+        if (unknown := _SETTINGS.get(name)) is not None:
+            if not unknown.accepts(value):
+                raise SettingsError(f"{name}={shown(value)} is not supported: {unknown.why}")
             continue
         if value is None and name in _NONE_IS_DEFAULT:
             continue
         kept[name] = _OTHER_VALUES.get(name, {}).get(value, value) if isinstance(value, str) else value
     return kept
-
-
-def _require_harmless(name: str, value: Any) -> None:
-    setting = _SETTINGS[name]
-    if setting.is_harmless or any(value is each or value == each for each in (*NOTHING, *setting.harmless)):
-        return
-    raise SettingsError(f"{name}={shown(value)} is not supported: {setting.why}")

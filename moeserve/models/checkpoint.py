@@ -26,6 +26,7 @@ MAX_NAMES_SHOWN = 5
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 REMAP_BYTES = 256 * 1024 * 1024  # shards are mapped again after this many bytes have been read
 NUMBERED = re.compile(r"(?P<stem>.+)-(?P<number>\d+)-of-(?P<total>\d+)\.safetensors")
+GGUF_PART = re.compile(r"(?P<stem>.*)-\d{5}-of-(?P<total>\d{5})\.gguf")
 LFS_POINTER = b"version https://git-lfs"
 
 
@@ -128,6 +129,12 @@ def shards_of_index(index_path: Path) -> dict[str, list[str]]:
         if Path(file_name).name != file_name or Path(file_name).suffix != ".safetensors":
             raise CheckpointError(f"{index_path}: {file_name!r} is not the name of a safetensors file in this folder")
     return names_in_shard
+
+
+def names_of_parts(match: re.Match[str]) -> list[str]:
+    """Return the names of all parts of a model, from one part's match of NUMBERED or GGUF_PART."""
+    digits, (_, suffix) = match["total"], os.path.splitext(match.string)
+    return [f"{match['stem']}-{number + 1:0{len(digits)}}-of-{digits}{suffix}" for number in range(int(digits))]
 
 
 def _headers_of_shards(folder: Path, single: Path) -> dict[str, StoredTensor]:

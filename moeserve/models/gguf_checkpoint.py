@@ -14,9 +14,6 @@ import hashlib
 import json
 import logging
 import math
-import os
-import re
-import shutil
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,7 +21,8 @@ from typing import Any
 
 from moeserve.config.environment import cache_folder
 from moeserve.errors import CheckpointError, shown
-from moeserve.models.checkpoint import list_names
+from moeserve.models.cache_folders import written_once
+from moeserve.models.checkpoint import GGUF_PART, list_names, names_of_parts
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.gguf_architectures import ARCHITECTURES, File, Part, numbers_of_layers
 from moeserve.models.gguf_file import ROPE_FACTORS, TOKEN_ID_KEYS, as_written, llama3_scaling
@@ -40,7 +38,6 @@ from moeserve.models.unsupported import dense_model, unknown_in_gguf
 logger = logging.getLogger(__name__)
 
 _VERSION = 4  # format version of the cache folders; increase it when their files change
-_PART = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")
 
 
 def checkpoint_folder(path: Path) -> Path:
@@ -56,24 +53,10 @@ def checkpoint_folder(path: Path) -> Path:
     files = _parts_of(path)
     facts = [_VERSION, *(f"{file.resolve()} {(state := file.stat()).st_size} {state.st_mtime_ns}" for file in files)]
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
-    whole = _PART.fullmatch(path.name)
-    folder = cache_folder() / "gguf" / f"{whole[1] if whole else path.stem}-{digest}"
-    if (folder / "config.json").is_file():
-        return folder
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
-    try:
-        partial.mkdir(parents=True)
-        try:
-            _write_companions(files, partial)
-            partial.rename(folder)
-        except OSError:
-            if not (folder / "config.json").is_file():  # another process may have written it in the meantime
-                raise
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-    except OSError as error:
-        raise CheckpointError(f"cannot write {folder} ({error}); set MOESERVE_CACHE to a writable folder") from error
-    return folder
+    part = GGUF_PART.fullmatch(path.name)
+    folder = cache_folder() / "gguf" / f"{part['stem'] if part else path.stem}-{digest}"
+    is_complete = (folder / "config.json").is_file
+    return written_once(folder, is_complete, lambda partial: _write_companions(files, partial))
 
 
 def tensors_of(folder: Path) -> dict[str, CheckpointTensor]:
@@ -129,10 +112,10 @@ def bytes_of_types(folder: Path) -> Counter[str]:
 def _parts_of(path: Path) -> list[Path]:
     if not path.is_file():
         raise CheckpointError(f"{path} is not a file")
-    match = _PART.fullmatch(path.name)
+    match = GGUF_PART.fullmatch(path.name)
     if match is None:
         return [path]
-    parts = [path.with_name(f"{match[1]}-{number + 1:05d}-of-{match[2]}.gguf") for number in range(int(match[2]))]
+    parts = [path.with_name(name) for name in names_of_parts(match)]
     missing = [part.name for part in parts if not part.is_file()]
     if missing:
         raise CheckpointError(f"{path} is one of {len(parts)} parts; {list_names(missing)} must be in the same folder")

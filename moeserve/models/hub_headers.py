@@ -6,14 +6,13 @@ and its header; the rest is a hole that takes no space on a disk and reads as ze
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from moeserve.config.environment import cache_folder
 from moeserve.errors import CheckpointError
+from moeserve.models.cache_folders import written_once
 from moeserve.models.gguf_file import ROPE_FACTORS
 from moeserve.models.gguf_reader import open_gguf
 from moeserve.models.hub_client import HubClient
@@ -38,36 +37,29 @@ def write_description(hub: HubClient, companions: Sequence[str], weights: Sequen
     repository = hub.model.repository.replace("/", "--")
     kind = ("headers" if hub.model.gguf is None else weights[0].replace("/", "--")) if weights else "config"
     folder = cache_folder() / "hub" / repository / f"{hub.folder.name}-{kind}"
-    if folder.is_dir() and all(file.exists() for file in folder.rglob("*")):  # the hub's cache has what links name
-        return folder
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
-    try:
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.mkdir(parents=True)
-        try:
-            for name in (*companions, *weights):
-                (partial / name).parent.mkdir(parents=True, exist_ok=True)
-            for name in companions:
-                (partial / name).symlink_to(hub.folder / name)
-            with ThreadPoolExecutor(FILES_AT_ONCE) as threads:
-                list(threads.map(lambda name: _copy_header(hub, name, partial / name), weights))
-            partial.rename(folder)
-        except OSError:
-            if not folder.is_dir():  # another process may have written it in the meantime
-                raise
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-    except OSError as error:
-        raise CheckpointError(f"cannot write {folder} ({error}); set MOESERVE_CACHE to a writable folder") from error
-    return folder
+
+    def is_complete() -> bool:
+        return folder.is_dir() and all(
+            file.exists() for file in folder.rglob("*")
+        )  # the hub's cache has what links name
+
+    def write(partial: Path) -> None:
+        for name in (*companions, *weights):
+            (partial / name).parent.mkdir(parents=True, exist_ok=True)
+        for name in companions:
+            (partial / name).symlink_to(hub.folder / name)
+        with ThreadPoolExecutor(FILES_AT_ONCE) as threads:
+            list(threads.map(lambda name: _copy_header(hub, name, partial / name), weights))
+
+    return written_once(folder, is_complete, write)
 
 
 def _copy_header(hub: HubClient, name: str, path: Path) -> None:
     """Write a file with the header of a file of weights, and its size."""
-    copy: Callable[[HubClient, str, Path], None] = (
-        _copy_gguf_header if path.suffix == ".gguf" else _copy_length_and_header
-    )
-    copy(hub, name, path)
+    if path.suffix == ".gguf":
+        _copy_gguf_header(hub, name, path)
+    else:
+        _copy_length_and_header(hub, name, path)
 
 
 def _copy_length_and_header(hub: HubClient, name: str, path: Path) -> None:

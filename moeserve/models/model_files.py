@@ -10,14 +10,23 @@ import fnmatch
 import logging
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Protocol
 
 from moeserve.config.hub_name import HubModel, parse_hub_name
 from moeserve.config.settings import EngineConfig
 from moeserve.errors import CheckpointError
-from moeserve.models.checkpoint import INDEX, NUMBERED, SINGLE, has_shards, list_names, shards_of_index
+from moeserve.models.checkpoint import (
+    GGUF_PART,
+    INDEX,
+    NUMBERED,
+    SINGLE,
+    has_shards,
+    list_names,
+    names_of_parts,
+    shards_of_index,
+)
 from moeserve.models.hub_client import HubClient
 from moeserve.models.hub_headers import write_description
 from moeserve.models.registry import folder_of
@@ -36,7 +45,6 @@ TOKENIZER_FILES = (
 # Everything that is read but weights. No code: files ending with .py are never fetched.
 DESCRIPTION_FILES = (*TOKENIZER_FILES, "generation_config.json", "hf_quant_config.json", INDEX)
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
-_PART_OF_GGUF = re.compile(r"(?P<stem>.*)-\d{5}-of-(?P<total>\d{5})\.gguf")
 
 
 class ModelFiles(Protocol):
@@ -211,7 +219,7 @@ class HubFiles:
         if SINGLE in names:
             return [SINGLE]
         numbered = [match for name in names if (match := NUMBERED.fullmatch(name)) and "/" not in name]
-        return sorted({part for match in numbered for part in _parts(match)})
+        return sorted({part for match in numbered for part in names_of_parts(match)})
 
     def _check(self) -> None:
         """Raise CheckpointError if the repository lacks a file that the model needs."""
@@ -237,13 +245,6 @@ class HubFiles:
         return CheckpointError(f"{self._repository} has no {what}{why}")
 
 
-def _parts(match: re.Match[str]) -> Iterator[str]:
-    """Yield the names of all parts of a model, given the match of one part's name."""
-    digits, (_, suffix) = match["total"], os.path.splitext(match.string)
-    for number in range(1, int(digits) + 1):
-        yield f"{match['stem']}-{number:0{len(digits)}}-of-{digits}{suffix}"
-
-
 def _choose_gguf(names: Collection[str], wanted: str, repository: str) -> list[str]:
     """Return the names of the parts of one GGUF model; empty if there is none.
 
@@ -260,9 +261,9 @@ def _choose_gguf(names: Collection[str], wanted: str, repository: str) -> list[s
         # Files named mmproj hold the other modalities of a model.
         if not name.endswith(".gguf") or os.path.basename(name).startswith("mmproj"):
             continue
-        match = _PART_OF_GGUF.fullmatch(name)
+        match = GGUF_PART.fullmatch(name)
         stem = match["stem"] if match else name.removesuffix(".gguf")
-        parts = list(_parts(match)) if match else [name]
+        parts = names_of_parts(match) if match else [name]
         spellings = {stem, f"{stem}.gguf", name}
         if wanted in spellings | {os.path.basename(each) for each in spellings}:
             exact[stem] = parts

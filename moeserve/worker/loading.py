@@ -20,7 +20,7 @@ from moeserve.expert_placement.placement import Placement
 from moeserve.layers.cache import CacheDivision
 from moeserve.layers.context import ModelContext
 from moeserve.layers.weights import allocate_parameters
-from moeserve.machine import free_memory, resource_limits, shown_bytes
+from moeserve.machine import resource_limits, shown_bytes
 from moeserve.models import registry
 from moeserve.models.checkpoint import Checkpoint, open_checkpoint, select_decoder
 from moeserve.models.decoder import Decoder
@@ -33,6 +33,7 @@ from moeserve.models.weight_mapping import destinations, with_stored_orientation
 from moeserve.moe.dispatch.factory import DispatcherFactory, DispatchShape, TorchDispatchers, open_dispatchers
 from moeserve.ops.interfaces import Kernels
 from moeserve.ops.select import select_kernels
+from moeserve.worker.kv_cache import free_bytes
 from moeserve.worker.kv_items import CachedItems
 from moeserve.worker.kv_wire import CacheShare, TensorShare
 from moeserve.worker.room import require_room
@@ -82,13 +83,13 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
         from moeserve.models.transformers_model import TransformersModel
 
         foreign = TransformersModel(Path(config.model_path), description.model, placements, dispatchers, context)
-        require_room(config, foreign.cache_needs, _free_bytes(config))
+        require_room(config, foreign.cache_needs, free_bytes(config))
         return LoadedModel(cast(Decoder, foreign))  # it has the members of `Decoder` that a worker uses
     stage = config.layers_of_stage(groups.mesh.coordinates(groups.rank).pp)
     model = Decoder(description.model, placements, dispatchers, context.without_memory(), stage)
     memory = loading_memory(model, fills_all_first=config.load_format == "dummy")
     wait_for_cache_writers(cancelled_only=True)  # cancelled writers still hold the weights of a deleted model
-    free = _free_bytes(config)
+    free = free_bytes(config)
     if memory.peak > free:
         raise CheckpointError(_too_large(config, memory, free))
     require_room(config, model.cache_needs, free - memory.kept)
@@ -172,11 +173,6 @@ def _select_kernels(config: EngineConfig, device: torch.device) -> Kernels:
 
     only_fastest = config.product_backend == "measured"
     return with_deep_gemm(kernels, device, getattr(torch, config.dtype), only_fastest=only_fastest)
-
-
-def _free_bytes(config: EngineConfig) -> int:
-    """Return the bytes that this rank may allocate."""
-    return free_memory(config.num_ranks) if config.device == "cpu" else int(torch.cuda.mem_get_info()[0])
 
 
 def _too_large(config: EngineConfig, memory: LoadingMemory, free: int) -> str:

@@ -25,7 +25,7 @@ from moeserve.models.summary import LoadingMemory, loading_memory
 from moeserve.moe.dispatch.factory import TorchDispatchers
 from moeserve.ops import select
 from moeserve.ops.cpu.native import native_kernels
-from moeserve.worker import loading
+from moeserve.worker import kv_cache, loading
 
 needs_kernels = pytest.mark.skipif(native_kernels() is None, reason="the C++ kernels are not built")
 
@@ -134,16 +134,16 @@ def test_loading_takes_no_more_memory_than_was_counted(large: Path, quantization
 def test_weights_that_do_not_fit_are_refused(deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, int4 = (counted(deep, "bfloat16", quantization) for quantization in (None, "int4"))
     assert int4.kept < int4.peak < plain.kept
-    options = dict(dtype="bfloat16", num_threads=1, packed_cache=0, kv_cache_memory="1MiB")
+    options = dict(dtype="bfloat16", num_threads=1, packed_cache=0, kv_cache_memory="512KiB")
 
-    monkeypatch.setattr(loading, "free_memory", lambda num_processes: int4.peak)
+    monkeypatch.setattr(kv_cache, "free_memory", lambda num_processes: int4.peak)
     LLM(deep, quantization="int4", **options).shutdown()
     with pytest.raises(CheckpointError, match=r"bfloat16 .*int8 or int4"):
         LLM(deep, **options)
     # All random weights are drawn before the first is packed.
     with pytest.raises(CheckpointError, match="quantised to int4"):
         LLM(deep, quantization="int4", load_format="dummy", **options)
-    monkeypatch.setattr(loading, "free_memory", lambda num_processes: int4.peak - 1)
+    monkeypatch.setattr(kv_cache, "free_memory", lambda num_processes: int4.peak - 1)
     with pytest.raises(CheckpointError, match="quantised to int4"):
         LLM(deep, quantization="int4", **options)
 

@@ -1,0 +1,41 @@
+"""Folders of moeserve's cache that several processes may write at the same time."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from moeserve.errors import CheckpointError
+
+
+def written_once(folder: Path, is_complete: Callable[[], bool], write: Callable[[Path], None]) -> Path:
+    """Return a folder of the cache, which is written on first use and appears under its name when it is complete.
+
+    Args:
+        is_complete: returns True if the folder can be used; otherwise it is written again.
+        write: writes the contents into the empty folder that it is given.
+
+    Raises:
+        CheckpointError: the folder cannot be written. Other errors are those of `write`.
+    """
+    is_old = folder.exists()
+    if is_complete():
+        return folder
+    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    try:
+        if is_old:
+            shutil.rmtree(folder, ignore_errors=True)
+        partial.mkdir(parents=True)
+        try:
+            write(partial)
+            partial.rename(folder)
+        except OSError:
+            if not is_complete():  # another process may have written it in the meantime
+                raise
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {folder} ({error}); set MOESERVE_CACHE to a writable folder") from error
+    return folder
