@@ -335,10 +335,7 @@ def _columns_of_piece(scores_RV: Tensor, targets_R: Tensor, num_top: int) -> tup
     logprobs_RN = torch.log_softmax(scores_RV, dim=-1, dtype=torch.float64).gather(1, tokens_RN).float()
     scores_RN = scores_RV.gather(1, tokens_RN)
     target_ranks_R1 = 1 + (scores_RV > scores_RN[:, :1]).sum(dim=-1, keepdim=True)
-    # The scores fall, so the rank of a token is the place of the first one with its score.
-    top_RH = scores_RN[:, 1:]
-    places_H = torch.arange(1, num_top + 1, device=top_RH.device)
-    is_first_RH = torch.ones_like(top_RH, dtype=torch.bool)
-    is_first_RH[:, 1:] = top_RH[:, 1:] != top_RH[:, :-1]
-    top_ranks_RH = torch.where(is_first_RH, places_H, 0).cummax(dim=-1).values
+    # Negated, the scores rise, and the rank of a token follows from the place of the first one with its score.
+    rising_RH = -scores_RN[:, 1:]
+    top_ranks_RH = 1 + torch.searchsorted(rising_RH, rising_RH)
     return tokens_RN, logprobs_RN, torch.cat([target_ranks_R1, top_ranks_RH], dim=1)

@@ -281,7 +281,7 @@ def test_formulas_of_the_calibrated_estimate(tmp_path: Path) -> None:
         (["--ranks", "8", "--traffic", "1:1"], "--traffic"),
         (["--ranks", "8", "--overlap"], "--overlap"),
         (["--ranks", "8", "--hardware", "h99"], "h99"),
-        (["--ranks", "0", "--hardware", "h100"], "ranks=0"),
+        (["--ranks", "0", "--hardware", "h100"], "--ranks 0"),
     ],
 )
 def test_impossible_commands(

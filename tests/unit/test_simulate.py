@@ -272,7 +272,7 @@ class TestCommand:
         [
             (["--skew", "1", "--loads", "loads.json"], "use one of them"),
             (["--length", "100"], "shorter requests"),
-            (["--tp", "3"], "tp=3 does not divide ranks=8"),
+            (["--tp", "3"], "--tp 3 does not divide --ranks 8"),
             (["--num-redundant-experts", "1000"], "slots"),
             (["--loads", "no/such/loads.json"], "cannot read the expert loads"),
         ],

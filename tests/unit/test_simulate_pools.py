@@ -337,7 +337,7 @@ class TestCommand:
             (["--nodes", "1", "--resize", "60"], "'60' must be SECONDS:NODES"),
             (["--nodes", "1", "--resize", "60:0"], "'60:0' must be SECONDS:NODES"),
             (["--nodes", "1", "--resize", "60:2", "--resize", "6:4"], "order of their times"),
-            (["--nodes", "1", "--kv-host-memory", "much"], "'much' is not an amount of memory"),
+            (["--nodes", "1", "--kv-host-memory", "much"], "--kv-host-memory much is not an amount of memory"),
         ],
     )
     def test_refusals(
