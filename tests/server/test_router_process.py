@@ -94,10 +94,10 @@ SERVERS = ["--prefill", "http://a:1", "--decode", "http://b:2"]
         ([*SERVERS, "--tensor-parallel-size", "2"], "--tensor-parallel-size"),
         ([*SERVERS, "--api-key", "x"], "--api-key"),
         (["checkpoint", *SERVERS], "MODEL"),
-        ([*SERVERS, "--prefill", "ftp://a:1"], "prefill='ftp://a:1'"),
-        ([*SERVERS, "--decode", "http://a:1/path"], "decode='http://a:1/path'"),
-        ([*SERVERS, "--decode", "http://user@a:1"], "decode='http://user@a:1'"),
-        ([*SERVERS, "--decode", "http://a:99999"], "decode='http://a:99999'"),
+        ([*SERVERS, "--prefill", "ftp://a:1"], "--prefill ftp://a:1"),
+        ([*SERVERS, "--decode", "http://a:1/path"], "--decode http://a:1/path"),
+        ([*SERVERS, "--decode", "http://user@a:1"], "--decode http://user@a:1"),
+        ([*SERVERS, "--decode", "http://a:99999"], "--decode http://a:99999"),
     ],
 )
 def test_flags_that_make_no_router_are_refused(

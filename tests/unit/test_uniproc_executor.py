@@ -14,7 +14,7 @@ rounds = SimpleQueue()
 found = threading.Event()
 
 def rank():
-    uniproc._end(threading.current_thread(), rounds)
+    uniproc._end(threading.current_thread(), rounds, [])
     found.set()
     assert rounds.get() is None
     time.sleep(0.5)
