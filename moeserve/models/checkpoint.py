@@ -97,7 +97,7 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
         CheckpointError: there are no shards, a shard is missing or damaged, or the index is wrong.
     """
     index_path, single = folder / INDEX, folder / SINGLE
-    if not index_path.is_file():
+    if not os.path.lexists(index_path):  # a link to nothing is an error
         return _headers_of_shards(folder, single)
     names_in_shard = shards_of_index(index_path)
     if single.is_file() and not any(os.path.isfile(folder / file_name) for file_name in names_in_shard):

@@ -187,7 +187,7 @@ def read_generation_defaults(folder: str | Path, hf_overrides: Mapping[str, Any]
     """Return the sampling defaults and end-of-sequence ids in generation_config.json. Ids may be in config.json too."""
     folder = Path(folder)
     path = folder / "generation_config.json"
-    generation = read_json(path) if path.is_file() else {}
+    generation = read_json(path) if os.path.lexists(path) else {}  # a link to nothing is an error
     has_ids = "eos_token_id" in generation
     source = ConfigValues(path, generation) if has_ids else ConfigValues.of_folder(folder, hf_overrides).text_part()
     eos_token_ids = source.token_ids("eos_token_id")

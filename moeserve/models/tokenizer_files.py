@@ -7,6 +7,7 @@ transformers is imported only for other vocabularies, and for configs that chang
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,7 +78,7 @@ def load_tokenizer(folder: str) -> LoadedTokenizer | None:
     if (unread := root / UNREAD_TOKENIZER).is_file():
         reason = unread.read_text(encoding="utf-8")
         raise CheckpointError(f"{reason}; tokenizer='FOLDER' can name a folder with the model's tokenizer.json")
-    found = [name for name in (*VOCABULARY_FILES, *COMPANION_FILES) if (root / name).is_file()]
+    found = [name for name in (*VOCABULARY_FILES, *COMPANION_FILES) if os.path.lexists(root / name)]
     if not found:
         return None
     remedy = (
@@ -175,7 +176,7 @@ def _content(token: Any) -> Any:
 def _read_templates(root: Path, config: Mapping[str, Any]) -> Mapping[str, str]:
     """Return the chat templates of a folder by name. Templates in files replace those of tokenizer_config.json."""
     files = {path.name.removesuffix(".jinja"): path for path in (root / TEMPLATE_FOLDER).glob("*.jinja")}
-    if (root / TEMPLATE_FILE).is_file():
+    if os.path.lexists(root / TEMPLATE_FILE):
         files["default"] = root / TEMPLATE_FILE
     in_files = {name: path.read_text(encoding="utf-8") for name, path in files.items()}
     return in_files or _templates_by_name(config.get("chat_template"))
@@ -192,7 +193,7 @@ def _templates_by_name(templates: Any) -> Mapping[str, str]:
 
 def _read(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file; empty if the file does not exist."""
-    if not path.is_file():
+    if not os.path.lexists(path):  # a link to nothing is an error
         return {}
     content = json.loads(path.read_text(encoding="utf-8"))
     return content if isinstance(content, dict) else {}
