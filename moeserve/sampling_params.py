@@ -233,6 +233,7 @@ def _refusing_unknown_names(cls: type[T]) -> type[T]:
     """Make a dataclass suggest the nearest known keyword for an unknown one, and accept vLLM's harmless parameters."""
     generated_init = cls.__init__
     known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    accepted = {*known, *_OTHER_NAMES}
 
     @functools.wraps(generated_init)
     def init(self: Any, **parameters: Any) -> None:
@@ -241,7 +242,7 @@ def _refusing_unknown_names(cls: type[T]) -> type[T]:
             if name in vllm_sampling.NAMES:
                 vllm_sampling.require_harmless(name, value, parameters.get("n", 1))
                 continue
-            if name not in {*known, *_OTHER_NAMES}:
+            if name not in accepted:
                 raise RequestError(_unknown(name, known))
             own_name = _OTHER_NAMES.get(name, name)
             if value is not None or own_name == name:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Iterator
 
 import pytest
 
@@ -22,6 +23,15 @@ def _one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _products_by_row() -> Iterator[None]:
+    """Make rows of the interpreter's products independent of each other."""
+    from moeserve.bench.gpu.rehearsal import products_by_row
+
+    with products_by_row():
+        yield
 
 
 @pytest.fixture

@@ -30,10 +30,11 @@ def play(place: Place, **arguments: Any) -> dict[str, Any]:
     """Run `play` of worker_groups.py on one of several ranks, with Triton kernels."""
     import worker_groups
 
+    from moeserve.bench.gpu.rehearsal import products_by_row
     from moeserve.ops import select
     from moeserve.ops.triton.table import TRITON_KERNELS
 
-    with mock.patch.dict(select.TABLES, cpu=lambda: TRITON_KERNELS):
+    with products_by_row(), mock.patch.dict(select.TABLES, cpu=lambda: TRITON_KERNELS):
         return worker_groups.play(place, **arguments)
 
 
