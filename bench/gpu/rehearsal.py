@@ -2,8 +2,7 @@
 
 A rehearsal shows that the installation is complete and that each part works. Its times mean nothing. Products of
 bfloat16 are wrong in the interpreter, so all results that are compared are in float32, and 8-bit blocks are converted
-by torch. Rows of a product do not influence each other, as on a GPU. There are no CUDA graphs: calls are repeated instead
-of replayed.
+by torch. There are no CUDA graphs: calls are repeated instead of replayed.
 """
 
 from __future__ import annotations
