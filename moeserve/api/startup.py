@@ -19,7 +19,7 @@ from moeserve.api.session import Session
 from moeserve.api.tokenizer import TextCodec
 from moeserve.config.hub_name import HubModel, parse_hub_name
 from moeserve.config.resolve import CheckpointFacts, MachineFacts, resolve, wants_ray
-from moeserve.config.settings import EngineConfig, ModelSettings, ParallelSettings, Settings
+from moeserve.config.settings import DEFAULT_LOAD_WINDOW, EngineConfig, ModelSettings, ParallelSettings, Settings
 from moeserve.engine.base import Engine
 from moeserve.engine.core import EngineCore
 from moeserve.errors import CheckpointError, EngineError, RequestError, SettingsError, missing_extra, shown
@@ -74,10 +74,13 @@ def tokenizer_of(codec: TextCodec | None) -> Any:
     return codec.of_transformers
 
 
-def start_engine(settings: Settings, *, show_progress: bool) -> StartedEngine:
+def start_engine(settings: Settings, *, show_progress: bool, reports_load: bool = False) -> StartedEngine:
     """Start the engine that the settings describe.
 
     All checks that need no weights are made first, even before the default model is built or weights are fetched.
+
+    Args:
+        reports_load: collect expert loads at intervals, if the model has experts.
 
     Raises:
         SettingsError, CheckpointError, EngineError: as for `LLM`.
@@ -102,6 +105,9 @@ def start_engine(settings: Settings, *, show_progress: bool) -> StartedEngine:
         facts = registry.read_facts(
             files.describe(), settings.model.model_impl, with_draft_layer=has_draft_layer, hf_overrides=overrides
         )
+    if reports_load and facts.num_sparse_layers and settings.telemetry.expert_load_window is None:
+        telemetry = dataclasses.replace(settings.telemetry, expert_load_window=DEFAULT_LOAD_WINDOW)
+        settings = dataclasses.replace(settings, telemetry=telemetry)
     with contextlib.ExitStack() as cleanup:
         cluster = _find_cluster(settings.parallel)
         if cluster is not None:

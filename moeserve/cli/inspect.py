@@ -21,13 +21,14 @@ def add_arguments(command: Parser) -> None:
 def run(options: argparse.Namespace) -> None:
     from moeserve.models import inspection
 
+    files = files_of(options)
     found = inspection.inspect(
-        files_of(options).describe(with_headers=True),
+        files.describe(with_headers=True),
         None if options.dtype == "auto" else options.dtype,
         kv_cache_dtype=options.kv_cache_dtype,
         num_stages=options.pipeline_parallel_size,
         pipeline_layers=options.pipeline_layers,
         hf_overrides=options.hf_overrides,
     )
-    found = dataclasses.replace(found, model=options.model)
+    found = dataclasses.replace(found, model=options.model, is_here=files.are_here)
     print(json.dumps(dataclasses.asdict(found), indent=2) if options.json else inspection.as_text(found))

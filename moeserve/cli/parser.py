@@ -247,6 +247,7 @@ def add_cluster(command: Parser) -> None:
     )
     add_dtype(command, "number format of the weights and the KV cache; auto: the checkpoint's")
     add_kv_cache_dtype(command)
+    add_overrides(command)
     command.add_argument("--json", action="store_true", help="print JSON, with bytes and seconds as numbers")
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import json
 from typing import Literal
 
-from moeserve.cli.parser import Parser, add_cluster, add_flags, add_overrides, cluster_of, files_of, given, reader
+from moeserve.cli.parser import Parser, add_cluster, add_flags, cluster_of, files_of, given, reader
 from moeserve.config.settings import PositiveInt
 from moeserve.errors import SettingsError
 from moeserve.planner.hardware import TABLE
@@ -17,7 +17,6 @@ from moeserve.planner.settings import Assumptions
 def add_arguments(command: Parser) -> None:
     command.usage = "moeserve plan MODEL [flags]"
     add_cluster(command)
-    add_overrides(command)
     command.add_argument("--tp", type=reader(int), help="show only the layout with this tp, ranks and formulas")
     group = command.add_argument_group("Placement of experts")
     group.add_argument(
@@ -97,6 +96,7 @@ def run(options: argparse.Namespace) -> None:
             ranks_per_node=ranks_per_node,
             **sizes,
         )
+    found = dataclasses.replace(found, model=options.model)
     if options.json:
         estimated = {} if estimates is None else {"estimates": dataclasses.asdict(estimates)}
         print(json.dumps(dataclasses.asdict(found) | estimated, indent=2))

@@ -60,6 +60,7 @@ def run(options: argparse.Namespace) -> None:
         pipeline_layers=options.pipeline_layers,
         dtype=None if options.dtype == "auto" else options.dtype,
         loads=options.loads,
+        hf_overrides=options.hf_overrides,
         assumptions=Assumptions(**given(options, Assumptions)),
         settings=SimulationSettings(**given(options, SimulationSettings)),
         experts=ExpertSettings(**given(options, ExpertSettings)),

@@ -34,6 +34,7 @@ MAX_ALIGNMENT = 2**20
 
 _VERSIONS = (2, 3)
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
+_PLACES = [struct.Struct(f"<{num_dims}QIQ") for num_dims in range(MAX_DIMS + 1)]  # a tensor's sizes, type and offset
 _STRING, _LIST = 8, 9  # types of metadata
 _NUMBERS = {  # numpy's types of the others
     **{0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?"},
@@ -276,14 +277,13 @@ class _Header:
 
     def _describe_tensor(self) -> tuple[str, gguf.GGMLQuantizationType, tuple[int, ...], int]:
         """Return name, type, shape (outermost dimension first) and offset of the next tensor."""
-        from gguf import GGMLQuantizationType
-
         name = self.text("a tensor's name")
         num_dims = self._number(_U32, name)
         if num_dims > MAX_DIMS:
             self.damaged(f"tensor {name!r} has {num_dims} dimensions")
-        shape = tuple(reversed([self._number(_U64, name) for _ in range(num_dims)])) or (1,)
-        kind, offset = self._number(_U32, name), self._number(_U64, name)
+        form = _PLACES[num_dims]
+        *sizes, kind, offset = form.unpack_from(self._data, self._skip(form.size, name))
+        shape = tuple(reversed(sizes)) or (1,)
         if 0 in shape:
             self.damaged(f"tensor {name!r} has shape {list(shape)}")
         if kind in _REMOVED:
@@ -292,7 +292,7 @@ class _Header:
                 "another type, such as Q4_0"
             )
         try:
-            return name, GGMLQuantizationType(kind), shape, offset
+            return name, _kind_of(kind), shape, offset
         except ValueError:
             self.damaged(f"tensor {name!r} has type {kind}, which the installed gguf package does not know")
 
@@ -326,6 +326,15 @@ class _Header:
         self._skip(position - self._position, key)
 
 
+@functools.cache
+def _kind_of(number: int) -> gguf.GGMLQuantizationType:
+    """Return a type of tensors by its number. Raises ValueError if there is none."""
+    from gguf import GGMLQuantizationType
+
+    return GGMLQuantizationType(number)
+
+
+@functools.cache
 def _block_of(kind: gguf.GGMLQuantizationType) -> tuple[int, int]:
     """Return the values and the bytes of a block."""
     from gguf import GGML_QUANT_SIZES

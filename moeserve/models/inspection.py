@@ -62,6 +62,7 @@ class Inspection:
     parts: tuple[Part, ...]
     weight_bytes: int
     encodings: tuple[str, ...]  # descriptions of the encodings of quantised weights
+    is_here: bool  # False: the weights have yet to be fetched from a hub
     stored: Stored | None  # None: the folder holds no weights, or they are damaged
     stored_problem: str | None  # the damage, if any
     free_bytes: int  # free memory of this machine
@@ -115,6 +116,7 @@ def inspect(
         parts=summary.parts,
         weight_bytes=summary.weight_bytes,
         encodings=description.weight_format.words,
+        is_here=True,
         stored=stored,
         stored_problem=problem,
         free_bytes=free_memory(),
@@ -142,7 +144,7 @@ def as_text(found: Inspection) -> str:
         "(counting one row of the embedding)",
         "KV cache": f"{shown_bytes(bytes_per_token)} per token ({bytes_per_token} bytes){windows}, "
         f"{shown_bytes(found.cache.bytes_of_tokens(context))} for the longest context of {context} tokens",
-        "on disk": _stored_text(found),
+        "on disk" if found.is_here else "in the hub": _stored_text(found),
         "in memory": f"{shown_bytes(found.weight_bytes)} as {found.dtype}; "
         f"{'fits' if found.weight_bytes <= found.free_bytes else 'does not fit'} in this machine's free memory of "
         f"{shown_bytes(found.free_bytes)}",
@@ -214,11 +216,10 @@ def _stored_text(found: Inspection) -> str:
     if found.stored_problem is not None:
         return f"cannot be loaded: {found.stored_problem}; {encoding}"
     if found.stored is None:
-        return f"no weights in this folder; {encoding}"
+        return f"no weights in this {'folder' if found.is_here else 'repository'}; {encoding}"
     dtypes = ", ".join(f"{name} {shown_bytes(size)}" for name, size in found.stored.bytes_of_dtype.items())
-    return (
-        f"{shown_bytes(found.stored.num_bytes)} in {_plural(found.stored.num_shards, 'shard')} ({dtypes}); {encoding}"
-    )
+    size = f"{shown_bytes(found.stored.num_bytes)} in {_plural(found.stored.num_shards, 'shard')} ({dtypes})"
+    return f"{size}{'' if found.is_here else ', not all fetched yet'}; {encoding}"
 
 
 def _encoding_text(words: str, parts: Sequence[Part]) -> str:

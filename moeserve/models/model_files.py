@@ -55,6 +55,11 @@ class ModelFiles(Protocol):
         """The repository and its commit; None if the files are not from a hub."""
         ...
 
+    @property
+    def are_here(self) -> bool:
+        """False if weights have yet to be fetched from a hub."""
+        ...
+
     def describe(self, *, with_headers: bool = False) -> Path:
         """Return a folder or a GGUF file that is read like the model, and may lack the values of its weights.
 
@@ -146,6 +151,7 @@ class LocalFiles:
     """A checkpoint folder or a GGUF file."""
 
     hub_model = None
+    are_here = True
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -176,25 +182,26 @@ class HubFiles:
         cached = self._hub.cached_files
         self._sizes: Mapping[str, int] = {}  # of all files; empty if the cache has those of weights
         self._weights = self._choose(cached)
-        self._is_complete = bool(self._weights) and {*self._weights} <= {*cached}
-        if not self._is_complete:
+        self.are_here = bool(self._weights) and {*self._weights} <= {*cached}
+        if not self.are_here:
             self._sizes = self._hub.sizes()
             self._weights = self._choose(self._sizes)
             self._check()
 
     def describe(self, *, with_headers: bool = False) -> Path:
         folder = self._hub.folder
-        if not self._is_complete and (with_headers or self._gguf is not None):
+        if not self.are_here and (with_headers or self._gguf is not None):
             folder = write_description(self._hub, self._companions(), self._weights)
-        elif not self._is_complete and has_shards(folder):  # those that an interrupted call has fetched
+        elif not self.are_here and has_shards(folder):  # those that an interrupted call has fetched
             folder = write_description(self._hub, self._companions(), ())
         return self._path_in(folder)
 
     def fetch(self, *, shows_progress: bool = False) -> Path:
-        if not self._is_complete:
+        if not self.are_here:
             if not self._weights:
                 raise self._lacks("weights in safetensors files")
             self._hub.fetch({name: self._sizes[name] for name in self._weights}, shows_progress=shows_progress)
+            self.are_here = True
         return self._path_in(self._hub.folder)
 
     def _path_in(self, folder: Path) -> Path:

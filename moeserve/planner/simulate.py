@@ -7,9 +7,10 @@ cache transfer from its bytes. The result depends only on the arguments.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from moeserve.config.settings import CacheDtypeName, DtypeName
 from moeserve.errors import SettingsError
@@ -39,6 +40,7 @@ def simulate(
     dtype: DtypeName | None = None,
     kv_cache_dtype: CacheDtypeName = "auto",
     loads: Path | None = None,
+    hf_overrides: Mapping[str, Any] | None = None,
     assumptions: Assumptions,
     settings: SimulationSettings,
     experts: ExpertSettings,
@@ -52,6 +54,7 @@ def simulate(
         pp: pipeline stages of each replica.
         pipeline_layers: number of layers of each stage; None: even shares.
         loads: file of the initial expert loads; see `read_loads`. None: random loads.
+        hf_overrides: changes to config.json.
 
     Raises:
         SettingsError: an impossible layout, traffic that does not fit into it, or loads that belong to another model or
@@ -61,7 +64,7 @@ def simulate(
     if loads is not None and experts.skew:
         raise SettingsError(f"skew={experts.skew:g} draws random loads, but loads={loads} gives them; use one of them")
     traffic = _scaled(traffic, settings)
-    description = describe(model)
+    description = describe(model, hf_overrides=hf_overrides)
     config = description.model
     sizes = {"num_layers": config.num_sparse_layers, "num_experts": config.num_experts}
     initial: Sequence[Sequence[float]]
@@ -80,6 +83,7 @@ def simulate(
             pp=pp,
             pipeline_layers=pipeline_layers,
             num_redundant=experts.num_redundant_experts,
+            hf_overrides=hf_overrides,
         )
         (layout,) = found.layouts
         estimates = estimate_layouts(found, hardware, traffic, assumptions, ranks_per_node=size.ranks_per_node)

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import socket
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -19,7 +19,7 @@ import msgspec
 from moeserve.api.async_llm import AsyncLLM
 from moeserve.api.startup import open_session, read_texts, start_engine
 from moeserve.config.environment import environment_of_rank
-from moeserve.config.validation import parse_settings
+from moeserve.config.settings import Settings
 from moeserve.engine.hub import EngineHub
 from moeserve.engine.protocol import FromHub, SharedEngine, ToHub
 from moeserve.engine.remote import RemoteEngine
@@ -48,7 +48,7 @@ class _Start(msgspec.Struct, frozen=True, kw_only=True):
     engine: SharedEngine
 
 
-def serve_from_processes(settings: ServerSettings, engine_settings: Mapping[str, Any]) -> None:
+def serve_from_processes(settings: ServerSettings, for_engine: Settings) -> None:
     """Start the engine in this process and the HTTP processes, and run them until SIGTERM or Ctrl-C.
 
     Raises:
@@ -59,7 +59,7 @@ def serve_from_processes(settings: ServerSettings, engine_settings: Mapping[str,
     with contextlib.closing(_bound(settings.host, settings.port)) as reserved, contextlib.ExitStack() as loading:
         settings = dataclasses.replace(settings, port=reserved.getsockname()[1])
         loading.enter_context(answering_while_loading(_listening(settings), settings))
-        started = start_engine(parse_settings(dict(engine_settings)), show_progress=True)
+        started = start_engine(for_engine, show_progress=True, reports_load=True)
         processes: list[WatchedProcess[ToHub]] = []
 
         def start_api_process(index: int) -> WatchedProcess[ToHub]:

@@ -11,10 +11,9 @@ from typing import Any
 
 from moeserve.api import default_model
 from moeserve.api.async_llm import AsyncLLM
-from moeserve.config.settings import DEFAULT_LOAD_WINDOW
+from moeserve.api.startup import start_engine
+from moeserve.config.settings import Settings
 from moeserve.config.validation import parse_settings
-from moeserve.models import registry
-from moeserve.models.model_files import find_model
 from moeserve.parsers.families import find_parser
 from moeserve.server.api_processes import serve_from_processes
 from moeserve.server.engine_server import open_service
@@ -42,14 +41,14 @@ def serve(settings: ServerSettings, engine_settings: Mapping[str, Any]) -> None:
     find_parser(settings.parser_name, model_type="", chat_template=None)  # fail before the model is loaded
     settings.read_chat_template()
     with contextlib.closing(listen(settings)) as listener:  # fail before loading if the port is in use
-        engine_settings = _with_expert_load(_in_own_processes(engine_settings))
+        for_engine = _in_own_processes(parse_settings(engine_settings))
         if settings.served_model_name is None:
-            settings = dataclasses.replace(
-                settings, served_model_name=[default_model.model_name(engine_settings.get("model"))]
-            )
+            name = default_model.model_name(for_engine.model.model)
+            settings = dataclasses.replace(settings, served_model_name=[name])
         if settings.api_server_count == 1:
             with answering_while_loading(listener.dup(), settings):
-                llm = AsyncLLM(**engine_settings)
+                started = start_engine(for_engine, show_progress=True, reports_load=True)
+                llm = AsyncLLM.of_session(started.open_session(), started.texts)
             _serve_here(llm, settings, listener)
             return
     if settings.response_store:
@@ -58,7 +57,7 @@ def serve(settings: ServerSettings, engine_settings: Mapping[str, Any]) -> None:
             "connection (previous_response_id, item_reference); use one process where that matters",
             settings.api_server_count,
         )
-    serve_from_processes(settings, engine_settings)
+    serve_from_processes(settings, for_engine)
 
 
 def _serve_here(llm: AsyncLLM, settings: ServerSettings, listener: socket.socket) -> None:
@@ -71,19 +70,9 @@ def _serve_here(llm: AsyncLLM, settings: ServerSettings, listener: socket.socket
         llm.shutdown()
 
 
-def _in_own_processes(engine_settings: Mapping[str, Any]) -> dict[str, Any]:
+def _in_own_processes(settings: Settings) -> Settings:
     """Return the engine's settings, changed to run a single rank in a process, where it does not share HTTP's GIL."""
-    parallel = parse_settings(engine_settings).parallel
-    chooses_mp = parallel.executor == "auto" and parallel.num_ranks == 1
-    return {**engine_settings, "executor": "mp"} if chooses_mp else dict(engine_settings)
-
-
-def _with_expert_load(engine_settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the engine's settings, with periodic load windows if the model has experts."""
-    model = parse_settings(engine_settings).model
-    facts = default_model.FACTS
-    if model.model is not None:
-        files = find_model(model.model, revision=model.revision, download_dir=model.download_dir)
-        facts = registry.read_facts(files.describe(), hf_overrides=model.hf_overrides)
-    window = {"expert_load_window": DEFAULT_LOAD_WINDOW} if facts.num_sparse_layers else {}
-    return {**window, **engine_settings}
+    parallel = settings.parallel
+    if parallel.executor != "auto" or parallel.num_ranks != 1:
+        return settings
+    return dataclasses.replace(settings, parallel=dataclasses.replace(parallel, executor="mp"))

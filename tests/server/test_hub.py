@@ -21,7 +21,7 @@ from server_process import serving
 from tiny_model import save_tiny_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from moeserve import LLM, CheckpointError, SamplingParams, SettingsError
+from moeserve import LLM, CheckpointError, SamplingParams, SettingsError, cli
 from moeserve.config.hub_name import parse_hub_name
 from moeserve.models.inspection import inspect
 from moeserve.models.model_files import find_model, find_tokenizer, on_this_host
@@ -474,10 +474,19 @@ def test_commands_without_weights(hub: Hub, tmp_path: Path, command: str) -> Non
     run = hub.run(*arguments, home=tmp_path, HF_HUB_CACHE="cache of hub")
     assert run.returncode == 0, run.stderr
     assert run.stderr == ""
-    if command == "inspect":
+    if command != "simulate":
         assert json.loads(run.stdout)["model"] == NAME
     assert not any("model.safetensors" in each and "bytes=" not in each for each in hub.requests if "GET" in each)
     assert (tmp_path / "cache of hub").is_dir()
+
+
+def test_inspect_says_where_the_weights_are(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+    for place, absent in (("in the hub", "on disk"), ("on disk", "in the hub")):
+        assert cli.main(["inspect", NAME]) == 0
+        text = capsys.readouterr().out
+        assert place in text
+        assert absent not in text
+        find_model(NAME).fetch()
 
 
 def test_generate_writes_a_line_of_log_and_no_bars(hub: Hub, tmp_path: Path) -> None:
@@ -500,3 +509,14 @@ def test_a_server_names_the_model_as_it_was_given(hub: Hub) -> None:
         urllib.request.urlopen(f"{server.url}/v1/models") as answer,
     ):
         assert [each["id"] for each in json.load(answer)["data"]] == [NAME]
+
+
+def test_a_server_makes_the_requests_of_one_start(hub: Hub, tmp_path: Path) -> None:
+    def of_model() -> list[str]:
+        return sorted(each for each in hub.requests if NAME in each)
+
+    with serving("--model", NAME, "--device", "cpu", "--download-dir", str(tmp_path / "of server")):
+        of_server = of_model()
+    hub.requests.clear()
+    with LLM(NAME, download_dir=str(tmp_path / "of library")):
+        assert of_model() == of_server != []

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from reference_models import SHAPES, in_the_style_of_the_hub
 
-from moeserve import LLM, CheckpointError, SettingsError
+from moeserve import LLM, CheckpointError, SettingsError, cli
 from moeserve.cli.parser import Parser, add_overrides
 from moeserve.models.inspection import inspect
 from moeserve.models.model_config import ModelConfig
@@ -81,6 +81,18 @@ def test_the_planner_and_inspect_read_the_changed_config(tmp_path: Path) -> None
     assert (found.num_layers, found.num_experts_per_token) == (5, 3)
     (layout,) = find_layouts(folder, 1, None, hf_overrides=overrides).layouts
     assert layout.stages[0].num_layers == 5
+
+
+def test_simulate_reads_the_changed_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values = config_of("mixtral", is_of_hub=False)
+    folder = write(tmp_path / "plain", values)
+    changed = write(tmp_path / "written", values | {"num_hidden_layers": 5})
+    outcomes = []
+    for flags in ([folder], [folder, "--hf-overrides", '{"num_hidden_layers": 5}'], [changed]):
+        flags = ["simulate", *map(str, flags), "--hardware", "h100", "--ranks", "1", "--traffic", "100:10", "--json"]
+        assert cli.main(flags) == 0
+        outcomes.append(capsys.readouterr().out)
+    assert outcomes[0] != outcomes[1] == outcomes[2]
 
 
 def test_the_command_line_takes_json() -> None:
