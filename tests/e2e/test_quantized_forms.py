@@ -138,6 +138,21 @@ def of_blocks(name: str, weight: Tensor) -> Encoded:
     return {name: codes, f"{name}_scale_inv": scale}, codes.float() * of_values
 
 
+def of_groups(width: int, *, in_powers: bool = False) -> Callable[[str, Tensor], Encoded]:
+    """Return an encoder with a scale for each group of inputs, in E8M0 if it is a power of two."""
+
+    def encode_weight(name: str, weight: Tensor) -> Encoded:
+        scale = weight.unflatten(-1, (-1, width)).abs().amax(-1) / 448
+        exponents = scale.log2().ceil()
+        of_values = (exponents.exp2() if in_powers else scale).repeat_interleave(width, -1)
+        codes = (weight / of_values).to(torch.float8_e4m3fn)
+        suffix = "_scale" if name.endswith(".weight") else "_weight_scale"
+        stored = (exponents + 127).to(torch.uint8) if in_powers else scale
+        return {name: codes, name + suffix: stored}, codes.float() * of_values
+
+    return encode_weight
+
+
 def in_nvfp4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return codes in pairs, scales of 16 inputs, the scale of all, and values, of [..., I]."""
     of_all = weight.abs().max() / 448 / 6
@@ -181,8 +196,12 @@ def of_compressed_tensors(weights: dict[str, Any], format: str) -> dict[str, Any
 
 OF_ROWS = of_compressed_tensors({"num_bits": 8, "type": "float", "strategy": "channel"}, "float-quantized")
 NVFP4 = of_compressed_tensors({"num_bits": 4, "type": "float", "strategy": "tensor_group"}, "nvfp4-pack-quantized")
+OF_GROUPS = {"num_bits": 8, "type": "float", "strategy": "group"}
+GROUPS = of_compressed_tensors(OF_GROUPS | {"group_size": 48}, "float-quantized")
+MXFP8 = of_compressed_tensors(OF_GROUPS | {"group_size": 32, "scale_dtype": "torch.uint8"}, "mxfp8-quantized")
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [16, 24]}
 OF_16 = {"hidden_size": 64, "intermediate_size": 48}
+OF_32 = {"hidden_size": 64, "intermediate_size": 96}
 
 
 @pytest.mark.parametrize(
@@ -197,6 +216,7 @@ OF_16 = {"hidden_size": 64, "intermediate_size": 48}
         ("llama4", {}, of_columns, {"quant_method": "fbgemm_fp8", "modules_to_not_convert": ["lm_head"]}, 1),
         ("gpt-oss", {}, of_tensor, MODELOPT | {"quant_algo": "FP8"}, 1),
         ("gpt-oss", OF_16 | {"head_dim": 16}, nvfp4_of_modelopt, MODELOPT | {"quant_algo": "NVFP4"}, 1),
+        ("granite", OF_32, of_groups(32, in_powers=True), MODELOPT | {"quant_algo": "MXFP8"}, 2),
         ("mistral4", {}, of_blocks, BLOCKS, 1),
         ("gemma4", {}, of_rows, OF_ROWS, 1),
         ("step3p7", {}, of_rows, OF_ROWS, 1),
@@ -221,6 +241,29 @@ def test_experts_in_one_tensor(
     encoded, decoded = encoded_and_decoded(tensors, encode_some)
     assert any(tensor.dim() == 3 and tensor.dtype in (torch.uint8, torch.float8_e4m3fn) for tensor in encoded.values())
     assert_twins(tmp_path, original, encoded, decoded, quantization, tp=tp)
+
+
+@pytest.mark.parametrize(
+    ("settings", "encode_weight", "quantization"),
+    [
+        ({"hidden_size": 96, "intermediate_size": 144}, of_groups(48), GROUPS),
+        (OF_32, of_groups(32, in_powers=True), MXFP8),
+        (OF_32, of_groups(32, in_powers=True), MODELOPT | {"quant_algo": "MXFP8"}),
+    ],
+)
+def test_scales_of_groups(
+    settings: dict[str, int],
+    encode_weight: Callable[[str, Tensor], Encoded],
+    quantization: dict[str, Any],
+    tmp_path: Path,
+) -> None:
+    original = original_of(tmp_path, "mixtral", **settings)
+
+    def encode_some(of: str, weight: Tensor) -> Encoded | None:
+        return encode_weight(of, weight) if LINEAR.fullmatch(of) else None
+
+    encoded, decoded = encoded_and_decoded(load_file(original.folder / "model.safetensors"), encode_some)
+    assert_twins(tmp_path, original, encoded, decoded, quantization)
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "nemotron-h", "deepseek-v4"])

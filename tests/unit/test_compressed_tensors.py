@@ -53,8 +53,10 @@ def quantize(linear: nn.Linear, weights: QuantizationArgs) -> None:
         parameter.data.copy_(values.reshape(parameter.shape))
 
 
-def written_and_read(folder: Path, presets: dict[str, str], group_size: int | None) -> tuple[nn.Module, dict[str, Any]]:
-    """Write a checkpoint of one layer for each preset, by the layer's name.
+def written_and_read(
+    folder: Path, presets: dict[str, str], changes: dict[str, Any]
+) -> tuple[nn.Module, dict[str, Any]]:
+    """Write a checkpoint of one layer for each preset, by the layer's name. Weights are quantised with some changes.
 
     Return the layers as the library reads them, and the quantization_config.
     """
@@ -64,8 +66,7 @@ def written_and_read(folder: Path, presets: dict[str, str], group_size: int | No
     for number, (name, preset) in enumerate(presets.items()):
         setattr(model, name, nn.Linear(384, 256, bias=False))
         groups[f"group_{number}"] = scheme = preset_name_to_scheme(preset, [f"re:{name}"])
-        if group_size is not None:
-            scheme.weights.group_size = group_size
+        scheme.weights = scheme.weights.model_copy(update=changes)
     apply_quantization_config(model, QuantizationConfig(config_groups=groups))
     with torch.no_grad():
         for layer in model.children():
@@ -80,30 +81,35 @@ def written_and_read(folder: Path, presets: dict[str, str], group_size: int | No
 
 
 @pytest.mark.parametrize(
-    ("presets", "group_size", "stored_as"),
+    ("presets", "changes", "stored_as"),
     [
-        ({"a": "FP8"}, None, "fp8"),
-        ({"a": "FP8_DYNAMIC"}, None, "fp8"),
-        ({"a": "FP8_BLOCK"}, None, "fp8 in blocks of 128 x 128"),
-        ({"a": "NVFP4A16"}, None, "nvfp4"),
-        ({"a": "NVFP4"}, None, "nvfp4"),
-        ({"a": "MXFP4A16"}, None, "mxfp4"),
-        ({"a": "W4A16"}, 32, "int4 of compressed-tensors"),
-        ({"a": "W4A16_ASYM"}, 32, "int4 of compressed-tensors"),
-        ({"a": "W4A16"}, 128, "int4 of compressed-tensors"),
-        ({"a": "W4A16_ASYM"}, 128, "int4 of compressed-tensors"),
-        ({"a": "W8A16"}, None, "int8 of compressed-tensors"),
-        ({"a": "W8A8"}, None, "int8 of compressed-tensors"),
-        ({"a": "FP8_DYNAMIC", "b": "NVFP4A16"}, None, "nvfp4 and fp8"),
-        ({"a": "FP8_DYNAMIC", "b": "FP8_BLOCK", "c": "W8A8"}, None, None),
-        ({"a": "W4A16", "b": "W8A16", "c": "MXFP4A16"}, None, None),
-        ({"a": "W4A16_ASYM", "b": "W4A16", "c": "W8A8"}, None, None),
+        ({"a": "FP8"}, {}, "fp8"),
+        ({"a": "FP8_DYNAMIC"}, {}, "fp8"),
+        ({"a": "FP8_BLOCK"}, {}, "fp8 in blocks of 128 x 128"),
+        ({"a": "FP8_DYNAMIC"}, {"strategy": "group", "group_size": 48}, "fp8 in blocks of 1 x 48"),
+        ({"a": "FP8_BLOCK"}, {"block_structure": [32, 96]}, "fp8 in blocks of 32 x 96"),
+        ({"a": "MXFP8"}, {}, "mxfp8"),
+        ({"a": "MXFP8A16"}, {}, "mxfp8"),
+        ({"a": "MXFP8", "b": "FP8_BLOCK", "c": "FP8"}, {}, None),
+        ({"a": "NVFP4A16"}, {}, "nvfp4"),
+        ({"a": "NVFP4"}, {}, "nvfp4"),
+        ({"a": "MXFP4A16"}, {}, "mxfp4"),
+        ({"a": "W4A16"}, {"group_size": 32}, "int4 of compressed-tensors"),
+        ({"a": "W4A16_ASYM"}, {"group_size": 32}, "int4 of compressed-tensors"),
+        ({"a": "W4A16"}, {"group_size": 128}, "int4 of compressed-tensors"),
+        ({"a": "W4A16_ASYM"}, {"group_size": 128}, "int4 of compressed-tensors"),
+        ({"a": "W8A16"}, {}, "int8 of compressed-tensors"),
+        ({"a": "W8A8"}, {}, "int8 of compressed-tensors"),
+        ({"a": "FP8_DYNAMIC", "b": "NVFP4A16"}, {}, "nvfp4 and fp8"),
+        ({"a": "FP8_DYNAMIC", "b": "FP8_BLOCK", "c": "W8A8"}, {}, None),
+        ({"a": "W4A16", "b": "W8A16", "c": "MXFP4A16"}, {}, None),
+        ({"a": "W4A16_ASYM", "b": "W4A16", "c": "W8A8"}, {}, None),
     ],
 )
 def test_values_are_those_that_the_library_reads(
-    tmp_path: Path, presets: dict[str, str], group_size: int | None, stored_as: str | None
+    tmp_path: Path, presets: dict[str, str], changes: dict[str, Any], stored_as: str | None
 ) -> None:
-    model, config = written_and_read(tmp_path, presets, group_size)
+    model, config = written_and_read(tmp_path, presets, changes)
     weight_format = read_weight_format(ConfigValues(tmp_path / "config.json", {"quantization_config": config}))
     assert stored_as is None or weight_format.stored_as == stored_as
     checkpoint = open_checkpoint(tmp_path, weight_format)
