@@ -137,6 +137,20 @@ FAMILIES: dict[str, tuple[str, dict[str, str]]] = {
             "ssm.conv_kernel": "linear_conv_kernel_dim",
         },
     ),
+    "phimoe": ("phimoe", {"expert_count": "num_local_experts"}),
+    "nemotron_h": (
+        "nemotron_h_moe",
+        DEEPSEEK
+        | {
+            "attention.layer_norm_rms_epsilon": "layer_norm_epsilon",
+            "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size",
+            "moe_latent_size": "moe_latent_size",
+            "ssm.conv_kernel": "conv_kernel",
+            "ssm.state_size": "ssm_state_size",
+            "ssm.group_count": "n_groups",
+            "ssm.time_step_rank": "mamba_num_heads",
+        },
+    ),
     "qwen3_next": ("qwen3next", DELTA),
     "qwen3_5_moe_text": ("qwen35moe", DELTA),
 }
@@ -147,6 +161,7 @@ def write_family(folder: Path, path: Path, kind: str = "F32") -> Path:
     """Write a checkpoint of tests as a GGUF file, with the matrices of layers in a type of GGUF."""
     config = json.loads((folder / "config.json").read_text())
     config |= config.pop("text_config", {})
+    config.setdefault("num_hidden_layers", len(config.get("layers_block_type", ())))
     architecture, more = FAMILIES[config["model_type"]]
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in metadata_of(config, architecture, OF_ALL | more):
@@ -162,6 +177,8 @@ def write_family(folder: Path, path: Path, kind: str = "F32") -> Path:
         own = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert own is not None, name
         written[own] = np.ascontiguousarray(values)
+    for length in ("short", "long") if architecture == "phimoe" else ():
+        written[f"rope_factors_{length}.weight"] = np.float32(config["rope_parameters"][f"{length}_factor"])
     for own, values in written.items():
         is_matrix = values.ndim > 1 and own.startswith("blk.") and "gate_inp" not in own
         of_tensor = gguf.GGMLQuantizationType[kind if is_matrix else "F32"]
@@ -231,11 +248,19 @@ def metadata_of(config: Config, architecture: str, keys: dict[str, str]) -> Iter
     if architecture == "granitehybrid":
         own["ssm.inner_size"] = config["mamba_n_heads"] * config["mamba_d_head"]
         own["rope.scaling.finetuned"] = config["position_embedding_type"] == "rope"
-    has_states = architecture in ("granitehybrid", "lfm2moe", "kimi-linear")
+    if architecture == "phimoe":
+        own["rope.scaling.original_context_length"] = config["original_max_position_embeddings"]
+        own["rope.scaling.attn_factor"] = float(rope["short_mscale"])
+    if architecture == "nemotron_h_moe":
+        own["ssm.inner_size"] = config["mamba_num_heads"] * config["mamba_head_dim"]
+        width = config["moe_intermediate_size"]
+        own["feed_forward_length"] = [width if kind == "moe" else 0 for kind in config["layers_block_type"]]
+    has_states = architecture in ("granitehybrid", "lfm2moe", "kimi-linear", "nemotron_h_moe")
     if has_states:
         num = own["attention.head_count_kv"]
         types = ("attention", "full_attention")
-        own["attention.head_count_kv"] = [num if kind in types else 0 for kind in config["layer_types"]]
+        kinds = config.get("layer_types") or config["layers_block_type"]
+        own["attention.head_count_kv"] = [num if kind in types else 0 for kind in kinds]
     yield from own.items()
 
 
@@ -266,6 +291,7 @@ def renamed(name: str) -> str:
         ("block_sparse_moe.experts", "mlp.experts"),
     ):
         name = name.replace(old, new)
+    name = re.sub(r"^(?:model|backbone)(\.layers\.\d+)\.mixer\.experts", r"model\1.mlp.experts", name)
     if ".experts." in name:
         for old, new in (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")):
             name = name.replace(f".{old}.", f".{new}.")
@@ -339,10 +365,11 @@ def reordered(name: str, values: np.ndarray, config: Config, architecture: str) 
     if architecture in ("llama", "granitemoe", "granitehybrid") and (match := re.search(r"\.([qk])_proj\.", name)):
         num_heads = config["num_attention_heads" if match[1] == "q" else "num_key_value_heads"]
         values = values.reshape(num_heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
-    if architecture == "granitehybrid" and name.endswith(("A_log", "mamba.D")):
-        values = values.reshape(-1, 1)
-    if architecture == "granitehybrid" and "mamba.norm" in name:
-        values = values.reshape(config["mamba_n_groups"], -1)
+    if architecture in ("granitehybrid", "nemotron_h_moe"):
+        if name.endswith(("A_log", ".D")):
+            values = values.reshape(-1, 1)
+        if re.search(r"\.(mamba|mixer)\.norm\.", name):
+            values = values.reshape(config.get("mamba_n_groups") or config["n_groups"], -1)
     if architecture == "kimi-linear":
         if name.endswith("A_log"):
             values = values.reshape(1, 1, -1, 1)

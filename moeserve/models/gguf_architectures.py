@@ -36,7 +36,7 @@ class File:
     """Facts of a GGUF file that an architecture is read from."""
 
     values: ConfigValues  # metadata whose keys begin with the architecture's name, which is left out
-    kinds: frozenset[str]  # names of the tensors in layers, without their numbers
+    kinds: frozenset[str]  # names of the tensors, without the numbers of layers
     config: dict[str, Any]  # the values that are read alike for all architectures
 
     def sizes_of_layers(self, key: str) -> list[int]:
@@ -175,6 +175,25 @@ def _read_lfm2(file: File) -> dict[str, Any]:
     }
 
 
+def _read_phimoe(file: File) -> dict[str, Any]:
+    return {
+        "router_jitter_noise": 0.01,  # of the published model: the file has no key for it
+        "sliding_window": file.values.integer("attention.sliding_window", 0, low=0) or None,
+        "lm_head_bias": "output.bias" in file.kinds,
+    }
+
+
+def _read_nemotron_h(file: File) -> dict[str, Any]:
+    mixers = _layer_types(file, "mamba", "attention")
+    widths = file.sizes_of_layers("feed_forward_length")
+    return {
+        "layer_norm_epsilon": file.config["rms_norm_eps"],
+        "layers_block_type": ["moe" if width else mixer for width, mixer in zip(widths, mixers, strict=True)],
+        "mamba_head_dim": file.values.integer("ssm.inner_size") // file.values.integer("ssm.time_step_rank"),
+        "use_conv_bias": "ssm_conv1d.bias" in file.kinds,
+    }
+
+
 def _read_llama4(file: File) -> dict[str, Any]:
     # The file has no keys for these. Of the two published models, the one with 128 experts has no norms.
     return {"use_qk_norm": file.values.integer("expert_count") != 128, "attention_chunk_size": 8192}
@@ -289,6 +308,21 @@ _GRANITE_MAMBA: Keys = {
     "mamba_d_state": "ssm.state_size",
     "mamba_d_conv": "ssm.conv_kernel",
 }
+_NEMOTRON_H: Keys = {
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "moe_shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    "moe_latent_size": ("moe_latent_size", None),
+    "n_routed_experts": "expert_count",
+    "n_shared_experts": ("expert_shared_count", 1),
+    "routed_scaling_factor": ("expert_weights_scale", 1.0),
+    "norm_topk_prob": ("expert_weights_norm", True),
+    "n_group": ("expert_group_count", 1),
+    "topk_group": ("expert_group_used_count", 1),
+    "mamba_num_heads": "ssm.time_step_rank",
+    "n_groups": "ssm.group_count",
+    "ssm_state_size": "ssm.state_size",
+    "conv_kernel": "ssm.conv_kernel",
+}
 _ERNIE: Keys = {
     **_DENSE,
     "moe_num_experts": "expert_count",
@@ -352,5 +386,12 @@ ARCHITECTURES = {
     "llama4": Architecture("Llama4ForCausalLM", _LLAMA4, read=_read_llama4),
     "lfm2moe": Architecture("Lfm2MoeForCausalLM", _LFM2, read=_read_lfm2),
     "hunyuan-moe": Architecture("HunYuanMoEV1ForCausalLM", _HUNYUAN, {"num_shared_expert": 1}),
+    "phimoe": Architecture("PhiMoEForCausalLM", _LOCAL_EXPERTS, read=_read_phimoe),
+    "nemotron_h_moe": Architecture(
+        "NemotronHForCausalLM",
+        _NEMOTRON_H,
+        {"hidden_act": "relu2", "mlp_hidden_act": "relu2"},
+        read=_read_nemotron_h,
+    ),
     "kimi-linear": Architecture("KimiLinearForCausalLM", _KIMI_LINEAR, read=_read_kimi_linear),
 }

@@ -25,7 +25,14 @@ from moeserve.models.cache_folders import written_once
 from moeserve.models.checkpoint import GGUF_PART, list_names, names_of_parts
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.gguf_architectures import ARCHITECTURES, File, Part, numbers_of_layers
-from moeserve.models.gguf_file import ROPE_FACTORS, TOKEN_ID_KEYS, as_written, llama3_scaling
+from moeserve.models.gguf_file import (
+    OTHER_ROPE_FACTORS,
+    ROPE_FACTORS,
+    SHORT_ROPE_FACTORS,
+    TOKEN_ID_KEYS,
+    as_written,
+    llama3_scaling,
+)
 from moeserve.models.gguf_layouts import resolved
 from moeserve.models.gguf_names import GgufName
 from moeserve.models.gguf_reader import Metadata, StoredArray, open_gguf
@@ -80,7 +87,7 @@ def tensors_of(folder: Path) -> dict[str, CheckpointTensor]:
             translated = dataclasses.replace(name, kind=part.name).translated() or stored.name
             if translated in found:
                 raise CheckpointError(f"{shard}: {stored.name!r} and another tensor are both the model's {translated}")
-            if stored.name != ROPE_FACTORS:
+            if stored.name not in (ROPE_FACTORS, *OTHER_ROPE_FACTORS):
                 found[translated] = _reshaped(GgufTensor(shard, stored, part.rows, part.columns), name.kind)
     for full_name, maps in apart.items():
         if full_name not in found and maps.keys() >= {"attn_k_b", "attn_v_b"}:  # some files have both forms
@@ -201,7 +208,8 @@ def _config_of(metadata: Metadata, tensors: Mapping[str, tuple[Path, StoredArray
     theta = as_written(values.number("rope.freq_base", 10_000.0))
     num_draft_layers = values.integer("nextn_predict_layers", 0, low=0)
     parsed = [GgufName.parse(each) for each in tensors]
-    kinds = frozenset(each.kind + each.end for each in parsed if each.prefix)
+    kinds = frozenset(each.kind + each.end for each in parsed)
+    short_factors = tensors.get(SHORT_ROPE_FACTORS)
     config = {
         "dtype": "bfloat16",
         "quantization_config": {"quant_method": "gguf"},
@@ -219,7 +227,7 @@ def _config_of(metadata: Metadata, tensors: Mapping[str, tuple[Path, StoredArray
         "max_position_embeddings": values.integer("context_length"),
         "rms_norm_eps": as_written(values.number("attention.layer_norm_rms_epsilon")),
         "rope_theta": theta,
-        "rope_scaling": _rope_scaling(values),
+        "rope_scaling": _rope_scaling(values) if short_factors is None else _longrope(values, short_factors[1]),
         "hidden_act": "silu",
         "tie_word_embeddings": "output.weight" not in tensors,
         "bos_token_id": ids["bos"],
@@ -230,6 +238,16 @@ def _config_of(metadata: Metadata, tensors: Mapping[str, tuple[Path, StoredArray
         divisors = tensors[ROPE_FACTORS][1].read()
         config["rope_scaling"] = llama3_scaling(path, divisors, head_dim, theta)
     return config | ARCHITECTURES[name].config(File(values, kinds, config))
+
+
+def _longrope(values: ConfigValues, short_factors: StoredArray) -> dict[str, Any]:
+    factor = as_written(values.number("rope.scaling.attn_factor", 1.0))
+    return {
+        "rope_type": "longrope",
+        "short_factor": [as_written(each) for each in short_factors.read().tolist()],
+        "short_mscale": factor,
+        "original_max_position_embeddings": values.integer("rope.scaling.original_context_length"),
+    }
 
 
 def _rope_scaling(values: ConfigValues) -> dict[str, Any] | None:

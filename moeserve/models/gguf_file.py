@@ -17,6 +17,8 @@ from moeserve.models.gguf_reader import open_gguf
 from moeserve.models.gguf_tokenizer import write_tokenizer
 
 ROPE_FACTORS = "rope_freqs.weight"
+SHORT_ROPE_FACTORS = "rope_factors_short.weight"  # of LongRoPE, in contexts up to the original one
+OTHER_ROPE_FACTORS = (SHORT_ROPE_FACTORS, "rope_factors_long.weight")
 TOKEN_ID_KEYS = {name: f"tokenizer.ggml.{name}_token_id" for name in ("bos", "eos", "eot", "eom", "padding")}
 _LLAMA3_CONTEXT = 8192  # positions that the models were trained with before their context was extended
 _LLAMA3_HIGH_FACTORS = (4.0, 1.0)  # of Llama 3, of Llama 4

@@ -61,6 +61,8 @@ _LAYER_NAMES = {
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
     **{f"ffn_{name}": f"mlp.{name}_proj" for name in _GATE_UP_DOWN},
     **{f"ffn_{name}_exps": f"mlp.experts.{name}_proj" for name in _GATE_UP_DOWN},
+    "ffn_latent_down": "mlp.to_latent",
+    "ffn_latent_up": "mlp.from_latent",
     **{f"ffn_{name}_shexp": f"mlp.shared_experts.{name}_proj" for name in _GATE_UP_DOWN},
     # multi-token prediction
     "nextn.eh_proj": "eh_proj",
@@ -93,6 +95,14 @@ _LINEAR_ATTENTION = {
         convolutions=CONVOLUTIONS,
         output="o_proj",
     ),
+}
+_EXPERTS = MoENames(
+    fused=("up_proj.weight", "down_proj.weight"),  # of experts without gates
+    to_latent="mlp.to_latent",
+    from_latent="mlp.from_latent",
+)
+_LAYERS = {
+    "NemotronHForCausalLM": LayerNames(feed_forward_norm="input_layernorm", recurrent="self_attn"),
 }
 _IN_LAYER = re.compile(r"blk\.(\d+)\.(.+?)(\.weight|\.bias)?")
 _OF_EXPERT = re.compile(r"ffn_(gate|up|down)\.(\d+)")  # files of 2023 have a tensor for each expert
@@ -128,10 +138,10 @@ def with_gguf_names(family: Family) -> Family:
     """Return a family whose tensors have the names that GGUF's are translated to, and are as they are used."""
     return dataclasses.replace(
         family,
-        names=(MoENames(),),
+        names=(_EXPERTS,),
         attention_names=AttentionNames(),
         linear_attention_names=_LINEAR_ATTENTION.get(family.architecture, family.linear_attention_names),
-        layer_names=LayerNames(recurrent="self_attn"),
+        layer_names=_LAYERS.get(family.architecture, LayerNames(recurrent="self_attn")),
         draft_names=DraftNames(),
         decoder_part=None,
         norm_offset=0.0,

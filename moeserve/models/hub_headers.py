@@ -13,7 +13,7 @@ from pathlib import Path
 from moeserve.config.environment import cache_folder
 from moeserve.errors import CheckpointError
 from moeserve.models.cache_folders import written_once
-from moeserve.models.gguf_file import ROPE_FACTORS
+from moeserve.models.gguf_file import ROPE_FACTORS, SHORT_ROPE_FACTORS
 from moeserve.models.gguf_reader import open_gguf
 from moeserve.models.hub_client import HubClient
 
@@ -90,7 +90,7 @@ def _copy_gguf_header(hub: HubClient, name: str, path: Path) -> None:
             if is_whole or len(data) >= min((tensor.start for tensor in tensors.values()), default=0):
                 break
         num_bytes *= 4
-    if (factors := tensors.get(ROPE_FACTORS)) is not None:
+    for factors in (tensors[each] for each in (ROPE_FACTORS, SHORT_ROPE_FACTORS) if each in tensors):
         _write(path, factors.start, hub.read(name, factors.start, factors.data.nbytes)[0], size)
 
 

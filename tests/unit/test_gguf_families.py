@@ -32,6 +32,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "kimi-linear": dict(linear_num_heads=4),
     "mistral4": {},
     "llama4": dict(no_rope_layers=[1, 1, 1, 0], attention_chunk_size=8192, floor_scale=8192, attn_scale=0.1),
+    "phimoe": dict(router_jitter_noise=0.01),
+    "nemotron-h": {},
+    "nemotron-h-latent": dict(layers_block_type=["moe", "linear_attention", "moe", "full_attention", "moe", "moe"]),
     "qwen3-next": dict(linear_value_head_dim=10),
     "qwen3.5-moe": dict(linear_num_value_heads=6, linear_value_head_dim=6),
 }
@@ -44,12 +47,12 @@ def test_tokens_are_those_of_the_checkpoint(tmp_path: Path, name: str, monkeypat
     reference = make_reference(tmp_path / "hf", dataclasses.replace(shape, settings=shape.settings | CHANGES[name]))
     path = write_family(reference.folder, tmp_path / "model.gguf")
     prompt = {"prompt_token_ids": list(range(2, 25))}
-    params = SamplingParams(temperature=0, max_tokens=8, logprobs=2)
+    params = SamplingParams(temperature=0, max_tokens=8, logprobs=2, ignore_eos=True)
     found = []
     for model in (path, reference.folder):
         with LLM(model, dtype="float32") as llm:
             found.append(llm.generate([prompt], params, use_tqdm=False)[0].outputs[0])
-    assert found[0].token_ids == found[1].token_ids
+    assert found[0].token_ids == found[1].token_ids == reference.greedy(prompt["prompt_token_ids"], 8)
     for of_file, of_folder in zip(found[0].logprobs or [], found[1].logprobs or [], strict=True):
         for token, entry in of_folder.items():
             assert of_file[token].logprob == pytest.approx(entry.logprob, abs=1e-4)
