@@ -10,6 +10,7 @@ import sys
 from collections.abc import Collection, Sequence
 
 from moeserve.cli.completion import SHELLS, completion_script
+from moeserve.cli.encoding import accept_all_text, use_utf8_in_ascii_locale
 from moeserve.cli.parser import Parser
 from moeserve.cli.sources import add_sources
 from moeserve.errors import MoeserveError
@@ -37,7 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0, or 1 after an error that was reported. An invalid command line exits with status 2.
     """
+    if arguments is None:
+        use_utf8_in_ascii_locale()
     open_closed_streams()
+    accept_all_text()
     os.chdir(working_folder())  # libraries fail in a folder that was deleted
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     named = [argument for argument in arguments if not argument.startswith("-")]

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import msgspec
 
+from moeserve.config.allocation import refusing_what_cannot_be_allocated
 from moeserve.config.settings import EngineConfig
 from moeserve.errors import EngineError, RequestError
 from moeserve.private_folder import secret_of
@@ -183,7 +184,7 @@ def new_scheduler(config: EngineConfig, loaded: Sequence[Loaded]) -> Scheduler:
         loaded: the reports of the replica's ranks, in order.
 
     Raises:
-        SettingsError: the folder cannot be used.
+        SettingsError: the folder cannot be used; memory is exhausted.
     """
     connector: KVConnector | None = None
     salt = secrets.token_bytes(SALT_BYTES)
@@ -195,27 +196,28 @@ def new_scheduler(config: EngineConfig, loaded: Sequence[Loaded]) -> Scheduler:
         salt = secret_of("kv_folder", Path(config.kv_folder))
     elif store.num_host_places:
         connector = HostTier(store.num_host_places)
-    return Scheduler(
-        SchedulerConfig(
-            num_blocks=loaded[0].num_blocks,
-            block_size=config.block_size,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_prefill_tokens=config.max_prefill_tokens,
-            max_model_len=config.max_model_len,
-            enable_prefix_caching=config.enable_prefix_caching,
-            plans_ahead=config.async_scheduling,
-            num_batches=1 if config.async_scheduling else config.max_concurrent_batches,
-            num_lookahead_tokens=config.num_lookahead_tokens,
-            num_saved_states=config.num_saved_states,
-            recomputes_drafts=config.has_entries,
-            window=loaded[0].window,
-            num_window_blocks=loaded[0].num_window_blocks,
-        ),
-        salt,
-        connector,
-        [rank.address for rank in loaded if rank.address],
-    )
+    with refusing_what_cannot_be_allocated(config):
+        return Scheduler(
+            SchedulerConfig(
+                num_blocks=loaded[0].num_blocks,
+                block_size=config.block_size,
+                max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                max_prefill_tokens=config.max_prefill_tokens,
+                max_model_len=config.max_model_len,
+                enable_prefix_caching=config.enable_prefix_caching,
+                plans_ahead=config.async_scheduling,
+                num_batches=1 if config.async_scheduling else config.max_concurrent_batches,
+                num_lookahead_tokens=config.num_lookahead_tokens,
+                num_saved_states=config.num_saved_states,
+                recomputes_drafts=config.has_entries,
+                window=loaded[0].window,
+                num_window_blocks=loaded[0].num_window_blocks,
+            ),
+            salt,
+            connector,
+            [rank.address for rank in loaded if rank.address],
+        )
 
 
 def fit_to_cache(config: EngineConfig, num_blocks: int) -> EngineConfig:

@@ -9,6 +9,7 @@ import weakref
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 
+from moeserve.config.allocation import refusing_what_cannot_be_allocated
 from moeserve.config.settings import EngineConfig
 from moeserve.distributed.groups import groups_of_one_rank
 from moeserve.executor.outcomes import OutcomeQueue
@@ -87,7 +88,8 @@ def _run(
 ) -> None:
     """Load the model and execute rounds until None arrives. Does not refer to the executor, which may be deleted."""
     try:
-        worker = Worker(config, groups_of_one_rank(), show_progress=show_progress)
+        with refusing_what_cannot_be_allocated(config):
+            worker = Worker(config, groups_of_one_rank(), show_progress=show_progress)
     except BaseException as error:
         loaded.set_exception(error)
         del loaded  # it refers to this frame through the traceback

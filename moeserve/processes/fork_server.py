@@ -37,6 +37,7 @@ from moeserve.processes.channel import frame, receive_frame
 from moeserve.processes.failures import shown_status
 from moeserve.processes.interpreter import import_path, same_modules, working_folder
 from moeserve.processes.local_sockets import NO_SIGNAL
+from moeserve.processes.streams import copy_of_stream
 
 assert sys.platform == "linux"
 
@@ -131,7 +132,7 @@ class _Server:
         opened: list[int] = []
         try:
             with theirs:
-                opened += [_output(1), _output(2), os.pidfd_open(os.getpid())]
+                opened += [copy_of_stream(1), copy_of_stream(2), os.pidfd_open(os.getpid())]
                 fds = [theirs.fileno(), channel.fileno(), *opened]
                 socket.send_fds(self._control, [msgspec.msgpack.encode(request)], fds)
             ours.settimeout(SECONDS_TO_FORK)
@@ -240,14 +241,6 @@ def _started(environment: Mapping[str, str]) -> _Server:
 def _end_at_exit(server: _Server, owner: int) -> None:
     if os.getpid() == owner:
         server.end()
-
-
-def _output(fd: int) -> int:
-    """Return a copy of standard output or error, or of /dev/null if it is closed."""
-    try:
-        return os.dup(fd)
-    except OSError:
-        return os.open(os.devnull, os.O_WRONLY)
 
 
 # ---- The server

@@ -7,6 +7,7 @@ import time
 
 import torch
 
+from moeserve.config.allocation import refusing_what_cannot_be_allocated
 from moeserve.config.resolve import too_few_gpus
 from moeserve.config.settings import EngineConfig
 from moeserve.distributed.connect import Rendezvous, connect
@@ -27,7 +28,9 @@ def run(parent: Parent) -> None:
     """Execute the rounds that the engine process sends, until it sends `Leave`."""
     start = parent.config(RankStart)
     channel = parent.channel(ToRank)
-    worker = Worker(start.config, join(start), show_progress=start.show_progress)
+    groups = join(start)
+    with refusing_what_cannot_be_allocated(start.config):
+        worker = Worker(start.config, groups, show_progress=start.show_progress)
     channel.send(worker.facts)
     transfers = worker.start_transfers(channel.send)
     has_ended = False  # True after an agreement to stop: no rank runs later rounds

@@ -19,6 +19,7 @@ from moeserve.worker.request_table import Chunk, RequestState, RequestTable
 from moeserve.worker.step_replay import EagerSteps, StepContext
 
 LARGE_STEP_TOKENS = 8192  # steps of at most this size are not checked before the first is run
+NUM_PREDICTING = 65536  # number of tokens of a step whose memory is, per token, at most twice that of the largest step
 LEAST_LONG_CHUNK = 256  # number of rows for which latent attention expands the whole context
 
 
@@ -54,7 +55,7 @@ def require_room_for_steps(config: EngineConfig, probe: ModelRunner) -> None:
     """Refuse a step so large that its memory does not exist, without running it. Collective: all ranks.
 
     Steps are run with twice the tokens each time. A step is not run if the memory of the last one, in proportion to the
-    tokens, is not free.
+    tokens, is not free. Nor are all steps up to one of a hundred million tokens run if the largest cannot fit.
 
     Raises:
         SettingsError: the largest step does not fit.
@@ -64,11 +65,12 @@ def require_room_for_steps(config: EngineConfig, probe: ModelRunner) -> None:
         run = functools.partial(_run_for_memory, probe, largest_step(config, num_tokens))
         peak, free = measure_step_memory(run, config.device), free_bytes(config)
         following = min(2 * num_tokens, most)
-        if peak * following // num_tokens > free:
+        cannot_fit = num_tokens >= NUM_PREDICTING and peak * most // num_tokens > 2 * free
+        if cannot_fit or peak * following // num_tokens > free:
             raise SettingsError(
                 f"max_num_batched_tokens={config.max_num_batched_tokens} does not fit in memory: a step of "
-                f"{num_tokens} tokens takes {shown_bytes(peak)}, and {shown_bytes(free)} are free for one of "
-                f"{following}; lower it to {num_tokens}"
+                f"{num_tokens} tokens takes {shown_bytes(peak)}, and {shown_bytes(free)} are free; about "
+                f"{max(num_tokens, free * num_tokens // max(1, peak))} tokens fit"
             )
         num_tokens = following
 

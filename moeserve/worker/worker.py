@@ -118,6 +118,7 @@ class Worker:
         if rebalances:
             reserved_bytes += spare_bytes(layers)
         num_blocks = profile_blocks(config, probe, dataclasses.replace(needs, window=window), reserved_bytes)
+        del probe  # its table has the size of the rank's
         self.num_blocks = groups.world.all_reduce_minimum(num_blocks)  # collective: all ranks
 
         self.load_meter = LoadMeter({number: layer.load for number, layer in layers.items()}, groups)  # starts at zero

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from reference_models import Reference
 
 from moeserve.cgroups import cpu_quota, memory_left
 
@@ -192,18 +193,42 @@ def group(request: pytest.FixtureRequest) -> Iterator[tuple[Path, Path, bool]]:
             folder.rmdir()
 
 
-def test_a_real_group_limits_cores_and_memory(group: tuple[Path, Path, bool]) -> None:
-    """The limits are those of a parent, and the process is in a group inside it."""
+def run_in(group: tuple[Path, Path, bool], num_bytes: int, program: str, *arguments: str) -> str:
+    """Run a program with one core and a half and some memory, and return what it prints.
+
+    The limits are those of a parent, and the process is in a group inside it.
+    """
     cpu, memory, is_v1 = group
     if is_v1:
         (cpu / "cpu.cfs_quota_us").write_text("150000")
-        (memory / "memory.limit_in_bytes").write_text(str(300 * 2**20))
+        (memory / "memory.limit_in_bytes").write_text(str(num_bytes))
     else:
         (cpu / "cpu.max").write_text("150000 100000")
-        (memory / "memory.max").write_text(str(300 * 2**20))
+        (memory / "memory.max").write_text(str(num_bytes))
     join = "; ".join(f"echo $$ > {folder}/inner/cgroup.procs" for folder in {memory, cpu})
-    command = ["sh", "-c", f'{join}; exec "$0" -c "$1"', sys.executable, MEASURE]
-    run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
-    quota, num_cores, free = run.stdout.split()
+    command = ["sh", "-c", f'{join}; exec "$0" -c "$@"', sys.executable, program, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout
+
+
+def test_a_real_group_limits_cores_and_memory(group: tuple[Path, Path, bool]) -> None:
+    quota, num_cores, free = run_in(group, 300 * 2**20, MEASURE).split()
     assert (float(quota), int(num_cores)) == (1.5, 1)
     assert 0 < int(free) < 300 * 2**20
+
+
+REFUSED = """
+import sys
+from moeserve import LLM, SettingsError
+try:
+    LLM(sys.argv[1], kv_cache_memory="1GiB", max_num_seqs=100_000, dtype="float32", show_progress=False)
+except SettingsError as error:
+    print(error)
+"""
+
+
+def test_a_cache_is_refused_that_is_larger_than_the_memory_of_a_group(
+    group: tuple[Path, Path, bool], plain: Reference
+) -> None:
+    message = run_in(group, 2**30, REFUSED, str(plain.folder))
+    assert "kv_cache_memory=1073741824" in message
+    assert "MiB are free" in message

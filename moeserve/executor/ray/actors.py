@@ -143,6 +143,7 @@ class RankActor(ActorProcess):
     def start(self, data: bytes, *, show_progress: bool) -> bytes:
         """Connect to the other ranks and load the model. Return `Loaded`."""
         with self._reporting_failures():
+            from moeserve.config.allocation import refusing_what_cannot_be_allocated
             from moeserve.models.model_files import on_this_host
             from moeserve.worker.process import join
             from moeserve.worker.worker import Worker
@@ -150,7 +151,9 @@ class RankActor(ActorProcess):
             start = msgspec.msgpack.decode(data, type=RankStart)
             self._num_threads, self._answers = start.config.num_threads, start.answers
             config = on_this_host(start.config, only_cached=True)
-            self._worker = Worker(config, join(start), show_progress=show_progress)
+            groups = join(start)
+            with refusing_what_cannot_be_allocated(config):
+                self._worker = Worker(config, groups, show_progress=show_progress)
             self._transfers = self._worker.start_transfers(lambda ended: self._ends[ended.number].set_result(ended))
             self._is_serving = True
             return msgspec.msgpack.encode(self._worker.facts)

@@ -1,0 +1,34 @@
+"""Text of the command line and of standard streams in environments whose encoding is not UTF-8."""
+
+from __future__ import annotations
+
+import codecs
+import io
+import os
+import sys
+
+
+def use_utf8_in_ascii_locale() -> None:
+    """Start this program again with UTF-8 if the locale allows ASCII alone.
+
+    Python uses UTF-8 in the locales C and POSIX by itself, unless it is disabled (PYTHONUTF8=0). Without it, arguments
+    would not be the text that was typed, and neither files nor answers could have other characters.
+    """
+    if codecs.lookup(sys.getfilesystemencoding()).name != "ascii" or "utf8" in sys._xoptions or not sys.executable:
+        return
+    arguments = [sys.executable, "-X", "utf8", *sys.orig_argv[1:]]
+    os.execve(sys.executable, arguments, os.environ | {"PYTHONUTF8": "1"})  # the variable is for ranks
+
+
+def accept_all_text() -> None:
+    """Let standard streams accept text that their encoding cannot represent.
+
+    Such characters are printed as escapes. Bytes that are read become surrogates, which requests refuse by name.
+    """
+    for stream, errors in (
+        (sys.stdin, "surrogateescape"),
+        (sys.stdout, "backslashreplace"),
+        (sys.stderr, "backslashreplace"),
+    ):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=errors)
