@@ -11,8 +11,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from tqdm import tqdm
-
 from moeserve.api import unsupported
 from moeserve.api.beam_search import BeamSearchOutput, BeamSearchSequence, search
 from moeserve.api.llm_engine import LLMEngine
@@ -29,6 +27,7 @@ from moeserve.expert_placement.placement import Placement, write_placements
 from moeserve.interrupts import interrupts_deferred
 from moeserve.models.packed_cache_writer import wait_for_cache_writers
 from moeserve.outputs import RequestOutput
+from moeserve.progress import ProgressBar
 from moeserve.sampling_params import BeamSearchParams, SamplingParams
 from moeserve.telemetry.expert_load import LoadWindow
 
@@ -78,7 +77,6 @@ class LLM:
         self._texts, self._default_params = started.texts, started.texts.default_params
         self._has_experts = started.has_experts
         self.core = self.session.engine
-        tqdm.get_lock()  # import the parts of progress bars now, even if loading drew none
 
     @classmethod
     def from_engine_args(cls, engine_args: Any) -> LLM:
@@ -152,7 +150,7 @@ class LLM:
         prompt_ids: list[str] = []
         unfinished: list[str] = []
         try:
-            new_bar = use_tqdm if callable(use_tqdm) else tqdm
+            new_bar = use_tqdm if callable(use_tqdm) else ProgressBar
             with new_bar(total=len(waiting), desc="prompts", disable=None if use_tqdm else True) as progress:
                 while waiting or unfinished:
                     with interrupts_deferred():  # until the code below would discard the new prompts
@@ -260,7 +258,7 @@ class LLM:
         unsupported.require_harmless(lora_request=lora_request)
         frontend = self.session.frontend
         encoded = [prompt.token_ids for prompt, _ in frontend.encode(prompts, SamplingParams())]
-        with tqdm(total=params.max_tokens, desc="tokens", disable=None if use_tqdm else True) as progress:
+        with ProgressBar(total=params.max_tokens, desc="tokens", disable=None if use_tqdm else True) as progress:
 
             def generate(token_ids: list[list[int]], step: SamplingParams) -> list[RequestOutput]:
                 progress.update()

@@ -32,7 +32,7 @@ from moeserve.errors import CheckpointError, SettingsError
 from moeserve.models.dense import DenseCheckpoint, DenseConfig, DenseFolder, check_dense
 from moeserve.models.gguf_file import GgufFile
 from moeserve.models.model_files import find_model
-from moeserve.models.weight_loading import progress_bar
+from moeserve.progress import progress_bar
 
 UpcycleMode = Literal["replicate", "split"]
 

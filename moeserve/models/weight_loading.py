@@ -7,17 +7,14 @@ accumulate, and encoded tensors are decoded in slices.
 from __future__ import annotations
 
 import hashlib
-import io
 import logging
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from moeserve.errors import CheckpointError
 from moeserve.layers.norm import RMSNorm
@@ -30,10 +27,10 @@ from moeserve.models.unused_tensors import harmful
 from moeserve.moe.router import Router
 from moeserve.ops.interfaces import INT4_GROUP
 from moeserve.ops.weight_blocks import BLOCK, blocks_of, num_blocks, quantize
+from moeserve.progress import ProgressBar, progress_bar
 
 logger = logging.getLogger(__name__)
 
-LOGGED_PROGRESS = "{desc}: {n_fmt}B of {total_fmt}B in {elapsed}, {rate_fmt}"
 
 PIECE_VALUES = 2 * 1024 * 1024  # values copied at once, but at least one slice of the first dimension
 DUMMY_STD = 0.02
@@ -201,26 +198,6 @@ def load_weights(
                 on_filled(place)
 
 
-def progress_bar(title: str, *, total: int | None, is_shown: bool, log_interval_s: float = 10.0) -> tqdm:
-    """Return a progress bar of bytes, which is shown on a terminal, and otherwise logged at intervals.
-
-    Args:
-        log_interval_s: seconds until the first line of the log, and between lines.
-    """
-    options: dict[str, Any] = dict(desc=title, total=total, unit="B", unit_scale=True, unit_divisor=1024)
-    if not is_shown or sys.stderr.isatty():
-        return tqdm(disable=not is_shown, **options)
-    options |= dict(delay=log_interval_s, mininterval=log_interval_s, bar_format=LOGGED_PROGRESS)
-    return _LoggedProgress(file=io.StringIO(), **options)  # tqdm writes the end of a line to the file
-
-
-class _LoggedProgress(tqdm):
-    """Progress that is written to the log."""
-
-    def display(self, msg: str | None = None, pos: int | None = None) -> None:
-        logger.info("%s", str(self))  # now: the progress changes until a handler formats it
-
-
 def fill_randomly(model: nn.Module, seed: int) -> None:
     """Fill a model with dummy weights: normal with standard deviation 0.02, norms with ones.
 
@@ -290,7 +267,7 @@ def _check_tensors(checkpoint: Checkpoint, into: dict[str, list[Destination]]) -
                 )
 
 
-def _fill(place: Destination, tensor: CheckpointTensor, read_rows: ReadRows, progress: tqdm) -> None:
+def _fill(place: Destination, tensor: CheckpointTensor, read_rows: ReadRows, progress: ProgressBar) -> None:
     memory = place.memory
     if memory.numel() == 0:  # this rank has no part of the tensor
         return

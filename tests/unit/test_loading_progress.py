@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from moeserve.models.weight_loading import progress_bar
+from moeserve.progress import progress_bar
 
 
 def lines_of(caplog: pytest.LogCaptureFixture, **options: float) -> list[str]:
