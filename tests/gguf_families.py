@@ -137,6 +137,16 @@ FAMILIES: dict[str, tuple[str, dict[str, str]]] = {
             "ssm.conv_kernel": "linear_conv_kernel_dim",
         },
     ),
+    "glm_moe_dsa": (
+        "glm-dsa",
+        DEEPSEEK
+        | LATENT
+        | {
+            "attention.indexer.head_count": "index_n_heads",
+            "attention.indexer.key_length": "index_head_dim",
+            "attention.indexer.top_k": "index_topk",
+        },
+    ),
     "phimoe": ("phimoe", {"expert_count": "num_local_experts"}),
     "nemotron_h": (
         "nemotron_h_moe",
@@ -154,7 +164,7 @@ FAMILIES: dict[str, tuple[str, dict[str, str]]] = {
     "qwen3_next": ("qwen3next", DELTA),
     "qwen3_5_moe_text": ("qwen35moe", DELTA),
 }
-SIGMOID = ("glm4moe", "dots1", "minimax-m2", "lfm2moe", "kimi-linear")
+SIGMOID = ("glm4moe", "glm-dsa", "dots1", "minimax-m2", "lfm2moe", "kimi-linear")
 
 
 def write_family(folder: Path, path: Path, kind: str = "F32") -> Path:
@@ -224,7 +234,9 @@ def metadata_of(config: Config, architecture: str, keys: dict[str, str]) -> Iter
             own["rope.scaling.yarn_log_multiplier"] = 0.1 * rope["mscale_all_dim"]
     if (alpha := rope.get("alpha")) is not None:  # Hunyuan's scaling of the base
         own["rope.freq_base"] *= alpha ** (head_dim / (head_dim - 2))
-    if architecture in ("mistral4", "kimi-linear"):
+    if architecture == "glm-dsa":
+        own["leading_dense_block_count"] = config["mlp_layer_types"].index("sparse")
+    if architecture in ("mistral4", "kimi-linear", "glm-dsa"):
         latent, rotary = config["kv_lora_rank"], config["qk_rope_head_dim"]
         own |= {
             "attention.head_count_kv": 1,

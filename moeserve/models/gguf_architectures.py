@@ -36,8 +36,13 @@ class File:
     """Facts of a GGUF file that an architecture is read from."""
 
     values: ConfigValues  # metadata whose keys begin with the architecture's name, which is left out
+    names: frozenset[str]  # of the tensors
     kinds: frozenset[str]  # names of the tensors, without the numbers of layers
     config: dict[str, Any]  # the values that are read alike for all architectures
+
+    def layers_with(self, kind: str) -> list[bool]:
+        """Return a flag for each decoder layer: True if it has a tensor of this name."""
+        return [f"blk.{layer}.{kind}" in self.names for layer in range(self.config["num_hidden_layers"])]
 
     def sizes_of_layers(self, key: str) -> list[int]:
         """Return a number for each layer, where the metadata have one number or a list of them."""
@@ -131,6 +136,11 @@ def _read_deepseek(file: File) -> dict[str, Any]:
         "scoring_func": "sigmoid" if is_v3 else "softmax",
         "topk_method": "noaux_tc" if is_v3 else "group_limited_greedy" if num_groups > 1 else "greedy",
     }
+
+
+def _read_glm5(file: File) -> dict[str, Any]:
+    has_indexer = file.layers_with("indexer.attn_k.weight")
+    return _read_latent(file) | {"indexer_types": ["full" if has else "shared" for has in has_indexer]}
 
 
 def _read_mistral4(file: File) -> dict[str, Any]:
@@ -280,6 +290,12 @@ _DEEPSEEK_EXPERTS: Keys = {
     "n_group": ("expert_group_count", 1),
     "topk_group": ("expert_group_used_count", 1),
 }
+_INDEXED: Keys = {
+    **_DEEPSEEK_EXPERTS,
+    "index_n_heads": "attention.indexer.head_count",
+    "index_head_dim": "attention.indexer.key_length",
+    "index_topk": "attention.indexer.top_k",
+}
 _QWEN: Keys = {
     **_EXPERTS,
     "intermediate_size": ("feed_forward_length", None),
@@ -374,6 +390,7 @@ ARCHITECTURES = {
     "deepseek2": Architecture("DeepseekV3ForCausalLM", _DEEPSEEK_EXPERTS, read=_read_deepseek),
     "mistral4": Architecture("Mistral4ForCausalLM", _DEEPSEEK_EXPERTS, {"model_type": "mistral4"}, _read_mistral4),
     "glm4moe": Architecture("Glm4MoeForCausalLM", _DEEPSEEK_EXPERTS, _CORRECTED),
+    "glm-dsa": Architecture("GlmMoeDsaForCausalLM", _INDEXED, _CORRECTED, _read_glm5),
     "dots1": Architecture("Dots1ForCausalLM", _DEEPSEEK_EXPERTS, {"scoring_func": "sigmoid"}),
     "gpt-oss": Architecture("GptOssForCausalLM", _WITH_WINDOW, read=_read_gpt_oss),
     "minimax-m2": Architecture("MiniMaxM2ForCausalLM", _LOCAL_EXPERTS),

@@ -237,7 +237,7 @@ def _config_of(metadata: Metadata, tensors: Mapping[str, tuple[Path, StoredArray
     if ROPE_FACTORS in tensors:
         divisors = tensors[ROPE_FACTORS][1].read()
         config["rope_scaling"] = llama3_scaling(path, divisors, head_dim, theta)
-    return config | ARCHITECTURES[name].config(File(values, kinds, config))
+    return config | ARCHITECTURES[name].config(File(values, frozenset(tensors), kinds, config))
 
 
 def _longrope(values: ConfigValues, short_factors: StoredArray) -> dict[str, Any]:

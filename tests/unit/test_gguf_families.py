@@ -32,6 +32,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "kimi-linear": dict(linear_num_heads=4),
     "mistral4": {},
     "llama4": dict(no_rope_layers=[1, 1, 1, 0], attention_chunk_size=8192, floor_scale=8192, attn_scale=0.1),
+    "glm5": {},
+    "glm5-odd": {},
     "phimoe": dict(router_jitter_noise=0.01),
     "nemotron-h": {},
     "nemotron-h-latent": dict(layers_block_type=["moe", "linear_attention", "moe", "full_attention", "moe", "moe"]),
