@@ -1,4 +1,4 @@
-"""What belongs to the user's program is as before while an `LLM` is open, and after."""
+"""The state of the user's program while an `LLM` is open, and after: it is as before."""
 
 from __future__ import annotations
 
