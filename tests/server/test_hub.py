@@ -23,6 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from moeserve import LLM, CheckpointError, SamplingParams, SettingsError, cli
 from moeserve.config.hub_name import parse_hub_name
+from moeserve.models import hub_headers
 from moeserve.models.inspection import inspect
 from moeserve.models.model_files import find_model, find_tokenizer, on_this_host
 from moeserve.models.registry import describe
@@ -420,6 +421,18 @@ def test_a_gguf_file_is_described_by_its_header(hub: Hub, ggufs: Path) -> None:
     of_file = [each for each in hub.requests if each.startswith("GET") and "Q8_0" in each]
     assert of_file
     assert all(each.endswith(f"bytes=0-{2**24 - 1}") for each in of_file)
+
+
+def test_factors_of_positions_are_fetched_with_a_gguf_header(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference_named: Callable[[str], Reference]
+) -> None:
+    monkeypatch.setattr(hub_headers, "FIRST_GGUF_BYTES", 2**12)  # less than this file's header
+    (tmp_path / "phi").mkdir()
+    path = write_family(reference_named("phimoe").folder, tmp_path / "phi" / "Phi-F32.gguf")
+    hub.add("org/phi", path.parent)
+    found = find_model("org/phi:F32").describe()
+    assert describe(found).model == describe(path).model
+    assert found.stat().st_blocks * 512 < path.stat().st_size
 
 
 def test_a_tokenizer_has_a_name_and_a_revision_of_its_own(hub: Hub, model: Path, plain: Reference) -> None:
