@@ -145,9 +145,13 @@ def _headers_of_shards(folder: Path, single: Path) -> dict[str, StoredTensor]:
     """
     if os.path.lexists(single):  # even a link to nothing, which is then named
         return _read_header(single)
-    numbered = {
-        file: match for file in sorted(folder.glob("*.safetensors")) if (match := NUMBERED.fullmatch(file.name))
-    }
+    try:
+        names = sorted(os.listdir(folder))
+    except PermissionError:
+        raise CheckpointError(
+            f"{folder} has no index, and this user may not list its files; run chmod a+r on it"
+        ) from None
+    numbered = {folder / name: match for name in names if (match := NUMBERED.fullmatch(name))}
     if not numbered:
         raise CheckpointError(
             f"{folder} holds neither model.safetensors nor model.safetensors.index.json nor shards named like "

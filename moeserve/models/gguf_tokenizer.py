@@ -42,7 +42,8 @@ def write_tokenizer(source: Path, metadata: Mapping[str, Any], folder: Path, *, 
         raise
     except Exception as error:  # lists of a wrong type or length and ids outside the vocabulary raise various types
         raise CheckpointError(f"{source}: the values under tokenizer.ggml contradict each other: {error!r}") from error
-    tokenizer.save(str(folder / "tokenizer.json"))
+    # `Tokenizer.save` raises a bare Exception where the disk is full.
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     config |= {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": max_length,

@@ -89,14 +89,15 @@ def find_model(
     """Return the files of a model. From a hub, fetch those that describe the model, but no weights.
 
     Args:
-        name: a folder, a GGUF file, OWNER/NAME in a hub, or OWNER/NAME:FILE for a GGUF file there, where FILE may also
-            be a quantisation like Q4_K_M.
+        name: a folder of a checkpoint or of one GGUF model, a GGUF file, OWNER/NAME in a hub, or OWNER/NAME:FILE for a
+            GGUF file there, where FILE may also be a quantisation like Q4_K_M.
         revision: branch, tag or commit in the hub; None: the main branch.
         download_dir: folder of the hub's cache; None: that of the library, which HF_HUB_CACHE and HF_HOME set.
 
     Raises:
         SettingsError: huggingface_hub is not installed.
-        CheckpointError: the repository, the revision or the GGUF file does not exist or cannot be fetched.
+        CheckpointError: the repository, the revision or the GGUF file does not exist or cannot be fetched; a folder
+            cannot be opened, or holds several GGUF models.
     """
     name = os.fspath(name)
     model = parse_hub_name(name, revision=revision, download_dir=download_dir)
@@ -104,7 +105,37 @@ def find_model(
         return HubFiles(model)
     if revision is not None:
         logger.warning("revision=%r has no effect: %s is no repository of a hub", revision, name)
-    return LocalFiles(Path(name).expanduser())
+    return LocalFiles(_model_in(Path(name).expanduser()))
+
+
+def _model_in(path: Path) -> Path:
+    """Return the GGUF file of a folder that holds no other model, or else the path itself.
+
+    Raises:
+        CheckpointError: a folder cannot be opened, or holds several models in GGUF files.
+    """
+    try:
+        os.stat(os.path.join(path, "."))
+    except PermissionError as error:
+        raise CheckpointError(f"{path} cannot be opened: {error.strerror}; run chmod a+rx on it") from None
+    except (OSError, ValueError):  # no folder, or a name that no file system has
+        return path
+    try:
+        names = sorted(os.listdir(path))
+    except PermissionError:  # files whose names are known can be read
+        return path
+    if "config.json" in names or any(name.endswith(".safetensors") for name in names):
+        return path
+    first_of_model: dict[str, str] = {}  # by the name without the number of a part
+    for name in names:
+        if name.endswith(".gguf") and not name.startswith("mmproj"):  # the other modalities of a model
+            match = GGUF_PART.fullmatch(name)
+            first_of_model.setdefault(match["stem"] if match else name, name)
+    if len(first_of_model) > 1:
+        raise CheckpointError(
+            f"{path} holds several models: {list_names(list(first_of_model.values()))}; give the path of one file"
+        )
+    return path / min(first_of_model.values()) if first_of_model else path
 
 
 def find_tokenizer(

@@ -1,4 +1,4 @@
-"""Files of a checkpoint that cannot be read: the error names the file and says why."""
+"""Files and folders of a checkpoint that cannot be read: the error names the file and says why."""
 
 from __future__ import annotations
 
@@ -89,3 +89,22 @@ def test_the_error_names_the_file(damage: object, whole: Path, command: list[str
         assert kind == "CheckpointError", (name, kind, message)
         assert name in message
         assert "missing" not in message or damage is dangling_link
+
+
+def test_folders_that_cannot_be_opened_or_listed(whole: Path, command: list[str], tmp_path: Path) -> None:
+    """A folder that can be entered but not listed is read if the names of its files are known."""
+    folders = [Path(shutil.copytree(whole, tmp_path / f"{mode:03o}")) for mode in (0o000, 0o444, 0o111)]
+    shards = Path(shutil.copytree(whole, tmp_path / "shards"))
+    (shards / "model.safetensors").rename(shards / "model-00001-of-00001.safetensors")
+    for folder, mode in zip([*folders, shards], (0o000, 0o444, 0o111, 0o111), strict=True):
+        folder.chmod(mode)
+    run = subprocess.run([*command, *map(str, [*folders, shards])], capture_output=True, text=True, timeout=200)
+    for folder in [*folders, shards]:
+        folder.chmod(0o755)
+    assert run.returncode == 0, run.stderr
+    closed, listed_only, entered_only, unlisted = json.loads(run.stdout.splitlines()[-1])
+    for folder, (kind, message) in zip([*folders[:2], shards], (closed, listed_only, unlisted), strict=True):
+        assert kind == "CheckpointError"
+        assert str(folder) in message
+        assert "chmod" in message
+    assert entered_only == ["", ""]

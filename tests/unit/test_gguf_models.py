@@ -137,6 +137,20 @@ def test_tokens_are_those_of_the_checkpoint(tmp_path: Path, name: str) -> None:
         assert from_gguf.logprobs == from_folder.logprobs
 
 
+def test_a_folder_with_one_model_in_gguf_files_is_that_model(tmp_path: Path) -> None:
+    reference, path = checkpoint_and_gguf(tmp_path, "mixtral")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    path = path.rename(folder / path.name)
+    (folder / "mmproj-BF16.gguf").write_bytes(b"")  # an encoder of images
+    with LLM(str(folder), dtype="float32", tensor_parallel_size=1) as llm:
+        (output,) = llm.generate([[3, 5, 7]], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+    assert output.outputs[0].token_ids == reference.greedy([3, 5, 7], 8)
+    (folder / "other-Q8_0.gguf").hardlink_to(path)
+    with pytest.raises(CheckpointError, match=f"several models: {path.name}, other-Q8_0.gguf"):
+        LLM(str(folder))
+
+
 def test_an_unknown_tokenizer_matters_only_where_it_is_used(tmp_path: Path) -> None:
     reference, path = checkpoint_and_gguf(tmp_path, "qwen2-moe")
     write_qwen2_moe(reference.folder, path, model="gpt2", pre="viking", tokens=["a", "b"], merges=["a b"])

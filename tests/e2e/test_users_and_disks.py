@@ -1,0 +1,70 @@
+"""Users without a home folder or an account, folders that cannot be written, full disks, and little shared memory.
+
+Each engine works, or ends with a named error. Needs root, to become another user and to mount file systems.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_model import save_tiny_model
+
+# Another user reads the files of this environment, which may be in root's home folder, by one capability.
+AS_NOBODY = (
+    "setpriv --reuid=12345 --regid=12345 --clear-groups --inh-caps=+dac_read_search --ambient-caps=+dac_read_search"
+)
+IN_NAMESPACE = "unshare --mount --propagation private"
+RANKS = "--tensor-parallel-size 2 --executor mp"
+FLAGS = "--temperature 0 --max-tokens 4 --num-threads 1 --dtype float32"
+
+
+def generate(before: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run `moeserve generate` after shell commands, with an environment that has no HOME unless it is given."""
+    if os.geteuid() != 0 or not (shutil.which("setpriv") and shutil.which("unshare")):
+        pytest.skip("needs root, setpriv and unshare")
+    own = {
+        name: value for name, value in os.environ.items() if name not in ("HOME", "XDG_CACHE_HOME", "MOESERVE_CACHE")
+    }
+    command = f'{before} "$0" -m moeserve generate "$@" {FLAGS}'
+    namespaced = [*IN_NAMESPACE.split(), "sh", "-c", command, sys.executable, *arguments]
+    run = subprocess.run(namespaced, capture_output=True, text=True, timeout=200, env=own | environment)
+    if "unshare:" in run.stderr or "mount:" in run.stderr:
+        pytest.skip(run.stderr)
+    return run
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.mark.ranks
+def test_ranks_of_a_user_without_home_and_account(folder: Path) -> None:
+    run = generate(f"exec {AS_NOBODY}", str(folder), "hi", "--raw", *RANKS.split())
+    assert run.returncode == 0, run.stderr
+    assert run.stdout
+
+
+@pytest.mark.ranks
+def test_ranks_without_a_writable_folder_and_with_little_shared_memory(folder: Path, tmp_path: Path) -> None:
+    mounts = f"mount -t tmpfs -o ro none {tmp_path} && mount -t tmpfs -o size=64k none /dev/shm && exec"
+    places = dict.fromkeys(("HOME", "TMPDIR"), str(tmp_path))
+    run = generate(mounts, str(folder), "hi", "--raw", *RANKS.split(), **places)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "cause"), [("ro", "Read-only file system"), ("size=1m", "No space left on device")]
+)
+def test_a_default_model_that_cannot_be_written(tmp_path: Path, options: str, cause: str) -> None:
+    run = generate(f"mount -t tmpfs -o {options} none {tmp_path} && exec", "hi", HOME=str(tmp_path))
+    assert run.returncode == 1
+    assert "Traceback" not in run.stderr
+    assert cause in run.stderr.splitlines()[-1]
+    assert str(tmp_path) in run.stderr.splitlines()[-1]
