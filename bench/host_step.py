@@ -24,7 +24,7 @@ from moeserve.distributed.mesh import Mesh
 from moeserve.moe.dispatch.factory import TorchDispatchers
 from moeserve.ops.interfaces import Kernels
 from moeserve.ops.torch.table import TORCH_KERNELS
-from moeserve.protocol import Registration, StepPlan
+from moeserve.protocol import CacheChanges, CacheStart, Registration, StepPlan
 from moeserve.sampling_params import RequestParams
 from moeserve.scheduling.lockstep import Intent, agree, make_row
 from moeserve.step_inputs import StepInputs
@@ -116,7 +116,7 @@ class DecodeSteps:
                 slot=slot,
                 token_ids=[1] * (context_len + 1),
                 num_prompt_tokens=context_len + 1,
-                block_ids=self._new_blocks(context_len // BLOCK_SIZE + 1),
+                cache=CacheStart([self._new_blocks(context_len // BLOCK_SIZE + 1)]),
                 params=params,
                 seed=slot,
                 end_token_ids=[2],
@@ -130,8 +130,8 @@ class DecodeSteps:
     def step(self) -> None:
         """Start a step while the previous one runs, and read the results of the previous one."""
         needs_block = self.position % BLOCK_SIZE == 0
-        new_blocks = [(slot, self._new_blocks(1)) for slot in self.slots] if needs_block else []
-        earlier, self._started = self._started, self._start(new_blocks=new_blocks)
+        new_blocks = [(slot, [self._new_blocks(1)]) for slot in self.slots] if needs_block else []
+        earlier, self._started = self._started, self._start(cache=CacheChanges(new_blocks=new_blocks))
         assert earlier is not None
         earlier.finish()
 

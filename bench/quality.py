@@ -37,7 +37,7 @@ from moeserve.distributed.groups import groups_of_one_rank
 from moeserve.layers.cache import CacheSize
 from moeserve.machine import usable_cores
 from moeserve.models.registry import read_facts
-from moeserve.protocol import Registration, StepPlan
+from moeserve.protocol import CacheStart, Registration, StepPlan
 from moeserve.sampling_params import RequestParams
 from moeserve.worker.loading import load_model
 from moeserve.worker.model_runner import ModelRunner
@@ -150,7 +150,7 @@ def log_probabilities(model: Path, texts: list[list[int]], settings: dict[str, s
             slot=0,
             token_ids=text,
             num_prompt_tokens=len(text),
-            block_ids=list(range(num_blocks)),
+            cache=CacheStart([list(range(num_blocks))]),
             params=RequestParams(),
             seed=0,
             end_token_ids=[],

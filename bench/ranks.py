@@ -42,7 +42,7 @@ from moeserve.processes.child import Parent
 from moeserve.processes.failures import as_error, root_cause
 from moeserve.processes.local import start_process
 from moeserve.processes.supervision import WatchedProcess, collect_failures, end_all, wait_for_messages
-from moeserve.protocol import Registration, StepPlan
+from moeserve.protocol import CacheStart, Registration, StepPlan
 from moeserve.sampling_params import RequestParams
 from moeserve.scheduling.lockstep import Intent, IntentFlags, Round, agree, make_row
 from moeserve.step_inputs import StepInputs
@@ -347,7 +347,7 @@ def _prefill_plan(random_source: random.Random, start: RankStart, step: int, num
         slot=0,
         token_ids=[*token_ids, 0],  # one more than the chunk, so that nothing is sampled
         num_prompt_tokens=num_tokens + 1,
-        block_ids=list(range(num_blocks)),
+        cache=CacheStart([list(range(num_blocks))]),
         params=RequestParams(),
         seed=0,
         end_token_ids=[],

@@ -52,6 +52,13 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, request_id=sample.request_id, seed=sample.seed, params=params)
 
 
+class CacheStart(msgspec.Struct, frozen=True, array_like=True):
+    """The part of the caches that a request holds when it is registered."""
+
+    tables: list[list[int]]  # block ids, by group of layers; arbitrary for blocks that it no longer reads
+    row: int | None = None  # row of the recurrent state before the next token; None: the state starts as zeros
+
+
 class Registration(msgspec.Struct, frozen=True, kw_only=True):
     """The initial state of a running request, which is kept by every rank of its replica.
 
@@ -63,12 +70,10 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int]  # prompt and output; with `prompt_slot`, only the output
     num_prompt_tokens: int
     prompt_slot: int | None = None  # slot of a registered request with the same prompt
-    block_ids: list[int]
-    window_block_ids: list[int] = []  # block ids for layers with windows, as many; arbitrary behind the window
+    cache: CacheStart
     params: RequestParams
     seed: int
     end_token_ids: list[int]  # excluded from sampling while below params.min_tokens
-    state_row: int | None = None  # row of the recurrent state before the next token; None: the state starts as zeros
 
 
 class SavedState(msgspec.Struct, frozen=True, array_like=True):
@@ -80,6 +85,14 @@ class SavedState(msgspec.Struct, frozen=True, array_like=True):
     slot: int
     row: int  # row of the state caches
     num_tokens: int  # tokens of the chunk that the copy includes, at least one
+
+
+class CacheChanges(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The changes of a plan to the ranks' tables of registered requests, besides their tokens."""
+
+    new_blocks: list[tuple[int, list[list[int]]]] = []  # slots, and by group the blocks to append to their tables
+    moved_rows: list[tuple[int, int]] = []  # slots, and the new row of their request's state
+    saved_states: list[SavedState] = []
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,12 +108,9 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     lengths: list[int]  # tokens of each chunk, including drafts
     num_sampling: int = 0  # number of chunks that sample
     registrations: list[Registration] = []
-    new_blocks: list[tuple[int, list[int]]] = []  # slots, and the KV blocks to append to their requests
-    new_window_blocks: list[tuple[int, list[int]]] = []  # the same for layers with windows
+    cache: CacheChanges = CacheChanges()
     new_tokens: list[tuple[int, list[int]]] = []  # slots, and the tokens to append to their requests
     drafts: list[tuple[int, list[int]]] = []  # slots, and the drafts at the end of their chunks
-    moved_states: list[tuple[int, int]] = []  # slots, and the new row of their request's state
-    saved_states: list[SavedState] = []
 
     @property
     def num_tokens(self) -> int:

@@ -26,7 +26,7 @@ def make_chunk(
         seed=0,
         end_token_ids=[],
     )
-    table.add(slot, request, block_ids, block_ids if table.has_windows else ())
+    table.add(slot, request, [block_ids] * table.num_groups)
     return Chunk(
         slot,
         start,

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import os
 import secrets
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol
@@ -18,9 +18,12 @@ from moeserve.config.settings import EngineConfig
 from moeserve.errors import EngineError, RequestError
 from moeserve.private_folder import secret_of
 from moeserve.protocol import ReplicaStats, Request, RequestUpdate, Sample
+from moeserve.scheduling.block_pool import num_blocks_for
+from moeserve.scheduling.cache_rules import CacheGroup, KeepState, KeepWindow
 from moeserve.scheduling.kv_connector import FolderTier, HostTier, KVConnector
 from moeserve.scheduling.scheduler import Scheduler
 from moeserve.scheduling.scheduler_config import SchedulerConfig
+from moeserve.scheduling.state_pool import STATE_INTERVAL
 from moeserve.telemetry.expert_load import LoadWindow
 from moeserve.worker.protocol import ITEM_FILE_ENDING, Loaded, sampling_rank
 
@@ -209,15 +212,22 @@ def new_scheduler(config: EngineConfig, loaded: Sequence[Loaded]) -> Scheduler:
                 plans_ahead=config.async_scheduling,
                 num_batches=1 if config.async_scheduling else config.max_concurrent_batches,
                 num_lookahead_tokens=config.num_lookahead_tokens,
-                num_saved_states=config.num_saved_states,
+                other_groups=tuple(_other_groups(config, loaded[0])),
                 recomputes_drafts=config.has_entries,
-                window=loaded[0].window,
-                num_window_blocks=loaded[0].num_window_blocks,
             ),
             salt,
             connector,
             [rank.address for rank in loaded if rank.address],
         )
+
+
+def _other_groups(config: EngineConfig, facts: Loaded) -> Iterator[CacheGroup]:
+    """Yield the groups of the model's layers that keep less than all tokens."""
+    if facts.window:
+        yield CacheGroup(KeepWindow(facts.window, config.block_size), facts.num_window_blocks)
+    if config.num_saved_states is not None:
+        step = num_blocks_for(STATE_INTERVAL, config.block_size)
+        yield CacheGroup(KeepState(step), config.num_saved_states)
 
 
 def fit_to_cache(config: EngineConfig, num_blocks: int) -> EngineConfig:

@@ -1,12 +1,12 @@
-"""The runtime state of one request: its tokens, its progress, and the blocks it holds."""
+"""The runtime state of one request: its tokens and its progress."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from moeserve.outputs import FinishReason
-from moeserve.protocol import LogprobRows, PeerBlocks, Registration, Request, RequestUpdate, TokenLogprobs
-from moeserve.scheduling.block_pool import block_digests
+from moeserve.protocol import CacheStart, LogprobRows, PeerBlocks, Registration, Request, RequestUpdate, TokenLogprobs
+from moeserve.scheduling.request_cache import RequestCache
 
 NO_SLOT = -1  # slot of a request that is not running
 
@@ -17,30 +17,21 @@ class LiveRequest:
 
     request: Request
     arrival: int  # number of requests that arrived before this one
-    root_digest: bytes
+    cache: RequestCache
     token_ids: list[int] = field(init=False)  # tokens known to the scheduler: prompt, then output
     num_computed: int = 0  # tokens whose keys and values are in the cache
     num_planned: int = 0  # computed tokens and those of plans in flight
     num_unknown: int = 0  # output tokens that plans in flight sample
     num_plans: int = 0  # plans in flight that include the request
-    block_ids: list[int] = field(default_factory=list)
-    window_block_ids: list[int] = field(default_factory=list)  # as many, if layers with windows have separate blocks
-    num_dropped_blocks: int = 0  # number of leading `window_block_ids` that the request no longer holds
     slot: int = NO_SLOT  # index in the ranks' tables
     is_registered: bool = False  # the ranks' tables hold its state
     num_sent: int = 0  # known tokens when last planned; ranks have these unless they append their own samples
     draft_token_ids: list[int] = field(default_factory=list)  # drafts for the next plan
-    end_of_drafts: int = 0  # position after the last draft or lookahead of any plan; blocks are allocated up to it
     num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache at the first admission
     num_passed: int = 0  # number of later requests that were admitted before this one
     may_load: bool = True  # may load blocks from a store behind the cache; once per admission
     kv_source: PeerBlocks | None = field(init=False)  # blocks to receive before admission
-    state_row: int | None = None  # row of the recurrent state before the next planned token; None: zeros
-    own_state_row: int = NO_SLOT  # row to which chunks write the state after them
-    has_moved_state: bool = False  # the state has moved to `own_state_row` since the last plan
-    branch_point: int = 0  # position where another request diverged; state and window are saved there
     ended: bool = False
-    _digests: list[bytes] = field(default_factory=list)  # digests of the first full blocks, computed on demand
     _prompt_logprobs: list[LogprobRows] = field(default_factory=list)  # collected until the first token
 
     def __post_init__(self) -> None:
@@ -82,10 +73,11 @@ class LiveRequest:
         num_left = max_model_len - num_tokens
         return num_left if max_tokens is None else min(num_left, self.num_prompt_tokens + max_tokens - num_tokens)
 
-    def registration(self, prompt_slot: int | None) -> Registration:
+    def registration(self, cache: CacheStart, prompt_slot: int | None) -> Registration:
         """Return the registration for the ranks. The request must not be in any plan in flight.
 
         Args:
+            cache: what the request holds of the caches.
             prompt_slot: slot of a registered request with the same prompt, or None.
         """
         assert self.slot != NO_SLOT, self.request_id
@@ -96,22 +88,11 @@ class LiveRequest:
             token_ids=self.token_ids if prompt_slot is None else self.token_ids[self.num_prompt_tokens :],
             num_prompt_tokens=self.num_prompt_tokens,
             prompt_slot=prompt_slot,
-            block_ids=self.block_ids.copy(),  # the list may grow before the ranks read it
-            window_block_ids=self.window_block_ids.copy(),
+            cache=cache,
             params=request.params,
             seed=request.seed,
             end_token_ids=[*request.eos_token_ids, *request.params.stop_token_ids],
-            state_row=self.state_row,
         )
-
-    def digest(self, block_index: int, block_size: int) -> bytes:
-        """Return the digest of a full block of known tokens. Digests are cached."""
-        assert (block_index + 1) * block_size <= len(self.token_ids), f"block {block_index} is not full"
-        if block_index >= len(self._digests):
-            parent = self._digests[-1] if self._digests else self.root_digest
-            known = self.token_ids[len(self._digests) * block_size :]
-            self._digests += block_digests(parent, known, block_size)
-        return self._digests[block_index]
 
     def collect_prompt_logprobs(self, rows: list[LogprobRows]) -> None:
         self._prompt_logprobs += rows
@@ -158,13 +139,8 @@ class LiveRequest:
     def reset_computed(self) -> None:
         """Reset the progress after a preemption. The output is kept, and all tokens will be computed again."""
         self.num_computed = self.num_planned = 0
-        self.block_ids, self.window_block_ids = [], []
-        self.num_dropped_blocks = 0
         self.slot = NO_SLOT
-        self.state_row = None
-        self.has_moved_state = False
         self.draft_token_ids = []
-        self.end_of_drafts = 0
         self.is_registered = False
         self.may_load = True
         self._prompt_logprobs = []  # not sent yet, so all will be computed again

@@ -22,17 +22,16 @@ from moeserve.protocol import (
     Registration,
     Request,
     RequestUpdate,
-    SavedState,
     SpeculationTotals,
     StepPlan,
     StepResult,
     Transfer,
     TransferOutcome,
 )
-from moeserve.scheduling.block_pool import num_blocks_for, root_digest
+from moeserve.scheduling.block_pool import root_digest
 from moeserve.scheduling.block_transfers import BlockTransfers
-from moeserve.scheduling.cache_manager import CachedPrefix, CacheManager, NewBlocks
-from moeserve.scheduling.kv_connector import HostTier, ItemKey, KVConnector
+from moeserve.scheduling.cache_manager import CacheManager, ChunkItems, NewBlocks, Prefix, ToStore
+from moeserve.scheduling.kv_connector import HostTier, KVConnector
 from moeserve.scheduling.rank_state import ExpectedState, check_reports
 from moeserve.scheduling.request import NO_SLOT, LiveRequest
 from moeserve.scheduling.scheduler_config import SchedulerConfig
@@ -53,15 +52,13 @@ class _PlannedChunk:
     samples: bool
     num_prompt_rows: int  # number of prompt tokens whose log-probabilities it returns
     num_known: int  # number of the request's tokens that ranks have after this plan
-    num_blocks: int  # number of the request's blocks after this plan
-    saved_state: SavedState | None
-    read_row: int | None  # row of the saved state from which it starts
+    items: ChunkItems
 
     def expected_state(self) -> ExpectedState:
         """Return the state that ranks have after the plan, once its result is committed."""
         request = self.request
         token_ids = request.token_ids[: self.num_known]
-        block_ids = request.block_ids[: self.num_blocks] + request.window_block_ids[: self.num_blocks]
+        block_ids = [block_id for table in request.cache.tables for block_id in table[: self.items.num_blocks]]
         return ExpectedState(request.request_id, request.slot, token_ids, block_ids)
 
 
@@ -205,7 +202,7 @@ class Scheduler:
                 f"{self.config.max_model_len - 1} fit, because one must be left for the output. Shorten the prompt"
             )
         root = root_digest(self._cache_salt, request.cache_salt)
-        self._waiting[request.request_id] = LiveRequest(request, self._num_arrived, root)
+        self._waiting[request.request_id] = LiveRequest(request, self._num_arrived, self._caches.open(root))
         self._num_waiting_tokens += num_tokens + len(request.output_token_ids)
         self._num_arrived += 1
 
@@ -245,10 +242,10 @@ class Scheduler:
             assert not is_stuck, "there are requests, but none of them can run"
             return None
         self._step += 1
-        saved_states = [
-            self._caches.save_before_drafts(request, num_tokens)
-            if request in drafts
-            else self._caches.save_state(request, num_tokens)
+        registrations = [self._registration(request) for request, _ in planned if not request.is_registered]
+        unsent = [] if self.config.plans_ahead else self._unsent_tokens(planned)
+        items = [
+            self._caches.plan_chunk(request, num_tokens, len(drafts.get(request, ())))
             for request, num_tokens in planned
         ]
         plan = StepPlan(
@@ -257,21 +254,16 @@ class Scheduler:
             starts=[request.num_planned for request, _ in planned],
             lengths=[num_tokens + len(drafts.get(request, ())) for request, num_tokens in planned],
             num_sampling=sum(num_tokens == request.num_unplanned for request, num_tokens in planned),
-            registrations=[self._registration(request) for request, _ in planned if not request.is_registered],
-            new_blocks=[(slot, added.block_ids) for slot, added in new_blocks],
-            new_window_blocks=[(slot, added.window_block_ids) for slot, added in new_blocks if self.config.window],
-            new_tokens=[] if self.config.plans_ahead else self._unsent_tokens(planned),
+            registrations=registrations,
+            cache=self._caches.changes(
+                new_blocks, [(request.slot, each) for (request, _), each in zip(planned, items, strict=True)]
+            ),
+            new_tokens=unsent,
             drafts=[(request.slot, some) for request, some in drafts.items()],
-            moved_states=[
-                (request.slot, request.own_state_row)
-                for request, _ in planned
-                if request.is_registered and request.has_moved_state
-            ],
-            saved_states=[saved for saved in saved_states if saved is not None],
         )
         chunks = [
-            self._start_chunk(request, num_tokens, len(drafts.get(request, ())), None if request in drafts else saved)
-            for (request, num_tokens), saved in zip(planned, saved_states, strict=True)
+            self._start_chunk(request, num_tokens, len(drafts.get(request, ())), each)
+            for (request, num_tokens), each in zip(planned, items, strict=True)
         ]
         self._plans.append(chunks)
         return plan
@@ -293,9 +285,8 @@ class Scheduler:
         assert len(chunks) == len(result.chunks), f"step {step}: chunks are missing"
         updates, expected = [], []
         for chunk, chunk_result in zip(chunks, result.chunks, strict=True):
-            self._finish_chunk(chunk)
             is_kept = not chunk.request.ended and chunk_result.error is None
-            self._end_save(chunk, is_kept=is_kept)
+            self._finish_chunk(chunk, is_kept=is_kept)
             if not chunk.request.ended and (update := self._commit_chunk(chunk, chunk_result)) is not None:
                 updates.append(update)
             expected.append(chunk.expected_state() if reports and is_kept else None)
@@ -322,8 +313,7 @@ class Scheduler:
         """End only the requests of the oldest plan, whose step has failed. Its results are discarded."""
         chunks = self._plans.popleft()
         for chunk in chunks:
-            self._finish_chunk(chunk)
-            self._end_save(chunk, is_kept=False)
+            self._finish_chunk(chunk, is_kept=False)
         still_live = [chunk.request.request_id for chunk in chunks if not chunk.request.ended]
         return [update for request_id in still_live if (update := self.abort(request_id)) is not None]
 
@@ -344,21 +334,17 @@ class Scheduler:
             assert request.num_unknown == sum(chunk.samples for chunk in own), request
         for request in self._running.values():
             assert request.num_planned <= len(request.token_ids) + request.num_unknown <= self.config.max_model_len
-            num_tokens = max(request.num_planned, request.end_of_drafts)
-            assert len(request.block_ids) == num_blocks_for(num_tokens, self.config.block_size), request
         prefilling = {request for request in self._running.values() if request.is_prefilling}
         assert self._prefilling == prefilling, f"prefills are lost: {self._prefilling ^ prefilling}"
         unplanned = [*self._waiting.values(), *self._loading.values()]
         waiting_tokens = sum(len(request.token_ids) for request in unplanned)
         assert self._num_waiting_tokens == waiting_tokens, f"{self._num_waiting_tokens} are not {waiting_tokens} tokens"
         for request in self._waiting.values():
-            assert request.num_planned == len(request.block_ids) == 0, request
+            assert request.num_planned == request.cache.num_blocks == 0, request
             assert request.slot == NO_SLOT, request
         holders = [*self._running.values(), *self._waiting.values(), *self._ended_in_flight]
         of_transfers = [] if self._transfers is None else self._transfers.held_places()
-        saved_rows = [chunk.saved_state.row for chunk in in_flight if chunk.saved_state]
-        read_rows = [chunk.read_row for chunk in in_flight if chunk.read_row is not None]
-        self._caches.check_invariants(holders, of_transfers, saved_rows + read_rows)
+        self._caches.check_invariants(holders, of_transfers, [chunk.items for chunk in in_flight])
 
     def _continue_running(
         self, planned: list[tuple[LiveRequest, int]], new_blocks: list[tuple[int, NewBlocks]], budget: _Budget
@@ -402,7 +388,7 @@ class Scheduler:
     def _allocate(self, request: LiveRequest, num_tokens: int, new_blocks: list[tuple[int, NewBlocks]]) -> None:
         """Allocate the blocks that a running request needs for its next tokens. Enough must be free."""
         added = self._caches.extend(request, num_tokens)
-        if added.block_ids and request.is_registered:  # else its registration has all of them
+        if added[0] and request.is_registered:  # else its registration has all of them
             new_blocks.append((request.slot, added))
 
     def _take_drafts(
@@ -429,7 +415,6 @@ class Scheduler:
             if self._caches.fits(request, num_with_ahead):
                 num_computed = num_with_ahead
             self._allocate(request, num_computed, new_blocks)
-            request.end_of_drafts = max(request.end_of_drafts, request.num_planned + num_computed)
             if drafts:
                 budget.num_tokens -= len(drafts)
                 taken[request] = drafts
@@ -475,6 +460,7 @@ class Scheduler:
         """Return a running request to its position in the queue. It will be computed again from the start."""
         del self._running[request.request_id]
         self._release(request)
+        self._caches.clear(request)
         request.reset_computed()
         self._num_waiting_tokens += len(request.token_ids)
         self._requeue(request)
@@ -496,7 +482,8 @@ class Scheduler:
             is_full = len(planned) >= share or len(self._running) + len(self._loading) >= self.config.max_num_seqs
             if is_full or budget.num_left_for_prompts == 0:
                 return
-            prefix = self._caches.cached_prefix(request)
+            prefix = self._caches.find(request)
+            self._caches.note_branch(request, prefix)
             # Check the whole prompt: with a check of only its first chunk, long prompts would be admitted and preempted
             # later. A request that would run alone may take all blocks, so every request is admitted eventually.
             if not self._caches.has_room(request, prefix, num_promised, len(self._running)):
@@ -513,6 +500,7 @@ class Scheduler:
             self._running[request.request_id] = request
             self._prefilling.add(request)
             self._note_computed(self._caches.start(request, prefix))
+            request.num_computed = request.num_planned = prefix.num_blocks * self.config.block_size
             request.slot = self._free_slots.pop()
             if request.num_cached_tokens is None:
                 request.num_cached_tokens = request.num_computed
@@ -524,19 +512,12 @@ class Scheduler:
             if any(other.num_passed == MAX_PASSED for other in passed):
                 return
 
-    def _end_save(self, chunk: _PlannedChunk, *, is_kept: bool) -> None:
-        """Make the state that a chunk has saved available to other requests, if it was computed."""
-        if chunk.saved_state is None:
-            return
-        start = chunk.request.num_computed - chunk.num_tokens
-        self._note_computed(self._caches.end_save(chunk.request, chunk.saved_state, start, is_kept=is_kept))
-
-    def _note_computed(self, items: list[tuple[ItemKey, int]]) -> None:
+    def _note_computed(self, items: ToStore) -> None:
         """Report computed items, given with their places, to the store behind the cache, if there is one."""
         if self._transfers is not None:
             self._transfers.note_computed(items)
 
-    def _start_receive_or_load(self, request: LiveRequest, prefix: CachedPrefix) -> bool:
+    def _start_receive_or_load(self, request: LiveRequest, prefix: Prefix) -> bool:
         """Start to copy items behind a request's cached prefix from another engine or from the store.
 
         Return False if the request need not wait.
@@ -551,7 +532,7 @@ class Scheduler:
             num_blocks = min(source.num_blocks, self._caches.most_cached_blocks(request))
             if prefix.num_blocks < num_blocks:
                 keys = self._caches.items_of(request, num_blocks)
-                # The source has window and state only at its end.
+                # Of groups that do not keep all tokens, the source has only the items at its end.
                 can_use = num_blocks == source.num_blocks or len(keys) == num_blocks
                 if can_use and transfers.fit(keys):
                     transfers.receive(request, keys)
@@ -560,9 +541,10 @@ class Scheduler:
             self._drop_source(request)
         if not request.may_load:
             return False
-        num_blocks = self._caches.num_loadable_blocks(request, transfers.connector.has)
-        keys = self._caches.items_of(request, num_blocks)
-        if num_blocks <= prefix.num_blocks or not transfers.fit(keys) or not transfers.pays_to_load:
+        loadable = self._caches.find(request, transfers.connector.has)
+        self._caches.note_branch(request, loadable)
+        keys = self._caches.items_of(request, loadable.num_blocks)
+        if loadable.num_blocks <= prefix.num_blocks or not transfers.fit(keys) or not transfers.pays_to_load:
             return False
         request.may_load = False
         transfers.load(request, keys)
@@ -604,19 +586,14 @@ class Scheduler:
     def _registration(self, request: LiveRequest) -> Registration:
         """Return the registration of a request. The prompt is not sent again while another sample of it is running."""
         owner = self._owner_of_prompt.setdefault(id(request.request.prompt_token_ids), request)
-        request.own_state_row = request.slot
-        return request.registration(None if owner is request else owner.slot)
+        return request.registration(self._caches.register(request), None if owner is request else owner.slot)
 
-    def _start_chunk(
-        self, request: LiveRequest, num_tokens: int, num_drafts: int, saved: SavedState | None
-    ) -> _PlannedChunk:
+    def _start_chunk(self, request: LiveRequest, num_tokens: int, num_drafts: int, items: ChunkItems) -> _PlannedChunk:
         end = request.num_planned + num_tokens
         samples = num_tokens == request.num_unplanned
         needs_rows = request.needs_every_prompt_row and request.num_unknown == 0
         num_prompt_rows = num_tokens - samples if needs_rows else 0  # the last row predicts the sampled token
         request.is_registered = True
-        read_row = self._caches.saved_row_of(request)
-        request.state_row, request.has_moved_state = request.own_state_row, False
         request.num_sent = len(request.token_ids)
         request.num_planned = end
         request.num_unknown += samples
@@ -624,19 +601,19 @@ class Scheduler:
         if not request.is_prefilling:
             self._prefilling.discard(request)
         num_known = len(request.token_ids) + (request.num_unknown if self.config.plans_ahead else 0)
-        num_blocks = len(request.block_ids)
-        return _PlannedChunk(
-            request, num_tokens, num_drafts, samples, num_prompt_rows, num_known, num_blocks, saved, read_row
-        )
+        return _PlannedChunk(request, num_tokens, num_drafts, samples, num_prompt_rows, num_known, items)
 
-    def _finish_chunk(self, chunk: _PlannedChunk) -> None:
-        """Update the chunk's request after its plan has ended."""
+    def _finish_chunk(self, chunk: _PlannedChunk, *, is_kept: bool) -> None:
+        """Update the chunk's request after its plan has ended.
+
+        Args:
+            is_kept: False if the chunk was not computed.
+        """
         request = chunk.request
         request.num_plans -= 1
         request.num_unknown -= chunk.samples
+        self._note_computed(self._caches.end_chunk(request, chunk.items, request.num_computed, is_kept=is_kept))
         request.num_computed += chunk.num_tokens
-        if chunk.read_row is not None:
-            self._caches.end_read(chunk.read_row)
         if request in self._ended_in_flight and request.num_plans == 0:
             self._ended_in_flight.discard(request)
             self._note_computed(self._caches.release(request))
@@ -653,8 +630,7 @@ class Scheduler:
         request.collect_prompt_logprobs(result.prompt_logprobs)
         start = request.num_computed - chunk.num_tokens
         update = self._append_tokens(chunk, result) if chunk.samples else None
-        self._note_computed(self._caches.register_computed(request, request.num_computed - start))
-        self._caches.drop_behind_window(request)
+        self._note_computed(self._caches.end_tokens(request, request.num_computed - start))
         if update is not None and update.finish_reason is not None:
             if self._transfers is not None and request.request.kv_handle:
                 update = self._transfers.keep(request, self._caches.prefix_for_others(request), update)
@@ -669,9 +645,7 @@ class Scheduler:
         if not chunk.num_drafts:
             return update
         self.speculation = self.speculation.after(chunk.num_drafts, num_accepted)
-        if self.config.recomputes_drafts or (
-            num_accepted < chunk.num_drafts and self._caches.return_before_drafts(request)
-        ):
+        if self.config.recomputes_drafts or (num_accepted < chunk.num_drafts and self._caches.undo_drafts(request)):
             if request.is_prefilling:  # the accepted drafts are computed again
                 self._prefilling.add(request)
             return update

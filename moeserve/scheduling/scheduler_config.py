@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moeserve.scheduling.state_pool import STATE_INTERVAL
+from moeserve.scheduling.cache_rules import CacheGroup
 
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
     """The limits of one replica's scheduling."""
 
-    num_blocks: int  # number of KV cache blocks, enough for one request of `max_model_len` tokens
+    num_blocks: int  # of layers that keep all tokens, enough for one request of `max_model_len` tokens
     block_size: int  # tokens per block
     max_num_seqs: int  # maximum number of running requests
     max_num_batched_tokens: int  # maximum number of tokens in one step
@@ -25,8 +25,6 @@ class SchedulerConfig:
     # Number of positions behind a request's last draft that drafting computes. It gets blocks for them if enough are
     # free.
     num_lookahead_tokens: int = 0
-    num_saved_states: int | None = None  # rows for saved recurrent states; None: no layer of the model has a state
+    # Groups of layers that keep less than all tokens, each with the number of places for its items.
+    other_groups: tuple[CacheGroup, ...] = ()
     recomputes_drafts: bool = False  # accepted drafts must be computed again, because layers do not keep their changes
-    window: int = 0  # tokens for which layers with windows keep blocks; 0: all, in the blocks of the other layers
-    num_window_blocks: int = 0  # number of blocks for layers with windows
-    state_interval: int = STATE_INTERVAL  # tokens between the positions of saved states, rounded up to whole blocks

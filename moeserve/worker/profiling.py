@@ -122,7 +122,7 @@ def largest_step(config: EngineConfig, max_tokens: int | None = None) -> list[Ch
 def _run(probe: ModelRunner, chunks: list[Chunk]) -> None:
     """Run a step, and run it again in halves if steps of its size may run in halves."""
     for chunk in chunks:
-        probe.table.add(chunk.slot, chunk.request, [])
+        probe.table.add(chunk.slot, chunk.request, [[]] * probe.table.num_groups)
     num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
     halving = probe.context.halving
     may_be_halved = any(halving.divide(num_tokens, is_decode_only=each) for each in (False, True))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -90,8 +90,9 @@ class RequestTable:
             has_windows: layers with windows have separate blocks.
         """
         self.num_slots = num_slots
+        self.num_groups = 1 + has_windows
         # One row for each slot, followed by one row for each slot's blocks of layers with windows.
-        self.block_table: npt.NDArray[np.int32] = np.zeros((num_slots * (1 + has_windows), max_blocks), np.int32)
+        self.block_table: npt.NDArray[np.int32] = np.zeros((num_slots * self.num_groups, max_blocks), np.int32)
         self.has_windows = has_windows
         self.settings = np.zeros(num_slots + 1, SAMPLING_SETTINGS)  # the last row is for padding, and is greedy
         self.has_spec: npt.NDArray[np.bool_] = np.zeros(num_slots, np.bool_)  # see `RequestState.has_spec`
@@ -100,10 +101,8 @@ class RequestTable:
         self.added_blocks: list[tuple[int, int, int]] = []  # row of the block table, first block, end
         self._requests: dict[int, RequestState] = {}
 
-    def add(
-        self, slot: int, request: RequestState, block_ids: Sequence[int], window_block_ids: Sequence[int] = ()
-    ) -> None:
-        """Put a request with its blocks into a slot."""
+    def add(self, slot: int, request: RequestState, tables: Sequence[Sequence[int]]) -> None:
+        """Put a request into a slot, with its blocks by group of layers."""
         params = request.params
         self.settings[slot] = (
             params.temperature,
@@ -116,7 +115,7 @@ class RequestTable:
         self.has_spec[slot] = request.has_spec
         self.added_slots.append(slot)
         self._requests[slot] = request
-        self._append_blocks(slot, request, block_ids, window_block_ids)
+        self._append_blocks(slot, request, tables)
 
     def forget_changes(self) -> None:
         """Clear the lists of changes."""
@@ -126,15 +125,14 @@ class RequestTable:
         """Update the table, and return the chunks of the plan."""
         for registration in plan.registrations:
             self._register(registration)
-        of_windows: Iterable[tuple[int, list[int]]] = plan.new_window_blocks or ((0, []) for _ in plan.new_blocks)
-        for (slot, block_ids), (_, window_block_ids) in zip(plan.new_blocks, of_windows, strict=True):
-            self._append_blocks(slot, self._requests[slot], block_ids, window_block_ids)
+        for slot, added in plan.cache.new_blocks:
+            self._append_blocks(slot, self._requests[slot], added)
         for slot, new_ids in plan.new_tokens:
             self._requests[slot].token_ids += new_ids
-        for slot, row in plan.moved_states:
+        for slot, row in plan.cache.moved_rows:
             self._requests[slot].state_row = self._requests[slot].own_state_row = row
         drafts_of_slot = dict(plan.drafts)
-        saved = {state.slot: state for state in plan.saved_states}
+        saved = {state.slot: state for state in plan.cache.saved_states}
         chunks = []
         for slot, start, length in zip(plan.slots, plan.starts, plan.lengths, strict=True):
             request, drafts = self._requests[slot], drafts_of_slot.get(slot, [])
@@ -177,16 +175,14 @@ class RequestTable:
             params=registration.params,
             seed=registration.seed,
             end_token_ids=registration.end_token_ids,
-            state_row=-1 if registration.state_row is None else registration.state_row,
+            state_row=-1 if registration.cache.row is None else registration.cache.row,
             own_state_row=registration.slot,
         )
-        self.add(registration.slot, request, registration.block_ids, registration.window_block_ids)
+        self.add(registration.slot, request, registration.cache.tables)
 
-    def _append_blocks(
-        self, slot: int, request: RequestState, block_ids: Sequence[int], window_block_ids: Sequence[int]
-    ) -> None:
-        end = request.num_blocks + len(block_ids)
-        for row, ids in ((slot, block_ids), (slot + self.num_slots, window_block_ids))[: 1 + self.has_windows]:
-            self.block_table[row, request.num_blocks : end] = ids
+    def _append_blocks(self, slot: int, request: RequestState, added: Sequence[Sequence[int]]) -> None:
+        end = request.num_blocks + len(added[0])
+        for row, block_ids in zip(range(slot, len(self.block_table), self.num_slots), added, strict=True):
+            self.block_table[row, request.num_blocks : end] = block_ids
             self.added_blocks.append((row, request.num_blocks, end))
         request.num_blocks = end

@@ -274,9 +274,9 @@ class FreesTwice(Scheduler):
     def abort(self, request_id: str) -> RequestUpdate | None:
         running = self._running.get(request_id)
         update = super().abort(request_id)
-        if running is not None and running.block_ids and not running.num_plans:
-            self._caches.pool._free[running.block_ids[0]] = None
-            self._caches.pool._num_holders[running.block_ids[0]] -= 1
+        if running is not None and running.cache.num_blocks and not running.num_plans:
+            self._caches.pool._free[running.cache.tables[0][0]] = None
+            self._caches.pool._num_holders[running.cache.tables[0][0]] -= 1
         return update
 
 
@@ -286,7 +286,7 @@ class LeaksAtAbort(Scheduler):
     def abort(self, request_id: str) -> RequestUpdate | None:
         request = self._running.get(request_id)
         if request is not None:
-            request.block_ids = request.block_ids[:-1]
+            request.cache.tables[0].pop()
         return super().abort(request_id)
 
 

@@ -25,6 +25,7 @@ from moeserve.outputs import Logprob
 from moeserve.protocol import AddRequest, ChunkResult, RankReport, Request, Sample, StepPlan, StepResult, TokenLogprobs
 from moeserve.sampling_params import RequestParams, SamplingParams
 from moeserve.scheduling.request import LiveRequest
+from moeserve.scheduling.request_cache import RequestCache
 from moeserve.scheduling.scheduler import Scheduler
 from moeserve.scheduling.scheduler_config import SchedulerConfig
 from moeserve.worker.request_table import RequestTable
@@ -127,7 +128,7 @@ def test_samples_share_their_prompt_in_messages_and_in_memory() -> None:
     requests = msgspec.msgpack.decode(data, type=AddRequest).requests
     assert [(each.request_id, each.seed) for each in requests[1:]] == [(str(index), index) for index in range(1, 128)]
     assert [each.params.prompt_logprobs for each in requests] == [1] + [None] * 127
-    live = [LiveRequest(each, index, b"") for index, each in enumerate(requests)]
+    live = [LiveRequest(each, index, RequestCache(b"")) for index, each in enumerate(requests)]
     assert len({id(each.token_ids) for each in live}) == 1
     live[0].append([5], [], 20_000)  # has tokens of its own from now on
     assert (len(live[0].token_ids), len(live[1].token_ids)) == (10_001, 10_000)

@@ -18,7 +18,7 @@ from moeserve.errors import DistributedError
 from moeserve.executor.multiproc import MultiprocExecutor
 from moeserve.processes.channel import Channel
 from moeserve.processes.supervision import WatchedProcess
-from moeserve.protocol import Registration, StepPlan
+from moeserve.protocol import CacheStart, Registration, StepPlan
 from moeserve.sampling_params import RequestParams
 from moeserve.scheduling.lockstep import Intent, Outcome, Round, agree, make_row
 from moeserve.worker.protocol import FromRank, Loaded, ToRank
@@ -69,7 +69,7 @@ def test_a_round_larger_than_a_socket_reaches_the_rank_as_it_reads(rank: Rank) -
         slot=0,
         token_ids=[70_000] * 500_000,
         num_prompt_tokens=500_000,
-        block_ids=[0],
+        cache=CacheStart([[0]]),
         params=RequestParams(),
         seed=0,
         end_token_ids=[],

@@ -13,7 +13,7 @@ import pytest
 
 from moeserve.config.settings import LIMITS
 from moeserve.errors import RequestError
-from moeserve.protocol import Registration, Request, StepPlan
+from moeserve.protocol import CacheChanges, CacheStart, Registration, Request, StepPlan
 from moeserve.sampling_params import GuidedDecodingParams, RequestParams, SamplingParams
 from moeserve.structured_outputs import OutputGrammar, StructuredOutputsParams
 
@@ -333,13 +333,18 @@ REGISTRATION = Registration(
     slot=3,
     token_ids=[1, 2, 3],
     num_prompt_tokens=2,
-    block_ids=[4, 1],
+    cache=CacheStart([[4, 1]]),
     params=REQUEST.params,
     seed=2**63,
     end_token_ids=[2],
 )
 PLAN = StepPlan(
-    step=12, slots=[0, 3], starts=[9, 0], lengths=[1, 3], registrations=[REGISTRATION], new_blocks=[(0, [7])]
+    step=12,
+    slots=[0, 3],
+    starts=[9, 0],
+    lengths=[1, 3],
+    registrations=[REGISTRATION],
+    cache=CacheChanges(new_blocks=[(0, [[7]])]),
 )
 
 

@@ -227,8 +227,8 @@ def test_a_long_queue_is_not_searched_for_requests_that_fit(monkeypatch: pytest.
     for number in range(10 * MAX_PASSED):
         scheduler.add(request(f"long {number}", 20, max_tokens=1))
     looked_at = []
-    prefix_of = scheduler._caches.cached_prefix
-    monkeypatch.setattr(scheduler._caches, "cached_prefix", lambda each: looked_at.append(each) or prefix_of(each))
+    prefix_of = scheduler._caches.find
+    monkeypatch.setattr(scheduler._caches, "find", lambda each: looked_at.append(each) or prefix_of(each))
     step(scheduler)
     assert len(looked_at) == MAX_PASSED
 

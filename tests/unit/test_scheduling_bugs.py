@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -26,11 +27,19 @@ from moeserve.protocol import (
     TransferOutcome,
 )
 from moeserve.scheduling.block_transfers import BlockTransfers
-from moeserve.scheduling.cache_manager import CachedPrefix, CacheManager
-from moeserve.scheduling.kv_connector import ItemKey, KVConnector
+from moeserve.scheduling.cache_manager import CacheManager, ChunkItems, Prefix, ToStore
+from moeserve.scheduling.kv_connector import KVConnector
 from moeserve.scheduling.request import LiveRequest
+from moeserve.scheduling.request_cache import CachedRequest
 from moeserve.scheduling.scheduler import Scheduler
 from moeserve.scheduling.scheduler_config import SchedulerConfig
+from moeserve.scheduling.state_pool import StatePool
+
+
+def at(request: CachedRequest, num_computed: int) -> Any:
+    """Return a request as if this number of tokens were computed."""
+    attributes = {name: getattr(request, name) for name in ("cache", "token_ids", "num_prompt_tokens")}
+    return SimpleNamespace(**attributes, num_computed=num_computed)
 
 
 class FreesBlocksOfPlansInFlight(Scheduler):
@@ -38,7 +47,7 @@ class FreesBlocksOfPlansInFlight(Scheduler):
 
     def _release(self, request: LiveRequest) -> None:
         self._free_slots.append(request.slot)
-        self._caches.pool.release(request.block_ids)
+        self._caches.pool.release(request.cache.tables[0])
 
 
 class LosesBlocksOfPlansInFlight(Scheduler):
@@ -57,7 +66,8 @@ class PreemptsRequestsInFlight(Scheduler):
             newest = next(reversed(self._running.values()))
             del self._running[newest.request_id]
             self._free_slots.append(newest.slot)
-            self._caches.pool.release(newest.block_ids)
+            self._caches.pool.release(newest.cache.tables[0])
+            newest.cache.clear()
             newest.reset_computed()
             self._waiting[newest.request_id] = newest
             if newest is request:
@@ -84,12 +94,12 @@ class SharesBlocksBeforeTheyAreFull(SchedulerWithCaches):
     """It shares the block of a request's last token, so that nothing is left to compute."""
 
     class caches_class(CacheManager):
-        def cached_prefix(self, request: LiveRequest) -> CachedPrefix:
-            prefix = super().cached_prefix(request)
-            size = self.config.block_size
-            if prefix.block_ids and len(request.token_ids) == (prefix.num_blocks + 1) * size:
-                block_id = self.pool.find(request.digest(prefix.num_blocks, size))
-                prefix.block_ids.extend([] if block_id is None else [block_id])
+        def find(self, request: CachedRequest, is_stored: Any = None) -> Prefix:
+            prefix = super().find(request, is_stored)
+            num_more = prefix.num_blocks + 1
+            is_full = len(request.token_ids) == num_more * self.config.block_size
+            if num_more > 1 and is_full and self.pool.find(self._digest(request, num_more - 1)) is not None:
+                return prefix._replace(num_blocks=num_more)
             return prefix
 
 
@@ -210,14 +220,14 @@ class LoadsIntoRowsThatAreRead(SchedulerWithCaches):
     """It takes a saved state for unused while a plan in flight reads it."""
 
     class caches_class(CacheManager):
-        def start(self, request: LiveRequest, prefix: CachedPrefix) -> list[tuple[ItemKey, int]]:
-            items = super().start(request, prefix)
-            if (row := self.saved_row_of(request)) is not None:
-                super().end_read(row)
-            return items
+        def start(self, request: CachedRequest, prefix: Prefix) -> ToStore:
+            to_store = super().start(request, prefix)
+            if self._rows is not None and request.cache.row in self._rows.rows:
+                self._rows.release(request.cache.row)
+            return to_store
 
-        def end_read(self, row: int) -> None:
-            pass
+        def end_chunk(self, request: CachedRequest, items: ChunkItems, start: int, *, is_kept: bool) -> ToStore:
+            return super().end_chunk(request, items._replace(read_row=None), start, is_kept=is_kept)
 
 
 class LoadsIntoBlocksOfOthers(SchedulerWithTransfers):
@@ -283,8 +293,8 @@ class SavesStatesAtTheWrongToken(SchedulerWithCaches):
     """It saves a state one token late."""
 
     class caches_class(CacheManager):
-        def save_state(self, request: LiveRequest, num_tokens: int) -> SavedState | None:
-            saved = super().save_state(request, num_tokens)
+        def _save_for_others(self, request: CachedRequest, num_tokens: int, rows: StatePool) -> SavedState | None:
+            saved = super()._save_for_others(request, num_tokens, rows)
             if saved is None or saved.num_tokens == num_tokens:
                 return saved
             return SavedState(saved.slot, saved.row, saved.num_tokens + 1)
@@ -294,7 +304,8 @@ class StartsWithoutTheState(Scheduler):
     """It admits a request behind a cached prefix as if its state were zeros."""
 
     def _registration(self, request: LiveRequest) -> Registration:
-        return msgspec.structs.replace(super()._registration(request), state_row=None)
+        registration = super()._registration(request)
+        return msgspec.structs.replace(registration, cache=msgspec.structs.replace(registration.cache, row=None))
 
 
 class CountsRejectedDrafts(Scheduler):
@@ -302,11 +313,7 @@ class CountsRejectedDrafts(Scheduler):
 
     def _append_tokens(self, chunk: Any, result: ChunkResult) -> RequestUpdate:
         update = super()._append_tokens(chunk, result)
-        if (
-            self._caches.states is None
-            and chunk.num_drafts > len(result.token_ids) - 1
-            and update.finish_reason is None
-        ):
+        if self._caches._rows is None and chunk.num_drafts > len(result.token_ids) - 1 and update.finish_reason is None:
             chunk.request.num_computed += 1
             chunk.request.num_planned += 1
             chunk.request.token_ids.append(0)
@@ -317,9 +324,10 @@ class KeepsTheStateOfRejectedDrafts(Scheduler):
     """It goes on from a state that has seen drafts that were rejected."""
 
     def _append_tokens(self, chunk: Any, result: ChunkResult) -> RequestUpdate:
-        own_row = chunk.request.own_state_row
+        cache = chunk.request.cache
+        own_row = cache.own_row
         update = super()._append_tokens(chunk, result)
-        chunk.request.state_row = chunk.request.own_state_row = own_row
+        cache.row = cache.own_row = own_row
         return update
 
 
@@ -327,25 +335,23 @@ class DropsBlocksInTheWindow(SchedulerWithCaches):
     """It frees blocks that the next token reads."""
 
     class caches_class(CacheManager):
-        def _first_block_of_window(self, position: int) -> int:
-            return super()._first_block_of_window(position + 1)
+        def _drop_unneeded(self, request: CachedRequest) -> None:
+            super()._drop_unneeded(at(request, request.num_computed + 1))
 
 
 class DropsBlocksOfPlansInFlight(SchedulerWithCaches):
     """It frees blocks that a plan in flight reads, because a later one does not."""
 
     class caches_class(CacheManager):
-        def drop_behind_window(self, request: LiveRequest) -> None:
-            num_computed, request.num_computed = request.num_computed, request.num_planned
-            super().drop_behind_window(request)
-            request.num_computed = num_computed
+        def _drop_unneeded(self, request: CachedRequest) -> None:
+            super()._drop_unneeded(at(request, request.num_planned))
 
 
 class KeepsBlocksBehindTheWindow(SchedulerWithCaches):
     """It frees no blocks before a request ends."""
 
     class caches_class(CacheManager):
-        def drop_behind_window(self, request: LiveRequest) -> None:
+        def _drop_unneeded(self, request: CachedRequest) -> None:
             pass
 
 
@@ -353,9 +359,9 @@ class StartsWithoutTheWindow(SchedulerWithCaches):
     """It shares a prefix of whose window a block is missing."""
 
     class caches_class(CacheManager):
-        def cached_prefix(self, request: LiveRequest) -> CachedPrefix:
-            prefix = super().cached_prefix(request)
-            return CachedPrefix(prefix.block_ids, prefix.window_block_ids[1:])
+        def _blocks_of(self, request: CachedRequest, prefix: Prefix) -> Any:
+            first, *others = super()._blocks_of(request, prefix)
+            return [first, *((group, shared[1:]) for group, shared in others)]
 
 
 BUGS: Sequence[type[Scheduler]] = [

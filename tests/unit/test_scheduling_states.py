@@ -42,6 +42,7 @@ from moeserve.protocol import (
 )
 from moeserve.sampling_params import RequestParams
 from moeserve.scheduling.block_pool import BlockPool, num_blocks_of_windows
+from moeserve.scheduling.cache_rules import CacheGroup, KeepState, KeepWindow
 from moeserve.scheduling.kv_connector import HostTier
 from moeserve.scheduling.scheduler import Scheduler
 from moeserve.scheduling.scheduler_config import SchedulerConfig
@@ -260,6 +261,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.max_model_len = max_model_len
         self.max_plans = max_plans
         max_blocks = -(-max_model_len // block_size)
+        groups = []
+        self.window, self.has_states, self.state_step = window, num_saved_states is not None, -(-2 // block_size)
+        self.num_window_blocks = num_spare_window_blocks + num_blocks_of_windows(
+            window, block_size, max_num_seqs=1, num_tokens_in_flight=min(max_num_batched_tokens, max_model_len)
+        )
+        if window:
+            groups.append(CacheGroup(KeepWindow(window, block_size), self.num_window_blocks))
+        if num_saved_states is not None:
+            groups.append(CacheGroup(KeepState(self.state_step), num_saved_states))
         self.config = SchedulerConfig(
             num_blocks=max_blocks + num_spare_blocks,
             block_size=block_size,
@@ -269,13 +279,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             enable_prefix_caching=enable_prefix_caching,
             plans_ahead=plans_ahead,
             num_batches=1 if plans_ahead else max_plans,
-            num_saved_states=num_saved_states,
-            window=window,
-            num_window_blocks=num_spare_window_blocks
-            + num_blocks_of_windows(
-                window, block_size, max_num_seqs=1, num_tokens_in_flight=min(max_num_batched_tokens, max_model_len)
-            ),
-            state_interval=2,
+            other_groups=tuple(groups),
         )
         self.tier = HostTier(dict.fromkeys(CacheKind, num_host_blocks)) if num_host_blocks else None
         self.peer_addresses = ["127.0.0.1:1"] if has_peers else []
@@ -453,20 +457,22 @@ class SchedulerMachine(RuleBasedStateMachine):
         for registration in plan.registrations:
             known = next(known for known in self.live if known.request.seed == registration.seed)
             self.of_slot[registration.slot] = known
-            shared = registration.block_ids[: plan.starts[plan.slots.index(registration.slot)] // self.block_size]
-            assert blocks_in_flight.isdisjoint(set(registration.block_ids) - set(shared)), "reused too early"
-            self.blocks_of_slot[registration.slot] = list(registration.block_ids)
-            self.window_blocks_of_slot[registration.slot] = list(registration.window_block_ids)
-            first = len(shared) * bool(self.config.window)
-            assert window_blocks_in_flight.isdisjoint(registration.window_block_ids[first:]), "reused too early"
+            block_ids, *of_windows = registration.cache.tables
+            shared = block_ids[: plan.starts[plan.slots.index(registration.slot)] // self.block_size]
+            assert blocks_in_flight.isdisjoint(set(block_ids) - set(shared)), "reused too early"
+            self.blocks_of_slot[registration.slot] = list(block_ids)
+            self.window_blocks_of_slot[registration.slot] = [block_id for each in of_windows for block_id in each]
+            first = len(shared) * bool(self.window)
+            new_in_window = self.window_blocks_of_slot[registration.slot][first:]
+            assert window_blocks_in_flight.isdisjoint(new_in_window), "reused too early"
             if not known.was_admitted:
                 known.was_admitted, known.num_cached = True, plan.starts[plan.slots.index(registration.slot)]
-        for slot, block_ids in plan.new_blocks:
+        for slot, (block_ids, *of_windows) in plan.cache.new_blocks:
             assert blocks_in_flight.isdisjoint(block_ids), "reused too early"
             self.blocks_of_slot[slot] += block_ids
-        for slot, block_ids in plan.new_window_blocks:
-            assert window_blocks_in_flight.isdisjoint(block_ids), "reused too early"
-            self.window_blocks_of_slot[slot] += block_ids
+            for each in of_windows:
+                assert window_blocks_in_flight.isdisjoint(each), "reused too early"
+                self.window_blocks_of_slot[slot] += each
         requests = [self.of_slot[slot] for slot in plan.slots]
         assert len(set(requests)) == len(requests)
         assert not any(known.ended for known in requests)
@@ -490,13 +496,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             for position in range(0 if known.is_garbage else chunk.start):
                 assert self.cache.get(self.place(chunk, position)) == known.contents(position), "attends before"
         self.check_windows(each.requests, chunks, written=False)
-        if self.config.num_saved_states is not None:
+        if self.has_states:
             self.update_states(each.requests, chunks)
         for known, chunk in zip(each.requests, chunks, strict=True):
             for position in range(chunk.start, chunk.end):
                 contents = GARBAGE if known.is_garbage else self.contents_with_drafts(known, chunk, position)
                 self.cache[self.place(chunk, position)] = contents
-                if self.config.window:
+                if self.window:
                     self.window_cache[self.place(chunk, position, in_window=True)] = contents
         self.check_windows(each.requests, chunks, written=True)
         for known, chunk in zip(each.requests, chunks, strict=True):
@@ -514,11 +520,11 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def first_in_window(self, start: int) -> int:
         """Return the first position that the token at `start` reads."""
-        return max(0, start - self.config.window + 1)
+        return max(0, start - self.window + 1)
 
     def check_windows(self, requests: Sequence[Expected], chunks: Sequence[Chunk], *, written: bool) -> None:
         """Check what layers with windows read, before or after the chunks are written."""
-        for known, chunk in zip(requests, chunks, strict=True) if self.config.window else ():
+        for known, chunk in zip(requests, chunks, strict=True) if self.window else ():
             end = chunk.end if written else chunk.start
             for position in range(self.first_in_window(chunk.start), 0 if known.is_garbage else end):
                 found = self.window_cache.get(self.place(chunk, position, in_window=True))
@@ -578,7 +584,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                     kept = [each for each, _ in self.transfers if isinstance(each, KeepItems)]
                     num_places = {
                         CacheKind.BLOCK: self.config.num_blocks,
-                        CacheKind.WINDOW_BLOCK: self.config.num_window_blocks if self.config.window else 0,
+                        CacheKind.WINDOW_BLOCK: self.num_window_blocks if self.window else 0,
                     }
                     for kind, most in num_places.items():
                         num_kept = sum(place.kind == kind for each in (*kept, transfer) for place in each.places)
@@ -630,16 +636,15 @@ class SchedulerMachine(RuleBasedStateMachine):
     def most_kept_blocks(self, prompt: list[int]) -> int:
         """Return the blocks of a prompt that another engine can use."""
         num_blocks = (len(prompt) - 1) // self.block_size
-        has_states = self.config.num_saved_states is not None
-        return num_blocks - num_blocks % (math.ceil(self.config.state_interval / self.block_size) if has_states else 1)
+        return num_blocks - num_blocks % (self.state_step if self.has_states else 1)
 
     def items_at(self, known: Expected, num_blocks: int) -> list[Item]:
         """Return all that a request needs to begin behind its first blocks: blocks, those in the window, the state."""
         size, end = self.block_size, num_blocks * self.block_size
         contents = [known.contents(position) for position in range(end)]
         blocks = [contents[start : start + size] for start in range(0, end, size)]
-        in_window = blocks[self.first_in_window(end) // size :] if self.config.window else []
-        return blocks + in_window + ([contents] if self.config.num_saved_states is not None else [])
+        in_window = blocks[self.first_in_window(end) // size :] if self.window else []
+        return blocks + in_window + ([contents] if self.has_states else [])
 
     def garbage(self, place: CachePlace) -> Item:
         return [GARBAGE] * (1 if place.kind == CacheKind.STATE else self.block_size)
@@ -780,7 +785,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert update.kv_blocks.handle == known.request.kv_handle
             most = self.most_kept_blocks(known.request.prompt_token_ids)
             assert 0 < update.kv_blocks.num_blocks <= most
-            assert update.kv_blocks.num_blocks == most or self.config.window or self.config.num_saved_states is not None
+            assert update.kv_blocks.num_blocks == most or self.window or self.has_states
         if known.ended:
             self.live.remove(known)
             self.past.append(known)

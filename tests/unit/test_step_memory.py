@@ -15,7 +15,7 @@ from moeserve.distributed.groups import groups_of_one_rank
 from moeserve.distributed.mesh import Mesh
 from moeserve.moe.dispatch.factory import TorchDispatchers
 from moeserve.ops.torch.table import TORCH_KERNELS
-from moeserve.protocol import Registration, StepPlan
+from moeserve.protocol import CacheStart, Registration, StepPlan
 from moeserve.sampling_params import RequestParams
 from moeserve.step_inputs import StepInputs
 from moeserve.worker.cuda_graphs import CudaGraphs
@@ -105,7 +105,7 @@ class Rank:
                 slot=slot,
                 token_ids=[slot, slot + 1],
                 num_prompt_tokens=2,
-                block_ids=[7 * slot + block for block in range(7)],
+                cache=CacheStart([[7 * slot + block for block in range(7)]]),
                 params=each,
                 seed=slot,
                 end_token_ids=[49],

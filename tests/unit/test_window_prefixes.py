@@ -7,6 +7,7 @@ import random
 from moeserve.protocol import ChunkResult, Request, StepResult
 from moeserve.sampling_params import RequestParams
 from moeserve.scheduling.block_pool import num_blocks_of_windows
+from moeserve.scheduling.cache_rules import CacheGroup, KeepWindow
 from moeserve.scheduling.scheduler import Scheduler
 from moeserve.scheduling.scheduler_config import SchedulerConfig
 
@@ -41,8 +42,7 @@ def test_windows_behind_prompts_and_at_branches_outlast_long_prompts() -> None:
             max_num_batched_tokens=CHUNK,
             max_model_len=500,
             enable_prefix_caching=True,
-            window=WINDOW,
-            num_window_blocks=NUM_WINDOW_BLOCKS,
+            other_groups=(CacheGroup(KeepWindow(WINDOW, BLOCK_SIZE), NUM_WINDOW_BLOCKS),),
         ),
         b"",
     )

@@ -9,7 +9,7 @@ from moeserve.config.resolve import MachineFacts, resolve
 from moeserve.config.validation import parse_settings
 from moeserve.distributed.groups import Groups, groups_of_one_rank
 from moeserve.models.registry import read_facts
-from moeserve.protocol import Registration, StepPlan
+from moeserve.protocol import CacheStart, Registration, StepPlan
 from moeserve.sampling_params import RequestParams
 from moeserve.scheduling.lockstep import Intent, Round, make_row
 from moeserve.worker.worker import Worker
@@ -31,7 +31,7 @@ def test_every_round_begins_a_step_of_the_groups(plain: Reference, monkeypatch: 
         slot=0,
         token_ids=[5, 6],
         num_prompt_tokens=2,
-        block_ids=[0],
+        cache=CacheStart([[0]]),
         params=RequestParams(temperature=0.0),
         seed=0,
         end_token_ids=[],
