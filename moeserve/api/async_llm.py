@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from moeserve.api import unsupported
+from moeserve.api import vllm_calls
 from moeserve.api.engine_thread import EngineThread
 from moeserve.api.prompts import Params, Prompt, chat_prompt
 from moeserve.api.session import Session
@@ -105,7 +105,7 @@ class AsyncLLM:
 
     @property
     def dead_error(self) -> BaseException:
-        """The error that requests to an engine get which has failed or was shut down."""
+        """The error that requests get after the engine has failed or was shut down."""
         return self._engine_thread.dead_error
 
     @classmethod
@@ -158,7 +158,7 @@ class AsyncLLM:
             QueueFullError: too many requests are in flight; see `max_queued_requests`.
             EngineError: a step failed and ended the request, or the engine has failed or was shut down.
         """
-        unsupported.require_harmless(
+        vllm_calls.require_harmless(
             lora_request=lora_request,
             tokenization_kwargs=tokenization_kwargs,
             trace_headers=trace_headers,
@@ -302,7 +302,7 @@ class AsyncLLM:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            raise unsupported.missing_attribute("AsyncLLM", name)
+            raise vllm_calls.missing_attribute("AsyncLLM", name)
 
     async def _submit(self, prompt: Prompt, params: Params, request_id: str | None) -> str:
         """Start a prompt, and return its id. Runs in a thread, because tokenizing would block the event loop."""

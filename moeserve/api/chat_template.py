@@ -1,4 +1,4 @@
-"""Chat templates: which one is used, and the text that it gives for a conversation.
+"""The choice of a chat template, and the text that it renders for a conversation.
 
 A template comes with a checkpoint, and may run for ever or fill the memory. So it is rendered in a process of its own
 with limits; see `template_sandbox`.
@@ -124,7 +124,7 @@ def _variables(
 
 
 def _rendered(template: str, messages: list[dict[str, Any]], variables: dict[str, Any], **options: bool) -> str:
-    """Render messages in the process for that, which gets them as JSON: tuples become lists, and keys become texts.
+    """Render messages in the rendering process. They are sent as JSON: tuples become lists, and keys become strings.
 
     Args:
         options: those of `template_sandbox.rendered`.
@@ -178,7 +178,7 @@ def _too_deep() -> RequestError:
 
 @functools.cache
 def _process() -> LimitedProcess:
-    """Return the process of this one that renders templates."""
+    """Return the process that renders all templates of this process."""
     return LimitedProcess(
         "moeserve.api.template_sandbox", RENDERING_LIMITS, lambda: environment_with(same_modules()), lambda: b""
     )

@@ -26,7 +26,7 @@ class Mailbox:
 
 
 class EngineThread:
-    """Runs a session in a thread. The session and the thread outlive no `AsyncLLM`, so neither refers to one."""
+    """Runs a session in a thread. Neither refers to the `AsyncLLM`, so the thread does not keep an unused one alive."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -50,7 +50,7 @@ class EngineThread:
 
     @property
     def dead_error(self) -> BaseException:
-        """The error that requests to an engine get which has failed or was shut down."""
+        """The error that requests get after the engine has failed or was shut down."""
         return self.failure or EngineError(self.session.engine.refusal or "the engine is being shut down")
 
     def open_mailbox(self, prompt_id: str) -> Mailbox:

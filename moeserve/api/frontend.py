@@ -106,7 +106,7 @@ class Frontend:
         pairs = pair_prompts(prompts, sampling_params)
         encoded = []
         for index, (prompt, params) in enumerate(pairs):
-            self._encoder.check_params(params)  # also those for the engine that continues
+            self._encoder.check_params(params)  # also those that only the engine that continues will use
             if _is_for_other_engine(params):
                 params = params.for_prompt()
             name = "prompt" if len(pairs) == 1 else f"prompt {index}"

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from moeserve.api import unsupported
+from moeserve.api import vllm_calls
 from moeserve.api.beam_search import BeamSearchOutput, BeamSearchSequence, search
 from moeserve.api.llm_engine import LLMEngine
 from moeserve.api.metrics import Metric, metrics_of
@@ -139,7 +139,7 @@ class LLM:
             EngineError: a prompt failed, or the engine has failed or was shut down. Unless the engine has failed, the
                 other prompts finish before this is raised. The `outputs` of the error are those of all prompts.
         """
-        unsupported.require_harmless(
+        vllm_calls.require_harmless(
             lora_request=lora_request, priority=priority, tokenization_kwargs=tokenization_kwargs
         )
         if (prompts is None) == (prompt_token_ids is None):
@@ -153,7 +153,7 @@ class LLM:
             new_bar = use_tqdm if callable(use_tqdm) else ProgressBar
             with new_bar(total=len(waiting), desc="prompts", disable=None if use_tqdm else True) as progress:
                 while waiting or unfinished:
-                    with interrupts_deferred():  # until the code below would discard the new prompts
+                    with interrupts_deferred():  # until `finally` would discard the new prompts
                         started = self.session.submit_first(waiting)
                         prompt_ids += started
                         unfinished += started
@@ -179,7 +179,7 @@ class LLM:
         params = self._default_params if sampling_params is None else sampling_params
         prompt_ids: list[str] = []
         try:
-            with interrupts_deferred():  # until the code below would discard the prompt
+            with interrupts_deferred():  # until `finally` would discard the prompt
                 prompt_ids = self.session.submit([prompt], params)
             unfinished = prompt_ids
             while unfinished:
@@ -255,7 +255,7 @@ class LLM:
         Raises:
             RequestError, EngineError: as for `generate`.
         """
-        unsupported.require_harmless(lora_request=lora_request)
+        vllm_calls.require_harmless(lora_request=lora_request)
         frontend = self.session.frontend
         encoded = [prompt.token_ids for prompt, _ in frontend.encode(prompts, SamplingParams())]
         with ProgressBar(total=params.max_tokens, desc="tokens", disable=None if use_tqdm else True) as progress:
@@ -429,7 +429,7 @@ class LLM:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            raise unsupported.missing_attribute("LLM", name)
+            raise vllm_calls.missing_attribute("LLM", name)
 
     def _require_experts(self) -> None:
         if not self._has_experts:

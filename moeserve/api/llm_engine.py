@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from moeserve.api import unsupported
+from moeserve.api import vllm_calls
 from moeserve.api.metrics import Metric, metrics_of
 from moeserve.api.prompts import Params, Prompt
 from moeserve.api.session import Session
@@ -112,7 +112,7 @@ class LLMEngine:
             RequestError: the prompt, a parameter or the id cannot be served.
             QueueFullError: too many requests are in flight; see `max_queued_requests`.
         """
-        unsupported.require_harmless(
+        vllm_calls.require_harmless(
             lora_request=lora_request,
             tokenization_kwargs=tokenization_kwargs,
             trace_headers=trace_headers,
@@ -194,4 +194,4 @@ class LLMEngine:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            raise unsupported.missing_attribute("LLMEngine", name)
+            raise vllm_calls.missing_attribute("LLMEngine", name)

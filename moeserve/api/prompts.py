@@ -315,7 +315,7 @@ def _plain(value: Any) -> Any:
 
 
 def _tokens_of_words(words: Sequence[str], codec: TextCodec) -> list[list[int]]:
-    """Return the tokens of each word alone and after a space."""
+    """Return the tokens of each word twice: as encoded alone, and as encoded after a space. Omit duplicates."""
     texts = [f"{before}{word.lstrip()}" for word in words for before in ("", " ")]
     found = [codec.encode(text, add_special_tokens=False) for text in texts if text.strip()]
     return [list(tokens) for tokens in dict.fromkeys(map(tuple, found)) if tokens]

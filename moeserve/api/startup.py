@@ -141,7 +141,10 @@ def start_engine(settings: Settings, *, show_progress: bool, reports_load: bool 
 
 
 def _find_tokenizer(model: ModelSettings) -> tuple[str | None, HubModel | None]:
-    """Return the folder of a tokenizer apart from the model's, and its repository if it is from a hub."""
+    """Return the folder of the tokenizer that the user named, and its repository if it is in a hub.
+
+    Both are None if the user named none, so that the tokenizer is the model's own.
+    """
     name = model.tokenizer
     if name is None and model.tokenizer_revision is not None and model.model is not None:
         hub_model = parse_hub_name(model.model)

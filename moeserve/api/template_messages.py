@@ -64,7 +64,7 @@ def _renders(template: str, messages: list[dict[str, Any]]) -> bool:
 def template_messages(
     messages: Sequence[Mapping[str, Any]], template: str, tools: Sequence[Mapping[str, Any]] | None = None
 ) -> list[list[dict[str, Any]]]:
-    """Return messages in the forms that a chat template may expect. Each is used if it refuses the ones before.
+    """Return messages in the forms that a chat template may expect. Try each form if the template refuses the former.
 
     - Instructions (system and developer messages) at the start become one message. Later ones, and results of tools,
       become part of a user's turn if the template does not render them. A message never changes the ones before it,
@@ -129,11 +129,11 @@ def arguments_object(arguments: Any) -> dict[str, Any]:
 
 
 class _Turns:
-    """Messages, of which those that are added to a user's turn may be several."""
+    """Messages for a template, in which several messages may be joined to one turn of the user."""
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
-        self._is_open = False  # True if the last turn was made from other messages, and the user's belongs to it
+        self._is_open = False  # the last turn holds other roles' texts, and a user's message would join it
 
     def add(self, message: dict[str, Any]) -> None:
         if self._is_open and message["role"] == "user":

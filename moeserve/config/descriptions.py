@@ -1,4 +1,4 @@
-"""Words for arguments, made from the dataclasses that define them, so that `help` and `--help` say the same."""
+"""Descriptions of arguments, made from the dataclasses that define them. `help` and `--help` show the same text."""
 
 from __future__ import annotations
 

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PREFIX = "MOESERVE_"
-# Variables with this prefix that are no settings: of the engine, of the kernels, of their build, and the file's name.
+# Variables with this prefix that are not settings of the engine. They choose folders, kernels and the file of settings.
 OTHER_VARIABLES = frozenset(["cache", "isa", "kernels", "require_kernels", "config"])
-# Kubernetes sets such variables in every pod beside a service named moeserve: MOESERVE_PORT_8000_TCP_ADDR.
+# In pods beside a service named moeserve, Kubernetes sets variables such as MOESERVE_PORT_8000_TCP_ADDR.
 PREFIXES_OF_KUBERNETES = ("service_", "port_")
 
 

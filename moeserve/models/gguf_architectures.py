@@ -1,4 +1,4 @@
-"""Architectures of GGUF: how metadata become a config.json, and which rows of tensors are in another order.
+"""Architectures of GGUF: how metadata become a config.json, and how tensors with other rows become the model's.
 
 A family's reader checks the values of the config.json. Keys of metadata: the gguf package.
 """
@@ -14,11 +14,11 @@ import numpy as np
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.gguf_file import as_written
 
-MAX_ROWS = 2**24  # of a projection whose rows are in another order
+MAX_ROWS = 2**24  # maximum rows of a projection whose rows are reordered
 
 _SIGMOID = 2  # GGUF's number for the sigmoid gating function
 
-# The value of config.json -> its key after the architecture's name; with a default where files may lack it
+# By key of config.json: the key of the metadata without `<architecture>.`, with a default if files may lack it.
 Keys = Mapping[str, str | tuple[str, Any]]
 
 
@@ -26,8 +26,8 @@ Keys = Mapping[str, str | tuple[str, Any]]
 class Part:
     """A tensor of the model that is a part of one in the file."""
 
-    name: str  # GGUF's, without `.weight` or `.bias`
-    rows: np.ndarray | None = None  # in the model's order; None: all, as they are stored
+    name: str  # in GGUF's scheme, without the ending `.weight` or `.bias`
+    rows: np.ndarray | None = None  # numbers of stored rows, in the model's order; None: all
     columns: np.ndarray | None = None
 
 
@@ -35,17 +35,17 @@ class Part:
 class File:
     """Facts of a GGUF file that an architecture is read from."""
 
-    values: ConfigValues  # metadata whose keys begin with the architecture's name, which is left out
+    values: ConfigValues  # this architecture's metadata, keyed without the `<architecture>.` prefix
     names: frozenset[str]  # of the tensors
     kinds: frozenset[str]  # names of the tensors, without the numbers of layers
-    config: dict[str, Any]  # the values that are read alike for all architectures
+    config: dict[str, Any]  # the entries of config.json that are read in the same way for all architectures
 
     def layers_with(self, kind: str) -> list[bool]:
         """Return a flag for each decoder layer: True if it has a tensor of this name."""
         return [f"blk.{layer}.{kind}" in self.names for layer in range(self.config["num_hidden_layers"])]
 
     def sizes_of_layers(self, key: str) -> list[int]:
-        """Return a number for each layer, where the metadata have one number or a list of them."""
+        """Return the number of each layer. The metadata have one number for all layers, or a list."""
         value, num_layers = self.values.values.get(key), self.values.integer("block_count", high=2**12)
         numbers: list[Any] = value if isinstance(value, list) else [value] * num_layers
         if len(numbers) < num_layers or not all(type(number) is int and number >= 0 for number in numbers):
@@ -54,7 +54,7 @@ class File:
 
 
 def numbers_of_layers(values: ConfigValues, key: str, default: int) -> list[int]:
-    """Return the numbers of all layers, or the one for all of them."""
+    """Return the numbers under a key: those of the layers if it is a list, otherwise the only number."""
     numbers = values.values.get(key, default)
     is_list = isinstance(numbers, list) and numbers and all(type(each) is int for each in numbers)
     return list(numbers) if is_list else [values.integer(key, default)]
@@ -75,11 +75,11 @@ class Architecture:
     model: str  # the value of `architectures` in config.json
     keys: Keys
     constants: Mapping[str, Any] = field(default_factory=dict)
-    read: Callable[[File], dict[str, Any]] = _nothing  # values of config.json that are not in the metadata as such
-    parts: Callable[[ConfigValues], Mapping[str, tuple[Part, ...]]] = _as_stored  # of tensors that are not as stored
+    read: Callable[[File], dict[str, Any]] = _nothing  # further entries of config.json, computed from the file
+    parts: Callable[[ConfigValues], Mapping[str, tuple[Part, ...]]] = _as_stored  # by kind of stored tensor
 
     def config(self, file: File) -> dict[str, Any]:
-        """Return the values of config.json that this architecture has."""
+        """Return the entries of config.json that this architecture defines."""
         found = {"architectures": [self.model], **self.constants}
         for name, key in self.keys.items():
             key, default = key if isinstance(key, tuple) else (key, None)
@@ -91,7 +91,7 @@ class Architecture:
 
 
 def _paired_heads(values: ConfigValues) -> dict[str, tuple[Part, ...]]:
-    """GGUF rotates adjacent pairs (0, 1), (2, 3), ... of a head; the model rotates i with i + half."""
+    """Reorder queries and keys. GGUF rotates pairs (0, 1), (2, 3), ... of a head; the model rotates i with i + half."""
     num_heads = values.integer("attention.head_count")
     num_kv_heads = max(numbers_of_layers(values, "attention.head_count_kv", num_heads))
     size = values.integer("attention.key_length", values.integer("embedding_length") // num_heads)
@@ -105,7 +105,7 @@ def _paired_heads(values: ConfigValues) -> dict[str, tuple[Part, ...]]:
 
 
 def _rows_of_heads(heads: np.ndarray, size: int, order: np.ndarray | None = None) -> np.ndarray:
-    """Return the rows of heads of `size` rows each, those of a head in an order of their own."""
+    """Return the row numbers of heads that have `size` rows each. `order` reorders the rows within each head."""
     return (heads[:, None] * size + (np.arange(size) if order is None else order)).reshape(-1)
 
 
@@ -242,7 +242,10 @@ class _DeltaSizes:
 
 
 def _qwen3_next_parts(values: ConfigValues) -> dict[str, tuple[Part, ...]]:
-    """Projections of one key head after another are divided: rates and decays, and in older files all others."""
+    """Divide the projections that hold the rows of several projections, grouped by key head.
+
+    All files store rates and decays in this way; older files also queries, keys, values and gates.
+    """
     sizes = _DeltaSizes.read(values)
     ratio = sizes.num_heads // sizes.num_key_heads
     heads = np.arange(sizes.num_key_heads)
@@ -263,7 +266,7 @@ def _qwen3_next_parts(values: ConfigValues) -> dict[str, tuple[Part, ...]]:
 
 
 def _qwen3_5_parts(values: ConfigValues) -> dict[str, tuple[Part, ...]]:
-    """Value heads are stored with the first of every key head in front, then the second, and so on."""
+    """Reorder value heads. Files store the first value head of every key head, then the second ones, and so on."""
     sizes = _DeltaSizes.read(values)
     ratio = sizes.num_heads // sizes.num_key_heads
     heads = np.arange(sizes.num_heads).reshape(ratio, sizes.num_key_heads).T.reshape(-1)

@@ -1,4 +1,4 @@
-"""Layouts of GGUF files in which one tensor stands for others, resolved to those of most files."""
+"""Less common layouts of GGUF files: scales in tensors of their own, and gates and ups in one tensor."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from moeserve.errors import CheckpointError
 from moeserve.models.gguf_reader import StoredArray
 
 _GATE_UP = ".ffn_gate_up_exps."
-_SCALE = ".scale"  # of NVFP4: one for a matrix, or for each expert
-_UNUSED = ".input_scale"  # of activations, which are not quantised
+_SCALE = ".scale"  # in files with NVFP4: one number for a matrix, or one for each expert
+_UNUSED = ".input_scale"  # for quantised activations; ours are not quantised
 
 
 def resolved(stored: Iterable[tuple[Path, StoredArray]]) -> list[tuple[Path, StoredArray]]:
-    """Return tensors with their scales, and gates apart from ups.
+    """Return tensors with their scales applied, and with gates and ups as separate tensors.
 
     Raises:
         CheckpointError: a scale does not fit its tensor, or rows of gate and up are not pairs.
@@ -47,7 +47,7 @@ def _scaled(array: StoredArray, scale: StoredArray) -> StoredArray:
 
 
 def _halves(array: StoredArray) -> list[StoredArray]:
-    """Return gates and ups [E, I, ...] of a tensor [E, 2 * I, ...]."""
+    """Divide a tensor [E, 2 * I, ...] into gates and ups, [E, I, ...] each."""
     if len(array.shape) < 2 or array.shape[1] % 2:
         raise CheckpointError(f"{array.path}: tensor {array.name!r} of shape {list(array.shape)} has no halves")
     num_experts, num_rows, *others = array.shape

@@ -1,4 +1,4 @@
-"""Names of tensors: a GGUF file has the same for every family, which are translated to one scheme."""
+"""Names of tensors in GGUF files, which are the same for every family, and their translation to the model's names."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MODEL_NAMES = {
     "token_embd_norm": "model.norm",  # the name in files of LFM2
     "output": "lm_head",
 }
-# Names of a layer's tensors before `.weight` or `.bias`
+# Names of tensors in a layer, without the ending `.weight` or `.bias`.
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
@@ -76,7 +76,7 @@ _LAYER_NAMES = {
     "nextn.shared_head_head": "shared_head.head",
     "nextn.shared_head_norm": "shared_head.norm",
 }
-# Names that lose their ending
+# Names with their endings, whose translation has no ending.
 _WHOLE_NAMES = {
     "exp_probs_b": "mlp.gate.e_score_correction_bias",
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
@@ -109,16 +109,16 @@ _LAYERS = {
     "NemotronHForCausalLM": LayerNames(feed_forward_norm="input_layernorm", recurrent="self_attn"),
 }
 _IN_LAYER = re.compile(r"blk\.(\d+)\.(.+?)(\.weight|\.bias)?")
-_OF_EXPERT = re.compile(r"ffn_(gate|up|down)\.(\d+)")  # files of 2023 have a tensor for each expert
+_OF_EXPERT = re.compile(r"ffn_(gate|up|down)\.(\d+)")  # files from 2023 store each expert as a tensor of its own
 
 
 @dataclass(frozen=True)
 class GgufName:
     """The name of a tensor in a GGUF file, in parts: blk.3.attn_q.weight."""
 
-    prefix: str  # of the model's names: "model.layers.3." or nothing
+    prefix: str  # how the model's name begins: "model.layers.3.", or "" for tensors outside layers
     kind: str  # "attn_q"
-    end: str  # ".weight", ".bias" or nothing
+    end: str  # ".weight", ".bias" or ""
 
     @classmethod
     def parse(cls, name: str) -> GgufName:
@@ -139,7 +139,7 @@ class GgufName:
 
 
 def with_gguf_names(family: Family) -> Family:
-    """Return a family whose tensors have the names that GGUF's are translated to, and are as they are used."""
+    """Return a family with the names that `GgufName.translated` returns, whose tensors are used as they are stored."""
     return dataclasses.replace(
         family,
         names=(_EXPERTS,),

@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
 INSTALL_GGUF = "pip install 'moeserve[demo]'"
 
-MAX_TENSORS = 2**16  # more than 256 experts in 64 layers have, each in three tensors
-MAX_ENTRIES = 2**16  # of the metadata
-MAX_ITEMS = 2**22  # of a list, such as the vocabulary
+MAX_TENSORS = 2**16  # 256 experts in 64 layers, with three tensors each, are 49152
+MAX_ENTRIES = 2**16  # in the metadata of a file
+MAX_ITEMS = 2**22  # maximum length of a list, such as the vocabulary
 MAX_DIMS = 4
 MAX_ALIGNMENT = 2**20
 
 _VERSIONS = (2, 3)
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 _PLACES = [struct.Struct(f"<{num_dims}QIQ") for num_dims in range(MAX_DIMS + 1)]  # a tensor's sizes, type and offset
-_STRING, _LIST = 8, 9  # types of metadata
-_NUMBERS = {  # numpy's types of the others
+_STRING, _LIST = 8, 9  # numbers of the types of metadata
+_NUMBERS = {  # numpy's names of the other types
     **{0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?"},
     **{10: "<u8", 11: "<i8", 12: "<f8"},
 }
@@ -198,7 +198,7 @@ class _Header:
         raise CheckpointError(f"{self._path} is damaged or incomplete ({size} bytes): {why}; fetch it again")
 
     def read_start(self) -> tuple[int, int]:
-        """Return the number of tensors and of entries of the metadata."""
+        """Read the start of the file. Return the number of tensors, and the number of metadata entries."""
         magic = bytes(self._data[:4])
         if magic != b"GGUF":
             if bytes(self._data[: len(_LFS_POINTER)]) == _LFS_POINTER:

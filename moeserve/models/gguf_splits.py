@@ -1,4 +1,4 @@
-"""How byte-level vocabularies of GGUF files split text into words, by the name in `tokenizer.ggml.pre`.
+"""Splits of text into words, by the name in `tokenizer.ggml.pre`, for the byte-level vocabularies of GGUF files.
 
 Converters write a name instead of the split. The patterns are those of the tokenizers that the models were published
 with; some apply several one after the other. Names: those that llama.cpp's converter writes.

@@ -109,7 +109,7 @@ def _chat_templates(metadata: Mapping[str, Any]) -> str | list[dict[str, str]] |
 
 
 def _without_duplicates(tokens: list[str]) -> list[str]:
-    """Return tokens of which each but the first with the same text has another name, which no text contains."""
+    """Return tokens without duplicates: later ones with the same text get names that do not occur in texts."""
     first_ids: dict[str, int] = {}
     return [
         token if first_ids.setdefault(token, token_id) == token_id else f"\ue000{token_id}"

@@ -44,7 +44,7 @@ def of_transformers(reference: Any, prompt_ids: list[int], **options: Any) -> li
 
 
 def test_bad_words_are_those_that_transformers_excludes(llm: LLM, reference: Any) -> None:
-    """Words of one to three letters, each taken from the outputs without it."""
+    """Each round excludes words of one to three letters from the outputs of the round before."""
     codec = llm.codec
     assert codec is not None
     letters = codec.encode("abcdefghij klmnop")  # so that the random model writes text

@@ -380,10 +380,11 @@ def test_an_async_llm_is_used_as_in_vllm(folder: str, llm: LLM) -> None:
     assert AsyncLLMEngine is AsyncLLM
 
 
-def test_modules_have_the_names_of_vllms() -> None:
+def test_modules_have_the_names_of_vllms(llm: LLM) -> None:
     from moeserve.distributed import cleanup_dist_env_and_memory
     from moeserve.engine.arg_utils import AsyncEngineArgs as SameArgs
     from moeserve.inputs import TokensPrompt as SamePrompt
+    from moeserve.platforms import current_platform
     from moeserve.sampling_params import BeamSearchParams as SameBeams
     from moeserve.sampling_params import GuidedDecodingParams, StructuredOutputsParams
     from moeserve.utils import FlexibleArgumentParser, get_open_port
@@ -393,4 +394,7 @@ def test_modules_have_the_names_of_vllms() -> None:
     assert GuidedDecodingParams is StructuredOutputsParams
     assert issubclass(FlexibleArgumentParser, argparse.ArgumentParser)
     assert 0 < get_open_port() < 2**16
+    assert current_platform.device_type == llm.config.device
+    assert current_platform.is_cpu()
+    assert not any(getattr(current_platform, f"is_{other}")() for other in ("cuda", "cuda_alike", "rocm"))
     cleanup_dist_env_and_memory()

@@ -16,6 +16,7 @@ import huggingface_hub.constants
 import pytest
 from gguf_families import write_family
 from hub_server import TOKEN, Hub, hub_on_loopback
+from ray_clusters import ray_with_cpus
 from reference_models import Reference
 from server_process import serving
 from tiny_model import save_tiny_model
@@ -462,6 +463,17 @@ def test_hosts_of_a_cluster_have_caches_of_their_own_and_one_commit(
     assert hub.requests == []
     own = dataclasses.replace(config, hub_model=None)
     assert on_this_host(own) == own
+
+
+def test_ranks_in_a_ray_cluster_read_what_the_driver_has_fetched(hub: Hub, model: Path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=8)
+    with LLM(str(model)) as llm:
+        expected = llm.generate("a b", params)[0].outputs[0].token_ids
+    find_model(NAME).fetch()
+    hub.requests.clear()
+    with ray_with_cpus(2), LLM(NAME, executor="ray", tensor_parallel_size=2, num_threads=1) as llm:
+        assert llm.generate("a b", params)[0].outputs[0].token_ids == expected
+    assert [each for each in hub.requests if "/org/" in each] == [f"GET /api/models/{NAME}/revision/main"]
 
 
 def test_upcycling_a_model_of_a_hub(hub: Hub, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def an_expert_a_tensor(tensors: Tensors) -> Tensors:
-    """The layout of 2023."""
+    """Return tensors in the layout of files from 2023, which have one tensor for each expert."""
     found = {}
     for name, values in tensors.items():
         if (match := re.fullmatch(r"(blk\.\d+\.ffn_(?:gate|up|down))_exps\.weight", name)) is None:
@@ -50,7 +50,7 @@ def as_float64(tensors: Tensors) -> Tensors:
 
 
 def gates_with_ups(tensors: Tensors) -> Tensors:
-    """The layout of the converter's option --fuse-gate-up-exps."""
+    """Return tensors in the layout that the converter's option --fuse-gate-up-exps writes."""
     found = dict(tensors)
     for name in tensors:
         if ".ffn_gate_exps." in name:
