@@ -32,7 +32,7 @@ print(json.dumps(errors))
 """
 # Each is too large by itself, or fits by itself but not beside the others. The error has all of these texts.
 TOO_LARGE: list[tuple[dict[str, Any], list[str]]] = [
-    ({"kv_cache_memory": "500GiB"}, ["kv_cache_memory=536870912000", "500 GiB", "are free"]),
+    ({"kv_cache_memory": "4GiB"}, ["kv_cache_memory=4294967296", "4.00 GiB", "are free"]),
     ({"kv_host_memory": "500GiB"}, ["kv_host_memory=536870912000", "500 GiB", "are free"]),
     ({"max_num_seqs": 2**31 - 1}, ["max_num_seqs=2147483647", "are free", "requests fit"]),
     (
