@@ -17,7 +17,7 @@ from moeserve.scheduling.request_cache import CachedRequest, RequestCache
 from moeserve.scheduling.scheduler_config import SchedulerConfig
 from moeserve.scheduling.state_pool import StatePool
 
-NewBlocks: TypeAlias = list[list[int]]  # by group: blocks that are appended to a request's table
+NewBlocks: TypeAlias = list[list[int]]  # by group: blocks that are appended to a request's table; empty: none
 ToStore: TypeAlias = list[tuple[ItemKey, int]]  # items that a store behind the cache should keep, with their places
 
 
@@ -166,15 +166,18 @@ class CacheManager:
     def fits(self, request: CachedRequest, num_tokens: int) -> bool:
         """Return True if enough blocks are free for the next tokens of a request."""
         num_new = self._num_new_blocks(request, num_tokens)
-        return all(num_new <= pool.num_free for _, pool in self._groups)
+        return not num_new or all(num_new <= pool.num_free for _, pool in self._groups)
 
     def extend(self, request: CachedRequest, num_tokens: int) -> NewBlocks:
-        """Allocate and return the blocks that a request needs for its next tokens. They must fit."""
-        num_new, cache = self._num_new_blocks(request, num_tokens), request.cache
+        """Allocate and return the blocks that a request needs for its next tokens, if any. They must fit."""
+        num_new, cache, end = self._num_new_blocks(request, num_tokens), request.cache, request.num_planned + num_tokens
+        if end > cache.num_positions:
+            cache.num_positions = end
+        if not num_new:
+            return []
         added = [pool.allocate(num_new) for _, pool in self._groups]
         for table, block_ids in zip(cache.tables, added, strict=True):
             table += block_ids
-        cache.num_positions = max(cache.num_positions, request.num_planned + num_tokens)
         return added
 
     def register(self, request: CachedRequest) -> CacheStart:
@@ -264,7 +267,8 @@ class CacheManager:
                     group.pool.register(table[index], digest)
                     if group.pool is self.pool or self._is_likely(request, group, index):
                         to_store.append((ItemKey(group.rule.kind, digest), table[index]))
-        self._drop_unneeded(request)
+        if len(self._groups) > 1:
+            self._drop_unneeded(request)
         return to_store
 
     def release(self, request: CachedRequest) -> ToStore:

@@ -388,7 +388,7 @@ class Scheduler:
     def _allocate(self, request: LiveRequest, num_tokens: int, new_blocks: list[tuple[int, NewBlocks]]) -> None:
         """Allocate the blocks that a running request needs for its next tokens. Enough must be free."""
         added = self._caches.extend(request, num_tokens)
-        if added[0] and request.is_registered:  # else its registration has all of them
+        if added and request.is_registered:  # else its registration has all of them
             new_blocks.append((request.slot, added))
 
     def _take_drafts(
