@@ -22,6 +22,7 @@ from moeserve.server.errors import ApiError, error_answer
 from moeserve.server.hosts import Hosts
 from moeserve.server.keys import Keys
 from moeserve.server.nesting import require_nesting
+from moeserve.server.surrogates import replace_lone_surrogates
 
 access_log = logging.getLogger("moeserve.access")
 
@@ -167,6 +168,7 @@ class _Body:
             if self._content and most:
                 _require_json(headers)
                 await _in_pieces(require_nesting(self._content) or ())
+                await _in_pieces(replace_lone_surrogates(self._content))
         except asyncio.CancelledError:
             if self._error is None:
                 raise
