@@ -205,6 +205,36 @@ HISTORIES: dict[str, tuple[Any, str]] = {  # items, and a text of the prompt
         ],
         "tool: FILES",
     ),
+    "output that has the id of its call": (
+        [
+            {"type": "local_shell_call", "id": "l", "call_id": "c", "action": {"type": "exec", "command": ["ls"]}},
+            {"type": "local_shell_call_output", "id": "c", "output": "FILES"},
+        ],
+        "tool: FILES",
+    ),
+    "call with its output": (
+        [{"type": "mcp_call", "id": "m", "server_label": "s", "name": "sum", "arguments": "{}", "output": "RESULT"}],
+        "tool: RESULT",
+    ),
+    "call with its outputs": (
+        [{"type": "code_interpreter_call", "id": "i", "code": "1+1", "outputs": [{"type": "logs", "logs": "LOGS"}]}],
+        'tool: [{"type": "logs", "logs": "LOGS"}]',
+    ),
+    "call with its results": (
+        [{"type": "file_search_call", "id": "f", "queries": ["q"], "results": [{"file_id": "1", "text": "PAGE"}]}],
+        "tool: PAGE",
+    ),
+    "summary": (
+        [{"type": "compaction_summary", "summary": [{"type": "summary_text", "text": "SUM"}]}],
+        "user: SUM",
+    ),
+    "calls without ids": (
+        [
+            {"type": "function_call", "name": "view", "arguments": "{}"},
+            {"type": "function_call_output", "output": "DONE"},
+        ],
+        "tool: DONE",
+    ),
     "message of an agent": (
         [{"type": "agent_message", "author": "a", "content": [{"type": "input_text", "text": "REPORT"}]}],
         "user: REPORT",

@@ -171,7 +171,7 @@ def test_integers_may_be_floats_and_effort_has_all_levels(plain: RunningServer) 
     ("path", "fields", "name"),
     [
         ("/v1/responses", {"input": "Hi", "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools.0.name"),
-        ("/v1/responses", {"input": [{"type": "function_call_output", "output": "a"}]}, "input.0.call_id"),
+        ("/v1/responses", {"input": [{"type": "item_reference"}]}, "input.0.id"),
         ("/v1/chat/completions", {"messages": QUESTION, "tools": [{"function": {"name": None}}]},
          "tools.0.function.name"),
         ("/v1/chat/completions", {"messages": [{"role": None, "content": "a"}]}, "messages.0.role"),

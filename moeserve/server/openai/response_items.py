@@ -16,6 +16,7 @@ from moeserve.server.errors import ApiError
 from moeserve.server.openai.response_tools import OfferedTools, arguments_of_input
 from moeserve.server.schema import Body, Bounded
 
+RESULTS = ("output", "outputs", "results", "error")  # fields of items that hold the result of a call
 REASONING_PREFIX = "moeserve1."  # begins the reasoning that this server returns as encrypted_content
 
 
@@ -59,7 +60,7 @@ class CallItem(Body):
     """A call of a function, which has arguments, or of a custom tool, which has an input."""
 
     type: Literal["function_call", "custom_tool_call"]
-    call_id: HistoryText
+    call_id: HistoryText = ""
     name: HistoryText = ""
     namespace: str | None = None
     arguments: HistoryText = ""
@@ -73,7 +74,7 @@ class CallItem(Body):
 
 class CallOutputItem(Body):
     type: Literal["function_call_output", "custom_tool_call_output"]
-    call_id: HistoryText
+    call_id: HistoryText = ""
     output: Content = ""
 
 
@@ -173,18 +174,25 @@ def _add_call(messages: list[dict[str, Any]], call_id: str, name: str, arguments
 
 
 def _add_other(messages: list[dict[str, Any]], item: OtherItem) -> None:
-    """Add an item of another kind. Those that are neither calls of the client's tools nor texts are left out."""
+    """Add an item of another kind. Leave out a call that only its provider runs, if it has no result."""
     fields = item.model_extra or {}
-    call_id = fields.get("call_id")
-    rest = {name: value for name, value in fields.items() if name not in ("id", "call_id", "status")}
-    if isinstance(call_id, str) and item.type.endswith("_call"):
-        _add_call(messages, call_id, item.type.removesuffix("_call"), json.dumps(rest, ensure_ascii=False))
-    elif isinstance(call_id, str) and item.type.endswith("_output"):
-        output = fields.get("output", rest)
-        text = found_text(output) or json.dumps(output, ensure_ascii=False)
-        messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
-    elif text := found_text(fields.get("content")):
+    call_id, item_id = (value if isinstance(value := fields.get(name), str) else "" for name in ("call_id", "id"))
+    result = next((value for name in RESULTS if (value := fields.get(name)) is not None), None)
+    rest = {name: value for name, value in fields.items() if name not in ("id", "call_id", "status", *RESULTS)}
+    if item.type.endswith("_call") and (call_id or result is not None):
+        name = item.type.removesuffix("_call")
+        _add_call(messages, call_id or item_id, name, json.dumps(rest, ensure_ascii=False))
+        if result is not None:
+            _add_result(messages, call_id or item_id, result)
+    elif item.type.endswith("_output"):
+        _add_result(messages, call_id or item_id, rest if result is None else result)
+    elif text := found_text(fields.get("content")) or found_text(fields.get("summary")):
         messages.append({"role": "user", "content": text})
+
+
+def _add_result(messages: list[dict[str, Any]], call_id: str, result: Any) -> None:
+    text = found_text(result) or json.dumps(result, ensure_ascii=False)
+    messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
 
 
 def _assistant(messages: list[dict[str, Any]], unless: str | None = None) -> dict[str, Any]:
