@@ -14,9 +14,9 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 import numpy as np
 
-from moeserve.config import vllm_sampling
 from moeserve.config.descriptions import argument_section, bound, extended
 from moeserve.config.settings import LIMITS
+from moeserve.config.vllm_options import SAMPLING_PARAMETERS, require_harmless
 from moeserve.errors import RequestError, nearest, shown
 from moeserve.structured_outputs import OutputGrammar, StructuredOutputsParams, checked
 
@@ -229,6 +229,12 @@ def _unknown(name: str, known: Iterable[str]) -> str:
     return f"unknown sampling parameter {name!r}: {hint}"
 
 
+def _require_harmless(name: str, value: Any, num_outputs: int) -> None:
+    """Raise RequestError for a value of a parameter of SAMPLING_PARAMETERS that would change the output."""
+    if name != "best_of" or value != num_outputs:
+        require_harmless(SAMPLING_PARAMETERS, **{name: value})
+
+
 def _refusing_unknown_names(cls: type[T]) -> type[T]:
     """Make a dataclass suggest the nearest known keyword for an unknown one, and accept vLLM's harmless parameters."""
     generated_init = cls.__init__
@@ -239,8 +245,8 @@ def _refusing_unknown_names(cls: type[T]) -> type[T]:
     def init(self: Any, **parameters: Any) -> None:
         own = {}
         for name, value in parameters.items():
-            if name in vllm_sampling.NAMES:
-                vllm_sampling.require_harmless(name, value, parameters.get("n", 1))
+            if name in SAMPLING_PARAMETERS:
+                _require_harmless(name, value, parameters.get("n", 1))
                 continue
             if name not in accepted:
                 raise RequestError(_unknown(name, known))
@@ -351,8 +357,8 @@ class SamplingParams:
     )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in vllm_sampling.NAMES:
-            vllm_sampling.require_harmless(name, value, self.n)
+        if name in SAMPLING_PARAMETERS:
+            _require_harmless(name, value, self.n)
             return
         name = _OTHER_NAMES.get(name, name)
         if name not in _CHECKS:

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import msgspec
 
-from moeserve.config import harmless_settings
+from moeserve.config import vllm_options
 from moeserve.config.descriptions import default_of
 from moeserve.config.settings import Settings
 from moeserve.config.validation import allowed_values
@@ -90,7 +90,7 @@ def lines() -> Iterator[str]:
             wrapped = textwrap.wrap(f'"""{text}"""', 112, break_long_words=False, break_on_hyphens=False)
             yield from (f"    {line}" for line in wrapped)
     yield "    # Settings of vLLM of which only values that change nothing are accepted"
-    yield from (f"    {name}: Any" for name in sorted(harmless_settings.NAMES))
+    yield from (f"    {name}: Any" for name in sorted(vllm_options.SETTINGS))
 
 
 def source() -> str:

@@ -21,6 +21,7 @@ from moeserve.api.startup import TextParts, start_engine, tokenizer_of
 from moeserve.config.resolve import shown_layout
 from moeserve.config.settings import EngineConfig
 from moeserve.config.validation import parse_settings
+from moeserve.config.vllm_options import ARGUMENTS, require_harmless
 from moeserve.errors import EngineError
 from moeserve.outputs import RequestOutput
 from moeserve.sampling_params import SamplingParams
@@ -158,7 +159,8 @@ class AsyncLLM:
             QueueFullError: too many requests are in flight; see `max_queued_requests`.
             EngineError: a step failed and ended the request, or the engine has failed or was shut down.
         """
-        vllm_calls.require_harmless(
+        require_harmless(
+            ARGUMENTS,
             lora_request=lora_request,
             tokenization_kwargs=tokenization_kwargs,
             trace_headers=trace_headers,

@@ -22,6 +22,7 @@ from moeserve.api.startup import start_engine, tokenizer_of
 from moeserve.config.resolve import shown_layout
 from moeserve.config.settings import EngineConfig
 from moeserve.config.validation import parse_settings
+from moeserve.config.vllm_options import ARGUMENTS, require_harmless
 from moeserve.errors import MoeserveError, RequestError, SettingsError, shown
 from moeserve.expert_placement.placement import Placement, write_placements
 from moeserve.interrupts import interrupts_deferred
@@ -139,8 +140,8 @@ class LLM:
             EngineError: a prompt failed, or the engine has failed or was shut down. Unless the engine has failed, the
                 other prompts finish before this is raised. The `outputs` of the error are those of all prompts.
         """
-        vllm_calls.require_harmless(
-            lora_request=lora_request, priority=priority, tokenization_kwargs=tokenization_kwargs
+        require_harmless(
+            ARGUMENTS, lora_request=lora_request, priority=priority, tokenization_kwargs=tokenization_kwargs
         )
         if (prompts is None) == (prompt_token_ids is None):
             raise RequestError("give either prompts or prompt_token_ids", parameter="prompt")
@@ -203,6 +204,9 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template_content_format: Any = "auto",
+        tokenization_kwargs: Any = None,
+        mm_processor_kwargs: Any = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several.
 
@@ -211,10 +215,19 @@ class LLM:
             sampling_params, use_tqdm, lora_request: as for `generate`.
             chat_template, tools, add_generation_prompt, continue_final_message, chat_template_kwargs: as for
                 `chat_prompt`.
+            chat_template_content_format, tokenization_kwargs, mm_processor_kwargs: not supported; must be left out,
+                None or "auto".
 
         Raises:
             RequestError, EngineError: as for `generate`. Also RequestError if there is no chat template.
         """
+        require_harmless(
+            ARGUMENTS,
+            lora_request=lora_request,
+            chat_template_content_format=chat_template_content_format,
+            tokenization_kwargs=tokenization_kwargs,
+            mm_processor_kwargs=mm_processor_kwargs,
+        )
         given: object = messages
         if isinstance(given, str):
             raise RequestError(f"messages={shown(given)} must be a list of messages; pass a text to generate")
@@ -231,7 +244,7 @@ class LLM:
             )
             for conversation in conversations
         ]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def beam_search(
         self,
@@ -255,7 +268,7 @@ class LLM:
         Raises:
             RequestError, EngineError: as for `generate`.
         """
-        vllm_calls.require_harmless(lora_request=lora_request)
+        require_harmless(ARGUMENTS, lora_request=lora_request)
         frontend = self.session.frontend
         encoded = [prompt.token_ids for prompt, _ in frontend.encode(prompts, SamplingParams())]
         with ProgressBar(total=params.max_tokens, desc="tokens", disable=None if use_tqdm else True) as progress:

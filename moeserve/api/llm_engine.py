@@ -15,6 +15,7 @@ from moeserve.api.signatures import lists_settings
 from moeserve.api.startup import TextParts, start_engine, tokenizer_of
 from moeserve.config.settings import EngineConfig
 from moeserve.config.validation import parse_settings
+from moeserve.config.vllm_options import ARGUMENTS, require_harmless
 from moeserve.errors import RequestError, shown
 from moeserve.outputs import RequestOutput
 
@@ -112,7 +113,8 @@ class LLMEngine:
             RequestError: the prompt, a parameter or the id cannot be served.
             QueueFullError: too many requests are in flight; see `max_queued_requests`.
         """
-        vllm_calls.require_harmless(
+        require_harmless(
+            ARGUMENTS,
             lora_request=lora_request,
             tokenization_kwargs=tokenization_kwargs,
             trace_headers=trace_headers,

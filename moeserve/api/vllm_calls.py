@@ -1,10 +1,8 @@
-"""Methods and arguments of vLLM that moeserve does not have: errors that name them and say what to do."""
+"""Methods of vLLM that moeserve does not have: errors that name them and say what to do."""
 
 from __future__ import annotations
 
-from typing import Any
-
-from moeserve.errors import RequestError, UnsupportedError, shown
+from moeserve.errors import UnsupportedError
 
 _POOLING = "models generate text only; log-probabilities score texts (SamplingParams(prompt_logprobs=0))"
 METHODS = {
@@ -27,21 +25,3 @@ def missing_attribute(owner: str, name: str) -> AttributeError:
     if name in METHODS:
         return UnsupportedError(f"{owner}.{name} is not supported: {METHODS[name]}")
     return AttributeError(f"{owner!r} object has no attribute {name!r}")
-
-
-def require_harmless(**arguments: Any) -> None:
-    """Raise RequestError for an argument of vLLM's methods that is not supported, unless its value changes nothing."""
-    for name, value in arguments.items():
-        values = value if isinstance(value, (list, tuple)) else [value]
-        if any(each is not None and each != 0 and each != {} for each in values):
-            raise RequestError(f"{name}={shown(value)} is not supported: {_ARGUMENTS[name]}", parameter=name)
-
-
-_ARGUMENTS = {
-    "lora_request": "LoRA is not supported; merge the adapter into the checkpoint",
-    "priority": "requests are served in the order of their arrival; give 0 or leave it out",
-    "tokenization_kwargs": "use SamplingParams(truncate_prompt_tokens=...), or pass token ids",
-    "mm_processor_kwargs": "models read texts only; leave it out",
-    "trace_headers": "only moeserve serve traces requests; leave it out",
-    "data_parallel_rank": "requests go to the replica with the least work; leave it out",
-}

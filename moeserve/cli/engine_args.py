@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from moeserve.cli.parser import add_flags
+from moeserve.cli.parser import add_flags, add_vllm_flags
 from moeserve.config.settings import (
     CacheSettings,
     ModelSettings,
@@ -67,6 +67,7 @@ class EngineArgs(
         """
         for group in (*Settings.groups().values(), VllmSettings):
             add_flags(parser.add_argument_group(group.__doc__), group)
+        add_vllm_flags(parser)
         return parser
 
     @classmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin, 
 from moeserve.config.settings import CacheDtypeName, ModelSettings, PositiveInt, Settings
 from moeserve.config.validation import convert, read_json_text
 from moeserve.config.vllm_names import VllmSettings
+from moeserve.config.vllm_options import SETTINGS, SWITCHES, own_value, refusal
 from moeserve.errors import SettingsError, nearest
 
 if TYPE_CHECKING:
@@ -114,6 +116,10 @@ SHORT_FLAGS = {  # as in vLLM
     "data_parallel_size": "-dp",
     "pipeline_parallel_size": "-pp",
 }
+# Flags with one or more values, as in vLLM.
+SEVERAL_VALUES = frozenset(
+    ["served_model_name", "cuda_graph_sizes", "cudagraph_capture_sizes", "allowed_media_domains", "ignore_patterns"]
+)
 
 
 def add_flags(group: Any, settings: type, without: Iterable[str] = (), *, shows_defaults: bool = True) -> None:
@@ -128,11 +134,14 @@ def add_flags(group: Any, settings: type, without: Iterable[str] = (), *, shows_
             options["action"] = argparse.BooleanOptionalAction
         elif get_origin(expected) is Literal:
             options |= {"choices": get_args(expected), "metavar": _metavar(field.name)}
+            options["type"] = functools.partial(own_value, field.name)
             options["help"] += f" [{', '.join(get_args(expected))}]"
         elif expected in (list[int], list[PositiveInt] | None):
             options |= {"action": "extend", "type": reader(list[int]), "metavar": "N[,N...]"}
         elif "list" in str(expected):
             options |= {"action": "append", "type": reader(str), "metavar": "TEXT"}
+            if field.name in SEVERAL_VALUES:
+                options["nargs"] = "+"
             options["help"] += "; may be given several times"
         else:
             options |= {"type": reader(expected), "metavar": _metavar(field.name)}
@@ -141,6 +150,45 @@ def add_flags(group: Any, settings: type, without: Iterable[str] = (), *, shows_
         options["help"] = options["help"].replace("%", "%%")
         short = [SHORT_FLAGS[field.name]] if field.name in SHORT_FLAGS else []
         group.add_argument(*short, f"--{field.name.replace('_', '-')}", **options)
+
+
+class _VllmFlag(argparse.Action):
+    """A setting of vLLM that does not exist here. A value that would change something is an error."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        value = not str(option_string).startswith("--no-") if self.nargs == 0 else values
+        if (reason := refusal(SETTINGS, self.dest, value)) is not None:
+            raise argparse.ArgumentError(self, reason)
+        setattr(namespace, self.dest, value)
+
+
+def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the settings of vLLM that do not exist here, without help, unless the parser has such flags."""
+    for name in SETTINGS:
+        flag = f"--{name.replace('_', '-')}"
+        if flag in parser._option_string_actions:
+            continue
+        options: dict[str, Any] = {"type": _json_or_text, "nargs": "+" if name in SEVERAL_VALUES else None}
+        flags = [flag]
+        if name in SWITCHES:
+            options = {"nargs": 0}
+            flags.append(f"--no-{flag[2:]}")
+        parser.add_argument(
+            *flags, dest=name, action=_VllmFlag, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **options
+        )
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return read_json_text(text)
+    except ValueError:
+        return None if text == "None" else text
 
 
 def add_engine_flags(command: Parser) -> None:
@@ -153,6 +201,7 @@ def add_engine_flags(command: Parser) -> None:
         "variables MOESERVE_<NAME> take precedence",
     )
     command.add_settings(*Settings.groups().values(), VllmSettings)
+    add_vllm_flags(command)
 
 
 def engine_settings(options: argparse.Namespace) -> dict[str, Any]:

@@ -36,6 +36,7 @@ def add_arguments(command: Parser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
+    _find_model(options)
     settings, engine = ServerSettings(**given(options, ServerSettings)), engine_settings(options)
     start_log(settings.log_level.upper(), settings.log_format, force=True)
     routes = given(options, RouterSettings)
@@ -53,6 +54,15 @@ def run(options: argparse.Namespace) -> None:
             serve(settings, engine)
     except ImportError as error:
         raise missing_extra("the server needs FastAPI, uvicorn and others", "server", error) from None
+
+
+def _find_model(options: argparse.Namespace) -> None:
+    """Join the names of each --served-model-name. If no model is given, take the last of several names for it."""
+    if "served_model_name" in options.on_command_line:
+        groups: list[list[str]] = options.served_model_name
+        if "model" not in options and len(groups[-1]) > 1:
+            options.model = groups[-1].pop()
+        options.served_model_name = [name for names in groups for name in names]
 
 
 def _require_router(routes: dict[str, Any], others: list[str]) -> None:

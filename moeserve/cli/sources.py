@@ -14,6 +14,7 @@ from typing import Any, get_type_hints
 from moeserve.config.environment import setting_variables
 from moeserve.config.validation import check, convert, read_json_text
 from moeserve.config.vllm_names import OWN_NAMES
+from moeserve.config.vllm_options import SETTINGS, own_value, without_harmless
 from moeserve.errors import SettingsError, missing_extra, nearest, shown
 
 _EXPLANATION_OF_BOOL = "; YAML reads on, off, yes and no as True or False: write them in quotes"
@@ -78,14 +79,17 @@ def _of_file(
     seen: dict[str, str] = {}
     for key, value in _read_yaml(Path(path)).items():
         name = str(key).replace("-", "_")
-        if name not in group_of_setting:
+        if name not in group_of_setting and name not in SETTINGS:
             hint = nearest(name, group_of_setting, otherwise="see --help")
             raise SettingsError(f"{path}: unknown setting {shown(key)}: {hint}")
         if name in seen:
             raise SettingsError(f"{path}: {seen[name]} and {key} are the same setting; give one")
         seen[name] = str(key)
         try:
-            yield name, check(name, value, group_of_setting[name])
+            if name in group_of_setting:
+                yield name, check(name, own_value(name, value), group_of_setting[name])
+            else:
+                without_harmless({name: value})
         except SettingsError as error:
             raise SettingsError(f"{path}: {error}{_EXPLANATION_OF_BOOL * isinstance(value, bool)}") from None
 

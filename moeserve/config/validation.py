@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import msgspec
 
-from moeserve.config import harmless_settings, vllm_names
+from moeserve.config import vllm_names, vllm_options
 from moeserve.config.descriptions import bound
 from moeserve.config.settings import Settings
 from moeserve.errors import SettingsError, nearest, shown
@@ -28,7 +28,7 @@ def parse_settings(options: Mapping[str, Any]) -> Settings:
         SettingsError: an option is unknown (the message suggests the nearest name), has a wrong type, is out of range,
             or is also given by its vLLM name with another value.
     """
-    options = harmless_settings.without_harmless(options)
+    options = vllm_options.without_harmless(options)
     groups = Settings.groups()
     group_of_option = {field.name: name for name, group in groups.items() for field in dataclasses.fields(group)}
     known = {*group_of_option, *vllm_names.NAMES}

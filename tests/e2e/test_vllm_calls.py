@@ -112,6 +112,15 @@ def test_unsupported_arguments_are_refused_by_name(llm: LLM, arguments: dict[str
         llm.generate([PROMPT], GREEDY, prompt_token_ids=[1])
 
 
+def test_arguments_of_chat_are_accepted_with_values_that_change_nothing(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "Say hi"}]
+    harmless = {"chat_template_content_format": "auto", "tokenization_kwargs": None, "mm_processor_kwargs": {}}
+    assert token_ids_of(llm.chat(messages, GREEDY, **harmless)) == token_ids_of(llm.chat(messages, GREEDY))
+    for name, value in {**{key: {"a": 1} for key in harmless}, "lora_request": "one"}.items():
+        with pytest.raises(RequestError, match=name):
+            llm.chat(messages, GREEDY, **{name: value})
+
+
 def test_refused_methods_say_what_to_do(llm: LLM) -> None:
     names = [
         "collective_rpc",

@@ -16,8 +16,9 @@ from moeserve import cli
 from moeserve.api import default_model
 from moeserve.bench.commands import COMMAND_NAMES
 from moeserve.cli import generate
+from moeserve.cli.engine_args import EngineArgs
 from moeserve.cli.parser import Parser, add_cluster, cluster_of, given
-from moeserve.config.settings import Settings
+from moeserve.config.settings import ModelSettings, Settings
 from moeserve.config.validation import parse_settings
 from moeserve.config.vllm_names import VllmSettings
 from moeserve.sampling_params import SamplingParams
@@ -38,7 +39,8 @@ def parse_generate(*arguments: str) -> argparse.Namespace:
         (["generate", "--prompt", "x", "--gpu-memory-utilisation", "1"], ["--gpu-memory-utilization?"]),
         (["generate", "--prompt", "x", "--prom", "x"], ["--prompt?"]),  # no abbreviations
         (["generate", "--tp", "2", "question"], ["--tp", "-tp?"]),
-        (["generate", "--enable-lora", "--prompt", "x"], ["unknown flag --enable-lora: see --help"]),
+        (["generate", "--enable-lora", "--prompt", "x"], ["--enable-lora", "merge the adapter"]),
+        (["serve", "x", "--cpu-offload-gb", "4"], ["--cpu-offload-gb", "cpu_offload_gb=4"]),
         (["generate", "question", "--bogus", "x"], ["--bogus"]),
         (["generate"], ["prompt"]),
         (["generate", "owner/name"], ["prompt", "moeserve generate owner/name"]),
@@ -93,6 +95,8 @@ def test_wrong_command_lines_exit_with_status_2(
         (["simulate", "x", "--hardware", "h800"], ["--ranks", "--nodes"]),
         (["simulate", "x", "--hardware", "h800", "--ranks", "4", "--gpus-per-node", "2"], ["--gpus-per-node 2"]),
         (["viz", "no/such/loads.jsonl"], ["no/such/loads.jsonl"]),
+        (["serve", "no/such/folder", "--served-model-name", "a", "b"], ["no/such/folder"]),
+        (["serve", "--served-model-name", "a", "b", "no/such/folder"], ["no/such/folder"]),
     ],
 )
 def test_errors_are_one_line_and_status_1(
@@ -104,6 +108,24 @@ def test_errors_are_one_line_and_status_1(
     assert shown.count("\n") == 1
     for text in named:
         assert text in shown
+
+
+HARMLESS = [
+    *("--disable-log-requests", "--max-logprobs", "20", "--tokenizer-mode", "auto", "--task", "generate"),
+    *("--no-enable-lora", "--limit-mm-per-prompt", '{"image":0}', "--compilation-config", "3", "--cpu-offload-gb", "0"),
+    *("--guided-decoding-backend", "xgrammar", "--cuda-graph-sizes", "1", "2", "--disable-custom-all-reduce"),
+    *("--load-format", "safetensors", "--model-impl", "vllm"),
+]
+
+
+def test_flags_of_vllm_that_change_nothing_are_accepted() -> None:
+    options = parse_generate(*HARMLESS, "folder", "question")
+    assert (options.model_folder, options.prompt) == ("folder", ["question"])
+    assert parse_settings(given(options, *Settings.groups().values())) == Settings(
+        model=ModelSettings(model_impl="moeserve")
+    )
+    args = vars(EngineArgs.add_cli_args(argparse.ArgumentParser()).parse_args(HARMLESS))
+    parse_settings(args)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 
 import moeserve
 from moeserve.api.setting_arguments import SettingArguments
-from moeserve.config import harmless_settings
+from moeserve.config import vllm_options
 from moeserve.config.settings import Settings
 from moeserve.config.vllm_names import VllmSettings
 
@@ -70,7 +70,7 @@ def test_signatures_list_every_own_setting_with_its_default(kind: type) -> None:
 
 def test_types_of_arguments_are_those_of_the_settings() -> None:
     arguments = get_type_hints(SettingArguments)
-    assert {*arguments, "model"} == {field.name for field in SETTINGS} | harmless_settings.NAMES
+    assert {*arguments, "model"} == {field.name for field in SETTINGS} | vllm_options.SETTINGS.keys()
 
 
 def test_public_names_are_listed_before_they_are_imported() -> None:

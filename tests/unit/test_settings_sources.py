@@ -74,9 +74,17 @@ def test_nested_settings_of_a_file_are_those_of_the_python_api(file: Path) -> No
     assert engine_settings(read("other", "--config", str(file)))["model"] == "other"
 
 
+def test_settings_of_vllm_that_change_nothing_may_be_in_a_file(file: Path) -> None:
+    file.write_text("disable-log-requests: true\nmax_logprobs: 20\nload_format: safetensors\nlog_level: debug\n")
+    options = read("--config", str(file))
+    assert engine_settings(options) == {"load_format": "auto"}
+    assert given(options, ServerSettings) == {"log_level": "debug"}
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [
+        ("enable-lora: true", ["enable_lora=True", "merge the adapter"]),
         ("prt: 1", ["'prt'", "'port'"]),
         ("speculative_config: {methd: ngram}", ["speculative_config"]),
         ("port: many", ["port='many'", "an integer from 0"]),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from moeserve.config import harmless_settings
+from moeserve.config import vllm_options
 from moeserve.config.settings import Settings
 from moeserve.config.validation import parse_length, parse_settings
 from moeserve.config.vllm_names import NAMES
@@ -66,7 +66,7 @@ def test_values_that_would_change_something_are_refused_by_name(name: str, value
 
 def test_no_name_has_two_meanings() -> None:
     own = {name for group in Settings.groups().values() for name in group.__dataclass_fields__}
-    assert not harmless_settings.NAMES & (own | NAMES)
+    assert not vllm_options.SETTINGS.keys() & (own | NAMES)
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,34 @@
-"""Settings of vLLM that do not exist here: values that change nothing are accepted, others refused by name."""
+"""Options of vLLM that do not exist here: values that change nothing are accepted, others refused by name."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from moeserve.config.vllm_option import VllmOption
-from moeserve.errors import SettingsError, shown
+from moeserve.errors import RequestError, SettingsError, shown
+
+
+@dataclass(frozen=True)
+class VllmOption:
+    """A setting, sampling parameter or argument of vLLM that moeserve does not have.
+
+    Attributes:
+        why: why other values than the harmless ones are refused, and what to do instead.
+        harmless: values that change nothing here; so do lists of them.
+        is_harmless: no value changes anything here.
+    """
+
+    why: str
+    harmless: tuple[Any, ...] = (None,)
+    is_harmless: bool = False
+
+    def accepts(self, value: Any) -> bool:
+        """Return True for a value that changes nothing here."""
+        if self.is_harmless or any(value is each or value == each for each in self.harmless):
+            return True
+        return isinstance(value, (list, tuple)) and all(map(self.accepts, value))
+
 
 NOTHING: tuple[Any, ...] = (None, False, 0, "", "auto", [], {}, ())
 
@@ -24,7 +46,7 @@ _POOLING = _setting("models generate text only", "generate", "none")
 _RANKS = _setting("one call starts all ranks; use data_parallel_size, executor and network_interface")
 _NO_CODE = _setting("code of others is not loaded into the engine")
 
-_SETTINGS = {
+SETTINGS = {
     **dict.fromkeys(
         (
             *("disable_log_requests", "enable_log_requests", "served_model_name", "use_tqdm_on_load"),
@@ -92,7 +114,48 @@ _SETTINGS = {
     "kv_offloading_size": _setting("use kv_host_memory"),
 }
 
-NAMES = frozenset(_SETTINGS)
+SAMPLING_PARAMETERS = {
+    "best_of": VllmOption("only as many outputs as are returned are computed; set n, and choose among the outputs"),
+    "use_beam_search": VllmOption("use LLM.beam_search", (None, False)),
+    "length_penalty": VllmOption("it belongs to beam search; use LLM.beam_search", (None, 1.0)),
+    "early_stopping": VllmOption("it belongs to beam search; use LLM.beam_search", (None, False)),
+    "logits_processors": VllmOption(
+        "code of requests is never run; use logit_bias, allowed_token_ids, bad_words or structured_outputs", (None, [])
+    ),
+    "extra_args": VllmOption("nothing reads such arguments; leave them out", (None, {})),
+    "spaces_between_special_tokens": VllmOption("no spaces are added between tokens", is_harmless=True),
+    "skip_clone": VllmOption("parameters are always copied", is_harmless=True),
+    "skip_reading_prefix_cache": VllmOption("it does not change the output; use cache_salt", is_harmless=True),
+    "output_text_buffer_length": VllmOption("text is held back while it may begin a stop string", is_harmless=True),
+    "stream_interval": VllmOption("a stream yields each new output", (None, 1)),
+    "flat_logprobs": VllmOption("log-probabilities are dicts", (None, False)),
+    "logprob_token_ids": VllmOption("use logprobs, also -1 for all tokens", (None, [])),
+    "prompt_logprob_token_ids": VllmOption("use prompt_logprobs, also -1 for all tokens", (None, [])),
+    "prompt_logprob_start": VllmOption("prompt_logprobs are those of the whole prompt", (None, 0)),
+    "routed_experts_prompt_start": VllmOption("experts of tokens are not returned", (None, 0)),
+    "thinking_token_budget": VllmOption("the length of reasoning is not limited; use max_tokens"),
+    "repetition_detection": VllmOption("use repetition_penalty or frequency_penalty"),
+    "watermarking": VllmOption("outputs have no watermark", (None, False)),
+}
+
+ARGUMENTS = {  # of methods
+    "lora_request": _LORA,
+    "priority": _setting("requests are served in the order of their arrival; give 0 or leave it out"),
+    "tokenization_kwargs": _setting("use SamplingParams(truncate_prompt_tokens=...), or pass token ids"),
+    "mm_processor_kwargs": _PICTURES,
+    "chat_template_content_format": _setting("contents have the form that the chat template reads; leave it out"),
+    "trace_headers": _setting("only moeserve serve traces requests; leave it out"),
+    "data_parallel_rank": _setting("requests go to the replica with the least work; leave it out"),
+}
+
+# Settings whose flags have no value.
+SWITCHES = frozenset(
+    [
+        *(name for name in SETTINGS if name.startswith(("enable_", "disable_", "use_", "skip_", "calculate_"))),
+        *("fully_sharded_loras", "interleave_mm_strings", "language_model_only", "kv_cache_metrics"),
+        *("cudagraph_metrics", "data_parallel_hybrid_lb", "data_parallel_external_lb", "fail_on_environ_validation"),
+    ]
+)
 # Values of moeserve's own settings that vLLM writes differently.
 _OTHER_VALUES: dict[str, dict[str, str]] = {
     "load_format": dict.fromkeys(("safetensors", "hf", "fastsafetensors"), "auto"),
@@ -117,11 +180,27 @@ def without_harmless(options: Mapping[str, Any]) -> dict[str, Any]:
     """
     kept = {}
     for name, value in options.items():
-        if (unknown := _SETTINGS.get(name)) is not None:
-            if not unknown.accepts(value):
-                raise SettingsError(f"{name}={shown(value)} is not supported: {unknown.why}")
-            continue
-        if value is None and name in _NONE_IS_DEFAULT:
-            continue
-        kept[name] = _OTHER_VALUES.get(name, {}).get(value, value) if isinstance(value, str) else value
+        if name in SETTINGS:
+            if (reason := refusal(SETTINGS, name, value)) is not None:
+                raise SettingsError(reason)
+        elif value is not None or name not in _NONE_IS_DEFAULT:
+            kept[name] = own_value(name, value)
     return kept
+
+
+def own_value(name: str, value: Any) -> Any:
+    """Return moeserve's value of a setting for one that vLLM may write differently."""
+    return _OTHER_VALUES.get(name, {}).get(value, value) if isinstance(value, str) else value
+
+
+def require_harmless(options: Mapping[str, VllmOption], **values: Any) -> None:
+    """Raise RequestError for a sampling parameter or an argument, unless its value changes nothing."""
+    for name, value in values.items():
+        if (reason := refusal(options, name, value)) is not None:
+            raise RequestError(reason, parameter=name, code="unsupported_parameter")
+
+
+def refusal(options: Mapping[str, VllmOption], name: str, value: Any) -> str | None:
+    """Return the message for a value that would change something; None for others."""
+    option = options[name]
+    return None if option.accepts(value) else f"{name}={shown(value)} is not supported: {option.why}"
