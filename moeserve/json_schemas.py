@@ -41,6 +41,7 @@ def servable_schema(schema: Any) -> Any:
     - Formats that are annotations are dropped, and so are keywords that restrict nothing here, such as
       `{"propertyNames": {"type": "string"}}`.
     - A property that may not be present (`{"not": {}}`) has the schema false.
+    - Branches of `anyOf` whose pattern has look-around are dropped if others remain.
     - The branches of a tagged union require their tag, which otherwise may be left out for its default.
     - Restrictions of the names of properties are written as properties, or as a pattern of them.
     - Bounds of numbers are at most 10^18.
@@ -173,6 +174,8 @@ def _exact(node: dict[str, Any], document: _Document) -> Any:
             node[name] = sign * _MOST
     if isinstance(node.get("pattern"), str):
         node["pattern"] = node["pattern"].replace(*_EMAIL_WITHOUT_LOOK_AROUND)
+    if isinstance(node.get("anyOf"), list):
+        node["anyOf"] = _without_look_around(node["anyOf"])
     if "propertyNames" in node:
         node = _with_named_properties(node, document)
     if isinstance(node.get("oneOf"), list):
@@ -222,16 +225,21 @@ def _with_tags(branches: list[Any], document: _Document) -> list[Any]:
     shared = set(constants[0]).intersection(*constants[1:])
     for tag in sorted(shared)[:_MOST_TAGS]:
         if len({repr(each[tag]) for each in constants}) == len(constants):
-            return [
-                branch if tag in target.get("required", ()) else {**branch, "required": [*_required(branch), tag]}
-                for branch, target in zip(branches, found, strict=True)
-            ]
+            return [_with_tag(*each, tag) for each in zip(branches, found, strict=True)]
     return list(branches)
 
 
-def _required(branch: Mapping[str, Any]) -> list[Any]:
-    required = branch.get("required")
-    return required if isinstance(required, list) else []
+def _with_tag(branch: Mapping[str, Any], target: Mapping[str, Any], tag: str) -> Mapping[str, Any]:
+    """Return a branch that requires its tag; one that is malformed unchanged, so that its place is reported.
+
+    Args:
+        target: the branch, or the part to which it refers.
+    """
+    required = branch.get("required", [])
+    for names in (required, target.get("required", [])):
+        if not isinstance(names, list) or tag in names:
+            return branch
+    return {**branch, "required": [*required, tag]}
 
 
 def _constants(branch: Mapping[str, Any]) -> dict[str, Any]:
@@ -257,6 +265,15 @@ def _relaxed(node: dict[str, Any], document: _Document) -> dict[str, Any]:
     return node
 
 
-def _has_look_around(schema: Mapping[str, Any]) -> bool:
-    pattern = schema.get("pattern")
+def _without_look_around(branches: list[Any]) -> list[Any]:
+    """Return the branches of anyOf without those whose pattern no grammar expresses, if others than null remain.
+
+    A decimal of pydantic, for example, may be a number, or a text with such a pattern.
+    """
+    kept = [branch for branch in branches if not _has_look_around(branch)]
+    return kept if any(branch != {"type": "null"} for branch in kept) else branches
+
+
+def _has_look_around(schema: Any) -> bool:
+    pattern = schema.get("pattern") if isinstance(schema, Mapping) else None
     return isinstance(pattern, str) and _LOOK_AROUND.search(pattern) is not None

@@ -15,11 +15,15 @@ TEMPLATE = (
 )
 
 
-def save_tiny_model(folder: Path) -> Path:
+def save_tiny_model(folder: Path, max_position_embeddings: int = 4096) -> Path:
     """Save a checkpoint whose vocabulary is all bytes, three special tokens, and the marks of reasoning."""
     make_reference(
         folder,
-        Shape("Mixtral", SHAPES["mixtral"].settings | dict(vocab_size=264, max_position_embeddings=4096), seed=5),
+        Shape(
+            "Mixtral",
+            SHAPES["mixtral"].settings | dict(vocab_size=264, max_position_embeddings=max_position_embeddings),
+            seed=5,
+        ),
     )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

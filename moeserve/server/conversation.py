@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from moeserve.parsers.deltas import ParsedDelta, ToolCallDelta
 from moeserve.sampling_params import SamplingParams
 from moeserve.server.client import Client
 from moeserve.server.errors import ApiError
-from moeserve.server.output_format import answer_grammar, parameters_schema
+from moeserve.server.output_format import answer_grammar, grammar_forms, parameters_schema
 from moeserve.server.schema import Body, given_params
 from moeserve.server.service import Service
 from moeserve.structured_outputs import StructuredOutputsParams
@@ -171,8 +171,7 @@ async def turn_deltas(
 
     parsers: dict[int, _OutputParser] = {}  # by index of the output
     with conversation.prompt_errors():
-        forms = [restricted(form) for form in _forms(functions)]
-        outputs = _generate(service, client, prompt, forms, functions, cache_salt)
+        outputs = _generate(service, client, prompt, functions, restricted, cache_salt)
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 for each in output.outputs:
@@ -190,39 +189,35 @@ async def turn_deltas(
                     )
 
 
-def _forms(functions: Sequence[dict[str, Any]]) -> list[Sequence[dict[str, Any]]]:
-    """Return functions as given, and without the schemas of those that are not strict, if there are any."""
-    free = [function if function.get("strict") else {"name": function["name"]} for function in functions]
-    return [functions] if all(function.get("strict") for function in functions) else [functions, free]
-
-
 async def _generate(
     service: Service,
     client: Client,
     prompt: list[int],
-    forms: Sequence[SamplingParams],
     functions: Sequence[dict[str, Any]],
+    restricted: Callable[[Sequence[dict[str, Any]]], SamplingParams],
     cache_salt: str | None,
 ) -> AsyncGenerator[RequestOutput, None]:
-    """Generate with the first sampling parameters whose grammar can be compiled.
+    """Generate with the first of `grammar_forms` whose grammar can be built and compiled.
 
     Args:
-        functions: the functions of these grammars.
+        restricted: returns the sampling parameters with the grammar of functions.
 
     Raises:
-        ApiError: as for `Service.generate`, with the first parameters. It names the strict function that is the cause.
+        ApiError: as for `Service.generate`, with the first form. It names the strict function that is the cause.
     """
     refusal: ApiError | None = None
-    for params in forms:
-        has_begun = False
+    for form in grammar_forms(functions):
+        may_be_grammar = True
         try:
+            params = restricted(form)
+            may_be_grammar = params.structured_outputs is not None
             async with contextlib.aclosing(service.generate(client, prompt, params, cache_salt)) as outputs:
                 async for output in outputs:
-                    has_begun = True
+                    may_be_grammar = False
                     yield output
             return
         except ApiError as error:
-            if has_begun or error.status != 400 or params.structured_outputs is None:
+            if not may_be_grammar or error.status != 400:
                 raise
             refusal = refusal or error
     assert refusal is not None, "there is at least one form"

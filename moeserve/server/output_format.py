@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from moeserve.api.tokenizer import TextCodec
+from moeserve.config.settings import LIMITS
 from moeserve.errors import RequestError
 from moeserve.json_schemas import relaxed_schema, servable_schema, unsupported_places, without_unique_items
 from moeserve.parsers.families import ForcedCalls, ParserFamily
@@ -16,6 +17,7 @@ from moeserve.server.schema import JsonObjectFormat, JsonSchemaFormat, ResponseF
 from moeserve.structured_outputs import StructuredOutputsParams
 
 ANY_OBJECT = {"type": "object"}
+MAX_SCHEMAS = LIMITS.max_grammar_length * 3 // 4  # characters of the schemas of all functions in one grammar
 
 
 def requested_outputs(
@@ -100,7 +102,7 @@ def answer_grammar(
         starts_in_reasoning: the prompt has opened the reasoning, which the answer closes.
 
     Raises:
-        ApiError: the schema of a strict function cannot be enforced.
+        ApiError: the schema of a strict function cannot be enforced, or the grammar is too long.
     """
     if not must_call and wanted is None:
         return None
@@ -125,7 +127,24 @@ def answer_grammar(
         rules |= _reasoning_rules(family.reasoning[1], codec)
         before = "reasoning SPACE "
     lines = [f"start: {before}({' | '.join(answers)})", *(f"{name}: {rule}" for name, rule in rules.items())]
-    return StructuredOutputsParams(grammar="\n".join(lines))
+    return _checked("tools" if functions else "response_format", grammar="\n".join(lines))
+
+
+def grammar_forms(functions: Sequence[dict[str, Any]]) -> Iterator[Sequence[dict[str, Any]]]:
+    """Yield the forms in which functions can be in a grammar, the most restrictive first.
+
+    The first form lacks the largest schemas beyond `MAX_SCHEMAS`, and the second one all. Strict functions keep theirs.
+    """
+    free = [function if function.get("strict") else {"name": function["name"]} for function in functions]
+    lengths = [len(json.dumps(function.get("parameters"), ensure_ascii=False)) for function in functions]
+    total, form = sum(lengths), list(functions)
+    for place in sorted(range(len(form)), key=lengths.__getitem__, reverse=True):
+        if total > MAX_SCHEMAS and not form[place].get("strict"):
+            form[place] = free[place]
+            total -= lengths[place]
+    yield form
+    if form != free:
+        yield free
 
 
 def _reasoning_rules(end: str, codec: TextCodec) -> dict[str, str]:

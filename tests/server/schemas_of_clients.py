@@ -12,7 +12,7 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import annotated_types
 import pydantic
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 T = TypeVar("T")
 
@@ -130,6 +130,13 @@ PYDANTIC: dict[str, Any] = {
     "pattern": Annotated[str, Field(pattern=r"^[A-Z]{2}\d{3}$")],
     "unanchored pattern": Annotated[str, Field(pattern=r"\d+")],
     "pattern and length": Annotated[str, Field(pattern=r"^[a-z]+$", min_length=2, max_length=6)],
+    # As pydantic 2.12 and 2.13 write Decimal; 2.14 writes no pattern.
+    "decimal with a pattern": Annotated[
+        float | str,
+        WithJsonSchema(
+            {"anyOf": [{"type": "number"}, {"type": "string", "pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"}]}
+        ),
+    ],
     "pattern with look-ahead": Annotated[str, Field(json_schema_extra={"pattern": r"^(?=.*\d)[a-z\d]{4}$"})],
     "any": Any,
     "object": object,
@@ -352,6 +359,9 @@ MCP: dict[str, Any] = {
     "properties without a type": {"properties": {"x": {"type": "integer"}}, "required": ["x"]},
     "required without properties": {"type": "object", "required": ["x"]},
     "required is false": {"type": "object", "properties": {"x": {"type": "string", "required": False}}},
+    "required is a number": {
+        "oneOf": [{"type": "object", "properties": {"k": {"const": kind}}, "required": 5} for kind in "ab"]
+    },
     "required is null": {"type": "object", "properties": {"x": TEXT}, "required": None},
     "unknown type": closed({"x": {"type": "str"}}),
     "type any": closed({"x": {"type": "any"}}),

@@ -33,6 +33,7 @@ REFUSED = {
     "MCP: reference to itself",
     "MCP: references in a circle",
     "MCP: required is null",
+    "MCP: required is a number",
     "MCP: unknown type",
     "MCP: type any",
     "MCP: type is null",

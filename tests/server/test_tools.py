@@ -209,6 +209,51 @@ def test_reasoning_comes_before_the_format(tools_server: RunningServer) -> None:
     check_calls(forced.choices[0].message.tool_calls)
 
 
+@pytest.fixture(scope="module")
+def short_prompts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A server whose template writes only how many tools there are."""
+    folder = save_tiny_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=2**14)
+    template = folder / "short.jinja"
+    template.write_text("{{ messages[-1]['content'] }}{{ tools | length }}")
+    llm = AsyncLLM(folder, dtype="float32", max_num_seqs=4, show_progress=False)
+    with running(llm, answer_parser="hermes", chat_template=str(template)) as server:
+        yield server
+    llm.shutdown()
+
+
+def test_many_tools_are_served_although_their_schemas_exceed_one_grammar(short_prompts: RunningServer) -> None:
+    """A hundred tools, each of the size that MCP servers have; the largest ones lose their schemas."""
+    padded = {name: schema | {"description": "x" * 1500} for name, schema in SCHEMAS.items()}
+    named = [(f"{name}_{number}", schema) for number in range(55) for name, schema in padded.items()]
+    described: Any = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY}}
+    tools: list[Any] = [{"type": "function", "function": {"name": name, "parameters": each}} for name, each in named]
+    tools += TOOLS
+    client = short_prompts.openai()
+    asked: dict[str, Any] = ASKED | {"tools": tools, "max_tokens": 60, "seed": 1}
+    called = client.chat.completions.create(**asked, tool_choice="required").choices[0].message
+    assert called.tool_calls
+    formatted = client.chat.completions.create(**asked, response_format=described).choices[0].message
+    assert formatted.tool_calls or (formatted.content or "").startswith("{")
+    flat: Any = [{"type": "function", "name": name, "parameters": each} for name, each in named]
+    response = client.responses.create(
+        model=MODEL, input="Hi", tools=flat, tool_choice="required", max_output_tokens=60
+    )
+    assert response.output[0].type == "function_call"
+    blocks: Any = [{"name": name, "input_schema": each} for name, each in named]
+    message = short_prompts.anthropic().messages.create(
+        model=MODEL, messages=QUESTION, max_tokens=60, tools=blocks, tool_choice={"type": "any"}
+    )
+    assert message.content[0].type == "tool_use"
+
+
+def test_strict_tools_that_exceed_one_grammar_are_refused(short_prompts: RunningServer) -> None:
+    function = {"strict": True, "parameters": CITY | {"description": "x" * 1500}}
+    tools: Any = [{"type": "function", "function": {"name": f"f{number}", **function}} for number in range(100)]
+    with pytest.raises(openai.BadRequestError) as refused:
+        short_prompts.openai().chat.completions.create(**ASKED, tools=tools, tool_choice="required")
+    assert refused.value.param == "tools"
+
+
 @pytest.mark.parametrize(
     ("options", "param"),
     [
