@@ -90,16 +90,17 @@ def start_engine(settings: Settings, *, show_progress: bool, reports_load: bool 
         seed = secrets.randbits(31)
         logger.warning("seed=None: seed=%d was chosen at random; LLM(seed=%d) repeats the outputs", seed, seed)
         settings = dataclasses.replace(settings, model=dataclasses.replace(settings.model, seed=seed))
+    overrides = settings.model.hf_overrides
+    model = settings.model.model
+    if model is None and overrides:  # the facts about the default model are those of its unchanged config.json
+        model = str(default_model.default_model(show_progress))
     files = None
-    if settings.model.model is not None:
-        files = find_model(
-            settings.model.model, revision=settings.model.revision, download_dir=settings.model.download_dir
-        )
+    if model is not None:
+        files = find_model(model, revision=settings.model.revision, download_dir=settings.model.download_dir)
     tokenizer, hub_tokenizer = _find_tokenizer(settings.model)
     settings = dataclasses.replace(settings, model=dataclasses.replace(settings.model, tokenizer=tokenizer))
     drafting = settings.scheduler.speculative_config
     has_draft_layer = drafting is not None and drafting.method == "mtp"
-    overrides = settings.model.hf_overrides
     facts = default_model.FACTS
     if files is not None:
         facts = registry.read_facts(
