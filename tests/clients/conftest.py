@@ -36,10 +36,6 @@ class Server:
     def openai_url(self) -> str:
         return f"{self.url}/v1"
 
-    @property
-    def is_scripted(self) -> bool:
-        return self.folder is not None
-
 
 @contextmanager
 def serving(*arguments: str) -> Iterator[Server]:
