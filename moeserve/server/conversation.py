@@ -21,7 +21,8 @@ from moeserve.server.service import Service
 from moeserve.structured_outputs import StructuredOutputsParams
 
 TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]+")
-MAX_TOOL_NAME = 64  # characters, as in OpenAI's API
+MAX_TOOL_NAME = 64  # characters, as in OpenAI's chat completions
+LONG_TOOL_NAME = 128  # as in Anthropic's API, and the Responses API
 TOKENS_OF_MARKER = 16  # number of last prompt tokens searched for the opening marker of reasoning
 
 

@@ -12,9 +12,17 @@ import functools
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    model_validator,
+)
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from moeserve.config.settings import LIMITS
@@ -22,6 +30,7 @@ from moeserve.errors import RequestError
 from moeserve.sampling_params import SamplingParams
 from moeserve.server.errors import api_error
 
+LEAST_TOP_P = 1e-6
 GUIDED_KINDS = ("json", "regex", "choice", "grammar")
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
@@ -86,6 +95,24 @@ class Refused:
         return value
 
 
+def _without_empty(value: Any) -> Any:
+    """Return a value of a field. Empty texts and objects stand for null, and empty texts of a list are left out."""
+    if isinstance(value, list) and len(value) <= LIMITS.max_stop_strings:
+        return [each for each in value if each != ""]
+    return None if value in ("", {}) else value
+
+
+def _limit(value: Any) -> Any:
+    """Return a maximum number of tokens. -1 stands for null, as in the APIs of llama.cpp and LM Studio."""
+    return None if value == -1 else value
+
+
+EMPTY_IS_NULL = BeforeValidator(_without_empty)
+MINUS_ONE_IS_NULL = BeforeValidator(_limit)
+# 0 leaves the most likely token, as does the least number above it.
+TopP: TypeAlias = Annotated[float, AfterValidator(lambda value: LEAST_TOP_P if value == 0 else value)]
+MaxTokens: TypeAlias = Annotated[Annotated[int, Field(ge=1)] | None, MINUS_ONE_IS_NULL]
+Stops: TypeAlias = Annotated[list[str], Bounded(LIMITS.max_stop_strings)]
 UNSUPPORTED = "extra_forbidden"  # type of the error for a refused field
 
 
@@ -218,14 +245,14 @@ class SamplingFields(TransferFields, ClientFields):
     """Sampling parameters, as in `SamplingParams`. For null, the checkpoint's default is used."""
 
     temperature: float | None = None
-    top_p: float | None = None
+    top_p: TopP | None = None
     n: Annotated[int, Field(ge=1, le=LIMITS.max_n)] | None = None
     seed: Seed | None = None
-    stop: str | Annotated[list[str], Bounded(LIMITS.max_stop_strings)] | None = None
+    stop: Annotated[str | Stops | None, EMPTY_IS_NULL] = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: Annotated[dict[str, float], Bounded(LIMITS.max_logit_bias)] | None = None
-    response_format: ResponseFormat | None = None
+    response_format: Annotated[ResponseFormat | None, EMPTY_IS_NULL] = None
     # As in vLLM.
     top_k: int | None = None
     min_p: float | None = None

@@ -176,7 +176,7 @@ REFUSED: dict[str, list[tuple[str, Any]]] = {
     "sampling": [
         text(**{name: value})
         for name, value in (
-            ("temperature", -1), ("temperature", 1e9), ("top_p", 0), ("top_p", 2), ("top_k", -2), ("min_p", 2),
+            ("temperature", -1), ("temperature", 1e9), ("top_p", 2), ("top_k", -2), ("min_p", 2),
             ("presence_penalty", 3), ("frequency_penalty", -3), ("repetition_penalty", 0), ("seed", 2**70),
             ("min_tokens", 5), ("cache_salt", "a" * 2000),
         )

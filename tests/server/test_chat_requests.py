@@ -149,6 +149,9 @@ def test_any_arguments_in_a_history_are_served(plain: RunningServer, arguments: 
         {"max_tokens": 1.0, "n": 1.0, "seed": 3.0, "top_k": 5.0},
         {"reasoning_effort": "default"},
         {"modalities": ["text"]},
+        *({"stop": stop} for stop in ("", [], [""])),
+        {"response_format": {}, "tool_choice": ""},
+        {"max_completion_tokens": -1},
         {"tools": [{**TOOL, "cache_control": {"type": "ephemeral"}}], "tool_choice": "none"},
         {"a_field_of_next_year": {"a": 1}},
     ],
@@ -157,6 +160,22 @@ def test_what_does_not_change_the_answer_is_ignored(plain: RunningServer, fields
     with plain.http() as http:
         answer = http.post("/v1/chat/completions", json={"messages": QUESTION, "max_tokens": 1} | fields)
     assert answer.status_code == 200, answer.text
+
+
+def test_empty_fields_of_the_other_apis_ask_for_nothing(plain: RunningServer) -> None:
+    post(plain, "/v1/messages", model=MODEL, stop_sequences=[""])
+    post(plain, "/v1/responses", input="Hi", max_output_tokens=-1, text={"format": {}}, tool_choice="")
+    post(plain, "/v1/completions", prompt="Hi", max_tokens=-1, stop=["", "a"])
+
+
+def test_without_probability_the_most_likely_token_is_left(plain: RunningServer) -> None:
+    options = {"prompt": "Hi", "max_tokens": 8, "logprobs": 1}
+    (choice,) = post(plain, "/v1/completions", top_p=0, **options)["choices"]
+    (likely,) = post(plain, "/v1/completions", temperature=0, **options)["choices"]
+    assert choice["text"] == likely["text"]
+    post(plain, top_p=0)
+    post(plain, "/v1/responses", input="Hi", max_output_tokens=1, top_p=0)
+    post(plain, "/v1/messages", model=MODEL, top_p=0)
 
 
 def test_integers_may_be_floats_and_effort_has_all_levels(plain: RunningServer) -> None:
@@ -238,7 +257,7 @@ def test_names_of_tools(plain: RunningServer, name: str) -> None:
 
 def test_names_are_as_long_as_the_api_allows(plain: RunningServer) -> None:
     with plain.http() as http:
-        for name, openai, anthropic in (
+        for name, chat, long in (
             ("a" * 64, 200, 200),
             ("a" * 65, 400, 200),
             ("a" * 128, 400, 200),
@@ -264,7 +283,7 @@ def test_names_are_as_long_as_the_api_allows(plain: RunningServer) -> None:
                     },
                 ),
             ]
-            assert [answer.status_code for answer in answers] == [openai, openai, anthropic]
+            assert [answer.status_code for answer in answers] == [chat, long, long]
 
 
 def test_tools_need_no_configuration(plain: RunningServer) -> None:

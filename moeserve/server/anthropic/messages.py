@@ -16,18 +16,37 @@ from moeserve.sampling_params import SamplingParams
 from moeserve.server.blocks import Block, BlockEvent, Turn, block_events
 from moeserve.server.client import Client
 from moeserve.server.content import ANY_CONTENT, HistoryText, found_text, omitted
-from moeserve.server.conversation import Conversation, Function, FunctionName, FunctionTool, NamedTool, turn_deltas
+from moeserve.server.conversation import (
+    LONG_TOOL_NAME,
+    Conversation,
+    Function,
+    FunctionName,
+    FunctionTool,
+    NamedTool,
+    turn_deltas,
+)
 from moeserve.server.errors import ApiError, anthropic_body
 from moeserve.server.output_format import outputs_of_schema
 from moeserve.server.reply import EVENTS, JSON, Reply, encode_json, event
-from moeserve.server.schema import Body, Bounded, Effort, Ignored, Refused, RequestBody, TransferFields, given_params
+from moeserve.server.schema import (
+    EMPTY_IS_NULL,
+    Body,
+    Bounded,
+    Effort,
+    Ignored,
+    Refused,
+    RequestBody,
+    Stops,
+    TopP,
+    TransferFields,
+    given_params,
+)
 from moeserve.server.service import Service
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
 BILLING_LINE = re.compile(r"x-anthropic-billing-header:[^\n]*\n?")  # differs from request to request
-MAX_TOOL_NAME = 128  # characters, as in Anthropic's API
 SIGNATURE = "moeserve"  # of all reasoning; clients do not send back reasoning without one
 UNSEEN_TYPES = ("image", "document")  # types of blocks that a user expects the model to read
 
@@ -217,7 +236,7 @@ class CountRequest(Part, RequestBody):
         return Conversation(
             messages=messages,
             tools=tools,
-            max_tool_name=MAX_TOOL_NAME,
+            max_tool_name=LONG_TOOL_NAME,
             tool_choice=self._choice(),
             has_parallel_calls=not (self.tool_choice and self.tool_choice.disable_parallel_tool_use),
             template_arguments=arguments,
@@ -237,10 +256,10 @@ class CountRequest(Part, RequestBody):
 
 class MessagesRequest(CountRequest, TransferFields):
     max_tokens: Annotated[int, Field(ge=1)]
-    stop_sequences: Annotated[list[str], Bounded(LIMITS.max_stop_strings)] | None = None
+    stop_sequences: Annotated[Stops | None, EMPTY_IS_NULL] = None
     stream: bool = False
     temperature: float | None = None
-    top_p: float | None = None
+    top_p: TopP | None = None
     top_k: int | None = None
     metadata: Annotated[Any, Ignored("the client's own data")] = None
     service_tier: Annotated[Any, Ignored("there is one tier")] = None

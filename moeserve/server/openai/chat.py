@@ -27,7 +27,19 @@ from moeserve.server.errors import ApiError
 from moeserve.server.openai.chat_tools import ToolChoice, Tools, mode_of, offered_tools
 from moeserve.server.output_format import requested_outputs
 from moeserve.server.reply import EVENTS, JSON, Reply, encode_json, event
-from moeserve.server.schema import Body, Bounded, Effort, Ignored, Refused, SamplingFields, StreamOptions, Usage, usage
+from moeserve.server.schema import (
+    EMPTY_IS_NULL,
+    Body,
+    Bounded,
+    Effort,
+    Ignored,
+    MaxTokens,
+    Refused,
+    SamplingFields,
+    StreamOptions,
+    Usage,
+    usage,
+)
 from moeserve.server.service import Service
 
 REASONING_TYPES = ("thinking", "redacted_thinking", "reasoning", "reasoning_text", "summary_text")
@@ -89,14 +101,14 @@ class Message(Body):
 
 class ChatRequest(SamplingFields):
     messages: Annotated[list[Message], Bounded(LIMITS.max_messages, min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None  # the older name of max_completion_tokens
+    max_completion_tokens: MaxTokens = None
+    max_tokens: MaxTokens = None  # the older name of max_completion_tokens
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=LIMITS.max_logprobs)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     tools: Tools | None = None
-    tool_choice: ToolChoice | None = None
+    tool_choice: Annotated[ToolChoice | None, EMPTY_IS_NULL] = None
     parallel_tool_calls: bool | None = None
     functions: Annotated[list[Function], Bounded(LIMITS.max_tools)] | None = None  # the older name of tools
     function_call: Literal["none", "auto"] | FunctionName | None = None  # the older name of tool_choice

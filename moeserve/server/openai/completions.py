@@ -17,7 +17,16 @@ from moeserve.server.client import Client
 from moeserve.server.errors import ApiError
 from moeserve.server.output_format import requested_outputs
 from moeserve.server.reply import EVENTS, JSON, Reply, encode_json, event, merged
-from moeserve.server.schema import Bounded, Refused, SamplingFields, StreamOptions, TokenId, Usage, usage
+from moeserve.server.schema import (
+    MINUS_ONE_IS_NULL,
+    Bounded,
+    Refused,
+    SamplingFields,
+    StreamOptions,
+    TokenId,
+    Usage,
+    usage,
+)
 from moeserve.server.service import Service
 
 # A place in the text, a token there, and the log-probabilities of tokens there; None at the start of a prompt.
@@ -28,7 +37,7 @@ SEVERAL = Bounded(LIMITS.max_prompts, min_length=1)
 
 class CompletionRequest(SamplingFields):
     prompt: str | TokenIds | Annotated[list[str], SEVERAL] | Annotated[list[TokenIds], SEVERAL]
-    max_tokens: Annotated[int, Field(ge=0)] | None = 16
+    max_tokens: Annotated[Annotated[int, Field(ge=0)] | None, MINUS_ONE_IS_NULL] = 16
     echo: bool = False
     logprobs: Annotated[int, Field(ge=0, le=LIMITS.max_logprobs)] | None = None
     stream: bool = False

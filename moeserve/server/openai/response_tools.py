@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from moeserve import nested_json
 from moeserve.config.settings import LIMITS
-from moeserve.server.conversation import MAX_TOOL_NAME, Function, FunctionTool
+from moeserve.server.conversation import LONG_TOOL_NAME, Function, FunctionTool
 from moeserve.server.schema import Body, Bounded
 
 CUSTOM_INPUT = "input"  # the parameter of a custom tool, which has a text instead of arguments
@@ -104,7 +104,7 @@ class OfferedTools:
         for field, namespace, tool in each:
             name = tool.name
             if namespace is not None and counts[name] > 1:
-                name = re.sub(r"[^A-Za-z0-9_-]", "_", f"{namespace}__{name}")[-MAX_TOOL_NAME:]
+                name = re.sub(r"[^A-Za-z0-9_-]", "_", f"{namespace}__{name}")[-LONG_TOOL_NAME:]
             is_custom = isinstance(tool, CustomTool)
             self._tools.setdefault(name, OfferedTool(field, _function(name, tool), tool.name, namespace, is_custom))
         self._names = {(tool.namespace, tool.name): name for name, tool in self._tools.items()}

@@ -6,7 +6,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import AsyncGenerator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 from pydantic import BaseModel, Field
@@ -16,7 +16,7 @@ from moeserve.config.settings import LIMITS
 from moeserve.sampling_params import SamplingParams
 from moeserve.server.blocks import Block, BlockEvent, Turn, block_events
 from moeserve.server.client import Client
-from moeserve.server.conversation import Conversation, FunctionName, NamedTool, TurnDelta, turn_deltas
+from moeserve.server.conversation import LONG_TOOL_NAME, Conversation, FunctionName, NamedTool, TurnDelta, turn_deltas
 from moeserve.server.errors import ApiError
 from moeserve.server.openai.response_items import (
     ITEM,
@@ -34,6 +34,7 @@ from moeserve.server.openai.truncation import shortened
 from moeserve.server.output_format import outputs_of_schema, requested_outputs
 from moeserve.server.reply import EVENTS, JSON, Reply, encode_json, event
 from moeserve.server.schema import (
+    EMPTY_IS_NULL,
     Body,
     Bounded,
     ClientFields,
@@ -41,8 +42,10 @@ from moeserve.server.schema import (
     Ignored,
     JsonObjectFormat,
     JsonSchema,
+    MaxTokens,
     Refused,
     TextFormat,
+    TopP,
     TransferFields,
     given_params,
 )
@@ -65,12 +68,17 @@ class AllowedChoice(Body):
     tools: Annotated[list[dict[str, Any]], Bounded(LIMITS.max_tools)]
 
 
+ToolChoice: TypeAlias = Literal["none", "auto", "required"] | NamedChoice | AllowedChoice
+
+
 class FlatSchemaFormat(JsonSchema):
     type: Literal["json_schema"]
 
 
 class TextOptions(Body):
-    format: Annotated[TextFormat | JsonObjectFormat | FlatSchemaFormat, Field(discriminator="type")] | None = None
+    format: Annotated[
+        TextFormat | JsonObjectFormat | FlatSchemaFormat | None, Field(discriminator="type"), EMPTY_IS_NULL
+    ] = None
     verbosity: Annotated[Any, Ignored("a hint for OpenAI's models")] = None
 
 
@@ -84,12 +92,12 @@ class ResponsesRequest(TransferFields, ClientFields):
     input: str | Items
     instructions: str | None = None
     previous_response_id: str | None = None
-    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_output_tokens: MaxTokens = None
     temperature: float | None = None
-    top_p: float | None = None
+    top_p: TopP | None = None
     stream: bool | None = None
     tools: Annotated[list[Tool], Bounded(LIMITS.max_tools)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedChoice | AllowedChoice | None = None
+    tool_choice: Annotated[ToolChoice | None, EMPTY_IS_NULL] = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     text: TextOptions | None = None
@@ -134,6 +142,7 @@ class ResponsesRequest(TransferFields, ClientFields):
             messages=messages,
             field_of_messages="input",
             tools=tools.functions,
+            max_tool_name=LONG_TOOL_NAME,
             tool_choice=self._choice(tools),
             has_parallel_calls=self.parallel_tool_calls is not False,
             template_arguments={} if effort in (None, "default") else {"reasoning_effort": effort},
