@@ -32,11 +32,17 @@ class SettingArguments(TypedDict, total=False):
     """number format of weights, activations and, with kv_cache_dtype=auto, the KV cache; auto: the checkpoint's;
     float and half: as in torch (one of 'auto', 'float32', 'bfloat16', 'float16', 'float', 'half'; default:
     'auto')."""
-    quantization: Literal["int8", "int4", "fp8", "mxfp4"] | None
+    quantization: (
+        Literal["int8", "int4", "fp8", "mxfp4"]
+        | Literal["awq", "gptq", "auto-round", "compressed-tensors", "fbgemm_fp8", "modelopt", "gguf"]
+        | None
+    )
     """quantise projections and experts while loading; on a CPU: int8 (one scale per output) or int4 (a scale and a
     zero point per 32 weights); on a GPU: fp8 (one scale per 128 x 128 weights); int4 and fp8 are used unchanged
     where the checkpoint has them; mxfp4: experts stay as a checkpoint in MXFP4 (gpt-oss, DeepSeek-V4) stores them,
-    as they do by default in bfloat16 (one of 'int8', 'int4', 'fp8', 'mxfp4' or None; default: None)."""
+    as they do by default in bfloat16; other names: the format of the checkpoint, as without the setting (one of
+    'int8', 'int4', 'fp8', 'mxfp4' or one of 'awq', 'gptq', 'auto-round', 'compressed-tensors', 'fbgemm_fp8',
+    'modelopt', 'gguf' or None; default: None)."""
     device: Literal["auto", "cpu", "cuda"]
     """device of all tensors; auto: cpu (one of 'auto', 'cpu', 'cuda'; default: 'auto')."""
     attention_backend: Literal["auto", "triton", "flashinfer"]

@@ -144,7 +144,7 @@ def add_flags(group: Any, settings: type, without: Iterable[str] = (), *, shows_
                 options["nargs"] = "+"
             options["help"] += "; may be given several times"
         else:
-            options |= {"type": reader(expected), "metavar": _metavar(field.name)}
+            options |= {"type": reader(expected, field.name), "metavar": _metavar(field.name)}
         if shows_defaults and field.default is not dataclasses.MISSING and field.default is not None:
             options["help"] += f" (default: {field.default})"
         options["help"] = options["help"].replace("%", "%%")
@@ -213,14 +213,19 @@ def _metavar(name: str) -> str:
     return name.rpartition("_")[2].upper()
 
 
-def reader(expected: Any) -> Callable[[str], Any]:
-    """Return a function for argparse that converts a flag's text to a type. Commas separate the entries of a list."""
+def reader(expected: Any, name: str = "") -> Callable[[str], Any]:
+    """Return a function for argparse that converts a flag's text to a type. Commas separate the entries of a list.
+
+    Args:
+        name: the setting, if vLLM writes some of its values differently.
+    """
 
     def read(text: str) -> Any:
         try:
             if get_origin(expected) is list:
                 return [convert(each, *get_args(expected), strict=False) for each in text.split(",")]
-            return convert(read_json_text(text) if text.startswith("{") else text, expected, strict=False)
+            value = read_json_text(text) if text.startswith("{") else own_value(name, text)
+            return convert(value, expected, strict=False)
         except ValueError as error:
             raise argparse.ArgumentTypeError(f"{text!r} {error}") from None
 

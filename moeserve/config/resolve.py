@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal, cast, get_args
 
 from moeserve.config.environment import is_inside_ray
 from moeserve.config.expert_layout import ExpertShape, Numbers, resolve_expert_parallel
@@ -21,8 +22,10 @@ from moeserve.config.settings import (
     ModelSettings,
     ParallelSettings,
     ProductChoice,
+    QuantizationName,
     Settings,
     SpeculativeConfig,
+    StoredFormatName,
 )
 from moeserve.config.validation import parse_bytes, parse_length
 from moeserve.errors import SettingsError, shown
@@ -59,6 +62,7 @@ class CheckpointFacts:
     num_sparse_layers: int  # layers with experts
     num_experts: int  # number of experts in each of these layers
     expert_shape: ExpertShape | None = None  # experts of each of these layers; None: experts are never sliced
+    quantization: str | None = None  # the format of the weights, as config.json names it; None: not quantised
     has_mxfp4: bool = False  # experts are stored in MXFP4
     has_latent_attention: bool = False
     has_states: bool = False  # at least one layer keeps a recurrent state for each request
@@ -105,13 +109,15 @@ def resolve(
     model, cache, scheduler, parallel = settings.model, settings.cache, settings.scheduler, settings.parallel
     telemetry = settings.telemetry
     device: Literal["cpu", "cuda"] = "cpu" if model.device == "auto" else model.device
+    quantization = _own_quantization(model.quantization, device, checkpoint, machine)
+    model = dataclasses.replace(model, quantization=quantization)
+    settings = dataclasses.replace(settings, model=model)
     dtype = cast(DtypeName, _DTYPE_OF_ALIAS.get(model.dtype, model.dtype))
     if model.dtype == "auto":
         dtype = _dtype_of_checkpoint(checkpoint, device, model.quantization, machine)
     needs_load = (
         parallel.rebalance == "auto" or telemetry.expert_load_file is not None or telemetry.metrics_port is not None
     )
-    quantization = model.quantization
     if quantization is None and checkpoint.has_mxfp4 and dtype == "bfloat16" and _has_mxfp4_kernels(device, machine):
         quantization = "mxfp4"
     _check_device(model, device, dtype, machine)
@@ -417,6 +423,23 @@ def _check_deepep(parallel: ParallelSettings, dispatcher: DispatcherName) -> Non
     changed = parallel.changed_deepep_setting
     if changed is not None and dispatcher != "deepep":
         raise SettingsError(f"{changed} is for dispatcher='deepep', and the dispatcher is {dispatcher!r}; leave it out")
+
+
+def _own_quantization(
+    name: str | None, device: str, checkpoint: CheckpointFacts, machine: MachineFacts
+) -> QuantizationName | None:
+    """Return the setting without the name of the checkpoint's own format, which is read as it is by default.
+
+    Raises:
+        SettingsError: the name is that of another format of checkpoints.
+    """
+    has_kernels = name == "mxfp4" or (name == "fp8" and device == "cuda" and machine.has_float8)
+    if name == checkpoint.quantization and not has_kernels:
+        return None
+    if name in get_args(StoredFormatName):
+        stored = "not quantised" if checkpoint.quantization is None else f"stored as {checkpoint.quantization!r}"
+        raise SettingsError(f"quantization={name!r}, but the checkpoint's weights are {stored}; leave quantization out")
+    return cast(QuantizationName | None, name)
 
 
 def _check_device(model: ModelSettings, device: str, dtype: DtypeName, machine: MachineFacts) -> None:

@@ -16,6 +16,8 @@ DEFAULT_LOAD_WINDOW = 256  # steps
 DtypeName = Literal["float32", "bfloat16", "float16"]
 CacheDtypeName = Literal["auto", "fp8", "fp8_e4m3"]
 QuantizationName = Literal["int8", "int4", "fp8", "mxfp4"]
+# Formats of checkpoints, as their configs name them, that are not QuantizationNames.
+StoredFormatName = Literal["awq", "gptq", "auto-round", "compressed-tensors", "fbgemm_fp8", "modelopt", "gguf"]
 DeepEPApi = Literal["legacy", "elastic"]
 DispatcherName = Literal["local", "allgather", "all_to_all", "shared_memory", "deepep"]
 ModelImplName = Literal["moeserve", "transformers"]
@@ -52,12 +54,13 @@ class ModelSettings:
         "number format of weights, activations and, with kv_cache_dtype=auto, the KV cache; auto: the checkpoint's; "
         "float and half: as in torch",
     )
-    quantization: QuantizationName | None = setting(
+    quantization: QuantizationName | StoredFormatName | None = setting(
         None,
         "quantise projections and experts while loading; on a CPU: int8 (one scale per output) or int4 (a scale and "
         "a zero point per 32 weights); on a GPU: fp8 (one scale per 128 x 128 weights); int4 and fp8 are used "
         "unchanged where the checkpoint has them; mxfp4: experts stay as a checkpoint in MXFP4 (gpt-oss, DeepSeek-V4) "
-        "stores them, as they do by default in bfloat16",
+        "stores them, as they do by default in bfloat16; other names: the format of the checkpoint, as without the "
+        "setting",
     )
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "device of all tensors; auto: cpu")
     attention_backend: Literal["auto", AttentionName] = setting(

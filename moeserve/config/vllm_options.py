@@ -160,6 +160,7 @@ SWITCHES = frozenset(
 _OTHER_VALUES: dict[str, dict[str, str]] = {
     "load_format": dict.fromkeys(("safetensors", "hf", "fastsafetensors"), "auto"),
     "model_impl": {"vllm": "moeserve"},
+    "quantization": {"awq_marlin": "awq", "gptq_marlin": "gptq", "modelopt_fp4": "modelopt"},
 }
 # Own settings for which None stands for the default.
 _NONE_IS_DEFAULT = (

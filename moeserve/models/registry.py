@@ -112,6 +112,7 @@ def read_facts(
         num_sparse_layers=description.model.num_sparse_layers,
         num_experts=description.model.num_experts,
         expert_shape=None if is_foreign else description.model.expert_shape,
+        quantization=description.weight_format.method,
         has_mxfp4=description.weight_format.is_mxfp4,
         has_latent_attention=description.model.has_latent_attention,
         has_states=description.model.has_states,

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from moeserve.errors import shown
 from moeserve.models.config_values import ConfigValues, read_json
@@ -76,6 +76,7 @@ class WeightFormat:
     """The form in which a checkpoint stores its weights. Some or all weights may be encoded in several tensors."""
 
     encodings: tuple[Encoding, ...] = ()  # a weight has the first encoding whose parts are all stored
+    method: str | None = None  # the quant_method of the config; None: weights are not quantised
     is_int4: bool = False  # weights are int4 codes that packed weights can keep
     is_mxfp4: bool = False  # experts are in MXFP4, as in gpt-oss or DeepSeek-V4
     is_gguf: bool = False  # weights are in GGUF files instead of safetensors
@@ -143,10 +144,14 @@ def read_weight_format(config: ConfigValues) -> WeightFormat:
         return WeightFormat()
     if isinstance(quantization, dict):  # transformers moves this key of DeepSeek-V4 into the quantization_config
         quantization = {"expert_dtype": config.values.get("expert_dtype"), **quantization}
-    return _format_of(quantization) or _refuse(config)
+    weight_format = _format_of(quantization)
+    if weight_format is None:
+        _refuse(config)
+    method = quantization["quant_method"].removeprefix("intel/").removesuffix("_fp4")
+    return dataclasses.replace(weight_format, method=method)
 
 
-def _refuse(config: ConfigValues) -> WeightFormat:
+def _refuse(config: ConfigValues) -> NoReturn:
     quantization = config.values["quantization_config"]
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
     raise config.wrong(

@@ -75,3 +75,9 @@ def test_logits_are_those_of_the_dequantised_twin(name: str) -> None:
         assert row is not None
         for token, found in row.items():
             assert found.logprob == pytest.approx(float(expected_V[token]), abs=1e-4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_library_is_named_as_in_the_config(name: str) -> None:
+    method = json.loads((FOLDER / name / "config.json").read_text())["quantization_config"]["quant_method"]
+    assert registry.read_facts(FOLDER / name).quantization == method

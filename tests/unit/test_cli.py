@@ -114,7 +114,7 @@ HARMLESS = [
     *("--disable-log-requests", "--max-logprobs", "20", "--tokenizer-mode", "auto", "--task", "generate"),
     *("--no-enable-lora", "--limit-mm-per-prompt", '{"image":0}', "--compilation-config", "3", "--cpu-offload-gb", "0"),
     *("--guided-decoding-backend", "xgrammar", "--cuda-graph-sizes", "1", "2", "--disable-custom-all-reduce"),
-    *("--load-format", "safetensors", "--model-impl", "vllm"),
+    *("--load-format", "safetensors", "--model-impl", "vllm", "--quantization", "awq_marlin"),
 ]
 
 
@@ -122,7 +122,7 @@ def test_flags_of_vllm_that_change_nothing_are_accepted() -> None:
     options = parse_generate(*HARMLESS, "folder", "question")
     assert (options.model_folder, options.prompt) == ("folder", ["question"])
     assert parse_settings(given(options, *Settings.groups().values())) == Settings(
-        model=ModelSettings(model_impl="moeserve")
+        model=ModelSettings(model_impl="moeserve", quantization="awq")
     )
     args = vars(EngineArgs.add_cli_args(argparse.ArgumentParser()).parse_args(HARMLESS))
     parse_settings(args)

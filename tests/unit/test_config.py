@@ -71,6 +71,18 @@ def test_defaults_come_from_the_checkpoint_and_the_machine() -> None:
     assert "auto" not in {value for name, value in dataclasses.asdict(config).items() if name != "load_format"}
 
 
+def test_the_name_of_the_checkpoints_own_format_may_be_given() -> None:
+    for stored, given in [("awq", "awq"), ("gptq", "gptq_marlin"), ("modelopt", "modelopt_fp4"), ("fp8", "fp8")]:
+        checkpoint = dataclasses.replace(FACTS, quantization=stored)
+        assert decide(checkpoint, quantization=given) == decide(checkpoint)
+    in_float8 = dataclasses.replace(FACTS, quantization="fp8")
+    assert decide(in_float8, quantization="fp8", **ON_GPU).quantization == "fp8"
+    in_awq = dataclasses.replace(FACTS, quantization="awq")
+    assert_refused("quantization='gptq'", "'awq'", checkpoint=in_awq, quantization="gptq")
+    assert_refused("quantization='awq'", "not quantised", quantization="awq")
+    assert_refused("quantization='awqq'", "'awq'", quantization="awqq")
+
+
 def test_experts_in_mxfp4_stay_so_where_kernels_read_them() -> None:
     in_mxfp4 = dataclasses.replace(FACTS, has_mxfp4=True)
     assert decide(in_mxfp4).quantization == "mxfp4"
