@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
+import types
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from pydantic import model_validator
 
 from moeserve.errors import RequestError
 from moeserve.outputs import CompletionOutput, RequestOutput
@@ -26,11 +29,27 @@ LONG_TOOL_NAME = 128  # as in Anthropic's API, and the Responses API
 TOKENS_OF_MARKER = 16  # number of last prompt tokens searched for the opening marker of reasoning
 
 
+def with_object(fields: Any, name: str) -> Any:
+    """Return the fields of a tool. A schema that is not an object, such as PHP's `[]`, is empty unless it is strict."""
+    if (
+        not isinstance(fields, dict)
+        or fields.get("strict") is True
+        or isinstance(fields.get(name), (dict, types.NoneType))
+    ):
+        return fields
+    return {**fields, name: {}}
+
+
 class Function(Body):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None  # JSON schema
     strict: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _object(cls, fields: Any) -> Any:
+        return with_object(fields, "parameters")
 
 
 class FunctionTool(Body):

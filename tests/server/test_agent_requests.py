@@ -429,6 +429,24 @@ def test_a_strict_tool_is_offered(agent_server: RunningServer, script: Script) -
     assert '"name": "weather"' in script.prompt
 
 
+@pytest.mark.parametrize("schema", [[], True, ["x"], "x"], ids=repr)
+def test_a_schema_that_is_no_object_is_empty(agent_server: RunningServer, script: Script, schema: Any) -> None:
+    """As PHP encodes an empty object."""
+    function = {"name": "weather", "parameters": schema}
+    bodies = {
+        "chat/completions": {"messages": HI, "tools": [{"type": "function", "function": function}]},
+        "responses": {"input": HI, "tools": [{"type": "function", **function}]},
+        "messages": {"messages": HI, "max_tokens": 9, "tools": [{"name": "weather", "input_schema": schema}]},
+    }
+    with agent_server.http() as http:
+        for path, body in bodies.items():
+            answer = http.post(f"/v1/{path}", json={"model": MODEL} | body)
+            assert answer.status_code == 200, answer.text
+            assert '"parameters": {}' in script.prompt
+        strict = {"messages": HI, "tools": [{"type": "function", "function": {**function, "strict": True}}]}
+        assert http.post("/v1/chat/completions", json=strict).status_code == 400
+
+
 def test_lines_for_billing_are_left_out(agent_server: RunningServer, script: Script) -> None:
     client = agent_server.anthropic()
     rules = {"type": "text", "text": "Be brief."}

@@ -8,7 +8,7 @@ import re
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from moeserve import nested_json
 from moeserve.config.settings import LIMITS
@@ -24,6 +24,7 @@ from moeserve.server.conversation import (
     FunctionTool,
     NamedTool,
     turn_deltas,
+    with_object,
 )
 from moeserve.server.errors import ApiError, anthropic_body
 from moeserve.server.output_format import outputs_of_schema
@@ -144,6 +145,11 @@ class CustomTool(Part):
     defer_loading: Annotated[Any, Ignored("all tools are in the prompt")] = None
     input_examples: Annotated[Any, Ignored("a hint")] = None
     allowed_callers: Annotated[Any, Ignored("only the model calls tools")] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _object(cls, fields: Any) -> Any:
+        return with_object(fields, "input_schema")
 
 
 class ProviderTool(Part):
