@@ -29,6 +29,11 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    lora_request: None = None  # vLLM's; LoRA is not supported
+
+    def finished(self) -> bool:
+        """Return True if the output has ended."""
+        return self.finish_reason is not None
 
 
 @dataclass(frozen=True)
@@ -43,3 +48,8 @@ class RequestOutput:
     prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None  # by position; the dicts are created when read
     num_cached_tokens: int = 0
     kv_transfer_params: dict[str, Any] | None = None  # for the engine that continues; see `SamplingParams`
+    # Fields of vLLM that nothing fills here.
+    metrics: None = None  # see `LLM.get_metrics`
+    lora_request: None = None
+    encoder_prompt: None = None
+    encoder_prompt_token_ids: None = None

@@ -1,11 +1,11 @@
-"""Methods of vLLM that moeserve does not have: errors that name them and say what to do."""
+"""Methods and attributes of vLLM that moeserve does not have: errors that name them and say what to do."""
 
 from __future__ import annotations
 
 from moeserve.errors import UnsupportedError
 
 _POOLING = "models generate text only; log-probabilities score texts (SamplingParams(prompt_logprobs=0))"
-METHODS = {
+NAMES = {
     "collective_rpc": "no code runs in the ranks; the settings and methods of LLM are all that they do",
     "apply_model": "no code runs in the ranks; load the checkpoint with transformers to look at its weights",
     **dict.fromkeys(("encode", "embed", "classify", "reward", "score"), _POOLING),
@@ -17,11 +17,12 @@ METHODS = {
     **dict.fromkeys(("pause_generation", "resume_generation"), "abort the requests, and submit them again later"),
     "update_weights": "make a new engine with the new checkpoint",
     "preprocess_chat": "use chat_prompt",
+    **dict.fromkeys(("model_config", "get_model_config", "vllm_config"), "use config, such as config.max_model_len"),
 }
 
 
 def missing_attribute(owner: str, name: str) -> AttributeError:
     """Return the error for an attribute that a class does not have."""
-    if name in METHODS:
-        return UnsupportedError(f"{owner}.{name} is not supported: {METHODS[name]}")
+    if name in NAMES:
+        return UnsupportedError(f"{owner}.{name} is not supported: {NAMES[name]}")
     return AttributeError(f"{owner!r} object has no attribute {name!r}")

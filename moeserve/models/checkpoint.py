@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from moeserve.errors import CheckpointError
+from moeserve.machine import resource_limits, shown_bytes
 from moeserve.models.config_values import read_json
 from moeserve.models.family import DecoderPart
 from moeserve.models.quantization import CheckpointTensor, StoredTensor
@@ -195,7 +196,7 @@ def open_shard(shard: Path) -> safe_open:
     """Open a shard, memory-mapped.
 
     Raises:
-        CheckpointError: the file cannot be read, is damaged, or is a Git LFS pointer.
+        CheckpointError: the file cannot be read, is damaged, is a Git LFS pointer, or exceeds the address space.
     """
     try:
         shard.open("rb").close()  # safetensors reports a file that this user may not read as missing
@@ -203,6 +204,12 @@ def open_shard(shard: Path) -> safe_open:
     except OSError as error:
         linked = f" (a link to {shard.readlink()})" if shard.is_symlink() else ""
         raise CheckpointError(f"{shard}{linked} cannot be read: {error.strerror or error}") from None
+    except (MemoryError, RuntimeError) as error:  # safetensors' and torch's errors of mmap
+        limits = "; ".join(map(str, resource_limits())) or "the kernel allows no more"
+        raise CheckpointError(
+            f"{shard} ({shown_bytes(shard.stat().st_size)}) cannot be mapped: {error}; {limits}; raise the limit, or "
+            "remove it with `ulimit -v unlimited`"
+        ) from None
     except SafetensorError as error:
         with shard.open("rb") as file:
             if file.read(len(LFS_POINTER)) == LFS_POINTER:

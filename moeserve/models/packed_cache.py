@@ -57,7 +57,7 @@ class PackedWeightCache:
             logger.warning("%s is damaged (%s); it is written again", path, error)
             self.remove(key)
             return None
-        except OSError as error:
+        except (OSError, MemoryError, RuntimeError) as error:  # the last two: the address space is limited
             logger.warning("%s cannot be read (%s); the weights are packed again", path, error)
             return None
         with contextlib.suppress(OSError):  # the folder may be read-only for this process

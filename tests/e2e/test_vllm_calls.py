@@ -121,6 +121,14 @@ def test_arguments_of_chat_are_accepted_with_values_that_change_nothing(llm: LLM
             llm.chat(messages, GREEDY, **{name: value})
 
 
+def test_outputs_have_the_fields_of_vllm(llm: LLM) -> None:
+    (output,) = llm.generate(PROMPT, GREEDY, use_tqdm=False)
+    fields = (output.metrics, output.lora_request, output.encoder_prompt, output.outputs[0].lora_request)
+    assert fields == (None,) * 4
+    assert output.outputs[0].finished()
+    assert not next(llm.stream(PROMPT, GREEDY)).outputs[0].finished()
+
+
 def test_refused_methods_say_what_to_do(llm: LLM) -> None:
     names = [
         "collective_rpc",
@@ -142,6 +150,8 @@ def test_refused_methods_say_what_to_do(llm: LLM) -> None:
     assert not isinstance(unknown.value, MoeserveError)
     with pytest.raises(UnsupportedError, match="LLMEngine"):
         llm.llm_engine.collective_rpc("x")  # type: ignore[attr-defined]
+    with pytest.raises(UnsupportedError, match=r"model_config .*config\.max_model_len"):
+        llm.llm_engine.model_config  # type: ignore[attr-defined]  # noqa: B018
 
 
 # --- methods of LLM

@@ -5,15 +5,19 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import resource
 import time
 from pathlib import Path
 from typing import NoReturn
 
+import psutil
 import pytest
 import torch
 from torch import Tensor
 
+from moeserve.errors import CheckpointError
 from moeserve.models import packed_cache
+from moeserve.models.checkpoint import open_shard
 from moeserve.models.packed_cache import NEW_SECONDS, PARTIAL, PackedWeightCache, fingerprint
 
 TENSORS = {
@@ -75,6 +79,26 @@ def test_a_damaged_entry_is_stored_again(tmp_path: Path, num_bytes: int, caplog:
     assert f"{path} is damaged" in caplog.text
     assert cache.store("a", TENSORS)
     assert_same(cache.load("a"), TENSORS)
+
+
+@pytest.mark.parametrize("spare_mib", [32, 96], ids=["first mapping", "second mapping"])
+def test_without_address_space_an_entry_is_absent_and_a_shard_is_an_error(
+    tmp_path: Path, spare_mib: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = PackedWeightCache(tmp_path, 2**30)
+    assert cache.store("key", {"panels": torch.zeros(2**26, dtype=torch.uint8)})
+    (path,) = tmp_path.iterdir()
+    usual = resource.getrlimit(resource.RLIMIT_AS)
+    limit = psutil.Process().memory_info().vms + spare_mib * 2**20
+    resource.setrlimit(resource.RLIMIT_AS, (limit, usual[1]))
+    try:
+        assert cache.load("key") is None
+        with pytest.raises(CheckpointError, match="RLIMIT_AS"):
+            open_shard(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, usual)
+    assert "packed again" in caplog.text
+    assert cache.load("key") is not None
 
 
 def test_an_existing_entry_is_not_written_again(tmp_path: Path) -> None:
