@@ -11,9 +11,11 @@ from collections.abc import Iterable, Mapping
 
 from moeserve.server.errors import ApiError
 
+LOCAL_NAMES = frozenset(["host.docker.internal"])  # names of this machine that no public name server resolves
+
 
 class Hosts:
-    """Accepts addresses, names that no one can register because they have no dot, and names that were set."""
+    """Accepts addresses, names that were set, and those that no one can register: without a dot, or of this machine."""
 
     def __init__(self, allowed: Iterable[str]) -> None:
         """
@@ -25,7 +27,7 @@ class Hosts:
     def require(self, headers: Mapping[str, str]) -> None:
         """Raise ApiError for a request to another host."""
         name = host_name(headers.get("host", ""))
-        if "." not in name or name.endswith(".localhost") or name in self._allowed or _is_address(name):
+        if "." not in name or name.endswith(".localhost") or name in LOCAL_NAMES | self._allowed or _is_address(name):
             return
         raise ApiError(
             403, f"the host {name[:100]!r} is not served here; start the server with --allowed-host {name[:100]}"

@@ -216,6 +216,12 @@ class StructuredOutputs(Body):
     grammar: str | None = None
     json_object: bool | None = None
     disable_any_whitespace: bool | None = None
+    disable_fallback: Annotated[Any, Ignored("there is one backend"), Field(exclude=True)] = None
+    disable_additional_properties: Annotated[
+        Any, Refused("write `additionalProperties` into the schema"), Field(exclude=True)
+    ] = None
+    whitespace_pattern: Annotated[Any, Refused("use `disable_any_whitespace`"), Field(exclude=True)] = None
+    structural_tag: Annotated[Any, Refused("use `grammar`, or tools"), Field(exclude=True)] = None
 
 
 class StreamOptions(Body):

@@ -235,6 +235,32 @@ def test_sampling_parameters_of_vllm_have_the_effect_of_the_same_fields(plain: R
     assert len(random) == 4
 
 
+@pytest.mark.parametrize("name", ["whitespace_pattern", "disable_additional_properties", "structural_tag"])
+def test_what_would_change_the_structure_is_refused_by_name(plain: RunningServer, name: str) -> None:
+    error = refused(plain, structured_outputs={"json_object": True, name: "x"})
+    assert error["message"].startswith(f"structured_outputs.{name} is not supported here")
+    post(plain, structured_outputs={"json_object": True, name: "", "disable_fallback": True})
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"thinking": {"type": "disabled"}}, False),
+        ({"thinking": {"type": "enabled", "budget_tokens": 5}}, True),
+        ({"thinking": {"type": "auto"}}, None),
+        ({"thinking": {"type": "disabled"}, "chat_template_kwargs": {"enable_thinking": True}}, True),
+    ],
+)
+def test_thinking_has_the_form_of_other_providers(
+    tiny: AsyncLLM, fields: dict[str, Any], expected: bool | None
+) -> None:
+    template = "{{ 'on' if enable_thinking else 'off' if enable_thinking is defined else 'unset' }}"
+    with running(tiny, trust_request_chat_template=True) as server:
+        usage = post(server, chat_template=template, **fields)["usage"]
+        text = {None: "unset", True: "on", False: "off"}[expected]
+        assert usage["prompt_tokens"] == post(server, chat_template=text)["usage"]["prompt_tokens"]
+
+
 def test_a_strict_server_refuses_unknown_fields(tiny: AsyncLLM, caplog: pytest.LogCaptureFixture) -> None:
     with running(tiny, strict_requests=True) as server:
         error = refused(server, colour="red")

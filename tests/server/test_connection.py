@@ -267,9 +267,25 @@ def test_a_page_whose_name_resolves_to_this_machine_is_refused(served: Served) -
     def status_of(server: Served, host: str) -> int:
         return status(server.answer(post(b"{}").replace(b"Host: x", b"Host: " + host.encode())))
 
-    for host in ("127.0.0.1", "127.0.0.1:8000", "localhost:1", "[::1]:8000", "a.localhost", "machine", "10.0.0.1"):
+    for host in (
+        "127.0.0.1",
+        "127.0.0.1:8000",
+        "localhost:1",
+        "[::1]:8000",
+        "a.localhost",
+        "machine",
+        "10.0.0.1",
+        "host.docker.internal:8000",
+    ):
         assert status_of(served, host) == 200
-    for host in ("evil.example", "evil.example:8000", "127.0.0.1.evil.example", "evil.example."):
+    for host in (
+        "evil.example",
+        "evil.example:8000",
+        "127.0.0.1.evil.example",
+        "evil.example.",
+        "a.internal",
+        "a.host.docker.internal",
+    ):
         assert status_of(served, host) == 403
     for settings in ({"allowed_host": ["Evil.example"]}, {"host": "0.0.0.0"}):
         other = Served(**settings)

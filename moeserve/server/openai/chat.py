@@ -99,6 +99,10 @@ class Message(Body):
     cache_control: Annotated[Any, Ignored("prefixes are always cached")] = None
 
 
+class Thinking(Body):
+    type: str | None = None  # "enabled", "disabled", or a name for the default of the template
+
+
 class ChatRequest(SamplingFields):
     messages: Annotated[list[Message], Bounded(LIMITS.max_messages, min_length=1)]
     max_completion_tokens: MaxTokens = None
@@ -122,6 +126,7 @@ class ChatRequest(SamplingFields):
     continue_final_message: bool = False
     chat_template: str | None = None
     enable_thinking: bool | None = None  # for chat_template_kwargs, as in other providers' APIs
+    thinking: Thinking | None = None  # the same, as in the APIs of DeepSeek, GLM and Kimi
     documents: Annotated[Any, Refused("write their texts into messages")] = None
     echo: Annotated[Any, Refused("answers do not repeat the prompt")] = None
     add_special_tokens: Annotated[Any, Refused("the chat template adds them")] = None
@@ -189,6 +194,8 @@ async def answer(service: Service, client: Client, body: ChatRequest) -> Reply:
     template_arguments = dict(body.chat_template_kwargs or {})
     if body.enable_thinking is not None:
         template_arguments.setdefault("enable_thinking", body.enable_thinking)
+    if body.thinking is not None and body.thinking.type in ("enabled", "disabled"):
+        template_arguments.setdefault("enable_thinking", body.thinking.type == "enabled")
     if body.reasoning_effort not in (None, "default"):
         template_arguments.setdefault("reasoning_effort", body.reasoning_effort)
     conversation = Conversation(
