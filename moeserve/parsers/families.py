@@ -299,7 +299,6 @@ FAMILIES = _by_name(
 # Further names of families, most of them those of parsers in vLLM.
 OTHER_NAMES = {
     "deepseek_r1": "hermes",
-    "deepseek_v32": "deepseek_v31",
     "glm47": "glm45",
     "minimax": "minimax_m1",
     "minimax_m2_append_think": "minimax_m2",

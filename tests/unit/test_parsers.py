@@ -352,5 +352,7 @@ def test_a_family_by_name() -> None:
     found = find_parser("glm45", model_type="qwen3_moe", chat_template="<tool_call>")
     assert found is FAMILIES["glm45"]
     assert find_parser("openai", model_type="", chat_template=None) is FAMILIES["gpt_oss"]  # vLLM's name
+    with pytest.raises(SettingsError, match="'deepseek_v32'"):  # its calls have another form than those of V3.1
+        find_parser("deepseek_v32", model_type="", chat_template=None)
     with pytest.raises(SettingsError, match=r"'glm46'.*'glm45'"):
         find_parser("glm46", model_type="qwen3_moe", chat_template=None)
