@@ -214,7 +214,11 @@ def _invalid_body(error: RequestValidationError) -> ApiError:
     path = _path(wrong["loc"][1:], error.body, ends_in_new_field=wrong["type"] == "missing")
     name, param = ".".join(path)[:200], path[0][:200] if path else None
     if wrong["type"] == "json_invalid":
-        return ApiError(400, "the request is not valid JSON")
+        read, why = error.body[: wrong["loc"][-1]], wrong["ctx"]["error"]
+        where = f"line {read.count(chr(10)) + 1}, column {len(read) - read.rfind(chr(10))}"
+        return ApiError(400, f"the request is not valid JSON: {why}, at {where}")
+    if error.body is None:
+        return ApiError(400, "the request's body is empty or null; send an object as JSON")
     if wrong["type"] == UNSUPPORTED:
         error_code = wrong.get("ctx", {}).get("code")
         anthropic = {} if error_code is None else {"details": {"error_code": error_code}}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import re
 import types
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -177,11 +178,17 @@ async def turn_deltas(
     starts_in_reasoning = service.parser.starts_in_reasoning(end)
     parsed_params = service.parsed_params(params)
 
-    def restricted(functions: Sequence[dict[str, Any]]) -> SamplingParams:
-        grammar = answer_grammar(
+    must_call = conversation.tool_choice == "required" or isinstance(conversation.tool_choice, NamedTool)
+    is_restricted = must_call or conversation.outputs is not None
+
+    async def restricted(functions: Sequence[dict[str, Any]]) -> SamplingParams:
+        if not is_restricted:
+            return parsed_params
+        grammar = await asyncio.to_thread(  # large schemas take a while
+            answer_grammar,
             conversation.outputs,
             functions,
-            must_call=conversation.tool_choice == "required" or isinstance(conversation.tool_choice, NamedTool),
+            must_call=must_call,
             has_parallel_calls=conversation.has_parallel_calls,
             family=service.parser,
             codec=codec,
@@ -191,7 +198,8 @@ async def turn_deltas(
 
     parsers: dict[int, _OutputParser] = {}  # by index of the output
     with conversation.prompt_errors():
-        outputs = _generate(service, client, prompt, functions, restricted, cache_salt)
+        forms = grammar_forms(functions) if is_restricted else [functions]
+        outputs = _generate(service, client, prompt, functions, forms, restricted, cache_salt)
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 for each in output.outputs:
@@ -214,10 +222,11 @@ async def _generate(
     client: Client,
     prompt: list[int],
     functions: Sequence[dict[str, Any]],
-    restricted: Callable[[Sequence[dict[str, Any]]], SamplingParams],
+    forms: Iterable[Sequence[dict[str, Any]]],
+    restricted: Callable[[Sequence[dict[str, Any]]], Awaitable[SamplingParams]],
     cache_salt: str | None,
 ) -> AsyncGenerator[RequestOutput, None]:
-    """Generate with the first of `grammar_forms` whose grammar can be built and compiled.
+    """Generate with the first form of the functions whose grammar can be built and compiled.
 
     Args:
         restricted: returns the sampling parameters with the grammar of functions.
@@ -226,10 +235,10 @@ async def _generate(
         ApiError: as for `Service.generate`, with the first form. It names the strict function that is the cause.
     """
     refusal: ApiError | None = None
-    for form in grammar_forms(functions):
+    for form in forms:
         may_be_grammar = True
         try:
-            params = restricted(form)
+            params = await restricted(form)
             may_be_grammar = params.structured_outputs is not None
             async with contextlib.aclosing(service.generate(client, prompt, params, cache_salt)) as outputs:
                 async for output in outputs:

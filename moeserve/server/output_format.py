@@ -66,14 +66,22 @@ def enforced_schema(param: str, name: str, schema: dict[str, Any], *, is_strict:
         is_strict: see `outputs_of_schema`.
 
     Raises:
-        ApiError: the schema has a keyword that cannot be enforced.
+        ApiError: the schema is too long, or has a keyword that cannot be enforced.
     """
+    if (length := _length(schema)) > LIMITS.max_grammar_length:  # before it is rewritten, which takes longer
+        raise ApiError(
+            400, f"{name} has {length} characters; at most {LIMITS.max_grammar_length} are allowed", param=param
+        )
     schema = servable_schema(schema)
     if not is_strict:
         schema = without_unique_items(schema)
     for place, keyword in unsupported_places(schema):
         raise ApiError(400, f"{name}: {keyword} at {place[:300]} cannot be enforced; leave it out", param=param)
     return schema
+
+
+def _length(schema: Any) -> int:
+    return len(json.dumps(schema, ensure_ascii=False, separators=(",", ":")))
 
 
 def _checked(name: str, **fields: Any) -> StructuredOutputsParams:
@@ -136,7 +144,7 @@ def grammar_forms(functions: Sequence[dict[str, Any]]) -> Iterator[Sequence[dict
     The first form lacks the largest schemas beyond `MAX_SCHEMAS`, and the second one all. Strict functions keep theirs.
     """
     free = [function if function.get("strict") else {"name": function["name"]} for function in functions]
-    lengths = [len(json.dumps(function.get("parameters"), ensure_ascii=False)) for function in functions]
+    lengths = [_length(function.get("parameters")) for function in functions]
     total, form = sum(lengths), list(functions)
     for place in sorted(range(len(form)), key=lengths.__getitem__, reverse=True):
         if total > MAX_SCHEMAS and not form[place].get("strict"):

@@ -9,6 +9,7 @@ from running_server import MODEL, RunningServer
 
 COMPLETIONS, CHAT, RESPONSES, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"
 QUESTION = [{"role": "user", "content": "Hi"}]
+TEXT = {"type": "text", "text": "Hi"}
 
 
 def refusal(server: RunningServer, path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -48,6 +49,46 @@ def test_the_field_of_a_request_that_is_wrong(
 def test_the_field_of_a_message_that_is_wrong(tiny_server: RunningServer) -> None:
     body = {"max_tokens": 1, "messages": [{"role": "user", "content": [{"type": "text"}]}]}
     assert refusal(tiny_server, MESSAGES, body)["message"].startswith("messages.0.content.0.text: ")
+
+
+PICTURE = {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1/a.png"}}
+ANSWERED = [*QUESTION, {"role": "assistant", "content": "Yes"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "name"),
+    [
+        (MESSAGES, {"messages": [*ANSWERED, {"role": "user", "content": [TEXT, PICTURE]}], "max_tokens": 1},
+         "messages.2.content.1.image"),
+        (RESPONSES, {"input": [*ANSWERED, {"role": "user", "content": [TEXT, {"type": "input_image"}]}]},
+         "input.2.content.1.input_image"),
+        (RESPONSES, {"input": [*ANSWERED, {"role": "user", "content": [{"type": "input_text"}]}]},
+         "input.2.content.0.text"),
+    ],
+)  # fmt: skip
+def test_the_part_of_a_message_that_is_wrong(
+    tiny_server: RunningServer, path: str, body: dict[str, Any], name: str
+) -> None:
+    assert refusal(tiny_server, path, body)["message"].startswith(name)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [(b'{\n "a": 1,,}', "line 2, column 9"), (b'{"a": 1}x', "line 1, column 9"), (b"", "empty"), (b"null", "null")],
+)
+def test_a_body_that_is_no_object(tiny_server: RunningServer, body: bytes, words: str) -> None:
+    with tiny_server.http() as http:
+        answer = http.post(CHAT, content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400
+    assert words in answer.json()["error"]["message"]
+
+
+def test_a_schema_that_is_too_long_is_named(tiny_server: RunningServer) -> None:
+    schema = {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(20_000)}}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    error = refusal(tiny_server, CHAT, {"messages": QUESTION, "response_format": form})
+    assert error["message"].startswith("response_format has ")
+    assert error["param"] == "response_format"
 
 
 LONG = "a" * 5000  # the context of the tiny model has 64 tokens, and its longest token 9 characters

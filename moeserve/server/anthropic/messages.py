@@ -488,7 +488,7 @@ def _converted(name: str, message: InputMessage) -> list[dict[str, Any]]:
                 if not block.text and block.type in UNSEEN_TYPES:
                     raise ApiError(
                         400,
-                        f"messages has a block of type {block.type!r}, which is not supported here; send texts",
+                        f"{name}.{place}.{block.type} is not supported here: the model reads texts only",
                         param="messages",
                     )
                 texts += filter(None, [block.text])

@@ -145,13 +145,13 @@ def chat_messages(items: Sequence[Item], tools: OfferedTools) -> list[dict[str, 
         ApiError: a message of the user has a part that is not a text.
     """
     messages: list[dict[str, Any]] = []
-    for item in items:
+    for place, item in enumerate(items):
         match item:
             case MessageItem():
                 if item.role == "assistant":
                     _assistant(messages, "content")["content"] = _text(item.content)
                 else:
-                    messages.append({"role": item.role, "content": _only_text(item.content)})
+                    messages.append({"role": item.role, "content": _only_text(f"input.{place}.content", item.content)})
             case CallItem():
                 name = tools.function_name(item.name, item.namespace)
                 _add_call(messages, item.call_id, name, item.json_arguments)
@@ -207,17 +207,17 @@ def _text(content: str | Sequence[Part]) -> str:
     return content if isinstance(content, str) else "\n".join(map(_part_text, content))
 
 
-def _only_text(content: str | Sequence[Part]) -> str:
-    for part in () if isinstance(content, str) else content:
+def _only_text(name: str, content: str | Sequence[Part]) -> str:
+    for place, part in () if isinstance(content, str) else enumerate(content):
         if isinstance(part, OtherPart):
             raise ApiError(
                 400,
-                f"input has a part of type {part.type[:100]!r}, which is not supported here; send texts",
+                f"{name}.{place}.{part.type[:100]} is not supported here: the model reads texts only",
                 param="input",
                 code="unsupported_parameter",
             )
         if isinstance(part, TextPart) and part.text is None:
-            raise ApiError(400, f"input has a part of type {part.type!r} that needs a text", param="input")
+            raise ApiError(400, f"{name}.{place}.text: a part of type {part.type!r} needs a text", param="input")
     return _text(content)
 
 
