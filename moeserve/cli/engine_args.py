@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from moeserve.api.setting_arguments import SettingArguments
 
 Parsed = TypeVar("Parsed", bound="EngineArgs")
+# Not settings of an engine in vLLM either, so a program may have such flags of its own.
+_OF_SERVER = {"log_level", "chat_template"}
 
 
 @dataclass(init=False, frozen=True)
@@ -67,7 +69,7 @@ class EngineArgs(
         """
         for group in (*Settings.groups().values(), VllmSettings):
             add_flags(parser.add_argument_group(group.__doc__), group)
-        add_vllm_flags(parser)
+        add_vllm_flags(parser, without=_OF_SERVER)
         return parser
 
     @classmethod

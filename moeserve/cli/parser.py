@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
@@ -168,9 +168,9 @@ class _VllmFlag(argparse.Action):
         setattr(namespace, self.dest, value)
 
 
-def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
+def add_vllm_flags(parser: argparse.ArgumentParser, without: Set[str] = frozenset()) -> None:
     """Add the settings of vLLM that do not exist here, without help, unless the parser has such flags."""
-    for name in SETTINGS:
+    for name in sorted(SETTINGS.keys() - without):
         flag = f"--{name.replace('_', '-')}"
         if flag in parser._option_string_actions:
             continue

@@ -300,6 +300,7 @@ def test_an_engine_is_stepped_by_its_caller(folder: str, llm: LLM) -> None:
     from moeserve.utils.argparse_utils import FlexibleArgumentParser
 
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    parser.add_argument("--log-level")  # of the program, not of the engine
     args = parser.parse_args(
         ["--model", folder, "--dtype=float32", "--max_model_len", "256", "--kv-cache-memory", "16MiB"]
     )

@@ -127,7 +127,7 @@ REFUSED: dict[str, list[tuple[str, Any]]] = {
     ],
     "n": [text(n=each) for each in (LIMITS.max_n + 1, 10**9, 0, -1, 1.5, "2", True)],
     "best_of": [text(best_of=each) for each in (2, 10**9, 0, -1)],
-    "max_tokens": [text(max_tokens=each) for each in (-1, 2**70, 1.5)] + [turn(max_tokens=0)],
+    "max_tokens": [text(max_tokens=each) for each in (-2, 2**70, 1.5)] + [turn(max_tokens=0)],
     "logprobs": [
         text(logprobs=LIMITS.max_logprobs + 1),
         text(logprobs=-1),
@@ -138,9 +138,8 @@ REFUSED: dict[str, list[tuple[str, Any]]] = {
     "stop strings": [
         text(stop=[f"{number}" for number in range(LIMITS.max_stop_strings + 1)]),
         text(stop="a" * (LIMITS.max_stop_string_length + 1)),
-        text(stop=[""]),
         text(stop=[1]),
-        message("a", stop_sequences=[""]),
+        message("a", stop_sequences=[1]),
     ],
     "logit_bias": [
         text(logit_bias={str(number): 1 for number in range(LIMITS.max_logit_bias + 1)}),
