@@ -522,7 +522,7 @@ def test_a_message_of_the_user_needs_a_text(agent_server: RunningServer, content
 def test_what_anthropics_clients_must_not_send(agent_server: RunningServer, script: Script) -> None:
     client = agent_server.anthropic()
     image: Any = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBO"}}
-    with pytest.raises(anthropic.BadRequestError, match="messages.0.content.0.image is"):
+    with pytest.raises(anthropic.BadRequestError, match=r"messages\.0\.content\.0\.image is"):
         client.messages.create(**MESSAGE | {"messages": [{"role": "user", "content": [image]}]})
     with pytest.raises(anthropic.BadRequestError, match="mcp_servers"):
         client.messages.create(**MESSAGE, extra_body={"mcp_servers": [{"type": "url", "url": "http://127.0.0.1:9"}]})
