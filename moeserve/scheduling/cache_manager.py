@@ -304,15 +304,16 @@ class CacheManager:
         for place in of_transfers:
             held[place.kind].append(place.index)
         for request in holders:
-            num_blocks = num_blocks_for(request.cache.num_positions, self.config.block_size)
-            assert request.num_planned <= request.cache.num_positions, request
             for group, table, num_dropped in self._held(request):
                 held[group.rule.kind] += table[num_dropped:]
-                assert len(table) == num_blocks, request
-                first = group.rule.first_kept(request.num_computed)
-                assert request.ended or num_dropped == first or not table, request
         for group in self._groups:
             group.pool.check_invariants(held[group.rule.kind])
+        for request in holders:
+            assert request.num_planned <= request.cache.num_positions, request
+            for group, table, num_dropped in self._held(request):
+                assert len(table) == num_blocks_for(request.cache.num_positions, self.config.block_size), request
+                first = group.rule.first_kept(request.num_computed)
+                assert request.ended or num_dropped == first or not table, request
         if self._rows is not None:
             saved = [items.saved.row for items in chunks if items.saved is not None and items.is_for_others]
             read = [items.read_row for items in chunks if items.read_row is not None]
