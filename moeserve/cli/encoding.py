@@ -7,6 +7,8 @@ import io
 import os
 import sys
 
+from moeserve.config.environment import environment_with
+
 
 def use_utf8_in_ascii_locale() -> None:
     """Start this program again with UTF-8 if the locale allows ASCII alone.
@@ -17,7 +19,7 @@ def use_utf8_in_ascii_locale() -> None:
     if codecs.lookup(sys.getfilesystemencoding()).name != "ascii" or "utf8" in sys._xoptions or not sys.executable:
         return
     arguments = [sys.executable, "-X", "utf8", *sys.orig_argv[1:]]
-    os.execve(sys.executable, arguments, os.environ | {"PYTHONUTF8": "1"})  # the variable is for ranks
+    os.execve(sys.executable, arguments, environment_with({"PYTHONUTF8": "1"}))  # the variable is for ranks
 
 
 def accept_all_text() -> None:
