@@ -5,7 +5,7 @@ The scheduler decides which tokens run. This file finds the cached prefix of a r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
 from moeserve.cache_kind import CacheKind
@@ -60,9 +60,7 @@ class CacheManager:
         self.pool = BlockPool(config.num_blocks)
         self._groups = [_Group(KeepAll(), self.pool)]
         self._rows: StatePool | None = None  # None: no layer of the model has a recurrent state
-        self._step = 1  # a request can continue a cached prefix after a multiple of this number of blocks
         self.pools = {kind: BlockPool(0) for kind in CacheKind} | {CacheKind.BLOCK: self.pool}
-        self._rules: list[RuleOfBlocks | KeepState] = [KeepAll()]
         for group in config.other_groups:
             if isinstance(group.rule, KeepState):
                 self._rows = StatePool(config.max_num_seqs, group.num_places)
@@ -70,8 +68,9 @@ class CacheManager:
             else:
                 self._groups.append(_Group(group.rule, BlockPool(group.num_places)))
                 self.pools[group.rule.kind] = self._groups[-1].pool
-            self._rules.append(group.rule)
-            self._step = max(self._step, group.rule.step)
+        self._rules = [self._groups[0].rule, *(group.rule for group in config.other_groups)]
+        # A request can continue a cached prefix after a multiple of this number of blocks.
+        self._step = max(rule.step for rule in self._rules)
 
     @property
     def num_free_blocks(self) -> int:
@@ -97,7 +96,7 @@ class CacheManager:
         return self._usable(request, has, self.most_cached_blocks(request))
 
     def note_branch(self, request: CachedRequest, prefix: Prefix) -> None:
-        """Keep what later requests need at the branch point of a prefix, once the request has computed it."""
+        """Remember the branch point of a prefix: what the request computes there is kept for later requests."""
         request.cache.branch_point = max(request.cache.branch_point, prefix.branch_point)
 
     def prefix_for_others(self, request: CachedRequest) -> list[ItemKey]:
@@ -210,7 +209,7 @@ class CacheManager:
         return items
 
     def changes(
-        self, new_blocks: Sequence[tuple[int, NewBlocks]], chunks: Iterable[tuple[int, ChunkItems]]
+        self, new_blocks: Sequence[tuple[int, NewBlocks]], chunks: Sequence[tuple[int, ChunkItems]]
     ) -> CacheChanges:
         """Return the changes that a plan makes to the ranks' tables.
 
@@ -218,7 +217,6 @@ class CacheManager:
             new_blocks: slots of registered requests, and their new blocks.
             chunks: slot and items of each chunk.
         """
-        chunks = list(chunks)
         return CacheChanges(
             new_blocks=list(new_blocks),
             moved_rows=[(slot, items.moved_row) for slot, items in chunks if items.moved_row is not None],

@@ -532,7 +532,8 @@ class Scheduler:
             num_blocks = min(source.num_blocks, self._caches.most_cached_blocks(request))
             if prefix.num_blocks < num_blocks:
                 keys = self._caches.items_of(request, num_blocks)
-                # Of groups that do not keep all tokens, the source has only the items at its end.
+                # The source has all blocks of layers that keep all tokens. Of other layers, it has only what a request
+                # needs to continue after the source's last block.
                 can_use = num_blocks == source.num_blocks or len(keys) == num_blocks
                 if can_use and transfers.fit(keys):
                     transfers.receive(request, keys)
