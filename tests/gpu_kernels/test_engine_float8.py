@@ -75,8 +75,9 @@ def rounding_of_inputs(reference: Reference) -> Iterator[set[str]]:
 
 @pytest.fixture(autouse=True)
 def _allow_fp8_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Accept quantization="fp8" on the CPU, which replaces a GPU here."""
+    """Accept quantization="fp8" on the CPU, which replaces a GPU here, also for checkpoints stored so."""
     monkeypatch.setattr(resolve, "_check_device", lambda *arguments: None)
+    monkeypatch.setattr(resolve, "_own_quantization", lambda name, *others: name)
 
 
 def logits_of(llm: LLM, prompts: list[list[int]]) -> list[Tensor]:
