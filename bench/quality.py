@@ -34,7 +34,7 @@ from moeserve.config.environment import cache_folder
 from moeserve.config.resolve import MachineFacts, resolve
 from moeserve.config.validation import parse_settings
 from moeserve.distributed.groups import groups_of_one_rank
-from moeserve.layers.cache import CacheSize
+from moeserve.kv.layer_cache import CacheSize
 from moeserve.machine import usable_cores
 from moeserve.models.registry import read_facts
 from moeserve.protocol import CacheStart, Registration, StepPlan

@@ -48,7 +48,7 @@ class ChunkSpan(NamedTuple):
 
 
 class StateRows(NamedTuple):
-    """The rows of the state caches that each chunk reads and writes; see `scheduling/state_pool.py`."""
+    """The rows of the state caches that each chunk reads and writes; see `kv/state_pool.py`."""
 
     load_S: Tensor  # int64: the row with the state before the chunk; -1: zeros, at the start of a request
     store_S: Tensor  # int64: the row to which the state after the chunk is written; -1: none

@@ -44,7 +44,7 @@ from moeserve.bench.gpu.probe import LOST_TIME
 from moeserve.bench.gpu.throughput import CHUNK_TOKENS, MEASURES, MODELS, name_parts
 from moeserve.config.settings import QuantizationName
 from moeserve.distributed.groups import Groups
-from moeserve.layers.cache import CacheSize
+from moeserve.kv.layer_cache import CacheSize
 from moeserve.ops.interfaces import KeyValueCache
 from moeserve.ops.triton.table import TRITON_KERNELS
 from moeserve.ops.weight_blocks import CODES

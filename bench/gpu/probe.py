@@ -23,7 +23,7 @@ from moeserve.bench.gpu.models import BLOCK_SIZE, capture_step, make_model, publ
 from moeserve.bench.gpu.parts import Item, Job, Row, bar
 from moeserve.bench.gpu.rehearsal import SMALL_MODEL
 from moeserve.config.settings import QuantizationName
-from moeserve.layers.cache import CacheSize
+from moeserve.kv.layer_cache import CacheSize
 from moeserve.models.decoder import Decoder
 from moeserve.ops.interfaces import Kernels
 from moeserve.ops.select import select_kernels

@@ -16,16 +16,16 @@ import msgspec
 from moeserve.config.allocation import refusing_what_cannot_be_allocated
 from moeserve.config.settings import EngineConfig
 from moeserve.errors import EngineError, RequestError
+from moeserve.kv.connector import ITEM_FILE_ENDING, FolderTier, HostTier, KVConnector
+from moeserve.kv.pool import num_blocks_for
+from moeserve.kv.rules import CacheGroup, KeepState, KeepWindow
+from moeserve.kv.state_pool import STATE_INTERVAL
 from moeserve.private_folder import secret_of
 from moeserve.protocol import ReplicaStats, Request, RequestUpdate, Sample
-from moeserve.scheduling.block_pool import num_blocks_for
-from moeserve.scheduling.cache_rules import CacheGroup, KeepState, KeepWindow
-from moeserve.scheduling.kv_connector import FolderTier, HostTier, KVConnector
 from moeserve.scheduling.scheduler import Scheduler
 from moeserve.scheduling.scheduler_config import SchedulerConfig
-from moeserve.scheduling.state_pool import STATE_INTERVAL
 from moeserve.telemetry.expert_load import LoadWindow
-from moeserve.worker.protocol import ITEM_FILE_ENDING, Loaded, sampling_rank
+from moeserve.worker.protocol import Loaded, sampling_rank
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from moeserve.cache_kind import CacheKind
 from moeserve.distributed.mesh import share_of
-from moeserve.layers.cache import CacheDivision, CacheNeeds, CacheSize
+from moeserve.kv.layer_cache import CacheDivision, CacheNeeds, CacheSize
 from moeserve.layers.context import ModelContext
 from moeserve.layers.indexer import Choice, Indexer, IndexerConfig
 from moeserve.layers.input_share import num_input_chunks, share_inputs

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from moeserve.distributed.coordinator import GroupCoordinator
 from moeserve.expert_placement.placement import Placement
+from moeserve.kv.layer_cache import CacheDivision, CacheNeeds, CacheSize, NoCache
 from moeserve.layers.attention import Attention, AttentionConfig
-from moeserve.layers.cache import CacheDivision, CacheNeeds, CacheSize, NoCache
 from moeserve.layers.compressed_attention import CompressedAttentionConfig, CompressedSparseAttention
 from moeserve.layers.context import ModelContext
 from moeserve.layers.hyper_connections import HyperConnection, Streams

@@ -14,7 +14,7 @@ from moeserve.config.settings import CacheDtypeName, DtypeName
 from moeserve.distributed.groups import unconnected
 from moeserve.distributed.mesh import Mesh
 from moeserve.errors import CheckpointError
-from moeserve.layers.cache import CacheNeeds
+from moeserve.kv.layer_cache import CacheNeeds
 from moeserve.machine import free_memory, shown_bytes
 from moeserve.models.checkpoint import read_headers
 from moeserve.models.registry import Description, describe, folder_of

@@ -15,7 +15,7 @@ from moeserve.config.resolve import default_block_size, is_float8_cache
 from moeserve.config.settings import CacheDtypeName, DtypeName, QuantizationName
 from moeserve.distributed.groups import Groups, groups_of_one_rank
 from moeserve.expert_placement.placement import Placement
-from moeserve.layers.cache import CacheNeeds
+from moeserve.kv.layer_cache import CacheNeeds
 from moeserve.layers.context import ModelContext
 from moeserve.layers.weights import Weights
 from moeserve.models.decoder import Decoder

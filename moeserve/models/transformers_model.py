@@ -22,8 +22,8 @@ from torch.nn import functional
 from moeserve.errors import CheckpointError, missing_extra
 from moeserve.expert_placement.load import ExpertLoad
 from moeserve.expert_placement.placement import Placement
+from moeserve.kv.layer_cache import CacheNeeds, CacheSize
 from moeserve.layers.attention import AttentionConfig, cache_needs_of, make_key_value_cache
-from moeserve.layers.cache import CacheNeeds, CacheSize
 from moeserve.layers.context import ModelContext
 from moeserve.layers.rotary import NO_ROTARY, Rotaries
 from moeserve.models.config_values import ConfigValues

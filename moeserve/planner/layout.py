@@ -22,7 +22,7 @@ from moeserve.distributed.mesh import Mesh, share_of
 from moeserve.errors import SettingsError, shown
 from moeserve.expert_placement.eplb import imbalance, rank_loads
 from moeserve.expert_placement.placement import Placement, read_loads
-from moeserve.layers.cache import CacheNeeds
+from moeserve.kv.layer_cache import CacheNeeds
 from moeserve.machine import shown_bytes
 from moeserve.models.registry import Description, describe
 from moeserve.models.summary import Part, summarize

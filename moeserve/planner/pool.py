@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from moeserve.cache_kind import CacheKind
+from moeserve.kv.connector import HostTier
 from moeserve.planner.clock import Clock
 from moeserve.planner.costs import LayoutCosts, ReplicaLoad, StepLoad
 from moeserve.planner.expert_balance import ExpertBalance
@@ -33,7 +34,6 @@ from moeserve.protocol import (
     StoreTransfer,
     TransferOutcome,
 )
-from moeserve.scheduling.kv_connector import HostTier
 from moeserve.scheduling.replica import Deliver
 from moeserve.scheduling.scheduler import Scheduler
 from moeserve.scheduling.scheduler_config import SchedulerConfig

@@ -7,8 +7,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from moeserve.kv.pool import block_digests, num_blocks_for, root_digest
 from moeserve.protocol import Request
-from moeserve.scheduling.block_pool import block_digests, num_blocks_for, root_digest
 
 
 class PrefixIndex:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from moeserve.kv.requests import RequestCache
 from moeserve.outputs import FinishReason
 from moeserve.protocol import CacheStart, LogprobRows, PeerBlocks, Registration, Request, RequestUpdate, TokenLogprobs
-from moeserve.scheduling.request_cache import RequestCache
 
 NO_SLOT = -1  # slot of a request that is not running
 

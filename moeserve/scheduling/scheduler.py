@@ -16,6 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moeserve.errors import RequestError
+from moeserve.kv.connector import HostTier, KVConnector
+from moeserve.kv.manager import CacheManager, ChunkItems, NewBlocks, Prefix, ToStore
+from moeserve.kv.pool import root_digest
+from moeserve.kv.transfers import BlockTransfers
 from moeserve.protocol import (
     ChunkResult,
     RankReport,
@@ -28,10 +32,6 @@ from moeserve.protocol import (
     Transfer,
     TransferOutcome,
 )
-from moeserve.scheduling.block_pool import root_digest
-from moeserve.scheduling.block_transfers import BlockTransfers
-from moeserve.scheduling.cache_manager import CacheManager, ChunkItems, NewBlocks, Prefix, ToStore
-from moeserve.scheduling.kv_connector import HostTier, KVConnector
 from moeserve.scheduling.rank_state import ExpectedState, check_reports
 from moeserve.scheduling.request import NO_SLOT, LiveRequest
 from moeserve.scheduling.scheduler_config import SchedulerConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moeserve.scheduling.cache_rules import CacheGroup
+from moeserve.kv.rules import CacheGroup
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from moeserve.distributed.mesh import Mesh, share_of, share_sizes
+from moeserve.kv.rank.cache import free_gpu_memory
 from moeserve.models.decoder import Decoder
 from moeserve.scheduling.lockstep import Agreement
 from moeserve.step_inputs import NUM_SETTINGS, ChunkSpan, StateRows, StepInputs, WindowBlocks
 from moeserve.worker.halves import in_halves
-from moeserve.worker.kv_cache import free_gpu_memory
 from moeserve.worker.step_replay import StepContext, StepOutputs, do_nothing
 
 SMALL_SIZES = (1, 2, 4, 8)

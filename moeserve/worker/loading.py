@@ -17,7 +17,10 @@ from moeserve.distributed.groups import Groups
 from moeserve.distributed.mesh import share_sizes
 from moeserve.errors import CheckpointError
 from moeserve.expert_placement.placement import Placement
-from moeserve.layers.cache import CacheDivision
+from moeserve.kv.layer_cache import CacheDivision
+from moeserve.kv.rank.cache import free_bytes
+from moeserve.kv.rank.items import CachedItems
+from moeserve.kv.rank.wire import CacheShare, TensorShare
 from moeserve.layers.context import ModelContext
 from moeserve.layers.weights import allocate_parameters
 from moeserve.machine import resource_limits, shown_bytes
@@ -33,9 +36,6 @@ from moeserve.models.weight_mapping import destinations, with_stored_orientation
 from moeserve.moe.dispatch.factory import DispatcherFactory, DispatchShape, TorchDispatchers, open_dispatchers
 from moeserve.ops.interfaces import Kernels
 from moeserve.ops.select import select_kernels
-from moeserve.worker.kv_cache import free_bytes
-from moeserve.worker.kv_items import CachedItems
-from moeserve.worker.kv_wire import CacheShare, TensorShare
 from moeserve.worker.room import require_room
 
 logger = logging.getLogger(__name__)

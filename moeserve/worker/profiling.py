@@ -6,14 +6,14 @@ import functools
 
 from moeserve.config.settings import EngineConfig
 from moeserve.errors import SettingsError
-from moeserve.layers.cache import CacheNeeds, CacheSize
+from moeserve.kv.layer_cache import CacheNeeds, CacheSize
+from moeserve.kv.rank.cache import count_blocks, free_bytes, measure_step_memory
 from moeserve.machine import shown_bytes
 from moeserve.models.decoder import Decoder
 from moeserve.ops.torch.dense_attention import MAX_MASK_SIZE
 from moeserve.ops.torch.sampling import PIECE_SIZE
 from moeserve.sampling_params import RequestParams
 from moeserve.worker.drafting import drafter_of
-from moeserve.worker.kv_cache import count_blocks, free_bytes, measure_step_memory
 from moeserve.worker.model_runner import ModelRunner
 from moeserve.worker.request_table import Chunk, RequestState, RequestTable
 from moeserve.worker.step_replay import EagerSteps, StepContext

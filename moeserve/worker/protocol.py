@@ -44,9 +44,6 @@ class Leave(msgspec.Struct, frozen=True, tag="leave"):
 ToRank: TypeAlias = Round | Transfer | Leave
 
 
-ITEM_FILE_ENDING = ".safetensors"  # file name extension of a KV cache item in a folder; see `ItemKey.name`
-
-
 class StoreFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The store behind the KV cache of a rank, if it has one."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moeserve.config.settings import EngineConfig
 from moeserve.errors import SettingsError
-from moeserve.layers.cache import CacheNeeds
+from moeserve.kv.layer_cache import CacheNeeds
 from moeserve.machine import free_memory, shown_bytes
 
 BYTES_PER_REQUEST = 512  # of a rank's and a scheduler's tables for a running request, without its blocks and states

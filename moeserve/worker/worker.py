@@ -20,7 +20,16 @@ from moeserve.config.settings import EngineConfig
 from moeserve.distributed.groups import Groups
 from moeserve.expert_placement.load import LoadMeter
 from moeserve.expert_placement.rebalance import Rebalancer, spare_bytes
-from moeserve.layers.cache import CacheSize
+from moeserve.kv.layer_cache import CacheSize
+from moeserve.kv.rank.cache import most_window_blocks
+from moeserve.kv.rank.folder import FolderStore
+from moeserve.kv.rank.items import CachedItems
+from moeserve.kv.rank.nixl import NixlMemory
+from moeserve.kv.rank.receiver import BlockReceiver
+from moeserve.kv.rank.sender import BlockSender
+from moeserve.kv.rank.store import HostStore, KVStore
+from moeserve.kv.rank.transfers import Transfers
+from moeserve.kv.rank.wire import listening_address, read_key
 from moeserve.models.decoder import Decoder
 from moeserve.models.model_config import ModelConfig
 from moeserve.moe.dispatch.factory import DispatcherFactory
@@ -36,15 +45,6 @@ from moeserve.worker.cuda_graphs import CudaGraphs, TorchCapture, graph_sizes, m
 from moeserve.worker.drafting import drafter_of
 from moeserve.worker.grammars import grammars_of
 from moeserve.worker.halves import HalvingLimits
-from moeserve.worker.kv_cache import most_window_blocks
-from moeserve.worker.kv_folder import FolderStore
-from moeserve.worker.kv_items import CachedItems
-from moeserve.worker.kv_nixl import NixlMemory
-from moeserve.worker.kv_receiver import BlockReceiver
-from moeserve.worker.kv_sender import BlockSender
-from moeserve.worker.kv_store import HostStore, KVStore
-from moeserve.worker.kv_transfers import Transfers
-from moeserve.worker.kv_wire import listening_address, read_key
 from moeserve.worker.loading import cache_share, load_model, store_key
 from moeserve.worker.model_runner import ModelRunner
 from moeserve.worker.profiling import make_probe, profile_blocks, run_all_sizes

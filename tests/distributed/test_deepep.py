@@ -31,7 +31,7 @@ from moeserve.distributed.groups import Groups
 from moeserve.distributed.store import connect_store
 from moeserve.distributed.torch_group import as_torch_group
 from moeserve.expert_placement.placement import Placement
-from moeserve.layers.cache import CacheSize
+from moeserve.kv.layer_cache import CacheSize
 from moeserve.models.decoder import Decoder
 from moeserve.models.registry import describe
 from moeserve.moe.dispatch.all_to_all import AllToAllDispatcher

@@ -246,7 +246,7 @@ def test_blocks_are_held_while_nixl_writes_into_them(
     """The sender is stopped while its memory is read, so the request can be aborted in the middle of that."""
     monkeypatch.setenv("UCX_TLS", "tcp")  # over shared memory, the sender would have no part in it
     settings, model = nixl_settings(tmp_path), reference_named("mixtral").folder
-    from moeserve.worker.kv_nixl import NixlMemory
+    from moeserve.kv.rank.nixl import NixlMemory
 
     with engine(model, executor="mp", **settings) as prefill, engine(model, **settings) as decode:
         (rank,) = living_ranks()

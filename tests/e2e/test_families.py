@@ -19,9 +19,9 @@ from moeserve import LLM, SamplingParams
 from moeserve.config.settings import EngineConfig
 from moeserve.engine import core
 from moeserve.engine.base import new_scheduler
+from moeserve.kv.state_pool import STATE_INTERVAL
 from moeserve.models.registry import describe
 from moeserve.scheduling.scheduler import Scheduler
-from moeserve.scheduling.state_pool import STATE_INTERVAL
 from moeserve.worker.protocol import Loaded
 
 NUM_TOKENS = 24

@@ -18,7 +18,7 @@ import pytest
 from reference_models import Reference
 
 from moeserve import LLM, SamplingParams, SettingsError
-from moeserve.scheduling.load_rates import LoadRates
+from moeserve.kv.load_rates import LoadRates
 
 BLOCK = 16
 NUM_BLOCKS = 20  # of KV cache: not enough for the prompts below

@@ -11,9 +11,9 @@ import pytest
 from reference_models import Reference
 
 from moeserve import LLM, SamplingParams
+from moeserve.kv.load_rates import LoadRates
 from moeserve.models.inspection import inspect
 from moeserve.protocol import ReplicaStats
-from moeserve.scheduling.load_rates import LoadRates
 
 BLOCK = 16
 PARAMS = SamplingParams(max_tokens=4, temperature=1.0, seed=3, ignore_eos=True)

@@ -18,6 +18,7 @@ from moeserve.config.resolve import MachineFacts, resolve
 from moeserve.config.validation import parse_settings
 from moeserve.distributed.groups import groups_of_one_rank
 from moeserve.errors import CheckpointError, SettingsError
+from moeserve.kv.rank import cache as kv_cache
 from moeserve.models import registry
 from moeserve.models.decoder import Decoder
 from moeserve.models.packing import packed_state
@@ -25,7 +26,7 @@ from moeserve.models.summary import LoadingMemory, loading_memory
 from moeserve.moe.dispatch.factory import TorchDispatchers
 from moeserve.ops import select
 from moeserve.ops.cpu.native import native_kernels
-from moeserve.worker import kv_cache, loading
+from moeserve.worker import loading
 
 needs_kernels = pytest.mark.skipif(native_kernels() is None, reason="the C++ kernels are not built")
 

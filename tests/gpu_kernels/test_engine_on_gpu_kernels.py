@@ -17,8 +17,8 @@ from reference_models import Reference, make_reference
 from torch import Tensor
 
 from moeserve import LLM, SamplingParams
+from moeserve.kv.layer_cache import CacheSize
 from moeserve.layers.attention import Attention
-from moeserve.layers.cache import CacheSize
 from moeserve.layers.input_share import InputShare
 from moeserve.layers.linear_attention import LinearAttention
 from moeserve.layers.weights import allocate_weights

@@ -14,7 +14,7 @@ from torch import Tensor
 from moeserve.bench.gpu.inputs import Source
 from moeserve.bench.gpu.models import BLOCK_SIZE, capture_step, make_model
 from moeserve.bench.gpu.rehearsal import rehearsing
-from moeserve.layers.cache import CacheSize
+from moeserve.kv.layer_cache import CacheSize
 from moeserve.ops import side_stream
 from moeserve.ops.interfaces import Kernels
 from moeserve.ops.side_stream import CudaSideStream

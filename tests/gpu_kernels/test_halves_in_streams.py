@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from moeserve.distributed.groups import groups_of_one_rank
-from moeserve.layers.cache import CacheSize
+from moeserve.kv.layer_cache import CacheSize
 from moeserve.layers.context import ModelContext
 from moeserve.models.decoder import Decoder
 from moeserve.models.registry import describe

@@ -6,7 +6,7 @@ import hashlib
 
 import pytest
 
-from moeserve.scheduling.block_pool import BlockPool, block_digests, root_digest
+from moeserve.kv.pool import BlockPool, block_digests, root_digest
 
 
 @pytest.mark.parametrize("held", [[], [0], [0, 0, 1]])

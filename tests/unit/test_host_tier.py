@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moeserve.cache_kind import CacheKind
-from moeserve.scheduling.kv_connector import HostTier, ItemKey
+from moeserve.kv.connector import HostTier, ItemKey
 
 A, B, C, D = (ItemKey(CacheKind.BLOCK, bytes([letter])) for letter in b"abcd")
 STATE = ItemKey(CacheKind.STATE, A.digest)

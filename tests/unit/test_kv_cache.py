@@ -12,9 +12,9 @@ from moeserve.config.resolve import CheckpointFacts, MachineFacts, resolve
 from moeserve.config.settings import EngineConfig
 from moeserve.config.validation import parse_settings
 from moeserve.errors import CacheTooSmallError
-from moeserve.layers.cache import CacheNeeds
-from moeserve.worker import kv_cache
-from moeserve.worker.kv_cache import count_blocks
+from moeserve.kv.layer_cache import CacheNeeds
+from moeserve.kv.rank import cache as kv_cache
+from moeserve.kv.rank.cache import count_blocks
 from moeserve.worker.profiling import largest_step
 
 BYTES_PER_TOKEN = 100
@@ -89,7 +89,7 @@ def test_ranks_share_the_memory_beside_their_largest_steps(num_ranks: int, monke
 
 MEASURE = """
 import torch
-from moeserve.worker.kv_cache import measure_step_memory
+from moeserve.kv.rank.cache import measure_step_memory
 
 held = torch.ones(30 * 2**20 // 4)
 

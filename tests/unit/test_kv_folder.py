@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import torch
 
 from moeserve.cache_kind import CacheKind
+from moeserve.kv.rank.folder import FolderStore
+from moeserve.kv.rank.items import CachedItems
 from moeserve.protocol import CachePlace, StoreTransfer
-from moeserve.worker.kv_folder import FolderStore
-from moeserve.worker.kv_items import CachedItems
 
 
 def transfer(*names: str, is_load: bool) -> StoreTransfer:

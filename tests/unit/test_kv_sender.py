@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from moeserve.cache_kind import CacheKind
+from moeserve.kv.rank.items import CachedItems
+from moeserve.kv.rank.sender import BlockSender
+from moeserve.kv.rank.wire import Answer, CacheShare, Claim, Connection, PeerError, Piece, Read, TensorShare
 from moeserve.protocol import CachePlace, KeepItems, TransferOutcome
-from moeserve.worker.kv_items import CachedItems
-from moeserve.worker.kv_sender import BlockSender
-from moeserve.worker.kv_wire import Answer, CacheShare, Claim, Connection, PeerError, Piece, Read, TensorShare
 
 NUM_BLOCKS, BLOCK_VALUES = 4, 6
 

@@ -20,12 +20,12 @@ from moeserve.api.logprobs import PromptLogprobs
 from moeserve.api.tokenizer import TextCodec
 from moeserve.config.settings import LIMITS
 from moeserve.errors import RequestError
+from moeserve.kv.requests import RequestCache
 from moeserve.models.tokenizer_files import LoadedTokenizer
 from moeserve.outputs import Logprob
 from moeserve.protocol import AddRequest, ChunkResult, RankReport, Request, Sample, StepPlan, StepResult, TokenLogprobs
 from moeserve.sampling_params import RequestParams, SamplingParams
 from moeserve.scheduling.request import LiveRequest
-from moeserve.scheduling.request_cache import RequestCache
 from moeserve.scheduling.scheduler import Scheduler
 from moeserve.scheduling.scheduler_config import SchedulerConfig
 from moeserve.worker.request_table import RequestTable

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moeserve.scheduling.load_rates import TRIES, LoadRates
+from moeserve.kv.load_rates import TRIES, LoadRates
 
 
 def loads(rates: LoadRates, times: int) -> int:

@@ -13,7 +13,7 @@ from model_context import cpu_context
 from torch import Tensor
 
 from moeserve.distributed.mesh import Mesh
-from moeserve.layers.cache import CacheSize
+from moeserve.kv.layer_cache import CacheSize
 from moeserve.layers.mla import LatentAttention, LatentAttentionConfig
 from moeserve.layers.rotary import Rotary, RotaryConfig
 from moeserve.layers.weights import Weights, allocate_weights

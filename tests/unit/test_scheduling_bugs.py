@@ -15,6 +15,11 @@ from test_scheduling_states import SchedulerMachine, run_histories
 
 from moeserve.cache_kind import CacheKind
 from moeserve.errors import RankStateError
+from moeserve.kv.connector import KVConnector
+from moeserve.kv.manager import CacheManager, ChunkItems, Prefix, ToStore
+from moeserve.kv.requests import CachedRequest
+from moeserve.kv.state_pool import StatePool
+from moeserve.kv.transfers import BlockTransfers
 from moeserve.protocol import (
     ChunkResult,
     KeepItems,
@@ -26,14 +31,9 @@ from moeserve.protocol import (
     Transfer,
     TransferOutcome,
 )
-from moeserve.scheduling.block_transfers import BlockTransfers
-from moeserve.scheduling.cache_manager import CacheManager, ChunkItems, Prefix, ToStore
-from moeserve.scheduling.kv_connector import KVConnector
 from moeserve.scheduling.request import LiveRequest
-from moeserve.scheduling.request_cache import CachedRequest
 from moeserve.scheduling.scheduler import Scheduler
 from moeserve.scheduling.scheduler_config import SchedulerConfig
-from moeserve.scheduling.state_pool import StatePool
 
 
 def at(request: CachedRequest, num_computed: int) -> Any:

@@ -22,6 +22,9 @@ from logprob_rows import packed, unpacked
 
 from moeserve.cache_kind import CacheKind
 from moeserve.errors import RequestError
+from moeserve.kv.connector import HostTier
+from moeserve.kv.pool import BlockPool, num_blocks_of_windows
+from moeserve.kv.rules import CacheGroup, KeepState, KeepWindow
 from moeserve.protocol import (
     CachePlace,
     CancelReceive,
@@ -41,9 +44,6 @@ from moeserve.protocol import (
     TransferOutcome,
 )
 from moeserve.sampling_params import RequestParams
-from moeserve.scheduling.block_pool import BlockPool, num_blocks_of_windows
-from moeserve.scheduling.cache_rules import CacheGroup, KeepState, KeepWindow
-from moeserve.scheduling.kv_connector import HostTier
 from moeserve.scheduling.scheduler import Scheduler
 from moeserve.scheduling.scheduler_config import SchedulerConfig
 from moeserve.worker.request_table import Chunk, RequestTable

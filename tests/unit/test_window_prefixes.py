@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 
+from moeserve.kv.pool import num_blocks_of_windows
+from moeserve.kv.rules import CacheGroup, KeepWindow
 from moeserve.protocol import ChunkResult, Request, StepResult
 from moeserve.sampling_params import RequestParams
-from moeserve.scheduling.block_pool import num_blocks_of_windows
-from moeserve.scheduling.cache_rules import CacheGroup, KeepWindow
 from moeserve.scheduling.scheduler import Scheduler
 from moeserve.scheduling.scheduler_config import SchedulerConfig
 

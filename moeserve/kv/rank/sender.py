@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 import torch
 
 from moeserve.errors import SettingsError
-from moeserve.protocol import CachePlace, KeepItems, TransferOutcome
-from moeserve.worker.kv_items import CachedItems, indices_by_kind
-from moeserve.worker.kv_wire import (
+from moeserve.kv.rank.items import CachedItems, indices_by_kind
+from moeserve.kv.rank.wire import (
     SECONDS_TO_BE_KEPT,
     Answer,
     CacheShare,
@@ -29,6 +28,7 @@ from moeserve.worker.kv_wire import (
     bytes_of,
     select_piece,
 )
+from moeserve.protocol import CachePlace, KeepItems, TransferOutcome
 
 logger = logging.getLogger(__name__)
 

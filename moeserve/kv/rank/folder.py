@@ -23,10 +23,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from moeserve.cache_kind import CacheKind
+from moeserve.kv.connector import ITEM_FILE_ENDING
+from moeserve.kv.rank.items import CachedItems
 from moeserve.private_folder import make_private_folder
 from moeserve.protocol import CachePlace, StoreTransfer, TransferOutcome
-from moeserve.worker.kv_items import CachedItems
-from moeserve.worker.protocol import ITEM_FILE_ENDING
 
 logger = logging.getLogger(__name__)
 

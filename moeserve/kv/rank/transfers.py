@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
+from moeserve.kv.rank.receiver import BlockReceiver, Cancellation
+from moeserve.kv.rank.sender import BlockSender
+from moeserve.kv.rank.store import KVStore
 from moeserve.protocol import CancelReceive, KeepItems, ReceiveItems, StoreTransfer, Transfer, TransferOutcome
-from moeserve.worker.kv_receiver import BlockReceiver, Cancellation
-from moeserve.worker.kv_sender import BlockSender
-from moeserve.worker.kv_store import KVStore
 
 logger = logging.getLogger(__name__)
 

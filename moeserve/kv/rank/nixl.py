@@ -1,6 +1,6 @@
 """Reading items from another rank's KV cache with NIXL, over InfiniBand, NVLink, shared memory or TCP.
 
-The connection between the ranks (`kv_wire.py`) still determines the items that may be read, and for how long. But
+The connection between the ranks (`wire.py`) still determines the items that may be read, and for how long. But
 anyone who can reach NIXL's own ports and knows the metadata that is sent to receivers can read and write this rank's
 whole cache.
 """
@@ -20,8 +20,8 @@ from torch import Tensor
 from moeserve.addresses import is_loopback, own_addresses
 from moeserve.config.environment import set_for_libraries
 from moeserve.errors import SettingsError, missing_extra
-from moeserve.worker.kv_items import CachedItems
-from moeserve.worker.kv_wire import NixlShare, PeerError, TensorPlace
+from moeserve.kv.rank.items import CachedItems
+from moeserve.kv.rank.wire import NixlShare, PeerError, TensorPlace
 
 SECONDS_BETWEEN_LOOKS = 0.0002
 

@@ -11,7 +11,7 @@ the request. If a draft is rejected, the two rows are swapped.
 
 from __future__ import annotations
 
-from moeserve.scheduling.block_pool import BlockPool
+from moeserve.kv.pool import BlockPool
 
 STATE_INTERVAL = 64  # tokens between the positions where states can be saved, rounded up to whole blocks
 

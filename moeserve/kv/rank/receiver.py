@@ -13,10 +13,9 @@ import numpy as np
 import torch
 
 from moeserve.addresses import is_loopback
-from moeserve.protocol import ReceiveItems, TransferOutcome
-from moeserve.worker.kv_items import CachedItems, indices_by_kind
-from moeserve.worker.kv_nixl import NixlMemory, ranges
-from moeserve.worker.kv_wire import (
+from moeserve.kv.rank.items import CachedItems, indices_by_kind
+from moeserve.kv.rank.nixl import NixlMemory, ranges
+from moeserve.kv.rank.wire import (
     Answer,
     CacheShare,
     Claim,
@@ -28,6 +27,7 @@ from moeserve.worker.kv_wire import (
     bytes_of,
     select_piece,
 )
+from moeserve.protocol import ReceiveItems, TransferOutcome
 
 logger = logging.getLogger(__name__)
 

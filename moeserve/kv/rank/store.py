@@ -1,6 +1,6 @@
 """The store behind the KV cache of one rank. `HostStore` holds items in host memory, or in a file without a name.
 
-The store in a folder is in `kv_folder.py`.
+The store in a folder is in `folder.py`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch import Tensor
 
 from moeserve.cache_kind import CacheKind
 from moeserve.errors import SettingsError
+from moeserve.kv.rank.items import CachedItems, indices_by_kind
 from moeserve.protocol import StoreTransfer, TransferOutcome
-from moeserve.worker.kv_items import CachedItems, indices_by_kind
 
 logger = logging.getLogger(__name__)
 

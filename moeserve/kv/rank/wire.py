@@ -57,7 +57,7 @@ class TensorPlace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NixlShare(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank's memory, described for ranks that read it by NIXL. See `kv_nixl.py`."""
+    """A rank's memory, described for ranks that read it by NIXL. See `nixl.py`."""
 
     agent: bytes  # metadata of the rank's NIXL agent
     device: int

@@ -10,9 +10,9 @@ import torch
 
 from moeserve.config.settings import EngineConfig
 from moeserve.errors import CacheTooSmallError
-from moeserve.layers.cache import CacheNeeds
+from moeserve.kv.layer_cache import CacheNeeds
+from moeserve.kv.pool import num_blocks_of_windows
 from moeserve.machine import free_memory, shown_bytes
-from moeserve.scheduling.block_pool import num_blocks_of_windows
 
 logger = logging.getLogger(__name__)
 

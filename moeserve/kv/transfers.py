@@ -6,41 +6,57 @@ import secrets
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Generic, Literal, Protocol, TypeVar
 
 import msgspec
 
 from moeserve.cache_kind import CacheKind
+from moeserve.kv.connector import ItemKey, KVConnector
+from moeserve.kv.load_rates import LoadRates
+from moeserve.kv.pool import BlockPool, tokens_digest
 from moeserve.protocol import (
     CachePlace,
     CancelReceive,
     KeepItems,
     PeerBlocks,
     ReceiveItems,
+    Request,
     RequestUpdate,
     StoreTransfer,
     Transfer,
     TransferOutcome,
 )
-from moeserve.scheduling.block_pool import BlockPool, tokens_digest
-from moeserve.scheduling.kv_connector import ItemKey, KVConnector
-from moeserve.scheduling.load_rates import LoadRates
-from moeserve.scheduling.request import LiveRequest
+
+
+class TransferredRequest(Protocol):
+    """The part of a request that transfers read. A source of blocks can be used only once, so they take it away."""
+
+    kv_source: PeerBlocks | None
+
+    @property
+    def request(self) -> Request: ...
+    @property
+    def token_ids(self) -> list[int]: ...
+    @property
+    def ended(self) -> bool: ...
+
+
+Waiting = TypeVar("Waiting", bound=TransferredRequest)
 
 KINDS_OF_RUNNING = (CacheKind.BLOCK, CacheKind.WINDOW_BLOCK)  # the kinds of items that every running request needs
 
 
 @dataclass(frozen=True)
-class _InFlight:
+class _InFlight(Generic[Waiting]):
     kind: Literal["save", "load", "keep", "receive", "cancel"]
     places: list[CachePlace]  # places that the transfer reads or writes, and of which it is a holder
     keys: list[ItemKey]  # keys of the items that are saved, loaded or received
     held: list[CachePlace]  # other places that it holds: the rest of the prefix for which the request waits
-    request: LiveRequest | None = None  # the request that waits for the end of the transfer
+    request: Waiting | None = None  # the request that waits for the end of the transfer
     handle: str = ""  # handle of the items that are received
 
 
-class BlockTransfers:
+class BlockTransfers(Generic[Waiting]):
     """Asynchronous copies of cached items to and from the store behind the cache, and between engines.
 
     Computed items are saved, and items that a waiting request begins with are loaded. If another engine computes a
@@ -126,7 +142,7 @@ class BlockTransfers:
         index = pool.find(key.digest)
         return index is None or pool.is_free(index)
 
-    def load(self, request: LiveRequest, keys: Sequence[ItemKey]) -> None:
+    def load(self, request: Waiting, keys: Sequence[ItemKey]) -> None:
         """Load the items that the cache lacks, for a request that waits for them. All items must fit."""
         missing, held = self._hold(keys)
         absent = [keys[index] for index in missing]
@@ -155,7 +171,7 @@ class BlockTransfers:
         }
         return missing, held
 
-    def keep(self, request: LiveRequest, keys: Sequence[ItemKey], update: RequestUpdate) -> RequestUpdate:
+    def keep(self, request: Waiting, keys: Sequence[ItemKey], update: RequestUpdate) -> RequestUpdate:
         """Keep items of an ended request's prompt for another engine. The cache must have the items.
 
         They are not kept if half of the cache is kept already, so that other requests can run.
@@ -182,7 +198,7 @@ class BlockTransfers:
         """Return True while items with this handle are being received."""
         return any(each.places and each.handle == handle for each in self._in_flight.values())
 
-    def receive(self, request: LiveRequest, keys: Sequence[ItemKey]) -> None:
+    def receive(self, request: Waiting, keys: Sequence[ItemKey]) -> None:
         """Receive the items of a request's `kv_source` that the cache lacks, and free all items of the source.
 
         A source can be used only once.
@@ -227,7 +243,7 @@ class BlockTransfers:
         new, self._new = self._new, []
         return new
 
-    def end(self, outcome: TransferOutcome) -> LiveRequest | None:
+    def end(self, outcome: TransferOutcome) -> Waiting | None:
         """End a transfer. Items that it has loaded or received can then be found in the cache.
 
         Returns:

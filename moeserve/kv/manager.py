@@ -6,16 +6,15 @@ The scheduler decides which tokens run. This file finds the cached prefix of a r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from moeserve.cache_kind import CacheKind
+from moeserve.kv.connector import ItemKey
+from moeserve.kv.pool import BlockPool, num_blocks_for
+from moeserve.kv.requests import CachedRequest, RequestCache
+from moeserve.kv.rules import CacheGroup, Has, KeepAll, KeepState, RuleOfBlocks
+from moeserve.kv.state_pool import StatePool
 from moeserve.protocol import CacheChanges, CachePlace, CacheStart, SavedState
-from moeserve.scheduling.block_pool import BlockPool, num_blocks_for
-from moeserve.scheduling.cache_rules import Has, KeepAll, KeepState, RuleOfBlocks
-from moeserve.scheduling.kv_connector import ItemKey
-from moeserve.scheduling.request_cache import CachedRequest, RequestCache
-from moeserve.scheduling.scheduler_config import SchedulerConfig
-from moeserve.scheduling.state_pool import StatePool
 
 NewBlocks: TypeAlias = list[list[int]]  # by group: blocks that are appended to a request's table; empty: none
 ToStore: TypeAlias = list[tuple[ItemKey, int]]  # items that a store behind the cache should keep, with their places
@@ -40,6 +39,23 @@ class ChunkItems(NamedTuple):
     is_for_others: bool = False  # other requests can start from the saved state; it is not that before drafts
 
 
+class CacheLimits(Protocol):
+    """The part of the limits of a replica that concerns its caches; see `SchedulerConfig`."""
+
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def max_num_seqs(self) -> int: ...
+    @property
+    def max_num_batched_tokens(self) -> int: ...
+    @property
+    def enable_prefix_caching(self) -> bool: ...
+    @property
+    def other_groups(self) -> tuple[CacheGroup, ...]: ...
+
+
 class _Group(NamedTuple):
     rule: RuleOfBlocks
     pool: BlockPool
@@ -55,7 +71,7 @@ class CacheManager:
     where prompts end or diverge, and where a request ends.
     """
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: CacheLimits) -> None:
         self.config = config
         self.pool = BlockPool(config.num_blocks)
         self._groups = [_Group(KeepAll(), self.pool)]

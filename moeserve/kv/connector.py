@@ -19,6 +19,8 @@ from typing import NamedTuple, Protocol
 from moeserve.cache_kind import CacheKind
 from moeserve.protocol import StoreKey
 
+ITEM_FILE_ENDING = ".safetensors"  # file name extension of an item in a folder; see `ItemKey.name`
+
 
 class ItemKey(NamedTuple):
     """The identity of an item."""
@@ -57,7 +59,7 @@ class KVConnector(Protocol):
 
 
 class FolderTier:
-    """An index of the items in a folder, to which other processes have access. See `worker/kv_folder.py`."""
+    """An index of the items in a folder, to which other processes have access. See `kv/rank/folder.py`."""
 
     def __init__(self, is_stored: Callable[[str], bool]) -> None:
         """

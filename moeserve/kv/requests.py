@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from moeserve.scheduling.block_pool import block_digests
+from moeserve.kv.pool import block_digests
 
 
 @dataclass(eq=False)

@@ -1,0 +1,1 @@
+"""One rank's caches: tensors, stores behind them, and transfers to other engines."""
