@@ -19,7 +19,7 @@ import torch
 
 from moeserve.config.environment import cache_folder
 from moeserve.errors import CheckpointError, missing_extra
-from moeserve.models.model_files import find_model
+from moeserve.models.checkpoint.model_files import find_model
 
 
 def make_checkpoint(name: str, folder: Path | None = None) -> Path:

@@ -23,7 +23,7 @@ def main(settings: str) -> None:
         prompt = random.Random(0).choices(range(llm.config.vocab_size), k=PROMPT_TOKENS)
         llm.generate([{"prompt_token_ids": prompt}], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
         print(json.dumps(clock | {"first_token": time.monotonic()}), flush=True)
-        from moeserve.models.packed_cache_writer import wait_for_cache_writers
+        from moeserve.models.checkpoint.packed_cache_writer import wait_for_cache_writers
 
         wait_for_cache_writers()  # else the process could exit before the packed copy is written
 

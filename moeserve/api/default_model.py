@@ -20,7 +20,7 @@ from moeserve.config.hub_name import parse_hub_name
 from moeserve.config.resolve import CheckpointFacts
 from moeserve.errors import CheckpointError
 from moeserve.models.config_values import read_json
-from moeserve.models.gguf_reader import INSTALL_GGUF
+from moeserve.models.gguf.reader import INSTALL_GGUF
 
 # Change the version whenever the model changes, so that the folder of an older version is not used.
 NAME = "smollm2-135m-instruct-mixtral-4x-v1"
@@ -78,7 +78,7 @@ def default_model(show_progress: bool = True) -> Path:
 
 def _make(weights: Path, model: Path, show_progress: bool) -> None:
     """Build the model in a folder with a fixed name, so that remains of a killed process are found and removed."""
-    from moeserve.models.upcycle import upcycle  # rarely used, so imported late
+    from moeserve.models.checkpoint.upcycle import upcycle  # rarely used, so imported late
 
     partial = model.with_name(f".{NAME}.partial")
     for leftover in (partial, model):

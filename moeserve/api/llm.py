@@ -26,7 +26,7 @@ from moeserve.config.vllm_options import ARGUMENTS, require_harmless
 from moeserve.errors import MoeserveError, RequestError, SettingsError, shown
 from moeserve.expert_placement.placement import Placement, write_placements
 from moeserve.interrupts import interrupts_deferred
-from moeserve.models.packed_cache_writer import wait_for_cache_writers
+from moeserve.models.checkpoint.packed_cache_writer import wait_for_cache_writers
 from moeserve.outputs import RequestOutput
 from moeserve.progress import ProgressBar
 from moeserve.sampling_params import BeamSearchParams, SamplingParams

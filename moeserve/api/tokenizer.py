@@ -18,7 +18,7 @@ from moeserve.api.detokenizer import (
     is_stepwise,
 )
 from moeserve.errors import CheckpointError, RequestError
-from moeserve.models.tokenizer_files import LoadedTokenizer, load_tokenizer, load_with_transformers
+from moeserve.models.checkpoint.tokenizer_files import LoadedTokenizer, load_tokenizer, load_with_transformers
 
 # The maximum number of characters that a Unicode normal form composes into one.
 MOST_COMPOSED = 4

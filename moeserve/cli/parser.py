@@ -17,7 +17,7 @@ from moeserve.config.vllm_options import SETTINGS, SWITCHES, own_value, refusal
 from moeserve.errors import SettingsError, nearest
 
 if TYPE_CHECKING:
-    from moeserve.models.model_files import ModelFiles
+    from moeserve.models.checkpoint.model_files import ModelFiles
 
 GPUS_PER_NODE = 8
 # A setting in a text, maybe with its value. Parts of paths, attributes, calls and quoted texts are no settings.
@@ -272,7 +272,7 @@ def add_hub(command: Parser) -> None:
 
 def files_of(options: argparse.Namespace) -> ModelFiles:
     """Return the files of the model that `add_model` reads."""
-    from moeserve.models.model_files import find_model  # imports torch
+    from moeserve.models.checkpoint.model_files import find_model  # imports torch
 
     return find_model(options.model, revision=options.revision, download_dir=options.download_dir)
 

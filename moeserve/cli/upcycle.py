@@ -28,7 +28,7 @@ def add_arguments(command: Parser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    from moeserve.models.upcycle import upcycle
+    from moeserve.models.checkpoint.upcycle import upcycle
 
     upcycle(
         options.dense,

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 
 from moeserve.layers.compressed_attention import CompressedSparseAttention, Pooling
 from moeserve.layers.hyper_connections import HyperConnection
-from moeserve.models.weight_loading import Row, columns, rows, rows_of_heads, whole
+from moeserve.models.checkpoint.loading import Row, columns, rows, rows_of_heads, whole
 
 
 def compressed_attention_rows(prefix: str, layer: CompressedSparseAttention, names: Collection[str]) -> Iterator[Row]:

@@ -20,7 +20,7 @@ from moeserve.layers.rotary import (
     Scaling,
     YarnScaling,
 )
-from moeserve.models.config_overrides import with_overrides
+from moeserve.models.checkpoint.config_overrides import with_overrides
 
 LARGEST_NUMBER = 1e30
 # Names of the config of the language model. A thinker also has other models.

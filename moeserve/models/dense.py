@@ -12,9 +12,9 @@ from torch import Tensor
 
 from moeserve.config.settings import DtypeName
 from moeserve.errors import CheckpointError
-from moeserve.models.checkpoint import list_names, open_shard, read_headers
+from moeserve.models.checkpoint.shards import list_names, open_shard, read_headers
+from moeserve.models.checkpoint.tied_head import EMBEDDING, HEAD, holds_same
 from moeserve.models.config_values import ConfigValues
-from moeserve.models.tied_head import EMBEDDING, HEAD, holds_same
 
 DENSE_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
 ROTARY_KEYS = ("rope_theta", "partial_rotary_factor", "type")  # rotary settings that do not belong to a scaling

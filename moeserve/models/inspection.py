@@ -16,10 +16,10 @@ from moeserve.distributed.mesh import Mesh
 from moeserve.errors import CheckpointError
 from moeserve.kv.layer_cache import CacheNeeds
 from moeserve.machine import free_memory, shown_bytes
-from moeserve.models.checkpoint import read_headers
+from moeserve.models.checkpoint.shards import read_headers
+from moeserve.models.checkpoint.weight_format import WeightFormat
 from moeserve.models.registry import Description, describe, folder_of
 from moeserve.models.summary import Part, summarize
-from moeserve.models.weight_format import WeightFormat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +189,7 @@ def _stored(folder: Path, weight_format: WeightFormat) -> tuple[Stored | None, s
     """Return the size of the shards, or None and the reason if they cannot be loaded."""
     bytes_of_dtype: Counter[str] = Counter()
     if weight_format.is_gguf:
-        from moeserve.models.gguf_checkpoint import bytes_of_types  # needs the gguf package
+        from moeserve.models.gguf.checkpoint import bytes_of_types  # needs the gguf package
 
         shards = set(folder.glob("*.gguf"))
         bytes_of_dtype += bytes_of_types(folder)

@@ -11,8 +11,8 @@ from moeserve.layers.linear import Linear
 from moeserve.layers.linear_attention import LinearAttention
 from moeserve.layers.short_convolution import GatedConvolution
 from moeserve.layers.weights import Weights
+from moeserve.models.checkpoint.loading import Destination, Row, columns, rows, rows_of_heads, whole
 from moeserve.models.family import LinearAttentionNames, LinearAttentionPart
-from moeserve.models.weight_loading import Destination, Row, columns, rows, rows_of_heads, whole
 
 # X values of all heads of this rank, D model width
 

@@ -15,14 +15,14 @@ from moeserve.config.resolve import CheckpointFacts
 from moeserve.config.settings import DtypeName, ModelImplName
 from moeserve.errors import CheckpointError
 from moeserve.models import families
+from moeserve.models.checkpoint.tied_head import stored_head_is_tied
+from moeserve.models.checkpoint.weight_format import WeightFormat, read_weight_format
 from moeserve.models.config_defaults import defaults_of
 from moeserve.models.config_values import TIED, ConfigValues, read_json
 from moeserve.models.family import Family, inside_other_model
-from moeserve.models.gguf_names import with_gguf_names
+from moeserve.models.gguf.names import with_gguf_names
 from moeserve.models.model_config import ModelConfig
-from moeserve.models.tied_head import stored_head_is_tied
 from moeserve.models.unsupported import unsupported
-from moeserve.models.weight_format import WeightFormat, read_weight_format
 
 logger = logging.getLogger(__name__)
 
@@ -214,7 +214,7 @@ def folder_of(model: str | Path) -> Path:
     """Return the folder of a checkpoint. For a GGUF file, return the cache folder that represents it."""
     if Path(model).suffix != ".gguf":
         return Path(model)
-    from moeserve.models.gguf_checkpoint import checkpoint_folder
+    from moeserve.models.gguf.checkpoint import checkpoint_folder
 
     return checkpoint_folder(Path(model))
 

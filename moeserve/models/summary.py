@@ -18,9 +18,9 @@ from moeserve.expert_placement.placement import Placement
 from moeserve.kv.layer_cache import CacheNeeds
 from moeserve.layers.context import ModelContext
 from moeserve.layers.weights import Weights
+from moeserve.models.checkpoint.packing import weights_of
 from moeserve.models.decoder import Decoder
 from moeserve.models.model_config import ModelConfig
-from moeserve.models.packing import weights_of
 from moeserve.models.registry import Description
 from moeserve.moe.dispatch.factory import TorchDispatchers
 from moeserve.moe.layer import MoEConfig, MoELayer

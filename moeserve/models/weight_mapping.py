@@ -24,15 +24,7 @@ from moeserve.layers.mlp import MLP
 from moeserve.layers.norm import LayerNorm
 from moeserve.layers.short_convolution import GatedConvolution
 from moeserve.layers.weights import Weights
-from moeserve.models.compressed_attention_mapping import compressed_attention_rows, connection_rows
-from moeserve.models.decoder import Decoder, DecoderLayer, DenseFeedForward
-from moeserve.models.draft_layer import DraftInput
-from moeserve.models.family import AttentionNames, Family, LayerNames, MoENames
-from moeserve.models.model_config import MLPConfig
-from moeserve.models.parallel_networks import ParallelNorms
-from moeserve.models.quantization import CheckpointTensor
-from moeserve.models.recurrent_mapping import convolution_rows, linear_attention_rows, summed_rows
-from moeserve.models.weight_loading import (
+from moeserve.models.checkpoint.loading import (
     Destination,
     Destinations,
     Row,
@@ -42,6 +34,14 @@ from moeserve.models.weight_loading import (
     rows_of_heads,
     whole,
 )
+from moeserve.models.checkpoint.tensors import CheckpointTensor
+from moeserve.models.compressed_attention_mapping import compressed_attention_rows, connection_rows
+from moeserve.models.decoder import Decoder, DecoderLayer, DenseFeedForward
+from moeserve.models.draft_layer import DraftInput
+from moeserve.models.family import AttentionNames, Family, LayerNames, MoENames
+from moeserve.models.model_config import MLPConfig
+from moeserve.models.parallel_networks import ParallelNorms
+from moeserve.models.recurrent_mapping import convolution_rows, linear_attention_rows, summed_rows
 from moeserve.moe.layer import MoEConfig, MoELayer
 
 # Tensors that only the first or the last pipeline stage needs.

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from moeserve.api.tokenizer import TextCodec
 from moeserve.config.settings import LIMITS
-from moeserve.models.tokenizer_files import tokenizer_config
+from moeserve.models.checkpoint.tokenizer_files import tokenizer_config
 from moeserve.server.client import Client
 from moeserve.server.conversation import Conversation
 from moeserve.server.errors import ApiError

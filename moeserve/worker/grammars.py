@@ -199,7 +199,9 @@ class Grammars:
             import llguidance  # noqa: F401
         except ImportError as error:
             raise missing_extra("structured_outputs need llguidance", "structured", error) from None
-        from moeserve.models.tokenizer_files import load_tokenizer  # imports tokenizers, which ranks need only here
+        from moeserve.models.checkpoint.tokenizer_files import (
+            load_tokenizer,  # imports tokenizers, which ranks need only here
+        )
 
         tokenizer = load_tokenizer(self._tokenizer_folder)
         assert tokenizer is not None, f"{self._tokenizer_folder} has no tokenizer"

@@ -25,13 +25,13 @@ from moeserve.layers.context import ModelContext
 from moeserve.layers.weights import allocate_parameters
 from moeserve.machine import resource_limits, shown_bytes
 from moeserve.models import registry
-from moeserve.models.checkpoint import Checkpoint, open_checkpoint, select_decoder
+from moeserve.models.checkpoint.loading import fill_randomly, keep_int4, load_weights
+from moeserve.models.checkpoint.packed_cache import PackedWeightCache, fingerprint, hash_key, sampled_digest
+from moeserve.models.checkpoint.packed_cache_writer import CacheWriter, wait_for_cache_writers
+from moeserve.models.checkpoint.packing import PACKED_STATE_VERSION, Packer, adopt_state, packed_state
+from moeserve.models.checkpoint.shards import Checkpoint, open_checkpoint, select_decoder
 from moeserve.models.decoder import Decoder
-from moeserve.models.packed_cache import PackedWeightCache, fingerprint, hash_key, sampled_digest
-from moeserve.models.packed_cache_writer import CacheWriter, wait_for_cache_writers
-from moeserve.models.packing import PACKED_STATE_VERSION, Packer, adopt_state, packed_state
 from moeserve.models.summary import LoadingMemory, loading_memory
-from moeserve.models.weight_loading import fill_randomly, keep_int4, load_weights
 from moeserve.models.weight_mapping import destinations, with_stored_orientation
 from moeserve.moe.dispatch.factory import DispatcherFactory, DispatchShape, TorchDispatchers, open_dispatchers
 from moeserve.ops.interfaces import Kernels

@@ -14,7 +14,7 @@ from reference_models import DEFAULTS, SHAPES, Reference, fill_what_transformers
 from safetensors.torch import load_file, save_file
 
 from moeserve import LLM, CheckpointError, SamplingParams
-from moeserve.models.checkpoint import open_checkpoint, select_decoder
+from moeserve.models.checkpoint.shards import open_checkpoint, select_decoder
 from moeserve.models.model_config import ModelConfig
 from moeserve.models.registry import describe
 

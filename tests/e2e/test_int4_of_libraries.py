@@ -17,8 +17,8 @@ from torch import Tensor
 
 from moeserve import LLM, SamplingParams
 from moeserve.models import registry
-from moeserve.models.checkpoint import open_checkpoint
-from moeserve.models.weight_loading import Destinations, load_weights, whole
+from moeserve.models.checkpoint.loading import Destinations, load_weights, whole
+from moeserve.models.checkpoint.shards import open_checkpoint
 
 FOLDER = Path(__file__).with_name("int4_of_libraries")
 NAMES = sorted(path.parent.name for path in FOLDER.glob("*/config.json"))

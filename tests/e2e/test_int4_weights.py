@@ -21,12 +21,13 @@ from safetensors.torch import load_file, save_file
 from moeserve.distributed.groups import unconnected
 from moeserve.distributed.mesh import Mesh
 from moeserve.layers.weights import Weights
-from moeserve.models import registry, weight_loading
-from moeserve.models.checkpoint import open_checkpoint
+from moeserve.models import registry
+from moeserve.models.checkpoint import loading as weight_loading
+from moeserve.models.checkpoint.loading import keep_int4, load_weights
+from moeserve.models.checkpoint.packing import Packer, weights_of
+from moeserve.models.checkpoint.shards import open_checkpoint
 from moeserve.models.decoder import Decoder
-from moeserve.models.gguf_checkpoint import checkpoint_folder
-from moeserve.models.packing import Packer, weights_of
-from moeserve.models.weight_loading import keep_int4, load_weights
+from moeserve.models.gguf.checkpoint import checkpoint_folder
 from moeserve.models.weight_mapping import destinations
 from moeserve.moe.dispatch.factory import TorchDispatchers
 from moeserve.ops.interfaces import PackedWeights

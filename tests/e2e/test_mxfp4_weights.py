@@ -20,13 +20,15 @@ from moeserve import LLM, CheckpointError, SamplingParams
 from moeserve.distributed.groups import unconnected
 from moeserve.distributed.mesh import Mesh
 from moeserve.layers.weights import Weights
-from moeserve.models import packed_cache_writer, registry, weight_loading
-from moeserve.models.checkpoint import open_checkpoint, select_decoder
+from moeserve.models import registry
+from moeserve.models.checkpoint import loading as weight_loading
+from moeserve.models.checkpoint import packed_cache_writer
+from moeserve.models.checkpoint.loading import load_weights
+from moeserve.models.checkpoint.packed_cache_writer import wait_for_cache_writers
+from moeserve.models.checkpoint.packing import Packer, weights_of
+from moeserve.models.checkpoint.shards import open_checkpoint, select_decoder
 from moeserve.models.decoder import Decoder
 from moeserve.models.inspection import as_text, inspect
-from moeserve.models.packed_cache_writer import wait_for_cache_writers
-from moeserve.models.packing import Packer, weights_of
-from moeserve.models.weight_loading import load_weights
 from moeserve.models.weight_mapping import destinations
 from moeserve.moe.dispatch.factory import TorchDispatchers
 from moeserve.ops.interfaces import PackedWeights

@@ -18,8 +18,8 @@ from int4_checkpoints import encoded_and_decoded
 from reference_models import SHAPES, Reference, make_reference
 
 from moeserve import LLM, SamplingParams
-from moeserve.models import packed_cache_writer
-from moeserve.models.packed_cache_writer import CacheWriter, wait_for_cache_writers
+from moeserve.models.checkpoint import packed_cache_writer
+from moeserve.models.checkpoint.packed_cache_writer import CacheWriter, wait_for_cache_writers
 from moeserve.worker import loading
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=3)
@@ -167,7 +167,7 @@ def is_writing() -> bool:
 ONE_SHOT = """
 import sys
 from moeserve import LLM, SamplingParams
-from moeserve.models import packed_cache_writer
+from moeserve.models.checkpoint import packed_cache_writer
 from moeserve.worker import loading
 loading.MIN_CACHED_BYTES = 0
 packed_cache_writer.DELAY_SECONDS = 600.0

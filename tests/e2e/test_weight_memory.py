@@ -20,8 +20,8 @@ from moeserve.distributed.groups import groups_of_one_rank
 from moeserve.errors import CheckpointError, SettingsError
 from moeserve.kv.rank import cache as kv_cache
 from moeserve.models import registry
+from moeserve.models.checkpoint.packing import packed_state
 from moeserve.models.decoder import Decoder
-from moeserve.models.packing import packed_state
 from moeserve.models.summary import LoadingMemory, loading_memory
 from moeserve.moe.dispatch.factory import TorchDispatchers
 from moeserve.ops import select
@@ -87,7 +87,7 @@ from moeserve.config.resolve import MachineFacts, resolve
 from moeserve.config.validation import parse_settings
 from moeserve.distributed.groups import groups_of_one_rank
 from moeserve.models import registry
-from moeserve.models.packing import Packer
+from moeserve.models.checkpoint.packing import Packer
 from moeserve.worker.loading import load_model
 
 def resident():

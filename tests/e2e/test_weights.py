@@ -24,7 +24,9 @@ import torch
 from moeserve.config.resolve import MachineFacts, resolve
 from moeserve.config.validation import parse_settings
 from moeserve.distributed.groups import groups_of_one_rank
-from moeserve.models import checkpoint, registry, weight_loading
+from moeserve.models import registry
+from moeserve.models.checkpoint import shards as checkpoint
+from moeserve.models.checkpoint import loading as weight_loading
 from moeserve.worker.loading import load_model
 
 def resident(name):

@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from moeserve import LLM, SamplingParams
 from moeserve.config import resolve
-from moeserve.models.packing import weights_of
+from moeserve.models.checkpoint.packing import weights_of
 from moeserve.ops.interfaces import Gather, OpenWeights, SquaredReLU, SwiGLU, num_parts_of
 from moeserve.ops.triton.products import TritonBlockProduct, TritonProduct
 

@@ -24,11 +24,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from moeserve import LLM, CheckpointError, SamplingParams, SettingsError, cli
 from moeserve.config.hub_name import parse_hub_name
-from moeserve.models import hub_headers
+from moeserve.models.checkpoint import hub_headers
+from moeserve.models.checkpoint.model_files import find_model, find_tokenizer, on_this_host
+from moeserve.models.checkpoint.upcycle import upcycle
 from moeserve.models.inspection import inspect
-from moeserve.models.model_files import find_model, find_tokenizer, on_this_host
 from moeserve.models.registry import describe
-from moeserve.models.upcycle import upcycle
 
 NAME = "org/tiny-moe"
 # What a repository may hold beside the files that are needed.
@@ -326,7 +326,7 @@ def test_a_later_start_fetches_only_what_an_interrupted_one_lacks(hub: Hub, plai
 
 
 def test_two_processes_fetch_each_file_once(hub: Hub, tmp_path: Path) -> None:
-    code = f"from moeserve.models.model_files import find_model; print(find_model({NAME!r}).fetch())"
+    code = f"from moeserve.models.checkpoint.model_files import find_model; print(find_model({NAME!r}).fetch())"
     processes = [
         subprocess.Popen([sys.executable, "-c", code], env=dict(os.environ), stdout=subprocess.PIPE, text=True)
         for _ in range(2)
@@ -339,7 +339,7 @@ def test_two_processes_fetch_each_file_once(hub: Hub, tmp_path: Path) -> None:
 
 def test_a_full_disk_is_named(hub: Hub, tmp_path: Path) -> None:
     code = (
-        "import resource; from moeserve.models.model_files import find_model; files = find_model('org/tiny-moe');"
+        "import resource; from moeserve.models.checkpoint.model_files import find_model; files = find_model('org/tiny-moe');"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)); files.fetch()"
     )
     run = hub.run("-c", code, home=tmp_path)

@@ -16,7 +16,7 @@ from test_tiktoken_file import TEMPLATE as KIMI_TEMPLATE
 
 from moeserve.api.chat_template import choose_template, render
 from moeserve.errors import RequestError
-from moeserve.models.tokenizer_files import load_tokenizer
+from moeserve.models.checkpoint.tokenizer_files import load_tokenizer
 
 # Statements, filters and functions that templates of published models use.
 FEATURES = """

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from moeserve.models.checkpoint import open_checkpoint
+from moeserve.models.checkpoint.loading import Destinations, load_weights, whole
+from moeserve.models.checkpoint.shards import open_checkpoint
+from moeserve.models.checkpoint.weight_format import read_weight_format
 from moeserve.models.config_values import ConfigValues
-from moeserve.models.weight_format import read_weight_format
-from moeserve.models.weight_loading import Destinations, load_weights, whole
 
 pytest.importorskip("compressed_tensors", reason="needs Python 3.11")
 from compressed_tensors.compressors import ModelCompressor

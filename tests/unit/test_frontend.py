@@ -18,7 +18,7 @@ from moeserve.api.prompts import pair_prompts
 from moeserve.api.tokenizer import TextCodec
 from moeserve.config.settings import LIMITS
 from moeserve.errors import RequestError
-from moeserve.models.tokenizer_files import LoadedTokenizer
+from moeserve.models.checkpoint.tokenizer_files import LoadedTokenizer
 from moeserve.outputs import Logprob, RequestOutput
 from moeserve.protocol import AddRequest, PeerBlocks, Request, RequestUpdate, TokenLogprobs
 from moeserve.sampling_params import SamplingParams

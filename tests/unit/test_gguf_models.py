@@ -32,10 +32,10 @@ from safetensors.torch import load_file, save_file
 from moeserve import LLM, CheckpointError, SamplingParams
 from moeserve.bench.peers.adapters.write_gguf import write
 from moeserve.models import registry
-from moeserve.models.gguf_checkpoint import checkpoint_folder, tensors_of
-from moeserve.models.gguf_reader import open_gguf
-from moeserve.models.gguf_tensors import GgufTensor
-from moeserve.models.gguf_tokenizer import write_tokenizer
+from moeserve.models.gguf.checkpoint import checkpoint_folder, tensors_of
+from moeserve.models.gguf.reader import open_gguf
+from moeserve.models.gguf.tensors import GgufTensor
+from moeserve.models.gguf.tokenizer import write_tokenizer
 
 THETA = 500.0
 SHAPES = {

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from moeserve import CheckpointError
-from moeserve.models.gguf_reader import open_gguf
+from moeserve.models.gguf.reader import open_gguf
 
 U8, F32, TEXT, LIST = 0, 6, 8, 9  # types of metadata
 MUCH = 2**40

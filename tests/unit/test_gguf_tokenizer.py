@@ -19,9 +19,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from moeserve.errors import CheckpointError
-from moeserve.models.gguf_file import GgufFile
-from moeserve.models.gguf_tokenizer import CONTROL, NORMAL, UNKNOWN, USER_DEFINED, write_tokenizer
-from moeserve.models.tokenizer_files import load_tokenizer
+from moeserve.models.checkpoint.tokenizer_files import load_tokenizer
+from moeserve.models.gguf.file import GgufFile
+from moeserve.models.gguf.tokenizer import CONTROL, NORMAL, UNKNOWN, USER_DEFINED, write_tokenizer
 
 WORDS = "the quick brown fox lazy dog they said that this thing things and then".split()  # noqa: SIM905
 

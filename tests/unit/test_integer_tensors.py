@@ -14,11 +14,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from moeserve import CheckpointError
-from moeserve.models import weight_loading
-from moeserve.models.checkpoint import open_checkpoint
+from moeserve.models.checkpoint import loading as weight_loading
+from moeserve.models.checkpoint.loading import Destination, Destinations, columns, load_weights, rows, whole
+from moeserve.models.checkpoint.shards import open_checkpoint
+from moeserve.models.checkpoint.weight_format import WeightFormat, read_weight_format
 from moeserve.models.config_values import ConfigValues
-from moeserve.models.weight_format import WeightFormat, read_weight_format
-from moeserve.models.weight_loading import Destination, Destinations, columns, load_weights, rows, whole
 
 # O outputs, I inputs, G groups of inputs
 

@@ -21,7 +21,7 @@ from moeserve.api.tokenizer import TextCodec
 from moeserve.config.settings import LIMITS
 from moeserve.errors import RequestError
 from moeserve.kv.requests import RequestCache
-from moeserve.models.tokenizer_files import LoadedTokenizer
+from moeserve.models.checkpoint.tokenizer_files import LoadedTokenizer
 from moeserve.outputs import Logprob
 from moeserve.protocol import AddRequest, ChunkResult, RankReport, Request, Sample, StepPlan, StepResult, TokenLogprobs
 from moeserve.sampling_params import RequestParams, SamplingParams

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from moeserve.errors import CheckpointError
-from moeserve.models import packed_cache
-from moeserve.models.checkpoint import open_shard
-from moeserve.models.packed_cache import NEW_SECONDS, PARTIAL, PackedWeightCache, fingerprint
+from moeserve.models.checkpoint import packed_cache
+from moeserve.models.checkpoint.packed_cache import NEW_SECONDS, PARTIAL, PackedWeightCache, fingerprint
+from moeserve.models.checkpoint.shards import open_shard
 
 TENSORS = {
     "panels": torch.arange(256, dtype=torch.uint8).repeat(1000),

@@ -13,12 +13,12 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from moeserve import CheckpointError
-from moeserve.models import weight_loading
-from moeserve.models.checkpoint import open_checkpoint
+from moeserve.models.checkpoint import loading as weight_loading
+from moeserve.models.checkpoint.loading import Destination, Destinations, load_weights, whole
+from moeserve.models.checkpoint.shards import open_checkpoint
+from moeserve.models.checkpoint.tensors import StoredTensor, decode_fp4, decode_fp8, e8m0_values
+from moeserve.models.checkpoint.weight_format import WeightFormat, read_weight_format
 from moeserve.models.config_values import ConfigValues
-from moeserve.models.quantization import StoredTensor, decode_fp4, decode_fp8, e8m0_values
-from moeserve.models.weight_format import WeightFormat, read_weight_format
-from moeserve.models.weight_loading import Destination, Destinations, load_weights, whole
 
 # O rows, I columns, B blocks in a row, G groups of 32 values in a row, e experts
 

@@ -26,7 +26,7 @@ from transformers import AutoTokenizer
 
 from moeserve.api.tokenizer import TextCodec
 from moeserve.errors import RequestError
-from moeserve.models.gguf_tokenizer import CONTROL, NORMAL, UNKNOWN, WORD_BOUNDARY, write_tokenizer
+from moeserve.models.gguf.tokenizer import CONTROL, NORMAL, UNKNOWN, WORD_BOUNDARY, write_tokenizer
 
 TEXTS = [
     "",

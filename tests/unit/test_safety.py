@@ -137,7 +137,7 @@ def test_a_violation_is_found_with_its_line(source: str, line: int) -> None:
         ("model.eval()", "moeserve/worker/worker.py"),
         ("import re\nre.compile('x')", "moeserve/config/environment.py"),
         ("import os\nos.environ.get('A')", "moeserve/config/environment.py"),
-        ("from safetensors.torch import load", "moeserve/models/checkpoint.py"),
+        ("from safetensors.torch import load", "moeserve/models/checkpoint/shards.py"),
         ("import subprocess\nsubprocess.run(x, shell=False)", "moeserve/cli/generate.py"),
         ("from multiprocessing.shared_memory import SharedMemory", "moeserve/distributed/shared_memory.py"),
         ("import importlib\nimportlib.import_module('moeserve._cpu')", "moeserve/ops/cpu/native.py"),

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from moeserve.api.output_text import OutputText
 from moeserve.api.tokenizer import TextCodec
 from moeserve.errors import CheckpointError, RequestError
-from moeserve.models.tokenizer_files import LoadedTokenizer
+from moeserve.models.checkpoint.tokenizer_files import LoadedTokenizer
 from moeserve.sampling_params import SamplingParams
 
 SENTENCES = [

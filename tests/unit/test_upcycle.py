@@ -22,9 +22,9 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM, MixtralForCausalLM, PreTrainedModel
 
 from moeserve.errors import CheckpointError, SettingsError
-from moeserve.models import upcycle as upcycle_module
-from moeserve.models.gguf_file import GgufFile
-from moeserve.models.upcycle import upcycle
+from moeserve.models.checkpoint import upcycle as upcycle_module
+from moeserve.models.checkpoint.upcycle import upcycle
+from moeserve.models.gguf.file import GgufFile
 
 MAX_DIFFERENCE = 1e-4
 LLAMA3_SCALING = {

@@ -144,7 +144,7 @@ class RankActor(ActorProcess):
         """Connect to the other ranks and load the model. Return `Loaded`."""
         with self._reporting_failures():
             from moeserve.config.allocation import refusing_what_cannot_be_allocated
-            from moeserve.models.model_files import on_this_host
+            from moeserve.models.checkpoint.model_files import on_this_host
             from moeserve.worker.process import join
             from moeserve.worker.worker import Worker
 

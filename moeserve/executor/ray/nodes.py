@@ -53,7 +53,7 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 def facts_of_rank(config: EngineConfig) -> NodeFacts:
     """Return the facts of this node, after fetching the model from its hub if it is from one."""
-    from moeserve.models.model_files import on_this_host  # imports torch, which a rank has loaded
+    from moeserve.models.checkpoint.model_files import on_this_host  # imports torch, which a rank has loaded
 
     try:
         config = on_this_host(config)

@@ -20,10 +20,10 @@ from moeserve.errors import CheckpointError
 from moeserve.layers.norm import RMSNorm
 from moeserve.layers.weights import Weights
 from moeserve.machine import shown_bytes
-from moeserve.models.checkpoint import Checkpoint, Shards, list_names
-from moeserve.models.integer_tensors import GroupedTensor
-from moeserve.models.quantization import CheckpointTensor, Fp4Tensor, PlainTensor, ReadRows, ScaledTensor
-from moeserve.models.unused_tensors import harmful
+from moeserve.models.checkpoint.integer_tensors import GroupedTensor
+from moeserve.models.checkpoint.shards import Checkpoint, Shards, list_names
+from moeserve.models.checkpoint.tensors import CheckpointTensor, Fp4Tensor, PlainTensor, ReadRows, ScaledTensor
+from moeserve.models.checkpoint.unused_tensors import harmful
 from moeserve.moe.router import Router
 from moeserve.ops.interfaces import INT4_GROUP
 from moeserve.ops.weight_blocks import BLOCK, blocks_of, num_blocks, quantize

@@ -21,11 +21,13 @@ from typing import Any
 
 from moeserve.config.environment import cache_folder
 from moeserve.errors import CheckpointError, shown
-from moeserve.models.cache_folders import written_once
-from moeserve.models.checkpoint import GGUF_PART, list_names, names_of_parts
+from moeserve.models.checkpoint.cache_folders import written_once
+from moeserve.models.checkpoint.shards import GGUF_PART, list_names, names_of_parts
+from moeserve.models.checkpoint.tensors import CheckpointTensor
+from moeserve.models.checkpoint.tokenizer_files import UNREAD_TOKENIZER
 from moeserve.models.config_values import ConfigValues
-from moeserve.models.gguf_architectures import ARCHITECTURES, File, Part, numbers_of_layers
-from moeserve.models.gguf_file import (
+from moeserve.models.gguf.architectures import ARCHITECTURES, File, Part, numbers_of_layers
+from moeserve.models.gguf.file import (
     OTHER_ROPE_FACTORS,
     ROPE_FACTORS,
     SHORT_ROPE_FACTORS,
@@ -33,13 +35,11 @@ from moeserve.models.gguf_file import (
     as_written,
     llama3_scaling,
 )
-from moeserve.models.gguf_layouts import resolved
-from moeserve.models.gguf_names import GgufName
-from moeserve.models.gguf_reader import Metadata, StoredArray, open_gguf
-from moeserve.models.gguf_tensors import GgufTensor, HeadMapsTensor, SmallTensor
-from moeserve.models.gguf_tokenizer import write_tokenizer
-from moeserve.models.quantization import CheckpointTensor
-from moeserve.models.tokenizer_files import UNREAD_TOKENIZER
+from moeserve.models.gguf.layouts import resolved
+from moeserve.models.gguf.names import GgufName
+from moeserve.models.gguf.reader import Metadata, StoredArray, open_gguf
+from moeserve.models.gguf.tensors import GgufTensor, HeadMapsTensor, SmallTensor
+from moeserve.models.gguf.tokenizer import write_tokenizer
 from moeserve.models.unsupported import dense_model, unknown_in_gguf
 
 logger = logging.getLogger(__name__)

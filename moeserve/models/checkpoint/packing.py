@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from moeserve.layers.weights import Weights
-from moeserve.models.weight_loading import Destination
+from moeserve.models.checkpoint.loading import Destination
 
 PACKED_STATE_VERSION = 7
 

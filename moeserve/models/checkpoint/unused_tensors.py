@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from moeserve.models.quantization import CheckpointTensor, PlainTensor, ReadRows
+from moeserve.models.checkpoint.tensors import CheckpointTensor, PlainTensor, ReadRows
 
 # The KV cache has scales of its own, and activations are not quantised.
 SCALES = re.compile(

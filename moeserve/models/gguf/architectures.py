@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from moeserve.models.config_values import ConfigValues
-from moeserve.models.gguf_file import as_written
+from moeserve.models.gguf.file import as_written
 
 MAX_ROWS = 2**24  # maximum rows of a projection whose rows are reordered
 

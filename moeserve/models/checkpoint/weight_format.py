@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from moeserve.errors import shown
-from moeserve.models.config_values import ConfigValues, read_json
-from moeserve.models.integer_tensors import (
+from moeserve.models.checkpoint.integer_tensors import (
     AWQ,
     COMPRESSED_TENSORS,
     GPTQ,
@@ -19,7 +18,7 @@ from moeserve.models.integer_tensors import (
     IntegerStorage,
     IntegerTensor,
 )
-from moeserve.models.quantization import (
+from moeserve.models.checkpoint.tensors import (
     FP4_CODES,
     CheckpointTensor,
     Fp4Tensor,
@@ -30,6 +29,7 @@ from moeserve.models.quantization import (
     ScaledTensor,
     StoredTensor,
 )
+from moeserve.models.config_values import ConfigValues, read_json
 
 MXFP4_PARTS = {"blocks": "_blocks", "scales": "_scales"}
 MXFP8_BLOCK = (1, 32)

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, normalizers, processors
 from tokenizers.models import BPE
 
 from moeserve.errors import CheckpointError
-from moeserve.models.gguf_splits import SPLITS, Split
+from moeserve.models.gguf.splits import SPLITS, Split
 
 # Values of tokenizer.ggml.token_type.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4

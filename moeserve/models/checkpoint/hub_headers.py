@@ -12,10 +12,10 @@ from pathlib import Path
 
 from moeserve.config.environment import cache_folder
 from moeserve.errors import CheckpointError
-from moeserve.models.cache_folders import written_once
-from moeserve.models.gguf_file import ROPE_FACTORS, SHORT_ROPE_FACTORS
-from moeserve.models.gguf_reader import open_gguf
-from moeserve.models.hub_client import HubClient
+from moeserve.models.checkpoint.cache_folders import written_once
+from moeserve.models.checkpoint.hub_client import HubClient
+from moeserve.models.gguf.file import ROPE_FACTORS, SHORT_ROPE_FACTORS
+from moeserve.models.gguf.reader import open_gguf
 
 FILES_AT_ONCE = 8
 BYTES_OF_LENGTH = 8  # a safetensors file begins with the length of its header

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from moeserve.errors import CheckpointError
-from moeserve.models.gguf_reader import StoredArray
+from moeserve.models.gguf.reader import StoredArray
 
 _GATE_UP = ".ffn_gate_up_exps."
 _SCALE = ".scale"  # in files with NVFP4: one number for a matrix, or one for each expert

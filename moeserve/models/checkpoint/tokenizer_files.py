@@ -16,7 +16,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from moeserve.errors import CheckpointError, SettingsError, missing_extra
-from moeserve.models.tiktoken_file import load_tiktoken
+from moeserve.models.checkpoint.tiktoken_file import load_tiktoken
 
 # transformers does not read these vocabularies correctly: it omits the space that a SentencePiece model puts before a
 # text, and guesses the split of text for a tiktoken file. tiktoken.model is read by tiktoken_file.py if

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from moeserve.errors import CheckpointError
 from moeserve.machine import resource_limits, shown_bytes
+from moeserve.models.checkpoint.tensors import CheckpointTensor, StoredTensor
+from moeserve.models.checkpoint.weight_format import WeightFormat
 from moeserve.models.config_values import read_json
 from moeserve.models.family import DecoderPart
-from moeserve.models.quantization import CheckpointTensor, StoredTensor
-from moeserve.models.weight_format import WeightFormat
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def open_checkpoint(folder: Path, weight_format: WeightFormat) -> Checkpoint:
             part.
     """
     if weight_format.is_gguf:
-        from moeserve.models.gguf_checkpoint import tensors_of  # needs the gguf package
+        from moeserve.models.gguf.checkpoint import tensors_of  # needs the gguf package
 
         tensors = tensors_of(folder)
         files = set(folder.glob("*.gguf"))

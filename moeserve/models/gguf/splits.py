@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tokenizers import Regex, normalizers, pre_tokenizers
 
-from moeserve.models.tiktoken_file import MOONSHOT_SPLIT
+from moeserve.models.checkpoint.tiktoken_file import MOONSHOT_SPLIT
 
 
 @dataclass(frozen=True)

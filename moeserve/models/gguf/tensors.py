@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from moeserve.errors import CheckpointError
-from moeserve.models.gguf_reader import StoredArray
-from moeserve.models.quantization import ReadRows
+from moeserve.models.checkpoint.tensors import ReadRows
+from moeserve.models.gguf.reader import StoredArray
 
 _Q4_0_BYTES = 18  # of a group: a float16 scale, then the codes
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from moeserve.errors import CheckpointError
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.dense import DenseConfig
-from moeserve.models.gguf_reader import open_gguf
-from moeserve.models.gguf_tokenizer import write_tokenizer
+from moeserve.models.gguf.reader import open_gguf
+from moeserve.models.gguf.tokenizer import write_tokenizer
 
 ROPE_FACTORS = "rope_freqs.weight"
 SHORT_ROPE_FACTORS = "rope_factors_short.weight"  # of LongRoPE, in contexts up to the original one

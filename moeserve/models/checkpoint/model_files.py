@@ -17,7 +17,9 @@ from typing import Protocol
 from moeserve.config.hub_name import HubModel, parse_hub_name
 from moeserve.config.settings import EngineConfig
 from moeserve.errors import CheckpointError
-from moeserve.models.checkpoint import (
+from moeserve.models.checkpoint.hub_client import HubClient
+from moeserve.models.checkpoint.hub_headers import write_description
+from moeserve.models.checkpoint.shards import (
     GGUF_PART,
     INDEX,
     NUMBERED,
@@ -27,10 +29,8 @@ from moeserve.models.checkpoint import (
     names_of_parts,
     shards_of_index,
 )
-from moeserve.models.hub_client import HubClient
-from moeserve.models.hub_headers import write_description
+from moeserve.models.checkpoint.tokenizer_files import COMPANION_FILES, TEMPLATE_FILE, TEMPLATE_FOLDER, VOCABULARY_FILES
 from moeserve.models.registry import folder_of
-from moeserve.models.tokenizer_files import COMPANION_FILES, TEMPLATE_FILE, TEMPLATE_FOLDER, VOCABULARY_FILES
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import weakref
 
 from torch import Tensor, nn
 
-from moeserve.models.packed_cache import PackedWeightCache
+from moeserve.models.checkpoint.packed_cache import PackedWeightCache
 
 DELAY_SECONDS = 5.0  # delay before writing, so that the first requests are not slowed down
 POLL_SECONDS = 0.1  # interval between checks if the process is exiting

@@ -18,7 +18,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from moeserve.models.quantization import CheckpointTensor, ReadRows, StoredTensor
+from moeserve.models.checkpoint.tensors import CheckpointTensor, ReadRows, StoredTensor
 from moeserve.ops.interfaces import INT4_GROUP
 
 # O outputs, I inputs, G groups of inputs, R some of the outputs

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 
-from moeserve.models.checkpoint import has_shards, open_checkpoint, open_shard, select_decoder
+from moeserve.models.checkpoint.shards import has_shards, open_checkpoint, open_shard, select_decoder
+from moeserve.models.checkpoint.tensors import PlainTensor, StoredTensor
+from moeserve.models.checkpoint.weight_format import WeightFormat
 from moeserve.models.family import DecoderPart
-from moeserve.models.quantization import PlainTensor, StoredTensor
-from moeserve.models.weight_format import WeightFormat
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 ROWS_AT_ONCE = 4096

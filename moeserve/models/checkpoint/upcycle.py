@@ -29,9 +29,9 @@ from torch import Tensor
 
 from moeserve.config.settings import DtypeName
 from moeserve.errors import CheckpointError, SettingsError
+from moeserve.models.checkpoint.model_files import find_model
 from moeserve.models.dense import DenseCheckpoint, DenseConfig, DenseFolder, check_dense
-from moeserve.models.gguf_file import GgufFile
-from moeserve.models.model_files import find_model
+from moeserve.models.gguf.file import GgufFile
 from moeserve.progress import progress_bar
 
 UpcycleMode = Literal["replicate", "split"]

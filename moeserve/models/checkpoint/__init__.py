@@ -1,0 +1,1 @@
+"""Checkpoints: their files, formats, tensors, and the loading of weights."""
