@@ -41,9 +41,9 @@ from moeserve.config.settings import QuantizationName
 from moeserve.distributed.groups import groups_of_one_rank
 from moeserve.layers.context import ModelContext
 from moeserve.layers.input_share import share_experts
+from moeserve.layers.moe.dispatch.base import PackedTokens
+from moeserve.layers.moe.experts import Experts
 from moeserve.layers.weights import allocate_weights
-from moeserve.moe.dispatch.base import PackedTokens
-from moeserve.moe.experts import Experts
 from moeserve.ops.interfaces import MXFP4_GROUP, Keys, OpenWeights, SwiGLU
 from moeserve.ops.select import select_kernels
 from moeserve.ops.threads import set_num_threads

@@ -154,7 +154,7 @@ class Tree:
     """The names that documents may use.
 
     Attributes:
-        files: tracked paths, and every suffix of each (`moe/layer.py` for `moeserve/moe/layer.py`).
+        files: tracked paths, and every suffix of each (`layers/moe/layer.py` for `moeserve/layers/moe/layer.py`).
         words: identifiers of the code.
         parameters: names of parameters and of annotated fields, which include all settings.
         members: what each class of the code has, those of its bases included.

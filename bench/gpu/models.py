@@ -17,10 +17,10 @@ from moeserve.config.settings import QuantizationName
 from moeserve.distributed.groups import groups_of_one_rank
 from moeserve.distributed.mesh import Mesh
 from moeserve.layers.context import ModelContext
+from moeserve.layers.moe.dispatch.factory import TorchDispatchers
 from moeserve.models.checkpoint.loading import fill_randomly
 from moeserve.models.decoder import Decoder
 from moeserve.models.registry import Description, describe
-from moeserve.moe.dispatch.factory import TorchDispatchers
 from moeserve.ops.interfaces import Kernels
 from moeserve.step_inputs import StepInputs
 from moeserve.worker.cuda_graphs import CudaGraphs, TorchCapture

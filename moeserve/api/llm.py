@@ -24,8 +24,8 @@ from moeserve.config.settings import EngineConfig
 from moeserve.config.validation import parse_settings
 from moeserve.config.vllm_options import ARGUMENTS, require_harmless
 from moeserve.errors import MoeserveError, RequestError, SettingsError, shown
-from moeserve.expert_placement.placement import Placement, write_placements
 from moeserve.interrupts import interrupts_deferred
+from moeserve.layers.moe.placement.placement import Placement, write_placements
 from moeserve.models.checkpoint.packed_cache_writer import wait_for_cache_writers
 from moeserve.outputs import RequestOutput
 from moeserve.progress import ProgressBar

@@ -23,7 +23,7 @@ from moeserve.config.settings import DEFAULT_LOAD_WINDOW, EngineConfig, ModelSet
 from moeserve.engine.base import Engine
 from moeserve.engine.core import EngineCore
 from moeserve.errors import CheckpointError, EngineError, RequestError, SettingsError, missing_extra, shown
-from moeserve.expert_placement.placement import read_loads, read_placements
+from moeserve.layers.moe.placement.placement import read_loads, read_placements
 from moeserve.machine import usable_cores
 from moeserve.models import registry
 from moeserve.models.checkpoint.model_files import find_model, find_tokenizer

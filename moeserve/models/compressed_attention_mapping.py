@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from moeserve.layers.compressed_attention import CompressedSparseAttention, Pooling
-from moeserve.layers.hyper_connections import HyperConnection
+from moeserve.layers.compressed.attention import CompressedSparseAttention, Pooling
+from moeserve.layers.streams.hyper_connections import HyperConnection
 from moeserve.models.checkpoint.loading import Row, columns, rows, rows_of_heads, whole
 
 

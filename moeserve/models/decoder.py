@@ -13,27 +13,27 @@ import torch
 from torch import Tensor, nn
 
 from moeserve.distributed.coordinator import GroupCoordinator
-from moeserve.expert_placement.placement import Placement
 from moeserve.kv.layer_cache import CacheDivision, CacheNeeds, CacheSize, NoCache
-from moeserve.layers.attention import Attention, AttentionConfig
-from moeserve.layers.compressed_attention import CompressedAttentionConfig, CompressedSparseAttention
+from moeserve.layers.compressed.attention import CompressedAttentionConfig, CompressedSparseAttention
 from moeserve.layers.context import ModelContext
-from moeserve.layers.hyper_connections import HyperConnection, Streams
-from moeserve.layers.indexer import Choice
+from moeserve.layers.dense.mlp import MLP
+from moeserve.layers.grouped_query.attention import Attention, AttentionConfig
 from moeserve.layers.input_share import InputShare, num_input_chunks, share_inputs
+from moeserve.layers.latent.attention import LatentAttention, LatentAttentionConfig
+from moeserve.layers.latent.indexer import Choice
 from moeserve.layers.linear import Embedding, OutputHead
-from moeserve.layers.linear_attention import LinearAttention, LinearAttentionConfig
-from moeserve.layers.mla import LatentAttention, LatentAttentionConfig
-from moeserve.layers.mlp import MLP
+from moeserve.layers.linear_attention.attention import LinearAttention, LinearAttentionConfig
+from moeserve.layers.moe.beside import ParallelNorms, ParallelOutputs
+from moeserve.layers.moe.dispatch.factory import DispatcherFactory
+from moeserve.layers.moe.layer import MoEConfig, MoELayer, Stages, run_in_turn
+from moeserve.layers.moe.placement.placement import Placement
 from moeserve.layers.norm import LayerNorm, RMSNorm, RowsForm
 from moeserve.layers.rotary import Rotaries, Rotations
-from moeserve.layers.short_convolution import GatedConvolution, ShortConvolutionConfig
+from moeserve.layers.short_convolution.convolution import GatedConvolution, ShortConvolutionConfig
+from moeserve.layers.streams.hyper_connections import HyperConnection, Streams
 from moeserve.layers.weights import allocate_weights
 from moeserve.models.draft_layer import DraftInput
 from moeserve.models.model_config import LayerConfig, MLPConfig, ModelConfig
-from moeserve.models.parallel_networks import ParallelNorms, ParallelOutputs
-from moeserve.moe.dispatch.factory import DispatcherFactory
-from moeserve.moe.layer import MoEConfig, MoELayer, Stages, run_in_turn
 from moeserve.ops.interfaces import Activation, Float8Rows, Rows
 from moeserve.step_inputs import StepInputs
 

@@ -7,13 +7,13 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from moeserve.layers.attention import AttentionConfig
-from moeserve.layers.mla import LatentAttentionConfig
+from moeserve.layers.grouped_query.attention import AttentionConfig
+from moeserve.layers.latent.attention import LatentAttentionConfig
+from moeserve.layers.moe.layer import MoEConfig
+from moeserve.layers.moe.shared import SharedExpertsConfig
 from moeserve.layers.rotary import LongRopeScaling, RotaryConfig, YarnScaling
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.model_config import LayerConfig, MLPConfig, ModelConfig
-from moeserve.moe.layer import MoEConfig
-from moeserve.moe.shared import SharedExpertsConfig
 from moeserve.ops.interfaces import RouterConfig
 
 MAX_CONTEXT = 2**24  # tokens; tables of requests have a column for each block of a context

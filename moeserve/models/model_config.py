@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from moeserve.config.expert_layout import ExpertShape
-from moeserve.expert_placement.eplb import place_experts
-from moeserve.expert_placement.placement import Placement
-from moeserve.layers.attention import AttentionConfig
-from moeserve.layers.compressed_attention import CompressedAttentionConfig
+from moeserve.layers.compressed.attention import CompressedAttentionConfig
+from moeserve.layers.grouped_query.attention import AttentionConfig
 from moeserve.layers.input_share import keeps_bytes, num_expert_chunks, num_input_chunks
-from moeserve.layers.linear_attention import LinearAttentionConfig
-from moeserve.layers.mla import LatentAttentionConfig
+from moeserve.layers.latent.attention import LatentAttentionConfig
+from moeserve.layers.linear_attention.attention import LinearAttentionConfig
+from moeserve.layers.moe.layer import MoEConfig
+from moeserve.layers.moe.placement.eplb import place_experts
+from moeserve.layers.moe.placement.placement import Placement
 from moeserve.layers.rotary import RotaryConfig, TemperatureConfig
-from moeserve.layers.short_convolution import ShortConvolutionConfig
-from moeserve.moe.layer import MoEConfig
+from moeserve.layers.short_convolution.convolution import ShortConvolutionConfig
 from moeserve.ops.hyper_connections import StreamsConfig
 from moeserve.ops.interfaces import Activation, SwiGLU, num_parts_of
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from moeserve.layers.linear import Linear
-from moeserve.layers.linear_attention import LinearAttention
-from moeserve.layers.short_convolution import GatedConvolution
+from moeserve.layers.linear_attention.attention import LinearAttention
+from moeserve.layers.short_convolution.convolution import GatedConvolution
 from moeserve.layers.weights import Weights
 from moeserve.models.checkpoint.loading import Destination, Row, columns, rows, rows_of_heads, whole
 from moeserve.models.family import LinearAttentionNames, LinearAttentionPart

@@ -14,16 +14,16 @@ from torch import nn
 from moeserve.config.resolve import default_block_size, is_float8_cache
 from moeserve.config.settings import CacheDtypeName, DtypeName, QuantizationName
 from moeserve.distributed.groups import Groups, groups_of_one_rank
-from moeserve.expert_placement.placement import Placement
 from moeserve.kv.layer_cache import CacheNeeds
 from moeserve.layers.context import ModelContext
+from moeserve.layers.moe.dispatch.factory import TorchDispatchers
+from moeserve.layers.moe.layer import MoEConfig, MoELayer
+from moeserve.layers.moe.placement.placement import Placement
 from moeserve.layers.weights import Weights
 from moeserve.models.checkpoint.packing import weights_of
 from moeserve.models.decoder import Decoder
 from moeserve.models.model_config import ModelConfig
 from moeserve.models.registry import Description
-from moeserve.moe.dispatch.factory import TorchDispatchers
-from moeserve.moe.layer import MoEConfig, MoELayer
 from moeserve.ops.select import select_kernels
 
 

@@ -20,19 +20,19 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from moeserve.errors import CheckpointError, missing_extra
-from moeserve.expert_placement.load import ExpertLoad
-from moeserve.expert_placement.placement import Placement
 from moeserve.kv.layer_cache import CacheNeeds, CacheSize
-from moeserve.layers.attention import AttentionConfig, cache_needs_of, make_key_value_cache
 from moeserve.layers.context import ModelContext
+from moeserve.layers.grouped_query.attention import AttentionConfig, cache_needs_of, make_key_value_cache
+from moeserve.layers.moe.dispatch.base import PackedTokens
+from moeserve.layers.moe.dispatch.factory import DispatcherFactory
+from moeserve.layers.moe.layer import MoEConfig
+from moeserve.layers.moe.placement.load import ExpertLoad
+from moeserve.layers.moe.placement.placement import Placement
+from moeserve.layers.moe.router import Routing
 from moeserve.layers.rotary import NO_ROTARY, Rotaries
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import Family
 from moeserve.models.model_config import LayerConfig, MLPConfig, ModelConfig
-from moeserve.moe.dispatch.base import PackedTokens
-from moeserve.moe.dispatch.factory import DispatcherFactory
-from moeserve.moe.layer import MoEConfig
-from moeserve.moe.router import Routing
 from moeserve.ops.interfaces import AttentionShape, KeyValueCache, RouterConfig
 from moeserve.step_inputs import StepInputs
 

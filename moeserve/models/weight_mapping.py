@@ -12,17 +12,19 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from moeserve.layers.attention import Attention
-from moeserve.layers.compressed_attention import CompressedSparseAttention
-from moeserve.layers.hyper_connections import HyperConnection
-from moeserve.layers.indexer import Indexer
-from moeserve.layers.learned_temperature import LearnedTemperature
+from moeserve.layers.compressed.attention import CompressedSparseAttention
+from moeserve.layers.dense.mlp import MLP
+from moeserve.layers.grouped_query.attention import Attention
+from moeserve.layers.latent.attention import CompressedQuery, LatentAttention
+from moeserve.layers.latent.indexer import Indexer
+from moeserve.layers.latent.learned_temperature import LearnedTemperature
 from moeserve.layers.linear import Linear
-from moeserve.layers.linear_attention import LinearAttention
-from moeserve.layers.mla import CompressedQuery, LatentAttention
-from moeserve.layers.mlp import MLP
+from moeserve.layers.linear_attention.attention import LinearAttention
+from moeserve.layers.moe.beside import ParallelNorms
+from moeserve.layers.moe.layer import MoEConfig, MoELayer
 from moeserve.layers.norm import LayerNorm
-from moeserve.layers.short_convolution import GatedConvolution
+from moeserve.layers.short_convolution.convolution import GatedConvolution
+from moeserve.layers.streams.hyper_connections import HyperConnection
 from moeserve.layers.weights import Weights
 from moeserve.models.checkpoint.loading import (
     Destination,
@@ -40,9 +42,7 @@ from moeserve.models.decoder import Decoder, DecoderLayer, DenseFeedForward
 from moeserve.models.draft_layer import DraftInput
 from moeserve.models.family import AttentionNames, Family, LayerNames, MoENames
 from moeserve.models.model_config import MLPConfig
-from moeserve.models.parallel_networks import ParallelNorms
 from moeserve.models.recurrent_mapping import convolution_rows, linear_attention_rows, summed_rows
-from moeserve.moe.layer import MoEConfig, MoELayer
 
 # Tensors that only the first or the last pipeline stage needs.
 OF_ENDS = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}

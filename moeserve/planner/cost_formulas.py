@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from moeserve.layers.attention import AttentionConfig
-from moeserve.layers.compressed_attention import CompressedAttentionConfig
-from moeserve.layers.mla import LatentAttentionConfig
+from moeserve.layers.compressed.attention import CompressedAttentionConfig
+from moeserve.layers.grouped_query.attention import AttentionConfig
+from moeserve.layers.latent.attention import LatentAttentionConfig
 from moeserve.models.model_config import CachedAttention
 from moeserve.planner.formula import Formula
 

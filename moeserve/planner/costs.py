@@ -19,10 +19,10 @@ from statistics import NormalDist
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from moeserve.config.settings import DtypeName
-from moeserve.layers.mla import LatentAttentionConfig
+from moeserve.layers.latent.attention import LatentAttentionConfig
+from moeserve.layers.moe.layer import MoEConfig
 from moeserve.models.model_config import MLPConfig, attentions_of
 from moeserve.models.registry import Description
-from moeserve.moe.layer import MoEConfig
 from moeserve.planner.calibration import calibration_of
 from moeserve.planner.cost_formulas import (
     ATTENTION,

@@ -1,7 +1,7 @@
 """The load of experts, their placement, and its rebalancing in virtual time.
 
 Every `DRIFT_PERIOD_S`, pairs of experts swap their loads, so the skew of a layer stays constant. At the end of each
-window, the engine's own policy (expert_placement/gain.py) decides on rebalancing. The experts move at once, and the
+window, the engine's own policy (layers/moe/placement/gain.py) decides on rebalancing. The experts move at once, and the
 step that ends the window takes longer by the time of the transfers.
 """
 
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moeserve.expert_placement.eplb import imbalance, moves, place_experts
-from moeserve.expert_placement.gain import add_window, excess_rows, is_worth_it, propose
-from moeserve.expert_placement.placement import Placement
+from moeserve.layers.moe.placement.eplb import imbalance, moves, place_experts
+from moeserve.layers.moe.placement.gain import add_window, excess_rows, is_worth_it, propose
+from moeserve.layers.moe.placement.placement import Placement
 from moeserve.planner.costs import LayoutCosts, StepLoad
 from moeserve.planner.settings import ExpertSettings
 

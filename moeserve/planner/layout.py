@@ -20,9 +20,9 @@ from moeserve.config.settings import CacheDtypeName, DtypeName, ParallelSettings
 from moeserve.distributed.groups import unconnected
 from moeserve.distributed.mesh import Mesh, share_of
 from moeserve.errors import SettingsError, shown
-from moeserve.expert_placement.eplb import imbalance, rank_loads
-from moeserve.expert_placement.placement import Placement, read_loads
 from moeserve.kv.layer_cache import CacheNeeds
+from moeserve.layers.moe.placement.eplb import imbalance, rank_loads
+from moeserve.layers.moe.placement.placement import Placement, read_loads
 from moeserve.machine import shown_bytes
 from moeserve.models.registry import Description, describe
 from moeserve.models.summary import Part, summarize

@@ -14,7 +14,7 @@ from typing import Any
 
 from moeserve.config.settings import CacheDtypeName, DtypeName
 from moeserve.errors import SettingsError
-from moeserve.expert_placement.placement import read_loads
+from moeserve.layers.moe.placement.placement import read_loads
 from moeserve.models.registry import describe
 from moeserve.planner.costs import LayoutCosts
 from moeserve.planner.estimate import estimate_layouts

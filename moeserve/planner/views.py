@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from moeserve.errors import SettingsError
-from moeserve.expert_placement.eplb import eplb, rank_loads
+from moeserve.layers.moe.placement.eplb import eplb, rank_loads
 from moeserve.telemetry.expert_load import LoadWindow, read_windows, summed
 from moeserve.telemetry.load_image import load_figure
 from moeserve.telemetry.load_table import as_text

@@ -16,12 +16,13 @@ from moeserve.config.settings import EngineConfig
 from moeserve.distributed.groups import Groups
 from moeserve.distributed.mesh import share_sizes
 from moeserve.errors import CheckpointError
-from moeserve.expert_placement.placement import Placement
 from moeserve.kv.layer_cache import CacheDivision
 from moeserve.kv.rank.cache import free_bytes
 from moeserve.kv.rank.items import CachedItems
 from moeserve.kv.rank.wire import CacheShare, TensorShare
 from moeserve.layers.context import ModelContext
+from moeserve.layers.moe.dispatch.factory import DispatcherFactory, DispatchShape, TorchDispatchers, open_dispatchers
+from moeserve.layers.moe.placement.placement import Placement
 from moeserve.layers.weights import allocate_parameters
 from moeserve.machine import resource_limits, shown_bytes
 from moeserve.models import registry
@@ -33,7 +34,6 @@ from moeserve.models.checkpoint.shards import Checkpoint, open_checkpoint, selec
 from moeserve.models.decoder import Decoder
 from moeserve.models.summary import LoadingMemory, loading_memory
 from moeserve.models.weight_mapping import destinations, with_stored_orientation
-from moeserve.moe.dispatch.factory import DispatcherFactory, DispatchShape, TorchDispatchers, open_dispatchers
 from moeserve.ops.interfaces import Kernels
 from moeserve.ops.select import select_kernels
 from moeserve.worker.room import require_room

@@ -18,8 +18,6 @@ import torch
 from moeserve.cache_kind import CacheKind
 from moeserve.config.settings import EngineConfig
 from moeserve.distributed.groups import Groups
-from moeserve.expert_placement.load import LoadMeter
-from moeserve.expert_placement.rebalance import Rebalancer, spare_bytes
 from moeserve.kv.layer_cache import CacheSize
 from moeserve.kv.rank.cache import most_window_blocks
 from moeserve.kv.rank.folder import FolderStore
@@ -30,9 +28,11 @@ from moeserve.kv.rank.sender import BlockSender
 from moeserve.kv.rank.store import HostStore, KVStore
 from moeserve.kv.rank.transfers import Transfers
 from moeserve.kv.rank.wire import listening_address, read_key
+from moeserve.layers.moe.dispatch.factory import DispatcherFactory
+from moeserve.layers.moe.placement.load import LoadMeter
+from moeserve.layers.moe.placement.rebalance import Rebalancer, spare_bytes
 from moeserve.models.decoder import Decoder
 from moeserve.models.model_config import ModelConfig
-from moeserve.moe.dispatch.factory import DispatcherFactory
 from moeserve.ops.cpu.native import missing_kernels
 from moeserve.ops.interfaces import Kernels
 from moeserve.ops.side_stream import CudaSideStream

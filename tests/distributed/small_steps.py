@@ -36,7 +36,7 @@ def border(max_small_bytes: int | None, note: Callable[[bool], None]) -> ExitSta
     """
     from unittest import mock
 
-    from moeserve.moe.dispatch import allgather, shared_rows
+    from moeserve.layers.moe.dispatch import allgather, shared_rows
 
     combine = allgather.AllGatherDispatcher.combine  # all small steps end here, and large ones except in shared memory
     combine_shared = shared_rows.SharedRowsDispatcher.combine

@@ -30,17 +30,17 @@ from torch.distributed import ProcessGroupGloo
 from moeserve.distributed.groups import Groups
 from moeserve.distributed.store import connect_store
 from moeserve.distributed.torch_group import as_torch_group
-from moeserve.expert_placement.placement import Placement
 from moeserve.kv.layer_cache import CacheSize
+from moeserve.layers.moe.dispatch.all_to_all import AllToAllDispatcher
+from moeserve.layers.moe.dispatch.base import Dispatcher, PackedTokens, SlottedTokens, StepLimits
+from moeserve.layers.moe.dispatch.deepep import communicator as deepep
+from moeserve.layers.moe.dispatch.deepep.communicator import DeepEPCommunicator, DeepEPShape, to_float8
+from moeserve.layers.moe.dispatch.deepep.dispatcher import DeepEPDispatcher
+from moeserve.layers.moe.dispatch.deepep.factory import open_communicator
+from moeserve.layers.moe.placement.placement import Placement
+from moeserve.layers.moe.router import Routing
 from moeserve.models.decoder import Decoder
 from moeserve.models.registry import describe
-from moeserve.moe.dispatch.all_to_all import AllToAllDispatcher
-from moeserve.moe.dispatch.base import Dispatcher, PackedTokens, SlottedTokens, StepLimits
-from moeserve.moe.dispatch.deepep import communicator as deepep
-from moeserve.moe.dispatch.deepep.communicator import DeepEPCommunicator, DeepEPShape, to_float8
-from moeserve.moe.dispatch.deepep.dispatcher import DeepEPDispatcher
-from moeserve.moe.dispatch.deepep.factory import open_communicator
-from moeserve.moe.router import Routing
 from moeserve.ops.interfaces import Float8Rows, Rows, plain_rows
 from moeserve.step_inputs import ChunkSpan, StepInputs
 from moeserve.worker.halves import in_halves

@@ -27,18 +27,18 @@ from torch.overrides import TorchFunctionMode
 
 from moeserve.distributed.groups import groups_of_one_rank
 from moeserve.distributed.mesh import Mesh
-from moeserve.expert_placement.eplb import eplb
-from moeserve.expert_placement.placement import Placement
+from moeserve.layers.moe.dispatch import allgather
+from moeserve.layers.moe.dispatch.all_to_all import AllToAllDispatcher
+from moeserve.layers.moe.dispatch.allgather import AllGatherDispatcher
+from moeserve.layers.moe.dispatch.base import Dispatcher, PackedTokens, StepLimits
+from moeserve.layers.moe.dispatch.factory import TorchDispatchers
+from moeserve.layers.moe.dispatch.shared_rows import SharedRowsDispatcher, share_rows
+from moeserve.layers.moe.layer import MoEConfig, MoELayer
+from moeserve.layers.moe.placement.eplb import eplb
+from moeserve.layers.moe.placement.placement import Placement
+from moeserve.layers.moe.router import Routing
+from moeserve.layers.moe.shared import SharedExpertsConfig
 from moeserve.layers.weights import allocate_weights
-from moeserve.moe.dispatch import allgather
-from moeserve.moe.dispatch.all_to_all import AllToAllDispatcher
-from moeserve.moe.dispatch.allgather import AllGatherDispatcher
-from moeserve.moe.dispatch.base import Dispatcher, PackedTokens, StepLimits
-from moeserve.moe.dispatch.factory import TorchDispatchers
-from moeserve.moe.dispatch.shared_rows import SharedRowsDispatcher, share_rows
-from moeserve.moe.layer import MoEConfig, MoELayer
-from moeserve.moe.router import Routing
-from moeserve.moe.shared import SharedExpertsConfig
 from moeserve.ops.interfaces import PairKernels, RouterConfig
 from moeserve.ops.select import select_kernels
 from moeserve.ops.torch.table import TORCH_KERNELS

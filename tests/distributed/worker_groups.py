@@ -43,11 +43,11 @@ from moeserve.engine.base import new_scheduler
 from moeserve.engine.process import User
 from moeserve.engine.protocol import EngineMessage
 from moeserve.executor.outcomes import OutcomeQueue
+from moeserve.layers.moe.dispatch.base import Dispatched, Dispatcher, PendingDispatch, PendingOutput
+from moeserve.layers.moe.layer import MoELayer
+from moeserve.layers.moe.router import Routing
 from moeserve.models.decoder import Decoder
 from moeserve.models.registry import read_facts
-from moeserve.moe.dispatch.base import Dispatched, Dispatcher, PendingDispatch, PendingOutput
-from moeserve.moe.layer import MoELayer
-from moeserve.moe.router import Routing
 from moeserve.processes.channel import Channel
 from moeserve.protocol import (
     AbortRequest,

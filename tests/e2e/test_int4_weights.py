@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from moeserve.distributed.groups import unconnected
 from moeserve.distributed.mesh import Mesh
+from moeserve.layers.moe.dispatch.factory import TorchDispatchers
 from moeserve.layers.weights import Weights
 from moeserve.models import registry
 from moeserve.models.checkpoint import loading as weight_loading
@@ -29,7 +30,6 @@ from moeserve.models.checkpoint.shards import open_checkpoint
 from moeserve.models.decoder import Decoder
 from moeserve.models.gguf.checkpoint import checkpoint_folder
 from moeserve.models.weight_mapping import destinations
-from moeserve.moe.dispatch.factory import TorchDispatchers
 from moeserve.ops.interfaces import PackedWeights
 
 LARGER: dict[str, dict[str, Any]] = {

@@ -19,6 +19,7 @@ from test_families import logits_of, reread
 from moeserve import LLM, CheckpointError, SamplingParams
 from moeserve.distributed.groups import unconnected
 from moeserve.distributed.mesh import Mesh
+from moeserve.layers.moe.dispatch.factory import TorchDispatchers
 from moeserve.layers.weights import Weights
 from moeserve.models import registry
 from moeserve.models.checkpoint import loading as weight_loading
@@ -30,7 +31,6 @@ from moeserve.models.checkpoint.shards import open_checkpoint, select_decoder
 from moeserve.models.decoder import Decoder
 from moeserve.models.inspection import as_text, inspect
 from moeserve.models.weight_mapping import destinations
-from moeserve.moe.dispatch.factory import TorchDispatchers
 from moeserve.ops.interfaces import PackedWeights
 from moeserve.worker import loading
 

@@ -19,11 +19,11 @@ from moeserve.config.validation import parse_settings
 from moeserve.distributed.groups import groups_of_one_rank
 from moeserve.errors import CheckpointError, SettingsError
 from moeserve.kv.rank import cache as kv_cache
+from moeserve.layers.moe.dispatch.factory import TorchDispatchers
 from moeserve.models import registry
 from moeserve.models.checkpoint.packing import packed_state
 from moeserve.models.decoder import Decoder
 from moeserve.models.summary import LoadingMemory, loading_memory
-from moeserve.moe.dispatch.factory import TorchDispatchers
 from moeserve.ops import select
 from moeserve.ops.cpu.native import native_kernels
 from moeserve.worker import loading

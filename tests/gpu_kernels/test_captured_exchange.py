@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from moeserve.distributed.groups import groups_of_one_rank
-from moeserve.expert_placement.placement import Placement
 from moeserve.layers.context import ModelContext
+from moeserve.layers.moe.dispatch.factory import TorchDispatchers
+from moeserve.layers.moe.layer import MoEConfig, MoELayer
+from moeserve.layers.moe.placement.placement import Placement
+from moeserve.layers.moe.shared import SharedExpertsConfig
 from moeserve.layers.weights import allocate_weights
-from moeserve.moe.dispatch.factory import TorchDispatchers
-from moeserve.moe.layer import MoEConfig, MoELayer
-from moeserve.moe.shared import SharedExpertsConfig
 from moeserve.ops.interfaces import RouterConfig
 from moeserve.ops.side_stream import CudaSideStream
 from moeserve.ops.triton.table import TRITON_KERNELS
@@ -103,7 +103,7 @@ def test_a_graph_of_a_layer_between_ranks(device: fake_device.FakeDevice) -> Non
 @torch.inference_mode()
 def test_a_large_step_is_refused_in_a_graph(device: fake_device.FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host waits for the sizes of its exchanges."""
-    from moeserve.moe.dispatch import allgather
+    from moeserve.layers.moe.dispatch import allgather
 
     monkeypatch.setattr(allgather, "SUMS_OF_RANKS", dataclasses.replace(allgather.SUMS_OF_RANKS, eager=-1))
     layer = make_layer()

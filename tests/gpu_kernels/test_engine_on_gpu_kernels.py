@@ -18,12 +18,12 @@ from torch import Tensor
 
 from moeserve import LLM, SamplingParams
 from moeserve.kv.layer_cache import CacheSize
-from moeserve.layers.attention import Attention
+from moeserve.layers.grouped_query.attention import Attention
 from moeserve.layers.input_share import InputShare
-from moeserve.layers.linear_attention import LinearAttention
+from moeserve.layers.linear_attention.attention import LinearAttention
+from moeserve.layers.moe.dispatch.base import PackedTokens, SlottedTokens
+from moeserve.layers.moe.experts import Experts
 from moeserve.layers.weights import allocate_weights
-from moeserve.moe.dispatch.base import PackedTokens, SlottedTokens
-from moeserve.moe.experts import Experts
 from moeserve.ops.interfaces import KeyValueCache, SwiGLU
 from moeserve.ops.libraries import flashinfer as flashinfer_attention
 from moeserve.ops.libraries.attention import LibraryAttention

@@ -16,9 +16,9 @@ import torch
 from moeserve.distributed.groups import groups_of_one_rank
 from moeserve.kv.layer_cache import CacheSize
 from moeserve.layers.context import ModelContext
+from moeserve.layers.moe.dispatch.local import LocalDispatcher
 from moeserve.models.decoder import Decoder
 from moeserve.models.registry import describe
-from moeserve.moe.dispatch.local import LocalDispatcher
 from moeserve.ops.side_stream import CudaSideStream
 from moeserve.ops.triton.table import TRITON_KERNELS
 from moeserve.step_inputs import StepInputs, decode_step

@@ -20,15 +20,18 @@ POINTS = {
     "loading": ("moeserve.worker.loading", "load_weights"),
     "step": ("moeserve.worker.worker", "Worker.start"),  # a step was received
     "agreement": ("moeserve.worker.worker", "agree"),  # the ranks have exchanged rows
-    "attention": ("moeserve.layers.attention", "Attention.forward"),
-    "router": ("moeserve.moe.router", "Router.forward"),
-    "dispatch": ("moeserve.moe.dispatch.exchange", "Exchange.choose"),  # routing is known, no token has been sent
-    "wait": ("moeserve.moe.dispatch.allgather", "PendingAllGather.wait"),  # tokens are being sent
-    "experts": ("moeserve.moe.experts", "Experts.forward"),
-    "combine": ("moeserve.moe.dispatch.allgather", "AllGatherDispatcher.combine"),  # no output was sent
+    "attention": ("moeserve.layers.grouped_query.attention", "Attention.forward"),
+    "router": ("moeserve.layers.moe.router", "Router.forward"),
+    "dispatch": (
+        "moeserve.layers.moe.dispatch.exchange",
+        "Exchange.choose",
+    ),  # routing is known, no token has been sent
+    "wait": ("moeserve.layers.moe.dispatch.allgather", "PendingAllGather.wait"),  # tokens are being sent
+    "experts": ("moeserve.layers.moe.experts", "Experts.forward"),
+    "combine": ("moeserve.layers.moe.dispatch.allgather", "AllGatherDispatcher.combine"),  # no output was sent
     "logits": ("moeserve.layers.linear", "OutputHead.forward"),
     # A part of an expert is being received.
-    "moving": ("moeserve.expert_placement.rebalance", "Rebalancer._receive"),
+    "moving": ("moeserve.layers.moe.placement.rebalance", "Rebalancer._receive"),
     "replayed": ("moeserve.worker.cpu_graphs", "CapturedStep.run"),  # the others replay their graphs
 }
 

@@ -15,9 +15,9 @@ import torch
 from reference_models import Reference
 
 from moeserve import LLM
-from moeserve.layers.attention import AttentionConfig
+from moeserve.layers.grouped_query.attention import AttentionConfig
 from moeserve.layers.input_share import keeps_bytes, num_expert_chunks, num_input_chunks, share_experts, share_inputs
-from moeserve.layers.mla import LatentAttentionConfig
+from moeserve.layers.latent.attention import LatentAttentionConfig
 from moeserve.layers.rotary import NO_ROTARY
 from moeserve.models.model_config import ModelConfig
 from moeserve.models.registry import describe

@@ -16,10 +16,10 @@ from huggingface_hub.errors import StrictDataclassError
 from reference_models import SHAPES, in_the_style_of_the_hub
 
 from moeserve.errors import CheckpointError
+from moeserve.layers.moe.layer import MoEConfig
 from moeserve.models import config_defaults
 from moeserve.models.model_config import ModelConfig
 from moeserve.models.registry import describe, read_facts
-from moeserve.moe.layer import MoEConfig
 
 PUBLISHED: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "published_configs.json").read_text())
 

@@ -20,9 +20,9 @@ from model_context import cpu_context
 from moeserve.distributed.groups import groups_of_one_rank
 from moeserve.distributed.mesh import Mesh
 from moeserve.errors import SettingsError
-from moeserve.moe.dispatch.deepep.communicator import DeepEPShape, received_rows, to_float8
-from moeserve.moe.dispatch.deepep.factory import choose_package, open_communicator, open_deepep
-from moeserve.moe.dispatch.deepep.support import offered_api, why_shape_unsupported, why_unsupported
+from moeserve.layers.moe.dispatch.deepep.communicator import DeepEPShape, received_rows, to_float8
+from moeserve.layers.moe.dispatch.deepep.factory import choose_package, open_communicator, open_deepep
+from moeserve.layers.moe.dispatch.deepep.support import offered_api, why_shape_unsupported, why_unsupported
 from moeserve.ops.interfaces import plain_rows
 from moeserve.worker.cuda_graphs import graph_sizes
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from moeserve.distributed.mesh import share_sizes
 from moeserve.errors import SettingsError
-from moeserve.expert_placement.eplb import (
+from moeserve.layers.moe.placement.eplb import (
     eplb,
     imbalance,
     moves,
@@ -20,7 +20,7 @@ from moeserve.expert_placement.eplb import (
     rank_loads,
     rebalance,
 )
-from moeserve.expert_placement.placement import Placement
+from moeserve.layers.moe.placement.placement import Placement
 
 ROUNDING = 1 + 1e-9
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_context import cpu_context
 
-from moeserve.expert_placement.placement import Placement, copies_in_turn
-from moeserve.moe.dispatch.expert_copies import ExpertCopies
+from moeserve.layers.moe.dispatch.expert_copies import ExpertCopies
+from moeserve.layers.moe.placement.placement import Placement, copies_in_turn
 from moeserve.ops.select import select_kernels
 from moeserve.ops.torch.table import TORCH_KERNELS
 

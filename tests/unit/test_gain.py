@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from moeserve.expert_placement.eplb import imbalance
-from moeserve.expert_placement.gain import Proposal, add_window, excess_rows, is_worth_it, propose
-from moeserve.expert_placement.placement import Placement
+from moeserve.layers.moe.placement.eplb import imbalance
+from moeserve.layers.moe.placement.gain import Proposal, add_window, excess_rows, is_worth_it, propose
+from moeserve.layers.moe.placement.placement import Placement
 
 TWO_RANKS = Placement(((0, 1), (2, 3)), 4)
 

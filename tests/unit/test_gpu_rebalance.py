@@ -15,10 +15,10 @@ from model_context import cpu_context
 from thread_ranks import ThreadGroup, run
 from torch import Tensor
 
-from moeserve.expert_placement.load import ExpertLoad, LoadMeter
-from moeserve.expert_placement.placement import Placement
-from moeserve.expert_placement.rebalance import MAX_PIECE_BYTES, Rebalancer, spare_bytes
-from moeserve.moe.dispatch.expert_copies import ExpertCopies
+from moeserve.layers.moe.dispatch.expert_copies import ExpertCopies
+from moeserve.layers.moe.placement.load import ExpertLoad, LoadMeter
+from moeserve.layers.moe.placement.placement import Placement
+from moeserve.layers.moe.placement.rebalance import MAX_PIECE_BYTES, Rebalancer, spare_bytes
 from moeserve.ops.side_stream import CudaSideStream, InStream
 from moeserve.ops.torch.table import TORCH_KERNELS
 
@@ -109,7 +109,7 @@ def test_weights_and_tables_switch_between_two_steps(
 
     Rank 1 is on a CPU. Both run the same protocol, in several pieces.
     """
-    monkeypatch.setattr("moeserve.expert_placement.rebalance.MIN_PIECE_BYTES", 128)
+    monkeypatch.setattr("moeserve.layers.moe.placement.rebalance.MIN_PIECE_BYTES", 128)
     ranks = run(2, lambda group: play(group, 30, on_gpu=group.rank_in_group == 0))
     for rank, read in enumerate(ranks):
         placements = [tuple((weights[:, 0] - 1).tolist()) for weights, _ in read]

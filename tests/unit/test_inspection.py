@@ -17,13 +17,13 @@ from moeserve import cli
 from moeserve.distributed.groups import groups_of_one_rank
 from moeserve.errors import SettingsError
 from moeserve.layers.context import ModelContext
+from moeserve.layers.moe.dispatch.factory import TorchDispatchers
+from moeserve.layers.moe.layer import MoEConfig
 from moeserve.layers.weights import allocate_weights
 from moeserve.models.decoder import Decoder
 from moeserve.models.inspection import inspect
 from moeserve.models.registry import describe
 from moeserve.models.weight_mapping import destinations
-from moeserve.moe.dispatch.factory import TorchDispatchers
-from moeserve.moe.layer import MoEConfig
 from moeserve.ops.select import select_kernels
 from moeserve.planner.layout import find_layouts
 

@@ -18,13 +18,13 @@ from moeserve import cli
 from moeserve.distributed.groups import unconnected
 from moeserve.distributed.mesh import Mesh
 from moeserve.errors import SettingsError
-from moeserve.expert_placement.placement import Placement
+from moeserve.layers.moe.dispatch.all_to_all import AllToAllDispatcher
+from moeserve.layers.moe.dispatch.allgather import AllGatherDispatcher
+from moeserve.layers.moe.dispatch.base import PackedTokens
+from moeserve.layers.moe.placement.placement import Placement
+from moeserve.layers.moe.router import Routing
 from moeserve.models.registry import describe
 from moeserve.models.summary import summarize
-from moeserve.moe.dispatch.all_to_all import AllToAllDispatcher
-from moeserve.moe.dispatch.allgather import AllGatherDispatcher
-from moeserve.moe.dispatch.base import PackedTokens
-from moeserve.moe.router import Routing
 from moeserve.planner.layout import Holder, as_text, find_layouts
 
 PUBLISHED: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "published_configs.json").read_text())

@@ -13,7 +13,7 @@ from load_windows import drawn, of_counts
 
 from moeserve import cli
 from moeserve.errors import SettingsError
-from moeserve.expert_placement.eplb import eplb, rank_loads
+from moeserve.layers.moe.placement.eplb import eplb, rank_loads
 from moeserve.planner.views import plan
 from moeserve.telemetry.expert_load import LoadWindow, summed, write_window
 from moeserve.telemetry.load_image import load_figure

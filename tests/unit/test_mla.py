@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moeserve.distributed.mesh import Mesh
 from moeserve.kv.layer_cache import CacheSize
-from moeserve.layers.mla import LatentAttention, LatentAttentionConfig
+from moeserve.layers.latent.attention import LatentAttention, LatentAttentionConfig
 from moeserve.layers.rotary import Rotary, RotaryConfig
 from moeserve.layers.weights import Weights, allocate_weights
 from moeserve.ops import select

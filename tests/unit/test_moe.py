@@ -12,16 +12,16 @@ from model_context import cpu_context
 from torch import Tensor
 
 from moeserve.distributed.groups import groups_of_one_rank
-from moeserve.expert_placement.placement import Placement
 from moeserve.layers.input_share import InputShare
+from moeserve.layers.moe.dispatch.base import PackedTokens, SlottedTokens
+from moeserve.layers.moe.dispatch.factory import TorchDispatchers
+from moeserve.layers.moe.dispatch.local import LocalDispatcher
+from moeserve.layers.moe.experts import Experts
+from moeserve.layers.moe.layer import MoEConfig, MoELayer
+from moeserve.layers.moe.placement.placement import Placement
+from moeserve.layers.moe.router import Routing
+from moeserve.layers.moe.shared import SharedExpertsConfig
 from moeserve.layers.weights import allocate_weights
-from moeserve.moe.dispatch.base import PackedTokens, SlottedTokens
-from moeserve.moe.dispatch.factory import TorchDispatchers
-from moeserve.moe.dispatch.local import LocalDispatcher
-from moeserve.moe.experts import Experts
-from moeserve.moe.layer import MoEConfig, MoELayer
-from moeserve.moe.router import Routing
-from moeserve.moe.shared import SharedExpertsConfig
 from moeserve.ops.interfaces import ClampedSwiGLU, RouterConfig
 
 NO_STEP = cast(Any, SimpleNamespace(padding=None))  # the only field that local dispatch reads

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from load_windows import of_counts
 
 from moeserve.errors import SettingsError
-from moeserve.expert_placement.placement import Placement, read_loads
+from moeserve.layers.moe.placement.placement import Placement, read_loads
 from moeserve.telemetry.expert_load import write_window
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
-from moeserve.moe.router import Router
+from moeserve.layers.moe.router import Router
 from moeserve.ops.interfaces import RouterConfig
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moeserve.distributed.groups import groups_of_one_rank
 from moeserve.distributed.mesh import Mesh
-from moeserve.moe.dispatch.factory import TorchDispatchers
+from moeserve.layers.moe.dispatch.factory import TorchDispatchers
 from moeserve.ops.torch.table import TORCH_KERNELS
 from moeserve.protocol import CacheStart, Registration, StepPlan
 from moeserve.sampling_params import RequestParams

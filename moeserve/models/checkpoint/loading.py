@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from moeserve.errors import CheckpointError
+from moeserve.layers.moe.router import Router
 from moeserve.layers.norm import RMSNorm
 from moeserve.layers.weights import Weights
 from moeserve.machine import shown_bytes
@@ -24,7 +25,6 @@ from moeserve.models.checkpoint.integer_tensors import GroupedTensor
 from moeserve.models.checkpoint.shards import Checkpoint, Shards, list_names
 from moeserve.models.checkpoint.tensors import CheckpointTensor, Fp4Tensor, PlainTensor, ReadRows, ScaledTensor
 from moeserve.models.checkpoint.unused_tensors import harmful
-from moeserve.moe.router import Router
 from moeserve.ops.interfaces import INT4_GROUP
 from moeserve.ops.weight_blocks import BLOCK, blocks_of, num_blocks, quantize
 from moeserve.progress import ProgressBar, progress_bar

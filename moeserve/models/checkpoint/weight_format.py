@@ -167,7 +167,7 @@ def _refuse(config: ConfigValues) -> NoReturn:
 def _format_of(quantization: Any) -> WeightFormat | None:
     """Return the format of a quantization_config, or None if it is not supported."""
     match quantization:
-        case {"quant_method": "gguf"}:  # a folder that `gguf_checkpoint` wrote
+        case {"quant_method": "gguf"}:  # a folder that `gguf.checkpoint` wrote
             return WeightFormat(is_gguf=True, is_int4=True)
         case {"quant_method": "mxfp4"}:
             return WeightFormat((STACKED_MXFP4,), is_mxfp4=True)

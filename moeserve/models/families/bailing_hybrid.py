@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from moeserve.layers.linear_attention import LinearAttentionConfig
-from moeserve.layers.mla import LatentAttentionConfig
+from moeserve.layers.latent.attention import LatentAttentionConfig
+from moeserve.layers.linear_attention.attention import LinearAttentionConfig
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.families.kimi_linear import CONVOLUTIONS, LAYER_TYPES, read_experts
 from moeserve.models.family import AttentionNames, DecoderPart, Family, LayerNames, LinearAttentionNames, MoENames

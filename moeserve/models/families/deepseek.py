@@ -6,6 +6,7 @@ routes by softmax, V3 by sigmoid with a learned correction that balances the exp
 
 from __future__ import annotations
 
+from moeserve.layers.moe.layer import MoEConfig
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import DecoderPart, Family
 from moeserve.models.fields import (
@@ -20,7 +21,6 @@ from moeserve.models.fields import (
     with_draft_layer_like_the_last,
 )
 from moeserve.models.model_config import LayerConfig, ModelConfig
-from moeserve.moe.layer import MoEConfig
 from moeserve.ops.interfaces import RouterConfig
 
 

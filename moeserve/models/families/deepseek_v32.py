@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from moeserve.layers.indexer import IndexerConfig
-from moeserve.layers.mla import LatentAttentionConfig
+from moeserve.layers.latent.attention import LatentAttentionConfig
+from moeserve.layers.latent.indexer import IndexerConfig
+from moeserve.layers.moe.layer import MoEConfig
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import Family
 from moeserve.models.fields import (
@@ -22,7 +23,6 @@ from moeserve.models.fields import (
     with_draft_layer,
 )
 from moeserve.models.model_config import LayerConfig, ModelConfig
-from moeserve.moe.layer import MoEConfig
 
 INDEXER_TYPES = ("shared", "full")
 

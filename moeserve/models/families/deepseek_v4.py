@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from moeserve.layers.compressed_attention import CompressedAttentionConfig, IndexerShape
+from moeserve.layers.compressed.attention import CompressedAttentionConfig, IndexerShape
+from moeserve.layers.moe.layer import MoEConfig
+from moeserve.layers.moe.shared import SharedExpertsConfig
 from moeserve.layers.rotary import RotaryConfig
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import DecoderPart, Family, LayerNames, MoENames
 from moeserve.models.fields import read_model, read_num_experts, read_num_layers, read_width
 from moeserve.models.model_config import LayerConfig, ModelConfig
-from moeserve.moe.layer import MoEConfig
-from moeserve.moe.shared import SharedExpertsConfig
 from moeserve.ops.hyper_connections import StreamsConfig
 from moeserve.ops.interfaces import CutSwiGLU, RouterConfig
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from moeserve.layers.moe.layer import MoEConfig
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import Family
 from moeserve.models.fields import (
@@ -17,7 +18,6 @@ from moeserve.models.fields import (
     read_windows,
 )
 from moeserve.models.model_config import LayerConfig, ModelConfig
-from moeserve.moe.layer import MoEConfig
 
 
 def read(config: ConfigValues) -> ModelConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from moeserve.layers.moe.layer import MoEConfig
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import Family
 from moeserve.models.fields import (
@@ -14,7 +15,6 @@ from moeserve.models.fields import (
     with_draft_layer_like_the_last,
 )
 from moeserve.models.model_config import LayerConfig, ModelConfig
-from moeserve.moe.layer import MoEConfig
 
 
 def read(config: ConfigValues) -> ModelConfig:

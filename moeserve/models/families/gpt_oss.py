@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from moeserve.layers.moe.layer import MoEConfig
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import Family, MoENames
 from moeserve.models.fields import (
@@ -15,7 +16,6 @@ from moeserve.models.fields import (
     read_width,
 )
 from moeserve.models.model_config import LayerConfig, ModelConfig
-from moeserve.moe.layer import MoEConfig
 from moeserve.ops.interfaces import ClampedSwiGLU, RouterConfig
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from moeserve.layers.linear_attention import LinearAttentionConfig
+from moeserve.layers.linear_attention.attention import LinearAttentionConfig
 from moeserve.layers.rotary import NO_ROTARY
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.families.granitemoe import ALL_NAMES, read_with_shared

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
+from moeserve.layers.moe.layer import MoEConfig
+from moeserve.layers.moe.shared import SharedExpertsConfig
 from moeserve.layers.rotary import NtkScaling, RotaryConfig
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import AttentionNames, Family, MoENames
 from moeserve.models.fields import read_attention, read_model, read_num_experts, read_num_layers, read_width
 from moeserve.models.model_config import LayerConfig, ModelConfig
-from moeserve.moe.layer import MoEConfig
-from moeserve.moe.shared import SharedExpertsConfig
 from moeserve.ops.interfaces import RouterConfig
 
 PER_LAYER = ("num_experts", "moe_topk", "moe_intermediate_size", "num_shared_expert")  # one number, or a list by layer

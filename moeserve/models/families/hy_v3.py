@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from moeserve.layers.moe.layer import MoEConfig
+from moeserve.layers.moe.shared import SharedExpertsConfig
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import DraftNames, Family, MoENames
 from moeserve.models.fields import (
@@ -13,8 +15,6 @@ from moeserve.models.fields import (
     with_draft_layer,
 )
 from moeserve.models.model_config import LayerConfig, ModelConfig
-from moeserve.moe.layer import MoEConfig
-from moeserve.moe.shared import SharedExpertsConfig
 from moeserve.ops.interfaces import RouterConfig
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from moeserve.layers.linear_attention import LinearAttentionConfig
-from moeserve.layers.mla import LatentAttentionConfig
+from moeserve.layers.latent.attention import LatentAttentionConfig
+from moeserve.layers.linear_attention.attention import LinearAttentionConfig
+from moeserve.layers.moe.layer import MoEConfig
+from moeserve.layers.moe.shared import SharedExpertsConfig
 from moeserve.layers.rotary import NoScaling, RotaryConfig
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import DecoderPart, Family, LayerNames, LinearAttentionNames, LinearAttentionPart, MoENames
@@ -16,8 +18,6 @@ from moeserve.models.fields import (
     read_width,
 )
 from moeserve.models.model_config import LayerConfig, ModelConfig
-from moeserve.moe.layer import MoEConfig
-from moeserve.moe.shared import SharedExpertsConfig
 from moeserve.ops.interfaces import RouterConfig
 from moeserve.ops.linear_attention import MAX_HEAD
 from moeserve.ops.short_convolution import MAX_TAPS

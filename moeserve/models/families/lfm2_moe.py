@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from moeserve.layers.short_convolution import ShortConvolutionConfig
+from moeserve.layers.moe.layer import MoEConfig
+from moeserve.layers.short_convolution.convolution import ShortConvolutionConfig
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import AttentionNames, DecoderPart, Family, LayerNames, MoENames
 from moeserve.models.fields import (
@@ -15,7 +16,6 @@ from moeserve.models.fields import (
     read_width,
 )
 from moeserve.models.model_config import LayerConfig, ModelConfig
-from moeserve.moe.layer import MoEConfig
 from moeserve.ops.interfaces import RouterConfig
 from moeserve.ops.short_convolution import MAX_TAPS
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from moeserve.layers.attention import AttentionConfig
+from moeserve.layers.grouped_query.attention import AttentionConfig
+from moeserve.layers.moe.layer import MoEConfig
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import AttentionNames, DecoderPart, DraftNames, Family
 from moeserve.models.fields import (
@@ -17,7 +18,6 @@ from moeserve.models.fields import (
     read_width,
 )
 from moeserve.models.model_config import LayerConfig, MLPConfig, ModelConfig
-from moeserve.moe.layer import MoEConfig
 
 DEFAULT_FRACTION = 0.334  # fraction of a head that is rotated
 # transformers ignores `rope_theta` in config.json and uses these values of the published checkpoint.

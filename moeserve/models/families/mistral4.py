@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from moeserve.layers.moe.layer import MoEConfig
 from moeserve.layers.rotary import TemperatureConfig
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import DecoderPart, Family
@@ -16,7 +17,6 @@ from moeserve.models.fields import (
     read_width,
 )
 from moeserve.models.model_config import LayerConfig, ModelConfig
-from moeserve.moe.layer import MoEConfig
 from moeserve.ops.interfaces import RouterConfig
 
 

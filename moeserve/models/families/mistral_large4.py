@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from moeserve.layers.indexer import IndexerConfig
-from moeserve.layers.mla import LatentAttentionConfig
+from moeserve.layers.latent.attention import LatentAttentionConfig
+from moeserve.layers.latent.indexer import IndexerConfig
+from moeserve.layers.moe.layer import MoEConfig
 from moeserve.layers.rotary import NO_ROTARY, NO_ROTATED_PART
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.families.deepseek_v32 import layers_with_indexer
@@ -23,7 +24,6 @@ from moeserve.models.fields import (
     read_width,
 )
 from moeserve.models.model_config import LayerConfig, ModelConfig
-from moeserve.moe.layer import MoEConfig
 
 
 def read(config: ConfigValues) -> ModelConfig:

@@ -5,14 +5,14 @@ Experts have no gates, and in the larger models a latent size.
 
 from __future__ import annotations
 
-from moeserve.layers.linear_attention import LinearAttentionConfig
+from moeserve.layers.linear_attention.attention import LinearAttentionConfig
+from moeserve.layers.moe.layer import MoEConfig
+from moeserve.layers.moe.shared import SharedExpertsConfig
 from moeserve.layers.rotary import NO_ROTARY
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import MAMBA2_NAMES, DecoderPart, Family, LayerNames, MoENames
 from moeserve.models.fields import read_attention, read_corrected_router, read_model, read_step_limit, read_width
 from moeserve.models.model_config import LayerConfig, MLPConfig, ModelConfig
-from moeserve.moe.layer import MoEConfig
-from moeserve.moe.shared import SharedExpertsConfig
 from moeserve.ops.interfaces import SquaredReLU
 from moeserve.ops.linear_attention import MAX_HEAD
 from moeserve.ops.short_convolution import MAX_TAPS

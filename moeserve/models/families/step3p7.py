@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from moeserve.layers.attention import AttentionConfig
+from moeserve.layers.grouped_query.attention import AttentionConfig
+from moeserve.layers.moe.layer import MoEConfig
+from moeserve.layers.moe.shared import SharedExpertsConfig
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import DecoderPart, Family, MoENames
 from moeserve.models.fields import (
@@ -17,8 +19,6 @@ from moeserve.models.fields import (
     read_width,
 )
 from moeserve.models.model_config import LayerConfig, MLPConfig, ModelConfig
-from moeserve.moe.layer import MoEConfig
-from moeserve.moe.shared import SharedExpertsConfig
 from moeserve.ops.interfaces import Activation, LimitedSwiGLU, RouterConfig, SwiGLU
 
 

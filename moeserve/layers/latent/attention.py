@@ -1,0 +1,354 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) over a paged cache of compressed keys and values.
+
+The cache holds one latent vector and one rotated key per token, shared by all heads. A head's keys and values are
+linear maps of the latent vector, which can be used in two ways:
+
+- *absorbed*: the map of the keys is applied to the query instead, and that of the values to the result. All heads then
+  attend to the latent vectors. Cheap for few rows, because nothing is computed per position of the context.
+- *expanded*: keys and values of all heads are computed for the whole context, and attended to as usual. Each row costs
+  less, so that many rows outweigh the cost of the expansion.
+
+The two differ in the last bits, so a token's result may depend on the size of its chunk. With a backend that takes all
+rows, it does not: all chunks are absorbed.
+
+With an indexer (DeepSeek-V3.2), a token attends to a selection of positions only. Such rows are always absorbed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from moeserve.cache_kind import CacheKind
+from moeserve.distributed.mesh import share_of
+from moeserve.kv.layer_cache import CacheDivision, CacheNeeds, CacheSize
+from moeserve.layers.context import ModelContext
+from moeserve.layers.input_share import num_input_chunks, share_inputs
+from moeserve.layers.latent.indexer import Choice, Indexer, IndexerConfig
+from moeserve.layers.latent.learned_temperature import LearnedTemperature
+from moeserve.layers.linear import Linear
+from moeserve.layers.norm import RMSNorm, RowsForm
+from moeserve.layers.rotary import RotaryConfig, Rotations, TemperatureConfig
+from moeserve.layers.weights import QuantizationLimits, Weights
+from moeserve.memory import new_empty
+from moeserve.ops.interfaces import Rows, plain_rows
+from moeserve.step_inputs import StepInputs
+
+# T tokens, D model width, N heads of this rank, n some of them, K unrotated values of a head's key, S rotated ones,
+# Q = K + S, V values of a head, L latent size, P = L + S, R rows of one chunk, C positions of its context
+
+NORM_EPSILON = 1e-6  # of the two norms in here, usually independent of the model's own
+# If no context has more than `top_k` positions, and the longest chunk has at least this many rows, a step skips the
+# indexer and runs dense attention. Captured steps have shorter chunks, because a replay must not depend on contexts.
+MIN_DENSE_ROWS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttentionConfig:
+    """The shape of one layer of latent attention."""
+
+    num_heads: int
+    query_rank: int | None  # size that queries are compressed to; None: they are not
+    latent_size: int
+    key_dim: int  # of each head, without the rotated part
+    rotary: RotaryConfig  # of the rotated part; `NO_ROTATED_PART` if there is none
+    value_dim: int
+    temperature: TemperatureConfig | None = None  # of queries
+    has_learned_temperature: bool = False
+    latent_norm_epsilon: float = NORM_EPSILON
+    score_factor: float = 1.0  # see RotaryConfig
+    has_bias: bool = False  # of the compressing projections and of the output
+    has_head_gates: bool = False  # each head's output is multiplied by a sigmoid of its own (Ling 3)
+    top_k: int | None = None  # maximum number of positions that a token attends to; None: all
+    indexer: IndexerConfig | None = None  # selects them; None with `top_k`: reuse the selection of the previous layer
+
+    @property
+    def is_sparse(self) -> bool:
+        """True if a token attends only to the positions that an indexer selects."""
+        return self.top_k is not None
+
+    @property
+    def shares_choice(self) -> bool:
+        """True if the layer reuses the positions that the previous layer attends to."""
+        return self.is_sparse and self.indexer is None
+
+    def can_divide(self, num_ranks: int) -> bool:
+        """True if this many tp ranks can each have equally many heads."""
+        return self.num_heads % num_ranks == 0
+
+    @property
+    def rotaries(self) -> tuple[RotaryConfig | TemperatureConfig, ...]:
+        """All that the layer reads of positions."""
+        rotary = self.rotary if self.rotary_dim else None
+        of_all = (rotary, self.temperature, None if self.indexer is None else self.indexer.rotary)
+        return tuple(each for each in of_all if each is not None)
+
+    @property
+    def rotary_dim(self) -> int:
+        return self.rotary.dim
+
+    @property
+    def query_dim(self) -> int:
+        return self.key_dim + self.rotary_dim
+
+    @property
+    def cached_size(self) -> int:
+        """The size of a token's vector in the cache."""
+        return self.latent_size + self.rotary_dim
+
+    @property
+    def max_absorbed_rows(self) -> int:
+        """Rows of a chunk up to which absorbing takes fewer multiplications than expanding.
+
+        Per head and position of the context, a row costs P + L absorbed and K + S + V expanded; the expansion itself
+        costs L * (K + V) once.
+        """
+        more_per_row = self.cached_size + self.latent_size - self.query_dim - self.value_dim
+        expansion = self.latent_size * (self.key_dim + self.value_dim)
+        return expansion // more_per_row if more_per_row > 0 else 2**31
+
+
+@dataclass(frozen=True)
+class LatentCache:
+    """Normalised latent vectors and rotated keys of one layer in blocks, [num_blocks, block_size, P]."""
+
+    latents: Tensor
+    index_keys: Tensor | None = None  # [num_blocks, block_size, size of an indexer's key]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that a block holds; the first dimension is the block."""
+        return (self.latents,) if self.index_keys is None else (self.latents, self.index_keys)
+
+    @property
+    def tensors_of_items(self) -> dict[CacheKind, tuple[Tensor, ...]]:
+        """The tensors by the kind of their items."""
+        return {CacheKind.BLOCK: self.tensors}
+
+    def clear(self) -> None:
+        for tensor in self.tensors:
+            tensor.zero_()
+
+
+class LatentAttention(nn.Module):
+    """Each token attends to the tokens of its own request up to itself.
+
+    Each tp rank has a share of the heads, and computes a part of the sum that is the output. Each has the whole cache.
+    """
+
+    def __init__(self, config: LatentAttentionConfig, hidden_size: int, context: ModelContext) -> None:
+        super().__init__()
+        tp = context.tp
+        self.config = config
+        self.context = context
+        self.heads = share_of(config.num_heads, tp.rank_in_group, tp.world_size)
+        self.num_heads = num_heads = int(self.heads.stop - self.heads.start)
+        query_size = num_heads * config.query_dim
+        # Errors in scores grow exponentially in the softmax, so queries and keys keep 8 bits.
+        query_limits = QuantizationLimits(8, (self.heads.start * config.query_dim,))
+        self.query: Linear | CompressedQuery
+        if config.query_rank is None:
+            self.query = Linear(hidden_size, query_size, context, limits=query_limits)
+        else:
+            self.query = CompressedQuery(config, hidden_size, query_size, query_limits, context)
+        self.compress = Linear(
+            hidden_size, config.cached_size, context, has_bias=config.has_bias, limits=QuantizationLimits(8)
+        )
+        self.latent_norm = RMSNorm(config.latent_size, config.latent_norm_epsilon, context)
+        self.head_maps = HeadMaps(config, num_heads, context)
+        num_chunks = num_input_chunks(config.can_divide)
+        self.output = Linear(
+            num_heads * config.value_dim,
+            hidden_size,
+            context,
+            has_bias=config.has_bias and tp.rank_in_group == 0,  # added once: outputs are summed over the ranks
+            limits=QuantizationLimits(cuts=(self.heads.start * config.value_dim,)),
+            chunks=share_inputs(config.num_heads * config.value_dim, num_chunks, context).chunks,
+        )
+        self.head_gates: Linear | None = None
+        if config.has_head_gates:  # of few outputs, which tp ranks divide anywhere: never in blocks
+            self.head_gates = Linear(hidden_size, num_heads, context, limits=QuantizationLimits(cuts=None))
+        self._gate_rows = context.kernels.gate_rows
+        self.indexer: Indexer | None = None
+        if config.indexer is not None:
+            assert config.top_k is not None
+            assert config.query_rank is not None or config.indexer.reads_hidden
+            self.indexer = Indexer(config.indexer, hidden_size, config.query_rank, config.top_k, context)
+        self.learned_temperature = LearnedTemperature(num_heads, context) if config.has_learned_temperature else None
+        self.scale = config.query_dim**-0.5 * config.score_factor
+        kernels = context.kernels
+        self.backend = kernels.make_latent_attention(self.scale, config.latent_size, config.num_heads)
+        self._apply_rope = kernels.apply_rope
+        first = self.query.down if isinstance(self.query, CompressedQuery) else self.query
+        self.reads_float8 = first.weights.is_in_blocks and self.compress.weights.is_in_blocks
+        self._quantize = kernels.quantize_rows if self.reads_float8 else None
+        self._attend = self._attend_absorbed if self.backend.takes_all_rows else self._attend_either_way
+
+    @property
+    def cache_needs(self) -> CacheNeeds:
+        return CacheNeeds(bytes_per_token=sum(self._cached_sizes) * self.context.dtype.itemsize)
+
+    @property
+    def _cached_sizes(self) -> tuple[int, ...]:
+        """The number of values per token in each tensor of the cache."""
+        indexer = self.config.indexer
+        return (self.config.cached_size,) if indexer is None else (self.config.cached_size, indexer.key_dim)
+
+    cache_divisions: tuple[CacheDivision, ...] = ()  # every tp rank has the whole cache
+
+    def make_cache(self, size: CacheSize) -> LatentCache:
+        shapes = ((size.num_blocks, size.block_size, values) for values in self._cached_sizes)
+        return LatentCache(
+            *(torch.empty(shape, dtype=self.context.dtype, device=self.context.device) for shape in shapes)
+        )
+
+    @property
+    def input_form(self) -> RowsForm:
+        """The form of rows to give to `forward`, unless they are gathered from tp ranks before."""
+        if not self.reads_float8:
+            return "plain"
+        return "float8" if self.indexer is None and self.head_gates is None else "both"
+
+    def forward(
+        self,
+        hidden_TD: Rows,
+        rotations: Rotations,
+        cache: LatentCache,
+        step: StepInputs,
+        choice: Choice | None = None,
+    ) -> Tensor:
+        """
+        Args:
+            choice: the positions that tokens attend to: written by a layer with an indexer, read by a layer without.
+        """
+        config = self.config
+        given_TD = hidden_TD
+        if self._quantize is not None:  # once for both projections, if the norm has not
+            hidden_TD = self._quantize(hidden_TD)
+        compressed_TI = self.query.compress(hidden_TD) if isinstance(self.query, CompressedQuery) else hidden_TD
+        up = self.query.up if isinstance(self.query, CompressedQuery) else self.query
+        query_TNQ = up(compressed_TI).view(len(hidden_TD), self.num_heads, config.query_dim)
+        if config.temperature is not None:
+            query_TNQ = self._apply_rope(query_TNQ, rotations[config.temperature])
+        if self.learned_temperature is not None:
+            query_TNQ = self.learned_temperature(query_TNQ, step.positions)
+        query_TNK, query_TNS = query_TNQ.split([config.key_dim, config.rotary_dim], dim=-1)
+        query_TNP = new_empty(query_TNQ, *query_TNQ.shape[:2], config.cached_size)
+        latent_TP = self.compress(hidden_TD)
+        latent_TL, key_TS = latent_TP.split([config.latent_size, config.rotary_dim], dim=-1)
+        self.latent_norm.in_place(latent_TL)
+        if config.rotary_dim:
+            rotation = rotations[config.rotary]
+            self._apply_rope(query_TNS, rotation, query_TNP[..., config.latent_size :])
+            self._apply_rope(key_TS[:, None], rotation, key_TS[:, None])
+        self.backend.write(latent_TP, cache.latents, step)
+
+        if self.indexer is not None:
+            assert choice is not None
+            assert cache.index_keys is not None
+            self.backend.write(self.indexer.keys(given_TD, rotations), cache.index_keys, step)
+            choice.entries = None
+            if not self._sees_all(step):
+                choice.entries = self.indexer.choose(given_TD, compressed_TI, rotations, cache.index_keys, step)
+        if choice is None or choice.entries is None:
+            attended_TNV = self._attend(query_TNK, query_TNP, cache, step)
+        else:
+            self.head_maps.absorb(query_TNK, out_TNL=query_TNP[..., : config.latent_size])
+            attended_TNV = self.head_maps.project(self.backend.attend_chosen(query_TNP, cache.latents, choice.entries))
+        if self.head_gates is not None:
+            gates_P1 = self.head_gates(plain_rows(given_TD)).view(-1, 1)  # P pairs of token and head
+            attended_TNV = self._gate_rows(gates_P1, attended_TNV.flatten(0, 1)).view_as(attended_TNV)
+        return self.output(attended_TNV.flatten(1))
+
+    def _sees_all(self, step: StepInputs) -> bool:
+        """Return True for a prefill step without a context longer than `top_k`, in which dense attention is faster."""
+        assert self.config.top_k is not None
+        longest = max((span.context_len for span in step.spans), default=0)
+        return step.max_rows_per_chunk >= MIN_DENSE_ROWS and longest <= self.config.top_k
+
+    def _attend_absorbed(
+        self,
+        query_TNK: Tensor,
+        query_TNP: Tensor,
+        cache: LatentCache,
+        step: StepInputs,
+        max_rows: int | None = None,
+    ) -> Tensor:
+        """Return [T, N, V], with zeros in the rows of chunks that have more than `max_rows` rows.
+
+        Args:
+            query_TNP: ends with the rotated part of the queries; the beginning is written here.
+        """
+        self.head_maps.absorb(query_TNK, out_TNL=query_TNP[..., : self.config.latent_size])
+        return self.head_maps.project(self.backend.attend(query_TNP, cache.latents, step, max_rows))
+
+    def _attend_either_way(self, query_TNK: Tensor, query_TNP: Tensor, cache: LatentCache, step: StepInputs) -> Tensor:
+        """Return [T, N, V], each chunk computed in the way that takes fewer multiplications."""
+        max_rows = self.config.max_absorbed_rows
+        is_long = [min(span.num_rows, span.context_len) > max_rows for span in step.spans]
+        if all(is_long):
+            new = query_TNK.new_empty if step.rows_have_positions else query_TNK.new_zeros
+            attended_TNV = new(*query_TNK.shape[:2], self.config.value_dim)
+        else:
+            attended_TNV = self._attend_absorbed(query_TNK, query_TNP, cache, step, max_rows)
+        if any(is_long):
+            query_TNS = query_TNP[..., self.config.latent_size :]
+            self.backend.attend_expanded(
+                query_TNK, query_TNS, cache.latents, step, max_rows, self.head_maps.expand, attended_TNV
+            )
+        return attended_TNV
+
+
+class HeadMaps(nn.Module):
+    """The maps from a latent vector to each head's key and value; absorbed, they apply to query and result instead."""
+
+    def __init__(self, config: LatentAttentionConfig, num_heads: int, context: ModelContext) -> None:
+        super().__init__()
+        # Errors in scores grow exponentially in the softmax, so the keys' map keeps 8 bits; the other map is as small.
+        # No kernel multiplies 8-bit blocks with an input of its own for each head.
+        limits = QuantizationLimits(min_bits=8, cuts=None)
+        self.keys = Weights((num_heads, config.latent_size, config.key_dim), context, limits=limits)  # [N, L, K]
+        self.values = Weights((num_heads, config.value_dim, config.latent_size), context, limits=limits)  # [N, V, L]
+
+    def absorb(self, query_TNK: Tensor, out_TNL: Tensor) -> None:
+        """Write vectors whose products with latent vectors are those of the queries with the heads' keys."""
+        self.keys.product.multiply_each(query_TNK, out_TNL)
+
+    def project(self, attended_TNL: Tensor) -> Tensor:
+        """Return the heads' values [T, N, V] of sums of latent vectors."""
+        return self.values.product.multiply_each(attended_TNL)
+
+    def expand(self, latent_CL: Tensor, heads: slice = slice(None)) -> tuple[Tensor, Tensor]:
+        """Return some heads' keys [n, C, K] and values [n, C, V]. The weights must be open."""
+        key_nLK, value_nVL = self.keys.open.weight_eOI[heads], self.values.open.weight_eOI[heads]
+        latent_nCL = latent_CL.expand(len(key_nLK), -1, -1)
+        return torch.bmm(latent_nCL, key_nLK), torch.bmm(latent_nCL, value_nVL.transpose(1, 2))
+
+
+class CompressedQuery(nn.Module):
+    """Queries through a narrow layer: up(norm(down(x)))"""
+
+    def __init__(
+        self,
+        config: LatentAttentionConfig,
+        hidden_size: int,
+        query_size: int,
+        limits: QuantizationLimits,
+        context: ModelContext,
+    ) -> None:
+        super().__init__()
+        assert config.query_rank is not None
+        self.down = Linear(
+            hidden_size, config.query_rank, context, has_bias=config.has_bias, limits=QuantizationLimits(8)
+        )
+        up = Linear(config.query_rank, query_size, context, limits=limits)
+        form: RowsForm = "float8" if up.weights.is_in_blocks else "plain"
+        self.norm = RMSNorm(config.query_rank, NORM_EPSILON, context, form)
+        self.up = up
+
+    def compress(self, hidden_TD: Rows) -> Rows:
+        """Return the inputs of `up`."""
+        _, normed_TI = self.norm.after_adding(None, self.down(hidden_TD))
+        return normed_TI

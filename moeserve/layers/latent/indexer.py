@@ -1,0 +1,103 @@
+"""The lightning indexer of sparse attention (DeepSeek-V3.2): the positions that each token attends to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from einops import rearrange
+from torch import Tensor, nn
+
+from moeserve.layers.context import ModelContext
+from moeserve.layers.latent.learned_temperature import LearnedTemperature
+from moeserve.layers.linear import Linear
+from moeserve.layers.rotary import RotaryConfig, Rotations
+from moeserve.layers.weights import QuantizationLimits
+from moeserve.ops.indexer import ChosenEntries, IndexerRule
+from moeserve.ops.interfaces import Rows, plain_rows
+from moeserve.step_inputs import StepInputs
+
+# T tokens, D model width, I size of a compressed query, N heads of the indexer, H key size
+
+NORM_EPSILON = 1e-6  # of LayerNorms, independent of the model's own
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexerConfig:
+    """The shape of an indexer. All of its heads share one key for each token."""
+
+    num_heads: int
+    key_dim: int
+    rotary: RotaryConfig  # applied to the first elements of queries and keys
+    reads_hidden: bool = False  # queries are projected from normalised hidden states (Mistral Large 4)
+    has_learned_temperature: bool = False  # of queries
+
+
+@dataclass
+class Choice:
+    """The positions that the last layer with an indexer selected in a step, also used by layers that share them."""
+
+    entries: ChosenEntries | None = None  # None: all
+
+
+class Indexer(nn.Module):
+    """Selects the positions with the highest scores: the sum over heads of weight * max(0, query . key).
+
+    The published inference code scales these scores, and rotates queries and keys by a Hadamard matrix before it rounds
+    them to 8 bits. In exact arithmetic, neither the scale nor the rotation changes the order of scores. Every tp rank
+    computes all heads.
+    """
+
+    def __init__(
+        self, config: IndexerConfig, hidden_size: int, query_rank: int | None, top_k: int, context: ModelContext
+    ) -> None:
+        """
+        Args:
+            query_rank: size of the compressed queries of attention. None: there are none, and hidden states are read.
+        """
+        super().__init__()
+        self.config = config
+        self.query_norm_weight = context.parameter(hidden_size) if config.reads_hidden else None
+        self.query_norm_bias = context.parameter(hidden_size) if config.reads_hidden else None
+        query_size = hidden_size if config.reads_hidden else query_rank
+        assert query_size is not None
+        limits = QuantizationLimits(8)  # the same limit as for the queries and keys of attention
+        self.query = Linear(query_size, config.num_heads * config.key_dim, context, limits=limits)
+        self.key = Linear(hidden_size, config.key_dim, context, limits=limits)
+        self.key_norm_weight = context.parameter(config.key_dim)
+        self.key_norm_bias = context.parameter(config.key_dim)
+        # FP8 checkpoints also store this projection in bfloat16.
+        self.head_weights = Linear(hidden_size, config.num_heads, context, limits=QuantizationLimits(8, None))
+        num_heads = config.num_heads
+        self.learned_temperature = LearnedTemperature(num_heads, context) if config.has_learned_temperature else None
+        self._norm = context.kernels.layer_norm
+        self._norm_in_place = context.kernels.layer_norm_in_place
+        self._apply_rope = context.kernels.apply_rope
+        self._choose = context.kernels.make_indexer(IndexerRule(top_k=top_k))
+
+    def keys(self, hidden_TD: Rows, rotations: Rotations) -> Tensor:
+        """Return the keys [T, H] to store."""
+        key_TH = self.key(self.key.weights.input_of(hidden_TD))
+        self._norm_in_place(key_TH, self.key_norm_weight, self.key_norm_bias, NORM_EPSILON)
+        self._apply_rope(key_TH[:, None], rotations[self.config.rotary], key_TH[:, None])
+        return key_TH
+
+    def choose(
+        self, hidden_TD: Rows, query_TI: Rows, rotations: Rotations, key_cache: Tensor, step: StepInputs
+    ) -> ChosenEntries:
+        """Return the positions that each token attends to. The cache must already hold the keys of the step's tokens.
+
+        Args:
+            query_TI: the compressed queries of attention. Not used if the indexer reads hidden states.
+            key_cache: [num_blocks, block_size, H]
+        """
+        if self.query_norm_weight is not None:
+            assert self.query_norm_bias is not None
+            hidden_TD = plain_rows(hidden_TD)
+            query_TI = self._norm(hidden_TD, self.query_norm_weight, self.query_norm_bias, NORM_EPSILON)
+        query_TX = self.query(self.query.weights.input_of(query_TI))
+        query_TNH = rearrange(query_TX, "T (N H) -> T N H", H=self.config.key_dim)
+        if self.learned_temperature is not None:
+            query_TNH = self.learned_temperature(query_TNH, step.positions)
+        query_TNH = self._apply_rope(query_TNH, rotations[self.config.rotary])
+        weights_TN = self.head_weights(plain_rows(hidden_TD))
+        return self._choose(query_TNH, weights_TN, key_cache, step)

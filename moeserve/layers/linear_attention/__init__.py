@@ -1,0 +1,1 @@
+"""Linear attention: layers with a recurrent state."""

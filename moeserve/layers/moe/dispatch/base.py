@@ -1,0 +1,148 @@
+"""The contract of dispatchers, and the two layouts of dispatched tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+from torch import Tensor
+
+from moeserve.layers.moe.dispatch.expert_copies import ExpertCopies
+from moeserve.layers.moe.router import Routing
+from moeserve.ops.interfaces import Gather, Kernels, Rows, plain_rows
+from moeserve.step_inputs import StepInputs
+
+# T tokens of this rank, D model width, R rows (one per token and chosen expert), S slots of an expert, e local experts
+
+Handle = TypeVar("Handle")
+
+
+@dataclass(frozen=True)
+class PackedTokens:
+    """Rows sorted by local expert."""
+
+    rows_RD: Rows  # with `gather`: the source of the rows
+    counts_e: Tensor  # int64: the rows of each local expert
+    has_spare_rows: bool = False  # true if rows may follow the last expert's that are not computed
+    gather: Gather | None = None  # for kernels that gather rows as they read them
+    expected_rows: int | None = None  # approximate number of computed rows if most are spare; None: nearly all
+    out_RD: Tensor | None = None  # where experts must write their outputs; None: anywhere
+
+
+@dataclass(frozen=True)
+class SlottedTokens:
+    """Equally many slots for each local expert, so shapes do not depend on the routing."""
+
+    slots_eSD: Rows  # each expert's rows are in its first slots; the others are neither computed nor read
+    counts_e: Tensor  # int64: the rows of each local expert
+    expected_rows: int | None = None  # approximate number of rows of all experts together; None: nearly every slot
+
+
+@dataclass(frozen=True)
+class Dispatched(Generic[Handle]):
+    """The tokens that this rank's experts compute, and the metadata to send the results back."""
+
+    tokens: PackedTokens | SlottedTokens
+    handle: Handle
+    is_counted: bool = False  # the rows of each expert have been added to the dispatcher's load
+
+
+@dataclass(frozen=True)
+class StepLimits:
+    """The largest steps that run without the host knowing how many rows a rank computes, in bytes of all pairs' rows.
+
+    Such a step has memory for all pairs. The memory of graphs is measured at the start; that of eager steps is not.
+    """
+
+    eager: int
+    captured: int  # padded for a graph
+
+
+def pack(
+    kernels: Kernels,
+    source_ND: Rows,
+    pair_of_row_R: Tensor,
+    top_k: int,
+    counts_e: Tensor,
+    expected_rows: int | None = None,
+) -> PackedTokens:
+    """Return the rows of pairs, which are sorted by expert. `expected_rows`: if rows with pair -1 follow."""
+    has_spare_rows = expected_rows is not None
+    if kernels.products_gather_rows:
+        gather = Gather(pair_of_row_R, top_k)
+        return PackedTokens(source_ND, counts_e, has_spare_rows, gather, expected_rows=expected_rows)
+    rows_RD = kernels.pairs.gather(plain_rows(source_ND), pair_of_row_R, top_k)
+    return PackedTokens(rows_RD, counts_e, has_spare_rows, expected_rows=expected_rows)
+
+
+def share_of_pairs(tokens_per_rank: Sequence[int], top_k: int, num_own: int, num_all: int) -> int:
+    """Return the number of pairs that `num_own` of `num_all` slots get if pairs are spread evenly, rounded up.
+
+    Padding rows are counted: their number is on the GPU only.
+    """
+    return -(-sum(tokens_per_rank) * top_k * num_own // num_all)
+
+
+class PendingDispatch(Protocol[Handle]):
+    """A dispatch in progress."""
+
+    def wait(self) -> Dispatched[Handle]: ...
+
+
+class PendingOutput(Protocol):
+    """A combine in progress."""
+
+    def wait(self) -> Tensor: ...  # [T, D], in the dtype of the hidden states
+
+
+@dataclass(frozen=True)
+class ReadyOutput:
+    """A complete combine."""
+
+    hidden_TD: Tensor
+
+    def wait(self) -> Tensor:
+        return self.hidden_TD
+
+
+class Dispatcher(Protocol[Handle]):
+    """Sends each token to its experts and returns their outputs, weighted and summed.
+
+    The routing names logical experts; the dispatcher chooses among their copies. Expert -1 is padding: it is neither
+    sent nor counted and adds nothing.
+
+    The handle keeps the router's weights; expert kernels do not apply them. `combine` adds a token's outputs in float32
+    and in top-k order, so the sum does not depend on the ranks that computed them or on their order of arrival. Only
+    where the context is not batch-invariant, a rank may add the outputs of its own experts first and round their sum.
+
+    All ranks of the group call `dispatch`, `wait`, `combine` and `wait` in this order, also without tokens. The number
+    of each rank's tokens is in `step.tokens_per_rank`. Calls for the other half of a step may come in between, in one
+    order on all ranks.
+    """
+
+    @property
+    def expert_copies(self) -> ExpertCopies:
+        """The copies of each expert, which `place` may change between steps."""
+        ...
+
+    @property
+    def takes_float8(self) -> bool:
+        """True if FP8 rows reach the experts unchanged. `dispatch` needs `Float8Rows` that keep the plain rows."""
+        ...
+
+    def dispatch(self, hidden_TD: Any, routing: Routing, step: StepInputs) -> PendingDispatch[Handle]:
+        """Start to send a row for each chosen expert. `hidden_TD`: a tensor, or also `Float8Rows`."""
+        ...
+
+    def combine(self, output: Tensor, handle: Handle) -> PendingOutput:
+        """Send the outputs back. `output` has the layout of the dispatched tokens, in `out_RD` if that is given."""
+        ...
+
+    def is_capturable(self, tokens_per_rank: Sequence[int], bytes_per_token: int) -> bool:
+        """True if a CUDA graph can hold such a step, padded, and saves time. The answer is the same on all ranks.
+
+        Args:
+            bytes_per_token: the bytes of one row for each of a token's experts.
+        """
+        ...

@@ -1,0 +1,184 @@
+"""DeepEP's second API, `ElasticBuffer`: the same kernels for all steps, with rows laid out by expert.
+
+Based on https://github.com/deepseek-ai/DeepEP: deep_ep/buffers/elastic.py of 2.x and its README.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moeserve.layers.context import ModelContext
+from moeserve.layers.moe.dispatch.base import Dispatched, PackedTokens
+from moeserve.layers.moe.dispatch.deepep.communicator import (
+    DeepEPShape,
+    Event,
+    PendingCombine,
+    received_rows,
+    to_float8,
+)
+from moeserve.ops.interfaces import Rows, plain_rows
+
+# T tokens of this rank, D model width, K experts per token, R received rows, one for each pair that this rank computes
+# and possibly spare ones, e local experts
+
+LEAST_LIMIT = 128  # tokens of a rank in a small step, without low-latency steps
+
+
+@dataclass(frozen=True)
+class ElasticHandle:
+    handle: Any
+    weights_R: Tensor
+    num_tokens: int  # T
+
+    @property
+    def ends_e(self) -> Tensor:
+        """The end of each expert's rows, [e] int32. There is no padding between experts."""
+        ends_e: Tensor = self.handle.psum_num_recv_tokens_per_expert
+        return ends_e
+
+
+@dataclass(frozen=True)
+class PendingElasticDispatch:
+    """A dispatch in progress."""
+
+    received: Tensor | tuple[Tensor, Tensor]  # [R, D], or float8 and scales
+    expected_rows: int | None  # the rows that count in a small step, where most are spare; None: no spare rows
+    event: Event
+    handle: ElasticHandle
+    dtype: torch.dtype
+
+    def wait(self) -> Dispatched[ElasticHandle]:
+        self.event.current_stream_wait()
+        rows_RD = received_rows(self.received, self.dtype)
+        ends_e = self.handle.ends_e
+        counts_e = ends_e.to(torch.int64).diff(prepend=ends_e.new_zeros(1, dtype=torch.int64))
+        has_spare_rows = self.expected_rows is not None
+        return Dispatched(
+            PackedTokens(rows_RD, counts_e, has_spare_rows, expected_rows=self.expected_rows), self.handle
+        )
+
+
+@dataclass(frozen=True)
+class PendingEmptyCombine:
+    """A combine in progress of a rank without tokens, which sent one padding row."""
+
+    pending: PendingCombine
+
+    def wait(self) -> Tensor:
+        return self.pending.wait()[:0]
+
+
+class ElasticCommunicator:
+    """See `DeepEPCommunicator`.
+
+    A token's row is sent once to each rank that holds any of its experts, and copied there into one row for each.
+    Outputs are multiplied by their weights and rounded; a token's outputs are added on each rank, rounded, and added
+    again on its own rank. So the placement decides what is rounded.
+
+    Small steps have shapes that do not depend on the routing: rows for all possible pairs. In large steps those would
+    be too many, and the host waits for the number of rows.
+    """
+
+    def __init__(
+        self,
+        deep_ep: ModuleType,
+        shape: DeepEPShape,
+        process_group: Any,
+        context: ModelContext,
+        *,
+        is_deterministic: bool = True,
+    ) -> None:
+        """
+        Args:
+            deep_ep: the package.
+            process_group: the torch.distributed group of the ep ranks in their order, with NCCL.
+            is_deterministic: give an expert's rows the same order each time. This sorts after each dispatch; in 2.1 the
+                sort waits for the host, so no graph can hold it. Sums are repeatable without it if the output of a
+                row does not depend on its place, since they are added in the order of k. Published versions refuse
+                it between hosts.
+        """
+        self.shape = shape
+        self.is_deterministic = is_deterministic
+        self.max_tokens = max(shape.max_tokens_per_rank, shape.low_latency_tokens)
+        self.pairs = context.kernels.pairs
+        buffer_class = deep_ep.ElasticBuffer
+        known = inspect.signature(buffer_class).parameters
+        options = {"deterministic": is_deterministic} if "deterministic" in known else {}
+        if "explicitly_destroy" in known:  # otherwise the destructor waits for other ranks, also after an error
+            options["explicitly_destroy"] = True
+        self.is_ended_by_us = "explicitly_destroy" in options
+        self.buffer = buffer_class(
+            process_group,
+            num_max_tokens_per_rank=self.max_tokens,
+            hidden=shape.hidden_size,
+            num_topk=shape.top_k,
+            use_fp8_dispatch=shape.is_float8,
+            **options,
+        )
+        self.num_bytes = int(self.buffer.num_bytes)
+
+    def is_capturable(self, tokens_per_rank: Sequence[int]) -> bool:
+        return not self.is_deterministic and self._limit(tokens_per_rank, is_padded=True) is not None
+
+    def prepare(self, tokens_per_rank: Sequence[int]) -> None:
+        """Return at once: any step may follow any other."""
+
+    def dispatch(
+        self,
+        hidden_TD: Rows,
+        experts_TK: Tensor,
+        weights_TK: Tensor,
+        tokens_per_rank: Sequence[int],
+        is_padded: bool = False,
+    ) -> PendingElasticDispatch:
+        num_tokens, shape = len(hidden_TD), self.shape
+        limit = self._limit(tokens_per_rank, is_padded)
+        if num_tokens == 0:  # kernels may not support zero rows; a row without experts is not sent
+            hidden_TD = plain_rows(hidden_TD).new_zeros(1, shape.hidden_size)
+            experts_TK = experts_TK.new_full((1, experts_TK.shape[1]), -1)
+            weights_TK = weights_TK.new_zeros(1, weights_TK.shape[1])
+        # collective: all ep ranks
+        received, _, weights_R, handle, event = self.buffer.dispatch(
+            to_float8(hidden_TD) if shape.is_float8 else hidden_TD,
+            topk_idx=experts_TK,
+            topk_weights=weights_TK,
+            num_experts=shape.num_physical,
+            num_max_tokens_per_rank=limit or self.max_tokens,
+            expert_alignment=1,
+            async_with_compute_stream=True,
+            do_cpu_sync=limit is None,
+            do_expand=True,
+        )
+        handle = ElasticHandle(handle, weights_R, num_tokens)
+        expected_rows = None if limit is None else shape.expected_rows(tokens_per_rank)
+        return PendingElasticDispatch(received, expected_rows, event, handle, shape.dtype)
+
+    def combine(self, output: Tensor, handle: ElasticHandle) -> PendingCombine | PendingEmptyCombine:
+        weighted_RD = self.pairs.weigh(output, handle.weights_R, handle.ends_e[-1:])
+        # collective: all ep ranks
+        output_TD, _, event = self.buffer.combine(weighted_RD, handle.handle, async_with_compute_stream=True)
+        pending = PendingCombine(output_TD, event.current_stream_wait)
+        return pending if handle.num_tokens else PendingEmptyCombine(pending)
+
+    def _limit(self, tokens_per_rank: Sequence[int], is_padded: bool) -> int | None:
+        """Return the tokens of a rank for which a small step has room; None: the step is large.
+
+        One of few values, since kernels are compiled for each.
+        """
+        shape, limit = self.shape, self.shape.low_latency_tokens or LEAST_LIMIT
+        while limit < max(tokens_per_rank):
+            limit *= 2
+        limit = min(limit, self.max_tokens)
+        num_pairs = limit * shape.num_ranks * min(shape.top_k, max(shape.num_slots))
+        return limit if shape.is_low_latency(tokens_per_rank) or shape.has_room(num_pairs, is_padded) else None
+
+    def close(self) -> None:
+        if self.is_ended_by_us:
+            self.buffer.destroy()

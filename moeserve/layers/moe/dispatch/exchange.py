@@ -1,0 +1,174 @@
+"""The assignment of a step's pairs to ranks, computed from all routing, and the return of their outputs.
+
+Pair p = n * K + k is token n, of all ranks' tokens rank by rank, with its k-th expert.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from moeserve.distributed.coordinator import GroupCoordinator, PendingTensor
+from moeserve.layers.context import ModelContext
+from moeserve.layers.moe.dispatch.base import share_of_pairs
+from moeserve.layers.moe.dispatch.expert_copies import ExpertCopies
+from moeserve.layers.moe.placement.placement import Placement
+from moeserve.layers.moe.router import Routing
+from moeserve.ops.interfaces import Keys, PairKernels
+from moeserve.step_inputs import StepInputs
+
+# T tokens of this rank, N tokens of all ranks, M = N + 1, D model width, K experts per token, e local experts, W ranks,
+# w = W + 1
+# R pairs that this rank's experts compute; O pairs of this rank's tokens, without padding
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The numbers of tokens and pairs that this rank exchanges with each rank. The host needs no more of a routing."""
+
+    tokens_to: list[int]  # own tokens that the rank's experts compute
+    tokens_from: list[int]  # tokens of the rank that this rank's experts compute
+    pairs_to: list[int]  # own pairs that the rank computes
+    pairs_from: list[int]  # pairs of the rank that this rank computes
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """The pairs of a step as one rank sees them: which it computes, and which outputs it receives."""
+
+    traffic: Traffic
+    packed_pairs_R: Tensor  # the pair of each row to compute; rows are sorted by local expert, then by pair
+    counts_e: Tensor  # rows of each local expert
+    pair_of_received_O: Tensor  # the own pair (t * K + k) of each output that returns
+    first_tokens_w: Tensor  # the index of each rank's first token among those of all ranks, and N at the end
+    num_pairs_TW: Tensor  # for each own token, the number of its pairs that each rank computes
+    needed_before_M: Tensor  # the number of tokens before each one that this rank's experts compute; at the end, of all
+
+
+@dataclass(frozen=True)
+class ExchangeHandle:
+    """Dispatch metadata. Outputs return rank by rank and sorted by expert, an order that both sides find by sorting."""
+
+    weights_TK: Tensor
+    row_of_sent_R: Tensor  # the packed row of each output that this rank sends
+    send_sizes: list[int]  # the number of outputs for each rank
+    pair_of_received_O: Tensor  # the own pair (t * K + k) of each output that returns
+    receive_sizes: list[int]  # the number of outputs from each rank
+    dtype: torch.dtype
+
+
+class Exchange:
+    """The part of a dispatch between ranks that does not depend on the collective.
+
+    In a large step the host waits for the GPU once per layer, for the sizes of all exchanges. Once per step would not
+    be enough: a layer's routing depends on the layer before it.
+    """
+
+    def __init__(self, group: GroupCoordinator, placement: Placement, context: ModelContext) -> None:
+        """
+        Args:
+            placement: over the ranks of the group, or over one, if every rank computes all pairs. Only its slots per
+                rank are used here; `expert_copies` tracks their experts.
+        """
+        assert placement.num_ranks in (1, group.world_size), (placement.num_ranks, group.world_size)
+        self.group = group
+        rank = group.rank_in_group % placement.num_ranks
+        self.expert_copies = ExpertCopies(placement, rank, group.node_of_rank[: placement.num_ranks], context)
+        self.pairs = context.kernels.pairs
+        self.kernels = context.kernels
+        self.keys_of_ranks = Keys(placement.num_ranks)
+        self.all_keys = Keys(sum(placement.num_slots))
+        first_physical = placement.first_physical[rank]
+        self.own_keys = Keys(placement.num_slots[rank], first_physical, self.all_keys.num_counted)
+        ranks = [rank for rank, num_slots in enumerate(placement.num_slots) for _ in range(num_slots)]
+        # Index -1, which is padding, finds the last element: a rank beyond all others.
+        self.rank_of_physical = torch.tensor([*ranks, placement.num_ranks], device=context.device)
+
+    def choose(self, routing: Routing, step: StepInputs) -> Tensor:
+        """Return the physical experts [T, K] of this rank's tokens, int64."""
+        rank = self.group.rank_in_group
+        assert len(routing.experts_TK) == step.tokens_per_rank[rank], (len(routing.experts_TK), step.tokens_per_rank)
+        return self.expert_copies.choose(routing.experts_TK, first_token=sum(step.tokens_per_rank[:rank]))
+
+    def expected_rows(self, step: StepInputs, top_k: int) -> int:
+        """Return the approximate number of pairs that this rank computes."""
+        return share_of_pairs(step.tokens_per_rank, top_k, self.own_keys.num_counted, self.all_keys.num_counted)
+
+    def assign(self, own_TK: Tensor, experts_NK: Tensor, step: StepInputs) -> Assignment:
+        """Assign pairs to ranks, from the physical experts of this rank's tokens and of all ranks'."""
+        num_ranks = self.group.world_size
+        first_tokens = torch.tensor([*accumulate(step.tokens_per_rank, initial=0)])
+        first_tokens_w = first_tokens.to(own_TK.device, non_blocking=True)
+        order_P, counts_e = self.pairs.order(experts_NK, self.own_keys)
+        own_order_P, _ = self.pairs.order(own_TK, self.all_keys)
+
+        ranks_TK = self.rank_of_physical[own_TK]
+        num_pairs_Tw = ranks_TK.new_zeros(len(ranks_TK), num_ranks + 1)
+        num_pairs_TW = num_pairs_Tw.scatter_add_(1, ranks_TK, torch.ones_like(ranks_TK))[:, :num_ranks]
+        num_pairs_N = (self.rank_of_physical[experts_NK] == self.group.rank_in_group).sum(dim=1)
+        computed_before_M = _sum_before(num_pairs_N)
+        needed_before_M = _sum_before(num_pairs_N > 0)
+        sizes_4W = torch.stack(
+            [
+                (num_pairs_TW > 0).sum(dim=0),
+                needed_before_M[first_tokens_w].diff(),
+                num_pairs_TW.sum(dim=0),
+                computed_before_M[first_tokens_w].diff(),
+            ]
+        )
+        traffic = Traffic(*sizes_4W.tolist())  # the host waits for the device
+        return Assignment(
+            traffic=traffic,
+            packed_pairs_R=order_P[: sum(traffic.pairs_from)],
+            counts_e=counts_e,
+            pair_of_received_O=own_order_P[: sum(traffic.pairs_to)],
+            first_tokens_w=first_tokens_w,
+            num_pairs_TW=num_pairs_TW,
+            needed_before_M=needed_before_M,
+        )
+
+    def handle(self, assignment: Assignment, weights_TK: Tensor, dtype: torch.dtype) -> ExchangeHandle:
+        """Return the metadata for the combine."""
+        first_pairs_W = assignment.first_tokens_w[1:] * weights_TK.shape[1]
+        rank_of_row_R = torch.bucketize(assignment.packed_pairs_R, first_pairs_W, right=True)
+        row_of_sent_R, _ = self.pairs.order(rank_of_row_R, self.keys_of_ranks)
+        return ExchangeHandle(
+            weights_TK=weights_TK,
+            row_of_sent_R=row_of_sent_R,
+            send_sizes=assignment.traffic.pairs_from,
+            pair_of_received_O=assignment.pair_of_received_O,
+            receive_sizes=assignment.traffic.pairs_to,
+            dtype=dtype,
+        )
+
+    def send_back(self, output_RD: Tensor, handle: ExchangeHandle) -> PendingExchange:
+        """Send each pair's output to the rank of its token, which adds them up."""
+        sent_RD = self.pairs.gather(output_RD, handle.row_of_sent_R)
+        # collective: all ep ranks
+        return PendingExchange(
+            self.group.all_to_all(sent_RD, handle.send_sizes, handle.receive_sizes), handle, self.pairs
+        )
+
+
+@dataclass(frozen=True)
+class PendingExchange:
+    """A combine in progress."""
+
+    pending_OD: PendingTensor
+    handle: ExchangeHandle
+    pairs: PairKernels
+
+    def wait(self) -> Tensor:
+        handle = self.handle
+        return self.pairs.weighted_sum(
+            self.pending_OD.wait(), handle.pair_of_received_O, handle.weights_TK, handle.dtype
+        )
+
+
+def _sum_before(numbers_N: Tensor) -> Tensor:
+    """Return [M] int64: the sum of the numbers before each, then of all."""
+    return functional.pad(numbers_N.cumsum(0), (1, 0))

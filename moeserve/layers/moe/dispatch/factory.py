@@ -1,0 +1,141 @@
+"""Factories of dispatchers: one is opened for a rank, makes one dispatcher per layer, and is closed at the end."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from moeserve.config.settings import EngineConfig
+from moeserve.distributed.coordinator import GroupCoordinator
+from moeserve.distributed.transport import TransportUnavailable
+from moeserve.errors import SettingsError
+from moeserve.layers.context import ModelContext
+from moeserve.layers.moe.dispatch.base import Dispatcher
+from moeserve.layers.moe.dispatch.local import LocalDispatcher
+from moeserve.layers.moe.placement.placement import Placement
+
+if TYPE_CHECKING:
+    from moeserve.layers.moe.dispatch.shared_rows import SharedRows
+
+logger = logging.getLogger(__name__)
+
+
+class DispatcherFactory(Protocol):
+    """Makes the dispatchers of one rank, and owns what they share."""
+
+    @property
+    def group(self) -> GroupCoordinator:
+        """The ep group."""
+        ...
+
+    def make(self, placement: Placement, load_e: Tensor | None = None) -> Dispatcher[Any]:
+        """Return the dispatcher of a layer with this placement.
+
+        Args:
+            load_e: [e] int64, to which a dispatcher adds the rows of each local expert if this takes no launch of its
+                own; see `Dispatched.is_counted`.
+        """
+        ...
+
+    def prepare(self, tokens_per_rank: Sequence[int]) -> None:
+        """Prepare shared buffers before a captured step is replayed. Collective: all ep ranks."""
+        ...
+
+    def close(self) -> None:
+        """Release shared buffers. Collective: all ep ranks."""
+        ...
+
+
+@dataclass(frozen=True)
+class TorchDispatchers:
+    """Dispatchers on the group's own collectives. They share nothing."""
+
+    name: Literal["local", "allgather", "all_to_all", "shared_memory"]
+    group: GroupCoordinator
+    context: ModelContext
+    rows: SharedRows | None = None  # of shared_memory
+
+    def make(self, placement: Placement, load_e: Tensor | None = None) -> Dispatcher[Any]:
+        if self.name == "local":
+            return LocalDispatcher(placement, self.context, load_e)
+        # Imported by engines of several ranks only, as DeepEP below.
+        from moeserve.layers.moe.dispatch.all_to_all import AllToAllDispatcher
+        from moeserve.layers.moe.dispatch.allgather import AllGatherDispatcher
+        from moeserve.layers.moe.dispatch.shared_rows import SharedRowsDispatcher
+
+        match self.name:
+            case "allgather":
+                return AllGatherDispatcher(self.group, placement, self.context)
+            case "all_to_all":
+                return AllToAllDispatcher(self.group, placement, self.context)
+            case "shared_memory":
+                assert self.rows is not None
+                return SharedRowsDispatcher(self.group, placement, self.context, self.rows)
+
+    def prepare(self, tokens_per_rank: Sequence[int]) -> None:
+        """Return at once: any step may follow any other."""
+
+    def close(self) -> None:
+        """Return at once: nothing is shared."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DispatchShape:
+    """The tensors that all layers of a model send; the same on all ranks."""
+
+    hidden_size: int
+    top_k: int
+    dtype: torch.dtype  # the dtype of hidden states
+    num_slots: tuple[int, ...]  # physical experts of each rank
+    max_tokens_per_rank: int  # most tokens that a rank brings to a step
+
+
+def open_dispatchers(
+    config: EngineConfig, shape: DispatchShape, group: GroupCoordinator, context: ModelContext
+) -> DispatcherFactory:
+    """Open the dispatchers that the config chooses. Collective: all ep ranks.
+
+    With dispatcher="auto", `all_to_all` replaces what cannot be used, and a log message gives the reason.
+
+    Raises:
+        SettingsError: the config requires what cannot be used.
+    """
+    if config.dispatcher == "shared_memory":
+        from moeserve.layers.moe.dispatch.shared_rows import share_rows
+
+        max_tokens = shape.max_tokens_per_rank * group.world_size
+        try:
+            rows = share_rows(group, max_tokens, shape.top_k, shape.hidden_size, shape.dtype)
+        except TransportUnavailable as error:
+            if not config.dispatcher_may_change:
+                raise SettingsError(
+                    f"dispatcher='shared_memory', but ranks cannot share memory: {error}; use 'all_to_all' or 'auto'"
+                ) from error
+            if group.rank_in_group == 0:
+                logger.info("the dispatcher is all_to_all, because ranks cannot share memory: %s", error)
+            return TorchDispatchers("all_to_all", group, context)
+        return TorchDispatchers("shared_memory", group, context, rows)
+    if config.dispatcher != "deepep":
+        return TorchDispatchers(config.dispatcher, group, context)
+    from moeserve.layers.moe.dispatch.deepep.communicator import DeepEPShape
+    from moeserve.layers.moe.dispatch.deepep.factory import open_deepep
+
+    deepep_shape = DeepEPShape(
+        **asdict(shape),
+        low_latency_tokens=config.deepep_low_latency_tokens,
+        api=config.deepep_api,
+        is_float8=config.deepep_float8,
+    )
+    opened = open_deepep(
+        deepep_shape,
+        group,
+        context,
+        is_required=not config.dispatcher_may_change,
+        is_deterministic=config.enforce_eager,  # graphs cannot hold the sort that makes results repeatable
+    )
+    return opened or TorchDispatchers("all_to_all", group, context)

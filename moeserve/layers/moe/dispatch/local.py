@@ -1,0 +1,73 @@
+"""Dispatch on one rank: a sort by expert and its inverse."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moeserve.layers.context import ModelContext
+from moeserve.layers.moe.dispatch.base import Dispatched, PackedTokens, ReadyOutput
+from moeserve.layers.moe.dispatch.expert_copies import ExpertCopies
+from moeserve.layers.moe.placement.placement import Placement
+from moeserve.layers.moe.router import Routing
+from moeserve.ops.interfaces import Gather, Keys, Rows, plain_rows
+from moeserve.step_inputs import StepInputs
+
+# T tokens, D model width, K experts per token, R pairs that are not padding
+
+
+@dataclass(frozen=True)
+class LocalHandle:
+    weights_TK: Tensor
+    pair_of_row_R: Tensor  # row r is pair t * K + k: token t with its k-th expert
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class ReadyDispatch:
+    """A complete dispatch."""
+
+    dispatched: Dispatched[LocalHandle]
+
+    def wait(self) -> Dispatched[LocalHandle]:
+        return self.dispatched
+
+
+class LocalDispatcher:
+    """The dispatcher of one rank. See `Dispatcher` for the contract."""
+
+    def __init__(self, placement: Placement, context: ModelContext, load_e: Tensor | None = None) -> None:
+        """
+        Args:
+            load_e: see `DispatcherFactory.make`.
+        """
+        assert placement.num_ranks == 1
+        self.expert_copies = ExpertCopies(placement, 0, (0,), context)
+        self.pairs = context.kernels.pairs
+        # GPU kernels gather rows themselves, so no shape depends on the routing and the host need not wait for it.
+        self.gathers_late = context.kernels.products_gather_rows
+        self.takes_float8 = self.gathers_late
+        (num_experts,) = placement.num_slots
+        self.keys = Keys(num_experts)
+        self.load_e = load_e if self.gathers_late else None
+
+    def dispatch(self, hidden_TD: Rows, routing: Routing, step: StepInputs) -> ReadyDispatch:
+        experts_TK = self.expert_copies.choose(routing.experts_TK, first_token=0)
+        top_k = experts_TK.shape[1]
+        if self.gathers_late:
+            pair_of_row_R, counts_e = self.pairs.order(experts_TK, self.keys, self.load_e)
+            tokens = PackedTokens(hidden_TD, counts_e, has_spare_rows=True, gather=Gather(pair_of_row_R, top_k))
+        else:
+            pair_of_row_R, counts_e = self.pairs.sort(experts_TK, self.keys)
+            tokens = PackedTokens(self.pairs.gather(plain_rows(hidden_TD), pair_of_row_R, top_k), counts_e)
+        handle = LocalHandle(routing.weights_TK, pair_of_row_R, hidden_TD.dtype)
+        return ReadyDispatch(Dispatched(tokens, handle, is_counted=self.load_e is not None))
+
+    def combine(self, output: Tensor, handle: LocalHandle) -> ReadyOutput:
+        return ReadyOutput(self.pairs.weighted_sum(output, handle.pair_of_row_R, handle.weights_TK, handle.dtype))
+
+    def is_capturable(self, tokens_per_rank: Sequence[int], bytes_per_token: int) -> bool:
+        return True

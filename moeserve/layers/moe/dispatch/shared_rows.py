@@ -1,0 +1,151 @@
+"""Dispatch between ranks of one host, which read each other's rows where they are: in memory that all of them map.
+
+Nothing is sent but the routing, from which each rank computes the place of every row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moeserve.distributed.coordinator import GroupCoordinator, PendingTensor
+from moeserve.layers.context import ModelContext
+from moeserve.layers.moe.dispatch.allgather import AllGatherDispatcher, PendingAllGather, SmallHandle
+from moeserve.layers.moe.dispatch.base import Dispatched, PackedTokens, PendingOutput
+from moeserve.layers.moe.placement.placement import Placement
+from moeserve.layers.moe.router import Routing
+from moeserve.ops.interfaces import PairKernels
+from moeserve.step_inputs import StepInputs
+
+# T tokens of this rank, N tokens of all ranks, D model width, K experts per token, P pairs of all ranks that are not
+# padding, R of them that this rank computes, E slots of all ranks, e of this rank
+
+
+@dataclass(frozen=True)
+class SharedRows:
+    """Rows in memory that all ranks of a group map. Layers use them one after another, each half of a step its own."""
+
+    hidden_ND: Tensor  # rank by rank
+    output_PD: Tensor  # sorted by slot, rank by rank, then by pair
+
+    @property
+    def row_bytes(self) -> int:
+        return self.hidden_ND.shape[1] * self.hidden_ND.element_size()
+
+    def of_half(self, step: StepInputs, top_k: int) -> SharedRows:
+        """Return the rows that begin with the first token of this half of a step."""
+        return SharedRows(self.hidden_ND[step.rows_before :], self.output_PD[step.rows_before * top_k :])
+
+
+def share_rows(
+    group: GroupCoordinator, max_tokens: int, top_k: int, hidden_size: int, dtype: torch.dtype
+) -> SharedRows:
+    """Return memory for steps of up to `max_tokens` tokens of all ranks. Collective: all ep ranks.
+
+    Raises:
+        TransportUnavailable: the ranks cannot share memory, for example because they are on several hosts.
+    """
+    memory = group.share_memory(max_tokens * (1 + top_k) * hidden_size * dtype.itemsize)
+    rows = memory.view(dtype).view(-1, hidden_size)
+    return SharedRows(rows[:max_tokens], rows[max_tokens:])
+
+
+@dataclass(frozen=True)
+class SharedHandle:
+    weights_TK: Tensor
+    pair_of_row_P: Tensor  # the own pair (t * K + k) of each output of all ranks; -1 for pairs of other ranks' tokens
+    output_PD: Tensor  # in shared memory
+
+
+@dataclass(frozen=True)
+class PendingSharedRows:
+    """A dispatch in progress."""
+
+    pending_NK: PendingTensor  # physical experts
+    weights_TK: Tensor
+    dispatcher: SharedRowsDispatcher
+    step: StepInputs
+
+    def wait(self) -> Dispatched[SharedHandle]:
+        experts_NK, exchange = self.pending_NK.wait(), self.dispatcher.exchange
+        rows = self.dispatcher.rows.of_half(self.step, experts_NK.shape[1])
+        pairs_P, counts_E = exchange.pairs.sort(experts_NK, exchange.all_keys)
+        first_slot, num_slots = exchange.own_keys.first, exchange.own_keys.num_counted
+        counts_e = counts_E[first_slot : first_slot + num_slots]
+        first_row, num_rows = int(counts_E[:first_slot].sum()), int(counts_e.sum())
+        pairs_R = pairs_P[first_row : first_row + num_rows]
+        rows_RD = exchange.pairs.gather(rows.hidden_ND[: len(experts_NK)], pairs_R, experts_NK.shape[1])
+        first_token = sum(self.step.tokens_per_rank[: self.dispatcher.group.rank_in_group])
+        own_P = pairs_P - first_token * experts_NK.shape[1]
+        own_P.masked_fill_((own_P < 0) | (own_P >= self.weights_TK.numel()), -1)
+        is_own_P = own_P >= 0
+        num_own, num_here = int(is_own_P.sum()), int(is_own_P[first_row : first_row + num_rows].sum())
+        self.dispatcher.group.num_bytes_sent += (num_rows + num_own - 2 * num_here) * rows.row_bytes
+        handle = SharedHandle(self.weights_TK, own_P, rows.output_PD[: len(own_P)])
+        out_RD = rows.output_PD[first_row : first_row + num_rows]
+        return Dispatched(PackedTokens(rows_RD, counts_e, out_RD=out_RD), handle)
+
+
+@dataclass(frozen=True)
+class PendingSharedOutput:
+    """A combine in progress."""
+
+    pending: PendingTensor  # complete when all ranks have written their outputs
+    handle: SharedHandle
+    pairs: PairKernels
+
+    def wait(self) -> Tensor:
+        self.pending.wait()
+        handle = self.handle
+        output_PD = handle.output_PD
+        return self.pairs.weighted_sum(output_PD, handle.pair_of_row_P, handle.weights_TK, output_PD.dtype)
+
+
+class SharedRowsDispatcher:
+    """Writes hidden states and outputs into shared memory, and reads those of other ranks there. See `Dispatcher`.
+
+    A row is written once and read where it is needed; `all_to_all` copies it three times more. Experts write their
+    outputs to `PackedTokens.out_RD`, which is in shared memory.
+
+    Each layer has two small all-gathers: of the routing, once hidden states are written, and of nothing, once outputs
+    are written. No rank overwrites rows that another still reads. A rank writes hidden states after the second
+    all-gather of the layer before, which all ranks join once they have read the hidden states of that layer. It writes
+    outputs after the first all-gather, which all ranks join once they have read the outputs of the layer before.
+    Halves of a step have rows of their own, for each of which this holds.
+
+    Small steps use `AllGatherDispatcher`.
+    """
+
+    takes_float8 = False
+
+    def __init__(self, group: GroupCoordinator, placement: Placement, context: ModelContext, rows: SharedRows) -> None:
+        self.group = group
+        self.rows = rows
+        self.for_small_steps = AllGatherDispatcher(group, placement, context)
+        self.exchange = self.for_small_steps.exchange
+        self.expert_copies = self.exchange.expert_copies
+
+    def dispatch(self, hidden_TD: Tensor, routing: Routing, step: StepInputs) -> PendingSharedRows | PendingAllGather:
+        if self.for_small_steps.is_small(hidden_TD, routing, step):
+            return self.for_small_steps.dispatch(hidden_TD, routing, step)
+        own_TK = self.exchange.choose(routing, step)
+        first_token = step.rows_before + sum(step.tokens_per_rank[: self.group.rank_in_group])
+        self.rows.hidden_ND[first_token : first_token + len(hidden_TD)] = hidden_TD
+        # collective: all ep ranks
+        pending_NK = self.group.begin_all_gather(own_TK, step.tokens_per_rank)
+        return PendingSharedRows(pending_NK, routing.weights_TK, self, step)
+
+    def combine(self, output: Tensor, handle: SharedHandle | SmallHandle) -> PendingOutput:
+        if isinstance(handle, SmallHandle):
+            return self.for_small_steps.combine(output, handle)
+        shared = self.rows.output_PD.untyped_storage()
+        assert output.untyped_storage().data_ptr() == shared.data_ptr(), "outputs of experts are not in `out_RD`"
+        # collective: all ep ranks
+        pending = self.group.begin_all_gather(torch.empty(0, 1), [0] * self.group.world_size)
+        return PendingSharedOutput(pending, handle, self.exchange.pairs)
+
+    def is_capturable(self, tokens_per_rank: Sequence[int], bytes_per_token: int) -> bool:
+        return self.for_small_steps.is_capturable(tokens_per_rank, bytes_per_token)

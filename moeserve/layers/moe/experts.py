@@ -1,0 +1,70 @@
+"""The expert networks of this rank and their weights."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from moeserve.layers.context import ModelContext
+from moeserve.layers.input_share import InputShare
+from moeserve.layers.moe.dispatch.base import PackedTokens, SlottedTokens
+from moeserve.layers.weights import QuantizationLimits, Weights
+from moeserve.ops.interfaces import Activation, num_parts_of
+
+# R rows, S slots of each expert, D model width, e local experts
+
+LIMITS = QuantizationLimits(can_be_mxfp4=True)
+
+
+class Experts(nn.Module):
+    """Feed-forward networks: down(activation(gate(x), up(x))) or down(activation(up(x))), each on its own rows.
+
+    With a share of the width, outputs must be summed over the shares.
+
+    Args:
+        num_experts: the slots of this rank, expert copies included; it may be 0.
+        share: this rank's share of each expert's inner values.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        share: InputShare,
+        activation: Activation,
+        context: ModelContext,
+        *,
+        has_bias: bool,
+    ) -> None:
+        super().__init__()
+        self.width = width = share.inputs
+        gate_up_shape = num_experts, num_parts_of(activation) * (width.stop - width.start), hidden_size
+        down_shape = num_experts, hidden_size, width.stop - width.start
+        # One rank adds the bias.
+        has_down_bias = has_bias and width.start == 0
+        down = Weights(down_shape, context, has_bias=has_down_bias, limits=LIMITS, chunks=share.chunks)
+        self.gate_up = Weights(
+            gate_up_shape, context, has_bias=has_bias, activation=activation, limits=LIMITS, feeds=down
+        )
+        self.down = down
+
+    @property
+    def memory_of_each(self) -> list[Tensor]:
+        """[e, bytes] uint8 each, together all weights of an expert; see `Weights`."""
+        return [*self.gate_up.memory_of_each, *self.down.memory_of_each]
+
+    def forward(self, tokens: PackedTokens | SlottedTokens) -> Tensor:
+        """Return outputs in the layout of the tokens: [R, D] or [e, S, D]."""
+        gate_up, down, counts_e = self.gate_up.product, self.down.product, tokens.counts_e
+        match tokens:
+            case PackedTokens():
+                has_spare_rows, expected_rows = tokens.has_spare_rows, tokens.expected_rows
+                rows_RD = self.gate_up.input_of(tokens.rows_RD)
+                middle = gate_up.multiply_rows(rows_RD, counts_e, has_spare_rows, tokens.gather, expected_rows)
+                output: Tensor = down.multiply_rows(
+                    middle, counts_e, has_spare_rows, expected_rows=expected_rows, out_RC=tokens.out_RD
+                )
+            case SlottedTokens():
+                slots_eSD = self.gate_up.input_of(tokens.slots_eSD)
+                middle = gate_up.multiply_slots(slots_eSD, counts_e, tokens.expected_rows)
+                output = down.multiply_slots(middle, counts_e, tokens.expected_rows)
+        return output

@@ -1,0 +1,189 @@
+"""The mixture-of-experts layer: route, dispatch, run the experts, combine."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from moeserve.layers.context import ModelContext
+from moeserve.layers.input_share import share_experts
+from moeserve.layers.linear import Linear
+from moeserve.layers.moe.dispatch.base import PendingDispatch
+from moeserve.layers.moe.dispatch.factory import DispatcherFactory
+from moeserve.layers.moe.experts import Experts
+from moeserve.layers.moe.placement.load import ExpertLoad
+from moeserve.layers.moe.placement.placement import Placement
+from moeserve.layers.moe.router import Router, Routing
+from moeserve.layers.moe.shared import SharedExperts, SharedExpertsConfig
+from moeserve.layers.norm import RowsForm
+from moeserve.ops.interfaces import Activation, RouterConfig, Rows, SwiGLU, plain_rows
+from moeserve.step_inputs import StepInputs
+
+# T tokens, D model width
+
+Result = TypeVar("Result")
+Stages: TypeAlias = Generator[None, None, Result]  # a computation that yields before it waits for other ranks
+
+
+def run_in_turn(halves: Sequence[Stages[Result]]) -> list[Result]:
+    """Run the halves of a step in alternation, stage by stage: one computes while the rows of the other travel.
+
+    All ranks enter the collectives of both in the same order, because each half has the same stages on all of them.
+    """
+    results: list[Result] = []
+    while len(results) < len(halves):
+        for half in halves:
+            try:
+                next(half)
+            except StopIteration as end:
+                results.append(end.value)
+    return results
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """The shape of one mixture-of-experts layer."""
+
+    router: RouterConfig
+    expert_width: int
+    activation: Activation = SwiGLU()
+    has_expert_bias: bool = False
+    shared: SharedExpertsConfig | None = None
+    # Tokens are multiplied by their weights before the experts instead of after them (Llama 4). For one expert a token.
+    weighs_inputs: bool = False
+    # Size of the rows that experts read and write, which are projected from and to the model's width (latent MoE).
+    latent_size: int | None = None  # None: the model's width
+
+
+class MoELayer(nn.Module):
+    """Routes each token, sends it to its experts, and adds up the weighted outputs.
+
+    Router and shared experts are whole on every rank. Of the other experts, a rank holds those in its own slots, or a
+    slice of each (`Placement.num_slices`).
+
+    With T tokens of this rank, D model width, and K experts per token:
+
+        router       [T, D] -> K experts and weights of each token
+        dispatch     [T, D] -> rows of this rank's experts    collective: all ep ranks
+        experts      rows -> rows                             meanwhile: shared experts, [T, D] -> [T, D]
+        combine      rows -> [T, D], weighted and added       collective: all ep ranks
+
+    Experts of a latent size read and write narrower rows: a projection [T, D] -> [T, L] comes before dispatch, and one
+    [T, L] -> [T, D] after combine. Both are whole on every rank.
+
+    Args:
+        config: the computation, independent of the layout.
+        hidden_size: D.
+        placement: the logical expert in each slot of each rank of the ep group.
+        dispatchers: makes the dispatcher that carries tokens between ranks.
+    """
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        hidden_size: int,
+        placement: Placement,
+        dispatchers: DispatcherFactory,
+        context: ModelContext,
+    ) -> None:
+        super().__init__()
+        assert placement.num_logical == config.router.num_experts
+        assert not config.weighs_inputs or config.router.top_k == 1
+        self.weighs_inputs = config.weighs_inputs
+        self.rank_in_group = dispatchers.group.rank_in_group
+        self.router = Router(config.router, hidden_size, context)
+        row_size = config.latent_size or hidden_size
+        self.to_latent: Linear | None = None
+        self.from_latent: Linear | None = None
+        if config.latent_size is not None:
+            self.to_latent = Linear(hidden_size, row_size, context)
+            self.from_latent = Linear(row_size, hidden_size, context)
+        self.experts = Experts(
+            placement.num_slots[self.rank_in_group],
+            row_size,
+            share_experts(config.expert_width, placement.num_slices, context),
+            config.activation,
+            context,
+            has_bias=config.has_expert_bias,
+        )
+        self.shared_experts = None if config.shared is None else SharedExperts(config.shared, hidden_size, context)
+        self.load = ExpertLoad(placement, self.rank_in_group, context)
+        self.dispatcher = dispatchers.make(placement, self.load.rows_e)
+        # One row for each chosen expert.
+        self.bytes_per_token = config.router.top_k * row_size * context.dtype.itemsize
+        self.add = context.kernels.add
+        self.side_stream = context.kernels.side_stream
+
+    @property
+    def placement(self) -> Placement:
+        """The logical expert in each slot of each rank."""
+        return self.load.placement
+
+    @property
+    def local_experts(self) -> tuple[int, ...]:
+        """The logical expert in each slot of this rank."""
+        return self.placement.logical_of_slot[self.rank_in_group]
+
+    def place(self, placement: Placement) -> None:
+        """Switch to a placement with the same slots, whose weights are in them already."""
+        assert placement.num_slots == self.placement.num_slots
+        self.load.placement = placement
+        self.dispatcher.expert_copies.place(placement)
+
+    def is_capturable(self, tokens_per_rank: Sequence[int]) -> bool:
+        """True if a CUDA graph should hold such a step, padded. The answer is the same on all ranks."""
+        return self.dispatcher.is_capturable(tokens_per_rank, self.bytes_per_token)
+
+    @property
+    def input_form(self) -> RowsForm:
+        """The form of rows to give to `forward`. The router always reads plain rows."""
+        if self.to_latent is not None:
+            experts_read_float8 = self.to_latent.weights.is_in_blocks
+        else:
+            experts_read_float8 = self.experts.gate_up.is_in_blocks and self.dispatcher.takes_float8
+        shared_read_float8 = self.shared_experts is not None and self.shared_experts.mlp.gate_up.is_in_blocks
+        return "both" if experts_read_float8 or shared_read_float8 else "plain"
+
+    def forward(self, hidden_TD: Rows, step: StepInputs) -> Tensor:
+        (output_TD,) = run_in_turn([self.stages(hidden_TD, step)])
+        return output_TD
+
+    def stages(self, hidden_TD: Rows, step: StepInputs, routed_TD: Tensor | None = None) -> Stages[Tensor]:
+        """Compute the layer. Yields after dispatch has started, and after combine has started.
+
+        Args:
+            routed_TD: the inputs of the router; None: those of the experts.
+        """
+        plain_TD = plain_rows(hidden_TD)
+        routing = self.router(plain_TD if routed_TD is None else routed_TD, step)
+        if step.padding is not None:
+            routing = routing.without(step.padding[step.own_rows])
+        if self.to_latent is not None:
+            sent_TD = self.to_latent(self.to_latent.weights.input_of(hidden_TD))
+        else:
+            sent_TD = hidden_TD if self.dispatcher.takes_float8 else plain_TD
+        if self.weighs_inputs:
+            sent_TD = plain_rows(sent_TD) * routing.weights_TK.to(plain_TD.dtype)
+            routing = Routing(routing.experts_TK, torch.ones_like(routing.weights_TK))
+        pending = self.dispatcher.dispatch(sent_TD, routing, step)
+        shared = None if self.shared_experts is None else self.side_stream.start(self.shared_experts, hidden_TD)
+        yield
+        output, handle = self._run_experts(pending)
+        del pending  # DeepEP's low-latency kernels have memory for two results, in all halves together
+        combined = self.dispatcher.combine(output, handle)
+        yield
+        combined_TD = combined.wait()
+        if self.from_latent is not None:
+            combined_TD = self.from_latent(combined_TD)
+        return combined_TD if shared is None else self.add(combined_TD, shared.wait())
+
+    def _run_experts(self, pending: PendingDispatch[Any]) -> tuple[Tensor, Any]:
+        """Return the outputs of this rank's experts, and the handle for `combine`."""
+        dispatched = pending.wait()
+        if not dispatched.is_counted:
+            self.load.count(dispatched.tokens.counts_e)
+        return self.experts(dispatched.tokens), dispatched.handle

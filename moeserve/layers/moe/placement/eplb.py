@@ -1,0 +1,270 @@
+"""Computes placements of experts from their loads, and the moves from one placement to another.
+
+The load of an expert is the number of tokens routed to it, in any unit. Copies of an expert share its load evenly, so
+the load of a rank is the sum over its slots of the expert's load divided by its number of copies. The imbalance is the
+load of the fullest rank over the mean of the ranks: all ranks wait for the fullest one.
+
+`eplb` is DeepSeek's published algorithm (https://github.com/deepseek-ai/EPLB), for any number of experts, slots and
+ranks. `rebalance` reaches nearly the same imbalance with few changes to the current placement. Both are deterministic,
+so every rank can compute them independently.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from moeserve.distributed.mesh import share_sizes
+from moeserve.errors import SettingsError, shown
+from moeserve.layers.moe.placement.placement import MAX_LOAD, Placement, check_num_slots
+
+# A repair adds a copy of an expert if each of its copies carries more than this fraction of a rank's limit.
+HEAVY_SHARE = 0.6
+LEAST_GAIN = 1e-9  # minimum reduction of the fullest rank's load by a swap, above rounding errors
+
+# Dimensions: E logical experts, R ranks, S slots of all ranks, s slots of the fullest rank
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Move:
+    """The copy of an expert into a slot that holds another expert."""
+
+    to_rank: int
+    slot: int  # slot of `to_rank`
+    expert: int
+    from_rank: int  # a rank that holds the expert before; `to_rank` if it only changes slots
+
+
+def rank_loads(loads: Sequence[float], placement: Placement) -> tuple[float, ...]:
+    """Return the load of each rank, given the load of each logical expert."""
+    assert len(loads) == placement.num_logical, (len(loads), placement.num_logical)
+    num_copies = Counter(placement.logical_of_physical)
+    share = [load / num_copies[expert] for expert, load in enumerate(loads)]
+    return tuple(sum(map(share.__getitem__, slots)) for slots in placement.logical_of_slot)
+
+
+def imbalance(loads: Sequence[float], placement: Placement) -> float:
+    """Return the load of the fullest rank over the mean of the ranks; 1 if all loads are zero."""
+    of_rank = rank_loads(loads, placement)
+    total = sum(of_rank)
+    return max(of_rank) * len(of_rank) / total if total else 1.0
+
+
+def eplb(loads: Sequence[float], num_ranks: int, num_slots: int) -> Placement:
+    """Return the placement of the published algorithm: replicate the hottest experts, then pack, heaviest first.
+
+    This is its global policy, which ignores nodes. As in the original, a rank may get two copies of an expert.
+
+    Args:
+        loads: by logical expert. If all are zero, experts count as equally loaded.
+        num_ranks: number of ranks of the ep group.
+        num_slots: number of slots of all ranks together.
+
+    Raises:
+        SettingsError: a load is out of range, or the slots are fewer than the experts or more than one copy per rank.
+    """
+    for expert, load in enumerate(loads):
+        if not 0 <= load <= MAX_LOAD:
+            raise SettingsError(f"expert {expert} has load {shown(load)}; loads must be from 0 to {MAX_LOAD:g}")
+    check_num_slots(num_slots, len(loads), num_ranks)
+    if not any(loads):
+        loads = [1.0] * len(loads)
+    copies = replicate(loads, num_slots)
+    num_copies = Counter(copies)
+    packs = pack([loads[expert] / num_copies[expert] for expert in copies], share_sizes(num_slots, num_ranks))
+    return Placement(tuple(tuple(copies[copy] for copy in members) for members in packs), len(loads))
+
+
+def replicate(loads: Sequence[float], num_copies: int) -> list[int]:
+    """Return the expert of each copy: first each expert once, then repeatedly the expert with the most load per copy.
+
+    Ties go to the lowest index.
+    """
+    copies = list(range(len(loads)))
+    hottest = [(-load, expert, 1) for expert, load in enumerate(loads)]
+    heapq.heapify(hottest)
+    for _ in range(num_copies - len(loads)):
+        _, expert, count = hottest[0]
+        copies.append(expert)
+        heapq.heapreplace(hottest, (-loads[expert] / (count + 1), expert, count + 1))
+    return copies
+
+
+def pack(loads: Sequence[float], sizes: Sequence[int]) -> list[list[int]]:
+    """Distribute items over packs: the heaviest item first, each to the lightest pack with room.
+
+    Ties go to the lowest index. If every pack has room for at most one item, items keep their order, as in the
+    original.
+
+    Args:
+        loads: by item.
+        sizes: the number of items of each pack; their sum is the number of items.
+
+    Returns:
+        The items of each pack, in the order in which they were placed.
+    """
+    packs: list[list[int]] = [[] for _ in sizes]
+    lightest = [(0.0, index) for index, size in enumerate(sizes) if size]
+    items = range(len(loads))
+    for item in sorted(items, key=loads.__getitem__, reverse=True) if max(sizes) > 1 else items:
+        load, index = heapq.heappop(lightest)
+        packs[index].append(item)
+        if len(packs[index]) < sizes[index]:
+            heapq.heappush(lightest, (load + loads[item], index))
+    return packs
+
+
+def rebalance(loads: Sequence[float], before: Placement, *, slack: float = 0.02) -> Placement:
+    """Return a placement almost as even as that of `eplb`, with few changes to the current one.
+
+    The current placement is repaired: copies of cold experts are replaced with copies of hot ones, then the fullest
+    rank swaps experts with others. If this does not come close enough to `eplb`'s imbalance, its placement is used,
+    with ranks renumbered so that few experts move. An expert that stays on its rank stays in its slot.
+
+    Args:
+        loads: by logical expert.
+        before: the current placement, with as many slots on each rank as `eplb` would assign.
+        slack: the fraction by which the imbalance may exceed that of `eplb`; 0.02 is two percent.
+
+    Raises:
+        SettingsError: see `eplb`.
+    """
+    assert before.num_logical == len(loads), (before.num_logical, len(loads))
+    planned = eplb(loads, before.num_ranks, sum(before.num_slots))
+    assert before.num_slots == planned.num_slots, (before.num_slots, planned.num_slots)
+    limit = max(rank_loads(loads, planned)) * (1 + slack)
+    if max(rank_loads(loads, before)) <= limit:
+        return before
+    return _keep_slots(before, _repair(loads, before, limit) or _relabel(before, planned))
+
+
+def moves(before: Placement, after: Placement, node_of_rank: Sequence[int] = ()) -> tuple[Move, ...]:
+    """Return the copies that change one placement into another with the same slots.
+
+    The source of an expert is a rank of the same node if possible, and among several the one that sends least.
+
+    Args:
+        before: the current placement.
+        after: the next placement.
+        node_of_rank: the node of each rank. Empty: all ranks share one node.
+
+    Returns:
+        A move for each slot whose expert changes, ordered by rank and slot.
+    """
+    assert (before.num_slots, before.num_logical) == (after.num_slots, after.num_logical)
+    holders: list[list[int]] = [[] for _ in range(before.num_logical)]
+    for rank, slots in enumerate(before.logical_of_slot):
+        for expert in set(slots):
+            holders[expert].append(rank)
+    node_of_rank = node_of_rank or (0,) * before.num_ranks
+    num_sent = [0] * before.num_ranks
+    found = []
+    for rank, (old_slots, new_slots) in enumerate(zip(before.logical_of_slot, after.logical_of_slot, strict=True)):
+        for slot, (old, expert) in enumerate(zip(old_slots, new_slots, strict=True)):
+            if old == expert:
+                continue
+            near = [holder for holder in holders[expert] if node_of_rank[holder] == node_of_rank[rank]]
+            sources = [rank] if rank in near else near or holders[expert]
+            from_rank = min(sources, key=num_sent.__getitem__)
+            num_sent[from_rank] += from_rank != rank
+            found.append(Move(to_rank=rank, slot=slot, expert=expert, from_rank=from_rank))
+    return tuple(found)
+
+
+def place_experts(
+    loads: Sequence[Sequence[float]], *, num_layers: int, num_experts: int, num_ranks: int, num_redundant: int
+) -> tuple[Placement, ...]:
+    """Return a placement for each MoE layer: from the loads, or with experts in order if the loads are unknown.
+
+    Args:
+        loads: by layer and by logical expert, as from `read_loads`; empty: unknown.
+        num_layers: number of MoE layers of the model.
+        num_experts: number of logical experts of each layer.
+        num_ranks: number of ranks of the ep group.
+        num_redundant: number of slots of all ranks together, beyond one per expert.
+
+    Raises:
+        SettingsError: see `eplb`.
+    """
+    if not loads:
+        return (Placement.even(num_experts, num_ranks, num_redundant),) * num_layers if num_layers else ()
+    assert len(loads) == num_layers, (len(loads), num_layers)
+    return tuple(eplb(of_layer, num_ranks, num_experts + num_redundant) for of_layer in loads)
+
+
+def _repair(loads: Sequence[float], before: Placement, limit: float) -> list[list[int]] | None:
+    """Return the experts of each rank after a few changes that leave no rank above `limit`; None if not possible."""
+    load_E = np.asarray(loads, dtype=np.float64)
+    expert_S = np.array(before.logical_of_physical)
+    rank_S = np.repeat(np.arange(before.num_ranks), before.num_slots)
+    _move_copies(load_E, expert_S, rank_S, HEAVY_SHARE * limit)
+    share_S = (load_E / np.bincount(expert_S))[expert_S]
+    for _ in range(len(expert_S)):
+        total_R = np.bincount(rank_S, share_S, before.num_ranks)
+        fullest = total_R.argmax()
+        if total_R[fullest] <= limit:
+            return [expert_S[rank_S == rank].tolist() for rank in range(before.num_ranks)]
+        # Swap the pair of experts that minimises the load of the fuller of their two ranks.
+        own_s = np.flatnonzero(rank_S == fullest)
+        change_sS = share_S[own_s, None] - share_S
+        fuller_sS = np.maximum(total_R[fullest] - change_sS, total_R[rank_S] + change_sS)
+        holds_RE = np.zeros((before.num_ranks, before.num_logical), dtype=bool)
+        holds_RE[rank_S, expert_S] = True
+        fuller_sS[holds_RE[rank_S][:, expert_S[own_s]].T | holds_RE[fullest, expert_S]] = np.inf
+        own, other = divmod(int(fuller_sS.argmin()), len(expert_S))
+        if fuller_sS[own, other] >= total_R[fullest] * (1 - LEAST_GAIN):
+            return None
+        pair = [own_s[own], other]
+        expert_S[pair], share_S[pair] = expert_S[pair[::-1]], share_S[pair[::-1]]
+    return None
+
+
+def _move_copies(load_E: FloatArray, expert_S: IntArray, rank_S: IntArray, heavy: float) -> None:
+    """Assign slots of cold experts, in place, to experts whose copies each carry more than `heavy`."""
+    copies_E = np.bincount(expert_S, minlength=len(load_E))
+    while True:
+        share_E = load_E / copies_E
+        without_one_E = np.where(copies_E > 1, load_E / np.maximum(copies_E - 1, 1), np.inf)
+        hot, cold = int(share_E.argmax()), int(without_one_E.argmin())
+        if share_E[hot] <= max(heavy, without_one_E[cold]):
+            return
+        total_R = np.bincount(rank_S, share_E[expert_S])
+        ranks_of_hot = rank_S[expert_S == hot]
+        candidates = np.flatnonzero(expert_S == cold)
+        slot = min(candidates, key=lambda slot: (rank_S[slot] in ranks_of_hot, total_R[rank_S[slot]]))
+        expert_S[slot] = hot
+        copies_E[[hot, cold]] += [1, -1]
+
+
+def _relabel(before: Placement, after: Placement) -> list[list[int]]:
+    """Return the experts of each rank of `after`, with its ranks ordered to share many experts with `before`."""
+    left = {rank: set(experts) for rank, experts in enumerate(after.logical_of_slot)}
+    ranks = []
+    for slots in before.logical_of_slot:
+        fitting = (rank for rank in left if after.num_slots[rank] == len(slots))
+        best = max(fitting, key=lambda rank: len(left[rank].intersection(slots)))
+        del left[best]
+        ranks.append(list(after.logical_of_slot[best]))
+    return ranks
+
+
+def _keep_slots(before: Placement, experts_of_rank: Sequence[Sequence[int]]) -> Placement:
+    """Return a placement in which each expert that stays on its rank stays in its slot."""
+    ranks = []
+    for slots, experts in zip(before.logical_of_slot, experts_of_rank, strict=True):
+        arriving = Counter(experts)
+        kept: list[int | None] = []
+        for expert in slots:
+            kept.append(expert if arriving[expert] else None)
+            arriving[expert] -= bool(arriving[expert])
+        new = iter(sorted(arriving.elements()))
+        ranks.append(tuple(next(new) if expert is None else expert for expert in kept))
+    return Placement(tuple(ranks), before.num_logical)

@@ -1,0 +1,38 @@
+"""Shared experts, which compute every token. Every rank holds all of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from moeserve.layers.context import ModelContext
+from moeserve.layers.dense.mlp import MLP
+from moeserve.layers.input_share import InputShare
+from moeserve.layers.linear import Linear
+from moeserve.ops.interfaces import Activation, Rows, SwiGLU, plain_rows
+
+# T tokens, D model width
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedExpertsConfig:
+    """One network as wide as all shared experts together."""
+
+    width: int
+    activation: Activation = SwiGLU()
+    is_gated: bool = False  # a gate scales the output of each token (Qwen2-MoE)
+
+
+class SharedExperts(nn.Module):
+    """Computes mlp(x), or sigmoid(gate(x)) * mlp(x)."""
+
+    def __init__(self, config: SharedExpertsConfig, hidden_size: int, context: ModelContext) -> None:
+        super().__init__()
+        self.mlp = MLP(hidden_size, InputShare(slice(0, config.width), None), context, config.activation)
+        self.gate = Linear(hidden_size, 1, context) if config.is_gated else None
+        self.scale = context.kernels.gate_rows
+
+    def forward(self, hidden_TD: Rows) -> Tensor:
+        output_TD = self.mlp(hidden_TD)
+        return output_TD if self.gate is None else self.scale(self.gate(plain_rows(hidden_TD)), output_TD)

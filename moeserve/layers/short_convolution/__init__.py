@@ -1,0 +1,1 @@
+"""Short convolutions as token mixers (LFM2)."""

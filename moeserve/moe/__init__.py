@@ -1,1 +1,0 @@
-"""The mixture-of-experts layer: router, dispatch, experts, shared experts."""
