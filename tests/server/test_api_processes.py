@@ -105,7 +105,8 @@ def stop_a_starting_process(server: ServerProcess) -> None:
 
 def test_a_process_that_is_stopped_while_it_starts_is_replaced(server: ServerProcess) -> None:
     stop_a_starting_process(server)
-    wait_until(lambda: "API process 3" in api_processes(server) and server.num_listeners() == 2, 150)
+    # On a busy machine, the process that replaces it may take too long too, and be replaced in turn.
+    wait_until(lambda: "API process 2" not in api_processes(server) and server.num_listeners() == 2, 150)
     assert len({ask(server) for _ in range(NUM_REQUESTS)}) == NUM_REQUESTS
 
 

@@ -339,7 +339,8 @@ def test_two_processes_fetch_each_file_once(hub: Hub, tmp_path: Path) -> None:
 
 def test_a_full_disk_is_named(hub: Hub, tmp_path: Path) -> None:
     code = (
-        "import resource; from moeserve.models.checkpoint.model_files import find_model; files = find_model('org/tiny-moe');"
+        "import resource; from moeserve.models.checkpoint.model_files import find_model\n"
+        "files = find_model('org/tiny-moe')\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)); files.fetch()"
     )
     run = hub.run("-c", code, home=tmp_path)
