@@ -29,10 +29,10 @@ from moeserve.bench.gpu.inputs import Source, num_cache_blocks
 from moeserve.bench.harness import Row, call_timer, interleave, make_parser, ratio_of_medians
 from moeserve.bench.limits import measure_limits
 from moeserve.bench.report import show_and_save
+from moeserve.ops.attention.dense import attend_causally
 from moeserve.ops.interfaces import AttentionShape, KeyValueCache
 from moeserve.ops.select import select_kernels
 from moeserve.ops.threads import set_num_threads
-from moeserve.ops.torch.dense_attention import attend_causally
 from moeserve.ops.torch.table import TORCH_KERNELS
 
 KERNELS = select_kernels(torch.device("cpu"))

@@ -25,7 +25,7 @@ import torch
 
 from moeserve.bench.limits import LimitProbe, MachineLimits, mean_limits
 from moeserve.machine import installed_version, usable_cores
-from moeserve.ops.cpu.native import native_kernels
+from moeserve.ops.native import native_kernels
 
 ISA_FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "asimd", "asimddp", "bf16", "sve")
 

@@ -23,7 +23,7 @@ from moeserve.bench.gpu.inputs import Source
 from moeserve.bench.harness import Row, call_timer, interleave_beside_limits, make_parser
 from moeserve.bench.limits import LimitProbe, Work
 from moeserve.bench.report import show_and_save
-from moeserve.ops.linear_attention import LinearAttentionShape, LinearAttentionWeights
+from moeserve.ops.linear_attention.interface import LinearAttentionShape, LinearAttentionWeights
 from moeserve.ops.select import select_kernels
 from moeserve.ops.threads import set_num_threads
 from moeserve.ops.torch.table import TORCH_KERNELS

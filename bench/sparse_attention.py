@@ -25,8 +25,8 @@ from moeserve.bench.gpu.inputs import Source, num_cache_blocks
 from moeserve.bench.harness import Row, call_timer, interleave_beside_limits, make_parser
 from moeserve.bench.limits import LimitProbe, Work
 from moeserve.bench.report import show_and_save
-from moeserve.ops.compressed_attention import CompressedCache, CompressedShape
-from moeserve.ops.indexer import ChosenEntries, IndexerRule
+from moeserve.ops.compressed_attention.interface import CompressedCache, CompressedShape
+from moeserve.ops.indexer.interface import ChosenEntries, IndexerRule
 from moeserve.ops.select import select_kernels
 from moeserve.ops.threads import set_num_threads
 from moeserve.ops.torch.table import TORCH_KERNELS

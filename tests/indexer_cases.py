@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moeserve.ops.indexer import ChooseEntries, ChosenEntries, IndexerRule
+from moeserve.ops.indexer.interface import ChooseEntries, ChosenEntries, IndexerRule
 from moeserve.step_inputs import StepInputs
 
 # T tokens, N heads of the indexer, H size of a key

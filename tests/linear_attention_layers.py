@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeserve.ops.linear_attention import LinearAttentionShape, LinearAttentionWeights
-from moeserve.ops.short_convolution import ConvolutionShape, ConvolutionWeights
+from moeserve.ops.convolution.interface import ConvolutionShape, ConvolutionWeights
+from moeserve.ops.linear_attention.interface import LinearAttentionShape, LinearAttentionWeights
 from moeserve.step_inputs import ChunkSpan, StateRows, StepInputs, decode_step
 
 # T tokens, N value heads, C channels, X = N * values of a head

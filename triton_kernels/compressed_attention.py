@@ -1,4 +1,4 @@
-"""Attention to a window of tokens and to compressed entries on a GPU: the operations of ops/compressed_attention.py.
+"""Attention to a window of tokens and to compressed entries on a GPU: the operations of ops/compressed_attention.
 
 Windows are pooled token by token, each by a program of its own for some channels. So there is one order of sums for all
 chunks, and windows of a long prompt run at the same time. What a token attends to is listed as a block table with

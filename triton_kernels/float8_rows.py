@@ -1,7 +1,7 @@
 """Rows of keys and values as 8-bit floats (E4M3) with a scale for each row, in registers.
 
-`moeserve/ops/float8_rows.py` defines the format. Conversions are integer operations on the bits of float32, so any GPU
-runs them, and codes have the same bytes as on a CPU.
+`ops/attention/float8_rows.py` defines the format. Conversions are integer operations on the bits of float32, so any
+GPU runs them, and codes have the same bytes as on a CPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Hyper-connections on a GPU: the operations of ops/hyper_connections.py. Torch multiplies the streams by the map."""
+"""Hyper-connections on a GPU: the operations of ops/streams. Torch multiplies the streams by the map."""
 
 from __future__ import annotations
 

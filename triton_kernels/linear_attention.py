@@ -1,4 +1,4 @@
-"""Linear attention on a GPU: the formulas are those of ops/linear_attention.py.
+"""Linear attention on a GPU: the formulas are those of ops/linear_attention.
 
 The recurrence computes chunks of few tokens one by one: the state of some values of a head stays in registers for all
 tokens of a chunk. Chunks of many tokens are computed in tiles, by the kernels of linear_attention_tiles.py. A launch

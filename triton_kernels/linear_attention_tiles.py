@@ -1,6 +1,6 @@
 """Linear attention of many tokens on a GPU: tiles of tokens by matrix products.
 
-The formulas are those of ops/linear_attention.py, for the tokens 1 to m of a tile at once. With the state S before the
+The formulas are those of ops/linear_attention, for the tokens 1 to m of a tile at once. With the state S before the
 tile and the sums G_i of the logarithms of the first i decays, the change u_i of the state by token i, the output o_i,
 and the state after the tile are
 

@@ -1,4 +1,4 @@
-"""Short convolutions on a GPU: the operation of ops/short_convolution.py.
+"""Short convolutions on a GPU: the operation of ops/convolution.
 
 A program runs through some tokens of a chunk. The states after chunks of many tokens have a launch of their own: the
 programs of the first tokens read what it overwrites.

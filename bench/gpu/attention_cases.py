@@ -14,12 +14,12 @@ from moeserve.bench.gpu.check import CODES_SLACK, FLOAT32_SLACK, Case, bytes_of,
 from moeserve.bench.gpu.inputs import Chunks, Source, attended_positions, draw_cache, draw_chosen
 from moeserve.bench.gpu.models import BLOCK_SIZE
 from moeserve.bench.limits import Work
-from moeserve.ops.float8_rows import decode_rows
-from moeserve.ops.indexer import ChosenEntries, IndexerRule
+from moeserve.ops.attention.float8_rows import decode_rows
+from moeserve.ops.attention.library import LIBRARY_NAMES, LibraryChoice, open_library
+from moeserve.ops.indexer.interface import ChosenEntries, IndexerRule
 from moeserve.ops.interfaces import AttentionShape, Kernels, KeyValueCache, LatentAttentionBackend, Rotation
-from moeserve.ops.libraries.attention import LIBRARY_NAMES, LibraryChoice, open_library
 from moeserve.ops.libraries.interface import AttentionLibrary, AttentionProblem, LibraryUnusable, StepKind
-from moeserve.ops.libraries.measured import attention_key
+from moeserve.ops.measured import attention_key
 from moeserve.ops.torch.table import TORCH_KERNELS
 from moeserve.ops.triton.table import TRITON_KERNELS
 from moeserve.step_inputs import StepInputs

@@ -24,8 +24,8 @@ from torch import Tensor
 from moeserve.bench.gpu.parts import Row, is_cuda_error
 from moeserve.bench.limits import Work
 from moeserve.ops.interfaces import Float8Rows, Kernels, plain_rows
+from moeserve.ops.products.ordered import batch_invariant_kernels
 from moeserve.ops.torch.table import TORCH_KERNELS
-from moeserve.ops.triton.invariant import batch_invariant_kernels
 from moeserve.ops.triton.table import TRITON_KERNELS
 
 WRONG = 1e9  # the error ratio of a wrong integer, of NaN, or of another shape: JSON has no infinity

@@ -12,10 +12,10 @@ from torch import Tensor
 from moeserve.bench.gpu.check import Case, bytes_of, cases_of, crossed
 from moeserve.bench.gpu.inputs import Source, draw_chosen
 from moeserve.bench.limits import Work
-from moeserve.ops.compressed_attention import CompressedCache, CompressedShape
-from moeserve.ops.hyper_connections import StreamsConfig, StreamsWeights
-from moeserve.ops.linear_attention import LinearAttentionShape, LinearAttentionWeights
-from moeserve.ops.short_convolution import ConvolutionShape, ConvolutionWeights
+from moeserve.ops.compressed_attention.interface import CompressedCache, CompressedShape
+from moeserve.ops.convolution.interface import ConvolutionShape, ConvolutionWeights
+from moeserve.ops.linear_attention.interface import LinearAttentionShape, LinearAttentionWeights
+from moeserve.ops.streams.interface import StreamsConfig, StreamsWeights
 from moeserve.step_inputs import StateRows, StepInputs
 
 # T tokens, N query heads, H head size, m tokens of an entry, X values and gates of a token

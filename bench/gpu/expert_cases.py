@@ -25,11 +25,11 @@ from moeserve.bench.limits import Work
 from moeserve.errors import SettingsError
 from moeserve.ops import interfaces
 from moeserve.ops.interfaces import Float8Rows, Gather, Kernels, Keys, OpenWeights, Product, SwiGLU
-from moeserve.ops.libraries.deep_gemm import why_unavailable, with_deep_gemm
-from moeserve.ops.libraries.measured import product_key
+from moeserve.ops.measured import product_key
+from moeserve.ops.products.deep_gemm import why_unavailable, with_deep_gemm
+from moeserve.ops.products.weight_blocks import num_blocks
 from moeserve.ops.torch.table import TORCH_KERNELS
 from moeserve.ops.triton.table import TRITON_KERNELS
-from moeserve.ops.weight_blocks import num_blocks
 
 # E experts, K experts per token, T tokens, P pairs, R rows, S slots of a weight, D model width, I inputs, O outputs,
 # C columns, e weights

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from moeserve.bench.gpu.parts import Job
-from moeserve.ops.float8_rows import encode_rows
-from moeserve.ops.indexer import ChosenEntries
+from moeserve.ops.attention.float8_rows import encode_rows
+from moeserve.ops.indexer.interface import ChosenEntries
 from moeserve.ops.interfaces import MXFP4_GROUP, Activation, KeyValueCache, OpenWeights, num_parts_of
-from moeserve.ops.torch.sampling import uniform
-from moeserve.ops.weight_blocks import BLOCK, CODES, LARGEST_CODE, num_blocks
+from moeserve.ops.products.weight_blocks import BLOCK, CODES, LARGEST_CODE, num_blocks
+from moeserve.ops.sampling.reference import uniform
 from moeserve.step_inputs import SAMPLING_SETTINGS, ChunkSpan, StepInputs, as_integers
 
 # T tokens, K experts of a token, D model width, O outputs, I inputs, B and G blocks of 128 inputs

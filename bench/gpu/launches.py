@@ -46,8 +46,8 @@ from moeserve.config.settings import QuantizationName
 from moeserve.distributed.groups import Groups
 from moeserve.kv.layer_cache import CacheSize
 from moeserve.ops.interfaces import KeyValueCache
+from moeserve.ops.products.weight_blocks import CODES
 from moeserve.ops.triton.table import TRITON_KERNELS
-from moeserve.ops.weight_blocks import CODES
 from moeserve.step_inputs import NUM_SETTINGS, ChunkSpan, StateRows, StepInputs
 
 CAPABILITY = (9, 0)  # of the GPU for which kernels are compiled where there is none

@@ -82,7 +82,7 @@ def bar_text(bar: Row) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    from moeserve.ops.libraries import measured
+    from moeserve.ops import measured
     from moeserve.triton_kernels.tuning import file_name
 
     parser = argparse.ArgumentParser(prog="python -m moeserve.bench.gpu.page", description=__doc__.splitlines()[0])

@@ -27,7 +27,7 @@ from moeserve.layers.moe.placement.placement import read_loads, read_placements
 from moeserve.machine import usable_cores
 from moeserve.models import registry
 from moeserve.models.checkpoint.model_files import find_model, find_tokenizer
-from moeserve.ops.cpu.native import native_kernels
+from moeserve.ops.native import native_kernels
 from moeserve.ops.select import has_triton, supports_bfloat16_products, supports_float8_products
 from moeserve.processes.streams import open_closed_streams
 from moeserve.sampling_params import SamplingParams

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from moeserve.cache_kind import CacheKind
-from moeserve.ops.compressed_attention import CompressedAttention, CompressedShape
-from moeserve.ops.hyper_connections import StreamKernels, StreamsConfig
-from moeserve.ops.indexer import ChooseEntries, ChosenEntries, IndexerRule
-from moeserve.ops.linear_attention import LinearAttention, LinearAttentionShape
-from moeserve.ops.short_convolution import ConvolutionShape, ShortConvolution
+from moeserve.ops.compressed_attention.interface import CompressedAttention, CompressedShape
+from moeserve.ops.convolution.interface import ConvolutionShape, ShortConvolution
+from moeserve.ops.indexer.interface import ChooseEntries, ChosenEntries, IndexerRule
+from moeserve.ops.linear_attention.interface import LinearAttention, LinearAttentionShape
+from moeserve.ops.streams.interface import StreamKernels, StreamsConfig
 from moeserve.step_inputs import StepInputs
 
 # T tokens, D model width, E experts, K experts per token, P pairs = T * K, R rows, N query heads, G key-value heads,

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moeserve.ops.cpu.native import native_kernels
 from moeserve.ops.interfaces import Kernels
+from moeserve.ops.native import native_kernels
 from moeserve.ops.side_stream import CudaSideStream
 from moeserve.ops.torch.table import TORCH_KERNELS
 
@@ -69,12 +69,12 @@ def select_kernels(
     if table.name == "torch" and device.type != "meta":
         logger.info("the kernels for device %s are not built or installed: plain torch runs instead, slower", device)
     if batch_invariant and not table.batch_invariant_dtypes:
-        from moeserve.ops.triton.invariant import batch_invariant_kernels
+        from moeserve.ops.products.ordered import batch_invariant_kernels
 
         return batch_invariant_kernels(table)
     if attention_library == "triton":
         return table
-    from moeserve.ops.libraries.attention import with_attention_library
+    from moeserve.ops.attention.library import with_attention_library
 
     assert block_size is not None
     return with_attention_library(table, attention_library, device, block_size)

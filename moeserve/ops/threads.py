@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from moeserve.ops.cpu.native import native_kernels
+from moeserve.ops.native import native_kernels
 
 
 def set_num_threads(num_threads: int) -> None:

@@ -169,7 +169,7 @@ def _select_kernels(config: EngineConfig, device: torch.device) -> Kernels:
         kernels = select_kernels(device, config.attention_backend, config.block_size)
     if config.product_backend == "triton":
         return kernels
-    from moeserve.ops.libraries.deep_gemm import with_deep_gemm
+    from moeserve.ops.products.deep_gemm import with_deep_gemm
 
     only_fastest = config.product_backend == "measured"
     return with_deep_gemm(kernels, device, getattr(torch, config.dtype), only_fastest=only_fastest)

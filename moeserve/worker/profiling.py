@@ -10,8 +10,8 @@ from moeserve.kv.layer_cache import CacheNeeds, CacheSize
 from moeserve.kv.rank.cache import count_blocks, free_bytes, measure_step_memory
 from moeserve.machine import shown_bytes
 from moeserve.models.decoder import Decoder
-from moeserve.ops.torch.dense_attention import MAX_MASK_SIZE
-from moeserve.ops.torch.sampling import PIECE_SIZE
+from moeserve.ops.attention.dense import MAX_MASK_SIZE
+from moeserve.ops.sampling.reference import PIECE_SIZE
 from moeserve.sampling_params import RequestParams
 from moeserve.worker.drafting import drafter_of
 from moeserve.worker.model_runner import ModelRunner

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from moeserve.ops.interfaces import Kernels
-from moeserve.ops.torch.sampling import order_keys, pieces, tokens_of
+from moeserve.ops.sampling.reference import order_keys, pieces, tokens_of
 from moeserve.protocol import LogprobRows, TokenLogprobs
 from moeserve.sampling_params import RequestParams
 from moeserve.worker.grammars import AllowedTokens

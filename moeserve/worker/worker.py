@@ -33,8 +33,8 @@ from moeserve.layers.moe.placement.load import LoadMeter
 from moeserve.layers.moe.placement.rebalance import Rebalancer, spare_bytes
 from moeserve.models.decoder import Decoder
 from moeserve.models.model_config import ModelConfig
-from moeserve.ops.cpu.native import missing_kernels
 from moeserve.ops.interfaces import Kernels
+from moeserve.ops.native import missing_kernels
 from moeserve.ops.side_stream import CudaSideStream
 from moeserve.ops.threads import set_num_threads
 from moeserve.protocol import RankReport, StepPlan, StepResult, TransferOutcome

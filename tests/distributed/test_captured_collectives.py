@@ -13,7 +13,7 @@ from ranks import Place, Ranks
 from moeserve.distributed.groups import Groups
 from moeserve.distributed.transport import sum_in_tree
 from moeserve.errors import DistributedError
-from moeserve.ops.cpu.native import native_kernels
+from moeserve.ops.native import native_kernels
 
 pytestmark = pytest.mark.skipif(native_kernels() is None, reason="the C++ kernels are not built")
 

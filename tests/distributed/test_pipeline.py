@@ -14,7 +14,7 @@ from reference_models import Reference
 from test_layouts import logprobs_of, updates_of
 from worker_groups import Arrival, Story, Timetable
 
-from moeserve.ops.cpu.native import native_kernels
+from moeserve.ops.native import native_kernels
 from moeserve.protocol import Request, RequestUpdate
 from moeserve.sampling_params import RequestParams
 

@@ -31,7 +31,7 @@ from moeserve.distributed import handshake, shared_memory
 from moeserve.distributed.coordinator import GroupCoordinator, PendingTensor
 from moeserve.distributed.transport import sum_in_tree
 from moeserve.errors import DistributedError
-from moeserve.ops.cpu.native import native_kernels
+from moeserve.ops.native import native_kernels
 
 DTYPES = ("float32", "bfloat16", "float16", "float64", "int64", "int32", "int8", "uint8", "bool")
 OPERATIONS = ("all_gather", "reduce_scatter", "all_to_all", "broadcast")

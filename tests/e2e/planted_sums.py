@@ -17,7 +17,7 @@ def plant(name: str, place: str) -> None:
 
 def plant_in_chunks() -> None:
     """Make products add two chunks as one."""
-    from moeserve.ops.cpu.products import CpuPacking
+    from moeserve.ops.products.cpu import CpuPacking
 
     product = CpuPacking.product
 

@@ -19,7 +19,7 @@ from moeserve.executor import uniproc
 from moeserve.executor.outcomes import OutcomeQueue
 from moeserve.memory import Arena
 from moeserve.ops import select
-from moeserve.ops.cpu.native import native_kernels
+from moeserve.ops.native import native_kernels
 from moeserve.ops.select import select_kernels
 from moeserve.scheduling.lockstep import Round
 from moeserve.worker import cpu_graphs

@@ -14,7 +14,7 @@ import pytest
 
 from moeserve import LLM, SamplingParams
 from moeserve.executor import uniproc
-from moeserve.ops.cpu.native import native_kernels
+from moeserve.ops.native import native_kernels
 from moeserve.worker.worker import Worker
 
 NUM_STEPS = 100

@@ -226,7 +226,7 @@ def test_other_checkpoints_are_quantised_within_half_a_step(
     name: str, num_in_blocks: int, original: Callable[[str], Reference], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A code is off by 1/16 of its number at most, or by half of the least step where numbers are near zero."""
-    monkeypatch.setattr("moeserve.ops.weight_blocks.QUANTIZED_AT_ONCE", 1)
+    monkeypatch.setattr("moeserve.ops.products.weight_blocks.QUANTIZED_AT_ONCE", 1)
     monkeypatch.setattr(weight_loading, "PIECE_VALUES", 1)
     folder = original(name).folder
     exact = weights_of(loaded_as_float32(folder))

@@ -19,7 +19,7 @@ from small_steps import MIDDLE, PlantedBorder, bytes_of_tokens
 from test_same_bytes import Results, generate, make_prompts
 
 from moeserve.models.registry import describe
-from moeserve.ops.cpu.native import native_kernels
+from moeserve.ops.native import native_kernels
 
 pytestmark = [
     pytest.mark.ranks,

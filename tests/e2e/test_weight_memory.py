@@ -25,7 +25,7 @@ from moeserve.models.checkpoint.packing import packed_state
 from moeserve.models.decoder import Decoder
 from moeserve.models.summary import LoadingMemory, loading_memory
 from moeserve.ops import select
-from moeserve.ops.cpu.native import native_kernels
+from moeserve.ops.native import native_kernels
 from moeserve.worker import loading
 
 needs_kernels = pytest.mark.skipif(native_kernels() is None, reason="the C++ kernels are not built")

@@ -17,9 +17,9 @@ from torch import Tensor
 from moeserve.bench.gpu import page
 from moeserve.bench.gpu.inputs import Source, draw_rows, draw_weights
 from moeserve.errors import SettingsError
+from moeserve.ops import measured
 from moeserve.ops.interfaces import Gather, OpenWeights, SwiGLU
-from moeserve.ops.libraries import measured
-from moeserve.ops.libraries.deep_gemm import (
+from moeserve.ops.products.deep_gemm import (
     NEEDS,
     DeepGemmProduct,
     LibraryUnusable,

@@ -24,7 +24,7 @@ from moeserve import LLM, SamplingParams
 from moeserve.config import resolve
 from moeserve.models.checkpoint.packing import weights_of
 from moeserve.ops.interfaces import Gather, OpenWeights, SquaredReLU, SwiGLU, num_parts_of
-from moeserve.ops.triton.products import TritonBlockProduct, TritonProduct
+from moeserve.ops.products.triton import TritonBlockProduct, TritonProduct
 
 pytestmark = pytest.mark.usefixtures("torch_conversions", "gpu_kernels")
 

@@ -24,15 +24,15 @@ from moeserve.layers.linear_attention.attention import LinearAttention
 from moeserve.layers.moe.dispatch.base import PackedTokens, SlottedTokens
 from moeserve.layers.moe.experts import Experts
 from moeserve.layers.weights import allocate_weights
+from moeserve.ops.attention import flashinfer as flashinfer_attention
+from moeserve.ops.attention.library import LibraryAttention
+from moeserve.ops.attention.triton import TritonAttention
 from moeserve.ops.interfaces import KeyValueCache, SwiGLU
-from moeserve.ops.libraries import flashinfer as flashinfer_attention
-from moeserve.ops.libraries.attention import LibraryAttention
-from moeserve.ops.libraries.latent import LibraryLatentAttention
+from moeserve.ops.latent_attention.library import LibraryLatentAttention
+from moeserve.ops.pairs import triton as triton_pairs
+from moeserve.ops.pairs.triton import TritonPairs
+from moeserve.ops.products.triton import TritonProduct
 from moeserve.ops.select import select_kernels
-from moeserve.ops.triton import pairs as triton_pairs
-from moeserve.ops.triton.attention import TritonAttention
-from moeserve.ops.triton.pairs import TritonPairs
-from moeserve.ops.triton.products import TritonProduct
 from moeserve.triton_kernels import grouped_matmul
 from moeserve.triton_kernels.tuning import Config, Problem, config_by_rule
 from moeserve.worker import loading

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeserve.ops.float8_rows import decode_rows, encode_rows
+from moeserve.ops.attention.float8_rows import decode_rows, encode_rows
 from moeserve.triton_kernels import latent_attention as latent
 from moeserve.triton_kernels import paged_attention as paged
 from moeserve.triton_kernels import paged_launch

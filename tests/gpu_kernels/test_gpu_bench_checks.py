@@ -27,9 +27,9 @@ from moeserve.bench.gpu.launches import launches_of, untouched_source
 from moeserve.bench.gpu.limits import GpuLimits
 from moeserve.bench.gpu.probe import LOST_TIME
 from moeserve.bench.limits import Work
-from moeserve.ops.indexer import ChosenEntries
+from moeserve.ops.attention.library import open_library
+from moeserve.ops.indexer.interface import ChosenEntries
 from moeserve.ops.interfaces import Float8Rows, Kernels
-from moeserve.ops.libraries.attention import open_library
 from moeserve.ops.torch.table import TORCH_KERNELS
 from moeserve.ops.triton.table import TRITON_KERNELS
 

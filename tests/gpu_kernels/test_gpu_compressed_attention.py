@@ -9,8 +9,8 @@ import torch
 
 from moeserve.bench.gpu.entry_cases import SHAPES, SMALL_BLOCK_SIZE
 from moeserve.bench.gpu.inputs import Source
-from moeserve.ops.torch.compressed_attention import TorchCompressedAttention
-from moeserve.ops.triton.compressed_attention import TritonCompressedAttention
+from moeserve.ops.compressed_attention.reference import TorchCompressedAttention
+from moeserve.ops.compressed_attention.triton import TritonCompressedAttention
 from moeserve.step_inputs import ChunkSpan, StepInputs
 
 LENGTH, ENDS = 30, (7, 8, 30)  # of the prompt, and of its chunks: windows and blocks are cut

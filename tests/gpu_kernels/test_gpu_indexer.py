@@ -9,7 +9,7 @@ import pytest
 import torch
 from indexer_cases import SHAPES, Case, slots_of
 
-from moeserve.ops.triton.indexer import TritonIndexer
+from moeserve.ops.indexer.triton import TritonIndexer
 from moeserve.triton_kernels import indexer
 
 sys.path.append(str(Path(__file__).parent.parent / "kernels"))

@@ -8,11 +8,11 @@ import pytest
 import torch
 from linear_attention_layers import CONVOLUTIONS, SHAPES, Layer
 
-from moeserve.ops.torch.linear_attention import TorchLinearAttention
-from moeserve.ops.torch.short_convolution import TorchShortConvolution
-from moeserve.ops.triton.invariant import batch_invariant_kernels
-from moeserve.ops.triton.linear_attention import TritonLinearAttention
-from moeserve.ops.triton.short_convolution import TritonShortConvolution
+from moeserve.ops.convolution.reference import TorchShortConvolution
+from moeserve.ops.convolution.triton import TritonShortConvolution
+from moeserve.ops.linear_attention.reference import TorchLinearAttention
+from moeserve.ops.linear_attention.triton import TritonLinearAttention
+from moeserve.ops.products.ordered import batch_invariant_kernels
 from moeserve.ops.triton.table import TRITON_KERNELS
 
 OPERATIONS: dict[str, tuple[Any, Any]] = {

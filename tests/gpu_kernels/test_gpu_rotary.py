@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeserve.ops.float8_rows import encode_rows
+from moeserve.ops.attention.float8_rows import encode_rows
 from moeserve.ops.interfaces import Rotation
-from moeserve.ops.torch.elementwise import apply_rope
+from moeserve.ops.rows.reference import apply_rope
 from moeserve.triton_kernels.rotary import rotary, rotary_with_cache_write
 
 # T tokens, N query heads, G key-value heads, H head size, F rotated pairs

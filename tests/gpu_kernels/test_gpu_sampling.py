@@ -13,8 +13,8 @@ import triton.language as tl
 from sampled_rows import positions_of, settings_of
 from torch import Tensor
 
-from moeserve.ops.torch import elementwise
-from moeserve.ops.torch import sampling as reference
+from moeserve.ops.rows import reference as elementwise
+from moeserve.ops.sampling import reference as reference
 from moeserve.ops.torch.table import TORCH_KERNELS
 from moeserve.sampling_params import RequestParams
 from moeserve.triton_kernels import sampling

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from moeserve.ops.interfaces import ClampedSwiGLU, CutSwiGLU, LimitedSwiGLU, OpenWeights, SquaredReLU, SwiGLU
-from moeserve.ops.torch.products import TorchProduct
+from moeserve.ops.products.reference import TorchProduct
 from moeserve.triton_kernels import grouped_matmul as module
 from moeserve.triton_kernels.grouped_matmul import grouped_matmul, grouped_matmul_slots, max_tiles
 from moeserve.triton_kernels.tuning import Config, Problem

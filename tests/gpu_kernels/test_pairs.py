@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moeserve.ops.interfaces import Keys
-from moeserve.ops.torch.pairs import TorchPairs
+from moeserve.ops.pairs.reference import TorchPairs
 from moeserve.triton_kernels import pairs
 from moeserve.triton_kernels.pairs import gather_rows, order_pairs, scatter_rows, weigh_rows, weighted_sum
 

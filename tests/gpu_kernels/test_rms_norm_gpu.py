@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeserve.ops.torch import elementwise
+from moeserve.ops.rows import reference as elementwise
 from moeserve.triton_kernels.fp8 import quantize_blocks
 from moeserve.triton_kernels.rms_norm import add_rms_norm, quantize_rms_norm, rms_norm, rms_norm_in_place
 

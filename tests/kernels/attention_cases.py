@@ -12,8 +12,8 @@ import torch
 from paged_steps import NUM_SPARE_BLOCKS, make_step, scatter_blocks
 from torch import Tensor
 
+from moeserve.ops.attention.dense import first_visible
 from moeserve.ops.interfaces import AttentionShape, Kernels, KeyValueCache
-from moeserve.ops.torch.dense_attention import first_visible
 from moeserve.step_inputs import StepInputs
 
 # T tokens, N query heads, G key-value heads, H head size, L size of a value; R rows of one chunk, C positions of its

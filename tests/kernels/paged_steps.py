@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeserve.ops.cpu.native import native_kernels
+from moeserve.ops.native import native_kernels
 from moeserve.ops.select import select_kernels
 from moeserve.ops.threads import set_num_threads
 from moeserve.step_inputs import ChunkSpan, StepInputs

@@ -11,7 +11,7 @@ from paged_steps import same_bytes
 from torch import Tensor
 
 from moeserve.ops.interfaces import RouterConfig, RouteTokens
-from moeserve.ops.torch.routing import TorchRouter
+from moeserve.ops.routing.reference import TorchRouter
 
 # T tokens, D model width, E experts, K experts per token, G groups
 

@@ -187,7 +187,7 @@ def test_unknown_settings_are_refused() -> None:
 
 
 def test_an_unknown_limit_of_instruction_sets_is_refused_with_the_names() -> None:
-    command = [sys.executable, "-c", "from moeserve.ops.cpu.native import native_kernels; native_kernels()"]
+    command = [sys.executable, "-c", "from moeserve.ops.native import native_kernels; native_kernels()"]
     environment = os.environ | {"MOESERVE_ISA": "avx"}
     ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert ended.returncode != 0

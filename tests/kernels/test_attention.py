@@ -39,11 +39,11 @@ from paged_steps import (
 from torch import Tensor
 from transformers.masking_utils import sliding_window_causal_mask_function
 
+from moeserve.ops.attention import dense as dense_attention
+from moeserve.ops.attention.dense import visible_positions
+from moeserve.ops.attention.reference import gather_latents
 from moeserve.ops.interfaces import Kernels
 from moeserve.ops.threads import set_num_threads
-from moeserve.ops.torch import dense_attention
-from moeserve.ops.torch.attention import gather_latents
-from moeserve.ops.torch.dense_attention import visible_positions
 from moeserve.ops.torch.table import TORCH_KERNELS
 
 SMALL = {"paged": Shape(4, 2, 64), "latent": Shape(4, 1, 32, latent_size=24)}

@@ -11,10 +11,10 @@ import torch
 from paged_steps import KERNELS, drawn_chunks, kernels, make_step, needs_kernels, same_bytes, scatter_blocks
 from torch import Tensor
 
-from moeserve.ops.compressed_attention import CompressedCache, CompressedShape
-from moeserve.ops.hyper_connections import StreamsConfig, StreamsWeights
-from moeserve.ops.indexer import IndexerRule
+from moeserve.ops.compressed_attention.interface import CompressedCache, CompressedShape
+from moeserve.ops.indexer.interface import IndexerRule
 from moeserve.ops.interfaces import RouterConfig
+from moeserve.ops.streams.interface import StreamsConfig, StreamsWeights
 from moeserve.ops.threads import set_num_threads
 from moeserve.ops.torch.table import TORCH_KERNELS
 from moeserve.step_inputs import StepInputs

@@ -21,7 +21,7 @@ from paged_steps import (
 )
 from torch import Tensor
 
-from moeserve.ops.float8_rows import decode_rows, encode_rows
+from moeserve.ops.attention.float8_rows import decode_rows, encode_rows
 from moeserve.ops.interfaces import Kernels, KeyValueCache
 from moeserve.ops.threads import set_num_threads
 from moeserve.ops.torch.table import TORCH_KERNELS

@@ -10,7 +10,7 @@ import torch
 from indexer_cases import SHAPES, Case, slots_of
 from paged_steps import KERNELS, drawn_chunks, kernels, make_step, needs_kernels, same_bytes, scatter_blocks
 
-from moeserve.ops.indexer import IndexerRule
+from moeserve.ops.indexer.interface import IndexerRule
 from moeserve.ops.threads import set_num_threads
 from moeserve.ops.torch.table import TORCH_KERNELS
 

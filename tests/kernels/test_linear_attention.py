@@ -12,12 +12,12 @@ from linear_attention_layers import CONVOLUTIONS, SHAPES, Chunk, Layer
 from paged_steps import INSTRUCTION_SETS, kernels, needs_kernels, same_bytes, settings_restored
 from torch import Tensor
 
-from moeserve.ops.cpu.linear_attention import CpuLinearAttention
-from moeserve.ops.cpu.short_convolution import CpuShortConvolution
-from moeserve.ops.linear_attention import LinearAttentionShape
+from moeserve.ops.convolution.cpu import CpuShortConvolution
+from moeserve.ops.convolution.reference import TorchShortConvolution
+from moeserve.ops.linear_attention.cpu import CpuLinearAttention
+from moeserve.ops.linear_attention.interface import LinearAttentionShape
+from moeserve.ops.linear_attention.reference import TorchLinearAttention
 from moeserve.ops.threads import set_num_threads
-from moeserve.ops.torch.linear_attention import TorchLinearAttention
-from moeserve.ops.torch.short_convolution import TorchShortConvolution
 
 pytestmark = needs_kernels
 CASES = [("linear_attention", name) for name in SHAPES] + [("convolution", name) for name in CONVOLUTIONS]

@@ -10,8 +10,8 @@ from paged_steps import KERNELS, same_bytes
 from torch import Tensor
 
 from moeserve.ops.interfaces import Keys, PairKernels
+from moeserve.ops.pairs.reference import TorchPairs
 from moeserve.ops.threads import set_num_threads
-from moeserve.ops.torch.pairs import TorchPairs
 
 # T tokens, D model width, K experts per token, P pairs = T * K, R pairs that are not padding
 

@@ -31,8 +31,8 @@ from moeserve.ops.interfaces import (
     SwiGLU,
     num_parts_of,
 )
+from moeserve.ops.products.reference import TorchProduct
 from moeserve.ops.threads import set_num_threads
-from moeserve.ops.torch.products import TorchProduct
 
 pytestmark = needs_kernels
 

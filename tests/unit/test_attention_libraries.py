@@ -19,15 +19,14 @@ from torch import Tensor
 
 from moeserve.config.settings import AttentionChoice
 from moeserve.errors import SettingsError
-from moeserve.ops import select
+from moeserve.ops import measured, select
+from moeserve.ops.attention import flashinfer as flashinfer_attention
+from moeserve.ops.attention.flashinfer import open_flashinfer
+from moeserve.ops.attention.library import LibraryAttention, LibraryChoice, open_library
+from moeserve.ops.attention.reference import TorchAttention
 from moeserve.ops.interfaces import AttentionBackend, AttentionShape, Kernels, KeyValueCache
-from moeserve.ops.libraries import flashinfer as flashinfer_attention
-from moeserve.ops.libraries import measured
-from moeserve.ops.libraries.attention import LibraryAttention, LibraryChoice, open_library
-from moeserve.ops.libraries.flashinfer import open_flashinfer
 from moeserve.ops.libraries.interface import AttentionProblem, LibraryUnusable, StepKind
 from moeserve.ops.select import select_kernels
-from moeserve.ops.torch.attention import TorchAttention
 from moeserve.ops.torch.table import TORCH_KERNELS
 from moeserve.step_inputs import ChunkSpan
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeserve.ops.libraries import flashinfer_latent
-from moeserve.ops.libraries.flashinfer_latent import FlashInferLatent
+from moeserve.ops.latent_attention import flashinfer as flashinfer_latent
+from moeserve.ops.latent_attention.flashinfer import FlashInferLatent
+from moeserve.ops.latent_attention.library import LatentChoice
 from moeserve.ops.libraries.interface import LatentProblem
-from moeserve.ops.libraries.latent import LatentChoice
 from moeserve.ops.torch.table import TORCH_KERNELS
 
 sys.path.append(str(Path(__file__).parent.parent / "kernels"))

@@ -13,11 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from moeserve.ops.attention import flashinfer as flashinfer_attention
+from moeserve.ops.attention import plans
+from moeserve.ops.attention.flashinfer import open_flashinfer
 from moeserve.ops.interfaces import AttentionShape, KeyValueCache
-from moeserve.ops.libraries import flashinfer as flashinfer_attention
-from moeserve.ops.libraries import flashinfer_latent, plans
-from moeserve.ops.libraries.flashinfer import open_flashinfer
-from moeserve.ops.libraries.flashinfer_latent import FlashInferLatent
+from moeserve.ops.latent_attention import flashinfer as flashinfer_latent
+from moeserve.ops.latent_attention.flashinfer import FlashInferLatent
 from moeserve.ops.libraries.interface import AttentionProblem, LatentProblem
 
 sys.path.append(str(Path(__file__).parent.parent / "kernels"))

@@ -18,9 +18,9 @@ from moeserve.layers.latent.attention import LatentAttention, LatentAttentionCon
 from moeserve.layers.rotary import Rotary, RotaryConfig
 from moeserve.layers.weights import Weights, allocate_weights
 from moeserve.ops import select
-from moeserve.ops.cpu.native import native_kernels
+from moeserve.ops.attention.dense import attend_causally
+from moeserve.ops.native import native_kernels
 from moeserve.ops.select import select_kernels
-from moeserve.ops.torch.dense_attention import attend_causally
 from moeserve.step_inputs import StepInputs
 from moeserve.worker.model_runner import ModelRunner
 from moeserve.worker.request_table import RequestTable
@@ -118,7 +118,7 @@ def test_all_ways_give_the_same_results(shape: str, way: str, monkeypatch: pytes
         limit = 10**6 if way == "absorbed" else 0
         monkeypatch.setattr(LatentAttentionConfig, "max_absorbed_rows", property(lambda config: limit))
     if way == "expanded, a head at a time":
-        monkeypatch.setattr("moeserve.ops.torch.attention.MAX_EXPANDED_SIZE", 1)
+        monkeypatch.setattr("moeserve.ops.attention.reference.MAX_EXPANDED_SIZE", 1)
     contexts = [torch.randn(41, WIDTH), torch.randn(19, WIDTH)]
     blocks = [[9, 2, 14, 0, 5, 11, 3, 12, 7, 1, 15], [4, 13, 6, 10, 8]]
     cache = layer.make_cache(CacheSize(16, BLOCK_SIZE))
@@ -190,7 +190,7 @@ def test_the_way_with_fewer_multiplications_is_chosen(num_positions: int) -> Non
 def test_dense_attention(
     num_rows: int, num_positions: int, window: int | None, sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moeserve.ops.torch.dense_attention.MAX_MASK_SIZE", 3 * num_positions)  # three rows at a time
+    monkeypatch.setattr("moeserve.ops.attention.dense.MAX_MASK_SIZE", 3 * num_positions)  # three rows at a time
     torch.manual_seed(1)
     query, key = torch.randn(num_rows, 4, sizes[0]), torch.randn(2, num_positions, sizes[0])
     value = torch.randn(2, num_positions, sizes[1])

@@ -22,7 +22,7 @@ from packaging.utils import canonicalize_name
 
 import moeserve
 from moeserve.api.default_model import INSTALL_WEIGHTS
-from moeserve.ops.cpu.native import native_kernels
+from moeserve.ops.native import native_kernels
 
 for tool in ("build", "scikit_build_core"):
     pytest.importorskip(tool, reason="builds the package; install it with: pip install -e '.[dev]'")

@@ -140,7 +140,7 @@ def test_a_violation_is_found_with_its_line(source: str, line: int) -> None:
         ("from safetensors.torch import load", "moeserve/models/checkpoint/shards.py"),
         ("import subprocess\nsubprocess.run(x, shell=False)", "moeserve/cli/generate.py"),
         ("from multiprocessing.shared_memory import SharedMemory", "moeserve/distributed/shared_memory.py"),
-        ("import importlib\nimportlib.import_module('moeserve._cpu')", "moeserve/ops/cpu/native.py"),
+        ("import importlib\nimportlib.import_module('moeserve._cpu')", "moeserve/ops/native.py"),
         ("import ray", "moeserve/executor/ray/actors.py"),
         ("import triton", "moeserve/triton_kernels/rms_norm.py"),
         ("import importlib.util\nimportlib.util.find_spec('triton')", "moeserve/ops/select.py"),

@@ -25,8 +25,8 @@ from transformers.generation.logits_process import (
 )
 
 from moeserve.errors import EngineError
+from moeserve.ops.sampling import reference as sampling
 from moeserve.ops.select import select_kernels
-from moeserve.ops.torch import sampling
 from moeserve.ops.torch.table import TORCH_KERNELS
 from moeserve.protocol import TokenLogprobs
 from moeserve.sampling_params import RequestParams

@@ -135,7 +135,7 @@ def check_alike(found: Sequence[NodeFacts], own: NodeFacts, asked_at: float) -> 
 
 def _own_kernels() -> str:
     try:
-        from moeserve.ops.cpu.native import native_kernels  # imports torch, which may be missing
+        from moeserve.ops.native import native_kernels  # imports torch, which may be missing
     except ImportError:
         return ""
     kernels = native_kernels()

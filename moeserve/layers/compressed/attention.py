@@ -17,8 +17,8 @@ from moeserve.layers.linear import Linear
 from moeserve.layers.norm import RMSNorm, RowsForm
 from moeserve.layers.rotary import RotaryConfig, Rotations
 from moeserve.layers.weights import QuantizationLimits, Weights
-from moeserve.ops.compressed_attention import CompressedAttention, CompressedCache, CompressedShape
-from moeserve.ops.indexer import ChosenEntries, IndexerRule
+from moeserve.ops.compressed_attention.interface import CompressedAttention, CompressedCache, CompressedShape
+from moeserve.ops.indexer.interface import ChosenEntries, IndexerRule
 from moeserve.step_inputs import StepInputs
 
 # T tokens, D model width, N heads of this rank, H head size, G groups of heads of this rank, I size of an indexer's

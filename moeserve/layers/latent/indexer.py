@@ -12,7 +12,7 @@ from moeserve.layers.latent.learned_temperature import LearnedTemperature
 from moeserve.layers.linear import Linear
 from moeserve.layers.rotary import RotaryConfig, Rotations
 from moeserve.layers.weights import QuantizationLimits
-from moeserve.ops.indexer import ChosenEntries, IndexerRule
+from moeserve.ops.indexer.interface import ChosenEntries, IndexerRule
 from moeserve.ops.interfaces import Rows, plain_rows
 from moeserve.step_inputs import StepInputs
 

@@ -17,8 +17,8 @@ from moeserve.layers.norm import RowsForm
 from moeserve.layers.rotary import RotaryConfig, Rotations
 from moeserve.layers.state_cache import StateCache
 from moeserve.layers.weights import QuantizationLimits
-from moeserve.ops.linear_attention import LinearAttentionShape, LinearAttentionWeights
-from moeserve.ops.short_convolution import ConvolutionShape, ConvolutionWeights
+from moeserve.ops.convolution.interface import ConvolutionShape, ConvolutionWeights
+from moeserve.ops.linear_attention.interface import LinearAttentionShape, LinearAttentionWeights
 from moeserve.step_inputs import StepInputs
 
 # T tokens, D model width, N value heads of this rank, K values of a key, V of a value, X = N * V,
@@ -35,7 +35,7 @@ class LinearAttentionConfig:
     value_dim: int
     num_taps: int  # tokens that the convolution spans, the current one included
     norm_epsilon: float
-    is_delta: bool = True  # ops/linear_attention.py describes this field and the next three
+    is_delta: bool = True  # ops/linear_attention/interface.py describes this field and the next three
     has_channel_decays: bool = False
     decay_floor: float | None = None
     gate: Literal["silu", "sigmoid"] = "silu"

@@ -15,7 +15,7 @@ from moeserve.layers.norm import RowsForm
 from moeserve.layers.rotary import RotaryConfig, Rotations
 from moeserve.layers.state_cache import StateCache
 from moeserve.layers.weights import QuantizationLimits
-from moeserve.ops.short_convolution import ConvolutionShape, ConvolutionWeights
+from moeserve.ops.convolution.interface import ConvolutionShape, ConvolutionWeights
 from moeserve.step_inputs import StepInputs
 
 # T tokens, D model width

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from moeserve.layers.context import ModelContext
 from moeserve.layers.norm import RMSNorm, RowsForm
-from moeserve.ops.hyper_connections import StreamsConfig, StreamsWeights
+from moeserve.ops.streams.interface import StreamsConfig, StreamsWeights
 
 # T tokens, D model width, S streams, X = S * D, C coefficients
 

@@ -26,7 +26,7 @@ from moeserve.models.checkpoint.shards import Checkpoint, Shards, list_names
 from moeserve.models.checkpoint.tensors import CheckpointTensor, Fp4Tensor, PlainTensor, ReadRows, ScaledTensor
 from moeserve.models.checkpoint.unused_tensors import harmful
 from moeserve.ops.interfaces import INT4_GROUP
-from moeserve.ops.weight_blocks import BLOCK, blocks_of, num_blocks, quantize
+from moeserve.ops.products.weight_blocks import BLOCK, blocks_of, num_blocks, quantize
 from moeserve.progress import ProgressBar, progress_bar
 
 logger = logging.getLogger(__name__)

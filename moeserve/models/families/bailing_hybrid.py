@@ -9,8 +9,8 @@ from moeserve.models.families.kimi_linear import CONVOLUTIONS, LAYER_TYPES, read
 from moeserve.models.family import AttentionNames, DecoderPart, Family, LayerNames, LinearAttentionNames, MoENames
 from moeserve.models.fields import read_listed_dense, read_model, read_num_layers
 from moeserve.models.model_config import LayerConfig, ModelConfig
-from moeserve.ops.linear_attention import MAX_HEAD
-from moeserve.ops.short_convolution import MAX_TAPS
+from moeserve.ops.convolution.interface import MAX_TAPS
+from moeserve.ops.linear_attention.interface import MAX_HEAD
 
 
 def read(config: ConfigValues) -> ModelConfig:

@@ -11,8 +11,8 @@ from moeserve.models.families.granitemoe import ALL_NAMES, read_with_shared
 from moeserve.models.family import MAMBA2_NAMES, Family, LayerNames
 from moeserve.models.fields import read_hidden_size, read_step_limit
 from moeserve.models.model_config import ModelConfig
-from moeserve.ops.linear_attention import MAX_HEAD
-from moeserve.ops.short_convolution import MAX_TAPS
+from moeserve.ops.convolution.interface import MAX_TAPS
+from moeserve.ops.linear_attention.interface import MAX_HEAD
 
 LAYER_TYPES = ("mamba", "attention")
 OTHER_LAYER_TYPES = ("linear_attention", "full_attention")  # the names that transformers writes

@@ -16,8 +16,8 @@ from moeserve.models.fields import (
     read_width,
 )
 from moeserve.models.model_config import LayerConfig, ModelConfig
+from moeserve.ops.convolution.interface import MAX_TAPS
 from moeserve.ops.interfaces import RouterConfig
-from moeserve.ops.short_convolution import MAX_TAPS
 
 LAYER_TYPES = ("conv", "full_attention")
 

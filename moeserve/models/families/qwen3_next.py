@@ -21,9 +21,9 @@ from moeserve.models.fields import (
     read_width,
 )
 from moeserve.models.model_config import LayerConfig, ModelConfig
+from moeserve.ops.convolution.interface import MAX_TAPS
 from moeserve.ops.interfaces import RouterConfig
-from moeserve.ops.linear_attention import MAX_HEAD
-from moeserve.ops.short_convolution import MAX_TAPS
+from moeserve.ops.linear_attention.interface import MAX_HEAD
 
 LAYER_TYPES = ("linear_attention", "full_attention")
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 import functools
 from types import ModuleType
 
-from moeserve.ops.cpu.attention import CpuAttention, CpuLatentAttention
-from moeserve.ops.cpu.compressed_attention import CpuCompressedAttention, CpuStreams
-from moeserve.ops.cpu.elementwise import CpuRouter, RowKernels
-from moeserve.ops.cpu.indexer import CpuIndexer
-from moeserve.ops.cpu.linear_attention import CpuLinearAttention
-from moeserve.ops.cpu.measured_step import measure_memory_only
-from moeserve.ops.cpu.native import NATIVE_DTYPES
-from moeserve.ops.cpu.pairs import CpuPairs
-from moeserve.ops.cpu.products import CpuPacking
-from moeserve.ops.cpu.short_convolution import CpuShortConvolution
+from moeserve.ops.attention.cpu import CpuAttention, CpuLatentAttention
+from moeserve.ops.compressed_attention.cpu import CpuCompressedAttention, CpuStreams
+from moeserve.ops.convolution.cpu import CpuShortConvolution
+from moeserve.ops.indexer.cpu import CpuIndexer
 from moeserve.ops.interfaces import Kernels
+from moeserve.ops.linear_attention.cpu import CpuLinearAttention
+from moeserve.ops.measured_step import measure_memory_only
+from moeserve.ops.native import NATIVE_DTYPES
+from moeserve.ops.pairs.cpu import CpuPairs
+from moeserve.ops.products.cpu import CpuPacking
+from moeserve.ops.products.reference import TorchProduct
+from moeserve.ops.rows.cpu import CpuRouter, RowKernels
 from moeserve.ops.side_stream import InlineStream
-from moeserve.ops.torch.products import TorchProduct
 
 
 def cpu_kernels(native: ModuleType) -> Kernels:

@@ -7,19 +7,19 @@ import contextlib
 import torch
 from torch import Tensor
 
+from moeserve.ops.attention.reference import TorchAttention, TorchLatentAttention
+from moeserve.ops.compressed_attention.reference import TorchCompressedAttention
+from moeserve.ops.convolution.reference import TorchShortConvolution
+from moeserve.ops.indexer.reference import TorchIndexer
 from moeserve.ops.interfaces import Kernels
+from moeserve.ops.linear_attention.reference import TorchLinearAttention
+from moeserve.ops.pairs.reference import TorchPairs
+from moeserve.ops.products.reference import TorchProduct
+from moeserve.ops.routing.reference import TorchRouter
+from moeserve.ops.rows import reference as elementwise
+from moeserve.ops.sampling.reference import choose_tokens
 from moeserve.ops.side_stream import InlineStream
-from moeserve.ops.torch import elementwise
-from moeserve.ops.torch.attention import TorchAttention, TorchLatentAttention
-from moeserve.ops.torch.compressed_attention import TorchCompressedAttention
-from moeserve.ops.torch.hyper_connections import TorchStreams
-from moeserve.ops.torch.indexer import TorchIndexer
-from moeserve.ops.torch.linear_attention import TorchLinearAttention
-from moeserve.ops.torch.pairs import TorchPairs
-from moeserve.ops.torch.products import TorchProduct
-from moeserve.ops.torch.routing import TorchRouter
-from moeserve.ops.torch.sampling import choose_tokens
-from moeserve.ops.torch.short_convolution import TorchShortConvolution
+from moeserve.ops.streams.reference import TorchStreams
 
 
 def allocate_weights(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -10,17 +10,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from moeserve.ops.arguments import router_arguments
+from moeserve.ops.attention.triton import TritonAttention, TritonLatentAttention
+from moeserve.ops.compressed_attention.triton import TritonCompressedAttention
+from moeserve.ops.convolution.triton import TritonShortConvolution
+from moeserve.ops.indexer.triton import TritonIndexer
 from moeserve.ops.interfaces import Float8Rows, Rotation, RouterConfig
-from moeserve.ops.torch.routing import TorchRouter
+from moeserve.ops.linear_attention.triton import TritonLinearAttention
+from moeserve.ops.pairs.triton import TritonPairs
+from moeserve.ops.products.triton import make_product, quantize_rows
+from moeserve.ops.routing.reference import TorchRouter
+from moeserve.ops.streams.triton import TritonStreams
 from moeserve.ops.torch.table import TORCH_KERNELS
-from moeserve.ops.triton.attention import TritonAttention, TritonLatentAttention
-from moeserve.ops.triton.compressed_attention import TritonCompressedAttention
-from moeserve.ops.triton.hyper_connections import TritonStreams
-from moeserve.ops.triton.indexer import TritonIndexer
-from moeserve.ops.triton.linear_attention import TritonLinearAttention
-from moeserve.ops.triton.pairs import TritonPairs
-from moeserve.ops.triton.products import make_product, quantize_rows
-from moeserve.ops.triton.short_convolution import TritonShortConvolution
 from moeserve.triton_kernels import rms_norm as norms
 from moeserve.triton_kernels.rotary import rotary
 from moeserve.triton_kernels.routing import MAX_WEIGHED_TOKENS, can_weigh, route

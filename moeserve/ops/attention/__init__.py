@@ -1,0 +1,1 @@
+"""Grouped-query attention over a paged cache of keys and values."""

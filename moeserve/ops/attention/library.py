@@ -1,0 +1,158 @@
+"""Attention on a GPU by another library, for the layer shapes and kinds of step that it supports.
+
+`attention_backend` names the library; FlashInfer is the only one so far. Our kernels always write to the caches. A
+library only replaces the functions that attend to them, and ours run wherever it cannot. Latent attention is in
+`latent.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from moeserve.errors import SettingsError
+from moeserve.ops.interfaces import AttentionBackend, AttentionShape, Kernels, KeyValueCache
+from moeserve.ops.latent_attention.library import LatentChoice
+from moeserve.ops.libraries.interface import (
+    Attend,
+    AttentionLibrary,
+    AttentionProblem,
+    LatentLibrary,
+    LibraryUnusable,
+    StepKind,
+)
+from moeserve.ops.measured import attention_key, is_ever_fastest, measured_on
+from moeserve.step_inputs import StepInputs
+
+if TYPE_CHECKING:
+    from moeserve.config.settings import AttentionChoice
+
+# T tokens, N query heads, G key-value heads, H head size
+
+logger = logging.getLogger(__name__)
+
+LIBRARY_NAMES = ("flashinfer",)
+Table = Mapping[str, Mapping[int, str]]  # the fastest library by class and number of rows, see `measured.py`
+
+
+class LibraryAttention:
+    """An attention backend that writes to the cache with our kernels, and attends with a library's functions.
+
+    There is one function for decode steps and one for other steps.
+    """
+
+    def __init__(self, own: AttentionBackend, decode: Attend, chunks: Attend) -> None:
+        self.own = own
+        self.decode = decode
+        self.chunks = chunks
+        self.rotate_and_write = own.rotate_and_write
+
+    def attend(
+        self, query_TNH: Tensor, cache: KeyValueCache, step: StepInputs, sinks_N: Tensor | None = None
+    ) -> Tensor:
+        num_rows = len(query_TNH)
+        attend = self.own.attend
+        if num_rows:
+            is_decode = num_rows == len(step.spans) and step.max_rows_per_chunk == 1
+            attend = self.decode if is_decode else self.chunks
+        return attend(query_TNH, cache, step, sinks_N)
+
+
+class LibraryChoice:
+    """A factory of attention backends for a model's layers, from our own kernels and one library."""
+
+    def __init__(self, own: Kernels, library: AttentionLibrary, block_size: int, measured: Table | None = None) -> None:
+        """
+        Args:
+            block_size: number of positions in a block of the caches.
+            measured: measurements; the library serves only classes of steps for which it was mostly the fastest. None:
+                it serves all steps that it supports.
+        """
+        self._measured = measured
+        self._own = own
+        self._library = library
+        self._block_size = block_size
+        self._chosen: dict[AttentionProblem, tuple[Attend | None, Attend | None]] = {}  # shared by layers of a shape
+
+    def make_attention(self, shape: AttentionShape) -> AttentionBackend:
+        own = self._own.make_attention(shape)
+        problem = AttentionProblem(shape, self._block_size)
+        if problem not in self._chosen:
+            self._chosen[problem] = (self._choose(problem, "decode"), self._choose(problem, "chunks"))
+        decode, chunks = self._chosen[problem]
+        if decode is None and chunks is None:
+            return own
+        return LibraryAttention(own, decode or own.attend, chunks or own.attend)
+
+    def _choose(self, problem: AttentionProblem, kind: StepKind) -> Attend | None:
+        """Return the library's function for steps of this kind, or None if our own kernels must serve them."""
+        if self._measured is not None:
+            fastest = list(self._measured.get(attention_key(problem.shape, kind), {}).values())
+            if 2 * sum(name in LIBRARY_NAMES for name in fastest) <= len(fastest):
+                return None
+        if reason := self._library.why_unavailable(problem, kind):
+            label = self._library.label
+            logger.info("attention (%s, %s) runs on our kernels, not %s: %s", problem, kind, label, reason)
+            return None
+        return self._library.make_attend(problem, kind)
+
+
+def with_attention_library(own: Kernels, name: AttentionChoice, device: torch.device, block_size: int) -> Kernels:
+    """Return the table with attention by the named library.
+
+    Args:
+        name: name of the library. "measured": use the library that was measured to be the fastest for grouped-query
+            attention, if it can be used.
+
+    Raises:
+        SettingsError: the library cannot be used here.
+    """
+    if name == "measured":
+        if own.name != "triton" or not is_ever_fastest(LIBRARY_NAMES[0], device):
+            return own
+        try:
+            choice = LibraryChoice(own, open_library(LIBRARY_NAMES[0], device), block_size, measured_on(device))
+        except LibraryUnusable as error:
+            logger.info("attention runs on our kernels, although a library was measured to be faster: %s", error)
+            return own
+        return dataclasses.replace(own, make_attention=choice.make_attention)
+    try:
+        if own.name != "triton":
+            raise LibraryUnusable("keys and values are written by Triton kernels, and triton is not installed")
+        library = open_library(name, device)
+    except LibraryUnusable as error:
+        raise SettingsError(f"attention_backend={name!r} cannot be used: {error}. Use 'triton'") from None
+    return dataclasses.replace(
+        own,
+        make_attention=LibraryChoice(own, library, block_size).make_attention,
+        make_latent_attention=LatentChoice(own, open_latent_library(name, device)).make_latent_attention,
+    )
+
+
+def open_library(name: str, device: torch.device) -> AttentionLibrary:
+    """Open one of `LIBRARY_NAMES`.
+
+    Raises:
+        LibraryUnusable: the library is not installed, has the wrong version, or does not support this GPU.
+    """
+    match name:
+        case "flashinfer":
+            from moeserve.ops.attention.flashinfer import open_flashinfer
+
+            return open_flashinfer(device)
+        case _:
+            raise LibraryUnusable(f"there is no {name!r}; there are {', '.join(LIBRARY_NAMES)}")
+
+
+def open_latent_library(name: str, device: torch.device) -> LatentLibrary:
+    """Open the latent attention of one of `LIBRARY_NAMES`, which has been opened by `open_library`."""
+    from moeserve.ops.attention.flashinfer import import_flashinfer
+    from moeserve.ops.latent_attention.flashinfer import FlashInferLatent
+
+    assert name == "flashinfer"
+    return FlashInferLatent(import_flashinfer(), device)

@@ -1,0 +1,171 @@
+"""Attention to a window and to compressed entries, and hyper-connections, by C++ kernels.
+
+Results are batch-invariant: a token's bytes do not depend on the chunk, the batch or the number of threads. Dtypes
+outside `NATIVE_DTYPES` run in plain torch.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from moeserve.memory import new_empty
+from moeserve.ops.compressed_attention.interface import CompressedCache, CompressedShape
+from moeserve.ops.compressed_attention.reference import TorchCompressedAttention
+from moeserve.ops.indexer.interface import ChosenEntries
+from moeserve.ops.measured_step import is_measured
+from moeserve.ops.native import NATIVE_DTYPES
+from moeserve.ops.streams.interface import StreamsConfig, StreamsWeights
+from moeserve.ops.streams.reference import TorchStreams
+from moeserve.step_inputs import StepInputs
+
+# T tokens, N query heads, H head size, I size of an indexer's key, m tokens of a window, L maximum number of vectors
+# that a row attends to, Y values of a token, D model width, X width of all streams, C coefficients
+
+
+class CpuCompressedAttention:
+    """A `CompressedAttention` of C++ kernels. It calls paged attention with each vector as a block."""
+
+    def __init__(self, native: ModuleType, shape: CompressedShape) -> None:
+        self._native = native
+        self._shape = shape
+        self._reference = TorchCompressedAttention(shape)
+
+    def pool(self, projected_TX: Tensor, bias_mY: Tensor, tails: Tensor, block_size: int, step: StepInputs) -> Tensor:
+        if projected_TX.dtype not in NATIVE_DTYPES:
+            return self._reference.pool(projected_TX, bias_mY, tails, block_size, step)
+        pooled_TH = new_empty(projected_TX, len(projected_TX), bias_mY.shape[1] // self._shape.num_series)
+        if is_measured():
+            return pooled_TH.zero_()
+        drafts_S = None
+        if any(span.num_drafts for span in step.spans):
+            drafts_S = torch.tensor([span.num_drafts for span in step.spans], dtype=torch.int32)
+        self._native.pool_windows(
+            projected_TX, bias_mY, tails, *_chunks(step), drafts_S, pooled_TH, block_size=block_size
+        )
+        return pooled_TH
+
+    def write(
+        self,
+        vector_TH: Tensor,
+        entry_TH: Tensor | None,
+        index_key_TI: Tensor | None,
+        cache: CompressedCache,
+        step: StepInputs,
+        windows: StepInputs,
+    ) -> None:
+        self._native.write_cache(vector_TH[:, None], None, cache.tokens[:, None], None, windows.cache_slots)
+        if entry_TH is None:
+            return
+        num_blocks, entries_of_block, _ = cache.entries.shape
+        entry_slot_T = torch.empty(len(vector_TH), dtype=torch.int64)
+        self._native.find_entry_slots(
+            *_chunks(step),
+            entry_slot_T,
+            num_blocks=num_blocks,
+            block_size=cache.block_size,
+            ratio=self._shape.ratio,
+            entries_of_block=entries_of_block,
+        )
+        self._native.write_cache(entry_TH[:, None], None, cache.entries[:, None], None, entry_slot_T)
+        if index_key_TI is not None:
+            assert cache.index_keys is not None
+            self._native.write_cache(index_key_TI[:, None], None, cache.index_keys[:, None], None, entry_slot_T)
+
+    def attend(
+        self,
+        query_TNH: Tensor,
+        chosen: ChosenEntries | None,
+        sinks_N: Tensor,
+        cache: CompressedCache,
+        step: StepInputs,
+        windows: StepInputs,
+    ) -> Tensor:
+        if query_TNH.dtype not in NATIVE_DTYPES:
+            return self._reference.attend(query_TNH, chosen, sinks_N, cache, step, windows)
+        shape, out_TNH = self._shape, new_empty(query_TNH, *query_TNH.shape)
+        num_tokens, most_positions = len(query_TNH), step.block_table.shape[1] * cache.block_size
+        most_entries = 0 if shape.ratio is None else most_positions // shape.ratio
+        if chosen is not None:
+            most_entries = chosen.slots_TC.shape[1]
+        num_listed = min(shape.window, most_positions) + most_entries
+        listed_TL = new_empty(query_TNH, num_tokens, num_listed, dtype=torch.int32)
+        if is_measured():
+            listed_TL.zero_()  # so that its memory is measured
+            return out_TNH.zero_()
+        count_T, starts = (torch.empty(size, dtype=torch.int32) for size in (num_tokens, num_tokens + 1))
+        entries = (None, None) if chosen is None else (chosen.slots_TC, chosen.counts_T)
+        num_blocks, entries_of_block, _ = cache.entries.shape
+        self._native.list_vectors(
+            *_chunks(step),
+            windows.block_table,
+            *entries,
+            listed_TL,
+            count_T,
+            starts,
+            num_blocks=num_blocks,
+            block_size=cache.block_size,
+            num_window_blocks=len(cache.tokens),
+            entries_of_block=entries_of_block,
+            ratio=shape.ratio,
+            window=shape.window,
+        )
+        vectors = cache.vectors[:, None, None]
+        self._native.paged_attention(
+            query_TNH,
+            vectors,
+            vectors,
+            listed_TL,
+            starts,
+            count_T,
+            out_TNH,
+            scale=shape.scale,
+            window=None,
+            sinks=sinks_N,
+            whole_group_size=shape.whole_num_heads,
+        )
+        return out_TNH
+
+
+class CpuStreams:
+    """`StreamKernels` in C++."""
+
+    def __init__(self, native: ModuleType, config: StreamsConfig, norm_epsilon: float) -> None:
+        self._native = native
+        self._config = config
+        self._norm_epsilon = norm_epsilon
+        self._reference = TorchStreams(config, norm_epsilon)
+
+    def collapse(self, streams_TX: Tensor, weights: StreamsWeights) -> tuple[Tensor, Tensor]:
+        if streams_TX.dtype not in NATIVE_DTYPES:
+            return self._reference.collapse(streams_TX, weights)
+        config, num_tokens = self._config, len(streams_TX)
+        collapsed_TD = new_empty(streams_TX, num_tokens, streams_TX.shape[1] // config.num_streams)
+        coefficients_TC = torch.empty(num_tokens, len(weights.base_C), dtype=torch.float32)
+        self._native.collapse_streams(
+            streams_TX,
+            weights.map_CX,
+            weights.base_C,
+            weights.scales,
+            coefficients_TC,
+            collapsed_TD,
+            num_streams=config.num_streams,
+            num_iterations=config.num_iterations,
+            epsilon=config.epsilon,
+            norm_epsilon=self._norm_epsilon,
+        )
+        return collapsed_TD, coefficients_TC
+
+    def expand(self, streams_TX: Tensor, update_TD: Tensor, coefficients_TC: Tensor) -> Tensor:
+        if streams_TX.dtype not in NATIVE_DTYPES:
+            return self._reference.expand(streams_TX, update_TD, coefficients_TC)
+        out_TX = new_empty(streams_TX, *streams_TX.shape)
+        num_streams = self._config.num_streams
+        self._native.expand_streams(streams_TX, update_TD, coefficients_TC, out_TX, num_streams=num_streams)
+        return out_TX
+
+
+def _chunks(step: StepInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return step.cache_slots, step.block_table, step.row_starts, step.context_lens

@@ -1,0 +1,1 @@
+"""Causal depthwise convolutions over the last few tokens."""

@@ -1,0 +1,44 @@
+"""Short convolutions by a C++ kernel. Dtypes outside `NATIVE_DTYPES` run in plain torch."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from moeserve.memory import new_empty
+from moeserve.ops.convolution.interface import ConvolutionShape, ConvolutionWeights
+from moeserve.ops.convolution.reference import TorchShortConvolution
+from moeserve.ops.measured_step import is_measured
+from moeserve.ops.native import NATIVE_DTYPES
+from moeserve.step_inputs import StepInputs
+
+
+class CpuShortConvolution:
+    """A batch-invariant `ShortConvolution`: a token's bytes do not depend on chunks, batch or number of threads."""
+
+    def __init__(self, native: ModuleType, shape: ConvolutionShape) -> None:
+        self._native = native
+        self._shape = shape
+        self._reference = TorchShortConvolution(shape)
+
+    def __call__(self, input_TX: Tensor, weights: ConvolutionWeights, states: Tensor, step: StepInputs) -> Tensor:
+        if input_TX.dtype not in NATIVE_DTYPES:
+            return self._reference(input_TX, weights, states, step)
+        assert step.states is not None
+        sizes = len(input_TX), self._shape.num_channels
+        out_TC = new_empty(input_TX, *sizes) if self._shape.is_gated else torch.empty(sizes, dtype=torch.float32)
+        if is_measured():
+            return out_TC.zero_()  # so that its memory is measured
+        self._native.short_convolution(
+            input_TX,
+            weights.taps_WC,
+            weights.bias_C,
+            states,
+            step.row_starts,
+            *step.states,
+            out_TC,
+            is_gated=self._shape.is_gated,
+        )
+        return out_TC

@@ -1,0 +1,29 @@
+"""Short convolutions by a Triton kernel."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from moeserve.ops.convolution.interface import ConvolutionShape, ConvolutionWeights
+from moeserve.step_inputs import StepInputs
+from moeserve.triton_kernels.short_convolution import short_convolution
+
+
+class TritonShortConvolution:
+    """A `ShortConvolution` in Triton."""
+
+    def __init__(self, shape: ConvolutionShape) -> None:
+        self._shape = shape
+
+    def __call__(self, input_TX: Tensor, weights: ConvolutionWeights, states: Tensor, step: StepInputs) -> Tensor:
+        assert step.states is not None
+        return short_convolution(
+            input_TX,
+            weights.taps_WC,
+            weights.bias_C,
+            states,
+            step.row_starts,
+            step.states,
+            max_rows_per_chunk=step.max_rows_per_chunk,
+            is_gated=self._shape.is_gated,
+        )

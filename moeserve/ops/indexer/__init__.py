@@ -1,0 +1,1 @@
+"""The lightning indexer (DeepSeek-V3.2), which chooses the entries that a token attends to."""

@@ -1,0 +1,319 @@
+"""Latent attention by FlashInfer: its MLA kernel if weights are absorbed, its ragged prefill if keys are expanded.
+
+- Absorbed: `BatchMLAPagedAttentionWrapper` over the paged cache. It splits contexts by the lengths of the whole step,
+  so a request's last bits depend on its batch.
+- Expanded: `BatchPrefillWithRaggedKVCacheWrapper` attends from the chunks to themselves, then to their prefixes, piece
+  by piece; `merge_state_in_place` merges each piece into the result by its log-sum-exp.
+
+Both are planned on the host, once for all layers of a step, so neither can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moeserve.ops.attention.flashinfer import lacking_argument, listed, numbers, places_of_blocks
+from moeserve.ops.attention.plans import Plans
+from moeserve.ops.interfaces import ExpandLatents
+from moeserve.ops.libraries.interface import AttendAbsorbed, AttendExpanded, LatentProblem, capability
+from moeserve.ops.upload import upload
+from moeserve.step_inputs import ChunkSpan, StepInputs
+
+# T tokens, R rows of some chunks, N query heads, K size of the unrotated part of a head's key, E of the rotated part,
+# Q = K + E, V size of a head's value, L latent size, P = L + E, S chunks, B blocks of all chunks, C positions
+
+DTYPES = (torch.float16, torch.bfloat16)
+LATENT_SIZES = (128, 256, 512)  # supported by its kernel for sm_90: flashinfer/mla
+ROTARY_MULTIPLE = 64  # required by the same kernel
+TILE_ROWS = 128  # pairs of row and head in a tile; a tile that ends inside a row may omit a position
+MAX_ABSORBED_ROWS = 8192  # rows of a step; a plan holds at most 16384 tiles of 128 heads and splits
+EXPANDED_SIZES = (192, 128)  # key and value size: is_fa3_prefill_head_dim_supported in flashinfer/utils.py
+WORKSPACE = 2**27  # bytes, as its documentation recommends
+MAX_EXPANDED_BYTES = 2**29  # maximum bytes of the keys and values of one piece of the prefixes
+MAX_PIECES = 16  # each piece has two wrappers of 16 MiB; steps with longer prefixes run on our kernels
+
+PLAN_NEEDS = {
+    *("metadata", "num_heads", "head_dim_ckv", "head_dim_kpe", "page_size", "causal", "sm_scale"),
+    *("q_data_type", "kv_data_type"),
+}
+RAGGED_PLAN_NEEDS = {
+    *("qo_indptr", "kv_indptr", "num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo", "causal", "sm_scale"),
+    *("q_data_type", "kv_data_type", "non_blocking", "disable_split_kv"),
+}
+
+
+class FlashInferLatent:
+    """FlashInfer as a `LatentLibrary`. Layers share the workspace, because they run one after another."""
+
+    def __init__(self, flashinfer: ModuleType, device: torch.device) -> None:
+        self.label = f"flashinfer {flashinfer.__version__}"
+        self._flashinfer = flashinfer
+        self._device = device
+        self._missing = _missing(flashinfer)
+        self._workspace: Tensor | None = None
+
+    def why_unavailable(self, problem: LatentProblem) -> str | None:
+        if self._missing:
+            return f"this version has no {self._missing}"
+        if problem.dtype not in DTYPES:
+            return f"it computes in 16 bits, not in {problem.dtype}"
+        sizes = problem.key_size + problem.rotary_size, problem.value_size
+        if not problem.is_absorbed:
+            return None if sizes == EXPANDED_SIZES else f"its keys and values have {EXPANDED_SIZES} values, not {sizes}"
+        if problem.value_size not in LATENT_SIZES:
+            return f"its latent vectors have {listed(LATENT_SIZES)} values, not {problem.value_size}"
+        if problem.rotary_size % ROTARY_MULTIPLE:
+            return f"its rotated keys have multiples of {ROTARY_MULTIPLE} values, not {problem.rotary_size}"
+        if TILE_ROWS % problem.num_heads:
+            return f"its tiles have whole rows of heads that divide {TILE_ROWS}, not of {problem.num_heads}"
+        return None
+
+    def make_absorbed(self, problem: LatentProblem) -> AttendAbsorbed:
+        found = capability(self._device)
+        backend = "fa3" if found is None or found[0] == 9 else "fa2"
+        wrapper = self._flashinfer.mla.BatchMLAPagedAttentionWrapper
+        make_wrapper = functools.partial(wrapper, self._shared_workspace(), backend=backend)
+        return AbsorbedAttention(Plans(make_wrapper, self._device), self._flashinfer.mla.MLAPlanMetadata.csr, problem)
+
+    def make_expanded(self, problem: LatentProblem) -> AttendExpanded:
+        wrapper = self._flashinfer.BatchPrefillWithRaggedKVCacheWrapper
+        make_wrapper = functools.partial(wrapper, self._shared_workspace(), kv_layout="NHD")
+        return ExpandedAttention(
+            Plans(list, self._device), make_wrapper, self._flashinfer.merge_state_in_place, problem
+        )
+
+    def _shared_workspace(self) -> Tensor:
+        if self._workspace is None:
+            self._workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=self._device)
+        return self._workspace
+
+
+def _missing(flashinfer: ModuleType) -> str:
+    """Return the class, function or argument that this version lacks, or an empty string."""
+    mla = getattr(flashinfer, "mla", None)
+    for owner, name in (
+        (mla, "BatchMLAPagedAttentionWrapper"),
+        (mla, "MLAPlanMetadata"),
+        (flashinfer, "BatchPrefillWithRaggedKVCacheWrapper"),
+        (flashinfer, "merge_state_in_place"),
+    ):
+        if not hasattr(owner, name):
+            return name
+    absorbed, ragged = flashinfer.mla.BatchMLAPagedAttentionWrapper, flashinfer.BatchPrefillWithRaggedKVCacheWrapper
+    return lacking_argument(
+        ("BatchMLAPagedAttentionWrapper.plan", absorbed.plan, PLAN_NEEDS),
+        ("BatchMLAPagedAttentionWrapper.run", absorbed.run, {"query", "kv_cache", "out"}),
+        ("BatchPrefillWithRaggedKVCacheWrapper.plan", ragged.plan, RAGGED_PLAN_NEEDS),
+        ("BatchPrefillWithRaggedKVCacheWrapper.run", ragged.run, {"q", "k", "v", "out", "return_lse"}),
+    )
+
+
+class AbsorbedAttention:
+    """Attention of short chunks to latent vectors, for layers of one shape."""
+
+    def __init__(
+        self, plans: Plans[Any, Tensor | None], make_metadata: Callable[..., Any], problem: LatentProblem
+    ) -> None:
+        """
+        Args:
+            plans: plans of the last steps. A plan is the indices [R] of the planned chunks' rows among the step's
+                tokens; None: all rows.
+            make_metadata: `MLAPlanMetadata.csr`.
+        """
+        self._plans = plans
+        self._make_metadata = make_metadata
+        self._problem = problem
+
+    def serves(self, step: StepInputs, max_rows: int) -> bool:
+        spans = [span for _, span in _chunks(step, max_rows, is_long=False)]
+        has_positions = all(0 < span.num_rows <= span.context_len for span in spans)
+        return has_positions and 0 < sum(span.num_rows for span in spans) <= MAX_ABSORBED_ROWS
+
+    def __call__(self, query_TNP: Tensor, cache: Tensor, step: StepInputs, max_rows: int) -> Tensor:
+        plan = functools.partial(self._plan, step, max_rows, cache.shape[1])
+        wrapper, rows_R = self._plans.of(step, plan)
+        query_RNP = query_TNP.contiguous() if rows_R is None else query_TNP[rows_R]
+        output_RNL = query_TNP.new_empty(*query_RNP.shape[:2], self._problem.value_size)
+        wrapper.run(query=query_RNP, kv_cache=cache, out=output_RNL)
+        if rows_R is None:
+            return output_RNL
+        output_TNL = query_TNP.new_zeros(*query_TNP.shape[:2], self._problem.value_size)
+        output_TNL[rows_R] = output_RNL
+        return output_TNL
+
+    def _plan(self, step: StepInputs, max_rows: int, block_size: int, wrapper: Any) -> Tensor | None:
+        """Plan the short chunks of a step from its spans on the host, without waiting for the GPU."""
+        problem, device = self._problem, step.block_table.device
+        chunks = _chunks(step, max_rows, is_long=False)
+        spans = [span for _, span in chunks]
+        block_starts, places_B = places_of_blocks(step, block_size, chunks)
+        wrapper.plan(
+            metadata=self._make_metadata(
+                qo_indptr=numbers([0, *itertools.accumulate(span.num_rows for span in spans)]),
+                kv_indptr=numbers(block_starts),
+                kv_indices=step.block_table.flatten()[upload(places_B, device)],
+                kv_len_arr=numbers([span.context_len for span in spans]),
+            ),
+            num_heads=problem.num_heads,
+            head_dim_ckv=problem.value_size,
+            head_dim_kpe=problem.rotary_size,
+            page_size=block_size,
+            causal=True,
+            sm_scale=problem.scale,
+            q_data_type=problem.dtype,
+            kv_data_type=problem.dtype,
+        )
+        return None if len(chunks) == len(step.spans) else upload(_rows_of(spans), device)
+
+
+class ExpandedAttention:
+    """Attention of long chunks to the keys and values of each head, for layers of one shape."""
+
+    def __init__(
+        self,
+        plans: Plans[list[Any], ExpandedPlan],
+        make_wrapper: Callable[[], Any],
+        merge: Callable[..., None],
+        problem: LatentProblem,
+    ) -> None:
+        """
+        Args:
+            plans: plans of the last steps, each with one wrapper from `make_wrapper` for each piece.
+            make_wrapper: returns a new `BatchPrefillWithRaggedKVCacheWrapper`.
+            merge: `merge_state_in_place`.
+        """
+        self._plans = plans
+        self._make_wrapper = make_wrapper
+        self._merge = merge
+        self._problem = problem
+        keys_and_values = 2 * problem.key_size + problem.rotary_size + problem.value_size  # includes a copy of the keys
+        self._piece_size = max(MAX_EXPANDED_BYTES // (problem.num_heads * keys_and_values * problem.dtype.itemsize), 1)
+
+    def serves(self, step: StepInputs, max_rows: int) -> bool:
+        prefixes = [span.context_len - span.num_rows for _, span in _chunks(step, max_rows, is_long=True)]
+        return min(prefixes) >= 0 and sum(prefixes) <= MAX_PIECES * self._piece_size
+
+    def __call__(
+        self,
+        query_TNK: Tensor,
+        query_TNE: Tensor,
+        cache: Tensor,
+        step: StepInputs,
+        max_rows: int,
+        expand: ExpandLatents,
+        out_TNV: Tensor,
+    ) -> None:
+        wrappers, plan = self._plans.of(step, functools.partial(self._plan, step, max_rows, cache.shape[1]))
+        query_RNQ = torch.cat([query_TNK[plan.rows_R], query_TNE[plan.rows_R]], dim=-1)
+        latents = cache.flatten(0, 1)
+        output_RNV = sums_RN = None
+        for piece, wrapper in zip(plan.pieces, wrappers, strict=False):
+            key_CNQ, value_CNV = self._expanded(latents[piece.slots_C], expand)
+            part_RNV, part_RN = wrapper.run(query_RNQ[piece.rows], key_CNQ, value_CNV, return_lse=True)
+            if output_RNV is None or sums_RN is None:
+                output_RNV, sums_RN = part_RNV, part_RN  # the first piece has all rows
+            else:
+                self._merge(output_RNV[piece.rows], sums_RN[piece.rows], part_RNV, part_RN)
+            del key_CNQ, value_CNV  # before those of the next piece are allocated
+        assert output_RNV is not None
+        out_TNV[plan.rows_R] = output_RNV
+
+    def _expanded(self, vectors_CP: Tensor, expand: ExpandLatents) -> tuple[Tensor, Tensor]:
+        """Return the keys [C, N, K + E] and values [C, N, V] of latent vectors. The values may be strided."""
+        problem = self._problem
+        latent_CL, rotated_CE = vectors_CP.split([vectors_CP.shape[1] - problem.rotary_size, problem.rotary_size], 1)
+        key_NCK, value_NCV = expand(latent_CL)
+        num_positions = len(vectors_CP)
+        key_CNQ = vectors_CP.new_empty(num_positions, problem.num_heads, problem.key_size + problem.rotary_size)
+        key_CNQ[..., : problem.key_size] = key_NCK.transpose(0, 1)
+        key_CNQ[..., problem.key_size :] = rotated_CE[:, None]
+        return key_CNQ, value_NCV.transpose(0, 1)
+
+    def _plan(self, step: StepInputs, max_rows: int, block_size: int, wrappers: list[Any]) -> ExpandedPlan:
+        """Divide the long chunks' contexts into pieces and plan each, without waiting for the GPU.
+
+        The first piece holds the positions of the chunks themselves. The other pieces divide the concatenated prefixes.
+        """
+        device = step.block_table.device
+        chunks = _chunks(step, max_rows, is_long=True)
+        chunks.sort(key=lambda chunk: chunk[1].context_len == chunk[1].num_rows)  # chunks without a prefix come last
+        spans = [span for _, span in chunks]
+        row_ends = [0, *itertools.accumulate(span.num_rows for span in spans)]
+        ends = [0, *itertools.accumulate(span.context_len - span.num_rows for span in spans)]
+
+        rows_R = upload(_rows_of(spans), device)
+        pieces = [Piece(slice(0, row_ends[-1]), step.cache_slots[rows_R])]
+        num_pieces = 1 + -(-ends[-1] // self._piece_size)
+        wrappers += [self._make_wrapper() for _ in range(num_pieces - len(wrappers))]
+        self._plan_piece(wrappers[0], row_ends, row_ends, causal=True)
+
+        for wrapper, first in zip(wrappers[1:], range(0, ends[-1], self._piece_size), strict=False):
+            last = min(first + self._piece_size, ends[-1])
+            own = [i for i in range(len(spans)) if ends[i] < last and ends[i + 1] > first]
+            positions = [torch.arange(max(first, ends[i]), min(last, ends[i + 1])) - ends[i] for i in own]
+            before = [chunks[i][0] * step.block_table.shape[1] for i in own]
+            places_C = torch.cat([a + each // block_size for a, each in zip(before, positions, strict=True)])
+            offsets_C = torch.cat(positions) % block_size
+            blocks_C = step.block_table.flatten()[upload(places_C, device)].long()
+            slots_C = blocks_C * block_size + upload(offsets_C, device)
+            rows = slice(row_ends[own[0]], row_ends[own[-1] + 1])
+            pieces.append(Piece(rows, slots_C))
+            self._plan_piece(
+                wrapper,
+                [row_ends[i] - rows.start for i in (*own, own[-1] + 1)],
+                [0, *itertools.accumulate(map(len, positions))],
+                causal=False,
+            )
+        return ExpandedPlan(rows_R, pieces)
+
+    def _plan_piece(self, wrapper: Any, row_starts: list[int], starts: list[int], *, causal: bool) -> None:
+        problem = self._problem
+        wrapper.plan(
+            qo_indptr=numbers(row_starts),
+            kv_indptr=numbers(starts),
+            num_qo_heads=problem.num_heads,
+            num_kv_heads=problem.num_heads,
+            head_dim_qk=problem.key_size + problem.rotary_size,
+            head_dim_vo=problem.value_size,
+            causal=causal,
+            sm_scale=problem.scale,
+            q_data_type=problem.dtype,
+            kv_data_type=problem.dtype,
+            non_blocking=True,
+            disable_split_kv=True,  # the order of a row's sum must not depend on the rest of the step
+        )
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The rows that attend to one piece of the context, and its positions."""
+
+    rows: slice  # among the rows of all planned chunks
+    slots_C: Tensor  # int64, indices of the positions in the flattened cache
+
+
+@dataclass(frozen=True)
+class ExpandedPlan:
+    """The plan of a step's long chunks."""
+
+    rows_R: Tensor  # indices of the chunks' rows among the step's tokens
+    pieces: list[Piece]
+
+
+def _chunks(step: StepInputs, max_rows: int, *, is_long: bool) -> list[tuple[int, ChunkSpan]]:
+    """Return index and span of each chunk with more than `max_rows` rows if `is_long`, otherwise of the others."""
+    spans = enumerate(step.spans)
+    return [(chunk, span) for chunk, span in spans if (min(span.num_rows, span.context_len) > max_rows) is is_long]
+
+
+def _rows_of(spans: list[ChunkSpan]) -> Tensor:
+    """Return the row indices of some chunks, int64 on the host."""
+    return torch.cat([torch.arange(span.first_row, span.last_row + 1) for span in spans])

@@ -1,1 +1,0 @@
-"""Operations from other libraries, each with a check that it can be used."""

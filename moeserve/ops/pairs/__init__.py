@@ -1,0 +1,1 @@
+"""Pairs of a token and one of its experts: sorting, moving rows, and summing outputs."""

@@ -1,0 +1,1 @@
+"""Operations on single rows: norms, rotary embedding, sums and gates."""

@@ -1,0 +1,152 @@
+"""Operations on single rows: norms, rotary embedding, gating, sampling, routing, and the choice of expert copies.
+
+Dtypes outside `NATIVE_DTYPES` run in plain torch.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moeserve.memory import new_empty
+from moeserve.ops.arguments import router_arguments
+from moeserve.ops.interfaces import Rotation, RouterConfig
+from moeserve.ops.native import NATIVE_DTYPES
+from moeserve.ops.routing.reference import TorchRouter
+from moeserve.ops.rows import reference as reference
+from moeserve.ops.sampling.reference import Array, choose_with
+
+# T tokens, D width of a row, N heads, H head size, R rows, V vocabulary, K experts per token, E experts,
+# W fields of SAMPLING_SETTINGS
+
+
+class RowKernels:
+    """The C++ kernels that process each row independently. `Kernels` describes the operations."""
+
+    def __init__(self, native: ModuleType) -> None:
+        self._native = native
+
+    def add(self, a_TD: Tensor, b_TD: Tensor) -> Tensor:
+        if a_TD.dtype not in NATIVE_DTYPES:
+            return torch.add(a_TD, b_TD)
+        out_TD = new_empty(a_TD, *a_TD.shape)
+        self._native.add(a_TD, b_TD, out_TD)
+        return out_TD
+
+    def add_scaled(self, a_TD: Tensor, b_TD: Tensor, factor_1: Tensor) -> Tensor:
+        if a_TD.dtype not in NATIVE_DTYPES:
+            return reference.add_scaled(a_TD, b_TD, factor_1)
+        out_TD = new_empty(a_TD, *a_TD.shape)
+        self._native.add(a_TD, b_TD, out_TD, factor_1)
+        return out_TD
+
+    def gate_rows(self, gates: Tensor, rows_TD: Tensor) -> Tensor:
+        if rows_TD.dtype not in NATIVE_DTYPES:
+            return reference.gate_rows(gates, rows_TD)
+        out_TD = new_empty(rows_TD, *rows_TD.shape)
+        self._native.gate_rows(gates, rows_TD, out_TD)
+        return out_TD
+
+    def rms_norm(self, x_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
+        """Normalise the last of two or three dimensions, which must be contiguous.
+
+        The input may be a view of a fused projection.
+        """
+        if x_TD.dtype not in NATIVE_DTYPES:
+            return reference.rms_norm(x_TD, weight_D, epsilon)
+        out_TD = torch.empty_like(x_TD)
+        self._native.rms_norm(x_TD, weight_D, epsilon, out_TD)
+        return out_TD
+
+    def rms_norm_in_place(self, x_TD: Tensor, weight_D: Tensor, epsilon: float) -> None:
+        if x_TD.dtype not in NATIVE_DTYPES:
+            return reference.rms_norm_in_place(x_TD, weight_D, epsilon)
+        self._native.rms_norm(x_TD, weight_D, epsilon, x_TD)
+
+    def layer_norm(self, x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, epsilon: float) -> Tensor:
+        if x_TD.dtype not in NATIVE_DTYPES:
+            return reference.layer_norm(x_TD, weight_D, bias_D, epsilon)
+        out_TD = torch.empty_like(x_TD)
+        self._native.layer_norm(x_TD, weight_D, bias_D, epsilon, out_TD)
+        return out_TD
+
+    def layer_norm_in_place(self, x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, epsilon: float) -> None:
+        if x_TD.dtype not in NATIVE_DTYPES:
+            return reference.layer_norm_in_place(x_TD, weight_D, bias_D, epsilon)
+        self._native.layer_norm(x_TD, weight_D, bias_D, epsilon, x_TD)
+
+    def add_rms_norm(self, x_TD: Tensor, update_TD: Tensor, weight_D: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+        if x_TD.dtype not in NATIVE_DTYPES:
+            return reference.add_rms_norm(x_TD, update_TD, weight_D, epsilon)
+        sum_TD, out_TD = torch.empty_like(x_TD), torch.empty_like(x_TD)
+        self._native.add_rms_norm(x_TD, update_TD, weight_D, epsilon, sum_TD, out_TD)
+        return sum_TD, out_TD
+
+    def apply_rope(self, heads_TNH: Tensor, rotation: Rotation, out_TNH: Tensor | None = None) -> Tensor:
+        if heads_TNH.dtype not in NATIVE_DTYPES:
+            return reference.apply_rope(heads_TNH, rotation, out_TNH)
+        out_TNH = heads_TNH if out_TNH is None else out_TNH
+        self._native.apply_rope(heads_TNH, rotation.cosines, rotation.sines, rotation.is_interleaved, out_TNH)
+        return out_TNH
+
+    def row_maximum(self, rows_RV: Tensor) -> tuple[Tensor, Tensor]:
+        if rows_RV.dtype not in NATIVE_DTYPES or rows_RV.stride(1) != 1:
+            return reference.row_maximum(rows_RV)
+        largest_R = torch.empty(len(rows_RV), dtype=torch.float32)
+        indices_R = torch.empty(len(rows_RV), dtype=torch.int64)
+        self._native.row_maximum(rows_RV, largest_R, indices_R)
+        return largest_R, indices_R
+
+    def choose_tokens(self, scores_RV: Tensor, settings_RW: Tensor, positions_R: Tensor) -> tuple[Tensor, Tensor]:
+        return choose_with(self.row_maximum, self._draw_tokens, scores_RV, settings_RW, positions_R)
+
+    def _draw_tokens(self, scores_RV: Tensor, settings: Array, numbers: Array) -> Tensor:
+        tokens_R = torch.empty(len(scores_RV), dtype=torch.int64)
+        self._native.draw_tokens(
+            scores_RV if scores_RV.stride(1) == 1 else scores_RV.contiguous(),
+            torch.from_numpy(settings["temperature"].astype(np.float32)),
+            torch.from_numpy(settings["top_k"].copy()),
+            torch.from_numpy(settings["top_p"].astype(np.float32)),
+            torch.from_numpy(settings["min_p"].astype(np.float32)),
+            torch.from_numpy(numbers),
+            tokens_R,
+        )
+        return tokens_R
+
+    def choose_expert_copies(
+        self, experts_TK: Tensor, copies_EW: Tensor, num_copies_E: Tensor, first_token: int
+    ) -> Tensor:
+        chosen_TK = torch.empty(experts_TK.shape, dtype=torch.int64)
+        self._native.choose_copies(experts_TK, copies_EW, num_copies_E, first_token, chosen_TK)
+        return chosen_TK
+
+
+class CpuRouter:
+    """A `RouteTokens` in C++."""
+
+    def __init__(self, native: ModuleType, config: RouterConfig) -> None:
+        self._native = native
+        self._reference = TorchRouter(config)
+        self._top_k = config.top_k
+        self._rules = router_arguments(config) | {"tolerance": config.tolerance}
+
+    def __call__(
+        self,
+        hidden_TD: Tensor,
+        weight_ED: Tensor,
+        bias_E: Tensor | None,
+        correction_E: Tensor | None,
+        given_TK: Tensor | None = None,
+        factors_E: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        if hidden_TD.dtype not in NATIVE_DTYPES:
+            return self._reference(hidden_TD, weight_ED, bias_E, correction_E, given_TK, factors_E)
+        num_tokens = hidden_TD.shape[0]
+        experts_TK = torch.empty(num_tokens, self._top_k, dtype=torch.int64)
+        weights_TK = torch.empty(num_tokens, self._top_k, dtype=torch.float32)
+        tensors = hidden_TD, weight_ED, bias_E, correction_E, experts_TK, weights_TK
+        self._native.route(*tensors, **self._rules, given=given_TK, factors=factors_E)
+        return experts_TK, weights_TK

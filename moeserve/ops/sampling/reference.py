@@ -1,0 +1,162 @@
+"""Sampling of tokens with random numbers from the host: the reference, and functions that the CPU kernels share.
+
+Ties are always ordered by ascending token id.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from moeserve.ops.rows import reference as elementwise
+from moeserve.step_inputs import SAMPLING_SETTINGS
+
+# R rows of scores, V vocabulary, H most likely tokens of a row, most likely first, W fields of SAMPLING_SETTINGS
+
+Array = npt.NDArray[Any]
+# Draw a token from each row of float32 scores [R, V], given settings [R] and random numbers in [0, 1), float64 [R].
+Draw = Callable[[Tensor, Array, Array], Tensor]
+# Maximum number of scores processed together in float64. On a CPU, their copies should stay in its cache.
+PIECE_SIZE = {"cpu": 2**18, "cuda": 2**24}
+# Maximum number of scores processed together in float32.
+FLOAT_PIECE_SIZE = 2**24
+# Almost every random choice is among this many most likely tokens. The whole row is sorted only if it is not.
+HEAD_SIZE = 256
+UNIFORMS_AT_ONCE = 32
+
+
+def choose_tokens(scores_RV: Tensor, settings_RW: Tensor, positions_R: Tensor) -> tuple[Tensor, Tensor]:
+    """Choose tokens as `ChooseTokens` describes. Blocks until the device has computed the scores."""
+    return choose_with(elementwise.row_maximum, draw, scores_RV, settings_RW, positions_R)
+
+
+def choose_with(
+    row_maximum: Callable[[Tensor], tuple[Tensor, Tensor]],
+    draw: Draw,
+    scores_RV: Tensor,
+    settings_RW: Tensor,
+    positions_R: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Choose tokens as `ChooseTokens` describes, with the given functions for the row maximum and for drawing."""
+    highest_R, tokens_R = row_maximum(scores_RV)
+    settings = settings_RW.cpu().numpy().view(SAMPLING_SETTINGS)[:, 0]
+    is_drawn = settings["temperature"] > 0
+    if not is_drawn.any():
+        return highest_R, tokens_R
+    rows = np.flatnonzero(is_drawn & np.isfinite(highest_R.float().cpu().numpy()))
+    num_outputs = positions_R.cpu().numpy() + 1 - settings["num_prompt_tokens"]
+    for piece in pieces(rows, scores_RV, in_float32=True):
+        some = settings[piece]
+        numbers = [uniform(*each) for each in zip(some["seed"].tolist(), num_outputs[piece].tolist(), strict=True)]
+        place_P = torch.from_numpy(piece).to(scores_RV.device)
+        scores_PV = scores_RV if len(piece) == len(scores_RV) else scores_RV.index_select(0, place_P)
+        tokens_R.index_copy_(0, place_P, draw(scores_PV.float(), some, np.array(numbers)))
+    return highest_R, tokens_R
+
+
+def uniform(seed: int, position: int) -> float:
+    """Return the random number in [0, 1) of one position of one request (Philox 4x64-10, Salmon et al. 2011).
+
+    Args:
+        position: number of output tokens before this one.
+    """
+    block, offset = divmod(position, UNIFORMS_AT_ONCE)
+    return _uniforms(seed, block)[offset]
+
+
+@functools.lru_cache(maxsize=4096)
+def _uniforms(seed: int, block: int) -> list[float]:
+    """Return the random numbers of a block of positions, because starting a generator dominates the time."""
+    generator = np.random.Philox(key=seed, counter=block * UNIFORMS_AT_ONCE)
+    numbers: list[float] = ((generator.random_raw(4 * UNIFORMS_AT_ONCE)[::4] >> np.uint64(11)) * 2.0**-53).tolist()
+    return numbers
+
+
+def draw(scores_RV: Tensor, settings: Array, numbers: Array) -> Tensor:
+    """Draw one token of each row, see `Draw`. A row is sorted as a whole only if the choice is outside its head."""
+    drawn = [
+        token
+        for rows in pieces(np.arange(len(numbers)), scores_RV)
+        for token in _draw(scores_RV, settings, numbers, rows)
+    ]
+    return torch.tensor(drawn, dtype=torch.int64, device=scores_RV.device)
+
+
+def _draw(all_scores_RV: Tensor, settings: Array, numbers: Array, rows: Array) -> Iterator[int]:
+    scores_RV = all_scores_RV[rows[0] : rows[-1] + 1]
+    temperatures_R1 = torch.from_numpy(settings["temperature"][rows, None]).to(scores_RV.device)
+    # Subtracting the highest before dividing avoids infinity / infinity at the smallest temperatures.
+    shifted_RV = (scores_RV - scores_RV.amax(dim=1, keepdim=True)).double()
+    probabilities_RV = torch.softmax(shifted_RV / temperatures_R1, dim=-1)
+    keys_RV = order_keys(scores_RV)
+    head_RH = tokens_of(keys_RV.topk(min(HEAD_SIZE, keys_RV.shape[1])).values)
+    head_probabilities_RH = probabilities_RV.gather(1, head_RH).cpu().numpy()
+    is_whole_row = head_RH.shape == scores_RV.shape
+
+    for row, order_H in enumerate(head_RH.cpu()):
+        request, number = settings[rows[row]], float(numbers[rows[row]])
+        place = _place(head_probabilities_RH[row], request, number, is_whole_row=is_whole_row)
+        if place is None:
+            # numpy sorts integers several times faster than torch.
+            order_H = tokens_of(torch.from_numpy(np.sort(keys_RV[row].cpu().numpy())[::-1].copy()))
+            place = _place(probabilities_RV[row].cpu()[order_H].numpy(), request, number, is_whole_row=True)
+        assert place is not None, "a whole row always has a choice"
+        yield int(order_H[place])
+
+
+def _place(probabilities_H: Array, settings: Any, number: float, *, is_whole_row: bool) -> int | None:
+    """Return the index of the kept token whose share of the cumulative probability contains `number` in [0, 1).
+
+    Return None if more of the row is needed.
+
+    The most likely tokens come first, so each of `min_p`, `top_k` and `top_p` keeps a prefix of the row.
+    """
+    top_k, top_p, min_p = int(settings["top_k"]), float(settings["top_p"]), float(settings["min_p"])
+    num_kept = int(np.count_nonzero(probabilities_H >= min_p * probabilities_H[0]))
+    if top_k > 0:
+        num_kept = min(num_kept, top_k)
+    cumulative_H = np.cumsum(probabilities_H[:num_kept])
+    if is_whole_row or num_kept < len(probabilities_H):
+        total = cumulative_H[-1]
+    elif min_p == 0.0 and top_k <= 0:
+        total = 1.0  # all tokens are kept, so their probabilities add up to one
+    else:
+        return None
+
+    if top_p < 1.0:
+        crossing = int(np.searchsorted(cumulative_H, top_p * total))  # index of the token that reaches the bound
+        if crossing == len(cumulative_H):
+            return None
+        total = cumulative_H[crossing]
+    # On a whole row this always finds a token, because number * total rounds to less than the total.
+    place = int(np.searchsorted(cumulative_H, number * total, side="right"))
+    return place if place < len(cumulative_H) else None
+
+
+def order_keys(scores_RV: Tensor) -> Tensor:
+    """Return distinct integers that order tokens by (score descending, id ascending) when sorted descending.
+
+    The upper 32 bits of a key are the float32 score mapped to integer order; the lower ones are the negated id.
+    """
+    bits_RV = (scores_RV + 0.0).view(torch.int32)  # adding zero makes -0.0 equal to 0.0
+    ordered_RV = bits_RV ^ ((bits_RV >> 31) & 0x7FFFFFFF)
+    return ordered_RV.long() * 2**32 - torch.arange(scores_RV.shape[1], device=scores_RV.device)
+
+
+def tokens_of(keys: Tensor) -> Tensor:
+    """Return the token ids of order keys."""
+    return (-keys) & 0xFFFFFFFF
+
+
+def pieces(rows: Array, scores_RV: Tensor, *, in_float32: bool = False) -> Iterator[Array]:
+    """Yield the rows in pieces of bounded size, measured in float64 or float32 copies, but of at least one row."""
+    size = FLOAT_PIECE_SIZE if in_float32 else PIECE_SIZE["cpu" if scores_RV.is_cpu else "cuda"]
+    num_rows = max(1, size // scores_RV.shape[1])
+    for first in range(0, len(rows), num_rows):
+        yield rows[first : first + num_rows]
