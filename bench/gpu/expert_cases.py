@@ -23,7 +23,7 @@ from moeserve.bench.gpu.check import (
 from moeserve.bench.gpu.inputs import Source, dequantized, draw_routing, draw_rows, draw_weights
 from moeserve.bench.limits import Work
 from moeserve.errors import SettingsError
-from moeserve.ops import interfaces
+from moeserve.ops.interfaces import Activation, ClampedSwiGLU, InputChunks
 from moeserve.ops.interfaces import Float8Rows, Gather, Kernels, Keys, OpenWeights, Product, SwiGLU
 from moeserve.ops.measured import product_key
 from moeserve.ops.products.deep_gemm import why_unavailable, with_deep_gemm
@@ -44,13 +44,13 @@ class MoEShape(NamedTuple):
     hidden: int
     width: int  # width of an expert
     top_k: int
-    activation: interfaces.Activation = SwiGLU()
+    activation: Activation = SwiGLU()
     has_bias: bool = False
 
 
 # Tensor cores of sm_90 keep 13 bits below the largest of 32 products of 8-bit floats.
 SLACKS = {"bf16": FLOAT32_SLACK, "fp8": 2.0**-6, "mxfp4": FLOAT32_SLACK}
-GPT_OSS = interfaces.ClampedSwiGLU(alpha=1.702, limit=7.0), True
+GPT_OSS = ClampedSwiGLU(alpha=1.702, limit=7.0), True
 MODELS = {
     "Qwen3-30B-A3B": MoEShape(128, 2048, 768, 8),
     "Mixtral-8x7B": MoEShape(8, 4096, 14336, 2),
@@ -163,7 +163,7 @@ def multiply(source: Source, format: Format, num_outputs: int, num_inputs: int, 
 def multiply_in_order(source: Source, num_outputs: int, num_inputs: int, num_rows: int, chunk_inputs: int) -> Case:
     """Multiply by one weight in chunks of inputs. The bytes of a row must not depend on the number of rows."""
     weights = draw_weights(source, 1, num_outputs, num_inputs, has_bias=True)
-    weights = dataclasses.replace(weights, chunks=interfaces.InputChunks(chunk_inputs, keeps_float32=False))
+    weights = dataclasses.replace(weights, chunks=InputChunks(chunk_inputs, keeps_float32=False))
 
     def defined(results: tuple[Tensor, Tensor], *_: Any) -> Any:
         output_TO, last_1O = results
