@@ -30,7 +30,7 @@ from moeserve.bench.harness import Row, call_timer, interleave, make_parser, rat
 from moeserve.bench.limits import measure_limits
 from moeserve.bench.report import show_and_save
 from moeserve.ops.attention.dense import attend_causally
-from moeserve.ops.interfaces import AttentionShape, KeyValueCache
+from moeserve.ops.attention.interface import AttentionShape, KeyValueCache
 from moeserve.ops.select import select_kernels
 from moeserve.ops.threads import set_num_threads
 from moeserve.ops.torch.table import TORCH_KERNELS

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moeserve.distributed.groups import groups_of_one_rank
 from moeserve.distributed.mesh import Mesh
 from moeserve.layers.moe.dispatch.factory import TorchDispatchers
-from moeserve.ops.interfaces import Kernels
+from moeserve.ops.kernels import Kernels
 from moeserve.ops.torch.table import TORCH_KERNELS
 from moeserve.protocol import CacheChanges, CacheStart, Registration, StepPlan
 from moeserve.sampling_params import RequestParams

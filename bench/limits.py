@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moeserve.ops.interfaces import OpenWeights, PackedFormat
+from moeserve.ops.products.interface import OpenWeights, PackedFormat
 from moeserve.ops.select import select_kernels
 
 

@@ -44,7 +44,9 @@ from moeserve.layers.input_share import share_experts
 from moeserve.layers.moe.dispatch.base import PackedTokens
 from moeserve.layers.moe.experts import Experts
 from moeserve.layers.weights import allocate_weights
-from moeserve.ops.interfaces import MXFP4_GROUP, Keys, OpenWeights, SwiGLU
+from moeserve.ops.pairs.interface import Keys
+from moeserve.ops.products.interface import MXFP4_GROUP, OpenWeights
+from moeserve.ops.rows.activations import SwiGLU
 from moeserve.ops.select import select_kernels
 from moeserve.ops.threads import set_num_threads
 

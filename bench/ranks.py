@@ -35,7 +35,7 @@ from moeserve.layers.moe.router import Routing
 from moeserve.machine import usable_cores
 from moeserve.models.decoder import Decoder
 from moeserve.models.registry import read_facts
-from moeserve.ops.interfaces import plain_rows
+from moeserve.ops.rows.interface import plain_rows
 from moeserve.ops.select import select_kernels
 from moeserve.ops.threads import set_num_threads
 from moeserve.processes.child import Parent

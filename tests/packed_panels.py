@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moeserve.ops.interfaces import PackedFormat, PackedWeights
+from moeserve.ops.products.interface import PackedFormat, PackedWeights
 
 MAGNITUDES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 E2M1 = torch.tensor(MAGNITUDES + [-magnitude for magnitude in MAGNITUDES], dtype=torch.float64)

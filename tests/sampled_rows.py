@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moeserve.ops.interfaces import Kernels
+from moeserve.ops.kernels import Kernels
 from moeserve.sampling_params import RequestParams
 from moeserve.step_inputs import SAMPLING_SETTINGS, as_integers
 from moeserve.worker import sampler

@@ -28,7 +28,7 @@ def chunked_matmul(
     bias_O: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Compute row @ weight.T + bias. `moeserve.ops.interfaces.InputChunks` describes the order of additions.
+    """Compute row @ weight.T + bias. `InputChunks` describes the order of additions.
 
     Products and sums are float32, also of float32 inputs; results are rounded once.
 

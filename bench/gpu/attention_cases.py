@@ -15,11 +15,21 @@ from moeserve.bench.gpu.inputs import Chunks, Source, attended_positions, draw_c
 from moeserve.bench.gpu.models import BLOCK_SIZE
 from moeserve.bench.limits import Work
 from moeserve.ops.attention.float8_rows import decode_rows
-from moeserve.ops.attention.library import LIBRARY_NAMES, LibraryChoice, open_library
+from moeserve.ops.attention.interface import AttentionShape, KeyValueCache
+from moeserve.ops.attention.library import (
+    LIBRARY_NAMES,
+    AttentionLibrary,
+    AttentionProblem,
+    LibraryChoice,
+    StepKind,
+    open_library,
+)
 from moeserve.ops.indexer.interface import ChosenEntries, IndexerRule
-from moeserve.ops.interfaces import AttentionShape, Kernels, KeyValueCache, LatentAttentionBackend, Rotation
-from moeserve.ops.libraries.interface import AttentionLibrary, AttentionProblem, LibraryUnusable, StepKind
+from moeserve.ops.kernels import Kernels
+from moeserve.ops.latent_attention.interface import LatentAttentionBackend
+from moeserve.ops.libraries import LibraryUnusable
 from moeserve.ops.measured import attention_key
+from moeserve.ops.rows.interface import Rotation
 from moeserve.ops.torch.table import TORCH_KERNELS
 from moeserve.ops.triton.table import TRITON_KERNELS
 from moeserve.step_inputs import StepInputs

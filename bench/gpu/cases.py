@@ -13,7 +13,9 @@ from moeserve.bench.gpu import attention_cases, entry_cases, expert_cases
 from moeserve.bench.gpu.check import CODES_SLACK, Case, NamedCases, Operation, cases_of, crossed, run_check
 from moeserve.bench.gpu.inputs import Source, source_of
 from moeserve.bench.gpu.parts import Item, Job, one_row
-from moeserve.ops.interfaces import Kernels, Keys, PairKernels, RouterConfig
+from moeserve.ops.kernels import Kernels
+from moeserve.ops.pairs.interface import Keys, PairKernels
+from moeserve.ops.routing.interface import RouterConfig
 from moeserve.ops.select import select_kernels
 from moeserve.ops.torch.table import TORCH_KERNELS
 

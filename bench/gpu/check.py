@@ -23,8 +23,9 @@ from torch import Tensor
 
 from moeserve.bench.gpu.parts import Row, is_cuda_error
 from moeserve.bench.limits import Work
-from moeserve.ops.interfaces import Float8Rows, Kernels, plain_rows
+from moeserve.ops.kernels import Kernels
 from moeserve.ops.products.ordered import batch_invariant_kernels
+from moeserve.ops.rows.interface import Float8Rows, plain_rows
 from moeserve.ops.torch.table import TORCH_KERNELS
 from moeserve.ops.triton.table import TRITON_KERNELS
 

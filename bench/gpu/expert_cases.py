@@ -23,11 +23,14 @@ from moeserve.bench.gpu.check import (
 from moeserve.bench.gpu.inputs import Source, dequantized, draw_routing, draw_rows, draw_weights
 from moeserve.bench.limits import Work
 from moeserve.errors import SettingsError
-from moeserve.ops.interfaces import Activation, ClampedSwiGLU, InputChunks
-from moeserve.ops.interfaces import Float8Rows, Gather, Kernels, Keys, OpenWeights, Product, SwiGLU
+from moeserve.ops.kernels import Kernels
 from moeserve.ops.measured import product_key
+from moeserve.ops.pairs.interface import Keys
 from moeserve.ops.products.deep_gemm import why_unavailable, with_deep_gemm
+from moeserve.ops.products.interface import Gather, InputChunks, OpenWeights, Product
 from moeserve.ops.products.weight_blocks import num_blocks
+from moeserve.ops.rows.activations import Activation, ClampedSwiGLU, SwiGLU
+from moeserve.ops.rows.interface import Float8Rows
 from moeserve.ops.torch.table import TORCH_KERNELS
 from moeserve.ops.triton.table import TRITON_KERNELS
 

@@ -13,9 +13,11 @@ from torch import Tensor
 
 from moeserve.bench.gpu.parts import Job
 from moeserve.ops.attention.float8_rows import encode_rows
+from moeserve.ops.attention.interface import KeyValueCache
 from moeserve.ops.indexer.interface import ChosenEntries
-from moeserve.ops.interfaces import MXFP4_GROUP, Activation, KeyValueCache, OpenWeights, num_parts_of
+from moeserve.ops.products.interface import MXFP4_GROUP, OpenWeights
 from moeserve.ops.products.weight_blocks import BLOCK, CODES, LARGEST_CODE, num_blocks
+from moeserve.ops.rows.activations import Activation, num_parts_of
 from moeserve.ops.sampling.reference import uniform
 from moeserve.step_inputs import SAMPLING_SETTINGS, ChunkSpan, StepInputs, as_integers
 

@@ -15,7 +15,7 @@ from moeserve.bench.gpu.inputs import Source, source_of
 from moeserve.bench.gpu.limits import ColdTimer, GpuLimits, measure_limits
 from moeserve.bench.gpu.parts import Item, Job, Row, bar, is_cuda_error
 from moeserve.bench.limits import Work
-from moeserve.ops.interfaces import Kernels
+from moeserve.ops.kernels import Kernels
 from moeserve.ops.select import select_kernels
 
 # The most important come first, for runs that are cut short.

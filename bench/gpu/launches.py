@@ -45,7 +45,7 @@ from moeserve.bench.gpu.throughput import CHUNK_TOKENS, MEASURES, MODELS, name_p
 from moeserve.config.settings import QuantizationName
 from moeserve.distributed.groups import Groups
 from moeserve.kv.layer_cache import CacheSize
-from moeserve.ops.interfaces import KeyValueCache
+from moeserve.ops.attention.interface import KeyValueCache
 from moeserve.ops.products.weight_blocks import CODES
 from moeserve.ops.triton.table import TRITON_KERNELS
 from moeserve.step_inputs import NUM_SETTINGS, ChunkSpan, StateRows, StepInputs

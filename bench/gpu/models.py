@@ -21,7 +21,7 @@ from moeserve.layers.moe.dispatch.factory import TorchDispatchers
 from moeserve.models.checkpoint.loading import fill_randomly
 from moeserve.models.decoder import Decoder
 from moeserve.models.registry import Description, describe
-from moeserve.ops.interfaces import Kernels
+from moeserve.ops.kernels import Kernels
 from moeserve.step_inputs import StepInputs
 from moeserve.worker.cuda_graphs import CudaGraphs, TorchCapture
 from moeserve.worker.step_replay import StepContext, StepOutputs

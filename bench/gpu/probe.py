@@ -25,7 +25,7 @@ from moeserve.bench.gpu.rehearsal import SMALL_MODEL
 from moeserve.config.settings import QuantizationName
 from moeserve.kv.layer_cache import CacheSize
 from moeserve.models.decoder import Decoder
-from moeserve.ops.interfaces import Kernels
+from moeserve.ops.kernels import Kernels
 from moeserve.ops.select import select_kernels
 from moeserve.step_inputs import StepInputs
 

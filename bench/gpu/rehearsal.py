@@ -18,7 +18,7 @@ import torch
 
 from moeserve.bench.gpu.check import tensors_of
 from moeserve.ops import select
-from moeserve.ops.interfaces import Kernels
+from moeserve.ops.kernels import Kernels
 
 # Sizes of a published model's config.json.
 SMALL_MODEL: dict[str, Any] = dict(

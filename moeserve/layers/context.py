@@ -11,7 +11,7 @@ from torch import nn
 from moeserve.config.settings import QuantizationName
 from moeserve.distributed.coordinator import GroupCoordinator
 from moeserve.distributed.groups import Groups
-from moeserve.ops.interfaces import Kernels
+from moeserve.ops.kernels import Kernels
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from moeserve.distributed.mesh import share_of
 from moeserve.layers.context import ModelContext
-from moeserve.ops.interfaces import InputChunks
+from moeserve.ops.products.interface import InputChunks
 
 # Best first. With 8 chunks, 1, 2, 4 and 8 ranks have whole branches of the tree.
 NUMBERS_OF_CHUNKS = (8, 4, 2, 7, 6, 5, 3, 1)

@@ -11,7 +11,8 @@ from torch.nn import functional
 from moeserve.distributed.mesh import share_of, share_sizes
 from moeserve.layers.context import ModelContext
 from moeserve.layers.weights import DEFAULT_LIMITS, QuantizationLimits, Weights
-from moeserve.ops.interfaces import InputChunks, Rows
+from moeserve.ops.products.interface import InputChunks
+from moeserve.ops.rows.interface import Rows
 
 # T tokens of the replica, t this tp rank's share of them, L rows of logits, I inputs, O outputs, V vocabulary, v this
 # rank's share of it, D model width

@@ -14,7 +14,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from moeserve.ops.interfaces import Rotation
+from moeserve.ops.rows.interface import Rotation
 
 # T tokens, F rotated pairs
 

@@ -10,20 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from moeserve.layers.context import ModelContext
-from moeserve.ops.interfaces import (
+from moeserve.ops.products.interface import (
     INT4_GROUP,
     MXFP4_GROUP,
-    Activation,
     InputChunks,
     OpenWeights,
     PackedFormat,
     PackedWeights,
     Product,
-    Rows,
-    num_parts_of,
-    plain_rows,
 )
 from moeserve.ops.products.weight_blocks import BLOCK, CODES, num_blocks
+from moeserve.ops.rows.activations import Activation, num_parts_of
+from moeserve.ops.rows.interface import Rows, plain_rows
 
 # e weights side by side, I inputs, O outputs, G blocks of outputs, B blocks of inputs
 
@@ -48,7 +46,7 @@ class Weights(nn.Module):
     """Weights [e, O, I] of one shape side by side, and their product with rows.
 
     `memory` exists from `allocate` until the weights are packed, `panels` from then on. Where the kernels read open
-    weights they stay open, and may be 8-bit floats with `scales` (see ops/products/weight_blocks.py). In MXFP4, `memory` and
+    weights they stay open, and may be 8-bit floats with `scales` (see `weight_blocks`). In MXFP4, `memory` and
     `scales` have codes and exponents (see `OpenWeights`) until the weights are packed.
 
     A destination that a checkpoint fills refers to its weights by this module.

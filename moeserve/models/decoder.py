@@ -34,7 +34,8 @@ from moeserve.layers.streams.hyper_connections import HyperConnection, Streams
 from moeserve.layers.weights import allocate_weights
 from moeserve.models.draft_layer import DraftInput
 from moeserve.models.model_config import LayerConfig, MLPConfig, ModelConfig
-from moeserve.ops.interfaces import Activation, Float8Rows, Rows
+from moeserve.ops.rows.activations import Activation
+from moeserve.ops.rows.interface import Float8Rows, Rows
 from moeserve.step_inputs import StepInputs
 
 # T tokens of the replica's step, t this tp rank's share of these tokens, D model width

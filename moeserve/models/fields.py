@@ -14,7 +14,7 @@ from moeserve.layers.moe.shared import SharedExpertsConfig
 from moeserve.layers.rotary import LongRopeScaling, RotaryConfig, YarnScaling
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.model_config import LayerConfig, MLPConfig, ModelConfig
-from moeserve.ops.interfaces import RouterConfig
+from moeserve.ops.routing.interface import RouterConfig
 
 MAX_CONTEXT = 2**24  # tokens; tables of requests have a column for each block of a context
 LAYER_TYPES = ("full_attention", "sliding_attention")

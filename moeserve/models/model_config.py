@@ -19,7 +19,7 @@ from moeserve.layers.moe.placement.eplb import place_experts
 from moeserve.layers.moe.placement.placement import Placement
 from moeserve.layers.rotary import RotaryConfig, TemperatureConfig
 from moeserve.layers.short_convolution.convolution import ShortConvolutionConfig
-from moeserve.ops.interfaces import Activation, SwiGLU, num_parts_of
+from moeserve.ops.rows.activations import Activation, SwiGLU, num_parts_of
 from moeserve.ops.streams.interface import StreamsConfig
 
 Item = TypeVar("Item")

@@ -33,7 +33,8 @@ from moeserve.layers.rotary import NO_ROTARY, Rotaries
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import Family
 from moeserve.models.model_config import LayerConfig, MLPConfig, ModelConfig
-from moeserve.ops.interfaces import AttentionShape, KeyValueCache, RouterConfig
+from moeserve.ops.attention.interface import AttentionShape, KeyValueCache
+from moeserve.ops.routing.interface import RouterConfig
 from moeserve.step_inputs import StepInputs
 
 # T tokens, D model width, V vocabulary or size of a value, N query heads, G key-value heads, H size of a key, K experts

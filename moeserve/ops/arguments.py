@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from moeserve.ops.interfaces import (
+from moeserve.ops.routing.interface import RouterConfig
+from moeserve.ops.rows.activations import (
     Activation,
     ClampedSwiGLU,
     CutSwiGLU,
     GeGLU,
     LimitedSwiGLU,
-    RouterConfig,
     SquaredReLU,
     SwiGLU,
 )

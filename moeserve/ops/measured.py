@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeserve.ops.interfaces import AttentionShape, Float8Rows, Gather, OpenWeights, Product
+from moeserve.ops.attention.interface import AttentionShape
+from moeserve.ops.products.interface import Gather, OpenWeights, Product
+from moeserve.ops.rows.interface import Float8Rows
 from moeserve.triton_kernels.tuning import file_name
 
 MEASURED_FOLDER = Path(__file__).parent / "measured"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moeserve.ops.interfaces import Kernels
+from moeserve.ops.kernels import Kernels
 from moeserve.ops.native import native_kernels
 from moeserve.ops.side_stream import CudaSideStream
 from moeserve.ops.torch.table import TORCH_KERNELS

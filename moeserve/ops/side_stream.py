@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -53,3 +53,19 @@ class CudaSideStream:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             return InStream(compute(input), self._stream)
+
+
+class Pending(Protocol):
+    """A result whose computation may not have finished."""
+
+    def wait(self) -> Tensor:
+        """Return the result, ready for the caller's stream."""
+        ...
+
+
+class SideStream(Protocol):
+    """An executor that overlaps computations with the caller's work if the device supports it."""
+
+    def start(self, compute: Callable[[Any], Tensor], input: Any) -> Pending:
+        """Start compute(input). Call `wait` on the returned object before using the result."""
+        ...

@@ -34,7 +34,7 @@ from moeserve.models.checkpoint.shards import Checkpoint, open_checkpoint, selec
 from moeserve.models.decoder import Decoder
 from moeserve.models.summary import LoadingMemory, loading_memory
 from moeserve.models.weight_mapping import destinations, with_stored_orientation
-from moeserve.ops.interfaces import Kernels
+from moeserve.ops.kernels import Kernels
 from moeserve.ops.select import select_kernels
 from moeserve.worker.room import require_room
 

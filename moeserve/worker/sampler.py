@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from moeserve.ops.interfaces import Kernels
+from moeserve.ops.kernels import Kernels
 from moeserve.ops.sampling.reference import order_keys, pieces, tokens_of
 from moeserve.protocol import LogprobRows, TokenLogprobs
 from moeserve.sampling_params import RequestParams

@@ -33,7 +33,7 @@ from moeserve.layers.moe.placement.load import LoadMeter
 from moeserve.layers.moe.placement.rebalance import Rebalancer, spare_bytes
 from moeserve.models.decoder import Decoder
 from moeserve.models.model_config import ModelConfig
-from moeserve.ops.interfaces import Kernels
+from moeserve.ops.kernels import Kernels
 from moeserve.ops.native import missing_kernels
 from moeserve.ops.side_stream import CudaSideStream
 from moeserve.ops.threads import set_num_threads

@@ -41,7 +41,7 @@ from moeserve.layers.moe.placement.placement import Placement
 from moeserve.layers.moe.router import Routing
 from moeserve.models.decoder import Decoder
 from moeserve.models.registry import describe
-from moeserve.ops.interfaces import Float8Rows, Rows, plain_rows
+from moeserve.ops.rows.interface import Float8Rows, Rows, plain_rows
 from moeserve.step_inputs import ChunkSpan, StepInputs
 from moeserve.worker.halves import in_halves
 

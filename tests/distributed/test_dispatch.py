@@ -39,7 +39,8 @@ from moeserve.layers.moe.placement.placement import Placement
 from moeserve.layers.moe.router import Routing
 from moeserve.layers.moe.shared import SharedExpertsConfig
 from moeserve.layers.weights import allocate_weights
-from moeserve.ops.interfaces import PairKernels, RouterConfig
+from moeserve.ops.pairs.interface import PairKernels
+from moeserve.ops.routing.interface import RouterConfig
 from moeserve.ops.select import select_kernels
 from moeserve.ops.torch.table import TORCH_KERNELS
 from moeserve.step_inputs import StepInputs

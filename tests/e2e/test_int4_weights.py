@@ -30,7 +30,7 @@ from moeserve.models.checkpoint.shards import open_checkpoint
 from moeserve.models.decoder import Decoder
 from moeserve.models.gguf.checkpoint import checkpoint_folder
 from moeserve.models.weight_mapping import destinations
-from moeserve.ops.interfaces import PackedWeights
+from moeserve.ops.products.interface import PackedWeights
 
 LARGER: dict[str, dict[str, Any]] = {
     "mixtral": dict(hidden_size=64, intermediate_size=128, head_dim=32),

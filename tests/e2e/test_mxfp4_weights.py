@@ -31,7 +31,7 @@ from moeserve.models.checkpoint.shards import open_checkpoint, select_decoder
 from moeserve.models.decoder import Decoder
 from moeserve.models.inspection import as_text, inspect
 from moeserve.models.weight_mapping import destinations
-from moeserve.ops.interfaces import PackedWeights
+from moeserve.ops.products.interface import PackedWeights
 from moeserve.worker import loading
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=2)

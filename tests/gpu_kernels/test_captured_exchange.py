@@ -22,7 +22,7 @@ from moeserve.layers.moe.layer import MoEConfig, MoELayer
 from moeserve.layers.moe.placement.placement import Placement
 from moeserve.layers.moe.shared import SharedExpertsConfig
 from moeserve.layers.weights import allocate_weights
-from moeserve.ops.interfaces import RouterConfig
+from moeserve.ops.routing.interface import RouterConfig
 from moeserve.ops.side_stream import CudaSideStream
 from moeserve.ops.triton.table import TRITON_KERNELS
 from moeserve.step_inputs import StepInputs

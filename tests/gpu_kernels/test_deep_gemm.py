@@ -18,7 +18,6 @@ from moeserve.bench.gpu import page
 from moeserve.bench.gpu.inputs import Source, draw_rows, draw_weights
 from moeserve.errors import SettingsError
 from moeserve.ops import measured
-from moeserve.ops.interfaces import Gather, OpenWeights, SwiGLU
 from moeserve.ops.products.deep_gemm import (
     NEEDS,
     DeepGemmProduct,
@@ -28,6 +27,8 @@ from moeserve.ops.products.deep_gemm import (
     why_unavailable,
     with_deep_gemm,
 )
+from moeserve.ops.products.interface import Gather, OpenWeights
+from moeserve.ops.rows.activations import SwiGLU
 from moeserve.ops.triton.table import TRITON_KERNELS
 
 pytestmark = pytest.mark.usefixtures("torch_conversions")

@@ -23,8 +23,9 @@ from torch.nn import functional
 from moeserve import LLM, SamplingParams
 from moeserve.config import resolve
 from moeserve.models.checkpoint.packing import weights_of
-from moeserve.ops.interfaces import Gather, OpenWeights, SquaredReLU, SwiGLU, num_parts_of
+from moeserve.ops.products.interface import Gather, OpenWeights
 from moeserve.ops.products.triton import TritonBlockProduct, TritonProduct
+from moeserve.ops.rows.activations import SquaredReLU, SwiGLU, num_parts_of
 
 pytestmark = pytest.mark.usefixtures("torch_conversions", "gpu_kernels")
 

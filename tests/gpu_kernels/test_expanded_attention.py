@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeserve.ops.attention.reference import TorchLatentAttention
-from moeserve.ops.attention.triton import TritonLatentAttention
-from moeserve.ops.interfaces import LatentAttentionBackend
+from moeserve.ops.latent_attention.interface import LatentAttentionBackend
+from moeserve.ops.latent_attention.reference import TorchLatentAttention
+from moeserve.ops.latent_attention.triton import TritonLatentAttention
 from moeserve.step_inputs import StepInputs
 from moeserve.triton_kernels import expanded_attention as expanded
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeserve.ops.interfaces import ClampedSwiGLU, CutSwiGLU, LimitedSwiGLU, SquaredReLU, SwiGLU
+from moeserve.ops.rows.activations import ClampedSwiGLU, CutSwiGLU, LimitedSwiGLU, SquaredReLU, SwiGLU
 from moeserve.triton_kernels.activation import activate
 
 GPT_OSS = dict(alpha=1.702, limit=7.0)

@@ -29,7 +29,8 @@ from moeserve.bench.gpu.probe import LOST_TIME
 from moeserve.bench.limits import Work
 from moeserve.ops.attention.library import open_library
 from moeserve.ops.indexer.interface import ChosenEntries
-from moeserve.ops.interfaces import Float8Rows, Kernels
+from moeserve.ops.kernels import Kernels
+from moeserve.ops.rows.interface import Float8Rows
 from moeserve.ops.torch.table import TORCH_KERNELS
 from moeserve.ops.triton.table import TRITON_KERNELS
 

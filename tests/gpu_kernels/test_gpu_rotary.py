@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moeserve.ops.attention.float8_rows import encode_rows
-from moeserve.ops.interfaces import Rotation
+from moeserve.ops.rows.interface import Rotation
 from moeserve.ops.rows.reference import apply_rope
 from moeserve.triton_kernels.rotary import rotary, rotary_with_cache_write
 

@@ -14,8 +14,8 @@ from torch.nn import functional
 
 from moeserve.bench.gpu.cases import ROUTERS
 from moeserve.ops.arguments import router_arguments
-from moeserve.ops.interfaces import RouterConfig
-from moeserve.ops.triton.table import TritonRouter
+from moeserve.ops.routing.interface import RouterConfig
+from moeserve.ops.routing.triton import TritonRouter
 from moeserve.triton_kernels.routing import route
 
 sys.path.append(str(Path(__file__).parent.parent / "kernels"))

@@ -13,7 +13,6 @@ import triton.language as tl
 from sampled_rows import positions_of, settings_of
 from torch import Tensor
 
-from moeserve.ops.rows import reference as elementwise
 from moeserve.ops.sampling import reference as reference
 from moeserve.ops.torch.table import TORCH_KERNELS
 from moeserve.sampling_params import RequestParams
@@ -224,7 +223,7 @@ def test_row_maximum(dtype: torch.dtype, width: int, small_blocks: None) -> None
     rows_RV[7, width - 1] = 0.0
     rows_RV[8].sub_(100)
     largest_R, indices_R = row_maximum(rows_RV)
-    for row, (values, expected) in enumerate(zip(rows_RV, elementwise.row_maximum(rows_RV)[0], strict=True)):
+    for row, (values, expected) in enumerate(zip(rows_RV, reference.row_maximum(rows_RV)[0], strict=True)):
         is_largest = values.isnan() if expected.isnan() else values == expected
         assert indices_R[row] == int(is_largest.nonzero()[0])
         assert largest_R[row] == expected or (largest_R[row].isnan() and expected.isnan())

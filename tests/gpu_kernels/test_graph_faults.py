@@ -16,7 +16,7 @@ from moeserve.bench.gpu.models import BLOCK_SIZE, capture_step, make_model
 from moeserve.bench.gpu.rehearsal import rehearsing
 from moeserve.kv.layer_cache import CacheSize
 from moeserve.ops import side_stream
-from moeserve.ops.interfaces import Kernels
+from moeserve.ops.kernels import Kernels
 from moeserve.ops.side_stream import CudaSideStream
 from moeserve.worker.cuda_graphs import TorchCapture
 

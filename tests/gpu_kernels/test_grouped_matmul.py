@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from moeserve.ops.interfaces import ClampedSwiGLU, CutSwiGLU, LimitedSwiGLU, OpenWeights, SquaredReLU, SwiGLU
+from moeserve.ops.products.interface import OpenWeights
 from moeserve.ops.products.reference import TorchProduct
+from moeserve.ops.rows.activations import ClampedSwiGLU, CutSwiGLU, LimitedSwiGLU, SquaredReLU, SwiGLU
 from moeserve.triton_kernels import grouped_matmul as module
 from moeserve.triton_kernels.grouped_matmul import grouped_matmul, grouped_matmul_slots, max_tiles
 from moeserve.triton_kernels.tuning import Config, Problem

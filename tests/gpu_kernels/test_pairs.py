@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from moeserve.ops.interfaces import Keys
+from moeserve.ops.pairs.interface import Keys
 from moeserve.ops.pairs.reference import TorchPairs
 from moeserve.triton_kernels import pairs
 from moeserve.triton_kernels.pairs import gather_rows, order_pairs, scatter_rows, weigh_rows, weighted_sum

@@ -13,7 +13,8 @@ from paged_steps import NUM_SPARE_BLOCKS, make_step, scatter_blocks
 from torch import Tensor
 
 from moeserve.ops.attention.dense import first_visible
-from moeserve.ops.interfaces import AttentionShape, Kernels, KeyValueCache
+from moeserve.ops.attention.interface import AttentionShape, KeyValueCache
+from moeserve.ops.kernels import Kernels
 from moeserve.step_inputs import StepInputs
 
 # T tokens, N query heads, G key-value heads, H head size, L size of a value; R rows of one chunk, C positions of its

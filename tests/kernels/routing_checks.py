@@ -10,7 +10,7 @@ import torch
 from paged_steps import same_bytes
 from torch import Tensor
 
-from moeserve.ops.interfaces import RouterConfig, RouteTokens
+from moeserve.ops.routing.interface import RouterConfig, RouteTokens
 from moeserve.ops.routing.reference import TorchRouter
 
 # T tokens, D model width, E experts, K experts per token, G groups

@@ -41,8 +41,8 @@ from transformers.masking_utils import sliding_window_causal_mask_function
 
 from moeserve.ops.attention import dense as dense_attention
 from moeserve.ops.attention.dense import visible_positions
-from moeserve.ops.attention.reference import gather_latents
-from moeserve.ops.interfaces import Kernels
+from moeserve.ops.kernels import Kernels
+from moeserve.ops.latent_attention.reference import gather_latents
 from moeserve.ops.threads import set_num_threads
 from moeserve.ops.torch.table import TORCH_KERNELS
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moeserve.ops.compressed_attention.interface import CompressedCache, CompressedShape
 from moeserve.ops.indexer.interface import IndexerRule
-from moeserve.ops.interfaces import RouterConfig
+from moeserve.ops.routing.interface import RouterConfig
 from moeserve.ops.streams.interface import StreamsConfig, StreamsWeights
 from moeserve.ops.threads import set_num_threads
 from moeserve.ops.torch.table import TORCH_KERNELS

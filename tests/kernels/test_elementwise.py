@@ -11,7 +11,7 @@ import torch
 from paged_steps import KERNELS, same_bytes
 from torch import Tensor
 
-from moeserve.ops.interfaces import Rotation
+from moeserve.ops.rows.interface import Rotation
 from moeserve.ops.threads import set_num_threads
 from moeserve.ops.torch.table import TORCH_KERNELS
 

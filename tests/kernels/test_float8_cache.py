@@ -22,7 +22,8 @@ from paged_steps import (
 from torch import Tensor
 
 from moeserve.ops.attention.float8_rows import decode_rows, encode_rows
-from moeserve.ops.interfaces import Kernels, KeyValueCache
+from moeserve.ops.attention.interface import KeyValueCache
+from moeserve.ops.kernels import Kernels
 from moeserve.ops.threads import set_num_threads
 from moeserve.ops.torch.table import TORCH_KERNELS
 

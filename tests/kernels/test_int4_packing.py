@@ -9,7 +9,7 @@ from paged_steps import INSTRUCTION_SETS, kernels, needs_kernels, settings_resto
 from test_products import packed_copy
 from torch import Tensor
 
-from moeserve.ops.interfaces import InputChunks, OpenWeights
+from moeserve.ops.products.interface import InputChunks, OpenWeights
 
 pytestmark = needs_kernels
 

@@ -13,7 +13,8 @@ from test_products import ACTIVATIONS, assert_close, in_float64, native_product,
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from moeserve.ops.interfaces import Activation, OpenWeights, PackedWeights, SwiGLU
+from moeserve.ops.products.interface import OpenWeights, PackedWeights
+from moeserve.ops.rows.activations import Activation, SwiGLU
 from moeserve.ops.threads import set_num_threads
 
 pytestmark = needs_kernels

@@ -9,7 +9,7 @@ import torch
 from paged_steps import KERNELS, same_bytes
 from torch import Tensor
 
-from moeserve.ops.interfaces import Keys, PairKernels
+from moeserve.ops.pairs.interface import Keys, PairKernels
 from moeserve.ops.pairs.reference import TorchPairs
 from moeserve.ops.threads import set_num_threads
 

@@ -12,7 +12,7 @@ from paged_steps import KERNELS, same_bytes
 from routing_checks import SCORINGS, random_config, random_tensors, route
 from transformers.models.phimoe.modeling_phimoe import sparsemixer
 
-from moeserve.ops.interfaces import RouterConfig
+from moeserve.ops.routing.interface import RouterConfig
 from moeserve.ops.threads import set_num_threads
 from moeserve.ops.torch.table import TORCH_KERNELS
 

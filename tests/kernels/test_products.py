@@ -17,21 +17,17 @@ from paged_steps import INSTRUCTION_SETS, KERNELS, kernels, needs_kernels, setti
 from torch import Tensor
 from torch.nn import functional
 
-from moeserve.ops.interfaces import (
+from moeserve.ops.products.interface import InputChunks, OpenWeights, PackedFormat, PackedWeights, Product
+from moeserve.ops.products.reference import TorchProduct
+from moeserve.ops.rows.activations import (
     Activation,
     ClampedSwiGLU,
     GeGLU,
-    InputChunks,
     LimitedSwiGLU,
-    OpenWeights,
-    PackedFormat,
-    PackedWeights,
-    Product,
     SquaredReLU,
     SwiGLU,
     num_parts_of,
 )
-from moeserve.ops.products.reference import TorchProduct
 from moeserve.ops.threads import set_num_threads
 
 pytestmark = needs_kernels

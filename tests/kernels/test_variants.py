@@ -111,8 +111,8 @@ def test_order_of_any_step_is_compiled_once(launches: Launches) -> None:
 
 def test_routing_of_any_step_is_compiled_twice(launches: Launches) -> None:
     """Few tokens are routed with the router's weights, and many from logits."""
-    from moeserve.ops.interfaces import RouterConfig
-    from moeserve.ops.triton.table import TritonRouter
+    from moeserve.ops.routing.interface import RouterConfig
+    from moeserve.ops.routing.triton import TritonRouter
 
     router = TritonRouter(RouterConfig(num_experts=8, top_k=2))
     for size in SIZES:

@@ -22,10 +22,11 @@ from moeserve.errors import SettingsError
 from moeserve.ops import measured, select
 from moeserve.ops.attention import flashinfer as flashinfer_attention
 from moeserve.ops.attention.flashinfer import open_flashinfer
-from moeserve.ops.attention.library import LibraryAttention, LibraryChoice, open_library
+from moeserve.ops.attention.interface import AttentionBackend, AttentionShape, KeyValueCache
+from moeserve.ops.attention.library import AttentionProblem, LibraryAttention, LibraryChoice, StepKind, open_library
 from moeserve.ops.attention.reference import TorchAttention
-from moeserve.ops.interfaces import AttentionBackend, AttentionShape, Kernels, KeyValueCache
-from moeserve.ops.libraries.interface import AttentionProblem, LibraryUnusable, StepKind
+from moeserve.ops.kernels import Kernels
+from moeserve.ops.libraries import LibraryUnusable
 from moeserve.ops.select import select_kernels
 from moeserve.ops.torch.table import TORCH_KERNELS
 from moeserve.step_inputs import ChunkSpan

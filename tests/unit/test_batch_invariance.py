@@ -21,8 +21,8 @@ from moeserve.layers.latent.attention import LatentAttentionConfig
 from moeserve.layers.rotary import NO_ROTARY
 from moeserve.models.model_config import ModelConfig
 from moeserve.models.registry import describe
-from moeserve.ops.interfaces import InputChunks
 from moeserve.ops.native import native_kernels
+from moeserve.ops.products.interface import InputChunks
 from moeserve.ops.select import select_kernels
 from moeserve.worker import worker
 from moeserve.worker.worker import note_on_bytes

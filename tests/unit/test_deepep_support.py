@@ -23,7 +23,7 @@ from moeserve.errors import SettingsError
 from moeserve.layers.moe.dispatch.deepep.communicator import DeepEPShape, received_rows, to_float8
 from moeserve.layers.moe.dispatch.deepep.factory import choose_package, open_communicator, open_deepep
 from moeserve.layers.moe.dispatch.deepep.support import offered_api, why_shape_unsupported, why_unsupported
-from moeserve.ops.interfaces import plain_rows
+from moeserve.ops.rows.interface import plain_rows
 from moeserve.worker.cuda_graphs import graph_sizes
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from moeserve.ops.latent_attention import flashinfer as flashinfer_latent
 from moeserve.ops.latent_attention.flashinfer import FlashInferLatent
-from moeserve.ops.latent_attention.library import LatentChoice
-from moeserve.ops.libraries.interface import LatentProblem
+from moeserve.ops.latent_attention.library import LatentChoice, LatentProblem
 from moeserve.ops.torch.table import TORCH_KERNELS
 
 sys.path.append(str(Path(__file__).parent.parent / "kernels"))

@@ -16,10 +16,11 @@ from torch import Tensor
 from moeserve.ops.attention import flashinfer as flashinfer_attention
 from moeserve.ops.attention import plans
 from moeserve.ops.attention.flashinfer import open_flashinfer
-from moeserve.ops.interfaces import AttentionShape, KeyValueCache
+from moeserve.ops.attention.interface import AttentionShape, KeyValueCache
+from moeserve.ops.attention.library import AttentionProblem
 from moeserve.ops.latent_attention import flashinfer as flashinfer_latent
 from moeserve.ops.latent_attention.flashinfer import FlashInferLatent
-from moeserve.ops.libraries.interface import AttentionProblem, LatentProblem
+from moeserve.ops.latent_attention.library import LatentProblem
 
 sys.path.append(str(Path(__file__).parent.parent / "kernels"))
 from attention_cases import Case, Shape, make_case

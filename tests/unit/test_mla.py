@@ -118,7 +118,7 @@ def test_all_ways_give_the_same_results(shape: str, way: str, monkeypatch: pytes
         limit = 10**6 if way == "absorbed" else 0
         monkeypatch.setattr(LatentAttentionConfig, "max_absorbed_rows", property(lambda config: limit))
     if way == "expanded, a head at a time":
-        monkeypatch.setattr("moeserve.ops.attention.reference.MAX_EXPANDED_SIZE", 1)
+        monkeypatch.setattr("moeserve.ops.latent_attention.reference.MAX_EXPANDED_SIZE", 1)
     contexts = [torch.randn(41, WIDTH), torch.randn(19, WIDTH)]
     blocks = [[9, 2, 14, 0, 5, 11, 3, 12, 7, 1, 15], [4, 13, 6, 10, 8]]
     cache = layer.make_cache(CacheSize(16, BLOCK_SIZE))

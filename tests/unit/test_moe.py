@@ -22,7 +22,8 @@ from moeserve.layers.moe.placement.placement import Placement
 from moeserve.layers.moe.router import Routing
 from moeserve.layers.moe.shared import SharedExpertsConfig
 from moeserve.layers.weights import allocate_weights
-from moeserve.ops.interfaces import ClampedSwiGLU, RouterConfig
+from moeserve.ops.routing.interface import RouterConfig
+from moeserve.ops.rows.activations import ClampedSwiGLU
 
 NO_STEP = cast(Any, SimpleNamespace(padding=None))  # the only field that local dispatch reads
 CPU = torch.device("cpu")

@@ -8,7 +8,8 @@ from moeserve.layers.context import ModelContext
 from moeserve.layers.input_share import InputShare
 from moeserve.layers.linear import Linear
 from moeserve.layers.weights import QuantizationLimits, Weights
-from moeserve.ops.interfaces import Activation, Rows, num_parts_of
+from moeserve.ops.rows.activations import Activation, num_parts_of
+from moeserve.ops.rows.interface import Rows
 
 # T tokens, D model width
 

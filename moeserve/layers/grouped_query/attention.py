@@ -18,7 +18,8 @@ from moeserve.layers.linear import Linear
 from moeserve.layers.norm import RMSNorm, RowsForm
 from moeserve.layers.rotary import NO_ROTARY, RotaryConfig, Rotations, TemperatureConfig, constant_factor
 from moeserve.layers.weights import QuantizationLimits
-from moeserve.ops.interfaces import AttentionShape, KeyValueCache, Rows, plain_rows
+from moeserve.ops.attention.interface import AttentionShape, KeyValueCache
+from moeserve.ops.rows.interface import Rows, plain_rows
 from moeserve.step_inputs import StepInputs
 
 # T tokens, D model width, N query heads, G key-value heads, H size of a query and of a key, V of a value, X = N * V

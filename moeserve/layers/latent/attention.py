@@ -33,7 +33,7 @@ from moeserve.layers.norm import RMSNorm, RowsForm
 from moeserve.layers.rotary import RotaryConfig, Rotations, TemperatureConfig
 from moeserve.layers.weights import QuantizationLimits, Weights
 from moeserve.memory import new_empty
-from moeserve.ops.interfaces import Rows, plain_rows
+from moeserve.ops.rows.interface import Rows, plain_rows
 from moeserve.step_inputs import StepInputs
 
 # T tokens, D model width, N heads of this rank, n some of them, K unrotated values of a head's key, S rotated ones,

@@ -13,7 +13,7 @@ from moeserve.layers.linear import Linear
 from moeserve.layers.rotary import RotaryConfig, Rotations
 from moeserve.layers.weights import QuantizationLimits
 from moeserve.ops.indexer.interface import ChosenEntries, IndexerRule
-from moeserve.ops.interfaces import Rows, plain_rows
+from moeserve.ops.rows.interface import Rows, plain_rows
 from moeserve.step_inputs import StepInputs
 
 # T tokens, D model width, I size of a compressed query, N heads of the indexer, H key size

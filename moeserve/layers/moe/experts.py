@@ -8,7 +8,7 @@ from moeserve.layers.context import ModelContext
 from moeserve.layers.input_share import InputShare
 from moeserve.layers.moe.dispatch.base import PackedTokens, SlottedTokens
 from moeserve.layers.weights import QuantizationLimits, Weights
-from moeserve.ops.interfaces import Activation, num_parts_of
+from moeserve.ops.rows.activations import Activation, num_parts_of
 
 # R rows, S slots of each expert, D model width, e local experts
 

@@ -20,7 +20,9 @@ from moeserve.layers.moe.placement.placement import Placement
 from moeserve.layers.moe.router import Router, Routing
 from moeserve.layers.moe.shared import SharedExperts, SharedExpertsConfig
 from moeserve.layers.norm import RowsForm
-from moeserve.ops.interfaces import Activation, RouterConfig, Rows, SwiGLU, plain_rows
+from moeserve.ops.routing.interface import RouterConfig
+from moeserve.ops.rows.activations import Activation, SwiGLU
+from moeserve.ops.rows.interface import Rows, plain_rows
 from moeserve.step_inputs import StepInputs
 
 # T tokens, D model width

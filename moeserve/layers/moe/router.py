@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from moeserve.layers.context import ModelContext
-from moeserve.ops.interfaces import RouterConfig
+from moeserve.ops.routing.interface import RouterConfig
 from moeserve.step_inputs import StepInputs
 
 # T tokens, D model width, K experts per token

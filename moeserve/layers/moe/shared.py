@@ -10,7 +10,8 @@ from moeserve.layers.context import ModelContext
 from moeserve.layers.dense.mlp import MLP
 from moeserve.layers.input_share import InputShare
 from moeserve.layers.linear import Linear
-from moeserve.ops.interfaces import Activation, Rows, SwiGLU, plain_rows
+from moeserve.ops.rows.activations import Activation, SwiGLU
+from moeserve.ops.rows.interface import Rows, plain_rows
 
 # T tokens, D model width
 

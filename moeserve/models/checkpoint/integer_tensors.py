@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from moeserve.models.checkpoint.tensors import CheckpointTensor, ReadRows, StoredTensor
-from moeserve.ops.interfaces import INT4_GROUP
+from moeserve.ops.products.interface import INT4_GROUP
 
 # O outputs, I inputs, G groups of inputs, R some of the outputs
 

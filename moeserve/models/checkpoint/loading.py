@@ -25,7 +25,7 @@ from moeserve.models.checkpoint.integer_tensors import GroupedTensor
 from moeserve.models.checkpoint.shards import Checkpoint, Shards, list_names
 from moeserve.models.checkpoint.tensors import CheckpointTensor, Fp4Tensor, PlainTensor, ReadRows, ScaledTensor
 from moeserve.models.checkpoint.unused_tensors import harmful
-from moeserve.ops.interfaces import INT4_GROUP
+from moeserve.ops.products.interface import INT4_GROUP
 from moeserve.ops.products.weight_blocks import BLOCK, blocks_of, num_blocks, quantize
 from moeserve.progress import ProgressBar, progress_bar
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moeserve.errors import CheckpointError
-from moeserve.ops.interfaces import MXFP4_GROUP
+from moeserve.ops.products.interface import MXFP4_GROUP
 
 # O rows, I columns, B blocks in a row, G blocks in a column, or groups of 16 or 32 values in a row, e experts
 

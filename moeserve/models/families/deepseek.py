@@ -21,7 +21,7 @@ from moeserve.models.fields import (
     with_draft_layer_like_the_last,
 )
 from moeserve.models.model_config import LayerConfig, ModelConfig
-from moeserve.ops.interfaces import RouterConfig
+from moeserve.ops.routing.interface import RouterConfig
 
 
 def read_v2(config: ConfigValues) -> ModelConfig:

@@ -13,7 +13,8 @@ from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import DecoderPart, Family, LayerNames, MoENames
 from moeserve.models.fields import read_model, read_num_experts, read_num_layers, read_width
 from moeserve.models.model_config import LayerConfig, ModelConfig
-from moeserve.ops.interfaces import CutSwiGLU, RouterConfig
+from moeserve.ops.routing.interface import RouterConfig
+from moeserve.ops.rows.activations import CutSwiGLU
 from moeserve.ops.streams.interface import StreamsConfig
 
 WINDOW, SPARSE, DENSE = LAYER_TYPES = (

@@ -19,7 +19,8 @@ from moeserve.models.fields import (
     read_width,
 )
 from moeserve.models.model_config import LayerConfig, MLPConfig, ModelConfig
-from moeserve.ops.interfaces import GeGLU, RouterConfig
+from moeserve.ops.routing.interface import RouterConfig
+from moeserve.ops.rows.activations import GeGLU
 
 
 def read(config: ConfigValues) -> ModelConfig:

@@ -16,7 +16,8 @@ from moeserve.models.fields import (
     read_width,
 )
 from moeserve.models.model_config import LayerConfig, ModelConfig
-from moeserve.ops.interfaces import ClampedSwiGLU, RouterConfig
+from moeserve.ops.routing.interface import RouterConfig
+from moeserve.ops.rows.activations import ClampedSwiGLU
 
 
 def read(config: ConfigValues) -> ModelConfig:

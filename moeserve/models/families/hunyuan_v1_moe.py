@@ -11,7 +11,7 @@ from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import AttentionNames, Family, MoENames
 from moeserve.models.fields import read_attention, read_model, read_num_experts, read_num_layers, read_width
 from moeserve.models.model_config import LayerConfig, ModelConfig
-from moeserve.ops.interfaces import RouterConfig
+from moeserve.ops.routing.interface import RouterConfig
 
 PER_LAYER = ("num_experts", "moe_topk", "moe_intermediate_size", "num_shared_expert")  # one number, or a list by layer
 

@@ -15,7 +15,7 @@ from moeserve.models.fields import (
     with_draft_layer,
 )
 from moeserve.models.model_config import LayerConfig, ModelConfig
-from moeserve.ops.interfaces import RouterConfig
+from moeserve.ops.routing.interface import RouterConfig
 
 
 def read(config: ConfigValues) -> ModelConfig:

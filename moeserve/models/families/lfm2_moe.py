@@ -17,7 +17,7 @@ from moeserve.models.fields import (
 )
 from moeserve.models.model_config import LayerConfig, ModelConfig
 from moeserve.ops.convolution.interface import MAX_TAPS
-from moeserve.ops.interfaces import RouterConfig
+from moeserve.ops.routing.interface import RouterConfig
 
 LAYER_TYPES = ("conv", "full_attention")
 

@@ -14,8 +14,8 @@ from moeserve.models.family import MAMBA2_NAMES, DecoderPart, Family, LayerNames
 from moeserve.models.fields import read_attention, read_corrected_router, read_model, read_step_limit, read_width
 from moeserve.models.model_config import LayerConfig, MLPConfig, ModelConfig
 from moeserve.ops.convolution.interface import MAX_TAPS
-from moeserve.ops.interfaces import SquaredReLU
 from moeserve.ops.linear_attention.interface import MAX_HEAD
+from moeserve.ops.rows.activations import SquaredReLU
 
 # The kinds of layers in a pattern, and their names in transformers before version 5 and since.
 KINDS = {

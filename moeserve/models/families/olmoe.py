@@ -7,7 +7,7 @@ from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import Family
 from moeserve.models.fields import read_attention, read_model, read_num_experts, read_num_layers, read_width
 from moeserve.models.model_config import LayerConfig, ModelConfig
-from moeserve.ops.interfaces import RouterConfig
+from moeserve.ops.routing.interface import RouterConfig
 
 
 def read(config: ConfigValues) -> ModelConfig:

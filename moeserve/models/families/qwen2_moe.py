@@ -18,7 +18,7 @@ from moeserve.models.fields import (
     read_width,
 )
 from moeserve.models.model_config import LayerConfig, ModelConfig
-from moeserve.ops.interfaces import RouterConfig
+from moeserve.ops.routing.interface import RouterConfig
 
 
 def read(config: ConfigValues) -> ModelConfig:

@@ -22,8 +22,8 @@ from moeserve.models.fields import (
 )
 from moeserve.models.model_config import LayerConfig, ModelConfig
 from moeserve.ops.convolution.interface import MAX_TAPS
-from moeserve.ops.interfaces import RouterConfig
 from moeserve.ops.linear_attention.interface import MAX_HEAD
+from moeserve.ops.routing.interface import RouterConfig
 
 LAYER_TYPES = ("linear_attention", "full_attention")
 

@@ -22,9 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moeserve.ops.attention.interface import KeyValueCache
+from moeserve.ops.attention.library import Attend, AttentionProblem, StepKind
 from moeserve.ops.attention.plans import Plans
-from moeserve.ops.interfaces import KeyValueCache
-from moeserve.ops.libraries.interface import Attend, AttentionProblem, LibraryUnusable, StepKind, capability
+from moeserve.ops.libraries import LibraryUnusable, capability
 from moeserve.ops.upload import upload
 from moeserve.step_inputs import ChunkSpan, StepInputs
 

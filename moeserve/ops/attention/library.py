@@ -1,8 +1,8 @@
 """Attention on a GPU by another library, for the layer shapes and kinds of step that it supports.
 
 `attention_backend` names the library; FlashInfer is the only one so far. Our kernels always write to the caches. A
-library only replaces the functions that attend to them, and ours run wherever it cannot. Latent attention is in
-`latent.py`.
+library only replaces the functions that attend to them, and ours run wherever it cannot. The latent
+attention of libraries is an operation of its own.
 """
 
 from __future__ import annotations
@@ -10,22 +10,17 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from moeserve.errors import SettingsError
-from moeserve.ops.interfaces import AttentionBackend, AttentionShape, Kernels, KeyValueCache
-from moeserve.ops.latent_attention.library import LatentChoice
-from moeserve.ops.libraries.interface import (
-    Attend,
-    AttentionLibrary,
-    AttentionProblem,
-    LatentLibrary,
-    LibraryUnusable,
-    StepKind,
-)
+from moeserve.ops.attention.interface import AttentionBackend, AttentionShape, KeyValueCache
+from moeserve.ops.kernels import Kernels
+from moeserve.ops.latent_attention.library import LatentChoice, LatentLibrary
+from moeserve.ops.libraries import LibraryUnusable
 from moeserve.ops.measured import attention_key, is_ever_fastest, measured_on
 from moeserve.step_inputs import StepInputs
 
@@ -156,3 +151,45 @@ def open_latent_library(name: str, device: torch.device) -> LatentLibrary:
 
     assert name == "flashinfer"
     return FlashInferLatent(import_flashinfer(), device)
+
+
+StepKind = Literal["decode", "chunks"]  # "decode": one row in each chunk; "chunks": all other steps
+
+
+@dataclass(frozen=True)
+class AttentionProblem:
+    """The facts that decide if a library supports a layer's grouped-query attention."""
+
+    shape: AttentionShape
+    block_size: int  # of the KV cache
+
+
+class Attend(Protocol):
+    """A function like `AttentionBackend.attend`, called only if there is at least one row."""
+
+    def __call__(
+        self, query_TNH: Tensor, cache: KeyValueCache, step: StepInputs, sinks_N: Tensor | None = None
+    ) -> Tensor: ...
+
+
+class AttentionLibrary(Protocol):
+    """Another library's attention, opened once per model.
+
+    Its functions may share memory, so only one may run at a time.
+    """
+
+    @property
+    def label(self) -> str:
+        """Name and version of the library."""
+        ...
+
+    def why_unavailable(self, problem: AttentionProblem, kind: StepKind) -> str | None:
+        """Return why the library cannot run steps of this kind, as a clause; None if it can."""
+        ...
+
+    def make_attend(self, problem: AttentionProblem, kind: StepKind) -> Attend:
+        """Return the function for steps of a supported kind. The function for "decode" can be captured in a CUDA graph.
+
+        Results of rows without a position, which are padding, are undefined; a backend returns zeros for them.
+        """
+        ...

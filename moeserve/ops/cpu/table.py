@@ -5,18 +5,20 @@ from __future__ import annotations
 import functools
 from types import ModuleType
 
-from moeserve.ops.attention.cpu import CpuAttention, CpuLatentAttention
+from moeserve.ops.attention.cpu import CpuAttention
 from moeserve.ops.compressed_attention.cpu import CpuCompressedAttention, CpuStreams
 from moeserve.ops.convolution.cpu import CpuShortConvolution
 from moeserve.ops.indexer.cpu import CpuIndexer
-from moeserve.ops.interfaces import Kernels
+from moeserve.ops.kernels import Kernels
+from moeserve.ops.latent_attention.cpu import CpuLatentAttention
 from moeserve.ops.linear_attention.cpu import CpuLinearAttention
 from moeserve.ops.measured_step import measure_memory_only
 from moeserve.ops.native import NATIVE_DTYPES
 from moeserve.ops.pairs.cpu import CpuPairs
 from moeserve.ops.products.cpu import CpuPacking
 from moeserve.ops.products.reference import TorchProduct
-from moeserve.ops.rows.cpu import CpuRouter, RowKernels
+from moeserve.ops.routing.cpu import CpuRouter
+from moeserve.ops.rows.cpu import RowKernels
 from moeserve.ops.side_stream import InlineStream
 
 

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from moeserve.ops.attention.flashinfer import lacking_argument, listed, numbers, places_of_blocks
 from moeserve.ops.attention.plans import Plans
-from moeserve.ops.interfaces import ExpandLatents
-from moeserve.ops.libraries.interface import AttendAbsorbed, AttendExpanded, LatentProblem, capability
+from moeserve.ops.latent_attention.interface import ExpandLatents
+from moeserve.ops.latent_attention.library import AttendAbsorbed, AttendExpanded, LatentProblem
+from moeserve.ops.libraries import capability
 from moeserve.ops.upload import upload
 from moeserve.step_inputs import ChunkSpan, StepInputs
 

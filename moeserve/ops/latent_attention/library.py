@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
-from moeserve.ops.interfaces import ExpandLatents, Kernels, LatentAttentionBackend
-from moeserve.ops.libraries.interface import AttendAbsorbed, AttendExpanded, LatentLibrary, LatentProblem
+from moeserve.ops.kernels import Kernels
+from moeserve.ops.latent_attention.interface import ExpandLatents, LatentAttentionBackend
 from moeserve.step_inputs import StepInputs
 
 # T tokens, N query heads; K, E, L, P and V: see `LatentAttentionBackend`
@@ -86,3 +88,66 @@ class LibraryLatentAttention:
         if expanded is not None and step.padding is None and expanded.serves(step, max_rows):
             attend = expanded
         attend(query_TNK, query_TNE, cache, step, max_rows, expand, out_TNV)
+
+
+@dataclass(frozen=True)
+class LatentProblem:
+    """The facts that decide if a library supports a layer's latent attention.
+
+    With absorbed weights, all heads share a key, whose unrotated part is also the value. With expanded keys and values,
+    each head has its own.
+    """
+
+    is_absorbed: bool
+    num_heads: int  # of this rank
+    key_size: int  # without the rotated part
+    rotary_size: int
+    value_size: int
+    dtype: torch.dtype
+    scale: float
+
+
+class AttendAbsorbed(Protocol):
+    """A function like `LatentAttentionBackend.attend`, for the steps that it serves."""
+
+    def serves(self, step: StepInputs, max_rows: int) -> bool:
+        """Return True if the function supports the chunks of this step that have at most `max_rows` rows."""
+        ...
+
+    def __call__(self, query_TNP: Tensor, cache: Tensor, step: StepInputs, max_rows: int) -> Tensor: ...
+
+
+class AttendExpanded(Protocol):
+    """A function like `LatentAttentionBackend.attend_expanded`, for the steps that it serves."""
+
+    def serves(self, step: StepInputs, max_rows: int) -> bool:
+        """Return True if the function supports the chunks of this step that have more than `max_rows` rows."""
+        ...
+
+    def __call__(
+        self,
+        query_TNK: Tensor,
+        query_TNE: Tensor,
+        cache: Tensor,
+        step: StepInputs,
+        max_rows: int,
+        expand: ExpandLatents,
+        out_TNV: Tensor,
+    ) -> None: ...
+
+
+class LatentLibrary(Protocol):
+    """Another library's latent attention. Its functions may share memory, and none can be captured in a CUDA graph."""
+
+    @property
+    def label(self) -> str:
+        """Name and version of the library."""
+        ...
+
+    def why_unavailable(self, problem: LatentProblem) -> str | None:
+        """Return why the library cannot serve such layers, as a clause; None if it can."""
+        ...
+
+    def make_absorbed(self, problem: LatentProblem) -> AttendAbsorbed: ...
+
+    def make_expanded(self, problem: LatentProblem) -> AttendExpanded: ...

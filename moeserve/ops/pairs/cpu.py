@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from moeserve.memory import new_empty
-from moeserve.ops.interfaces import Keys
 from moeserve.ops.native import NATIVE_DTYPES
+from moeserve.ops.pairs.interface import Keys
 from moeserve.ops.pairs.reference import TorchPairs
 
 # T tokens, D width of a row, K experts per token, P pairs = T * K, R rows, S rows of a source, V values of a joined row

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moeserve.ops.interfaces import Keys
+from moeserve.ops.pairs.interface import Keys
 
 # T tokens, D width of a row, K experts per token, P pairs = T * K, R rows, S rows of a source
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moeserve.ops.interfaces import Keys
+from moeserve.ops.pairs.interface import Keys
 from moeserve.ops.pairs.reference import TorchPairs
 from moeserve.triton_kernels.pairs import gather_rows, order_pairs, scatter_rows, weigh_rows, weighted_sum
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from moeserve.memory import new_empty
 from moeserve.ops.arguments import activation_arguments
-from moeserve.ops.interfaces import Gather, OpenWeights, PackedFormat, PackedWeights
 from moeserve.ops.measured_step import is_measured
 from moeserve.ops.native import NATIVE_DTYPES
+from moeserve.ops.products.interface import Gather, OpenWeights, PackedFormat, PackedWeights
 
 # T tokens, R rows sorted by weight, S slots of each weight, e weights side by side, I inputs, O outputs, C columns:
 # the outputs, or half as many after a gated activation

@@ -27,10 +27,12 @@ from torch import Tensor
 
 from moeserve.errors import SettingsError
 from moeserve.ops.arguments import activation_arguments
-from moeserve.ops.interfaces import Gather, Kernels, OpenWeights, Product, Rows
-from moeserve.ops.libraries.interface import LibraryUnusable, capability
+from moeserve.ops.kernels import Kernels
+from moeserve.ops.libraries import LibraryUnusable, capability
 from moeserve.ops.measured import FastestProduct, is_ever_fastest, measured_on, product_key
+from moeserve.ops.products.interface import Gather, OpenWeights, Product
 from moeserve.ops.products.triton import activated, quantize_rows
+from moeserve.ops.rows.interface import Rows
 
 # T tokens, R rows, Q padded rows, S slots of each weight, e weights side by side, I inputs, O outputs, C columns,
 # B blocks of inputs

@@ -11,13 +11,14 @@ import functools
 import torch
 from torch import Tensor
 
-from moeserve.ops.arguments import router_arguments
-from moeserve.ops.attention.triton import TritonAttention, TritonLatentAttention
-from moeserve.ops.interfaces import Kernels, OpenWeights, RouterConfig
+from moeserve.ops.attention.triton import TritonAttention
+from moeserve.ops.kernels import Kernels
+from moeserve.ops.latent_attention.triton import TritonLatentAttention
 from moeserve.ops.linear_attention.triton import TritonLinearAttention
+from moeserve.ops.products.interface import OpenWeights
 from moeserve.ops.products.triton import TritonProduct, activated
+from moeserve.ops.routing.triton import OrderedRouter
 from moeserve.triton_kernels.chunked_matmul import chunked_matmul
-from moeserve.triton_kernels.routing import route
 
 # T tokens, R rows, S slots of each weight, e weights side by side, I inputs, C columns, D model width, E experts
 
@@ -45,28 +46,6 @@ class OrderedProduct(TritonProduct):
         counts_e = torch.full(slots_eTI.shape[:1], len(input_TeI), device=input_TeI.device)
         output_TeC = self.multiply_slots(slots_eTI, counts_e).transpose(0, 1)
         return output_TeC.contiguous() if out_TeC is None else out_TeC.copy_(output_TeC)
-
-
-class OrderedRouter:
-    """A batch-invariant `RouteTokens` in Triton."""
-
-    def __init__(self, config: RouterConfig) -> None:
-        self._top_k = config.top_k
-        self._rules = router_arguments(config)
-
-    def __call__(
-        self,
-        hidden_TD: Tensor,
-        weight_ED: Tensor,
-        bias_E: Tensor | None,
-        correction_E: Tensor | None,
-        given_TK: Tensor | None = None,
-        factors_E: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        assert given_TK is None, "models whose experts follow from token ids run on CPUs"
-        assert factors_E is None, "models with factors of experts run on CPUs"
-        logits_TE = chunked_matmul(hidden_TD.float(), weight_ED, bias_O=bias_E)
-        return route(logits_TE, correction_E, top_k=self._top_k, **self._rules)
 
 
 def batch_invariant_kernels(table: Kernels) -> Kernels:

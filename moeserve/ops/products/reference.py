@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moeserve.ops.interfaces import Gather, OpenWeights
+from moeserve.ops.products.interface import Gather, OpenWeights
 
 # T tokens, R rows sorted by weight, S slots of each weight, e weights side by side, I inputs, O outputs, C columns:
 # the outputs, or half as many after a gated activation

@@ -9,8 +9,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from moeserve.ops.arguments import activation_arguments
-from moeserve.ops.interfaces import Activation, Float8Rows, Gather, OpenWeights, Product, Rows
+from moeserve.ops.products.interface import Gather, OpenWeights, Product
 from moeserve.ops.products.reference import TorchProduct
+from moeserve.ops.rows.activations import Activation
+from moeserve.ops.rows.interface import Float8Rows, Rows
 from moeserve.triton_kernels.activation import activate
 from moeserve.triton_kernels.fp8 import quantize_blocks
 from moeserve.triton_kernels.grouped_matmul import NUM_ARRIVALS, check_weights, grouped_matmul, grouped_matmul_slots

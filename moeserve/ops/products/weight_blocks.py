@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moeserve.ops.interfaces import OpenWeights
+from moeserve.ops.products.interface import OpenWeights
 
 # O rows, I columns, G blocks of rows, R rows of a block, B blocks of columns, C columns of a block
 

@@ -1,4 +1,4 @@
-"""The choice of each token's experts in plain torch."""
+"""The choice of each token's experts, and of copies of experts, in plain torch."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moeserve.ops.interfaces import RouterConfig
+from moeserve.ops.routing.interface import RouterConfig
 
-# T tokens, D model width, E experts, K experts per token, G groups of experts, e experts of a group
+# T tokens, D model width, E experts, K experts per token, G groups of experts, e experts of a group, W copies
+# of an expert at most
 
 TINY = 1e-20  # avoids a division by zero where all weights are zero
 
@@ -72,3 +73,9 @@ class TorchRouter:
         best_groups = ratings_TG.topk(config.num_chosen_groups, dim=-1).indices
         is_out_TG = torch.ones_like(ratings_TG, dtype=torch.bool).scatter(-1, best_groups, False)
         return groups_TGe.masked_fill(is_out_TG[..., None], -math.inf).flatten(-2)
+
+
+def choose_expert_copies(experts_TK: Tensor, copies_EW: Tensor, num_copies_E: Tensor, first_token: int) -> Tensor:
+    tokens_T1 = torch.arange(first_token, first_token + len(experts_TK), device=experts_TK.device)[:, None]
+    known_TK = experts_TK.clamp(min=0)
+    return copies_EW[known_TK, tokens_T1 % num_copies_E[known_TK]].where(experts_TK >= 0, -1)

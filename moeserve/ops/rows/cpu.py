@@ -1,4 +1,4 @@
-"""Operations on single rows: norms, rotary embedding, gating, sampling, routing, and the choice of expert copies.
+"""Operations on single rows: norms, rotary embedding, gating, sampling, and the choice of expert copies.
 
 Dtypes outside `NATIVE_DTYPES` run in plain torch.
 """
@@ -12,12 +12,10 @@ import torch
 from torch import Tensor
 
 from moeserve.memory import new_empty
-from moeserve.ops.arguments import router_arguments
-from moeserve.ops.interfaces import Rotation, RouterConfig
 from moeserve.ops.native import NATIVE_DTYPES
-from moeserve.ops.routing.reference import TorchRouter
-from moeserve.ops.rows import reference as reference
-from moeserve.ops.sampling.reference import Array, choose_with
+from moeserve.ops.rows import reference
+from moeserve.ops.rows.interface import Rotation
+from moeserve.ops.sampling.reference import Array, choose_with, row_maximum
 
 # T tokens, D width of a row, N heads, H head size, R rows, V vocabulary, K experts per token, E experts,
 # W fields of SAMPLING_SETTINGS
@@ -94,7 +92,7 @@ class RowKernels:
 
     def row_maximum(self, rows_RV: Tensor) -> tuple[Tensor, Tensor]:
         if rows_RV.dtype not in NATIVE_DTYPES or rows_RV.stride(1) != 1:
-            return reference.row_maximum(rows_RV)
+            return row_maximum(rows_RV)
         largest_R = torch.empty(len(rows_RV), dtype=torch.float32)
         indices_R = torch.empty(len(rows_RV), dtype=torch.int64)
         self._native.row_maximum(rows_RV, largest_R, indices_R)
@@ -122,31 +120,3 @@ class RowKernels:
         chosen_TK = torch.empty(experts_TK.shape, dtype=torch.int64)
         self._native.choose_copies(experts_TK, copies_EW, num_copies_E, first_token, chosen_TK)
         return chosen_TK
-
-
-class CpuRouter:
-    """A `RouteTokens` in C++."""
-
-    def __init__(self, native: ModuleType, config: RouterConfig) -> None:
-        self._native = native
-        self._reference = TorchRouter(config)
-        self._top_k = config.top_k
-        self._rules = router_arguments(config) | {"tolerance": config.tolerance}
-
-    def __call__(
-        self,
-        hidden_TD: Tensor,
-        weight_ED: Tensor,
-        bias_E: Tensor | None,
-        correction_E: Tensor | None,
-        given_TK: Tensor | None = None,
-        factors_E: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        if hidden_TD.dtype not in NATIVE_DTYPES:
-            return self._reference(hidden_TD, weight_ED, bias_E, correction_E, given_TK, factors_E)
-        num_tokens = hidden_TD.shape[0]
-        experts_TK = torch.empty(num_tokens, self._top_k, dtype=torch.int64)
-        weights_TK = torch.empty(num_tokens, self._top_k, dtype=torch.float32)
-        tensors = hidden_TD, weight_ED, bias_E, correction_E, experts_TK, weights_TK
-        self._native.route(*tensors, **self._rules, given=given_TK, factors=factors_E)
-        return experts_TK, weights_TK

@@ -1,4 +1,4 @@
-"""Operations on single rows: norms, rotary embedding, gating, row maximum, and the choice among expert copies."""
+"""Operations on single rows in plain torch."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moeserve.ops.interfaces import Rotation
+from moeserve.ops.rows.interface import Rotation
 
-# T tokens (any number of leading dimensions), D width of a row, N heads, H head size, F rotated pairs, R rows,
-# V vocabulary, K experts per token, E experts, W turns at most
+# T tokens (any number of leading dimensions), D width of a row, N heads, H head size, F rotated pairs
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
@@ -64,14 +63,3 @@ def add_scaled(a_TD: Tensor, b_TD: Tensor, factor_1: Tensor) -> Tensor:
 def gate_rows(gates_T1: Tensor, rows_TD: Tensor) -> Tensor:
     """Return sigmoid(gate) * row. On a CPU the last bit of a sigmoid may depend on the number of rows."""
     return gates_T1.sigmoid() * rows_TD
-
-
-def row_maximum(rows_RV: Tensor) -> tuple[Tensor, Tensor]:
-    largest_R, indices_R = rows_RV.max(dim=-1)
-    return largest_R, indices_R
-
-
-def choose_expert_copies(experts_TK: Tensor, copies_EW: Tensor, num_copies_E: Tensor, first_token: int) -> Tensor:
-    tokens_T1 = torch.arange(first_token, first_token + len(experts_TK), device=experts_TK.device)[:, None]
-    known_TK = experts_TK.clamp(min=0)
-    return copies_EW[known_TK, tokens_T1 % num_copies_E[known_TK]].where(experts_TK >= 0, -1)

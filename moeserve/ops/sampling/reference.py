@@ -14,7 +14,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from moeserve.ops.rows import reference as elementwise
 from moeserve.step_inputs import SAMPLING_SETTINGS
 
 # R rows of scores, V vocabulary, H most likely tokens of a row, most likely first, W fields of SAMPLING_SETTINGS
@@ -33,7 +32,7 @@ UNIFORMS_AT_ONCE = 32
 
 def choose_tokens(scores_RV: Tensor, settings_RW: Tensor, positions_R: Tensor) -> tuple[Tensor, Tensor]:
     """Choose tokens as `ChooseTokens` describes. Blocks until the device has computed the scores."""
-    return choose_with(elementwise.row_maximum, draw, scores_RV, settings_RW, positions_R)
+    return choose_with(row_maximum, draw, scores_RV, settings_RW, positions_R)
 
 
 def choose_with(
@@ -160,3 +159,8 @@ def pieces(rows: Array, scores_RV: Tensor, *, in_float32: bool = False) -> Itera
     num_rows = max(1, size // scores_RV.shape[1])
     for first in range(0, len(rows), num_rows):
         yield rows[first : first + num_rows]
+
+
+def row_maximum(rows_RV: Tensor) -> tuple[Tensor, Tensor]:
+    largest_R, indices_R = rows_RV.max(dim=-1)
+    return largest_R, indices_R

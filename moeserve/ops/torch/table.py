@@ -7,17 +7,18 @@ import contextlib
 import torch
 from torch import Tensor
 
-from moeserve.ops.attention.reference import TorchAttention, TorchLatentAttention
+from moeserve.ops.attention.reference import TorchAttention
 from moeserve.ops.compressed_attention.reference import TorchCompressedAttention
 from moeserve.ops.convolution.reference import TorchShortConvolution
 from moeserve.ops.indexer.reference import TorchIndexer
-from moeserve.ops.interfaces import Kernels
+from moeserve.ops.kernels import Kernels
+from moeserve.ops.latent_attention.reference import TorchLatentAttention
 from moeserve.ops.linear_attention.reference import TorchLinearAttention
 from moeserve.ops.pairs.reference import TorchPairs
 from moeserve.ops.products.reference import TorchProduct
-from moeserve.ops.routing.reference import TorchRouter
+from moeserve.ops.routing.reference import TorchRouter, choose_expert_copies
 from moeserve.ops.rows import reference as elementwise
-from moeserve.ops.sampling.reference import choose_tokens
+from moeserve.ops.sampling.reference import choose_tokens, row_maximum
 from moeserve.ops.side_stream import InlineStream
 from moeserve.ops.streams.reference import TorchStreams
 
@@ -37,9 +38,9 @@ TORCH_KERNELS = Kernels(
     layer_norm_in_place=elementwise.layer_norm_in_place,
     add_rms_norm=elementwise.add_rms_norm,
     apply_rope=elementwise.apply_rope,
-    row_maximum=elementwise.row_maximum,
+    row_maximum=row_maximum,
     choose_tokens=choose_tokens,
-    choose_expert_copies=elementwise.choose_expert_copies,
+    choose_expert_copies=choose_expert_copies,
     pairs=TorchPairs(),
     side_stream=InlineStream(),
     make_router=TorchRouter,

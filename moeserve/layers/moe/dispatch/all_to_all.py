@@ -18,7 +18,7 @@ from moeserve.layers.moe.dispatch.base import Dispatched, PackedTokens, PendingO
 from moeserve.layers.moe.dispatch.exchange import ExchangeHandle
 from moeserve.layers.moe.placement.placement import Placement
 from moeserve.layers.moe.router import Routing
-from moeserve.ops.interfaces import PairKernels
+from moeserve.ops.pairs.interface import PairKernels
 from moeserve.step_inputs import StepInputs
 
 # T tokens of this rank, D model width, K experts per token, R pairs that this rank computes, U distinct tokens that its

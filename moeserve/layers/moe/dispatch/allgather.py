@@ -28,7 +28,7 @@ from moeserve.layers.moe.dispatch.base import Dispatched, ReadyOutput, StepLimit
 from moeserve.layers.moe.dispatch.exchange import Exchange, ExchangeHandle, PendingExchange
 from moeserve.layers.moe.placement.placement import Placement
 from moeserve.layers.moe.router import Routing
-from moeserve.ops.interfaces import PairKernels
+from moeserve.ops.pairs.interface import PairKernels
 from moeserve.step_inputs import StepInputs
 
 # T tokens of this rank, N tokens of all ranks, D model width, K experts per token, X values of a token's routing,

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from moeserve.layers.moe.dispatch.expert_copies import ExpertCopies
 from moeserve.layers.moe.router import Routing
-from moeserve.ops.interfaces import Gather, Kernels, Rows, plain_rows
+from moeserve.ops.kernels import Kernels
+from moeserve.ops.products.interface import Gather
+from moeserve.ops.rows.interface import Rows, plain_rows
 from moeserve.step_inputs import StepInputs
 
 # T tokens of this rank, D model width, R rows (one per token and chosen expert), S slots of an expert, e local experts

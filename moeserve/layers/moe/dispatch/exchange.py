@@ -18,7 +18,7 @@ from moeserve.layers.moe.dispatch.base import share_of_pairs
 from moeserve.layers.moe.dispatch.expert_copies import ExpertCopies
 from moeserve.layers.moe.placement.placement import Placement
 from moeserve.layers.moe.router import Routing
-from moeserve.ops.interfaces import Keys, PairKernels
+from moeserve.ops.pairs.interface import Keys, PairKernels
 from moeserve.step_inputs import StepInputs
 
 # T tokens of this rank, N tokens of all ranks, M = N + 1, D model width, K experts per token, e local experts, W ranks,

@@ -13,7 +13,9 @@ from moeserve.layers.moe.dispatch.base import Dispatched, PackedTokens, ReadyOut
 from moeserve.layers.moe.dispatch.expert_copies import ExpertCopies
 from moeserve.layers.moe.placement.placement import Placement
 from moeserve.layers.moe.router import Routing
-from moeserve.ops.interfaces import Gather, Keys, Rows, plain_rows
+from moeserve.ops.pairs.interface import Keys
+from moeserve.ops.products.interface import Gather
+from moeserve.ops.rows.interface import Rows, plain_rows
 from moeserve.step_inputs import StepInputs
 
 # T tokens, D model width, K experts per token, R pairs that are not padding

@@ -17,7 +17,7 @@ from moeserve.layers.moe.dispatch.allgather import AllGatherDispatcher, PendingA
 from moeserve.layers.moe.dispatch.base import Dispatched, PackedTokens, PendingOutput
 from moeserve.layers.moe.placement.placement import Placement
 from moeserve.layers.moe.router import Routing
-from moeserve.ops.interfaces import PairKernels
+from moeserve.ops.pairs.interface import PairKernels
 from moeserve.step_inputs import StepInputs
 
 # T tokens of this rank, N tokens of all ranks, D model width, K experts per token, P pairs of all ranks that are not

@@ -20,8 +20,7 @@ from moeserve.distributed.groups import Groups
 from moeserve.layers.moe.placement.eplb import Move, moves, rank_loads
 from moeserve.layers.moe.placement.gain import Proposal, add_window, excess_rows, is_worth_it, propose
 from moeserve.layers.moe.placement.placement import Placement
-from moeserve.ops.interfaces import Pending, SideStream
-from moeserve.ops.side_stream import InlineStream
+from moeserve.ops.side_stream import InlineStream, Pending, SideStream
 from moeserve.telemetry.expert_load import LoadWindow
 
 SHARE_OF_A_STEP = 0.1  # maximum fraction of a step that sending may take

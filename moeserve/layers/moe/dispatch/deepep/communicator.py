@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moeserve.config.settings import DeepEPApi
 from moeserve.layers.moe.dispatch.base import PendingDispatch, PendingOutput, StepLimits, share_of_pairs
-from moeserve.ops.interfaces import FLOAT8_BLOCK, Float8Rows, Rows
+from moeserve.ops.rows.interface import FLOAT8_BLOCK, Float8Rows, Rows
 
 # T tokens of this rank, D model width, K experts per token, B blocks of a row
 

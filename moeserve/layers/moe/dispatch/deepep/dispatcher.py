@@ -15,7 +15,7 @@ from moeserve.layers.moe.dispatch.deepep.communicator import DeepEPCommunicator
 from moeserve.layers.moe.dispatch.expert_copies import ExpertCopies
 from moeserve.layers.moe.placement.placement import Placement
 from moeserve.layers.moe.router import Routing
-from moeserve.ops.interfaces import Rows, plain_rows
+from moeserve.ops.rows.interface import Rows, plain_rows
 from moeserve.step_inputs import StepInputs
 
 # T tokens, D model width, K experts per token

@@ -23,7 +23,7 @@ from moeserve.layers.moe.dispatch.deepep.communicator import (
     received_rows,
     to_float8,
 )
-from moeserve.ops.interfaces import Rows, plain_rows
+from moeserve.ops.rows.interface import Rows, plain_rows
 
 # T tokens of this rank, D model width, K experts per token, R received rows, one for each pair that this rank computes
 # and possibly spare ones, e local experts

@@ -25,7 +25,9 @@ from moeserve.layers.moe.dispatch.deepep.communicator import (
     to_float8,
 )
 from moeserve.layers.moe.dispatch.deepep.support import MAX_RANKS_OF_ONE_HOST
-from moeserve.ops.interfaces import Kernels, Keys, Rows, plain_rows
+from moeserve.ops.kernels import Kernels
+from moeserve.ops.pairs.interface import Keys
+from moeserve.ops.rows.interface import Rows, plain_rows
 
 # T tokens of this rank, D model width, K experts per token, N distinct tokens that this rank received (in steps without
 # a waiting host: all tokens of all ranks, most of them undefined), R pairs of those that it computes, e local experts,

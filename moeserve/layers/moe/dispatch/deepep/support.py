@@ -15,7 +15,7 @@ import torch
 from moeserve.config.environment import nvshmem_queue_depth, set_for_libraries
 from moeserve.config.settings import DeepEPApi
 from moeserve.layers.moe.dispatch.deepep.communicator import DeepEPShape
-from moeserve.ops.interfaces import FLOAT8_BLOCK
+from moeserve.ops.rows.interface import FLOAT8_BLOCK
 
 MIN_CAPABILITY = (9, 0)  # Hopper: "Requirements" in DeepEP's README
 

@@ -1,0 +1,99 @@
+"""Grouped-query attention of one layer: its shape, its cache and its operations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from moeserve.cache_kind import CacheKind
+from moeserve.ops.rows.interface import Rotation
+from moeserve.step_inputs import StepInputs
+
+# T tokens, N query heads, G key-value heads, H size of a key, V of a value
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionShape:
+    """One layer's part of grouped-query attention on one rank."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int  # of queries and keys
+    dtype: torch.dtype
+    scale: float  # factor of the products of queries and keys
+    # Query heads of all tp ranks that read one key-value head. The order of sums depends on it. None: N / G.
+    whole_group_size: int | None = None
+    value_size: int | None = None  # at most head_size; None: head_size
+    # Maximum number of positions that a token attends to, including its own; None: all up to its own. If negative,
+    # positions are divided into chunks of -window, and a token attends to those of its own chunk.
+    window: int | None = None
+    has_sinks: bool = False
+
+
+@dataclass(frozen=True)
+class KeyValueCache:
+    """Paged keys [num_blocks, G, block_size, H] and values [num_blocks, G, block_size, V] of one layer.
+
+    They have the model's dtype, or are uint8 codes with a scale for each token and head; see `float8_rows.py`.
+    """
+
+    keys: Tensor
+    values: Tensor
+    key_scales: Tensor | None = None  # [num_blocks, G, block_size] bfloat16
+    value_scales: Tensor | None = None
+    has_window: bool = field(default=False, kw_only=True)  # its blocks are those of layers with windows
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors of the cache. Their first dimension is the block, the second the head."""
+        if self.key_scales is None or self.value_scales is None:
+            return self.keys, self.values
+        return self.keys, self.values, self.key_scales, self.value_scales
+
+    @property
+    def tensors_of_items(self) -> dict[CacheKind, tuple[Tensor, ...]]:
+        """The tensors by the kind of their items."""
+        return {CacheKind.WINDOW_BLOCK if self.has_window else CacheKind.BLOCK: self.tensors}
+
+    def clear(self) -> None:
+        for tensor in self.tensors:
+            tensor.zero_()
+
+
+class AttentionBackend(Protocol):
+    """Grouped-query attention of one layer. Query head n reads key-value head n // (N // G)."""
+
+    def rotate_and_write(
+        self,
+        query_TNH: Tensor,
+        key_TGH: Tensor,
+        value_TGV: Tensor,
+        rotation: Rotation,
+        cache: KeyValueCache,
+        step: StepInputs,
+    ) -> Tensor:
+        """Store each token's rotated key and value at `step.cache_slots`, and return the rotated queries.
+
+        A token with slot -1 is not stored. Queries and keys may be overwritten.
+        """
+        ...
+
+    def attend(
+        self, query_TNH: Tensor, cache: KeyValueCache, step: StepInputs, sinks_N: Tensor | None = None
+    ) -> Tensor:
+        """Attend from row i of a chunk, at position p = context_len - num_rows + i, to the positions up to p.
+
+        With a window, rows attend only to positions after p - window. Rows outside all chunks, or before position 0,
+        get zeros.
+
+        Args:
+            sinks_N: float32, an additional score of each query head that has no value (gpt-oss, arXiv 2508.10925):
+                each row is scaled by sum(exp(scores)) / (sum(exp(scores)) + exp(sink)).
+
+        Returns:
+            [T, N, V] in the dtype of the queries.
+        """
+        ...

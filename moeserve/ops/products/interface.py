@@ -1,0 +1,177 @@
+"""Products of rows with weights, and the weights that they read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from moeserve.ops.rows.activations import Activation, num_parts_of
+
+# T tokens, R rows, S slots of each weight, e weights side by side, I inputs, O outputs, C columns: the outputs, or half
+# as many after a gated activation (gates first, then ups)
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Indices by which a product gathers its rows: row r is row indices_R[r] // divisor of the source."""
+
+    indices_R: Tensor
+    divisor: int
+
+
+@dataclass(frozen=True)
+class InputChunks:
+    """The order in which a product adds its inputs if they are divided over ranks.
+
+    Each chunk is summed separately, in float32, and the sums of the chunks are added in a tree, neighbours first. The
+    total therefore does not depend on the number of ranks. A bias is added to the sum of the first chunk.
+
+    Only kernels with `Kernels.batch_invariant_dtypes` use chunks; the others add inputs in any order.
+    """
+
+    size: int  # inputs per chunk; the last chunk may have fewer
+    keeps_float32: bool  # results are not rounded, because they are logits, or partial sums that the ranks add
+
+
+@dataclass(frozen=True)
+class OpenWeights:
+    """Weights [e, O, I] in the row-major layout of checkpoints, not packed.
+
+    Weights in MXFP4 are codes [e, O, I / 2] uint8, with the first of two inputs in the low half of a byte, and
+    exponents [e, O, I / MXFP4_GROUP] uint8 as scales (OCP Microscaling formats specification).
+    """
+
+    weight_eOI: Tensor
+    bias_eO: Tensor | None = None
+    activation: Activation | None = None
+    scales_eGB: Tensor | None = None  # scales of weights in MXFP4 or in 8-bit blocks, see weight_blocks.py
+    chunks: InputChunks | None = None  # None: a product adds all inputs in one chunk
+    feeds_blocks: bool = False  # the results are read only by another product of weights in 8-bit blocks
+    # [e, O, G] float16: a scale for each INT4_GROUP inputs. Weights that are integers times these scales, with fewer
+    # than 16 distinct integers in a group, are packed as int4 without loss. None: packing chooses scales.
+    int4_scales_eOG: Tensor | None = None
+
+    @property
+    def is_mxfp4(self) -> bool:
+        return self.weight_eOI.dtype == torch.uint8
+
+    @property
+    def num_inputs(self) -> int:
+        return self.weight_eOI.shape[2] * (2 if self.is_mxfp4 else 1)
+
+    @property
+    def num_parts(self) -> int:
+        """Number of parts of a weight's outputs: two before a gated activation (gates and ups), otherwise one."""
+        return num_parts_of(self.activation)
+
+
+class Product(Protocol):
+    """The operation activation(input @ weight.T + bias) for e weights of one shape.
+
+    Inputs and results are tensors. Results have contiguous rows and the dtype of the input, or float32 if
+    `InputChunks.keeps_float32`. Products of weights in 8-bit blocks also accept `Float8Rows`, and return them if
+    `OpenWeights.feeds_blocks`.
+    """
+
+    def multiply(self, input_TI: Any) -> Any:
+        """Return [T, C]: the products with the only weight."""
+        ...
+
+    def multiply_rows(
+        self,
+        rows_RI: Any,
+        counts_e: Tensor,
+        has_spare_rows: bool = False,
+        gather: Gather | None = None,
+        expected_rows: int | None = None,
+        out_RC: Tensor | None = None,
+    ) -> Any:
+        """Return [R, C]: the first counts_e[0] rows with the first weight, and so on.
+
+        Args:
+            rows_RI: the rows, or the source of `gather`.
+            counts_e: int64, rows of each weight. Their sum is R; with spare rows it may be less.
+            has_spare_rows: rows beyond the sum of the counts are spare, and their results are undefined.
+            gather: allowed only if `Kernels.products_gather_rows`.
+            expected_rows: estimate of the number of rows that are not spare; None: all. It affects only speed.
+            out_RC: memory for the results, on CPUs only; None: new memory.
+        """
+        ...
+
+    def multiply_slots(self, slots_eSI: Any, counts_e: Tensor, expected_rows: int | None = None) -> Any:
+        """Return [e, S, C]. The first counts_e[i] slots of weight i hold rows; results of other slots are undefined.
+
+        Args:
+            expected_rows: estimate of the total number of rows; None: all slots. It affects only speed.
+        """
+        ...
+
+    def multiply_each(self, input_TeI: Tensor, out_TeC: Tensor | None = None) -> Tensor:
+        """Return [T, e, C]: the products of each weight with its own input of every token.
+
+        Args:
+            out_TeC: memory for the results, which may be a view of a wider tensor; None: new memory.
+        """
+        ...
+
+
+PackedFormat = Literal["float32", "bfloat16", "int8", "int4", "mxfp4"]
+
+
+INT4_GROUP = 32  # inputs of int4 weights that share a scale and a zero point
+
+
+MXFP4_GROUP = 32  # inputs of weights in MXFP4 that share a scale
+
+
+@dataclass(frozen=True)
+class PackedWeights:
+    """Weights packed in the order in which CPU kernels read them (csrc/cpu/packed_weight.h)."""
+
+    format: PackedFormat
+    panels: Tensor  # [e, bytes] uint8
+    num_outputs: int
+    num_inputs: int
+    bias_eO: Tensor | None
+    activation: Activation | None
+    chunks: InputChunks | None = None
+
+    @classmethod
+    def from_panels(cls, weights: OpenWeights, packed_format: PackedFormat, panels: Tensor) -> PackedWeights:
+        """Return packed weights of the given panels, with bias, activation and shape of the open weights."""
+        return cls(
+            packed_format,
+            panels,
+            weights.weight_eOI.shape[1],
+            weights.num_inputs,
+            weights.bias_eO,
+            weights.activation,
+            weights.chunks,
+        )
+
+    @property
+    def num_parts(self) -> int:
+        return num_parts_of(self.activation)
+
+
+class WeightPacking(Protocol):
+    """Packing of open weights for kernels that read them in another order."""
+
+    def supports(self, weights: OpenWeights) -> bool: ...
+
+    def num_bytes(self, weights: OpenWeights, packed_format: PackedFormat) -> int:
+        """Return the bytes of each packed weight."""
+        ...
+
+    def fits_in_place(self, weights: OpenWeights, packed_format: PackedFormat) -> bool:
+        """Return True if packed weights have the size and number format of the open ones."""
+        ...
+
+    def pack(self, weights: OpenWeights, packed_format: PackedFormat, *, in_place: bool) -> PackedWeights:
+        """Return the packed weights, in new memory or, if `in_place`, in the memory of the open weights."""
+        ...
+
+    def product(self, packed: PackedWeights) -> Product: ...

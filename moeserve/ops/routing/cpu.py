@@ -1,0 +1,43 @@
+"""The choice of each token's experts by a C++ kernel. Dtypes outside `NATIVE_DTYPES` run in plain torch."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from moeserve.ops.arguments import router_arguments
+from moeserve.ops.native import NATIVE_DTYPES
+from moeserve.ops.routing.interface import RouterConfig
+from moeserve.ops.routing.reference import TorchRouter
+
+# T tokens, D model width, E experts, K experts per token
+
+
+class CpuRouter:
+    """A `RouteTokens` in C++."""
+
+    def __init__(self, native: ModuleType, config: RouterConfig) -> None:
+        self._native = native
+        self._reference = TorchRouter(config)
+        self._top_k = config.top_k
+        self._rules = router_arguments(config) | {"tolerance": config.tolerance}
+
+    def __call__(
+        self,
+        hidden_TD: Tensor,
+        weight_ED: Tensor,
+        bias_E: Tensor | None,
+        correction_E: Tensor | None,
+        given_TK: Tensor | None = None,
+        factors_E: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        if hidden_TD.dtype not in NATIVE_DTYPES:
+            return self._reference(hidden_TD, weight_ED, bias_E, correction_E, given_TK, factors_E)
+        num_tokens = hidden_TD.shape[0]
+        experts_TK = torch.empty(num_tokens, self._top_k, dtype=torch.int64)
+        weights_TK = torch.empty(num_tokens, self._top_k, dtype=torch.float32)
+        tensors = hidden_TD, weight_ED, bias_E, correction_E, experts_TK, weights_TK
+        self._native.route(*tensors, **self._rules, given=given_TK, factors=factors_E)
+        return experts_TK, weights_TK

@@ -1,0 +1,64 @@
+"""Operations on single rows: rotary embedding, and the forms in which rows are passed on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+# T tokens, N heads, H head size, F rotated pairs, I numbers of a row, B scales of a row
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Cosines and sines of a step's rotary angles, shared by all layers with the same rotary embedding."""
+
+    cosines: Tensor  # [T, F] float32
+    sines: Tensor  # [T, F] float32
+    is_interleaved: bool  # a pair is two neighbours (2f, 2f + 1); otherwise it is (f, f + F)
+
+
+class ApplyRope(Protocol):
+    """Apply a rotary embedding to the first 2 * F values of each head, in float32.
+
+    Args:
+        heads_TNH: may be overwritten; use only the result. May be a view of a projection.
+        out_TNH: memory for the result, which may be that of the heads; None: the implementation chooses.
+
+    Returns:
+        [T, N, H] in the dtype of the heads.
+    """
+
+    def __call__(self, heads_TNH: Tensor, rotation: Rotation, out_TNH: Tensor | None = None, /) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Float8Rows:
+    """Rows quantised to 8-bit floats (E4M3), with a scale for each 128 numbers of a row: codes times scales."""
+
+    codes: Tensor  # [..., I] float8_e4m3fn, rows contiguous
+    scales: Tensor  # [..., B] float32, any strides
+    dtype: torch.dtype  # dtype of the numbers before quantisation, and of the results of products
+    rows: Tensor | None = None  # [..., I]: the numbers before quantisation, if another operation reads them
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+
+Rows = Tensor | Float8Rows
+
+
+FLOAT8_BLOCK = 128  # numbers of a row that share a scale
+
+
+def plain_rows(rows: Rows) -> Tensor:
+    """Return rows before quantisation if they were kept, otherwise dequantised rows."""
+    if isinstance(rows, Tensor):
+        return rows
+    if rows.rows is not None:
+        return rows.rows
+    width = rows.codes.shape[-1]
+    scales = rows.scales.repeat_interleave(FLOAT8_BLOCK, dim=-1)[..., :width]
+    return (rows.codes.float() * scales).to(rows.dtype)
