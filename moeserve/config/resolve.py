@@ -11,6 +11,7 @@ from typing import Literal, cast, get_args
 
 from moeserve.config.environment import is_inside_ray
 from moeserve.config.expert_layout import ExpertShape, Numbers, resolve_expert_parallel
+from moeserve.config.needs import Needs
 from moeserve.config.settings import (
     DEFAULT_LOAD_WINDOW,
     AttentionChoice,
@@ -64,13 +65,9 @@ class CheckpointFacts:
     expert_shape: ExpertShape | None = None  # experts of each of these layers; None: experts are never sliced
     quantization: str | None = None  # the format of the weights, as config.json names it; None: not quantised
     has_mxfp4: bool = False  # experts are stored in MXFP4
-    has_latent_attention: bool = False
-    has_states: bool = False  # at least one layer keeps a recurrent state for each request
+    needs: Needs = Needs()
     has_draft_layer: bool = False  # the last layer is the multi-token prediction (MTP) layer
     first_layers: frozenset[int] | None = None  # layers that may start a pipeline stage; None: all
-    has_entries: bool = False  # at least one layer keeps compressed entries
-    without_gpu_kernels: str | None = None  # the part of the model that has no GPU kernels, for an error message
-    block_multiple: int = 1  # block sizes of the KV cache must be multiples of this
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,13 +125,13 @@ def resolve(
             cache.gpu_memory_utilization,
             "no effect on CPUs: a profiling run sizes the KV cache, or kv_cache_memory",
         )
-    if device == "cuda" and checkpoint.without_gpu_kernels is not None:
+    needs = checkpoint.needs
+    if device == "cuda" and needs.without_gpu_kernels is not None:
         raise SettingsError(
-            f"device='cuda': {checkpoint.without_gpu_kernels}, which this model has, has no kernels for GPUs yet; use "
+            f"device='cuda': {needs.without_gpu_kernels}, which this model has, has no kernels for GPUs yet; use "
             "device='cpu'"
         )
-    if checkpoint.has_entries:
-        _check_entries(settings, checkpoint, device)
+    _check_needs(settings, needs, device)
     if quantization == "mxfp4":
         _check_mxfp4(device, dtype, checkpoint, machine)
     _check_layout(parallel, checkpoint.tensor_parallel_sizes, machine, device)
@@ -173,7 +170,7 @@ def resolve(
     _check_deepep(parallel, dispatcher)
     executor = _choose_executor(parallel, machine.cores_of_nodes)
     _check_kv_store(cache)
-    has_float8_cache = is_float8_cache(cache.kv_cache_dtype, checkpoint.has_latent_attention)
+    has_float8_cache = is_float8_cache(cache.kv_cache_dtype, needs)
     if has_float8_cache and model.attention_backend not in ("auto", "triton"):
         raise SettingsError(
             f"attention_backend={model.attention_backend!r} cannot read the scales of "
@@ -217,7 +214,7 @@ def resolve(
         max_model_len_may_shrink=longest is None,
         has_generation_config=model.generation_config == "auto",
         override_generation_config=tuple((model.override_generation_config or {}).items()),
-        block_size=cache.block_size or default_block_size(has_entries=checkpoint.has_entries),
+        block_size=cache.block_size or needs.block_size,
         has_float8_cache=has_float8_cache,
         kv_cache_memory=None
         if cache.kv_cache_memory is None
@@ -225,7 +222,7 @@ def resolve(
         gpu_memory_utilization=cache.gpu_memory_utilization or GPU_MEMORY_UTILIZATION,
         num_cache_blocks=None,
         enable_prefix_caching=cache.enable_prefix_caching,
-        has_entries=checkpoint.has_entries,
+        redoes_drafts=needs.redoes_drafts,
         num_saved_states=_num_saved_states(cache, checkpoint, max_num_seqs),
         kv_host_memory=parse_bytes("kv_host_memory", cache.kv_host_memory, least=0),
         kv_file=cache.kv_file,
@@ -633,7 +630,7 @@ def _check_overlap(model: ModelSettings, parallel: ParallelSettings, checkpoint:
     refusal = None
     if parallel.num_expert_ranks == 1:
         refusal = "a single rank in a stage, which exchanges nothing; leave them out"
-    elif checkpoint.has_states:  # the second half of a prompt needs the state after the first half
+    elif checkpoint.needs.keeps_state:  # the second half of a prompt needs the state after the first half
         refusal = "models with recurrent states; leave them out"
     elif device != "cuda":
         return
@@ -651,13 +648,13 @@ def _on_failure(parallel: ParallelSettings, executor: str) -> Literal["end", "re
     return "restart" if executor == "ray" else "end"
 
 
-def is_float8_cache(kv_cache_dtype: CacheDtypeName, has_latent_attention: bool) -> bool:
+def is_float8_cache(kv_cache_dtype: CacheDtypeName, needs: Needs) -> bool:
     """Return True if keys and values are stored as 8-bit floats.
 
     Raises:
-        SettingsError: 8-bit floats are required, but the model has latent attention, which does not support them.
+        SettingsError: 8-bit floats are required, but the model's caches do not support them.
     """
-    if kv_cache_dtype != "auto" and has_latent_attention:
+    if kv_cache_dtype != "auto" and not needs.fits_float8_cache:
         raise SettingsError(
             f"kv_cache_dtype={kv_cache_dtype!r} does not support models with latent attention (MLA) or compressed "
             "entries, whose cache is small as it is; use kv_cache_dtype='auto'"
@@ -665,38 +662,31 @@ def is_float8_cache(kv_cache_dtype: CacheDtypeName, has_latent_attention: bool) 
     return kv_cache_dtype != "auto"
 
 
-def _check_entries(settings: Settings, checkpoint: CheckpointFacts, device: str) -> None:
-    """Raise SettingsError for settings that models with compressed entries (DeepSeek-V4) do not support."""
+def _check_needs(settings: Settings, needs: Needs, device: str) -> None:
+    """Raise SettingsError for settings that the networks of a model do not support."""
     cache = settings.cache
-    if device == "cuda" and settings.model.batch_invariant:
+    if device == "cuda" and settings.model.batch_invariant and needs.without_gpu_order is not None:
         raise SettingsError(
-            "batch_invariant=True: on GPUs, the hyper-connections of this model have no kernels whose sums have one "
-            "order; leave it out or use device='cpu'"
+            f"batch_invariant=True: on GPUs, {needs.without_gpu_order}, which this model has, have no kernels whose "
+            "sums have one order; leave it out or use device='cpu'"
         )
-    if device == "cuda" and settings.scheduler.speculative_config is not None:
+    redoes_drafts = needs.redoes_drafts and settings.scheduler.speculative_config is not None
+    if device == "cuda" and redoes_drafts:
         raise SettingsError(
             "speculative_config: on GPUs, the kernels for compressed entries would keep the state of rejected draft "
             "tokens; leave it out or use device='cpu'"
         )
     overlap = settings.parallel.overlap_decode_tokens or settings.parallel.overlap_prefill_tokens
-    if settings.scheduler.speculative_config is not None and overlap:
+    if redoes_drafts and overlap:
         raise SettingsError(
             "speculative_config: with overlap_decode_tokens or overlap_prefill_tokens, draft tokens could be in both "
             "halves of a step, and this model keeps no state after the first of them; leave one of the settings out"
         )
-    if cache.block_size and cache.block_size % checkpoint.block_multiple:
+    if cache.block_size and cache.block_size % needs.block_multiple:
         raise SettingsError(
-            f"block_size={cache.block_size}: an entry of this model stands for {checkpoint.block_multiple} tokens, and "
-            f"blocks must have whole entries; use a multiple of {checkpoint.block_multiple}"
+            f"block_size={cache.block_size}: an entry of this model stands for {needs.block_multiple} tokens, and "
+            f"blocks must have whole entries; use a multiple of {needs.block_multiple}"
         )
-
-
-def default_block_size(*, has_entries: bool) -> int:
-    """Return the default number of tokens in a block of the KV cache.
-
-    Blocks are larger with compressed entries, because every block then also holds a tail.
-    """
-    return 128 if has_entries else 16
 
 
 def _num_saved_states(cache: CacheSettings, checkpoint: CheckpointFacts, max_num_seqs: int) -> int | None:
@@ -705,7 +695,7 @@ def _num_saved_states(cache: CacheSettings, checkpoint: CheckpointFacts, max_num
     Raises:
         SettingsError: `num_saved_states` is set, but the model has no recurrent states.
     """
-    if not checkpoint.has_states:
+    if not checkpoint.needs.keeps_state:
         if cache.num_saved_states is not None:
             raise SettingsError(
                 f"num_saved_states={cache.num_saved_states}: this model has no recurrent states; leave it out"

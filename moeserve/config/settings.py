@@ -420,7 +420,7 @@ class EngineConfig:
     gpu_memory_utilization: float  # share of a GPU's memory
     num_cache_blocks: int | None  # minimum if measured after a change of the number of replicas; None: no minimum
     enable_prefix_caching: bool
-    has_entries: bool  # at least one layer keeps compressed entries, and the tails of unfinished ones
+    redoes_drafts: bool  # accepted drafts must be computed again; see `Needs`
     num_saved_states: int | None  # rows for copies of recurrent states; None: no layer of the model has a state
     kv_host_memory: int  # bytes of the store behind the KV cache of each rank; 0: none
     kv_file: str | None  # folder of the store's file; None: the store is in memory

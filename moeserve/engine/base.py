@@ -213,7 +213,7 @@ def new_scheduler(config: EngineConfig, loaded: Sequence[Loaded]) -> Scheduler:
                 num_batches=1 if config.async_scheduling else config.max_concurrent_batches,
                 num_lookahead_tokens=config.num_lookahead_tokens,
                 other_groups=tuple(_other_groups(config, loaded[0])),
-                recomputes_drafts=config.has_entries,
+                recomputes_drafts=config.redoes_drafts,
             ),
             salt,
             connector,

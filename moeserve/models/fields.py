@@ -7,13 +7,14 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from moeserve.layers.dense.network import DenseConfig
 from moeserve.layers.grouped_query.attention import AttentionConfig
 from moeserve.layers.latent.attention import LatentAttentionConfig
 from moeserve.layers.moe.layer import MoEConfig
 from moeserve.layers.moe.shared import SharedExpertsConfig
 from moeserve.layers.rotary import LongRopeScaling, RotaryConfig, YarnScaling
 from moeserve.models.config_values import ConfigValues
-from moeserve.models.model_config import LayerConfig, MLPConfig, ModelConfig
+from moeserve.models.model_config import Layer, ModelConfig
 from moeserve.ops.routing.interface import RouterConfig
 
 MAX_CONTEXT = 2**24  # tokens; tables of requests have a column for each block of a context
@@ -22,7 +23,7 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 
 def read_model(
     config: ConfigValues,
-    layers: list[LayerConfig],
+    layers: list[Layer],
     *,
     epsilon_key: str = "rms_norm_eps",
     context_key: str = "max_position_embeddings",
@@ -55,12 +56,12 @@ def with_draft_layer_like_the_last(model: ModelConfig) -> ModelConfig:
     return with_draft_layer(model, model.layers[-1])
 
 
-def with_draft_layer(model: ModelConfig, layer: LayerConfig) -> ModelConfig:
+def with_draft_layer(model: ModelConfig, layer: Layer) -> ModelConfig:
     """Return the model with an MTP layer of this shape, if the checkpoint has MTP layers."""
     return dataclasses.replace(model, draft_layer=layer) if model.num_skipped_layers else model
 
 
-def _read_context(config: ConfigValues, layers: list[LayerConfig], key: str) -> int:
+def _read_context(config: ConfigValues, layers: list[Layer], key: str) -> int:
     """Return the maximum context length.
 
     YaRN extends it even if the config's value under `key` was not changed. LongRoPE is limited to the original context.
@@ -227,7 +228,7 @@ def read_shared_experts(config: ConfigValues, expert_width: int) -> SharedExpert
     return SharedExpertsConfig(width=num_shared * expert_width) if num_shared else None
 
 
-def read_leading_dense(config: ConfigValues, moe: MoEConfig) -> list[MoEConfig | MLPConfig]:
+def read_leading_dense(config: ConfigValues, moe: MoEConfig) -> list[MoEConfig | DenseConfig]:
     """Return dense networks for the first `first_k_dense_replace` layers, then experts (DeepSeek, GLM)."""
     num_layers = read_num_layers(config)
     is_dense = _read_moe_layer_freq(config, num_layers)
@@ -248,7 +249,7 @@ def _read_moe_layer_freq(config: ConfigValues, num_layers: int) -> list[bool] | 
     return [flag == 0 for flag in flags]
 
 
-def read_sparse_layers(config: ConfigValues, moe: MoEConfig) -> list[MoEConfig | MLPConfig]:
+def read_sparse_layers(config: ConfigValues, moe: MoEConfig) -> list[MoEConfig | DenseConfig]:
     """Return a dense network or experts for each layer (Qwen).
 
     Every `decoder_sparse_step`-th layer has experts, unless `mlp_only_layers` lists it.
@@ -259,7 +260,7 @@ def read_sparse_layers(config: ConfigValues, moe: MoEConfig) -> list[MoEConfig |
     return feed_forwards_of(config, moe, [(index + 1) % step != 0 or index in listed for index in range(num_layers)])
 
 
-def read_listed_dense(config: ConfigValues, moe: MoEConfig) -> list[MoEConfig | MLPConfig]:
+def read_listed_dense(config: ConfigValues, moe: MoEConfig) -> list[MoEConfig | DenseConfig]:
     """Return the network of each layer as `mlp_layer_types` lists it. Without this key, the first layers are dense."""
     num_layers = read_num_layers(config)
     is_dense = config.flags_of_layers("mlp_layer_types", ("sparse", "dense"), num_layers)
@@ -273,9 +274,9 @@ def read_listed_dense(config: ConfigValues, moe: MoEConfig) -> list[MoEConfig | 
 
 def feed_forwards_of(
     config: ConfigValues, moe: MoEConfig, is_dense: Sequence[bool], *, width_key: str = "intermediate_size"
-) -> list[MoEConfig | MLPConfig]:
+) -> list[MoEConfig | DenseConfig]:
     """Return the network of each layer: a dense one, of the width under `width_key`, if `is_dense`, else experts."""
     if not any(is_dense):
         return [moe] * len(is_dense)
-    dense = MLPConfig(width=read_width(config, width_key))
+    dense = DenseConfig(width=read_width(config, width_key))
     return [dense if is_layer_dense else moe for is_layer_dense in is_dense]

@@ -3,64 +3,72 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from moeserve.config.expert_layout import ExpertShape
+from moeserve.config.needs import Needs, of_all
 from moeserve.layers.compressed.attention import CompressedAttentionConfig
 from moeserve.layers.grouped_query.attention import AttentionConfig
 from moeserve.layers.input_share import keeps_bytes, num_expert_chunks, num_input_chunks
 from moeserve.layers.latent.attention import LatentAttentionConfig
-from moeserve.layers.linear_attention.attention import LinearAttentionConfig
 from moeserve.layers.moe.layer import MoEConfig
 from moeserve.layers.moe.placement.eplb import place_experts
 from moeserve.layers.moe.placement.placement import Placement
+from moeserve.layers.network import NetworkConfig
 from moeserve.layers.rotary import RotaryConfig, TemperatureConfig
-from moeserve.layers.short_convolution.convolution import ShortConvolutionConfig
-from moeserve.ops.rows.activations import Activation, SwiGLU, num_parts_of
-from moeserve.ops.streams.interface import StreamsConfig
+from moeserve.layers.streams.residual import PlainStream, StreamConfig
+from moeserve.ops.rows.activations import num_parts_of
 
+MAX_TENSOR_PARALLEL = 2**10  # more than any layout has
 Item = TypeVar("Item")
 CachedAttention = AttentionConfig | LatentAttentionConfig | CompressedAttentionConfig  # mixers that cache tokens
 
 
-@dataclass(frozen=True, kw_only=True)
-class MLPConfig:
-    """The shape of a dense feed-forward network."""
+@dataclass(frozen=True)
+class Block:
+    """A network, and what happens on the residual stream behind it."""
 
-    width: int
-    activation: Activation = SwiGLU()
+    network: NetworkConfig
+    is_normed: bool = False  # the network's output is normalised before it is added
+    is_scaled: bool = False  # the stream is multiplied by a learned number behind the network
 
 
-@dataclass(frozen=True, kw_only=True)
-class LayerConfig:
-    """The shape of one layer: a mixer followed by a feed-forward network, or only one of them (Nemotron-H)."""
+@dataclass(frozen=True)
+class Layer:
+    """The blocks of one layer, in order: usually a token mixer and a feed-forward network."""
 
-    mixer: CachedAttention | LinearAttentionConfig | ShortConvolutionConfig | None
-    feed_forward: MoEConfig | MLPConfig | None
-    beside: MLPConfig | None = None  # a dense network that reads the residual stream beside the experts (Gemma 4)
-    has_output_norms: bool = False  # the outputs of the mixer and of the feed-forward network are normalised
-    has_factor: bool = False  # the residual stream is multiplied by a learned number behind the layer
+    blocks: tuple[Block, ...]
 
-    def __post_init__(self) -> None:
-        assert self.mixer is not None or self.feed_forward is not None
+    @classmethod
+    def of(cls, *networks: NetworkConfig) -> Layer:
+        """Return the layer of these networks, whose outputs are added as they are."""
+        return cls(tuple(map(Block, networks)))
+
+    @property
+    def networks(self) -> tuple[NetworkConfig, ...]:
+        return tuple(block.network for block in self.blocks)
+
+    @property
+    def moes(self) -> tuple[MoEConfig, ...]:
+        """The mixtures of experts."""
+        return tuple(network.moe for network in self.networks if network.moe is not None)
 
     @property
     def rotaries(self) -> tuple[RotaryConfig | TemperatureConfig, ...]:
         """The functions of positions that the layer reads: rotary embeddings or temperatures."""
-        return () if self.mixer is None else tuple(self.mixer.rotaries)
+        return tuple(rotary for network in self.networks for rotary in network.rotaries)
 
     def can_divide(self, num_ranks: int) -> bool:
-        """Return True if the heads of the mixer can be divided evenly over this number of tp ranks."""
-        return self.mixer is None or self.mixer.can_divide(num_ranks)
+        """Return True if this number of tp ranks can have equal shares of all networks."""
+        return all(network.can_divide(num_ranks) for network in self.networks)
 
 
-def attentions_of(layers: Iterable[LayerConfig]) -> tuple[CachedAttention, ...]:
-    """Return the mixers of some layers that have a cache with an entry for each token."""
-    mixers = (layer.mixer for layer in layers)
-    return tuple(mixer for mixer in mixers if isinstance(mixer, CachedAttention))
+def attentions_of(layers: Iterable[Layer]) -> tuple[CachedAttention, ...]:
+    """Return the networks of some layers that have a cache with an entry for each token."""
+    networks = (network for layer in layers for network in layer.networks)
+    return tuple(network for network in networks if isinstance(network, CachedAttention))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,18 +77,17 @@ class ModelConfig:
 
     vocab_size: int
     hidden_size: int
-    layers: tuple[LayerConfig, ...]
+    layers: tuple[Layer, ...]
     norm_epsilon: float
     max_position_embeddings: int
     tie_word_embeddings: bool
     embedding_factor: float = 1.0  # multiplies the token embeddings
-    streams: StreamsConfig | None = None  # hyper-connections; None: there is one residual stream
+    stream: StreamConfig = PlainStream()
     logits_divisor: float = 1.0
     logits_cap: float | None = None  # see OutputHead
     has_head_bias: bool = False
-    has_layer_norms: bool = False  # the norms are LayerNorms
     num_skipped_layers: int = 0  # multi-token prediction (MTP) layers after the last one, which are not loaded
-    draft_layer: LayerConfig | None = None  # the first MTP layer, if it is supported; see `with_draft_layer`
+    draft_layer: Layer | None = None  # the first MTP layer, if it is supported; see `with_draft_layer`
     num_draft_layers: int = 0  # MTP layers at the end of `layers`, which only draft tokens
 
     def with_draft_layer(self) -> ModelConfig:
@@ -97,7 +104,7 @@ class ModelConfig:
     @property
     def first_moe(self) -> MoEConfig | None:
         """The mixture of experts of the first layer that has one. All such layers have the same shape."""
-        return next((layer.feed_forward for layer in self.layers if isinstance(layer.feed_forward, MoEConfig)), None)
+        return next((moe for layer in self.layers for moe in layer.moes), None)
 
     @property
     def rotaries(self) -> frozenset[RotaryConfig | TemperatureConfig]:
@@ -128,38 +135,13 @@ class ModelConfig:
     @property
     def num_sparse_layers(self) -> int:
         """Number of layers with experts."""
-        return sum(isinstance(layer.feed_forward, MoEConfig) for layer in self.layers)
+        return sum(len(layer.moes) for layer in self.layers)
 
     @property
-    def has_latent_attention(self) -> bool:
-        """True if a layer caches vectors that are both keys and values."""
-        kinds = LatentAttentionConfig, CompressedAttentionConfig
-        return any(isinstance(layer.mixer, kinds) for layer in self.layers)
-
-    @property
-    def has_entries(self) -> bool:
-        """True if a layer keeps compressed entries."""
-        return any(isinstance(layer.mixer, CompressedAttentionConfig) for layer in self.layers)
-
-    @property
-    def without_gpu_kernels(self) -> str | None:
-        """The part of the model that has no kernels for GPUs; None if all have."""
-        if any(layer.beside is not None for layer in self.layers):
-            return "a dense network beside the experts"
-        if self.first_moe is not None and self.first_moe.router.scoring == "sparse_mixer":
-            return "routing by a sparse mixer"
-        return "LayerNorm" if self.has_layer_norms else None
-
-    @property
-    def block_multiple(self) -> int:
-        """The number of which block sizes must be multiples: the tokens of an entry that an indexer chooses from."""
-        compressed = (each for each in self.attentions if isinstance(each, CompressedAttentionConfig))
-        return math.lcm(*(each.ratio for each in compressed if each.ratio is not None and each.indexer is not None))
-
-    @property
-    def has_states(self) -> bool:
-        """True if a layer keeps a state for each request."""
-        return any(isinstance(layer.mixer, LinearAttentionConfig | ShortConvolutionConfig) for layer in self.layers)
+    def needs(self) -> Needs:
+        """What the networks and the residual stream ask of the settings."""
+        networks = (network.needs for layer in self.layers for network in layer.networks)
+        return of_all([self.stream.needs, *networks])
 
     @property
     def attentions(self) -> tuple[CachedAttention, ...]:
@@ -168,18 +150,13 @@ class ModelConfig:
 
     @property
     def first_layers(self) -> frozenset[int]:
-        """Indices of layers that may start a pipeline stage, because they do not reuse positions selected before."""
-        kinds = enumerate(layer.mixer for layer in self.layers)
-        return frozenset(
-            number for number, kind in kinds if not (isinstance(kind, LatentAttentionConfig) and kind.shares_choice)
-        )
+        """Indices of layers that may start a pipeline stage, because they read nothing of the layer before."""
+        needs = enumerate(of_all(network.needs for network in layer.networks) for layer in self.layers)
+        return frozenset(number for number, each in needs if not each.reads_earlier_layer)
 
     def of_stage(self, of_sparse_layers: Sequence[Item], stage: range) -> Sequence[Item]:
         """Return the items for a stage from `of_sparse_layers`, which has one for each layer with experts."""
-        before, last = (
-            sum(isinstance(layer.feed_forward, MoEConfig) for layer in self.layers[:end])
-            for end in (stage.start, stage.stop)
-        )
+        before, last = (sum(len(layer.moes) for layer in self.layers[:end]) for end in (stage.start, stage.stop))
         return of_sparse_layers[before:last]
 
     def place_experts(
@@ -201,8 +178,7 @@ class ModelConfig:
     @property
     def tensor_parallel_sizes(self) -> tuple[int, ...]:
         """All numbers of tp ranks over which the heads can be divided."""
-        most = max(layer.mixer.num_heads for layer in self.layers if layer.mixer is not None)
-        return tuple(size for size in range(1, most + 1) if self.refusal_to_divide(size) is None)
+        return tuple(size for size in range(1, MAX_TENSOR_PARALLEL + 1) if self.refusal_to_divide(size) is None)
 
     def keeps_bytes(self, num_ranks: int) -> bool:
         """Return True if batch-invariant kernels give the same bytes on `num_ranks` tp ranks as on one."""

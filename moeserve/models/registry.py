@@ -114,13 +114,9 @@ def read_facts(
         expert_shape=None if is_foreign else description.model.expert_shape,
         quantization=description.weight_format.method,
         has_mxfp4=description.weight_format.is_mxfp4,
-        has_latent_attention=description.model.has_latent_attention,
-        has_states=description.model.has_states,
+        needs=description.model.needs,
         has_draft_layer=description.model.num_draft_layers > 0,
         first_layers=description.model.first_layers,
-        has_entries=description.model.has_entries,
-        without_gpu_kernels=description.model.without_gpu_kernels,
-        block_multiple=description.model.block_multiple,
     )
 
 

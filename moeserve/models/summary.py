@@ -11,13 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from moeserve.config.resolve import default_block_size, is_float8_cache
+from moeserve.config.resolve import is_float8_cache
 from moeserve.config.settings import CacheDtypeName, DtypeName, QuantizationName
 from moeserve.distributed.groups import Groups, groups_of_one_rank
 from moeserve.kv.layer_cache import CacheNeeds
 from moeserve.layers.context import ModelContext
 from moeserve.layers.moe.dispatch.factory import TorchDispatchers
-from moeserve.layers.moe.layer import MoEConfig, MoELayer
 from moeserve.layers.moe.placement.placement import Placement
 from moeserve.layers.weights import Weights
 from moeserve.models.checkpoint.packing import weights_of
@@ -87,7 +86,7 @@ def summarize(
     stage = range(len(config.layers)) if stage is None else stage
     meta = torch.device("meta")
     quantization: QuantizationName | None = "mxfp4" if description.keeps_mxfp4(dtype) else None
-    has_float8_cache = is_float8_cache(kv_cache_dtype, config.has_latent_attention)
+    has_float8_cache = is_float8_cache(kv_cache_dtype, config.needs)
     context = ModelContext(
         select_kernels(meta),
         groups,
@@ -95,35 +94,25 @@ def summarize(
         meta,
         quantization,
         has_float8_cache=has_float8_cache,
-        block_size=default_block_size(has_entries=config.has_entries),
+        block_size=config.needs.block_size,
     )
     model = _build_without_memory(config, placements, context, stage)
     counts = _Counts()
     rows_used = config.vocab_size if config.tie_word_embeddings else 1  # a tied output head uses all rows
     if model.embedding is not None:
         counts.add("embedding", model.embedding, active=(rows_used, config.vocab_size))
-    for layer, layer_config in zip(model.layers, model.layer_configs, strict=True):
-        counts.add("attention", layer.mixer)
-        counts.add("norms", layer.mixer_norm, layer.feed_forward_norm, layer.parallel_outputs)
-        counts.add("norms", layer.mixer_output_norm, layer.feed_forward_output_norm)
-        counts.add("dense networks", layer.beside)
-        match layer.feed_forward, layer_config.feed_forward:
-            case MoELayer() as moe, MoEConfig(router=router):
-                counts.add("routers", moe.router)
-                counts.add("routed experts", moe.experts, active=(router.top_k, router.num_experts))
-                counts.add("latent projections", moe.to_latent, moe.from_latent)
-                if moe.shared_experts is not None:
-                    counts.add("shared experts", moe.shared_experts)
-            case dense, _:
-                counts.add("dense networks", dense)
-    if model.norm is not None and model.head is not None:
-        counts.add("norms", model.norm)
+    for block in model.blocks:
+        for part in block.network.parts():
+            counts.add(part.name, part.module, active=(part.num_active, part.num_all))
+        counts.add("norms", block.place)
+    if model.last is not None and model.head is not None:
+        counts.add("norms", model.last)
         if not model.head.weights.is_borrowed:
             counts.add("output head", model.head)
     return Summary(
         dtype=dtype,
         parts=counts.parts(),
-        num_layers=len(model.layers),
+        num_layers=len(stage),
         num_sparse_layers=len(config.of_stage(placements, stage)),
         cache=model.cache_needs,
     )
@@ -154,7 +143,7 @@ def loading_memory(model: Decoder, *, fills_all_first: bool = False) -> LoadingM
         return LoadingMemory(kept, max(kept, opened + max(panels, default=0)))
     most_open = max(
         sum(map(_open_bytes, filter(_is_replaced, weights_of(module).values())))
-        for module in (*model.layers, model.head)
+        for module in (*model.registered_layers.values(), model.head)
         if module is not None
     )
     return LoadingMemory(kept, kept + most_open)
@@ -189,9 +178,9 @@ class _Counts:
     def __init__(self) -> None:
         self._totals: dict[tuple[str, str], list[int]] = {}
 
-    def add(self, name: str, *modules: nn.Module | None, active: tuple[int, int] = (1, 1)) -> None:
-        """Add the parameters of modules. `active` is the fraction (numerator, denominator) that a token uses."""
-        for part in (part for module in modules if module is not None for part in module.modules()):
+    def add(self, name: str, module: nn.Module, active: tuple[int, int] = (1, 1)) -> None:
+        """Add the parameters of a module. `active` is the fraction (numerator, denominator) that a token uses."""
+        for part in module.modules():
             is_mxfp4 = isinstance(part, Weights) and part.is_mxfp4
             for parameter_name, parameter in part.named_parameters(recurse=False):
                 is_encoded = is_mxfp4 and parameter_name in ("memory", "scales")

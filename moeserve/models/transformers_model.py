@@ -22,6 +22,7 @@ from torch.nn import functional
 from moeserve.errors import CheckpointError, missing_extra
 from moeserve.kv.layer_cache import CacheNeeds, CacheSize
 from moeserve.layers.context import ModelContext
+from moeserve.layers.dense.network import DenseConfig
 from moeserve.layers.grouped_query.attention import AttentionConfig, cache_needs_of, make_key_value_cache
 from moeserve.layers.moe.dispatch.base import PackedTokens
 from moeserve.layers.moe.dispatch.factory import DispatcherFactory
@@ -32,7 +33,7 @@ from moeserve.layers.moe.router import Routing
 from moeserve.layers.rotary import NO_ROTARY, Rotaries
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import Family
-from moeserve.models.model_config import LayerConfig, MLPConfig, ModelConfig
+from moeserve.models.model_config import Layer, ModelConfig
 from moeserve.ops.attention.interface import AttentionShape, KeyValueCache
 from moeserve.ops.routing.interface import RouterConfig
 from moeserve.step_inputs import StepInputs
@@ -59,7 +60,7 @@ def read_shape(config: ConfigValues) -> ModelConfig:
             attention and experts functions cannot express. The error names the feature.
         SettingsError: transformers is not installed.
     """
-    layers: list[LayerConfig] = []
+    layers: list[Layer] = []
     attentions: list[AttentionConfig] = []
     experts: dict[int, MoEConfig] = {}
     refuse = _Refusal(config.path)
@@ -94,7 +95,7 @@ def read_shape(config: ConfigValues) -> ModelConfig:
     if not experts:
         raise refuse("none of its layers has experts behind transformers' experts interface")
     for number, attention in enumerate(attentions):
-        layers.append(LayerConfig(mixer=attention, feed_forward=experts.get(number, MLPConfig(width=0))))
+        layers.append(Layer.of(attention, experts.get(number, DenseConfig(width=0))))
     return ModelConfig(
         vocab_size=text.vocab_size,
         hidden_size=text.hidden_size,
@@ -266,14 +267,15 @@ class TransformersModel(nn.Module):
         self.dispatchers = dispatchers
         self.stage = range(len(config.layers))
         self._current: _Current | None = None
-        self._attentions = [layer.mixer for layer in config.layers if isinstance(layer.mixer, AttentionConfig)]
+        networks = [network for layer in config.layers for network in layer.networks]
+        self._attentions = [network for network in networks if isinstance(network, AttentionConfig)]
         self._backends = [
             context.kernels.make_attention(_shape_of(attention, context)) for attention in self._attentions
         ]
         self._rotaries = Rotaries(frozenset({NO_ROTARY}), context.device)
         model = _build(folder, self._attend, self._run_experts, torch.device("cpu"), context.dtype)
         modules = [module for module in model.modules() if hasattr(module, "_is_expert_parallel")]
-        numbers = [n for n, layer in enumerate(config.layers) if isinstance(layer.feed_forward, MoEConfig)]
+        numbers = [number for number, layer in enumerate(config.layers) if layer.moes]
         self.moe_layers = {
             number: ForeignExperts(module, placement, dispatchers, context)
             for number, module, placement in zip(numbers, modules, placements, strict=True)

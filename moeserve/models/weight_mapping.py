@@ -14,17 +14,20 @@ from torch import Tensor, nn
 
 from moeserve.layers.compressed.attention import CompressedSparseAttention
 from moeserve.layers.dense.mlp import MLP
+from moeserve.layers.dense.network import DenseNetwork
 from moeserve.layers.grouped_query.attention import Attention
 from moeserve.layers.latent.attention import CompressedQuery, LatentAttention
 from moeserve.layers.latent.indexer import Indexer
 from moeserve.layers.latent.learned_temperature import LearnedTemperature
 from moeserve.layers.linear import Linear
 from moeserve.layers.linear_attention.attention import LinearAttention
-from moeserve.layers.moe.beside import ParallelNorms
-from moeserve.layers.moe.layer import MoEConfig, MoELayer
+from moeserve.layers.moe.beside import Beside, ParallelNorms
+from moeserve.layers.moe.layer import MoELayer
+from moeserve.layers.network import OverTP
 from moeserve.layers.norm import LayerNorm
 from moeserve.layers.short_convolution.convolution import GatedConvolution
 from moeserve.layers.streams.hyper_connections import HyperConnection
+from moeserve.layers.streams.residual import Residual, ScaledResidual
 from moeserve.layers.weights import Weights
 from moeserve.models.checkpoint.loading import (
     Destination,
@@ -38,10 +41,9 @@ from moeserve.models.checkpoint.loading import (
 )
 from moeserve.models.checkpoint.tensors import CheckpointTensor
 from moeserve.models.compressed_attention_mapping import compressed_attention_rows, connection_rows
-from moeserve.models.decoder import Decoder, DecoderLayer, DenseFeedForward
+from moeserve.models.decoder import Decoder, DecoderBlock
 from moeserve.models.draft_layer import DraftInput
 from moeserve.models.family import AttentionNames, Family, LayerNames, MoENames
-from moeserve.models.model_config import MLPConfig
 from moeserve.models.recurrent_mapping import convolution_rows, linear_attention_rows, summed_rows
 
 # Tensors that only the first or the last pipeline stage needs.
@@ -65,7 +67,7 @@ def destinations(model: Decoder, family: Family, names: Collection[str]) -> Dest
     if model.draft_input is not None:
         ignored |= {name.format(number=model.stage.stop - 1) for name in family.draft_names.copies}
     ignored |= OF_ENDS - into.keys()
-    if model.norm is None:
+    if model.last is None:
         ignored |= BIASES_OF_ENDS
 
     def is_ignored(name: str) -> bool:
@@ -91,12 +93,12 @@ def _rows_of(model: Decoder, family: Family, names: Collection[str]) -> Iterator
     embedding, head, vocab_size = model.embedding, model.head, model.config.vocab_size
     if embedding is not None:
         yield "model.embed_tokens.weight", rows(embedding.weight, embedding.share, vocab_size)
-    if model.norm is not None:
-        yield "model.norm.weight", whole(model.norm.weight, offset=family.norm_offset)
-        if isinstance(model.norm, HyperConnection):
-            yield from connection_rows("model.hc_head.hc_", model.norm)
-        if isinstance(model.norm, LayerNorm):
-            yield "model.norm.bias", whole(model.norm.bias)
+    if model.last is not None:
+        yield "model.norm.weight", whole(model.last.norm.weight, offset=family.norm_offset)
+        if isinstance(model.last, HyperConnection):
+            yield from connection_rows("model.hc_head.hc_", model.last)
+        if isinstance(model.last.norm, LayerNorm):
+            yield "model.norm.bias", whole(model.last.norm.bias)
     for log_factors_F in model.rotaries.learned_factors:
         yield "model.rotary_emb.alpha", whole(log_factors_F)
     if head is not None and not head.weights.is_borrowed:
@@ -107,47 +109,59 @@ def _rows_of(model: Decoder, family: Family, names: Collection[str]) -> Iterator
     first_draft_layer = len(model.config.layers) - model.config.num_draft_layers
     if model.draft_input is not None:
         yield from _draft_input(model.draft_input, first_draft_layer, family)
-    for number, layer, config in zip(model.stage, model.layers, model.layer_configs, strict=True):
-        is_draft = number >= first_draft_layer
-        prefix = (family.draft_names.layer if is_draft else "model.layers.{number}").format(number=number)
-        layer_names = family.layer_names
-        norms = (
-            (layer_names.mixer_norm, layer.mixer_norm, "attn"),
-            (layer_names.feed_forward_norm, layer.feed_forward_norm, "ffn"),
-        )
-        for name, norm, place in norms:
-            if norm is None:
-                continue
-            yield f"{prefix}.{name}.weight", whole(norm.weight, offset=family.norm_offset)
-            if isinstance(norm, HyperConnection):
-                yield from connection_rows(f"{prefix}.hc_{place}_", norm)
-            if isinstance(norm, LayerNorm):
-                yield f"{prefix}.{name}.bias", whole(norm.bias)
-        match layer.mixer:
-            case Attention() as mixer:
-                yield from _attention(f"{prefix}.{layer_names.attention}", mixer, family)
-            case LatentAttention() as mixer:
-                yield from _latent_attention(f"{prefix}.{layer_names.attention}", mixer, family.attention_names)
-            case LinearAttention() as mixer:
-                assert family.linear_attention_names is not None
-                yield from linear_attention_rows(
-                    f"{prefix}.{layer_names.recurrent}", mixer, family.linear_attention_names, names
-                )
-            case GatedConvolution() as mixer:
-                yield from convolution_rows(f"{prefix}.{layer_names.recurrent}", mixer)
-            case CompressedSparseAttention() as mixer:
-                yield from compressed_attention_rows(f"{prefix}.{layer_names.attention}", mixer, names)
-        yield from _norms_of_outputs(prefix, layer, layer_names)
-        if layer.beside is not None and config.beside is not None:
-            mlp, width = layer.beside.mlp, config.beside.width
-            yield from _mlp(f"{prefix}.{layer_names.dense}", mlp, width, layer_names.dense_matrices)
-        match layer.feed_forward, config.feed_forward:
-            case DenseFeedForward(mlp=mlp), MLPConfig(width=width):
-                yield from _mlp(f"{prefix}.{layer_names.dense}", mlp, width, layer_names.dense_matrices)
-            case MoELayer() as moe, MoEConfig(expert_width=width):
-                # Gemma 4 divides the inputs of its router by the root of the width.
-                factor = 1.0 if layer.beside is None else model.config.hidden_size**-0.5
-                yield from _moe(prefix, moe, width, _moe_names(prefix, family, names), names, factor)
+    for block in model.blocks:
+        is_draft = block.layer >= first_draft_layer
+        prefix = (family.draft_names.layer if is_draft else "model.layers.{number}").format(number=block.layer)
+        yield from _block(prefix, block, model.config.hidden_size, family, names)
+
+
+def _block(prefix: str, block: DecoderBlock, hidden_size: int, family: Family, names: Collection[str]) -> Iterator[Row]:
+    layer_names = family.layer_names
+    network = block.network.network if isinstance(block.network, OverTP) else block.network
+    feeds = isinstance(network, DenseNetwork | MoELayer | Beside)
+    norm_name = layer_names.feed_forward_norm if feeds else layer_names.mixer_norm
+    norm = block.place.norm.dense if isinstance(block.place.norm, ParallelNorms) else block.place.norm
+    yield f"{prefix}.{norm_name}.weight", whole(norm.weight, offset=family.norm_offset)
+    if isinstance(block.place, HyperConnection):
+        yield from connection_rows(f"{prefix}.hc_{'ffn' if feeds else 'attn'}_", block.place)
+    if isinstance(block.place, Residual) and block.place.output_norm is not None:
+        name = layer_names.feed_forward_output_norm if feeds else layer_names.mixer_output_norm
+        yield f"{prefix}.{name}.weight", whole(block.place.output_norm.weight)
+    if isinstance(norm, LayerNorm):
+        yield f"{prefix}.{norm_name}.bias", whole(norm.bias)
+    if isinstance(block.place, ScaledResidual):
+        yield f"{prefix}.{layer_names.factor}", whole(block.place.factor)
+    match network:
+        case Attention():
+            yield from _attention(f"{prefix}.{layer_names.attention}", network, family)
+        case LatentAttention():
+            yield from _latent_attention(f"{prefix}.{layer_names.attention}", network, family.attention_names)
+        case LinearAttention():
+            of_linear = family.linear_attention_names
+            assert of_linear is not None
+            yield from linear_attention_rows(f"{prefix}.{layer_names.recurrent}", network, of_linear, names)
+        case GatedConvolution():
+            yield from convolution_rows(f"{prefix}.{layer_names.recurrent}", network)
+        case CompressedSparseAttention():
+            yield from compressed_attention_rows(f"{prefix}.{layer_names.attention}", network, names)
+        case DenseNetwork():
+            yield from _dense(f"{prefix}.{layer_names.dense}", network, layer_names)
+        case MoELayer():
+            yield from _moe(prefix, network, _moe_names(prefix, family, names), names, 1.0)
+        case Beside():
+            assert isinstance(network.dense.network, DenseNetwork)
+            yield from _dense(f"{prefix}.{layer_names.dense}", network.dense.network, layer_names)
+            yield f"{prefix}.{layer_names.router_norm}", whole(block.place.norm.router.weight)
+            yield f"{prefix}.{layer_names.experts_norm}.weight", whole(block.place.norm.experts.weight)
+            yield f"{prefix}.{layer_names.dense_output_norm}.weight", whole(network.dense_norm.weight)
+            yield f"{prefix}.{layer_names.experts_output_norm}.weight", whole(network.experts_norm.weight)
+            # Gemma 4 divides the inputs of its router by the root of the width.
+            moe_names = _moe_names(prefix, family, names)
+            yield from _moe(prefix, network.experts, moe_names, names, hidden_size**-0.5)
+
+
+def _dense(prefix: str, network: DenseNetwork, names: LayerNames) -> Iterator[Row]:
+    yield from _mlp(prefix, network.mlp, network.config.width, names.dense_matrices)
 
 
 def _moe_names(prefix: str, family: Family, names: Collection[str]) -> MoENames:
@@ -158,21 +172,6 @@ def _moe_names(prefix: str, family: Family, names: Collection[str]) -> MoENames:
         return tuple(f"{prefix}.{name}" in names for name in found)
 
     return max(family.names, key=are_stored)
-
-
-def _norms_of_outputs(prefix: str, layer: DecoderLayer, names: LayerNames) -> Iterator[Row]:
-    """Yield what only some layers have: norms of outputs, those around parallel networks, and a factor."""
-    if layer.mixer_output_norm is not None and layer.feed_forward_output_norm is not None:
-        yield f"{prefix}.{names.mixer_output_norm}.weight", whole(layer.mixer_output_norm.weight)
-        yield f"{prefix}.{names.feed_forward_output_norm}.weight", whole(layer.feed_forward_output_norm.weight)
-    if isinstance(layer.feed_forward_norm, ParallelNorms) and layer.parallel_outputs is not None:
-        norms, outputs = layer.feed_forward_norm, layer.parallel_outputs
-        yield f"{prefix}.{names.router_norm}", whole(norms.router.weight)
-        yield f"{prefix}.{names.experts_norm}.weight", whole(norms.experts.weight)
-        yield f"{prefix}.{names.dense_output_norm}.weight", whole(outputs.dense_norm.weight)
-        yield f"{prefix}.{names.experts_output_norm}.weight", whole(outputs.experts_norm.weight)
-    if layer.factor is not None:
-        yield f"{prefix}.{names.factor}", whole(layer.factor)
 
 
 def _draft_input(parts: DraftInput, number: int, family: Family) -> Iterator[Row]:
@@ -288,11 +287,11 @@ def _mlp(
 def _moe(
     prefix: str,
     moe: MoELayer,
-    width: int,
     names: MoENames,
     names_in_checkpoint: Collection[str],
     router_factor: float,
 ) -> Iterator[Row]:
+    width = moe.config.expert_width
     router = f"{prefix}.{names.router}"
     yield f"{router}.weight", whole(moe.router.weight, factor=router_factor)
     if moe.router.factors is not None:

@@ -19,9 +19,10 @@ from statistics import NormalDist
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from moeserve.config.settings import DtypeName
+from moeserve.layers.dense.network import DenseConfig
 from moeserve.layers.latent.attention import LatentAttentionConfig
-from moeserve.layers.moe.layer import MoEConfig
-from moeserve.models.model_config import MLPConfig, attentions_of
+from moeserve.layers.moe.beside import BesideConfig
+from moeserve.models.model_config import attentions_of
 from moeserve.models.registry import Description
 from moeserve.planner.calibration import calibration_of
 from moeserve.planner.cost_formulas import (
@@ -264,10 +265,10 @@ class LayoutCosts:
         def parts_of(stage: Stage) -> _StageParts:
             parameters = _parameters(stage)
             layers = config.layers[stage.first_layer : stage.first_layer + stage.num_layers]
-            num_sparse = sum(isinstance(layer.feed_forward, MoEConfig) for layer in layers)
-            networks = (network for layer in layers for network in (layer.feed_forward, layer.beside))
-            num_dense = sum(isinstance(network, MLPConfig) for network in networks)
-            num_mixers = sum(layer.mixer is not None for layer in layers)
+            networks = [network for layer in layers for network in layer.networks]
+            num_sparse = sum(network.moe is not None for network in networks)
+            num_dense = sum(isinstance(network, DenseConfig | BesideConfig) for network in networks)
+            num_mixers = len([each for each in networks if each.moe is None and not isinstance(each, DenseConfig)])
             is_last = stage is layout.stages[-1]
 
             def products(name: str, total: float, count: int, format: Mapping[str, float], kind: Kind) -> list[_Part]:

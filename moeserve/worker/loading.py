@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -213,12 +214,15 @@ def store_key(config: EngineConfig, model: Decoder) -> str:
 
 def cache_share(config: EngineConfig, model: Decoder, items: CachedItems) -> CacheShare:
     """Return the description of this rank's KV cache for ranks of other engines."""
-    tensors = []
+    tensors: list[TensorShare] = []
+    num_of_layer: Counter[int] = Counter()
     for each in items.tensors:
-        divisions = model.layers[each.layer].cache_divisions
+        block = model.blocks[each.layer]
+        divisions = block.network.cache_divisions
         division = divisions[each.number] if divisions else CacheDivision(0, ())
         ranges = [(part.start, len(part)) for part in division.ranges]
-        name = f"{model.stage.start + each.layer}.{each.number}"
+        name = f"{block.layer}.{num_of_layer[block.layer]}"
+        num_of_layer[block.layer] += 1
         tensors.append(TensorShare(name=name, kind=each.kind, axis=division.axis, ranges=ranges))
     return CacheShare(facts=_cache_facts(config, model), tensors=tensors)
 

@@ -22,6 +22,7 @@ import torch
 from deepep_stand_in import Buffer, ElasticBuffer, quantised, stand_in
 from joining import join
 from model_context import cpu_context
+from model_parts import networks_of
 from ranks import Place, Ranks
 from test_dispatch import StepOf, expert_output
 from torch import Tensor
@@ -463,9 +464,9 @@ def run_halves(place: Place, folder: str) -> dict[str, list[str]]:
             dispatcher = here.dispatcher(case, Setup(package, 4))
             timeline = cast(Any, dispatcher.communicator).buffer.timeline
             model = model_of(folder, dispatcher)
-            for layer in model.layers:
-                layer.mixer.register_forward_pre_hook(lambda *_, log=timeline: log.append("attention"))
-                layer.feed_forward.experts.register_forward_pre_hook(lambda *_, log=timeline: log.append("experts"))
+            for mixer, moe in networks_of(model):
+                mixer.register_forward_pre_hook(lambda *_, log=timeline: log.append("attention"))
+                moe.experts.register_forward_pre_hook(lambda *_, log=timeline: log.append("experts"))
             halved_TD = model(in_halves(step, tp=1, tp_rank=0), model.make_caches(CacheSize(1, 16)))
             timelines[name] = list(timeline)
             assert torch.equal(halved_TD, whole_TD), name

@@ -38,6 +38,7 @@ from moeserve.layers.moe.placement.eplb import eplb
 from moeserve.layers.moe.placement.placement import Placement
 from moeserve.layers.moe.router import Routing
 from moeserve.layers.moe.shared import SharedExpertsConfig
+from moeserve.layers.network import Run
 from moeserve.layers.weights import allocate_weights
 from moeserve.ops.pairs.interface import PairKernels
 from moeserve.ops.routing.interface import RouterConfig
@@ -567,6 +568,10 @@ def test_graphs_reach_all_sequences(num_ranks: int, top_k: int, hidden_size: int
         assert max(graph_sizes(max_num_seqs, mesh, is_capturable)) == max_num_seqs
 
 
+def run_of(*sizes: int) -> Run:
+    return Run(cast(Any, StepOf(sizes)), {})
+
+
 @pytest.mark.parametrize("dispatcher", DISTRIBUTED)
 @pytest.mark.parametrize(
     "placement",
@@ -590,7 +595,7 @@ def test_layer(dispatcher: Any, placement: Placement) -> None:
     for weight in whole.parameters():
         weight.normal_(0.0, 0.5)
     hidden = torch.randn(13, WIDTH).split([5, 0, 1, 7])
-    expected = whole(torch.cat(hidden), cast(Any, StepOf((13,)))).split([5, 0, 1, 7])
+    expected = whole(torch.cat(hidden), run_of(13)).split([5, 0, 1, 7])
 
     def serve_rank(group: Any) -> Tensor:
         layer = MoELayer(config, WIDTH, placement, make_dispatchers(dispatcher, group), context)
@@ -600,7 +605,7 @@ def test_layer(dispatcher: Any, placement: Placement) -> None:
         given = whole.state_dict()
         layer.load_state_dict({n: w[slots] if n.startswith("experts.") else w for n, w in given.items()})
         with torch.inference_mode():
-            return layer(hidden[group.rank_in_group], cast(Any, StepOf((5, 0, 1, 7))))
+            return layer(hidden[group.rank_in_group], run_of(5, 0, 1, 7))
 
     for one, other in zip(run(4, serve_rank), expected, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)

@@ -44,7 +44,6 @@ from moeserve.engine.process import User
 from moeserve.engine.protocol import EngineMessage
 from moeserve.executor.outcomes import OutcomeQueue
 from moeserve.layers.moe.dispatch.base import Dispatched, Dispatcher, PendingDispatch, PendingOutput
-from moeserve.layers.moe.layer import MoELayer
 from moeserve.layers.moe.router import Routing
 from moeserve.models.decoder import Decoder
 from moeserve.models.registry import read_facts
@@ -447,12 +446,10 @@ class CountedPending:
 def count_dispatches(model: Decoder) -> list[CountedDispatcher]:
     """Wrap the dispatchers of a model's layers."""
     counted = []
-    for layer in model.layers:
-        moe = layer.feed_forward
-        if isinstance(moe, MoELayer):
-            local_experts = torch.tensor(moe.local_experts, dtype=torch.int64)
-            moe.dispatcher = CountedDispatcher(moe.dispatcher, local_experts, moe.router.config.num_experts)
-            counted.append(moe.dispatcher)
+    for moe in model.moe_layers.values():
+        local_experts = torch.tensor(moe.local_experts, dtype=torch.int64)
+        moe.dispatcher = CountedDispatcher(moe.dispatcher, local_experts, moe.router.config.num_experts)
+        counted.append(moe.dispatcher)
     return counted
 
 

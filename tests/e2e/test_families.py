@@ -78,7 +78,7 @@ def test_chunked_prefill_and_prefix_cache_hits(reference: Reference, expected: l
         assert [output.outputs[0].token_ids for output in outputs] == expected
         # Every full block but the one that holds the last token, which must be computed; with recurrent states, as
         # many as a saved state has seen.
-        unit = STATE_INTERVAL if describe(reference.folder).model.has_states else 4
+        unit = STATE_INTERVAL if describe(reference.folder).model.needs.keeps_state else 4
         assert [output.num_cached_tokens for output in outputs] == [(length - 1) // unit * unit for length in LENGTHS]
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from float8_checkpoints import encoded_and_decoded, large, write
 from model_context import cpu_context
+from model_parts import networks_of
 from reference_models import Reference, make_reference
 from torch import Tensor
 
@@ -118,8 +119,8 @@ def assert_is_as_stored(model: Any, stored: Stored, tp: int, rank: int) -> None:
             scales = scales[:, rank * share // 128 : -(-(rank + 1) * share // 128)]
         return codes, scales
 
-    for number, layer in enumerate(model.layers):
-        prefix, attention = f"model.layers.{number}", layer.mixer
+    for number, (attention, feed_forward) in enumerate(networks_of(model)):
+        prefix = f"model.layers.{number}"
         assert_taken(attention.query.down.weights, 0, part(f"{prefix}.self_attn.q_a_proj"))
         assert_taken(attention.query.up.weights, 0, part(f"{prefix}.self_attn.q_b_proj", rows=256))
         assert_taken(attention.compress.weights, 0, part(f"{prefix}.self_attn.kv_a_proj_with_mqa"))
@@ -133,10 +134,10 @@ def assert_is_as_stored(model: Any, stored: Stored, tp: int, rank: int) -> None:
         if number == 0:
             mlp = f"{prefix}.mlp"
             gates, ups = part(f"{mlp}.gate_proj", rows=512), part(f"{mlp}.up_proj", rows=512)
-            assert_taken(layer.feed_forward.mlp.gate_up, 0, gates, ups)
-            assert_taken(layer.feed_forward.mlp.down.weights, 0, part(f"{mlp}.down_proj", columns=512))
+            assert_taken(feed_forward.mlp.gate_up, 0, gates, ups)
+            assert_taken(feed_forward.mlp.down.weights, 0, part(f"{mlp}.down_proj", columns=512))
             continue
-        moe = layer.feed_forward
+        moe = feed_forward
         for slot, expert in enumerate(moe.local_experts):
             name = f"{prefix}.mlp.experts.{expert}"
             assert_taken(moe.experts.gate_up, slot, part(f"{name}.gate_proj"), part(f"{name}.up_proj"))
@@ -170,7 +171,7 @@ def test_blocks_are_taken_as_they_are_stored(
     folder, stored = deepseek
     model = loaded(folder, tp=tp, dp=dp, rank=rank)
     num_local = 8 // (tp * dp)
-    assert model.layers[1].feed_forward.local_experts == tuple(range(num_local * rank, num_local * rank + num_local))
+    assert networks_of(model)[1][1].local_experts == tuple(range(num_local * rank, num_local * rank + num_local))
     assert_is_as_stored(model, stored, tp, rank if tp > 1 else 0)
     assert all_bytes(model) == counted(folder, tp=tp, dp=dp, rank=rank)
     if tp == dp == 1:
@@ -180,14 +181,14 @@ def test_blocks_are_taken_as_they_are_stored(
 def test_a_share_that_begins_inside_a_block_is_dequantised(deepseek: tuple[Path, Stored]) -> None:
     folder, stored = deepseek
     model = loaded(folder, tp=4, rank=1)
-    attention = model.layers[0].mixer
+    attention = networks_of(model)[0][0]
     scales = stored["model.layers.0.self_attn.q_b_proj.weight_scale_inv"]
     values = stored["model.layers.0.self_attn.q_b_proj.weight"][64:128].float()
     values *= scales[0].repeat_interleave(128)[: values.shape[1]]
     assert torch.equal(attention.query.up.weight, values.bfloat16())
     assert attention.output.weight.dtype == torch.bfloat16
     assert attention.compress.weight.dtype == FLOAT8
-    assert model.layers[0].feed_forward.mlp.down.weight.dtype == FLOAT8  # its share is of 128
+    assert networks_of(model)[0][1].mlp.down.weight.dtype == FLOAT8  # its share is of 128
     assert all_bytes(model) == counted(folder, tp=4, rank=1)
 
 
@@ -262,7 +263,7 @@ def loaded_as_float32(folder: Path) -> Decoder:
 def test_blocks_of_another_size_are_made_anew(original: Callable[[str], Reference], tmp_path: Path) -> None:
     encoded, decoded, quantization = encoded_and_decoded(original("mixtral"), (64, 32))
     write(tmp_path / "encoded", original("mixtral"), encoded, quantization)
-    down = loaded(tmp_path / "encoded").layers[1].feed_forward.experts.down
+    down = networks_of(loaded(tmp_path / "encoded"))[1][1].experts.down
     for expert in range(4):
         values = decoded[f"model.layers.1.block_sparse_moe.experts.{expert}.w2.weight"]
         assert_taken(down, expert, plainly_quantized(values))
@@ -272,7 +273,7 @@ def test_zeros_stay_zeros(original: Callable[[str], Reference], tmp_path: Path) 
     _, decoded, _ = encoded_and_decoded(original("mixtral"), (128, 128))
     name = "model.layers.0.block_sparse_moe.experts.2.w2.weight"
     write(tmp_path / "zeros", original("mixtral"), decoded | {name: torch.zeros_like(decoded[name])}, None)
-    down = loaded(tmp_path / "zeros").layers[0].feed_forward.experts.down
+    down = networks_of(loaded(tmp_path / "zeros"))[0][1].experts.down
     assert not bits(down.memory.data)[2].any()
     assert (down.scales[2] > 0).all()
     assert (down.scales[2] < 1e-30).all()
@@ -281,7 +282,7 @@ def test_zeros_stay_zeros(original: Callable[[str], Reference], tmp_path: Path) 
 def test_an_expert_moves_with_its_scales(deepseek: tuple[Path, Stored]) -> None:
     """As rebalancing moves it: all bytes of a slot, whatever they are."""
     folder, stored = deepseek
-    experts = loaded(folder).layers[1].feed_forward.experts
+    experts = networks_of(loaded(folder))[1][1].experts
     memory = experts.memory_of_each
     assert sum(each.shape[1] for each in memory) == 3 * 200 * 256 + 4 * (2 * 2 * 2 + 2 * 2)
     for of_slots in memory:

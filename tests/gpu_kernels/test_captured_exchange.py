@@ -21,6 +21,7 @@ from moeserve.layers.moe.dispatch.factory import TorchDispatchers
 from moeserve.layers.moe.layer import MoEConfig, MoELayer
 from moeserve.layers.moe.placement.placement import Placement
 from moeserve.layers.moe.shared import SharedExpertsConfig
+from moeserve.layers.network import Run
 from moeserve.layers.weights import allocate_weights
 from moeserve.ops.routing.interface import RouterConfig
 from moeserve.ops.side_stream import CudaSideStream
@@ -79,16 +80,16 @@ def test_a_graph_of_a_layer_between_ranks(device: fake_device.FakeDevice) -> Non
     padding_T = torch.zeros(NUM_TOKENS, dtype=torch.bool)
     hidden_TD = torch.zeros(NUM_TOKENS, WIDTH)
     step = step_with(padding_T)
-    layer(hidden_TD, step)
+    layer(hidden_TD, Run(step, {}))
     graph = fake_device.FakeGraph()
     with torch.cuda.graph(graph):  # type: ignore[arg-type]
-        output_TD = layer(hidden_TD, step)
+        output_TD = layer(hidden_TD, Run(step, {}))
     for seed, num_padding in ((1, 0), (2, 3)):
         hidden_TD.normal_(generator=torch.Generator().manual_seed(seed))
         padding_T[NUM_TOKENS - num_padding :] = True
         graph.replay()
         counted = layer.load.rows_e.clone()
-        expected_TD = layer(hidden_TD, step)
+        expected_TD = layer(hidden_TD, Run(step, {}))
         assert torch.equal(output_TD[: NUM_TOKENS - num_padding], expected_TD[: NUM_TOKENS - num_padding])
         assert not torch.equal(layer.load.rows_e, counted)
     # Rows are counted where the device has them, once in each replay.
@@ -108,4 +109,4 @@ def test_a_large_step_is_refused_in_a_graph(device: fake_device.FakeDevice, monk
     monkeypatch.setattr(allgather, "SUMS_OF_RANKS", dataclasses.replace(allgather.SUMS_OF_RANKS, eager=-1))
     layer = make_layer()
     with pytest.raises(RuntimeError, match="capturing"), torch.cuda.graph(fake_device.FakeGraph()):  # type: ignore[arg-type]
-        layer(torch.ones(NUM_TOKENS, WIDTH), step_with(None))
+        layer(torch.ones(NUM_TOKENS, WIDTH), Run(step_with(None), {}))

@@ -16,6 +16,7 @@ import pytest
 import torch
 from chunks import make_chunk
 from float8_checkpoints import encoded_and_decoded, large, write
+from model_parts import networks_of
 from reference_models import Reference, make_reference
 from torch import Tensor
 from torch.nn import functional
@@ -185,8 +186,8 @@ def test_weights_that_cannot_be_divided_into_blocks_stay_float32(
     """With heads of 8 values, queries, keys and values share blocks, so only the experts are quantised."""
     reference = reference_named("mixtral")
     with LLM(reference.folder, quantization="fp8", dtype="float32", kv_cache_memory="4MiB", enforce_eager=True) as llm:
-        layer = llm.core.executor.worker.runner.model.layers[0]  # type: ignore[attr-defined]
-        assert isinstance(layer.mixer.query_key_value.weights.product, TritonProduct)
-        assert layer.mixer.query_key_value.weight.dtype == torch.float32
-        assert isinstance(layer.feed_forward.experts.down.product, TritonBlockProduct)
+        attention, moe = networks_of(llm.core.executor.worker.runner.model)[0]  # type: ignore[attr-defined]
+        assert isinstance(attention.query_key_value.weights.product, TritonProduct)
+        assert attention.query_key_value.weight.dtype == torch.float32
+        assert isinstance(moe.experts.down.product, TritonBlockProduct)
         assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)

@@ -13,6 +13,7 @@ import torch
 from float8_checkpoints import write
 from gpu_stand_ins import captured
 from model_context import cpu_context
+from model_parts import networks_of
 from reference_models import Reference, make_reference
 from torch import Tensor
 
@@ -86,7 +87,7 @@ def test_experts_in_mxfp4(tmp_path: Path) -> None:
     model.config._experts_implementation = "eager"
     twin = Reference(tmp_path / "encoded", model.eval())
     with started(twin, quantization="mxfp4") as llm:
-        assert all(layer.feed_forward.experts.down.open.is_mxfp4 for layer in model_of(llm).layers)
+        assert all(moe.experts.down.open.is_mxfp4 for _, moe in networks_of(model_of(llm)))
         assert_greedy_tokens(llm, twin)
 
 
@@ -122,7 +123,8 @@ def test_tokens_equal_transformers(
     reference = reference_named(name)
     with started(reference) as llm:
         model = model_of(llm)
-        for mixer in (layer.mixer for layer in model.layers if layer.mixer is not None):
+        mixers = [network for layer in networks_of(model) for network in layer if hasattr(network, "output")]
+        for mixer in mixers:
             kernel = mixer.attend if isinstance(mixer, LinearAttention) else mixer.backend
             assert type(kernel).__module__.endswith(".triton")
         moe = next(iter(model.moe_layers.values()))
@@ -218,7 +220,7 @@ def test_tokens_with_another_library_equal_transformers(
     """Chunks with sinks are served by our own kernels, all other steps by the library."""
     reference = reference_named(name)
     with started(reference) as llm:
-        attention = model_of(llm).layers[0].mixer.backend
+        attention = networks_of(model_of(llm))[0][0].backend
         assert isinstance(attention, LibraryAttention)
         assert isinstance(attention.own, TritonAttention)
         if is_captured:
@@ -233,7 +235,7 @@ def test_latent_attention_may_use_another_library(
     flashinfer: attention_stand_ins.FlashInfer, reference_named: Callable[[str], Reference]
 ) -> None:
     with started(reference_named("deepseek-v3")) as llm:
-        assert isinstance(model_of(llm).layers[0].mixer.backend, LibraryLatentAttention)
+        assert isinstance(networks_of(model_of(llm))[0][0].backend, LibraryLatentAttention)
 
 
 def test_expected_rows_determine_the_tiles_of_experts(gpu_kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:

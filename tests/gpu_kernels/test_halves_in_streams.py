@@ -12,6 +12,7 @@ from typing import Any, cast
 import fake_device
 import pytest
 import torch
+from model_parts import networks_of
 
 from moeserve.distributed.groups import groups_of_one_rank
 from moeserve.kv.layer_cache import CacheSize
@@ -108,9 +109,9 @@ def test_streams(device: fake_device.FakeDevice, tmp_path: Path) -> None:
         now, number = torch.cuda.current_stream(), communicator.number
         overlaps.append(cast(Any, now).clock.get(number, 0) < communicator.clock.get(number, 0))
 
-    for layer in model.layers:
-        layer.mixer.register_forward_pre_hook(note)
-        cast(Any, layer.feed_forward).experts.register_forward_pre_hook(note)
+    for mixer, moe in networks_of(model):
+        mixer.register_forward_pre_hook(note)
+        moe.experts.register_forward_pre_hook(note)
 
     def replayed(step: StepInputs) -> torch.Tensor:
         overlaps.clear()

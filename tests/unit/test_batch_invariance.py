@@ -19,7 +19,7 @@ from moeserve.layers.grouped_query.attention import AttentionConfig
 from moeserve.layers.input_share import keeps_bytes, num_expert_chunks, num_input_chunks, share_experts, share_inputs
 from moeserve.layers.latent.attention import LatentAttentionConfig
 from moeserve.layers.rotary import NO_ROTARY
-from moeserve.models.model_config import ModelConfig
+from moeserve.models.model_config import Layer, ModelConfig
 from moeserve.models.registry import describe
 from moeserve.ops.native import native_kernels
 from moeserve.ops.products.interface import InputChunks
@@ -30,9 +30,7 @@ from moeserve.worker.worker import note_on_bytes
 
 def with_heads(model: ModelConfig, num_heads: int) -> ModelConfig:
     attention = AttentionConfig(num_heads=num_heads, num_kv_heads=1, head_dim=8, rotary=NO_ROTARY)
-    return dataclasses.replace(
-        model, layers=tuple(dataclasses.replace(layer, mixer=attention) for layer in model.layers)
-    )
+    return dataclasses.replace(model, layers=tuple(Layer.of(attention, *layer.networks[1:]) for layer in model.layers))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import torch
 
 from moeserve.config.environment import cache_folder, environment_of_rank
 from moeserve.config.expert_layout import ExpertShape
+from moeserve.config.needs import Needs
 from moeserve.config.resolve import CheckpointFacts, MachineFacts, resolve
 from moeserve.config.settings import EngineConfig
 from moeserve.config.validation import parse_bytes, parse_settings
@@ -373,14 +374,14 @@ def test_kv_cache_dtype() -> None:
         attention_backend="flashinfer",
         **ON_GPU,
     )
-    latent = dataclasses.replace(FACTS, has_latent_attention=True)
+    latent = dataclasses.replace(FACTS, needs=Needs(fits_float8_cache=False))
     assert not decide(latent).has_float8_cache
     with pytest.raises(SettingsError, match=r"kv_cache_dtype='fp8' .* latent attention"):
         decide(latent, kv_cache_dtype="fp8")
 
 
 def test_models_without_kernels_for_gpus_are_refused_there() -> None:
-    facts = dataclasses.replace(FACTS, without_gpu_kernels="a part")
+    facts = dataclasses.replace(FACTS, needs=Needs(without_gpu_kernels="a part"))
     assert decide(facts).device == "cpu"
     with pytest.raises(SettingsError, match=r"device='cuda': a part"):
         decide(facts, **ON_GPU)
@@ -406,7 +407,7 @@ def test_batch_invariant_refuses_what_excludes_it(options: dict[str, Any], named
 
 
 def test_batch_invariant_excludes_compressed_entries_on_gpus() -> None:
-    facts = dataclasses.replace(FACTS, has_entries=True)
+    facts = dataclasses.replace(FACTS, needs=Needs(without_gpu_order="hyper-connections"))
     assert decide(facts, **ON_GPU, has_triton=True).device == "cuda"
     assert_refused("batch_invariant=True", checkpoint=facts, batch_invariant=True, **ON_GPU)
 

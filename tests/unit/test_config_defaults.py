@@ -16,7 +16,6 @@ from huggingface_hub.errors import StrictDataclassError
 from reference_models import SHAPES, in_the_style_of_the_hub
 
 from moeserve.errors import CheckpointError
-from moeserve.layers.moe.layer import MoEConfig
 from moeserve.models import config_defaults
 from moeserve.models.model_config import ModelConfig
 from moeserve.models.registry import describe, read_facts
@@ -96,7 +95,7 @@ def test_a_config_without_a_value_is_read_as_transformers_reads_it(name: str, is
 def test_the_rotated_part_of_a_head_is_half_where_glm_does_not_say(tmp_path: Path) -> None:
     config = {name: value for name, value in PUBLISHED["GLM-4.5"].items() if name != "partial_rotary_factor"}
     assert (
-        described(tmp_path, config).layers[0].mixer.rotary.dim
+        described(tmp_path, config).layers[0].networks[0].rotary.dim
         == 64
         == transformers.Glm4MoeConfig().rope_parameters["partial_rotary_factor"] * config["head_dim"]
     )
@@ -162,7 +161,7 @@ def test_lists_and_numbers_name_the_layers_with_experts(tmp_path: Path) -> None:
     flags = [0] * 3 + [1] * 58
     assert described(tmp_path, config | {"moe_layer_freq": flags}) == described(tmp_path, config)
     shape = described(tmp_path, config | {"moe_layer_freq": [1, 0] * 30 + [1], "first_k_dense_replace": None})
-    assert [isinstance(layer.feed_forward, MoEConfig) for layer in shape.layers] == [True, False] * 30 + [True]
+    assert [bool(layer.moes) for layer in shape.layers] == [True, False] * 30 + [True]
     for wrong in ([0, 1], [2] * 61, 2):
         with pytest.raises(CheckpointError, match="moe_layer_freq"):
             described(tmp_path, config | {"moe_layer_freq": wrong})

@@ -18,7 +18,6 @@ from moeserve.distributed.groups import groups_of_one_rank
 from moeserve.errors import SettingsError
 from moeserve.layers.context import ModelContext
 from moeserve.layers.moe.dispatch.factory import TorchDispatchers
-from moeserve.layers.moe.layer import MoEConfig
 from moeserve.layers.weights import allocate_weights
 from moeserve.models.decoder import Decoder
 from moeserve.models.inspection import inspect
@@ -210,7 +209,7 @@ def test_the_weight_mapping_has_the_published_names(model: str, tmp_path: Path) 
         description.model, placements, TorchDispatchers("local", groups_of_one_rank().ep, context), context
     )
     layers = description.model.layers
-    index, moe = next((i, c.feed_forward) for i, c in enumerate(layers) if isinstance(c.feed_forward, MoEConfig))
+    index, moe = next((index, *layer.moes) for index, layer in enumerate(layers) if layer.moes)
     expected = spelled_out(f"model.layers.{index}", NAMES[model], moe.router.num_experts)
     places = destinations(decoder, description.family, expected)
     assert {name for name in places.into if name.startswith(f"model.layers.{index}.")} == expected

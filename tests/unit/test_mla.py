@@ -15,6 +15,7 @@ from torch import Tensor
 from moeserve.distributed.mesh import Mesh
 from moeserve.kv.layer_cache import CacheSize
 from moeserve.layers.latent.attention import LatentAttention, LatentAttentionConfig
+from moeserve.layers.network import Run
 from moeserve.layers.rotary import Rotary, RotaryConfig
 from moeserve.layers.weights import Weights, allocate_weights
 from moeserve.ops import select
@@ -128,7 +129,7 @@ def test_all_ways_give_the_same_results(shape: str, way: str, monkeypatch: pytes
     for spans in [((0, 30), (0, 1)), ((30, 31), (1, 18)), ((31, 41), (18, 19))]:
         step = make_step(*((start, stop - start, ids) for (start, stop), ids in zip(spans, blocks, strict=True)))
         hidden = torch.cat([context[slice(*span)] for context, span in zip(contexts, spans, strict=True)])
-        output = layer(hidden, {layer.config.rotary: rotary(layer.config).at(step.positions)}, cache, step)
+        output = layer(hidden, Run(step, {layer.config.rotary: rotary(layer.config).at(step.positions)}), cache)
         for rows, part in zip(outputs, output.split([stop - start for start, stop in spans]), strict=True):
             rows.append(part)
     for rows, context in zip(outputs, contexts, strict=True):
@@ -148,7 +149,7 @@ def test_with_kernels_the_size_of_chunks_changes_no_byte() -> None:
         for size in sizes:
             step = make_step((start, size, ids))
             rows.append(
-                layer(hidden[start : start + size], {SHAPE.rotary: rotary(SHAPE).at(step.positions)}, cache, step)
+                layer(hidden[start : start + size], Run(step, {SHAPE.rotary: rotary(SHAPE).at(step.positions)}), cache)
             )
             start += size
         return torch.cat(rows)

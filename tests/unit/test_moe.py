@@ -21,6 +21,7 @@ from moeserve.layers.moe.layer import MoEConfig, MoELayer
 from moeserve.layers.moe.placement.placement import Placement
 from moeserve.layers.moe.router import Routing
 from moeserve.layers.moe.shared import SharedExpertsConfig
+from moeserve.layers.network import Run
 from moeserve.layers.weights import allocate_weights
 from moeserve.ops.routing.interface import RouterConfig
 from moeserve.ops.rows.activations import ClampedSwiGLU
@@ -72,7 +73,7 @@ def test_layer(num_tokens: int, num_experts: int, top_k: int, width: int, expert
     layer = make_layer(num_experts, top_k, width, expert_width, torch.float32)
     hidden_TD = torch.randn(num_tokens, width)
     torch.testing.assert_close(
-        layer(hidden_TD, NO_STEP).double(), one_token_at_a_time(layer, hidden_TD), atol=1e-4, rtol=1e-4
+        layer(hidden_TD, Run(NO_STEP, {})).double(), one_token_at_a_time(layer, hidden_TD), atol=1e-4, rtol=1e-4
     )
 
 
@@ -81,7 +82,7 @@ def test_bf16_is_within_rounding() -> None:
     layer = make_layer(6, 2, 64, 48, torch.bfloat16)
     hidden_TD = torch.randn(30, 64, dtype=torch.bfloat16)
     expected = one_token_at_a_time(layer, hidden_TD)
-    given = layer(hidden_TD, NO_STEP)
+    given = layer(hidden_TD, Run(NO_STEP, {}))
     assert given.dtype == torch.bfloat16
     assert (given.double() - expected).norm() < 0.02 * expected.norm()
 
@@ -103,7 +104,10 @@ def test_shared_experts_add_to_the_routed_ones(is_gated: bool) -> None:
         assert layer.shared_experts.gate is not None
         shared_TD *= torch.sigmoid(hidden @ layer.shared_experts.gate.weight.double().T)
     torch.testing.assert_close(
-        layer(hidden_TD, NO_STEP).double(), one_token_at_a_time(layer, hidden_TD) + shared_TD, atol=1e-4, rtol=1e-4
+        layer(hidden_TD, Run(NO_STEP, {})).double(),
+        one_token_at_a_time(layer, hidden_TD) + shared_TD,
+        atol=1e-4,
+        rtol=1e-4,
     )
 
 

@@ -18,8 +18,8 @@ from moeserve.protocol import CachePlace
 class CachedTensor:
     """A tensor with one part of all items of a kind: `tensor[i]` is the part of item i."""
 
-    layer: int  # index on this rank
-    number: int  # index among the tensors of this layer
+    layer: int  # index of its block on this rank
+    number: int  # index among the tensors of this block
     kind: CacheKind
     tensor: Tensor
 

@@ -9,12 +9,14 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from moeserve.config.needs import Needs
 from moeserve.distributed.mesh import share_of
-from moeserve.kv.layer_cache import CacheDivision, CacheNeeds, CacheSize
+from moeserve.kv.layer_cache import CacheNeeds, CacheSize
 from moeserve.layers.context import ModelContext
 from moeserve.layers.input_share import num_input_chunks, share_inputs
 from moeserve.layers.linear import Linear
-from moeserve.layers.norm import RMSNorm, RowsForm
+from moeserve.layers.network import Build, Network, NetworkConfig, OverTP, Run
+from moeserve.layers.norm import RMSNorm
 from moeserve.layers.rotary import RotaryConfig, Rotations
 from moeserve.layers.weights import QuantizationLimits, Weights
 from moeserve.ops.compressed_attention.interface import CompressedAttention, CompressedCache, CompressedShape
@@ -37,7 +39,7 @@ class IndexerShape:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompressedAttentionConfig:
+class CompressedAttentionConfig(NetworkConfig):
     """The shape of one layer. Heads in a group share the first part of the output projection."""
 
     num_heads: int
@@ -53,6 +55,20 @@ class CompressedAttentionConfig:
     def can_divide(self, num_ranks: int) -> bool:
         """True if this many tp ranks can each have equally many groups of heads."""
         return self.num_groups % num_ranks == 0
+
+    @property
+    def needs(self) -> Needs:
+        has_indexer = self.ratio is not None and self.indexer is not None
+        return Needs(
+            block_size=128,  # every block also holds a tail
+            block_multiple=self.ratio if has_indexer and self.ratio is not None else 1,
+            fits_float8_cache=False,
+            redoes_drafts=True,
+        )
+
+    def build(self, build: Build) -> OverTP:
+        network = CompressedSparseAttention(self, build.hidden_size, build.norm_epsilon, build.context)
+        return OverTP(network, build.context)
 
     @property
     def rotaries(self) -> tuple[RotaryConfig, ...]:
@@ -109,14 +125,12 @@ class Indexer(nn.Module):
         self.choose = context.kernels.make_indexer(IndexerRule(top_k=shape.top_k, tokens_per_entry=config.ratio))
 
 
-class CompressedSparseAttention(nn.Module):
+class CompressedSparseAttention(Network):
     """Each token attends to the last `window` tokens, and to entries of the windows that ended before.
 
     Each tp rank has a share of the groups of heads, and computes a part of the sum that is the output. Each has the
     whole cache.
     """
-
-    input_form: RowsForm = "plain"
 
     def __init__(
         self, config: CompressedAttentionConfig, hidden_size: int, norm_epsilon: float, context: ModelContext
@@ -184,8 +198,6 @@ class CompressedSparseAttention(nn.Module):
             window=self.config.window,
         )
 
-    cache_divisions: tuple[CacheDivision, ...] = ()  # every tp rank has the whole cache
-
     def make_cache(self, size: CacheSize) -> CompressedCache:
         return self._empty_cache(size, self.context.device)
 
@@ -199,8 +211,8 @@ class CompressedSparseAttention(nn.Module):
             device=device,
         )
 
-    def forward(self, hidden_TD: Tensor, rotations: Rotations, cache: CompressedCache, step: StepInputs) -> Tensor:
-        config = self.config
+    def forward(self, hidden_TD: Tensor, run: Run, cache: CompressedCache) -> Tensor:
+        config, step, rotations = self.config, run.step, run.rotations
         query_TQ, key_TH = self.compress(hidden_TD).split(self.compressed_sizes, dim=1)
         query_TQ, key_TH = self.query_norm(query_TQ), self.key_norm(key_TH)
         query_TNH = self.head_norm(rearrange(self.query(query_TQ), "T (N H) -> T N H", H=config.head_dim))

@@ -15,18 +15,18 @@ from moeserve.kv.layer_cache import CacheDivision, CacheNeeds, CacheSize
 from moeserve.layers.context import ModelContext
 from moeserve.layers.input_share import num_input_chunks, share_inputs
 from moeserve.layers.linear import Linear
+from moeserve.layers.network import Build, Network, NetworkConfig, OverTP, Run
 from moeserve.layers.norm import RMSNorm, RowsForm
-from moeserve.layers.rotary import NO_ROTARY, RotaryConfig, Rotations, TemperatureConfig, constant_factor
+from moeserve.layers.rotary import NO_ROTARY, RotaryConfig, TemperatureConfig, constant_factor
 from moeserve.layers.weights import QuantizationLimits
 from moeserve.ops.attention.interface import AttentionShape, KeyValueCache
 from moeserve.ops.rows.interface import Rows, plain_rows
-from moeserve.step_inputs import StepInputs
 
 # T tokens, D model width, N query heads, G key-value heads, H size of a query and of a key, V of a value, X = N * V
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionConfig:
+class AttentionConfig(NetworkConfig):
     """The shape of one attention layer. Query head n reads key-value head n // (num_heads / num_kv_heads)."""
 
     num_heads: int
@@ -79,8 +79,11 @@ class AttentionConfig:
         divides = self.num_kv_heads % num_ranks == 0 or num_ranks % self.num_kv_heads == 0
         return self.num_heads % num_ranks == 0 and divides
 
+    def build(self, build: Build) -> OverTP:
+        return OverTP(Attention(self, build.hidden_size, build.norm_epsilon, build.context), build.context)
 
-class Attention(nn.Module):
+
+class Attention(Network):
     """Each token attends to the tokens of its own request up to itself, or to the last `window` of them.
 
     Each tp rank has a share of the heads, and computes a part of the sum that is the output.
@@ -166,12 +169,12 @@ class Attention(nn.Module):
 
     @property
     def input_form(self) -> RowsForm:
-        """The form of rows to give to `forward`, unless they are gathered from tp ranks before."""
         if not self.query_key_value.weights.is_in_blocks:
             return "plain"
         return "float8" if self.head_gates is None else "both"
 
-    def forward(self, hidden_TD: Rows, rotations: Rotations, cache: KeyValueCache, step: StepInputs) -> Tensor:
+    def forward(self, hidden_TD: Rows, run: Run, cache: KeyValueCache) -> Tensor:
+        step, rotations = run.step, run.rotations
         projected = self.query_key_value(hidden_TD).split(self.projected_sizes, dim=-1)
         num_tokens, head_dim = len(hidden_TD), self.config.head_dim
         query_TNH = projected[0].view(num_tokens, self.num_heads, head_dim)

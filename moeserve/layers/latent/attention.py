@@ -22,15 +22,17 @@ import torch
 from torch import Tensor, nn
 
 from moeserve.cache_kind import CacheKind
+from moeserve.config.needs import Needs
 from moeserve.distributed.mesh import share_of
-from moeserve.kv.layer_cache import CacheDivision, CacheNeeds, CacheSize
+from moeserve.kv.layer_cache import CacheNeeds, CacheSize
 from moeserve.layers.context import ModelContext
 from moeserve.layers.input_share import num_input_chunks, share_inputs
 from moeserve.layers.latent.indexer import Choice, Indexer, IndexerConfig
 from moeserve.layers.latent.learned_temperature import LearnedTemperature
 from moeserve.layers.linear import Linear
+from moeserve.layers.network import Build, Network, NetworkConfig, OverTP, Run
 from moeserve.layers.norm import RMSNorm, RowsForm
-from moeserve.layers.rotary import RotaryConfig, Rotations, TemperatureConfig
+from moeserve.layers.rotary import RotaryConfig, TemperatureConfig
 from moeserve.layers.weights import QuantizationLimits, Weights
 from moeserve.memory import new_empty
 from moeserve.ops.rows.interface import Rows, plain_rows
@@ -46,7 +48,7 @@ MIN_DENSE_ROWS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatentAttentionConfig:
+class LatentAttentionConfig(NetworkConfig):
     """The shape of one layer of latent attention."""
 
     num_heads: int
@@ -77,6 +79,13 @@ class LatentAttentionConfig:
     def can_divide(self, num_ranks: int) -> bool:
         """True if this many tp ranks can each have equally many heads."""
         return self.num_heads % num_ranks == 0
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(fits_float8_cache=False, reads_earlier_layer=self.shares_choice)
+
+    def build(self, build: Build) -> OverTP:
+        return OverTP(LatentAttention(self, build.hidden_size, build.context), build.context)
 
     @property
     def rotaries(self) -> tuple[RotaryConfig | TemperatureConfig, ...]:
@@ -132,7 +141,7 @@ class LatentCache:
             tensor.zero_()
 
 
-class LatentAttention(nn.Module):
+class LatentAttention(Network):
     """Each token attends to the tokens of its own request up to itself.
 
     Each tp rank has a share of the heads, and computes a part of the sum that is the output. Each has the whole cache.
@@ -196,8 +205,6 @@ class LatentAttention(nn.Module):
         indexer = self.config.indexer
         return (self.config.cached_size,) if indexer is None else (self.config.cached_size, indexer.key_dim)
 
-    cache_divisions: tuple[CacheDivision, ...] = ()  # every tp rank has the whole cache
-
     def make_cache(self, size: CacheSize) -> LatentCache:
         shapes = ((size.num_blocks, size.block_size, values) for values in self._cached_sizes)
         return LatentCache(
@@ -206,24 +213,14 @@ class LatentAttention(nn.Module):
 
     @property
     def input_form(self) -> RowsForm:
-        """The form of rows to give to `forward`, unless they are gathered from tp ranks before."""
         if not self.reads_float8:
             return "plain"
         return "float8" if self.indexer is None and self.head_gates is None else "both"
 
-    def forward(
-        self,
-        hidden_TD: Rows,
-        rotations: Rotations,
-        cache: LatentCache,
-        step: StepInputs,
-        choice: Choice | None = None,
-    ) -> Tensor:
-        """
-        Args:
-            choice: the positions that tokens attend to: written by a layer with an indexer, read by a layer without.
-        """
-        config = self.config
+    def forward(self, hidden_TD: Rows, run: Run, cache: LatentCache) -> Tensor:
+        config, step, rotations = self.config, run.step, run.rotations
+        # The positions that tokens attend to: written by a layer with an indexer, read by a layer without.
+        choice = run.shared(Choice) if config.is_sparse else None
         given_TD = hidden_TD
         if self._quantize is not None:  # once for both projections, if the norm has not
             hidden_TD = self._quantize(hidden_TD)

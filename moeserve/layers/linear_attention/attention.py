@@ -8,25 +8,24 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from moeserve.config.needs import Needs
 from moeserve.distributed.mesh import share_of
 from moeserve.kv.layer_cache import CacheDivision, CacheNeeds, CacheSize
 from moeserve.layers.context import ModelContext
 from moeserve.layers.input_share import num_input_chunks, share_inputs
 from moeserve.layers.linear import Linear
-from moeserve.layers.norm import RowsForm
-from moeserve.layers.rotary import RotaryConfig, Rotations
+from moeserve.layers.network import Build, Network, NetworkConfig, OverTP, Run
 from moeserve.layers.state_cache import StateCache
 from moeserve.layers.weights import QuantizationLimits
 from moeserve.ops.convolution.interface import ConvolutionShape, ConvolutionWeights
 from moeserve.ops.linear_attention.interface import LinearAttentionShape, LinearAttentionWeights
-from moeserve.step_inputs import StepInputs
 
 # T tokens, D model width, N value heads of this rank, K values of a key, V of a value, X = N * V,
 # C channels of the convolution, O outputs
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinearAttentionConfig:
+class LinearAttentionConfig(NetworkConfig):
     """The shape of one layer. Value head n reads key head n // (num_heads / num_key_heads)."""
 
     num_heads: int  # value heads
@@ -41,11 +40,17 @@ class LinearAttentionConfig:
     gate: Literal["silu", "sigmoid"] = "silu"
     low_rank: int | None = None  # rank of the two-step projections to decays and gates; None: one projection
     has_convolution_bias: bool = False
-    rotaries: tuple[RotaryConfig, ...] = ()
 
     def can_divide(self, num_ranks: int) -> bool:
         """True if the key heads and the value heads can be divided evenly over this many tp ranks."""
         return self.num_heads % num_ranks == 0 and self.num_key_heads % num_ranks == 0
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(keeps_state=True)
+
+    def build(self, build: Build) -> OverTP:
+        return OverTP(LinearAttention(self, build.hidden_size, build.context), build.context)
 
 
 class LowRankLinear(nn.Module):
@@ -64,13 +69,11 @@ class LowRankLinear(nn.Module):
         return output_TO
 
 
-class LinearAttention(nn.Module):
+class LinearAttention(Network):
     """A layer in which each token updates the recurrent state of its request, and reads it.
 
     Each tp rank has a share of the heads, and its output is a partial sum over these heads.
     """
-
-    input_form: RowsForm = "plain"
 
     def __init__(self, config: LinearAttentionConfig, hidden_size: int, context: ModelContext) -> None:
         super().__init__()
@@ -159,19 +162,19 @@ class LinearAttention(nn.Module):
             torch.empty(states_shape, dtype=torch.float32, device=device),
         )
 
-    def forward(self, hidden_TD: Tensor, rotations: Rotations, cache: StateCache, step: StepInputs) -> Tensor:
+    def forward(self, hidden_TD: Tensor, run: Run, cache: StateCache) -> Tensor:
         assert cache.states is not None
         projected, rates = self.input(hidden_TD), self.rates(hidden_TD)
         num_channels, num_rates = self.shape.num_channels, self.shape.num_heads if self.config.is_delta else 0
         convolution = ConvolutionWeights(self.taps, self.bias)
         weights = LinearAttentionWeights(self.log_decay, self.decay_bias, self.norm_weight, self.skip)
         mixed_TX = self.attend(
-            self.convolve(projected[:, :num_channels], convolution, cache.inputs, step),
+            self.convolve(projected[:, :num_channels], convolution, cache.inputs, run.step),
             projected[:, num_channels:] if self.gates is None else self.gates(hidden_TD),
             rates[:, num_rates:] if self.decays is None else self.decays(hidden_TD),
             rates[:, :num_rates] if num_rates else None,
             weights,
             cache.states,
-            step,
+            run.step,
         )
         return self.output(mixed_TX)

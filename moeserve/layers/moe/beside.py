@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
-from moeserve.layers.context import ModelContext
+from moeserve.config.needs import Needs
+from moeserve.layers.dense.network import DenseConfig
+from moeserve.layers.moe.layer import MoEConfig, MoELayer
+from moeserve.layers.network import Build, Network, NetworkConfig, NetworkPart, Run, Stages
 from moeserve.layers.norm import RMSNorm
 
 # t this tp rank's share of a step's tokens, D model width
@@ -21,19 +26,34 @@ class ParallelRows:
     experts_tD: Tensor
 
 
-class ParallelNorms(nn.Module):
-    """The norms of all readers of the residual stream. It has the interface of `RMSNorm`."""
+@dataclass(frozen=True, kw_only=True)
+class BesideConfig(NetworkConfig):
+    """The shape of a dense network and experts that read the residual stream side by side."""
 
-    def __init__(self, hidden_size: int, norm_epsilon: float, context: ModelContext) -> None:
-        super().__init__()
-        self.dense = RMSNorm(hidden_size, norm_epsilon, context)
-        self.router = RMSNorm(hidden_size, norm_epsilon, context)
-        self.experts = RMSNorm(hidden_size, norm_epsilon, context)
+    dense: DenseConfig
+    experts: MoEConfig
 
     @property
-    def weight(self) -> Tensor:
-        """The weight of the dense network's norm."""
-        return self.dense.weight
+    def moe(self) -> MoEConfig:
+        return self.experts
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(without_gpu_kernels="a dense network beside the experts")
+
+    def entry_norm(self, build: Build) -> ParallelNorms:
+        return ParallelNorms(build)
+
+    def build(self, build: Build) -> Beside:
+        return Beside(self, build)
+
+
+class ParallelNorms(nn.Module):
+    """The norms of all readers of the residual stream."""
+
+    def __init__(self, build: Build) -> None:
+        super().__init__()
+        self.dense, self.router, self.experts = (_norm(build) for _ in range(3))
 
     def after_adding(self, update_tD: Tensor | None, hidden_tD: Tensor) -> tuple[Tensor, ParallelRows]:
         """Return hidden + update (hidden alone if update is None), and that sum normalised."""
@@ -41,15 +61,34 @@ class ParallelNorms(nn.Module):
         return sum_tD, ParallelRows(dense_tD, self.router(sum_tD), self.experts(sum_tD))
 
 
-class ParallelOutputs(nn.Module):
-    """The sum of the outputs of both networks, each of which is normalised before."""
+class Beside(Network):
+    """The sum of both networks' outputs, each of which is normalised before."""
 
-    def __init__(self, hidden_size: int, norm_epsilon: float, context: ModelContext) -> None:
+    waits = True
+
+    @property
+    def moe(self) -> MoELayer:
+        return self.experts
+
+    def __init__(self, config: BesideConfig, build: Build) -> None:
         super().__init__()
-        self.dense_norm = RMSNorm(hidden_size, norm_epsilon, context)
-        self.experts_norm = RMSNorm(hidden_size, norm_epsilon, context)
-        self._add = context.kernels.add
+        self.dense = config.dense.build(build)
+        self.experts = config.experts.build(build)
+        self.dense_norm, self.experts_norm = _norm(build), _norm(build)
+        self._add = build.context.kernels.add
 
-    def forward(self, dense_tD: Tensor, experts_tD: Tensor) -> Tensor:
+    def parts(self) -> Iterator[NetworkPart]:
+        yield from self.dense.parts()
+        yield from self.experts.parts()
+        yield NetworkPart("norms", self.dense_norm)
+        yield NetworkPart("norms", self.experts_norm)
+
+    def stages(self, rows: ParallelRows, run: Run, cache: Any) -> Stages[Tensor]:
+        dense_tD = self.dense(rows.dense_tD, run, None)
+        experts_tD = yield from self.experts.stages(rows.experts_tD, run, None, rows.router_tD)
         sum_tD: Tensor = self._add(self.dense_norm(dense_tD), self.experts_norm(experts_tD))
         return sum_tD
+
+
+def _norm(build: Build) -> RMSNorm:
+    return RMSNorm(build.hidden_size, build.norm_epsilon, build.context)

@@ -1,14 +1,15 @@
-"""The mixture-of-experts layer: route, dispatch, run the experts, combine."""
+"""The mixture of experts: route, dispatch, run the experts, combine."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from moeserve.config.needs import Needs
 from moeserve.layers.context import ModelContext
 from moeserve.layers.input_share import share_experts
 from moeserve.layers.linear import Linear
@@ -19,35 +20,17 @@ from moeserve.layers.moe.placement.load import ExpertLoad
 from moeserve.layers.moe.placement.placement import Placement
 from moeserve.layers.moe.router import Router, Routing
 from moeserve.layers.moe.shared import SharedExperts, SharedExpertsConfig
+from moeserve.layers.network import Build, Network, NetworkConfig, NetworkPart, Run, Stages, run_in_turn
 from moeserve.layers.norm import RowsForm
 from moeserve.ops.routing.interface import RouterConfig
 from moeserve.ops.rows.activations import Activation, SwiGLU
 from moeserve.ops.rows.interface import Rows, plain_rows
-from moeserve.step_inputs import StepInputs
 
 # T tokens, D model width
 
-Result = TypeVar("Result")
-Stages: TypeAlias = Generator[None, None, Result]  # a computation that yields before it waits for other ranks
-
-
-def run_in_turn(halves: Sequence[Stages[Result]]) -> list[Result]:
-    """Run the halves of a step in alternation, stage by stage: one computes while the rows of the other travel.
-
-    All ranks enter the collectives of both in the same order, because each half has the same stages on all of them.
-    """
-    results: list[Result] = []
-    while len(results) < len(halves):
-        for half in halves:
-            try:
-                next(half)
-            except StopIteration as end:
-                results.append(end.value)
-    return results
-
 
 @dataclass(frozen=True, kw_only=True)
-class MoEConfig:
+class MoEConfig(NetworkConfig):
     """The shape of one mixture-of-experts layer."""
 
     router: RouterConfig
@@ -60,8 +43,19 @@ class MoEConfig:
     # Size of the rows that experts read and write, which are projected from and to the model's width (latent MoE).
     latent_size: int | None = None  # None: the model's width
 
+    @property
+    def moe(self) -> MoEConfig:
+        return self
 
-class MoELayer(nn.Module):
+    @property
+    def needs(self) -> Needs:
+        return Needs(without_gpu_kernels="routing by a sparse mixer" if self.router.scoring == "sparse_mixer" else None)
+
+    def build(self, build: Build) -> MoELayer:
+        return MoELayer(self, build.hidden_size, next(build.placements), build.dispatchers, build.context)
+
+
+class MoELayer(Network):
     """Routes each token, sends it to its experts, and adds up the weighted outputs.
 
     Router and shared experts are whole on every rank. Of the other experts, a rank holds those in its own slots, or a
@@ -84,6 +78,12 @@ class MoELayer(nn.Module):
         dispatchers: makes the dispatcher that carries tokens between ranks.
     """
 
+    waits = True
+
+    @property
+    def moe(self) -> MoELayer:
+        return self
+
     def __init__(
         self,
         config: MoEConfig,
@@ -95,6 +95,7 @@ class MoELayer(nn.Module):
         super().__init__()
         assert placement.num_logical == config.router.num_experts
         assert not config.weighs_inputs or config.router.top_k == 1
+        self.config = config
         self.weighs_inputs = config.weighs_inputs
         self.rank_in_group = dispatchers.group.rank_in_group
         self.router = Router(config.router, hidden_size, context)
@@ -130,6 +131,16 @@ class MoELayer(nn.Module):
         """The logical expert in each slot of this rank."""
         return self.placement.logical_of_slot[self.rank_in_group]
 
+    def parts(self) -> Iterator[NetworkPart]:
+        yield NetworkPart("routers", self.router)
+        router = self.config.router
+        yield NetworkPart("routed experts", self.experts, router.top_k, router.num_experts)
+        for linear in (self.to_latent, self.from_latent):
+            if linear is not None:
+                yield NetworkPart("latent projections", linear)
+        if self.shared_experts is not None:
+            yield NetworkPart("shared experts", self.shared_experts)
+
     def place(self, placement: Placement) -> None:
         """Switch to a placement with the same slots, whose weights are in them already."""
         assert placement.num_slots == self.placement.num_slots
@@ -150,16 +161,17 @@ class MoELayer(nn.Module):
         shared_read_float8 = self.shared_experts is not None and self.shared_experts.mlp.gate_up.is_in_blocks
         return "both" if experts_read_float8 or shared_read_float8 else "plain"
 
-    def forward(self, hidden_TD: Rows, step: StepInputs) -> Tensor:
-        (output_TD,) = run_in_turn([self.stages(hidden_TD, step)])
+    def forward(self, hidden_TD: Rows, run: Run, cache: Any = None) -> Tensor:
+        (output_TD,) = run_in_turn([self.stages(hidden_TD, run)])
         return output_TD
 
-    def stages(self, hidden_TD: Rows, step: StepInputs, routed_TD: Tensor | None = None) -> Stages[Tensor]:
-        """Compute the layer. Yields after dispatch has started, and after combine has started.
+    def stages(self, hidden_TD: Rows, run: Run, cache: Any = None, routed_TD: Tensor | None = None) -> Stages[Tensor]:
+        """Yield after dispatch has started, and after combine has started.
 
         Args:
             routed_TD: the inputs of the router; None: those of the experts.
         """
+        step = run.step
         plain_TD = plain_rows(hidden_TD)
         routing = self.router(plain_TD if routed_TD is None else routed_TD, step)
         if step.padding is not None:

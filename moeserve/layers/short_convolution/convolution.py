@@ -5,30 +5,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from moeserve.config.needs import Needs
 from moeserve.kv.layer_cache import CacheDivision, CacheNeeds, CacheSize
 from moeserve.layers.context import ModelContext
 from moeserve.layers.input_share import num_input_chunks, share_inputs
 from moeserve.layers.linear import Linear
-from moeserve.layers.norm import RowsForm
-from moeserve.layers.rotary import RotaryConfig, Rotations
+from moeserve.layers.network import Build, Network, NetworkConfig, OverTP, Run
 from moeserve.layers.state_cache import StateCache
 from moeserve.layers.weights import QuantizationLimits
 from moeserve.ops.convolution.interface import ConvolutionShape, ConvolutionWeights
-from moeserve.step_inputs import StepInputs
 
 # T tokens, D model width
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShortConvolutionConfig:
+class ShortConvolutionConfig(NetworkConfig):
     """The shape of one layer."""
 
     num_channels: int
     num_taps: int  # tokens that the convolution spans, the current one included
     has_bias: bool = False  # in both projections and in the convolution
-    rotaries: tuple[RotaryConfig, ...] = ()
 
     @property
     def num_heads(self) -> int:
@@ -39,14 +37,19 @@ class ShortConvolutionConfig:
         """True if the channels can be divided evenly over this many tp ranks."""
         return self.num_channels % num_ranks == 0
 
+    @property
+    def needs(self) -> Needs:
+        return Needs(keeps_state=True)
 
-class GatedConvolution(nn.Module):
+    def build(self, build: Build) -> OverTP:
+        return OverTP(GatedConvolution(self, build.hidden_size, build.context), build.context)
+
+
+class GatedConvolution(Network):
     """output(C * convolution(B * x)), where B, C and x are projections of the token.
 
     Each tp rank has a share of the channels, and its output is a partial sum over them.
     """
-
-    input_form: RowsForm = "plain"
 
     def __init__(self, config: ShortConvolutionConfig, hidden_size: int, context: ModelContext) -> None:
         super().__init__()
@@ -89,6 +92,6 @@ class GatedConvolution(nn.Module):
         shape = (size.num_states, self.shape.num_taps - 1, self.shape.num_channels)
         return StateCache(torch.empty(shape, dtype=self.context.dtype, device=self.context.device))
 
-    def forward(self, hidden_TD: Tensor, rotations: Rotations, cache: StateCache, step: StepInputs) -> Tensor:
+    def forward(self, hidden_TD: Tensor, run: Run, cache: StateCache) -> Tensor:
         weights = ConvolutionWeights(self.taps, self.bias)
-        return self.output(self.convolve(self.input(hidden_TD), weights, cache.inputs, step))
+        return self.output(self.convolve(self.input(hidden_TD), weights, cache.inputs, run.step))

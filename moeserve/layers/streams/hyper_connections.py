@@ -1,4 +1,4 @@
-"""The residual between the networks of a decoder: one stream, or several with hyper-connections."""
+"""Several residual streams, which hyper-connections mix around each network (DeepSeek-V4)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moeserve.layers.context import ModelContext
+from moeserve.config.needs import Needs
+from moeserve.layers.network import Build
 from moeserve.layers.norm import RMSNorm, RowsForm
+from moeserve.layers.streams.residual import Place
 from moeserve.ops.streams.interface import StreamsConfig, StreamsWeights
 
 # T tokens, D model width, S streams, X = S * D, C coefficients
@@ -23,24 +25,44 @@ class Streams:
     coefficients_TC: Tensor | None = None  # float32; None: no network is running
 
 
-class HyperConnection(nn.Module):
-    """The place of a network between streams. It has the interface of `RMSNorm`, which it ends with.
+@dataclass(frozen=True, kw_only=True)
+class HyperStreams(StreamsConfig):
+    """Several rows for each token."""
 
-    Args:
-        num_kinds: 3 around a network; 1 for the last place, whose normalised streams are the model's output.
-    """
+    @property
+    def width(self) -> int:
+        return self.num_streams
 
-    def __init__(
-        self,
-        config: StreamsConfig,
-        hidden_size: int,
-        norm_epsilon: float,
-        context: ModelContext,
-        form: RowsForm = "plain",
-        *,
-        num_kinds: int = 3,
-    ) -> None:
+    @property
+    def needs(self) -> Needs:
+        return Needs(without_gpu_order="hyper-connections")
+
+    def place(
+        self, build: Build, form: RowsForm, entry_norm: nn.Module | None, *, is_normed: bool, is_scaled: bool
+    ) -> HyperConnection:
+        assert entry_norm is None
+        assert not is_normed
+        assert not is_scaled
+        return HyperConnection(self, build, form)
+
+    def last(self, build: Build) -> HyperConnection:
+        return HyperConnection(self, build, num_kinds=1)
+
+    def start(self, hidden_tX: Tensor) -> Streams:
+        """Return the streams: copies of embedded tokens, or those of the previous pipeline stage."""
+        return Streams(hidden_tX)
+
+
+class HyperConnection(Place):
+    """The place of a network between streams."""
+
+    def __init__(self, config: StreamsConfig, build: Build, form: RowsForm = "plain", *, num_kinds: int = 3) -> None:
+        """
+        Args:
+            num_kinds: 3 around a network; 1 for the last place, whose normalised streams are the model's output.
+        """
         super().__init__()
+        context, hidden_size, norm_epsilon = build.context, build.hidden_size, build.norm_epsilon
         num_coefficients = config.num_coefficients if num_kinds == 3 else config.num_streams
         wide = torch.float32
         self.map = context.parameter(num_coefficients, config.num_streams * hidden_size, dtype=wide)
@@ -49,26 +71,18 @@ class HyperConnection(nn.Module):
         self.norm = RMSNorm(hidden_size, norm_epsilon, context, form)
         self.kernels = context.kernels.make_streams(config, norm_epsilon)
 
-    @property
-    def weight(self) -> Tensor:
-        """The weight of the norm."""
-        return self.norm.weight
-
-    def after_adding(self, update_TD: Tensor | None, streams: Streams) -> tuple[Streams, Any]:
-        """Return the streams behind a network with this output, and the normalised input of the next one.
-
-        Args:
-            update_TD: None: no network ran before.
-        """
-        values_TX = self.add(streams, update_TD)
+    def enter(self, stream: Streams, update_TD: Tensor | None) -> tuple[Streams, Any]:
+        values_TX = self.close(stream, update_TD)
         weights = StreamsWeights(self.map, self.base, self.scales)
         collapsed_TD, coefficients_TC = self.kernels.collapse(values_TX, weights)
         _, normed = self.norm.after_adding(None, collapsed_TD)
         return Streams(values_TX, coefficients_TC), normed
 
-    def add(self, streams: Streams, update_TD: Tensor | None) -> Tensor:
-        """Return the values of the streams behind a network with this output."""
+    def leave(self, stream: Streams, update_TD: Tensor) -> tuple[Streams, Tensor | None]:
+        return stream, update_TD
+
+    def close(self, stream: Streams, update_TD: Tensor | None) -> Tensor:
         if update_TD is None:
-            return streams.values_TX
-        assert streams.coefficients_TC is not None
-        return self.kernels.expand(streams.values_TX, update_TD, streams.coefficients_TC)
+            return stream.values_TX
+        assert stream.coefficients_TC is not None
+        return self.kernels.expand(stream.values_TX, update_TD, stream.coefficients_TC)

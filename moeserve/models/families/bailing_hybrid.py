@@ -8,7 +8,7 @@ from moeserve.models.config_values import ConfigValues
 from moeserve.models.families.kimi_linear import CONVOLUTIONS, LAYER_TYPES, read_experts
 from moeserve.models.family import AttentionNames, DecoderPart, Family, LayerNames, LinearAttentionNames, MoENames
 from moeserve.models.fields import read_listed_dense, read_model, read_num_layers
-from moeserve.models.model_config import LayerConfig, ModelConfig
+from moeserve.models.model_config import Layer, ModelConfig
 from moeserve.ops.convolution.interface import MAX_TAPS
 from moeserve.ops.linear_attention.interface import MAX_HEAD
 
@@ -23,7 +23,7 @@ def read(config: ConfigValues) -> ModelConfig:
         is_full = [number % group_size == 0 for number in range(1, num_layers + 1)]
     feed_forwards = read_listed_dense(config, read_experts(config))
     layers = [
-        LayerConfig(mixer=attention if full else delta, feed_forward=feed_forward)
+        Layer.of(attention if full else delta, feed_forward)
         for full, feed_forward in zip(is_full, feed_forwards, strict=True)
     ]
     return read_model(config, layers, context_key=config.key_of("model_max_length", "max_position_embeddings"))

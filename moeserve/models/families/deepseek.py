@@ -20,7 +20,7 @@ from moeserve.models.fields import (
     read_width,
     with_draft_layer_like_the_last,
 )
-from moeserve.models.model_config import LayerConfig, ModelConfig
+from moeserve.models.model_config import Layer, ModelConfig
 from moeserve.ops.routing.interface import RouterConfig
 
 
@@ -50,7 +50,7 @@ def _read(config: ConfigValues, router: RouterConfig, *, is_interleaved: bool) -
     expert_width = read_width(config, "moe_intermediate_size")
     moe = MoEConfig(router=router, expert_width=expert_width, shared=read_shared_experts(config, expert_width))
     feed_forwards = read_leading_dense(config, moe)
-    layers = [LayerConfig(mixer=attention, feed_forward=feed_forward) for feed_forward in feed_forwards]
+    layers = [Layer.of(attention, feed_forward) for feed_forward in feed_forwards]
     return read_model(config, layers)
 
 

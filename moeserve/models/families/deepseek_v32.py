@@ -22,7 +22,7 @@ from moeserve.models.fields import (
     read_width,
     with_draft_layer,
 )
-from moeserve.models.model_config import LayerConfig, ModelConfig
+from moeserve.models.model_config import Layer, ModelConfig
 
 INDEXER_TYPES = ("shared", "full")
 
@@ -75,11 +75,11 @@ def _read(config: ConfigValues, has_indexer: list[bool], *, is_interleaved: bool
     attention = dataclasses.replace(attention, top_k=config.integer("index_topk", high=2**20))
     of_layer = {True: dataclasses.replace(attention, indexer=indexer), False: attention}
     layers = [
-        LayerConfig(mixer=of_layer[has], feed_forward=feed_forward)
+        Layer.of(of_layer[has], feed_forward)
         for has, feed_forward in zip(has_indexer, read_listed_dense(config, moe), strict=True)
     ]
     # The MTP layer has an indexer, even if the last decoder layer has none.
-    draft_layer = dataclasses.replace(layers[-1], mixer=of_layer[True])
+    draft_layer = Layer.of(of_layer[True], layers[-1].networks[-1])
     return with_draft_layer(read_model(config, layers), draft_layer)
 
 

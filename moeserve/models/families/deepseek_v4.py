@@ -9,13 +9,13 @@ from moeserve.layers.compressed.attention import CompressedAttentionConfig, Inde
 from moeserve.layers.moe.layer import MoEConfig
 from moeserve.layers.moe.shared import SharedExpertsConfig
 from moeserve.layers.rotary import RotaryConfig
+from moeserve.layers.streams.hyper_connections import HyperStreams
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import DecoderPart, Family, LayerNames, MoENames
 from moeserve.models.fields import read_model, read_num_experts, read_num_layers, read_width
-from moeserve.models.model_config import LayerConfig, ModelConfig
+from moeserve.models.model_config import Layer, ModelConfig
 from moeserve.ops.routing.interface import RouterConfig
 from moeserve.ops.rows.activations import CutSwiGLU
-from moeserve.ops.streams.interface import StreamsConfig
 
 WINDOW, SPARSE, DENSE = LAYER_TYPES = (
     "sliding_attention",
@@ -37,15 +37,15 @@ def read(config: ConfigValues) -> ModelConfig:
     router = dataclasses.replace(moe.router, has_correction=False, table_size=config.integer("vocab_size", high=2**24))
     by_token = dataclasses.replace(moe, router=router)
     layers = [
-        LayerConfig(mixer=attentions[name], feed_forward=by_token if has_table else moe)
+        Layer.of(attentions[name], by_token if has_table else moe)
         for name, has_table in zip(_read_types(config, num_layers), _read_tables(config, num_layers), strict=True)
     ]
-    streams = StreamsConfig(
+    streams = HyperStreams(
         num_streams=config.integer("hc_mult", 4, high=MAX_STREAMS),
         num_iterations=config.integer("hc_sinkhorn_iters", 20, high=1000),
         epsilon=config.number("hc_eps", 1e-6),
     )
-    return dataclasses.replace(read_model(config, layers), streams=streams)
+    return dataclasses.replace(read_model(config, layers), stream=streams)
 
 
 def _read_types(config: ConfigValues, num_layers: int) -> list[str]:

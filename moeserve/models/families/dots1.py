@@ -17,7 +17,7 @@ from moeserve.models.fields import (
     read_width,
     read_windows,
 )
-from moeserve.models.model_config import LayerConfig, ModelConfig
+from moeserve.models.model_config import Layer, ModelConfig
 
 
 def read(config: ConfigValues) -> ModelConfig:
@@ -31,7 +31,7 @@ def read(config: ConfigValues) -> ModelConfig:
     has_bias = config.flag("attention_bias", default=False)
     attention = read_attention(config, normalized="head", has_bias=has_bias, has_output_bias=has_bias)
     layers = [
-        LayerConfig(mixer=dataclasses.replace(attention, window=window), feed_forward=feed_forward)
+        Layer.of(dataclasses.replace(attention, window=window), feed_forward)
         for window, feed_forward in zip(_read_windows(config), read_leading_dense(config, moe), strict=True)
     ]
     return read_model(config, layers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from moeserve.layers.dense.network import DenseConfig
 from moeserve.layers.moe.layer import MoEConfig
 from moeserve.layers.moe.shared import SharedExpertsConfig
 from moeserve.models.config_values import ConfigValues
@@ -15,7 +16,7 @@ from moeserve.models.fields import (
     read_width,
     with_draft_layer,
 )
-from moeserve.models.model_config import LayerConfig, MLPConfig, ModelConfig
+from moeserve.models.model_config import Layer, ModelConfig
 from moeserve.ops.routing.interface import RouterConfig
 
 
@@ -30,12 +31,9 @@ def read(config: ConfigValues) -> ModelConfig:
         shared=SharedExpertsConfig(width=num_shared * expert_width) if num_shared else None,
     )
     attention = read_attention(config, is_interleaved=True)
-    layers = [
-        LayerConfig(mixer=attention, feed_forward=feed_forward)
-        for feed_forward in feed_forwards_of(config, moe, _read_dense(config))
-    ]
-    dense = MLPConfig(width=read_width(config, "intermediate_size"))
-    return with_draft_layer(read_model(config, layers), LayerConfig(mixer=attention, feed_forward=dense))
+    layers = [Layer.of(attention, feed_forward) for feed_forward in feed_forwards_of(config, moe, _read_dense(config))]
+    dense = DenseConfig(width=read_width(config, "intermediate_size"))
+    return with_draft_layer(read_model(config, layers), Layer.of(attention, dense))
 
 
 def _read_dense(config: ConfigValues) -> list[bool]:

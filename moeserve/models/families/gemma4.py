@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from moeserve.layers.dense.network import DenseConfig
 from moeserve.layers.grouped_query.attention import AttentionConfig
+from moeserve.layers.moe.beside import BesideConfig
 from moeserve.layers.moe.layer import MoEConfig
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import DecoderPart, Family, LayerNames, MoENames
@@ -18,7 +20,7 @@ from moeserve.models.fields import (
     read_num_layers,
     read_width,
 )
-from moeserve.models.model_config import LayerConfig, MLPConfig, ModelConfig
+from moeserve.models.model_config import Block, Layer, ModelConfig
 from moeserve.ops.routing.interface import RouterConfig
 from moeserve.ops.rows.activations import GeGLU
 
@@ -37,20 +39,15 @@ def read(config: ConfigValues) -> ModelConfig:
         expert_width=read_width(config, "moe_intermediate_size"),
         activation=GeGLU(),
     )
-    dense = MLPConfig(width=read_width(config, "intermediate_size"), activation=GeGLU())
+    dense = DenseConfig(width=read_width(config, "intermediate_size"), activation=GeGLU())
     num_layers = read_num_layers(config)
     is_windowed = config.flags_of_layers("layer_types", LAYER_TYPES, num_layers)
     if is_windowed is None:
         is_windowed = [(index + 1) % 6 != 0 for index in range(num_layers)]
     is_windowed[-1] = False  # whatever the config says, as in transformers
+    beside = Block(BesideConfig(dense=dense, experts=moe), is_normed=True, is_scaled=True)
     layers = [
-        LayerConfig(
-            mixer=_read_attention(config, index, windowed),
-            feed_forward=moe,
-            beside=dense,
-            has_output_norms=True,
-            has_factor=True,
-        )
+        Layer((Block(_read_attention(config, index, windowed), is_normed=True), beside))
         for index, windowed in enumerate(is_windowed)
     ]
     model = read_model(config, layers, is_tied=True)

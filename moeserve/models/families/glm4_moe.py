@@ -14,7 +14,7 @@ from moeserve.models.fields import (
     read_width,
     with_draft_layer_like_the_last,
 )
-from moeserve.models.model_config import LayerConfig, ModelConfig
+from moeserve.models.model_config import Layer, ModelConfig
 
 
 def read(config: ConfigValues) -> ModelConfig:
@@ -33,7 +33,7 @@ def read(config: ConfigValues) -> ModelConfig:
         default_fraction=0.5,
     )
     feed_forwards = read_leading_dense(config, moe)
-    layers = [LayerConfig(mixer=attention, feed_forward=feed_forward) for feed_forward in feed_forwards]
+    layers = [Layer.of(attention, feed_forward) for feed_forward in feed_forwards]
     return with_draft_layer_like_the_last(read_model(config, layers))
 
 

@@ -15,7 +15,7 @@ from moeserve.models.fields import (
     read_num_layers,
     read_width,
 )
-from moeserve.models.model_config import LayerConfig, ModelConfig
+from moeserve.models.model_config import Layer, ModelConfig
 from moeserve.ops.routing.interface import RouterConfig
 from moeserve.ops.rows.activations import ClampedSwiGLU
 
@@ -35,7 +35,7 @@ def read(config: ConfigValues) -> ModelConfig:
     has_window = config.flags_of_layers("layer_types", LAYER_TYPES, num_layers)
     if has_window is None:
         has_window = [index % 2 == 0 for index in range(num_layers)]
-    layers = [LayerConfig(mixer=windowed if window else full, feed_forward=moe) for window in has_window]
+    layers = [Layer.of(windowed if window else full, moe) for window in has_window]
     return read_model(config, layers)
 
 

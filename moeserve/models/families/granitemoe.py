@@ -10,7 +10,7 @@ from moeserve.layers.moe.shared import SharedExpertsConfig
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import Family, MoENames
 from moeserve.models.fields import read_attention, read_model, read_num_experts, read_num_layers, read_width
-from moeserve.models.model_config import LayerConfig, ModelConfig
+from moeserve.models.model_config import Layer, ModelConfig
 from moeserve.ops.routing.interface import RouterConfig
 
 
@@ -39,7 +39,7 @@ def _read(config: ConfigValues, shared: SharedExpertsConfig | None, **settings: 
         has_output_bias=has_bias,
         **settings,
     )
-    layer = LayerConfig(mixer=attention, feed_forward=moe)
+    layer = Layer.of(attention, moe)
     model = read_model(config, [layer] * read_num_layers(config))
     # In Granite, each update is multiplied before it is added to the residual stream. All layers normalise the stream
     # when they read it, so we keep the stream divided by the multiplier instead, and add updates unchanged.

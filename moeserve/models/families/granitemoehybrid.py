@@ -10,7 +10,7 @@ from moeserve.models.config_values import ConfigValues
 from moeserve.models.families.granitemoe import ALL_NAMES, read_with_shared
 from moeserve.models.family import MAMBA2_NAMES, Family, LayerNames
 from moeserve.models.fields import read_hidden_size, read_step_limit
-from moeserve.models.model_config import ModelConfig
+from moeserve.models.model_config import Layer, ModelConfig
 from moeserve.ops.convolution.interface import MAX_TAPS
 from moeserve.ops.linear_attention.interface import MAX_HEAD
 
@@ -28,7 +28,7 @@ def read(config: ConfigValues) -> ModelConfig:
         raise config.missing("layer_types")
     mamba = _read_mamba(config)
     layers = [
-        layer if has else dataclasses.replace(layer, mixer=mamba)
+        layer if has else Layer.of(mamba, *layer.networks[1:])
         for has, layer in zip(has_attention, model.layers, strict=True)
     ]
     return dataclasses.replace(model, layers=tuple(layers))

@@ -10,7 +10,7 @@ from moeserve.layers.rotary import NtkScaling, RotaryConfig
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import AttentionNames, Family, MoENames
 from moeserve.models.fields import read_attention, read_model, read_num_experts, read_num_layers, read_width
-from moeserve.models.model_config import LayerConfig, ModelConfig
+from moeserve.models.model_config import Layer, ModelConfig
 from moeserve.ops.routing.interface import RouterConfig
 
 PER_LAYER = ("num_experts", "moe_topk", "moe_intermediate_size", "num_shared_expert")  # one number, or a list by layer
@@ -38,7 +38,7 @@ def read(config: ConfigValues) -> ModelConfig:
         has_output_bias=has_bias,
         rotary=_read_rotary(config),
     )
-    layer = LayerConfig(mixer=attention, feed_forward=moe)
+    layer = Layer.of(attention, moe)
     return read_model(config, [layer] * read_num_layers(config))
 
 

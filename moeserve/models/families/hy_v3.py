@@ -14,7 +14,7 @@ from moeserve.models.fields import (
     read_width,
     with_draft_layer,
 )
-from moeserve.models.model_config import LayerConfig, ModelConfig
+from moeserve.models.model_config import Layer, ModelConfig
 from moeserve.ops.routing.interface import RouterConfig
 
 
@@ -39,10 +39,8 @@ def read(config: ConfigValues) -> ModelConfig:
     )
     has_bias = config.flag("attention_bias", default=False)
     attention = read_attention(config, normalized="head", has_bias=has_bias, has_output_bias=has_bias)
-    layers = [
-        LayerConfig(mixer=attention, feed_forward=feed_forward) for feed_forward in read_listed_dense(config, moe)
-    ]
-    return with_draft_layer(read_model(config, layers), LayerConfig(mixer=attention, feed_forward=moe))
+    layers = [Layer.of(attention, feed_forward) for feed_forward in read_listed_dense(config, moe)]
+    return with_draft_layer(read_model(config, layers), Layer.of(attention, moe))
 
 
 HY_V3 = Family(

@@ -17,7 +17,7 @@ from moeserve.models.fields import (
     read_num_layers,
     read_width,
 )
-from moeserve.models.model_config import LayerConfig, ModelConfig
+from moeserve.models.model_config import Layer, ModelConfig
 from moeserve.ops.convolution.interface import MAX_TAPS
 from moeserve.ops.linear_attention.interface import MAX_HEAD
 from moeserve.ops.routing.interface import RouterConfig
@@ -32,7 +32,7 @@ def read(config: ConfigValues) -> ModelConfig:
     moe = read_experts(config)
     attention, delta = _read_latent_attention(config), _read_delta_attention(config)
     layers = [
-        LayerConfig(mixer=attention if is_full else delta, feed_forward=feed_forward)
+        Layer.of(attention if is_full else delta, feed_forward)
         for is_full, feed_forward in zip(_read_is_full(config), read_listed_dense(config, moe), strict=True)
     ]
     return read_model(config, layers, context_key=config.key_of("model_max_length", "max_position_embeddings"))

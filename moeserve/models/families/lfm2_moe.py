@@ -15,7 +15,7 @@ from moeserve.models.fields import (
     read_num_layers,
     read_width,
 )
-from moeserve.models.model_config import LayerConfig, ModelConfig
+from moeserve.models.model_config import Layer, ModelConfig
 from moeserve.ops.convolution.interface import MAX_TAPS
 from moeserve.ops.routing.interface import RouterConfig
 
@@ -48,7 +48,7 @@ def read(config: ConfigValues) -> ModelConfig:
     num_dense = config.integer("num_dense_layers", low=0)
     feed_forwards = feed_forwards_of(config, moe, [number < num_dense for number in range(num_layers)])
     layers = [
-        LayerConfig(mixer=attention if has_attention else convolution, feed_forward=feed_forward)
+        Layer.of(attention if has_attention else convolution, feed_forward)
         for has_attention, feed_forward in zip(is_full, feed_forwards, strict=True)
     ]
     return read_model(config, layers, epsilon_key="norm_eps", is_tied=config.flag("tie_embedding", default=True))

@@ -17,7 +17,7 @@ from moeserve.models.fields import (
     read_num_layers,
     read_width,
 )
-from moeserve.models.model_config import LayerConfig, ModelConfig
+from moeserve.models.model_config import Layer, ModelConfig
 from moeserve.ops.routing.interface import RouterConfig
 
 LAYER_TYPES = ("full_attention", "chunked_attention")
@@ -61,8 +61,7 @@ def read(config: ConfigValues) -> ModelConfig:
         for is_rotated, has_chunks in zip(rotates, is_chunked, strict=True)
     ]
     layers = [
-        LayerConfig(mixer=attention, feed_forward=feed_forward)
-        for attention, feed_forward in zip(attentions, feed_forwards, strict=True)
+        Layer.of(attention, feed_forward) for attention, feed_forward in zip(attentions, feed_forwards, strict=True)
     ]
     return read_model(config, layers)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from moeserve.layers.dense.network import DenseConfig
 from moeserve.layers.grouped_query.attention import AttentionConfig
 from moeserve.layers.moe.layer import MoEConfig
 from moeserve.models.config_values import ConfigValues
@@ -17,7 +18,7 @@ from moeserve.models.fields import (
     read_num_layers,
     read_width,
 )
-from moeserve.models.model_config import LayerConfig, MLPConfig, ModelConfig
+from moeserve.models.model_config import Layer, ModelConfig
 
 DEFAULT_FRACTION = 0.334  # fraction of a head that is rotated
 # transformers ignores `rope_theta` in config.json and uses these values of the published checkpoint.
@@ -39,13 +40,13 @@ def read(config: ConfigValues) -> ModelConfig:
     moe = MoEConfig(router=read_corrected_router(config), expert_width=read_width(config, "moe_intermediate_size"))
     full, windowed = _read_attention(config, is_windowed=False), _read_attention(config, is_windowed=True)
     layers = [
-        LayerConfig(mixer=windowed if window else full, feed_forward=feed_forward)
+        Layer.of(windowed if window else full, feed_forward)
         for window, feed_forward in zip(has_window, feed_forwards_of(config, moe, is_dense), strict=True)
     ]
     # The config does not count the MTP layers, which have no experts.
-    dense = MLPConfig(width=read_width(config, "intermediate_size"))
+    dense = DenseConfig(width=read_width(config, "intermediate_size"))
     model = read_model(config, layers, epsilon_key=config.key_of("layernorm_epsilon", "rms_norm_eps"))
-    return dataclasses.replace(model, draft_layer=LayerConfig(mixer=windowed, feed_forward=dense))
+    return dataclasses.replace(model, draft_layer=Layer.of(windowed, dense))
 
 
 def _with_usual_names(config: ConfigValues) -> ConfigValues:

@@ -6,7 +6,7 @@ from moeserve.layers.moe.layer import MoEConfig
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import Family, MoENames
 from moeserve.models.fields import read_attention, read_model, read_num_experts, read_num_layers, read_width
-from moeserve.models.model_config import LayerConfig, ModelConfig
+from moeserve.models.model_config import Layer, ModelConfig
 from moeserve.ops.routing.interface import RouterConfig
 
 
@@ -26,7 +26,7 @@ def read(config: ConfigValues) -> ModelConfig:
     rotary_dim = config.optional_integer("rotary_dim", high=head_dim)  # published instead of partial_rotary_factor
     fraction = 1.0 if rotary_dim is None else rotary_dim / head_dim
     attention = read_attention(config, normalized="token", default_fraction=fraction)
-    layer = LayerConfig(mixer=attention, feed_forward=moe)
+    layer = Layer.of(attention, moe)
     return read_model(config, [layer] * read_num_layers(config))
 
 

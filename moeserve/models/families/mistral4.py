@@ -16,7 +16,7 @@ from moeserve.models.fields import (
     read_shared_experts,
     read_width,
 )
-from moeserve.models.model_config import LayerConfig, ModelConfig
+from moeserve.models.model_config import Layer, ModelConfig
 from moeserve.ops.routing.interface import RouterConfig
 
 
@@ -33,9 +33,7 @@ def read(config: ConfigValues) -> ModelConfig:
     expert_width = read_width(config, "moe_intermediate_size")
     router = read_normalized_router(config)
     moe = MoEConfig(router=router, expert_width=expert_width, shared=read_shared_experts(config, expert_width))
-    layers = [
-        LayerConfig(mixer=attention, feed_forward=feed_forward) for feed_forward in read_leading_dense(config, moe)
-    ]
+    layers = [Layer.of(attention, feed_forward) for feed_forward in read_leading_dense(config, moe)]
     return read_model(config, layers)
 
 

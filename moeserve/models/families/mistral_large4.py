@@ -23,7 +23,7 @@ from moeserve.models.fields import (
     read_shared_experts,
     read_width,
 )
-from moeserve.models.model_config import LayerConfig, ModelConfig
+from moeserve.models.model_config import Layer, ModelConfig
 
 
 def read(config: ConfigValues) -> ModelConfig:
@@ -39,9 +39,9 @@ def read(config: ConfigValues) -> ModelConfig:
     rotated = _read_attention(config)
     kinds = {True: rotated, False: _without_positions(rotated)}
     layers = [
-        LayerConfig(
-            mixer=kinds[is_rotated] if has_indexer else dataclasses.replace(kinds[is_rotated], indexer=None),
-            feed_forward=feed_forward,
+        Layer.of(
+            kinds[is_rotated] if has_indexer else dataclasses.replace(kinds[is_rotated], indexer=None),
+            feed_forward,
         )
         for is_rotated, has_indexer, feed_forward in zip(
             _read_rotated_layers(config, num_layers),

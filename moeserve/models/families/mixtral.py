@@ -6,16 +6,16 @@ from moeserve.layers.moe.layer import MoEConfig
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import Family, MoENames
 from moeserve.models.fields import read_attention, read_model, read_num_experts, read_num_layers, read_width
-from moeserve.models.model_config import LayerConfig, ModelConfig
+from moeserve.models.model_config import Layer, ModelConfig
 from moeserve.ops.routing.interface import RouterConfig
 
 
 def read(config: ConfigValues) -> ModelConfig:
     num_experts, top_k = read_num_experts(config, "num_local_experts")
     attention = read_attention(config, window=config.optional_integer("sliding_window"))
-    layer = LayerConfig(
-        mixer=attention,
-        feed_forward=MoEConfig(
+    layer = Layer.of(
+        attention,
+        MoEConfig(
             router=RouterConfig(num_experts=num_experts, top_k=top_k, is_normalized=True),
             expert_width=read_width(config, "intermediate_size"),
         ),

@@ -5,6 +5,7 @@ Experts have no gates, and in the larger models a latent size.
 
 from __future__ import annotations
 
+from moeserve.layers.dense.network import DenseConfig
 from moeserve.layers.linear_attention.attention import LinearAttentionConfig
 from moeserve.layers.moe.layer import MoEConfig
 from moeserve.layers.moe.shared import SharedExpertsConfig
@@ -12,7 +13,7 @@ from moeserve.layers.rotary import NO_ROTARY
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import MAMBA2_NAMES, DecoderPart, Family, LayerNames, MoENames
 from moeserve.models.fields import read_attention, read_corrected_router, read_model, read_step_limit, read_width
-from moeserve.models.model_config import LayerConfig, MLPConfig, ModelConfig
+from moeserve.models.model_config import Layer, ModelConfig
 from moeserve.ops.convolution.interface import MAX_TAPS
 from moeserve.ops.linear_attention.interface import MAX_HEAD
 from moeserve.ops.rows.activations import SquaredReLU
@@ -52,7 +53,7 @@ def _read_pattern(config: ConfigValues) -> str:
     return pattern
 
 
-def _read_mamba(config: ConfigValues) -> LayerConfig:
+def _read_mamba(config: ConfigValues) -> Layer:
     config.require("mamba_hidden_act", "silu")
     # As in the authors' code, only `time_step_limit` bounds step sizes. transformers also raises the step sizes of
     # prompts, not of generated tokens, to `time_step_min`, which is only the minimum of newly initialised models.
@@ -71,14 +72,14 @@ def _read_mamba(config: ConfigValues) -> LayerConfig:
         is_delta=False,
         has_convolution_bias=config.flag("use_conv_bias", default=True),
     )
-    return LayerConfig(mixer=mixer, feed_forward=None)
+    return Layer.of(mixer)
 
 
-def _read_attention(config: ConfigValues) -> LayerConfig:
-    return LayerConfig(mixer=read_attention(config, rotary=NO_ROTARY), feed_forward=None)
+def _read_attention(config: ConfigValues) -> Layer:
+    return Layer.of(read_attention(config, rotary=NO_ROTARY))
 
 
-def _read_moe(config: ConfigValues) -> LayerConfig:
+def _read_moe(config: ConfigValues) -> Layer:
     config.require("n_shared_experts", 1)
     moe = MoEConfig(
         router=read_corrected_router(config),
@@ -89,12 +90,12 @@ def _read_moe(config: ConfigValues) -> LayerConfig:
         ),
         latent_size=config.optional_integer("moe_latent_size", high=2**18),
     )
-    return LayerConfig(mixer=None, feed_forward=moe)
+    return Layer.of(moe)
 
 
-def _read_dense(config: ConfigValues) -> LayerConfig:
+def _read_dense(config: ConfigValues) -> Layer:
     width = read_width(config, "intermediate_size")
-    return LayerConfig(mixer=None, feed_forward=MLPConfig(width=width, activation=SquaredReLU()))
+    return Layer.of(DenseConfig(width=width, activation=SquaredReLU()))
 
 
 NEMOTRON_H = Family(

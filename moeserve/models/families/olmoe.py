@@ -6,7 +6,7 @@ from moeserve.layers.moe.layer import MoEConfig
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import Family
 from moeserve.models.fields import read_attention, read_model, read_num_experts, read_num_layers, read_width
-from moeserve.models.model_config import LayerConfig, ModelConfig
+from moeserve.models.model_config import Layer, ModelConfig
 from moeserve.ops.routing.interface import RouterConfig
 
 
@@ -25,7 +25,7 @@ def read(config: ConfigValues) -> ModelConfig:
         router=RouterConfig(num_experts=num_experts, top_k=top_k, is_normalized=is_normalized),
         expert_width=read_width(config, "intermediate_size"),
     )
-    layer = LayerConfig(mixer=attention, feed_forward=moe)
+    layer = Layer.of(attention, moe)
     return read_model(config, [layer] * read_num_layers(config))
 
 

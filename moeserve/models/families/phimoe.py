@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 from moeserve.layers.moe.layer import MoEConfig
+from moeserve.layers.streams.residual import PlainStream
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import Family, MoENames
 from moeserve.models.fields import read_attention, read_model, read_num_experts, read_num_layers, read_width
-from moeserve.models.model_config import LayerConfig, ModelConfig
+from moeserve.models.model_config import Layer, ModelConfig
 from moeserve.ops.routing.interface import RouterConfig
 
 
@@ -20,13 +21,13 @@ def read(config: ConfigValues) -> ModelConfig:
     router = RouterConfig(num_experts=num_experts, top_k=top_k, scoring="sparse_mixer", tolerance=tolerance)
     has_bias = config.flag("attention_bias", default=False)
     window = config.optional_integer("sliding_window")
-    layer = LayerConfig(
-        mixer=read_attention(config, has_bias=has_bias, has_output_bias=has_bias, window=window),
-        feed_forward=MoEConfig(router=router, expert_width=read_width(config, "intermediate_size")),
+    layer = Layer.of(
+        read_attention(config, has_bias=has_bias, has_output_bias=has_bias, window=window),
+        MoEConfig(router=router, expert_width=read_width(config, "intermediate_size")),
     )
     model = read_model(config, [layer] * read_num_layers(config))
     has_head_bias = config.flag("lm_head_bias", default=False)
-    return dataclasses.replace(model, has_layer_norms=True, has_head_bias=has_head_bias)
+    return dataclasses.replace(model, stream=PlainStream(has_layer_norms=True), has_head_bias=has_head_bias)
 
 
 PHIMOE = Family(

@@ -17,7 +17,7 @@ from moeserve.models.fields import (
     read_sparse_layers,
     read_width,
 )
-from moeserve.models.model_config import LayerConfig, ModelConfig
+from moeserve.models.model_config import Layer, ModelConfig
 from moeserve.ops.routing.interface import RouterConfig
 
 
@@ -32,7 +32,7 @@ def read(config: ConfigValues) -> ModelConfig:
     )
     attention = read_attention(config, has_bias=config.flag("qkv_bias", default=True))
     layers = [
-        LayerConfig(mixer=dataclasses.replace(attention, window=window), feed_forward=feed_forward)
+        Layer.of(dataclasses.replace(attention, window=window), feed_forward)
         for window, feed_forward in zip(_read_windows(config), read_sparse_layers(config, moe), strict=True)
     ]
     return read_model(config, layers)

@@ -6,7 +6,7 @@ from moeserve.layers.moe.layer import MoEConfig
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import OTHER_MODELS, DecoderPart, Family, MoENames, inside_other_model
 from moeserve.models.fields import read_attention, read_model, read_num_experts, read_sparse_layers, read_width
-from moeserve.models.model_config import LayerConfig, ModelConfig
+from moeserve.models.model_config import Layer, ModelConfig
 from moeserve.ops.routing.interface import RouterConfig
 
 
@@ -35,7 +35,7 @@ def _read(config: ConfigValues, *, is_normalized: bool) -> ModelConfig:
         window=config.integer("sliding_window") if has_window else None,
     )
     feed_forwards = read_sparse_layers(config, moe)
-    layers = [LayerConfig(mixer=attention, feed_forward=feed_forward) for feed_forward in feed_forwards]
+    layers = [Layer.of(attention, feed_forward) for feed_forward in feed_forwards]
     return read_model(config, layers)
 
 

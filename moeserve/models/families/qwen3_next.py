@@ -20,7 +20,7 @@ from moeserve.models.fields import (
     read_sparse_layers,
     read_width,
 )
-from moeserve.models.model_config import LayerConfig, ModelConfig
+from moeserve.models.model_config import Layer, ModelConfig
 from moeserve.ops.convolution.interface import MAX_TAPS
 from moeserve.ops.linear_attention.interface import MAX_HEAD
 from moeserve.ops.routing.interface import RouterConfig
@@ -49,10 +49,10 @@ def read(config: ConfigValues) -> ModelConfig:
     )
     delta = _read_gated_delta(config)
     layers = [
-        LayerConfig(mixer=attention if is_full else delta, feed_forward=feed_forward)
+        Layer.of(attention if is_full else delta, feed_forward)
         for is_full, feed_forward in zip(_read_is_full(config), read_sparse_layers(config, moe), strict=True)
     ]
-    return dataclasses.replace(read_model(config, layers), draft_layer=LayerConfig(mixer=attention, feed_forward=moe))
+    return dataclasses.replace(read_model(config, layers), draft_layer=Layer.of(attention, moe))
 
 
 def _read_gated_delta(config: ConfigValues) -> LinearAttentionConfig:

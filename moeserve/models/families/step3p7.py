@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from moeserve.layers.dense.network import DenseConfig
 from moeserve.layers.grouped_query.attention import AttentionConfig
 from moeserve.layers.moe.layer import MoEConfig
 from moeserve.layers.moe.shared import SharedExpertsConfig
@@ -18,7 +19,7 @@ from moeserve.models.fields import (
     read_num_layers,
     read_width,
 )
-from moeserve.models.model_config import LayerConfig, MLPConfig, ModelConfig
+from moeserve.models.model_config import Layer, ModelConfig
 from moeserve.ops.routing.interface import RouterConfig
 from moeserve.ops.rows.activations import Activation, LimitedSwiGLU, SwiGLU
 
@@ -35,11 +36,11 @@ def read(config: ConfigValues) -> ModelConfig:
     limits = _read_limits(config, "swiglu_limits", num_layers)
     limits_of_shared = _read_limits(config, "swiglu_limits_shared", num_layers)
     layers = [
-        LayerConfig(
-            mixer=attentions[has_window[index]],
-            feed_forward=_read_experts(config, limits[index], limits_of_shared[index])
+        Layer.of(
+            attentions[has_window[index]],
+            _read_experts(config, limits[index], limits_of_shared[index])
             if is_sparse[index]
-            else MLPConfig(width=read_width(config, "intermediate_size"), activation=limits_of_shared[index]),
+            else DenseConfig(width=read_width(config, "intermediate_size"), activation=limits_of_shared[index]),
         )
         for index in range(num_layers)
     ]

@@ -1,0 +1,40 @@
+"""What the networks of a model ask of the settings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What one network, or a whole model, asks of the settings. `of_all` joins those of several networks."""
+
+    block_size: int = 16  # default number of tokens in a block of the KV cache
+    block_multiple: int = 1  # block sizes must be multiples of this
+    fits_float8_cache: bool = True  # the cache can hold 8-bit floats
+    keeps_state: bool = False  # a recurrent state for each request
+    redoes_drafts: bool = False  # keeps nothing between draft tokens, so accepted ones are computed again
+    reads_earlier_layer: bool = False  # reads what an earlier layer has chosen, so both are on one pipeline stage
+    without_gpu_kernels: str | None = None  # the part that has no kernels for GPUs
+    without_gpu_order: str | None = None  # the part whose sums have no fixed order on GPUs
+
+
+def of_all(needs: Iterable[Needs]) -> Needs:
+    """Return what all networks ask together."""
+    each = list(needs)
+
+    def first(names: Iterable[str | None]) -> str | None:
+        return next((name for name in names if name is not None), None)
+
+    return Needs(
+        block_size=max((one.block_size for one in each), default=Needs.block_size),
+        block_multiple=math.lcm(*(one.block_multiple for one in each)),
+        fits_float8_cache=all(one.fits_float8_cache for one in each),
+        keeps_state=any(one.keeps_state for one in each),
+        redoes_drafts=any(one.redoes_drafts for one in each),
+        reads_earlier_layer=any(one.reads_earlier_layer for one in each),
+        without_gpu_kernels=first(one.without_gpu_kernels for one in each),
+        without_gpu_order=first(one.without_gpu_order for one in each),
+    )

@@ -1,0 +1,48 @@
+"""A feed-forward network without experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from moeserve.layers.context import ModelContext
+from moeserve.layers.dense.mlp import MLP
+from moeserve.layers.input_share import share_inputs
+from moeserve.layers.network import Build, Network, NetworkConfig, NetworkPart, OverTP, Run
+from moeserve.layers.norm import RowsForm
+from moeserve.ops.rows.activations import Activation, SwiGLU
+from moeserve.ops.rows.interface import Rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseConfig(NetworkConfig):
+    """The shape of a dense network."""
+
+    width: int
+    activation: Activation = SwiGLU()
+
+    def build(self, build: Build) -> OverTP:
+        return OverTP(DenseNetwork(self, build.hidden_size, build.num_chunks, build.context), build.context)
+
+
+class DenseNetwork(Network):
+    """Each tp rank has a share of the width."""
+
+    def __init__(self, config: DenseConfig, hidden_size: int, num_chunks: int, context: ModelContext) -> None:
+        super().__init__()
+        self.config = config
+        self.mlp = MLP(hidden_size, share_inputs(config.width, num_chunks, context), context, config.activation)
+
+    @property
+    def input_form(self) -> RowsForm:
+        return "float8" if self.mlp.gate_up.is_in_blocks else "plain"
+
+    def parts(self) -> Iterator[NetworkPart]:
+        yield NetworkPart("dense networks", self)
+
+    def forward(self, rows: Rows, run: Run, cache: Any) -> Tensor:
+        output_TD: Tensor = self.mlp(rows)
+        return output_TD

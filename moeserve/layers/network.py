@@ -1,0 +1,203 @@
+"""What every kind of network declares, what it is built from, and what it runs on.
+
+A network is one summand of the residual stream: a token mixer, a dense network, or a mixture of experts. Its folder has
+its config, which families fill from config.json, and the module that the config builds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
+
+from torch import Tensor, nn
+
+from moeserve.config.needs import Needs
+from moeserve.distributed.coordinator import GroupCoordinator
+from moeserve.kv.layer_cache import CacheDivision, CacheNeeds, CacheSize, NoCache
+from moeserve.layers.context import ModelContext
+from moeserve.layers.norm import RowsForm
+from moeserve.layers.rotary import RotaryConfig, Rotations, TemperatureConfig
+from moeserve.ops.rows.interface import Float8Rows, Rows
+from moeserve.step_inputs import StepInputs
+
+if TYPE_CHECKING:
+    from moeserve.layers.moe.dispatch.factory import DispatcherFactory
+    from moeserve.layers.moe.layer import MoEConfig, MoELayer
+    from moeserve.layers.moe.placement.placement import Placement
+
+# T tokens of the replica's step, t this tp rank's share of these tokens, D model width
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+Stages: TypeAlias = Generator[None, None, Result]  # a computation that yields before it waits for other ranks
+
+
+@dataclass(frozen=True)
+class Build:
+    """What the networks of one layer are built from."""
+
+    context: ModelContext
+    hidden_size: int  # D
+    norm_epsilon: float
+    num_chunks: int  # in which the layer's networks add their inputs; see `input_share`
+    placements: Iterator[Placement]  # one is taken for each network with experts
+    dispatchers: DispatcherFactory
+
+
+@dataclass(frozen=True)
+class Run:
+    """A step, or one half of it, on its way through the layers."""
+
+    step: StepInputs
+    rotations: Rotations
+    _shared: dict[type, Any] = field(default_factory=dict)
+
+    def shared(self, kind: type[Item]) -> Item:
+        """Return the object of this type that networks pass on to later ones; a new one in the first of them."""
+        if kind not in self._shared:
+            self._shared[kind] = kind()
+        found: Item = self._shared[kind]
+        return found
+
+
+class NetworkPart(NamedTuple):
+    """A part of a network, for counts of parameters: `num_active` of `num_all` equal pieces compute a token."""
+
+    name: str
+    module: nn.Module
+    num_active: int = 1
+    num_all: int = 1
+
+
+class NetworkConfig:
+    """The shape of a network: hashable data, known before any weights."""
+
+    @property
+    def rotaries(self) -> tuple[RotaryConfig | TemperatureConfig, ...]:
+        """The functions of positions that the network reads."""
+        return ()
+
+    @property
+    def needs(self) -> Needs:
+        """What the network asks of the settings."""
+        return Needs()
+
+    @property
+    def moe(self) -> MoEConfig | None:
+        """The experts in the network."""
+        return None
+
+    def can_divide(self, num_ranks: int) -> bool:
+        """Return True if this number of tp ranks can each have an equal share of the network's units, such as heads."""
+        return True
+
+    def entry_norm(self, build: Build) -> nn.Module | None:
+        """Return the module before the network, which adds the previous update to the stream and normalises the sum.
+
+        None: that of the residual stream.
+        """
+        return None
+
+    def build(self, build: Build) -> Network:
+        """Return the network of one rank."""
+        raise NotImplementedError
+
+
+class Network(nn.Module):
+    """One summand of the residual stream."""
+
+    waits = False  # True: the network is run by `stages`, which yields while rows travel between ranks
+
+    @property
+    def moe(self) -> MoELayer | None:
+        """The experts in the network."""
+        return None
+
+    @property
+    def input_form(self) -> RowsForm:
+        """The form of rows to give to `forward`."""
+        return "plain"
+
+    @property
+    def cache_needs(self) -> CacheNeeds:
+        """The memory of what the network keeps of earlier tokens."""
+        return CacheNeeds()
+
+    @property
+    def cache_divisions(self) -> tuple[CacheDivision, ...]:
+        """The parts of each tensor of its cache that this tp rank has; empty: all of it."""
+        return ()
+
+    def make_cache(self, size: CacheSize) -> Any:
+        return NoCache()
+
+    def parts(self) -> Iterator[NetworkPart]:
+        """Yield the parts that counts of parameters name."""
+        yield NetworkPart("attention", self)
+
+    def forward(self, rows: Any, run: Run, cache: Any) -> Tensor:
+        """Return the update [t, D] of the residual stream."""
+        raise NotImplementedError
+
+    def stages(self, rows: Any, run: Run, cache: Any) -> Stages[Tensor]:
+        """Compute the same as a generator, if the network `waits`."""
+        raise NotImplementedError
+
+
+class OverTP(Network):
+    """A network of which each tp rank has a share. It reads the rows of all ranks, and returns a part of a sum.
+
+    Between networks, each tp rank has a share of the step's tokens. They are gathered before this one, and its outputs
+    are reduced and scattered.
+    """
+
+    def __init__(self, network: Network, context: ModelContext) -> None:
+        super().__init__()
+        self.network = network
+        self.tp = context.tp
+        self.sum_dtype = context.sum_dtype
+
+    @property
+    def input_form(self) -> RowsForm:
+        return self.network.input_form if self.tp.world_size == 1 else "plain"
+
+    @property
+    def cache_needs(self) -> CacheNeeds:
+        return self.network.cache_needs
+
+    @property
+    def cache_divisions(self) -> tuple[CacheDivision, ...]:
+        return self.network.cache_divisions
+
+    def make_cache(self, size: CacheSize) -> Any:
+        return self.network.make_cache(size)
+
+    def parts(self) -> Iterator[NetworkPart]:
+        return self.network.parts()
+
+    def forward(self, rows: Rows, run: Run, cache: Any) -> Tensor:
+        output_TD = self.network(gathered(rows, self.tp, run.step), run, cache)
+        return self.tp.reduce_scatter(output_TD, run.step.tp_sizes, self.sum_dtype)  # collective: all tp ranks
+
+
+def gathered(rows_tD: Rows, tp: GroupCoordinator, step: StepInputs) -> Rows:
+    """Return the rows [T, D] of all tp ranks. FP8 rows occur only with a single tp rank."""
+    if isinstance(rows_tD, Float8Rows):
+        return rows_tD
+    return tp.all_gather(rows_tD, step.tp_sizes)  # collective: all tp ranks
+
+
+def run_in_turn(halves: Sequence[Stages[Result]]) -> list[Result]:
+    """Run the halves of a step in alternation, stage by stage: one computes while the rows of the other travel.
+
+    All ranks enter the collectives of both in the same order, because each half has the same stages on all of them.
+    """
+    results: list[Result] = []
+    while len(results) < len(halves):
+        for half in halves:
+            try:
+                next(half)
+            except StopIteration as end:
+                results.append(end.value)
+    return results

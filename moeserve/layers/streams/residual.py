@@ -1,0 +1,139 @@
+"""The residual stream as one row for each token, and the place of a network on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from moeserve.config.needs import Needs
+from moeserve.layers.network import Build
+from moeserve.layers.norm import LayerNorm, RMSNorm, RowsForm
+
+# t this tp rank's share of a step's tokens, D model width
+
+
+class Place(nn.Module):
+    """The place of a network on the residual stream."""
+
+    norm: Any  # the module before the network, with `after_adding`
+
+    def enter(self, stream: Any, update_tD: Tensor | None) -> tuple[Any, Any]:
+        """Return the stream with the previous network's update, and the rows for this place's network.
+
+        The addition is fused with the norm before the network, which reads the sum anyway.
+        """
+        raise NotImplementedError
+
+    def leave(self, stream: Any, update_tD: Tensor) -> tuple[Any, Tensor | None]:
+        """Return the stream behind the network, and the update that is left to add to it."""
+        raise NotImplementedError
+
+    def close(self, stream: Any, update_tD: Tensor | None) -> Tensor:
+        """Return the stream with the update, for the next pipeline stage."""
+        raise NotImplementedError
+
+
+class StreamConfig(Protocol):
+    """A kind of residual stream."""
+
+    @property
+    def width(self) -> int:
+        """The width of the stream, in widths of the model."""
+        ...
+
+    @property
+    def needs(self) -> Needs:
+        """What the stream asks of the settings."""
+        ...
+
+    def place(
+        self, build: Build, form: RowsForm, entry_norm: nn.Module | None, *, is_normed: bool, is_scaled: bool
+    ) -> Place:
+        """Return the place of a network.
+
+        Args:
+            form: the form of rows that the network reads.
+            entry_norm: the network's own norm before it.
+            is_normed: the network's output is normalised.
+            is_scaled: the stream is multiplied by a learned number behind the network.
+        """
+        ...
+
+    def last(self, build: Build) -> Place:
+        """Return the place behind all networks, whose rows are the hidden states."""
+        ...
+
+    def start(self, hidden_tD: Tensor) -> Any:
+        """Return the stream of embedded tokens, or of what the previous pipeline stage has sent."""
+        ...
+
+
+@dataclass(frozen=True)
+class PlainStream:
+    """One row for each token."""
+
+    has_layer_norms: bool = False  # the norms are LayerNorms
+    width: int = 1
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(without_gpu_kernels="LayerNorm" if self.has_layer_norms else None)
+
+    def place(
+        self, build: Build, form: RowsForm, entry_norm: nn.Module | None, *, is_normed: bool, is_scaled: bool
+    ) -> Residual:
+        norm = self._norm(build, form) if entry_norm is None else entry_norm
+        output_norm = RMSNorm(build.hidden_size, build.norm_epsilon, build.context) if is_normed else None
+        return (ScaledResidual if is_scaled else Residual)(norm, output_norm, build)
+
+    def last(self, build: Build) -> Residual:
+        return Residual(self._norm(build, "plain"), None, build)
+
+    def start(self, hidden_tD: Tensor) -> Tensor:
+        return hidden_tD
+
+    def _norm(self, build: Build, form: RowsForm) -> nn.Module:
+        size, epsilon = build.hidden_size, build.norm_epsilon
+        if self.has_layer_norms:
+            return LayerNorm(size, epsilon, build.context)
+        return RMSNorm(size, epsilon, build.context, form)
+
+
+class Residual(Place):
+    """A norm before the network, and perhaps one of its output."""
+
+    def __init__(self, norm: nn.Module, output_norm: RMSNorm | None, build: Build) -> None:
+        super().__init__()
+        self.norm = norm
+        self.output_norm = output_norm
+        self._add = build.context.kernels.add
+
+    def enter(self, stream_tD: Tensor, update_tD: Tensor | None) -> tuple[Tensor, Any]:
+        entered: tuple[Tensor, Any] = self.norm.after_adding(update_tD, stream_tD)
+        return entered
+
+    def leave(self, stream_tD: Tensor, update_tD: Tensor) -> tuple[Tensor, Tensor | None]:
+        return stream_tD, update_tD if self.output_norm is None else self.output_norm(update_tD)
+
+    def close(self, stream_tD: Tensor, update_tD: Tensor | None) -> Tensor:
+        if update_tD is None:
+            return stream_tD
+        closed_tD: Tensor = self._add(stream_tD, update_tD)  # the bytes of the addition in the next network's norm
+        return closed_tD
+
+
+class ScaledResidual(Residual):
+    """The stream is multiplied by a learned number behind the network."""
+
+    def __init__(self, norm: nn.Module, output_norm: RMSNorm | None, build: Build) -> None:
+        super().__init__(norm, output_norm, build)
+        self.factor = build.context.parameter(1, dtype=torch.float32)
+        self._add_scaled = build.context.kernels.add_scaled
+
+    def leave(self, stream_tD: Tensor, update_tD: Tensor) -> tuple[Tensor, Tensor | None]:
+        if self.output_norm is not None:
+            update_tD = self.output_norm(update_tD)
+        return self._add_scaled(stream_tD, update_tD, self.factor), None
