@@ -1,4 +1,4 @@
-"""What the networks of a model ask of the settings."""
+"""Demands of the networks of a model on the settings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What one network, or a whole model, asks of the settings. `of_all` joins those of several networks."""
+    """Demands of one network, or of a whole model, on the settings. `of_all` joins those of several networks."""
 
     block_size: int = 16  # default number of tokens in a block of the KV cache
     block_multiple: int = 1  # block sizes must be multiples of this
@@ -22,7 +22,7 @@ class Needs:
 
 
 def of_all(needs: Iterable[Needs]) -> Needs:
-    """Return what all networks ask together."""
+    """Return the demands of all networks together."""
     each = list(needs)
 
     def first(names: Iterable[str | None]) -> str | None:

@@ -1,4 +1,4 @@
-"""What every kind of network declares, what it is built from, and what it runs on.
+"""The interface of every kind of network, and what networks are built from and run on.
 
 A network is one summand of the residual stream: a token mixer, a dense network, or a mixture of experts. Its folder has
 its config, which families fill from config.json, and the module that the config builds.
@@ -35,7 +35,7 @@ Stages: TypeAlias = Generator[None, None, Result]  # a computation that yields b
 
 @dataclass(frozen=True)
 class Build:
-    """What the networks of one layer are built from."""
+    """The parts from which the networks of one layer are built."""
 
     context: ModelContext
     hidden_size: int  # D
@@ -80,7 +80,7 @@ class NetworkConfig:
 
     @property
     def needs(self) -> Needs:
-        """What the network asks of the settings."""
+        """The demands of the network on the settings."""
         return Needs()
 
     @property

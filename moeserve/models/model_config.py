@@ -139,7 +139,7 @@ class ModelConfig:
 
     @property
     def needs(self) -> Needs:
-        """What the networks and the residual stream ask of the settings."""
+        """The demands of all networks and of the residual stream on the settings."""
         networks = (network.needs for layer in self.layers for network in layer.networks)
         return of_all([self.stream.needs, *networks])
 

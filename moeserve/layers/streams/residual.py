@@ -46,7 +46,7 @@ class StreamConfig(Protocol):
 
     @property
     def needs(self) -> Needs:
-        """What the stream asks of the settings."""
+        """The demands of the stream on the settings."""
         ...
 
     def place(
