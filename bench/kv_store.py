@@ -62,7 +62,7 @@ def measure(model: str, num_conversations: int, num_turns: int, num_rounds: int,
         ValueError: the engines have generated different tokens.
     """
     length = FIRST_TOKENS + num_turns * (TURN_TOKENS + NEW_TOKENS)
-    bytes_per_token = inspect(Path(model), "bfloat16").cache.total_bytes_per_token
+    bytes_per_token = inspect(Path(model), "bfloat16").cache.bytes_per_token
     all_bytes = num_conversations * length * bytes_per_token
     settings: dict[str, Any] = dict(
         dtype="bfloat16", device="cpu", num_threads=num_threads, max_model_len=length, max_num_seqs=AT_A_TIME,

@@ -34,7 +34,7 @@ from moeserve.config.environment import cache_folder
 from moeserve.config.resolve import MachineFacts, resolve
 from moeserve.config.validation import parse_settings
 from moeserve.distributed.groups import groups_of_one_rank
-from moeserve.kv.layer_cache import CacheSize
+from moeserve.kv.layer_cache import Places
 from moeserve.machine import usable_cores
 from moeserve.models.registry import read_facts
 from moeserve.protocol import CacheStart, Registration, StepPlan
@@ -134,23 +134,24 @@ def log_probabilities(model: Path, texts: list[list[int]], settings: dict[str, s
     config = resolve(parse_settings(dict(settings)), facts, MachineFacts(num_cores=usable_cores()))
     loaded = load_model(config, groups_of_one_rank(), show_progress=False).model
     num_blocks = -(-max(map(len, texts)) // BLOCK_SIZE)
-    replay = EagerSteps(loaded, loaded.make_caches(CacheSize(num_blocks, BLOCK_SIZE, num_states=1)))
+    rules = loaded.cache_needs.rules
+    replay = EagerSteps(loaded, loaded.make_caches(Places.equal(rules, num_blocks, BLOCK_SIZE)))
     context = StepContext(
-        has_states=loaded.has_states,
         mesh=groups_of_one_rank().mesh,
         tp_rank=0,
         block_size=BLOCK_SIZE,
         max_blocks=num_blocks,
         device=torch.device("cpu"),
+        rules=rules,
     )
-    table = RequestTable(1, num_blocks)
+    table = RequestTable(1, num_blocks, len(rules.tables))
     runner = ModelRunner(loaded, context, replay, table)
     for text in texts:
         prompt = Registration(
             slot=0,
             token_ids=text,
             num_prompt_tokens=len(text),
-            cache=CacheStart([list(range(num_blocks))]),
+            cache=CacheStart([list(range(num_blocks))] * len(rules.tables)),
             params=RequestParams(),
             seed=0,
             end_token_ids=[],

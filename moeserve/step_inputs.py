@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -62,24 +64,17 @@ class StateRows(NamedTuple):
         return cls(*rows)
 
 
-class WindowBlocks(NamedTuple):
-    """Slots and block table of layers with windows, if their blocks are freed behind the window.
-
-    `StepInputs` describes the fields.
-    """
+class GroupTable(NamedTuple):
+    """Slots and block table of a cache group. `StepInputs` describes the fields."""
 
     cache_slots: Tensor
-    block_table: Tensor  # entries behind the window are arbitrary
+    block_table: Tensor  # entries of blocks that the request no longer reads are arbitrary
 
-    def copy_(self, other: WindowBlocks) -> None:
-        """Copy all slots of `other`, and its block table into the leading rows and columns of this one."""
-        num_chunks, num_blocks = other.block_table.shape
-        self.cache_slots.copy_(other.cache_slots)
-        self.block_table[:num_chunks, :num_blocks].copy_(other.block_table)
-
-    def part(self, rows: slice, chunks: slice) -> WindowBlocks:
-        """Return slots and block table of some rows and chunks."""
-        return WindowBlocks(self.cache_slots[rows], self.block_table[chunks])
+    @classmethod
+    def none(cls, num_tokens: int, num_chunks: int, max_blocks: int, device: torch.device | None = None) -> GroupTable:
+        """Return the table of a group to which nothing is written."""
+        slots = torch.full((num_tokens,), -1, dtype=torch.int64, device=device)
+        return cls(slots, torch.zeros(num_chunks, max_blocks, dtype=torch.int32, device=device))
 
 
 @dataclass(frozen=True)
@@ -105,12 +100,52 @@ class StepInputs:
     slots: Tensor | None = None  # [R] int64: slot of the row's request; for padding, the slot behind the last
     settings: Tensor | None = None  # [R, W] int64: SAMPLING_SETTINGS of the row's request; all zeros for padding
     states: StateRows | None = None  # None: no layer keeps a state for each request
-    window_blocks: WindowBlocks | None = None  # None: layers with windows use the blocks of the other layers
+    # Slots and block tables of the cache groups after the first, to which `cache_slots` and `block_table` belong.
+    other_tables: tuple[GroupTable, ...] = ()
+
+    def of_group(self, group: int) -> StepInputs:
+        """Return the step with slots and block table of a cache group."""
+        return self._of_others[group - 1] if group else self
 
     @functools.cached_property
-    def of_windows(self) -> StepInputs:
-        """The step with slots and block table of the layers with windows."""
-        return dataclasses.replace(self, **self.window_blocks._asdict()) if self.window_blocks else self
+    def _of_others(self) -> tuple[StepInputs, ...]:
+        return tuple(dataclasses.replace(self, **table._asdict()) for table in self.other_tables)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return the tensors that layers read and that differ between steps with the same shapes. Graphs copy them.
+
+        Positions are not among them, because layers read rotations.
+        """
+        of_others = itertools.chain.from_iterable(self.other_tables)
+        own = self.token_ids, self.cache_slots, self.context_lens, self.block_table
+        return *own, *of_others, *(self.states or ())
+
+    def with_tensors(self, tensors: Iterable[Tensor]) -> StepInputs:
+        """Return the step with other tensors, in the order of `tensors`."""
+        token_ids, cache_slots, context_lens, block_table, *others = tensors
+        return dataclasses.replace(
+            self,
+            token_ids=token_ids,
+            cache_slots=cache_slots,
+            context_lens=context_lens,
+            block_table=block_table,
+            other_tables=tuple(GroupTable(others.pop(0), others.pop(0)) for _ in self.other_tables),
+            states=StateRows(*others) if self.states else None,
+        )
+
+    def copy_tensors(self, other: StepInputs) -> None:
+        """Copy the tensors of another step into this one. Its block tables may have fewer rows and columns."""
+        for own, tensor in zip(self.tensors(), other.tensors(), strict=True):
+            if own.shape != tensor.shape:
+                own = own[: tensor.shape[0], : tensor.shape[1]]
+            own.copy_(tensor)
+
+    def write_nothing(self) -> None:
+        """Remove the slots and rows of caches to which the step would write."""
+        for slots, _ in ((self.cache_slots, self.block_table), *self.other_tables):
+            slots.fill_(-1)
+        for rows, none in zip(self.states or (), StateRows.none(1), strict=False):
+            rows.copy_(none)
 
     @functools.cached_property
     def max_rows_per_chunk(self) -> int:
@@ -131,7 +166,7 @@ class StepInputs:
         return hidden_TD if len(self.logits_rows) == len(hidden_TD) else hidden_TD.index_select(0, self.logits_rows)
 
 
-def decode_step(num_tokens: int, *, has_states: bool = False, has_windows: bool = False) -> StepInputs:
+def decode_step(num_tokens: int) -> StepInputs:
     """Return a step of one rank in which each request has one token, with arbitrary contents."""
     zeros_T = torch.zeros(num_tokens, dtype=torch.int64)
     return StepInputs(
@@ -145,6 +180,4 @@ def decode_step(num_tokens: int, *, has_states: bool = False, has_windows: bool 
         spans=tuple(ChunkSpan(row, 1, 1) for row in range(num_tokens)),
         tp_sizes=(num_tokens,),
         tokens_per_rank=(num_tokens,),
-        states=StateRows.none(num_tokens) if has_states else None,
-        window_blocks=WindowBlocks(zeros_T, torch.zeros(num_tokens, 1, dtype=torch.int32)) if has_windows else None,
     )

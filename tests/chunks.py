@@ -26,7 +26,7 @@ def make_chunk(
         seed=0,
         end_token_ids=[],
     )
-    table.add(slot, request, [block_ids] * table.num_groups)
+    table.add(slot, request, [block_ids] * len(table.tables))
     return Chunk(
         slot,
         start,

@@ -44,7 +44,8 @@ from moeserve.bench.gpu.probe import LOST_TIME
 from moeserve.bench.gpu.throughput import CHUNK_TOKENS, MEASURES, MODELS, name_parts
 from moeserve.config.settings import QuantizationName
 from moeserve.distributed.groups import Groups
-from moeserve.kv.layer_cache import CacheSize
+from moeserve.kv.layer_cache import Places
+from moeserve.kv.rules import CacheRules
 from moeserve.ops.attention.interface import KeyValueCache
 from moeserve.ops.products.weight_blocks import CODES
 from moeserve.ops.triton.table import TRITON_KERNELS
@@ -139,13 +140,13 @@ def record_step(
     """
     source = Source(torch.device("cpu"), torch.Generator(), dtype)
     model = make_model(config, TRITON_KERNELS, dataclasses.replace(source, device=META), quantization)
-    caches = model.make_caches(CacheSize(4, BLOCK_SIZE, num_states=len(spans)))
+    caches = model.make_caches(Places.equal(CacheRules(), max(4, len(spans)), BLOCK_SIZE))
     drawn = source.step([(span.num_rows, span.context_len) for span in spans], BLOCK_SIZE)
     tensors: Any = {name: each.to(META) for name, each in vars(drawn).items() if isinstance(each, Tensor)}
     if all(span.num_rows == 1 for span in spans):
         tensors["padding"] = torch.empty(len(spans), dtype=torch.bool, device=META)
         tensors["block_table"] = torch.empty(len(spans), MAX_BLOCKS, dtype=torch.int32, device=META)
-    states = StateRows.none(len(spans), META) if model.has_states else None
+    states = StateRows.none(len(spans), META) if model.cache_needs.row_bytes else None
     step = dataclasses.replace(drawn, **tensors, states=states)
     settings_LW = torch.zeros(len(spans), NUM_SETTINGS, dtype=torch.int64, device=META)
     starts: list[int] = []

@@ -23,7 +23,8 @@ from moeserve.bench.gpu.models import BLOCK_SIZE, capture_step, make_model, publ
 from moeserve.bench.gpu.parts import Item, Job, Row, bar
 from moeserve.bench.gpu.rehearsal import SMALL_MODEL
 from moeserve.config.settings import QuantizationName
-from moeserve.kv.layer_cache import CacheSize
+from moeserve.kv.layer_cache import Places
+from moeserve.kv.rules import CacheRules
 from moeserve.models.decoder import Decoder
 from moeserve.ops.kernels import Kernels
 from moeserve.ops.select import select_kernels
@@ -109,7 +110,7 @@ class Probe:
     def _step(self, model: Decoder, chunks: Chunks) -> tuple[StepInputs, list[Any]]:
         step = self.source.step(chunks, BLOCK_SIZE)
         token_ids = self.source.integers(0, model.config.vocab_size, len(step.token_ids))
-        caches = model.make_caches(CacheSize(num_cache_blocks(step), BLOCK_SIZE))
+        caches = model.make_caches(Places.equal(CacheRules(), num_cache_blocks(step), BLOCK_SIZE))
         for cache in caches:
             cache.clear()
         return dataclasses.replace(step, token_ids=token_ids), caches

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import os
 import secrets
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol
@@ -17,9 +17,6 @@ from moeserve.config.allocation import refusing_what_cannot_be_allocated
 from moeserve.config.settings import EngineConfig
 from moeserve.errors import EngineError, RequestError
 from moeserve.kv.connector import ITEM_FILE_ENDING, FolderTier, HostTier, KVConnector
-from moeserve.kv.pool import num_blocks_for
-from moeserve.kv.rules import CacheGroup, KeepState, KeepWindow
-from moeserve.kv.state_pool import STATE_INTERVAL
 from moeserve.private_folder import secret_of
 from moeserve.protocol import ReplicaStats, Request, RequestUpdate, Sample
 from moeserve.scheduling.scheduler import Scheduler
@@ -212,22 +209,13 @@ def new_scheduler(config: EngineConfig, loaded: Sequence[Loaded]) -> Scheduler:
                 plans_ahead=config.async_scheduling,
                 num_batches=1 if config.async_scheduling else config.max_concurrent_batches,
                 num_lookahead_tokens=config.num_lookahead_tokens,
-                other_groups=tuple(_other_groups(config, loaded[0])),
+                other_groups=tuple(facts.group for facts in loaded[0].other_groups),
                 recomputes_drafts=config.redoes_drafts,
             ),
             salt,
             connector,
             [rank.address for rank in loaded if rank.address],
         )
-
-
-def _other_groups(config: EngineConfig, facts: Loaded) -> Iterator[CacheGroup]:
-    """Yield the groups of the model's layers that keep less than all tokens."""
-    if facts.window:
-        yield CacheGroup(KeepWindow(facts.window, config.block_size), facts.num_window_blocks)
-    if config.num_saved_states is not None:
-        step = num_blocks_for(STATE_INTERVAL, config.block_size)
-        yield CacheGroup(KeepState(step), config.num_saved_states)
 
 
 def fit_to_cache(config: EngineConfig, num_blocks: int) -> EngineConfig:

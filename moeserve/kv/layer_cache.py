@@ -1,48 +1,58 @@
-"""The cache memory that layers need, declared as data, and the sizes of their caches."""
+"""The items that networks keep in their caches, declared as data, and the number of places for them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from moeserve.cache_kind import CacheKind
-
-
-@dataclass(frozen=True, kw_only=True)
-class CacheNeeds:
-    """The cache memory that one layer, or several layers together, need, in bytes.
-
-    Tokens have entries, which are stored in blocks. A state has a fixed size for each request.
-    """
-
-    bytes_per_token: int = 0  # of entries that are kept until the request ends
-    window_bytes_per_token: int = 0  # of entries that are kept only while inside the window
-    window: int = 0  # the largest window, the token's own position included; 0: no layer has a window
-    state_bytes: int = 0  # of one request's states, and of each saved copy of them
-
-    def __add__(self, other: CacheNeeds) -> CacheNeeds:
-        return CacheNeeds(
-            bytes_per_token=self.bytes_per_token + other.bytes_per_token,
-            window_bytes_per_token=self.window_bytes_per_token + other.window_bytes_per_token,
-            window=max(self.window, other.window),
-            state_bytes=self.state_bytes + other.state_bytes,
-        )
-
-    @property
-    def total_bytes_per_token(self) -> int:
-        """Bytes of one token's entries of both kinds."""
-        return self.bytes_per_token + self.window_bytes_per_token
-
-    def bytes_of_tokens(self, num_tokens: int) -> int:
-        """Return the bytes of the entries of a request with this many tokens, without those behind the window."""
-        return self.bytes_per_token * num_tokens + self.window_bytes_per_token * min(num_tokens, self.window)
+from moeserve.kv.rules import AnyRule, CacheGroup, CacheRules, RuleOfBlocks
 
 
 @dataclass(frozen=True)
 class CacheDivision:
     """The part of a tensor of a cache that one tp rank has: ranges of the whole along one axis, one after the other."""
 
-    axis: int  # not the first, which is that of blocks or rows
+    axis: int  # not the first, which is that of blocks or rows; 0: the rank has all of the tensor
     ranges: tuple[range, ...]
+
+
+@dataclass(frozen=True)
+class CacheItems:
+    """The items that one network on one rank keeps by one rule."""
+
+    rule: AnyRule
+    num_bytes: int  # of one item: a block of tokens, or a state
+    divisions: tuple[CacheDivision, ...] = ()  # for each tensor of the items, the part of this rank; empty: all of all
+
+
+@dataclass(frozen=True)
+class CacheNeeds:
+    """The cache memory that all networks of a rank need together."""
+
+    rules: CacheRules  # of the whole model
+    block_bytes: tuple[int, ...]  # of a block of each table
+    row_bytes: int  # of one request's states, and of each saved copy of them
+    block_size: int  # tokens
+
+    @classmethod
+    def of(cls, items: Iterable[CacheItems], rules: CacheRules, block_size: int) -> CacheNeeds:
+        """Return the memory for one item of each group."""
+        items = tuple(items)
+
+        def total(rule: AnyRule | None) -> int:
+            return sum(each.num_bytes for each in items if rule is not None and each.rule.kind == rule.kind)
+
+        return cls(rules, tuple(map(total, rules.tables)), total(rules.rows), block_size)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token in all tables."""
+        return -(-sum(self.block_bytes) // self.block_size)
+
+    def bytes_of_tokens(self, num_tokens: int) -> int:
+        """Return the bytes of the tokens that a request with this many tokens keeps."""
+        tables = zip(self.rules.tables, self.block_bytes, strict=True)
+        return -(-sum(rule.num_kept(num_tokens) * num_bytes for rule, num_bytes in tables) // self.block_size)
 
 
 @dataclass(frozen=True)
@@ -50,25 +60,25 @@ class NoCache:
     """The cache of a layer that keeps nothing."""
 
     tensors: tuple[()] = ()
-
-    @property
-    def tensors_of_items(self) -> dict[CacheKind, tuple[()]]:
-        """The tensors by the kind of their items: none."""
-        return {}
+    tensors_of_items: tuple[()] = ()
 
     def clear(self) -> None:
         """Return at once."""
 
 
 @dataclass(frozen=True)
-class CacheSize:
-    """The size of the cache of a layer of any kind."""
+class Places:
+    """The number of places for the items of each group on a rank."""
 
-    num_blocks: int
+    tables: tuple[CacheGroup, ...]  # groups with blocks; the first keeps all tokens
     block_size: int  # tokens
-    num_states: int = 0  # rows for states: those of running requests and saved copies
-    num_window_blocks: int = 0  # of sliding-window layers; 0: `num_blocks`, because they keep all entries
+    num_rows: int = 0  # rows for states: those of running requests and saved copies
 
-    def blocks_of(self, *, has_window: bool) -> int:
-        """Return the number of blocks of a layer."""
-        return self.num_window_blocks or self.num_blocks if has_window else self.num_blocks
+    @classmethod
+    def equal(cls, rules: CacheRules, num_places: int, block_size: int) -> Places:
+        """Return as many places in each group."""
+        return cls(tuple(CacheGroup(rule, num_places) for rule in rules.tables), block_size, num_places)
+
+    def group_of(self, rule: RuleOfBlocks) -> int:
+        """Return the index of the group of a rule: the first, which keeps more, if it has no group of its own."""
+        return next((index for index, group in enumerate(self.tables) if group.rule.kind == rule.kind), 0)

@@ -2,15 +2,21 @@
 
 A layer keeps the items of all tokens, those of a window, or one state. `Has` tells whether the item that ends with a
 block is available.
+
+Groups have two shapes. Tokens are in blocks, so a request has a table of block ids for each such group. A state has a
+row: a request reads the row of its own state or of a saved one, and with drafts it has a second row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, TypeAlias
 
 from moeserve.cache_kind import CacheKind
+from moeserve.kv.pool import num_blocks_for, num_blocks_of_windows
+from moeserve.kv.state_pool import STATE_INTERVAL
 
 Has: TypeAlias = Callable[[int], bool]
 
@@ -40,6 +46,14 @@ class RuleOfBlocks(Rule, Protocol):
         """Return the first block that the token at a position, or a later token, reads."""
         ...
 
+    def num_kept(self, num_tokens: int) -> int:
+        """Return the number of tokens that a request with this many tokens keeps."""
+        ...
+
+    def most_blocks(self, max_num_seqs: int, num_tokens_in_flight: int) -> int:
+        """Return the maximum number of blocks that running requests can use, `sys.maxsize` if that has no limit."""
+        ...
+
 
 @dataclass(frozen=True)
 class KeepAll:
@@ -56,6 +70,12 @@ class KeepAll:
 
     def first_kept(self, position: int) -> int:
         return 0
+
+    def num_kept(self, num_tokens: int) -> int:
+        return num_tokens
+
+    def most_blocks(self, max_num_seqs: int, num_tokens_in_flight: int) -> int:
+        return sys.maxsize
 
 
 @dataclass(frozen=True)
@@ -81,6 +101,17 @@ class KeepWindow:
     def first_kept(self, position: int) -> int:
         return max(0, position - self.num_tokens + 1) // self.block_size
 
+    def num_kept(self, num_tokens: int) -> int:
+        return min(num_tokens, self.num_tokens)
+
+    def most_blocks(self, max_num_seqs: int, num_tokens_in_flight: int) -> int:
+        return num_blocks_of_windows(
+            self.num_tokens,
+            self.block_size,
+            max_num_seqs=max_num_seqs,
+            num_tokens_in_flight=num_tokens_in_flight,
+        )
+
 
 @dataclass(frozen=True)
 class KeepState:
@@ -88,6 +119,11 @@ class KeepState:
 
     step: int
     kind: ClassVar[CacheKind] = CacheKind.STATE
+
+    @classmethod
+    def of_blocks(cls, block_size: int) -> KeepState:
+        """Return the rule of states that can be saved after every STATE_INTERVAL tokens."""
+        return cls(num_blocks_for(STATE_INTERVAL, block_size))
 
     def needed(self, num_blocks: int) -> range:
         return range(max(num_blocks - 1, 0), num_blocks)
@@ -97,9 +133,33 @@ class KeepState:
         return next((end for end in ends if has(end - 1)), 0)
 
 
+AnyRule: TypeAlias = RuleOfBlocks | KeepState
+RULES: dict[CacheKind, Callable[..., AnyRule]] = {rule.kind: rule for rule in (KeepAll, KeepWindow, KeepState)}
+
+
 @dataclass(frozen=True)
 class CacheGroup:
     """Layers with the same rule, and the number of places for their items."""
 
-    rule: RuleOfBlocks | KeepState
+    rule: AnyRule
     num_places: int
+
+
+@dataclass(frozen=True)
+class CacheRules:
+    """The rules of a model's cache groups, in their two shapes."""
+
+    tables: tuple[RuleOfBlocks, ...] = (KeepAll(),)  # rules of layers with blocks; the first keeps all tokens
+    rows: KeepState | None = None  # rule of layers with states; None: the model has none
+
+
+def groups_of(rules: Iterable[AnyRule]) -> CacheRules:
+    """Return the rules of the groups that layers with these rules form. Layers with windows share the largest one."""
+    tables: dict[CacheKind, RuleOfBlocks] = {KeepAll.kind: KeepAll()}
+    rows: KeepState | None = None
+    for rule in rules:
+        if isinstance(rule, KeepState):
+            rows = rule
+        else:
+            tables[rule.kind] = max(tables.get(rule.kind, rule), rule, key=lambda each: each.num_kept(sys.maxsize))
+    return CacheRules(tuple(tables.values()), rows)

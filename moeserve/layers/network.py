@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from moeserve.config.needs import Needs
 from moeserve.distributed.coordinator import GroupCoordinator
-from moeserve.kv.layer_cache import CacheDivision, CacheNeeds, CacheSize, NoCache
+from moeserve.kv.layer_cache import CacheItems, NoCache, Places
+from moeserve.kv.rules import AnyRule
 from moeserve.layers.context import ModelContext
 from moeserve.layers.norm import RowsForm
 from moeserve.layers.rotary import RotaryConfig, Rotations, TemperatureConfig
@@ -88,6 +89,10 @@ class NetworkConfig:
         """The experts in the network."""
         return None
 
+    def cache_rules(self, block_size: int) -> tuple[AnyRule, ...]:
+        """Return the rules by which the network keeps items of earlier tokens."""
+        return ()
+
     def can_divide(self, num_ranks: int) -> bool:
         """Return True if this number of tp ranks can each have an equal share of the network's units, such as heads."""
         return True
@@ -120,16 +125,11 @@ class Network(nn.Module):
         return "plain"
 
     @property
-    def cache_needs(self) -> CacheNeeds:
-        """The memory of what the network keeps of earlier tokens."""
-        return CacheNeeds()
-
-    @property
-    def cache_divisions(self) -> tuple[CacheDivision, ...]:
-        """The parts of each tensor of its cache that this tp rank has; empty: all of it."""
+    def cache_items(self) -> tuple[CacheItems, ...]:
+        """The items of earlier tokens that the network keeps, one for each of its rules."""
         return ()
 
-    def make_cache(self, size: CacheSize) -> Any:
+    def make_cache(self, places: Places) -> Any:
         return NoCache()
 
     def parts(self) -> Iterator[NetworkPart]:
@@ -163,15 +163,11 @@ class OverTP(Network):
         return self.network.input_form if self.tp.world_size == 1 else "plain"
 
     @property
-    def cache_needs(self) -> CacheNeeds:
-        return self.network.cache_needs
+    def cache_items(self) -> tuple[CacheItems, ...]:
+        return self.network.cache_items
 
-    @property
-    def cache_divisions(self) -> tuple[CacheDivision, ...]:
-        return self.network.cache_divisions
-
-    def make_cache(self, size: CacheSize) -> Any:
-        return self.network.make_cache(size)
+    def make_cache(self, places: Places) -> Any:
+        return self.network.make_cache(places)
 
     def parts(self) -> Iterator[NetworkPart]:
         return self.network.parts()

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from moeserve.cache_kind import CacheKind
-
 # W tokens of a convolution, w = W - 1, C channels, N value heads, K values of a key, V of a value
 
 
@@ -24,9 +22,9 @@ class StateCache:
         return (self.inputs,) if self.states is None else (self.inputs, self.states)
 
     @property
-    def tensors_of_items(self) -> dict[CacheKind, tuple[Tensor, ...]]:
-        """The tensors by the kind of their items. Only some of the rows have items: those of saved states."""
-        return {CacheKind.STATE: self.tensors}
+    def tensors_of_items(self) -> tuple[tuple[Tensor, ...], ...]:
+        """The tensors of the layer's `cache_items`."""
+        return (self.tensors,)
 
     def clear(self) -> None:
         for tensor in self.tensors:

@@ -6,13 +6,14 @@ A token mixer combines a token with earlier tokens: attention, linear attention 
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from moeserve.kv.layer_cache import CacheNeeds, CacheSize
+from moeserve.kv.layer_cache import CacheItems, CacheNeeds, Places
 from moeserve.layers.context import ModelContext
 from moeserve.layers.input_share import num_input_chunks
 from moeserve.layers.linear import Embedding, OutputHead
@@ -141,16 +142,17 @@ class Decoder(nn.Module):
     @property
     def cache_needs(self) -> CacheNeeds:
         """The cache memory that all layers of this rank need together."""
-        return sum((block.network.cache_needs for block in self.blocks), CacheNeeds())
+        block_size = self.context.block_size
+        return CacheNeeds.of(itertools.chain(*self.cache_items), self.config.cache_rules(block_size), block_size)
 
     @property
-    def has_states(self) -> bool:
-        """True if at least one layer of this rank keeps a state for each request."""
-        return self.cache_needs.state_bytes > 0
+    def cache_items(self) -> list[tuple[CacheItems, ...]]:
+        """The items that each block keeps."""
+        return [block.network.cache_items for block in self.blocks]
 
-    def make_caches(self, size: CacheSize) -> list[Any]:
+    def make_caches(self, places: Places) -> list[Any]:
         """Return a cache for each block, of the kind that its network needs."""
-        return [block.network.make_cache(size) for block in self.blocks]
+        return [block.network.make_cache(places) for block in self.blocks]
 
     def forward(self, step: StepInputs, caches: list[Any]) -> Tensor:
         """Return the hidden states [T, D] of all tokens of the replica, after the final norm on the last stage."""

@@ -131,11 +131,12 @@ def as_text(found: Inspection) -> str:
     if found.num_skipped_layers:
         layers += "; layers for multi-token prediction are not loaded"
     shared = f"; shared experts of width {found.shared_expert_width}" if found.shared_expert_width else ""
-    context, bytes_per_token = found.max_position_embeddings, found.cache.total_bytes_per_token
-    windows = ""
-    if found.cache.window:
-        in_windows = found.cache.window_bytes_per_token
-        windows = f", of which {shown_bytes(in_windows)} are kept only for the last {found.cache.window} tokens"
+    context, bytes_per_token = found.max_position_embeddings, found.cache.bytes_per_token
+    windows = "".join(
+        f", of which {shown_bytes(num_bytes // found.cache.block_size)} are kept only for the last "
+        f"{rule.num_kept(context)} tokens"
+        for rule, num_bytes in zip(found.cache.rules.tables[1:], found.cache.block_bytes[1:], strict=True)
+    )
     facts = {
         "family": f"{found.family} ({found.architecture})",
         "layers": layers,
@@ -149,8 +150,8 @@ def as_text(found: Inspection) -> str:
         f"{'fits' if found.weight_bytes <= found.free_bytes else 'does not fit'} in this machine's free memory of "
         f"{shown_bytes(found.free_bytes)}",
     }
-    if found.cache.state_bytes:
-        facts["states"] = f"{shown_bytes(found.cache.state_bytes)} for each running request and each saved state"
+    if found.cache.row_bytes:
+        facts["states"] = f"{shown_bytes(found.cache.row_bytes)} for each running request and each saved state"
     lines = [f"{name:<12}{text}" for name, text in facts.items()]
     lines += ["", f"{'part':<16}{'dtype':<10}{'parameters':>12}{'per token':>12}{'memory':>12}"]
     total = Part("total", "float32", found.num_parameters, found.num_active_parameters, found.weight_bytes)
@@ -161,7 +162,7 @@ def as_text(found: Inspection) -> str:
     if found.stages:
         lines += ["", f"{'stage':<16}{'layers':>10}{'memory':>12}{'KV cache per token':>22}"]
     for number, stage in enumerate(found.stages):
-        sizes = f"{shown_bytes(stage.weight_bytes):>12}{shown_bytes(stage.cache.total_bytes_per_token):>22}"
+        sizes = f"{shown_bytes(stage.weight_bytes):>12}{shown_bytes(stage.cache.bytes_per_token):>22}"
         lines.append(f"{number:<16}{stage.num_layers:>10}{sizes}")
     return "\n".join(lines)
 

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from moeserve.config.expert_layout import ExpertShape
 from moeserve.config.needs import Needs, of_all
+from moeserve.kv.rules import CacheRules, groups_of
 from moeserve.layers.compressed.attention import CompressedAttentionConfig
 from moeserve.layers.grouped_query.attention import AttentionConfig
 from moeserve.layers.input_share import keeps_bytes, num_expert_chunks, num_input_chunks
@@ -142,6 +143,11 @@ class ModelConfig:
         """The demands of all networks and of the residual stream on the settings."""
         networks = (network.needs for layer in self.layers for network in layer.networks)
         return of_all([self.stream.needs, *networks])
+
+    def cache_rules(self, block_size: int) -> CacheRules:
+        """Return the rules of the groups that the layers of all ranks form."""
+        networks = (network for layer in self.layers for network in layer.networks)
+        return groups_of(rule for network in networks for rule in network.cache_rules(block_size))
 
     @property
     def attentions(self) -> tuple[CachedAttention, ...]:

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from moeserve.errors import CheckpointError, missing_extra
-from moeserve.kv.layer_cache import CacheNeeds, CacheSize
+from moeserve.kv.layer_cache import CacheItems, CacheNeeds, Places
 from moeserve.layers.context import ModelContext
 from moeserve.layers.dense.network import DenseConfig
-from moeserve.layers.grouped_query.attention import AttentionConfig, cache_needs_of, make_key_value_cache
+from moeserve.layers.grouped_query.attention import AttentionConfig, key_value_items, make_key_value_cache
 from moeserve.layers.moe.dispatch.base import PackedTokens
 from moeserve.layers.moe.dispatch.factory import DispatcherFactory
 from moeserve.layers.moe.layer import MoEConfig
@@ -287,14 +287,17 @@ class TransformersModel(nn.Module):
     @property
     def cache_needs(self) -> CacheNeeds:
         """The cache memory that all layers need together."""
-        needs = (cache_needs_of(config, config.num_kv_heads, self.context) for config in self._attentions)
-        return sum(needs, CacheNeeds())
+        block_size = self.context.block_size
+        return CacheNeeds.of(itertools.chain(*self.cache_items), self.config.cache_rules(block_size), block_size)
 
-    has_states = False
+    @property
+    def cache_items(self) -> list[tuple[CacheItems, ...]]:
+        """The items that each layer keeps."""
+        return [key_value_items(each, slice(0, each.num_kv_heads), self.context) for each in self._attentions]
 
-    def make_caches(self, size: CacheSize) -> list[KeyValueCache]:
+    def make_caches(self, places: Places) -> list[KeyValueCache]:
         """Return one cache for each layer."""
-        return [make_key_value_cache(config, config.num_kv_heads, size, self.context) for config in self._attentions]
+        return [make_key_value_cache(config, config.num_kv_heads, places, self.context) for config in self._attentions]
 
     def with_one_layer_of_each_kind(self) -> TransformersModel:
         """Return the model itself, because the layers of a transformers model cannot be separated."""
@@ -333,8 +336,7 @@ class TransformersModel(nn.Module):
         if len(step.token_ids) == 0:
             return query.new_zeros(1, 1, query.shape[1], value.shape[3])
         backend = self._backends[module.layer_idx]
-        if self._attentions[module.layer_idx].window is not None:
-            step = step.of_windows
+        step = step.of_group(cache.group)
         query_TNH, key_TGH, value_TGV = (heads[0].transpose(0, 1).contiguous() for heads in (query, key, value))
         rotation = self._rotaries.at(step.positions)[NO_ROTARY]
         query_TNH = backend.rotate_and_write(query_TNH, key_TGH, value_TGV, rotation, cache, step)

@@ -292,7 +292,7 @@ class LayoutCosts:
             latent = [each for each in cached if isinstance(each, LatentAttentionConfig)]
             indexers = [each.indexer for each in latent if each.indexer is not None]
             index_bytes = sum(indexer.key_dim for indexer in indexers) * value_bytes
-            bytes_of_attention = stage.cache.total_bytes_per_token - index_bytes
+            bytes_of_attention = stage.cache.bytes_per_token - index_bytes
             cache = {"cache_bytes": bytes_of_attention / max(1, len(cached)), **attention}
             windows = Counter(map(positions_attended, cached))
             # An indexer is not divided over tp ranks: every rank computes all its heads for all positions.

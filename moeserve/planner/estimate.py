@@ -5,6 +5,8 @@ They are computed from the hardware and from `Assumptions` about how well an eng
 
 from __future__ import annotations
 
+import operator
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -174,7 +176,8 @@ def memory_formulas(
 
 def _memory_of_stage(stage: Stage, costs: LayoutCosts, hardware: Hardware, context: float) -> tuple[Formula, Formula]:
     # Layers with a sliding window keep only the last tokens of each request.
-    share_in_windows = min(1.0, stage.cache.window / context)
+    shares = (min(1, rule.num_kept(sys.maxsize) / context) for rule in stage.cache.rules.tables)
+    bytes_per_token = (-(-num_bytes // stage.cache.block_size) for num_bytes in stage.cache.block_bytes)
 
     def is_fp8(part: Part) -> bool:
         return costs.is_fp8 and part.name in FP8_PARTS and not (costs.has_mxfp4 and part.dtype == "mxfp4")
@@ -188,7 +191,7 @@ def _memory_of_stage(stage: Stage, costs: LayoutCosts, hardware: Hardware, conte
         "memory": hardware.memory,
         "share": costs.assumptions.memory_share,
         "weights": weights.value,
-        "bytes_of_a_token": stage.cache.bytes_per_token + stage.cache.window_bytes_per_token * share_in_windows,
+        "bytes_of_a_token": sum(map(operator.mul, bytes_per_token, shares)),
     }
     template = "max(0, ({memory} x {share} - {weights}) / {bytes_of_a_token})"
     return weights, Formula("KV cache of a replica", template, numbers, "tokens")

@@ -214,7 +214,7 @@ def _stage_line(number: int, stage: Stage) -> str:
     layers = _named("layer", range(stage.first_layer, stage.first_layer + stage.num_layers))
     return (
         f"stage {number}: {layers}, weights of {shown_bytes(stage.weight_bytes)} on a rank, "
-        f"cache of {stage.cache.total_bytes_per_token} bytes per token"
+        f"cache of {stage.cache.bytes_per_token} bytes per token"
     )
 
 
@@ -281,7 +281,7 @@ def _layout(
         expert_slices=placements[0].num_slices if placements else 1,
         fullest_rank=1.0 if placements and placements[0].num_slices > 1 else fullest_rank,
         weight_bytes=max(stage.weight_bytes for stage in stages),
-        cache_bytes_per_token=max(stage.cache.total_bytes_per_token for stage in stages),
+        cache_bytes_per_token=max(stage.cache.bytes_per_token for stage in stages),
         stages=tuple(stages),
         # A row goes from the token's rank to each other rank of its replica, and each of them returns a partial sum.
         attention_bytes=2 * (mesh.tp - 1) * row_bytes,

@@ -15,12 +15,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,7 +29,7 @@ from moeserve.layers.rotary import Rotations
 from moeserve.memory import Arena, without_pool
 from moeserve.models.decoder import Decoder
 from moeserve.scheduling.lockstep import Agreement
-from moeserve.step_inputs import StateRows, StepInputs, WindowBlocks, decode_step
+from moeserve.step_inputs import StepInputs, decode_step
 from moeserve.worker.step_replay import StepContext, StepOutputs, do_nothing
 
 # T tokens of the replica's step, t this tp rank's share of them, D model width
@@ -93,14 +92,7 @@ class CapturedStep:
         for config, rotation in rotations.items():
             self.rotations[config].cosines.copy_(rotation.cosines)
             self.rotations[config].sines.copy_(rotation.sines)
-        self.step.token_ids.copy_(step.token_ids)
-        self.step.cache_slots.copy_(step.cache_slots)
-        self.step.context_lens.copy_(step.context_lens)
-        self.step.block_table[:, : step.block_table.shape[1]].copy_(step.block_table)
-        if self.step.window_blocks and step.window_blocks:
-            self.step.window_blocks.copy_(step.window_blocks)
-        for memory, rows in zip(self.step.states or (), step.states or (), strict=True):
-            memory.copy_(rows)
+        self.step.copy_tensors(step)
 
 
 class CpuGraphs:
@@ -130,9 +122,7 @@ class CpuGraphs:
         # combinations of the sizes of all ranks.
         num_ahead = min(MAX_TOKENS, max_num_seqs) if groups.mesh.world_size == 1 else 0
         self._sizes_ahead = deque(range(1, num_ahead + 1))
-        # Shared by all graphs:
-        tables = ("block_table", "block_table of windows")
-        self._inputs = {name: torch.zeros(MAX_TOKENS, context.max_blocks, dtype=torch.int32) for name in tables}
+        self._inputs: dict[str, Tensor] = {}  # shared by all graphs
 
     def padded_size(self, agreement: Agreement) -> int | None:
         return None
@@ -140,8 +130,7 @@ class CpuGraphs:
     def capture_ahead(self) -> bool:
         if not self._sizes_ahead:
             return False
-        size, context = self._sizes_ahead.popleft(), self._context
-        step = decode_step(size, has_states=context.has_states, has_windows=context.has_windows)
+        step = self._context.with_all_groups(decode_step(self._sizes_ahead.popleft()))
         sizes = StepSizes.of(step)
         assert sizes is not None
         if sizes not in self.captured:
@@ -179,6 +168,11 @@ class CpuGraphs:
         make_graph = self.model.context.kernels.make_step_graph
         assert make_graph is not None
         graph = make_graph(self.memory.address, self.memory.num_bytes)
+        own_step = dataclasses.replace(
+            step.with_tensors(self._step_memory(index, like) for index, like in enumerate(step.tensors())),
+            row_starts=step.row_starts.clone(),
+        )
+        own_step.write_nothing()  # operations of torch are executed during the capture
         captured = CapturedStep(
             replay=graph.replay,
             num_collectives=(),
@@ -191,17 +185,7 @@ class CpuGraphs:
                 )
                 for config, rotation in rotations.items()
             },
-            step=dataclasses.replace(
-                step,
-                token_ids=self._input_memory("token_ids", step.token_ids),
-                # Operations of torch are executed during the capture, and must not write to the cache.
-                cache_slots=self._input_memory("cache_slots", step.cache_slots).fill_(-1),
-                context_lens=self._input_memory("context_lens", step.context_lens),
-                row_starts=step.row_starts.clone(),
-                block_table=self._input_memory("block_table", step.block_table),
-                states=self._state_rows(len(step.token_ids)) if step.states else None,
-                window_blocks=self._window_blocks(step.window_blocks) if step.window_blocks else None,
-            ),
+            step=own_step,
             result=hidden_tD,
         )
         check, before = OnlyKernels(self.memory), self.groups.count_collectives()
@@ -228,22 +212,19 @@ class CpuGraphs:
         if len(self.captured) > MAX_CPU_GRAPHS:
             self.captured.popitem(last=False)
 
-    def _state_rows(self, num_tokens: int) -> StateRows:
-        """Return the state rows in the memory that all graphs read, initially without states."""
-        none = StateRows.none(num_tokens)
-        return StateRows(*(self._input_memory(f"states {n}", rows).copy_(rows) for n, rows in enumerate(none)))
+    def _step_memory(self, index: int, like: Tensor) -> Tensor:
+        """Return the memory of one of a step's `tensors`. Those with two dimensions are block tables of any width."""
+        columns = [self._context.max_blocks] * (like.ndim - 1)
+        return self._input_memory(f"step {index}", like, columns)
 
-    def _window_blocks(self, like: WindowBlocks) -> WindowBlocks:
-        """Return the window blocks in the memory that all graphs read, initially without slots to write to."""
-        return WindowBlocks(
-            self._input_memory("cache_slots of windows", like.cache_slots).fill_(-1),
-            self._input_memory("block_table of windows", like.block_table),
-        )
+    def _input_memory(self, name: str, like: Tensor, columns: Sequence[int] | None = None) -> Tensor:
+        """Return the leading rows of the memory from which all graphs read an input.
 
-    def _input_memory(self, name: str, like: Tensor) -> Tensor:
-        """Return the leading rows of the memory from which all graphs read an input."""
+        Args:
+            columns: dimensions of a row, if they differ from those of `like`.
+        """
         if name not in self._inputs:
-            self._inputs[name] = like.new_empty(MAX_TOKENS, *like.shape[1:])
+            self._inputs[name] = like.new_zeros(MAX_TOKENS, *(like.shape[1:] if columns is None else columns))
         return self._inputs[name][: len(like)]
 
 

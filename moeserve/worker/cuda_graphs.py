@@ -23,7 +23,7 @@ from moeserve.distributed.mesh import Mesh, share_of, share_sizes
 from moeserve.kv.rank.cache import free_gpu_memory
 from moeserve.models.decoder import Decoder
 from moeserve.scheduling.lockstep import Agreement
-from moeserve.step_inputs import NUM_SETTINGS, ChunkSpan, StateRows, StepInputs, WindowBlocks
+from moeserve.step_inputs import NUM_SETTINGS, ChunkSpan, GroupTable, StepInputs
 from moeserve.worker.halves import in_halves
 from moeserve.worker.step_replay import StepContext, StepOutputs, do_nothing
 
@@ -177,14 +177,9 @@ class CudaGraphs:
             return StepOutputs(self.model(step, self.caches))
         size = len(step.token_ids)
         own = self._steps[size]
-        for name in ("token_ids", "positions", "cache_slots", "context_lens", "padding", "settings"):
+        own.copy_tensors(step)
+        for name in ("positions", "padding", "settings"):  # read before and after the layers
             getattr(own, name).copy_(getattr(step, name))
-        num_requests, num_blocks = step.block_table.shape
-        own.block_table[:num_requests, :num_blocks].copy_(step.block_table)
-        if own.window_blocks and step.window_blocks:
-            own.window_blocks.copy_(step.window_blocks)
-        for memory, rows in zip(own.states or (), step.states or (), strict=True):
-            memory.copy_(rows)
         # Halves are dispatched by the size of the larger one. Collective: all ep ranks.
         self.model.dispatchers.prepare(own.halves[0].most_per_rank if own.halves else own.tokens_per_rank)
         replay, outputs = self._captured[size]
@@ -201,28 +196,20 @@ def _empty_inputs(size: int, context: StepContext) -> StepInputs:
     def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
-    def no_slots() -> Tensor:
-        return torch.full((size,), -1, dtype=torch.int64, device=device)
-
-    def block_table() -> Tensor:
-        return zeros(size, context.max_blocks, dtype=torch.int32)
-
-    return StepInputs(
+    step = StepInputs(
         token_ids=zeros(size, dtype=torch.int64),
         positions=zeros(size, dtype=torch.int64),
-        cache_slots=no_slots(),
+        **GroupTable.none(size, size, context.max_blocks, device)._asdict(),
         row_starts=torch.arange(size + 1, dtype=torch.int32, device=device),
         context_lens=zeros(size, dtype=torch.int32),
-        block_table=block_table(),
         logits_rows=zeros(0, dtype=torch.int64),
         spans=tuple(ChunkSpan(first_row=row, num_rows=1, context_len=0) for row in range(size)),
         tp_sizes=(),
         tokens_per_rank=(),
         padding=torch.ones(size, dtype=torch.bool, device=device),
         settings=zeros(size, NUM_SETTINGS, dtype=torch.int64),
-        states=StateRows.none(size, device) if context.has_states else None,
-        window_blocks=WindowBlocks(no_slots(), block_table()) if context.has_windows else None,
     )
+    return context.with_all_groups(step)
 
 
 def _first_rows(inputs: StepInputs, size: int, mesh: Mesh, tp_rank: int) -> StepInputs:
@@ -231,19 +218,13 @@ def _first_rows(inputs: StepInputs, size: int, mesh: Mesh, tp_rank: int) -> Step
     assert inputs.padding is not None
     assert inputs.settings is not None
     return dataclasses.replace(
-        inputs,
-        token_ids=inputs.token_ids[:size],
+        inputs.with_tensors(tensor[:size] for tensor in inputs.tensors()),
         positions=inputs.positions[:size],
-        cache_slots=inputs.cache_slots[:size],
         row_starts=inputs.row_starts[: size + 1],
-        context_lens=inputs.context_lens[:size],
-        block_table=inputs.block_table[:size],
         spans=inputs.spans[:size],
         tp_sizes=tp_sizes,
         tokens_per_rank=tp_sizes * mesh.dp,
         padding=inputs.padding[:size],
         settings=inputs.settings[:size],
-        states=StateRows(*(rows[:size] for rows in inputs.states)) if inputs.states else None,
         own_rows=share_of(size, tp_rank, mesh.tp),
-        window_blocks=inputs.window_blocks.part(slice(size), slice(size)) if inputs.window_blocks else None,
     )

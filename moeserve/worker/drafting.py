@@ -188,10 +188,12 @@ def drafter_of(config: EngineConfig, model: Decoder, caches: list[Any]) -> Draft
 
 def _without_cache(step: StepInputs, is_without_T: Tensor) -> StepInputs:
     """Return the step without cache slots for the given rows, so that their keys and values are not stored."""
-    windows = step.window_blocks
-    if windows is not None:
-        windows = windows._replace(cache_slots=windows.cache_slots.masked_fill(is_without_T, -1))
-    return dataclasses.replace(step, cache_slots=step.cache_slots.masked_fill(is_without_T, -1), window_blocks=windows)
+
+    def without(cache_slots: Tensor) -> Tensor:
+        return cache_slots.masked_fill(is_without_T, -1)
+
+    others = tuple(table._replace(cache_slots=without(table.cache_slots)) for table in step.other_tables)
+    return dataclasses.replace(step, cache_slots=without(step.cache_slots), other_tables=others)
 
 
 def _last_rows(tokens_L: Tensor, sampling: Sequence[Chunk], memory: StepMemory) -> Tensor:

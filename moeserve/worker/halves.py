@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from moeserve.distributed.mesh import share_of, share_sizes
-from moeserve.step_inputs import ChunkSpan, StepInputs, WindowBlocks
+from moeserve.step_inputs import ChunkSpan, GroupTable, StepInputs
 
 # A long half begins at a multiple of this number of rows, to align tiles of GPU kernels. Tensors begin at a multiple of
 # this number of bytes, because Triton compiles different kernels for other addresses.
@@ -76,7 +76,6 @@ def _part(step: StepInputs, start: int, end: int, counts: Sequence[int], tp: int
     if spans and (num_later := step.spans[chunks][-1].context_len - spans[-1].context_len):
         context_lens = context_lens.clone()
         context_lens[-1] -= num_later
-    in_windows = step.window_blocks
     return StepInputs(
         token_ids=part_of(step.token_ids, tokens),
         positions=part_of(step.positions, tokens),
@@ -90,7 +89,8 @@ def _part(step: StepInputs, start: int, end: int, counts: Sequence[int], tp: int
         tokens_per_rank=tuple(share for count in counts for share in share_sizes(count, tp)),
         padding=None if step.padding is None else step.padding[start:end],
         own_rows=share_of(end - start, tp_rank, tp),
-        window_blocks=None
-        if in_windows is None
-        else WindowBlocks(part_of(in_windows.cache_slots, tokens), part_of(in_windows.block_table, chunks)),
+        other_tables=tuple(
+            GroupTable(part_of(table.cache_slots, tokens), part_of(table.block_table, chunks))
+            for table in step.other_tables
+        ),
     )

@@ -17,7 +17,6 @@ from moeserve.config.settings import EngineConfig
 from moeserve.distributed.groups import Groups
 from moeserve.distributed.mesh import share_sizes
 from moeserve.errors import CheckpointError
-from moeserve.kv.layer_cache import CacheDivision
 from moeserve.kv.rank.cache import free_bytes
 from moeserve.kv.rank.items import CachedItems
 from moeserve.kv.rank.wire import CacheShare, TensorShare
@@ -217,13 +216,11 @@ def cache_share(config: EngineConfig, model: Decoder, items: CachedItems) -> Cac
     tensors: list[TensorShare] = []
     num_of_layer: Counter[int] = Counter()
     for each in items.tensors:
-        block = model.blocks[each.layer]
-        divisions = block.network.cache_divisions
-        division = divisions[each.number] if divisions else CacheDivision(0, ())
-        ranges = [(part.start, len(part)) for part in division.ranges]
-        name = f"{block.layer}.{num_of_layer[block.layer]}"
-        num_of_layer[block.layer] += 1
-        tensors.append(TensorShare(name=name, kind=each.kind, axis=division.axis, ranges=ranges))
+        layer = model.blocks[each.block].layer
+        ranges = [(part.start, len(part)) for part in each.division.ranges]
+        name = f"{layer}.{num_of_layer[layer]}"
+        num_of_layer[layer] += 1
+        tensors.append(TensorShare(name=name, kind=each.kind, axis=each.division.axis, ranges=ranges))
     return CacheShare(facts=_cache_facts(config, model), tensors=tensors)
 
 

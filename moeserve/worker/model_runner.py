@@ -14,7 +14,7 @@ from torch import Tensor
 from moeserve.distributed.mesh import share_of, share_sizes
 from moeserve.errors import MoeserveError
 from moeserve.models.decoder import Decoder
-from moeserve.step_inputs import ChunkSpan, StateRows, StepInputs, WindowBlocks
+from moeserve.step_inputs import ChunkSpan, StateRows, StepInputs
 from moeserve.worker.drafting import Drafter, SampledStep
 from moeserve.worker.grammars import AllowedTokens, Grammars
 from moeserve.worker.halves import in_halves
@@ -246,20 +246,13 @@ class ModelRunner:
         assert num_padding == 0 or len(chunks) == total < size, "only decode steps are padded"
         positions = np.arange(total) + np.repeat(starts - row_starts[:-1], lengths)
 
-        def slots_of_rows(rows: Array) -> Array:
-            blocks = self.table.block_table[np.repeat(rows, lengths), positions // block_size]
-            cache_slots = blocks.astype(np.int64) * block_size + positions % block_size
-            return _padded(cache_slots, np.int64, num_padding, -1)
-
-        has_windows = self.table.has_windows
+        slots_T, blocks_T, offsets_T = np.repeat(slots, lengths), positions // block_size, positions % block_size
         max_blocks = -(-int(ends.max(initial=0)) // block_size)
         num_drafts = map(len, by_name["drafts"])
         spans = tuple(map(ChunkSpan, row_starts.tolist(), lengths.tolist(), ends.tolist(), num_drafts))
         inputs = HostInputs(
             token_ids=_padded(list(itertools.chain.from_iterable(tokens_of_chunk)), np.int64, num_padding),
             positions=_padded(positions, np.int64, num_padding),
-            cache_slots=slots_of_rows(slots),
-            window_cache_slots=slots_of_rows(slots + self.table.num_slots) if has_windows else np.zeros(0, np.int64),
             row_starts=np.concatenate([row_starts, np.arange(total + 1, size + 1)]).astype(np.int32),
             context_lens=_padded(ends, np.int32, num_padding),
             logits_rows=np.flatnonzero(np.arange(total) >= np.repeat(row_starts[1:] - num_sampled, lengths)),
@@ -269,26 +262,31 @@ class ModelRunner:
             else _padded(slots, np.int64, num_padding, self.table.num_slots),
             chunk_slots=slots,
             state_rows=self._state_rows(chunks, num_padding),
+            cache_slots=[
+                _padded(table[slots_T, blocks_T].astype(np.int64) * block_size + offsets_T, np.int64, num_padding, -1)
+                for table in self.table.tables
+            ],
         )
-        on_device: dict[str, Any] = self.memory.upload_step(inputs, max_blocks)
+        tensors, (table, *other_tables) = self.memory.upload_step(inputs, max_blocks)
+        on_device: dict[str, Any] = tensors
         del on_device["chunk_slots"]
-        window_blocks = on_device.pop("window_cache_slots"), on_device.pop("window_block_table", None)
         padding, state_rows_4S = on_device.pop("padding"), on_device.pop("state_rows")
         counts = num_tokens if padded_to is None else (size,) * mesh.dp
         return StepInputs(
             **on_device,
+            **table._asdict(),
             spans=spans + tuple(ChunkSpan(row, 1, 0) for row in range(total, size)),
             tp_sizes=share_sizes(size, mesh.tp),
             tokens_per_rank=tuple(share for count in counts for share in share_sizes(count, mesh.tp)),
             padding=None if padded_to is None else padding,
             own_rows=share_of(size, self.context.tp_rank, mesh.tp),
-            states=StateRows(*state_rows_4S) if self.context.has_states else None,
-            window_blocks=WindowBlocks(*window_blocks) if has_windows else None,
+            states=StateRows(*state_rows_4S) if self.context.rules.rows else None,
+            other_tables=tuple(other_tables),
         )
 
     def _state_rows(self, chunks: Sequence[Chunk], num_padding: int) -> Array:
         """Return the rows of states of all chunks, and of padding, which has no states."""
-        states = [chunk.states for chunk in chunks] + [NO_STATES] * num_padding if self.context.has_states else []
+        states = [chunk.states for chunk in chunks] + [NO_STATES] * num_padding if self.context.rules.rows else []
         return np.array(states, np.int64).reshape(-1, len(NO_STATES)).T.copy()
 
 

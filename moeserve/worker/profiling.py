@@ -6,7 +6,7 @@ import functools
 
 from moeserve.config.settings import EngineConfig
 from moeserve.errors import SettingsError
-from moeserve.kv.layer_cache import CacheNeeds, CacheSize
+from moeserve.kv.layer_cache import CacheNeeds, Places
 from moeserve.kv.rank.cache import count_blocks, free_bytes, measure_step_memory
 from moeserve.machine import shown_bytes
 from moeserve.models.decoder import Decoder
@@ -26,11 +26,11 @@ LEAST_LONG_CHUNK = 256  # number of rows for which latent attention expands the 
 def make_probe(model: Decoder, context: StepContext, config: EngineConfig) -> ModelRunner:
     """Return a runner of a shallow copy of the model, whose KV cache has one block that all positions share."""
     shallow = model.with_one_layer_of_each_kind()
-    caches = shallow.make_caches(CacheSize(1, context.block_size, 1))  # trial steps store no states
+    caches = shallow.make_caches(Places.equal(context.rules, 1, context.block_size))  # trial steps store no states
     for cache in caches:
         cache.clear()  # because trial steps read positions that were never written
     # All blocks are block 0.
-    table = RequestTable(config.max_num_seqs, context.max_blocks, has_windows=context.has_windows)
+    table = RequestTable(config.max_num_seqs, context.max_blocks, len(context.rules.tables))
     drafter, replay = drafter_of(config, shallow, caches), EagerSteps(shallow, caches)
     return ModelRunner(shallow, context, replay, table, appends_samples=False, drafter=drafter)
 
@@ -122,7 +122,7 @@ def largest_step(config: EngineConfig, max_tokens: int | None = None) -> list[Ch
 def _run(probe: ModelRunner, chunks: list[Chunk]) -> None:
     """Run a step, and run it again in halves if steps of its size may run in halves."""
     for chunk in chunks:
-        probe.table.add(chunk.slot, chunk.request, [[]] * probe.table.num_groups)
+        probe.table.add(chunk.slot, chunk.request, [[]] * len(probe.table.tables))
     num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
     halving = probe.context.halving
     may_be_halved = any(halving.divide(num_tokens, is_decode_only=each) for each in (False, True))

@@ -10,6 +10,7 @@ from moeserve.addresses import StoreAddress
 from moeserve.cache_kind import CacheKind
 from moeserve.config.settings import EngineConfig
 from moeserve.distributed.mesh import Mesh
+from moeserve.kv.rules import RULES, CacheGroup
 from moeserve.protocol import Transfer, TransferOutcome
 from moeserve.scheduling.lockstep import Outcome, Round
 
@@ -51,14 +52,29 @@ class StoreFacts(msgspec.Struct, frozen=True, kw_only=True):
     folder: str | None = None  # folder of this rank's items
 
 
+class GroupFacts(msgspec.Struct, frozen=True, array_like=True):
+    """A `CacheGroup` as a message."""
+
+    kind: CacheKind
+    numbers: list[int]  # the fields of its rule
+    num_places: int
+
+    @classmethod
+    def of(cls, group: CacheGroup) -> GroupFacts:
+        return cls(group.rule.kind, list(vars(group.rule).values()), group.num_places)
+
+    @property
+    def group(self) -> CacheGroup:
+        return CacheGroup(RULES[self.kind](*self.numbers), self.num_places)
+
+
 class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
     """Message of a rank that it has loaded its part of the model, sent once."""
 
     num_blocks: int  # number of KV cache blocks, the same on all ranks
     store: StoreFacts = StoreFacts()
     address: str = ""  # "host:port" at which other engines can read its KV cache items; empty: they cannot
-    window: int = 0  # tokens for which layers with windows keep blocks; 0: all, in the blocks of the other layers
-    num_window_blocks: int = 0  # number of blocks for layers with windows
+    other_groups: list[GroupFacts] = []  # cache groups after the first; the same on all ranks
 
 
 FromRank: TypeAlias = Loaded | Outcome | TransferOutcome

@@ -25,7 +25,7 @@ class RequestState:
 
     token_ids: list[int]  # prompt and output; see UNKNOWN_TOKEN
     num_prompt_tokens: int
-    num_blocks: int  # number of blocks in its row of the block table
+    num_blocks: int  # number of blocks in its row of each block table
     params: RequestParams
     seed: int
     end_token_ids: list[int]
@@ -83,26 +83,24 @@ class Chunk(NamedTuple):
 class RequestTable:
     """The registered requests of a replica, by slot. All ranks of the replica have the same content."""
 
-    def __init__(self, num_slots: int, max_blocks: int, *, has_windows: bool = False) -> None:
+    def __init__(self, num_slots: int, max_blocks: int, num_groups: int = 1) -> None:
         """
         Args:
             max_blocks: maximum number of blocks of one request.
-            has_windows: layers with windows have separate blocks.
+            num_groups: number of cache groups with blocks.
         """
         self.num_slots = num_slots
-        self.num_groups = 1 + has_windows
-        # One row for each slot, followed by one row for each slot's blocks of layers with windows.
-        self.block_table: npt.NDArray[np.int32] = np.zeros((num_slots * self.num_groups, max_blocks), np.int32)
-        self.has_windows = has_windows
+        # [groups, slots, blocks]: the block table of each group.
+        self.tables: npt.NDArray[np.int32] = np.zeros((num_groups, num_slots, max_blocks), np.int32)
         self.settings = np.zeros(num_slots + 1, SAMPLING_SETTINGS)  # the last row is for padding, and is greedy
         self.has_spec: npt.NDArray[np.bool_] = np.zeros(num_slots, np.bool_)  # see `RequestState.has_spec`
         # Changes since the copy on a device was last updated:
         self.added_slots: list[int] = []
-        self.added_blocks: list[tuple[int, int, int]] = []  # row of the block table, first block, end
+        self.added_blocks: list[tuple[int, int, int]] = []  # slot, first block, end; in the tables of all groups
         self._requests: dict[int, RequestState] = {}
 
     def add(self, slot: int, request: RequestState, tables: Sequence[Sequence[int]]) -> None:
-        """Put a request into a slot, with its blocks by group of layers."""
+        """Put a request into a slot, with its blocks by cache group."""
         params = request.params
         self.settings[slot] = (
             params.temperature,
@@ -154,8 +152,8 @@ class RequestTable:
         digests = []
         for slot in slots:
             request = self._requests[slot]
-            own_rows = self.block_table[slot :: self.num_slots, : request.num_blocks]
-            digests.append(request_digest(request.token_ids, own_rows.reshape(-1).tolist()))
+            own_blocks = self.tables[:, slot, : request.num_blocks]
+            digests.append(request_digest(request.token_ids, own_blocks.reshape(-1).tolist()))
         return digests
 
     def append_tokens(self, chunks: Sequence[Chunk], token_ids: list[int]) -> None:
@@ -182,7 +180,7 @@ class RequestTable:
 
     def _append_blocks(self, slot: int, request: RequestState, added: Sequence[Sequence[int]]) -> None:
         end = request.num_blocks + len(added[0])
-        for row, block_ids in zip(range(slot, len(self.block_table), self.num_slots), added, strict=True):
-            self.block_table[row, request.num_blocks : end] = block_ids
-            self.added_blocks.append((row, request.num_blocks, end))
+        for table, block_ids in zip(self.tables, added, strict=True):
+            table[slot, request.num_blocks : end] = block_ids
+        self.added_blocks.append((slot, request.num_blocks, end))
         request.num_blocks = end

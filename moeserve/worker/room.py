@@ -22,9 +22,9 @@ def require_room(config: EngineConfig, needs: CacheNeeds, free: int) -> None:
         SettingsError: max_num_seqs, kv_cache_memory or kv_host_memory is too large.
     """
     share = f" for each of {config.num_ranks} ranks" if config.num_ranks > 1 else ""
-    num_blocks = -(-config.max_model_len // config.block_size) * (2 if needs.window else 1)
+    num_blocks = -(-config.max_model_len // config.block_size) * len(needs.rules.tables)
     tables = config.max_num_seqs * (BYTES_PER_REQUEST + BYTES_PER_BLOCK * num_blocks)
-    states = num_states_of(config) * needs.state_bytes
+    states = num_states_of(config) * needs.row_bytes
     if tables + states > free:
         saved = f" with num_saved_states={config.num_saved_states}" if states else ""
         raise SettingsError(

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from moeserve.step_inputs import as_integers
+from moeserve.step_inputs import GroupTable, as_integers
 from moeserve.worker.request_table import UNKNOWN_TOKEN, RequestTable
 
 # Offsets of arrays in a copy are multiples of this, because Triton compiles different kernels for other addresses.
@@ -32,23 +32,24 @@ class HostInputs:
 
     token_ids: Array  # UNKNOWN_TOKEN for the newest token of a request if only the device has it
     positions: Array
-    cache_slots: Array
-    window_cache_slots: Array  # empty if layers with windows have no separate blocks
     row_starts: Array
     context_lens: Array
     logits_rows: Array
     padding: Array
     slots: Array
     chunk_slots: Array  # [S] int64: slots of all chunks
-    state_rows: Array  # [4, S] in the order of `StateRows`; [4, 0] if no layer keeps a state
+    state_rows: Array  # [4, S] in the order of `StateRows`; [4, 0] if the model has no states
+    cache_slots: list[Array]  # by cache group
 
     @property
     def arrays(self) -> list[Array]:
-        return [getattr(self, name) for name in self.names()]
+        """All arrays, those of `names` first."""
+        return [*(getattr(self, name) for name in self.names()), *self.cache_slots]
 
     @classmethod
     def names(cls) -> list[str]:
-        return [field.name for field in dataclasses.fields(cls)]
+        """The names of the fields with one array."""
+        return [field.name for field in dataclasses.fields(cls)][:-1]
 
 
 class Reading(Protocol):
@@ -71,8 +72,10 @@ class StepMemory(Protocol):
         """Copy arrays to the device. They must not be modified afterwards."""
         ...
 
-    def upload_step(self, inputs: HostInputs, max_blocks: int) -> dict[str, Tensor]:
-        """Copy the inputs of a step to the device, and add all tokens, block tables and `settings`; see `StepInputs`.
+    def upload_step(self, inputs: HostInputs, max_blocks: int) -> tuple[dict[str, Tensor], list[GroupTable]]:
+        """Copy the inputs of a step to the device, and add all tokens and `settings`; see `StepInputs`.
+
+        Also return the slots and block table of each cache group.
 
         Args:
             max_blocks: maximum number of blocks of a chunk's context.
@@ -107,15 +110,14 @@ class HostMemory:
     def upload(self, arrays: Sequence[Array]) -> list[Tensor]:
         return [torch.from_numpy(array) for array in arrays]
 
-    def upload_step(self, inputs: HostInputs, max_blocks: int) -> dict[str, Tensor]:
+    def upload_step(self, inputs: HostInputs, max_blocks: int) -> tuple[dict[str, Tensor], list[GroupTable]]:
         self._table.forget_changes()
-        table, slots = self._table, inputs.chunk_slots
-        more: dict[str, Array] = {"block_table": table.block_table[slots, :max_blocks]}
-        if table.has_windows:
-            more["window_block_table"] = table.block_table[slots + table.num_slots, :max_blocks]
-        more["settings"] = as_integers(table.settings[inputs.slots])
-        tensors = self.upload([*inputs.arrays, *more.values()])
-        return dict(zip([*HostInputs.names(), *more], tensors, strict=True))
+        table, names, num_groups = self._table, HostInputs.names(), len(inputs.cache_slots)
+        block_tables = [of_group[inputs.chunk_slots, :max_blocks] for of_group in table.tables]
+        tensors = self.upload([*inputs.arrays, *block_tables, as_integers(table.settings[inputs.slots])])
+        on_device = dict(zip([*names, "settings"], [*tensors[: len(names)], tensors[-1]], strict=True))
+        of_groups = tensors[len(names) : -1]
+        return on_device, list(map(GroupTable, of_groups[:num_groups], of_groups[num_groups:]))
 
     def keep_tokens(self, slots_L: Tensor, token_ids_L: Tensor) -> None:
         """Do nothing, because the request table has the tokens."""
@@ -153,7 +155,8 @@ class GpuMemory:
     def __init__(self, table: RequestTable, device: torch.device) -> None:
         self._table = table
         self._device = device
-        self._block_table = torch.from_numpy(table.block_table).to(device, copy=True)
+        self._block_ids = torch.from_numpy(table.tables).to(device, copy=True)  # [groups, slots, blocks]
+        self._tables = list(self._block_ids)
         self._settings = torch.from_numpy(as_integers(table.settings)).to(device, copy=True)
         self._newest_tokens = torch.zeros(table.num_slots, dtype=torch.int64, device=device)
 
@@ -188,39 +191,39 @@ class GpuMemory:
                 tensors[index] = part if arrays[index].ndim == 1 else part.view(arrays[index].shape)
         return tensors
 
-    def upload_step(self, inputs: HostInputs, max_blocks: int) -> dict[str, Tensor]:
+    def upload_step(self, inputs: HostInputs, max_blocks: int) -> tuple[dict[str, Tensor], list[GroupTable]]:
         unknown_rows = np.flatnonzero(inputs.token_ids == UNKNOWN_TOKEN)
         slots_of_unknown = inputs.chunk_slots[np.searchsorted(inputs.row_starts, unknown_rows, side="right") - 1]
         *tensors, rows, newest, entries, block_ids, added, settings = self.upload(
             [*inputs.arrays, unknown_rows, slots_of_unknown, *self._changes()]
         )
         if len(entries):
-            self._block_table.view(-1).index_put_((entries,), block_ids)
+            self._block_ids.view(-1).index_put_((entries,), block_ids)
         if len(added):
             self._settings.index_put_((added,), settings)
-        on_device = dict(zip(HostInputs.names(), tensors, strict=True))
+        names = HostInputs.names()
+        on_device, cache_slots = dict(zip(names, tensors, strict=False)), tensors[len(names) :]
         if len(unknown_rows):
             on_device["token_ids"].index_put_((rows,), self._newest_tokens.index_select(0, newest))
-        block_table, slots = self._block_table[:, :max_blocks], on_device["chunk_slots"]
-        on_device["block_table"] = block_table.index_select(0, slots)
-        if self._table.has_windows:
-            on_device["window_block_table"] = block_table.index_select(0, slots + self._table.num_slots)
+        slots = on_device["chunk_slots"]
+        block_tables = (table[:, :max_blocks].index_select(0, slots) for table in self._tables)
         on_device["settings"] = self._settings.index_select(0, on_device["slots"])
-        return on_device
+        return on_device, list(map(GroupTable, cache_slots, block_tables))
 
     def _changes(self) -> list[Array]:
         """Return the changes since the last update of the device.
 
-        These are flat indices into the block table, the block ids there, slots, and their settings [slots, W].
+        These are flat indices into the block tables, the block ids there, slots, and their settings [slots, W].
         """
         table = self._table
-        width = table.block_table.shape[1]
+        num_groups, num_slots, width = table.tables.shape
         block_slots, firsts, ends = np.array(table.added_blocks, np.int64).reshape(-1, 3).T
         lengths = ends - firsts
         entries = np.repeat(block_slots * width + ends - np.cumsum(lengths), lengths) + np.arange(lengths.sum())
+        entries = (entries + np.arange(num_groups)[:, None] * num_slots * width).reshape(-1)
         slots = np.array(table.added_slots, np.int64)
         table.forget_changes()
-        return [entries, table.block_table.reshape(-1)[entries], slots, as_integers(table.settings[slots])]
+        return [entries, table.tables.reshape(-1)[entries], slots, as_integers(table.settings[slots])]
 
     def keep_tokens(self, slots_L: Tensor, token_ids_L: Tensor) -> None:
         self._newest_tokens.index_put_((slots_L,), token_ids_L)

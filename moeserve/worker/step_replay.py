@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -10,9 +11,10 @@ import torch
 from torch import Tensor
 
 from moeserve.distributed.mesh import Mesh
+from moeserve.kv.rules import CacheRules
 from moeserve.models.decoder import Decoder
 from moeserve.scheduling.lockstep import Agreement
-from moeserve.step_inputs import StepInputs
+from moeserve.step_inputs import GroupTable, StateRows, StepInputs
 from moeserve.worker.halves import HalvingLimits
 
 
@@ -26,8 +28,21 @@ class StepContext:
     max_blocks: int  # maximum number of blocks of one request
     device: torch.device
     halving: HalvingLimits = HalvingLimits()
-    has_states: bool = False  # a layer of this rank keeps a state for each request
-    has_windows: bool = False  # layers with windows have separate blocks, on at least one rank
+    rules: CacheRules = CacheRules()  # of the model's cache groups
+
+    def with_all_groups(self, step: StepInputs) -> StepInputs:
+        """Return a step of the first cache group with tables and state rows of all others, to which it writes nothing.
+
+        Tables are as large as those of the first group.
+        """
+        num_tokens, (num_chunks, max_blocks) = len(step.token_ids), step.block_table.shape
+        return dataclasses.replace(
+            step,
+            other_tables=tuple(
+                GroupTable.none(num_tokens, num_chunks, max_blocks, self.device) for _ in self.rules.tables[1:]
+            ),
+            states=StateRows.none(num_chunks, self.device) if self.rules.rows else None,
+        )
 
 
 @dataclass(frozen=True)

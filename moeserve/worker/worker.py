@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import gc
 import logging
@@ -18,8 +17,8 @@ import torch
 from moeserve.cache_kind import CacheKind
 from moeserve.config.settings import EngineConfig
 from moeserve.distributed.groups import Groups
-from moeserve.kv.layer_cache import CacheSize
-from moeserve.kv.rank.cache import most_window_blocks
+from moeserve.kv.layer_cache import Places
+from moeserve.kv.rank.cache import most_blocks
 from moeserve.kv.rank.folder import FolderStore
 from moeserve.kv.rank.items import CachedItems
 from moeserve.kv.rank.nixl import NixlMemory
@@ -28,6 +27,7 @@ from moeserve.kv.rank.sender import BlockSender
 from moeserve.kv.rank.store import HostStore, KVStore
 from moeserve.kv.rank.transfers import Transfers
 from moeserve.kv.rank.wire import listening_address, read_key
+from moeserve.kv.rules import CacheGroup
 from moeserve.layers.moe.dispatch.factory import DispatcherFactory
 from moeserve.layers.moe.placement.load import LoadMeter
 from moeserve.layers.moe.placement.rebalance import Rebalancer, spare_bytes
@@ -48,7 +48,7 @@ from moeserve.worker.halves import HalvingLimits
 from moeserve.worker.loading import cache_share, load_model, store_key
 from moeserve.worker.model_runner import ModelRunner
 from moeserve.worker.profiling import make_probe, profile_blocks, run_all_sizes
-from moeserve.worker.protocol import Loaded, StoreFacts
+from moeserve.worker.protocol import GroupFacts, Loaded, StoreFacts
 from moeserve.worker.request_table import RequestTable
 from moeserve.worker.room import num_states_of
 from moeserve.worker.started_step import StartedStep
@@ -97,7 +97,7 @@ class Worker:
         groups.wait_until_loaded(config.load_timeout, started)
 
         needs = model.cache_needs
-        window = -groups.world.all_reduce_minimum(-needs.window)  # collective: all ranks, over stages
+        rules = needs.rules
         context = StepContext(
             mesh=groups.mesh,
             tp_rank=groups.tp.rank_in_group,
@@ -105,19 +105,18 @@ class Worker:
             max_blocks=-(-config.max_model_len // config.block_size),
             device=torch.device(config.device),
             halving=HalvingLimits(decode=config.overlap_decode_tokens, prefill=config.overlap_prefill_tokens),
-            has_states=model.has_states,
-            has_windows=window > 0,
+            rules=rules,
         )
         replay = select_replay(config, model, groups, context)
         probe = make_probe(model, context, config)
         if kernels.compiles_on_first_use:
             run_all_sizes(probe, config)
         rebalances = config.rebalance == "auto" and bool(layers)
-        num_states = num_states_of(config) if model.has_states else 0
-        reserved_bytes = loaded.mapped_bytes + num_states * needs.state_bytes + replay.reserved_bytes()
+        num_rows = num_states_of(config)
+        reserved_bytes = loaded.mapped_bytes + num_rows * needs.row_bytes + replay.reserved_bytes()
         if rebalances:
             reserved_bytes += spare_bytes(layers)
-        num_blocks = profile_blocks(config, probe, dataclasses.replace(needs, window=window), reserved_bytes)
+        num_blocks = profile_blocks(config, probe, needs, reserved_bytes)
         del probe  # its table has the size of the rank's
         self.num_blocks = groups.world.all_reduce_minimum(num_blocks)  # collective: all ranks
 
@@ -125,18 +124,25 @@ class Worker:
         side_stream = CudaSideStream() if config.device == "cuda" else None
         self.rebalancer = Rebalancer(layers, groups, config.rebalance_horizon, side_stream) if rebalances else None
         self._load: LoadWindow | None = None  # collected, not yet returned
-        num_window_blocks = min(self.num_blocks, most_window_blocks(config, window))
-        caches = model.make_caches(CacheSize(self.num_blocks, config.block_size, num_states, num_window_blocks))
+        places = Places(
+            tuple(CacheGroup(rule, min(self.num_blocks, most_blocks(config, rule))) for rule in rules.tables),
+            config.block_size,
+            num_rows,
+        )
+        caches = model.make_caches(places)
         if kernels.needs_finite_caches:  # a library's kernel may multiply values behind the end of a context by zero
             for cache in caches:
                 cache.clear()
-        items = CachedItems(caches, saved_rows_of(config))
+        items = CachedItems(model.cache_items, caches, saved_rows_of(config))
         self._store, store_facts = self._open_store(config, model, items)
         self._sender, self._receiver = self._open_to_peers(config, model, items)
         self._transfers: Transfers | None = None  # set by `start_transfers`
         address = self._sender.address if self._sender else ""
-        self.facts = Loaded(self.num_blocks, store_facts, address, window, num_window_blocks)
-        table = RequestTable(config.max_num_seqs, context.max_blocks, has_windows=context.has_windows)
+        other_groups = [*places.tables[1:]]
+        if rules.rows is not None:
+            other_groups.append(CacheGroup(rules.rows, len(saved_rows_of(config))))
+        self.facts = Loaded(self.num_blocks, store_facts, address, list(map(GroupFacts.of, other_groups)))
+        table = RequestTable(config.max_num_seqs, context.max_blocks, len(rules.tables))
         self.runner = ModelRunner(
             model,
             context,
@@ -152,8 +158,8 @@ class Worker:
         self._finished_s = 0.0  # when the last step was finished
         self._reports_state = config.debug_rank_state
         logger.info("KV cache: %d blocks, %d tokens", self.num_blocks, self.num_blocks * config.block_size)
-        if window:
-            logger.info("layers with windows of up to %d tokens have %d blocks", window, num_window_blocks)
+        for group in other_groups:
+            logger.info("layers with %r have %d places", group.rule, group.num_places)
         if groups.rank == 0 and (note := note_on_bytes(config, model.config, kernels)):
             (logger.warning if config.device == "cpu" else logger.info)(note)
 
@@ -360,7 +366,7 @@ def select_replay(config: EngineConfig, model: Decoder, groups: Groups, context:
         def reserved_bytes() -> int:
             if config.kv_cache_memory is not None:
                 return 0
-            one_block = model.make_caches(CacheSize(1, context.block_size, 1))
+            one_block = model.make_caches(Places.equal(context.rules, 1, context.block_size))
             return memory_of_graphs(functools.partial(capture, one_block), sizes)
 
         return ReplayFactory(reserved_bytes=reserved_bytes, make=lambda caches: capture(caches, sizes))

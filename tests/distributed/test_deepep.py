@@ -31,7 +31,8 @@ from torch.distributed import ProcessGroupGloo
 from moeserve.distributed.groups import Groups
 from moeserve.distributed.store import connect_store
 from moeserve.distributed.torch_group import as_torch_group
-from moeserve.kv.layer_cache import CacheSize
+from moeserve.kv.layer_cache import Places
+from moeserve.kv.rules import CacheRules
 from moeserve.layers.moe.dispatch.all_to_all import AllToAllDispatcher
 from moeserve.layers.moe.dispatch.base import Dispatcher, PackedTokens, SlottedTokens, StepLimits
 from moeserve.layers.moe.dispatch.deepep import communicator as deepep
@@ -460,14 +461,14 @@ def run_halves(place: Place, folder: str) -> dict[str, list[str]]:
             num_own = tokens[place.rank]
             step = prompt_step(num_own, tokens)
             whole = model_of(folder, here.dispatcher(case, Setup(package, most_of_whole)))
-            whole_TD = whole(step, whole.make_caches(CacheSize(1, 16)))
+            whole_TD = whole(step, whole.make_caches(Places.equal(CacheRules(), 1, 16)))
             dispatcher = here.dispatcher(case, Setup(package, 4))
             timeline = cast(Any, dispatcher.communicator).buffer.timeline
             model = model_of(folder, dispatcher)
             for mixer, moe in networks_of(model):
                 mixer.register_forward_pre_hook(lambda *_, log=timeline: log.append("attention"))
                 moe.experts.register_forward_pre_hook(lambda *_, log=timeline: log.append("experts"))
-            halved_TD = model(in_halves(step, tp=1, tp_rank=0), model.make_caches(CacheSize(1, 16)))
+            halved_TD = model(in_halves(step, tp=1, tp_rank=0), model.make_caches(Places.equal(CacheRules(), 1, 16)))
             timelines[name] = list(timeline)
             assert torch.equal(halved_TD, whole_TD), name
             assert len(halved_TD) == num_own

@@ -27,6 +27,6 @@ def plant(name: str, which: str) -> None:
             if what == "token":
                 next(chunk for chunk in chunks if chunk.slot == 1).request.token_ids[0] += 1
             else:
-                self.block_table[1, 0] += 1
+                self.tables[0, 1, 0] += 1
 
     RequestTable.append_tokens = append_wrong_tokens  # type: ignore[method-assign]

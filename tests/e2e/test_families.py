@@ -86,7 +86,7 @@ def test_chunked_prefill_and_prefix_cache_hits(reference: Reference, expected: l
 def test_preemption(llm: LLM, reference: Reference, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     max_len = max(LENGTHS) + NUM_TOKENS
     block_size = 8  # that of `llm`, on which the bytes per token of compressed entries depend
-    bytes_per_token = llm.core.executor.worker.runner.model.cache_needs.total_bytes_per_token  # type: ignore[attr-defined]
+    bytes_per_token = llm.core.executor.worker.runner.model.cache_needs.bytes_per_token  # type: ignore[attr-defined]
     # room for the longest request and a little more: four at once cannot all stay
     memory = bytes_per_token * block_size * (-(-max_len // block_size) + 3)
     made: list[Scheduler] = []

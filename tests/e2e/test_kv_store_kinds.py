@@ -151,7 +151,7 @@ def test_preempted_requests_go_on_from_the_store(name: str, reference_named: Cal
     """The cache holds one and a half of two requests, and one state."""
     model = reference_named(name).folder
     needs, settings = inspect(model, "float32").cache, SETTINGS | {"max_model_len": 181}
-    settings["kv_cache_memory"] = BLOCK * 15 * needs.total_bytes_per_token
+    settings["kv_cache_memory"] = BLOCK * 15 * needs.bytes_per_token
     if name in HAS_STATES:
         settings["num_saved_states"] = 1
     prompts = [{"prompt_token_ids": prompt[:100]} for prompt in (BEGINNING, BEGINNING[::-1])]

@@ -33,9 +33,11 @@ def smallest_memory(reference: Reference) -> int:
     """Return the bytes of the longest request alone, of which layers with windows keep few blocks."""
     needs = inspect(reference.folder, "float32").cache
     num_blocks = -(-MAX_MODEL_LEN // BLOCK_SIZE)
-    num_window_blocks = -(-needs.window // BLOCK_SIZE) + 2 + -(-2 * ALONE["max_num_batched_tokens"] // BLOCK_SIZE)
+    window = needs.rules.tables[1].num_kept(MAX_MODEL_LEN)
+    num_window_blocks = -(-window // BLOCK_SIZE) + 2 + -(-2 * ALONE["max_num_batched_tokens"] // BLOCK_SIZE)
     assert 2 * num_window_blocks < num_blocks
-    return BLOCK_SIZE * (num_blocks * needs.bytes_per_token + num_window_blocks * needs.window_bytes_per_token)
+    of_all, of_windows = (num_bytes // needs.block_size for num_bytes in needs.block_bytes)
+    return BLOCK_SIZE * (num_blocks * of_all + num_window_blocks * of_windows)
 
 
 def generate(reference: Reference, rounds: int = 1, **settings: Any) -> list[list[int]]:

@@ -18,7 +18,7 @@ from reference_models import Reference, make_reference
 from torch import Tensor
 
 from moeserve import LLM, SamplingParams
-from moeserve.kv.layer_cache import CacheSize
+from moeserve.kv.layer_cache import Places
 from moeserve.layers.grouped_query.attention import Attention
 from moeserve.layers.input_share import InputShare
 from moeserve.layers.linear_attention.attention import LinearAttention
@@ -198,9 +198,9 @@ def flashinfer(gpu_kernels: None, monkeypatch: pytest.MonkeyPatch) -> attention_
         monkeypatch.setattr(flashinfer_attention, name, value)
     made = Attention.make_cache
 
-    def make_cache(self: Attention, size: CacheSize) -> KeyValueCache:
+    def make_cache(self: Attention, places: Places) -> KeyValueCache:
         """Fill new caches with NaN: nothing may depend on uninitialised memory."""
-        cache = made(self, size)
+        cache = made(self, places)
         cache.keys.fill_(torch.nan)
         cache.values.fill_(torch.nan)
         return cache

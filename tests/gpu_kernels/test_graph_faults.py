@@ -14,7 +14,8 @@ from torch import Tensor
 from moeserve.bench.gpu.inputs import Source
 from moeserve.bench.gpu.models import BLOCK_SIZE, capture_step, make_model
 from moeserve.bench.gpu.rehearsal import rehearsing
-from moeserve.kv.layer_cache import CacheSize
+from moeserve.kv.layer_cache import Places
+from moeserve.kv.rules import CacheRules
 from moeserve.ops import side_stream
 from moeserve.ops.kernels import Kernels
 from moeserve.ops.side_stream import CudaSideStream
@@ -38,7 +39,7 @@ def are_replayed(kernels: Kernels) -> list[bool]:
     """Capture a decode step with shared experts in the side stream. Are replays of other steps as without a graph?"""
     source = Source(torch.device("cpu"), torch.Generator().manual_seed(1), torch.float32)
     model, are_equal = make_model(CONFIG, kernels, source), []
-    caches = model.make_caches(CacheSize(8, BLOCK_SIZE))
+    caches = model.make_caches(Places.equal(CacheRules(), 8, BLOCK_SIZE))
     replay = capture_step(model, caches, kernels, source, 2, max_blocks=4)
     for contexts in ((20, 40), (37, 5)):
         for tensor in (tensor for cache in caches for tensor in cache.tensors):

@@ -15,7 +15,8 @@ import torch
 from model_parts import networks_of
 
 from moeserve.distributed.groups import groups_of_one_rank
-from moeserve.kv.layer_cache import CacheSize
+from moeserve.kv.layer_cache import Places
+from moeserve.kv.rules import CacheRules
 from moeserve.layers.context import ModelContext
 from moeserve.layers.moe.dispatch.local import LocalDispatcher
 from moeserve.models.decoder import Decoder
@@ -101,7 +102,7 @@ def test_streams(device: fake_device.FakeDevice, tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     for weight in model.parameters():
         weight.normal_(0.0, 0.3, generator=generator)
-    caches = model.make_caches(CacheSize(NUM_TOKENS, 16))
+    caches = model.make_caches(Places.equal(CacheRules(), NUM_TOKENS, 16))
     overlaps: list[bool] = []
 
     def note(*_: Any) -> None:

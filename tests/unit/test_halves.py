@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moeserve.distributed.groups import groups_of_one_rank
 from moeserve.distributed.mesh import Mesh
-from moeserve.step_inputs import ChunkSpan, StepInputs, WindowBlocks
+from moeserve.step_inputs import ChunkSpan, GroupTable, StepInputs
 from moeserve.worker.halves import HalvingLimits, in_halves
 from moeserve.worker.model_runner import ModelRunner
 from moeserve.worker.profiling import run_all_sizes
@@ -35,8 +35,10 @@ def prompt_step(lengths: list[int]) -> StepInputs:
         spans=tuple(map(ChunkSpan, starts.tolist(), lengths, [length + 7 for length in lengths])),
         tp_sizes=(total,),
         tokens_per_rank=(total,),
-        window_blocks=WindowBlocks(
-            torch.arange(total) + 3000, torch.arange(5 * len(lengths), dtype=torch.int32).view(-1, 5) + 4000
+        other_tables=(
+            GroupTable(
+                torch.arange(total) + 3000, torch.arange(5 * len(lengths), dtype=torch.int32).view(-1, 5) + 4000
+            ),
         ),
     )
 
@@ -47,9 +49,10 @@ def test_tensors_of_eager_halves_begin_where_triton_compiles_no_other_kernel(len
     halves = in_halves(step, tp=1, tp_rank=0).halves
     for half in halves:
         assert [name for name in TENSORS if getattr(half, name).data_ptr() % 16] == []
-        assert [name for name in TENSORS if getattr(half.of_windows, name).data_ptr() % 16] == []
-        assert torch.equal(half.of_windows.cache_slots, half.cache_slots + 1000)
-        assert torch.equal(half.of_windows.block_table, half.block_table + 4000)
+        of_second = half.of_group(1)
+        assert [name for name in TENSORS if getattr(of_second, name).data_ptr() % 16] == []
+        assert torch.equal(of_second.cache_slots, half.cache_slots + 1000)
+        assert torch.equal(of_second.block_table, half.block_table + 4000)
         assert half.row_starts.tolist() == [0, *(span.last_row + 1 for span in half.spans)]
         assert half.context_lens.tolist() == [span.context_len for span in half.spans]
     for name in ("token_ids", "positions", "cache_slots"):

@@ -117,20 +117,20 @@ def test_published_figures(name: str, tmp_path: Path) -> None:
     with_or_without = [(found.num_active_parameters + count * embedding) / 1e9 for count in (-1, 0, 1)]
     assert any(active == pytest.approx(figures.active, rel=figures.rounding) for active in with_or_without)
     assert found.dtype == "bfloat16"  # gpt-oss names none
-    assert found.cache.total_bytes_per_token == 2 * figures.cached
-    assert found.cache.state_bytes == figures.states
+    assert found.cache.bytes_per_token == 2 * figures.cached
+    assert found.cache.row_bytes == figures.states
     assert found.stored is None
     assert found.weight_bytes == sum(part.num_bytes for part in found.parts)
 
 
 def test_the_kv_cache_in_8_bits(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, PUBLISHED["Qwen3-30B-A3B"])
-    plain = inspect(folder, None).cache.total_bytes_per_token
+    plain = inspect(folder, None).cache.bytes_per_token
     found = inspect(folder, None, kv_cache_dtype="fp8", num_stages=2)
-    assert found.cache.total_bytes_per_token == plain * (128 + 2) // 256
-    assert sum(stage.cache.total_bytes_per_token for stage in found.stages) == found.cache.total_bytes_per_token
+    assert found.cache.bytes_per_token == plain * (128 + 2) // 256
+    assert sum(stage.cache.bytes_per_token for stage in found.stages) == found.cache.bytes_per_token
     (layout,) = find_layouts(folder, 2, None, 2, kv_cache_dtype="fp8").layouts
-    assert layout.cache_bytes_per_token == found.cache.total_bytes_per_token // 2
+    assert layout.cache_bytes_per_token == found.cache.bytes_per_token // 2
     with pytest.raises(SettingsError, match="latent attention"):
         inspect(folder_of(tmp_path, PUBLISHED["DeepSeek-V3"]), None, kv_cache_dtype="fp8")
 
@@ -297,9 +297,9 @@ def test_pipeline_stages_share_the_model(tmp_path: Path, capsys: pytest.CaptureF
     whole, staged = inspect(folder, None), inspect(folder, None, num_stages=3, pipeline_layers=[21, 20, 20])
     assert [stage.num_layers for stage in staged.stages] == [21, 20, 20]
     assert sum(stage.weight_bytes for stage in staged.stages) == whole.weight_bytes
-    assert sum(stage.cache.total_bytes_per_token for stage in staged.stages) == whole.cache.total_bytes_per_token
+    assert sum(stage.cache.bytes_per_token for stage in staged.stages) == whole.cache.bytes_per_token
     first, middle, _ = staged.stages
-    assert first.cache.total_bytes_per_token == 21 * middle.cache.total_bytes_per_token // 20
+    assert first.cache.bytes_per_token == 21 * middle.cache.bytes_per_token // 20
     assert cli.main(["inspect", str(folder), "-pp", "3", "--pipeline-layers", "21,20,20"]) == 0
     assert "stage" in capsys.readouterr().out
     assert cli.main(["inspect", str(folder), "-pp", "3", "--pipeline-layers", "21,20"]) == 1

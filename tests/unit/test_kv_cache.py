@@ -15,10 +15,11 @@ from moeserve.errors import CacheTooSmallError
 from moeserve.kv.layer_cache import CacheNeeds
 from moeserve.kv.rank import cache as kv_cache
 from moeserve.kv.rank.cache import count_blocks
+from moeserve.kv.rules import CacheRules, KeepAll, KeepWindow
 from moeserve.worker.profiling import largest_step
 
 BYTES_PER_TOKEN = 100
-NEEDS = CacheNeeds(bytes_per_token=BYTES_PER_TOKEN)
+NEEDS = CacheNeeds(CacheRules(), (10 * BYTES_PER_TOKEN,), 0, 10)
 
 
 def config(**options: object) -> EngineConfig:
@@ -49,7 +50,8 @@ def test_layers_with_windows_have_blocks_for_all_running_requests_at_most() -> N
     # A window of 30 tokens lies in 3 whole blocks or in 4, and another block may begin; two steps are in flight.
     most_in_windows = 3 * (3 + 2) + 2 * 20 // 10
     for bytes_per_token, window_bytes in ((60, 40), (0, 40), (60, 0)):
-        needs = CacheNeeds(bytes_per_token=bytes_per_token, window_bytes_per_token=window_bytes, window=30)
+        rules = CacheRules((KeepAll(), KeepWindow(30, 10)))
+        needs = CacheNeeds(rules, (10 * bytes_per_token, 10 * window_bytes), 0, 10)
         for memory in range(20_000, 50_000, 333):
 
             def fits(

@@ -9,8 +9,10 @@ from types import SimpleNamespace
 import torch
 
 from moeserve.cache_kind import CacheKind
+from moeserve.kv.layer_cache import CacheItems
 from moeserve.kv.rank.folder import FolderStore
 from moeserve.kv.rank.items import CachedItems
+from moeserve.kv.rules import KeepAll
 from moeserve.protocol import CachePlace, StoreTransfer
 
 
@@ -21,8 +23,8 @@ def transfer(*names: str, is_load: bool) -> StoreTransfer:
 
 def test_a_changed_bit_anywhere_is_noticed(tmp_path: Path) -> None:
     cache = torch.randn(3, 2, 4, 8)
-    tensors = {CacheKind.BLOCK: (cache, cache[..., 0].contiguous())}
-    items = CachedItems([SimpleNamespace(tensors_of_items=tensors)], range(0))
+    tensors = cache, cache[..., 0].contiguous()
+    items = CachedItems([(CacheItems(KeepAll(), 1),)], [SimpleNamespace(tensors_of_items=[tensors])], range(0))
     store = FolderStore(items, tmp_path / "rank", 2**20)
     saved, chance = cache.clone(), random.Random(0)
     for _ in range(100):

@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from moeserve.cache_kind import CacheKind
+from moeserve.kv.layer_cache import CacheItems
 from moeserve.kv.rank.items import CachedItems
 from moeserve.kv.rank.sender import BlockSender
 from moeserve.kv.rank.wire import Answer, CacheShare, Claim, Connection, PeerError, Piece, Read, TensorShare
+from moeserve.kv.rules import KeepAll
 from moeserve.protocol import CachePlace, KeepItems, TransferOutcome
 
 NUM_BLOCKS, BLOCK_VALUES = 4, 6
@@ -23,7 +25,7 @@ NUM_BLOCKS, BLOCK_VALUES = 4, 6
 @pytest.fixture
 def sender() -> Iterator[BlockSender]:
     blocks = torch.arange(NUM_BLOCKS * BLOCK_VALUES).view(NUM_BLOCKS, BLOCK_VALUES)
-    items = CachedItems([SimpleNamespace(tensors_of_items={CacheKind.BLOCK: (blocks,)})], range(0))
+    items = CachedItems([(CacheItems(KeepAll(), 1),)], [SimpleNamespace(tensors_of_items=[(blocks,)])], range(0))
     share = CacheShare(facts={}, tensors=[TensorShare(name="", kind=CacheKind.BLOCK, axis=0, ranges=[])])
     sender = BlockSender(items, share, ("127.0.0.1", 0), b"", timeout_s=60)
     yield sender

@@ -179,7 +179,7 @@ def test_pipeline_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert (layout.tp, layout.dp, layout.pp) == (2, 2, 2)
     assert [(stage.first_layer, stage.num_layers) for stage in layout.stages] == [(0, 17), (17, 15)]
     assert sum(stage.weight_bytes for stage in layout.stages) == one_stage.weight_bytes
-    assert sum(stage.cache.total_bytes_per_token for stage in layout.stages) == one_stage.cache_bytes_per_token
+    assert sum(stage.cache.bytes_per_token for stage in layout.stages) == one_stage.cache_bytes_per_token
     assert layout.weight_bytes == layout.stages[0].weight_bytes
     assert [(each.replica, each.stage, each.experts) for each in layout.holders[:4]] == [
         (0, 0, (0, 1)),

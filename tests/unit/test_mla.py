@@ -13,7 +13,8 @@ from model_context import cpu_context
 from torch import Tensor
 
 from moeserve.distributed.mesh import Mesh
-from moeserve.kv.layer_cache import CacheSize
+from moeserve.kv.layer_cache import Places
+from moeserve.kv.rules import CacheRules
 from moeserve.layers.latent.attention import LatentAttention, LatentAttentionConfig
 from moeserve.layers.network import Run
 from moeserve.layers.rotary import Rotary, RotaryConfig
@@ -122,7 +123,7 @@ def test_all_ways_give_the_same_results(shape: str, way: str, monkeypatch: pytes
         monkeypatch.setattr("moeserve.ops.latent_attention.reference.MAX_EXPANDED_SIZE", 1)
     contexts = [torch.randn(41, WIDTH), torch.randn(19, WIDTH)]
     blocks = [[9, 2, 14, 0, 5, 11, 3, 12, 7, 1, 15], [4, 13, 6, 10, 8]]
-    cache = layer.make_cache(CacheSize(16, BLOCK_SIZE))
+    cache = layer.make_cache(Places.equal(CacheRules(), 16, BLOCK_SIZE))
     cache.latents.fill_(math.nan)
 
     outputs: list[list[Tensor]] = [[], []]
@@ -145,7 +146,7 @@ def test_with_kernels_the_size_of_chunks_changes_no_byte() -> None:
             module.pack()
 
     def outputs(*sizes: int) -> Tensor:
-        cache, rows, start = layer.make_cache(CacheSize(8, BLOCK_SIZE)), [], 0
+        cache, rows, start = layer.make_cache(Places.equal(CacheRules(), 8, BLOCK_SIZE)), [], 0
         for size in sizes:
             step = make_step((start, size, ids))
             rows.append(
@@ -161,8 +162,8 @@ def test_the_cache_of_deepseek_v3_holds_576_values() -> None:
     config = dataclasses.replace(SHAPE, latent_size=512, rotary=rotary_of(64))
     layer = LatentAttention(config, WIDTH, cpu_context(torch.bfloat16))
     allocate_weights(layer)
-    assert layer.cache_needs.bytes_per_token == 576 * 2
-    assert layer.make_cache(CacheSize(5, 16)).latents.nbytes == 5 * 16 * 576 * 2
+    assert [items.num_bytes for items in layer.cache_items] == [16 * 576 * 2]
+    assert layer.make_cache(Places.equal(CacheRules(), 5, 16)).latents.nbytes == 5 * 16 * 576 * 2
 
 
 @pytest.mark.parametrize("num_positions", [500, 5000])

@@ -284,7 +284,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.tier = HostTier(dict.fromkeys(CacheKind, num_host_blocks)) if num_host_blocks else None
         self.peer_addresses = ["127.0.0.1:1"] if has_peers else []
         self.scheduler = self.scheduler_class(self.config, b"engine", self.tier, self.peer_addresses)
-        self.table = RequestTable(max_num_seqs, max_blocks, has_windows=window > 0)
+        self.table = RequestTable(max_num_seqs, max_blocks, 1 + (window > 0))
         self.live: list[Expected] = []  # in order of arrival
         self.past: list[Expected] = []
         self.of_slot: dict[int, Expected] = {}
@@ -718,8 +718,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     # Checks
 
     def place(self, chunk: Chunk, position: int, *, in_window: bool = False) -> tuple[int, int]:
-        row = chunk.slot + self.table.num_slots * in_window
-        return int(self.table.block_table[row, position // self.block_size]), position % self.block_size
+        block = self.table.tables[int(in_window), chunk.slot, position // self.block_size]
+        return int(block), position % self.block_size
 
     def contents_with_drafts(self, known: Expected, chunk: Chunk, position: int) -> Contents:
         """Return what a position holds after a chunk, whose drafts may be wrong."""

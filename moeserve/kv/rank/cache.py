@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from moeserve.config.settings import EngineConfig
 from moeserve.errors import CacheTooSmallError
 from moeserve.kv.layer_cache import CacheNeeds
-from moeserve.kv.pool import num_blocks_of_windows
+from moeserve.kv.rules import RuleOfBlocks
 from moeserve.machine import free_memory, shown_bytes
 
 logger = logging.getLogger(__name__)
@@ -26,7 +27,7 @@ def count_blocks(
 ) -> int:
     """Return the number of KV cache blocks, from the setting or a profiling run, but not more than can be in use.
 
-    Layers with windows have the same number of blocks, but at most `most_window_blocks`.
+    Every cache group has the same number of blocks, but at most `most_blocks`.
 
     Args:
         needs: cache memory that all layers of this rank need.
@@ -36,13 +37,10 @@ def count_blocks(
     Raises:
         CacheTooSmallError: not even one request of the shortest useful length fits.
     """
-    block_bytes, window_bytes = (
-        bytes_per_token * config.block_size for bytes_per_token in (needs.bytes_per_token, needs.window_bytes_per_token)
-    )
-    most_in_windows = most_window_blocks(config, needs.window)
+    most = [most_blocks(config, rule) for rule in needs.rules.tables]
 
     def bytes_of(num_blocks: int) -> int:
-        return num_blocks * block_bytes + min(num_blocks, most_in_windows) * window_bytes
+        return sum(min(num_blocks, limit) * size for limit, size in zip(most, needs.block_bytes, strict=True))
 
     blocks_per_request = -(-config.max_model_len // config.block_size)
     if config.kv_cache_memory is not None:
@@ -58,12 +56,7 @@ def count_blocks(
             num_bytes = max(num_bytes, min(bytes_of(config.num_cache_blocks), free))
         logger.info("largest step takes %s, KV cache may take %s", shown_bytes(peak), shown_bytes(num_bytes))
     num_usable = blocks_per_request * config.max_num_seqs
-    # A pipeline stage whose layers all keep only states or windows has no other keys and values.
-    num_blocks, bytes_of_both = num_usable, block_bytes + window_bytes
-    if bytes_of_both and num_bytes <= most_in_windows * bytes_of_both:
-        num_blocks = min(num_blocks, num_bytes // bytes_of_both)
-    elif block_bytes:
-        num_blocks = min(num_blocks, (num_bytes - most_in_windows * window_bytes) // block_bytes)
+    num_blocks = bisect.bisect_right(range(1, num_usable + 1), num_bytes, key=bytes_of)  # the most that fit
 
     blocks_needed = min(2, blocks_per_request) if config.max_model_len_may_shrink else blocks_per_request
     if num_blocks < blocks_needed:
@@ -71,18 +64,15 @@ def count_blocks(
         raise CacheTooSmallError(
             f"a KV cache of {num_bytes} bytes holds {num_blocks * config.block_size} tokens, but one request of "
             f"max_model_len={length} tokens needs {bytes_of(blocks_needed)} bytes "
-            f"({needs.total_bytes_per_token} per token); raise kv_cache_memory"
+            f"({needs.bytes_per_token} per token); raise kv_cache_memory"
             f"{', raise gpu_memory_utilization' if config.device == 'cuda' else ''} or lower max_model_len"
         )
     return num_blocks
 
 
-def most_window_blocks(config: EngineConfig, window: int) -> int:
-    """Return the maximum useful number of blocks of layers with windows; 0 without a window."""
-    num_tokens_in_flight = config.max_concurrent_batches * config.max_num_batched_tokens
-    return window and num_blocks_of_windows(
-        window, config.block_size, max_num_seqs=config.max_num_seqs, num_tokens_in_flight=num_tokens_in_flight
-    )
+def most_blocks(config: EngineConfig, rule: RuleOfBlocks) -> int:
+    """Return the maximum useful number of blocks of layers with a rule."""
+    return rule.most_blocks(config.max_num_seqs, config.max_concurrent_batches * config.max_num_batched_tokens)
 
 
 def measure_step_memory(run_largest_step: Callable[[], object], device: str) -> int:

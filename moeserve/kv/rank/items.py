@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from moeserve.cache_kind import CacheKind
+from moeserve.kv.layer_cache import CacheDivision, CacheItems
+from moeserve.kv.rules import KeepState
 from moeserve.protocol import CachePlace
 
 
@@ -18,28 +20,30 @@ from moeserve.protocol import CachePlace
 class CachedTensor:
     """A tensor with one part of all items of a kind: `tensor[i]` is the part of item i."""
 
-    layer: int  # index of its block on this rank
-    number: int  # index among the tensors of this block
+    block: int  # index of its network among the blocks of this rank
     kind: CacheKind
     tensor: Tensor
+    division: CacheDivision
 
 
 class CachedItems:
     """All tensors of a rank's caches, by the kind of their items."""
 
-    def __init__(self, caches: Sequence[Any], saved_rows: range) -> None:
+    def __init__(self, items: Sequence[Sequence[CacheItems]], caches: Sequence[Any], saved_rows: range) -> None:
         """
         Args:
-            caches: caches of the layers; each has `tensors_of_items`.
+            items: the items of each network.
+            caches: caches of the networks; each has `tensors_of_items`, in the order of the network's items.
             saved_rows: rows of the state caches for saved states.
         """
         self.tensors: list[CachedTensor] = []
-        for layer, cache in enumerate(caches):
-            own = [(kind, tensor) for kind, tensors in cache.tensors_of_items.items() for tensor in tensors]
-            for number, (kind, tensor) in enumerate(own):
-                if kind == CacheKind.STATE:
-                    tensor = tensor[saved_rows.start : saved_rows.stop]
-                self.tensors.append(CachedTensor(layer, number, kind, tensor))
+        for block, (own, cache) in enumerate(zip(items, caches, strict=True)):
+            for each, tensors in zip(own, cache.tensors_of_items, strict=True):
+                divisions = each.divisions or (CacheDivision(0, ()),) * len(tensors)
+                for tensor, division in zip(tensors, divisions, strict=True):
+                    if isinstance(each.rule, KeepState):
+                        tensor = tensor[saved_rows.start : saved_rows.stop]
+                    self.tensors.append(CachedTensor(block, each.rule.kind, tensor, division))
         self._stream = torch.cuda.Stream() if any(each.tensor.is_cuda for each in self.tensors) else None
 
     def of(self, kind: CacheKind) -> list[Tensor]:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from moeserve.config.needs import Needs
 from moeserve.distributed.mesh import share_of
-from moeserve.kv.layer_cache import CacheNeeds, CacheSize
+from moeserve.kv.layer_cache import CacheItems, Places
+from moeserve.kv.rules import CacheGroup, KeepAll, KeepWindow, RuleOfBlocks
 from moeserve.layers.context import ModelContext
 from moeserve.layers.input_share import num_input_chunks, share_inputs
 from moeserve.layers.linear import Linear
@@ -51,6 +52,10 @@ class CompressedAttentionConfig(NetworkConfig):
     window: int
     ratio: int | None = None  # tokens of an entry; None: there are no entries
     indexer: IndexerShape | None = None
+
+    def cache_rules(self, block_size: int) -> tuple[RuleOfBlocks, RuleOfBlocks]:
+        """Return the rules of tokens, and of entries and tails."""
+        return KeepWindow(self.window, block_size), KeepAll()
 
     def can_divide(self, num_ranks: int) -> bool:
         """True if this many tp ranks can each have equally many groups of heads."""
@@ -187,28 +192,28 @@ class CompressedSparseAttention(Network):
         self._apply_rope = context.kernels.apply_rope
 
     @property
-    def cache_needs(self) -> CacheNeeds:
-        """The memory for one token: that of entries and tails is a block's, divided by its tokens and rounded up."""
-        size = CacheSize(1, self.context.block_size)
-        block = self._empty_cache(size, torch.device("meta"))
-        kept = sum(tensor.nbytes for tensor in block.kept_tensors)
-        return CacheNeeds(
-            bytes_per_token=-(-kept // size.block_size),
-            window_bytes_per_token=self.config.head_dim * self.context.dtype.itemsize,
-            window=self.config.window,
+    def cache_items(self) -> tuple[CacheItems, ...]:
+        """The blocks of tokens, and those of entries and tails. Every tp rank has all of them."""
+        rules, size = self.config.cache_rules(self.context.block_size), self.context.block_size
+        one = self._empty_cache(Places((CacheGroup(KeepAll(), 1),), size), torch.device("meta"))
+        return tuple(
+            CacheItems(rule, sum(tensor.nbytes for tensor in tensors))
+            for rule, tensors in zip(rules, one.tensors_of_items, strict=True)
         )
 
-    def make_cache(self, size: CacheSize) -> CompressedCache:
-        return self._empty_cache(size, self.context.device)
+    def make_cache(self, places: Places) -> CompressedCache:
+        return self._empty_cache(places, self.context.device)
 
-    def _empty_cache(self, size: CacheSize, device: torch.device) -> CompressedCache:
+    def _empty_cache(self, places: Places, device: torch.device) -> CompressedCache:
+        group = places.group_of(self.config.cache_rules(places.block_size)[0])
         return CompressedCache.empty(
             self.shape,
-            num_blocks=size.num_blocks,
-            num_window_blocks=size.blocks_of(has_window=True),
-            block_size=size.block_size,
+            num_blocks=places.tables[0].num_places,
+            num_window_blocks=places.tables[group].num_places,
+            block_size=places.block_size,
             dtype=self.context.dtype,
             device=device,
+            group=group,
         )
 
     def forward(self, hidden_TD: Tensor, run: Run, cache: CompressedCache) -> Tensor:
@@ -228,7 +233,8 @@ class CompressedSparseAttention(Network):
             assert cache.index_tails is not None
             index_key_TI = self.indexer.keys(hidden_TD, cache.index_tails, cache, step, self.backend)
             index_key_TI = self._rotate(index_key_TI[:, None], config.rotary_of_entries, rotations)[:, 0]
-        self.backend.write(key_TH, entry_TH, index_key_TI, cache, step, step.of_windows)
+        windows = step.of_group(cache.group)
+        self.backend.write(key_TH, entry_TH, index_key_TI, cache, step, windows)
 
         chosen: ChosenEntries | None = None
         if self.indexer is not None:
@@ -237,7 +243,7 @@ class CompressedSparseAttention(Network):
             index_query_TnI = self._rotate(index_query_TnI, config.rotary, rotations)
             assert cache.index_keys is not None
             chosen = self.indexer.choose(index_query_TnI, self.indexer.weights(hidden_TD), cache.index_keys, step)
-        attended_TNH = self.backend.attend(query_TNH, chosen, self.sinks, cache, step, step.of_windows)
+        attended_TNH = self.backend.attend(query_TNH, chosen, self.sinks, cache, step, windows)
         attended_TNH = self._rotate(attended_TNH, config.reversed_rotary, rotations)
         in_groups = rearrange(attended_TNH, "T (G n) H -> T G (n H)", G=self.group_maps.shape[0])
         return self.output(rearrange(self.group_maps.product.multiply_each(in_groups), "T G r -> T (G r)"))

@@ -11,7 +11,8 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from moeserve.distributed.mesh import share_of
-from moeserve.kv.layer_cache import CacheDivision, CacheNeeds, CacheSize
+from moeserve.kv.layer_cache import CacheDivision, CacheItems, Places
+from moeserve.kv.rules import KeepAll, KeepWindow, RuleOfBlocks
 from moeserve.layers.context import ModelContext
 from moeserve.layers.input_share import num_input_chunks, share_inputs
 from moeserve.layers.linear import Linear
@@ -73,6 +74,10 @@ class AttentionConfig(NetworkConfig):
         """All that the layer reads of positions."""
         others = (NO_ROTARY if self.rotates_first else None, self.value_rotary, self.temperature)
         return (self.rotary, *(rotary for rotary in others if rotary is not None))
+
+    def cache_rules(self, block_size: int) -> tuple[RuleOfBlocks]:
+        """Return the rule of keys and values."""
+        return (KeepAll() if self.window is None else KeepWindow(abs(self.window), block_size),)
 
     def can_divide(self, num_ranks: int) -> bool:
         """True if this many tp ranks can each have equally many heads with the key-value heads that they read."""
@@ -155,17 +160,11 @@ class Attention(Network):
         self._apply_rope = context.kernels.apply_rope
 
     @property
-    def cache_needs(self) -> CacheNeeds:
-        return cache_needs_of(self.config, self.num_kv_heads, self.context)
+    def cache_items(self) -> tuple[CacheItems, ...]:
+        return key_value_items(self.config, self.kv_heads, self.context)
 
-    def make_cache(self, size: CacheSize) -> KeyValueCache:
-        return make_key_value_cache(self.config, self.num_kv_heads, size, self.context)
-
-    @property
-    def cache_divisions(self) -> tuple[CacheDivision, ...]:
-        """The parts of each tensor of its cache that this rank has."""
-        heads = CacheDivision(1, (range(self.kv_heads.start, self.kv_heads.stop),))
-        return (heads,) * (4 if self.context.has_float8_cache else 2)
+    def make_cache(self, places: Places) -> KeyValueCache:
+        return make_key_value_cache(self.config, self.num_kv_heads, places, self.context)
 
     @property
     def input_form(self) -> RowsForm:
@@ -195,8 +194,7 @@ class Attention(Network):
             query_TNH, key_TGH, value_TGV = (heads.clamp(-limit, limit) for heads in (query_TNH, key_TGH, value_TGV))
         if self.value_rotary is not None:
             value_TGV = self._apply_rope(value_TGV, rotations[self.value_rotary])
-        if self.config.window is not None:
-            step = step.of_windows
+        step = step.of_group(cache.group)
         query_TNH = self.backend.rotate_and_write(query_TNH, key_TGH, value_TGV, rotation, cache, step)
         attended_TX = self.backend.attend(query_TNH, cache, step, self.sinks).flatten(1)
         if self.head_gates is not None:
@@ -205,28 +203,29 @@ class Attention(Network):
         return self.output(self._gate_rows(projected[3], attended_TX) if self.config.has_gate else attended_TX)
 
 
-def cache_needs_of(config: AttentionConfig, num_kv_heads: int, context: ModelContext) -> CacheNeeds:
-    """Return the cache memory that a layer with `num_kv_heads` on this rank needs."""
+def key_value_items(config: AttentionConfig, kv_heads: slice, context: ModelContext) -> tuple[CacheItems, ...]:
+    """Return the items of a layer that has these key-value heads on this rank."""
     num_elements, num_bytes = sum(config.kv_sizes), context.dtype.itemsize
     bytes_of_head = num_elements + 2 * torch.bfloat16.itemsize if context.has_float8_cache else num_elements * num_bytes
-    bytes_per_token = num_kv_heads * bytes_of_head
-    if config.window is None:
-        return CacheNeeds(bytes_per_token=bytes_per_token)
-    return CacheNeeds(window_bytes_per_token=bytes_per_token, window=abs(config.window))
+    (rule,) = config.cache_rules(context.block_size)
+    heads = CacheDivision(1, (range(kv_heads.start, kv_heads.stop),))
+    divisions = (heads,) * (4 if context.has_float8_cache else 2)
+    return (CacheItems(rule, context.block_size * _length(kv_heads) * bytes_of_head, divisions),)
 
 
 def make_key_value_cache(
-    config: AttentionConfig, num_kv_heads: int, size: CacheSize, context: ModelContext
+    config: AttentionConfig, num_kv_heads: int, places: Places, context: ModelContext
 ) -> KeyValueCache:
     """Return the cache of a layer with `num_kv_heads` on this rank."""
-    has_window = config.window is not None
-    shape = (size.blocks_of(has_window=has_window), num_kv_heads, size.block_size)
+    (rule,) = config.cache_rules(places.block_size)
+    group = places.group_of(rule)
+    shape = (places.tables[group].num_places, num_kv_heads, places.block_size)
     dtype = torch.uint8 if context.has_float8_cache else context.dtype
     keys, values = (torch.empty(*shape, head_size, dtype=dtype, device=context.device) for head_size in config.kv_sizes)
     if not context.has_float8_cache:
-        return KeyValueCache(keys, values, has_window=has_window)
+        return KeyValueCache(keys, values, group=group)
     key_scales, value_scales = (torch.empty(shape, dtype=torch.bfloat16, device=context.device) for _ in range(2))
-    return KeyValueCache(keys, values, key_scales, value_scales, has_window=has_window)
+    return KeyValueCache(keys, values, key_scales, value_scales, group=group)
 
 
 class TokenNorm(nn.Module):

@@ -21,10 +21,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from moeserve.cache_kind import CacheKind
 from moeserve.config.needs import Needs
 from moeserve.distributed.mesh import share_of
-from moeserve.kv.layer_cache import CacheNeeds, CacheSize
+from moeserve.kv.layer_cache import CacheItems, Places
+from moeserve.kv.rules import KeepAll
 from moeserve.layers.context import ModelContext
 from moeserve.layers.input_share import num_input_chunks, share_inputs
 from moeserve.layers.latent.indexer import Choice, Indexer, IndexerConfig
@@ -75,6 +75,10 @@ class LatentAttentionConfig(NetworkConfig):
     def shares_choice(self) -> bool:
         """True if the layer reuses the positions that the previous layer attends to."""
         return self.is_sparse and self.indexer is None
+
+    def cache_rules(self, block_size: int) -> tuple[KeepAll]:
+        """Return the rule of latent vectors."""
+        return (KeepAll(),)
 
     def can_divide(self, num_ranks: int) -> bool:
         """True if this many tp ranks can each have equally many heads."""
@@ -132,9 +136,9 @@ class LatentCache:
         return (self.latents,) if self.index_keys is None else (self.latents, self.index_keys)
 
     @property
-    def tensors_of_items(self) -> dict[CacheKind, tuple[Tensor, ...]]:
-        """The tensors by the kind of their items."""
-        return {CacheKind.BLOCK: self.tensors}
+    def tensors_of_items(self) -> tuple[tuple[Tensor, ...], ...]:
+        """The tensors of the layer's `cache_items`."""
+        return (self.tensors,)
 
     def clear(self) -> None:
         for tensor in self.tensors:
@@ -196,8 +200,10 @@ class LatentAttention(Network):
         self._attend = self._attend_absorbed if self.backend.takes_all_rows else self._attend_either_way
 
     @property
-    def cache_needs(self) -> CacheNeeds:
-        return CacheNeeds(bytes_per_token=sum(self._cached_sizes) * self.context.dtype.itemsize)
+    def cache_items(self) -> tuple[CacheItems, ...]:
+        """The items that it keeps. Every tp rank has all of them."""
+        bytes_per_token = sum(self._cached_sizes) * self.context.dtype.itemsize
+        return (CacheItems(KeepAll(), self.context.block_size * bytes_per_token),)
 
     @property
     def _cached_sizes(self) -> tuple[int, ...]:
@@ -205,8 +211,9 @@ class LatentAttention(Network):
         indexer = self.config.indexer
         return (self.config.cached_size,) if indexer is None else (self.config.cached_size, indexer.key_dim)
 
-    def make_cache(self, size: CacheSize) -> LatentCache:
-        shapes = ((size.num_blocks, size.block_size, values) for values in self._cached_sizes)
+    def make_cache(self, places: Places) -> LatentCache:
+        num_blocks = places.tables[0].num_places
+        shapes = ((num_blocks, places.block_size, values) for values in self._cached_sizes)
         return LatentCache(
             *(torch.empty(shape, dtype=self.context.dtype, device=self.context.device) for shape in shapes)
         )

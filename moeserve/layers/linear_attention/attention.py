@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from moeserve.config.needs import Needs
 from moeserve.distributed.mesh import share_of
-from moeserve.kv.layer_cache import CacheDivision, CacheNeeds, CacheSize
+from moeserve.kv.layer_cache import CacheDivision, CacheItems, Places
+from moeserve.kv.rules import KeepState
 from moeserve.layers.context import ModelContext
 from moeserve.layers.input_share import num_input_chunks, share_inputs
 from moeserve.layers.linear import Linear
@@ -40,6 +41,10 @@ class LinearAttentionConfig(NetworkConfig):
     gate: Literal["silu", "sigmoid"] = "silu"
     low_rank: int | None = None  # rank of the two-step projections to decays and gates; None: one projection
     has_convolution_bias: bool = False
+
+    def cache_rules(self, block_size: int) -> tuple[KeepState]:
+        """Return the rule of states."""
+        return (KeepState.of_blocks(block_size),)
 
     def can_divide(self, num_ranks: int) -> bool:
         """True if the key heads and the value heads can be divided evenly over this many tp ranks."""
@@ -134,16 +139,11 @@ class LinearAttention(Network):
         self.attend = context.kernels.make_linear_attention(shape)
 
     @property
-    def cache_needs(self) -> CacheNeeds:
-        shape = self.shape
-        inputs = (self.config.num_taps - 1) * shape.num_channels * self.context.dtype.itemsize
+    def cache_items(self) -> tuple[CacheItems, ...]:
+        """The states. A rank has some channels of queries, keys and values, and some heads."""
+        config, shape, channels, first = self.config, self.shape, [], 0
+        inputs = (config.num_taps - 1) * shape.num_channels * self.context.dtype.itemsize
         recurrent = shape.num_heads * shape.key_dim * shape.value_dim * torch.float32.itemsize
-        return CacheNeeds(state_bytes=inputs + recurrent)
-
-    @property
-    def cache_divisions(self) -> tuple[CacheDivision, ...]:
-        """The parts of each tensor of its cache that this rank has: channels of queries, keys and values, and heads."""
-        config, channels, first = self.config, [], 0
         for heads, num_heads, size in (
             (self.key_heads, config.num_key_heads, config.key_dim),
             (self.key_heads, config.num_key_heads, config.key_dim),
@@ -151,12 +151,14 @@ class LinearAttention(Network):
         ):
             channels.append(range(first + heads.start * size, first + heads.stop * size))
             first += num_heads * size
-        return CacheDivision(2, tuple(channels)), CacheDivision(1, (range(self.heads.start, self.heads.stop),))
+        divisions = CacheDivision(2, tuple(channels)), CacheDivision(1, (range(self.heads.start, self.heads.stop),))
+        (rule,) = config.cache_rules(self.context.block_size)
+        return (CacheItems(rule, inputs + recurrent, divisions),)
 
-    def make_cache(self, size: CacheSize) -> StateCache:
+    def make_cache(self, places: Places) -> StateCache:
         shape, device = self.shape, self.context.device
-        inputs_shape = (size.num_states, self.config.num_taps - 1, shape.num_channels)
-        states_shape = (size.num_states, shape.num_heads, shape.key_dim, shape.value_dim)
+        inputs_shape = (places.num_rows, self.config.num_taps - 1, shape.num_channels)
+        states_shape = (places.num_rows, shape.num_heads, shape.key_dim, shape.value_dim)
         return StateCache(
             torch.empty(inputs_shape, dtype=self.context.dtype, device=device),
             torch.empty(states_shape, dtype=torch.float32, device=device),

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from moeserve.config.needs import Needs
-from moeserve.kv.layer_cache import CacheDivision, CacheNeeds, CacheSize
+from moeserve.kv.layer_cache import CacheDivision, CacheItems, Places
+from moeserve.kv.rules import KeepState
 from moeserve.layers.context import ModelContext
 from moeserve.layers.input_share import num_input_chunks, share_inputs
 from moeserve.layers.linear import Linear
@@ -32,6 +33,10 @@ class ShortConvolutionConfig(NetworkConfig):
     def num_heads(self) -> int:
         """The units that tp ranks divide: channels."""
         return self.num_channels
+
+    def cache_rules(self, block_size: int) -> tuple[KeepState]:
+        """Return the rule of states."""
+        return (KeepState.of_blocks(block_size),)
 
     def can_divide(self, num_ranks: int) -> bool:
         """True if the channels can be divided evenly over this many tp ranks."""
@@ -79,17 +84,15 @@ class GatedConvolution(Network):
         self.convolve = context.kernels.make_short_convolution(self.shape)
 
     @property
-    def cache_needs(self) -> CacheNeeds:
+    def cache_items(self) -> tuple[CacheItems, ...]:
+        """The states. A rank has some channels."""
         num_inputs = (self.shape.num_taps - 1) * self.shape.num_channels
-        return CacheNeeds(state_bytes=num_inputs * self.context.dtype.itemsize)
+        division = CacheDivision(2, (range(self.channels.start, self.channels.stop),))
+        (rule,) = self.config.cache_rules(self.context.block_size)
+        return (CacheItems(rule, num_inputs * self.context.dtype.itemsize, (division,)),)
 
-    @property
-    def cache_divisions(self) -> tuple[CacheDivision, ...]:
-        """The parts of each tensor of its cache that this rank has."""
-        return (CacheDivision(2, (range(self.channels.start, self.channels.stop),)),)
-
-    def make_cache(self, size: CacheSize) -> StateCache:
-        shape = (size.num_states, self.shape.num_taps - 1, self.shape.num_channels)
+    def make_cache(self, places: Places) -> StateCache:
+        shape = (places.num_rows, self.shape.num_taps - 1, self.shape.num_channels)
         return StateCache(torch.empty(shape, dtype=self.context.dtype, device=self.context.device))
 
     def forward(self, hidden_TD: Tensor, run: Run, cache: StateCache) -> Tensor:

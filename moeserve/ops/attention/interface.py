@@ -8,7 +8,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moeserve.cache_kind import CacheKind
 from moeserve.ops.rows.interface import Rotation
 from moeserve.step_inputs import StepInputs
 
@@ -44,7 +43,7 @@ class KeyValueCache:
     values: Tensor
     key_scales: Tensor | None = None  # [num_blocks, G, block_size] bfloat16
     value_scales: Tensor | None = None
-    has_window: bool = field(default=False, kw_only=True)  # its blocks are those of layers with windows
+    group: int = field(default=0, kw_only=True)  # index of the cache group that its blocks belong to
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -54,9 +53,9 @@ class KeyValueCache:
         return self.keys, self.values, self.key_scales, self.value_scales
 
     @property
-    def tensors_of_items(self) -> dict[CacheKind, tuple[Tensor, ...]]:
-        """The tensors by the kind of their items."""
-        return {CacheKind.WINDOW_BLOCK if self.has_window else CacheKind.BLOCK: self.tensors}
+    def tensors_of_items(self) -> tuple[tuple[Tensor, ...], ...]:
+        """The tensors of the layer's `cache_items`."""
+        return (self.tensors,)
 
     def clear(self) -> None:
         for tensor in self.tensors:

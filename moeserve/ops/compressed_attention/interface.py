@@ -12,13 +12,12 @@ block, so that a request can continue, and another request can reuse the prefix,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from moeserve.cache_kind import CacheKind
 from moeserve.ops.indexer.interface import ChosenEntries
 from moeserve.step_inputs import StepInputs
 
@@ -63,6 +62,7 @@ class CompressedCache:
     tails: Tensor | None = None
     index_keys: Tensor | None = None  # [num_blocks, E, I]
     index_tails: Tensor | None = None  # [num_blocks, series * 3 * I] float32
+    group: int = field(default=0, kw_only=True)  # index of the group that the blocks of tokens belong to
 
     @property
     def block_size(self) -> int:
@@ -81,9 +81,9 @@ class CompressedCache:
         return self.tokens, *self.kept_tensors
 
     @property
-    def tensors_of_items(self) -> dict[CacheKind, tuple[Tensor, ...]]:
-        """The tensors by the kind of their items."""
-        return {CacheKind.WINDOW_BLOCK: (self.tokens,), CacheKind.BLOCK: self.kept_tensors}
+    def tensors_of_items(self) -> tuple[tuple[Tensor, ...], ...]:
+        """The tensors of each of the layer's `cache_items`."""
+        return (self.tokens,), self.kept_tensors
 
     def clear(self) -> None:
         for tensor in self.tensors:
@@ -99,6 +99,7 @@ class CompressedCache:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        group: int = 0,
     ) -> CompressedCache:
         """Return a cache with uninitialised memory."""
         num_entries, size = shape.entries_of_block(block_size), shape.head_size
@@ -111,11 +112,11 @@ class CompressedCache:
         tokens = vectors[:num_tokens].view(num_window_blocks, block_size, size)
         entries = vectors[num_tokens:].view(num_blocks, num_entries, size)
         if shape.ratio is None:
-            return cls(vectors, tokens, entries)
+            return cls(vectors, tokens, entries, group=group)
         if shape.index_size is None:
-            return cls(vectors, tokens, entries, tail(size))
+            return cls(vectors, tokens, entries, tail(size), group=group)
         keys = torch.empty(num_blocks, num_entries, shape.index_size, dtype=dtype, device=device)
-        return cls(vectors, tokens, entries, tail(size), keys, tail(shape.index_size))
+        return cls(vectors, tokens, entries, tail(size), keys, tail(shape.index_size), group=group)
 
 
 class CompressedAttention(Protocol):
