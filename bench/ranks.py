@@ -237,7 +237,7 @@ def time_dispatch(groups: Groups, order: TimeDispatch) -> list[float]:
         assert isinstance(arrived.tokens, PackedTokens)
         output_RD, out_RD = plain_rows(arrived.tokens.rows_RD), arrived.tokens.out_RD
         output_RD = output_RD if out_RD is None else out_RD.copy_(output_RD)
-        dispatcher.combine(output_RD, arrived.handle).wait()  # collective: all ep ranks
+        arrived.combine(output_RD).wait()  # collective: all ep ranks
 
     return _timed(groups.world, order.num_calls, exchange)
 

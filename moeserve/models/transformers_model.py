@@ -225,7 +225,7 @@ class ForeignExperts(nn.Module):
         for expert, num_rows in enumerate(tokens.counts_e.tolist()):
             rows = slice(start, start := start + num_rows)
             output_RD[rows] = self._run_expert(module, expert, rows_RD[rows])
-        return self.dispatcher.combine(output_RD, dispatched.handle).wait()
+        return dispatched.combine(output_RD).wait()
 
     @staticmethod
     def _run_expert(module: Any, expert: int, rows_RD: Tensor) -> Tensor:

@@ -32,27 +32,21 @@ def border(max_small_bytes: int | None, note: Callable[[bool], None]) -> ExitSta
     """Change the limit in this process until the end of the context. None: keep it.
 
     Args:
-        note: called after each layer of several ranks, with true if the step was small.
+        note: called in each layer of several ranks, with true if the step was small.
     """
     from unittest import mock
 
-    from moeserve.layers.moe.dispatch import allgather, shared_rows
-
-    combine = allgather.AllGatherDispatcher.combine  # all small steps end here, and large ones except in shared memory
-    combine_shared = shared_rows.SharedRowsDispatcher.combine
-
-    def noted(self: Any, output: Any, handle: Any) -> Any:
-        note(isinstance(handle, allgather.SmallHandle))
-        return combine(self, output, handle)
-
-    def noted_if_large(self: Any, output: Any, handle: Any) -> Any:
-        if not isinstance(handle, allgather.SmallHandle):
-            note(False)
-        return combine_shared(self, output, handle)
+    from moeserve.layers.moe.dispatch import all_to_all, allgather, shared_rows
 
     stack = ExitStack()
-    stack.enter_context(mock.patch.object(shared_rows.SharedRowsDispatcher, "combine", noted_if_large))
-    stack.enter_context(mock.patch.object(allgather.AllGatherDispatcher, "combine", noted))
+    dispatchers: list[Any] = [allgather.AllGatherDispatcher, all_to_all.AllToAllDispatcher]
+    for dispatcher in (*dispatchers, shared_rows.SharedRowsDispatcher):
+
+        def noted(self: Any, *step: Any, dispatch: Any = dispatcher.dispatch) -> Any:
+            note(isinstance(self, allgather.AllGatherDispatcher) and self.is_small(*step))
+            return dispatch(self, *step)
+
+        stack.enter_context(mock.patch.object(dispatcher, "dispatch", noted))
     if max_small_bytes is not None:
         for name in ("ROWS_OF_PAIRS", "SUMS_OF_RANKS"):
             limits = dataclasses.replace(getattr(allgather, name), eager=max_small_bytes)

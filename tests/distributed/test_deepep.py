@@ -33,12 +33,12 @@ from moeserve.distributed.store import connect_store
 from moeserve.distributed.torch_group import as_torch_group
 from moeserve.kv.layer_cache import Places
 from moeserve.kv.rules import CacheRules
-from moeserve.layers.moe.dispatch.all_to_all import AllToAllDispatcher
 from moeserve.layers.moe.dispatch.base import Dispatcher, PackedTokens, SlottedTokens, StepLimits
 from moeserve.layers.moe.dispatch.deepep import communicator as deepep
 from moeserve.layers.moe.dispatch.deepep.communicator import DeepEPCommunicator, DeepEPShape, to_float8
 from moeserve.layers.moe.dispatch.deepep.dispatcher import DeepEPDispatcher
 from moeserve.layers.moe.dispatch.deepep.factory import open_communicator
+from moeserve.layers.moe.dispatch.factory import TorchDispatchers
 from moeserve.layers.moe.placement.placement import Placement
 from moeserve.layers.moe.router import Routing
 from moeserve.models.decoder import Decoder
@@ -227,7 +227,7 @@ def serve(dispatcher: Dispatcher[Any], case: Case, rank: int) -> tuple[Tensor, l
     assert tokens.expected_rows == (math.ceil(num_pairs / len(case.experts)) if has_room else None)
     output = computed(tokens, case.logical_of_slot[rank])
     # A copy, since results of low-latency kernels must not be held
-    return dispatcher.combine(output, dispatched.handle).wait().clone(), tokens.counts_e.tolist()
+    return dispatched.combine(output).wait().clone(), tokens.counts_e.tolist()
 
 
 def computed(tokens: PackedTokens | SlottedTokens, logical_of_slot: list[int]) -> Tensor:
@@ -309,7 +309,9 @@ def faults_of_cases(place: Place, cases: list[dict[str, Any]]) -> list[str]:
     found = []
     with rank_under_test(place) as here:
         for case in (Case(**fields) for fields in cases):
-            others_TD, _ = serve(AllToAllDispatcher(here.groups.ep, case.placement, cpu_context()), case, place.rank)
+            others_TD, _ = serve(
+                TorchDispatchers("all_to_all", here.groups.ep, cpu_context()).make(case.placement), case, place.rank
+            )
             for setup in SETUPS:
                 dispatcher = here.dispatcher(case, setup)
                 with room(not setup.waits):
@@ -404,9 +406,9 @@ def two_in_progress(place: Place) -> list[str]:
             for case in reversed(cases):
                 dispatched = pending.pop().wait()
                 output = computed(dispatched.tokens, case.logical_of_slot[rank])
-                handle = dispatched.handle
+                combine = dispatched.combine
                 del dispatched  # else three results are held
-                output_TD = dispatcher.combine(output, handle).wait().clone()
+                output_TD = combine(output).wait().clone()
                 expected = exact(case, rank, False)
                 if not ((output_TD - expected.total_TD).abs() <= setup.allowed(expected)).all():
                     found.append(f"{case.name} by {setup}")

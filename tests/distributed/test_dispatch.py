@@ -28,11 +28,10 @@ from torch.overrides import TorchFunctionMode
 from moeserve.distributed.groups import groups_of_one_rank
 from moeserve.distributed.mesh import Mesh
 from moeserve.layers.moe.dispatch import allgather
-from moeserve.layers.moe.dispatch.all_to_all import AllToAllDispatcher
-from moeserve.layers.moe.dispatch.allgather import AllGatherDispatcher
+from moeserve.layers.moe.dispatch.allgather import AllGatherDispatcher, DispatcherBySize
 from moeserve.layers.moe.dispatch.base import Dispatcher, PackedTokens, StepLimits
 from moeserve.layers.moe.dispatch.factory import TorchDispatchers
-from moeserve.layers.moe.dispatch.shared_rows import SharedRowsDispatcher, share_rows
+from moeserve.layers.moe.dispatch.shared_rows import share_rows
 from moeserve.layers.moe.layer import MoEConfig, MoELayer
 from moeserve.layers.moe.placement.eplb import eplb
 from moeserve.layers.moe.placement.placement import Placement
@@ -141,7 +140,7 @@ def serve(group: Any, case: Case, dispatcher: Dispatcher[Any]) -> tuple[Tensor, 
     counts = tokens.counts_e.tolist()
     output = compute(tokens.rows_RD, counts, case.logical_of_slot[group.rank_in_group])
     output = output if tokens.out_RD is None else tokens.out_RD.copy_(output)
-    return dispatcher.combine(output, dispatched.handle).wait(), counts
+    return dispatched.combine(output).wait(), counts
 
 
 def compute(rows_RD: Tensor, counts: list[int], experts: list[int]) -> Tensor:
@@ -372,7 +371,7 @@ def test_slices_of_experts_add_up_to_whole_ones(dtype: str, case: Case) -> None:
         output_RD = compute(tokens.rows_RD, counts, [*range(case.num_logical)])
         exponent = min(group.rank_in_group + 1, case.num_ranks - 1)  # the parts of all ranks are 1 together
         partial_RD = (output_RD.float() if adds_pairs else output_RD) * 2.0**-exponent
-        return dispatcher.combine(partial_RD, dispatched.handle).wait(), counts, group.records
+        return dispatched.combine(partial_RD).wait(), counts, group.records
 
     chosen = [expert for tokens in case.experts for experts in tokens for expert in experts]
     for rank, (output_TD, counts, records) in enumerate(run(case.num_ranks, serve_rank)):
@@ -392,8 +391,9 @@ def test_no_rank_overwrites_shared_rows_that_another_reads() -> None:
 
     def serve_rank(group: ThreadGroup) -> None:
         late = random.Random(group.rank_in_group)
-        dispatcher = cast(SharedRowsDispatcher, make_dispatcher("shared_memory", group, cases[0]))
-        pairs = dispatcher.exchange.pairs
+        dispatcher = cast(DispatcherBySize, make_dispatcher("shared_memory", group, cases[0]))
+        exchange = dispatcher.small.exchange
+        pairs = exchange.pairs
 
         def gather(*arguments: Any) -> Tensor:
             time.sleep(late.choice([0, 0.01]))
@@ -403,9 +403,7 @@ def test_no_rank_overwrites_shared_rows_that_another_reads() -> None:
             time.sleep(late.choice([0, 0.01]))
             return pairs.weighted_sum(*arguments)
 
-        dispatcher.exchange.pairs = cast(
-            PairKernels, SimpleNamespace(sort=pairs.sort, gather=gather, weighted_sum=weighted_sum)
-        )
+        exchange.pairs = cast(PairKernels, SimpleNamespace(sort=pairs.sort, gather=gather, weighted_sum=weighted_sum))
         for case in cases * 10:
             output_TD, _ = serve(group, case, dispatcher)
             assert bytes_of(output_TD) == bytes_of(expected(case, group.rank_in_group))
@@ -435,14 +433,14 @@ def test_copies_take_turns() -> None:
 def test_which_steps_are_small(dtype: torch.dtype) -> None:
     """The tokens of all ranks count, so that ranks agree."""
     with limited_to(2**12):
-        dispatcher = AllToAllDispatcher(
+        dispatcher = AllGatherDispatcher(
             cast(Any, ThreadGroup(Table(2), 0)), CASES["one token"].placement, cpu_context()
         )
     most = 2**12 // (4 * WIDTH * dtype.itemsize)
     routing = Routing(torch.zeros(3, 4, dtype=torch.int64), torch.ones(3, 4))
     for others, is_small in ((0, True), (most - 3, True), (most - 2, False)):
         step = cast(StepInputs, StepOf((3, others)))
-        assert dispatcher.for_small_steps.is_small(torch.zeros(3, WIDTH, dtype=dtype), routing, step) == is_small
+        assert dispatcher.is_small(torch.zeros(3, WIDTH, dtype=dtype), routing, step) == is_small
 
 
 class HostWaits(TorchFunctionMode):
@@ -491,7 +489,8 @@ def test_host_waits_once(case_name: str, name: str, is_small: bool, keeps_bytes:
 
     def serve_rank(group: ThreadGroup) -> tuple[list[str], Tensor]:
         dispatcher = cast(Any, make_dispatcher(name, group, case, keeps_bytes))
-        dispatcher.exchange.pairs = PairsOfGpu(dispatcher.exchange.pairs)
+        exchange = getattr(dispatcher, "small", dispatcher).exchange
+        exchange.pairs = PairsOfGpu(exchange.pairs)
         hidden_TD, weights_TK = case.tokens(group.rank_in_group)
         routing = Routing(case.experts_TK(group.rank_in_group), weights_TK)
         with HostWaits() as mode:
@@ -499,7 +498,7 @@ def test_host_waits_once(case_name: str, name: str, is_small: bool, keeps_bytes:
         counts = dispatched.tokens.counts_e.tolist()
         output = compute(dispatched.tokens.rows_RD, counts, case.logical_of_slot[group.rank_in_group])
         with mode:
-            output_TD = dispatcher.combine(output, dispatched.handle).wait()
+            output_TD = dispatched.combine(output).wait()
         return mode.names, output_TD
 
     with of_size(is_small):
@@ -522,7 +521,7 @@ def test_tensors_of_captured_steps_stay_alive() -> None:
         step = cast(StepInputs, StepOf((num_tokens,)))
         dispatched = dispatcher.dispatch(hidden_TD, routing, step).wait()
         assert isinstance(dispatched.tokens, PackedTokens)
-        returned = dispatcher.combine(dispatched.tokens.rows_RD, dispatched.handle)
+        returned = dispatched.combine(dispatched.tokens.rows_RD)
         assert isinstance(returned, allgather.SmallOutput)
         assert returned.pairs_p.tolist() == [*range(2 * num_tokens)]
         return returned.pairs_p.data_ptr()

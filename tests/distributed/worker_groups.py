@@ -16,6 +16,7 @@ The caller checks I3 and the tokens, from the updates. Steps of up to MIDDLE tok
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import random
@@ -387,13 +388,13 @@ def note_step(story: Story, outcome: Outcome, layers: Sequence[CountedDispatcher
 class CountedDispatcher:
     """Counts the rows of a dispatcher."""
 
-    within: Dispatcher[Any]
+    within: Dispatcher
     local_experts: Tensor
     num_experts: int
     routed: list[list[int]] = field(default_factory=list)
     computed: list[list[int]] = field(default_factory=list)
     num_under_way: int = 0  # dispatches that are not combined yet
-    arrived: list[tuple[Any, int]] = field(default_factory=list)  # their handles and rows, spare ones too
+    arrived: list[tuple[Dispatched, int]] = field(default_factory=list)  # with their rows, spare ones too
 
     @property
     def takes_float8(self) -> bool:
@@ -406,12 +407,12 @@ class CountedDispatcher:
         self.routed.append(torch.bincount(chosen, minlength=self.num_experts).tolist())
         return CountedPending(self, self.within.dispatch(hidden_TD, routing, step))
 
-    def combine(self, output: Tensor, handle: Any) -> PendingOutput:
-        its_handle, num_rows = self.arrived.pop()
-        assert handle is its_handle, "I2: combined is not what arrived"
+    def combine(self, dispatched: Dispatched, output: Tensor) -> PendingOutput:
+        arrived, num_rows = self.arrived.pop()
+        assert dispatched is arrived, "I2: combined is not what arrived"
         assert len(output) == num_rows, "I2: as many rows come out of the experts as go in"
         self.num_under_way -= 1
-        return self.within.combine(output, handle)
+        return dispatched.combine(output)
 
     def take(self, counts: list[list[int]], num_parts: int) -> list[int]:
         """Return the counts of the layer in a step, in which it ran once for each part."""
@@ -425,9 +426,9 @@ class CountedDispatcher:
 @dataclass(frozen=True)
 class CountedPending:
     dispatcher: CountedDispatcher
-    pending: PendingDispatch[Any]
+    pending: PendingDispatch
 
-    def wait(self) -> Dispatched[Any]:
+    def wait(self) -> Dispatched:
         arrived, dispatcher = self.pending.wait(), self.dispatcher
         counts = torch.zeros(dispatcher.num_experts, dtype=torch.int64)
         counts.index_add_(0, dispatcher.local_experts, arrived.tokens.counts_e)
@@ -435,12 +436,12 @@ class CountedPending:
         gather = arrived.tokens.gather
         num_rows = len(arrived.tokens.rows_RD if gather is None else gather.indices_R)
         num_counted = sum(dispatcher.computed[-1])
-        dispatcher.arrived.append((arrived.handle, num_rows))
+        dispatcher.arrived.append((arrived, num_rows))
         has_spare_rows = arrived.tokens.has_spare_rows
         assert num_counted == num_rows or (num_counted < num_rows and has_spare_rows), (
             "I2: as many rows come to the experts as are counted"
         )
-        return arrived
+        return dataclasses.replace(arrived, combine=functools.partial(dispatcher.combine, arrived))
 
 
 def count_dispatches(model: Decoder) -> list[CountedDispatcher]:

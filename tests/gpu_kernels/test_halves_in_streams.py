@@ -18,6 +18,7 @@ from moeserve.distributed.groups import groups_of_one_rank
 from moeserve.kv.layer_cache import Places
 from moeserve.kv.rules import CacheRules
 from moeserve.layers.context import ModelContext
+from moeserve.layers.moe.dispatch.base import Dispatched
 from moeserve.layers.moe.dispatch.local import LocalDispatcher
 from moeserve.models.decoder import Decoder
 from moeserve.models.registry import describe
@@ -50,11 +51,19 @@ class Communicator:
         with torch.cuda.stream(self.stream):
             return Pending(compute().wait(), self.stream.record_event())
 
-    def dispatch(self, *arguments: Any) -> Pending:
-        return self.begin(lambda: self.within.dispatch(*arguments))
+    def dispatch(self, *arguments: Any) -> PendingArrival:
+        return PendingArrival(self, self.begin(lambda: self.within.dispatch(*arguments)))
 
-    def combine(self, *arguments: Any) -> Pending:
-        return self.begin(lambda: self.within.combine(*arguments))
+
+@dataclass
+class PendingArrival:
+    communicator: Communicator
+    pending: Pending
+
+    def wait(self) -> Dispatched:
+        arrived: Dispatched = self.pending.wait()
+        combine = arrived.combine
+        return dataclasses.replace(arrived, combine=lambda output: self.communicator.begin(lambda: combine(output)))
 
 
 @dataclass

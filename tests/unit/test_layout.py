@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import pytest
 import torch
@@ -18,9 +18,8 @@ from moeserve import cli
 from moeserve.distributed.groups import unconnected
 from moeserve.distributed.mesh import Mesh
 from moeserve.errors import SettingsError
-from moeserve.layers.moe.dispatch.all_to_all import AllToAllDispatcher
-from moeserve.layers.moe.dispatch.allgather import AllGatherDispatcher
 from moeserve.layers.moe.dispatch.base import PackedTokens
+from moeserve.layers.moe.dispatch.factory import TorchDispatchers
 from moeserve.layers.moe.placement.placement import Placement
 from moeserve.layers.moe.router import Routing
 from moeserve.models.registry import describe
@@ -80,16 +79,16 @@ def test_exchanged_bytes_equal_those_of_the_dispatchers(model: str, changes: dic
     placement = Placement.even(num_experts, 4)
     step = cast(Any, SimpleNamespace(tokens_per_rank=(num_tokens,) * 4, padding=None))
 
-    def mean_bytes(kind: type[AllGatherDispatcher] | type[AllToAllDispatcher]) -> float:
+    def mean_bytes(name: Literal["allgather", "all_to_all"]) -> float:
         def life(group: ThreadGroup) -> list[Record]:
             generator = torch.Generator().manual_seed(group.rank_in_group)
             chances_TE = torch.ones(num_tokens, num_experts)
             experts_TK = torch.multinomial(chances_TE, top_k, generator=generator)  # without replacement
             hidden_TD = torch.zeros(num_tokens, width, dtype=torch.bfloat16)
-            dispatcher: Any = kind(cast(Any, group), placement, cpu_context())
+            dispatcher = TorchDispatchers(name, cast(Any, group), cpu_context()).make(placement)
             arrived = dispatcher.dispatch(hidden_TD, Routing(experts_TK, torch.ones(num_tokens, top_k)), step).wait()
             assert isinstance(arrived.tokens, PackedTokens)
-            dispatcher.combine(arrived.tokens.rows_RD, arrived.handle).wait()
+            arrived.combine(arrived.tokens.rows_RD).wait()
             return group.records
 
         num_bytes = sum(
@@ -102,8 +101,8 @@ def test_exchanged_bytes_equal_those_of_the_dispatchers(model: str, changes: dic
         return num_bytes / (4 * num_tokens)
 
     for layout in find_layouts(folder, 4, "bfloat16").layouts:
-        assert layout.dispatch_bytes == pytest.approx(mean_bytes(AllToAllDispatcher), rel=0.015)
-        assert layout.allgather_bytes == pytest.approx(mean_bytes(AllGatherDispatcher), rel=0.015)
+        assert layout.dispatch_bytes == pytest.approx(mean_bytes("all_to_all"), rel=0.015)
+        assert layout.allgather_bytes == pytest.approx(mean_bytes("allgather"), rel=0.015)
 
 
 def test_experts_of_one_replica_are_sliced_where_the_engine_slices_them(tmp_path: Path) -> None:

@@ -185,7 +185,7 @@ def test_dispatch_sorts_by_expert_and_combine_restores(experts: list[list[int]])
     scale_of_expert = torch.tensor([10.0, 100.0, 1000.0, 10000.0])
     expert_of_row = torch.tensor([e for e, _ in sent])
     output_RD = dispatched.tokens.rows_RD * scale_of_expert[expert_of_row][:, None]
-    total_TD = dispatcher.combine(output_RD, dispatched.handle).wait()
+    total_TD = dispatched.combine(output_RD).wait()
     torch.testing.assert_close(total_TD, hidden_TD * (scale_of_expert[experts_TK] * weights_TK).sum(1, keepdim=True))
 
 
@@ -196,4 +196,4 @@ def test_combine_adds_in_float32() -> None:
     dispatcher = LocalDispatcher(Placement.even(3, 1), cpu_context())
     dispatched = dispatcher.dispatch(torch.ones(1, 1, dtype=torch.bfloat16), routing, NO_STEP).wait()
     output_RD = torch.tensor([[256.0], [0.9], [0.9]], dtype=torch.bfloat16)
-    assert dispatcher.combine(output_RD, dispatched.handle).wait().item() == 258.0
+    assert dispatched.combine(output_RD).wait().item() == 258.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from moeserve.config.needs import Needs
 from moeserve.layers.context import ModelContext
 from moeserve.layers.input_share import share_experts
 from moeserve.layers.linear import Linear
-from moeserve.layers.moe.dispatch.base import PendingDispatch
+from moeserve.layers.moe.dispatch.base import PendingDispatch, PendingOutput
 from moeserve.layers.moe.dispatch.factory import DispatcherFactory
 from moeserve.layers.moe.experts import Experts
 from moeserve.layers.moe.placement.load import ExpertLoad
@@ -186,18 +186,18 @@ class MoELayer(Network):
         pending = self.dispatcher.dispatch(sent_TD, routing, step)
         shared = None if self.shared_experts is None else self.side_stream.start(self.shared_experts, hidden_TD)
         yield
-        output, handle = self._run_experts(pending)
+        output, combine = self._run_experts(pending)
         del pending  # DeepEP's low-latency kernels have memory for two results, in all halves together
-        combined = self.dispatcher.combine(output, handle)
+        combined = combine(output)  # collective: all ep ranks
         yield
         combined_TD = combined.wait()
         if self.from_latent is not None:
             combined_TD = self.from_latent(combined_TD)
         return combined_TD if shared is None else self.add(combined_TD, shared.wait())
 
-    def _run_experts(self, pending: PendingDispatch[Any]) -> tuple[Tensor, Any]:
-        """Return the outputs of this rank's experts, and the handle for `combine`."""
+    def _run_experts(self, pending: PendingDispatch) -> tuple[Tensor, Callable[[Tensor], PendingOutput]]:
+        """Return the outputs of this rank's experts, and how to combine them."""
         dispatched = pending.wait()
         if not dispatched.is_counted:
             self.load.count(dispatched.tokens.counts_e)
-        return self.experts(dispatched.tokens), dispatched.handle
+        return self.experts(dispatched.tokens), dispatched.combine

@@ -7,18 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from moeserve.distributed.coordinator import GroupCoordinator, PendingTensor
-from moeserve.layers.context import ModelContext
-from moeserve.layers.moe.dispatch.allgather import AllGatherDispatcher, PendingAllGather, SmallHandle
-from moeserve.layers.moe.dispatch.base import Dispatched, PackedTokens, PendingOutput
-from moeserve.layers.moe.dispatch.exchange import ExchangeHandle
-from moeserve.layers.moe.placement.placement import Placement
+from moeserve.distributed.coordinator import PendingTensor
+from moeserve.layers.moe.dispatch.base import Dispatched, PackedTokens
+from moeserve.layers.moe.dispatch.exchange import Exchange, Returns
 from moeserve.layers.moe.router import Routing
-from moeserve.ops.pairs.interface import PairKernels
 from moeserve.step_inputs import StepInputs
 
 # T tokens of this rank, D model width, K experts per token, R pairs that this rank computes, U distinct tokens that its
@@ -32,34 +29,30 @@ class PendingAllToAll:
     pending_UD: PendingTensor
     token_of_row_R: Tensor  # the index, among the U tokens, of each packed row's token
     counts_e: Tensor
-    handle: ExchangeHandle
-    pairs: PairKernels
+    returns: Returns
+    exchange: Exchange
 
-    def wait(self) -> Dispatched[ExchangeHandle]:
-        rows_RD = self.pairs.gather(self.pending_UD.wait(), self.token_of_row_R)
-        return Dispatched(PackedTokens(rows_RD, self.counts_e), self.handle)
+    def wait(self) -> Dispatched:
+        rows_RD = self.exchange.pairs.gather(self.pending_UD.wait(), self.token_of_row_R)
+        return Dispatched(PackedTokens(rows_RD, self.counts_e), partial(self.exchange.send_back, self.returns))
 
 
 class AllToAllDispatcher:
     """Sends each rank only the rows that it needs. See `Dispatcher` for the contract.
 
     A token's row is sent once to each rank that holds any of its experts; every pair's output is sent back once. All
-    ranks compute the sizes of these exchanges from the gathered routing: see `Exchange`. Small steps use
-    `AllGatherDispatcher`.
+    ranks compute the sizes of these exchanges from the gathered routing: see `Exchange`.
     """
 
     takes_float8 = False
 
-    def __init__(self, group: GroupCoordinator, placement: Placement, context: ModelContext) -> None:
-        self.group = group
-        self.for_small_steps = AllGatherDispatcher(group, placement, context)
-        self.exchange = self.for_small_steps.exchange
-        self.expert_copies = self.exchange.expert_copies
-        self.ranks_W = torch.arange(group.world_size, device=context.device)
+    def __init__(self, exchange: Exchange) -> None:
+        self.group = exchange.group
+        self.exchange = exchange
+        self.expert_copies = exchange.expert_copies
+        self.ranks_W = torch.arange(self.group.world_size, device=exchange.rank_of_physical.device)
 
-    def dispatch(self, hidden_TD: Tensor, routing: Routing, step: StepInputs) -> PendingAllToAll | PendingAllGather:
-        if self.for_small_steps.is_small(hidden_TD, routing, step):
-            return self.for_small_steps.dispatch(hidden_TD, routing, step)
+    def dispatch(self, hidden_TD: Tensor, routing: Routing, step: StepInputs) -> PendingAllToAll:
         exchange = self.exchange
         own_TK = exchange.choose(routing, step)
         # collective: all ep ranks
@@ -74,11 +67,8 @@ class AllToAllDispatcher:
             exchange.pairs.gather(hidden_TD, sent_S, len(self.ranks_W)), traffic.tokens_to, traffic.tokens_from
         )
         token_of_row_R = assignment.needed_before_M[assignment.packed_pairs_R // own_TK.shape[1]]
-        handle = exchange.handle(assignment, routing.weights_TK, hidden_TD.dtype)
-        return PendingAllToAll(pending_UD, token_of_row_R, assignment.counts_e, handle, exchange.pairs)
-
-    def combine(self, output: Tensor, handle: ExchangeHandle | SmallHandle) -> PendingOutput:
-        return self.for_small_steps.combine(output, handle)
+        returns = exchange.returns(assignment, routing.weights_TK, hidden_TD.dtype)
+        return PendingAllToAll(pending_UD, token_of_row_R, assignment.counts_e, returns, exchange)
 
     def is_capturable(self, tokens_per_rank: Sequence[int], bytes_per_token: int) -> bool:
-        return self.for_small_steps.is_capturable(tokens_per_rank, bytes_per_token)
+        return False  # the host reads sizes

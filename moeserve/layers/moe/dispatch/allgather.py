@@ -18,14 +18,15 @@ import functools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from moeserve.distributed.coordinator import GroupCoordinator, PendingTensor
 from moeserve.layers.context import ModelContext
-from moeserve.layers.moe.dispatch.base import Dispatched, ReadyOutput, StepLimits, pack
-from moeserve.layers.moe.dispatch.exchange import Exchange, ExchangeHandle, PendingExchange
+from moeserve.layers.moe.dispatch.base import Dispatched, Dispatcher, PendingDispatch, ReadyOutput, StepLimits, pack
+from moeserve.layers.moe.dispatch.exchange import Exchange
 from moeserve.layers.moe.placement.placement import Placement
 from moeserve.layers.moe.router import Routing
 from moeserve.ops.pairs.interface import PairKernels
@@ -45,14 +46,6 @@ ALL_STEPS = StepLimits(eager=sys.maxsize, captured=sys.maxsize)
 
 
 @dataclass(frozen=True)
-class SmallHandle:
-    weights_XK: Tensor  # of the tokens of all ranks for sums, of this rank's for pairs
-    pair_of_row_P: Tensor  # the pair of each row that this rank computes; -1 for the others
-    tokens_per_rank: Sequence[int]
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
 class PendingAllGather:
     """A dispatch in progress."""
 
@@ -63,7 +56,7 @@ class PendingAllGather:
     dispatcher: AllGatherDispatcher
     step: StepInputs
 
-    def wait(self) -> Dispatched[ExchangeHandle | SmallHandle]:
+    def wait(self) -> Dispatched:
         both_NV, exchange = self.pending_NV.wait(), self.dispatcher.exchange
         top_k, pairs = self.own_TK.shape[1], exchange.pairs
         experts_NK = _columns(both_NV, 0, top_k, torch.int64)
@@ -73,13 +66,15 @@ class PendingAllGather:
             weights_XK = self.weights_TK
             if self.dispatcher.sends_sums:
                 weights_XK = _columns(both_NV, experts_NK.element_size() * top_k, top_k, torch.float32)
-            handle = SmallHandle(weights_XK, pair_of_row_P, self.step.tokens_per_rank, both_NV.dtype)
+            combine = self.dispatcher.combine_sums if self.dispatcher.sends_sums else self.dispatcher.combine_pairs
+            way = partial(combine, weights_XK, pair_of_row_P, self.step.tokens_per_rank, both_NV.dtype)
             expected_rows = exchange.expected_rows(self.step, top_k)
             packed = pack(exchange.kernels, hidden_ND, pair_of_row_P, top_k, counts_e, expected_rows=expected_rows)
-            return Dispatched(packed, handle)
+            return Dispatched(packed, way)
         assignment = exchange.assign(self.own_TK, experts_NK, self.step)
         packed = pack(exchange.kernels, hidden_ND, assignment.packed_pairs_R, top_k, assignment.counts_e)
-        return Dispatched(packed, exchange.handle(assignment, self.weights_TK, both_NV.dtype))
+        returns = exchange.returns(assignment, self.weights_TK, both_NV.dtype)
+        return Dispatched(packed, partial(exchange.send_back, returns))
 
 
 @dataclass(frozen=True)
@@ -88,11 +83,12 @@ class SmallOutput:
 
     output_pD: Tensor
     pairs_p: Tensor
-    handle: SmallHandle
+    weights_TK: Tensor
+    dtype: torch.dtype
     pairs: PairKernels
 
     def wait(self) -> Tensor:
-        return self.pairs.weighted_sum(self.output_pD, self.pairs_p, self.handle.weights_XK, self.handle.dtype)
+        return self.pairs.weighted_sum(self.output_pD, self.pairs_p, self.weights_TK, self.dtype)
 
 
 class AllGatherDispatcher:
@@ -146,25 +142,63 @@ class AllGatherDispatcher:
         is_small = self.is_small(hidden_TD, routing, step)
         return PendingAllGather(pending_NV, own_TK, routing.weights_TK, is_small, self, step)
 
-    def combine(
-        self, output: Tensor, handle: ExchangeHandle | SmallHandle
-    ) -> PendingExchange | SmallOutput | ReadyOutput:
-        if isinstance(handle, ExchangeHandle):
-            return self.exchange.send_back(output, handle)
-        pairs, pair_of_row_P = self.exchange.pairs, handle.pair_of_row_P[: len(output)]
-        if self.sends_sums:
-            sum_ND = pairs.weighted_sum(output, pair_of_row_P, handle.weights_XK, handle.dtype)
-            # collective: all ep ranks; adds one sum of each rank to each token's
-            return ReadyOutput(self.group.reduce_scatter(sum_ND, handle.tokens_per_rank))
-        pairs_per_rank = [num_tokens * handle.weights_XK.shape[1] for num_tokens in handle.tokens_per_rank]
-        output_PD = pairs.scatter(output, pair_of_row_P, sum(pairs_per_rank))
+    def combine_sums(
+        self,
+        weights_NK: Tensor,
+        pair_of_row_P: Tensor,
+        tokens_per_rank: Sequence[int],
+        dtype: torch.dtype,
+        output: Tensor,
+    ) -> ReadyOutput:
+        """Combine the outputs of a small step by sums of ranks.
+
+        Args:
+            pair_of_row_P: the pair of each row that this rank computes; -1 for the others.
+        """
+        sum_ND = self.exchange.pairs.weighted_sum(output, pair_of_row_P[: len(output)], weights_NK, dtype)
+        # collective: all ep ranks; adds one sum of each rank to each token's
+        return ReadyOutput(self.group.reduce_scatter(sum_ND, tokens_per_rank))
+
+    def combine_pairs(
+        self,
+        weights_TK: Tensor,
+        pair_of_row_P: Tensor,
+        tokens_per_rank: Sequence[int],
+        dtype: torch.dtype,
+        output: Tensor,
+    ) -> SmallOutput:
+        """Combine the outputs of a small step by rows of pairs. The arguments are those of `combine_sums`."""
+        pairs = self.exchange.pairs
+        pairs_per_rank = [num_tokens * weights_TK.shape[1] for num_tokens in tokens_per_rank]
+        output_PD = pairs.scatter(output, pair_of_row_P[: len(output)], sum(pairs_per_rank))
         # collective: all ep ranks; adds zeros of the other ranks to each pair's output, or its partial sums
-        dtype = None if output_PD.dtype == handle.dtype else handle.dtype
-        output_pD = self.group.reduce_scatter(output_PD, pairs_per_rank, dtype)
-        return SmallOutput(output_pD, _all_pairs(len(output_pD), output_pD.device), handle, pairs)
+        output_pD = self.group.reduce_scatter(output_PD, pairs_per_rank, None if output_PD.dtype == dtype else dtype)
+        return SmallOutput(output_pD, _all_pairs(len(output_pD), output_pD.device), weights_TK, dtype, pairs)
 
     def is_capturable(self, tokens_per_rank: Sequence[int], bytes_per_token: int) -> bool:
         return sum(tokens_per_rank) * bytes_per_token <= self.small_steps.captured
+
+
+class DispatcherBySize:
+    """Sends small steps through the all-gather, and all others through a dispatcher that sends fewer rows."""
+
+    takes_float8 = False
+
+    def __init__(self, small: AllGatherDispatcher, large: Dispatcher) -> None:
+        """
+        Args:
+            large: a dispatcher over the exchange of `small`.
+        """
+        assert small.expert_copies is large.expert_copies
+        self.small, self.large = small, large
+        self.expert_copies = small.expert_copies
+
+    def dispatch(self, hidden_TD: Tensor, routing: Routing, step: StepInputs) -> PendingDispatch:
+        chosen = self.small if self.small.is_small(hidden_TD, routing, step) else self.large
+        return chosen.dispatch(hidden_TD, routing, step)
+
+    def is_capturable(self, tokens_per_rank: Sequence[int], bytes_per_token: int) -> bool:
+        return self.small.is_capturable(tokens_per_rank, bytes_per_token)
 
 
 def _columns(both_NV: Tensor, first_byte: int, num_columns: int, dtype: torch.dtype) -> Tensor:

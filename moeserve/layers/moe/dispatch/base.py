@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -16,8 +16,6 @@ from moeserve.ops.rows.interface import Rows, plain_rows
 from moeserve.step_inputs import StepInputs
 
 # T tokens of this rank, D model width, R rows (one per token and chosen expert), S slots of an expert, e local experts
-
-Handle = TypeVar("Handle")
 
 
 @dataclass(frozen=True)
@@ -41,12 +39,31 @@ class SlottedTokens:
     expected_rows: int | None = None  # approximate number of rows of all experts together; None: nearly every slot
 
 
+class PendingOutput(Protocol):
+    """A combine in progress."""
+
+    def wait(self) -> Tensor: ...  # [T, D], in the dtype of the hidden states
+
+
 @dataclass(frozen=True)
-class Dispatched(Generic[Handle]):
-    """The tokens that this rank's experts compute, and the metadata to send the results back."""
+class ReadyOutput:
+    """A complete combine."""
+
+    hidden_TD: Tensor
+
+    def wait(self) -> Tensor:
+        return self.hidden_TD
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """The tokens that this rank's experts compute, and how their outputs are sent back and added up.
+
+    `combine` is collective, over all ep ranks. Its argument has the layout of the tokens, in `out_RD` if that is given.
+    """
 
     tokens: PackedTokens | SlottedTokens
-    handle: Handle
+    combine: Callable[[Tensor], PendingOutput]
     is_counted: bool = False  # the rows of each expert have been added to the dispatcher's load
 
 
@@ -86,35 +103,19 @@ def share_of_pairs(tokens_per_rank: Sequence[int], top_k: int, num_own: int, num
     return -(-sum(tokens_per_rank) * top_k * num_own // num_all)
 
 
-class PendingDispatch(Protocol[Handle]):
+class PendingDispatch(Protocol):
     """A dispatch in progress."""
 
-    def wait(self) -> Dispatched[Handle]: ...
+    def wait(self) -> Dispatched: ...
 
 
-class PendingOutput(Protocol):
-    """A combine in progress."""
-
-    def wait(self) -> Tensor: ...  # [T, D], in the dtype of the hidden states
-
-
-@dataclass(frozen=True)
-class ReadyOutput:
-    """A complete combine."""
-
-    hidden_TD: Tensor
-
-    def wait(self) -> Tensor:
-        return self.hidden_TD
-
-
-class Dispatcher(Protocol[Handle]):
+class Dispatcher(Protocol):
     """Sends each token to its experts and returns their outputs, weighted and summed.
 
     The routing names logical experts; the dispatcher chooses among their copies. Expert -1 is padding: it is neither
     sent nor counted and adds nothing.
 
-    The handle keeps the router's weights; expert kernels do not apply them. `combine` adds a token's outputs in float32
+    Expert kernels do not apply the router's weights: `Dispatched.combine` does. It adds a token's outputs in float32
     and in top-k order, so the sum does not depend on the ranks that computed them or on their order of arrival. Only
     where the context is not batch-invariant, a rank may add the outputs of its own experts first and round their sum.
 
@@ -133,12 +134,8 @@ class Dispatcher(Protocol[Handle]):
         """True if FP8 rows reach the experts unchanged. `dispatch` needs `Float8Rows` that keep the plain rows."""
         ...
 
-    def dispatch(self, hidden_TD: Any, routing: Routing, step: StepInputs) -> PendingDispatch[Handle]:
+    def dispatch(self, hidden_TD: Any, routing: Routing, step: StepInputs) -> PendingDispatch:
         """Start to send a row for each chosen expert. `hidden_TD`: a tensor, or also `Float8Rows`."""
-        ...
-
-    def combine(self, output: Tensor, handle: Handle) -> PendingOutput:
-        """Send the outputs back. `output` has the layout of the dispatched tokens, in `out_RD` if that is given."""
         ...
 
     def is_capturable(self, tokens_per_rank: Sequence[int], bytes_per_token: int) -> bool:

@@ -50,8 +50,8 @@ class Assignment:
 
 
 @dataclass(frozen=True)
-class ExchangeHandle:
-    """Dispatch metadata. Outputs return rank by rank and sorted by expert, an order that both sides find by sorting."""
+class Returns:
+    """The way back of a step's outputs: rank by rank, and sorted by expert. Both sides find this order by sorting."""
 
     weights_TK: Tensor
     row_of_sent_R: Tensor  # the packed row of each output that this rank sends
@@ -131,12 +131,12 @@ class Exchange:
             needed_before_M=needed_before_M,
         )
 
-    def handle(self, assignment: Assignment, weights_TK: Tensor, dtype: torch.dtype) -> ExchangeHandle:
-        """Return the metadata for the combine."""
+    def returns(self, assignment: Assignment, weights_TK: Tensor, dtype: torch.dtype) -> Returns:
+        """Return the way back of the outputs of an assignment."""
         first_pairs_W = assignment.first_tokens_w[1:] * weights_TK.shape[1]
         rank_of_row_R = torch.bucketize(assignment.packed_pairs_R, first_pairs_W, right=True)
         row_of_sent_R, _ = self.pairs.order(rank_of_row_R, self.keys_of_ranks)
-        return ExchangeHandle(
+        return Returns(
             weights_TK=weights_TK,
             row_of_sent_R=row_of_sent_R,
             send_sizes=assignment.traffic.pairs_from,
@@ -145,12 +145,12 @@ class Exchange:
             dtype=dtype,
         )
 
-    def send_back(self, output_RD: Tensor, handle: ExchangeHandle) -> PendingExchange:
+    def send_back(self, returns: Returns, output_RD: Tensor) -> PendingExchange:
         """Send each pair's output to the rank of its token, which adds them up."""
-        sent_RD = self.pairs.gather(output_RD, handle.row_of_sent_R)
+        sent_RD = self.pairs.gather(output_RD, returns.row_of_sent_R)
         # collective: all ep ranks
         return PendingExchange(
-            self.group.all_to_all(sent_RD, handle.send_sizes, handle.receive_sizes), handle, self.pairs
+            self.group.all_to_all(sent_RD, returns.send_sizes, returns.receive_sizes), returns, self.pairs
         )
 
 
@@ -159,13 +159,13 @@ class PendingExchange:
     """A combine in progress."""
 
     pending_OD: PendingTensor
-    handle: ExchangeHandle
+    returns: Returns
     pairs: PairKernels
 
     def wait(self) -> Tensor:
-        handle = self.handle
+        returns = self.returns
         return self.pairs.weighted_sum(
-            self.pending_OD.wait(), handle.pair_of_received_O, handle.weights_TK, handle.dtype
+            self.pending_OD.wait(), returns.pair_of_received_O, returns.weights_TK, returns.dtype
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ class DispatcherFactory(Protocol):
         """The ep group."""
         ...
 
-    def make(self, placement: Placement, load_e: Tensor | None = None) -> Dispatcher[Any]:
+    def make(self, placement: Placement, load_e: Tensor | None = None) -> Dispatcher:
         """Return the dispatcher of a layer with this placement.
 
         Args:
@@ -60,22 +60,23 @@ class TorchDispatchers:
     context: ModelContext
     rows: SharedRows | None = None  # of shared_memory
 
-    def make(self, placement: Placement, load_e: Tensor | None = None) -> Dispatcher[Any]:
+    def make(self, placement: Placement, load_e: Tensor | None = None) -> Dispatcher:
         if self.name == "local":
             return LocalDispatcher(placement, self.context, load_e)
         # Imported by engines of several ranks only, as DeepEP below.
         from moeserve.layers.moe.dispatch.all_to_all import AllToAllDispatcher
-        from moeserve.layers.moe.dispatch.allgather import AllGatherDispatcher
+        from moeserve.layers.moe.dispatch.allgather import AllGatherDispatcher, DispatcherBySize
         from moeserve.layers.moe.dispatch.shared_rows import SharedRowsDispatcher
 
+        small = AllGatherDispatcher(self.group, placement, self.context)
         match self.name:
             case "allgather":
-                return AllGatherDispatcher(self.group, placement, self.context)
+                return small
             case "all_to_all":
-                return AllToAllDispatcher(self.group, placement, self.context)
+                return DispatcherBySize(small, AllToAllDispatcher(small.exchange))
             case "shared_memory":
                 assert self.rows is not None
-                return SharedRowsDispatcher(self.group, placement, self.context, self.rows)
+                return DispatcherBySize(small, SharedRowsDispatcher(small.exchange, self.rows))
 
     def prepare(self, tokens_per_rank: Sequence[int]) -> None:
         """Return at once: any step may follow any other."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,19 +23,12 @@ from moeserve.step_inputs import StepInputs
 
 
 @dataclass(frozen=True)
-class LocalHandle:
-    weights_TK: Tensor
-    pair_of_row_R: Tensor  # row r is pair t * K + k: token t with its k-th expert
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
 class ReadyDispatch:
     """A complete dispatch."""
 
-    dispatched: Dispatched[LocalHandle]
+    dispatched: Dispatched
 
-    def wait(self) -> Dispatched[LocalHandle]:
+    def wait(self) -> Dispatched:
         return self.dispatched
 
 
@@ -65,11 +59,15 @@ class LocalDispatcher:
         else:
             pair_of_row_R, counts_e = self.pairs.sort(experts_TK, self.keys)
             tokens = PackedTokens(self.pairs.gather(plain_rows(hidden_TD), pair_of_row_R, top_k), counts_e)
-        handle = LocalHandle(routing.weights_TK, pair_of_row_R, hidden_TD.dtype)
-        return ReadyDispatch(Dispatched(tokens, handle, is_counted=self.load_e is not None))
+        combine = partial(self._combine, pair_of_row_R, routing.weights_TK, hidden_TD.dtype)
+        return ReadyDispatch(Dispatched(tokens, combine, is_counted=self.load_e is not None))
 
-    def combine(self, output: Tensor, handle: LocalHandle) -> ReadyOutput:
-        return ReadyOutput(self.pairs.weighted_sum(output, handle.pair_of_row_R, handle.weights_TK, handle.dtype))
+    def _combine(self, pair_of_row_R: Tensor, weights_TK: Tensor, dtype: torch.dtype, output: Tensor) -> ReadyOutput:
+        """
+        Args:
+            pair_of_row_R: row r is pair t * K + k, which is token t with its k-th expert.
+        """
+        return ReadyOutput(self.pairs.weighted_sum(output, pair_of_row_R, weights_TK, dtype))
 
     def is_capturable(self, tokens_per_rank: Sequence[int], bytes_per_token: int) -> bool:
         return True

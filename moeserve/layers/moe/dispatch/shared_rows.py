@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from moeserve.distributed.coordinator import GroupCoordinator, PendingTensor
-from moeserve.layers.context import ModelContext
-from moeserve.layers.moe.dispatch.allgather import AllGatherDispatcher, PendingAllGather, SmallHandle
-from moeserve.layers.moe.dispatch.base import Dispatched, PackedTokens, PendingOutput
-from moeserve.layers.moe.placement.placement import Placement
+from moeserve.layers.moe.dispatch.base import Dispatched, PackedTokens
+from moeserve.layers.moe.dispatch.exchange import Exchange
 from moeserve.layers.moe.router import Routing
 from moeserve.ops.pairs.interface import PairKernels
 from moeserve.step_inputs import StepInputs
@@ -54,7 +53,9 @@ def share_rows(
 
 
 @dataclass(frozen=True)
-class SharedHandle:
+class SharedOutputs:
+    """The outputs of all ranks' pairs, and those of them that belong to this rank's tokens."""
+
     weights_TK: Tensor
     pair_of_row_P: Tensor  # the own pair (t * K + k) of each output of all ranks; -1 for pairs of other ranks' tokens
     output_PD: Tensor  # in shared memory
@@ -69,7 +70,7 @@ class PendingSharedRows:
     dispatcher: SharedRowsDispatcher
     step: StepInputs
 
-    def wait(self) -> Dispatched[SharedHandle]:
+    def wait(self) -> Dispatched:
         experts_NK, exchange = self.pending_NK.wait(), self.dispatcher.exchange
         rows = self.dispatcher.rows.of_half(self.step, experts_NK.shape[1])
         pairs_P, counts_E = exchange.pairs.sort(experts_NK, exchange.all_keys)
@@ -84,9 +85,9 @@ class PendingSharedRows:
         is_own_P = own_P >= 0
         num_own, num_here = int(is_own_P.sum()), int(is_own_P[first_row : first_row + num_rows].sum())
         self.dispatcher.group.num_bytes_sent += (num_rows + num_own - 2 * num_here) * rows.row_bytes
-        handle = SharedHandle(self.weights_TK, own_P, rows.output_PD[: len(own_P)])
+        outputs = SharedOutputs(self.weights_TK, own_P, rows.output_PD[: len(own_P)])
         out_RD = rows.output_PD[first_row : first_row + num_rows]
-        return Dispatched(PackedTokens(rows_RD, counts_e, out_RD=out_RD), handle)
+        return Dispatched(PackedTokens(rows_RD, counts_e, out_RD=out_RD), partial(self.dispatcher.combine, outputs))
 
 
 @dataclass(frozen=True)
@@ -94,14 +95,14 @@ class PendingSharedOutput:
     """A combine in progress."""
 
     pending: PendingTensor  # complete when all ranks have written their outputs
-    handle: SharedHandle
+    outputs: SharedOutputs
     pairs: PairKernels
 
     def wait(self) -> Tensor:
         self.pending.wait()
-        handle = self.handle
-        output_PD = handle.output_PD
-        return self.pairs.weighted_sum(output_PD, handle.pair_of_row_P, handle.weights_TK, output_PD.dtype)
+        outputs = self.outputs
+        output_PD = outputs.output_PD
+        return self.pairs.weighted_sum(output_PD, outputs.pair_of_row_P, outputs.weights_TK, output_PD.dtype)
 
 
 class SharedRowsDispatcher:
@@ -115,22 +116,17 @@ class SharedRowsDispatcher:
     all-gather of the layer before, which all ranks join once they have read the hidden states of that layer. It writes
     outputs after the first all-gather, which all ranks join once they have read the outputs of the layer before.
     Halves of a step have rows of their own, for each of which this holds.
-
-    Small steps use `AllGatherDispatcher`.
     """
 
     takes_float8 = False
 
-    def __init__(self, group: GroupCoordinator, placement: Placement, context: ModelContext, rows: SharedRows) -> None:
-        self.group = group
+    def __init__(self, exchange: Exchange, rows: SharedRows) -> None:
+        self.group = exchange.group
         self.rows = rows
-        self.for_small_steps = AllGatherDispatcher(group, placement, context)
-        self.exchange = self.for_small_steps.exchange
-        self.expert_copies = self.exchange.expert_copies
+        self.exchange = exchange
+        self.expert_copies = exchange.expert_copies
 
-    def dispatch(self, hidden_TD: Tensor, routing: Routing, step: StepInputs) -> PendingSharedRows | PendingAllGather:
-        if self.for_small_steps.is_small(hidden_TD, routing, step):
-            return self.for_small_steps.dispatch(hidden_TD, routing, step)
+    def dispatch(self, hidden_TD: Tensor, routing: Routing, step: StepInputs) -> PendingSharedRows:
         own_TK = self.exchange.choose(routing, step)
         first_token = step.rows_before + sum(step.tokens_per_rank[: self.group.rank_in_group])
         self.rows.hidden_ND[first_token : first_token + len(hidden_TD)] = hidden_TD
@@ -138,14 +134,13 @@ class SharedRowsDispatcher:
         pending_NK = self.group.begin_all_gather(own_TK, step.tokens_per_rank)
         return PendingSharedRows(pending_NK, routing.weights_TK, self, step)
 
-    def combine(self, output: Tensor, handle: SharedHandle | SmallHandle) -> PendingOutput:
-        if isinstance(handle, SmallHandle):
-            return self.for_small_steps.combine(output, handle)
+    def combine(self, outputs: SharedOutputs, output: Tensor) -> PendingSharedOutput:
+        """Let all ranks read the outputs of this rank's experts."""
         shared = self.rows.output_PD.untyped_storage()
         assert output.untyped_storage().data_ptr() == shared.data_ptr(), "outputs of experts are not in `out_RD`"
         # collective: all ep ranks
         pending = self.group.begin_all_gather(torch.empty(0, 1), [0] * self.group.world_size)
-        return PendingSharedOutput(pending, handle, self.exchange.pairs)
+        return PendingSharedOutput(pending, outputs, self.exchange.pairs)
 
     def is_capturable(self, tokens_per_rank: Sequence[int], bytes_per_token: int) -> bool:
-        return self.for_small_steps.is_capturable(tokens_per_rank, bytes_per_token)
+        return False  # the host reads sizes

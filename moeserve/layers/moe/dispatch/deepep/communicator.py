@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from moeserve.config.settings import DeepEPApi
-from moeserve.layers.moe.dispatch.base import PendingDispatch, PendingOutput, StepLimits, share_of_pairs
+from moeserve.layers.moe.dispatch.base import PendingDispatch, StepLimits, share_of_pairs
 from moeserve.ops.rows.interface import FLOAT8_BLOCK, Float8Rows, Rows
 
 # T tokens of this rank, D model width, K experts per token, B blocks of a row
@@ -98,7 +98,7 @@ class DeepEPCommunicator(Protocol):
         weights_TK: Tensor,
         tokens_per_rank: Sequence[int],
         is_padded: bool = False,
-    ) -> PendingDispatch[Any]:
+    ) -> PendingDispatch:
         """Start to send rows to their experts. Collective: all ep ranks.
 
         Args:
@@ -108,8 +108,6 @@ class DeepEPCommunicator(Protocol):
             is_padded: the step is padded for a graph.
         """
         ...
-
-    def combine(self, output: Tensor, handle: Any) -> PendingOutput: ...
 
     def close(self) -> None:
         """Free the buffer. Collective: all ep ranks."""

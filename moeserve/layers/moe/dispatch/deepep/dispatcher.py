@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from moeserve.distributed.coordinator import GroupCoordinator
 from moeserve.layers.context import ModelContext
-from moeserve.layers.moe.dispatch.base import PendingDispatch, PendingOutput
+from moeserve.layers.moe.dispatch.base import PendingDispatch
 from moeserve.layers.moe.dispatch.deepep.communicator import DeepEPCommunicator
 from moeserve.layers.moe.dispatch.expert_copies import ExpertCopies
 from moeserve.layers.moe.placement.placement import Placement
@@ -43,7 +42,7 @@ class DeepEPDispatcher:
         self.expert_copies = ExpertCopies(placement, group.rank_in_group, group.node_of_rank, context)
         self.takes_float8 = communicator.shape.is_float8
 
-    def dispatch(self, hidden_TD: Rows, routing: Routing, step: StepInputs) -> PendingDispatch[Any]:
+    def dispatch(self, hidden_TD: Rows, routing: Routing, step: StepInputs) -> PendingDispatch:
         rank, shape = self.group.rank_in_group, self.communicator.shape
         plain_TD = plain_rows(hidden_TD)
         assert len(hidden_TD) == step.tokens_per_rank[rank], (len(hidden_TD), step.tokens_per_rank)
@@ -59,9 +58,6 @@ class DeepEPDispatcher:
             step.most_per_rank or step.tokens_per_rank,  # both halves of a step use the same kernels
             is_padded=step.padding is not None,
         )
-
-    def combine(self, output: Tensor, handle: Any) -> PendingOutput:
-        return self.communicator.combine(output.contiguous(), handle)
 
     def is_capturable(self, tokens_per_rank: Sequence[int], bytes_per_token: int) -> bool:
         return self.communicator.is_capturable(tokens_per_rank)

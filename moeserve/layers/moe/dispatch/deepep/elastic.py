@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -32,37 +33,26 @@ LEAST_LIMIT = 128  # tokens of a rank in a small step, without low-latency steps
 
 
 @dataclass(frozen=True)
-class ElasticHandle:
-    handle: Any
-    weights_R: Tensor
-    num_tokens: int  # T
-
-    @property
-    def ends_e(self) -> Tensor:
-        """The end of each expert's rows, [e] int32. There is no padding between experts."""
-        ends_e: Tensor = self.handle.psum_num_recv_tokens_per_expert
-        return ends_e
-
-
-@dataclass(frozen=True)
 class PendingElasticDispatch:
     """A dispatch in progress."""
 
     received: Tensor | tuple[Tensor, Tensor]  # [R, D], or float8 and scales
     expected_rows: int | None  # the rows that count in a small step, where most are spare; None: no spare rows
     event: Event
-    handle: ElasticHandle
-    dtype: torch.dtype
+    handle: Any  # DeepEP's
+    weights_R: Tensor
+    num_tokens: int  # T
+    communicator: ElasticCommunicator
 
-    def wait(self) -> Dispatched[ElasticHandle]:
+    def wait(self) -> Dispatched:
         self.event.current_stream_wait()
-        rows_RD = received_rows(self.received, self.dtype)
-        ends_e = self.handle.ends_e
+        rows_RD = received_rows(self.received, self.communicator.shape.dtype)
+        # The end of each expert's rows, [e] int32. There is no padding between experts.
+        ends_e: Tensor = self.handle.psum_num_recv_tokens_per_expert
         counts_e = ends_e.to(torch.int64).diff(prepend=ends_e.new_zeros(1, dtype=torch.int64))
         has_spare_rows = self.expected_rows is not None
-        return Dispatched(
-            PackedTokens(rows_RD, counts_e, has_spare_rows, expected_rows=self.expected_rows), self.handle
-        )
+        combine = partial(self.communicator.combine, self.handle, self.weights_R, self.num_tokens)
+        return Dispatched(PackedTokens(rows_RD, counts_e, has_spare_rows, expected_rows=self.expected_rows), combine)
 
 
 @dataclass(frozen=True)
@@ -156,16 +146,19 @@ class ElasticCommunicator:
             do_cpu_sync=limit is None,
             do_expand=True,
         )
-        handle = ElasticHandle(handle, weights_R, num_tokens)
         expected_rows = None if limit is None else shape.expected_rows(tokens_per_rank)
-        return PendingElasticDispatch(received, expected_rows, event, handle, shape.dtype)
+        return PendingElasticDispatch(received, expected_rows, event, handle, weights_R, num_tokens, self)
 
-    def combine(self, output: Tensor, handle: ElasticHandle) -> PendingCombine | PendingEmptyCombine:
-        weighted_RD = self.pairs.weigh(output, handle.weights_R, handle.ends_e[-1:])
+    def combine(
+        self, handle: Any, weights_R: Tensor, num_tokens: int, output: Tensor
+    ) -> PendingCombine | PendingEmptyCombine:
+        """Weigh outputs, and send them back to the `num_tokens` tokens of this rank."""
+        num_rows = handle.psum_num_recv_tokens_per_expert[-1:]
+        weighted_RD = self.pairs.weigh(output.contiguous(), weights_R, num_rows)
         # collective: all ep ranks
-        output_TD, _, event = self.buffer.combine(weighted_RD, handle.handle, async_with_compute_stream=True)
+        output_TD, _, event = self.buffer.combine(weighted_RD, handle, async_with_compute_stream=True)
         pending = PendingCombine(output_TD, event.current_stream_wait)
-        return pending if handle.num_tokens else PendingEmptyCombine(pending)
+        return pending if num_tokens else PendingEmptyCombine(pending)
 
     def _limit(self, tokens_per_rank: Sequence[int], is_padded: bool) -> int | None:
         """Return the tokens of a rank for which a small step has room; None: the step is large.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -25,7 +26,6 @@ from moeserve.layers.moe.dispatch.deepep.communicator import (
     to_float8,
 )
 from moeserve.layers.moe.dispatch.deepep.support import MAX_RANKS_OF_ONE_HOST
-from moeserve.ops.kernels import Kernels
 from moeserve.ops.pairs.interface import Keys
 from moeserve.ops.rows.interface import Rows, plain_rows
 
@@ -37,20 +37,6 @@ MAX_LOW_LATENCY_RESULTS = 2  # in use at a time: DeepEP has two buffers
 
 
 @dataclass(frozen=True)
-class NormalHandle:
-    handle: tuple[Any, ...]
-    pair_of_row_R: Tensor  # the pair (n * K + k of the N tokens) of each packed row
-    weights_NK: Tensor
-
-
-@dataclass(frozen=True)
-class LowLatencyHandle:
-    handle: tuple[Any, ...]
-    experts_TK: Tensor
-    weights_TK: Tensor
-
-
-@dataclass(frozen=True)
 class PendingNormalDispatch:
     """A dispatch in progress by the normal kernels."""
 
@@ -59,19 +45,18 @@ class PendingNormalDispatch:
     weights_NK: Tensor
     num_rows: int | None  # R; None: only the GPU knows it
     expected_rows: int | None
-    handle: tuple[Any, ...]
+    handle: tuple[Any, ...]  # DeepEP's
     event: Event
-    keys: Keys
-    kernels: Kernels
-    dtype: torch.dtype
+    communicator: LegacyCommunicator
 
-    def wait(self) -> Dispatched[NormalHandle]:
+    def wait(self) -> Dispatched:
         self.event.current_stream_wait()
-        rows_ND, top_k = received_rows(self.received, self.dtype), self.experts_NK.shape[1]
-        order_P, counts_e = self.kernels.pairs.order(self.experts_NK, self.keys)
+        communicator, top_k = self.communicator, self.experts_NK.shape[1]
+        rows_ND = received_rows(self.received, communicator.shape.dtype)
+        order_P, counts_e = communicator.kernels.pairs.order(self.experts_NK, communicator.keys)
         pair_of_row_R = order_P[: self.num_rows]
-        packed = pack(self.kernels, rows_ND, pair_of_row_R, top_k, counts_e, self.expected_rows)
-        return Dispatched(packed, NormalHandle(self.handle, pair_of_row_R, self.weights_NK))
+        packed = pack(communicator.kernels, rows_ND, pair_of_row_R, top_k, counts_e, self.expected_rows)
+        return Dispatched(packed, partial(communicator.combine, self.handle, pair_of_row_R, self.weights_NK))
 
 
 @dataclass(frozen=True)
@@ -82,13 +67,17 @@ class PendingLowLatencyDispatch:
     counts_e: Tensor  # int32
     expected_rows: int
     receive: Callable[[], None]  # launches the kernel that receives
-    handle: LowLatencyHandle
-    dtype: torch.dtype
+    handle: tuple[Any, ...]  # DeepEP's
+    experts_TK: Tensor
+    weights_TK: Tensor
+    communicator: LegacyCommunicator
 
-    def wait(self) -> Dispatched[LowLatencyHandle]:
+    def wait(self) -> Dispatched:
         self.receive()
-        slots_eSD = received_rows(self.received, self.dtype)
-        return Dispatched(SlottedTokens(slots_eSD, self.counts_e.to(torch.int64), self.expected_rows), self.handle)
+        slots_eSD = received_rows(self.received, self.communicator.shape.dtype)
+        tokens = SlottedTokens(slots_eSD, self.counts_e.to(torch.int64), self.expected_rows)
+        combine = self.communicator.combine_low_latency
+        return Dispatched(tokens, partial(combine, self.handle, self.experts_TK, self.weights_TK))
 
 
 class LegacyCommunicator:
@@ -161,7 +150,7 @@ class LegacyCommunicator:
         weights_TK: Tensor,
         tokens_per_rank: Sequence[int],
         is_padded: bool = False,
-    ) -> PendingDispatch[NormalHandle] | PendingDispatch[LowLatencyHandle]:
+    ) -> PendingDispatch:
         self.prepare(tokens_per_rank)
         expected_rows = self.shape.expected_rows(tokens_per_rank)
         if self.shape.is_low_latency(tokens_per_rank):
@@ -169,18 +158,29 @@ class LegacyCommunicator:
         num_worst_tokens = self._worst_tokens(tokens_per_rank, is_padded)
         return self._dispatch_normal(hidden_TD, experts_TK, weights_TK, expected_rows, num_worst_tokens)
 
-    def combine(self, output: Tensor, handle: NormalHandle | LowLatencyHandle) -> PendingCombine:
-        if isinstance(handle, LowLatencyHandle):
-            self.num_low_latency_results -= 1
-            # collective: all ep ranks
-            output_TD, _, receive = self.buffer.low_latency_combine(
-                output, handle.experts_TK, handle.weights_TK, handle.handle, return_recv_hook=True
-            )
-            return PendingCombine(output_TD, receive)
-        sum_ND = self.kernels.pairs.weighted_sum(output, handle.pair_of_row_R, handle.weights_NK, self.shape.dtype)
+    def combine(
+        self, handle: tuple[Any, ...], pair_of_row_R: Tensor, weights_NK: Tensor, output: Tensor
+    ) -> PendingCombine:
+        """Combine outputs by the normal kernels.
+
+        Args:
+            pair_of_row_R: the pair (n * K + k of the N tokens) of each packed row.
+        """
+        sum_ND = self.kernels.pairs.weighted_sum(output.contiguous(), pair_of_row_R, weights_NK, self.shape.dtype)
         # collective: all ep ranks
-        output_TD, _, event = self.buffer.combine(sum_ND, handle.handle, async_finish=True)
+        output_TD, _, event = self.buffer.combine(sum_ND, handle, async_finish=True)
         return PendingCombine(output_TD, event.current_stream_wait)
+
+    def combine_low_latency(
+        self, handle: tuple[Any, ...], experts_TK: Tensor, weights_TK: Tensor, output: Tensor
+    ) -> PendingCombine:
+        """Combine outputs by the low-latency kernels."""
+        self.num_low_latency_results -= 1
+        # collective: all ep ranks
+        output_TD, _, receive = self.buffer.low_latency_combine(
+            output.contiguous(), experts_TK, weights_TK, handle, return_recv_hook=True
+        )
+        return PendingCombine(output_TD, receive)
 
     def close(self) -> None:
         if self.is_ended_by_us:
@@ -219,9 +219,7 @@ class LegacyCommunicator:
             expected_rows=expected_rows if num_worst_tokens else None,
             handle=handle,
             event=event,
-            keys=self.keys,
-            kernels=self.kernels,
-            dtype=self.shape.dtype,
+            communicator=self,
         )
 
     def _dispatch_low_latency(
@@ -238,8 +236,9 @@ class LegacyCommunicator:
             use_fp8=self.shape.is_float8,
             return_recv_hook=True,
         )
-        handle = LowLatencyHandle(handle, experts_TK, weights_TK)
-        return PendingLowLatencyDispatch(received, counts_e, expected_rows, receive, handle, self.shape.dtype)
+        return PendingLowLatencyDispatch(
+            received, counts_e, expected_rows, receive, handle, experts_TK, weights_TK, self
+        )
 
 
 def _buffer_sizes(buffer_class: Any, shape: DeepEPShape) -> tuple[int, int]:
