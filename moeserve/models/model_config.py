@@ -118,6 +118,12 @@ class ModelConfig:
         return self.first_moe.router.num_experts if self.first_moe else 0
 
     @property
+    def num_expert_groups(self) -> int:
+        """Number of groups of experts, of which each token uses some; 1 if tokens may use experts of all groups."""
+        router = self.first_moe.router if self.first_moe else None
+        return router.num_groups if router and router.num_chosen_groups < router.num_groups else 1
+
+    @property
     def expert_shape(self) -> ExpertShape | None:
         """The shape of the experts of each layer with experts; None if there are none."""
         moe = self.first_moe
@@ -166,7 +172,12 @@ class ModelConfig:
         return of_sparse_layers[before:last]
 
     def place_experts(
-        self, num_ranks: int, *, loads: Sequence[Sequence[float]] = (), num_redundant: int = 0
+        self,
+        num_ranks: int,
+        *,
+        loads: Sequence[Sequence[float]] = (),
+        num_redundant: int = 0,
+        node_of_rank: Sequence[int] = (),
     ) -> tuple[Placement, ...]:
         """Return the placement of each layer with experts, computed by `place_experts`."""
         return place_experts(
@@ -175,6 +186,8 @@ class ModelConfig:
             num_experts=self.num_experts,
             num_ranks=num_ranks,
             num_redundant=num_redundant,
+            node_of_rank=node_of_rank,
+            num_groups=self.num_expert_groups,
         )
 
     def slice_experts(self, num_ranks: int) -> tuple[Placement, ...]:

@@ -196,6 +196,7 @@ class LayoutCosts:
         self.ranks_per_node = max(min(layout.tp, ranks_per_node), ranks_per_node // layout.pp)
         self.is_fp8 = is_fp8(description, assumptions)
         self.num_sparse_layers = config.num_sparse_layers
+        self.num_expert_groups = config.num_expert_groups
         self.top_k = shape.top_k if shape else 0
         self.has_exchange = self.num_ranks > 1 and shape is not None
         self.node_bandwidth = hardware.node_bandwidth * calibration.node_links

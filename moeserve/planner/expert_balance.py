@@ -51,6 +51,7 @@ class ExpertBalance:
         self._random = np.random.default_rng([seed, 1])
         self._loads = [list(of_layer) if any(of_layer) else [1.0] * len(of_layer) for of_layer in loads]
         num_experts = len(loads[0]) if loads else 0
+        self._node_of_rank = [rank // costs.ranks_per_node for rank in range(costs.num_ranks)]
         self._placements = list(
             place_experts(
                 self._loads if settings.placement == "loads" else (),
@@ -58,9 +59,10 @@ class ExpertBalance:
                 num_experts=num_experts,
                 num_ranks=costs.num_ranks,
                 num_redundant=settings.num_redundant_experts,
+                node_of_rank=self._node_of_rank,
+                num_groups=costs.num_expert_groups,
             )
         )
-        self._node_of_rank = [rank // costs.ranks_per_node for rank in range(costs.num_ranks)]
         self._counted_loads = [[0.0] * num_experts] * len(loads)
         self._now = 0.0
         self._next_drift_s = DRIFT_PERIOD_S

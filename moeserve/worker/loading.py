@@ -65,7 +65,10 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
     dtype, device = getattr(torch, config.dtype), torch.device(config.device)
     if config.expert_parallel:
         placements = tuple(map(Placement.from_json, config.placements)) or description.model.place_experts(
-            groups.ep.world_size, loads=config.expert_loads, num_redundant=config.num_redundant_experts
+            groups.ep.world_size,
+            loads=config.expert_loads,
+            num_redundant=config.num_redundant_experts,
+            node_of_rank=groups.ep.node_of_rank,
         )
     else:
         placements = description.model.slice_experts(groups.ep.world_size)

@@ -65,6 +65,9 @@ def main() -> None:
                     case "generate":
                         assert llm is not None
                         answer["tokens"] = generate(llm, command)
+                    case "placement":
+                        assert llm is not None
+                        answer["layers"] = llm.expert_load().logical_of_slot
                     case "generate in group":
                         answer |= generate_in_group(command.pop("bundles"), command)
                     case "scale":

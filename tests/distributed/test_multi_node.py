@@ -185,7 +185,7 @@ def test_replicas_are_added_and_removed_on_two_hosts(cluster: Cluster, reference
 @pytest.fixture(scope="module")
 def replicas(cluster: Cluster, reference: Reference) -> Iterator[None]:
     """Two replicas of two ranks, each on one host."""
-    with engine(cluster, reference, 2, 2, num_threads=1, debug_rank_state=True):
+    with engine(cluster, reference, 2, 2, num_threads=1, num_redundant_experts=4, debug_rank_state=True):
         yield
 
 
@@ -209,6 +209,17 @@ def test_replicas_on_two_hosts_give_the_tokens_of_one_rank(cluster: Cluster, ref
     prompts = reference.prompts(3, 40, 17, 24, 9, 31)
     assert [len(cluster.ranks(host)) for host in cluster.hosts] == [2, 2]
     assert cluster.ask("generate", prompts=prompts, max_tokens=NUM_TOKENS)["tokens"] == expected(reference, prompts)
+
+
+@pytest.mark.usefixtures("replicas")
+def test_a_host_holds_all_copies_of_the_experts_of_its_groups(cluster: Cluster) -> None:
+    """The router chooses 2 of 4 groups of 3 experts."""
+    layers = cluster.ask("placement")["layers"]
+    assert [[len(slots) for slots in ranks] for ranks in layers] == [[4] * 4] * 2
+    for ranks in layers:
+        first, second = ({expert // 3 for slots in of_host for expert in slots} for of_host in (ranks[:2], ranks[2:]))
+        assert len(first) == len(second) == 2, ranks
+        assert not first & second, ranks
 
 
 @pytest.mark.soak

@@ -5,13 +5,17 @@ the load of a rank is the sum over its slots of the expert's load divided by its
 load of the fullest rank over the mean of the ranks: all ranks wait for the fullest one.
 
 `eplb` is DeepSeek's published algorithm (https://github.com/deepseek-ai/EPLB), for any number of experts, slots and
-ranks. `rebalance` reaches nearly the same imbalance with few changes to the current placement. Both are deterministic,
-so every rank can compute them independently.
+ranks. It has two policies. The global one ignores nodes. The hierarchical one keeps all copies of a group of experts on
+one node, so that a router that first chooses groups sends a token to few nodes. `rebalance` reaches nearly the same
+imbalance with few changes to the current placement. Both are deterministic, so every rank can compute them
+independently.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from moeserve.distributed.mesh import share_sizes
+from moeserve.distributed.mesh import share_of, share_sizes
 from moeserve.errors import SettingsError, shown
 from moeserve.layers.moe.placement.placement import MAX_LOAD, Placement, check_num_slots
 
@@ -31,6 +35,7 @@ LEAST_GAIN = 1e-9  # minimum reduction of the fullest rank's load by a swap, abo
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
+Ranks = tuple[tuple[int, ...], ...]  # experts by rank and slot
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,15 +63,20 @@ def imbalance(loads: Sequence[float], placement: Placement) -> float:
     return max(of_rank) * len(of_rank) / total if total else 1.0
 
 
-def eplb(loads: Sequence[float], num_ranks: int, num_slots: int) -> Placement:
+def eplb(
+    loads: Sequence[float], num_ranks: int, num_slots: int, *, num_nodes: int = 1, num_groups: int = 1
+) -> Placement:
     """Return the placement of the published algorithm: replicate the hottest experts, then pack, heaviest first.
 
-    This is its global policy, which ignores nodes. As in the original, a rank may get two copies of an expert.
+    Under the hierarchical policy, groups are first packed on nodes. Each node then places its own experts. Under the
+    global policy, nodes and groups are ignored. As in the original, a rank may get two copies of an expert.
 
     Args:
         loads: by logical expert. If all are zero, experts count as equally loaded.
         num_ranks: number of ranks of the ep group.
         num_slots: number of slots of all ranks together.
+        num_nodes: number of nodes, each of equally many consecutive ranks.
+        num_groups: number of groups of consecutive experts that the router chooses from. See `policy`.
 
     Raises:
         SettingsError: a load is out of range, or the slots are fewer than the experts or more than one copy per rank.
@@ -75,12 +85,44 @@ def eplb(loads: Sequence[float], num_ranks: int, num_slots: int) -> Placement:
         if not 0 <= load <= MAX_LOAD:
             raise SettingsError(f"expert {expert} has load {shown(load)}; loads must be from 0 to {MAX_LOAD:g}")
     check_num_slots(num_slots, len(loads), num_ranks)
-    if not any(loads):
-        loads = [1.0] * len(loads)
-    copies = replicate(loads, num_slots)
-    num_copies = Counter(copies)
-    packs = pack([loads[expert] / num_copies[expert] for expert in copies], share_sizes(num_slots, num_ranks))
-    return Placement(tuple(tuple(copies[copy] for copy in members) for members in packs), len(loads))
+    num_nodes, num_groups = policy(len(loads), num_ranks, num_slots, num_nodes, num_groups)
+    groups = [range(len(loads))[share_of(len(loads), group, num_groups)] for group in range(num_groups)]
+    load_of_group = [sum(map(loads.__getitem__, group)) for group in groups]
+    groups_of_node = pack(load_of_group, share_sizes(num_groups, num_nodes))
+    experts_of_node = [[expert for group in members for expert in groups[group]] for members in groups_of_node]
+    return _place(loads, experts_of_node, share_sizes(num_slots, num_ranks), num_groups)
+
+
+def policy(num_experts: int, num_ranks: int, num_slots: int, num_nodes: int, num_groups: int) -> tuple[int, int]:
+    """Return the numbers of nodes and groups of the hierarchical policy; (1, 1): the policy is global.
+
+    The policy is hierarchical if there are several nodes, all numbers can be divided evenly, and no rank needs two
+    copies of an expert.
+    """
+    is_even = not (num_groups % num_nodes or num_experts % num_groups or num_ranks % num_nodes)
+    is_hierarchical = num_nodes > 1 and is_even and num_slots * num_nodes <= num_experts * num_ranks
+    return (num_nodes, num_groups) if is_hierarchical else (1, 1)
+
+
+def _place(
+    loads: Sequence[float], experts_of_node: Sequence[Sequence[int]], num_slots: Sequence[int], num_groups: int
+) -> Placement:
+    """Return the placement in which each node replicates its experts and packs the copies on its ranks.
+
+    Args:
+        num_slots: by rank.
+    """
+    ranks: list[tuple[int, ...]] = []
+    for node, experts in enumerate(experts_of_node):
+        own_loads = [loads[expert] for expert in experts]
+        if not any(own_loads):
+            own_loads = [1.0] * len(experts)
+        sizes = num_slots[share_of(len(num_slots), node, len(experts_of_node))]
+        copies = replicate(own_loads, sum(sizes))
+        num_copies = Counter(copies)
+        packs = pack([own_loads[index] / num_copies[index] for index in copies], sizes)
+        ranks += (tuple(experts[copies[copy]] for copy in members) for members in packs)
+    return Placement(tuple(ranks), len(loads), num_nodes=len(experts_of_node), num_groups=num_groups)
 
 
 def replicate(loads: Sequence[float], num_copies: int) -> list[int]:
@@ -122,28 +164,37 @@ def pack(loads: Sequence[float], sizes: Sequence[int]) -> list[list[int]]:
     return packs
 
 
-def rebalance(loads: Sequence[float], before: Placement, *, slack: float = 0.02) -> Placement:
+def rebalance(loads: Sequence[float], before: Placement, *, slack: float = 0.01) -> Placement:
     """Return a placement almost as even as that of `eplb`, with few changes to the current one.
 
-    The current placement is repaired: copies of cold experts are replaced with copies of hot ones, then the fullest
-    rank swaps experts with others. If this does not come close enough to `eplb`'s imbalance, its placement is used,
-    with ranks renumbered so that few experts move. An expert that stays on its rank stays in its slot.
+    Groups of experts stay on their nodes if that can be almost as even. A node that keeps its groups is repaired:
+    copies of cold experts are replaced with copies of hot ones, then the fullest rank swaps experts with others. If
+    this does not come close enough to `eplb`'s imbalance, its placement is used, with nodes and ranks renumbered so
+    that few experts move. An expert that stays on its rank stays in its slot.
 
     Args:
         loads: by logical expert.
         before: the current placement, with as many slots on each rank as `eplb` would assign.
-        slack: the fraction by which the imbalance may exceed that of `eplb`; 0.02 is two percent.
+        slack: the fraction by which the imbalance may exceed that of `eplb`; 0.01 is one percent.
 
     Raises:
         SettingsError: see `eplb`.
     """
     assert before.num_logical == len(loads), (before.num_logical, len(loads))
-    planned = eplb(loads, before.num_ranks, sum(before.num_slots))
+    planned = eplb(
+        loads, before.num_ranks, sum(before.num_slots), num_nodes=before.num_nodes, num_groups=before.num_groups
+    )
     assert before.num_slots == planned.num_slots, (before.num_slots, planned.num_slots)
     limit = max(rank_loads(loads, planned)) * (1 + slack)
     if max(rank_loads(loads, before)) <= limit:
         return before
-    return _keep_slots(before, _repair(loads, before, limit) or _relabel(before, planned))
+    experts_of_node = [sorted(set(itertools.chain.from_iterable(ranks))) for ranks in before.ranks_of_node]
+    in_place = _place(loads, experts_of_node, before.num_slots, before.num_groups)
+    if max(rank_loads(loads, in_place)) <= limit:
+        planned = in_place
+    nodes = zip(before.ranks_of_node, _ordered(before.ranks_of_node, planned.ranks_of_node), strict=True)
+    experts_of_rank = [slots for old, new in nodes for slots in _rebalance_node(loads, old, new, limit)]
+    return _keep_slots(before, experts_of_rank)
 
 
 def moves(before: Placement, after: Placement, node_of_rank: Sequence[int] = ()) -> tuple[Move, ...]:
@@ -180,9 +231,18 @@ def moves(before: Placement, after: Placement, node_of_rank: Sequence[int] = ())
 
 
 def place_experts(
-    loads: Sequence[Sequence[float]], *, num_layers: int, num_experts: int, num_ranks: int, num_redundant: int
+    loads: Sequence[Sequence[float]],
+    *,
+    num_layers: int,
+    num_experts: int,
+    num_ranks: int,
+    num_redundant: int,
+    node_of_rank: Sequence[int] = (),
+    num_groups: int = 1,
 ) -> tuple[Placement, ...]:
-    """Return a placement for each MoE layer: from the loads, or with experts in order if the loads are unknown.
+    """Return a placement for each MoE layer.
+
+    It is that of `eplb`, or with the experts in order if the loads are unknown.
 
     Args:
         loads: by layer and by logical expert, as from `read_loads`; empty: unknown.
@@ -190,14 +250,42 @@ def place_experts(
         num_experts: number of logical experts of each layer.
         num_ranks: number of ranks of the ep group.
         num_redundant: number of slots of all ranks together, beyond one per expert.
+        node_of_rank: the node of each rank; the policy is global unless each node has equally many consecutive ranks.
+            Empty: all ranks share one node.
+        num_groups: number of groups of experts that the router chooses from.
 
     Raises:
         SettingsError: see `eplb`.
     """
-    if not loads:
-        return (Placement.even(num_experts, num_ranks, num_redundant),) * num_layers if num_layers else ()
-    assert len(loads) == num_layers, (len(loads), num_layers)
-    return tuple(eplb(of_layer, num_ranks, num_experts + num_redundant) for of_layer in loads)
+    num_slots = num_experts + num_redundant
+    nodes = _num_even_nodes(node_of_rank)
+    if loads or not num_layers:
+        assert len(loads) == num_layers, (len(loads), num_layers)
+        return tuple(eplb(each, num_ranks, num_slots, num_nodes=nodes, num_groups=num_groups) for each in loads)
+    nodes, num_groups = policy(num_experts, num_ranks, num_slots, nodes, num_groups)
+    return (Placement.even(num_experts, num_ranks, num_redundant, num_nodes=nodes, num_groups=num_groups),) * num_layers
+
+
+def _num_even_nodes(node_of_rank: Sequence[int]) -> int:
+    """Return the number of nodes if each has equally many consecutive ranks, else 1."""
+    num_nodes = max(len(set(node_of_rank)), 1)
+    num_ranks = len(node_of_rank) // num_nodes
+    in_order = [node for node in dict.fromkeys(node_of_rank) for _ in range(num_ranks)]
+    return num_nodes if list(node_of_rank) == in_order else 1
+
+
+def _rebalance_node(loads: Sequence[float], before: Ranks, planned: Ranks, limit: float) -> Sequence[Sequence[int]]:
+    """Return the experts of each rank of a node: repaired if that is possible, else as planned, in another order."""
+    experts = sorted(set(itertools.chain.from_iterable(before)))
+    if experts == sorted(set(itertools.chain.from_iterable(planned))):
+        index = {expert: index for index, expert in enumerate(experts)}
+        node = Placement(tuple(tuple(map(index.__getitem__, slots)) for slots in before), len(experts))
+        own_loads = [loads[expert] for expert in experts]
+        if max(rank_loads(own_loads, node)) <= limit:
+            return before
+        if (repaired := _repair(own_loads, node, limit)) is not None:
+            return [[experts[index] for index in slots] for slots in repaired]
+    return [slots for (slots,) in _ordered([(slots,) for slots in before], [(slots,) for slots in planned])]
 
 
 def _repair(loads: Sequence[float], before: Placement, limit: float) -> list[list[int]] | None:
@@ -244,16 +332,17 @@ def _move_copies(load_E: FloatArray, expert_S: IntArray, rank_S: IntArray, heavy
         copies_E[[hot, cold]] += [1, -1]
 
 
-def _relabel(before: Placement, after: Placement) -> list[list[int]]:
-    """Return the experts of each rank of `after`, with its ranks ordered to share many experts with `before`."""
-    left = {rank: set(experts) for rank, experts in enumerate(after.logical_of_slot)}
-    ranks = []
-    for slots in before.logical_of_slot:
-        fitting = (rank for rank in left if after.num_slots[rank] == len(slots))
-        best = max(fitting, key=lambda rank: len(left[rank].intersection(slots)))
-        del left[best]
-        ranks.append(list(after.logical_of_slot[best]))
-    return ranks
+def _ordered(before: Sequence[Ranks], after: Sequence[Ranks]) -> list[Ranks]:
+    """Return `after`, ordered so that each item has as many slots as that in `before`, and shares many experts."""
+    left = list(after)
+    ordered = []
+    for ranks in before:
+        experts = set(itertools.chain.from_iterable(ranks))
+        fitting = [each for each in left if sorted(map(len, each)) == sorted(map(len, ranks))]
+        best = max(fitting, key=lambda each: len(experts.intersection(itertools.chain.from_iterable(each))))
+        left.remove(best)
+        ordered.append(best)
+    return ordered
 
 
 def _keep_slots(before: Placement, experts_of_rank: Sequence[Sequence[int]]) -> Placement:
@@ -267,4 +356,4 @@ def _keep_slots(before: Placement, experts_of_rank: Sequence[Sequence[int]]) -> 
             arriving[expert] -= bool(arriving[expert])
         new = iter(sorted(arriving.elements()))
         ranks.append(tuple(next(new) if expert is None else expert for expert in kept))
-    return Placement(tuple(ranks), before.num_logical)
+    return dataclasses.replace(before, logical_of_slot=tuple(ranks))

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import msgspec
 
-from moeserve.distributed.mesh import share_sizes
+from moeserve.distributed.mesh import share_of, share_sizes
 from moeserve.errors import SettingsError
 from moeserve.telemetry.expert_load import read_windows, summed
 
@@ -27,16 +27,23 @@ class Placement:
     """The experts of one layer on the ranks of an expert-parallel group. Every logical expert has at least one slot.
 
     Either each rank holds some whole experts, or each rank holds a slice of every expert, along the expert's width.
+    With several nodes, all copies of a group of consecutive experts are on one node. Nodes have equally many groups.
     """
 
     logical_of_slot: tuple[tuple[int, ...], ...]  # by rank and slot; a rank may have no slots
     num_logical: int
     num_slices: int = 1  # of each expert; equal to the number of ranks if sliced
+    num_nodes: int = 1  # each of equally many consecutive ranks; 1: copies are placed regardless of nodes
+    num_groups: int = 1  # the router's groups of experts, if there are several nodes
 
     def __post_init__(self) -> None:
         fault = _fault(self.logical_of_slot, self.num_logical)
         assert fault is None, fault
         assert self.num_slices in (1, self.num_ranks)
+        group_size = self.num_logical // self.num_groups
+        for ranks in self.ranks_of_node:
+            groups = {expert // group_size for slots in ranks for expert in slots}
+            assert len(groups) * self.num_nodes == self.num_groups, groups
 
     @property
     def num_ranks(self) -> int:
@@ -46,6 +53,12 @@ class Placement:
     def num_slots(self) -> tuple[int, ...]:
         """The number of slots of each rank."""
         return tuple(len(slots) for slots in self.logical_of_slot)
+
+    @property
+    def ranks_of_node(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """The experts by node, by rank of the node and by slot."""
+        ranks = (share_of(self.num_ranks, node, self.num_nodes) for node in range(self.num_nodes))
+        return tuple(self.logical_of_slot[of_node] for of_node in ranks)
 
     @property
     def first_physical(self) -> tuple[int, ...]:
@@ -65,19 +78,25 @@ class Placement:
         return tuple(map(tuple, copies))
 
     @classmethod
-    def even(cls, num_experts: int, num_ranks: int, num_redundant: int = 0) -> Placement:
+    def even(
+        cls, num_experts: int, num_ranks: int, num_redundant: int = 0, *, num_nodes: int = 1, num_groups: int = 1
+    ) -> Placement:
         """Return a placement of the experts in order. The numbers of slots per rank differ by at most one.
 
-        Redundant slots follow the last expert, and start again with the first one.
+        Redundant slots of a node follow its last expert, and start again with its first one.
 
         Raises:
             SettingsError: there are more slots than experts times ranks.
         """
         num_slots = num_experts + num_redundant
         check_num_slots(num_slots, num_experts, num_ranks)
-        experts = (slot % num_experts for slot in range(num_slots))
         sizes = share_sizes(num_slots, num_ranks)
-        return cls(tuple(tuple(itertools.islice(experts, size)) for size in sizes), num_experts)
+        ranks: list[tuple[int, ...]] = []
+        for node in range(num_nodes):
+            experts = itertools.cycle(range(num_experts)[share_of(num_experts, node, num_nodes)])
+            of_node = sizes[share_of(num_ranks, node, num_nodes)]
+            ranks += (tuple(itertools.islice(experts, size)) for size in of_node)
+        return cls(tuple(ranks), num_experts, num_nodes=num_nodes, num_groups=num_groups)
 
     @classmethod
     def sliced(cls, num_experts: int, num_ranks: int) -> Placement:
