@@ -37,7 +37,6 @@ from moeserve.bench.limits import Work
 from moeserve.config.settings import QuantizationName
 from moeserve.models.registry import describe
 from moeserve.models.summary import summarize
-from moeserve.planner.cost_formulas import operations_of_pair, positions_attended
 
 MEMORY_SHARE = 0.75  # fraction of the GPU's memory for weights
 WAITS = "the device waits"
@@ -154,11 +153,10 @@ def work_of(folder: Path, chunks: Chunks, quantization: QuantizationName | None)
     products = step_work(folder, num_tokens=num_tokens, num_logits=len(chunks), weights=weights)
     cache, operations = summarize(description, "bfloat16").cache, products.operations
     cached = sum(cache.bytes_of_tokens(context) for _, context in chunks)
-    for attention in description.model.attentions:
-        window = positions_attended(attention)
+    for costs in description.model.costs_of_attention(1):
         for num_rows, context in chunks:
-            of_pair = operations_of_pair(attention, 1)[num_rows > 1]
-            operations += of_pair * attended_positions(num_rows, context, window)
+            of_pair = costs.prompt_operations if num_rows > 1 else costs.decode_operations
+            operations += of_pair * attended_positions(num_rows, context, costs.positions)
     return Work(products.num_bytes + cached, operations)
 
 

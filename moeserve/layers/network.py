@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
 from torch import Tensor, nn
 
@@ -71,8 +71,25 @@ class NetworkPart(NamedTuple):
     num_all: int = 1
 
 
+@dataclass(frozen=True, kw_only=True)
+class AttentionCosts:
+    """Quantities of a network with a cached entry for each token, on one tp rank, for estimates of its time."""
+
+    num_heads: int  # of all ranks
+    decode_operations: float  # for one pair of token and position
+    prompt_operations: float
+    positions: int | None  # maximum number of positions that a token attends to; None: no limit
+    projected_values: float  # per token: queries, keys and values
+    output_values: float  # per token: of attention
+    output_parameters: float  # of the output projection
+    index_values: int = 0  # of an indexer's key; every rank has all heads of an indexer
+    index_operations: float = 0.0  # for one pair of token and position
+
+
 class NetworkConfig:
     """The shape of a network: hashable data, known before any weights."""
+
+    has_dense: ClassVar[bool] = False  # a dense network is in it
 
     @property
     def rotaries(self) -> tuple[RotaryConfig | TemperatureConfig, ...]:
@@ -96,6 +113,10 @@ class NetworkConfig:
     def can_divide(self, num_ranks: int) -> bool:
         """Return True if this number of tp ranks can each have an equal share of the network's units, such as heads."""
         return True
+
+    def costs(self, hidden_size: int, tp: int) -> AttentionCosts | None:
+        """Return the costs of attention with `tp` ranks; None: the network has no entry for each token."""
+        return None
 
     def entry_norm(self, build: Build) -> nn.Module | None:
         """Return the module before the network, which adds the previous update to the stream and normalises the sum.

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from moeserve.config.expert_layout import ExpertShape
 from moeserve.config.needs import Needs, of_all
 from moeserve.kv.rules import CacheRules, groups_of
-from moeserve.layers.compressed.attention import CompressedAttentionConfig
-from moeserve.layers.grouped_query.attention import AttentionConfig
 from moeserve.layers.input_share import keeps_bytes, num_expert_chunks, num_input_chunks
-from moeserve.layers.latent.attention import LatentAttentionConfig
 from moeserve.layers.moe.layer import MoEConfig
 from moeserve.layers.moe.placement.eplb import place_experts
 from moeserve.layers.moe.placement.placement import Placement
-from moeserve.layers.network import NetworkConfig
+from moeserve.layers.network import AttentionCosts, NetworkConfig
 from moeserve.layers.rotary import RotaryConfig, TemperatureConfig
 from moeserve.layers.streams.residual import PlainStream, StreamConfig
 from moeserve.ops.rows.activations import num_parts_of
 
 MAX_TENSOR_PARALLEL = 2**10  # more than any layout has
 Item = TypeVar("Item")
-CachedAttention = AttentionConfig | LatentAttentionConfig | CompressedAttentionConfig  # mixers that cache tokens
 
 
 @dataclass(frozen=True)
@@ -66,12 +62,6 @@ class Layer:
         return all(network.can_divide(num_ranks) for network in self.networks)
 
 
-def attentions_of(layers: Iterable[Layer]) -> tuple[CachedAttention, ...]:
-    """Return the networks of some layers that have a cache with an entry for each token."""
-    networks = (network for layer in layers for network in layer.networks)
-    return tuple(network for network in networks if isinstance(network, CachedAttention))
-
-
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The shape of a decoder: token embedding, layers, norm and output head."""
@@ -106,6 +96,12 @@ class ModelConfig:
     def first_moe(self) -> MoEConfig | None:
         """The mixture of experts of the first layer that has one. All such layers have the same shape."""
         return next((moe for layer in self.layers for moe in layer.moes), None)
+
+    def costs_of_attention(self, tp: int, layers: range | None = None) -> list[AttentionCosts]:
+        """Return the costs of the networks with an entry for each token, of some layers or of all, with `tp` ranks."""
+        chosen = self.layers if layers is None else self.layers[layers.start : layers.stop]
+        costs = (network.costs(self.hidden_size, tp) for layer in chosen for network in layer.networks)
+        return [each for each in costs if each is not None]
 
     @property
     def rotaries(self) -> frozenset[RotaryConfig | TemperatureConfig]:
@@ -154,11 +150,6 @@ class ModelConfig:
         """Return the rules of the groups that the layers of all ranks form."""
         networks = (network for layer in self.layers for network in layer.networks)
         return groups_of(rule for network in networks for rule in network.cache_rules(block_size))
-
-    @property
-    def attentions(self) -> tuple[CachedAttention, ...]:
-        """The mixers that have a cache with an entry for each token. Every model has some."""
-        return attentions_of(self.layers)
 
     @property
     def first_layers(self) -> frozenset[int]:

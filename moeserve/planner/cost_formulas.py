@@ -1,11 +1,7 @@
-"""The formulas of the cost model, and the quantities of a layer that enter them."""
+"""The formulas of the cost model."""
 
 from __future__ import annotations
 
-from moeserve.layers.compressed.attention import CompressedAttentionConfig
-from moeserve.layers.grouped_query.attention import AttentionConfig
-from moeserve.layers.latent.attention import LatentAttentionConfig
-from moeserve.models.model_config import CachedAttention
 from moeserve.planner.formula import Formula
 
 PRODUCTS = "max({parameters} x {bytes} / {memory_bandwidth}, 2 x {parameters} x {tokens} / {rate})"
@@ -55,55 +51,3 @@ def rows_that_leave(exchange: str, num_ranks: int, ranks_per_node: int, chosen: 
         Formula("rows inside the node, per token", inside, numbers, unit="rows"),
         Formula("rows to other nodes, per token", outside, numbers, unit="rows"),
     )
-
-
-def operations_of_pair(attention: CachedAttention, tp: int) -> tuple[float, float]:
-    """Return the operations for one pair of token and position on one tp rank, when decoding and in prefill."""
-    heads = attention.num_heads / tp
-    match attention:
-        case AttentionConfig():
-            return (heads * 2 * sum(attention.kv_sizes),) * 2
-        case CompressedAttentionConfig():
-            return heads * 4 * attention.head_dim, heads * 4 * attention.head_dim
-        case LatentAttentionConfig():
-            absorbed = attention.cached_size + attention.latent_size
-            expanded = absorbed if attention.is_sparse else attention.query_dim + attention.value_dim
-            return heads * 2 * absorbed, heads * 2 * expanded
-
-
-def positions_attended(attention: CachedAttention) -> int | None:
-    """Return the maximum number of positions that a token attends to; None: no limit.
-
-    Chunked attention counts as a window, which is an upper bound. With compressed attention, the entries that an
-    indexer selects are counted, but not the indexer's scores, nor the few entries of layers without an indexer.
-    """
-    match attention:
-        case AttentionConfig():
-            return None if attention.window is None else abs(attention.window)
-        case LatentAttentionConfig():
-            return attention.top_k
-        case CompressedAttentionConfig(window=window, indexer=indexer):
-            return window + (0 if indexer is None else indexer.top_k)
-
-
-def attention_values(attention: CachedAttention, tp: int) -> tuple[float, float]:
-    """Return the values per token on one tp rank: of queries, keys and values, and of attention's output."""
-    match attention:
-        case AttentionConfig():
-            outputs = attention.num_heads * attention.value_size
-            projected = attention.num_heads * attention.head_dim + attention.num_kv_heads * sum(attention.kv_sizes)
-        case LatentAttentionConfig():
-            outputs = attention.num_heads * attention.value_dim
-            projected = outputs + attention.num_heads * 2 * attention.query_dim
-        case CompressedAttentionConfig():
-            outputs = attention.num_heads * attention.head_dim
-            projected = outputs + attention.query_rank + attention.head_dim
-    return projected / tp, outputs / tp
-
-
-def output_parameters(attention: CachedAttention, hidden_size: int, tp: int) -> float:
-    """Return the number of parameters of a layer's output projection on one tp rank."""
-    _, outputs = attention_values(attention, tp)
-    if isinstance(attention, CompressedAttentionConfig):
-        return (outputs + attention.num_groups / tp * hidden_size) * attention.group_rank
-    return outputs * hidden_size

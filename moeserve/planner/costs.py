@@ -19,10 +19,6 @@ from statistics import NormalDist
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from moeserve.config.settings import DtypeName
-from moeserve.layers.dense.network import DenseConfig
-from moeserve.layers.latent.attention import LatentAttentionConfig
-from moeserve.layers.moe.beside import BesideConfig
-from moeserve.models.model_config import attentions_of
 from moeserve.models.registry import Description
 from moeserve.planner.calibration import calibration_of
 from moeserve.planner.cost_formulas import (
@@ -35,10 +31,6 @@ from moeserve.planner.cost_formulas import (
     ON_CORES,
     PRODUCTS,
     VALUES,
-    attention_values,
-    operations_of_pair,
-    output_parameters,
-    positions_attended,
     rows_that_leave,
 )
 from moeserve.planner.formula import Formula
@@ -226,15 +218,14 @@ class LayoutCosts:
         self.has_mxfp4 = has_mxfp4(description, assumptions, found.dtype)
         bytes_of_weight = MXFP4_BYTES if self.has_mxfp4 else weight_bytes
         self.expert_bytes = parameters_of_expert * bytes_of_weight
-        decode_operations, prompt_operations = operations_of_pair(config.attentions[0], layout.tp)
+        first = config.costs_of_attention(layout.tp)[0]
         attention = {
-            "decode_operations": decode_operations,
-            "prompt_operations": prompt_operations,
+            "decode_operations": first.decode_operations,
+            "prompt_operations": first.prompt_operations,
             "memory_bandwidth": hardware.memory_bandwidth * calibration.cache,
             "rate": hardware.bf16_rate * calibration.attention * cores,
         }
         values = {"passes": calibration.passes, "bytes": value_bytes, "memory_bandwidth": memory_bandwidth}
-        projected, outputs = attention_values(config.attentions[0], layout.tp)
         row_size = shape.hidden_size if shape else config.hidden_size  # the inputs and outputs of experts
         expert_values = row_size + ((shape.num_matrices - 1) * shape.width if shape else 0)  # gate, up and down
         experts = {
@@ -265,11 +256,11 @@ class LayoutCosts:
 
         def parts_of(stage: Stage) -> _StageParts:
             parameters = _parameters(stage)
-            layers = config.layers[stage.first_layer : stage.first_layer + stage.num_layers]
-            networks = [network for layer in layers for network in layer.networks]
+            numbers = range(stage.first_layer, stage.first_layer + stage.num_layers)
+            networks = [network for number in numbers for network in config.layers[number].networks]
             num_sparse = sum(network.moe is not None for network in networks)
-            num_dense = sum(isinstance(network, DenseConfig | BesideConfig) for network in networks)
-            num_mixers = len([each for each in networks if each.moe is None and not isinstance(each, DenseConfig)])
+            num_dense = sum(network.has_dense for network in networks)
+            num_mixers = sum(network.moe is None and not network.has_dense for network in networks)
             is_last = stage is layout.stages[-1]
 
             def products(name: str, total: float, count: int, format: Mapping[str, float], kind: Kind) -> list[_Part]:
@@ -287,22 +278,20 @@ class LayoutCosts:
                 constants = {"seconds": calibration.exchange_on_cores}
                 return [_Part(name, ON_CORES, constants, num_sparse, kind)] if self.is_paired and num_sparse else []
 
-            output_projections = output_parameters(config.attentions[0], config.hidden_size, layout.tp) * num_mixers
+            output_projections = first.output_parameters * num_mixers
             projections = parameters["attention"] - output_projections
-            cached = attentions_of(layers)
-            latent = [each for each in cached if isinstance(each, LatentAttentionConfig)]
-            indexers = [each.indexer for each in latent if each.indexer is not None]
-            index_bytes = sum(indexer.key_dim for indexer in indexers) * value_bytes
+            cached = config.costs_of_attention(layout.tp, numbers)
+            num_indexers = sum(each.index_values > 0 for each in cached)
+            index_bytes = sum(each.index_values for each in cached) * value_bytes
             bytes_of_attention = stage.cache.bytes_per_token - index_bytes
             cache = {"cache_bytes": bytes_of_attention / max(1, len(cached)), **attention}
-            windows = Counter(map(positions_attended, cached))
-            # An indexer is not divided over tp ranks: every rank computes all its heads for all positions.
-            index_operations = sum(indexer.num_heads * 2 * indexer.key_dim for indexer in indexers)
+            windows = Counter(each.positions for each in cached)
+            index_operations = sum(each.index_operations for each in cached)
             of_indexer = {
                 **cache,
-                "cache_bytes": index_bytes / max(1, len(indexers)),
-                "decode_operations": index_operations / max(1, len(indexers)),
-                "prompt_operations": index_operations / max(1, len(indexers)),
+                "cache_bytes": index_bytes / max(1, num_indexers),
+                "decode_operations": index_operations / max(1, num_indexers),
+                "prompt_operations": index_operations / max(1, num_indexers),
             }
             # With one stage, a tied output head is counted under the embedding.
             head = {"parameters": parameters["output head"] or parameters["embedding"], **plain}
@@ -311,8 +300,8 @@ class LayoutCosts:
                     *products("projections of attention", projections, num_mixers, weights, "before"),
                     *products("output projection of attention", output_projections, num_mixers, weights, "after"),
                     *products("dense networks", parameters["dense networks"], num_dense, weights, "before"),
-                    *passes("values of queries, keys and values", projected, num_mixers, "before"),
-                    *passes("values of attention's outputs", outputs, num_mixers, "after"),
+                    *passes("values of queries, keys and values", first.projected_values, num_mixers, "before"),
+                    *passes("values of attention's outputs", first.output_values, num_mixers, "after"),
                 ],
                 of_own_rows=[
                     *products("router", parameters["routers"], num_sparse, plain, "after"),
@@ -333,7 +322,11 @@ class LayoutCosts:
                         )
                         for window, count in windows.items()
                     ),
-                    *([(None, _Part("indexers", ATTENTION, of_indexer, len(indexers), "after"))] if indexers else []),
+                    *(
+                        [(None, _Part("indexers", ATTENTION, of_indexer, num_indexers, "after"))]
+                        if num_indexers
+                        else []
+                    ),
                 ],
                 experts=_Part("routed experts", EXPERTS, experts, num_sparse, "experts"),
                 of_expert_rows=passes("values of experts", expert_values, num_sparse, "experts"),

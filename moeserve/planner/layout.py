@@ -267,7 +267,7 @@ def _layout(
                 cache=summary.cache,
             )
         )
-    num_heads = config.attentions[0].num_heads
+    num_heads = config.costs_of_attention(mesh.tp)[0].num_heads
     row_bytes = config.hidden_size * BYTES_OF_DTYPE[dtype]
     dispatched, gathered = (
         _exchange(config.expert_shape, placements, BYTES_OF_DTYPE[dtype]) if placements else (0.0, 0.0)

@@ -16,7 +16,7 @@ from moeserve.kv.rules import CacheGroup, KeepAll, KeepWindow, RuleOfBlocks
 from moeserve.layers.context import ModelContext
 from moeserve.layers.input_share import num_input_chunks, share_inputs
 from moeserve.layers.linear import Linear
-from moeserve.layers.network import Build, Network, NetworkConfig, OverTP, Run
+from moeserve.layers.network import AttentionCosts, Build, Network, NetworkConfig, OverTP, Run
 from moeserve.layers.norm import RMSNorm
 from moeserve.layers.rotary import RotaryConfig, Rotations
 from moeserve.layers.weights import QuantizationLimits, Weights
@@ -69,6 +69,22 @@ class CompressedAttentionConfig(NetworkConfig):
             block_multiple=self.ratio if has_indexer and self.ratio is not None else 1,
             fits_float8_cache=False,
             redoes_drafts=True,
+        )
+
+    def costs(self, hidden_size: int, tp: int) -> AttentionCosts:
+        """Return the costs of the window and of the entries that an indexer selects.
+
+        The indexer's scores, and the few entries of layers without an indexer, are not counted.
+        """
+        outputs = self.num_heads * self.head_dim
+        return AttentionCosts(
+            num_heads=self.num_heads,
+            decode_operations=self.num_heads / tp * 4 * self.head_dim,
+            prompt_operations=self.num_heads / tp * 4 * self.head_dim,
+            positions=self.window + (0 if self.indexer is None else self.indexer.top_k),
+            projected_values=(outputs + self.query_rank + self.head_dim) / tp,
+            output_values=outputs / tp,
+            output_parameters=(outputs / tp + self.num_groups / tp * hidden_size) * self.group_rank,
         )
 
     def build(self, build: Build) -> OverTP:

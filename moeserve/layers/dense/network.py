@@ -21,6 +21,8 @@ from moeserve.ops.rows.interface import Rows
 class DenseConfig(NetworkConfig):
     """The shape of a dense network."""
 
+    has_dense = True
+
     width: int
     activation: Activation = SwiGLU()
 

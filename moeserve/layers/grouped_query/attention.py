@@ -16,7 +16,7 @@ from moeserve.kv.rules import KeepAll, KeepWindow, RuleOfBlocks
 from moeserve.layers.context import ModelContext
 from moeserve.layers.input_share import num_input_chunks, share_inputs
 from moeserve.layers.linear import Linear
-from moeserve.layers.network import Build, Network, NetworkConfig, OverTP, Run
+from moeserve.layers.network import AttentionCosts, Build, Network, NetworkConfig, OverTP, Run
 from moeserve.layers.norm import RMSNorm, RowsForm
 from moeserve.layers.rotary import NO_ROTARY, RotaryConfig, TemperatureConfig, constant_factor
 from moeserve.layers.weights import QuantizationLimits
@@ -83,6 +83,19 @@ class AttentionConfig(NetworkConfig):
         """True if this many tp ranks can each have equally many heads with the key-value heads that they read."""
         divides = self.num_kv_heads % num_ranks == 0 or num_ranks % self.num_kv_heads == 0
         return self.num_heads % num_ranks == 0 and divides
+
+    def costs(self, hidden_size: int, tp: int) -> AttentionCosts:
+        operations, outputs = self.num_heads / tp * 2 * sum(self.kv_sizes), self.num_heads * self.value_size / tp
+        projected = self.num_heads * self.head_dim + self.num_kv_heads * sum(self.kv_sizes)
+        return AttentionCosts(
+            num_heads=self.num_heads,
+            decode_operations=operations,
+            prompt_operations=operations,
+            positions=None if self.window is None else abs(self.window),  # chunks count as windows: an upper bound
+            projected_values=projected / tp,
+            output_values=outputs,
+            output_parameters=outputs * hidden_size,
+        )
 
     def build(self, build: Build) -> OverTP:
         return OverTP(Attention(self, build.hidden_size, build.norm_epsilon, build.context), build.context)

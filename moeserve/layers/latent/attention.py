@@ -30,7 +30,7 @@ from moeserve.layers.input_share import num_input_chunks, share_inputs
 from moeserve.layers.latent.indexer import Choice, Indexer, IndexerConfig
 from moeserve.layers.latent.learned_temperature import LearnedTemperature
 from moeserve.layers.linear import Linear
-from moeserve.layers.network import Build, Network, NetworkConfig, OverTP, Run
+from moeserve.layers.network import AttentionCosts, Build, Network, NetworkConfig, OverTP, Run
 from moeserve.layers.norm import RMSNorm, RowsForm
 from moeserve.layers.rotary import RotaryConfig, TemperatureConfig
 from moeserve.layers.weights import QuantizationLimits, Weights
@@ -87,6 +87,22 @@ class LatentAttentionConfig(NetworkConfig):
     @property
     def needs(self) -> Needs:
         return Needs(fits_float8_cache=False, reads_earlier_layer=self.shares_choice)
+
+    def costs(self, hidden_size: int, tp: int) -> AttentionCosts:
+        absorbed = self.cached_size + self.latent_size
+        expanded = absorbed if self.is_sparse else self.query_dim + self.value_dim
+        outputs = self.num_heads * self.value_dim
+        return AttentionCosts(
+            num_heads=self.num_heads,
+            decode_operations=self.num_heads / tp * 2 * absorbed,
+            prompt_operations=self.num_heads / tp * 2 * expanded,
+            positions=self.top_k,
+            projected_values=(outputs + self.num_heads * 2 * self.query_dim) / tp,
+            output_values=outputs / tp,
+            output_parameters=outputs / tp * hidden_size,
+            index_values=0 if self.indexer is None else self.indexer.key_dim,
+            index_operations=0 if self.indexer is None else self.indexer.num_heads * 2 * self.indexer.key_dim,
+        )
 
     def build(self, build: Build) -> OverTP:
         return OverTP(LatentAttention(self, build.hidden_size, build.context), build.context)

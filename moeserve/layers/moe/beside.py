@@ -30,6 +30,8 @@ class ParallelRows:
 class BesideConfig(NetworkConfig):
     """The shape of a dense network and experts that read the residual stream side by side."""
 
+    has_dense = True
+
     dense: DenseConfig
     experts: MoEConfig
 
