@@ -149,10 +149,10 @@ def record_step(
     states = StateRows.none(len(spans), META) if model.cache_needs.row_bytes else None
     step = dataclasses.replace(drawn, **tensors, states=states)
     settings_LW = torch.zeros(len(spans), NUM_SETTINGS, dtype=torch.int64, device=META)
-    starts: list[int] = []
+    starts: dict[int | None, int] = {}  # index of the first launch of each layer
 
     def begin_layer(groups: Groups, number: int | None) -> None:
-        starts.append(len(launches))
+        starts.setdefault(number, len(launches))
 
     with (
         torch.inference_mode(),
@@ -165,8 +165,9 @@ def record_step(
             launches.clear()
             logits_LV = model.logits(step.rows_for_logits(model(step, caches)))
             TRITON_KERNELS.choose_tokens(logits_LV, settings_LW, step.logits_rows)
-    of_layers = [launches[start:end] for start, end in itertools.pairwise(starts)]
-    return [*of_layers, launches[: starts[0]] + launches[starts[-1] :]]
+    first, *_, last = starts.values()
+    of_layers = [launches[start:end] for start, end in itertools.pairwise(starts.values())]
+    return [*of_layers, launches[:first] + launches[last:]]
 
 
 def decode(num_requests: int, context_len: int) -> list[ChunkSpan]:

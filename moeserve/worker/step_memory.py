@@ -49,7 +49,7 @@ class HostInputs:
     @classmethod
     def names(cls) -> list[str]:
         """The names of the fields with one array."""
-        return [field.name for field in dataclasses.fields(cls)][:-1]
+        return [field.name for field in dataclasses.fields(cls) if field.name != "cache_slots"]
 
 
 class Reading(Protocol):

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moeserve.distributed.groups import groups_of_one_rank
 from moeserve.distributed.mesh import Mesh
+from moeserve.kv.rules import CacheRules, KeepAll, KeepState, KeepWindow
 from moeserve.ops import side_stream
 from moeserve.sampling_params import RequestParams
 from moeserve.scheduling.lockstep import Intent, agree, make_row
@@ -25,7 +26,7 @@ from moeserve.worker import cuda_graphs
 from moeserve.worker.cuda_graphs import CudaGraphs, TorchCapture, graph_sizes, memory_of_graphs
 from moeserve.worker.halves import HalvingLimits
 from moeserve.worker.model_runner import ModelRunner
-from moeserve.worker.request_table import RequestTable
+from moeserve.worker.request_table import ChunkStates, RequestTable
 from moeserve.worker.step_replay import StepContext, StepOutputs
 
 ONE_RANK = Mesh(tp=1, dp=1)
@@ -81,21 +82,31 @@ class Rank:
         mesh: Mesh = ONE_RANK,
         tp_rank: int = 0,
         halving: HalvingLimits = HalvingLimits(),  # noqa: B008 - frozen
+        rules: CacheRules = CacheRules(),  # noqa: B008 - frozen
     ) -> None:
         self.model, self.capture = FakeModel(), FakeCapture()
         context = StepContext(
-            mesh=mesh, tp_rank=tp_rank, block_size=16, max_blocks=4, device=torch.device("cpu"), halving=halving
+            mesh=mesh,
+            tp_rank=tp_rank,
+            block_size=16,
+            max_blocks=4,
+            device=torch.device("cpu"),
+            halving=halving,
+            rules=rules,
         )
         model = cast(Any, self.model)
         self.graphs = CudaGraphs(model, [], context, sizes, self.capture)
-        self.table = RequestTable(8, 4)
+        self.table = RequestTable(8, 4, len(rules.tables))
         self.runner = ModelRunner(model, context, self.graphs, self.table)
 
     def inputs(self, num_tokens: int, tokens_of_replicas: tuple[int, ...], padded_to: int | None = None) -> StepInputs:
         """Return a decode step of this rank. Request r has token 10 + r at position r."""
         greedy = RequestParams(temperature=0)
         chunks = [
-            make_chunk(self.table, row, [10 + row], row, [row, row + 1], params=greedy) for row in range(num_tokens)
+            make_chunk(self.table, row, [10 + row], row, [row, row + 1], params=greedy)._replace(
+                states=ChunkStates(store=20 + row)
+            )
+            for row in range(num_tokens)
         ]
         return self.runner.build_inputs(chunks, tokens_of_replicas, padded_to)
 
@@ -134,7 +145,7 @@ def test_graphs_are_captured_from_the_largest_and_chosen_from_the_smallest() -> 
 
 def test_inputs_of_a_replay() -> None:
     """They are padded, and lie in the same memory in each step."""
-    rank = Rank((2, 4))
+    rank = Rank((2, 4), rules=CacheRules((KeepAll(), KeepWindow(7, 16)), KeepState(4)))
     addresses = {step.token_ids.data_ptr() for step in rank.model.steps}
     for number, num_tokens in enumerate((4, 1, 3, 0), start=1):
         result_TD = rank.graphs(rank.inputs(num_tokens, (num_tokens,), 4)).hidden_TD
@@ -148,6 +159,12 @@ def test_inputs_of_a_replay() -> None:
         assert seen.context_lens.tolist() == [row + 1 for row in range(num_tokens)] + [0] * missing
         assert seen.row_starts.tolist() == [0, 1, 2, 3, 4]
         assert seen.block_table[:num_tokens, 0].tolist() == list(range(num_tokens))
+        assert seen.states is not None
+        assert seen.states.store_S.tolist() == [20 + row for row in range(num_tokens)] + [-1] * missing
+        of_second = seen.of_group(1)
+        assert of_second.cache_slots.tolist() == seen.cache_slots.tolist()
+        assert of_second.block_table[:num_tokens, 0].tolist() == list(range(num_tokens))
+        assert of_second.cache_slots.data_ptr() != seen.cache_slots.data_ptr()
         assert seen.max_rows_per_chunk == 1
         assert result_TD[:num_tokens, 0].tolist() == [10.0 + row for row in range(num_tokens)]
     assert len(addresses) == 1
