@@ -29,13 +29,16 @@ from moeserve.bench.gpu.inputs import Source, num_cache_blocks
 from moeserve.bench.harness import Row, call_timer, interleave, make_parser, ratio_of_medians
 from moeserve.bench.limits import measure_limits
 from moeserve.bench.report import show_and_save
+from moeserve.ops import attention as attention_ops
+from moeserve.ops import latent_attention as latent_attention_ops
 from moeserve.ops.attention.dense import attend_causally
 from moeserve.ops.attention.interface import AttentionShape, KeyValueCache
-from moeserve.ops.select import select_kernels
+from moeserve.ops.backend import REFERENCE
+from moeserve.ops.latent_attention.interface import LatentShape
+from moeserve.ops.select import select_backend
 from moeserve.ops.threads import set_num_threads
-from moeserve.ops.torch.table import TORCH_KERNELS
 
-KERNELS = select_kernels(torch.device("cpu"))
+KERNELS = select_backend(torch.device("cpu"))
 DECODE_BATCHES = (1, 8, 32)
 DECODE_CONTEXT_LENS = (64, 1024, 4096)
 PREFILL_ROWS = (64, 512, 2048)
@@ -48,7 +51,7 @@ Call = Callable[[int], object]  # its argument is the index of the call, which s
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = make_parser("attention", "Attention by the C++ kernel of the CPU, beside torch.", rounds=20)
     options = parser.parse_args(arguments)
-    if KERNELS is TORCH_KERNELS:
+    if KERNELS is REFERENCE:
         raise SystemExit("the C++ kernels are not built, so there is nothing to compare with torch")
     set_num_threads(options.threads)
     limits = asdict(measure_limits())
@@ -144,13 +147,13 @@ def attention_calls(shape: Shape) -> dict[str, Call]:
             dtype=torch.bfloat16,
             scale=scale,
         )
-        kernel = attend(KERNELS.make_attention(heads), caches)
-        reference = attend(TORCH_KERNELS.make_attention(heads), caches)
+        kernel = attend(attention_ops.make(KERNELS, heads), caches)
+        reference = attend(attention_ops.make(REFERENCE, heads), caches)
     else:
         caches = make_caches(num_blocks, shape.block_size, shape.head_size, per_layer=1)
         sizes = scale, shape.latent_size, shape.num_heads
-        kernel = attend(KERNELS.make_latent_attention(*sizes), caches)
-        reference = attend(TORCH_KERNELS.make_latent_attention(*sizes), caches)
+        kernel = attend(latent_attention_ops.make(KERNELS, LatentShape(*sizes)), caches)
+        reference = attend(latent_attention_ops.make(REFERENCE, LatentShape(*sizes)), caches)
         if shape.num_rows > 1:
             reference = _attend_expanded(shape, scale)
     return {"torch": reference, "C++": kernel}

@@ -22,8 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moeserve.distributed.groups import groups_of_one_rank
 from moeserve.distributed.mesh import Mesh
 from moeserve.layers.moe.dispatch.factory import TorchDispatchers
-from moeserve.ops.kernels import Kernels
-from moeserve.ops.torch.table import TORCH_KERNELS
+from moeserve.ops import sampling
+from moeserve.ops.backend import REFERENCE, Implementation
+from moeserve.ops.sampling.interface import SamplingOperations
+from moeserve.ops.sampling.reference import row_maximum
 from moeserve.protocol import CacheChanges, CacheStart, Registration, StepPlan
 from moeserve.sampling_params import RequestParams
 from moeserve.scheduling.lockstep import Intent, agree, make_row
@@ -41,11 +43,13 @@ VOCABULARY = 128_000
 Result = TypeVar("Result")
 
 
-def kernels_of_nothing() -> Kernels:
-    def choose(scores_RV: Tensor, settings_RW: Tensor, positions_R: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.empty(len(scores_RV), device=META), torch.empty(len(scores_RV), dtype=torch.int64, device=META)
+def choose_nothing(scores_RV: Tensor, settings_RW: Tensor, positions_R: Tensor) -> tuple[Tensor, Tensor]:
+    """Return memory for the highest scores and the tokens."""
+    return torch.empty(len(scores_RV), device=META), torch.empty(len(scores_RV), dtype=torch.int64, device=META)
 
-    return dataclasses.replace(TORCH_KERNELS, choose_tokens=choose)
+
+NOTHING = dataclasses.replace(REFERENCE, names=("nothing", *REFERENCE.names))
+sampling.TABLE["nothing"] = Implementation(lambda backend, _: SamplingOperations(row_maximum, choose_nothing))
 
 
 class NullModel:
@@ -56,7 +60,7 @@ class NullModel:
     def __init__(self) -> None:
         self.groups = groups_of_one_rank()
         self.dispatchers = TorchDispatchers("local", self.groups.ep, cast(Any, None))
-        self.context = type("Context", (), {"kernels": kernels_of_nothing()})
+        self.context = type("Context", (), {"backend": NOTHING})
 
     def __call__(self, step: StepInputs, caches: Any) -> Tensor:
         return torch.empty(len(step.token_ids), 64, device=META)

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
+from moeserve.ops import products as products_ops
 from moeserve.ops.products.interface import OpenWeights, PackedFormat
-from moeserve.ops.select import select_kernels
+from moeserve.ops.select import select_backend
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class LimitProbe:
         weight = torch.randn(matmul_size, matmul_size).to(dtype)
         self._operations = 2 * rows.numel() * matmul_size
         self._products: list[Callable[[], object]] = [lambda: torch.nn.functional.linear(rows, weight)]
-        packing = select_kernels(torch.device("cpu")).packing
+        packing = products_ops.make_packing(select_backend(torch.device("cpu")))
         if packing is not None:
             packed_format: PackedFormat = "float32" if dtype == torch.float32 else "bfloat16"
             product = packing.product(packing.pack(OpenWeights(weight[None]), packed_format, in_place=False))

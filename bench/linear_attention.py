@@ -23,13 +23,14 @@ from moeserve.bench.gpu.inputs import Source
 from moeserve.bench.harness import Row, call_timer, interleave_beside_limits, make_parser
 from moeserve.bench.limits import LimitProbe, Work
 from moeserve.bench.report import show_and_save
+from moeserve.ops import linear_attention as linear_attention_ops
+from moeserve.ops.backend import REFERENCE
 from moeserve.ops.linear_attention.interface import LinearAttentionShape, LinearAttentionWeights
-from moeserve.ops.select import select_kernels
+from moeserve.ops.select import select_backend
 from moeserve.ops.threads import set_num_threads
-from moeserve.ops.torch.table import TORCH_KERNELS
 from moeserve.step_inputs import StateRows
 
-KERNELS = select_kernels(torch.device("cpu"))
+KERNELS = select_backend(torch.device("cpu"))
 DELTA = LinearAttentionShape(
     num_heads=32, num_key_heads=16, key_dim=128, value_dim=128, is_delta=True, norm_epsilon=1e-6
 )
@@ -73,7 +74,7 @@ CASES = (Case(1, 1), Case(8, 1), Case(32, 1), Case(1, PROMPT_TOKENS))
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = make_parser("linear_attention", "Linear attention by the C++ kernel of the CPU.", rounds=7)
     options = parser.parse_args(arguments)
-    if KERNELS is TORCH_KERNELS:
+    if KERNELS is REFERENCE:
         raise SystemExit("the C++ kernels are not built")
     set_num_threads(options.threads)
     clock = time.process_time if options.threads == 1 else time.perf_counter
@@ -134,7 +135,7 @@ def make_call(shape: LinearAttentionShape, case: Case) -> Callable[[int], object
         source.normal(num_tokens, shape.num_decays),
         source.normal(num_tokens, shape.num_heads) if shape.is_delta else None,
     )
-    operation = KERNELS.make_linear_attention(shape)
+    operation = linear_attention_ops.make(KERNELS, shape)
     return lambda index: operation(*inputs, weights, states, steps[index % len(steps)])
 
 

@@ -44,10 +44,11 @@ from moeserve.layers.input_share import share_experts
 from moeserve.layers.moe.dispatch.base import PackedTokens
 from moeserve.layers.moe.experts import Experts
 from moeserve.layers.weights import allocate_weights
+from moeserve.ops import pairs as pairs_ops
 from moeserve.ops.pairs.interface import Keys
 from moeserve.ops.products.interface import MXFP4_GROUP, OpenWeights
 from moeserve.ops.rows.activations import SwiGLU
-from moeserve.ops.select import select_kernels
+from moeserve.ops.select import select_backend
 from moeserve.ops.threads import set_num_threads
 
 # E experts, D model width, F expert width, T rows, K experts of a row
@@ -154,8 +155,8 @@ def fill_mxfp4(weights: OpenWeights, source_eOI: Tensor) -> None:
 def own_experts(shape: Shape, quantization: QuantizationName | None) -> Seconds:
     """Return moeserve's experts, with the same rows and routing as the adapters of other engines."""
     device = torch.device("cpu")
-    context = ModelContext(select_kernels(device), groups_of_one_rank(), torch.bfloat16, device, quantization)
-    pairs = context.kernels.pairs
+    context = ModelContext(select_backend(device), groups_of_one_rank(), torch.bfloat16, device, quantization)
+    pairs = pairs_ops.make(context.backend)
 
     def make(gate_up_EFD: Tensor, down_EDF: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         share = share_experts(shape.width, 1, context)

@@ -36,7 +36,7 @@ from moeserve.machine import usable_cores
 from moeserve.models.decoder import Decoder
 from moeserve.models.registry import read_facts
 from moeserve.ops.rows.interface import plain_rows
-from moeserve.ops.select import select_kernels
+from moeserve.ops.select import select_backend
 from moeserve.ops.threads import set_num_threads
 from moeserve.processes.child import Parent
 from moeserve.processes.failures import as_error, root_cause
@@ -224,7 +224,7 @@ def time_agreements(groups: Groups, num_calls: int) -> list[float]:
 def time_dispatch(groups: Groups, order: TimeDispatch) -> list[float]:
     placement = Placement.even(order.num_experts, groups.ep.world_size)
     device = torch.device("cpu")
-    context = ModelContext(select_kernels(device), groups, torch.bfloat16, device)
+    context = ModelContext(select_backend(device), groups, torch.bfloat16, device)
     max_tokens = order.num_tokens * groups.ep.world_size
     is_shared = order.dispatcher == "shared_memory"
     rows = share_rows(groups.ep, max_tokens, order.top_k, order.hidden_size, context.dtype) if is_shared else None

@@ -25,13 +25,17 @@ from moeserve.bench.gpu.inputs import Source, num_cache_blocks
 from moeserve.bench.harness import Row, call_timer, interleave_beside_limits, make_parser
 from moeserve.bench.limits import LimitProbe, Work
 from moeserve.bench.report import show_and_save
+from moeserve.ops import compressed_attention as compressed_attention_ops
+from moeserve.ops import indexer as indexer_ops
+from moeserve.ops import latent_attention as latent_attention_ops
+from moeserve.ops.backend import REFERENCE
 from moeserve.ops.compressed_attention.interface import CompressedCache, CompressedShape
 from moeserve.ops.indexer.interface import ChosenEntries, IndexerRule
-from moeserve.ops.select import select_kernels
+from moeserve.ops.latent_attention.interface import LatentShape
+from moeserve.ops.select import select_backend
 from moeserve.ops.threads import set_num_threads
-from moeserve.ops.torch.table import TORCH_KERNELS
 
-KERNELS = select_kernels(torch.device("cpu"))
+KERNELS = select_backend(torch.device("cpu"))
 CONTEXTS = (1024, 4096, 16384, 65536)
 NUM_ROWS = (1, 64)
 INDEX_HEADS, INDEX_SIZE = 64, 128
@@ -82,7 +86,7 @@ Call = Callable[[int], object]
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = make_parser("sparse_attention", "Sparse attention at growing contexts.", rounds=7)
     options = parser.parse_args(arguments)
-    if KERNELS is TORCH_KERNELS:
+    if KERNELS is REFERENCE:
         raise SystemExit("the C++ kernels are not built")
     set_num_threads(options.threads)
     clock = time.process_time if options.threads == 1 else time.perf_counter
@@ -134,13 +138,15 @@ def layer_calls(layer: Layer, context: int, num_rows: int) -> dict[str, Call]:
     if layer.top_k is not None:
         query, weights = source.normal(num_rows, INDEX_HEADS, INDEX_SIZE), source.normal(num_rows, INDEX_HEADS)
         keys = source.normal(num_blocks, BLOCK_SIZE // layer.ratio, INDEX_SIZE)
-        choose = KERNELS.make_indexer(IndexerRule(top_k=layer.top_k, tokens_per_entry=layer.ratio))
+        choose = indexer_ops.make(KERNELS, IndexerRule(top_k=layer.top_k, tokens_per_entry=layer.ratio))
         chosen = choose(query, weights, keys, step)
         calls["indexer"] = lambda _: choose(query, weights, keys, step)
     heads = source.normal(num_rows, layer.num_heads, layer.vector_size)
     if not layer.window:
         assert chosen is not None
-        latent = KERNELS.make_latent_attention(layer.vector_size**-0.5, layer.value_size, layer.num_heads)
+        latent = latent_attention_ops.make(
+            KERNELS, LatentShape(layer.vector_size**-0.5, layer.value_size, layer.num_heads)
+        )
         vectors, selected = source.normal(num_blocks, BLOCK_SIZE, layer.vector_size), chosen
         calls["sparse"] = lambda _: latent.attend_chosen(heads, vectors, selected)
         if num_rows == 1:
@@ -158,7 +164,7 @@ def layer_calls(layer: Layer, context: int, num_rows: int) -> dict[str, Call]:
     sizes = {"num_blocks": num_blocks, "num_window_blocks": num_blocks, "block_size": BLOCK_SIZE}
     cache = CompressedCache.empty(shape, **sizes, dtype=torch.bfloat16, device=torch.device("cpu"))
     cache.vectors.normal_(generator=source.generator)
-    attention, sinks = KERNELS.make_compressed_attention(shape), torch.zeros(layer.num_heads)
+    attention, sinks = compressed_attention_ops.make(KERNELS, shape), torch.zeros(layer.num_heads)
     calls["sparse"] = lambda _: attention.attend(heads, chosen, sinks, cache, step, step)
     return calls
 

@@ -9,13 +9,13 @@ import torch
 
 from moeserve.distributed.groups import Groups, groups_of_one_rank
 from moeserve.layers.context import ModelContext
-from moeserve.ops.select import select_kernels
+from moeserve.ops.select import select_backend
 
 CPU = torch.device("cpu")
 
 
 def cpu_context(dtype: torch.dtype = torch.float32, groups: Groups | None = None) -> ModelContext:
-    return ModelContext(select_kernels(CPU), groups or groups_of_one_rank(), dtype, CPU)
+    return ModelContext(select_backend(CPU), groups or groups_of_one_rank(), dtype, CPU)
 
 
 def with_tp(tp: object, dtype: torch.dtype = torch.float32) -> ModelContext:

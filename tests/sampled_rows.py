@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moeserve.ops.kernels import Kernels
+from moeserve.ops.sampling.interface import SamplingOperations
 from moeserve.sampling_params import RequestParams
 from moeserve.step_inputs import SAMPLING_SETTINGS, as_integers
 from moeserve.worker import sampler
@@ -45,14 +45,14 @@ def positions_of(num_outputs: Sequence[int]) -> Tensor:
     return torch.tensor([NUM_PROMPT_TOKENS + number - 1 for number in num_outputs], dtype=torch.int64)
 
 
-def sampled(logits_LV: Tensor, rows: Sequence[RowSpec], kernels: Kernels) -> list[SampledToken]:
+def sampled(logits_LV: Tensor, rows: Sequence[RowSpec], operations: SamplingOperations) -> list[SampledToken]:
     """Return the tokens of all rows. Nothing more is done for rows that need nothing more."""
     results = sampler.sample(
         logits_LV,
         settings_of([row.params for row in rows], [row.seed for row in rows]),
         positions_of([row.position for row in rows]),
         {index: row for index, row in enumerate(rows) if row.is_special},
-        kernels,
+        operations,
         lambda arrays: [torch.from_numpy(array) for array in arrays],
     )
     return results.results(results.tensors)

@@ -14,6 +14,10 @@ from moeserve.bench.gpu.check import CODES_SLACK, FLOAT32_SLACK, Case, bytes_of,
 from moeserve.bench.gpu.inputs import Chunks, Source, attended_positions, draw_cache, draw_chosen
 from moeserve.bench.gpu.models import BLOCK_SIZE
 from moeserve.bench.limits import Work
+from moeserve.ops import attention as attention_ops
+from moeserve.ops import indexer as indexer_ops
+from moeserve.ops import latent_attention as latent_attention_ops
+from moeserve.ops import rows as rows_ops
 from moeserve.ops.attention.float8_rows import decode_rows
 from moeserve.ops.attention.interface import AttentionShape, KeyValueCache
 from moeserve.ops.attention.library import (
@@ -23,15 +27,15 @@ from moeserve.ops.attention.library import (
     LibraryChoice,
     StepKind,
     open_library,
+    with_libraries,
 )
+from moeserve.ops.backend import REFERENCE, TRITON, Backend
 from moeserve.ops.indexer.interface import ChosenEntries, IndexerRule
-from moeserve.ops.kernels import Kernels
+from moeserve.ops.latent_attention import interface as latent
 from moeserve.ops.latent_attention.interface import LatentAttentionBackend
 from moeserve.ops.libraries import LibraryUnusable
 from moeserve.ops.measured import attention_key
 from moeserve.ops.rows.interface import Rotation
-from moeserve.ops.torch.table import TORCH_KERNELS
-from moeserve.ops.triton.table import TRITON_KERNELS
 from moeserve.step_inputs import StepInputs
 
 # T tokens, N query heads, G key-value heads, X heads of a fused projection, H head size, F rotated pairs, P elements of
@@ -115,9 +119,7 @@ def attend(
     problem = AttentionProblem(shape, block_size)
     step_kind: StepKind = "decode" if max(num_rows for num_rows, _ in chunks) == 1 else "chunks"
     libraries = {
-        library.label: dataclasses.replace(
-            TRITON_KERNELS, make_attention=LibraryChoice(TRITON_KERNELS, library, block_size).make_attention
-        )
+        library.label: with_libraries(TRITON, LibraryChoice(library, block_size))
         for library in (installed_libraries(source.device) if variant == "plain" else ())
         if not library.why_unavailable(problem, step_kind)
     }
@@ -132,7 +134,7 @@ def attend(
     sinks_N = source.float32(shape.num_heads, scale=2.0) if shape.has_sinks else None
     inputs = query_TNH, source.encoded(cache) if variant == "float8" else cache, step, sinks_N
     return Case(
-        lambda kernels: kernels.make_attention(shape).attend,
+        lambda kernels: attention_ops.make(kernels, shape).attend,
         inputs,
         is_ordered=variant == "in order",
         libraries=libraries,
@@ -195,7 +197,7 @@ def rotate_and_write(
         return query_TNH, [decode_rows(*each, torch.float32) for each in pairs]
 
     return Case(
-        lambda kernels: partial(call, kernels.make_attention(shape)),
+        lambda kernels: partial(call, attention_ops.make(kernels, shape)),
         (fused_TXH, rotation, cache, step),
         slack=CODES_SLACK if is_float8 else FLOAT32_SLACK,
         work=Work(2 * fused_TXH.nbytes + bytes_of(rotation), 0.0),
@@ -206,9 +208,9 @@ def rotate_and_write(
 def apply_rope(source: Source, num_tokens: int, num_heads: int, size: int, num_pairs: int) -> Case:
     """Rotate in place, and into other memory."""
 
-    def call(kernels: Kernels, heads: Tensor, rotation: Rotation) -> Any:
-        elsewhere = kernels.apply_rope(heads[1], rotation, torch.empty_like(heads[1]))
-        return elsewhere, kernels.apply_rope(heads[0], rotation)
+    def call(kernels: Backend, heads: Tensor, rotation: Rotation) -> Any:
+        elsewhere = rows_ops.make(kernels).apply_rope(heads[1], rotation, torch.empty_like(heads[1]))
+        return elsewhere, rows_ops.make(kernels).apply_rope(heads[0], rotation)
 
     rotation = draw_rotation(source, num_tokens, num_pairs, False)
     return Case(lambda kernels: partial(call, kernels), (source.normal(2, num_tokens, num_heads, size), rotation))
@@ -219,8 +221,10 @@ def draw_rotation(source: Source, num_tokens: int, num_pairs: int, is_interleave
     return Rotation(angles_TF.cos(), angles_TF.sin(), is_interleaved)
 
 
-def make_latent(kernels: Kernels, shape: LatentShape) -> LatentAttentionBackend:
-    return kernels.make_latent_attention(shape.vector_size**-0.5, shape.latent_size, shape.num_heads)
+def make_latent(kernels: Backend, shape: LatentShape) -> LatentAttentionBackend:
+    return latent_attention_ops.make(
+        kernels, latent.LatentShape(shape.vector_size**-0.5, shape.latent_size, shape.num_heads)
+    )
 
 
 @cases_of(
@@ -252,11 +256,11 @@ def choose_entries(source: Source, kind: str, num_heads: int, key_size: int, top
         return slots_TC.new_zeros(num_tokens, end + 1, dtype=torch.bool).scatter(1, slots_TC, True)[:, :end]
 
     def defined(chosen: ChosenEntries, *inputs: Any) -> Any:
-        expected = are_chosen(TORCH_KERNELS.make_indexer(rule)(*inputs))
+        expected = are_chosen(indexer_ops.make(REFERENCE, rule)(*inputs))
         num_others = (are_chosen(chosen) ^ expected).sum()
         return chosen.counts_T, num_others <= MOST_TIES * expected.sum()
 
-    return Case(lambda kernels: kernels.make_indexer(rule), inputs, defined)
+    return Case(lambda kernels: indexer_ops.make(kernels, rule), inputs, defined)
 
 
 @cases_of(

@@ -13,11 +13,14 @@ from moeserve.bench.gpu import attention_cases, entry_cases, expert_cases
 from moeserve.bench.gpu.check import CODES_SLACK, Case, NamedCases, Operation, cases_of, crossed, run_check
 from moeserve.bench.gpu.inputs import Source, source_of
 from moeserve.bench.gpu.parts import Item, Job, one_row
-from moeserve.ops.kernels import Kernels
+from moeserve.ops import pairs as pairs_ops
+from moeserve.ops import routing as routing_ops
+from moeserve.ops import rows as rows_ops
+from moeserve.ops import sampling as sampling_ops
+from moeserve.ops.backend import REFERENCE, Backend
 from moeserve.ops.pairs.interface import Keys, PairKernels
 from moeserve.ops.routing.interface import RouterConfig
-from moeserve.ops.select import select_kernels
-from moeserve.ops.torch.table import TORCH_KERNELS
+from moeserve.ops.select import select_backend
 
 # T tokens, D width, N heads, H head size, R rows, V vocabulary, W fields of settings, E experts, K experts per token
 
@@ -48,20 +51,20 @@ def draw_norm(source: Source, *shape: int) -> tuple[Tensor, Tensor, Tensor]:
 @cases_of("norms", SMALL_NORMS, NORMS, ROWS)
 def rms_norm(source: Source, num_rows: int, width: int) -> Case:
     rows_TD, _, weight_D = draw_norm(source, num_rows, width)
-    return Case(lambda kernels: kernels.rms_norm, (rows_TD, weight_D, EPSILON))
+    return Case(lambda kernels: rows_ops.make(kernels).rms_norm, (rows_TD, weight_D, EPSILON))
 
 
 @cases_of("norms", SMALL_NORMS, NORMS, ROWS)
 def add_rms_norm(source: Source, num_rows: int, width: int) -> Case:
-    return Case(lambda kernels: kernels.add_rms_norm, (*draw_norm(source, num_rows, width), EPSILON))
+    return Case(lambda kernels: rows_ops.make(kernels).add_rms_norm, (*draw_norm(source, num_rows, width), EPSILON))
 
 
 @cases_of("norms", [(3, 2, 16)], [(4096, 32, 128), (5, 4, 64)])
 def rms_norm_in_place(source: Source, num_rows: int, num_heads: int, size: int) -> Case:
     """Normalise some heads of a fused projection; the others must not change."""
 
-    def call(kernels: Kernels, heads_TNH: Tensor, _: Tensor, weight_H: Tensor) -> Tensor:
-        kernels.rms_norm_in_place(heads_TNH[:, :-3], weight_H, EPSILON)
+    def call(kernels: Backend, heads_TNH: Tensor, _: Tensor, weight_H: Tensor) -> Tensor:
+        rows_ops.make(kernels).rms_norm_in_place(heads_TNH[:, :-3], weight_H, EPSILON)
         return heads_TNH
 
     return Case(lambda kernels: partial(call, kernels), draw_norm(source, num_rows, num_heads + 3, size))
@@ -71,12 +74,13 @@ def rms_norm_in_place(source: Source, num_rows: int, num_heads: int, size: int) 
 def quantize_rms_norm(source: Source, num_rows: int, width: int) -> Case:
     """Normalise and quantise, with an addition and without, and also return the plain rows, as for a router."""
 
-    def call(kernels: Kernels, x_TD: Tensor, update_TD: Tensor, weight_D: Tensor) -> Any:
-        if kernels.quantize_rms_norm is None:
-            sum_TD, normed_TD = kernels.add_rms_norm(x_TD, update_TD, weight_D, EPSILON)
-            return kernels.rms_norm(x_TD, weight_D, EPSILON), sum_TD, normed_TD, normed_TD
-        _, normed = kernels.quantize_rms_norm(x_TD, None, weight_D, EPSILON, False)
-        sum_TD, rows = kernels.quantize_rms_norm(x_TD, update_TD, weight_D, EPSILON, True)
+    def call(kernels: Backend, x_TD: Tensor, update_TD: Tensor, weight_D: Tensor) -> Any:
+        operations = rows_ops.make(kernels)
+        if operations.quantize_rms_norm is None:
+            sum_TD, normed_TD = operations.add_rms_norm(x_TD, update_TD, weight_D, EPSILON)
+            return operations.rms_norm(x_TD, weight_D, EPSILON), sum_TD, normed_TD, normed_TD
+        _, normed = operations.quantize_rms_norm(x_TD, None, weight_D, EPSILON, False)
+        sum_TD, rows = operations.quantize_rms_norm(x_TD, update_TD, weight_D, EPSILON, True)
         return normed, sum_TD, rows.rows, rows
 
     inputs = draw_norm(source, num_rows, width)
@@ -86,7 +90,7 @@ def quantize_rms_norm(source: Source, num_rows: int, width: int) -> Case:
 @cases_of("norms", SMALL_NORMS, NORMS, ROWS)
 def quantize_rows(source: Source, num_rows: int, width: int) -> Case:
     inputs = (source.normal(num_rows, width),)
-    return Case(lambda kernels: kernels.quantize_rows or (lambda rows: rows), inputs, slack=CODES_SLACK)
+    return Case(lambda kernels: rows_ops.make(kernels).quantize or (lambda rows: rows), inputs, slack=CODES_SLACK)
 
 
 @cases_of(
@@ -104,12 +108,12 @@ def route(source: Source, name: str, num_tokens: int, width: int, is_ordered: bo
     inputs = source.normal(num_tokens, width), weight_ED, bias_E, correction_E
 
     def defined(results: tuple[Tensor, Tensor], *inputs: Any) -> Any:
-        (experts_TK, weights_TK), (torch_TK, torch_weights_TK) = results, TORCH_KERNELS.make_router(config)(*inputs)
+        (experts_TK, weights_TK), (torch_TK, torch_weights_TK) = results, routing_ops.make(REFERENCE, config)(*inputs)
         is_equal_T = (experts_TK == torch_TK).all(-1)
         are_enough = (~is_equal_T).float().mean() <= MOST_TIES
         return are_enough, torch.where(is_equal_T[:, None], weights_TK, torch_weights_TK)
 
-    return Case(lambda kernels: kernels.make_router(config), inputs, defined, is_ordered=is_ordered)
+    return Case(lambda kernels: routing_ops.make(kernels, config), inputs, defined, is_ordered=is_ordered)
 
 
 @cases_of(
@@ -122,7 +126,7 @@ def order_weigh_and_sum(source: Source, num_tokens: int, top_k: int, num_experts
     """Order, move, weigh and sum pairs, some of which belong to experts of other ranks."""
     keys = Keys(num_experts - num_experts // 4, first=num_experts // 4)
     experts_TK = source.integers(0, num_experts, num_tokens, top_k)
-    order_P, counts = TORCH_KERNELS.pairs.order(experts_TK, keys)
+    order_P, counts = pairs_ops.make(REFERENCE).order(experts_TK, keys)
     used = slice(int(counts.sum()))
     rows_TD, output_PD = source.normal(num_tokens, width), source.normal(num_tokens * top_k, width)
 
@@ -134,19 +138,19 @@ def order_weigh_and_sum(source: Source, num_tokens: int, top_k: int, num_experts
         return pairs.order(experts_TK, keys), pairs.sort(experts_TK, keys), moved, weighed, sum_TD
 
     inputs = rows_TD, output_PD, source.uniform(num_tokens, top_k)
-    return Case(lambda kernels: partial(call, kernels.pairs), inputs)
+    return Case(lambda kernels: partial(call, pairs_ops.make(kernels)), inputs)
 
 
 @cases_of("tokens", SMALL_SCORES, SCORES, SCORES[2:])
 def row_maximum(source: Source, num_rows: int, width: int) -> Case:
-    return Case(lambda kernels: kernels.row_maximum, (source.normal(num_rows, width, scale=3.0),))
+    return Case(lambda kernels: sampling_ops.make(kernels).row_maximum, (source.normal(num_rows, width, scale=3.0),))
 
 
 @cases_of("tokens", SMALL_SCORES, SCORES, DRAWN)
 def choose_greedily(source: Source, num_rows: int, width: int) -> Case:
     settings_RW, _ = source.settings(num_rows)
     inputs = source.normal(num_rows, width, scale=3.0), settings_RW, settings_RW[:, 0].contiguous()
-    return Case(lambda kernels: kernels.choose_tokens, inputs)
+    return Case(lambda kernels: sampling_ops.make(kernels).choose_tokens, inputs)
 
 
 @cases_of(
@@ -181,7 +185,7 @@ def choose_tokens(source: Source, num_rows: int, width: int, top_k: int, top_p: 
         is_inside_R = (uniform_R < end_R + DRAW_SLACK) & (uniform_R >= end_R - share_R - DRAW_SLACK)
         return is_inside_R & (tokens_R >= 0) & (tokens_R < width)
 
-    return Case(lambda kernels: kernels.choose_tokens, inputs, are_drawn)
+    return Case(lambda kernels: sampling_ops.make(kernels).choose_tokens, inputs, are_drawn)
 
 
 CASES: dict[str, list[Operation]] = {}
@@ -200,7 +204,7 @@ def items(job: Job) -> Iterator[Item]:
     for index, name in enumerate(CASES):
         source = source_of(job, index)
         cases = cases_of_check(name, source, is_small=job.is_small)
-        yield name, partial(one_row, run_check, cases, job.seconds_left, select_kernels(source.device))
+        yield name, partial(one_row, run_check, cases, job.seconds_left, select_backend(source.device))
 
 
 def cases_of_check(name: str, source: Source, *, is_small: bool) -> NamedCases:

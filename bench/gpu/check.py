@@ -23,11 +23,8 @@ from torch import Tensor
 
 from moeserve.bench.gpu.parts import Row, is_cuda_error
 from moeserve.bench.limits import Work
-from moeserve.ops.kernels import Kernels
-from moeserve.ops.products.ordered import batch_invariant_kernels
+from moeserve.ops.backend import REFERENCE, TRITON, Backend, in_order
 from moeserve.ops.rows.interface import Float8Rows, plain_rows
-from moeserve.ops.torch.table import TORCH_KERNELS
-from moeserve.ops.triton.table import TRITON_KERNELS
 
 WRONG = 1e9  # the error ratio of a wrong integer, of NaN, or of another shape: JSON has no infinity
 ROUNDINGS = 4
@@ -43,25 +40,25 @@ Shapes = Iterable[tuple[Any, ...]]
 class Case:
     """An operation on one set of inputs, which is checked or timed."""
 
-    operation: Callable[[Kernels], Callable[..., Any]]  # of a table; takes the inputs, which it may change
+    operation: Callable[[Backend], Callable[..., Any]]  # of a table; takes the inputs, which it may change
     inputs: tuple[Any, ...]
     defined: Callable[..., Any] = lambda results, *inputs: results  # returns what is compared
     slack: float = FLOAT32_SLACK
     is_ordered: bool = False  # runs the kernels of `batch_invariant`
-    libraries: Mapping[str, Kernels] = field(default_factory=dict)  # other tables to check and time, by label
+    libraries: Mapping[str, Backend] = field(default_factory=dict)  # other tables to check and time, by label
     work: Work | None = None  # None: moves each input and each result once
     is_fp8: bool = False  # multiplies 8-bit floats
     bar: tuple[str, float] | None = None  # figure of the row, and its minimum
     choices: tuple[tuple[str, int], ...] = ()  # keys of `measured.py` for which the fastest table is chosen
 
-    def bind(self, kernels: Kernels) -> Callable[[], Any]:
-        kernels = batch_invariant_kernels(kernels) if self.is_ordered and kernels.name != "torch" else kernels
+    def bind(self, kernels: Backend) -> Callable[[], Any]:
+        kernels = in_order(kernels) if self.is_ordered and "triton" in kernels.names else kernels
         return partial(self.operation(kernels), *self.inputs)
 
-    def ratios(self, kernels: Kernels) -> Iterator[tuple[str, float]]:
+    def ratios(self, kernels: Backend) -> Iterator[tuple[str, float]]:
         """Yield the error ratio of each result, with a name if there are several. A result is wrong above 1."""
         inputs, compared = tuple(map(in_float32, self.inputs)), partial(tensors_of, dequantizes=True)
-        expected = list(compared(self.defined(self.operation(TORCH_KERNELS)(*inputs), *inputs)))
+        expected = list(compared(self.defined(self.operation(REFERENCE)(*inputs), *inputs)))
         for label, table in {"": kernels, **self.libraries}.items():
             for place, actual in enumerate(compared(self.defined(self.bind(table)(), *self.inputs))):
                 name = label if len(expected) == 1 else f"{label} result {place}"
@@ -92,7 +89,7 @@ def crossed(*choices: Iterable[Any]) -> list[tuple[Any, ...]]:
     return list(itertools.product(*choices))
 
 
-def run_check(cases: NamedCases, seconds_left: Callable[[], float], kernels: Kernels = TRITON_KERNELS) -> Row:
+def run_check(cases: NamedCases, seconds_left: Callable[[], float], kernels: Backend = TRITON) -> Row:
     """Return the row of a check.
 
     Raises:

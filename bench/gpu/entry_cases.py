@@ -12,6 +12,10 @@ from torch import Tensor
 from moeserve.bench.gpu.check import Case, bytes_of, cases_of, crossed
 from moeserve.bench.gpu.inputs import Source, draw_chosen
 from moeserve.bench.limits import Work
+from moeserve.ops import compressed_attention as compressed_attention_ops
+from moeserve.ops import convolution as convolution_ops
+from moeserve.ops import linear_attention as linear_attention_ops
+from moeserve.ops import streams as streams_ops
 from moeserve.ops.compressed_attention.interface import CompressedCache, CompressedShape
 from moeserve.ops.convolution.interface import ConvolutionShape, ConvolutionWeights
 from moeserve.ops.linear_attention.interface import LinearAttentionShape, LinearAttentionWeights
@@ -81,7 +85,7 @@ def compressed_attention(source: Source, name: str, kind: str, top_k: int) -> Ca
         backend.write(vector_TH, pooled_TH, None, cache, step, step)
         return backend.attend(query_TNH, chosen, sinks, cache, step, step), pooled_TH, cache.entries, cache.tails
 
-    return Case(lambda kernels: partial(call, kernels.make_compressed_attention(shape)), inputs)
+    return Case(lambda kernels: partial(call, compressed_attention_ops.make(kernels, shape)), inputs)
 
 
 @cases_of(
@@ -95,7 +99,7 @@ def collapse_streams(source: Source, num_tokens: int, width: int, is_last: bool)
     maps = source.float32(num_coefficients, size, scale=size**-0.5)
     weights = StreamsWeights(maps, source.float32(num_coefficients), source.float32(1 if is_last else 3))
     return Case(
-        lambda kernels: kernels.make_streams(STREAMS, 1e-6).collapse, (source.normal(num_tokens, size), weights)
+        lambda kernels: streams_ops.make(kernels, STREAMS, 1e-6).collapse, (source.normal(num_tokens, size), weights)
     )
 
 
@@ -103,7 +107,7 @@ def collapse_streams(source: Source, num_tokens: int, width: int, is_last: bool)
 def expand_streams(source: Source, num_tokens: int, width: int) -> Case:
     streams_TX, rows_TD = (source.normal(num_tokens, count * width) for count in (STREAMS.num_streams, 1))
     inputs = streams_TX, rows_TD, source.float32(num_tokens, STREAMS.num_coefficients)
-    return Case(lambda kernels: kernels.make_streams(STREAMS, 1e-6).expand, inputs)
+    return Case(lambda kernels: streams_ops.make(kernels, STREAMS, 1e-6).expand, inputs)
 
 
 def case_of_states(make: Any, source: Source, kind: str, *inputs: Any, **more: Any) -> Case:
@@ -150,7 +154,7 @@ def linear_attention(source: Source, name: str, kind: str) -> Case:
     operations = num_tokens * states[0].numel() * (12.0 if shape.is_delta else 8.0)  # of both steps, with states
     work = Work(2 * (bytes_of(inputs) + inputs[1].nbytes) + 3 * states.nbytes, operations)
     return case_of_states(
-        lambda kernels: kernels.make_linear_attention(shape),
+        lambda kernels: linear_attention_ops.make(kernels, shape),
         *(source, kind, inputs, weights, states),
         slack=TF32_SLACK,
         work=work,
@@ -168,7 +172,7 @@ def short_convolution(source: Source, num_channels: int, num_taps: int, is_gated
     rows_TX = source.normal(sum(LENGTHS[kind]), num_channels * (3 if is_gated else 1))
     states = rows_TX.new_zeros(len(LENGTHS[kind]), num_taps - 1, num_channels)
     return case_of_states(
-        lambda kernels: kernels.make_short_convolution(shape), source, kind, (rows_TX,), weights, states
+        lambda kernels: convolution_ops.make(kernels, shape), source, kind, (rows_TX,), weights, states
     )
 
 

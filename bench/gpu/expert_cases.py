@@ -23,7 +23,9 @@ from moeserve.bench.gpu.check import (
 from moeserve.bench.gpu.inputs import Source, dequantized, draw_routing, draw_rows, draw_weights
 from moeserve.bench.limits import Work
 from moeserve.errors import SettingsError
-from moeserve.ops.kernels import Kernels
+from moeserve.ops import pairs as pairs_ops
+from moeserve.ops import products as products_ops
+from moeserve.ops.backend import REFERENCE, TRITON, Backend
 from moeserve.ops.measured import product_key
 from moeserve.ops.pairs.interface import Keys
 from moeserve.ops.products.deep_gemm import why_unavailable, with_deep_gemm
@@ -31,8 +33,6 @@ from moeserve.ops.products.interface import Gather, InputChunks, OpenWeights, Pr
 from moeserve.ops.products.weight_blocks import num_blocks
 from moeserve.ops.rows.activations import Activation, ClampedSwiGLU, SwiGLU
 from moeserve.ops.rows.interface import Float8Rows
-from moeserve.ops.torch.table import TORCH_KERNELS
-from moeserve.ops.triton.table import TRITON_KERNELS
 
 # E experts, K experts per token, T tokens, P pairs, R rows, S slots of a weight, D model width, I inputs, O outputs,
 # C columns, e weights
@@ -73,16 +73,16 @@ NUM_TOKENS = (1, 16, 128, 4096)
 PARTS = ("gate, up", "down")
 
 
-def product_of(kernels: Kernels, weights: OpenWeights) -> Product:
-    return kernels.make_product(in_float32(dequantized(weights)) if kernels.name == "torch" else weights)
+def product_of(kernels: Backend, weights: OpenWeights) -> Product:
+    return products_ops.make(kernels, in_float32(dequantized(weights)) if kernels is REFERENCE else weights)
 
 
-def deep_gemm_kernels(source: Source, *weights: OpenWeights) -> dict[str, Kernels]:
+def deep_gemm_kernels(source: Source, *weights: OpenWeights) -> dict[str, Backend]:
     """Return the table with DeepGEMM's products by its name; an empty dict if it cannot be used."""
     if source.device.type != "cuda" or any(map(why_unavailable, weights)):
         return {}
     try:
-        return {"deep_gemm": with_deep_gemm(TRITON_KERNELS, source.device, source.dtype)}
+        return {"deep_gemm": with_deep_gemm(TRITON, source.device, source.dtype)}
     except SettingsError as error:
         print(f"deep_gemm is left out: {error}", flush=True)
         return {}
@@ -103,7 +103,7 @@ def multiply_rows_and_slots(source: Source, format: Format, name: str, part: str
     shape, weights = SHAPES[name], draw_experts(source, SHAPES[name], format, part)
     num_tokens, num_known = max(1, shape.num_experts * rows_of_expert // shape.top_k), shape.num_experts + 1
     experts_TK, _ = draw_routing(source, num_tokens, num_known, shape.top_k)
-    order_P, counts_E = TORCH_KERNELS.pairs.order(experts_TK, Keys(shape.num_experts, num_known=num_known))
+    order_P, counts_E = pairs_ops.make(REFERENCE).order(experts_TK, Keys(shape.num_experts, num_known=num_known))
     gather = Gather(order_P, shape.top_k) if part == "gate, up" else None
     num_rows, num_slots = len(order_P) if gather is None else num_tokens, int(counts_E.max()) + 1
     hints = EXPECTED_ROWS if source.device.type == "cuda" else EXPECTED_ROWS[:1]  # on a CPU, sums are numpy's
@@ -217,7 +217,7 @@ def experts(source: Source, format: Format, name: str, num_tokens: int) -> Case:
         return pairs.weighted_sum(output, order_P, weights_TK, hidden_TD.dtype)
 
     return Case(
-        lambda kernels: partial(call, kernels.pairs, [product_of(kernels, each) for each in weights]),
+        lambda kernels: partial(call, pairs_ops.make(kernels), [product_of(kernels, each) for each in weights]),
         (hidden_TD, experts_TK, weights_TK),
         slack=2 * CODES_SLACK if is_fp8 else FLOAT32_SLACK,  # rows and gates are rounded to 8 bits
         libraries=deep_gemm_kernels(source, *weights),

@@ -15,8 +15,8 @@ from moeserve.bench.gpu.inputs import Source, source_of
 from moeserve.bench.gpu.limits import ColdTimer, GpuLimits, measure_limits
 from moeserve.bench.gpu.parts import Item, Job, Row, bar, is_cuda_error
 from moeserve.bench.limits import Work
-from moeserve.ops.kernels import Kernels
-from moeserve.ops.select import select_kernels
+from moeserve.ops.backend import Backend
+from moeserve.ops.select import select_backend
 
 # The most important come first, for runs that are cut short.
 TIMED = [
@@ -39,7 +39,7 @@ def timed_cases(source: Source, operations: Sequence[Operation] = TIMED, *, is_s
 
 def timed_items(source: Source, operations: Sequence[Operation]) -> Iterator[Item]:
     """Yield measurements, which are small on a CPU. They use the same limits, which are measured again at the end."""
-    device, kernels = source.device, select_kernels(source.device)
+    device, kernels = source.device, select_backend(source.device)
     limits = functools.cache(partial(measure_limits, device.type))
     timer = functools.cache(partial(ColdTimer, device))
 
@@ -54,7 +54,7 @@ def timed_items(source: Source, operations: Sequence[Operation]) -> Iterator[Ite
 
 @torch.inference_mode()
 def measure(
-    name: str, case: Case, kernels: Kernels, timer: Callable[[Callable[[], Any]], float], limits: GpuLimits
+    name: str, case: Case, kernels: Backend, timer: Callable[[Callable[[], Any]], float], limits: GpuLimits
 ) -> Iterator[Row]:
     """Yield the row of our kernels, one of each other implementation, and last the fastest, if there is a choice.
 

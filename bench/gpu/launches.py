@@ -46,9 +46,10 @@ from moeserve.config.settings import QuantizationName
 from moeserve.distributed.groups import Groups
 from moeserve.kv.layer_cache import Places
 from moeserve.kv.rules import CacheRules
+from moeserve.ops import sampling as sampling_ops
 from moeserve.ops.attention.interface import KeyValueCache
+from moeserve.ops.backend import TRITON
 from moeserve.ops.products.weight_blocks import CODES
-from moeserve.ops.triton.table import TRITON_KERNELS
 from moeserve.step_inputs import NUM_SETTINGS, ChunkSpan, StateRows, StepInputs
 
 CAPABILITY = (9, 0)  # of the GPU for which kernels are compiled where there is none
@@ -139,7 +140,7 @@ def record_step(
         spans: the chunks of the step.
     """
     source = Source(torch.device("cpu"), torch.Generator(), dtype)
-    model = make_model(config, TRITON_KERNELS, dataclasses.replace(source, device=META), quantization)
+    model = make_model(config, TRITON, dataclasses.replace(source, device=META), quantization)
     caches = model.make_caches(Places.equal(CacheRules(), max(4, len(spans)), BLOCK_SIZE))
     drawn = source.step([(span.num_rows, span.context_len) for span in spans], BLOCK_SIZE)
     tensors: Any = {name: each.to(META) for name, each in vars(drawn).items() if isinstance(each, Tensor)}
@@ -164,7 +165,7 @@ def record_step(
             starts.clear()
             launches.clear()
             logits_LV = model.logits(step.rows_for_logits(model(step, caches)))
-            TRITON_KERNELS.choose_tokens(logits_LV, settings_LW, step.logits_rows)
+            sampling_ops.make(TRITON).choose_tokens(logits_LV, settings_LW, step.logits_rows)
     first, *_, last = starts.values()
     of_layers = [launches[start:end] for start, end in itertools.pairwise(starts.values())]
     return [*of_layers, launches[:first] + launches[last:]]
@@ -275,7 +276,7 @@ def compile_rows(record: Callable[[], Sequence[Launch]], capability: int) -> Ite
 def launches_of(makes: Iterable[Callable[[], Case]]) -> list[Launch]:
     with recorded_launches() as launches:
         for make in makes:
-            make().bind(TRITON_KERNELS)()
+            make().bind(TRITON)()
     return launches
 
 

@@ -21,7 +21,7 @@ from moeserve.layers.moe.dispatch.factory import TorchDispatchers
 from moeserve.models.checkpoint.loading import fill_randomly
 from moeserve.models.decoder import Decoder
 from moeserve.models.registry import Description, describe
-from moeserve.ops.kernels import Kernels
+from moeserve.ops.backend import Backend
 from moeserve.step_inputs import StepInputs
 from moeserve.worker.cuda_graphs import CudaGraphs, TorchCapture
 from moeserve.worker.step_replay import StepContext, StepOutputs
@@ -47,7 +47,7 @@ def described(config: Mapping[str, Any]) -> Description:
 
 
 def make_model(
-    config: Mapping[str, Any], kernels: Kernels, source: Source, quantization: QuantizationName | None = None
+    config: Mapping[str, Any], kernels: Backend, source: Source, quantization: QuantizationName | None = None
 ) -> Decoder:
     """Return the model of a config.json for a single rank, with random weights unless it is on the meta device."""
     groups, facts = groups_of_one_rank(), described(config).model
@@ -59,7 +59,7 @@ def make_model(
 
 
 def capture_step(
-    model: Decoder, caches: list[Any], kernels: Kernels, source: Source, num_rows: int, max_blocks: int
+    model: Decoder, caches: list[Any], kernels: Backend, source: Source, num_rows: int, max_blocks: int
 ) -> Callable[[StepInputs], StepOutputs]:
     """Capture a decode step. The function that is returned replays it for another step, whose inputs it copies."""
     sizes: Any = dict(tp_rank=0, block_size=BLOCK_SIZE, max_blocks=max_blocks)

@@ -26,8 +26,8 @@ from moeserve.config.settings import QuantizationName
 from moeserve.kv.layer_cache import Places
 from moeserve.kv.rules import CacheRules
 from moeserve.models.decoder import Decoder
-from moeserve.ops.kernels import Kernels
-from moeserve.ops.select import select_kernels
+from moeserve.ops.backend import Backend
+from moeserve.ops.select import select_backend
 from moeserve.step_inputs import StepInputs
 
 LAYERS, SMALL_LAYERS = (2, 8), (1, 2)  # the difference is the time of layers without embedding and head
@@ -45,7 +45,7 @@ LOST_TIME = [
 def items(job: Job) -> Iterator[Item]:
     """Yield the measurements, the most important first."""
     source = source_of(job)
-    probe = Probe(source, select_kernels(source.device))
+    probe = Probe(source, select_backend(source.device))
     decodes: list[Chunks] = [[(1, 512)] * batch for batch in (1, 8, 64, 256)]
     mixed: Chunks = [*([(1, 512)] * 64), (200, 200)]
     prompts: list[Chunks] = [[(tokens, tokens)] for tokens in (64, 512, 2048, 8192)]
@@ -64,7 +64,7 @@ class Probe:
     """The measurements of steps on one device."""
 
     source: Source
-    kernels: Kernels
+    kernels: Backend
 
     @property
     def on_cpu(self) -> bool:

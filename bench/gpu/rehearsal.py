@@ -18,7 +18,7 @@ import torch
 
 from moeserve.bench.gpu.check import tensors_of
 from moeserve.ops import select
-from moeserve.ops.kernels import Kernels
+from moeserve.ops.backend import Backend
 
 # Sizes of a published model's config.json.
 SMALL_MODEL: dict[str, Any] = dict(
@@ -35,11 +35,11 @@ TORCH_TYPES = {
 
 
 @contextlib.contextmanager
-def rehearsing() -> Iterator[Kernels]:
+def rehearsing() -> Iterator[Backend]:
     """Let the CPU use the Triton kernels in the interpreter, and yield their table."""
     from triton.runtime import interpreter
 
-    from moeserve.ops.triton.table import TRITON_KERNELS
+    from moeserve.ops.backend import TRITON
 
     patch_tensor = interpreter._patch_lang_tensor
 
@@ -53,9 +53,9 @@ def rehearsing() -> Iterator[Kernels]:
         mock.patch.object(interpreter, "_convert_float", convert_by_torch),
         mock.patch.object(interpreter, "_patch_lang_tensor", patch),
         products_by_row(),
-        mock.patch.dict(select.TABLES, cpu=lambda: TRITON_KERNELS),
+        mock.patch.dict(select.BACKENDS, cpu=lambda: TRITON),
     ):
-        yield TRITON_KERNELS
+        yield TRITON
 
 
 @contextlib.contextmanager

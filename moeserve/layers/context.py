@@ -11,14 +11,14 @@ from torch import nn
 from moeserve.config.settings import QuantizationName
 from moeserve.distributed.coordinator import GroupCoordinator
 from moeserve.distributed.groups import Groups
-from moeserve.ops.kernels import Kernels
+from moeserve.ops.backend import Backend
 
 
 @dataclass(frozen=True)
 class ModelContext:
-    """The kernels, groups, dtype and device with which the layers of one rank are built."""
+    """The backend, groups, dtype and device with which the layers of one rank are built."""
 
-    kernels: Kernels
+    backend: Backend
     groups: Groups
     dtype: torch.dtype
     device: torch.device
@@ -29,8 +29,8 @@ class ModelContext:
 
     @property
     def is_batch_invariant(self) -> bool:
-        """True if the kernels compute the same bytes for a token in any batch."""
-        return self.dtype in self.kernels.batch_invariant_dtypes
+        """True if operations compute the same bytes for a token in any batch."""
+        return self.dtype in self.backend.batch_invariant_dtypes
 
     @property
     def sum_dtype(self) -> torch.dtype | None:
@@ -46,7 +46,7 @@ class ModelContext:
         """Return memory for a weight that a checkpoint will fill, in the model's dtype unless another is given."""
         dtype = dtype or self.dtype
         if self.has_memory:
-            memory = self.kernels.allocate_weights(shape, dtype, self.device)
+            memory = self.backend.allocate_weights(shape, dtype, self.device)
         else:
             memory = torch.empty(shape, dtype=dtype, device="meta")
         return nn.Parameter(memory, requires_grad=False)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from moeserve.layers.context import ModelContext
+from moeserve.ops import rows
 
 # T tokens, D width of a row
 
@@ -36,10 +37,11 @@ class RMSNorm(nn.Module):
         ones_D = torch.ones(hidden_size, dtype=context.dtype, device=context.device)
         self.weight: Tensor = context.parameter(hidden_size) if has_weight else ones_D
         self.epsilon = epsilon
-        self._rms_norm = context.kernels.rms_norm
-        self._rms_norm_in_place = context.kernels.rms_norm_in_place
-        self._add_rms_norm = context.kernels.add_rms_norm
-        self._quantize = None if form == "plain" else context.kernels.quantize_rms_norm
+        operations = rows.make(context.backend)
+        self._rms_norm = operations.rms_norm
+        self._rms_norm_in_place = operations.rms_norm_in_place
+        self._add_rms_norm = operations.add_rms_norm
+        self._quantize = None if form == "plain" else operations.quantize_rms_norm
         self._keeps_rows = form == "both"
 
     def forward(self, hidden_TD: Tensor) -> Tensor:
@@ -66,8 +68,9 @@ class LayerNorm(nn.Module):
         self.weight = context.parameter(hidden_size)
         self.bias = context.parameter(hidden_size)
         self.epsilon = epsilon
-        self._add = context.kernels.add
-        self._layer_norm = context.kernels.layer_norm
+        operations = rows.make(context.backend)
+        self._add = operations.add
+        self._layer_norm = operations.layer_norm
 
     def after_adding(self, update_TD: Tensor | None, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Return hidden + update (hidden alone if update is None), and that sum normalised."""

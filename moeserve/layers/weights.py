@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from moeserve.layers.context import ModelContext
+from moeserve.ops import products
 from moeserve.ops.products.interface import (
     INT4_GROUP,
     MXFP4_GROUP,
@@ -80,6 +81,7 @@ class Weights(nn.Module):
         self.shape = shape
         self.chunks = chunks
         self.context = context
+        self._packing = products.make_packing(context.backend)
         self.activation = activation
         self.limits = limits
         self.borrow = borrow
@@ -114,7 +116,7 @@ class Weights(nn.Module):
         """Make the product read the open memory, which must be allocated or borrowed by now."""
         if self.borrow is not None:
             self.memory = nn.Parameter(self.borrow(), requires_grad=False)
-        self.product = self.context.kernels.make_product(self.open)
+        self.product = products.make(self.context.backend, self.open)
 
     def input_of(self, rows: Rows) -> Rows:
         """Return rows in a form that the product takes."""
@@ -172,7 +174,7 @@ class Weights(nn.Module):
     @property
     def packs(self) -> bool:
         """True if there are kernels that read the weights packed."""
-        packing = self.context.kernels.packing
+        packing = self._packing
         return self.memory is None or (packing is not None and packing.supports(self.open))
 
     @property
@@ -192,7 +194,7 @@ class Weights(nn.Module):
 
     def pack(self) -> None:
         """Pack the filled weights, in their own memory or with it released. Called once."""
-        packed_format, packing = self.packed_format, self.context.kernels.packing
+        packed_format, packing = self.packed_format, self._packing
         if packed_format is None or packing is None:
             return
         self._use(packing.pack(self.open, packed_format, in_place=self.packs_in_place))
@@ -206,20 +208,20 @@ class Weights(nn.Module):
     @property
     def packs_in_place(self) -> bool:
         """True if packing needs no other memory than that of the open weights."""
-        packed_format, packing = self.packed_format, self.context.kernels.packing
+        packed_format, packing = self.packed_format, self._packing
         fits = packed_format is not None and packing is not None and packing.fits_in_place(self.open, packed_format)
         return fits and not self.is_borrowed
 
     @property
     def num_packed_bytes(self) -> int:
         """Size in bytes after packing. Weights that are never packed count with their open size."""
-        packed_format, packing = self.packed_format, self.context.kernels.packing
+        packed_format, packing = self.packed_format, self._packing
         if packed_format is None or packing is None:
             return sum(tensor.nbytes for tensor in self.open_tensors)
         return self.shape[0] * packing.num_bytes(self.open, packed_format)
 
     def _use(self, packed: PackedWeights) -> None:
-        packing = self.context.kernels.packing
+        packing = self._packing
         assert packing is not None
         self.panels, self.memory, self.scales, self.int4_scales = packed.panels, None, None, None
         self.product = packing.product(packed)

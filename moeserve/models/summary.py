@@ -23,7 +23,7 @@ from moeserve.models.checkpoint.packing import weights_of
 from moeserve.models.decoder import Decoder
 from moeserve.models.model_config import ModelConfig
 from moeserve.models.registry import Description
-from moeserve.ops.select import select_kernels
+from moeserve.ops.select import select_backend
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def summarize(
     quantization: QuantizationName | None = "mxfp4" if description.keeps_mxfp4(dtype) else None
     has_float8_cache = is_float8_cache(kv_cache_dtype, config.needs)
     context = ModelContext(
-        select_kernels(meta),
+        select_backend(meta),
         groups,
         getattr(torch, dtype),
         meta,

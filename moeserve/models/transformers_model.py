@@ -34,6 +34,8 @@ from moeserve.layers.rotary import NO_ROTARY, Rotaries
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import Family
 from moeserve.models.model_config import Layer, ModelConfig
+from moeserve.ops import attention as attention_operations
+from moeserve.ops import pairs
 from moeserve.ops.attention.interface import AttentionShape, KeyValueCache
 from moeserve.ops.routing.interface import RouterConfig
 from moeserve.step_inputs import StepInputs
@@ -201,7 +203,7 @@ class ForeignExperts(nn.Module):
         rank = dispatchers.group.rank_in_group
         self.load = ExpertLoad(placement, rank, context)
         self.dispatcher = dispatchers.make(placement)
-        self.pairs = context.kernels.pairs
+        self.pairs = pairs.make(context.backend)
         own = torch.tensor(placement.logical_of_slot[rank])
         for name, parameter in list(module.named_parameters(recurse=False)):
             if len(parameter) == placement.num_logical:
@@ -270,7 +272,7 @@ class TransformersModel(nn.Module):
         networks = [network for layer in config.layers for network in layer.networks]
         self._attentions = [network for network in networks if isinstance(network, AttentionConfig)]
         self._backends = [
-            context.kernels.make_attention(_shape_of(attention, context)) for attention in self._attentions
+            attention_operations.make(context.backend, _shape_of(attention, context)) for attention in self._attentions
         ]
         self._rotaries = Rotaries(frozenset({NO_ROTARY}), context.device)
         model = _build(folder, self._attend, self._run_experts, torch.device("cpu"), context.dtype)

@@ -1,4 +1,4 @@
-"""The choice of a device's kernels."""
+"""The backend of a device."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moeserve.ops.kernels import Kernels
-from moeserve.ops.native import native_kernels
+from moeserve.ops.attention.library import with_attention_library
+from moeserve.ops.backend import REFERENCE, TRITON, Backend, in_order
+from moeserve.ops.measured_step import measure_memory_only
+from moeserve.ops.native import NATIVE_DTYPES, native_kernels
+from moeserve.ops.products.cpu import CpuPacking
 from moeserve.ops.side_stream import CudaSideStream
-from moeserve.ops.torch.table import TORCH_KERNELS
 
 if TYPE_CHECKING:
     from moeserve.config.settings import AttentionChoice
@@ -24,60 +26,60 @@ BFLOAT16_CAPABILITY = (8, 0)  # the first compute capability whose tensor cores 
 FLOAT8_CAPABILITY = (8, 9)  # the first one whose tensor cores multiply E4M3
 
 
-def _for_cpu() -> Kernels:
+def _for_cpu() -> Backend:
     native = native_kernels()
     if native is None:
-        return TORCH_KERNELS
-    from moeserve.ops.cpu.table import cpu_kernels
-
-    return cpu_kernels(native)
-
-
-def _for_cuda() -> Kernels:
-    if not has_triton():
-        return dataclasses.replace(TORCH_KERNELS, side_stream=CudaSideStream())
-    from moeserve.ops.triton.table import TRITON_KERNELS
-
-    return dataclasses.replace(
-        TRITON_KERNELS, side_stream=CudaSideStream(), compiles_on_first_use=True, supports_cuda_graphs=True
+        return REFERENCE
+    return Backend(
+        names=("cpu", "reference"),
+        native=native,
+        make_step_graph=native.CpuGraph,
+        allocate_weights=CpuPacking(native).allocate_weights,
+        measure_memory_only=measure_memory_only,
+        batch_invariant_dtypes=NATIVE_DTYPES,
+        instruction_set=native.isa(),
     )
 
 
-TABLES: dict[str, Callable[[], Kernels]] = {"cpu": _for_cpu, "cuda": _for_cuda, "meta": lambda: TORCH_KERNELS}
+def _for_cuda() -> Backend:
+    if not has_triton():
+        return dataclasses.replace(REFERENCE, side_stream=CudaSideStream())
+    return dataclasses.replace(
+        TRITON, side_stream=CudaSideStream(), compiles_on_first_use=True, supports_cuda_graphs=True
+    )
 
 
-def select_kernels(
+BACKENDS: dict[str, Callable[[], Backend]] = {"cpu": _for_cpu, "cuda": _for_cuda, "meta": lambda: REFERENCE}
+
+
+def select_backend(
     device: torch.device,
     attention_library: AttentionChoice = "triton",
     block_size: int | None = None,
     *,
     batch_invariant: bool = False,
-) -> Kernels:
-    """Return the kernels for a device. Called once per rank.
+) -> Backend:
+    """Return the backend for a device. Called once per rank.
 
     Args:
         attention_library: on a GPU, the library that serves grouped-query attention; "triton": our own kernels;
             "measured": the one that was measured to be the fastest.
         block_size: positions in a block of the KV cache; needed unless our own kernels are chosen.
-        batch_invariant: return batch-invariant kernels, which are slower on a GPU. The config allows this only with our
-            own kernels.
+        batch_invariant: return a batch-invariant backend, which is slower on a GPU. The config allows this only with
+            our own kernels.
 
     Raises:
         SettingsError: the named library cannot be used here.
     """
-    table = TABLES[device.type]()
-    if table.name == "torch" and device.type != "meta":
+    backend = BACKENDS[device.type]()
+    if backend.names == REFERENCE.names and device.type != "meta":
         logger.info("the kernels for device %s are not built or installed: plain torch runs instead, slower", device)
-    if batch_invariant and not table.batch_invariant_dtypes:
-        from moeserve.ops.products.ordered import batch_invariant_kernels
-
-        return batch_invariant_kernels(table)
+    if batch_invariant and not backend.is_batch_invariant:
+        return in_order(backend)
     if attention_library == "triton":
-        return table
-    from moeserve.ops.attention.library import with_attention_library
-
+        return backend
     assert block_size is not None
-    return with_attention_library(table, attention_library, device, block_size)
+    return with_attention_library(backend, attention_library, device, block_size)
 
 
 def supports_bfloat16_products() -> bool:

@@ -165,7 +165,7 @@ class CpuGraphs:
 
     def _capture(self, sizes: StepSizes, hidden_tD: Tensor, rotations: Rotations, step: StepInputs) -> None:
         """Capture the layers of a step of these sizes, without executing a kernel."""
-        make_graph = self.model.context.kernels.make_step_graph
+        make_graph = self.model.context.backend.make_step_graph
         assert make_graph is not None
         graph = make_graph(self.memory.address, self.memory.num_bytes)
         own_step = dataclasses.replace(

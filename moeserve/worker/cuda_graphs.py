@@ -22,6 +22,7 @@ from torch import Tensor
 from moeserve.distributed.mesh import Mesh, share_of, share_sizes
 from moeserve.kv.rank.cache import free_gpu_memory
 from moeserve.models.decoder import Decoder
+from moeserve.ops import sampling
 from moeserve.scheduling.lockstep import Agreement
 from moeserve.step_inputs import NUM_SETTINGS, ChunkSpan, GroupTable, StepInputs
 from moeserve.worker.halves import in_halves
@@ -124,6 +125,7 @@ class CudaGraphs:
             sizes: numbers of tokens, ascending, and the same on all ranks.
         """
         self.model = model
+        self._choose_tokens = sampling.make(model.context.backend).choose_tokens
         self.caches = caches
         self.sizes = tuple(sizes)
         self.on_layers: Callable[[], None] = do_nothing
@@ -164,7 +166,7 @@ class CudaGraphs:
             return StepOutputs(hidden_TD)
         logits_TV = self.model.logits(hidden_TD)  # collective: tp ranks
         assert step.settings is not None
-        chosen_T = self.model.context.kernels.choose_tokens(logits_TV, step.settings, step.positions)
+        chosen_T = self._choose_tokens(logits_TV, step.settings, step.positions)
         if self._logits_TV is None:  # in the first run, which is outside of a graph and has the largest size
             self._logits_TV = torch.empty_like(logits_TV)
         kept_TV = self._logits_TV[: len(logits_TV)]  # shared, because otherwise each graph would keep its own logits

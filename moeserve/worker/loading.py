@@ -34,8 +34,8 @@ from moeserve.models.checkpoint.shards import Checkpoint, open_checkpoint, selec
 from moeserve.models.decoder import Decoder
 from moeserve.models.summary import LoadingMemory, loading_memory
 from moeserve.models.weight_mapping import destinations, with_stored_orientation
-from moeserve.ops.kernels import Kernels
-from moeserve.ops.select import select_kernels
+from moeserve.ops.backend import Backend
+from moeserve.ops.select import select_backend
 from moeserve.worker.room import require_room
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
     else:
         placements = description.model.slice_experts(groups.ep.world_size)
     context = ModelContext(
-        _select_kernels(config, device),
+        _select_backend(config, device),
         groups,
         dtype,
         device,
@@ -160,22 +160,22 @@ def _open_dispatchers(
     return open_dispatchers(config, shape, context.groups.ep, context)
 
 
-def _select_kernels(config: EngineConfig, device: torch.device) -> Kernels:
-    """Return this rank's kernels.
+def _select_backend(config: EngineConfig, device: torch.device) -> Backend:
+    """Return this rank's backend.
 
     Raises:
         SettingsError: a library that the config names cannot be used.
     """
     if config.batch_invariant:
-        kernels = select_kernels(device, batch_invariant=True)
+        backend = select_backend(device, batch_invariant=True)
     else:
-        kernels = select_kernels(device, config.attention_backend, config.block_size)
+        backend = select_backend(device, config.attention_backend, config.block_size)
     if config.product_backend == "triton":
-        return kernels
+        return backend
     from moeserve.ops.products.deep_gemm import with_deep_gemm
 
     only_fastest = config.product_backend == "measured"
-    return with_deep_gemm(kernels, device, getattr(torch, config.dtype), only_fastest=only_fastest)
+    return with_deep_gemm(backend, device, getattr(torch, config.dtype), only_fastest=only_fastest)
 
 
 def _too_large(config: EngineConfig, memory: LoadingMemory, free: int) -> str:
@@ -201,7 +201,7 @@ def _cache_key(config: EngineConfig, model: Decoder, placements: Sequence[Placem
         config.hf_overrides,
         config.dtype,
         config.quantization,
-        model.context.kernels.instruction_set,
+        model.context.backend.instruction_set,
         [groups.mesh.tp, groups.mesh.dp, groups.rank, model.stage.start, model.stage.stop],
         [(placement.logical_of_slot[groups.ep.rank_in_group], placement.num_slices) for placement in placements],
     )
@@ -239,6 +239,6 @@ def _cache_facts(config: EngineConfig, model: Decoder) -> dict[str, str]:
         "kv_cache_dtype": "fp8" if config.has_float8_cache else config.dtype,
         "quantization": str(config.quantization),
         "device": config.device,
-        "kernels": model.context.kernels.instruction_set,
+        "kernels": model.context.backend.instruction_set,
         "block_size": str(config.block_size),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +15,8 @@ from torch import Tensor
 from moeserve.distributed.mesh import share_of, share_sizes
 from moeserve.errors import MoeserveError
 from moeserve.models.decoder import Decoder
+from moeserve.ops import sampling as sampling_operations
+from moeserve.ops.sampling.interface import SamplingOperations
 from moeserve.step_inputs import ChunkSpan, StateRows, StepInputs
 from moeserve.worker.drafting import Drafter, SampledStep
 from moeserve.worker.grammars import AllowedTokens, Grammars
@@ -57,6 +60,10 @@ class ModelRunner:
         self.grammars = grammars
         self.drafter = drafter
         self.memory = memory_of(table, context.device)
+
+    @functools.cached_property
+    def _operations(self) -> SamplingOperations:
+        return sampling_operations.make(self.model.context.backend)
 
     @torch.inference_mode()
     def start(
@@ -179,8 +186,8 @@ class ModelRunner:
             positions_L = sampled_rows(step.positions)
         if self.context.tp_rank == 0:
             specs = self._specs(sampling, previous)
-            upload, kernels = self.memory.upload, self.model.context.kernels
-            rows = sample(logits_LV, settings_LW, positions_L, specs, kernels, upload, chosen_L)
+            upload = self.memory.upload
+            rows = sample(logits_LV, settings_LW, positions_L, specs, self._operations, upload, chosen_L)
         else:
             rows = SampledRows(tokens_L=torch.empty_like(slots_L), highest_L=slots_L, dtype=logits_LV.dtype)
         if self.appends_samples:
@@ -224,7 +231,7 @@ class ModelRunner:
             some_R = targets_R[first : first + PROMPT_ROWS]
             logits_RV = self.model.logits(hidden_TD[first:][: len(some_R)])
             if self.context.tp_rank == 0:
-                pieces.append(prompt_logprobs(logits_RV, some_R, num_top, self.model.context.kernels))
+                pieces.append(prompt_logprobs(logits_RV, some_R, num_top, self._operations))
         return [torch.cat(column) for column in zip(*pieces, strict=True)]
 
     def build_inputs(

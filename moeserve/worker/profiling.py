@@ -133,5 +133,5 @@ def _run(probe: ModelRunner, chunks: list[Chunk]) -> None:
 
 def _run_for_memory(probe: ModelRunner, chunks: list[Chunk]) -> None:
     """Run a step without most of its arithmetic, which would take most of the time of an engine's start."""
-    with probe.model.context.kernels.measure_memory_only():
+    with probe.model.context.backend.measure_memory_only():
         _run(probe, chunks)

@@ -1,6 +1,6 @@
 """Sampling of the next token from each row of logits, independently of the other rows of the batch.
 
-Everything is computed on the device of the logits, without waiting on the host. `Kernels.choose_tokens` chooses tokens
+Everything is computed on the device of the logits, without waiting on the host. `ChooseTokens` chooses tokens
 by the settings of their requests. For rows with bias, penalties, barred tokens or a grammar, it chooses from adjusted
 copies of the logits.
 """
@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from moeserve.ops.kernels import Kernels
+from moeserve.ops.sampling.interface import SamplingOperations
 from moeserve.ops.sampling.reference import order_keys, pieces, tokens_of
 from moeserve.protocol import LogprobRows, TokenLogprobs
 from moeserve.sampling_params import RequestParams
@@ -143,7 +143,7 @@ def sample(
     settings_LW: Tensor,
     positions_L: Tensor,
     specs: Mapping[int, SampleSpec],
-    kernels: Kernels,
+    operations: SamplingOperations,
     upload: Upload,
     chosen_L: Chosen | None = None,
 ) -> SampledRows:
@@ -156,7 +156,7 @@ def sample(
         chosen_L: highest scores and tokens of the unadjusted logits, if already computed.
     """
     if not specs:
-        highest_L, tokens_L = chosen_L or kernels.choose_tokens(logits_LV, settings_LW, positions_L)
+        highest_L, tokens_L = chosen_L or operations.choose_tokens(logits_LV, settings_LW, positions_L)
         return SampledRows(tokens_L=tokens_L, highest_L=highest_L, dtype=logits_LV.dtype)
     changed = [row for row, spec in specs.items() if spec.changes_scores]
     with_logprobs = [row for row, spec in specs.items() if spec.params.logprobs is not None]
@@ -164,14 +164,14 @@ def sample(
     if chosen_L is None:
         # All-zero settings are greedy, so no row is drawn twice.
         undrawn_LW = settings_LW.index_fill(0, changed_A, 0) if changed else settings_LW
-        chosen_L = kernels.choose_tokens(logits_LV, undrawn_LW, positions_L)
+        chosen_L = operations.choose_tokens(logits_LV, undrawn_LW, positions_L)
     highest_L, tokens_L = chosen_L
     highest_A: list[Tensor] = []
     for some in pieces(np.arange(len(changed)), logits_LV, in_float32=True):
         rows_R = changed_A[some[0] : some[-1] + 1]
         scores_RV = logits_LV.index_select(0, rows_R).float()
         _adjust_scores(scores_RV, [specs[changed[index]] for index in some], upload)
-        highest_R, tokens_R = kernels.choose_tokens(
+        highest_R, tokens_R = operations.choose_tokens(
             scores_RV, settings_LW.index_select(0, rows_R), positions_L.index_select(0, rows_R)
         )
         highest_A.append(highest_R)
@@ -193,13 +193,13 @@ def sample(
     )
 
 
-def prompt_logprobs(logits_RV: Tensor, targets_R: Tensor, num_top: int, kernels: Kernels) -> list[Tensor]:
+def prompt_logprobs(logits_RV: Tensor, targets_R: Tensor, num_top: int, operations: SamplingOperations) -> list[Tensor]:
     """Return log-probabilities of each row's target and of its `num_top` most likely tokens, as NUM_PROMPT_TENSORS
     tensors for `prompt_rows`.
     """
     assert logits_RV.shape[0] == len(targets_R), f"{logits_RV.shape[0]} rows of logits for {len(targets_R)} targets"
     rows_R = torch.arange(len(targets_R), device=logits_RV.device)
-    highest_R = kernels.row_maximum(logits_RV)[0].to(logits_RV.dtype)
+    highest_R = operations.row_maximum(logits_RV)[0].to(logits_RV.dtype)
     return [highest_R, *_logprob_columns(logits_RV, rows_R, targets_R, num_top)]
 
 

@@ -33,7 +33,7 @@ from moeserve.layers.moe.placement.load import LoadMeter
 from moeserve.layers.moe.placement.rebalance import Rebalancer, spare_bytes
 from moeserve.models.decoder import Decoder
 from moeserve.models.model_config import ModelConfig
-from moeserve.ops.kernels import Kernels
+from moeserve.ops.backend import Backend
 from moeserve.ops.native import missing_kernels
 from moeserve.ops.side_stream import CudaSideStream
 from moeserve.ops.threads import set_num_threads
@@ -90,7 +90,7 @@ class Worker:
         started = time.monotonic()
         loaded = load_model(config, groups, show_progress=show_progress)
         model, layers = loaded.model, loaded.model.moe_layers
-        kernels = model.context.kernels
+        backend = model.context.backend
         self._dispatchers: DispatcherFactory | None = model.dispatchers
         logger.info("loaded %s in %.1f s", config.model_path, time.monotonic() - started)
         # collective: all ranks; all have loaded, so what is free now is left for caches
@@ -109,7 +109,7 @@ class Worker:
         )
         replay = select_replay(config, model, groups, context)
         probe = make_probe(model, context, config)
-        if kernels.compiles_on_first_use:
+        if backend.compiles_on_first_use:
             run_all_sizes(probe, config)
         rebalances = config.rebalance == "auto" and bool(layers)
         num_rows = num_states_of(config)
@@ -130,7 +130,7 @@ class Worker:
             num_rows,
         )
         caches = model.make_caches(places)
-        if kernels.needs_finite_caches:  # a library's kernel may multiply values behind the end of a context by zero
+        if backend.needs_finite_caches:  # a library's kernel may multiply values behind the end of a context by zero
             for cache in caches:
                 cache.clear()
         items = CachedItems(model.cache_items, caches, saved_rows_of(config))
@@ -160,7 +160,7 @@ class Worker:
         logger.info("KV cache: %d blocks, %d tokens", self.num_blocks, self.num_blocks * config.block_size)
         for group in other_groups:
             logger.info("layers with %r have %d places", group.rule, group.num_places)
-        if groups.rank == 0 and (note := note_on_bytes(config, model.config, kernels)):
+        if groups.rank == 0 and (note := note_on_bytes(config, model.config, backend)):
             (logger.warning if config.device == "cpu" else logger.info)(note)
 
     def _open_store(
@@ -346,13 +346,13 @@ class Worker:
 
 def select_replay(config: EngineConfig, model: Decoder, groups: Groups, context: StepContext) -> ReplayFactory:
     """Return the factory of this rank's `StepReplay`. All ranks make the same choice."""
-    kernels = model.context.kernels
-    if kernels.make_step_graph is not None and not config.enforce_eager and groups.supports_cpu_graphs:
+    backend = model.context.backend
+    if backend.make_step_graph is not None and not config.enforce_eager and groups.supports_cpu_graphs:
         return ReplayFactory(
             reserved_bytes=lambda: MEMORY_BYTES,
             make=lambda caches: CpuGraphs(model, caches, groups, context, config.max_num_seqs),
         )
-    if kernels.supports_cuda_graphs and not config.enforce_eager and groups.supports_cuda_graphs:
+    if backend.supports_cuda_graphs and not config.enforce_eager and groups.supports_cuda_graphs:
 
         def is_capturable(tokens_per_rank: Sequence[int]) -> bool:  # collective: all ranks, over stages
             return bool(groups.pp.all_reduce_minimum(int(model.is_capturable(tokens_per_rank))))
@@ -378,7 +378,7 @@ def saved_rows_of(config: EngineConfig) -> range:
     return range(config.max_num_seqs, config.max_num_seqs + (config.num_saved_states or 0))
 
 
-def note_on_bytes(config: EngineConfig, model: ModelConfig, kernels: Kernels) -> str | None:
+def note_on_bytes(config: EngineConfig, model: ModelConfig, backend: Backend) -> str | None:
     """Return on what the bytes of a request's results depend, or None if on the request alone.
 
     Without C++ kernels on a CPU, the note also says how to get them.
@@ -386,7 +386,7 @@ def note_on_bytes(config: EngineConfig, model: ModelConfig, kernels: Kernels) ->
     reason = None
     if config.device != "cpu" and not config.batch_invariant:
         reason = f"device={config.device!r}"
-    elif not kernels.batch_invariant_dtypes:
+    elif not backend.batch_invariant_dtypes:
         what = f"torch computes alone, 3 to 5 times slower than moeserve's C++ kernels, which {missing_kernels()}"
         return f"{what}; also, the last bits of a request's results may depend on what runs beside it and on the layout"
     elif config.dtype == "float16" and config.device == "cpu":

@@ -187,8 +187,8 @@ class RankUnderTest:
         )
         context = cpu_context()
         if setup.gathers_late:
-            kernels = dataclasses.replace(context.kernels, products_gather_rows=True)
-            context = dataclasses.replace(context, kernels=kernels)
+            backend = dataclasses.replace(context.backend, products_gather_rows=True)
+            context = dataclasses.replace(context, backend=backend)
         communicator = open_communicator(
             stand_in(PACKAGES[setup.package]),
             shape,

@@ -39,10 +39,10 @@ from moeserve.layers.moe.router import Routing
 from moeserve.layers.moe.shared import SharedExpertsConfig
 from moeserve.layers.network import Run
 from moeserve.layers.weights import allocate_weights
+from moeserve.ops.backend import REFERENCE
 from moeserve.ops.pairs.interface import PairKernels
 from moeserve.ops.routing.interface import RouterConfig
-from moeserve.ops.select import select_kernels
-from moeserve.ops.torch.table import TORCH_KERNELS
+from moeserve.ops.select import select_backend
 from moeserve.step_inputs import StepInputs
 from moeserve.worker.cuda_graphs import graph_sizes
 
@@ -111,10 +111,10 @@ def make_dispatchers(
         rows.hidden_ND.fill_(torch.nan)
         rows.output_PD.fill_(torch.nan)
         group.barrier()
-    kernels = TORCH_KERNELS
+    backend = REFERENCE
     if keeps_bytes:
-        kernels = dataclasses.replace(select_kernels(CPU), batch_invariant_dtypes=(dtype,))
-    return TorchDispatchers(name, group, dataclasses.replace(cpu_context(dtype), kernels=kernels), rows)
+        backend = dataclasses.replace(select_backend(CPU), batch_invariant_dtypes=(dtype,))
+    return TorchDispatchers(name, group, dataclasses.replace(cpu_context(dtype), backend=backend), rows)
 
 
 def make_dispatcher(name: str, group: Any, case: Case, keeps_bytes: bool = True) -> Dispatcher[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -12,15 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from planted_operations import plant
 from reference_models import Reference
 
 from moeserve import LLM, SamplingParams
 from moeserve.executor import uniproc
 from moeserve.executor.outcomes import OutcomeQueue
 from moeserve.memory import Arena
-from moeserve.ops import select
+from moeserve.ops import rows
 from moeserve.ops.native import native_kernels
-from moeserve.ops.select import select_kernels
 from moeserve.scheduling.lockstep import Round
 from moeserve.worker import cpu_graphs
 from moeserve.worker.cpu_graphs import CapturedStep, CpuGraphs, OnlyKernels, StepSizes
@@ -189,8 +188,7 @@ def test_a_step_with_other_operations_is_not_captured(
     """Here torch adds the output of the shared experts."""
     reference = reference_named("deepseek-v3")
     prompts = reference.prompts(*LENGTHS)
-    kernels = dataclasses.replace(select_kernels(torch.device("cpu")), add=torch.add)
-    monkeypatch.setitem(select.TABLES, "cpu", lambda: kernels)
+    plant(monkeypatch, rows.TABLE, "cpu", lambda operations: operations._replace(add=torch.add))
     with started(reference, enforce_eager=True) as llm:
         expected = generate_twice(llm, prompts)
     with started(reference) as llm:

@@ -32,7 +32,7 @@ from moeserve.models.decoder import Decoder
 from moeserve.models.summary import loading_memory
 from moeserve.models.weight_mapping import destinations
 from moeserve.ops import select
-from moeserve.ops.torch.table import TORCH_KERNELS, allocate_weights
+from moeserve.ops.backend import REFERENCE, allocate_weights
 
 FLOAT8 = torch.float8_e4m3fn
 Stored = dict[str, Tensor]
@@ -41,7 +41,7 @@ Stored = dict[str, Tensor]
 @pytest.fixture(autouse=True)
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """There, weights stay open."""
-    monkeypatch.setitem(select.TABLES, "cpu", lambda: TORCH_KERNELS)
+    monkeypatch.setitem(select.BACKENDS, "cpu", lambda: REFERENCE)
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +157,7 @@ def all_bytes(model: Decoder) -> int:
 
 
 def counted(folder: Path, *, tp: int = 1, dp: int = 1, rank: int = 0, quantization: Any = "fp8") -> int:
-    model = built(folder, tp=tp, dp=dp, rank=rank, quantization=quantization, has_memory=False, kernels=TORCH_KERNELS)
+    model = built(folder, tp=tp, dp=dp, rank=rank, quantization=quantization, has_memory=False, backend=REFERENCE)
     memory = loading_memory(model)
     assert memory.peak == memory.kept
     return memory.kept
@@ -203,8 +203,8 @@ def test_nothing_is_allocated_beside_what_is_kept(
         allocated.append(memory.nbytes)
         return memory
 
-    table = dataclasses.replace(TORCH_KERNELS, allocate_weights=recorded)
-    monkeypatch.setitem(select.TABLES, "cpu", lambda: table)
+    table = dataclasses.replace(REFERENCE, allocate_weights=recorded)
+    monkeypatch.setitem(select.BACKENDS, "cpu", lambda: table)
     model = built(original(name).folder)
     assert bytes_in_blocks(model) < sum(allocated) <= all_bytes(model)
 

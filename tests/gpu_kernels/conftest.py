@@ -48,6 +48,6 @@ def torch_conversions(monkeypatch: pytest.MonkeyPatch) -> None:
 def gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Select the Triton kernels for the CPU, whose tensors the interpreter accepts."""
     from moeserve.ops import select
-    from moeserve.ops.triton.table import TRITON_KERNELS
+    from moeserve.ops.backend import TRITON
 
-    monkeypatch.setitem(select.TABLES, "cpu", lambda: TRITON_KERNELS)
+    monkeypatch.setitem(select.BACKENDS, "cpu", lambda: TRITON)

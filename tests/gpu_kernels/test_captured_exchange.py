@@ -23,9 +23,9 @@ from moeserve.layers.moe.placement.placement import Placement
 from moeserve.layers.moe.shared import SharedExpertsConfig
 from moeserve.layers.network import Run
 from moeserve.layers.weights import allocate_weights
+from moeserve.ops.backend import TRITON
 from moeserve.ops.routing.interface import RouterConfig
 from moeserve.ops.side_stream import CudaSideStream
-from moeserve.ops.triton.table import TRITON_KERNELS
 from moeserve.step_inputs import StepInputs
 
 WIDTH, NUM_TOKENS = 32, 6
@@ -53,7 +53,7 @@ class TwinGroup:
 
 
 def make_layer() -> MoELayer:
-    kernels = dataclasses.replace(TRITON_KERNELS, side_stream=CudaSideStream())
+    kernels = dataclasses.replace(TRITON, side_stream=CudaSideStream())
     context = ModelContext(kernels, groups_of_one_rank(), torch.float32, torch.device("cpu"))
     config = MoEConfig(
         router=RouterConfig(num_experts=4, top_k=2), expert_width=16, shared=SharedExpertsConfig(width=16)

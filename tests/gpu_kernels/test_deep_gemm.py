@@ -18,6 +18,8 @@ from moeserve.bench.gpu import page
 from moeserve.bench.gpu.inputs import Source, draw_rows, draw_weights
 from moeserve.errors import SettingsError
 from moeserve.ops import measured
+from moeserve.ops import products as products_ops
+from moeserve.ops.backend import TRITON
 from moeserve.ops.products.deep_gemm import (
     NEEDS,
     DeepGemmProduct,
@@ -29,7 +31,6 @@ from moeserve.ops.products.deep_gemm import (
 )
 from moeserve.ops.products.interface import Gather, OpenWeights
 from moeserve.ops.rows.activations import SwiGLU
-from moeserve.ops.triton.table import TRITON_KERNELS
 
 pytestmark = pytest.mark.usefixtures("torch_conversions")
 
@@ -110,9 +111,9 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("is_gated", [False, True])
 def test_products_equal_those_of_our_kernels(is_gated: bool, stand_in: StandIn) -> None:
     """Weights without rows, spare rows, gathered rows, and slots."""
-    kernels = with_deep_gemm(TRITON_KERNELS, CPU, torch.bfloat16)
+    kernels = with_deep_gemm(TRITON, CPU, torch.bfloat16)
     weights = weights_of(3, is_gated=is_gated)
-    ours, theirs = TRITON_KERNELS.make_product(weights), kernels.make_product(weights)
+    ours, theirs = products_ops.make(TRITON, weights), products_ops.make(kernels, weights)
     assert isinstance(theirs, DeepGemmProduct)
     rows, counts = draw_rows(source(), 23, 128, is_fp8=True), torch.tensor([4, 0, 17])
     assert_close(theirs.multiply_rows(rows, counts, True)[:21], ours.multiply_rows(rows, counts, True)[:21])
@@ -127,7 +128,7 @@ def test_products_equal_those_of_our_kernels(is_gated: bool, stand_in: StandIn) 
         if count:
             assert_close(found[each, :count], expected[each, :count])
     single = weights_of(1, is_gated=is_gated)
-    assert_close(kernels.make_product(single).multiply(rows), TRITON_KERNELS.make_product(single).multiply(rows))
+    assert_close(products_ops.make(kernels, single).multiply(rows), products_ops.make(TRITON, single).multiply(rows))
 
 
 @pytest.mark.parametrize("counts", [[0, 0, 0], [1, 0, 16], [33, 1, 7], [16, 16, 0]])
@@ -161,7 +162,7 @@ def test_padded_rows(counts: list[int]) -> None:
 )
 def test_shapes_that_run_on_our_kernels(weights: OpenWeights, value: str, stand_in: StandIn) -> None:
     assert value in str(why_unavailable(weights))
-    product = with_deep_gemm(TRITON_KERNELS, CPU, torch.bfloat16).make_product(weights)
+    product = products_ops.make(with_deep_gemm(TRITON, CPU, torch.bfloat16), weights)
     assert not isinstance(product, DeepGemmProduct)
 
 
@@ -182,9 +183,9 @@ def test_measured_products_run_where_they_were_the_fastest(
     path.write_text("\n".join(map(json.dumps, [start, *rows])))
 
     def make_product(weights: OpenWeights, *, dtype: torch.dtype = torch.bfloat16) -> Any:
-        return with_deep_gemm(TRITON_KERNELS, CPU, dtype, only_fastest=True).make_product(weights)
+        return products_ops.make(with_deep_gemm(TRITON, CPU, dtype, only_fastest=True), weights)
 
-    own = type(TRITON_KERNELS.make_product(weights))
+    own = type(products_ops.make(TRITON, weights))
     assert isinstance(make_product(weights), own), "there is no table"
     page.main([str(path), "--save"])
     product = make_product(weights)
@@ -193,14 +194,14 @@ def test_measured_products_run_where_they_were_the_fastest(
     assert isinstance(make_product(weights, dtype=torch.float16), own), "the library cannot be used"
     rows_RI = torch.randn(17, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
     counts = torch.tensor([17])
-    expected = with_deep_gemm(TRITON_KERNELS, CPU, torch.bfloat16).make_product(weights).multiply(rows_RI)
+    expected = products_ops.make(with_deep_gemm(TRITON, CPU, torch.bfloat16), weights).multiply(rows_RI)
     for found in (product.multiply(rows_RI), product.multiply_rows(rows_RI, counts)):
         assert torch.equal(found, expected)
 
 
 def test_reasons_why_it_cannot_be_used(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SettingsError, match=r"product_backend='deep_gemm'.*float16"):
-        with_deep_gemm(TRITON_KERNELS, CPU, torch.float16)
+        with_deep_gemm(TRITON, CPU, torch.float16)
     for older in ("m_grouped_fp8_gemm_nt_masked", "fp8_gemm_nt"):
         with monkeypatch.context() as patch:
             patch.setattr(StandIn, older, lambda self, lhs, rhs, out: None)

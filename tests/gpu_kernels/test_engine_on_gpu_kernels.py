@@ -34,7 +34,7 @@ from moeserve.ops.pairs import triton as triton_pairs
 from moeserve.ops.pairs.triton import TritonPairs
 from moeserve.ops.products.triton import TritonProduct
 from moeserve.ops.rows.activations import SwiGLU
-from moeserve.ops.select import select_kernels
+from moeserve.ops.select import select_backend
 from moeserve.triton_kernels import grouped_matmul
 from moeserve.triton_kernels.tuning import Config, Problem, config_by_rule
 from moeserve.worker import loading
@@ -206,7 +206,7 @@ def flashinfer(gpu_kernels: None, monkeypatch: pytest.MonkeyPatch) -> attention_
         return cache
 
     monkeypatch.setattr(Attention, "make_cache", make_cache)
-    monkeypatch.setattr(loading, "select_kernels", lambda device, _, size: select_kernels(device, "flashinfer", size))
+    monkeypatch.setattr(loading, "select_backend", lambda device, _, size: select_backend(device, "flashinfer", size))
     return package
 
 

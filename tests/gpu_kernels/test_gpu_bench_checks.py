@@ -16,8 +16,10 @@ from typing import Any
 import attention_stand_ins
 import pytest
 import torch
+from planted_operations import plant
 from torch import Tensor
 
+from moeserve import ops
 from moeserve import triton_kernels as package
 from moeserve.bench.gpu import attention_cases, kernels
 from moeserve.bench.gpu.cases import CASES, cases_of_check
@@ -28,11 +30,9 @@ from moeserve.bench.gpu.limits import GpuLimits
 from moeserve.bench.gpu.probe import LOST_TIME
 from moeserve.bench.limits import Work
 from moeserve.ops.attention.library import open_library
+from moeserve.ops.backend import REFERENCE, TRITON, Backend
 from moeserve.ops.indexer.interface import ChosenEntries
-from moeserve.ops.kernels import Kernels
 from moeserve.ops.rows.interface import Float8Rows
-from moeserve.ops.torch.table import TORCH_KERNELS
-from moeserve.ops.triton.table import TRITON_KERNELS
 
 pytestmark = pytest.mark.usefixtures("torch_conversions")
 
@@ -40,25 +40,25 @@ FAULT = 1 + 1 / 16  # far less than a wrong row or scale
 LIMITS = GpuLimits(1e12, 1e14, 2e14)
 # With small shapes the checks of most models' products are alike.
 DIFFERENT = [name for name in CASES if "products, " not in name or name.endswith(("Mixtral-8x7B", "gpt-oss-20b"))]
-# The operations of the table that are not torch's, with their methods, by the check that covers them.
+# The operations that are not torch's, with their methods, by the check that covers them.
 OPERATIONS = {
-    "norms": "rms_norm rms_norm_in_place add_rms_norm quantize_rows quantize_rms_norm",
+    "norms": "rows.rms_norm rows.rms_norm_in_place rows.add_rms_norm rows.quantize rows.quantize_rms_norm",
     "pairs": "pairs.sort pairs.order pairs.gather pairs.scatter pairs.weighted_sum pairs.weigh",
-    "routing": "make_router",
-    "tokens": "row_maximum choose_tokens",
-    "attention": "make_attention.attend",
-    "rotary embedding and cache writes": "apply_rope make_attention.rotate_and_write",
-    "latent attention": "make_latent_attention.attend",
-    "expanded attention": "make_latent_attention.attend_expanded",
-    "chosen positions": "make_latent_attention.write make_latent_attention.attend_chosen make_indexer",
-    "compressed attention": " ".join(f"make_compressed_attention.{method}" for method in ("pool", "write", "attend")),
-    "hyper-connections": "make_streams.collapse make_streams.expand",
-    "linear attention": "make_linear_attention",
-    "short convolutions": "make_short_convolution",
-    "products of one weight": "make_product.multiply",
-    "products, bf16, gpt-oss-20b": "make_product.multiply_rows make_product.multiply_slots",
-    "products, fp8, Mixtral-8x7B": "make_product.multiply_rows make_product.multiply_slots",
-    "products, mxfp4, gpt-oss-20b": "make_product.multiply_rows make_product.multiply_slots",
+    "routing": "routing",
+    "tokens": "sampling.row_maximum sampling.choose_tokens",
+    "attention": "attention.attend",
+    "rotary embedding and cache writes": "rows.apply_rope attention.rotate_and_write",
+    "latent attention": "latent_attention.attend",
+    "expanded attention": "latent_attention.attend_expanded",
+    "chosen positions": "latent_attention.write latent_attention.attend_chosen indexer",
+    "compressed attention": " ".join(f"compressed_attention.{method}" for method in ("pool", "write", "attend")),
+    "hyper-connections": "streams.collapse streams.expand",
+    "linear attention": "linear_attention",
+    "short convolutions": "convolution",
+    "products of one weight": "products.multiply",
+    "products, bf16, gpt-oss-20b": "products.multiply_rows products.multiply_slots",
+    "products, fp8, Mixtral-8x7B": "products.multiply_rows products.multiply_slots",
+    "products, mxfp4, gpt-oss-20b": "products.multiply_rows products.multiply_slots",
 }
 
 
@@ -103,26 +103,34 @@ def broken(operation: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.mark.parametrize(
     ("check", "name"), [(check, name) for check in OPERATIONS for name in OPERATIONS[check].split()]
 )
-def test_small_error_of_an_operation_is_detected(check: str, name: str) -> None:
-    field, _, method = name.partition(".")
+def test_small_error_of_an_operation_is_detected(check: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, _, method = name.partition(".")
 
     def faulty(right: Any) -> Any:
+        if not method:
+            return broken(right)
+        if isinstance(right, tuple):
+            return right._replace(**{method: broken(getattr(right, method))})
         wrong = copy.copy(right)
-        if method:
-            setattr(wrong, method, broken(getattr(right, method)))
-        return wrong if method else broken(right)
+        setattr(wrong, method, broken(getattr(right, method)))
+        return wrong
 
-    right = getattr(TRITON_KERNELS, field)
-    wrong = (lambda *args: faulty(right(*args))) if field.startswith("make_") else faulty(right)
-    table = dataclasses.replace(TRITON_KERNELS, **{field: wrong})
-    assert any(ratio > 1 for _, make in small_cases(check) for _, ratio in make().ratios(table))
+    plant(monkeypatch, getattr(ops, folder).TABLE, "triton", faulty)
+    assert any(ratio > 1 for _, make in small_cases(check) for _, ratio in make().ratios(TRITON))
 
 
 def test_every_operation_is_checked() -> None:
-    """Fields of the table that hold other callables or objects than torch's."""
-    table, torch_table = vars(TRITON_KERNELS), vars(TORCH_KERNELS)
-    own = {name for name, each in table.items() if each is not torch_table[name] and not isinstance(each, (bool, str))}
-    assert own == {name.split(".")[0] for names in OPERATIONS.values() for name in names.split()}
+    """Operations whose implementation in Triton is not torch's, alone or in a group."""
+    own = set()
+    for folder in ("rows", "sampling"):
+        operations, reference = (getattr(ops, folder).make(backend)._asdict() for backend in (TRITON, REFERENCE))
+        own |= {f"{folder}.{name}" for name in operations if operations[name] is not reference[name]}
+    for each in pkgutil.iter_modules(ops.__path__):
+        if each.ispkg and each.name not in ("rows", "sampling"):
+            assert "triton" in getattr(ops, each.name).TABLE
+            own.add(each.name)
+    names = {name for names in OPERATIONS.values() for name in names.split()}
+    assert own == {name if name.startswith(("rows.", "sampling.")) else name.split(".")[0] for name in names}
 
 
 def test_every_kernel_is_checked_with_each_format() -> None:
@@ -149,12 +157,13 @@ def test_every_kernel_is_checked_with_each_format() -> None:
     assert dtypes("chunked_matmul_kernel", "weight_ptr") == {torch.bfloat16, torch.float32}
 
 
-def test_kernel_that_raises_fails_its_check_and_no_case_begins_after_the_end() -> None:
-    def failing(message: str) -> Kernels:
+def test_kernel_that_raises_fails_its_check_and_no_case_begins_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(message: str) -> Backend:
         def fail(*args: Any) -> None:
             raise RuntimeError(message)
 
-        return dataclasses.replace(TRITON_KERNELS, row_maximum=fail)
+        plant(monkeypatch, ops.sampling.TABLE, "triton", lambda right: right._replace(row_maximum=fail))
+        return TRITON
 
     row = run_check(small_cases("tokens"), lambda: 1.0, failing("out of resources: shared memory"))
     assert row["status"] == "failed"
@@ -197,21 +206,21 @@ def test_installed_libraries_are_checked_and_timed(monkeypatch: pytest.MonkeyPat
     made = {name: case for name, case in made.items() if case.libraries}
     assert len(made) == 5  # steps and block sizes
     for name, case in made.items():
-        assert all(ratio <= 1 for _, ratio in case.ratios(TRITON_KERNELS))
-        own, other, fastest = kernels.measure(name, case, TRITON_KERNELS, timed, LIMITS)
+        assert all(ratio <= 1 for _, ratio in case.ratios(TRITON))
+        own, other, fastest = kernels.measure(name, case, TRITON, timed, LIMITS)
         assert (own["name"], other["name"]) == (name, f"{name}, beside {library.label}")
         assert (fastest["fastest"], fastest["choices"]) == ("triton", case.choices)
     attend = attention_stand_ins.attend
     monkeypatch.setattr(attention_stand_ins, "attend", lambda *args, **options: attend(*args, **options) * FAULT)
     for case in made.values():
-        assert {name for name, ratio in case.ratios(TRITON_KERNELS) if ratio > 1} == {library.label}
+        assert {name for name, ratio in case.ratios(TRITON) if ratio > 1} == {library.label}
     for message, status in (("no kernel for this shape", "left out"), ("CUDA error: out of memory", None)):
 
         def fail(*args: Any, message: str = message, **options: Any) -> None:
             raise RuntimeError(message)
 
         monkeypatch.setattr(attention_stand_ins, "attend", fail)
-        rows = kernels.measure(name, case, TRITON_KERNELS, timed, LIMITS)
+        rows = kernels.measure(name, case, TRITON, timed, LIMITS)
         assert next(rows)["status"] == "measured"
         if status is None:  # the library may have lost the GPU
             with pytest.raises(RuntimeError, match=message):
@@ -225,7 +234,7 @@ def test_everything_that_is_timed_runs_with_its_work() -> None:
     """The bytes and operations of some cases follow by hand."""
     drawn = Source(torch.device("cpu"), torch.Generator().manual_seed(1), torch.bfloat16)
     cases = kernels.timed_cases(drawn, kernels.TIMED + LOST_TIME, is_small=True)
-    rows = {name: next(kernels.measure(name, make(), TRITON_KERNELS, timed, LIMITS)) for name, make in cases}
+    rows = {name: next(kernels.measure(name, make(), TRITON, timed, LIMITS)) for name, make in cases}
     assert all(row["bytes"] > 0 for row in rows.values())
     experts = rows["experts, bf16, small, 1"]  # a token has 2 of 3 experts of 48 x 24
     assert experts["bytes"] == 2 * (2 * 3 * 48 * 24 + 2 * 48)

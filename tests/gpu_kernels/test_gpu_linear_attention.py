@@ -8,12 +8,12 @@ import pytest
 import torch
 from linear_attention_layers import CONVOLUTIONS, SHAPES, Layer
 
+from moeserve.ops import linear_attention as linear_attention_ops
+from moeserve.ops.backend import TRITON, in_order
 from moeserve.ops.convolution.reference import TorchShortConvolution
 from moeserve.ops.convolution.triton import TritonShortConvolution
 from moeserve.ops.linear_attention.reference import TorchLinearAttention
 from moeserve.ops.linear_attention.triton import TritonLinearAttention
-from moeserve.ops.products.ordered import batch_invariant_kernels
-from moeserve.ops.triton.table import TRITON_KERNELS
 
 OPERATIONS: dict[str, tuple[Any, Any]] = {
     "linear_attention": (TritonLinearAttention, TorchLinearAttention),
@@ -81,7 +81,7 @@ def test_chunks_that_end_with_tiles_change_no_byte(name: str) -> None:
 
 def test_batch_invariant_kernels_have_one_order_for_any_chunks() -> None:
     layer = Layer.linear_attention("delta-tiles", 24, torch.float16)
-    kernel = batch_invariant_kernels(TRITON_KERNELS).make_linear_attention(layer.shape)
+    kernel = linear_attention_ops.make(in_order(TRITON), layer.shape)
     whole, cut = layer.states(), layer.states()
     expected = layer.run(kernel, [(slice(0, 24), (-1, 0, -1, 1))], whole)
     before = layer.run(kernel, [(slice(0, 17), (-1, 0, -1, 1))], cut)

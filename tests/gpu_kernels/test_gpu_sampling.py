@@ -13,8 +13,9 @@ import triton.language as tl
 from sampled_rows import positions_of, settings_of
 from torch import Tensor
 
+from moeserve.ops import sampling as sampling_ops
+from moeserve.ops.backend import REFERENCE
 from moeserve.ops.sampling import reference as reference
-from moeserve.ops.torch.table import TORCH_KERNELS
 from moeserve.sampling_params import RequestParams
 from moeserve.triton_kernels import sampling
 from moeserve.triton_kernels.sampling import choose_tokens, row_maximum
@@ -54,7 +55,7 @@ def drawn(
 
 
 def expected_tokens(scores_RV: Tensor, params: list[RequestParams], numbers: list[float]) -> list[int]:
-    return drawn(scores_RV.clone(), params, numbers, TORCH_KERNELS.choose_tokens)
+    return drawn(scores_RV.clone(), params, numbers, sampling_ops.make(REFERENCE).choose_tokens)
 
 
 def some_numbers(num_rows: int) -> list[float]:

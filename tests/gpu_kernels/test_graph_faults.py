@@ -9,6 +9,7 @@ from typing import Any
 import fake_device
 import pytest
 import torch
+from planted_operations import plant
 from torch import Tensor
 
 from moeserve.bench.gpu.inputs import Source
@@ -16,8 +17,10 @@ from moeserve.bench.gpu.models import BLOCK_SIZE, capture_step, make_model
 from moeserve.bench.gpu.rehearsal import rehearsing
 from moeserve.kv.layer_cache import Places
 from moeserve.kv.rules import CacheRules
-from moeserve.ops import side_stream
-from moeserve.ops.kernels import Kernels
+from moeserve.ops import attention, pairs, side_stream
+from moeserve.ops import rows as row_operations
+from moeserve.ops.backend import Backend
+from moeserve.ops.rows.interface import RowOperations
 from moeserve.ops.side_stream import CudaSideStream
 from moeserve.worker.cuda_graphs import TorchCapture
 
@@ -29,13 +32,13 @@ CONFIG = dict(
 
 
 @pytest.fixture
-def table() -> Iterator[Kernels]:
+def table() -> Iterator[Backend]:
     with fake_device.installed(), rehearsing() as kernels:
         yield dataclasses.replace(kernels, side_stream=CudaSideStream(), supports_cuda_graphs=True)
 
 
 @torch.inference_mode()
-def are_replayed(kernels: Kernels) -> list[bool]:
+def are_replayed(kernels: Backend) -> list[bool]:
     """Capture a decode step with shared experts in the side stream. Are replays of other steps as without a graph?"""
     source = Source(torch.device("cpu"), torch.Generator().manual_seed(1), torch.float32)
     model, are_equal = make_model(CONFIG, kernels, source), []
@@ -62,7 +65,7 @@ class Changed:
         return getattr(self._right, name)
 
 
-def stale_input(table: Kernels, monkeypatch: pytest.MonkeyPatch) -> Kernels:
+def stale_input(table: Backend, monkeypatch: pytest.MonkeyPatch) -> Backend:
     """Attention that keeps the lengths of the first step that it gets in some memory."""
     kept: dict[int, Tensor] = {}
 
@@ -71,40 +74,43 @@ def stale_input(table: Kernels, monkeypatch: pytest.MonkeyPatch) -> Kernels:
         result: Tensor = original(query, cache, dataclasses.replace(step, context_lens=lengths), sinks)
         return result
 
-    make = table.make_attention
-    return dataclasses.replace(table, make_attention=lambda shape: Changed(make(shape), "attend", attend))
+    plant(monkeypatch, attention.TABLE, "triton", lambda right: Changed(right, "attend", attend))
+    return table
 
 
-def host_read(table: Kernels, monkeypatch: pytest.MonkeyPatch) -> Kernels:
+def host_read(table: Backend, monkeypatch: pytest.MonkeyPatch) -> Backend:
     """An order of pairs whose counts are read on the host."""
 
     def order(original: Any, *args: Any) -> tuple[Tensor, Tensor]:
         ordered, counts = original(*args)
         return ordered, torch.tensor(counts.tolist())
 
-    return dataclasses.replace(table, pairs=Changed(table.pairs, "order", order))
+    plant(monkeypatch, pairs.TABLE, "triton", lambda right: Changed(right, "order", order))
+    return table
 
 
-def host_size(table: Kernels, monkeypatch: pytest.MonkeyPatch) -> Kernels:
+def host_size(table: Backend, monkeypatch: pytest.MonkeyPatch) -> Backend:
     """An order of pairs that is indexed by a mask, so that the host reads the number of pairs."""
 
     def order(original: Any, *args: Any) -> tuple[Tensor, Tensor]:
         ordered, counts = original(*args)
         return ordered[ordered >= 0], counts
 
-    return dataclasses.replace(table, pairs=Changed(table.pairs, "order", order))
+    plant(monkeypatch, pairs.TABLE, "triton", lambda right: Changed(right, "order", order))
+    return table
 
 
-def host_wait(table: Kernels, monkeypatch: pytest.MonkeyPatch) -> Kernels:
+def host_wait(table: Backend, monkeypatch: pytest.MonkeyPatch) -> Backend:
     def order(original: Any, *args: Any) -> tuple[Tensor, Tensor]:
         torch.cuda.synchronize()
         found: tuple[Tensor, Tensor] = original(*args)
         return found
 
-    return dataclasses.replace(table, pairs=Changed(table.pairs, "order", order))
+    plant(monkeypatch, pairs.TABLE, "triton", lambda right: Changed(right, "order", order))
+    return table
 
 
-def wrong_stream(table: Kernels, monkeypatch: pytest.MonkeyPatch) -> Kernels:
+def wrong_stream(table: Backend, monkeypatch: pytest.MonkeyPatch) -> Backend:
     """A side stream that does not wait for its input."""
 
     def start(self: Any, compute: Callable[[Tensor], Tensor], input: Tensor) -> side_stream.InStream:
@@ -115,22 +121,26 @@ def wrong_stream(table: Kernels, monkeypatch: pytest.MonkeyPatch) -> Kernels:
     return table
 
 
-def early_wait(table: Kernels, monkeypatch: pytest.MonkeyPatch) -> Kernels:
+def early_wait(table: Backend, monkeypatch: pytest.MonkeyPatch) -> Backend:
     """A side stream that waits for the stream of the capture before its input is computed, and not after."""
 
-    def rms_norm(*args: Any, **options: Any) -> Tensor:
-        table.side_stream._stream.wait_stream(torch.cuda.current_stream())  # type: ignore[attr-defined]
-        return table.rms_norm(*args, **options)
+    def change(right: RowOperations) -> RowOperations:
+        def rms_norm(*args: Any, **options: Any) -> Tensor:
+            table.side_stream._stream.wait_stream(torch.cuda.current_stream())  # type: ignore[attr-defined]
+            return right.rms_norm(*args, **options)
 
-    return wrong_stream(dataclasses.replace(table, rms_norm=rms_norm), monkeypatch)
+        return right._replace(rms_norm=rms_norm)
+
+    plant(monkeypatch, row_operations.TABLE, "triton", change)
+    return wrong_stream(table, monkeypatch)
 
 
-def no_wait_for_a_result(table: Kernels, monkeypatch: pytest.MonkeyPatch) -> Kernels:
+def no_wait_for_a_result(table: Backend, monkeypatch: pytest.MonkeyPatch) -> Backend:
     monkeypatch.setattr(side_stream.InStream, "wait", lambda self: self.result)
     return table
 
 
-def stale_output(table: Kernels, monkeypatch: pytest.MonkeyPatch) -> Kernels:
+def stale_output(table: Backend, monkeypatch: pytest.MonkeyPatch) -> Backend:
     """A capture that returns a copy of the result, which replays do not write to."""
     capture = TorchCapture.__call__
 
@@ -142,7 +152,7 @@ def stale_output(table: Kernels, monkeypatch: pytest.MonkeyPatch) -> Kernels:
     return table
 
 
-GRAPH_FAULTS: dict[Callable[[Kernels, pytest.MonkeyPatch], Kernels], str] = {
+GRAPH_FAULTS: dict[Callable[[Backend, pytest.MonkeyPatch], Backend], str] = {
     stale_input: "False",
     stale_output: "False",
     host_read: "Tensor.tolist reads a tensor on the host",
@@ -156,7 +166,7 @@ GRAPH_FAULTS: dict[Callable[[Kernels, pytest.MonkeyPatch], Kernels], str] = {
 
 @pytest.mark.parametrize("fault", GRAPH_FAULTS, ids=lambda fault: fault.__name__)
 def test_fault_around_a_graph_is_found(
-    fault: Callable[[Kernels, pytest.MonkeyPatch], Kernels], table: Kernels, monkeypatch: pytest.MonkeyPatch
+    fault: Callable[[Backend, pytest.MonkeyPatch], Backend], table: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernels = fault(table, monkeypatch)
     try:
@@ -166,11 +176,11 @@ def test_fault_around_a_graph_is_found(
     assert GRAPH_FAULTS[fault] in outcome
 
 
-def test_replays_give_the_results_of_steps_without_a_graph(table: Kernels) -> None:
+def test_replays_give_the_results_of_steps_without_a_graph(table: Backend) -> None:
     assert are_replayed(table) == [True, True]
 
 
-def test_streams_may_read_the_same_memory(table: Kernels) -> None:
+def test_streams_may_read_the_same_memory(table: Backend) -> None:
     """Two streams read one tensor, and write to their own."""
     rows, side = torch.ones(3), fake_device.FakeStream()
     graph = torch.cuda.CUDAGraph()
@@ -186,7 +196,7 @@ def test_streams_may_read_the_same_memory(table: Kernels) -> None:
     assert total.tolist() == [16.0] * 3
 
 
-def test_stream_that_is_never_joined_is_refused(table: Kernels) -> None:
+def test_stream_that_is_never_joined_is_refused(table: Backend) -> None:
     rows, side = torch.ones(3), fake_device.FakeStream()
 
     def run() -> None:

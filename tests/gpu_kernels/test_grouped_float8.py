@@ -15,9 +15,10 @@ from torch import Tensor
 from moeserve.bench.gpu.inputs import Source, draw_weights
 from moeserve.ops.products import triton as products
 from moeserve.ops.products.interface import Gather, OpenWeights
-from moeserve.ops.products.triton import TritonBlockProduct, quantize_rows
+from moeserve.ops.products.triton import TritonBlockProduct
 from moeserve.ops.rows.activations import SwiGLU
 from moeserve.ops.rows.interface import Float8Rows, plain_rows
+from moeserve.ops.rows.triton import quantize_rows
 from moeserve.triton_kernels.fp8 import quantize_blocks
 from moeserve.triton_kernels.grouped_matmul import NUM_ARRIVALS, grouped_matmul, grouped_matmul_slots
 from moeserve.triton_kernels.tuning import Config

@@ -22,8 +22,8 @@ from moeserve.layers.moe.dispatch.base import Dispatched
 from moeserve.layers.moe.dispatch.local import LocalDispatcher
 from moeserve.models.decoder import Decoder
 from moeserve.models.registry import describe
+from moeserve.ops.backend import TRITON
 from moeserve.ops.side_stream import CudaSideStream
-from moeserve.ops.triton.table import TRITON_KERNELS
 from moeserve.step_inputs import StepInputs, decode_step
 from moeserve.worker.halves import in_halves
 
@@ -95,7 +95,7 @@ def test_streams(device: fake_device.FakeDevice, tmp_path: Path) -> None:
     """While one half computes, the communicator works for the other. A replay has the results of the whole step."""
     (tmp_path / "config.json").write_text(json.dumps(QWEN2_MOE))
     config = describe(tmp_path).model
-    kernels = dataclasses.replace(TRITON_KERNELS, side_stream=CudaSideStream())
+    kernels = dataclasses.replace(TRITON, side_stream=CudaSideStream())
     context = ModelContext(kernels, groups_of_one_rank(), torch.float32, torch.device("cpu"))
     communicator: Any = fake_device.FakeStream()
 

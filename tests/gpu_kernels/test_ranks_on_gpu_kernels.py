@@ -32,9 +32,9 @@ def play(place: Place, **arguments: Any) -> dict[str, Any]:
 
     from moeserve.bench.gpu.rehearsal import products_by_row
     from moeserve.ops import select
-    from moeserve.ops.triton.table import TRITON_KERNELS
+    from moeserve.ops.backend import TRITON
 
-    with products_by_row(), mock.patch.dict(select.TABLES, cpu=lambda: TRITON_KERNELS):
+    with products_by_row(), mock.patch.dict(select.BACKENDS, cpu=lambda: TRITON):
         return worker_groups.play(place, **arguments)
 
 

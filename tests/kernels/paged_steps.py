@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from moeserve.ops.native import native_kernels
-from moeserve.ops.select import select_kernels
+from moeserve.ops.select import select_backend
 from moeserve.ops.threads import set_num_threads
 from moeserve.step_inputs import ChunkSpan, StepInputs
 
 NUM_SPARE_BLOCKS = 3
 kernels = native_kernels()
 INSTRUCTION_SETS: tuple[str, ...] = tuple(kernels.usable_isas()) if kernels else ()  # best first
-KERNELS = select_kernels(torch.device("cpu"))
+KERNELS = select_backend(torch.device("cpu"))
 needs_kernels = pytest.mark.skipif(kernels is None, reason="moeserve._cpu is not built")
 
 

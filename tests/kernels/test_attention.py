@@ -41,10 +41,9 @@ from transformers.masking_utils import sliding_window_causal_mask_function
 
 from moeserve.ops.attention import dense as dense_attention
 from moeserve.ops.attention.dense import visible_positions
-from moeserve.ops.kernels import Kernels
+from moeserve.ops.backend import REFERENCE, Backend
 from moeserve.ops.latent_attention.reference import gather_latents
 from moeserve.ops.threads import set_num_threads
-from moeserve.ops.torch.table import TORCH_KERNELS
 
 SMALL = {"paged": Shape(4, 2, 64), "latent": Shape(4, 1, 32, latent_size=24)}
 SHAPES = {
@@ -71,22 +70,22 @@ def _settings_restored() -> Iterator[None]:
 
 
 @pytest.fixture
-def table(implementation: str) -> Kernels:
-    return TORCH_KERNELS if implementation == "torch" else KERNELS
+def table(implementation: str) -> Backend:
+    return REFERENCE if implementation == "torch" else KERNELS
 
 
 @pytest.fixture
-def native(isa: str) -> Kernels:
+def native(isa: str) -> Backend:
     return KERNELS
 
 
-def assert_expected(table: Kernels, case: Case, atol: float = 2e-5, rtol: float = 1e-5) -> None:
+def assert_expected(table: Backend, case: Case, atol: float = 2e-5, rtol: float = 1e-5) -> None:
     torch.testing.assert_close(attend(table, case).double(), expected_attention(case)[0], atol=atol, rtol=rtol)
 
 
 @pytest.mark.parametrize("is_latent", [False, True])
 @pytest.mark.parametrize("seed", range(12))
-def test_float32_matches_dense_float64(table: Kernels, seed: int, is_latent: bool) -> None:
+def test_float32_matches_dense_float64(table: Backend, seed: int, is_latent: bool) -> None:
     case, expected, _ = random_case(seed, torch.float32, is_latent)
     actual = attend(table, case)
     assert actual.dtype == torch.float32
@@ -95,25 +94,25 @@ def test_float32_matches_dense_float64(table: Kernels, seed: int, is_latent: boo
 
 @pytest.mark.parametrize("is_latent", [False, True])
 @pytest.mark.parametrize("seed", [30, 31, 32, 34])
-def test_bfloat16_rounds_only_the_result_and_weights(table: Kernels, seed: int, is_latent: bool) -> None:
+def test_bfloat16_rounds_only_the_result_and_weights(table: Backend, seed: int, is_latent: bool) -> None:
     case, expected, spread = random_case(seed, torch.bfloat16, is_latent)
     actual = attend(table, case)
     assert actual.dtype == torch.bfloat16
-    if table is TORCH_KERNELS and not is_latent:  # torch's own attention rounds between its steps as it likes
+    if table is REFERENCE and not is_latent:  # torch's own attention rounds between its steps as it likes
         torch.testing.assert_close(actual.double(), expected, atol=2e-2, rtol=2e-2)
     else:
-        has_rounded_weights = table is not TORCH_KERNELS and rounds_weights()
+        has_rounded_weights = table is not REFERENCE and rounds_weights()
         assert within_bfloat16_rounding(actual, expected, spread if has_rounded_weights else None)
 
 
 @pytest.mark.parametrize("is_latent", [False, True])
-def test_float16_matches_dense_float64(table: Kernels, is_latent: bool) -> None:
+def test_float16_matches_dense_float64(table: Backend, is_latent: bool) -> None:
     case, expected, _ = random_case(28, torch.float16, is_latent)
     torch.testing.assert_close(attend(table, case).double(), expected, atol=5e-3, rtol=5e-3)
 
 
 @pytest.mark.parametrize("shape", ["a group in several items", "latent, 128 heads"])
-def test_large_and_growing_scores_stay_finite(table: Kernels, shape: str) -> None:
+def test_large_and_growing_scores_stay_finite(table: Backend, shape: str) -> None:
     case = make_case([(1, 1300), (3, 270)], dataclasses.replace(SHAPES[shape], scale=1.0))
     for keys_CGH, block_ids in zip(case.keys_CGH, case.step.block_table, strict=True):
         for p in range(len(keys_CGH)):
@@ -136,7 +135,7 @@ def test_division_of_rows_to_limit_the_mask(monkeypatch: pytest.MonkeyPatch, sha
     case = make_case([(20, 90), (11, 11)], SHAPES[shape])
     for max_mask_size in (1000, 1):
         monkeypatch.setattr(dense_attention, "MAX_MASK_SIZE", max_mask_size)
-        assert_expected(TORCH_KERNELS, case)
+        assert_expected(REFERENCE, case)
 
 
 @pytest.mark.parametrize("max_rows", [0, 1, 8, 9])
@@ -146,12 +145,12 @@ def test_the_reference_leaves_chunks_of_more_rows_zero(max_rows: int) -> None:
     for span in case.step.spans:
         if span.num_rows > max_rows:
             expected[span.first_row : span.first_row + span.num_rows] = 0
-    actual = attend(TORCH_KERNELS, case, max_rows).double()
+    actual = attend(REFERENCE, case, max_rows).double()
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
     assert torch.equal(actual == 0, expected == 0)
 
 
-def test_extreme_sinks(table: Kernels) -> None:
+def test_extreme_sinks(table: Backend) -> None:
     """A sink above all scores takes all weight, one below all takes none, and one of 0 is not none."""
     case = make_case([(1, 300), (12, 40)], SMALL["paged"])
     case = dataclasses.replace(case, sinks_N=torch.tensor([1e4, -1e4, 0.0, float("-inf")]))
@@ -160,7 +159,7 @@ def test_extreme_sinks(table: Kernels) -> None:
 
 
 @pytest.mark.parametrize("kind", SMALL)
-def test_no_tokens(table: Kernels, kind: str) -> None:
+def test_no_tokens(table: Backend, kind: str) -> None:
     case = make_case([], SMALL[kind])
     assert attend(table, case).shape == (0, 4, SMALL[kind].latent_size or 64)
     nothing = torch.empty(0, SMALL[kind].num_kv_heads, SMALL[kind].head_size)
@@ -169,7 +168,7 @@ def test_no_tokens(table: Kernels, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", SMALL)
-def test_rows_without_a_chunk_or_before_position_0_get_zeros(table: Kernels, kind: str) -> None:
+def test_rows_without_a_chunk_or_before_position_0_get_zeros(table: Backend, kind: str) -> None:
     """The first chunk has a context shorter than its rows, the second one has no rows, the third no context."""
     case = make_case([(2, 20), (0, 30), (3, 30), (10, 40)], SMALL[kind])
     contexts = [1, 30, 0, 40]
@@ -183,7 +182,7 @@ def test_rows_without_a_chunk_or_before_position_0_get_zeros(table: Kernels, kin
     torch.testing.assert_close(actual[5:15].double(), expected_attention(case)[0][5:], atol=1e-5, rtol=1e-5)
 
 
-def test_nan_in_one_request_stays_there(table: Kernels) -> None:
+def test_nan_in_one_request_stays_there(table: Backend) -> None:
     case = make_case([(1, 300), (1, 290), (12, 30)], SMALL["paged"])
     clean = attend(table, case)
     case.key_cache[int(case.step.block_table[1, 4]), 0, 3, 5] = float("nan")
@@ -197,7 +196,7 @@ def test_nan_in_one_request_stays_there(table: Kernels) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("cache", "wrong"), [("keys", math.nan), ("values", math.nan), ("values", math.inf)])
 def test_nan_and_infinity_reach_only_rows_that_attend_to_them(
-    native: Kernels, cache: str, wrong: float, dtype: torch.dtype
+    native: Backend, cache: str, wrong: float, dtype: torch.dtype
 ) -> None:
     case = make_case([(300, 300)], Shape(6, 2, 64, window=120), dtype=dtype)
     expected = attend(native, case)
@@ -217,7 +216,7 @@ def test_nan_and_infinity_reach_only_rows_that_attend_to_them(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", ["groups of 3", "window and sinks", "latent, 35 heads, odd sizes"])
-def test_a_chunk_gives_the_same_bytes_alone_and_in_a_batch(table: Kernels, shape: str, dtype: torch.dtype) -> None:
+def test_a_chunk_gives_the_same_bytes_alone_and_in_a_batch(table: Backend, shape: str, dtype: torch.dtype) -> None:
     lengths = [(1, 1), (1, 63), (3, 500), (1, 1300), (20, 90), (1, 256), (8, 1030), (1, 257)]
     case = make_case(lengths, SHAPES[shape], dtype=dtype)
     together = attend(table, case)
@@ -230,7 +229,7 @@ def test_a_chunk_gives_the_same_bytes_alone_and_in_a_batch(table: Kernels, shape
 @pytest.mark.parametrize(
     "shape", [Shape(6, 2, 24, with_sinks=True), Shape(84, 2, 24), Shape(61, 1, 48, latent_size=40)]
 )
-def test_threads_do_not_change_a_byte(native: Kernels, lengths: list[tuple[int, int]], shape: Shape) -> None:
+def test_threads_do_not_change_a_byte(native: Backend, lengths: list[tuple[int, int]], shape: Shape) -> None:
     case = make_case(lengths, shape)
     set_num_threads(1)
     expected = attend(native, case)
@@ -244,7 +243,7 @@ def test_threads_do_not_change_a_byte(native: Kernels, lengths: list[tuple[int, 
 @pytest.mark.parametrize(
     "shape", [Shape(8, 4, 64), Shape(64, 2, 24, with_sinks=True), Shape(128, 1, 48, latent_size=40)]
 )
-def test_ranks_that_divide_the_heads_change_no_byte(native: Kernels, shape: Shape, dtype: torch.dtype) -> None:
+def test_ranks_that_divide_the_heads_change_no_byte(native: Backend, shape: Shape, dtype: torch.dtype) -> None:
     """Also if several ranks have the same key-value head, and so fewer heads that read it than one rank has."""
     case = make_case([(1, 1300), (9, 700), (1, 40)], shape, dtype=dtype)
     expected = attend(native, case)
@@ -253,7 +252,7 @@ def test_ranks_that_divide_the_heads_change_no_byte(native: Kernels, shape: Shap
         assert same_bytes(torch.cat(parts, dim=1), expected), num_ranks
 
 
-def attend_chunk_by_chunk(table: Kernels, case: Case, draw: random.Random) -> Tensor:
+def attend_chunk_by_chunk(table: Backend, case: Case, draw: random.Random) -> Tensor:
     """Run the requests of a case in steps of random chunks with random numbers of threads.
 
     The cache holds NaN at later positions.
@@ -272,7 +271,7 @@ def attend_chunk_by_chunk(table: Kernels, case: Case, draw: random.Random) -> Te
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_neither_chunks_nor_blocks_change_a_byte(native: Kernels, shape: str, dtype: torch.dtype) -> None:
+def test_neither_chunks_nor_blocks_change_a_byte(native: Backend, shape: str, dtype: torch.dtype) -> None:
     """The longest request spans several partitions of positions."""
     lengths = [(length, length) for length in (530, 150, 45)]
     make = functools.partial(make_case, lengths, SHAPES[shape], dtype=dtype)
@@ -284,7 +283,7 @@ def test_neither_chunks_nor_blocks_change_a_byte(native: Kernels, shape: str, dt
 
 
 @pytest.mark.parametrize("shape", ["window and sinks", "latent, 35 heads, odd sizes"])
-def test_rows_one_at_a_time_have_the_bytes_of_the_whole_chunk(native: Kernels, shape: str) -> None:
+def test_rows_one_at_a_time_have_the_bytes_of_the_whole_chunk(native: Backend, shape: str) -> None:
     case = make_case([(300, 300)], SHAPES[shape], dtype=torch.bfloat16)
     expected = attend(native, case)
     for row in range(300):
@@ -293,7 +292,7 @@ def test_rows_one_at_a_time_have_the_bytes_of_the_whole_chunk(native: Kernels, s
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sums_of_scores_have_one_order(native: Kernels, dtype: torch.dtype) -> None:
+def test_sums_of_scores_have_one_order(native: Backend, dtype: torch.dtype) -> None:
     """Two elements of each key nearly cancel, so another order of additions changes many weights."""
     case = make_case([(300, 300)], Shape(2, 1, 160, scale=1.0), dtype=dtype)
     case.query_TNH[..., [5, 150]] = 2.0**14
@@ -309,7 +308,7 @@ def test_sums_of_scores_have_one_order(native: Kernels, dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("block_size", "kind"), [(1, "paged"), (7, "latent"), (16, "paged"), (16, "latent")])
-def test_write_stores_each_token_at_its_slot(table: Kernels, dtype: torch.dtype, block_size: int, kind: str) -> None:
+def test_write_stores_each_token_at_its_slot(table: Backend, dtype: torch.dtype, block_size: int, kind: str) -> None:
     shape, num_tokens, num_blocks = SMALL[kind], 40, 90 // block_size
     num_kv_heads, head_size = shape.num_kv_heads, shape.head_size
     slots = torch.randperm(num_blocks * block_size, generator=torch.Generator().manual_seed(0))[:num_tokens]

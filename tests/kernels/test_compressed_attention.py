@@ -11,12 +11,16 @@ import torch
 from paged_steps import KERNELS, drawn_chunks, kernels, make_step, needs_kernels, same_bytes, scatter_blocks
 from torch import Tensor
 
+from moeserve.ops import compressed_attention as compressed_attention_ops
+from moeserve.ops import indexer as indexer_ops
+from moeserve.ops import routing as routing_ops
+from moeserve.ops import streams as streams_ops
+from moeserve.ops.backend import REFERENCE
 from moeserve.ops.compressed_attention.interface import CompressedCache, CompressedShape
 from moeserve.ops.indexer.interface import IndexerRule
 from moeserve.ops.routing.interface import RouterConfig
 from moeserve.ops.streams.interface import StreamsConfig, StreamsWeights
 from moeserve.ops.threads import set_num_threads
-from moeserve.ops.torch.table import TORCH_KERNELS
 from moeserve.step_inputs import StepInputs
 
 # T tokens, N query heads, H head size, I size of an indexer's key, n heads of an indexer, m tokens of a window, Y
@@ -84,7 +88,7 @@ class Inputs:
 
     def run(self, table, cache: CompressedCache, step: StepInputs) -> Tensor:  # type: ignore[no-untyped-def]
         """Return what the rows of a step attend to, [T, N, H]."""
-        backend = table.make_compressed_attention(self.shape)
+        backend = compressed_attention_ops.make(table, self.shape)
         entry_TH = key_TI = chosen = None
         if cache.tails is not None:
             entry_TH = backend.pool(self.projected_TX, self.bias_mY, cache.tails, BLOCK_SIZE, step)
@@ -93,7 +97,7 @@ class Inputs:
         backend.write(self.vector_TH, entry_TH, key_TI, cache, step, step)
         if cache.index_keys is not None:
             assert self.shape.ratio is not None
-            choose = table.make_indexer(IndexerRule(top_k=7, tokens_per_entry=self.shape.ratio))
+            choose = indexer_ops.make(table, IndexerRule(top_k=7, tokens_per_entry=self.shape.ratio))
             chosen = choose(self.index_query_TnI, self.weight_Tn, cache.index_keys, step)
         return backend.attend(self.query_TNH, chosen, self.sinks_N, cache, step, step)
 
@@ -153,7 +157,7 @@ def new_cache(shape: CompressedShape, dtype: torch.dtype, block_ids: list[list[i
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_results_are_those_of_the_definition(name: str, implementation: str) -> None:
-    shape, table = SHAPES[name], TORCH_KERNELS if implementation == "torch" else KERNELS
+    shape, table = SHAPES[name], REFERENCE if implementation == "torch" else KERNELS
     block_ids = scatter_blocks(LENGTHS, BLOCK_SIZE, seed=1)
     step = make_step(LENGTHS, block_ids, BLOCK_SIZE)
     inputs = Inputs.random(shape, len(step.positions), torch.float32)
@@ -185,7 +189,7 @@ def test_bytes_do_not_depend_on_chunks_blocks_or_threads(name: str, dtype: torch
 @pytest.mark.parametrize("name", SHAPES)
 def test_wrong_drafts_are_forgotten(name: str, implementation: str) -> None:
     """A chunk ends with wrong drafts, some of which end windows and blocks. The next chunk begins at the first."""
-    shape, table = SHAPES[name], TORCH_KERNELS if implementation == "torch" else KERNELS
+    shape, table = SHAPES[name], REFERENCE if implementation == "torch" else KERNELS
     block_ids = scatter_blocks([(61, 61)], BLOCK_SIZE, seed=1)
     inputs = Inputs.random(shape, 61, torch.float32)
     other = inputs.of_rows(list(range(61))[::-1])
@@ -226,7 +230,7 @@ def test_streams(config: StreamsConfig, width: int, dtype: torch.dtype, isa: str
     streams_TX = torch.randn(19, config.num_streams * width).to(dtype)
     update_TD = torch.randn(19, width).to(dtype)
     tolerance = 2e-5 if dtype == torch.float32 else 2**-7  # one rounding, perhaps to a neighbouring number
-    native, reference = KERNELS.make_streams(config, 1e-5), TORCH_KERNELS.make_streams(config, 1e-5)
+    native, reference = streams_ops.make(KERNELS, config, 1e-5), streams_ops.make(REFERENCE, config, 1e-5)
     for is_last in (False, True):
         weights = random_weights(config, width, is_last=is_last)
         found, wanted = native.collapse(streams_TX, weights), reference.collapse(streams_TX, weights)
@@ -255,7 +259,7 @@ def test_routing_by_token(dtype: torch.dtype, implementation: str) -> None:
     config = RouterConfig(num_experts=9, top_k=3, scoring="sqrt_softplus", is_normalized=True, scale=1.5, table_size=50)
     hidden_TD, weight_ED = torch.randn(7, 40).to(dtype), torch.randn(9, 40) * 0.5
     given_TK = torch.rand(7, 9).argsort(dim=1)[:, :3].contiguous()
-    router = (TORCH_KERNELS if implementation == "torch" else KERNELS).make_router(config)
+    router = routing_ops.make(REFERENCE if implementation == "torch" else KERNELS, config)
     experts_TK, weights_TK = router(hidden_TD, weight_ED, None, None, given_TK)
     assert torch.equal(experts_TK, given_TK)
     logits_TE = hidden_TD.double() @ weight_ED.double().T
@@ -268,7 +272,7 @@ def test_routing_by_token(dtype: torch.dtype, implementation: str) -> None:
 def test_what_is_out_of_range_is_refused() -> None:
     config = RouterConfig(num_experts=9, top_k=1, scoring="sqrt_softplus", table_size=50)
     with pytest.raises(ValueError, match="expert 9"):
-        KERNELS.make_router(config)(torch.randn(1, 4), torch.randn(9, 4), None, None, torch.tensor([[9]]))
+        routing_ops.make(KERNELS, config)(torch.randn(1, 4), torch.randn(9, 4), None, None, torch.tensor([[9]]))
     shape, block_ids = SHAPES["plain"], [[0, 1]]
     step = make_step([(9, 9)], block_ids, BLOCK_SIZE)
     inputs = Inputs.random(shape, 9, torch.float32)

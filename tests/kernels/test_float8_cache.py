@@ -21,11 +21,11 @@ from paged_steps import (
 )
 from torch import Tensor
 
+from moeserve.ops import attention as attention_ops
 from moeserve.ops.attention.float8_rows import decode_rows, encode_rows
 from moeserve.ops.attention.interface import KeyValueCache
-from moeserve.ops.kernels import Kernels
+from moeserve.ops.backend import REFERENCE, Backend
 from moeserve.ops.threads import set_num_threads
-from moeserve.ops.torch.table import TORCH_KERNELS
 
 CODES = torch.arange(256, dtype=torch.uint8)
 # All numbers of E4M3 by the definition of the format: sign, 4 bits of exponent with bias 7, 3 bits of fraction.
@@ -45,12 +45,12 @@ def _settings_restored() -> Iterator[None]:
 
 
 @pytest.fixture
-def table(implementation: str) -> Kernels:
-    return TORCH_KERNELS if implementation == "torch" else KERNELS
+def table(implementation: str) -> Backend:
+    return REFERENCE if implementation == "torch" else KERNELS
 
 
 @pytest.fixture
-def native(isa: str) -> Kernels:
+def native(isa: str) -> Backend:
     return KERNELS
 
 
@@ -79,20 +79,20 @@ def nearest_numbers(rows_XH: Tensor) -> Tensor:
     return torch.where(scaled_XH.abs() < 2**-6, 0, rounded_XH) * scale_X1
 
 
-def float8_cache(table: Kernels, case: Case) -> KeyValueCache:
+def float8_cache(table: Backend, case: Case) -> KeyValueCache:
     """Return a cache with the keys and values of a case, written by these kernels, and other bytes where none are."""
     codes = (torch.full(cache.shape, 0xFF, dtype=torch.uint8) for cache in (case.key_cache, case.value_cache))
     scales = (torch.full(case.key_cache.shape[:3], math.nan, dtype=torch.bfloat16) for _ in range(2))
     cache = KeyValueCache(*codes, *scales)
     whole = [(len(keys), len(keys)) for keys in case.keys_CGH]
     step = make_step(whole, case.step.block_table.tolist(), case.key_cache.shape[2])
-    backend = table.make_attention(attention_shape(case.shape, case.query_TNH.dtype))
+    backend = attention_ops.make(table, attention_shape(case.shape, case.query_TNH.dtype))
     backend.write(torch.cat(case.keys_CGH), torch.cat(case.values_CGL), cache, step)  # type: ignore[attr-defined]
     return cache
 
 
-def attend_float8(table: Kernels, case: Case, cache: KeyValueCache) -> Tensor:
-    backend = table.make_attention(attention_shape(case.shape, case.query_TNH.dtype))
+def attend_float8(table: Backend, case: Case, cache: KeyValueCache) -> Tensor:
+    backend = attention_ops.make(table, attention_shape(case.shape, case.query_TNH.dtype))
     return backend.attend(case.query_TNH, cache, case.step, case.sinks_N)
 
 
@@ -122,7 +122,7 @@ def test_rows_are_rounded_to_the_nearest_code(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("head_size", [1, 20, 33, 64, 80, 128])
-def test_written_bytes_are_the_references(native: Kernels, head_size: int, dtype: torch.dtype) -> None:
+def test_written_bytes_are_the_references(native: Backend, head_size: int, dtype: torch.dtype) -> None:
     rows = drawn_rows(300, head_size, dtype)
     rows[5] = 0
     rows[6] = 3e38
@@ -131,7 +131,7 @@ def test_written_bytes_are_the_references(native: Kernels, head_size: int, dtype
     wide = torch.stack([rows, rows.flip(0)], dim=1)  # neither tokens nor heads are contiguous
     case = make_case([(300, 300)], Shape(2, 2, head_size), dtype=dtype)
     case = dataclasses.replace(case, keys_CGH=[wide[:, 0]], values_CGL=[wide[:, 1]])
-    actual, expected = float8_cache(native, case), float8_cache(TORCH_KERNELS, case)
+    actual, expected = float8_cache(native, case), float8_cache(REFERENCE, case)
     for found, wanted in zip(actual.tensors, expected.tensors, strict=True):
         assert same_bytes(found, wanted)
     scales = encode_rows(rows)[1]
@@ -141,14 +141,14 @@ def test_written_bytes_are_the_references(native: Kernels, head_size: int, dtype
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("seed", [30, 31, 32, 34])
-def test_attention_over_rounded_keys_and_values(table: Kernels, seed: int, dtype: torch.dtype) -> None:
+def test_attention_over_rounded_keys_and_values(table: Backend, seed: int, dtype: torch.dtype) -> None:
     case = rounded(random_case(seed, dtype, is_latent=False)[0])
     expected, spread = expected_attention(case)
     actual = attend_float8(table, case, float8_cache(table, random_case(seed, dtype, is_latent=False)[0]))
     assert actual.dtype == dtype
     if dtype == torch.float32:
         torch.testing.assert_close(actual.double(), expected, atol=2e-5, rtol=1e-5)
-    elif table is TORCH_KERNELS:  # torch's own attention rounds between its steps as it likes
+    elif table is REFERENCE:  # torch's own attention rounds between its steps as it likes
         torch.testing.assert_close(actual.double(), expected, atol=2e-2, rtol=2e-2)
     else:
         assert within_bfloat16_rounding(actual, expected, spread if rounds_weights() else None)
@@ -158,7 +158,7 @@ def test_attention_over_rounded_keys_and_values(table: Kernels, seed: int, dtype
 @pytest.mark.parametrize(
     "shape", [Shape(6, 2, 64), Shape(8, 2, 64, window=150, with_sinks=True), Shape(1, 1, 33), Shape(4, 2, 128)]
 )
-def test_bytes_are_those_of_a_cache_of_the_rounded_numbers(native: Kernels, shape: Shape, dtype: torch.dtype) -> None:
+def test_bytes_are_those_of_a_cache_of_the_rounded_numbers(native: Backend, shape: Shape, dtype: torch.dtype) -> None:
     """In steps of any chunks and with any number of threads: nothing else depends on the format of the cache."""
     lengths = [(530, 530), (150, 150), (45, 45)]
     case = make_case(lengths, shape, dtype=dtype)
@@ -181,7 +181,7 @@ def test_bytes_are_those_of_a_cache_of_the_rounded_numbers(native: Kernels, shap
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scales", ["key_scales", "value_scales"])
-def test_a_row_of_nan_reaches_only_rows_that_attend_to_it(native: Kernels, scales: str, dtype: torch.dtype) -> None:
+def test_a_row_of_nan_reaches_only_rows_that_attend_to_it(native: Backend, scales: str, dtype: torch.dtype) -> None:
     case = make_case([(300, 300)], Shape(6, 2, 64, window=120), dtype=dtype)
     cache = float8_cache(native, case)
     expected = attend_float8(native, case, cache)

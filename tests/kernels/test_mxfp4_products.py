@@ -13,6 +13,7 @@ from test_products import ACTIVATIONS, assert_close, in_float64, native_product,
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from moeserve.ops import products as products_ops
 from moeserve.ops.products.interface import OpenWeights, PackedWeights
 from moeserve.ops.rows.activations import Activation, SwiGLU
 from moeserve.ops.threads import set_num_threads
@@ -46,8 +47,9 @@ def make(
 
 
 def packed_of(weights: OpenWeights) -> PackedWeights:
-    assert KERNELS.packing is not None
-    return KERNELS.packing.pack(weights, "mxfp4", in_place=False)
+    packing = products_ops.make_packing(KERNELS)
+    assert packing is not None
+    return packing.pack(weights, "mxfp4", in_place=False)
 
 
 @pytest.mark.parametrize("activation", [None, SwiGLU()])

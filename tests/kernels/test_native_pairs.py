@@ -9,6 +9,7 @@ import torch
 from paged_steps import KERNELS, same_bytes
 from torch import Tensor
 
+from moeserve.ops import pairs as pairs_ops
 from moeserve.ops.pairs.interface import Keys, PairKernels
 from moeserve.ops.pairs.reference import TorchPairs
 from moeserve.ops.threads import set_num_threads
@@ -20,7 +21,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 @pytest.fixture
 def operations(implementation: str) -> PairKernels:
-    return TorchPairs() if implementation == "torch" else KERNELS.pairs
+    return TorchPairs() if implementation == "torch" else pairs_ops.make(KERNELS)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

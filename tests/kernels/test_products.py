@@ -17,6 +17,7 @@ from paged_steps import INSTRUCTION_SETS, KERNELS, kernels, needs_kernels, setti
 from torch import Tensor
 from torch.nn import functional
 
+from moeserve.ops import products as products_ops
 from moeserve.ops.products.interface import InputChunks, OpenWeights, PackedFormat, PackedWeights, Product
 from moeserve.ops.products.reference import TorchProduct
 from moeserve.ops.rows.activations import (
@@ -76,14 +77,16 @@ def make(
 
 
 def packed_copy(weights: OpenWeights, packed_format: PackedFormat) -> PackedWeights:
-    assert KERNELS.packing is not None
+    packing = products_ops.make_packing(KERNELS)
+    assert packing is not None
     copy = dataclasses.replace(weights, weight_eOI=weights.weight_eOI.clone())
-    return KERNELS.packing.pack(copy, packed_format, in_place=False)
+    return packing.pack(copy, packed_format, in_place=False)
 
 
 def native_product(packed: PackedWeights) -> Product:
-    assert KERNELS.packing is not None
-    return KERNELS.packing.product(packed)
+    packing = products_ops.make_packing(KERNELS)
+    assert packing is not None
+    return packing.product(packed)
 
 
 def quantized(rows_RI: Tensor) -> Tensor:
@@ -142,8 +145,9 @@ def test_packing_only_moves_values(packed_format: PackedFormat) -> None:
 def test_packing_in_place_takes_no_memory() -> None:
     weights = make(2, 128, 64, torch.bfloat16)
     copy = weights.weight_eOI.clone()
-    assert KERNELS.packing is not None
-    packed = KERNELS.packing.pack(weights, "bfloat16", in_place=True)
+    packing = products_ops.make_packing(KERNELS)
+    assert packing is not None
+    packed = packing.pack(weights, "bfloat16", in_place=True)
     assert packed.panels.data_ptr() == weights.weight_eOI.data_ptr()
     assert torch.equal(unpacked(packed), copy.double())
 
@@ -244,7 +248,7 @@ def test_chunks_have_the_bytes_of_their_sums_on_any_number_of_ranks(
 
 def test_a_rank_without_inputs_has_partial_sums_of_zero() -> None:
     weights = OpenWeights(torch.empty(1, 5, 0).bfloat16(), chunks=InputChunks(3, keeps_float32=True))
-    product = KERNELS.make_product(weights)
+    product = products_ops.make(KERNELS, weights)
     assert torch.equal(product.multiply(torch.empty(2, 0).bfloat16()), torch.zeros(2, 5))
 
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import attention_stand_ins
 import pytest
@@ -19,16 +19,15 @@ from torch import Tensor
 
 from moeserve.config.settings import AttentionChoice
 from moeserve.errors import SettingsError
-from moeserve.ops import measured, select
+from moeserve.ops import attention, measured, select
 from moeserve.ops.attention import flashinfer as flashinfer_attention
 from moeserve.ops.attention.flashinfer import open_flashinfer
-from moeserve.ops.attention.interface import AttentionBackend, AttentionShape, KeyValueCache
+from moeserve.ops.attention.interface import AttentionShape, KeyValueCache
 from moeserve.ops.attention.library import AttentionProblem, LibraryAttention, LibraryChoice, StepKind, open_library
 from moeserve.ops.attention.reference import TorchAttention
-from moeserve.ops.kernels import Kernels
+from moeserve.ops.backend import REFERENCE, TRITON, Backend, Implementation
 from moeserve.ops.libraries import LibraryUnusable
-from moeserve.ops.select import select_kernels
-from moeserve.ops.torch.table import TORCH_KERNELS
+from moeserve.ops.select import select_backend
 from moeserve.step_inputs import ChunkSpan
 
 sys.path.append(str(Path(__file__).parent.parent / "kernels"))
@@ -140,9 +139,9 @@ def test_padding_changes_no_other_row(flashinfer: attention_stand_ins.FlashInfer
 
 
 def test_a_step_is_planned_once_for_all_layers_of_a_shape(flashinfer: attention_stand_ins.FlashInfer) -> None:
-    choice = LibraryChoice(TORCH_KERNELS, open_flashinfer(CPU), 16)
+    choice = LibraryChoice(open_flashinfer(CPU), 16)
     problems = [PROBLEM, PROBLEM, changed(window=4), changed(window=4)]
-    layers = [choice.make_attention(problem.shape) for problem in problems]
+    layers = [choice.attention(TorchAttention(problem.shape), problem.shape) for problem in problems]
     for seed, chunks in enumerate(([(3, 20), (2, 2)], [(3, 20), (2, 2)], [(40, 40)])):
         case = case_of(PROBLEM, chunks, seed)
         for layer, problem in zip(layers, problems, strict=True):
@@ -213,18 +212,13 @@ class Constant:
         return lambda query_TNH, *others: torch.full_like(query_TNH, self.number)
 
 
-def zeros(shape: AttentionShape) -> AttentionBackend:
-    attend = Constant("own", 0.0).make_attend(PROBLEM, "decode")
-    return cast(Any, SimpleNamespace(attend=attend, rotate_and_write=None))
-
-
-OWN_KERNELS = dataclasses.replace(TORCH_KERNELS, name="triton", make_attention=zeros)
+ZEROS: Any = SimpleNamespace(attend=Constant("own", 0.0).make_attend(PROBLEM, "decode"), rotate_and_write=None)
 
 
 @pytest.mark.parametrize("refused", [(), ("chunks",), ("decode",), ("chunks", "decode")])
 def test_a_library_serves_where_it_can(refused: tuple[StepKind, ...], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    layer = LibraryChoice(OWN_KERNELS, Constant("a 1", 1.0, refused), 16).make_attention(SHAPE)
+    layer = LibraryChoice(Constant("a 1", 1.0, refused), 16).attention(ZEROS, SHAPE)
     for kind, chunks in (("decode", [(1, 20), (1, 3)]), ("chunks", [(2, 20), (1, 3)])):
         served = attended(case_of(PROBLEM, chunks), layer.attend)
         assert torch.all(served == (0.0 if kind in refused else 1.0))
@@ -238,19 +232,20 @@ def test_a_step_without_tokens_or_with_an_empty_chunk_is_no_decode_step() -> Non
     check(case_of(PROBLEM, [(1, 20), (0, 5)]), layer.attend)
 
 
-def selected(name: AttentionChoice) -> Kernels:
-    return select_kernels(CPU, name, 16)
+def selected(name: AttentionChoice) -> Backend:
+    return select_backend(CPU, name, 16)
 
 
 @pytest.fixture
 def own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU has the kernels of a GPU."""
-    monkeypatch.setitem(select.TABLES, "cpu", lambda: OWN_KERNELS)
+    monkeypatch.setitem(select.BACKENDS, "cpu", lambda: TRITON)
+    monkeypatch.setitem(attention.TABLE, "triton", Implementation(lambda backend, shape: ZEROS))
 
 
 def test_a_library_serves_only_if_it_is_named(own_kernels: None, flashinfer: attention_stand_ins.FlashInfer) -> None:
-    assert selected("triton") is OWN_KERNELS
-    layer = selected("flashinfer").make_attention(SHAPE)
+    assert selected("triton") is TRITON
+    layer = attention.make(selected("flashinfer"), SHAPE)
     check(case_of(PROBLEM, [(1, 20), (1, 3)]), layer.attend)
     assert (flashinfer.num_decodes, flashinfer.num_runs) == (1, 0)
 
@@ -259,16 +254,16 @@ def test_a_measured_library_serves_the_steps_for_which_it_was_mostly_the_fastest
     own_kernels: None, flashinfer: attention_stand_ins.FlashInfer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(measured, "MEASURED_FOLDER", tmp_path)
-    assert selected("measured") is OWN_KERNELS, "there is no table"
+    assert selected("measured") is TRITON, "there is no table"
     key = measured.attention_key(SHAPE, "decode")
     faster = [(key, 1, "triton"), (key, 16, "flashinfer"), (key, 64, "flashinfer")]
     measured.save_table(tmp_path / "CPU.json", [*faster, (measured.attention_key(SHAPE, "chunks"), 9, "triton")])
-    attend = selected("measured").make_attention(SHAPE).attend
+    attend = attention.make(selected("measured"), SHAPE).attend
     check(case_of(PROBLEM, [(1, 20), (1, 3)]), attend)
     attended(case_of(PROBLEM, [(4, 20)]), attend)
     assert (flashinfer.num_decodes, flashinfer.num_runs) == (1, 0)
     monkeypatch.setitem(sys.modules, "flashinfer", None)
-    assert selected("measured") is OWN_KERNELS, "it is not installed"
+    assert selected("measured") is TRITON, "it is not installed"
 
 
 def test_a_named_library_must_be_installed(own_kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,6 +273,6 @@ def test_a_named_library_must_be_installed(own_kernels: None, monkeypatch: pytes
 
 
 def test_libraries_need_triton(monkeypatch: pytest.MonkeyPatch, flashinfer: attention_stand_ins.FlashInfer) -> None:
-    monkeypatch.setitem(select.TABLES, "cpu", lambda: TORCH_KERNELS)
+    monkeypatch.setitem(select.BACKENDS, "cpu", lambda: REFERENCE)
     with pytest.raises(SettingsError, match="triton is not installed"):
         selected("flashinfer")

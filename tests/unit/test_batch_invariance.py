@@ -23,7 +23,7 @@ from moeserve.models.model_config import Layer, ModelConfig
 from moeserve.models.registry import describe
 from moeserve.ops.native import native_kernels
 from moeserve.ops.products.interface import InputChunks
-from moeserve.ops.select import select_kernels
+from moeserve.ops.select import select_backend
 from moeserve.worker import worker
 from moeserve.worker.worker import note_on_bytes
 
@@ -49,7 +49,7 @@ def test_notes(plain: Reference, change: dict[str, Any], num_heads: int, note: s
         **dict(device="cpu", dtype="bfloat16", tensor_parallel_size=1, batch_invariant=False) | change
     )
     model = with_heads(describe(str(plain.folder)).model, num_heads)
-    found = note_on_bytes(cast(Any, config), model, select_kernels(torch.device("cpu")))
+    found = note_on_bytes(cast(Any, config), model, select_backend(torch.device("cpu")))
     if native_kernels() is None and "device" not in change:
         note = "C\\+\\+ kernels"
     if note is None:

@@ -8,10 +8,11 @@ import random
 import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
+from planted_operations import plant
 
 from moeserve import cli
 from moeserve.bench import (
@@ -31,8 +32,8 @@ from moeserve.bench.harness import read_jsonl
 from moeserve.bench.limits import LimitProbe
 from moeserve.bench.peers.adapters.experts import Shape
 from moeserve.bench.peers.environments import PeerError
-from moeserve.ops import select
-from moeserve.ops.select import select_kernels
+from moeserve.ops import pairs as pairs_ops
+from moeserve.ops.select import select_backend
 from moeserve.ops.threads import set_num_threads
 
 SMALL_PROBE = functools.partial(LimitProbe, buffer_bytes=1 << 22, matmul_size=128, num_passes=1)
@@ -103,8 +104,7 @@ def test_selected_peer_that_is_not_installed_is_refused(tiny: Path, capsys: pyte
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 def test_own_experts_are_checked_against_float32(quantization: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(moe.own_experts(SHAPE, quantization)(5, 3)) == 3
-    kernels = select_kernels(torch.device("cpu"))
-    right = kernels.pairs
+    right = pairs_ops.make(select_backend(torch.device("cpu")))
 
     class Unweighted:
         sort, gather = right.sort, right.gather
@@ -112,8 +112,8 @@ def test_own_experts_are_checked_against_float32(quantization: Any, monkeypatch:
         def weighted_sum(self, output: Any, pairs: Any, weights: Any, dtype: Any) -> Any:
             return right.weighted_sum(output, pairs, torch.ones_like(weights), dtype)
 
-    wrong = dataclasses.replace(kernels, pairs=cast(Any, Unweighted()))
-    monkeypatch.setitem(select.TABLES, "cpu", lambda: wrong)
+    for name in ("cpu", "reference"):
+        plant(monkeypatch, pairs_ops.TABLE, name, lambda pairs: Unweighted())
     with pytest.raises(PeerError, match="float32"):
         moe.own_experts(SHAPE, quantization)(5, 1)
 
@@ -134,7 +134,7 @@ def test_experts_from_end_to_end(
     assert "without vllm" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(attention.KERNELS is attention.TORCH_KERNELS, reason="the C++ kernels are not built")
+@pytest.mark.skipif(attention.KERNELS is attention.REFERENCE, reason="the C++ kernels are not built")
 def test_attention_from_end_to_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -155,7 +155,7 @@ def test_attention_from_end_to_end(
     assert "latent, 16 heads of 576, prefill" in capsys.readouterr().out
 
 
-@pytest.mark.skipif(attention.KERNELS is attention.TORCH_KERNELS, reason="the C++ kernels are not built")
+@pytest.mark.skipif(attention.KERNELS is attention.REFERENCE, reason="the C++ kernels are not built")
 def test_sparse_and_linear_attention_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for benchmark in (sparse_attention, linear_attention):
         monkeypatch.setattr(benchmark, "LimitProbe", lambda dtype=torch.bfloat16, **_: SMALL_PROBE(dtype=dtype))

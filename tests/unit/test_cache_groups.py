@@ -22,7 +22,7 @@ from moeserve.layers.context import ModelContext
 from moeserve.layers.moe.dispatch.factory import TorchDispatchers
 from moeserve.models.decoder import Decoder
 from moeserve.models.registry import describe
-from moeserve.ops.select import select_kernels
+from moeserve.ops.select import select_backend
 from moeserve.protocol import CacheChanges, CacheStart, Registration, StepPlan
 from moeserve.sampling_params import RequestParams
 from moeserve.worker.model_runner import ModelRunner
@@ -43,7 +43,7 @@ def rank_of(config: dict[str, Any], folder: Path, rank: int, *, has_float8_cache
     (folder / "config.json").write_text(json.dumps(config))
     model, groups = describe(folder).model, unconnected(Mesh(tp=TP, dp=1), rank)
     context = ModelContext(
-        select_kernels(META),
+        select_backend(META),
         groups,
         torch.bfloat16,
         META,

@@ -12,10 +12,11 @@ from model_context import cpu_context
 
 from moeserve.layers.moe.dispatch.expert_copies import ExpertCopies
 from moeserve.layers.moe.placement.placement import Placement, copies_in_turn
-from moeserve.ops.select import select_kernels
-from moeserve.ops.torch.table import TORCH_KERNELS
+from moeserve.ops import routing as routing_ops
+from moeserve.ops.backend import REFERENCE
+from moeserve.ops.select import select_backend
 
-KERNELS = select_kernels(torch.device("cpu"))
+KERNELS = select_backend(torch.device("cpu"))
 
 
 def placed(*slots: tuple[int, ...]) -> Placement:
@@ -72,7 +73,7 @@ def test_node_with_more_copies_helps_the_other() -> None:
     assert sorted(turns[3]) == [0, 1, 2]  # its node's copy has one turn left
 
 
-@pytest.mark.parametrize("choose", [KERNELS.choose_expert_copies, TORCH_KERNELS.choose_expert_copies])
+@pytest.mark.parametrize("choose", [routing_ops.make_copies(KERNELS), routing_ops.make_copies(REFERENCE)])
 def test_turns_by_token_and_padding(choose) -> None:
     copies = torch.tensor([[4, 5, 6], [7, -1, -1]])
     num_turns = torch.tensor([3, 1])
@@ -90,8 +91,8 @@ def test_kernel_equals_reference(data: st.DataObject) -> None:
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32)))
     experts = torch.randint(-1, num_experts, (data.draw(st.integers(0, 40)), top_k), generator=generator)
     first = data.draw(st.integers(0, 10**6))
-    chosen = KERNELS.choose_expert_copies(experts, copies, num_turns, first)
-    assert torch.equal(chosen, TORCH_KERNELS.choose_expert_copies(experts, copies, num_turns, first))
+    chosen = routing_ops.make_copies(KERNELS)(experts, copies, num_turns, first)
+    assert torch.equal(chosen, routing_ops.make_copies(REFERENCE)(experts, copies, num_turns, first))
 
 
 def test_placement_in_order_is_the_identity() -> None:

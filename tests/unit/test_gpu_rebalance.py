@@ -19,8 +19,8 @@ from moeserve.layers.moe.dispatch.expert_copies import ExpertCopies
 from moeserve.layers.moe.placement.load import ExpertLoad, LoadMeter
 from moeserve.layers.moe.placement.placement import Placement
 from moeserve.layers.moe.placement.rebalance import MAX_PIECE_BYTES, Rebalancer, spare_bytes
+from moeserve.ops.backend import REFERENCE
 from moeserve.ops.side_stream import CudaSideStream, InStream
-from moeserve.ops.torch.table import TORCH_KERNELS
 
 pytest.importorskip("triton")
 import fake_device
@@ -28,7 +28,7 @@ import fake_device
 BEFORE = Placement(((0, 1, 2), (3, 4, 5)), 6)
 LOADS = [90, 80, 70, 3, 2, 1]  # of experts
 BYTES_OF_TENSORS = (200, 56)  # of an expert
-CONTEXT = dataclasses.replace(cpu_context(), kernels=TORCH_KERNELS)  # whose operations the device records
+CONTEXT = dataclasses.replace(cpu_context(), backend=REFERENCE)  # whose operations the device records
 
 
 @pytest.fixture

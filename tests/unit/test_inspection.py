@@ -23,7 +23,7 @@ from moeserve.models.decoder import Decoder
 from moeserve.models.inspection import inspect
 from moeserve.models.registry import describe
 from moeserve.models.weight_mapping import destinations
-from moeserve.ops.select import select_kernels
+from moeserve.ops.select import select_backend
 from moeserve.planner.layout import find_layouts
 
 PUBLISHED: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "published_configs.json").read_text())
@@ -204,7 +204,7 @@ def test_the_weight_mapping_has_the_published_names(model: str, tmp_path: Path) 
     description = describe(folder_of(tmp_path, PUBLISHED[model]))
     placements = description.model.place_experts(1)
     meta = torch.device("meta")
-    context = ModelContext(select_kernels(meta), groups_of_one_rank(), torch.bfloat16, meta)
+    context = ModelContext(select_backend(meta), groups_of_one_rank(), torch.bfloat16, meta)
     decoder = Decoder(
         description.model, placements, TorchDispatchers("local", groups_of_one_rank().ep, context), context
     )
@@ -226,7 +226,7 @@ def test_no_rank_begins_inside_a_block_of_8_bit_floats(model: str, tmp_path: Pat
     meta, num_ranks = torch.device("meta"), max(size for size in description.model.tensor_parallel_sizes if size <= 8)
     tp = SimpleNamespace(rank_in_group=num_ranks - 1, world_size=num_ranks)
     groups = dataclasses.replace(groups_of_one_rank(), tp=cast(Any, tp))
-    context = ModelContext(select_kernels(meta), groups, torch.bfloat16, meta, quantization="fp8")
+    context = ModelContext(select_backend(meta), groups, torch.bfloat16, meta, quantization="fp8")
     config = description.model
     decoder = Decoder(config, config.place_experts(1), TorchDispatchers("local", groups.ep, context), context)
     allocate_weights(decoder)

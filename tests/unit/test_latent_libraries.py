@@ -15,8 +15,9 @@ from torch import Tensor
 
 from moeserve.ops.latent_attention import flashinfer as flashinfer_latent
 from moeserve.ops.latent_attention.flashinfer import FlashInferLatent
+from moeserve.ops.latent_attention.interface import LatentShape
 from moeserve.ops.latent_attention.library import LatentChoice, LatentProblem
-from moeserve.ops.torch.table import TORCH_KERNELS
+from moeserve.ops.latent_attention.reference import TorchLatentAttention
 
 sys.path.append(str(Path(__file__).parent.parent / "kernels"))
 from attention_cases import Case, Shape, expected_attention, make_case
@@ -27,6 +28,7 @@ from attention_cases import Case, Shape, expected_attention, make_case
 CPU = torch.device("cpu")
 L, K, E, V = 128, 128, 64, 128
 SCALE = 0.07
+SHAPE = LatentShape(SCALE, L, 4)
 ABSORBED = LatentProblem(True, 4, L, E, L, torch.bfloat16, SCALE)
 EXPANDED = LatentProblem(False, 4, K, E, V, torch.bfloat16, SCALE)
 TOLERANCE = {torch.float16: 3e-3, torch.bfloat16: 2.5e-2}
@@ -46,7 +48,7 @@ def case_of(lengths: list[tuple[int, int]], dtype: torch.dtype, *, num_heads: in
 
 
 def layer(package: Any) -> Any:
-    return LatentChoice(TORCH_KERNELS, FlashInferLatent(package, CPU)).make_latent_attention(SCALE, L, 4)
+    return LatentChoice(FlashInferLatent(package, CPU)).attention(TorchLatentAttention(*SHAPE), SHAPE)
 
 
 def absorbed_by(backend: Any, case: Case, max_rows: int | None) -> Tensor:

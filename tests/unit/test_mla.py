@@ -19,10 +19,11 @@ from moeserve.layers.latent.attention import LatentAttention, LatentAttentionCon
 from moeserve.layers.network import Run
 from moeserve.layers.rotary import Rotary, RotaryConfig
 from moeserve.layers.weights import Weights, allocate_weights
+from moeserve.ops import rows as rows_ops
 from moeserve.ops import select
 from moeserve.ops.attention.dense import attend_causally
 from moeserve.ops.native import native_kernels
-from moeserve.ops.select import select_kernels
+from moeserve.ops.select import select_backend
 from moeserve.step_inputs import StepInputs
 from moeserve.worker.model_runner import ModelRunner
 from moeserve.worker.request_table import RequestTable
@@ -89,8 +90,10 @@ def by_hand(layer: LatentAttention, hidden_CD: Tensor) -> Tensor:
     keys = torch.einsum("cl,nlk->cnk", latent, maps.keys.open.weight_eOI.double())
     values = torch.einsum("cl,nvl->cnv", latent, maps.values.open.weight_eOI.double())
     rotation = rotary(config).at(torch.arange(len(hidden)))
-    rotated_queries = select_kernels(CPU).apply_rope(queries[..., config.key_dim :].float(), rotation).double()
-    rotated = select_kernels(CPU).apply_rope(rotated[:, None].float(), rotation)[:, 0].double()
+    rotated_queries = (
+        rows_ops.make(select_backend(CPU)).apply_rope(queries[..., config.key_dim :].float(), rotation).double()
+    )
+    rotated = rows_ops.make(select_backend(CPU)).apply_rope(rotated[:, None].float(), rotation)[:, 0].double()
 
     rows = []
     for position in range(len(hidden)):

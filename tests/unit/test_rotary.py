@@ -19,7 +19,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 
 from moeserve.layers.rotary import Rotary, RotaryConfig
 from moeserve.models.config_values import ConfigValues
-from moeserve.ops.select import select_kernels
+from moeserve.ops import rows as rows_ops
+from moeserve.ops.select import select_backend
 
 CPU = torch.device("cpu")
 
@@ -47,7 +48,9 @@ SCALINGS: list[dict[str, Any]] = [
 
 
 def rotated(config: RotaryConfig, heads_TNH: Tensor, *positions: int) -> Tensor:
-    return select_kernels(CPU).apply_rope(heads_TNH.clone(), Rotary(config, CPU).at(torch.tensor(positions)))
+    return rows_ops.make(select_backend(CPU)).apply_rope(
+        heads_TNH.clone(), Rotary(config, CPU).at(torch.tensor(positions))
+    )
 
 
 @pytest.mark.parametrize("is_interleaved", [False, True])

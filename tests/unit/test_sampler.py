@@ -25,9 +25,10 @@ from transformers.generation.logits_process import (
 )
 
 from moeserve.errors import EngineError
+from moeserve.ops.backend import REFERENCE
+from moeserve.ops.sampling import make
 from moeserve.ops.sampling import reference as sampling
-from moeserve.ops.select import select_kernels
-from moeserve.ops.torch.table import TORCH_KERNELS
+from moeserve.ops.select import select_backend
 from moeserve.protocol import TokenLogprobs
 from moeserve.sampling_params import RequestParams
 from moeserve.worker import sampler
@@ -68,7 +69,8 @@ def allowed_tokens(token_ids: list[int], num_bits: int = 2**16) -> AllowedTokens
     return AllowedTokens(np.packbits(bits, bitorder="little"))
 
 
-KERNELS = {"best": select_kernels(torch.device("cpu")), "torch": TORCH_KERNELS}  # the same without C++
+BACKENDS = {"best": select_backend(torch.device("cpu")), "torch": REFERENCE}  # the same without C++
+KERNELS = {name: make(backend) for name, backend in BACKENDS.items()}
 chosen_kernels = "best"
 
 

@@ -8,9 +8,10 @@ import logging
 import pytest
 import torch
 
+from moeserve.ops import rows as rows_ops
 from moeserve.ops import select
-from moeserve.ops.select import select_kernels
-from moeserve.ops.torch.table import TORCH_KERNELS
+from moeserve.ops.backend import REFERENCE
+from moeserve.ops.select import select_backend
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -20,13 +21,13 @@ def test_without_kernels_plain_torch_serves_and_the_log_mentions_it(
 ) -> None:
     monkeypatch.setattr(select, "native_kernels", lambda: None)
     with caplog.at_level(logging.INFO, logger=select.__name__):
-        assert select_kernels(CPU) is TORCH_KERNELS
+        assert select_backend(CPU) is REFERENCE
     assert "device cpu" in caplog.text
 
 
 def test_the_meta_device_uses_plain_torch_silently(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger=select.__name__):
-        assert select_kernels(META) is TORCH_KERNELS
+        assert select_backend(META) is REFERENCE
     assert not caplog.text
 
 
@@ -47,8 +48,8 @@ def test_number_formats_of_a_gpu(
 def test_a_gpu_without_triton_uses_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
-    kernels = select_kernels(torch.device("cuda"))
-    assert kernels.rms_norm is TORCH_KERNELS.rms_norm
+    kernels = select_backend(torch.device("cuda"))
+    assert rows_ops.make(kernels).rms_norm is rows_ops.make(REFERENCE).rms_norm
     assert not kernels.supports_cuda_graphs
 
 
@@ -57,8 +58,8 @@ def test_a_gpu_uses_triton_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     from moeserve.triton_kernels.rms_norm import rms_norm
 
     monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
-    kernels = select_kernels(torch.device("cuda"))
-    assert kernels.rms_norm is rms_norm
+    kernels = select_backend(torch.device("cuda"))
+    assert rows_ops.make(kernels).rms_norm is rms_norm
     assert kernels.supports_cuda_graphs
     assert kernels.compiles_on_first_use
 
@@ -71,4 +72,4 @@ def test_the_norm_of_plain_torch_equals_that_of_transformers_bit_for_bit(dtype: 
     norm = MixtralRMSNorm(300, eps=1e-5).to(dtype)
     norm.weight.data.copy_(torch.randn(300, generator=generator))
     x_TD = torch.randn(9, 300, generator=generator).to(dtype)
-    assert torch.equal(TORCH_KERNELS.rms_norm(x_TD, norm.weight, 1e-5), norm(x_TD))
+    assert torch.equal(rows_ops.make(REFERENCE).rms_norm(x_TD, norm.weight, 1e-5), norm(x_TD))

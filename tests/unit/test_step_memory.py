@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
 import torch
 from gpu_stand_ins import captured
+from planted_operations import plant
 from torch import Tensor
 
 from moeserve.distributed.groups import groups_of_one_rank
 from moeserve.distributed.mesh import Mesh
 from moeserve.layers.moe.dispatch.factory import TorchDispatchers
-from moeserve.ops.torch.table import TORCH_KERNELS
+from moeserve.ops import sampling as sampling_ops
+from moeserve.ops.backend import REFERENCE
+from moeserve.ops.sampling.interface import SamplingOperations
 from moeserve.protocol import CacheStart, Registration, StepPlan
 from moeserve.sampling_params import RequestParams
 from moeserve.step_inputs import StepInputs
@@ -51,19 +53,25 @@ class UnpinnedMemory(GpuMemory):
         return torch.empty(tuple(shape), dtype=dtype)
 
 
+@pytest.fixture(autouse=True)
+def _greedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choose the most likely tokens without reading settings on the host."""
+
+    def greedy(right: SamplingOperations) -> SamplingOperations:
+        return right._replace(choose_tokens=lambda scores_RV, *arguments: right.row_maximum(scores_RV))
+
+    plant(monkeypatch, sampling_ops.TABLE, "reference", greedy)
+
+
 class CountingModel:
     """After token t at position p, the most likely token is t + p + 1."""
 
     head = object()
 
     def __init__(self) -> None:
-        def choose(scores_RV: Tensor, *arguments: Tensor) -> tuple[Tensor, Tensor]:
-            return TORCH_KERNELS.row_maximum(scores_RV)
-
         self.groups = groups_of_one_rank()
         self.dispatchers = TorchDispatchers("local", self.groups.ep, cast(Any, None))
-        kernels = dataclasses.replace(TORCH_KERNELS, choose_tokens=choose)
-        self.context = type("Context", (), {"kernels": kernels})
+        self.context = type("Context", (), {"backend": REFERENCE})
 
     def __call__(self, step: StepInputs, caches: Any) -> Tensor:
         return (step.token_ids + step.positions + 1).float()[:, None]

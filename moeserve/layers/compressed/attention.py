@@ -20,6 +20,7 @@ from moeserve.layers.network import AttentionCosts, Build, Network, NetworkConfi
 from moeserve.layers.norm import RMSNorm
 from moeserve.layers.rotary import RotaryConfig, Rotations
 from moeserve.layers.weights import QuantizationLimits, Weights
+from moeserve.ops import compressed_attention, indexer, rows
 from moeserve.ops.compressed_attention.interface import CompressedAttention, CompressedCache, CompressedShape
 from moeserve.ops.indexer.interface import ChosenEntries, IndexerRule
 from moeserve.step_inputs import StepInputs
@@ -143,7 +144,7 @@ class Indexer(nn.Module):
         self.keys = Pooling(shape.head_size, 2, config.ratio, hidden_size, epsilon, context)
         self.query = Linear(config.query_rank, shape.num_heads * shape.head_size, context, limits=EIGHT_BITS)
         self.weights = Linear(hidden_size, shape.num_heads, context, limits=QuantizationLimits(8, None))
-        self.choose = context.kernels.make_indexer(IndexerRule(top_k=shape.top_k, tokens_per_entry=config.ratio))
+        self.choose = indexer.make(context.backend, IndexerRule(top_k=shape.top_k, tokens_per_entry=config.ratio))
 
 
 class CompressedSparseAttention(Network):
@@ -204,8 +205,8 @@ class CompressedSparseAttention(Network):
             limits=QuantizationLimits(cuts=(first_column,)),
             chunks=share_inputs(num_inputs, num_input_chunks(config.can_divide), context).chunks,
         )
-        self.backend = context.kernels.make_compressed_attention(self.shape)
-        self._apply_rope = context.kernels.apply_rope
+        self.backend = compressed_attention.make(context.backend, self.shape)
+        self._apply_rope = rows.make(context.backend).apply_rope
 
     @property
     def cache_items(self) -> tuple[CacheItems, ...]:

@@ -20,6 +20,7 @@ from moeserve.layers.network import AttentionCosts, Build, Network, NetworkConfi
 from moeserve.layers.norm import RMSNorm, RowsForm
 from moeserve.layers.rotary import NO_ROTARY, RotaryConfig, TemperatureConfig, constant_factor
 from moeserve.layers.weights import QuantizationLimits
+from moeserve.ops import attention, rows
 from moeserve.ops.attention.interface import AttentionShape, KeyValueCache
 from moeserve.ops.rows.interface import Rows, plain_rows
 
@@ -147,7 +148,7 @@ class Attention(Network):
         self.head_gates: Linear | None = None
         if config.has_head_gates:  # never in 8-bit blocks: tp ranks divide its few outputs anywhere
             self.head_gates = Linear(hidden_size, num_heads, context, limits=QuantizationLimits(cuts=None))
-        self._gate_rows = context.kernels.gate_rows
+        self._gate_rows = rows.make(context.backend).gate_rows
         self.sinks = context.parameter(num_heads, dtype=torch.float32) if config.has_sinks else None
         self.output = Linear(
             output_size,
@@ -168,9 +169,9 @@ class Attention(Network):
             window=config.window,
             has_sinks=config.has_sinks,
         )
-        self.backend = context.kernels.make_attention(shape)
+        self.backend = attention.make(context.backend, shape)
         self.value_rotary = config.value_rotary
-        self._apply_rope = context.kernels.apply_rope
+        self._apply_rope = rows.make(context.backend).apply_rope
 
     @property
     def cache_items(self) -> tuple[CacheItems, ...]:

@@ -35,6 +35,8 @@ from moeserve.layers.norm import RMSNorm, RowsForm
 from moeserve.layers.rotary import RotaryConfig, TemperatureConfig
 from moeserve.layers.weights import QuantizationLimits, Weights
 from moeserve.memory import new_empty
+from moeserve.ops import latent_attention, rows
+from moeserve.ops.latent_attention.interface import LatentShape
 from moeserve.ops.rows.interface import Rows, plain_rows
 from moeserve.step_inputs import StepInputs
 
@@ -199,7 +201,8 @@ class LatentAttention(Network):
         self.head_gates: Linear | None = None
         if config.has_head_gates:  # of few outputs, which tp ranks divide anywhere: never in blocks
             self.head_gates = Linear(hidden_size, num_heads, context, limits=QuantizationLimits(cuts=None))
-        self._gate_rows = context.kernels.gate_rows
+        row_operations = rows.make(context.backend)
+        self._gate_rows = row_operations.gate_rows
         self.indexer: Indexer | None = None
         if config.indexer is not None:
             assert config.top_k is not None
@@ -207,12 +210,12 @@ class LatentAttention(Network):
             self.indexer = Indexer(config.indexer, hidden_size, config.query_rank, config.top_k, context)
         self.learned_temperature = LearnedTemperature(num_heads, context) if config.has_learned_temperature else None
         self.scale = config.query_dim**-0.5 * config.score_factor
-        kernels = context.kernels
-        self.backend = kernels.make_latent_attention(self.scale, config.latent_size, config.num_heads)
-        self._apply_rope = kernels.apply_rope
+        shape = LatentShape(self.scale, config.latent_size, config.num_heads)
+        self.backend = latent_attention.make(context.backend, shape)
+        self._apply_rope = row_operations.apply_rope
         first = self.query.down if isinstance(self.query, CompressedQuery) else self.query
         self.reads_float8 = first.weights.is_in_blocks and self.compress.weights.is_in_blocks
-        self._quantize = kernels.quantize_rows if self.reads_float8 else None
+        self._quantize = row_operations.quantize if self.reads_float8 else None
         self._attend = self._attend_absorbed if self.backend.takes_all_rows else self._attend_either_way
 
     @property

@@ -12,6 +12,7 @@ from moeserve.layers.latent.learned_temperature import LearnedTemperature
 from moeserve.layers.linear import Linear
 from moeserve.layers.rotary import RotaryConfig, Rotations
 from moeserve.layers.weights import QuantizationLimits
+from moeserve.ops import indexer, rows
 from moeserve.ops.indexer.interface import ChosenEntries, IndexerRule
 from moeserve.ops.rows.interface import Rows, plain_rows
 from moeserve.step_inputs import StepInputs
@@ -69,10 +70,11 @@ class Indexer(nn.Module):
         self.head_weights = Linear(hidden_size, config.num_heads, context, limits=QuantizationLimits(8, None))
         num_heads = config.num_heads
         self.learned_temperature = LearnedTemperature(num_heads, context) if config.has_learned_temperature else None
-        self._norm = context.kernels.layer_norm
-        self._norm_in_place = context.kernels.layer_norm_in_place
-        self._apply_rope = context.kernels.apply_rope
-        self._choose = context.kernels.make_indexer(IndexerRule(top_k=top_k))
+        row_operations = rows.make(context.backend)
+        self._norm = row_operations.layer_norm
+        self._norm_in_place = row_operations.layer_norm_in_place
+        self._apply_rope = row_operations.apply_rope
+        self._choose = indexer.make(context.backend, IndexerRule(top_k=top_k))
 
     def keys(self, hidden_TD: Rows, rotations: Rotations) -> Tensor:
         """Return the keys [T, H] to store."""

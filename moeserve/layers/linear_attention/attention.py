@@ -18,6 +18,8 @@ from moeserve.layers.linear import Linear
 from moeserve.layers.network import Build, Network, NetworkConfig, OverTP, Run
 from moeserve.layers.state_cache import StateCache
 from moeserve.layers.weights import QuantizationLimits
+from moeserve.ops import convolution as convolution_ops
+from moeserve.ops import linear_attention
 from moeserve.ops.convolution.interface import ConvolutionShape, ConvolutionWeights
 from moeserve.ops.linear_attention.interface import LinearAttentionShape, LinearAttentionWeights
 
@@ -135,8 +137,8 @@ class LinearAttention(Network):
             ).chunks,
         )
         convolution = ConvolutionShape(num_channels=shape.num_channels, num_taps=config.num_taps, is_gated=False)
-        self.convolve = context.kernels.make_short_convolution(convolution)
-        self.attend = context.kernels.make_linear_attention(shape)
+        self.convolve = convolution_ops.make(context.backend, convolution)
+        self.attend = linear_attention.make(context.backend, shape)
 
     @property
     def cache_items(self) -> tuple[CacheItems, ...]:

@@ -13,6 +13,7 @@ from moeserve.layers.dense.network import DenseConfig
 from moeserve.layers.moe.layer import MoEConfig, MoELayer
 from moeserve.layers.network import Build, Network, NetworkConfig, NetworkPart, Run, Stages
 from moeserve.layers.norm import RMSNorm
+from moeserve.ops import rows as row_operations
 
 # t this tp rank's share of a step's tokens, D model width
 
@@ -77,7 +78,7 @@ class Beside(Network):
         self.dense = config.dense.build(build)
         self.experts = config.experts.build(build)
         self.dense_norm, self.experts_norm = _norm(build), _norm(build)
-        self._add = build.context.kernels.add
+        self._add = row_operations.make(build.context.backend).add
 
     def parts(self) -> Iterator[NetworkPart]:
         yield from self.dense.parts()

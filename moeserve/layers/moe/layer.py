@@ -22,6 +22,7 @@ from moeserve.layers.moe.router import Router, Routing
 from moeserve.layers.moe.shared import SharedExperts, SharedExpertsConfig
 from moeserve.layers.network import Build, Network, NetworkConfig, NetworkPart, Run, Stages, run_in_turn
 from moeserve.layers.norm import RowsForm
+from moeserve.ops import rows
 from moeserve.ops.routing.interface import RouterConfig
 from moeserve.ops.rows.activations import Activation, SwiGLU
 from moeserve.ops.rows.interface import Rows, plain_rows
@@ -118,8 +119,8 @@ class MoELayer(Network):
         self.dispatcher = dispatchers.make(placement, self.load.rows_e)
         # One row for each chosen expert.
         self.bytes_per_token = config.router.top_k * row_size * context.dtype.itemsize
-        self.add = context.kernels.add
-        self.side_stream = context.kernels.side_stream
+        self.add = rows.make(context.backend).add
+        self.side_stream = context.backend.side_stream
 
     @property
     def placement(self) -> Placement:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from moeserve.layers.context import ModelContext
+from moeserve.ops import pairs, routing
 from moeserve.ops.routing.interface import RouterConfig
 from moeserve.step_inputs import StepInputs
 
@@ -40,8 +41,8 @@ class Router(nn.Module):
         self.table: nn.Parameter | None = None  # the experts of each token id
         if config.table_size is not None:
             self.table = context.parameter(config.table_size, config.top_k, dtype=torch.int64)
-        self.gather = context.kernels.pairs.gather
-        self.kernel = context.kernels.make_router(config)
+        self.gather = pairs.make(context.backend).gather
+        self.kernel = routing.make(context.backend, config)
 
     def forward(self, hidden_TD: Tensor, step: StepInputs | None = None) -> Routing:
         """Route this rank's tokens of a step, which is needed where token ids determine the experts."""

@@ -10,6 +10,7 @@ from moeserve.layers.context import ModelContext
 from moeserve.layers.dense.mlp import MLP
 from moeserve.layers.input_share import InputShare
 from moeserve.layers.linear import Linear
+from moeserve.ops import rows
 from moeserve.ops.rows.activations import Activation, SwiGLU
 from moeserve.ops.rows.interface import Rows, plain_rows
 
@@ -32,7 +33,7 @@ class SharedExperts(nn.Module):
         super().__init__()
         self.mlp = MLP(hidden_size, InputShare(slice(0, config.width), None), context, config.activation)
         self.gate = Linear(hidden_size, 1, context) if config.is_gated else None
-        self.scale = context.kernels.gate_rows
+        self.scale = rows.make(context.backend).gate_rows
 
     def forward(self, hidden_TD: Rows) -> Tensor:
         output_TD = self.mlp(hidden_TD)

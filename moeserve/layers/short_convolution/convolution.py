@@ -16,6 +16,7 @@ from moeserve.layers.linear import Linear
 from moeserve.layers.network import Build, Network, NetworkConfig, OverTP, Run
 from moeserve.layers.state_cache import StateCache
 from moeserve.layers.weights import QuantizationLimits
+from moeserve.ops import convolution
 from moeserve.ops.convolution.interface import ConvolutionShape, ConvolutionWeights
 
 # T tokens, D model width
@@ -81,7 +82,7 @@ class GatedConvolution(Network):
             limits=QuantizationLimits(cuts=(first,)),
             chunks=share.chunks,
         )
-        self.convolve = context.kernels.make_short_convolution(self.shape)
+        self.convolve = convolution.make(context.backend, self.shape)
 
     @property
     def cache_items(self) -> tuple[CacheItems, ...]:

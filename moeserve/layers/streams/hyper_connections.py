@@ -12,6 +12,7 @@ from moeserve.config.needs import Needs
 from moeserve.layers.network import Build
 from moeserve.layers.norm import RMSNorm, RowsForm
 from moeserve.layers.streams.residual import Place
+from moeserve.ops import streams as stream_operations
 from moeserve.ops.streams.interface import StreamsConfig, StreamsWeights
 
 # T tokens, D model width, S streams, X = S * D, C coefficients
@@ -69,7 +70,7 @@ class HyperConnection(Place):
         self.base = context.parameter(num_coefficients, dtype=wide)
         self.scales = context.parameter(num_kinds, dtype=wide)
         self.norm = RMSNorm(hidden_size, norm_epsilon, context, form)
-        self.kernels = context.kernels.make_streams(config, norm_epsilon)
+        self.kernels = stream_operations.make(context.backend, config, norm_epsilon)
 
     def enter(self, stream: Streams, update_TD: Tensor | None) -> tuple[Streams, Any]:
         values_TX = self.close(stream, update_TD)

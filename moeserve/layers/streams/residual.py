@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from moeserve.config.needs import Needs
 from moeserve.layers.network import Build
 from moeserve.layers.norm import LayerNorm, RMSNorm, RowsForm
+from moeserve.ops import rows
 
 # t this tp rank's share of a step's tokens, D model width
 
@@ -109,7 +110,7 @@ class Residual(Place):
         super().__init__()
         self.norm = norm
         self.output_norm = output_norm
-        self._add = build.context.kernels.add
+        self._add = rows.make(build.context.backend).add
 
     def enter(self, stream_tD: Tensor, update_tD: Tensor | None) -> tuple[Tensor, Any]:
         entered: tuple[Tensor, Any] = self.norm.after_adding(update_tD, stream_tD)
@@ -131,7 +132,7 @@ class ScaledResidual(Residual):
     def __init__(self, norm: nn.Module, output_norm: RMSNorm | None, build: Build) -> None:
         super().__init__(norm, output_norm, build)
         self.factor = build.context.parameter(1, dtype=torch.float32)
-        self._add_scaled = build.context.kernels.add_scaled
+        self._add_scaled = rows.make(build.context.backend).add_scaled
 
     def leave(self, stream_tD: Tensor, update_tD: Tensor) -> tuple[Tensor, Tensor | None]:
         if self.output_norm is not None:

@@ -15,7 +15,7 @@ from moeserve.ops.attention.interface import AttentionShape, KeyValueCache
 from moeserve.ops.attention.reference import TorchAttention
 from moeserve.ops.measured_step import is_measured
 from moeserve.ops.native import NATIVE_DTYPES
-from moeserve.ops.rows.cpu import RowKernels
+from moeserve.ops.rows.cpu import CpuRows
 from moeserve.ops.rows.interface import Rotation
 from moeserve.step_inputs import StepInputs
 
@@ -29,7 +29,7 @@ class CpuAttention:
         self._native = native
         self._reference = TorchAttention(shape)
         self._whole_group_size = shape.whole_group_size
-        self._apply_rope = RowKernels(native).apply_rope
+        self._apply_rope = CpuRows(native).apply_rope
 
     def write(self, key_TGH: Tensor, value_TGV: Tensor, cache: KeyValueCache, step: StepInputs) -> None:
         if cache.key_scales is not None and key_TGH.dtype not in NATIVE_DTYPES:

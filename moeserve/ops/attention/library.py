@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moeserve.errors import SettingsError
 from moeserve.ops.attention.interface import AttentionBackend, AttentionShape, KeyValueCache
-from moeserve.ops.kernels import Kernels
+from moeserve.ops.backend import Backend
 from moeserve.ops.latent_attention.library import LatentChoice, LatentLibrary
 from moeserve.ops.libraries import LibraryUnusable
 from moeserve.ops.measured import attention_key, is_ever_fastest, measured_on
@@ -59,9 +59,11 @@ class LibraryAttention:
 
 
 class LibraryChoice:
-    """A factory of attention backends for a model's layers, from our own kernels and one library."""
+    """The choice between our own kernels and one library's for the attention of a model's layers."""
 
-    def __init__(self, own: Kernels, library: AttentionLibrary, block_size: int, measured: Table | None = None) -> None:
+    name = "library"  # of the implementation
+
+    def __init__(self, library: AttentionLibrary, block_size: int, measured: Table | None = None) -> None:
         """
         Args:
             block_size: number of positions in a block of the caches.
@@ -69,13 +71,12 @@ class LibraryChoice:
                 it serves all steps that it supports.
         """
         self._measured = measured
-        self._own = own
         self._library = library
         self._block_size = block_size
         self._chosen: dict[AttentionProblem, tuple[Attend | None, Attend | None]] = {}  # shared by layers of a shape
 
-    def make_attention(self, shape: AttentionShape) -> AttentionBackend:
-        own = self._own.make_attention(shape)
+    def attention(self, own: AttentionBackend, shape: AttentionShape) -> AttentionBackend:
+        """Return the attention of a layer that `own` serves where the library cannot."""
         problem = AttentionProblem(shape, self._block_size)
         if problem not in self._chosen:
             self._chosen[problem] = (self._choose(problem, "decode"), self._choose(problem, "chunks"))
@@ -97,8 +98,8 @@ class LibraryChoice:
         return self._library.make_attend(problem, kind)
 
 
-def with_attention_library(own: Kernels, name: AttentionChoice, device: torch.device, block_size: int) -> Kernels:
-    """Return the table with attention by the named library.
+def with_attention_library(own: Backend, name: AttentionChoice, device: torch.device, block_size: int) -> Backend:
+    """Return the backend with attention by the named library.
 
     Args:
         name: name of the library. "measured": use the library that was measured to be the fastest for grouped-query
@@ -108,25 +109,27 @@ def with_attention_library(own: Kernels, name: AttentionChoice, device: torch.de
         SettingsError: the library cannot be used here.
     """
     if name == "measured":
-        if own.name != "triton" or not is_ever_fastest(LIBRARY_NAMES[0], device):
+        if "triton" not in own.names or not is_ever_fastest(LIBRARY_NAMES[0], device):
             return own
         try:
-            choice = LibraryChoice(own, open_library(LIBRARY_NAMES[0], device), block_size, measured_on(device))
+            choice = LibraryChoice(open_library(LIBRARY_NAMES[0], device), block_size, measured_on(device))
         except LibraryUnusable as error:
             logger.info("attention runs on our kernels, although a library was measured to be faster: %s", error)
             return own
-        return dataclasses.replace(own, make_attention=choice.make_attention)
+        return with_libraries(own, choice)
     try:
-        if own.name != "triton":
+        if "triton" not in own.names:
             raise LibraryUnusable("keys and values are written by Triton kernels, and triton is not installed")
         library = open_library(name, device)
     except LibraryUnusable as error:
         raise SettingsError(f"attention_backend={name!r} cannot be used: {error}. Use 'triton'") from None
-    return dataclasses.replace(
-        own,
-        make_attention=LibraryChoice(own, library, block_size).make_attention,
-        make_latent_attention=LatentChoice(own, open_latent_library(name, device)).make_latent_attention,
-    )
+    return with_libraries(own, LibraryChoice(library, block_size), LatentChoice(open_latent_library(name, device)))
+
+
+def with_libraries(own: Backend, *choices: LibraryChoice | LatentChoice) -> Backend:
+    """Return the backend with attention by the libraries of some choices."""
+    names = (choice.name for choice in choices)
+    return dataclasses.replace(own, names=(*names, *own.names), libraries=(*own.libraries, *choices))
 
 
 def open_library(name: str, device: torch.device) -> AttentionLibrary:

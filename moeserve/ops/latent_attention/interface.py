@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -11,6 +11,14 @@ from moeserve.step_inputs import StepInputs
 
 # T tokens, N query heads, n some heads, C positions, L latent size, P elements of a latent vector, K and E parts of a
 # key, V size of a value
+
+
+class LatentShape(NamedTuple):
+    """One layer's latent attention."""
+
+    scale: float  # factor of the products of queries and keys
+    latent_size: int  # L
+    whole_num_heads: int  # query heads of all tp ranks; the order of sums depends on it
 
 
 class ExpandLatents(Protocol):

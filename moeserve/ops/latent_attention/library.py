@@ -11,8 +11,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from moeserve.ops.kernels import Kernels
-from moeserve.ops.latent_attention.interface import ExpandLatents, LatentAttentionBackend
+from moeserve.ops.latent_attention.interface import ExpandLatents, LatentAttentionBackend, LatentShape
 from moeserve.step_inputs import StepInputs
 
 # T tokens, N query heads; K, E, L, P and V: see `LatentAttentionBackend`
@@ -23,20 +22,21 @@ Attend = TypeVar("Attend")
 
 
 class LatentChoice:
-    """A factory of latent attention backends for a model's layers, from our own kernels and one library.
+    """The choice between our own kernels and one library's for the latent attention of a model's layers.
 
     The head sizes of a layer are known only at its first call. Layers of one shape share a function and its plan.
     """
 
-    def __init__(self, own: Kernels, library: LatentLibrary) -> None:
-        self._own = own
+    name = "latent library"  # of the implementation
+
+    def __init__(self, library: LatentLibrary) -> None:
         self._library = library
         self.absorbed = functools.cache(functools.partial(self._choose, library.make_absorbed))
         self.expanded = functools.cache(functools.partial(self._choose, library.make_expanded))
 
-    def make_latent_attention(self, scale: float, latent_size: int, whole_num_heads: int) -> LatentAttentionBackend:
-        own = self._own.make_latent_attention(scale, latent_size, whole_num_heads)
-        return LibraryLatentAttention(own, self, scale, latent_size)
+    def attention(self, own: LatentAttentionBackend, shape: LatentShape) -> LatentAttentionBackend:
+        """Return the attention of a layer that `own` serves where the library cannot."""
+        return LibraryLatentAttention(own, self, shape.scale, shape.latent_size)
 
     def _choose(self, make: Callable[[LatentProblem], Attend], problem: LatentProblem) -> Attend | None:
         """Return the library's function, or None if our own kernels must be used."""

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from moeserve.memory import new_empty
-from moeserve.ops.arguments import activation_arguments
 from moeserve.ops.measured_step import is_measured
 from moeserve.ops.native import NATIVE_DTYPES
 from moeserve.ops.products.interface import Gather, OpenWeights, PackedFormat, PackedWeights
+from moeserve.ops.rows.activations import kernel_arguments
 
 # T tokens, R rows sorted by weight, S slots of each weight, e weights side by side, I inputs, O outputs, C columns:
 # the outputs, or half as many after a gated activation
@@ -35,7 +35,7 @@ class CpuProduct:
             packed.num_outputs,
             packed.num_inputs,
             packed.bias_eO,
-            **activation_arguments(packed.activation),
+            **kernel_arguments(packed.activation),
             chunk_inputs=None if packed.chunks is None else packed.chunks.size,
         )
 

@@ -18,6 +18,7 @@ import dataclasses
 import importlib
 import inspect
 import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -26,13 +27,14 @@ import torch
 from torch import Tensor
 
 from moeserve.errors import SettingsError
-from moeserve.ops.arguments import activation_arguments
-from moeserve.ops.kernels import Kernels
+from moeserve.ops.backend import Backend
 from moeserve.ops.libraries import LibraryUnusable, capability
 from moeserve.ops.measured import FastestProduct, is_ever_fastest, measured_on, product_key
 from moeserve.ops.products.interface import Gather, OpenWeights, Product
-from moeserve.ops.products.triton import activated, quantize_rows
+from moeserve.ops.products.triton import activated
+from moeserve.ops.rows.activations import kernel_arguments
 from moeserve.ops.rows.interface import Rows
+from moeserve.ops.rows.triton import quantize_rows
 
 # T tokens, R rows, Q padded rows, S slots of each weight, e weights side by side, I inputs, O outputs, C columns,
 # B blocks of inputs
@@ -50,8 +52,30 @@ NEEDS = {
 }
 
 
-def with_deep_gemm(own: Kernels, device: torch.device, dtype: torch.dtype, *, only_fastest: bool = False) -> Kernels:
-    """Return the table with products of 8-bit blocks by DeepGEMM, where it supports their shapes.
+@dataclass(frozen=True)
+class DeepGemm:
+    """The opened library.
+
+    Args:
+        measured: the fastest implementation by product and number of rows; products run where that is DeepGEMM. None:
+            all products run on it.
+    """
+
+    package: ModuleType
+    measured: Mapping[str, Mapping[int, str]] | None
+
+    def product(self, weights: OpenWeights, make_own: Callable[[], Product]) -> Product:
+        """Return the product of weights of a supported shape."""
+        if self.measured is None:
+            return DeepGemmProduct(self.package, weights)
+        of_rows = self.measured.get(product_key(weights))
+        if not of_rows:
+            return make_own()
+        return FastestProduct({"triton": make_own(), "deep_gemm": DeepGemmProduct(self.package, weights)}, of_rows)
+
+
+def with_deep_gemm(own: Backend, device: torch.device, dtype: torch.dtype, *, only_fastest: bool = False) -> Backend:
+    """Return the backend with products of 8-bit blocks by DeepGEMM, where it supports their shapes.
 
     Args:
         only_fastest: use it only where it was measured to be the fastest on this GPU, and do not fail if it cannot be
@@ -65,25 +89,14 @@ def with_deep_gemm(own: Kernels, device: torch.device, dtype: torch.dtype, *, on
     try:
         if dtype != torch.bfloat16:
             raise LibraryUnusable(f"its results are in bfloat16, not in {dtype}")
-        library = open_deep_gemm(device)
+        package = open_deep_gemm(device)
     except LibraryUnusable as error:
         if only_fastest:
             logger.info("products run on our kernels, although DeepGEMM was measured to be faster: %s", error)
             return own
         raise SettingsError(f"product_backend='deep_gemm' cannot be used: {error}. Use 'triton'") from None
-
-    def make_product(weights: OpenWeights) -> Product:
-        if reason := why_unavailable(weights):
-            logger.info("a product of %s runs on our kernels: %s", tuple(weights.weight_eOI.shape), reason)
-            return own.make_product(weights)
-        product = DeepGemmProduct(library, weights)
-        if not only_fastest:
-            return product
-        of_rows = measured_on(device).get(product_key(weights))
-        mine = own.make_product(weights)
-        return FastestProduct({"triton": mine, "deep_gemm": product}, of_rows) if of_rows else mine
-
-    return dataclasses.replace(own, make_product=make_product)
+    library = DeepGemm(package, measured_on(device) if only_fastest else None)
+    return dataclasses.replace(own, names=("deep_gemm", *own.names), libraries=(*own.libraries, library))
 
 
 def open_deep_gemm(device: torch.device) -> ModuleType:
@@ -195,7 +208,7 @@ class DeepGemmProduct:
     def _finished(self, output: Tensor, counts_e: Tensor | None) -> Any:
         """Apply the activation to outputs [R, O] or [e, S, O], and quantise them if an FP8 product reads them."""
         if self._feeds_blocks:
-            return quantize_rows(output, counts_e, **activation_arguments(self._activation))
+            return quantize_rows(output, counts_e, **kernel_arguments(self._activation))
         return activated(self._activation, output)
 
 

@@ -29,7 +29,7 @@ class InputChunks:
     Each chunk is summed separately, in float32, and the sums of the chunks are added in a tree, neighbours first. The
     total therefore does not depend on the number of ranks. A bias is added to the sum of the first chunk.
 
-    Only kernels with `Kernels.batch_invariant_dtypes` use chunks; the others add inputs in any order.
+    Only backends with `batch_invariant_dtypes` use chunks; the others add inputs in any order.
     """
 
     size: int  # inputs per chunk; the last chunk may have fewer
@@ -95,7 +95,7 @@ class Product(Protocol):
             rows_RI: the rows, or the source of `gather`.
             counts_e: int64, rows of each weight. Their sum is R; with spare rows it may be less.
             has_spare_rows: rows beyond the sum of the counts are spare, and their results are undefined.
-            gather: allowed only if `Kernels.products_gather_rows`.
+            gather: allowed only if `Backend.products_gather_rows`.
             expected_rows: estimate of the number of rows that are not spare; None: all. It affects only speed.
             out_RC: memory for the results, on CPUs only; None: new memory.
         """

@@ -8,44 +8,22 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moeserve.ops.arguments import activation_arguments
-from moeserve.ops.products.interface import Gather, OpenWeights, Product
+from moeserve.ops.products.interface import Gather, OpenWeights
 from moeserve.ops.products.reference import TorchProduct
-from moeserve.ops.rows.activations import Activation
+from moeserve.ops.rows.activations import Activation, kernel_arguments
 from moeserve.ops.rows.interface import Float8Rows, Rows
+from moeserve.ops.rows.triton import quantize_rows
 from moeserve.triton_kernels.activation import activate
-from moeserve.triton_kernels.fp8 import quantize_blocks
+from moeserve.triton_kernels.chunked_matmul import chunked_matmul
 from moeserve.triton_kernels.grouped_matmul import NUM_ARRIVALS, check_weights, grouped_matmul, grouped_matmul_slots
 from moeserve.triton_kernels.tuning import FP8_BLOCK
 
 # T tokens, R rows, S slots of each weight, e weights side by side, I inputs, O outputs, C columns, B blocks of inputs
 
 
-def make_product(weights: OpenWeights) -> Product:
-    has_blocks = weights.scales_eGB is not None and not weights.is_mxfp4
-    return TritonBlockProduct(weights) if has_blocks else TritonProduct(weights)
-
-
 def activated(activation: Activation | None, output_TO: Tensor) -> Tensor:
     """Return [T, C]: the outputs after the activation, or unchanged if there is none."""
-    return output_TO if activation is None else activate(output_TO, **activation_arguments(activation))
-
-
-def quantize_rows(rows: Rows, counts_e: Tensor | None = None, **activation: Any) -> Float8Rows:
-    """Quantise rows [R, I], or slots [e, S, I] with counts, to 8 bits, unless they are quantised already.
-
-    Args:
-        counts_e: number of rows, or of slots of each weight, that are read and quantised; None: all.
-        activation: activation to apply to the rows before quantisation; see `activation_arguments`.
-    """
-    if isinstance(rows, Float8Rows):
-        return rows
-    if rows.ndim == 2:
-        codes, scales = quantize_blocks(rows, counts_e=counts_e, **activation)
-        return Float8Rows(codes, scales, rows.dtype)
-    num_slots = rows.shape[1]
-    codes, scales = quantize_blocks(rows.flatten(0, 1), counts_e=counts_e, num_slots=num_slots, **activation)
-    return Float8Rows(codes.unflatten(0, (-1, num_slots)), scales.unflatten(0, (-1, num_slots)), rows.dtype)
+    return output_TO if activation is None else activate(output_TO, **kernel_arguments(activation))
 
 
 class TritonProduct:
@@ -61,7 +39,7 @@ class TritonProduct:
         self.options: dict[str, Any] = {
             "weight_scale_eGB": weights.scales_eGB,
             "bias_eO": bias_eO,
-            **activation_arguments(weights.activation),
+            **kernel_arguments(weights.activation),
         }
         check_weights(weight_eOI, weights.scales_eGB, bias_eO, weights.num_parts)
         # The only weight and its bias, for `multiply`.
@@ -119,7 +97,7 @@ class TritonBlockProduct:
         self.options: dict[str, Any] = {
             "weight_scale_eGB": weights.scales_eGB,
             "bias_eO": weights.bias_eO,
-            **activation_arguments(weights.activation),
+            **kernel_arguments(weights.activation),
         }
 
     def multiply(self, input_TI: Rows) -> Any:
@@ -186,3 +164,28 @@ class TritonBlockProduct:
         if not self.num_out_blocks:
             return None
         return codes.new_empty(*sizes, self.num_out_blocks, dtype=torch.float32)
+
+
+class OrderedProduct(TritonProduct):
+    """A `TritonProduct` that adds in `InputChunks`, and never uses products of torch."""
+
+    def __init__(self, weights: OpenWeights) -> None:
+        assert weights.scales_eGB is None or weights.is_mxfp4, "8-bit floats are refused with batch_invariant"
+        super().__init__(weights)
+
+    def multiply(self, input_TI: Tensor) -> Tensor:
+        (weight_OI,), bias_eO, chunks = self.weights.weight_eOI, self.weights.bias_eO, self.weights.chunks
+        output_TO = chunked_matmul(
+            input_TI,
+            weight_OI,
+            chunk_inputs=None if chunks is None else chunks.size,
+            bias_O=None if bias_eO is None else bias_eO[0],
+            out_dtype=torch.float32 if chunks is not None and chunks.keeps_float32 else input_TI.dtype,
+        )
+        return activated(self.weights.activation, output_TO)
+
+    def multiply_each(self, input_TeI: Tensor, out_TeC: Tensor | None = None) -> Tensor:
+        slots_eTI = input_TeI.transpose(0, 1).contiguous()
+        counts_e = torch.full(slots_eTI.shape[:1], len(input_TeI), device=input_TeI.device)
+        output_TeC = self.multiply_slots(slots_eTI, counts_e).transpose(0, 1)
+        return output_TeC.contiguous() if out_TeC is None else out_TeC.copy_(output_TeC)

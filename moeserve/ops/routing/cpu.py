@@ -7,12 +7,11 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from moeserve.ops.arguments import router_arguments
 from moeserve.ops.native import NATIVE_DTYPES
-from moeserve.ops.routing.interface import RouterConfig
+from moeserve.ops.routing.interface import ChooseCopies, RouterConfig
 from moeserve.ops.routing.reference import TorchRouter
 
-# T tokens, D model width, E experts, K experts per token
+# T tokens, D model width, E experts, K experts per token, W copies of an expert at most
 
 
 class CpuRouter:
@@ -22,7 +21,7 @@ class CpuRouter:
         self._native = native
         self._reference = TorchRouter(config)
         self._top_k = config.top_k
-        self._rules = router_arguments(config) | {"tolerance": config.tolerance}
+        self._rules = config.kernel_arguments | {"tolerance": config.tolerance}
 
     def __call__(
         self,
@@ -41,3 +40,14 @@ class CpuRouter:
         tensors = hidden_TD, weight_ED, bias_E, correction_E, experts_TK, weights_TK
         self._native.route(*tensors, **self._rules, given=given_TK, factors=factors_E)
         return experts_TK, weights_TK
+
+
+def copies_by(native: ModuleType) -> ChooseCopies:
+    """Return the choice among copies of experts in C++."""
+
+    def choose(experts_TK: Tensor, copies_EW: Tensor, num_copies_E: Tensor, first_token: int) -> Tensor:
+        chosen_TK = torch.empty(experts_TK.shape, dtype=torch.int64)
+        native.choose_copies(experts_TK, copies_EW, num_copies_E, first_token, chosen_TK)
+        return chosen_TK
+
+    return choose

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
-# T tokens, D model width, E experts, K experts per token
+# T tokens, D model width, E experts, K experts per token, W copies of an expert at most
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,18 @@ class RouterConfig:
     table_size: int | None = None
     has_factors: bool = False  # a learned number per expert that multiplies its weight at the end (Gemma 4)
 
+    @property
+    def kernel_arguments(self) -> dict[str, Any]:
+        """The rule as keyword arguments of kernels, without `top_k`."""
+        return dict(
+            scoring=self.scoring,
+            num_groups=self.num_groups,
+            num_chosen_groups=self.num_chosen_groups,
+            experts_rating_group=self.experts_rating_group,
+            is_normalized=self.is_normalized,
+            scale=self.scale,
+        )
+
 
 class RouteTokens(Protocol):
     """Choose each token's experts, in float32.
@@ -68,3 +81,8 @@ class RouteTokens(Protocol):
         factors_E: Tensor | None = None,
         /,
     ) -> tuple[Tensor, Tensor]: ...
+
+
+# (experts_TK, copies_EW, num_copies_E, first_token) -> the physical expert of each choice [T, K], int64: token t gets
+# copy (first_token + t) % num_copies_E[e] of expert e. Expert -1 is padding and stays -1.
+ChooseCopies = Callable[[Tensor, Tensor, Tensor, int], Tensor]

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moeserve.ops.arguments import router_arguments
 from moeserve.ops.routing.interface import RouterConfig
 from moeserve.ops.routing.reference import TorchRouter
 from moeserve.triton_kernels.chunked_matmul import chunked_matmul
@@ -24,7 +23,7 @@ class TritonRouter:
     """
 
     def __init__(self, config: RouterConfig) -> None:
-        self._rules: dict[str, Any] = {"top_k": config.top_k, **router_arguments(config)}
+        self._rules: dict[str, Any] = {"top_k": config.top_k, **config.kernel_arguments}
         self._arrivals_T: Tensor | None = None
         self._reference = TorchRouter(config)
 
@@ -53,7 +52,7 @@ class OrderedRouter:
 
     def __init__(self, config: RouterConfig) -> None:
         self._top_k = config.top_k
-        self._rules = router_arguments(config)
+        self._rules = config.kernel_arguments
 
     def __call__(
         self,

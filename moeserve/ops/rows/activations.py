@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-Activation = Callable[..., Tensor]  # called with gates and ups of one shape, or only with ups; see `num_parts_of`
+
+class Activation(Protocol):
+    """A function of gates and ups of one shape, or only of ups; see `num_parts_of`. It is a dataclass."""
+
+    kernel_name: ClassVar[str]  # the name by which kernels know it; its fields are further arguments of kernels
+
+    def __call__(self, *parts: Any, **options: Any) -> Tensor: ...
 
 
 @dataclass(frozen=True)
 class SwiGLU:
     """silu(gate) * up (arXiv 2002.05202)."""
+
+    kernel_name: ClassVar[str] = "swiglu"
 
     def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
         return functional.silu(gate) * up
@@ -24,6 +32,7 @@ class SwiGLU:
 class ClampedSwiGLU:
     """gate * sigmoid(alpha * gate) * (up + 1), with gate at most `limit` and up within ± `limit` (gpt-oss)."""
 
+    kernel_name: ClassVar[str] = "clamped_swiglu"
     alpha: float
     limit: float
 
@@ -36,6 +45,7 @@ class ClampedSwiGLU:
 class LimitedSwiGLU:
     """min(silu(gate), limit) * up, with up within ± `limit` (Step-3.7)."""
 
+    kernel_name: ClassVar[str] = "limited_swiglu"
     limit: float
 
     def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
@@ -46,6 +56,7 @@ class LimitedSwiGLU:
 class CutSwiGLU:
     """silu(gate) * up, with gate at most `limit` and up within ± `limit` (DeepSeek-V4)."""
 
+    kernel_name: ClassVar[str] = "cut_swiglu"
     limit: float
 
     def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
@@ -56,6 +67,8 @@ class CutSwiGLU:
 class GeGLU:
     """gelu(gate) * up (arXiv 2002.05202), with the approximation of gelu by tanh (Gemma 4)."""
 
+    kernel_name: ClassVar[str] = "geglu"
+
     def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
         return functional.gelu(gate, approximate="tanh") * up
 
@@ -64,6 +77,8 @@ class GeGLU:
 class SquaredReLU:
     """max(up, 0) ** 2, without a gate (arXiv 2109.08668)."""
 
+    kernel_name: ClassVar[str] = "squared_relu"
+
     def __call__(self, up: Tensor) -> Tensor:
         return functional.relu(up).square()
 
@@ -71,3 +86,8 @@ class SquaredReLU:
 def num_parts_of(activation: Activation | None) -> int:
     """Return the number of parts of the outputs that an activation combines: two (gates and ups), or one."""
     return 1 if activation is None or isinstance(activation, SquaredReLU) else 2
+
+
+def kernel_arguments(activation: Activation | None) -> dict[str, Any]:
+    """Return an activation as keyword arguments of kernels."""
+    return {} if activation is None else {"activation": activation.kernel_name, **vars(activation)}

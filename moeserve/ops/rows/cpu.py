@@ -1,4 +1,4 @@
-"""Operations on single rows: norms, rotary embedding, gating, sampling, and the choice of expert copies.
+"""Operations on single rows by C++ kernels.
 
 Dtypes outside `NATIVE_DTYPES` run in plain torch.
 """
@@ -7,22 +7,19 @@ from __future__ import annotations
 
 from types import ModuleType
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from moeserve.memory import new_empty
 from moeserve.ops.native import NATIVE_DTYPES
 from moeserve.ops.rows import reference
-from moeserve.ops.rows.interface import Rotation
-from moeserve.ops.sampling.reference import Array, choose_with, row_maximum
+from moeserve.ops.rows.interface import Rotation, RowOperations
 
-# T tokens, D width of a row, N heads, H head size, R rows, V vocabulary, K experts per token, E experts,
-# W fields of SAMPLING_SETTINGS
+# T tokens, D width of a row, N heads, H head size
 
 
-class RowKernels:
-    """The C++ kernels that process each row independently. `Kernels` describes the operations."""
+class CpuRows:
+    """The C++ kernels that process each row independently. `RowOperations` describes the operations."""
 
     def __init__(self, native: ModuleType) -> None:
         self._native = native
@@ -90,33 +87,15 @@ class RowKernels:
         self._native.apply_rope(heads_TNH, rotation.cosines, rotation.sines, rotation.is_interleaved, out_TNH)
         return out_TNH
 
-    def row_maximum(self, rows_RV: Tensor) -> tuple[Tensor, Tensor]:
-        if rows_RV.dtype not in NATIVE_DTYPES or rows_RV.stride(1) != 1:
-            return row_maximum(rows_RV)
-        largest_R = torch.empty(len(rows_RV), dtype=torch.float32)
-        indices_R = torch.empty(len(rows_RV), dtype=torch.int64)
-        self._native.row_maximum(rows_RV, largest_R, indices_R)
-        return largest_R, indices_R
-
-    def choose_tokens(self, scores_RV: Tensor, settings_RW: Tensor, positions_R: Tensor) -> tuple[Tensor, Tensor]:
-        return choose_with(self.row_maximum, self._draw_tokens, scores_RV, settings_RW, positions_R)
-
-    def _draw_tokens(self, scores_RV: Tensor, settings: Array, numbers: Array) -> Tensor:
-        tokens_R = torch.empty(len(scores_RV), dtype=torch.int64)
-        self._native.draw_tokens(
-            scores_RV if scores_RV.stride(1) == 1 else scores_RV.contiguous(),
-            torch.from_numpy(settings["temperature"].astype(np.float32)),
-            torch.from_numpy(settings["top_k"].copy()),
-            torch.from_numpy(settings["top_p"].astype(np.float32)),
-            torch.from_numpy(settings["min_p"].astype(np.float32)),
-            torch.from_numpy(numbers),
-            tokens_R,
+    def operations(self) -> RowOperations:
+        return RowOperations(
+            self.add,
+            self.add_scaled,
+            self.gate_rows,
+            self.rms_norm,
+            self.rms_norm_in_place,
+            self.layer_norm,
+            self.layer_norm_in_place,
+            self.add_rms_norm,
+            self.apply_rope,
         )
-        return tokens_R
-
-    def choose_expert_copies(
-        self, experts_TK: Tensor, copies_EW: Tensor, num_copies_E: Tensor, first_token: int
-    ) -> Tensor:
-        chosen_TK = torch.empty(experts_TK.shape, dtype=torch.int64)
-        self._native.choose_copies(experts_TK, copies_EW, num_copies_E, first_token, chosen_TK)
-        return chosen_TK

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-# T tokens, N heads, H head size, F rotated pairs, I numbers of a row, B scales of a row
+# T tokens, D width of a row, N heads, H head size, F rotated pairs, I numbers of a row, B scales of a row
 
 
 @dataclass(frozen=True)
@@ -62,3 +63,25 @@ def plain_rows(rows: Rows) -> Tensor:
     width = rows.codes.shape[-1]
     scales = rows.scales.repeat_interleave(FLOAT8_BLOCK, dim=-1)[..., :width]
     return (rows.codes.float() * scales).to(rows.dtype)
+
+
+class RowOperations(NamedTuple):
+    """The operations on rows."""
+
+    add: Callable[[Tensor, Tensor], Tensor]  # (a_TD, b_TD) -> their sum; both contiguous and of one dtype
+    add_scaled: Callable[[Tensor, Tensor, Tensor], Tensor]  # (a_TD, b_TD, factor [1] float32) -> (a + b) * factor
+    gate_rows: Callable[[Tensor, Tensor], Tensor]  # (gates_T1 or gates_TD, rows_TD) -> sigmoid(gate) * row
+    # (x_TD, weight_D, epsilon) -> [T, D] in the dtype of x; T may be several dimensions. The second one writes to x.
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    rms_norm_in_place: Callable[[Tensor, Tensor, float], None]
+    # (x_TD, weight_D, bias_D, epsilon) -> LayerNorm of x. The second one writes to x.
+    layer_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
+    layer_norm_in_place: Callable[[Tensor, Tensor, Tensor, float], None]
+    # (x_TD, update_TD, weight_D, epsilon) -> x + update, and this sum normalised. Inputs are not modified.
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    apply_rope: ApplyRope
+    # Quantisation for products of weights in 8-bit blocks; None: they are not supported. Rows that are already in
+    # 8 bits are returned unchanged. The second function takes (x_TD, update_TD or None, weight_D, epsilon, True to keep
+    # the rows beside their codes), and returns the sum of x and the update, and this sum normalised and quantised.
+    quantize: Callable[[Rows], Float8Rows] | None = None
+    quantize_rms_norm: Callable[[Tensor, Tensor | None, Tensor, float, bool], tuple[Tensor, Float8Rows]] | None = None

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moeserve.ops.rows.interface import Rotation
+from moeserve.ops.rows.interface import Rotation, RowOperations
 
 # T tokens (any number of leading dimensions), D width of a row, N heads, H head size, F rotated pairs
 
@@ -63,3 +63,16 @@ def add_scaled(a_TD: Tensor, b_TD: Tensor, factor_1: Tensor) -> Tensor:
 def gate_rows(gates_T1: Tensor, rows_TD: Tensor) -> Tensor:
     """Return sigmoid(gate) * row. On a CPU the last bit of a sigmoid may depend on the number of rows."""
     return gates_T1.sigmoid() * rows_TD
+
+
+OPERATIONS = RowOperations(
+    torch.add,
+    add_scaled,
+    gate_rows,
+    rms_norm,
+    rms_norm_in_place,
+    layer_norm,
+    layer_norm_in_place,
+    add_rms_norm,
+    apply_rope,
+)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -28,3 +29,12 @@ class ChooseTokens(Protocol):
     """
 
     def __call__(self, scores_RV: Tensor, settings_RW: Tensor, positions_R: Tensor, /) -> tuple[Tensor, Tensor]: ...
+
+
+class SamplingOperations(NamedTuple):
+    """The operations of a sampler."""
+
+    # rows_RV -> the largest number of each row [R], in a dtype that holds it exactly, and its index [R] int64. Ties go
+    # to the lowest index, and NaN is larger than any number.
+    row_maximum: Callable[[Tensor], tuple[Tensor, Tensor]]
+    choose_tokens: ChooseTokens

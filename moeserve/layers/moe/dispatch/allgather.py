@@ -25,7 +25,7 @@ from torch import Tensor
 
 from moeserve.distributed.coordinator import GroupCoordinator, PendingTensor
 from moeserve.layers.context import ModelContext
-from moeserve.layers.moe.dispatch.base import Dispatched, Dispatcher, PendingDispatch, ReadyOutput, StepLimits, pack
+from moeserve.layers.moe.dispatch.base import Dispatched, Dispatcher, PendingDispatch, ReadyOutput, StepLimits
 from moeserve.layers.moe.dispatch.exchange import Exchange
 from moeserve.layers.moe.placement.placement import Placement
 from moeserve.layers.moe.router import Routing
@@ -69,10 +69,10 @@ class PendingAllGather:
             combine = self.dispatcher.combine_sums if self.dispatcher.sends_sums else self.dispatcher.combine_pairs
             way = partial(combine, weights_XK, pair_of_row_P, self.step.tokens_per_rank, both_NV.dtype)
             expected_rows = exchange.expected_rows(self.step, top_k)
-            packed = pack(exchange.kernels, hidden_ND, pair_of_row_P, top_k, counts_e, expected_rows=expected_rows)
+            packed = exchange.pack(hidden_ND, pair_of_row_P, top_k, counts_e, expected_rows=expected_rows)
             return Dispatched(packed, way)
         assignment = exchange.assign(self.own_TK, experts_NK, self.step)
-        packed = pack(exchange.kernels, hidden_ND, assignment.packed_pairs_R, top_k, assignment.counts_e)
+        packed = exchange.pack(hidden_ND, assignment.packed_pairs_R, top_k, assignment.counts_e)
         returns = exchange.returns(assignment, self.weights_TK, both_NV.dtype)
         return Dispatched(packed, partial(exchange.send_back, returns))
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moeserve.layers.moe.dispatch.expert_copies import ExpertCopies
 from moeserve.layers.moe.router import Routing
-from moeserve.ops.kernels import Kernels
+from moeserve.ops.pairs.interface import PairKernels
 from moeserve.ops.products.interface import Gather
 from moeserve.ops.rows.interface import Rows, plain_rows
 from moeserve.step_inputs import StepInputs
@@ -79,19 +79,26 @@ class StepLimits:
 
 
 def pack(
-    kernels: Kernels,
+    pairs: PairKernels,
     source_ND: Rows,
     pair_of_row_R: Tensor,
     top_k: int,
     counts_e: Tensor,
     expected_rows: int | None = None,
+    *,
+    gathers_late: bool,
 ) -> PackedTokens:
-    """Return the rows of pairs, which are sorted by expert. `expected_rows`: if rows with pair -1 follow."""
+    """Return the rows of pairs, which are sorted by expert.
+
+    Args:
+        expected_rows: if rows with pair -1 follow.
+        gathers_late: `Backend.products_gather_rows`.
+    """
     has_spare_rows = expected_rows is not None
-    if kernels.products_gather_rows:
+    if gathers_late:
         gather = Gather(pair_of_row_R, top_k)
         return PackedTokens(source_ND, counts_e, has_spare_rows, gather, expected_rows=expected_rows)
-    rows_RD = kernels.pairs.gather(plain_rows(source_ND), pair_of_row_R, top_k)
+    rows_RD = pairs.gather(plain_rows(source_ND), pair_of_row_R, top_k)
     return PackedTokens(rows_RD, counts_e, has_spare_rows, expected_rows=expected_rows)
 
 

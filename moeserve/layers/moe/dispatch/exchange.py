@@ -5,6 +5,7 @@ Pair p = n * K + k is token n, of all ranks' tokens rank by rank, with its k-th 
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -14,10 +15,11 @@ from torch.nn import functional
 
 from moeserve.distributed.coordinator import GroupCoordinator, PendingTensor
 from moeserve.layers.context import ModelContext
-from moeserve.layers.moe.dispatch.base import share_of_pairs
+from moeserve.layers.moe.dispatch.base import pack, share_of_pairs
 from moeserve.layers.moe.dispatch.expert_copies import ExpertCopies
 from moeserve.layers.moe.placement.placement import Placement
 from moeserve.layers.moe.router import Routing
+from moeserve.ops import pairs
 from moeserve.ops.pairs.interface import Keys, PairKernels
 from moeserve.step_inputs import StepInputs
 
@@ -78,8 +80,8 @@ class Exchange:
         self.group = group
         rank = group.rank_in_group % placement.num_ranks
         self.expert_copies = ExpertCopies(placement, rank, group.node_of_rank[: placement.num_ranks], context)
-        self.pairs = context.kernels.pairs
-        self.kernels = context.kernels
+        self.pairs = pairs.make(context.backend)
+        self.pack = functools.partial(pack, self.pairs, gathers_late=context.backend.products_gather_rows)
         self.keys_of_ranks = Keys(placement.num_ranks)
         self.all_keys = Keys(sum(placement.num_slots))
         first_physical = placement.first_physical[rank]

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from moeserve.layers.context import ModelContext
 from moeserve.layers.moe.placement.placement import Placement, copies_in_turn
+from moeserve.ops import routing
 from moeserve.ops.upload import uploaded
 
 # T tokens, K experts per token, E logical experts, W turns at most
@@ -32,7 +33,7 @@ class ExpertCopies:
         max_copies = max(max_copies, *map(len, placement.physical_of_logical))  # a rank may hold two copies
         self.physical_EW = torch.empty(placement.num_logical, max_copies, dtype=torch.int64, device=device)
         self.num_copies_E = torch.empty(placement.num_logical, dtype=torch.int64, device=device)
-        self._choose = context.kernels.choose_expert_copies
+        self._choose = routing.make_copies(context.backend)
         self.place(placement)
         self.is_identity = placement.logical_of_physical == tuple(range(placement.num_logical))
 

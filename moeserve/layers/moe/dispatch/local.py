@@ -14,6 +14,7 @@ from moeserve.layers.moe.dispatch.base import Dispatched, PackedTokens, ReadyOut
 from moeserve.layers.moe.dispatch.expert_copies import ExpertCopies
 from moeserve.layers.moe.placement.placement import Placement
 from moeserve.layers.moe.router import Routing
+from moeserve.ops import pairs
 from moeserve.ops.pairs.interface import Keys
 from moeserve.ops.products.interface import Gather
 from moeserve.ops.rows.interface import Rows, plain_rows
@@ -42,9 +43,9 @@ class LocalDispatcher:
         """
         assert placement.num_ranks == 1
         self.expert_copies = ExpertCopies(placement, 0, (0,), context)
-        self.pairs = context.kernels.pairs
+        self.pairs = pairs.make(context.backend)
         # GPU kernels gather rows themselves, so no shape depends on the routing and the host need not wait for it.
-        self.gathers_late = context.kernels.products_gather_rows
+        self.gathers_late = context.backend.products_gather_rows
         self.takes_float8 = self.gathers_late
         (num_experts,) = placement.num_slots
         self.keys = Keys(num_experts)

@@ -19,6 +19,7 @@ from torch import Tensor
 from moeserve.distributed.groups import Groups
 from moeserve.layers.context import ModelContext
 from moeserve.layers.moe.placement.placement import Placement
+from moeserve.ops import pairs
 from moeserve.ops.upload import uploaded
 from moeserve.telemetry.expert_load import LoadWindow, joined
 
@@ -33,7 +34,7 @@ class ExpertLoad:
     def __init__(self, placement: Placement, rank_in_group: int, context: ModelContext) -> None:
         self.placement = placement
         self.rows_e = torch.zeros(placement.num_slots[rank_in_group], dtype=torch.int64, device=context.device)
-        self._pairs = context.kernels.pairs
+        self._pairs = pairs.make(context.backend)
 
     def count(self, counts_e: Tensor) -> None:
         """Add the rows of one step by local expert, [e] int64."""

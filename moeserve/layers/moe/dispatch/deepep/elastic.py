@@ -24,6 +24,7 @@ from moeserve.layers.moe.dispatch.deepep.communicator import (
     received_rows,
     to_float8,
 )
+from moeserve.ops import pairs
 from moeserve.ops.rows.interface import Rows, plain_rows
 
 # T tokens of this rank, D model width, K experts per token, R received rows, one for each pair that this rank computes
@@ -97,7 +98,7 @@ class ElasticCommunicator:
         self.shape = shape
         self.is_deterministic = is_deterministic
         self.max_tokens = max(shape.max_tokens_per_rank, shape.low_latency_tokens)
-        self.pairs = context.kernels.pairs
+        self.pairs = pairs.make(context.backend)
         buffer_class = deep_ep.ElasticBuffer
         known = inspect.signature(buffer_class).parameters
         options = {"deterministic": is_deterministic} if "deterministic" in known else {}

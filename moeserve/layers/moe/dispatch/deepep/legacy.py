@@ -26,6 +26,7 @@ from moeserve.layers.moe.dispatch.deepep.communicator import (
     to_float8,
 )
 from moeserve.layers.moe.dispatch.deepep.support import MAX_RANKS_OF_ONE_HOST
+from moeserve.ops import pairs
 from moeserve.ops.pairs.interface import Keys
 from moeserve.ops.rows.interface import Rows, plain_rows
 
@@ -53,9 +54,9 @@ class PendingNormalDispatch:
         self.event.current_stream_wait()
         communicator, top_k = self.communicator, self.experts_NK.shape[1]
         rows_ND = received_rows(self.received, communicator.shape.dtype)
-        order_P, counts_e = communicator.kernels.pairs.order(self.experts_NK, communicator.keys)
+        order_P, counts_e = communicator.pairs.order(self.experts_NK, communicator.keys)
         pair_of_row_R = order_P[: self.num_rows]
-        packed = pack(communicator.kernels, rows_ND, pair_of_row_R, top_k, counts_e, self.expected_rows)
+        packed = communicator.pack(rows_ND, pair_of_row_R, top_k, counts_e, self.expected_rows)
         return Dispatched(packed, partial(communicator.combine, self.handle, pair_of_row_R, self.weights_NK))
 
 
@@ -104,7 +105,8 @@ class LegacyCommunicator:
         """
         self.shape = shape
         self.has_streams = context.device.type == "cuda"
-        self.kernels = context.kernels
+        self.pairs = pairs.make(context.backend)
+        self.pack = partial(pack, self.pairs, gathers_late=context.backend.products_gather_rows)
         self.keys = Keys(shape.num_slots[rank])
         self.num_low_latency_results = 0
         self.is_dirty = False  # normal kernels have written where low-latency kernels need zeros
@@ -166,7 +168,7 @@ class LegacyCommunicator:
         Args:
             pair_of_row_R: the pair (n * K + k of the N tokens) of each packed row.
         """
-        sum_ND = self.kernels.pairs.weighted_sum(output.contiguous(), pair_of_row_R, weights_NK, self.shape.dtype)
+        sum_ND = self.pairs.weighted_sum(output.contiguous(), pair_of_row_R, weights_NK, self.shape.dtype)
         # collective: all ep ranks
         output_TD, _, event = self.buffer.combine(sum_ND, handle, async_finish=True)
         return PendingCombine(output_TD, event.current_stream_wait)

@@ -1,0 +1,107 @@
+"""What runs the operations of one rank, and the choice among the implementations of an operation."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from moeserve.ops.side_stream import InlineStream, SideStream
+
+logger = logging.getLogger(__name__)
+
+Shape = TypeVar("Shape")
+Operation = TypeVar("Operation")
+Library = TypeVar("Library")
+
+
+class StepGraph(Protocol):
+    """A CPU graph: the native kernels called between `begin_capture` and `end_capture`, replayed by one call."""
+
+    def begin_capture(self) -> None: ...
+
+    def end_capture(self) -> None: ...
+
+    def replay(self) -> None: ...
+
+
+def allocate_weights(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backend:
+    """The implementations that a rank uses, and the properties of its device on which callers depend.
+
+    `select_backend` makes it once per rank. Constructors pass it to `make` of the operations that they need.
+    """
+
+    names: tuple[str, ...]  # of implementations, the preferred ones first; the last one is "reference"
+    native: Any = None  # the module of the C++ kernels, if "cpu" is among the names
+    libraries: tuple[object, ...] = ()  # opened libraries, of whose names are implementations
+    side_stream: SideStream = field(default_factory=InlineStream)
+    make_step_graph: Callable[[int, int], StepGraph] | None = None  # (address, bytes of an Arena); None: no CPU graphs
+    allocate_weights: Callable[[tuple[int, ...], torch.dtype, torch.device], Tensor] = allocate_weights
+    # Results may be zeros inside this context.
+    measure_memory_only: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+
+    products_gather_rows: bool = False  # products accept a `Gather`, and never copy the counts to the host
+    compiles_on_first_use: bool = False  # run every range of sizes once before serving
+    supports_cuda_graphs: bool = False
+    needs_finite_caches: bool = False  # caches must hold finite numbers even where nothing was written
+    batch_invariant_dtypes: tuple[torch.dtype, ...] = ()  # a row's bytes do not depend on its batch in these dtypes
+    instruction_set: str = "none"  # the layout of packed weights depends on it
+    _noted: set[str] = field(default_factory=set, repr=False, compare=False)
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        """True if implementations must keep one order of sums."""
+        return bool(self.batch_invariant_dtypes)
+
+    def library(self, kind: type[Library]) -> Library:
+        """Return the opened library of a type."""
+        return next(each for each in self.libraries if isinstance(each, kind))
+
+    def note(self, message: str) -> None:
+        """Log a message once."""
+        if message not in self._noted:
+            self._noted.add(message)
+            logger.info(message)
+
+
+REFERENCE = Backend(names=("reference",))
+TRITON = Backend(names=("triton", "reference"), products_gather_rows=True, needs_finite_caches=True)
+
+
+def in_order(backend: Backend) -> Backend:
+    """Return the backend of Triton kernels with one order of sums, for any batch, chunks and ranks."""
+    assert "triton" in backend.names
+    return replace(backend, batch_invariant_dtypes=(torch.float32, torch.bfloat16, torch.float16))
+
+
+@dataclass(frozen=True)
+class Implementation(Generic[Shape, Operation]):
+    """One implementation of an operation, for the backends that name it."""
+
+    make: Callable[[Backend, Shape], Operation]
+    why_not: Callable[[Shape], str | None] = lambda shape: None  # why it cannot serve a shape, as a clause
+
+
+def choose(table: Mapping[str, Implementation[Shape, Operation]], backend: Backend, shape: Shape) -> Operation:
+    """Return the operation by the first implementation of a table that the backend names and that serves the shape.
+
+    An implementation that the backend prefers but that cannot serve a shape is logged once.
+    """
+    for name in backend.names:
+        if name not in table:
+            continue
+        if (reason := table[name].why_not(shape)) is None:
+            return table[name].make(backend, shape)
+        backend.note(f"{name} is replaced where it cannot be used: {reason}")
+    raise AssertionError(f"no implementation of {backend.names} serves {shape}")

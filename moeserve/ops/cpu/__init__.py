@@ -1,1 +1,0 @@
-"""The operations as C++ kernels on a CPU."""

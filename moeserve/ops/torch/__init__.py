@@ -1,1 +1,0 @@
-"""The operations in plain torch: the reference for every other implementation, on any device."""

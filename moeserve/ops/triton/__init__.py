@@ -1,1 +1,0 @@
-"""The operations as Triton kernels on a GPU."""
