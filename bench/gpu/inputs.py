@@ -72,7 +72,7 @@ class Source:
         cache.movedim(-2, 1)[~is_read] = value
 
     def settings(self, num_rows: int, **fields: Any) -> tuple[Tensor, Tensor]:
-        """Return settings [R, W] for `Kernels.choose_tokens`, and their random numbers [R] after one output token.
+        """Return settings [R, W] for `ChooseTokens`, and their random numbers [R] after one output token.
 
         Args:
             fields: values for fields of `SAMPLING_SETTINGS`, one for all rows or one per row. Seeds are drawn, and

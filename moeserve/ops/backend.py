@@ -1,4 +1,4 @@
-"""What runs the operations of one rank, and the choice among the implementations of an operation."""
+"""The implementations that one rank uses, and the choice among the implementations of an operation."""
 
 from __future__ import annotations
 

@@ -13,7 +13,6 @@ import torch
 from torch.nn import functional
 
 from moeserve.bench.gpu.cases import ROUTERS
-from moeserve.ops.arguments import router_arguments
 from moeserve.ops.routing.interface import RouterConfig
 from moeserve.ops.routing.triton import TritonRouter
 from moeserve.triton_kernels.routing import route
@@ -64,7 +63,7 @@ def test_logits_from_parts_of_the_inputs(config: RouterConfig, num_tokens: int, 
     if config.has_correction:
         correction_E = drawn(config.num_experts)
     logits_TE = functional.linear(hidden_TD.float(), weight_ED, bias_E)
-    expected = route(logits_TE, correction_E, top_k=config.top_k, **router_arguments(config))
+    expected = route(logits_TE, correction_E, top_k=config.top_k, **config.kernel_arguments)
     router = TritonRouter(config)
     for _ in range(2):  # the counters of arrivals are reset
         given = router(hidden_TD, weight_ED, bias_E, correction_E)
