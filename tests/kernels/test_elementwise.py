@@ -12,6 +12,7 @@ from paged_steps import KERNELS, same_bytes
 from torch import Tensor
 
 from moeserve.ops import rows as rows_ops
+from moeserve.ops import sampling as sampling_ops
 from moeserve.ops.backend import REFERENCE
 from moeserve.ops.rows.interface import Rotation
 from moeserve.ops.threads import set_num_threads
@@ -242,7 +243,7 @@ def test_a_row_has_the_same_bytes_alone_and_in_any_batch_on_any_threads(
 
 @pytest.fixture(params=[REFERENCE, KERNELS], ids=["torch", "native"])
 def row_maximum(request: pytest.FixtureRequest) -> RowMaximum:
-    return request.param.row_maximum
+    return sampling_ops.make(request.param).row_maximum
 
 
 def assert_found(row_maximum: RowMaximum, rows: Tensor) -> None:
