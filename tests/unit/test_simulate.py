@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from moeserve import cli
+from moeserve.layers.moe.placement.eplb import eplb, imbalance
 from moeserve.models.registry import describe
 from moeserve.planner.costs import LayoutCosts, ReplicaLoad, StepLoad
 from moeserve.planner.expert_balance import ExpertBalance, draw_loads
@@ -160,6 +161,19 @@ def test_pipeline_stages_work_at_the_same_time(small_mixtral: Path) -> None:
     load = StepLoad.of([ReplicaLoad(num_decoding=1, decode_pairs=120)] * costs.dp)
     of_stages = costs.stage_seconds(load)
     assert two.seconds == pytest.approx(400 * max(of_stages), rel=0.1)
+
+
+def test_nodes_hold_the_groups_that_the_router_chooses(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["DeepSeek-V3"]))
+    found = find_layouts(tmp_path, 16, None, 1, num_redundant=32)
+    loads = draw_loads(2, 256, 1.0, seed=0)
+    experts = ExpertSettings(num_redundant_experts=32, placement="loads")
+    for num_nodes in (1, 2):
+        costs = LayoutCosts(describe(tmp_path), found, found.layouts[0], H800, Assumptions(), 16 // num_nodes)
+        placed = [eplb(of_layer, 16, 288, num_nodes=num_nodes, num_groups=8) for of_layer in loads]
+        assert [placement.num_nodes for placement in placed] == [num_nodes] * 2
+        balance = ExpertBalance(costs, experts, loads, seed=0)
+        assert balance.expected == pytest.approx(sum(map(imbalance, loads, placed)) / 2)
 
 
 def test_time_passes_between_requests(costs: LayoutCosts) -> None:
