@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from moeserve.distributed.mesh import share_of, share_sizes
 from moeserve.layers.context import ModelContext
+from moeserve.layers.rows import At, Row, some_columns, whole
 from moeserve.layers.weights import DEFAULT_LIMITS, QuantizationLimits, Weights
 from moeserve.ops.products.interface import InputChunks
 from moeserve.ops.rows.interface import Rows
@@ -47,6 +48,18 @@ class Linear(nn.Module):
         """Return [T, O]. `Float8Rows` are for weights in 8-bit blocks."""
         output_TO: Tensor = self.weights.product.multiply(input_TI)
         return output_TO
+
+    def rows(self, at: At) -> Iterator[Row]:
+        """Yield the rows of a projection that is whole on every rank."""
+        yield at("weight"), whole(self.weight, self.weights)
+        if self.bias is not None:
+            yield at("bias"), whole(self.bias)
+
+    def summed_rows(self, at: At, share: slice, num_columns: int, *, has_bias: bool) -> Iterator[Row]:
+        """Yield the rows of a projection whose columns are divided over the tp ranks. One rank adds the bias."""
+        yield at("weight"), some_columns(self.weight, share, num_columns, self.weights)
+        if has_bias:
+            yield at("bias"), None if self.bias is None else whole(self.bias)
 
 
 class Embedding(nn.Module):

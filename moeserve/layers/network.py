@@ -19,6 +19,7 @@ from moeserve.kv.rules import AnyRule
 from moeserve.layers.context import ModelContext
 from moeserve.layers.norm import RowsForm
 from moeserve.layers.rotary import RotaryConfig, Rotations, TemperatureConfig
+from moeserve.layers.rows import At, Row
 from moeserve.ops.rows.interface import Float8Rows, Rows
 from moeserve.step_inputs import StepInputs
 
@@ -89,6 +90,9 @@ class AttentionCosts:
 class NetworkConfig:
     """The shape of a network: hashable data, known before any weights."""
 
+    name: ClassVar[str] = "self_attn"  # of its tensors, after the layer's
+    norm_name: ClassVar[str] = "input_layernorm"  # of the norm before it
+    output_norm_name: ClassVar[str] = "self_attn_output_norm"  # of a norm of its output
     has_dense: ClassVar[bool] = False  # a dense network is in it
 
     @property
@@ -157,6 +161,14 @@ class Network(nn.Module):
         """Yield the parts that counts of parameters name."""
         yield NetworkPart("attention", self)
 
+    def rows(self, at: At) -> Iterator[Row]:
+        """Yield the rows of its weights.
+
+        Args:
+            at: the place of the network.
+        """
+        raise NotImplementedError
+
     def forward(self, rows: Any, run: Run, cache: Any) -> Tensor:
         """Return the update [t, D] of the residual stream."""
         raise NotImplementedError
@@ -192,6 +204,9 @@ class OverTP(Network):
 
     def parts(self) -> Iterator[NetworkPart]:
         return self.network.parts()
+
+    def rows(self, at: At) -> Iterator[Row]:
+        return self.network.rows(at)
 
     def forward(self, rows: Rows, run: Run, cache: Any) -> Tensor:
         output_TD = self.network(gathered(rows, self.tp, run.step), run, cache)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from moeserve.layers.context import ModelContext
+from moeserve.layers.rows import At, Row, whole
 from moeserve.ops import rows
 
 # T tokens, D width of a row
@@ -59,6 +61,11 @@ class RMSNorm(nn.Module):
             return hidden_TD, self(hidden_TD)
         return self._add_rms_norm(hidden_TD, update_TD, self.weight, self.epsilon)
 
+    def rows(self, at: At) -> Iterator[Row]:
+        """Yield the rows of its weight, if it has one."""
+        if isinstance(self.weight, nn.Parameter):
+            yield at("weight"), whole(self.weight, offset=at.norm_offset)
+
 
 class LayerNorm(nn.Module):
     """Scales each row to mean zero and unit variance, then by a learned weight per column, and adds a bias."""
@@ -76,3 +83,8 @@ class LayerNorm(nn.Module):
         """Return hidden + update (hidden alone if update is None), and that sum normalised."""
         sum_TD = hidden_TD if update_TD is None else self._add(hidden_TD, update_TD)
         return sum_TD, self._layer_norm(sum_TD, self.weight, self.bias, self.epsilon)
+
+    def rows(self, at: At) -> Iterator[Row]:
+        """Yield the rows of its weight and its bias."""
+        yield at("weight"), whole(self.weight, offset=at.norm_offset)
+        yield at("bias"), whole(self.bias)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from moeserve.layers.moe.layer import MoELayer
 from moeserve.layers.moe.placement.placement import Placement
 from moeserve.layers.network import Build, Run, Stages, run_in_turn
 from moeserve.layers.rotary import Rotaries, Rotations
+from moeserve.layers.rows import At, Row
 from moeserve.layers.streams.residual import StreamConfig
 from moeserve.layers.weights import allocate_weights
 from moeserve.models.draft_layer import DraftInput
@@ -34,13 +35,27 @@ from moeserve.step_inputs import StepInputs
 class DecoderBlock(nn.Module):
     """A network of one rank, and its place on the residual stream."""
 
-    def __init__(self, block: Block, layer: int, stream: StreamConfig, build: Build) -> None:
+    def __init__(
+        self,
+        block: Block,
+        layer: int,
+        stream: StreamConfig,
+        build: Build,
+        *,
+        is_draft: bool,
+        suffix: str,
+        norm_name: str,
+    ) -> None:
         """
         Args:
             layer: index of its layer in the model.
+            suffix: end of the names of its tensors, if the layer has several networks of this kind.
+            norm_name: the name of the norm before it.
         """
         super().__init__()
-        self.layer = layer
+        self.layer, self.is_draft = layer, is_draft
+        self.name, self.norm_name = f"{block.network.name}{suffix}", norm_name
+        self.output_norm_name = f"{block.network.output_norm_name}{suffix}"
         self.network = block.network.build(build)
         self.place = stream.place(
             build,
@@ -49,6 +64,15 @@ class DecoderBlock(nn.Module):
             is_normed=block.is_normed,
             is_scaled=block.is_scaled,
         )
+
+    def rows(self, at: At) -> Iterator[Row]:
+        """Yield the rows of its weights.
+
+        Args:
+            at: the place of the layer.
+        """
+        yield from self.place.rows(at, self.norm_name, self.output_norm_name)
+        yield from self.network.rows(at.under(self.name))
 
 
 class Decoder(nn.Module):
@@ -90,9 +114,12 @@ class Decoder(nn.Module):
         self.blocks: list[DecoderBlock] = []
         for number, layer in zip(self.stage, self.layer_configs, strict=True):
             build = Build(context, size, config.norm_epsilon, num_input_chunks(layer.can_divide), unused, dispatchers)
-            self.blocks += [DecoderBlock(block, number, config.stream, build) for block in layer.blocks]
-        first_draft = len(config.layers) - config.num_draft_layers
-        self.decoder_blocks = [block for block in self.blocks if block.layer < first_draft]
+            is_draft = number >= len(config.layers) - config.num_draft_layers
+            self.blocks += [
+                DecoderBlock(block, number, config.stream, build, is_draft=is_draft, suffix=suffix, norm_name=norm_name)
+                for block, suffix, norm_name in zip(layer.blocks, layer.suffixes, layer.norm_names, strict=True)
+            ]
+        self.decoder_blocks = [block for block in self.blocks if not block.is_draft]
         has_draft = is_last and config.num_draft_layers > 0
         has_embedding = self.stage.start == 0 or has_draft
         self.embedding = Embedding(config.vocab_size, size, context, factor=factor) if has_embedding else None

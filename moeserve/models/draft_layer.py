@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 
 from moeserve.layers.context import ModelContext
 from moeserve.layers.linear import Linear
 from moeserve.layers.norm import RMSNorm
+from moeserve.layers.rows import At, Row, whole
 
 # t this tp rank's share of a step's tokens, D model width
 
@@ -26,6 +29,18 @@ class DraftInput(nn.Module):
         self.hidden_norm = RMSNorm(hidden_size, norm_epsilon, context)
         self.projection = Linear(2 * hidden_size, hidden_size, context)
         self.norm = RMSNorm(hidden_size, norm_epsilon, context)
+
+    def rows(self, at: At, *, shares_norm: bool) -> Iterator[Row]:
+        """Yield the rows of its weights.
+
+        Args:
+            shares_norm: the norm of the output is that of the decoder.
+        """
+        yield from self.embedding_norm.rows(at.under("embedding_norm"))
+        yield from self.hidden_norm.rows(at.under("hidden_norm"))
+        yield from self.projection.rows(at.under("projection"))
+        name = "model.norm.weight" if shares_norm else at("norm.weight")
+        yield name, whole(self.norm.weight, offset=at.norm_offset)
 
     def forward(self, embedded_tD: Tensor, hidden_tD: Tensor) -> Tensor:
         """Return the input [t, D] of the decoder layer.

@@ -48,6 +48,20 @@ class Layer:
         return tuple(block.network for block in self.blocks)
 
     @property
+    def suffixes(self) -> tuple[str, ...]:
+        """For each block, the end of its tensors' names: a number if several networks have the same name."""
+        names = [network.name for network in self.networks]
+        numbers = [names[:index].count(name) for index, name in enumerate(names)]
+        return tuple(f".{number}" if names.count(name) > 1 else "" for name, number in zip(names, numbers, strict=True))
+
+    @property
+    def norm_names(self) -> tuple[str, ...]:
+        """For each block, the name of the norm before it. If there is only one, it is that of a mixer."""
+        if len(self.blocks) == 1:
+            return ("input_layernorm",)
+        return tuple(f"{network.norm_name}{end}" for network, end in zip(self.networks, self.suffixes, strict=True))
+
+    @property
     def moes(self) -> tuple[MoEConfig, ...]:
         """The mixtures of experts."""
         return tuple(network.moe for network in self.networks if network.moe is not None)
@@ -79,6 +93,7 @@ class ModelConfig:
     has_head_bias: bool = False
     num_skipped_layers: int = 0  # multi-token prediction (MTP) layers after the last one, which are not loaded
     draft_layer: Layer | None = None  # the first MTP layer, if it is supported; see `with_draft_layer`
+    draft_shares_norm: bool = False  # the norm behind the MTP layer is that of the decoder (ERNIE)
     num_draft_layers: int = 0  # MTP layers at the end of `layers`, which only draft tokens
 
     def with_draft_layer(self) -> ModelConfig:
@@ -91,6 +106,11 @@ class ModelConfig:
             draft_layer=None,
             num_draft_layers=1,
         )
+
+    @property
+    def num_decoder_layers(self) -> int:
+        """Number of layers without those for multi-token prediction."""
+        return len(self.layers) - self.num_draft_layers
 
     @property
     def first_moe(self) -> MoEConfig | None:

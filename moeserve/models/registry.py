@@ -53,11 +53,7 @@ class Description:
 
     def with_draft_layer(self) -> Description:
         """Return the description with the model's MTP layer, so that its tensors are loaded."""
-        family, names = self.family, self.family.draft_names
-        if (part := family.decoder_part) is not None:
-            left_out = tuple(each for each in part.left_out if not names.layer.startswith(each))
-            family = replace(family, decoder_part=replace(part, left_out=left_out))
-        return replace(self, family=family, model=self.model.with_draft_layer())
+        return replace(self, model=self.model.with_draft_layer())
 
     def keeps_mxfp4(self, dtype: DtypeName) -> bool:
         """Return True if experts in MXFP4 are kept without decoding, provided that there are kernels for them."""
@@ -150,7 +146,7 @@ def describe(
         family = with_gguf_names(family)
     model, has_stored_head = family.read(config), False
     if model_impl != "transformers" and (model.tie_word_embeddings or is_said_to_be_tied):
-        is_tied = stored_head_is_tied(config.path.parent, weight_format, family.decoder_part)
+        is_tied = stored_head_is_tied(config.path.parent, weight_format, family)
         if is_tied is not None:
             has_stored_head = model.tie_word_embeddings and not is_tied
             model = replace(model, tie_word_embeddings=is_tied)
@@ -174,7 +170,7 @@ def _find_family(config: ConfigValues) -> Family:
     text = config.text_part()
     family = FAMILIES_BY_TYPE.get(str(text.values.get("model_type")))
     if family is not None and text is not config:
-        return replace(family, decoder_part=inside_other_model(family.decoder_part))
+        return inside_other_model(family)
     if family is not None and not names:
         return family
     raise unsupported(config, config.architecture(), FAMILIES)

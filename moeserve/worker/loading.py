@@ -27,13 +27,14 @@ from moeserve.layers.weights import allocate_parameters
 from moeserve.machine import resource_limits, shown_bytes
 from moeserve.models import registry
 from moeserve.models.checkpoint.loading import fill_randomly, keep_int4, load_weights
+from moeserve.models.checkpoint.names import translated
 from moeserve.models.checkpoint.packed_cache import PackedWeightCache, fingerprint, hash_key, sampled_digest
 from moeserve.models.checkpoint.packed_cache_writer import CacheWriter, wait_for_cache_writers
 from moeserve.models.checkpoint.packing import PACKED_STATE_VERSION, Packer, adopt_state, packed_state
-from moeserve.models.checkpoint.shards import Checkpoint, open_checkpoint, select_decoder
+from moeserve.models.checkpoint.shards import Checkpoint, open_checkpoint
 from moeserve.models.decoder import Decoder
 from moeserve.models.summary import LoadingMemory, loading_memory
-from moeserve.models.weight_mapping import destinations, with_stored_orientation
+from moeserve.models.weight_mapping import destinations
 from moeserve.ops.backend import Backend
 from moeserve.ops.select import select_backend
 from moeserve.worker.room import require_room
@@ -107,11 +108,10 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
     if config.quantization == "mxfp4":
         weight_format = weight_format.with_mxfp4_kept()
     checkpoint = open_checkpoint(Path(config.model_path), weight_format)
-    if (decoder_part := description.family.decoder_part) is not None:
-        checkpoint = select_decoder(checkpoint, decoder_part)
-    family = with_stored_orientation(description.family, checkpoint.tensors, description.model.hidden_size)
+    checkpoint = translated(checkpoint, description.family, description.model.num_decoder_layers)
+    norm_offset = description.family.norm_offset
     if config.quantization == "int4" and weight_format.is_int4:
-        keep_int4(checkpoint, destinations(model, family, checkpoint.names))
+        keep_int4(checkpoint, destinations(model, norm_offset, checkpoint.shapes))
     cache = PackedWeightCache(cache_folder() / "packed", config.packed_cache)
     # Rebalancing writes to the weights, so they must not be mapped from the cache or be in use by a cache writer.
     is_cached = (
@@ -126,7 +126,7 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
             return LoadedModel(model.eval(), mapped_bytes=sum(tensor.nbytes for tensor in state.values()))
         cache.remove(key)
     packer = Packer(model)
-    places = destinations(model, family, checkpoint.names)
+    places = destinations(model, norm_offset, checkpoint.shapes)
     load_weights(
         checkpoint,
         places,

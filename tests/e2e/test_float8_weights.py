@@ -26,6 +26,7 @@ from moeserve.layers.weights import Weights
 from moeserve.models import registry
 from moeserve.models.checkpoint import loading as weight_loading
 from moeserve.models.checkpoint.loading import fill_randomly, load_weights
+from moeserve.models.checkpoint.names import translated
 from moeserve.models.checkpoint.packing import Packer, weights_of
 from moeserve.models.checkpoint.shards import open_checkpoint
 from moeserve.models.decoder import Decoder
@@ -84,8 +85,9 @@ def loaded(folder: Path, **options: Any) -> Any:
     model = built(folder, **options)
     description = registry.describe(folder)
     checkpoint = open_checkpoint(folder, description.weight_format)
+    checkpoint = translated(checkpoint, description.family, len(model.config.layers))
     packer = Packer(model)
-    places = destinations(model, description.family, checkpoint.names)
+    places = destinations(model, description.family.norm_offset, checkpoint.shapes)
     load_weights(checkpoint, places, on_filled=packer.on_filled, show_progress=False)
     packer.finish()
     return model
@@ -256,7 +258,10 @@ def loaded_as_float32(folder: Path) -> Decoder:
     dispatchers = TorchDispatchers("local", context.groups.ep, context)
     model = Decoder(description.model, description.model.place_experts(1), dispatchers, context)
     checkpoint = open_checkpoint(folder, description.weight_format)
-    load_weights(checkpoint, destinations(model, description.family, checkpoint.names), show_progress=False)
+    checkpoint = translated(checkpoint, description.family, len(model.config.layers))
+    load_weights(
+        checkpoint, destinations(model, description.family.norm_offset, checkpoint.shapes), show_progress=False
+    )
     return model
 
 

@@ -14,7 +14,8 @@ from reference_models import DEFAULTS, SHAPES, Reference, fill_what_transformers
 from safetensors.torch import load_file, save_file
 
 from moeserve import LLM, CheckpointError, SamplingParams
-from moeserve.models.checkpoint.shards import open_checkpoint, select_decoder
+from moeserve.models.checkpoint.names import translated
+from moeserve.models.checkpoint.shards import open_checkpoint
 from moeserve.models.model_config import ModelConfig
 from moeserve.models.registry import describe
 
@@ -56,8 +57,7 @@ def read(folder: Path) -> tuple[ModelConfig, set[str]]:
     """Return a model's shape and the names of its tensors."""
     description = describe(folder)
     checkpoint = open_checkpoint(folder, description.weight_format)
-    part = description.family.decoder_part
-    return description.model, set((checkpoint if part is None else select_decoder(checkpoint, part)).names)
+    return description.model, set(translated(checkpoint, description.family, len(description.model.layers)).names)
 
 
 @pytest.mark.parametrize("name", shapes_of_families())

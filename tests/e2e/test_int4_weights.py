@@ -25,6 +25,7 @@ from moeserve.layers.weights import Weights
 from moeserve.models import registry
 from moeserve.models.checkpoint import loading as weight_loading
 from moeserve.models.checkpoint.loading import keep_int4, load_weights
+from moeserve.models.checkpoint.names import translated
 from moeserve.models.checkpoint.packing import Packer, weights_of
 from moeserve.models.checkpoint.shards import open_checkpoint
 from moeserve.models.decoder import Decoder
@@ -88,7 +89,8 @@ def load(folder: Path, *, is_exact: bool = False, tp: int = 1, rank: int = 0) ->
     dispatchers = TorchDispatchers("local" if tp == 1 else "all_to_all", groups.ep, context)
     model = Decoder(description.model, description.model.place_experts(tp), dispatchers, context)
     stored = open_checkpoint(folder, description.weight_format)
-    places = destinations(model, description.family, stored.names)
+    stored = translated(stored, description.family, len(model.config.layers))
+    places = destinations(model, description.family.norm_offset, stored.shapes)
     if is_exact:
         load_weights(stored, places, show_progress=False)
         return Rank(weights_of(model), set())
@@ -115,7 +117,7 @@ def test_every_rank_keeps_its_part(rank: int, tmp_path: Path) -> None:
     encoded, decoded = checkpoint(tmp_path, "deepseek-v3", "gptq", 32)
     exact, given = load(decoded, is_exact=True, tp=2, rank=rank), load(encoded, tp=2, rank=rank)
     given.assert_kept(exact)
-    lost = {name.rpartition("mixer.")[2] for name in given.weights.keys() - given.kept}
+    lost = {name.rpartition("network.")[2] for name in given.weights.keys() - given.kept}
     assert lost == {"head_maps.keys", "head.weights"}  # the maps of keys are stored transposed
 
 

@@ -25,9 +25,10 @@ from moeserve.models import registry
 from moeserve.models.checkpoint import loading as weight_loading
 from moeserve.models.checkpoint import packed_cache_writer
 from moeserve.models.checkpoint.loading import load_weights
+from moeserve.models.checkpoint.names import translated
 from moeserve.models.checkpoint.packed_cache_writer import wait_for_cache_writers
 from moeserve.models.checkpoint.packing import Packer, weights_of
-from moeserve.models.checkpoint.shards import open_checkpoint, select_decoder
+from moeserve.models.checkpoint.shards import open_checkpoint
 from moeserve.models.decoder import Decoder
 from moeserve.models.inspection import as_text, inspect
 from moeserve.models.weight_mapping import destinations
@@ -64,11 +65,9 @@ def weights_of_rank(folder: Path, *, keeps_mxfp4: bool, tp: int = 1, rank: int =
     dispatchers = TorchDispatchers("local" if tp == 1 else "all_to_all", groups.ep, context)
     model = Decoder(description.model, description.model.place_experts(tp), dispatchers, context)
     weight_format = description.weight_format.with_mxfp4_kept() if keeps_mxfp4 else description.weight_format
-    stored = open_checkpoint(folder, weight_format)
-    if (part := description.family.decoder_part) is not None:
-        stored = select_decoder(stored, part)
+    stored = translated(open_checkpoint(folder, weight_format), description.family, len(model.config.layers))
     packer = Packer(model)
-    places = destinations(model, description.family, stored.names)
+    places = destinations(model, description.family.norm_offset, stored.shapes)
     load_weights(stored, places, on_filled=packer.on_filled if keeps_mxfp4 else lambda place: None, show_progress=False)
     return weights_of(model)
 

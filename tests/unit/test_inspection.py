@@ -19,6 +19,7 @@ from moeserve.errors import SettingsError
 from moeserve.layers.context import ModelContext
 from moeserve.layers.moe.dispatch.factory import TorchDispatchers
 from moeserve.layers.weights import allocate_weights
+from moeserve.models.checkpoint.names import Translation
 from moeserve.models.decoder import Decoder
 from moeserve.models.inspection import inspect
 from moeserve.models.registry import describe
@@ -210,12 +211,14 @@ def test_the_weight_mapping_has_the_published_names(model: str, tmp_path: Path) 
     )
     layers = description.model.layers
     index, moe = next((index, *layer.moes) for index, layer in enumerate(layers) if layer.moes)
-    expected = spelled_out(f"model.layers.{index}", NAMES[model], moe.router.num_experts)
-    places = destinations(decoder, description.family, expected)
+    published = spelled_out(f"model.layers.{index}", NAMES[model], moe.router.num_experts)
+    translation = Translation(description.family, len(layers))
+    expected = set(map(translation, published))
+    places = destinations(decoder, description.family.norm_offset, dict.fromkeys(expected, ()))
     assert {name for name in places.into if name.startswith(f"model.layers.{index}.")} == expected
     outside = {name for name in places.into if not name.startswith("model.layers.")}
     assert outside == {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
-    assert places.is_ignored(f"model.layers.{len(layers)}.eh_proj.weight") == ("num_nextn" in str(PUBLISHED[model]))
+    assert places.is_ignored(translation(f"model.layers.{len(layers)}.eh_proj.weight"))
     assert not places.is_ignored(f"model.layers.{len(layers) + 1}.eh_proj.weight")
 
 
@@ -230,7 +233,7 @@ def test_no_rank_begins_inside_a_block_of_8_bit_floats(model: str, tmp_path: Pat
     config = description.model
     decoder = Decoder(config, config.place_experts(1), TorchDispatchers("local", groups.ep, context), context)
     allocate_weights(decoder)
-    places = [place for places in destinations(decoder, description.family, ()).into.values() for place in places]
+    places = [place for places in destinations(decoder, 0.0, {}).into.values() for place in places]
     in_blocks = [place for place in places if place.is_in_blocks]
     assert in_blocks
     assert [place.part for place in in_blocks if any(part.start % 128 for part in place.part[-2:])] == []

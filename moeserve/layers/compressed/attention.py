@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,7 @@ from moeserve.layers.linear import Linear
 from moeserve.layers.network import AttentionCosts, Build, Network, NetworkConfig, OverTP, Run
 from moeserve.layers.norm import RMSNorm
 from moeserve.layers.rotary import RotaryConfig, Rotations
+from moeserve.layers.rows import At, Row, rows_of_heads, some_columns, some_rows, whole
 from moeserve.layers.weights import QuantizationLimits, Weights
 from moeserve.ops import compressed_attention, indexer, rows
 from moeserve.ops.compressed_attention.interface import CompressedAttention, CompressedCache, CompressedShape
@@ -130,6 +132,14 @@ class Pooling(nn.Module):
         projected_TX = self.project(hidden_TD)
         return self.norm(backend.pool(projected_TX, self.bias, tails, cache.block_size, step))
 
+    def rows(self, at: At) -> Iterator[Row]:
+        """Yield the rows of its weights."""
+        values, gates = self.project.weight.split(self.sizes)
+        yield at("wkv.weight"), whole(values, self.project.weights)
+        yield at("wgate.weight"), whole(gates, self.project.weights)
+        yield at("ape"), whole(self.bias)
+        yield at("norm.weight"), whole(self.norm.weight)
+
 
 class Indexer(nn.Module):
     """Chooses entries by products with keys of their own. Every tp rank has all of its heads."""
@@ -232,6 +242,28 @@ class CompressedSparseAttention(Network):
             device=device,
             group=group,
         )
+
+    def rows(self, at: At) -> Iterator[Row]:
+        config, heads = self.config, self.heads
+        query, key = self.compress.weight.split(self.compressed_sizes)
+        yield at("wq_a.weight"), whole(query, self.compress.weights)
+        yield at("wkv.weight"), whole(key, self.compress.weights)
+        yield at("q_norm.weight"), whole(self.query_norm.weight)
+        yield at("kv_norm.weight"), whole(self.key_norm.weight)
+        num_rows = config.num_heads * config.head_dim
+        share = rows_of_heads(heads, config.head_dim)
+        yield at("wq_b.weight"), some_rows(self.query.weight, share, num_rows, self.query.weights)
+        yield at("attn_sink"), some_rows(self.sinks, heads, config.num_heads)
+        ranks, num_ranks = rows_of_heads(self.groups, config.group_rank), config.num_groups * config.group_rank
+        maps_OI = self.group_maps.open.weight_eOI.flatten(0, 1)
+        yield at("wo_a.weight"), some_rows(maps_OI, ranks, num_ranks, self.group_maps)
+        yield at("wo_b.weight"), some_columns(self.output.weight, ranks, num_ranks, self.output.weights)
+        if self.entries is not None:
+            yield from self.entries.rows(at.under("compressor"))
+        if self.indexer is not None:
+            yield from self.indexer.keys.rows(at.under("indexer.compressor"))
+            yield from self.indexer.query.rows(at.under("indexer.wq_b"))
+            yield from self.indexer.weights.rows(at.under("indexer.weights_proj"))
 
     def forward(self, hidden_TD: Tensor, run: Run, cache: CompressedCache) -> Tensor:
         config, step, rotations = self.config, run.step, run.rotations

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import Tensor, nn
 
 from moeserve.layers.context import ModelContext
 from moeserve.layers.input_share import InputShare
 from moeserve.layers.linear import Linear
+from moeserve.layers.rows import At, Row, some_columns, some_rows
 from moeserve.layers.weights import QuantizationLimits, Weights
 from moeserve.ops.rows.activations import Activation, num_parts_of
 from moeserve.ops.rows.interface import Rows
@@ -43,6 +46,18 @@ class MLP(nn.Module):
             feeds=down.weights,
         )
         self.down = down
+
+    def rows(self, at: At, width: int) -> Iterator[Row]:
+        """Yield the rows of its weights.
+
+        Args:
+            width: inner values of all shares together.
+        """
+        num_parts = self.gate_up.open.num_parts
+        inner = self.gate_up.open.weight_eOI[0].chunk(num_parts)
+        for name, memory in zip(("gate_proj", "up_proj")[-num_parts:], inner, strict=True):
+            yield at(f"{name}.weight"), some_rows(memory, self.width, width, self.gate_up)
+        yield at("down_proj.weight"), some_columns(self.down.weight, self.width, width, self.down.weights)
 
     def forward(self, hidden_TD: Rows) -> Tensor:
         return self.down(self.gate_up.product.multiply(self.gate_up.input_of(hidden_TD)))

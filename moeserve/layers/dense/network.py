@@ -13,6 +13,7 @@ from moeserve.layers.dense.mlp import MLP
 from moeserve.layers.input_share import share_inputs
 from moeserve.layers.network import Build, Network, NetworkConfig, NetworkPart, OverTP, Run
 from moeserve.layers.norm import RowsForm
+from moeserve.layers.rows import At, Row
 from moeserve.ops.rows.activations import Activation, SwiGLU
 from moeserve.ops.rows.interface import Rows
 
@@ -21,6 +22,9 @@ from moeserve.ops.rows.interface import Rows
 class DenseConfig(NetworkConfig):
     """The shape of a dense network."""
 
+    name = "mlp"
+    norm_name = "post_attention_layernorm"
+    output_norm_name = "mlp_output_norm"
     has_dense = True
 
     width: int
@@ -44,6 +48,9 @@ class DenseNetwork(Network):
 
     def parts(self) -> Iterator[NetworkPart]:
         yield NetworkPart("dense networks", self)
+
+    def rows(self, at: At) -> Iterator[Row]:
+        return self.mlp.rows(at, self.config.width)
 
     def forward(self, rows: Rows, run: Run, cache: Any) -> Tensor:
         output_TD: Tensor = self.mlp(rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,7 +20,8 @@ from moeserve.layers.linear import Linear
 from moeserve.layers.network import AttentionCosts, Build, Network, NetworkConfig, OverTP, Run
 from moeserve.layers.norm import RMSNorm, RowsForm
 from moeserve.layers.rotary import NO_ROTARY, RotaryConfig, TemperatureConfig, constant_factor
-from moeserve.layers.weights import QuantizationLimits
+from moeserve.layers.rows import At, Row, rows_of_heads, some_rows
+from moeserve.layers.weights import QuantizationLimits, Weights
 from moeserve.ops import attention, rows
 from moeserve.ops.attention.interface import AttentionShape, KeyValueCache
 from moeserve.ops.rows.interface import Rows, plain_rows
@@ -186,6 +188,40 @@ class Attention(Network):
             return "plain"
         return "float8" if self.head_gates is None else "both"
 
+    def rows(self, at: At) -> Iterator[Row]:
+        config, size, fused = self.config, self.config.head_dim, self.query_key_value
+        queries, num_queries = rows_of_heads(self.heads, size), config.num_heads * size
+        keys, values = (rows_of_heads(self.kv_heads, each) for each in config.kv_sizes)
+        num_keys, num_values = (config.num_kv_heads * each for each in config.kv_sizes)
+        parts: list[tuple[Tensor, Weights | None, str]] = [(fused.weight, fused.weights, "weight")]
+        if fused.bias is not None:
+            parts.append((fused.bias, None, "bias"))
+        for memory, owner, kind in parts:
+            query, key, *gate = memory.split(self.projected_sizes)
+            yield at(f"k_proj.{kind}"), some_rows(key, keys, num_keys, owner)
+            if not config.values_are_keys:
+                value, *gate = gate
+                yield at(f"v_proj.{kind}"), some_rows(value, values, num_values, owner)
+            if not gate:
+                yield at(f"q_proj.{kind}"), some_rows(query, queries, num_queries, owner)
+                continue
+            # The tensor is ordered by head: the rows of the query, followed by those of the gate.
+            for slot, head in enumerate(range(self.heads.start, self.heads.stop)):
+                for number, part in enumerate((query, *gate)):
+                    first = (2 * head + number) * size
+                    own = part[slot * size : (slot + 1) * size]
+                    yield at(f"q_proj.{kind}"), some_rows(own, slice(first, first + size), 2 * num_queries, owner)
+        if self.sinks is not None:
+            yield at("sinks"), some_rows(self.sinks, self.heads, config.num_heads)
+        for name, norm in (("q_norm", self.query_norm), ("k_norm", self.key_norm)):
+            if not isinstance(norm, nn.Identity):
+                yield from norm.rows(at.under(name))
+        if self.head_gates is not None:
+            gates = self.head_gates
+            yield at("g_proj.weight"), some_rows(gates.weight, self.heads, config.num_heads, gates.weights)
+        outputs, num_outputs = rows_of_heads(self.heads, config.value_size), config.num_heads * config.value_size
+        yield from self.output.summed_rows(at.under("o_proj"), outputs, num_outputs, has_bias=config.has_output_bias)
+
     def forward(self, hidden_TD: Rows, run: Run, cache: KeyValueCache) -> Tensor:
         step, rotations = run.step, run.rotations
         projected = self.query_key_value(hidden_TD).split(self.projected_sizes, dim=-1)
@@ -257,9 +293,9 @@ class TokenNorm(nn.Module):
         self.tp = context.tp
         self.num_holders = _length(heads) * self.tp.world_size // num_heads  # ranks that have the same heads
 
-    @property
-    def weight(self) -> Tensor:
-        return self.norm.weight
+    def rows(self, at: At) -> Iterator[Row]:
+        """Yield the rows of its weight."""
+        return self.norm.rows(at)
 
     def forward(self, heads_TNH: Tensor) -> Tensor:
         """Every rank norms the heads of all, so that the order of the sum does not depend on the number of ranks."""

@@ -16,6 +16,7 @@ With an indexer (DeepSeek-V3.2), a token attends to a selection of positions onl
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +34,7 @@ from moeserve.layers.linear import Linear
 from moeserve.layers.network import AttentionCosts, Build, Network, NetworkConfig, OverTP, Run
 from moeserve.layers.norm import RMSNorm, RowsForm
 from moeserve.layers.rotary import RotaryConfig, TemperatureConfig
+from moeserve.layers.rows import At, Destination, Row, rows_of_heads, some_rows, whole
 from moeserve.layers.weights import QuantizationLimits, Weights
 from moeserve.memory import new_empty
 from moeserve.ops import latent_attention, rows
@@ -243,6 +245,32 @@ class LatentAttention(Network):
             return "plain"
         return "float8" if self.indexer is None and self.head_gates is None else "both"
 
+    def rows(self, at: At) -> Iterator[Row]:
+        config, heads = self.config, self.heads
+        yield at("kv_a_layernorm.weight"), whole(self.latent_norm.weight)
+        yield from self.compress.rows(at.under("kv_a_proj_with_mqa"))
+        yield from self.head_maps.rows(at("kv_b_proj.weight"), config, heads)
+        query_rows, num_query_rows = rows_of_heads(heads, config.query_dim), config.num_heads * config.query_dim
+        if isinstance(self.query, CompressedQuery):
+            yield from self.query.down.rows(at.under("q_a_proj"))
+            yield at("q_a_layernorm.weight"), whole(self.query.norm.weight)
+            up = self.query.up
+            yield at("q_b_proj.weight"), some_rows(up.weight, query_rows, num_query_rows, up.weights)
+        else:
+            yield at("q_proj.weight"), some_rows(self.query.weight, query_rows, num_query_rows, self.query.weights)
+        if self.indexer is not None:
+            yield from self.indexer.rows(at.under("indexer"))
+        if self.learned_temperature is not None:
+            for name, memory_N in self.learned_temperature.memories:
+                yield at(f"ssmax_scaling.{name}"), some_rows(memory_N, heads, config.num_heads)
+        if self.head_gates is not None:
+            gates = self.head_gates
+            yield at("g_proj.weight"), some_rows(gates.weight, heads, config.num_heads, gates.weights)
+        value_columns, num_value_columns = rows_of_heads(heads, config.value_dim), config.num_heads * config.value_dim
+        yield from self.output.summed_rows(
+            at.under("o_proj"), value_columns, num_value_columns, has_bias=config.has_bias
+        )
+
     def forward(self, hidden_TD: Rows, run: Run, cache: LatentCache) -> Tensor:
         config, step, rotations = self.config, run.step, run.rotations
         # The positions that tokens attend to: written by a layer with an indexer, read by a layer without.
@@ -334,6 +362,16 @@ class HeadMaps(nn.Module):
         limits = QuantizationLimits(min_bits=8, cuts=None)
         self.keys = Weights((num_heads, config.latent_size, config.key_dim), context, limits=limits)  # [N, L, K]
         self.values = Weights((num_heads, config.value_dim, config.latent_size), context, limits=limits)  # [N, V, L]
+
+    def rows(self, name: str, config: LatentAttentionConfig, heads: slice) -> Iterator[Row]:
+        """Yield the rows. The tensor is ordered by head: the map [K, L] of the keys, then that [V, L] of the values."""
+        size = config.key_dim + config.value_dim
+        shape = (config.num_heads * size, config.latent_size)
+        for slot, head in enumerate(range(heads.start, heads.stop)):
+            start, middle, stop = head * size, head * size + config.key_dim, (head + 1) * size
+            keys_KL, values_VL = self.keys.open.weight_eOI[slot].T, self.values.open.weight_eOI[slot]
+            yield name, Destination(keys_KL, shape, (slice(start, middle),), self.keys)
+            yield name, Destination(values_VL, shape, (slice(middle, stop),), self.values)
 
     def absorb(self, query_TNK: Tensor, out_TNL: Tensor) -> None:
         """Write vectors whose products with latent vectors are those of the queries with the heads' keys."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from einops import rearrange
@@ -11,6 +12,7 @@ from moeserve.layers.context import ModelContext
 from moeserve.layers.latent.learned_temperature import LearnedTemperature
 from moeserve.layers.linear import Linear
 from moeserve.layers.rotary import RotaryConfig, Rotations
+from moeserve.layers.rows import At, Row, whole
 from moeserve.layers.weights import QuantizationLimits
 from moeserve.ops import indexer, rows
 from moeserve.ops.indexer.interface import ChosenEntries, IndexerRule
@@ -75,6 +77,21 @@ class Indexer(nn.Module):
         self._norm_in_place = row_operations.layer_norm_in_place
         self._apply_rope = row_operations.apply_rope
         self._choose = indexer.make(context.backend, IndexerRule(top_k=top_k))
+
+    def rows(self, at: At) -> Iterator[Row]:
+        """Yield the rows of its weights, which are whole on every rank."""
+        if self.query_norm_weight is not None:
+            assert self.query_norm_bias is not None
+            yield at("q_input_norm.weight"), whole(self.query_norm_weight)
+            yield at("q_input_norm.bias"), whole(self.query_norm_bias)
+        if self.learned_temperature is not None:
+            for name, memory_N in self.learned_temperature.memories:
+                yield at(f"ssmax_scaling.{name}"), whole(memory_N)
+        yield from self.query.rows(at.under("wq_b"))
+        yield from self.key.rows(at.under("wk"))
+        yield at("k_norm.weight"), whole(self.key_norm_weight)
+        yield at("k_norm.bias"), whole(self.key_norm_bias)
+        yield from self.head_weights.rows(at.under("weights_proj"))
 
     def keys(self, hidden_TD: Rows, rotations: Rotations) -> Tensor:
         """Return the keys [T, H] to store."""

@@ -18,6 +18,11 @@ class LearnedTemperature(nn.Module):
         self.weight = context.parameter(num_heads, dtype=torch.float32)
         self.bias = context.parameter(num_heads, dtype=torch.float32)
 
+    @property
+    def memories(self) -> tuple[tuple[str, Tensor], ...]:
+        """The names and the memory of its weights."""
+        return ("s", self.weight), ("b", self.bias)
+
     def forward(self, query_TNH: Tensor, positions_T: Tensor) -> Tensor:
         """Return the scaled queries, computed in float32 and rounded once."""
         # In float64, so that the rounded logarithm does not depend on the place in a vector register.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,7 +16,9 @@ from moeserve.kv.rules import KeepState
 from moeserve.layers.context import ModelContext
 from moeserve.layers.input_share import num_input_chunks, share_inputs
 from moeserve.layers.linear import Linear
+from moeserve.layers.linear_attention.rows import linear_attention_rows
 from moeserve.layers.network import Build, Network, NetworkConfig, OverTP, Run
+from moeserve.layers.rows import At, Row
 from moeserve.layers.state_cache import StateCache
 from moeserve.layers.weights import QuantizationLimits
 from moeserve.ops import convolution as convolution_ops
@@ -165,6 +168,9 @@ class LinearAttention(Network):
             torch.empty(inputs_shape, dtype=self.context.dtype, device=device),
             torch.empty(states_shape, dtype=torch.float32, device=device),
         )
+
+    def rows(self, at: At) -> Iterator[Row]:
+        return linear_attention_rows(at, self)
 
     def forward(self, hidden_TD: Tensor, run: Run, cache: StateCache) -> Tensor:
         assert cache.states is not None

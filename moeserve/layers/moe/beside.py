@@ -13,6 +13,7 @@ from moeserve.layers.dense.network import DenseConfig
 from moeserve.layers.moe.layer import MoEConfig, MoELayer
 from moeserve.layers.network import Build, Network, NetworkConfig, NetworkPart, Run, Stages
 from moeserve.layers.norm import RMSNorm
+from moeserve.layers.rows import At, Row
 from moeserve.ops import rows as row_operations
 
 # t this tp rank's share of a step's tokens, D model width
@@ -31,6 +32,9 @@ class ParallelRows:
 class BesideConfig(NetworkConfig):
     """The shape of a dense network and experts that read the residual stream side by side."""
 
+    name = "mlp"
+    norm_name = "post_attention_layernorm"
+    output_norm_name = "mlp_output_norm"
     has_dense = True
 
     dense: DenseConfig
@@ -58,6 +62,12 @@ class ParallelNorms(nn.Module):
         super().__init__()
         self.dense, self.router, self.experts = (_norm(build) for _ in range(3))
 
+    def rows(self, at: At) -> Iterator[Row]:
+        """Yield the rows of their weights."""
+        yield from self.dense.rows(at)
+        yield from self.router.rows(at.under("router"))
+        yield from self.experts.rows(at.under("experts"))
+
     def after_adding(self, update_tD: Tensor | None, hidden_tD: Tensor) -> tuple[Tensor, ParallelRows]:
         """Return hidden + update (hidden alone if update is None), and that sum normalised."""
         sum_tD, dense_tD = self.dense.after_adding(update_tD, hidden_tD)
@@ -75,6 +85,7 @@ class Beside(Network):
 
     def __init__(self, config: BesideConfig, build: Build) -> None:
         super().__init__()
+        self.hidden_size = build.hidden_size
         self.dense = config.dense.build(build)
         self.experts = config.experts.build(build)
         self.dense_norm, self.experts_norm = _norm(build), _norm(build)
@@ -85,6 +96,12 @@ class Beside(Network):
         yield from self.experts.parts()
         yield NetworkPart("norms", self.dense_norm)
         yield NetworkPart("norms", self.experts_norm)
+
+    def rows(self, at: At) -> Iterator[Row]:
+        yield from self.dense.rows(at)
+        yield from self.experts.rows(at, self.hidden_size**-0.5)  # which divides the inputs of Gemma 4's router
+        yield from self.dense_norm.rows(at.under("dense_output_norm"))
+        yield from self.experts_norm.rows(at.under("experts_output_norm"))
 
     def stages(self, rows: ParallelRows, run: Run, cache: Any) -> Stages[Tensor]:
         dense_tD = self.dense(rows.dense_tD, run, None)

@@ -19,9 +19,11 @@ from moeserve.layers.moe.experts import Experts
 from moeserve.layers.moe.placement.load import ExpertLoad
 from moeserve.layers.moe.placement.placement import Placement
 from moeserve.layers.moe.router import Router, Routing
+from moeserve.layers.moe.rows import expert_rows
 from moeserve.layers.moe.shared import SharedExperts, SharedExpertsConfig
 from moeserve.layers.network import Build, Network, NetworkConfig, NetworkPart, Run, Stages, run_in_turn
 from moeserve.layers.norm import RowsForm
+from moeserve.layers.rows import At, Row
 from moeserve.ops import rows
 from moeserve.ops.routing.interface import RouterConfig
 from moeserve.ops.rows.activations import Activation, SwiGLU
@@ -33,6 +35,10 @@ from moeserve.ops.rows.interface import Rows, plain_rows
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig(NetworkConfig):
     """The shape of one mixture-of-experts layer."""
+
+    name = "mlp"
+    norm_name = "post_attention_layernorm"
+    output_norm_name = "mlp_output_norm"
 
     router: RouterConfig
     expert_width: int
@@ -141,6 +147,20 @@ class MoELayer(Network):
                 yield NetworkPart("latent projections", linear)
         if self.shared_experts is not None:
             yield NetworkPart("shared experts", self.shared_experts)
+
+    def rows(self, at: At, router_factor: float = 1.0) -> Iterator[Row]:
+        """Yield the rows of its weights.
+
+        Args:
+            router_factor: multiplies the stored weights of the router.
+        """
+        yield from self.router.rows(at.under("gate"), router_factor)
+        if self.shared_experts is not None:
+            yield from self.shared_experts.rows(at)
+        for linear, name in ((self.to_latent, "to_latent"), (self.from_latent, "from_latent")):
+            if linear is not None:
+                yield from linear.rows(at.under(name))
+        yield from expert_rows(at.under("experts"), self)
 
     def place(self, placement: Placement) -> None:
         """Switch to a placement with the same slots, whose weights are in them already."""

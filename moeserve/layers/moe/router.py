@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from moeserve.layers.context import ModelContext
+from moeserve.layers.rows import At, Row, whole
 from moeserve.ops import pairs, routing
 from moeserve.ops.routing.interface import RouterConfig
 from moeserve.step_inputs import StepInputs
@@ -43,6 +45,24 @@ class Router(nn.Module):
             self.table = context.parameter(config.table_size, config.top_k, dtype=torch.int64)
         self.gather = pairs.make(context.backend).gather
         self.kernel = routing.make(context.backend, config)
+
+    def rows(self, at: At, factor: float = 1.0) -> Iterator[Row]:
+        """Yield the rows of its weights, which are whole on every rank.
+
+        Args:
+            factor: multiplies the stored weights.
+        """
+        yield at("weight"), whole(self.weight, factor=factor)
+        if self.bias is not None:
+            yield at("bias"), whole(self.bias)
+        if self.correction is not None:
+            name, correction_E = "e_score_correction_bias", self.correction
+            is_matrix = len(at.stored.get(at(name), ())) == 2  # [1, experts]
+            yield at(name), whole(correction_E[None] if is_matrix else correction_E)
+        if self.factors is not None:
+            yield at("per_expert_scale"), whole(self.factors)
+        if self.table is not None:
+            yield at("tid2eid"), whole(self.table)
 
     def forward(self, hidden_TD: Tensor, step: StepInputs | None = None) -> Routing:
         """Route this rank's tokens of a step, which is needed where token ids determine the experts."""

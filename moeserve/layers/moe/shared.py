@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from moeserve.layers.context import ModelContext
 from moeserve.layers.dense.mlp import MLP
 from moeserve.layers.input_share import InputShare
 from moeserve.layers.linear import Linear
+from moeserve.layers.rows import At, Row, whole
 from moeserve.ops import rows
 from moeserve.ops.rows.activations import Activation, SwiGLU
 from moeserve.ops.rows.interface import Rows, plain_rows
@@ -34,6 +36,21 @@ class SharedExperts(nn.Module):
         self.mlp = MLP(hidden_size, InputShare(slice(0, config.width), None), context, config.activation)
         self.gate = Linear(hidden_size, 1, context) if config.is_gated else None
         self.scale = rows.make(context.backend).gate_rows
+
+    def rows(self, at: At) -> Iterator[Row]:
+        """Yield the rows of its weights.
+
+        Args:
+            at: the place of the layer's experts.
+        """
+        own, mlp = at.under("shared_experts"), self.mlp
+        if own.has("gate_up_proj.weight"):  # fused gate and up (Granite)
+            yield own("gate_up_proj.weight"), whole(mlp.gate_up.open.weight_eOI[0], mlp.gate_up)
+            yield from mlp.down.rows(own.under("down_proj"))
+        else:
+            yield from mlp.rows(own, mlp.width.stop)
+        if self.gate is not None:
+            yield from self.gate.rows(at.under("shared_expert_gate"))
 
     def forward(self, hidden_TD: Rows) -> Tensor:
         output_TD = self.mlp(hidden_TD)

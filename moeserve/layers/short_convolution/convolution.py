@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +15,10 @@ from moeserve.layers.context import ModelContext
 from moeserve.layers.input_share import num_input_chunks, share_inputs
 from moeserve.layers.linear import Linear
 from moeserve.layers.network import Build, Network, NetworkConfig, OverTP, Run
+from moeserve.layers.rows import At, Row, some_rows
+from moeserve.layers.rows_of_parts import Part, joined
 from moeserve.layers.state_cache import StateCache
-from moeserve.layers.weights import QuantizationLimits
+from moeserve.layers.weights import QuantizationLimits, Weights
 from moeserve.ops import convolution
 from moeserve.ops.convolution.interface import ConvolutionShape, ConvolutionWeights
 
@@ -95,6 +98,19 @@ class GatedConvolution(Network):
     def make_cache(self, places: Places) -> StateCache:
         shape = (places.num_rows, self.shape.num_taps - 1, self.shape.num_channels)
         return StateCache(torch.empty(shape, dtype=self.context.dtype, device=self.context.device))
+
+    def rows(self, at: At) -> Iterator[Row]:
+        channels, num_channels = self.channels, self.config.num_channels
+        kinds: list[tuple[str, Tensor, Tensor, Weights | None]]
+        kinds = [("weight", self.input.weight, self.taps.T[:, None], self.input.weights)]
+        if self.bias is not None:
+            assert self.input.bias is not None
+            kinds.append(("bias", self.input.bias, self.bias, None))
+        for kind, memory, of_convolution, owner in kinds:
+            gates_and_values = [Part.of_heads(part, channels, num_channels, owner) for part in memory.chunk(3)]
+            yield from joined(at(f"in_proj.{kind}"), gates_and_values)
+            yield at(f"conv.{kind}"), some_rows(of_convolution, channels, num_channels)
+        yield from self.output.summed_rows(at.under("out_proj"), channels, num_channels, has_bias=self.config.has_bias)
 
     def forward(self, hidden_TD: Tensor, run: Run, cache: StateCache) -> Tensor:
         weights = ConvolutionWeights(self.taps, self.bias)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from moeserve.config.needs import Needs
 from moeserve.layers.network import Build
 from moeserve.layers.norm import RMSNorm, RowsForm
+from moeserve.layers.rows import At, Row, whole
 from moeserve.layers.streams.residual import Place
 from moeserve.ops import streams as stream_operations
 from moeserve.ops.streams.interface import StreamsConfig, StreamsWeights
@@ -87,3 +89,8 @@ class HyperConnection(Place):
             return stream.values_TX
         assert stream.coefficients_TC is not None
         return self.kernels.expand(stream.values_TX, update_TD, stream.coefficients_TC)
+
+    def rows(self, at: At, norm_name: str, output_norm_name: str) -> Iterator[Row]:
+        yield from self.norm.rows(at.under(norm_name))
+        for name, memory in (("fn", self.map), ("base", self.base), ("scale", self.scales)):
+            yield at(f"{norm_name}.hc_{name}"), whole(memory)

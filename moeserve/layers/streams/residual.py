@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from moeserve.config.needs import Needs
 from moeserve.layers.network import Build
 from moeserve.layers.norm import LayerNorm, RMSNorm, RowsForm
+from moeserve.layers.rows import At, Row, whole
 from moeserve.ops import rows
 
 # t this tp rank's share of a step's tokens, D model width
@@ -34,6 +36,15 @@ class Place(nn.Module):
 
     def close(self, stream: Any, update_tD: Tensor | None) -> Tensor:
         """Return the stream with the update, for the next pipeline stage."""
+        raise NotImplementedError
+
+    def rows(self, at: At, norm_name: str, output_norm_name: str) -> Iterator[Row]:
+        """Yield the rows of the place of a network.
+
+        Args:
+            at: the place of the layer.
+            norm_name: the name of the norm before the network.
+        """
         raise NotImplementedError
 
 
@@ -125,6 +136,11 @@ class Residual(Place):
         closed_tD: Tensor = self._add(stream_tD, update_tD)  # the bytes of the addition in the next network's norm
         return closed_tD
 
+    def rows(self, at: At, norm_name: str, output_norm_name: str) -> Iterator[Row]:
+        yield from self.norm.rows(at.under(norm_name))
+        if self.output_norm is not None:
+            yield from self.output_norm.rows(at.under(output_norm_name))
+
 
 class ScaledResidual(Residual):
     """The stream is multiplied by a learned number behind the network."""
@@ -138,3 +154,7 @@ class ScaledResidual(Residual):
         if self.output_norm is not None:
             update_tD = self.output_norm(update_tD)
         return self._add_scaled(stream_tD, update_tD, self.factor), None
+
+    def rows(self, at: At, norm_name: str, output_norm_name: str) -> Iterator[Row]:
+        yield from super().rows(at, norm_name, output_norm_name)
+        yield at("layer_scalar"), whole(self.factor)

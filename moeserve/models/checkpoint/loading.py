@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeGuard
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from moeserve.errors import CheckpointError
 from moeserve.layers.moe.router import Router
 from moeserve.layers.norm import RMSNorm
+from moeserve.layers.rows import Destination
 from moeserve.layers.weights import Weights
 from moeserve.machine import shown_bytes
 from moeserve.models.checkpoint.integer_tensors import GroupedTensor
@@ -35,83 +35,6 @@ logger = logging.getLogger(__name__)
 PIECE_VALUES = 2 * 1024 * 1024  # values copied at once, but at least one slice of the first dimension
 DUMMY_STD = 0.02
 DUMMY_MXFP4_SCALE = 127 - 7  # random codes have standard deviation 2.9, times 2**-7
-
-
-@dataclass(frozen=True)
-class Destination:
-    """A part of the model's memory, and the part of a checkpoint's tensor that is copied to it."""
-
-    memory: Tensor  # a view with the elements of the part in order; dimensions may be split further
-    shape: tuple[int, ...]  # shape of the whole tensor in the checkpoint
-    part: tuple[slice, ...]  # slices of the tensor's leading dimensions; other dimensions are complete
-    owner: Weights | None = None  # the weights that own the memory; None: a parameter that is never packed
-    offset: float = 0.0  # added to the checkpoint's values
-    factor: float = 1.0  # multiplies them before
-    mxfp4_scales: Tensor | None = None  # memory for the scales of a matrix in MXFP4; `memory` then gets its codes
-
-    def __post_init__(self) -> None:
-        sizes = [part.stop - part.start for part in self.part]
-        values_of_element = 1 if self.mxfp4_scales is None else 2
-        assert self.memory.numel() * values_of_element == math.prod([*sizes, *self.shape[len(sizes) :]])
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All tensors that are filled."""
-        return [self.memory] if self.mxfp4_scales is None else [self.memory, self.mxfp4_scales]
-
-    @property
-    def is_in_blocks(self) -> bool:
-        """True if the memory holds 8-bit blocks with scales."""
-        return self.owner is not None and self.owner.scales is not None and not self.owner.is_mxfp4
-
-    @property
-    def int4_scales(self) -> Tensor | None:
-        """The memory [rows, groups] for scales if int4 codes are kept, otherwise None."""
-        if self.owner is None or self.owner.int4_scales is None:
-            return None
-        weight_eOI = self.owner.open.weight_eOI
-        row = (self.memory.storage_offset() - weight_eOI.storage_offset()) // weight_eOI.shape[2]
-        num_rows = math.prod(self.memory.shape[:-1])
-        return self.owner.int4_scales.flatten(0, 1)[row : row + num_rows]
-
-    def can_keep_int4(self, tensor: CheckpointTensor, read_rows: ReadRows) -> bool:
-        """Return True if the codes and scales of a checkpoint's tensor can be packed unchanged."""
-        if not isinstance(tensor, GroupedTensor) or self.owner is None or not self.owner.packs:
-            return False
-        is_whole_rows = self.memory.stride()[-2:] == (self.owner.shape[2], 1)
-        first_column = self.part[-1].start if len(self.part) == len(self.shape) else 0
-        chunks = self.owner.open.chunks
-        is_aligned = first_column % INT4_GROUP == 0 and (chunks is None or chunks.size % INT4_GROUP == 0)
-        return is_whole_rows and is_aligned and tensor.has_packed_groups(read_rows)
-
-
-Row = tuple[str, Destination | None]  # a row of the weight mapping: tensor name and destination; None: on other ranks
-
-
-def whole(memory: Tensor, owner: Weights | None = None, offset: float = 0.0, factor: float = 1.0) -> Destination:
-    """Return the destination of a whole tensor."""
-    return Destination(memory, tuple(memory.shape), (), owner, offset, factor)
-
-
-def rows(memory: Tensor, share: slice, num_rows: int, owner: Weights | None = None) -> Destination:
-    """Return the destination of some of a tensor's `num_rows` rows (its first dimension)."""
-    return Destination(memory, (num_rows, *memory.shape[1:]), (share,), owner)
-
-
-def columns(memory: Tensor, share: slice, num_columns: int, owner: Weights | None = None) -> Destination:
-    """Return the destination [rows, columns] of some of a matrix's `num_columns` columns."""
-    return Destination(memory, (memory.shape[0], num_columns), (slice(0, memory.shape[0]), share), owner)
-
-
-def mxfp4_matrix(codes_OI: Tensor, scales_OG: Tensor, owner: Weights) -> Destination:
-    """Return the destination of a whole matrix in MXFP4 whose codes and scales are kept."""
-    shape = codes_OI.shape[0], 2 * codes_OI.shape[1]
-    return Destination(codes_OI, shape, (), owner, mxfp4_scales=scales_OG)
-
-
-def rows_of_heads(share: slice, size: int) -> slice:
-    """Return the rows of a share of heads of `size` rows each."""
-    return slice(share.start * size, share.stop * size)
 
 
 def _none_is_ignored(name: str) -> bool:
@@ -131,6 +54,18 @@ def _do_nothing(place: Destination) -> None:
     return
 
 
+def _can_keep_int4(place: Destination, tensor: CheckpointTensor, read_rows: ReadRows) -> bool:
+    """Return True if the codes and scales of a checkpoint's tensor can be packed unchanged."""
+    owner = place.owner
+    if not isinstance(tensor, GroupedTensor) or owner is None or not owner.packs:
+        return False
+    is_whole_rows = place.memory.stride()[-2:] == (owner.shape[2], 1)
+    first_column = place.part[-1].start if len(place.part) == len(place.shape) else 0
+    chunks = owner.open.chunks
+    is_aligned = first_column % INT4_GROUP == 0 and (chunks is None or chunks.size % INT4_GROUP == 0)
+    return is_whole_rows and is_aligned and tensor.has_packed_groups(read_rows)
+
+
 def keep_int4(checkpoint: Checkpoint, destinations: Destinations) -> None:
     """Prepare weights that a checkpoint stores in int4 to be packed with the same codes and scales.
 
@@ -145,7 +80,9 @@ def keep_int4(checkpoint: Checkpoint, destinations: Destinations) -> None:
             tensor.check()
         for place in places:
             if place.owner is not None and tensor is not None:
-                is_kept[place.owner] = is_kept.get(place.owner, True) and place.can_keep_int4(tensor, shards.read_rows)
+                is_kept[place.owner] = is_kept.get(place.owner, True) and _can_keep_int4(
+                    place, tensor, shards.read_rows
+                )
     for weights in (weights for weights, keeps in is_kept.items() if keeps):
         weights.keep_int4()
 
@@ -233,13 +170,13 @@ def _check_names(checkpoint: Checkpoint, destinations: Destinations, read_rows: 
     """Raise CheckpointError if tensors are missing, or if unused ones could change the model's output."""
     folder, into = checkpoint.folder, destinations.into
     unused = sorted(name for name in checkpoint.names - into.keys() if not destinations.is_ignored(name))
-    if missing := sorted(into.keys() - checkpoint.names):
-        held = f"; it holds {len(unused)} others: {list_names(unused)}" if unused else ""
+    if missing := checkpoint.shown(into.keys() - checkpoint.names):
+        held = f"; it holds {len(unused)} others: {list_names(checkpoint.shown(unused))}" if unused else ""
         raise CheckpointError(
             f"{folder} lacks {len(missing)} tensors that its config.json requires: {list_names(missing)}{held}. "
             "config.json and weights are not of the same model, or the weights are in a form that is not supported"
         )
-    if found := harmful(unused, checkpoint.tensors, destinations.frequencies, read_rows):
+    if found := checkpoint.shown(harmful(unused, checkpoint.tensors, destinations.frequencies, read_rows)):
         if not ignore_unused:
             raise CheckpointError(
                 f"{folder} holds {len(found)} tensors that its config.json does not account for: {list_names(found)}. "
@@ -251,19 +188,19 @@ def _check_names(checkpoint: Checkpoint, destinations: Destinations, read_rows: 
 def _check_tensors(checkpoint: Checkpoint, into: dict[str, list[Destination]]) -> None:
     """Raise CheckpointError if shapes or dtypes do not match the model."""
     for name, places in into.items():
-        tensor = checkpoint.tensors[name]
+        tensor, shown = checkpoint.tensors[name], checkpoint.stored_names.get(name, name)
         tensor.check()
         for place in places:
             if isinstance(tensor, PlainTensor) and tensor.is_integer != (place.memory.dtype == torch.int64):
-                raise CheckpointError(f"{tensor.shard}: tensor {name!r} is {tensor.stored.dtype}, which does not fit")
+                raise CheckpointError(f"{tensor.shard}: tensor {shown!r} is {tensor.stored.dtype}, which does not fit")
             if tensor.shape != place.shape:
                 raise CheckpointError(
-                    f"{tensor.shard}: tensor {name!r} has shape {list(tensor.shape)}, "
+                    f"{tensor.shard}: tensor {shown!r} has shape {list(tensor.shape)}, "
                     f"the model needs {list(place.shape)}"
                 )
             if place.mxfp4_scales is not None and not (isinstance(tensor, Fp4Tensor) and tensor.is_mxfp4):
                 raise CheckpointError(
-                    f"{tensor.shard}: tensor {name!r} is not in mxfp4, as config.json says of experts"
+                    f"{tensor.shard}: tensor {shown!r} is not in mxfp4, as config.json says of experts"
                 )
 
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
+from moeserve.layers.rows import Destination
 from moeserve.layers.weights import Weights
-from moeserve.models.checkpoint.loading import Destination
 
-PACKED_STATE_VERSION = 7
+PACKED_STATE_VERSION = 8
 
 
 class Packer:

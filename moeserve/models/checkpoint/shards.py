@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import re
-from collections.abc import KeysView
-from dataclasses import dataclass
+from collections.abc import Iterable, KeysView
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,13 @@ from moeserve.machine import resource_limits, shown_bytes
 from moeserve.models.checkpoint.tensors import CheckpointTensor, StoredTensor
 from moeserve.models.checkpoint.weight_format import WeightFormat
 from moeserve.models.config_values import read_json
-from moeserve.models.family import DecoderPart
 
 logger = logging.getLogger(__name__)
 
 MAX_NAMES_SHOWN = 5
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 REMAP_BYTES = 256 * 1024 * 1024  # shards are mapped again after this many bytes have been read
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 NUMBERED = re.compile(r"(?P<stem>.+)-(?P<number>\d+)-of-(?P<total>\d+)\.safetensors")
 GGUF_PART = re.compile(r"(?P<stem>.*)-\d{5}-of-(?P<total>\d{5})\.gguf")
 LFS_POINTER = b"version https://git-lfs"
@@ -39,11 +38,22 @@ class Checkpoint:
     tensors: dict[str, CheckpointTensor]
     stored_as: str | None  # description of the encoding; None for weights that are not encoded
     stored_bytes: int  # size of all shards
+    stored_names: dict[str, str] = field(default_factory=dict)  # by translated name; empty: names are as stored
 
     @property
     def names(self) -> KeysView[str]:
         """Names of the tensors."""
         return self.tensors.keys()
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the tensors, by name."""
+        return {name: tensor.shape for name, tensor in self.tensors.items()}
+
+    def shown(self, names: Iterable[str]) -> list[str]:
+        """Return the names under which tensors are stored, sorted. A missing one is named like others of its kind."""
+        kinds = {NUMBER.sub("#", name): stored for name, stored in self.stored_names.items()}
+        return sorted(_shown(name, self.stored_names.get(name), kinds.get(NUMBER.sub("#", name))) for name in names)
 
 
 def open_checkpoint(folder: Path, weight_format: WeightFormat) -> Checkpoint:
@@ -64,23 +74,6 @@ def open_checkpoint(folder: Path, weight_format: WeightFormat) -> Checkpoint:
         files = {tensor.shard for tensor in stored.values()}
     stored_bytes = sum(file.stat().st_size for file in files)
     return Checkpoint(folder, tensors, weight_format.stored_as, stored_bytes)
-
-
-def select_decoder(checkpoint: Checkpoint, part: DecoderPart) -> Checkpoint:
-    """Return the tensors of the decoder, by their names in a checkpoint that holds only the decoder."""
-    tensors: dict[str, CheckpointTensor] = {}
-    num_left_out = 0
-    for name, tensor in checkpoint.tensors.items():
-        if name.startswith(part.left_out):
-            num_left_out += 1
-            continue
-        old, new = next((each for each in part.prefixes if name.startswith(each[0])), ("", ""))
-        own, published = next((each for each in part.own_parts if each[0] in name), ("", ""))
-        renamed = new + name.removeprefix(old)
-        tensors[renamed.replace(own, published) if own else renamed] = tensor
-    if num_left_out:
-        logger.info("%s: %d tensors that are not the decoder's are not loaded", checkpoint.folder, num_left_out)
-    return dataclasses.replace(checkpoint, tensors=tensors)
 
 
 def has_shards(folder: Path) -> bool:
@@ -217,6 +210,17 @@ def open_shard(shard: Path) -> safe_open:
         raise CheckpointError(
             f"{shard} is damaged or incomplete ({shard.stat().st_size} bytes: {error}); fetch it again"
         ) from None
+
+
+def _shown(name: str, stored: str | None, other: str | None) -> str:
+    """Return the stored name of a tensor, or that of another of its kind with its numbers."""
+    if stored is not None or other is None:
+        return stored or name
+    numbers = NUMBER.findall(name)
+    if len(numbers) != len(NUMBER.findall(other)):
+        return name
+    rest = iter(numbers)
+    return NUMBER.sub(lambda _: next(rest), other)
 
 
 def list_names(names: list[str]) -> str:

@@ -6,16 +6,17 @@ from pathlib import Path
 
 import torch
 
-from moeserve.models.checkpoint.shards import has_shards, open_checkpoint, open_shard, select_decoder
+from moeserve.models.checkpoint.names import Translation
+from moeserve.models.checkpoint.shards import has_shards, open_checkpoint, open_shard
 from moeserve.models.checkpoint.tensors import PlainTensor, StoredTensor
 from moeserve.models.checkpoint.weight_format import WeightFormat
-from moeserve.models.family import DecoderPart
+from moeserve.models.family import Family
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 ROWS_AT_ONCE = 4096
 
 
-def stored_head_is_tied(folder: Path, weight_format: WeightFormat, part: DecoderPart | None) -> bool | None:
+def stored_head_is_tied(folder: Path, weight_format: WeightFormat, family: Family) -> bool | None:
     """Return True if a checkpoint stores no head, or one that equals the embedding; None if it stores no weights.
 
     Some configs say that the head is the embedding although another one is stored: wrappers of several models write
@@ -26,10 +27,9 @@ def stored_head_is_tied(folder: Path, weight_format: WeightFormat, part: Decoder
     """
     if weight_format.is_gguf or not has_shards(folder):
         return None
-    checkpoint = open_checkpoint(folder, weight_format)
-    if part is not None:
-        checkpoint = select_decoder(checkpoint, part)
-    head, embedding = (checkpoint.tensors.get(name) for name in (HEAD, EMBEDDING))
+    translation, stored = Translation(family, 0), open_checkpoint(folder, weight_format).tensors
+    tensors = {translation(name): tensor for name, tensor in stored.items()}
+    head, embedding = (tensors.get(name) for name in (HEAD, EMBEDDING))
     if head is None:
         return True
     if not isinstance(head, PlainTensor) or not isinstance(embedding, PlainTensor):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from moeserve.layers.latent.attention import LatentAttentionConfig
 from moeserve.layers.linear_attention.attention import LinearAttentionConfig
 from moeserve.models.config_values import ConfigValues
-from moeserve.models.families.kimi_linear import CONVOLUTIONS, LAYER_TYPES, read_experts
-from moeserve.models.family import AttentionNames, DecoderPart, Family, LayerNames, LinearAttentionNames, MoENames
+from moeserve.models.families.kimi_linear import LAYER_TYPES, read_experts
+from moeserve.models.family import Family
 from moeserve.models.fields import read_listed_dense, read_model, read_num_layers
 from moeserve.models.model_config import Layer, ModelConfig
 from moeserve.ops.convolution.interface import MAX_TAPS
@@ -69,30 +69,12 @@ BAILING_HYBRID = Family(
     architecture="BailingHybridForCausalLM",
     model_type="bailing_hybrid",
     read=read,
-    names=(MoENames(correction="mlp.gate.expert_bias"),),
-    attention_names=AttentionNames(output="dense"),
-    linear_attention_names=LinearAttentionNames(
-        projections=(
-            ("q_proj", ("query",)),
-            ("k_proj", ("key",)),
-            ("v_proj", ("value",)),
-            ("g_proj", ("gate",)),
-            ("b_proj", ("rate",)),
-            ("f_proj", ("decay",)),
-        ),
-        convolutions=CONVOLUTIONS,
-        joined_convolution="conv1d",
-        norm="o_norm",
-        output="dense",
-    ),
-    layer_names=LayerNames(attention="attention", recurrent="attention"),
-    decoder_part=DecoderPart(
-        prefixes=(("model.word_embeddings.", "model.embed_tokens."),),
-        own_parts=(
-            (".self_attn.o_proj.", ".attention.dense."),
-            (".self_attn.forget_gate.", ".attention."),
-            (".self_attn.", ".attention."),
-            (".mlp.gate.e_score_correction_bias", ".mlp.gate.expert_bias"),
-        ),
+    names=(
+        (r"^model\.word_embeddings\.", "model.embed_tokens."),
+        (r"\.attention\.dense\.", ".self_attn.o_proj."),
+        (r"\.attention\.", ".self_attn."),
+        (r"\.self_attn\.forget_gate\.", ".self_attn."),
+        (r"\.self_attn\.o_norm\.", ".self_attn.norm."),
+        (r"\.mlp\.gate\.expert_bias$", ".mlp.gate.e_score_correction_bias"),
     ),
 )

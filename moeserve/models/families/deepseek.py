@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from moeserve.layers.moe.layer import MoEConfig
 from moeserve.models.config_values import ConfigValues
-from moeserve.models.family import DecoderPart, Family
+from moeserve.models.family import WRAPPED, Family
 from moeserve.models.fields import (
     read_corrected_router,
     read_grouped_router,
@@ -54,24 +54,15 @@ def _read(config: ConfigValues, router: RouterConfig, *, is_interleaved: bool) -
     return read_model(config, layers)
 
 
-# Kimi-K2.5 is Kimi-K2, which is DeepSeek-V3, with a model for images.
-KIMI_K25_PART = DecoderPart(
-    prefixes=(
-        ("language_model.model.blocks.", "model.layers."),  # as transformers 5 saves them
-        ("language_model.lm_head.", "lm_head."),
-        ("language_model.", ""),
-        ("model.language_model.", "model."),  # as transformers names them in memory
-    ),
-    left_out=("vision_tower.", "mm_projector.", "model.vision_tower.", "model.mm_projector."),
-)
-
 DEEPSEEK_V2 = Family(name="DeepSeek-V2", architecture="DeepseekV2ForCausalLM", model_type="deepseek_v2", read=read_v2)
 DEEPSEEK_V3 = Family(name="DeepSeek-V3", architecture="DeepseekV3ForCausalLM", model_type="deepseek_v3", read=read_v3)
+# Kimi-K2.5 is Kimi-K2, which is DeepSeek-V3, with a model for images.
 KIMI_K25 = Family(
     name="Kimi-K2.5",
     architecture="KimiK25ForConditionalGeneration",
     model_type="deepseek_v3",
     other_architectures=("Kimi_K25ForConditionalGeneration",),
     read=read_v3,
-    decoder_part=KIMI_K25_PART,
+    wrapped=((r"^language_model\.model\.blocks\.", "model.layers."), *WRAPPED),
+    left_out=("vision_tower.", "mm_projector."),
 )

@@ -11,7 +11,7 @@ from moeserve.layers.moe.shared import SharedExpertsConfig
 from moeserve.layers.rotary import RotaryConfig
 from moeserve.layers.streams.hyper_connections import HyperStreams
 from moeserve.models.config_values import ConfigValues
-from moeserve.models.family import DecoderPart, Family, LayerNames, MoENames
+from moeserve.models.family import W123, Family
 from moeserve.models.fields import read_model, read_num_experts, read_num_layers, read_width
 from moeserve.models.model_config import Layer, ModelConfig
 from moeserve.ops.routing.interface import RouterConfig
@@ -147,64 +147,37 @@ def _read_experts(config: ConfigValues) -> MoEConfig:
     )
 
 
-PARTS = ("w1", "w3", "w2")  # gate, up, down
-
+COMPRESSOR = ((r"kv_proj\.", "wkv."), (r"gate_proj\.", "wgate."), (r"kv_norm\.", "norm."), (r"position_bias$", "ape"))
 DEEPSEEK_V4 = Family(
     name="DeepSeek-V4",
     architecture="DeepseekV4ForCausalLM",
     model_type="deepseek_v4",
     read=read,
+    left_out=("mtp.",),
     names=(
-        MoENames(
-            router="ffn.gate",
-            correction="ffn.gate.bias",
-            table="ffn.gate.tid2eid",
-            experts="ffn.experts",
-            gate=PARTS[0],
-            up=PARTS[1],
-            down=PARTS[2],
-            shared="ffn.shared_experts",
-            shared_parts=PARTS,
-        ),
-    ),
-    layer_names=LayerNames(mixer_norm="attn_norm", feed_forward_norm="ffn_norm", attention="attn"),
-    decoder_part=DecoderPart(
-        prefixes=(
-            ("layers.", "model.layers."),
-            ("embed.", "model.embed_tokens."),
-            ("norm.", "model.norm."),
-            ("head.", "lm_head."),
-            ("hc_head_", "model.hc_head.hc_"),
-        ),
-        left_out=("mtp.",),
-        own_parts=(
-            (".input_layernorm.", ".attn_norm."),
-            (".post_attention_layernorm.", ".ffn_norm."),
-            (".attn_hc.", ".hc_attn_"),
-            (".ffn_hc.", ".hc_ffn_"),
-            (".self_attn.q_a_proj.", ".attn.wq_a."),
-            (".self_attn.q_a_norm.", ".attn.q_norm."),
-            (".self_attn.q_b_proj.", ".attn.wq_b."),
-            (".self_attn.kv_proj.", ".attn.wkv."),
-            (".self_attn.kv_norm.", ".attn.kv_norm."),
-            (".self_attn.o_a_proj.", ".attn.wo_a."),
-            (".self_attn.o_b_proj.", ".attn.wo_b."),
-            (".self_attn.sinks", ".attn.attn_sink"),
-            (".self_attn.compressor.indexer.q_b_proj.", ".attn.indexer.wq_b."),
-            (".self_attn.compressor.indexer.scorer.weights_proj.", ".attn.indexer.weights_proj."),
-            (".self_attn.compressor.indexer.kv_proj.", ".attn.indexer.compressor.wkv."),
-            (".self_attn.compressor.indexer.gate_proj.", ".attn.indexer.compressor.wgate."),
-            (".self_attn.compressor.indexer.kv_norm.", ".attn.indexer.compressor.norm."),
-            (".self_attn.compressor.indexer.position_bias", ".attn.indexer.compressor.ape"),
-            (".self_attn.compressor.kv_proj.", ".attn.compressor.wkv."),
-            (".self_attn.compressor.gate_proj.", ".attn.compressor.wgate."),
-            (".self_attn.compressor.kv_norm.", ".attn.compressor.norm."),
-            (".self_attn.compressor.position_bias", ".attn.compressor.ape"),
-            (".mlp.gate.e_score_correction_bias", ".ffn.gate.bias"),
-            (".mlp.shared_experts.gate_proj.", ".ffn.shared_experts.w1."),
-            (".mlp.shared_experts.up_proj.", ".ffn.shared_experts.w3."),
-            (".mlp.shared_experts.down_proj.", ".ffn.shared_experts.w2."),
-            (".mlp.", ".ffn."),
-        ),
+        (r"^layers\.", "model.layers."),
+        (r"^embed\.", "model.embed_tokens."),
+        (r"^norm\.", "model.norm."),
+        (r"^head\.", "lm_head."),
+        (r"^(?:model\.hc_head\.hc|hc_head)_", "model.norm.hc_"),
+        (r"\.(?:hc_attn_|attn_hc\.)", ".input_layernorm.hc_"),
+        (r"\.(?:hc_ffn_|ffn_hc\.)", ".post_attention_layernorm.hc_"),
+        (r"\.attn_norm\.", ".input_layernorm."),
+        (r"\.ffn_norm\.", ".post_attention_layernorm."),
+        (r"\.attn\.", ".self_attn."),
+        # transformers' own form
+        (r"\.self_attn\.compressor\.indexer\.(?:scorer\.)?", ".self_attn.indexer."),
+        *((rf"\.self_attn\.compressor\.{old}", f".self_attn.compressor.{new}") for old, new in COMPRESSOR),
+        *((rf"\.self_attn\.indexer\.{old}", f".self_attn.indexer.compressor.{new}") for old, new in COMPRESSOR),
+        (r"\.q_a_proj\.", ".wq_a."),
+        (r"\.q_a_norm\.", ".q_norm."),
+        (r"\.q_b_proj\.", ".wq_b."),
+        (r"\.self_attn\.kv_proj\.", ".self_attn.wkv."),
+        (r"\.self_attn\.norm\.", ".self_attn.kv_norm."),
+        (r"\.o_([ab])_proj\.", r".wo_\1."),
+        (r"\.self_attn\.sinks$", ".self_attn.attn_sink"),
+        (r"\.ffn\.", ".mlp."),
+        (r"\.mlp\.gate\.bias$", ".mlp.gate.e_score_correction_bias"),
+        *W123,
     ),
 )

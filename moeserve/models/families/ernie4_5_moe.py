@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from moeserve.layers.dense.network import DenseConfig
 from moeserve.layers.moe.layer import MoEConfig
 from moeserve.layers.moe.shared import SharedExpertsConfig
 from moeserve.models.config_values import ConfigValues
-from moeserve.models.family import DecoderPart, DraftNames, Family, MoENames
+from moeserve.models.family import Family
 from moeserve.models.fields import (
     feed_forwards_of,
     read_attention,
@@ -33,7 +35,8 @@ def read(config: ConfigValues) -> ModelConfig:
     attention = read_attention(config, is_interleaved=True)
     layers = [Layer.of(attention, feed_forward) for feed_forward in feed_forwards_of(config, moe, _read_dense(config))]
     dense = DenseConfig(width=read_width(config, "intermediate_size"))
-    return with_draft_layer(read_model(config, layers), Layer.of(attention, dense))
+    model = dataclasses.replace(read_model(config, layers), draft_shares_norm=True)
+    return with_draft_layer(model, Layer.of(attention, dense))
 
 
 def _read_dense(config: ConfigValues) -> list[bool]:
@@ -52,17 +55,11 @@ ERNIE4_5_MOE = Family(
     model_type="ernie4_5_moe",
     read=read,
     names=(
-        MoENames(correction="mlp.moe_statics.e_score_correction_bias", is_correction_matrix=True),
-        # As transformers 5 saves its own form.
-        MoENames(correction="mlp.gate.moe_statics.e_score_correction_bias", is_correction_matrix=True),
+        (r"\.mlp\.(?:gate\.)?moe_statics\.", ".mlp.gate."),
+        (r"^model\.mtp_block\.0\.", "draft.layer."),
+        (r"^model\.mtp_emb_norm\.0\.", "draft.embedding_norm."),
+        (r"^model\.mtp_hidden_norm\.0\.", "draft.hidden_norm."),
+        (r"^model\.mtp_linear_proj\.0\.", "draft.projection."),
+        (r"^model\.mtp_", "draft.copy."),
     ),
-    draft_names=DraftNames(
-        layer="model.mtp_block.0",
-        embedding_norm="model.mtp_emb_norm.0",
-        hidden_norm="model.mtp_hidden_norm.0",
-        projection="model.mtp_linear_proj.0",
-        norm="model.norm",  # that of the decoder
-        copies=(),
-    ),
-    decoder_part=DecoderPart(left_out=("model.mtp_",)),  # multi-token prediction
 )

@@ -10,7 +10,7 @@ from moeserve.layers.grouped_query.attention import AttentionConfig
 from moeserve.layers.moe.beside import BesideConfig
 from moeserve.layers.moe.layer import MoEConfig
 from moeserve.models.config_values import ConfigValues
-from moeserve.models.family import DecoderPart, Family, LayerNames, MoENames
+from moeserve.models.family import Family
 from moeserve.models.fields import (
     LAYER_TYPES,
     read_attention,
@@ -78,27 +78,24 @@ def _read_attention(config: ConfigValues, index: int, is_windowed: bool) -> Atte
     )
 
 
-LAYER_NAMES = LayerNames(
-    mixer_output_norm="post_attention_layernorm",
-    feed_forward_norm="pre_feedforward_layernorm",
-    feed_forward_output_norm="post_feedforward_layernorm",
-    factor="layer_scalar",
-    router_norm="router.scale",
-    experts_norm="pre_feedforward_layernorm_2",
-    dense_output_norm="post_feedforward_layernorm_1",
-    experts_output_norm="post_feedforward_layernorm_2",
-)
-LEFT_OUT = ("vision_tower.", "embed_vision.", "audio_tower.", "embed_audio.")
 GEMMA4 = Family(
     name="Gemma 4",
     architecture="Gemma4ForConditionalGeneration",
     model_type="gemma4_text",
     other_architectures=("Gemma4ForCausalLM",),
     read=read,
-    names=(MoENames(router="router.proj", experts="experts", factors="router.per_expert_scale"),),
-    layer_names=LAYER_NAMES,
-    decoder_part=DecoderPart(
-        prefixes=(("model.language_model.", "model."),),
-        left_out=(*LEFT_OUT, *(f"model.{name}" for name in LEFT_OUT)),
+    wrapped=((r"^model\.language_model\.", "model."),),
+    left_out=("vision_tower.", "embed_vision.", "audio_tower.", "embed_audio."),
+    names=(
+        (r"\.post_attention_layernorm\.", ".self_attn_output_norm."),
+        (r"\.pre_feedforward_layernorm\.", ".post_attention_layernorm."),
+        (r"\.router\.scale$", ".post_attention_layernorm.router.weight"),
+        (r"\.pre_feedforward_layernorm_2\.", ".post_attention_layernorm.experts."),
+        (r"\.post_feedforward_layernorm_1\.", ".mlp.dense_output_norm."),
+        (r"\.post_feedforward_layernorm_2\.", ".mlp.experts_output_norm."),
+        (r"\.post_feedforward_layernorm\.", ".mlp_output_norm."),
+        (r"\.router\.proj\.", ".mlp.gate."),
+        (r"\.router\.per_expert_scale$", ".mlp.gate.per_expert_scale"),
+        (r"(\blayers\.[^.]+)\.experts\.", r"\1.mlp.experts."),
     ),
 )

@@ -38,10 +38,6 @@ def read(config: ConfigValues) -> ModelConfig:
 
 
 GLM4_MOE = Family(name="GLM-4 MoE", architecture="Glm4MoeForCausalLM", model_type="glm4_moe", read=read)
-GLM4V_MOE = Family(
-    name="GLM-4.5V",
-    architecture="Glm4vMoeForConditionalGeneration",
-    model_type="glm4v_moe_text",
-    read=read,
-    decoder_part=inside_other_model(),
+GLM4V_MOE = inside_other_model(
+    Family(name="GLM-4.5V", architecture="Glm4vMoeForConditionalGeneration", model_type="glm4v_moe_text", read=read)
 )

@@ -6,7 +6,7 @@ import dataclasses
 
 from moeserve.layers.moe.layer import MoEConfig
 from moeserve.models.config_values import ConfigValues
-from moeserve.models.family import Family, MoENames
+from moeserve.models.family import Family
 from moeserve.models.fields import (
     LAYER_TYPES,
     read_attention,
@@ -44,5 +44,8 @@ GPT_OSS = Family(
     architecture="GptOssForCausalLM",
     model_type="gpt_oss",
     read=read,
-    names=(MoENames(router="mlp.router", is_interleaved=True),),
+    names=(
+        (r"\.mlp\.router\.", ".mlp.gate."),
+        (r"\.mlp\.experts\.(?=(?:gate_up|down)_proj)", ".mlp.experts.interleaved."),
+    ),
 )

@@ -8,7 +8,7 @@ from typing import Any
 from moeserve.layers.moe.layer import MoEConfig
 from moeserve.layers.moe.shared import SharedExpertsConfig
 from moeserve.models.config_values import ConfigValues
-from moeserve.models.family import Family, MoENames
+from moeserve.models.family import Family
 from moeserve.models.fields import read_attention, read_model, read_num_experts, read_num_layers, read_width
 from moeserve.models.model_config import Layer, ModelConfig
 from moeserve.ops.routing.interface import RouterConfig
@@ -52,28 +52,21 @@ def _read(config: ConfigValues, shared: SharedExpertsConfig | None, **settings: 
     )
 
 
-NAMES = MoENames(
-    router="block_sparse_moe.router.layer",
-    experts="block_sparse_moe",
-    fused=("input_linear.weight", "output_linear.weight"),
-    shared="shared_mlp",
-    shared_fused=("input_linear", "output_linear"),
+NAMES = (
+    (r"\.block_sparse_moe\.router\.(?:layer\.)?", ".mlp.gate."),
+    (r"\.block_sparse_moe\.input_linear\.weight$", ".mlp.experts.gate_up_proj"),
+    (r"\.block_sparse_moe\.output_linear\.weight$", ".mlp.experts.down_proj"),
+    (r"\.block_sparse_moe\.", ".mlp."),  # as transformers 5 saves its own form
+    (r"\.shared_mlp\.input_linear\.", ".mlp.shared_experts.gate_up_proj."),
+    (r"\.shared_mlp\.output_linear\.", ".mlp.shared_experts.down_proj."),
 )
-# As transformers 5 saves its own form.
-NAMES_OF_TRANSFORMERS = dataclasses.replace(
-    NAMES,
-    router="block_sparse_moe.router",
-    experts="block_sparse_moe.experts",
-    fused=("gate_up_proj", "down_proj"),
-)
-ALL_NAMES = (NAMES, NAMES_OF_TRANSFORMERS)
 GRANITE_MOE = Family(
-    name="Granite MoE", architecture="GraniteMoeForCausalLM", model_type="granitemoe", read=read, names=ALL_NAMES
+    name="Granite MoE", architecture="GraniteMoeForCausalLM", model_type="granitemoe", read=read, names=NAMES
 )
 GRANITE_MOE_SHARED = Family(
     name="Granite MoE",
     architecture="GraniteMoeSharedForCausalLM",
     model_type="granitemoeshared",
     read=read_with_shared,
-    names=ALL_NAMES,
+    names=NAMES,
 )

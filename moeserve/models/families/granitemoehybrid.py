@@ -7,8 +7,8 @@ import dataclasses
 from moeserve.layers.linear_attention.attention import LinearAttentionConfig
 from moeserve.layers.rotary import NO_ROTARY
 from moeserve.models.config_values import ConfigValues
-from moeserve.models.families.granitemoe import ALL_NAMES, read_with_shared
-from moeserve.models.family import MAMBA2_NAMES, Family, LayerNames
+from moeserve.models.families.granitemoe import NAMES, read_with_shared
+from moeserve.models.family import Family
 from moeserve.models.fields import read_hidden_size, read_step_limit
 from moeserve.models.model_config import Layer, ModelConfig
 from moeserve.ops.convolution.interface import MAX_TAPS
@@ -63,7 +63,5 @@ GRANITE_MOE_HYBRID = Family(
     architecture="GraniteMoeHybridForCausalLM",
     model_type="granitemoehybrid",
     read=read,
-    names=ALL_NAMES,
-    linear_attention_names=MAMBA2_NAMES,
-    layer_names=LayerNames(recurrent="mamba"),
+    names=(*NAMES, (r"\.mamba\.out_proj\.", ".self_attn.o_proj."), (r"\.mamba\.", ".self_attn.")),
 )

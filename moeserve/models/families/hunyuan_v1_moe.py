@@ -8,7 +8,7 @@ from moeserve.layers.moe.layer import MoEConfig
 from moeserve.layers.moe.shared import SharedExpertsConfig
 from moeserve.layers.rotary import NtkScaling, RotaryConfig
 from moeserve.models.config_values import ConfigValues
-from moeserve.models.family import AttentionNames, Family, MoENames
+from moeserve.models.family import Family
 from moeserve.models.fields import read_attention, read_model, read_num_experts, read_num_layers, read_width
 from moeserve.models.model_config import Layer, ModelConfig
 from moeserve.ops.routing.interface import RouterConfig
@@ -68,6 +68,10 @@ HUNYUAN_V1_MOE = Family(
     architecture="HunYuanMoEV1ForCausalLM",
     model_type="hunyuan_v1_moe",
     read=read,
-    names=(MoENames(router="mlp.gate.wg", shared="mlp.shared_mlp"),),
-    attention_names=AttentionNames(query_norm="query_layernorm", key_norm="key_layernorm"),
+    names=(
+        (r"\.mlp\.gate\.wg\.", ".mlp.gate."),
+        (r"\.mlp\.shared_mlp\.", ".mlp.shared_experts."),
+        (r"\.self_attn\.query_layernorm\.", ".self_attn.q_norm."),
+        (r"\.self_attn\.key_layernorm\.", ".self_attn.k_norm."),
+    ),
 )

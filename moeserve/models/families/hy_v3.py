@@ -5,7 +5,7 @@ from __future__ import annotations
 from moeserve.layers.moe.layer import MoEConfig
 from moeserve.layers.moe.shared import SharedExpertsConfig
 from moeserve.models.config_values import ConfigValues
-from moeserve.models.family import DraftNames, Family, MoENames
+from moeserve.models.family import Family
 from moeserve.models.fields import (
     read_attention,
     read_listed_dense,
@@ -49,11 +49,9 @@ HY_V3 = Family(
     model_type="hy_v3",
     read=read,
     names=(
-        MoENames(router="mlp.router.gate", correction="mlp.expert_bias", shared="mlp.shared_mlp"),
-        MoENames(correction="mlp.e_score_correction_bias"),  # as transformers 5 saves its own form
-    ),
-    draft_names=DraftNames(
-        norm="model.layers.{number}.final_layernorm",
-        copies=("model.layers.{number}.embed_tokens.weight", "model.layers.{number}.shared_head.weight"),
+        (r"\.mlp\.router\.gate\.", ".mlp.gate."),
+        (r"\.mlp\.(?:expert_bias|e_score_correction_bias)$", ".mlp.gate.e_score_correction_bias"),
+        (r"\.mlp\.shared_mlp\.", ".mlp.shared_experts."),
+        (r"^model\.layers\.draft\.final_layernorm\.", "draft.norm."),
     ),
 )

@@ -8,7 +8,7 @@ from moeserve.layers.moe.layer import MoEConfig
 from moeserve.layers.moe.shared import SharedExpertsConfig
 from moeserve.layers.rotary import NoScaling, RotaryConfig
 from moeserve.models.config_values import ConfigValues
-from moeserve.models.family import DecoderPart, Family, LayerNames, LinearAttentionNames, LinearAttentionPart, MoENames
+from moeserve.models.family import BLOCK_SPARSE, Family
 from moeserve.models.fields import (
     read_groups,
     read_listed_dense,
@@ -112,49 +112,15 @@ def _read_is_full(config: ConfigValues) -> list[bool]:
     return [number in full for number in range(1, num_layers + 1)]
 
 
-CONVOLUTIONS: tuple[tuple[str, tuple[LinearAttentionPart, ...]], ...] = (
-    ("q_conv1d", ("query",)),
-    ("k_conv1d", ("key",)),
-    ("v_conv1d", ("value",)),
-)
 KIMI_LINEAR = Family(
     name="Kimi-Linear",
     architecture="KimiLinearForCausalLM",
     model_type="kimi_linear",
     read=read,
     names=(
-        MoENames(
-            router="block_sparse_moe.gate",
-            correction="block_sparse_moe.gate.e_score_correction_bias",
-            experts="block_sparse_moe.experts",
-            gate="w1",
-            up="w3",
-            down="w2",
-            shared="block_sparse_moe.shared_experts",
-        ),
-        MoENames(),  # as transformers 5 saves its own form
-    ),
-    linear_attention_names=LinearAttentionNames(
-        projections=(
-            ("q_proj", ("query",)),
-            ("k_proj", ("key",)),
-            ("v_proj", ("value",)),
-            ("g_b_proj", ("gate",)),
-            ("b_proj", ("rate",)),
-            ("f_b_proj", ("decay",)),
-        ),
-        convolutions=CONVOLUTIONS,
-        joined_convolution="conv1d",
-        log_decay_dims=(2, 1),
-        norm="o_norm",
-        output="o_proj",
-    ),
-    layer_names=LayerNames(recurrent="self_attn"),
-    decoder_part=DecoderPart(
-        own_parts=(
-            (".self_attn.forget_gate.", ".self_attn."),
-            # transformers also renames dense networks when it saves the published form.
-            *((f".block_sparse_moe.{part}_proj.", f".mlp.{part}_proj.") for part in ("gate", "up", "down")),
-        )
+        (r"\.self_attn\.forget_gate\.", ".self_attn."),
+        (r"\.self_attn\.([fg])_b_proj\.", r".self_attn.\1_proj."),
+        (r"\.self_attn\.o_norm\.", ".self_attn.norm."),
+        *BLOCK_SPARSE,
     ),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from moeserve.layers.moe.layer import MoEConfig
 from moeserve.layers.short_convolution.convolution import ShortConvolutionConfig
 from moeserve.models.config_values import ConfigValues
-from moeserve.models.family import AttentionNames, DecoderPart, Family, LayerNames, MoENames
+from moeserve.models.family import W123, Family
 from moeserve.models.fields import (
     feed_forwards_of,
     read_attention,
@@ -60,22 +60,14 @@ LFM2_MOE = Family(
     model_type="lfm2_moe",
     read=read,
     names=(
-        MoENames(
-            router="feed_forward.gate",
-            correction="feed_forward.expert_bias",
-            experts="feed_forward.experts",
-            gate="w1",
-            up="w3",
-            down="w2",
-        ),
+        (r"^model\.embedding_norm\.", "model.norm."),
+        (r"\.operator_norm\.", ".input_layernorm."),
+        (r"\.ffn_norm\.", ".post_attention_layernorm."),
+        (r"\.self_attn\.out_proj\.", ".self_attn.o_proj."),
+        (r"\.self_attn\.([qk])_layernorm\.", r".self_attn.\1_norm."),
+        (r"(\blayers\.[^.]+)\.conv\.", r"\1.self_attn."),
+        (r"\.feed_forward\.expert_bias$", ".mlp.gate.e_score_correction_bias"),
+        (r"\.feed_forward\.", ".mlp."),
+        *W123,
     ),
-    attention_names=AttentionNames(query_norm="q_layernorm", key_norm="k_layernorm", output="out_proj"),
-    layer_names=LayerNames(
-        mixer_norm="operator_norm",
-        feed_forward_norm="ffn_norm",
-        recurrent="conv",
-        dense="feed_forward",
-        dense_matrices=("w1", "w3", "w2"),
-    ),
-    decoder_part=DecoderPart(prefixes=(("model.embedding_norm.", "model.norm."),), left_out=()),
 )

@@ -8,7 +8,7 @@ from moeserve.layers.moe.layer import MoEConfig
 from moeserve.layers.moe.shared import SharedExpertsConfig
 from moeserve.layers.rotary import NO_ROTARY, TemperatureConfig
 from moeserve.models.config_values import ConfigValues
-from moeserve.models.family import DecoderPart, Family, LayerNames, MoENames
+from moeserve.models.family import Family
 from moeserve.models.fields import (
     feed_forwards_of,
     read_attention,
@@ -96,17 +96,12 @@ LLAMA4 = Family(
     model_type="llama4_text",
     other_architectures=("Llama4ForCausalLM",),
     read=read,
+    wrapped=((r"^language_model\.", ""),),
+    left_out=("vision_model.", "multi_modal_projector."),
     names=(
-        MoENames(
-            router="feed_forward.router",
-            experts="feed_forward.experts",
-            is_transposed=True,
-            shared="feed_forward.shared_expert",
-        ),
-    ),
-    layer_names=LayerNames(dense="feed_forward"),
-    decoder_part=DecoderPart(
-        prefixes=(("language_model.", ""),),
-        left_out=("vision_model.", "multi_modal_projector."),
+        (r"\.feed_forward\.router\.", ".mlp.gate."),
+        (r"\.feed_forward\.shared_expert\.", ".mlp.shared_experts."),
+        (r"\.feed_forward\.experts\.(?=(?:gate_up|down)_proj)", ".mlp.experts.transposed."),
+        (r"\.feed_forward\.", ".mlp."),
     ),
 )

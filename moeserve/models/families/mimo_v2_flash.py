@@ -8,7 +8,7 @@ from moeserve.layers.dense.network import DenseConfig
 from moeserve.layers.grouped_query.attention import AttentionConfig
 from moeserve.layers.moe.layer import MoEConfig
 from moeserve.models.config_values import ConfigValues
-from moeserve.models.family import AttentionNames, DecoderPart, DraftNames, Family
+from moeserve.models.family import Family
 from moeserve.models.fields import (
     LAYER_TYPES,
     feed_forwards_of,
@@ -104,25 +104,20 @@ def _read_window(config: ConfigValues) -> int:
     return config.integer("sliding_window") if others is None else others + 1
 
 
-MTP = "model.mtp.layers"
+MTP = r"^model\.mtp\.layers\.0\."
 MIMO_V2_FLASH = Family(
     name="MiMo-V2-Flash",
     architecture="MiMoV2FlashForCausalLM",
     model_type="mimo_v2_flash",
     read=read,
-    attention_names=AttentionNames(sinks="attention_sink_bias"),
-    draft_names=DraftNames(
-        layer=f"{MTP}.0",
-        embedding_norm=f"{MTP}.0.enorm",
-        hidden_norm=f"{MTP}.0.hnorm",
-        projection=f"{MTP}.0.eh_proj",
-        norm=f"{MTP}.0.final_layernorm",
-        copies=(),
-    ),
-    # The norm before the network of an MTP layer has two names. Only one of the three MTP layers is used for drafting.
-    decoder_part=DecoderPart(
-        prefixes=((f"{MTP}.0.pre_mlp_layernorm.", f"{MTP}.0.post_attention_layernorm."),),
-        left_out=(f"{MTP}.0", f"{MTP}.1", f"{MTP}.2"),
-        own_parts=((".self_attn.sinks", ".self_attn.attention_sink_bias"),),
+    names=(
+        (r"\.self_attn\.attention_sink_bias$", ".self_attn.sinks"),
+        (rf"{MTP}enorm\.", "draft.embedding_norm."),
+        (rf"{MTP}hnorm\.", "draft.hidden_norm."),
+        (rf"{MTP}eh_proj\.", "draft.projection."),
+        (rf"{MTP}final_layernorm\.", "draft.norm."),
+        (rf"{MTP}pre_mlp_layernorm\.", "draft.layer.post_attention_layernorm."),
+        (MTP, "draft.layer."),
+        (r"^model\.mtp\.", "draft.copy."),  # only one of the three MTP layers is used for drafting
     ),
 )

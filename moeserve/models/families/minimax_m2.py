@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moeserve.layers.moe.layer import MoEConfig
 from moeserve.models.config_values import ConfigValues
-from moeserve.models.family import Family, MoENames
+from moeserve.models.family import BLOCK_SPARSE, Family
 from moeserve.models.fields import read_attention, read_model, read_num_experts, read_num_layers, read_width
 from moeserve.models.model_config import Layer, ModelConfig
 from moeserve.ops.routing.interface import RouterConfig
@@ -35,15 +35,5 @@ MINIMAX_M2 = Family(
     architecture="MiniMaxM2ForCausalLM",
     model_type="minimax_m2",
     read=read,
-    names=(
-        MoENames(
-            router="block_sparse_moe.gate",
-            correction="block_sparse_moe.e_score_correction_bias",
-            experts="block_sparse_moe.experts",
-            gate="w1",
-            up="w3",
-            down="w2",
-        ),
-        MoENames(correction="mlp.e_score_correction_bias"),  # as transformers 5 saves its own form
-    ),
+    names=(*BLOCK_SPARSE, (r"\.mlp\.e_score_correction_bias$", ".mlp.gate.e_score_correction_bias")),
 )

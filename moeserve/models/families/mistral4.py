@@ -7,7 +7,7 @@ import dataclasses
 from moeserve.layers.moe.layer import MoEConfig
 from moeserve.layers.rotary import TemperatureConfig
 from moeserve.models.config_values import ConfigValues
-from moeserve.models.family import DecoderPart, Family
+from moeserve.models.family import WRAPPED, Family
 from moeserve.models.fields import (
     read_grouped_router,
     read_latent_attention,
@@ -52,15 +52,6 @@ MISTRAL4 = Family(
     model_type="mistral4",
     other_architectures=("Mistral3ForConditionalGeneration",),  # with a model for images
     read=read,
-    decoder_part=DecoderPart(
-        prefixes=(
-            ("language_model.lm_head.", "lm_head."),
-            ("language_model.", ""),
-            ("model.language_model.", "model."),
-        ),
-        left_out=(
-            *("vision_tower.", "multi_modal_projector."),
-            *("model.vision_tower.", "model.multi_modal_projector."),
-        ),
-    ),
+    wrapped=WRAPPED,
+    left_out=("vision_tower.", "multi_modal_projector."),
 )

@@ -14,7 +14,7 @@ from moeserve.layers.rotary import NO_ROTARY, NO_ROTATED_PART
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.families.deepseek_v32 import layers_with_indexer
 from moeserve.models.families.mistral4 import read_normalized_router
-from moeserve.models.family import AttentionNames, DecoderPart, Family, LayerNames, MoENames
+from moeserve.models.family import W123, Family
 from moeserve.models.fields import (
     read_latent_attention,
     read_listed_dense,
@@ -107,66 +107,29 @@ MISTRAL_LARGE4 = Family(
     architecture="MistralLarge4ForConditionalGeneration",
     model_type="mistral_large4_text",
     read=read,
+    wrapped=((r"^model\.language_model\.", "model."),),
+    left_out=(
+        *("vision_encoder.", "vision_language_adapter.", "patch_merger.", "pre_mm_projector_norm.", "mtp_dspark."),
+        *("vision_tower.", "multi_modal_projector."),
+    ),
     names=(
-        MoENames(
-            router="gate",
-            experts="experts",
-            gate="w1",
-            up="w3",
-            down="w2",
-            shared="shared_experts",
-            shared_parts=("w1", "w3", "w2"),
-        ),
-    ),
-    attention_names=AttentionNames(
-        query="wq", compress="wkv_a_with_mqa", latent_norm="kv_a_norm", expand="wkv_b", output="wo"
-    ),
-    layer_names=LayerNames(
-        mixer_norm="attention_norm",
-        feed_forward_norm="ffn_norm",
-        attention="attention",
-        dense="feed_forward",
-        dense_matrices=("w1", "w3", "w2"),
-    ),
-    decoder_part=DecoderPart(
-        prefixes=(
-            ("tok_embeddings.", "model.embed_tokens."),
-            ("layers.", "model.layers."),
-            ("norm.", "model.norm."),
-            ("lerope.", "model.rotary_emb."),
-            ("output.", "lm_head."),
-            ("model.language_model.", "model."),
-        ),
-        left_out=(
-            "vision_encoder.",
-            "vision_language_adapter.",
-            "patch_merger.",
-            "pre_mm_projector_norm.",
-            "mtp_dspark.",
-            "model.vision_tower.",
-            "model.multi_modal_projector.",
-        ),
-        own_parts=(
-            (".input_layernorm.", ".attention_norm."),
-            (".post_attention_layernorm.", ".ffn_norm."),
-            (".self_attn.q_proj.", ".attention.wq."),
-            (".self_attn.kv_a_proj_with_mqa.", ".attention.wkv_a_with_mqa."),
-            (".self_attn.kv_a_layernorm.", ".attention.kv_a_norm."),
-            (".self_attn.kv_b_proj.", ".attention.wkv_b."),
-            (".self_attn.o_proj.", ".attention.wo."),
-            (".self_attn.softmax_scaling.scale", ".attention.ssmax_scaling.s"),
-            (".self_attn.softmax_scaling.bias", ".attention.ssmax_scaling.b"),
-            (".self_attn.indexer.softmax_scaling.scale", ".attention.indexer.ssmax_scaling.s"),
-            (".self_attn.indexer.softmax_scaling.bias", ".attention.indexer.ssmax_scaling.b"),
-            (".self_attn.indexer.", ".attention.indexer."),
-            (".mlp.experts.", ".experts."),
-            (".mlp.gate.", ".gate."),
-            (".mlp.shared_experts.gate_proj.", ".shared_experts.w1."),
-            (".mlp.shared_experts.up_proj.", ".shared_experts.w3."),
-            (".mlp.shared_experts.down_proj.", ".shared_experts.w2."),
-            (".mlp.gate_proj.", ".feed_forward.w1."),
-            (".mlp.up_proj.", ".feed_forward.w3."),
-            (".mlp.down_proj.", ".feed_forward.w2."),
-        ),
+        (r"^tok_embeddings\.", "model.embed_tokens."),
+        (r"^layers\.", "model.layers."),
+        (r"^norm\.", "model.norm."),
+        (r"^lerope\.", "model.rotary_emb."),
+        (r"^output\.", "lm_head."),
+        (r"\.attention_norm\.", ".input_layernorm."),
+        (r"\.ffn_norm\.", ".post_attention_layernorm."),
+        (r"\.attention\.wq\.", ".self_attn.q_proj."),
+        (r"\.attention\.wkv_a_with_mqa\.", ".self_attn.kv_a_proj_with_mqa."),
+        (r"\.attention\.kv_a_norm\.", ".self_attn.kv_a_layernorm."),
+        (r"\.attention\.wkv_b\.", ".self_attn.kv_b_proj."),
+        (r"\.attention\.wo\.", ".self_attn.o_proj."),
+        (r"\.attention\.", ".self_attn."),
+        (r"\.softmax_scaling\.scale$", ".ssmax_scaling.s"),
+        (r"\.softmax_scaling\.bias$", ".ssmax_scaling.b"),
+        (r"(\blayers\.[^.]+)\.(experts|gate|shared_experts)\.", r"\1.mlp.\2."),
+        (r"\.feed_forward\.", ".mlp."),
+        *W123,
     ),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moeserve.layers.moe.layer import MoEConfig
 from moeserve.models.config_values import ConfigValues
-from moeserve.models.family import Family, MoENames
+from moeserve.models.family import BLOCK_SPARSE, Family
 from moeserve.models.fields import read_attention, read_model, read_num_experts, read_num_layers, read_width
 from moeserve.models.model_config import Layer, ModelConfig
 from moeserve.ops.routing.interface import RouterConfig
@@ -23,14 +23,4 @@ def read(config: ConfigValues) -> ModelConfig:
     return read_model(config, [layer] * read_num_layers(config))
 
 
-MIXTRAL = Family(
-    name="Mixtral",
-    architecture="MixtralForCausalLM",
-    model_type="mixtral",
-    read=read,
-    names=(
-        MoENames(router="block_sparse_moe.gate", experts="block_sparse_moe.experts", gate="w1", up="w3", down="w2"),
-        MoENames(router="block_sparse_moe.gate", experts="block_sparse_moe.experts"),  # as auto-round saves it
-        MoENames(),  # as transformers 5 saves it
-    ),
-)
+MIXTRAL = Family(name="Mixtral", architecture="MixtralForCausalLM", model_type="mixtral", read=read, names=BLOCK_SPARSE)

@@ -11,7 +11,7 @@ from moeserve.layers.moe.layer import MoEConfig
 from moeserve.layers.moe.shared import SharedExpertsConfig
 from moeserve.layers.rotary import NO_ROTARY
 from moeserve.models.config_values import ConfigValues
-from moeserve.models.family import MAMBA2_NAMES, DecoderPart, Family, LayerNames, MoENames
+from moeserve.models.family import Family
 from moeserve.models.fields import read_attention, read_corrected_router, read_model, read_step_limit, read_width
 from moeserve.models.model_config import Layer, ModelConfig
 from moeserve.ops.convolution.interface import MAX_TAPS
@@ -98,32 +98,22 @@ def _read_dense(config: ConfigValues) -> Layer:
     return Layer.of(DenseConfig(width=width, activation=SquaredReLU()))
 
 
+FEED_FORWARD = r"(?=gate\.|experts\.|shared_experts\.|to_latent\.|from_latent\.|up_proj\.|down_proj\.)"
 NEMOTRON_H = Family(
     name="Nemotron-H",
     architecture="NemotronHForCausalLM",
     model_type="nemotron_h",
     read=read,
+    left_out=("mtp.",),  # multi-token prediction
     names=(
-        MoENames(
-            router="mixer.gate",
-            correction="mixer.gate.e_score_correction_bias",
-            experts="mixer.experts",
-            fused=("up_proj", "down_proj"),
-            shared="mixer.shared_experts",
-            to_latent="mixer.fc1_latent_proj",
-            from_latent="mixer.fc2_latent_proj",
-        ),
-    ),
-    linear_attention_names=MAMBA2_NAMES,
-    layer_names=LayerNames(
-        mixer_norm="norm", feed_forward_norm="norm", attention="mixer", recurrent="mixer", dense="mixer"
-    ),
-    decoder_part=DecoderPart(
-        prefixes=(
-            *((f"{prefix}.embeddings.", "model.embed_tokens.") for prefix in ("backbone", "model")),
-            *((f"{prefix}.norm_f.", "model.norm.") for prefix in ("backbone", "model")),
-            ("backbone.", "model."),
-        ),
-        left_out=("mtp.",),  # multi-token prediction
+        (r"^(?:backbone|model)\.embeddings\.", "model.embed_tokens."),
+        (r"^(?:backbone|model)\.norm_f\.", "model.norm."),
+        (r"^backbone\.", "model."),
+        (r"(\blayers\.[^.]+)\.norm\.", r"\1.input_layernorm."),
+        (r"\.fc1_latent_proj\.", ".to_latent."),
+        (r"\.fc2_latent_proj\.", ".from_latent."),
+        (rf"\.mixer\.{FEED_FORWARD}", ".mlp."),
+        (r"\.mixer\.out_proj\.", ".self_attn.o_proj."),
+        (r"\.mixer\.", ".self_attn."),
     ),
 )

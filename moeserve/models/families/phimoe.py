@@ -7,7 +7,7 @@ import dataclasses
 from moeserve.layers.moe.layer import MoEConfig
 from moeserve.layers.streams.residual import PlainStream
 from moeserve.models.config_values import ConfigValues
-from moeserve.models.family import Family, MoENames
+from moeserve.models.family import BLOCK_SPARSE, Family
 from moeserve.models.fields import read_attention, read_model, read_num_experts, read_num_layers, read_width
 from moeserve.models.model_config import Layer, ModelConfig
 from moeserve.ops.routing.interface import RouterConfig
@@ -36,8 +36,5 @@ PHIMOE = Family(
     model_type="phimoe",
     other_architectures=("PhimoeForCausalLM",),  # as transformers 5 saves it
     read=read,
-    names=(
-        MoENames(router="block_sparse_moe.gate", experts="block_sparse_moe.experts", gate="w1", up="w3", down="w2"),
-        MoENames(router="mlp.router"),  # as transformers 5 saves its own form
-    ),
+    names=(*BLOCK_SPARSE, (r"\.mlp\.router\.", ".mlp.gate.")),
 )

@@ -7,7 +7,7 @@ import dataclasses
 from moeserve.layers.moe.layer import MoEConfig
 from moeserve.layers.moe.shared import SharedExpertsConfig
 from moeserve.models.config_values import ConfigValues
-from moeserve.models.family import Family, MoENames
+from moeserve.models.family import Family
 from moeserve.models.fields import (
     LAYER_TYPES,
     read_attention,
@@ -56,5 +56,5 @@ QWEN2_MOE = Family(
     architecture="Qwen2MoeForCausalLM",
     model_type="qwen2_moe",
     read=read,
-    names=(MoENames(shared="mlp.shared_expert"),),
+    names=((r"\.mlp\.shared_expert\.", ".mlp.shared_experts."),),
 )

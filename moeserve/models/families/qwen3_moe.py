@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moeserve.layers.moe.layer import MoEConfig
 from moeserve.models.config_values import ConfigValues
-from moeserve.models.family import OTHER_MODELS, DecoderPart, Family, MoENames, inside_other_model
+from moeserve.models.family import Family, inside_other_model
 from moeserve.models.fields import read_attention, read_model, read_num_experts, read_sparse_layers, read_width
 from moeserve.models.model_config import Layer, ModelConfig
 from moeserve.ops.routing.interface import RouterConfig
@@ -40,21 +40,22 @@ def _read(config: ConfigValues, *, is_normalized: bool) -> ModelConfig:
 
 
 QWEN3_MOE = Family(name="Qwen3-MoE", architecture="Qwen3MoeForCausalLM", model_type="qwen3_moe", read=read)
-THINKER_LEFT_OUT = tuple(f"thinker.{name}" for name in OTHER_MODELS)
 # With models for images, sound and video. Text has the same position along all axes of their rotary embedding.
-QWEN3_VL_MOE = Family(
-    name="Qwen3-VL-MoE",
-    architecture="Qwen3VLMoeForConditionalGeneration",
-    model_type="qwen3_vl_moe_text",
-    read=read_vl,
-    names=(MoENames(), MoENames(is_transposed=True)),  # as transformers 5 saves it, and as it is published
-    decoder_part=inside_other_model(),
+QWEN3_VL_MOE = inside_other_model(
+    Family(
+        name="Qwen3-VL-MoE",
+        architecture="Qwen3VLMoeForConditionalGeneration",
+        model_type="qwen3_vl_moe_text",
+        read=read_vl,
+    )
 )
-QWEN3_OMNI_MOE = Family(
-    name="Qwen3-Omni-MoE",
-    architecture="Qwen3OmniMoeForConditionalGeneration",
-    other_architectures=("Qwen3OmniMoeThinkerForConditionalGeneration",),
-    model_type="qwen3_omni_moe_text",
-    read=read,
-    decoder_part=inside_other_model(DecoderPart(prefixes=(("thinker.", ""),), left_out=THINKER_LEFT_OUT)),
+QWEN3_OMNI_MOE = inside_other_model(
+    Family(
+        name="Qwen3-Omni-MoE",
+        architecture="Qwen3OmniMoeForConditionalGeneration",
+        other_architectures=("Qwen3OmniMoeThinkerForConditionalGeneration",),
+        model_type="qwen3_omni_moe_text",
+        read=read,
+        wrapped=((r"^thinker\.", ""),),
+    )
 )

@@ -11,7 +11,7 @@ from moeserve.layers.linear_attention.attention import LinearAttentionConfig
 from moeserve.layers.moe.layer import MoEConfig
 from moeserve.layers.moe.shared import SharedExpertsConfig
 from moeserve.models.config_values import ConfigValues
-from moeserve.models.family import DecoderPart, DraftNames, Family, LinearAttentionNames, LinearAttentionPart, MoENames
+from moeserve.models.family import Family
 from moeserve.models.fields import (
     read_attention,
     read_model,
@@ -80,30 +80,16 @@ def _read_is_full(config: ConfigValues) -> list[bool]:
     return [(number + 1) % interval == 0 for number in range(num_layers)]
 
 
-NAMES = (MoENames(shared="mlp.shared_expert"),)
-# Qwen3-Next concatenates the projections of each key head, Qwen3.5 the heads of each projection.
-CONVOLUTIONS: tuple[tuple[str, tuple[LinearAttentionPart, ...]], ...] = (("conv1d", ("query", "key", "value")),)
-BY_KEY_HEAD = LinearAttentionNames(
-    projections=(("in_proj_qkvz", ("query", "key", "value", "gate")), ("in_proj_ba", ("rate", "decay"))),
-    convolutions=CONVOLUTIONS,
-    is_by_key_head=True,
-)
-BY_KIND = LinearAttentionNames(
-    projections=(
-        ("in_proj_qkv", ("query", "key", "value")),
-        ("in_proj_z", ("gate",)),
-        ("in_proj_b", ("rate",)),
-        ("in_proj_a", ("decay",)),
-    ),
-    convolutions=CONVOLUTIONS,
-)
-DRAFT_NAMES = DraftNames(
-    layer="mtp.layers.0",
-    embedding_norm="mtp.pre_fc_norm_embedding",
-    hidden_norm="mtp.pre_fc_norm_hidden",
-    projection="mtp.fc",
-    norm="mtp.norm",
-    copies=(),
+NAMES = (
+    (r"\.linear_attn\.out_proj\.", ".self_attn.o_proj."),
+    (r"\.linear_attn\.", ".self_attn."),
+    (r"\.mlp\.shared_expert\.", ".mlp.shared_experts."),
+    (r"^mtp\.layers\.0\.", "draft.layer."),
+    (r"^mtp\.pre_fc_norm_embedding\.", "draft.embedding_norm."),
+    (r"^mtp\.pre_fc_norm_hidden\.", "draft.hidden_norm."),
+    (r"^mtp\.fc\.", "draft.projection."),
+    (r"^mtp\.norm\.", "draft.norm."),
+    (r"^mtp\.", "draft.copy."),
 )
 
 QWEN3_NEXT = Family(
@@ -112,9 +98,6 @@ QWEN3_NEXT = Family(
     model_type="qwen3_next",
     read=read,
     names=NAMES,
-    linear_attention_names=BY_KEY_HEAD,
-    draft_names=DRAFT_NAMES,
-    decoder_part=DecoderPart(left_out=("mtp.",)),
     norm_offset=1.0,
 )
 QWEN3_5_MOE = Family(
@@ -123,9 +106,8 @@ QWEN3_5_MOE = Family(
     model_type="qwen3_5_moe_text",
     other_architectures=("Qwen3_5MoeForCausalLM",),  # the text model alone
     read=read,
+    wrapped=((r"^model\.language_model\.", "model."),),
+    left_out=("visual.",),
     names=NAMES,
-    linear_attention_names=BY_KIND,
-    draft_names=DRAFT_NAMES,
-    decoder_part=DecoderPart(prefixes=(("model.language_model.", "model."),), left_out=("model.visual.", "mtp.")),
     norm_offset=1.0,
 )

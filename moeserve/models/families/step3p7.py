@@ -10,7 +10,7 @@ from moeserve.layers.grouped_query.attention import AttentionConfig
 from moeserve.layers.moe.layer import MoEConfig
 from moeserve.layers.moe.shared import SharedExpertsConfig
 from moeserve.models.config_values import ConfigValues
-from moeserve.models.family import DecoderPart, Family, MoENames
+from moeserve.models.family import Family
 from moeserve.models.fields import (
     LAYER_TYPES,
     read_attention,
@@ -152,18 +152,13 @@ STEP3P7 = Family(
     architecture="Step3p7ForConditionalGeneration",
     model_type="step3p5",
     read=read,
+    wrapped=((r"^model\.language_model\.", "model."),),
+    left_out=("vision_model.", "vit_large_projector.", "multi_modal_projector."),
     names=(
-        MoENames(
-            router="moe.gate",
-            correction="moe.router_bias",
-            experts="moe",
-            shared="share_expert",
-        ),
-        MoENames(),  # as transformers 5 saves its own form
+        (r"\.moe\.router_bias$", ".mlp.gate.e_score_correction_bias"),
+        (r"\.moe\.gate\.", ".mlp.gate."),
+        (r"\.moe\.", ".mlp.experts."),
+        (r"\.share_expert\.", ".mlp.shared_experts."),
     ),
     norm_offset=1.0,
-    decoder_part=DecoderPart(
-        prefixes=(("model.language_model.", "model."),),
-        left_out=("vision_model.", "vit_large_projector.", "model.vision_model.", "model.multi_modal_projector."),
-    ),
 )

@@ -6,16 +6,7 @@ import dataclasses
 import re
 from dataclasses import dataclass
 
-from moeserve.models.families.kimi_linear import CONVOLUTIONS
-from moeserve.models.families.qwen3_next import BY_KIND
-from moeserve.models.family import (
-    AttentionNames,
-    DraftNames,
-    Family,
-    LayerNames,
-    LinearAttentionNames,
-    MoENames,
-)
+from moeserve.models.family import Family, Names
 
 _GATE_UP_DOWN = ("gate", "up", "down")
 _MODEL_NAMES = {
@@ -52,11 +43,12 @@ _LAYER_NAMES = {
     "ssm_in": "self_attn.in_proj",
     "ssm_conv1d": "self_attn.conv1d",
     **{f"ssm_conv1d_{name}": f"self_attn.{name}_conv1d" for name in "qkv"},
-    **{f"ssm_{name}": f"self_attn.{name}_proj" for name in ("f_a", "f_b", "g_a", "g_b")},
+    **{f"ssm_{name}_a": f"self_attn.{name}_a_proj" for name in "fg"},
+    **{f"ssm_{name}_b": f"self_attn.{name}_proj" for name in "fg"},
     "ssm_alpha": "self_attn.in_proj_a",
     "ssm_beta": "self_attn.in_proj_b",
     "ssm_norm": "self_attn.norm",
-    "ssm_out": "self_attn.out_proj",
+    "ssm_out": "self_attn.o_proj",
     "shortconv.in_proj": "self_attn.in_proj",
     "shortconv.conv": "self_attn.conv",
     "shortconv.out_proj": "self_attn.out_proj",
@@ -85,29 +77,7 @@ _WHOLE_NAMES = {
     "ssm_d": "self_attn.D",
     "ssm_dt.bias": "self_attn.dt_bias",
 }
-_LINEAR_ATTENTION = {
-    "Qwen3NextForCausalLM": BY_KIND,
-    "KimiLinearForCausalLM": LinearAttentionNames(
-        projections=(
-            ("q_proj", ("query",)),
-            ("k_proj", ("key",)),
-            ("v_proj", ("value",)),
-            ("g_b_proj", ("gate",)),
-            ("in_proj_b", ("rate",)),
-            ("f_b_proj", ("decay",)),
-        ),
-        convolutions=CONVOLUTIONS,
-        output="o_proj",
-    ),
-}
-_EXPERTS = MoENames(
-    fused=("up_proj.weight", "down_proj.weight"),  # of experts without gates
-    to_latent="mlp.to_latent",
-    from_latent="mlp.from_latent",
-)
-_LAYERS = {
-    "NemotronHForCausalLM": LayerNames(feed_forward_norm="input_layernorm", recurrent="self_attn"),
-}
+_RENAMED: dict[str, Names] = {"KimiLinearForCausalLM": ((r"\.in_proj_b\.", ".b_proj."),)}
 _IN_LAYER = re.compile(r"blk\.(\d+)\.(.+?)(\.weight|\.bias)?")
 _OF_EXPERT = re.compile(r"ffn_(gate|up|down)\.(\d+)")  # files from 2023 store each expert as a tensor of its own
 
@@ -140,13 +110,5 @@ class GgufName:
 
 def with_gguf_names(family: Family) -> Family:
     """Return a family with the names that `GgufName.translated` returns, whose tensors are used as they are stored."""
-    return dataclasses.replace(
-        family,
-        names=(_EXPERTS,),
-        attention_names=AttentionNames(),
-        linear_attention_names=_LINEAR_ATTENTION.get(family.architecture, family.linear_attention_names),
-        layer_names=_LAYERS.get(family.architecture, LayerNames(recurrent="self_attn")),
-        draft_names=DraftNames(),
-        decoder_part=None,
-        norm_offset=0.0,
-    )
+    names = _RENAMED.get(family.architecture, ())
+    return dataclasses.replace(family, names=names, wrapped=(), left_out=(), norm_offset=0.0)

@@ -1,0 +1,78 @@
+"""Translation of the names that a checkpoint stores to those that all families share, once, when it is opened."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import re
+
+from moeserve.errors import CheckpointError
+from moeserve.models.checkpoint.shards import Checkpoint
+from moeserve.models.family import DRAFT, Family, Names
+
+logger = logging.getLogger(__name__)
+
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+PLACE = "\0"  # stands for a number, so that equal names of different layers and experts are translated once
+
+
+class Translation:
+    """Translates names of one family's checkpoint."""
+
+    def __init__(self, family: Family, num_layers: int) -> None:
+        """
+        Args:
+            num_layers: decoder layers, without those for multi-token prediction.
+        """
+        self._family = family
+        self._draft = re.compile(rf"(?<=\blayers\.){num_layers}(?=\.)")
+        self._of_form = functools.cache(self._translate_form)
+
+    def __call__(self, name: str) -> str | None:
+        """Return the translated name; None: the tensor is not the decoder's."""
+        name = self._draft.sub("draft", name)
+        if "mtp" in name:  # only the first layer for multi-token prediction is used
+            return self._translate_form(name)
+        numbers = iter(NUMBER.findall(name))
+        form = self._of_form(NUMBER.sub(PLACE, name))
+        return None if form is None else re.sub(PLACE, lambda _: next(numbers), form)
+
+    def _translate_form(self, form: str) -> str | None:
+        family = self._family
+        inner = _applied(family.wrapped, form)
+        if inner.removeprefix("model.").startswith(family.left_out) or inner.startswith(family.left_out):
+            return None
+        return _applied((*family.names, *DRAFT), inner)
+
+
+def _applied(names: Names, name: str) -> str:
+    for pattern, replacement in names:
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+def translated(checkpoint: Checkpoint, family: Family, num_layers: int) -> Checkpoint:
+    """Return a checkpoint with the translated names of its tensors, without those that are not the decoder's.
+
+    Raises:
+        CheckpointError: two tensors have the same translation.
+    """
+    translation = Translation(family, num_layers)
+    stored_names: dict[str, str] = {}
+    num_left_out = 0
+    for stored in checkpoint.tensors:
+        name = translation(stored)
+        if name is None:
+            num_left_out += 1
+        elif name in stored_names:
+            raise CheckpointError(
+                f"{checkpoint.folder} holds the same tensor under two names, {stored_names[name]!r} and {stored!r}; "
+                "keep one of them"
+            )
+        else:
+            stored_names[name] = stored
+    if num_left_out:
+        logger.info("%s: %d tensors that are not the decoder's are not loaded", checkpoint.folder, num_left_out)
+    tensors = {name: checkpoint.tensors[stored] for name, stored in stored_names.items()}
+    return dataclasses.replace(checkpoint, tensors=tensors, stored_names=stored_names)
