@@ -63,8 +63,11 @@ def test_one_service(server: ServerProcess) -> None:
 
 
 def api_processes(server: ServerProcess) -> dict[str, psutil.Process]:
-    children = psutil.Process(server.pid).children(recursive=True)
-    return {each.name(): each for each in children if each.name().startswith("API process")}
+    found = {}
+    for each in psutil.Process(server.pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since
+            found[each.name()] = each
+    return {name: each for name, each in found.items() if name.startswith("API process")}
 
 
 def test_an_api_process_that_is_killed_is_replaced(server: ServerProcess) -> None:
