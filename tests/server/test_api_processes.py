@@ -63,11 +63,20 @@ def test_one_service(server: ServerProcess) -> None:
 
 
 def api_processes(server: ServerProcess) -> dict[str, psutil.Process]:
-    found = {}
+    found: list[tuple[str, psutil.Process]] = []
     for each in psutil.Process(server.pid).children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since
-            found[each.name()] = each
-    return {name: each for name, each in found.items() if name.startswith("API process")}
+            if (name := each.name()).startswith("API process"):
+                found.append((name, each))
+    # A process that one of them is about to start has its name for a moment.
+    pids = {each.pid for _, each in found}
+    return {name: each for name, each in found if parent_of(each) not in pids}
+
+
+def parent_of(process: psutil.Process) -> int | None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.ppid()
+    return None
 
 
 def test_an_api_process_that_is_killed_is_replaced(server: ServerProcess) -> None:
