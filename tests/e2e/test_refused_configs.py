@@ -105,6 +105,11 @@ WRONG: list[tuple[tuple[str, ...], str, tuple[Any, ...]]] = [
     # 12 values a head: a quarter of them is 3, and more than all of them there are not
     (("glm4-moe",), "partial_rotary_factor", (*NOT_A_NUMBER, 0.25, 1.5)),
     (("glm4-moe",), "use_qk_norm", NOT_A_FLAG),
+    (("longcat-flash",), "router_bias", (True,)),
+    (("longcat-flash",), "zero_expert_type", ("zero",)),
+    (("longcat-flash",), "q_lora_rank", (None,)),
+    *((("longcat-flash",), key, NOT_AN_INTEGER) for key in ("num_layers", "ffn_hidden_size")),
+    (("longcat-flash",), "zero_expert_num", NOT_AN_INTEGER[1:]),
     (("olmoe",), "clip_qkv", NOT_A_NUMBER),
     (("mixtral", "gpt-oss", *WINDOWED), "sliding_window", (0, -7)),
     (WINDOWED, "use_sliding_window", NOT_A_FLAG),

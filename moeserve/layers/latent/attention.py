@@ -65,6 +65,7 @@ class LatentAttentionConfig(NetworkConfig):
     has_learned_temperature: bool = False
     latent_norm_epsilon: float = NORM_EPSILON
     score_factor: float = 1.0  # see RotaryConfig
+    latent_factor: float = 1.0  # multiplies the normalised latent vectors (LongCat-Flash)
     has_bias: bool = False  # of the compressing projections and of the output
     has_head_gates: bool = False  # each head's output is multiplied by a sigmoid of its own (Ling 3)
     top_k: int | None = None  # maximum number of positions that a token attends to; None: all
@@ -247,7 +248,7 @@ class LatentAttention(Network):
 
     def rows(self, at: At) -> Iterator[Row]:
         config, heads = self.config, self.heads
-        yield at("kv_a_layernorm.weight"), whole(self.latent_norm.weight)
+        yield at("kv_a_layernorm.weight"), whole(self.latent_norm.weight, factor=config.latent_factor)
         yield from self.compress.rows(at.under("kv_a_proj_with_mqa"))
         yield from self.head_maps.rows(at("kv_b_proj.weight"), config, heads)
         query_rows, num_query_rows = rows_of_heads(heads, config.query_dim), config.num_heads * config.query_dim

@@ -197,6 +197,9 @@ class MoELayer(Network):
         routing = self.router(plain_TD if routed_TD is None else routed_TD, step)
         if step.padding is not None:
             routing = routing.without(step.padding[step.own_rows])
+        zero_weights_T1: Tensor | None = None
+        if self.config.router.num_zero_experts:
+            routing, zero_weights_T1 = routing.without_zero_experts(self.config.router.num_experts)
         if self.to_latent is not None:
             sent_TD = self.to_latent(self.to_latent.weights.input_of(hidden_TD))
         else:
@@ -214,6 +217,8 @@ class MoELayer(Network):
         combined_TD = combined.wait()
         if self.from_latent is not None:
             combined_TD = self.from_latent(combined_TD)
+        if zero_weights_T1 is not None:
+            combined_TD = (combined_TD.float() + plain_TD.float() * zero_weights_T1).to(combined_TD.dtype)
         return combined_TD if shared is None else self.add(combined_TD, shared.wait())
 
     def _run_experts(self, pending: PendingDispatch) -> tuple[Tensor, Callable[[Tensor], PendingOutput]]:

@@ -24,6 +24,12 @@ class Routing:
     experts_TK: Tensor  # int64
     weights_TK: Tensor  # float32
 
+    def without_zero_experts(self, num_experts: int) -> tuple[Routing, Tensor]:
+        """Return a copy that routes to the first `num_experts` experts only, and the weight [T, 1] of all others."""
+        is_zero_TK = self.experts_TK >= num_experts
+        weights_T1 = (self.weights_TK * is_zero_TK).sum(dim=-1, keepdim=True)
+        return Routing(self.experts_TK.masked_fill(is_zero_TK, -1), self.weights_TK), weights_T1
+
     def without(self, padding_T: Tensor) -> Routing:
         """Return a copy that routes padding rows to no expert. `padding_T`: bool."""
         return Routing(self.experts_TK.masked_fill(padding_T[:, None], -1), self.weights_TK)
@@ -35,7 +41,7 @@ class Router(nn.Module):
     def __init__(self, config: RouterConfig, hidden_size: int, context: ModelContext) -> None:
         super().__init__()
         self.config = config
-        num_experts, dtype = config.num_experts, torch.float32
+        num_experts, dtype = config.num_experts + config.num_zero_experts, torch.float32
         self.weight = context.parameter(num_experts, hidden_size, dtype=dtype)
         self.bias = context.parameter(num_experts, dtype=dtype) if config.has_bias else None
         self.correction = context.parameter(num_experts, dtype=dtype) if config.has_correction else None

@@ -69,7 +69,9 @@ def _separate(at: At, moe: MoELayer) -> Iterator[Row]:
             yield own("down_proj.bias"), None  # on only one of the ranks that share an expert
         if down.bias is not None:
             yield own("down_proj.bias"), whole(down.bias[slot])
-    for expert in set(range(moe.placement.num_logical)) - set(moe.local_experts):
+    # Zero experts have no weights, but transformers saves some that it does not use.
+    num_stored = moe.placement.num_logical + moe.config.router.num_zero_experts
+    for expert in set(range(num_stored)) - set(moe.local_experts):
         for name in (*GATE_UP, "down_proj"):
             yield at(f"{expert}.{name}.weight"), None
             yield at(f"{expert}.{name}.bias"), None

@@ -40,6 +40,7 @@ class RouterConfig:
     # Number of rows of a table that gives the experts of each token id; scores then only determine weights
     # (DeepSeek-V4). None: experts are chosen by score.
     table_size: int | None = None
+    num_zero_experts: int = 0  # further experts, numbered after the others, which return their input
     has_factors: bool = False  # a learned number per expert that multiplies its weight at the end (Gemma 4)
 
     @property

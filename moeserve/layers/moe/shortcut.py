@@ -1,0 +1,114 @@
+"""Experts on a shortcut (ScMoE, arXiv 2404.05019): they read the rows of one dense network, and are added after a later one.
+
+So their rows can travel while the networks between run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from moeserve.layers.dense.network import DenseConfig
+from moeserve.layers.moe.layer import MoEConfig, MoELayer
+from moeserve.layers.network import Build, Network, NetworkConfig, NetworkPart, Run, Stages
+from moeserve.layers.rows import At, Row
+from moeserve.ops import rows as row_operations
+
+# t this tp rank's share of a step's tokens, D model width
+
+
+@dataclass
+class Shortcut:
+    """The output of the experts, on its way to the network that adds it."""
+
+    output_tD: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShortcutStartConfig(NetworkConfig):
+    """The shape of a dense network, and of the experts that read the same rows."""
+
+    name = "mlp"
+    norm_name = "post_attention_layernorm"
+    output_norm_name = "mlp_output_norm"
+    has_dense = True
+
+    dense: DenseConfig
+    experts: MoEConfig
+
+    @property
+    def moe(self) -> MoEConfig:
+        return self.experts
+
+    def build(self, build: Build) -> ShortcutStart:
+        return ShortcutStart(self, build)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShortcutEndConfig(NetworkConfig):
+    """The shape of the dense network after which the output of the experts is added."""
+
+    name = "mlp"
+    norm_name = "post_attention_layernorm"
+    output_norm_name = "mlp_output_norm"
+    has_dense = True
+
+    dense: DenseConfig
+
+    def build(self, build: Build) -> ShortcutEnd:
+        return ShortcutEnd(self, build)
+
+
+class ShortcutStart(Network):
+    """The dense network; the experts run beside it."""
+
+    waits = True
+
+    def __init__(self, config: ShortcutStartConfig, build: Build) -> None:
+        super().__init__()
+        self.dense = config.dense.build(build)
+        self.experts = config.experts.build(build)
+
+    @property
+    def moe(self) -> MoELayer:
+        return self.experts
+
+    def parts(self) -> Iterator[NetworkPart]:
+        yield from self.dense.parts()
+        yield from self.experts.parts()
+
+    def rows(self, at: At) -> Iterator[Row]:
+        yield from self.dense.rows(at)
+        yield from self.experts.rows(at.under("moe"))
+
+    def stages(self, rows: Tensor, run: Run, cache: Any) -> Stages[Tensor]:
+        output_tD = yield from self.experts.stages(rows, run)
+        # A copy: DeepEP's low-latency kernels have memory for only two results.
+        run.shared(Shortcut).output_tD = output_tD.clone() if output_tD.is_cuda else output_tD
+        dense_tD: Tensor = self.dense(rows, run, None)
+        return dense_tD
+
+
+class ShortcutEnd(Network):
+    """The sum of a dense network's output and that of the experts."""
+
+    def __init__(self, config: ShortcutEndConfig, build: Build) -> None:
+        super().__init__()
+        self.dense = config.dense.build(build)
+        self._add = row_operations.make(build.context.backend).add
+
+    def parts(self) -> Iterator[NetworkPart]:
+        return self.dense.parts()
+
+    def rows(self, at: At) -> Iterator[Row]:
+        return self.dense.rows(at)
+
+    def forward(self, rows: Tensor, run: Run, cache: Any) -> Tensor:
+        shortcut = run.shared(Shortcut)
+        output_tD, shortcut.output_tD = shortcut.output_tD, None
+        assert output_tD is not None
+        sum_tD: Tensor = self._add(self.dense(rows, run, None), output_tD)
+        return sum_tD
