@@ -1,6 +1,6 @@
-"""Experts on a shortcut (ScMoE, arXiv 2404.05019): they read the rows of one dense network, and are added after a later one.
+"""Experts on a shortcut (ScMoE, arXiv 2404.05019): they read the rows of a dense network, and are added after the next.
 
-So their rows can travel while the networks between run.
+They run before that dense network, so that the two halves of a step can overlap there.
 """
 
 from __future__ import annotations
