@@ -16,8 +16,9 @@ import transformers
 from torch import Tensor
 
 from moeserve import LLM, SamplingParams
+from moeserve.layers.rows import whole
 from moeserve.models import registry
-from moeserve.models.checkpoint.loading import Destinations, load_weights, whole
+from moeserve.models.checkpoint.loading import Destinations, load_weights
 from moeserve.models.checkpoint.shards import open_checkpoint
 
 FOLDER = Path(__file__).with_name("int4_of_libraries")

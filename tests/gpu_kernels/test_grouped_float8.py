@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from moeserve.bench.gpu.inputs import Source, draw_weights
-from moeserve.ops.products import triton as products
 from moeserve.ops.products.interface import Gather, OpenWeights
 from moeserve.ops.products.triton import TritonBlockProduct
+from moeserve.ops.rows import triton as row_operations
 from moeserve.ops.rows.activations import SwiGLU
 from moeserve.ops.rows.interface import Float8Rows, plain_rows
 from moeserve.ops.rows.triton import quantize_rows
@@ -128,7 +128,7 @@ def test_rows_in_8_bits_are_not_quantised_again(monkeypatch: pytest.MonkeyPatch)
     def refuse(*arguments: Any, **options: Any) -> None:
         raise AssertionError("quantised again")
 
-    monkeypatch.setattr(products, "quantize_blocks", refuse)
+    monkeypatch.setattr(row_operations, "quantize_blocks", refuse)
     slots = Float8Rows(given.codes.view(3, 4, -1), given.scales.view(3, 4, -1), given.dtype)
     found = [
         last.multiply_rows(feeding.multiply_rows(given, counts_e, True), counts_e, True)[:9],
@@ -158,7 +158,7 @@ def test_products_quantise_only_rows_that_count(monkeypatch: pytest.MonkeyPatch)
         given.append(counts_e)
         return quantize_blocks(x_TD, counts_e=counts_e, **options)
 
-    monkeypatch.setattr(products, "quantize_blocks", record)
+    monkeypatch.setattr(row_operations, "quantize_blocks", record)
     product.multiply_rows(rows, counts_e, True)
     product.multiply_rows(rows, counts_e, True, Gather(torch.arange(9), 1))
     product.multiply_slots(rows.view(3, 4, -1), counts_e.clamp(max=4))

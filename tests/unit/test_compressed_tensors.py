@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from moeserve.models.checkpoint.loading import Destinations, load_weights, whole
+from moeserve.layers.rows import whole
+from moeserve.models.checkpoint.loading import Destinations, load_weights
 from moeserve.models.checkpoint.shards import open_checkpoint
 from moeserve.models.checkpoint.weight_format import read_weight_format
 from moeserve.models.config_values import ConfigValues

@@ -13,6 +13,7 @@ import pytest
 import torch
 from chunks import make_chunk
 from gpu_stand_ins import captured
+from model_context import cpu_context
 from torch import Tensor
 
 from moeserve.distributed.groups import groups_of_one_rank
@@ -45,6 +46,7 @@ class FakeModel:
     """Returns tokens, positions and context lengths as hidden states; keeps every step that it runs."""
 
     def __init__(self) -> None:
+        self.context = cpu_context()
         self.embedding = torch.nn.Linear(1, 1)
         self.head = None
         self.groups = groups_of_one_rank()

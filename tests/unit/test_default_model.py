@@ -101,7 +101,7 @@ def test_waiting_processes_build_one_model_if_the_first_one_dies(cache: Path, pa
     dying = start(
         packages,
         "import os, signal, time\n"
-        "from moeserve.models import upcycle\n"
+        "from moeserve.models.checkpoint import upcycle\n"
         "def stop_half_way(tensors, path, metadata):\n"
         "    path.write_bytes(b'half')\n"
         "    print('half way', flush=True)\n"

@@ -14,8 +14,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from moeserve import CheckpointError
+from moeserve.layers.rows import Destination, whole
+from moeserve.layers.rows import some_columns as columns
+from moeserve.layers.rows import some_rows as rows
 from moeserve.models.checkpoint import loading as weight_loading
-from moeserve.models.checkpoint.loading import Destination, Destinations, columns, load_weights, rows, whole
+from moeserve.models.checkpoint.loading import Destinations, load_weights
 from moeserve.models.checkpoint.shards import open_checkpoint
 from moeserve.models.checkpoint.weight_format import WeightFormat, read_weight_format
 from moeserve.models.config_values import ConfigValues

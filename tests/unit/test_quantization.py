@@ -13,8 +13,9 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from moeserve import CheckpointError
+from moeserve.layers.rows import Destination, whole
 from moeserve.models.checkpoint import loading as weight_loading
-from moeserve.models.checkpoint.loading import Destination, Destinations, load_weights, whole
+from moeserve.models.checkpoint.loading import Destinations, load_weights
 from moeserve.models.checkpoint.shards import open_checkpoint
 from moeserve.models.checkpoint.tensors import StoredTensor, decode_fp4, decode_fp8, e8m0_values
 from moeserve.models.checkpoint.weight_format import WeightFormat, read_weight_format
