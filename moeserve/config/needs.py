@@ -14,7 +14,7 @@ class Needs:
     block_size: int = 16  # default number of tokens in a block of the KV cache
     block_multiple: int = 1  # block sizes must be multiples of this
     fits_float8_cache: bool = True  # the cache can hold 8-bit floats
-    keeps_state: bool = False  # a recurrent state for each request
+    keeps_state: bool = False  # a recurrent state for each request; of a whole model, from its cache rules
     redoes_drafts: bool = False  # keeps nothing between draft tokens, so accepted ones are computed again
     reads_earlier_layer: bool = False  # reads what an earlier layer has chosen, so both are on one pipeline stage
     without_gpu_kernels: str | None = None  # the part that has no kernels for GPUs
@@ -32,7 +32,6 @@ def of_all(needs: Iterable[Needs]) -> Needs:
         block_size=max((one.block_size for one in each), default=Needs.block_size),
         block_multiple=math.lcm(*(one.block_multiple for one in each)),
         fits_float8_cache=all(one.fits_float8_cache for one in each),
-        keeps_state=any(one.keeps_state for one in each),
         redoes_drafts=any(one.redoes_drafts for one in each),
         reads_earlier_layer=any(one.reads_earlier_layer for one in each),
         without_gpu_kernels=first(one.without_gpu_kernels for one in each),

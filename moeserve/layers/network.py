@@ -134,6 +134,14 @@ class NetworkConfig:
         raise NotImplementedError
 
 
+class FeedForwardConfig(NetworkConfig):
+    """The shape of a network that computes each token by itself, and has the names of one."""
+
+    name = "mlp"
+    norm_name = "post_attention_layernorm"
+    output_norm_name = "mlp_output_norm"
+
+
 class Network(nn.Module):
     """One summand of the residual stream."""
 

@@ -164,7 +164,8 @@ class ModelConfig:
     def needs(self) -> Needs:
         """The demands of all networks and of the residual stream on the settings."""
         networks = (network.needs for layer in self.layers for network in layer.networks)
-        return of_all([self.stream.needs, *networks])
+        needs = of_all([self.stream.needs, *networks])
+        return dataclasses.replace(needs, keeps_state=self.cache_rules(needs.block_size).rows is not None)
 
     def cache_rules(self, block_size: int) -> CacheRules:
         """Return the rules of the groups that the layers of all ranks form."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from moeserve.layers.context import ModelContext
 from moeserve.layers.dense.mlp import MLP
 from moeserve.layers.input_share import share_inputs
-from moeserve.layers.network import Build, Network, NetworkConfig, NetworkPart, OverTP, Run
+from moeserve.layers.network import Build, FeedForwardConfig, Network, NetworkPart, OverTP, Run
 from moeserve.layers.norm import RowsForm
 from moeserve.layers.rows import At, Row
 from moeserve.ops.rows.activations import Activation, SwiGLU
@@ -19,12 +19,9 @@ from moeserve.ops.rows.interface import Rows
 
 
 @dataclass(frozen=True, kw_only=True)
-class DenseConfig(NetworkConfig):
+class DenseConfig(FeedForwardConfig):
     """The shape of a dense network."""
 
-    name = "mlp"
-    norm_name = "post_attention_layernorm"
-    output_norm_name = "mlp_output_norm"
     has_dense = True
 
     width: int

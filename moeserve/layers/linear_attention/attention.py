@@ -9,7 +9,6 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from moeserve.config.needs import Needs
 from moeserve.distributed.mesh import share_of
 from moeserve.kv.layer_cache import CacheDivision, CacheItems, Places
 from moeserve.kv.rules import KeepState
@@ -54,10 +53,6 @@ class LinearAttentionConfig(NetworkConfig):
     def can_divide(self, num_ranks: int) -> bool:
         """True if the key heads and the value heads can be divided evenly over this many tp ranks."""
         return self.num_heads % num_ranks == 0 and self.num_key_heads % num_ranks == 0
-
-    @property
-    def needs(self) -> Needs:
-        return Needs(keeps_state=True)
 
     def build(self, build: Build) -> OverTP:
         return OverTP(LinearAttention(self, build.hidden_size, build.context), build.context)

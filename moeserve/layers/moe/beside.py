@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from moeserve.config.needs import Needs
 from moeserve.layers.dense.network import DenseConfig
 from moeserve.layers.moe.layer import MoEConfig, MoELayer
-from moeserve.layers.network import Build, Network, NetworkConfig, NetworkPart, Run, Stages
+from moeserve.layers.network import Build, FeedForwardConfig, Network, NetworkPart, Run, Stages
 from moeserve.layers.norm import RMSNorm
 from moeserve.layers.rows import At, Row
 from moeserve.ops import rows as row_operations
@@ -29,12 +29,9 @@ class ParallelRows:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BesideConfig(NetworkConfig):
+class BesideConfig(FeedForwardConfig):
     """The shape of a dense network and experts that read the residual stream side by side."""
 
-    name = "mlp"
-    norm_name = "post_attention_layernorm"
-    output_norm_name = "mlp_output_norm"
     has_dense = True
 
     dense: DenseConfig

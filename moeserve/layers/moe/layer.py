@@ -21,7 +21,7 @@ from moeserve.layers.moe.placement.placement import Placement
 from moeserve.layers.moe.router import Router, Routing
 from moeserve.layers.moe.rows import expert_rows
 from moeserve.layers.moe.shared import SharedExperts, SharedExpertsConfig
-from moeserve.layers.network import Build, Network, NetworkConfig, NetworkPart, Run, Stages, run_in_turn
+from moeserve.layers.network import Build, FeedForwardConfig, Network, NetworkPart, Run, Stages, run_in_turn
 from moeserve.layers.norm import RowsForm
 from moeserve.layers.rows import At, Row
 from moeserve.ops import rows
@@ -33,12 +33,8 @@ from moeserve.ops.rows.interface import Rows, plain_rows
 
 
 @dataclass(frozen=True, kw_only=True)
-class MoEConfig(NetworkConfig):
+class MoEConfig(FeedForwardConfig):
     """The shape of one mixture-of-experts layer."""
-
-    name = "mlp"
-    norm_name = "post_attention_layernorm"
-    output_norm_name = "mlp_output_norm"
 
     router: RouterConfig
     expert_width: int

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moeserve.layers.dense.network import DenseConfig
 from moeserve.layers.moe.layer import MoEConfig, MoELayer
-from moeserve.layers.network import Build, Network, NetworkConfig, NetworkPart, Run, Stages
+from moeserve.layers.network import Build, FeedForwardConfig, Network, NetworkPart, Run, Stages
 from moeserve.layers.rows import At, Row
 from moeserve.ops import rows as row_operations
 
@@ -28,12 +28,9 @@ class Shortcut:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShortcutStartConfig(NetworkConfig):
+class ShortcutStartConfig(FeedForwardConfig):
     """The shape of a dense network, and of the experts that read the same rows."""
 
-    name = "mlp"
-    norm_name = "post_attention_layernorm"
-    output_norm_name = "mlp_output_norm"
     has_dense = True
 
     dense: DenseConfig
@@ -48,12 +45,9 @@ class ShortcutStartConfig(NetworkConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShortcutEndConfig(NetworkConfig):
+class ShortcutEndConfig(FeedForwardConfig):
     """The shape of the dense network after which the output of the experts is added."""
 
-    name = "mlp"
-    norm_name = "post_attention_layernorm"
-    output_norm_name = "mlp_output_norm"
     has_dense = True
 
     dense: DenseConfig

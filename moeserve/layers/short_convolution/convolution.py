@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moeserve.config.needs import Needs
 from moeserve.kv.layer_cache import CacheDivision, CacheItems, Places
 from moeserve.kv.rules import KeepState
 from moeserve.layers.context import ModelContext
@@ -45,10 +44,6 @@ class ShortConvolutionConfig(NetworkConfig):
     def can_divide(self, num_ranks: int) -> bool:
         """True if the channels can be divided evenly over this many tp ranks."""
         return self.num_channels % num_ranks == 0
-
-    @property
-    def needs(self) -> Needs:
-        return Needs(keeps_state=True)
 
     def build(self, build: Build) -> OverTP:
         return OverTP(GatedConvolution(self, build.hidden_size, build.context), build.context)

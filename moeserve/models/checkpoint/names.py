@@ -8,12 +8,11 @@ import logging
 import re
 
 from moeserve.errors import CheckpointError
-from moeserve.models.checkpoint.shards import Checkpoint
+from moeserve.models.checkpoint.shards import NUMBER, Checkpoint
 from moeserve.models.family import DRAFT, Family, Names
 
 logger = logging.getLogger(__name__)
 
-NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 PLACE = "\0"  # stands for a number, so that equal names of different layers and experts are translated once
 
 

@@ -52,6 +52,9 @@ class Checkpoint:
 
     def shown(self, names: Iterable[str]) -> list[str]:
         """Return the names under which tensors are stored, sorted. A missing one is named like others of its kind."""
+        names = list(names)
+        if not names:
+            return []
         kinds = {NUMBER.sub("#", name): stored for name, stored in self.stored_names.items()}
         return sorted(_shown(name, self.stored_names.get(name), kinds.get(NUMBER.sub("#", name))) for name in names)
 
