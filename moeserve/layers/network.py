@@ -187,38 +187,33 @@ class Network(nn.Module):
 
 
 class OverTP(Network):
-    """A network of which each tp rank has a share. It reads the rows of all ranks, and returns a part of a sum.
+    """A network of which each tp rank has a share. It reads the rows of all ranks, and computes a part of a sum.
 
     Between networks, each tp rank has a share of the step's tokens. They are gathered before this one, and its outputs
     are reduced and scattered.
     """
 
-    def __init__(self, network: Network, context: ModelContext) -> None:
+    def __init__(self, context: ModelContext) -> None:
         super().__init__()
-        self.network = network
         self.tp = context.tp
         self.sum_dtype = context.sum_dtype
 
     @property
     def input_form(self) -> RowsForm:
-        return self.network.input_form if self.tp.world_size == 1 else "plain"
+        return self.gathered_form if self.tp.world_size == 1 else "plain"
 
     @property
-    def cache_items(self) -> tuple[CacheItems, ...]:
-        return self.network.cache_items
-
-    def make_cache(self, places: Places) -> Any:
-        return self.network.make_cache(places)
-
-    def parts(self) -> Iterator[NetworkPart]:
-        return self.network.parts()
-
-    def rows(self, at: At) -> Iterator[Row]:
-        return self.network.rows(at)
+    def gathered_form(self) -> RowsForm:
+        """The form of rows to give to `partial_sum`."""
+        return "plain"
 
     def forward(self, rows: Rows, run: Run, cache: Any) -> Tensor:
-        output_TD = self.network(gathered(rows, self.tp, run.step), run, cache)
+        output_TD = self.partial_sum(gathered(rows, self.tp, run.step), run, cache)
         return self.tp.reduce_scatter(output_TD, run.step.tp_sizes, self.sum_dtype)  # collective: all tp ranks
+
+    def partial_sum(self, rows: Any, run: Run, cache: Any) -> Tensor:
+        """Return this rank's part [T, D] of the update, from the rows of all tp ranks."""
+        raise NotImplementedError
 
 
 def gathered(rows_tD: Rows, tp: GroupCoordinator, step: StepInputs) -> Rows:

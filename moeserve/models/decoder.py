@@ -232,13 +232,14 @@ class Decoder(nn.Module):
         stream, update_tD = self.config.stream.start(hidden_tD), None
         for block, cache in zip(blocks, caches, strict=False):
             self.groups.set_layer(block.layer)
-            stream, rows = block.place.enter(stream, update_tD)
+            place, network = block.place, block.network
+            stream, rows = place.enter(stream, update_tD)
             update_tD = None  # free this result: DeepEP's low-latency kernels have memory for only two results
-            if block.network.waits:
-                update_tD = yield from block.network.stages(rows, run, cache)
+            if network.waits:
+                update_tD = yield from network.stages(rows, run, cache)
             else:
-                update_tD = block.network(rows, run, cache)
-            stream, update_tD = block.place.leave(stream, update_tD)
+                update_tD = network(rows, run, cache)
+            stream, update_tD = place.leave(stream, update_tD)
         self.groups.set_layer(None)
         return stream, update_tD
 

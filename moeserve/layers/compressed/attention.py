@@ -17,7 +17,7 @@ from moeserve.kv.rules import CacheGroup, KeepAll, KeepWindow, RuleOfBlocks
 from moeserve.layers.context import ModelContext
 from moeserve.layers.input_share import num_input_chunks, share_inputs
 from moeserve.layers.linear import Linear
-from moeserve.layers.network import AttentionCosts, Build, Network, NetworkConfig, OverTP, Run
+from moeserve.layers.network import AttentionCosts, Build, NetworkConfig, OverTP, Run
 from moeserve.layers.norm import RMSNorm
 from moeserve.layers.rotary import RotaryConfig, Rotations
 from moeserve.layers.rows import At, Row, rows_of_heads, some_columns, some_rows, whole
@@ -90,9 +90,8 @@ class CompressedAttentionConfig(NetworkConfig):
             output_parameters=(outputs / tp + self.num_groups / tp * hidden_size) * self.group_rank,
         )
 
-    def build(self, build: Build) -> OverTP:
-        network = CompressedSparseAttention(self, build.hidden_size, build.norm_epsilon, build.context)
-        return OverTP(network, build.context)
+    def build(self, build: Build) -> CompressedSparseAttention:
+        return CompressedSparseAttention(self, build.hidden_size, build.norm_epsilon, build.context)
 
     @property
     def rotaries(self) -> tuple[RotaryConfig, ...]:
@@ -157,7 +156,7 @@ class Indexer(nn.Module):
         self.choose = indexer.make(context.backend, IndexerRule(top_k=shape.top_k, tokens_per_entry=config.ratio))
 
 
-class CompressedSparseAttention(Network):
+class CompressedSparseAttention(OverTP):
     """Each token attends to the last `window` tokens, and to entries of the windows that ended before.
 
     Each tp rank has a share of the groups of heads, and computes a part of the sum that is the output. Each has the
@@ -167,7 +166,7 @@ class CompressedSparseAttention(Network):
     def __init__(
         self, config: CompressedAttentionConfig, hidden_size: int, norm_epsilon: float, context: ModelContext
     ) -> None:
-        super().__init__()
+        super().__init__(context)
         tp = context.tp
         self.config = config
         self.context = context
@@ -265,7 +264,7 @@ class CompressedSparseAttention(Network):
             yield from self.indexer.query.rows(at.under("indexer.wq_b"))
             yield from self.indexer.weights.rows(at.under("indexer.weights_proj"))
 
-    def forward(self, hidden_TD: Tensor, run: Run, cache: CompressedCache) -> Tensor:
+    def partial_sum(self, hidden_TD: Tensor, run: Run, cache: CompressedCache) -> Tensor:
         config, step, rotations = self.config, run.step, run.rotations
         query_TQ, key_TH = self.compress(hidden_TD).split(self.compressed_sizes, dim=1)
         query_TQ, key_TH = self.query_norm(query_TQ), self.key_norm(key_TH)

@@ -11,7 +11,7 @@ from torch import Tensor
 from moeserve.layers.context import ModelContext
 from moeserve.layers.dense.mlp import MLP
 from moeserve.layers.input_share import share_inputs
-from moeserve.layers.network import Build, FeedForwardConfig, Network, NetworkPart, OverTP, Run
+from moeserve.layers.network import Build, FeedForwardConfig, NetworkPart, OverTP, Run
 from moeserve.layers.norm import RowsForm
 from moeserve.layers.rows import At, Row
 from moeserve.ops.rows.activations import Activation, SwiGLU
@@ -27,20 +27,20 @@ class DenseConfig(FeedForwardConfig):
     width: int
     activation: Activation = SwiGLU()
 
-    def build(self, build: Build) -> OverTP:
-        return OverTP(DenseNetwork(self, build.hidden_size, build.num_chunks, build.context), build.context)
+    def build(self, build: Build) -> DenseNetwork:
+        return DenseNetwork(self, build.hidden_size, build.num_chunks, build.context)
 
 
-class DenseNetwork(Network):
+class DenseNetwork(OverTP):
     """Each tp rank has a share of the width."""
 
     def __init__(self, config: DenseConfig, hidden_size: int, num_chunks: int, context: ModelContext) -> None:
-        super().__init__()
+        super().__init__(context)
         self.config = config
         self.mlp = MLP(hidden_size, share_inputs(config.width, num_chunks, context), context, config.activation)
 
     @property
-    def input_form(self) -> RowsForm:
+    def gathered_form(self) -> RowsForm:
         return "float8" if self.mlp.gate_up.is_in_blocks else "plain"
 
     def parts(self) -> Iterator[NetworkPart]:
@@ -49,6 +49,6 @@ class DenseNetwork(Network):
     def rows(self, at: At) -> Iterator[Row]:
         return self.mlp.rows(at, self.config.width)
 
-    def forward(self, rows: Rows, run: Run, cache: Any) -> Tensor:
+    def partial_sum(self, rows: Rows, run: Run, cache: Any) -> Tensor:
         output_TD: Tensor = self.mlp(rows)
         return output_TD

@@ -17,7 +17,7 @@ from moeserve.kv.rules import KeepAll, KeepWindow, RuleOfBlocks
 from moeserve.layers.context import ModelContext
 from moeserve.layers.input_share import num_input_chunks, share_inputs
 from moeserve.layers.linear import Linear
-from moeserve.layers.network import AttentionCosts, Build, Network, NetworkConfig, OverTP, Run
+from moeserve.layers.network import AttentionCosts, Build, NetworkConfig, OverTP, Run
 from moeserve.layers.norm import RMSNorm, RowsForm
 from moeserve.layers.rotary import NO_ROTARY, RotaryConfig, TemperatureConfig, constant_factor
 from moeserve.layers.rows import At, Row, rows_of_heads, some_rows
@@ -100,18 +100,18 @@ class AttentionConfig(NetworkConfig):
             output_parameters=outputs * hidden_size,
         )
 
-    def build(self, build: Build) -> OverTP:
-        return OverTP(Attention(self, build.hidden_size, build.norm_epsilon, build.context), build.context)
+    def build(self, build: Build) -> Attention:
+        return Attention(self, build.hidden_size, build.norm_epsilon, build.context)
 
 
-class Attention(Network):
+class Attention(OverTP):
     """Each token attends to the tokens of its own request up to itself, or to the last `window` of them.
 
     Each tp rank has a share of the heads, and computes a part of the sum that is the output.
     """
 
     def __init__(self, config: AttentionConfig, hidden_size: int, norm_epsilon: float, context: ModelContext) -> None:
-        super().__init__()
+        super().__init__(context)
         tp = context.tp
         self.config = config
         self.context = context
@@ -183,7 +183,7 @@ class Attention(Network):
         return make_key_value_cache(self.config, self.num_kv_heads, places, self.context)
 
     @property
-    def input_form(self) -> RowsForm:
+    def gathered_form(self) -> RowsForm:
         if not self.query_key_value.weights.is_in_blocks:
             return "plain"
         return "float8" if self.head_gates is None else "both"
@@ -222,7 +222,7 @@ class Attention(Network):
         outputs, num_outputs = rows_of_heads(self.heads, config.value_size), config.num_heads * config.value_size
         yield from self.output.summed_rows(at.under("o_proj"), outputs, num_outputs, has_bias=config.has_output_bias)
 
-    def forward(self, hidden_TD: Rows, run: Run, cache: KeyValueCache) -> Tensor:
+    def partial_sum(self, hidden_TD: Rows, run: Run, cache: KeyValueCache) -> Tensor:
         step, rotations = run.step, run.rotations
         projected = self.query_key_value(hidden_TD).split(self.projected_sizes, dim=-1)
         num_tokens, head_dim = len(hidden_TD), self.config.head_dim

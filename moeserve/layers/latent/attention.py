@@ -31,7 +31,7 @@ from moeserve.layers.input_share import num_input_chunks, share_inputs
 from moeserve.layers.latent.indexer import Choice, Indexer, IndexerConfig
 from moeserve.layers.latent.learned_temperature import LearnedTemperature
 from moeserve.layers.linear import Linear
-from moeserve.layers.network import AttentionCosts, Build, Network, NetworkConfig, OverTP, Run
+from moeserve.layers.network import AttentionCosts, Build, NetworkConfig, OverTP, Run
 from moeserve.layers.norm import RMSNorm, RowsForm
 from moeserve.layers.rotary import RotaryConfig, TemperatureConfig
 from moeserve.layers.rows import At, Destination, Row, rows_of_heads, some_rows, whole
@@ -109,8 +109,8 @@ class LatentAttentionConfig(NetworkConfig):
             index_operations=0 if self.indexer is None else self.indexer.num_heads * 2 * self.indexer.key_dim,
         )
 
-    def build(self, build: Build) -> OverTP:
-        return OverTP(LatentAttention(self, build.hidden_size, build.context), build.context)
+    def build(self, build: Build) -> LatentAttention:
+        return LatentAttention(self, build.hidden_size, build.context)
 
     @property
     def rotaries(self) -> tuple[RotaryConfig | TemperatureConfig, ...]:
@@ -166,14 +166,14 @@ class LatentCache:
             tensor.zero_()
 
 
-class LatentAttention(Network):
+class LatentAttention(OverTP):
     """Each token attends to the tokens of its own request up to itself.
 
     Each tp rank has a share of the heads, and computes a part of the sum that is the output. Each has the whole cache.
     """
 
     def __init__(self, config: LatentAttentionConfig, hidden_size: int, context: ModelContext) -> None:
-        super().__init__()
+        super().__init__(context)
         tp = context.tp
         self.config = config
         self.context = context
@@ -241,7 +241,7 @@ class LatentAttention(Network):
         )
 
     @property
-    def input_form(self) -> RowsForm:
+    def gathered_form(self) -> RowsForm:
         if not self.reads_float8:
             return "plain"
         return "float8" if self.indexer is None and self.head_gates is None else "both"
@@ -272,7 +272,7 @@ class LatentAttention(Network):
             at.under("o_proj"), value_columns, num_value_columns, has_bias=config.has_bias
         )
 
-    def forward(self, hidden_TD: Rows, run: Run, cache: LatentCache) -> Tensor:
+    def partial_sum(self, hidden_TD: Rows, run: Run, cache: LatentCache) -> Tensor:
         config, step, rotations = self.config, run.step, run.rotations
         # The positions that tokens attend to: written by a layer with an indexer, read by a layer without.
         choice = run.shared(Choice) if config.is_sparse else None

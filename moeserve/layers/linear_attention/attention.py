@@ -16,7 +16,7 @@ from moeserve.layers.context import ModelContext
 from moeserve.layers.input_share import num_input_chunks, share_inputs
 from moeserve.layers.linear import Linear
 from moeserve.layers.linear_attention.rows import linear_attention_rows
-from moeserve.layers.network import Build, Network, NetworkConfig, OverTP, Run
+from moeserve.layers.network import Build, NetworkConfig, OverTP, Run
 from moeserve.layers.rows import At, Row
 from moeserve.layers.state_cache import StateCache
 from moeserve.layers.weights import QuantizationLimits
@@ -54,8 +54,8 @@ class LinearAttentionConfig(NetworkConfig):
         """True if the key heads and the value heads can be divided evenly over this many tp ranks."""
         return self.num_heads % num_ranks == 0 and self.num_key_heads % num_ranks == 0
 
-    def build(self, build: Build) -> OverTP:
-        return OverTP(LinearAttention(self, build.hidden_size, build.context), build.context)
+    def build(self, build: Build) -> LinearAttention:
+        return LinearAttention(self, build.hidden_size, build.context)
 
 
 class LowRankLinear(nn.Module):
@@ -74,14 +74,14 @@ class LowRankLinear(nn.Module):
         return output_TO
 
 
-class LinearAttention(Network):
+class LinearAttention(OverTP):
     """A layer in which each token updates the recurrent state of its request, and reads it.
 
     Each tp rank has a share of the heads, and its output is a partial sum over these heads.
     """
 
     def __init__(self, config: LinearAttentionConfig, hidden_size: int, context: ModelContext) -> None:
-        super().__init__()
+        super().__init__(context)
         tp = context.tp
         self.config = config
         self.context = context
@@ -167,7 +167,7 @@ class LinearAttention(Network):
     def rows(self, at: At) -> Iterator[Row]:
         return linear_attention_rows(at, self)
 
-    def forward(self, hidden_TD: Tensor, run: Run, cache: StateCache) -> Tensor:
+    def partial_sum(self, hidden_TD: Tensor, run: Run, cache: StateCache) -> Tensor:
         assert cache.states is not None
         projected, rates = self.input(hidden_TD), self.rates(hidden_TD)
         num_channels, num_rates = self.shape.num_channels, self.shape.num_heads if self.config.is_delta else 0

@@ -13,7 +13,7 @@ from moeserve.kv.rules import KeepState
 from moeserve.layers.context import ModelContext
 from moeserve.layers.input_share import num_input_chunks, share_inputs
 from moeserve.layers.linear import Linear
-from moeserve.layers.network import Build, Network, NetworkConfig, OverTP, Run
+from moeserve.layers.network import Build, NetworkConfig, OverTP, Run
 from moeserve.layers.rows import At, Row, some_rows
 from moeserve.layers.rows_of_parts import Part, joined
 from moeserve.layers.state_cache import StateCache
@@ -45,18 +45,18 @@ class ShortConvolutionConfig(NetworkConfig):
         """True if the channels can be divided evenly over this many tp ranks."""
         return self.num_channels % num_ranks == 0
 
-    def build(self, build: Build) -> OverTP:
-        return OverTP(GatedConvolution(self, build.hidden_size, build.context), build.context)
+    def build(self, build: Build) -> GatedConvolution:
+        return GatedConvolution(self, build.hidden_size, build.context)
 
 
-class GatedConvolution(Network):
+class GatedConvolution(OverTP):
     """output(C * convolution(B * x)), where B, C and x are projections of the token.
 
     Each tp rank has a share of the channels, and its output is a partial sum over them.
     """
 
     def __init__(self, config: ShortConvolutionConfig, hidden_size: int, context: ModelContext) -> None:
-        super().__init__()
+        super().__init__(context)
         self.config = config
         self.context = context
         share = share_inputs(config.num_channels, num_input_chunks(config.can_divide), context)
@@ -107,6 +107,6 @@ class GatedConvolution(Network):
             yield at(f"conv.{kind}"), some_rows(of_convolution, channels, num_channels)
         yield from self.output.summed_rows(at.under("out_proj"), channels, num_channels, has_bias=self.config.has_bias)
 
-    def forward(self, hidden_TD: Tensor, run: Run, cache: StateCache) -> Tensor:
+    def partial_sum(self, hidden_TD: Tensor, run: Run, cache: StateCache) -> Tensor:
         weights = ConvolutionWeights(self.taps, self.bias)
         return self.output(self.convolve(self.input(hidden_TD), weights, cache.inputs, run.step))
