@@ -136,6 +136,15 @@ class LiveRequest:
             return "length", None
         return None, None
 
+    def aborted(self, error: str | None = None) -> RequestUpdate:
+        """Return the update for the client after the request was ended, because of an error if one is given."""
+        return RequestUpdate(
+            request_id=self.request_id,
+            finish_reason="abort",
+            num_cached_tokens=self.num_cached_tokens or 0,
+            error=error,
+        )
+
     def reset_computed(self) -> None:
         """Reset the progress after a preemption. The output is kept, and all tokens will be computed again."""
         self.num_computed = self.num_planned = 0

@@ -313,19 +313,20 @@ class PlansBeyondTheEnd(Scheduler):
     def _may_continue(self, request: LiveRequest) -> bool:
         return request.num_unplanned > 0 and request.num_unknown < 2
 
-    def _commit_chunk(self, chunk: Any, result: Any) -> RequestUpdate | None:
-        update = super()._commit_chunk(chunk, result)
-        if update is not None and update.finish_reason is not None:
-            return msgspec.structs.replace(update, token_ids=[*update.token_ids, 1])
-        return update
+    def commit(self, result: Any, reports: Any = ()) -> list[RequestUpdate]:
+        return [
+            msgspec.structs.replace(each, token_ids=[*each.token_ids, 1]) if each.finish_reason is not None else each
+            for each in super().commit(result, reports)
+        ]
 
 
 class ForgetsRequestsInFlight(Scheduler):
     """An abort while a plan is in flight leaves the blocks with nobody."""
 
-    def _release(self, request: LiveRequest) -> None:
-        super()._release(request)
-        self._ended_in_flight.discard(request)
+    def abort(self, request_id: str) -> RequestUpdate | None:
+        update = super().abort(request_id)
+        self._plans.ended.clear()
+        return update
 
 
 def idles_alone(rows: list[list[int]], *, number: int, num_replicas: int, index: int) -> Agreement:

@@ -14,7 +14,8 @@ from logprob_rows import packed, unpacked
 from moeserve.errors import RequestError
 from moeserve.protocol import ChunkResult, Request, RequestUpdate, StepResult, TokenLogprobs
 from moeserve.sampling_params import RequestParams
-from moeserve.scheduling.scheduler import MAX_PASSED, Scheduler
+from moeserve.scheduling.admission import MAX_PASSED
+from moeserve.scheduling.scheduler import Scheduler
 from moeserve.scheduling.scheduler_config import SchedulerConfig
 from moeserve.worker.request_table import Chunk, RequestTable
 

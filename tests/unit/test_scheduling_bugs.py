@@ -15,15 +15,14 @@ from test_scheduling_states import SchedulerMachine, run_histories
 
 from moeserve.cache_kind import CacheKind
 from moeserve.errors import RankStateError
-from moeserve.kv.connector import KVConnector
 from moeserve.kv.manager import CacheManager, ChunkItems, Prefix, ToStore
 from moeserve.kv.requests import CachedRequest
 from moeserve.kv.state_pool import StatePool
 from moeserve.kv.transfers import BlockTransfers
 from moeserve.protocol import (
+    CacheStart,
     ChunkResult,
     KeepItems,
-    Registration,
     Request,
     RequestUpdate,
     SavedState,
@@ -31,6 +30,7 @@ from moeserve.protocol import (
     Transfer,
     TransferOutcome,
 )
+from moeserve.scheduling.commit import PlansInFlight
 from moeserve.scheduling.request import LiveRequest
 from moeserve.scheduling.scheduler import Scheduler
 from moeserve.scheduling.scheduler_config import SchedulerConfig
@@ -42,20 +42,38 @@ def at(request: CachedRequest, num_computed: int) -> Any:
     return SimpleNamespace(**attributes, num_computed=num_computed)
 
 
-class FreesBlocksOfPlansInFlight(Scheduler):
+class SchedulerWithParts(Scheduler):
+    """A scheduler with other classes for its parts, which have the same attributes."""
+
+    plans_class: type[PlansInFlight] = PlansInFlight
+    caches_class: type[CacheManager] = CacheManager
+    transfers_class: type[BlockTransfers] = BlockTransfers
+
+    def __init__(self, config: SchedulerConfig, *args: Any) -> None:
+        super().__init__(config, *args)
+        self._plans.__class__ = self.plans_class
+        self._caches.__class__ = self.caches_class
+        if self.transfers is not None:
+            self.transfers.__class__ = self.transfers_class
+
+
+class FreesBlocksOfPlansInFlight(SchedulerWithParts):
     """It gives the blocks of a request that has ended to others while a plan in flight names them."""
 
-    def _release(self, request: LiveRequest) -> None:
-        self._free_slots.append(request.slot)
-        self._caches.pool.release(request.cache.tables[0])
+    class plans_class(PlansInFlight):
+        def stop(self, request: LiveRequest) -> None:
+            del self.running[request.request_id]
+            self._free_slots.append(request.slot)
+            self._caches.pool.release(request.cache.tables[0])
 
 
-class LosesBlocksOfPlansInFlight(Scheduler):
+class LosesBlocksOfPlansInFlight(SchedulerWithParts):
     """It never frees the blocks of a request that ends while a plan in flight names them."""
 
-    def _release(self, request: LiveRequest) -> None:
-        super()._release(request)
-        self._ended_in_flight.discard(request)
+    class plans_class(PlansInFlight):
+        def stop(self, request: LiveRequest) -> None:
+            super().stop(request)
+            self.ended.discard(request)
 
 
 class PreemptsRequestsInFlight(Scheduler):
@@ -64,12 +82,13 @@ class PreemptsRequestsInFlight(Scheduler):
     def _make_room(self, request: LiveRequest, num_tokens: int) -> bool:
         while not self._caches.fits(request, num_tokens):
             newest = next(reversed(self._running.values()))
-            del self._running[newest.request_id]
-            self._free_slots.append(newest.slot)
-            self._caches.pool.release(newest.cache.tables[0])
+            self._plans.stop(newest)
+            if newest in self._plans.ended:
+                self._plans.ended.discard(newest)
+                self._caches.pool.release(newest.cache.tables[0])
             newest.cache.clear()
             newest.reset_computed()
-            self._waiting[newest.request_id] = newest
+            self._queue.insert(newest)
             if newest is request:
                 return False
         return True
@@ -82,15 +101,7 @@ class PlansBeyondTheEnd(Scheduler):
         return request.num_unplanned > 0 and (request.is_registered or request.num_plans == 0)
 
 
-class SchedulerWithCaches(Scheduler):
-    caches_class: type[CacheManager]
-
-    def __init__(self, config: SchedulerConfig, *args: Any) -> None:
-        super().__init__(config, *args)
-        self._caches.__class__ = self.caches_class
-
-
-class SharesBlocksBeforeTheyAreFull(SchedulerWithCaches):
+class SharesBlocksBeforeTheyAreFull(SchedulerWithParts):
     """It shares the block of a request's last token, so that nothing is left to compute."""
 
     class caches_class(CacheManager):
@@ -107,7 +118,7 @@ class ReportsEndedRequests(Scheduler):
     """It returns results of requests that have ended meanwhile."""
 
     def commit(self, result: Any, reports: Any = ()) -> list[RequestUpdate]:
-        ended = [chunk.request for chunk in self._plans[0] if chunk.request.ended]
+        ended = [chunk.request for chunk in self._plans._plans[0] if chunk.request.ended]
         late = [RequestUpdate(request_id=request.request_id, token_ids=[1]) for request in ended]
         return super().commit(result, reports) + late
 
@@ -123,7 +134,7 @@ class FailsTheNewestStep(Scheduler):
     """A failed step ends the requests of the newest plan instead of the oldest."""
 
     def abort_step(self) -> list[RequestUpdate]:
-        self._plans.rotate(1)
+        self._plans._plans.rotate(1)
         updates = super().abort_step()
         return updates
 
@@ -155,22 +166,7 @@ class PreemptsToTheEndOfTheQueue(Scheduler):
 
     def _preempt(self, request: LiveRequest) -> None:
         super()._preempt(request)
-        self._waiting.move_to_end(request.request_id)
-
-
-class SchedulerWithTransfers(Scheduler):
-    transfers_class: type[BlockTransfers]
-
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        cache_salt: bytes,
-        connector: KVConnector | None = None,
-        peer_addresses: Sequence[str] = (),
-    ) -> None:
-        super().__init__(config, cache_salt, connector, peer_addresses)
-        assert connector is not None
-        self._transfers = self.transfers_class(connector, self._caches.pools, config.block_size, peer_addresses)
+        self._queue.waiting.move_to_end(request.request_id)
 
 
 class TransfersWithoutHolders(BlockTransfers):
@@ -194,21 +190,21 @@ class TransfersWithoutHolders(BlockTransfers):
         return isinstance(transfer, StoreTransfer) and not transfer.is_load
 
 
-class SavesBlocksOfOthers(SchedulerWithTransfers):
+class SavesBlocksOfOthers(SchedulerWithParts):
     """It gives blocks to others while they are saved."""
 
     class transfers_class(TransfersWithoutHolders):
         pass
 
 
-class SavesStatesOfOthers(SchedulerWithTransfers):
+class SavesStatesOfOthers(SchedulerWithParts):
     """It gives the rows of states to others while they are saved."""
 
     class transfers_class(TransfersWithoutHolders):
         careless_kind = CacheKind.STATE
 
 
-class SharesKeptBlocks(SchedulerWithTransfers):
+class SharesKeptBlocks(SchedulerWithParts):
     """It gives blocks to others that it keeps for another engine."""
 
     class transfers_class(TransfersWithoutHolders):
@@ -216,7 +212,7 @@ class SharesKeptBlocks(SchedulerWithTransfers):
             return isinstance(transfer, KeepItems)
 
 
-class LoadsIntoRowsThatAreRead(SchedulerWithCaches):
+class LoadsIntoRowsThatAreRead(SchedulerWithParts):
     """It takes a saved state for unused while a plan in flight reads it."""
 
     class caches_class(CacheManager):
@@ -230,22 +226,19 @@ class LoadsIntoRowsThatAreRead(SchedulerWithCaches):
             return super().end_chunk(request, items._replace(read_row=None), start, is_kept=is_kept)
 
 
-class LoadsIntoBlocksOfOthers(SchedulerWithTransfers):
+class LoadsIntoBlocksOfOthers(Scheduler):
     """It gives blocks to others when the request that waits for them is aborted."""
 
-    def _end(self, request: LiveRequest) -> None:
-        assert self._transfers is not None
-        for number, each in self._transfers._in_flight.items():
-            if each.request is request:
+    def abort(self, request_id: str) -> RequestUpdate | None:
+        for number, each in ({} if self.transfers is None else self.transfers._in_flight).copy().items():
+            if each.request is not None and each.request.request_id == request_id:
                 for place in [*each.places, *each.held]:
                     self._caches.pools[place.kind].release([place.index])
-                self._transfers._in_flight[number] = dataclasses.replace(each, places=[], keys=[], held=[])
-        super()._end(request)
-
-    transfers_class = BlockTransfers
+                self.transfers._in_flight[number] = dataclasses.replace(each, places=[], keys=[], held=[])
+        return super().abort(request_id)
 
 
-class SharesBlocksThatWereNotLoaded(SchedulerWithTransfers):
+class SharesBlocksThatWereNotLoaded(SchedulerWithParts):
     """It takes a load for whole that has failed."""
 
     class transfers_class(BlockTransfers):
@@ -258,14 +251,14 @@ class LoadsForEver(Scheduler):
     """It loads the blocks of a request again and again, if they cannot be loaded."""
 
     def end_transfer(self, outcome: TransferOutcome) -> None:
-        assert self._transfers is not None
-        is_load = self._transfers._in_flight[outcome.number].request is not None
+        assert self.transfers is not None
+        is_load = self.transfers._in_flight[outcome.number].request is not None
         super().end_transfer(msgspec.structs.replace(outcome, num_copied=0) if is_load else outcome)
-        for request in self._waiting.values():
+        for request in self._queue.waiting.values():
             request.may_load = True
 
 
-class ReceivesForNobody(SchedulerWithTransfers):
+class ReceivesForNobody(SchedulerWithParts):
     """It does not cancel the transfer of blocks that no request needs any more."""
 
     class transfers_class(BlockTransfers):
@@ -276,20 +269,22 @@ class ReceivesForNobody(SchedulerWithTransfers):
 class CancelsWhatOthersNeed(Scheduler):
     """It cancels the transfer of blocks for which another output of the prompt waits."""
 
-    def _end(self, request: LiveRequest) -> None:
-        super()._end(request)
-        if self._transfers is not None and request.request.kv_source is not None:
-            self._transfers.cancel_receive(request.request.kv_source.handle)
+    def abort(self, request_id: str) -> RequestUpdate | None:
+        request = self._queue.find(request_id)
+        update = super().abort(request_id)
+        if self.transfers is not None and request is not None and request.request.kv_source is not None:
+            self.transfers.cancel_receive(request.request.kv_source.handle)
+        return update
 
 
-class EvictsStatesThatAreRead(SchedulerWithCaches):
+class EvictsStatesThatAreRead(SchedulerWithParts):
     """It reuses the row of a state in the plan that reads it."""
 
     class caches_class(LoadsIntoRowsThatAreRead.caches_class):
         pass
 
 
-class SavesStatesAtTheWrongToken(SchedulerWithCaches):
+class SavesStatesAtTheWrongToken(SchedulerWithParts):
     """It saves a state one token late."""
 
     class caches_class(CacheManager):
@@ -300,38 +295,41 @@ class SavesStatesAtTheWrongToken(SchedulerWithCaches):
             return SavedState(saved.slot, saved.row, saved.num_tokens + 1)
 
 
-class StartsWithoutTheState(Scheduler):
+class StartsWithoutTheState(SchedulerWithParts):
     """It admits a request behind a cached prefix as if its state were zeros."""
 
-    def _registration(self, request: LiveRequest) -> Registration:
-        registration = super()._registration(request)
-        return msgspec.structs.replace(registration, cache=msgspec.structs.replace(registration.cache, row=None))
+    class caches_class(CacheManager):
+        def register(self, request: CachedRequest) -> CacheStart:
+            return msgspec.structs.replace(super().register(request), row=None)
 
 
-class CountsRejectedDrafts(Scheduler):
+class CountsRejectedDrafts(SchedulerWithParts):
     """It takes the keys and values of drafts for computed that were rejected."""
 
-    def _append_tokens(self, chunk: Any, result: ChunkResult) -> RequestUpdate:
-        update = super()._append_tokens(chunk, result)
-        if self._caches._rows is None and chunk.num_drafts > len(result.token_ids) - 1 and update.finish_reason is None:
-            chunk.request.num_computed += 1
-            chunk.request.num_planned += 1
-            chunk.request.token_ids.append(0)
-        return update
+    class plans_class(PlansInFlight):
+        def _append_tokens(self, chunk: Any, result: ChunkResult) -> RequestUpdate:
+            update = super()._append_tokens(chunk, result)
+            is_rejected = chunk.num_drafts > len(result.token_ids) - 1
+            if self._caches._rows is None and is_rejected and update.finish_reason is None:
+                chunk.request.num_computed += 1
+                chunk.request.num_planned += 1
+                chunk.request.token_ids.append(0)
+            return update
 
 
-class KeepsTheStateOfRejectedDrafts(Scheduler):
+class KeepsTheStateOfRejectedDrafts(SchedulerWithParts):
     """It goes on from a state that has seen drafts that were rejected."""
 
-    def _append_tokens(self, chunk: Any, result: ChunkResult) -> RequestUpdate:
-        cache = chunk.request.cache
-        own_row = cache.own_row
-        update = super()._append_tokens(chunk, result)
-        cache.row = cache.own_row = own_row
-        return update
+    class caches_class(CacheManager):
+        def undo_drafts(self, request: CachedRequest) -> bool:
+            own_row = request.cache.own_row
+            is_undone = super().undo_drafts(request)
+            if is_undone:
+                request.cache.row = request.cache.own_row = own_row
+            return is_undone
 
 
-class DropsBlocksInTheWindow(SchedulerWithCaches):
+class DropsBlocksInTheWindow(SchedulerWithParts):
     """It frees blocks that the next token reads."""
 
     class caches_class(CacheManager):
@@ -339,7 +337,7 @@ class DropsBlocksInTheWindow(SchedulerWithCaches):
             super()._drop_unneeded(at(request, request.num_computed + 1))
 
 
-class DropsBlocksOfPlansInFlight(SchedulerWithCaches):
+class DropsBlocksOfPlansInFlight(SchedulerWithParts):
     """It frees blocks that a plan in flight reads, because a later one does not."""
 
     class caches_class(CacheManager):
@@ -347,7 +345,7 @@ class DropsBlocksOfPlansInFlight(SchedulerWithCaches):
             super()._drop_unneeded(at(request, request.num_planned))
 
 
-class KeepsBlocksBehindTheWindow(SchedulerWithCaches):
+class KeepsBlocksBehindTheWindow(SchedulerWithParts):
     """It frees no blocks before a request ends."""
 
     class caches_class(CacheManager):
@@ -355,7 +353,7 @@ class KeepsBlocksBehindTheWindow(SchedulerWithCaches):
             pass
 
 
-class StartsWithoutTheWindow(SchedulerWithCaches):
+class StartsWithoutTheWindow(SchedulerWithParts):
     """It shares a prefix of whose window a block is missing."""
 
     class caches_class(CacheManager):
