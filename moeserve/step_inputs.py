@@ -14,8 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-# T tokens of the step in S chunks, L rows that are sampled, R rows whose logits are computed, D model width,
-# W fields of SAMPLING_SETTINGS
+# T tokens of the step in S chunks, R rows whose logits are computed, W fields of SAMPLING_SETTINGS
 
 # The sampling settings of a request. On a device, a record is stored as the bits of W integers.
 SAMPLING_SETTINGS = np.dtype(

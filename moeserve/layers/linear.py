@@ -15,8 +15,7 @@ from moeserve.layers.weights import DEFAULT_LIMITS, QuantizationLimits, Weights
 from moeserve.ops.products.interface import InputChunks
 from moeserve.ops.rows.interface import Rows
 
-# T tokens of the replica, t this tp rank's share of them, L rows of logits, I inputs, O outputs, V vocabulary, v this
-# rank's share of it, D model width
+# v this rank's share of it
 
 
 class Linear(nn.Module):

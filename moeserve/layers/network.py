@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from moeserve.layers.moe.layer import MoEConfig, MoELayer
     from moeserve.layers.moe.placement.placement import Placement
 
-# T tokens of the replica's step, t this tp rank's share of these tokens, D model width
-
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 Stages: TypeAlias = Generator[None, None, Result]  # a computation that yields before it waits for other ranks

@@ -12,8 +12,6 @@ from moeserve.layers.context import ModelContext
 from moeserve.layers.rows import At, Row, whole
 from moeserve.ops import rows
 
-# T tokens, D width of a row
-
 RowsForm = Literal["plain", "float8", "both"]  # "both": `Float8Rows` that keep the plain rows
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from moeserve.ops.rows.interface import Rotation
 
-# T tokens, F rotated pairs
+# F rotated pairs
 
 
 @dataclass(frozen=True)

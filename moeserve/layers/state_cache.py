@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-# W tokens of a convolution, w = W - 1, C channels, N value heads, K values of a key, V of a value
+# W tokens of a convolution, w = W - 1, C channels, N value heads, K values of a key
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from moeserve.ops.products.weight_blocks import BLOCK, CODES, num_blocks
 from moeserve.ops.rows.activations import Activation, num_parts_of
 from moeserve.ops.rows.interface import Rows, plain_rows
 
-# e weights side by side, I inputs, O outputs, G blocks of outputs, B blocks of inputs
+# G blocks of outputs, B blocks of inputs
 
 MIN_QUANTIZED_OUTPUTS = 2  # a gate of one output takes too few bytes to matter
 

@@ -29,8 +29,6 @@ from moeserve.models.draft_layer import DraftInput
 from moeserve.models.model_config import Block, ModelConfig
 from moeserve.step_inputs import StepInputs
 
-# T tokens of the replica's step, t this tp rank's share of these tokens, D model width
-
 
 class DecoderBlock(nn.Module):
     """A network of one rank, and its place on the residual stream."""

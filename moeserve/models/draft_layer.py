@@ -12,8 +12,6 @@ from moeserve.layers.linear import Linear
 from moeserve.layers.norm import RMSNorm
 from moeserve.layers.rows import At, Row, whole
 
-# t this tp rank's share of a step's tokens, D model width
-
 
 class DraftInput(nn.Module):
     """The input projection and the norms of an MTP layer around its decoder layer, replicated on every tp rank.

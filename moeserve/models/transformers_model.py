@@ -40,9 +40,6 @@ from moeserve.ops.attention.interface import AttentionShape, KeyValueCache
 from moeserve.ops.routing.interface import RouterConfig
 from moeserve.step_inputs import StepInputs
 
-# T tokens, D model width, V vocabulary or size of a value, N query heads, G key-value heads, H size of a key, K experts
-# per token, R rows
-
 _numbers = itertools.count()  # numbers the models of this process, because transformers registers functions by name
 
 Attend = Callable[[nn.Module, Tensor, Tensor, Tensor, dict[str, Any]], Tensor]  # (module, 1NTH, 1GTH, 1GTV, settings)

@@ -32,8 +32,6 @@ from moeserve.scheduling.lockstep import Agreement
 from moeserve.step_inputs import StepInputs, decode_step
 from moeserve.worker.step_replay import StepContext, StepOutputs, do_nothing
 
-# T tokens of the replica's step, t this tp rank's share of them, D model width
-
 MAX_TOKENS = 64  # maximum tokens of a captured step; in larger steps, Python takes little of the time
 MAX_TOKENS_PER_REQUEST = 16  # maximum tokens per request of a captured step
 MEMORY_BYTES = 2**26  # memory for the outputs of captured kernels, shared by all graphs

@@ -21,7 +21,7 @@ from moeserve.worker.sampler import SampledToken
 from moeserve.worker.step_memory import StepMemory
 from moeserve.worker.token_history import TokenHistory
 
-# T tokens of the step, L rows that are sampled, S chunks that sample, D model width
+# S chunks that sample
 
 NO_DRAFT = -1  # marks a missing draft token
 

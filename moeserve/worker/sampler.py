@@ -25,8 +25,8 @@ from moeserve.sampling_params import RequestParams
 from moeserve.worker.grammars import AllowedTokens
 from moeserve.worker.request_table import RequestState
 
-# L rows of logits, R of them processed together, V vocabulary, W fields of SAMPLING_SETTINGS, N tokens of a row whose
-# log-probabilities are returned, A adjusted rows, B bytes with a bit for each token
+# R rows of logits that are processed together, W fields of SAMPLING_SETTINGS, N tokens of a row whose log-probabilities
+# are returned, A adjusted rows, B bytes with a bit for each token
 
 Array: TypeAlias = npt.NDArray[Any]
 Upload: TypeAlias = Callable[[Sequence[Array]], list[Tensor]]  # returns arrays on the device

@@ -27,8 +27,8 @@ from moeserve.ops.compressed_attention.interface import CompressedAttention, Com
 from moeserve.ops.indexer.interface import ChosenEntries, IndexerRule
 from moeserve.step_inputs import StepInputs
 
-# T tokens, D model width, N heads of this rank, H head size, G groups of heads of this rank, I size of an indexer's
-# head, m tokens of a window, X values and gates of a token, Y = X / 2
+# G groups of heads of this rank, I size of an indexer's head, m tokens of a window, X values and gates of a token, Y
+# = X / 2
 
 EIGHT_BITS = QuantizationLimits(8)
 

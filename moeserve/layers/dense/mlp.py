@@ -14,8 +14,6 @@ from moeserve.layers.weights import QuantizationLimits, Weights
 from moeserve.ops.rows.activations import Activation, num_parts_of
 from moeserve.ops.rows.interface import Rows
 
-# T tokens, D model width
-
 
 class MLP(nn.Module):
     """down(activation(gate(x), up(x))), or down(activation(up(x))).

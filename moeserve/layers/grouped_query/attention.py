@@ -26,7 +26,7 @@ from moeserve.ops import attention, rows
 from moeserve.ops.attention.interface import AttentionShape, KeyValueCache
 from moeserve.ops.rows.interface import Rows, plain_rows
 
-# T tokens, D model width, N query heads, G key-value heads, H size of a query and of a key, V of a value, X = N * V
+# X = N * V
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,18 +132,8 @@ class Attention(OverTP):
         self.query_key_value = Linear(
             hidden_size, sum(self.projected_sizes), context, has_bias=config.has_bias, limits=limits
         )
-        self.query_norm: nn.Identity | RMSNorm | TokenNorm
-        self.key_norm: nn.Identity | RMSNorm | TokenNorm
-        match config.normalized:
-            case "no":
-                self.query_norm = self.key_norm = nn.Identity()
-            case "head":
-                has_weight = config.has_norm_weights
-                self.query_norm = RMSNorm(config.head_dim, norm_epsilon, context, has_weight=has_weight)
-                self.key_norm = RMSNorm(config.head_dim, norm_epsilon, context, has_weight=has_weight)
-            case "token":
-                self.query_norm = TokenNorm(self.heads, config.num_heads, config.head_dim, norm_epsilon, context)
-                self.key_norm = TokenNorm(self.kv_heads, config.num_kv_heads, config.head_dim, norm_epsilon, context)
+        self.query_norm = _norm(config, self.heads, config.num_heads, norm_epsilon, context)
+        self.key_norm = _norm(config, self.kv_heads, config.num_kv_heads, norm_epsilon, context)
         self.value_norm: RMSNorm | None = None
         if config.normalizes_values:
             self.value_norm = RMSNorm(config.value_size, norm_epsilon, context, has_weight=False)
@@ -160,18 +150,20 @@ class Attention(OverTP):
             limits=QuantizationLimits(cuts=(self.heads.start * config.value_size,)),
             chunks=share.chunks,
         )
-        shape = AttentionShape(
-            num_heads=num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_size=config.head_dim,
-            value_size=config.value_dim,
-            dtype=context.dtype,
-            scale=config.head_dim**-0.5 if config.scale is None else config.scale,
-            whole_group_size=config.num_heads // config.num_kv_heads,
-            window=config.window,
-            has_sinks=config.has_sinks,
+        self.backend = attention.make(
+            context.backend,
+            AttentionShape(
+                num_heads=num_heads,
+                num_kv_heads=self.num_kv_heads,
+                head_size=config.head_dim,
+                value_size=config.value_dim,
+                dtype=context.dtype,
+                scale=config.head_dim**-0.5 if config.scale is None else config.scale,
+                whole_group_size=config.num_heads // config.num_kv_heads,
+                window=config.window,
+                has_sinks=config.has_sinks,
+            ),
         )
-        self.backend = attention.make(context.backend, shape)
         self.value_rotary = config.value_rotary
         self._apply_rope = rows.make(context.backend).apply_rope
 
@@ -306,6 +298,17 @@ class TokenNorm(nn.Module):
         of_ranks = gathered.view(num_ranks, *heads_TNH.shape)[:: self.num_holders]
         normed_TS = self.norm(rearrange(of_ranks, "r T N H -> T (r N H)"))
         return rearrange(normed_TS, "T (N H) -> T N H", H=heads_TNH.shape[2])[:, self.heads].contiguous()
+
+
+def _norm(
+    config: AttentionConfig, heads: slice, num_heads: int, epsilon: float, context: ModelContext
+) -> nn.Identity | RMSNorm | TokenNorm:
+    """Return the norm of queries or keys: of each head, or of all `num_heads` of a token (this rank has `heads`)."""
+    if config.normalized == "no":
+        return nn.Identity()
+    if config.normalized == "head":
+        return RMSNorm(config.head_dim, epsilon, context, has_weight=config.has_norm_weights)
+    return TokenNorm(heads, num_heads, config.head_dim, epsilon, context)
 
 
 def _kv_heads_of(heads: slice, config: AttentionConfig) -> slice:

@@ -42,8 +42,8 @@ from moeserve.ops.latent_attention.interface import LatentShape
 from moeserve.ops.rows.interface import Rows, plain_rows
 from moeserve.step_inputs import StepInputs
 
-# T tokens, D model width, N heads of this rank, n some of them, K unrotated values of a head's key, S rotated ones,
-# Q = K + S, V values of a head, L latent size, P = L + S, R rows of one chunk, C positions of its context
+# n some of them, K unrotated values of a head's key, S rotated ones, Q = K + S, L latent size, P = L + S, R rows of
+# one chunk, C positions of its context
 
 NORM_EPSILON = 1e-6  # of the two norms in here, usually independent of the model's own
 # If no context has more than `top_k` positions, and the longest chunk has at least this many rows, a step skips the

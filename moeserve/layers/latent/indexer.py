@@ -19,7 +19,7 @@ from moeserve.ops.indexer.interface import ChosenEntries, IndexerRule
 from moeserve.ops.rows.interface import Rows, plain_rows
 from moeserve.step_inputs import StepInputs
 
-# T tokens, D model width, I size of a compressed query, N heads of the indexer, H key size
+# I size of a compressed query, N heads of the indexer, H key size
 
 NORM_EPSILON = 1e-6  # of LayerNorms, independent of the model's own
 

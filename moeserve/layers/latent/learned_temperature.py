@@ -7,8 +7,6 @@ from torch import Tensor, nn
 
 from moeserve.layers.context import ModelContext
 
-# T tokens, N heads, H head size
-
 
 class LearnedTemperature(nn.Module):
     """Multiplies each query by the factor of its head at its position p: weight * ln(1 + p) + bias."""

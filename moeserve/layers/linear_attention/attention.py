@@ -25,8 +25,7 @@ from moeserve.ops import linear_attention
 from moeserve.ops.convolution.interface import ConvolutionShape, ConvolutionWeights
 from moeserve.ops.linear_attention.interface import LinearAttentionShape, LinearAttentionWeights
 
-# T tokens, D model width, N value heads of this rank, K values of a key, V of a value, X = N * V,
-# C channels of the convolution, O outputs
+# N value heads of this rank, K values of a key, X = N * V, C channels of the convolution
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,8 +16,6 @@ from moeserve.layers.norm import RMSNorm
 from moeserve.layers.rows import At, Row
 from moeserve.ops import rows as row_operations
 
-# t this tp rank's share of a step's tokens, D model width
-
 
 @dataclass(frozen=True)
 class ParallelRows:

@@ -10,8 +10,6 @@ from moeserve.layers.moe.dispatch.base import PackedTokens, SlottedTokens
 from moeserve.layers.weights import QuantizationLimits, Weights
 from moeserve.ops.rows.activations import Activation, num_parts_of
 
-# R rows, S slots of each expert, D model width, e local experts
-
 LIMITS = QuantizationLimits(can_be_mxfp4=True)
 
 

@@ -14,8 +14,6 @@ from moeserve.ops import pairs, routing
 from moeserve.ops.routing.interface import RouterConfig
 from moeserve.step_inputs import StepInputs
 
-# T tokens, D model width, K experts per token
-
 
 @dataclass(frozen=True)
 class Routing:

@@ -16,8 +16,6 @@ from moeserve.ops import rows
 from moeserve.ops.rows.activations import Activation, SwiGLU
 from moeserve.ops.rows.interface import Rows, plain_rows
 
-# T tokens, D model width
-
 
 @dataclass(frozen=True, kw_only=True)
 class SharedExpertsConfig:

@@ -17,8 +17,6 @@ from moeserve.layers.network import Build, FeedForwardConfig, Network, NetworkPa
 from moeserve.layers.rows import At, Row
 from moeserve.ops import rows as row_operations
 
-# t this tp rank's share of a step's tokens, D model width
-
 
 @dataclass
 class Shortcut:

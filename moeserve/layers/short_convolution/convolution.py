@@ -21,8 +21,6 @@ from moeserve.layers.weights import QuantizationLimits, Weights
 from moeserve.ops import convolution
 from moeserve.ops.convolution.interface import ConvolutionShape, ConvolutionWeights
 
-# T tokens, D model width
-
 
 @dataclass(frozen=True, kw_only=True)
 class ShortConvolutionConfig(NetworkConfig):

@@ -17,7 +17,7 @@ from moeserve.layers.streams.residual import Place
 from moeserve.ops import streams as stream_operations
 from moeserve.ops.streams.interface import StreamsConfig, StreamsWeights
 
-# T tokens, D model width, S streams, X = S * D, C coefficients
+# S streams, X = S * D, C coefficients
 
 
 @dataclass(frozen=True)

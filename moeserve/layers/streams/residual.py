@@ -15,8 +15,6 @@ from moeserve.layers.norm import LayerNorm, RMSNorm, RowsForm
 from moeserve.layers.rows import At, Row, whole
 from moeserve.ops import rows
 
-# t this tp rank's share of a step's tokens, D model width
-
 
 class Place(nn.Module):
     """The place of a network on the residual stream."""

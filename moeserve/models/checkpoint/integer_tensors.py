@@ -21,7 +21,7 @@ from torch import Tensor
 from moeserve.models.checkpoint.tensors import CheckpointTensor, ReadRows, StoredTensor
 from moeserve.ops.products.interface import INT4_GROUP
 
-# O outputs, I inputs, G groups of inputs, R some of the outputs
+# G groups of inputs, R some of the outputs
 
 NUM_BITS = (2, 3, 4, 8)  # sizes of codes that are supported
 WORD_BITS = 32

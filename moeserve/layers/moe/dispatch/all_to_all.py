@@ -18,8 +18,8 @@ from moeserve.layers.moe.dispatch.exchange import Exchange, Returns
 from moeserve.layers.moe.router import Routing
 from moeserve.step_inputs import StepInputs
 
-# T tokens of this rank, D model width, K experts per token, R pairs that this rank computes, U distinct tokens that its
-# experts need, S rows that it sends (a token once to each rank), W ranks of the group
+# R pairs that this rank computes, U distinct tokens that its experts need, S rows that it sends (a token once to each
+# rank), W ranks of the group
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,8 @@ from moeserve.layers.moe.router import Routing
 from moeserve.ops.pairs.interface import PairKernels
 from moeserve.step_inputs import StepInputs
 
-# T tokens of this rank, N tokens of all ranks, D model width, K experts per token, X values of a token's routing,
-# V = X + D, P = N * K pairs of all ranks, p = T * K pairs of this rank, R pairs that this rank computes
+# N tokens of all ranks, X values of a token's routing, V = X + D, P = N * K pairs of all ranks, p = T * K pairs of
+# this rank, R pairs that this rank computes
 
 ROW_ALIGNMENT = 32  # bytes: GPU kernels read aligned rows faster
 

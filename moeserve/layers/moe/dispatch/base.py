@@ -15,7 +15,7 @@ from moeserve.ops.products.interface import Gather
 from moeserve.ops.rows.interface import Rows, plain_rows
 from moeserve.step_inputs import StepInputs
 
-# T tokens of this rank, D model width, R rows (one per token and chosen expert), S slots of an expert, e local experts
+# R rows (one per token and chosen expert)
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,8 @@ from moeserve.ops import pairs
 from moeserve.ops.pairs.interface import Keys, PairKernels
 from moeserve.step_inputs import StepInputs
 
-# T tokens of this rank, N tokens of all ranks, M = N + 1, D model width, K experts per token, e local experts, W ranks,
-# w = W + 1
-# R pairs that this rank's experts compute; O pairs of this rank's tokens, without padding
+# N tokens of all ranks, M = N + 1, W ranks, w = W + 1, R pairs that this rank's experts compute; O pairs of this
+# rank's tokens, without padding
 
 
 @dataclass(frozen=True)

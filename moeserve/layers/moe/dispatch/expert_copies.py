@@ -10,7 +10,7 @@ from moeserve.layers.moe.placement.placement import Placement, copies_in_turn
 from moeserve.ops import routing
 from moeserve.ops.upload import uploaded
 
-# T tokens, K experts per token, E logical experts, W turns at most
+# W turns at most
 
 
 class ExpertCopies:

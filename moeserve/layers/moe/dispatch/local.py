@@ -20,7 +20,7 @@ from moeserve.ops.products.interface import Gather
 from moeserve.ops.rows.interface import Rows, plain_rows
 from moeserve.step_inputs import StepInputs
 
-# T tokens, D model width, K experts per token, R pairs that are not padding
+# R pairs that are not padding
 
 
 @dataclass(frozen=True)

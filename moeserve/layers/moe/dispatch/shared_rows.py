@@ -19,8 +19,8 @@ from moeserve.layers.moe.router import Routing
 from moeserve.ops.pairs.interface import PairKernels
 from moeserve.step_inputs import StepInputs
 
-# T tokens of this rank, N tokens of all ranks, D model width, K experts per token, P pairs of all ranks that are not
-# padding, R of them that this rank computes, E slots of all ranks, e of this rank
+# N tokens of all ranks, P pairs of all ranks that are not padding, R of them that this rank computes, E slots of all
+# ranks, e of this rank
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from moeserve.config.settings import DeepEPApi
 from moeserve.layers.moe.dispatch.base import PendingDispatch, StepLimits, share_of_pairs
 from moeserve.ops.rows.interface import FLOAT8_BLOCK, Float8Rows, Rows
 
-# T tokens of this rank, D model width, K experts per token, B blocks of a row
+# B blocks of a row
 
 FLOAT8 = torch.float8_e4m3fn
 ROOM_FOR_PAIRS = StepLimits(eager=2**26, captured=2**30)  # for rows that DeepEP sends only if they exist

@@ -17,8 +17,6 @@ from moeserve.layers.moe.router import Routing
 from moeserve.ops.rows.interface import Rows, plain_rows
 from moeserve.step_inputs import StepInputs
 
-# T tokens, D model width, K experts per token
-
 
 class DeepEPDispatcher:
     """Sends tokens through DeepEP's kernels. See `Dispatcher` for the contract.

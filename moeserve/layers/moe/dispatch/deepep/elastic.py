@@ -27,8 +27,7 @@ from moeserve.layers.moe.dispatch.deepep.communicator import (
 from moeserve.ops import pairs
 from moeserve.ops.rows.interface import Rows, plain_rows
 
-# T tokens of this rank, D model width, K experts per token, R received rows, one for each pair that this rank computes
-# and possibly spare ones, e local experts
+# R received rows, one for each pair that this rank computes and possibly spare ones
 
 LEAST_LIMIT = 128  # tokens of a rank in a small step, without low-latency steps
 

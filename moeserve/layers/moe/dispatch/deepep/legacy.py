@@ -30,9 +30,8 @@ from moeserve.ops import pairs
 from moeserve.ops.pairs.interface import Keys
 from moeserve.ops.rows.interface import Rows, plain_rows
 
-# T tokens of this rank, D model width, K experts per token, N distinct tokens that this rank received (in steps without
-# a waiting host: all tokens of all ranks, most of them undefined), R pairs of those that it computes, e local experts,
-# S slots of each: low_latency_tokens for every rank
+# N distinct tokens that this rank received (in steps without a waiting host: all tokens of all ranks, most of them
+# undefined), R pairs of those that it computes, S = low_latency_tokens for every rank
 
 MAX_LOW_LATENCY_RESULTS = 2  # in use at a time: DeepEP has two buffers
 
