@@ -7,6 +7,7 @@
 #include "arguments.h"
 #include "bindings.h"
 #include "cpu/linear_attention.h"
+#include "cpu/selective_scan.h"
 #include "cpu/short_convolution.h"
 #include "cpu_graph.h"
 
@@ -144,6 +145,47 @@ void attend(const Tensor& mixed, const Tensor& gates, const Tensor& decays, cons
   run_kernel([step] { linear_attention(step); });
 }
 
+void scan_rows(const Tensor& values, const Tensor& steps, const Tensor& inputs, const Tensor& outputs,
+               const Tensor& gates, const Tensor& log_decay, const Tensor& skip, const Tensor& states,
+               const Tensor& row_starts, const Tensor& load, const Tensor& store, const Tensor& save,
+               const Tensor& num_before_save, const Tensor& out) {
+  check_dims("states", states, 3);
+  const int64_t num_channels = states.size(1), state_size = states.size(2);
+  check_array("states", states, {states.size(0), num_channels, state_size}, ElementType::kFloat32, "float32");
+  if (state_size > kMaxSelectiveState) {
+    refuse("states of shape " + shape_text(states) + ", but a channel has at most " +
+           std::to_string(kMaxSelectiveState) + " values");
+  }
+  check_dims("gates", gates, 2);
+  check_float_type("gates", gates);
+  const int64_t num_tokens = gates.size(0);
+  check_array("values", values, {num_tokens, num_channels}, ElementType::kFloat32, "float32");
+  check_array("steps", steps, {num_tokens, num_channels}, ElementType::kFloat32, "float32");
+  check_type("inputs", inputs, ElementType::kFloat32, "float32");
+  check_array("log_decay", log_decay, {num_channels, state_size}, ElementType::kFloat32, "float32");
+  check_array("skip", skip, {num_channels}, ElementType::kFloat32, "float32");
+  check_array("out", out, {num_tokens, num_channels}, gates.type, "gates'");
+
+  SelectiveScan scan{};
+  scan.type = gates.type;
+  scan.values = numbers<float>(values);
+  scan.steps = numbers<float>(steps);
+  scan.inputs = numbers<float>(inputs);
+  scan.outputs = numbers<float>(outputs);
+  scan.input_stride = check_rows("inputs", inputs, inputs, state_size);
+  scan.output_stride = check_rows("outputs", outputs, inputs, state_size);
+  scan.gates = gates.data;
+  scan.gate_stride = check_rows("gates", gates, gates, num_channels);
+  scan.log_decay = numbers<float>(log_decay);
+  scan.skip = numbers<float>(skip);
+  scan.states = static_cast<float*>(states.data);
+  scan.out = out.data;
+  scan.num_channels = num_channels;
+  scan.state_size = state_size;
+  scan.chunks = read_chunks(row_starts, load, store, save, num_before_save);
+  run_kernel([scan] { selective_scan(scan); });
+}
+
 }  // namespace
 
 void bind_recurrent(nb::module_& module) {
@@ -156,6 +198,9 @@ void bind_recurrent(nb::module_& module) {
              "num_before_save"_a, "outputs"_a, "out"_a, nb::kw_only(), "norm_heads"_a, "norm_epsilon"_a,
              "decay_floor"_a, "gates_with_sigmoid"_a, "gates_before_norm"_a,
              "Update states by the delta rule, or without it if there are no rates, and write the gated outputs.");
+  module.def("selective_scan", &scan_rows, "values"_a, "steps"_a, "inputs"_a, "outputs"_a, "gates"_a, "log_decay"_a,
+             "skip"_a, "states"_a, "row_starts"_a, "load"_a, "store"_a, "save"_a, "num_before_save"_a, "out"_a,
+             "Update states by a selective scan, and write the gated outputs.");
 }
 
 }  // namespace moeserve

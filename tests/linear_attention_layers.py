@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moeserve.ops.convolution.interface import ConvolutionShape, ConvolutionWeights
 from moeserve.ops.linear_attention.interface import LinearAttentionShape, LinearAttentionWeights
+from moeserve.ops.selective_scan.reference import SelectiveScanWeights
 from moeserve.step_inputs import ChunkSpan, StateRows, StepInputs, decode_step
 
 # T tokens, N value heads, C channels, X = N * values of a head
@@ -37,6 +38,7 @@ CONVOLUTIONS = {
     "odd": dict(num_channels=37, num_taps=2, is_gated=False),
     "gated": dict(num_channels=530, num_taps=3, is_gated=True),
 }
+SCANS = {"plain": (200, 16), "odd": (37, 5), "wide": (70, 19)}  # channels, and values of the state of each
 NUM_ROWS = 6  # of states
 Chunk = tuple[slice, tuple[int, int, int, int]]  # tokens; load, store, save, tokens before the save
 
@@ -77,6 +79,16 @@ class Layer:
         width = shape.num_channels * (3 if shape.is_gated else 1)
         wide = normal(num_tokens, width + 5).to(dtype)
         return cls(shape, weights, (wide[:, :width],), (shape.num_taps - 1, shape.num_channels), dtype)
+
+    @classmethod
+    def selective_scan(cls, name: str, num_tokens: int, dtype: torch.dtype) -> Layer:
+        (num_channels, state_size), normal = SCANS[name], _normal(name)
+        weights = SelectiveScanWeights(normal(num_channels, state_size), normal(num_channels))
+        selected = normal(num_tokens, 3 + 2 * state_size)
+        gates = normal(num_tokens, 2 * num_channels).to(dtype)
+        inputs = normal(num_tokens, num_channels), normal(num_tokens, num_channels) - 1
+        views = *selected[:, 3:].split(state_size, dim=1), gates[:, num_channels:]
+        return cls(None, weights, (*inputs, *views), (num_channels, state_size), torch.float32)
 
     def states(self) -> Tensor:
         """Return states of all rows, which a chunk must not use unless it loads them."""

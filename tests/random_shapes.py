@@ -136,6 +136,16 @@ def _gpt_oss(dice: Random) -> Shape:
     )  # fmt: skip
 
 
+def _jamba(dice: Random) -> Shape:
+    """Return a shape whose channels and heads the same numbers of ranks can divide."""
+    num_heads = dice.choice([2, 4, 8])
+    return shape(
+        "Jamba", sizes(hidden=num_heads * dice.randint(4, 12), layers=3, vocab=101), _experts(dice),
+        heads(num_heads, dice.choice([1, num_heads])), intermediate_size=_width(dice), attn_layer_period=2,
+        attn_layer_offset=1, mamba_d_state=dice.randint(3, 18), mamba_dt_rank=dice.randint(2, 9),
+    )  # fmt: skip
+
+
 FAMILIES: dict[str, Callable[[Random], Shape]] = {
     "mixtral": _mixtral,
     "deepseek-v2": _deepseek_v2,
@@ -145,4 +155,5 @@ FAMILIES: dict[str, Callable[[Random], Shape]] = {
     "olmoe": _olmoe,
     "glm4-moe": _glm4_moe,
     "gpt-oss": _gpt_oss,
+    "jamba": _jamba,
 }

@@ -557,6 +557,36 @@ SHAPES = {
         mamba_conv_bias=False,
         tie_word_embeddings=True,
     ),
+    # Mamba-1 or attention, each with a dense network or experts
+    "jamba": shape(
+        "Jamba",
+        sizes(hidden=36, layers=5),
+        heads(6, 2),
+        experts(5, 2),
+        attn_layer_period=3,
+        attn_layer_offset=1,
+        expert_layer_period=2,
+        expert_layer_offset=1,
+        mamba_d_state=11,
+        rms_norm_eps=1e-3,
+    ),
+    # one layer, a state wider than a vector, and 99 channels
+    "jamba-odd": shape(
+        "Jamba",
+        sizes(hidden=33, layers=1, vocab=127),
+        heads(3, 1),
+        experts(7, 3),
+        expert_layer_period=1,
+        expert_layer_offset=0,
+        intermediate_size=19,
+        mamba_d_state=19,
+        mamba_d_conv=2,
+        mamba_expand=3,
+        mamba_dt_rank=7,
+        mamba_conv_bias=False,
+        tie_word_embeddings=True,
+        use_cache=False,  # transformers' cache needs an attention layer
+    ),
     "qwen3-moe": shape(
         "Qwen3Moe",
         sizes(hidden=40, layers=3),
@@ -1354,7 +1384,7 @@ def fill_what_transformers_leaves_plain(model: nn.Module) -> None:
                 tensor.normal_(1.0 if tensor.any() else 0.0, 0.2)
             elif name.endswith(("layer_scalar", "router.scale", "per_expert_scale")):
                 tensor.normal_(1.0, 0.2)
-            elif name.endswith(("sinks", ".D")):
+            elif name.endswith(("sinks", ".D")) or (name.endswith("A_log") and tensor.dim() == 2):
                 tensor.normal_(0.0, 1.0)
             elif name.endswith(("bias", "hc.base", "hc_base")):
                 tensor.normal_(0.0, 0.3)

@@ -77,6 +77,9 @@ LAYOUTS = [
     ("nemotron-h", {"data_parallel_size": 2, "pipeline_parallel_size": 2}),
     ("nemotron-h-latent", {"tensor_parallel_size": 2, "data_parallel_size": 2, "num_redundant_experts": 3}),
     ("nemotron-h-wide", {"tensor_parallel_size": 2, "expert_parallel": False}),
+    ("jamba", {"tensor_parallel_size": 2, "data_parallel_size": 2}),
+    ("jamba", {"pipeline_parallel_size": 2, "max_num_batched_tokens": 33}),
+    ("jamba-odd", {"data_parallel_size": 2}),
 ]
 
 

@@ -69,6 +69,8 @@ def make_case(folder: Path, family: str, seed: int, num_prompts: int) -> Case:
         overlap_decode_tokens=dice.choice([None, 1, 3]),
         overlap_prefill_tokens=dice.choice([None, 1, 12]),
     )
+    if describe(str(reference.folder)).model.needs.keeps_state:  # which steps in halves are refused with
+        layout |= dict(overlap_decode_tokens=None, overlap_prefill_tokens=None)
     return Case(reference, prompts, options, layout, dice.choice([None, MIDDLE, 0]))
 
 

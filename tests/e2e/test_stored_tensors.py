@@ -250,6 +250,7 @@ OWN_FORMS = [
     "granite-shared",
     "hunyuan",
     "hy-v3",
+    "jamba",
     "kimi-k25",
     "kimi-linear",
     "lfm2-moe",

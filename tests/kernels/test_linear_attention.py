@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from linear_attention_layers import CONVOLUTIONS, SHAPES, Chunk, Layer
+from linear_attention_layers import CONVOLUTIONS, SCANS, SHAPES, Chunk, Layer
 from paged_steps import INSTRUCTION_SETS, kernels, needs_kernels, same_bytes, settings_restored
 from torch import Tensor
 
@@ -17,18 +17,25 @@ from moeserve.ops.convolution.reference import TorchShortConvolution
 from moeserve.ops.linear_attention.cpu import CpuLinearAttention
 from moeserve.ops.linear_attention.interface import LinearAttentionShape
 from moeserve.ops.linear_attention.reference import TorchLinearAttention
+from moeserve.ops.selective_scan.cpu import CpuSelectiveScan
+from moeserve.ops.selective_scan.reference import torch_selective_scan
 from moeserve.ops.threads import set_num_threads
 
 pytestmark = needs_kernels
 CASES = [("linear_attention", name) for name in SHAPES] + [("convolution", name) for name in CONVOLUTIONS]
+CASES += [("selective_scan", name) for name in SCANS]
 
 
 def native(shape: Any) -> Callable[..., Tensor]:
+    if shape is None:
+        return CpuSelectiveScan(kernels)
     kind = CpuLinearAttention if isinstance(shape, LinearAttentionShape) else CpuShortConvolution
     return kind(kernels, shape)
 
 
 def reference(shape: Any) -> Callable[..., Tensor]:
+    if shape is None:
+        return torch_selective_scan
     return TorchLinearAttention(shape) if isinstance(shape, LinearAttentionShape) else TorchShortConvolution(shape)
 
 
@@ -84,6 +91,25 @@ def test_bytes_do_not_depend_on_chunks_batch_or_threads(kind: str, name: str, dt
                 pieces[rows] = layer.run(native(layer.shape), chunks, again)
         assert same_bytes(pieces, whole)
         assert same_bytes(again[:2], states[:2])
+
+
+@pytest.mark.parametrize("name", SCANS)
+def test_selective_scans_equal_the_closed_form_in_float64(name: str) -> None:
+    """A state is the sum of what all tokens so far have added, each decayed by the steps of the tokens after it."""
+    layer = Layer.selective_scan(name, 50, torch.float32)
+    found = layer.run(native(None), [(slice(0, 50), (-1, 0, -1, 1))], layer.states())
+    values_TC, steps_TC, inputs_TN, outputs_TN, gates_TC = (each.double() for each in layer.inputs if each is not None)
+    steps_TC = steps_TC.exp().log1p()
+    ends_TC = steps_TC.cumsum(0)
+    rates_CN = -layer.weights.log_decay_CN.double().exp()
+    expected_TC = layer.weights.skip_C * values_TC
+    for t in range(50):
+        passed_tC = ends_TC[t] - ends_TC[: t + 1]
+        decays_tCN = (passed_tC[:, :, None] * rates_CN).exp()
+        added_tC = steps_TC[: t + 1] * values_TC[: t + 1]
+        expected_TC[t] += torch.einsum("tCN, tC, tN, N -> C", decays_tCN, added_tC, inputs_TN[: t + 1], outputs_TN[t])
+    expected_TC *= gates_TC / (1 + (-gates_TC).exp())
+    torch.testing.assert_close(found.double(), expected_TC, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

@@ -35,7 +35,7 @@ BLOCK_SIZE, TP = 128, 2
 META = torch.device("meta")
 # One of each kind of cache: keys and values, windows, latent vectors, keys of an indexer, states, compressed entries.
 NAMES = ["Mixtral-8x7B", "gpt-oss-20b", "DeepSeek-V2-Lite", "DeepSeek-V3.2", "Qwen3-Next-80B-A3B", "LFM2-8B-A1B",
-         "Nemotron-3-Nano-30B-A3B", "DeepSeek-V4-Flash", "MiMo-V2-Flash"]  # fmt: skip
+         "Nemotron-3-Nano-30B-A3B", "DeepSeek-V4-Flash", "MiMo-V2-Flash", "Jamba-v0.1"]  # fmt: skip
 
 
 def rank_of(config: dict[str, Any], folder: Path, rank: int, *, has_float8_cache: bool) -> Decoder:

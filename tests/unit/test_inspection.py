@@ -95,6 +95,7 @@ FIGURES = {
     "Nemotron-3-Super-120B-A12B": Figures(  # model card, in whole billions
         120.6, 12.7, 2 * 8 * 2 * 128, states=40 * (2 * 3 * (8192 + 2 * 8 * 128) + 4 * 128 * 128 * 64)
     ),
+    "Jamba-v0.1": Figures(51.6, 12, 2 * 4 * 8 * 128, states=28 * (2 * 3 * 8192 + 4 * 8192 * 16)),  # arXiv 2403.19887
     "LFM2-8B-A1B": Figures(8.3, 1.5, 2 * 6 * 8 * 64, states=18 * 2 * 2 * 2048),  # model card
     # Parameters of the model card. A token's vectors, and its share of entries and tails in blocks of 128 tokens: 32 or
     # 1 entries, keys of 128 values, and for each series of values 3 numbers in float32.
@@ -176,6 +177,10 @@ NAMES = {
     "MiMo-V2-Flash": (
         "self_attn: q_proj k_proj v_proj o_proj attention_sink_bias | mlp.gate: . e_score_correction_bias"
         " | mlp.experts.#: gate_proj up_proj down_proj"
+    ),
+    "Jamba-v0.1": (
+        "mamba: in_proj conv1d conv1d.bias x_proj dt_layernorm b_layernorm c_layernorm dt_proj dt_proj.bias A_log! D!"
+        " out_proj | feed_forward.router: . | feed_forward.experts.#: gate_proj up_proj down_proj"
     ),
     "gpt-oss-20b": (
         "self_attn: q_proj k_proj v_proj o_proj q_proj.bias k_proj.bias v_proj.bias o_proj.bias sinks!"

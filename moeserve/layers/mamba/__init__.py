@@ -1,0 +1,1 @@
+"""Selective state spaces (Mamba-1)."""
