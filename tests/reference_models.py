@@ -871,6 +871,96 @@ SHAPES |= {
 }
 
 SHAPES |= {
+    # all layers have experts
+    "solar-open": shape(
+        "SolarOpen",
+        sizes(hidden=36, layers=3, vocab=131),
+        heads(6, 2, 10),
+        grouped_experts(9, 3, shared=2, width=17, groups=(3, 2), scale=1.5),
+        rope(rope_theta=500.0),
+        attention_bias=True,
+        seed=1,
+    ),
+    # layers with windows have frequencies of their own; the second network is dense
+    "mellum": shape(
+        "Mellum",
+        sizes(hidden=36, layers=3, vocab=127),
+        heads(6, 2, 10),
+        experts(7, 3, 19),
+        layer_types=[FULL, SLIDING, SLIDING],
+        mlp_layer_types=["sparse", "dense", "sparse"],
+        sliding_window=9,
+        rope_parameters={
+            FULL: dict(rope_type="yarn", rope_theta=500.0, factor=4.0, original_max_position_embeddings=32),
+            SLIDING: dict(rope_type="default", rope_theta=100.0),
+        },
+        seed=1,
+    ),
+    # attention sinks; layers of full attention without rotary embedding
+    "flint": shape(
+        "Flint",
+        sizes(hidden=36, layers=5),
+        heads(6, 2, 10),
+        experts(7, 3, 19),
+        rope(rope_theta=500.0),
+        shared_expert_intermediate_size=23,
+        sliding_window=9,
+        mlp_only_layers=[1],
+        seed=2,
+    ),
+    # the first network is dense; layers of full attention without rotary embedding
+    "exaone-moe": shape(
+        "ExaoneMoe",
+        sizes(hidden=36, layers=5, vocab=131),
+        heads(6, 3, 10),
+        experts(8, 3, 19),
+        rope(rope_theta=500.0),
+        num_shared_experts=2,
+        n_group=4,
+        topk_group=2,
+        sliding_window=9,
+        routed_scaling_factor=1.5,
+        seed=5,
+    ),
+    # a norm behind experts; the first network is dense
+    "axk1": shape(
+        "AXK1",
+        sizes(hidden=40, layers=3),
+        latent(5, query=18, kv=28, key=12, rotary=8, value=10),
+        grouped_experts(12, 5, shared=1, width=19, dense=1, groups=(4, 2), scale=2.5),
+        rope(rope_theta=500.0),
+        seed=1,
+    ),
+    # windows, sinks, and layers with thetas of their own or without a rotary embedding
+    "granite-swa": shape(
+        "GraniteMoeSWA",
+        sizes(hidden=36, layers=4, vocab=127),
+        heads(6, 2),
+        local_experts(5, 2),
+        rope(rope_theta=500.0),
+        GRANITE_MULTIPLIERS,
+        intermediate_size=22,
+        shared_intermediate_size=27,
+        sliding_window=9,
+        layer_rope_theta=[0, 100.0, 500.0, 100.0],
+        seed=1,
+    ),
+    # gated outputs, norms behind networks, scaled embeddings; the first network is dense
+    "afmoe": shape(
+        "Afmoe",
+        sizes(hidden=36, layers=4, vocab=131),
+        heads(6, 2, 10),
+        experts(7, 3, 19),
+        rope(rope_theta=500.0),
+        num_shared_experts=2,
+        sliding_window=9,
+        route_scale=1.7,
+        mup_enabled=True,
+        seed=6,
+    ),
+}
+
+SHAPES |= {
     # queries grow at positions 16, 32 and so on
     "mistral4": shape(
         "Mistral4",
@@ -1495,6 +1585,8 @@ def in_the_style_of_the_hub(values: dict[str, Any]) -> dict[str, Any]:
         values["swa_rope_theta"] = scaling[SLIDING]["rope_theta"]
         values |= {key: scaling[FULL][key] for key in ("rope_theta", "partial_rotary_factor")}
         return values
+    if family == "Mellum":
+        return values | dict(rope_parameters=scaling)
     values["rope_theta"] = scaling.pop("rope_theta")
     if "partial_rotary_factor" in scaling:
         values["partial_rotary_factor"] = scaling.pop("partial_rotary_factor")

@@ -191,9 +191,9 @@ def read_step_limit(config: ConfigValues) -> None:
         raise config.wrong("time_step_limit", "is not supported; supported: [0.0, Infinity]")
 
 
-def read_grouped_router(config: ConfigValues) -> RouterConfig:
-    """Read a softmax router with groups of experts (DeepSeek-V2)."""
-    num_experts, top_k = read_num_experts(config, "n_routed_experts")
+def read_grouped_router(config: ConfigValues, key: str = "n_routed_experts") -> RouterConfig:
+    """Read a softmax router with groups of experts (DeepSeek-V2). `key` has the number of experts."""
+    num_experts, top_k = read_num_experts(config, key, "num_local_experts")
     num_groups, num_chosen_groups = read_groups(config, num_experts, top_k)
     return RouterConfig(
         num_experts=num_experts,
@@ -204,13 +204,16 @@ def read_grouped_router(config: ConfigValues) -> RouterConfig:
     )
 
 
-def read_corrected_router(config: ConfigValues, *, is_normalized: bool = True) -> RouterConfig:
+def read_corrected_router(
+    config: ConfigValues, key: str = "n_routed_experts", *, is_normalized: bool = True
+) -> RouterConfig:
     """Read a sigmoid router with groups of experts and a learned correction (DeepSeek-V3, GLM-4.5).
 
     Args:
+        key: of the number of experts.
         is_normalized: default of `norm_topk_prob`.
     """
-    router = read_grouped_router(config)
+    router = read_grouped_router(config, key)
     if router.num_groups > 1 and router.num_experts == router.num_groups:
         raise config.wrong("n_group", "gives groups of one expert, but groups are rated by their best two")
     return dataclasses.replace(

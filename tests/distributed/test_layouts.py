@@ -69,6 +69,11 @@ NEWER = (
     "deepseek-v32",
     "glm5",
     "mistral-large4",
+    "solar-open",
+    "mellum",
+    "flint",
+    "granite-swa",
+    "afmoe",
 )
 CASES += [(name, 2, 2, "all_to_all", 2, MIDDLE) for name in NEWER]
 CASES += [("deepseek-v2-lite", 1, 4, "allgather", 2, MIDDLE)]  # with an odd number of heads

@@ -56,6 +56,7 @@ class AttentionConfig(NetworkConfig):
     has_head_gates: bool = False  # each head's output is multiplied by a sigmoid of its own (Step-3.7)
     has_sinks: bool = False  # a learned score per head that takes a share of the softmax (gpt-oss)
     has_gate: bool = False  # outputs are multiplied by the sigmoid of a projection as wide as the queries
+    gate_name: str | None = None  # of its tensor; None: that of the queries, by head the query's rows, then the gate's
 
     @property
     def value_size(self) -> int:
@@ -194,10 +195,11 @@ class Attention(OverTP):
             if not config.values_are_keys:
                 value, *gate = gate
                 yield at(f"v_proj.{kind}"), some_rows(value, values, num_values, owner)
-            if not gate:
+            if not gate or config.gate_name is not None:
                 yield at(f"q_proj.{kind}"), some_rows(query, queries, num_queries, owner)
+                for each in gate:
+                    yield at(f"{config.gate_name}.{kind}"), some_rows(each, queries, num_queries, owner)
                 continue
-            # The tensor is ordered by head: the rows of the query, followed by those of the gate.
             for slot, head in enumerate(range(self.heads.start, self.heads.stop)):
                 for number, part in enumerate((query, *gate)):
                     first = (2 * head + number) * size

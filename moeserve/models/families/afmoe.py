@@ -1,0 +1,74 @@
+"""AFMoE (Trinity): gated outputs, norms behind networks, and no rotary embedding where attention has no window."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from moeserve.layers.moe.layer import MoEConfig
+from moeserve.layers.moe.shared import SharedExpertsConfig
+from moeserve.layers.rotary import NO_ROTARY
+from moeserve.models.config_values import ConfigValues
+from moeserve.models.family import Family
+from moeserve.models.fields import (
+    feed_forwards_of,
+    read_attention,
+    read_hidden_size,
+    read_model,
+    read_num_experts,
+    read_num_layers,
+    read_width,
+    read_windows,
+)
+from moeserve.models.model_config import Block, Layer, ModelConfig
+from moeserve.ops.routing.interface import RouterConfig
+
+
+def read(config: ConfigValues) -> ModelConfig:
+    config.require("attention_bias", False)
+    for key, only in (("score_func", "sigmoid"), ("route_norm", True), ("n_group", 1), ("topk_group", 1)):
+        config.require(key, only)
+    num_layers = read_num_layers(config)
+    num_experts, top_k = read_num_experts(config, "num_experts", "num_local_experts")
+    expert_width = read_width(config, "moe_intermediate_size")
+    moe = MoEConfig(
+        router=RouterConfig(
+            num_experts=num_experts,
+            top_k=top_k,
+            scoring="sigmoid",
+            is_normalized=True,
+            has_correction=True,
+            scale=config.number("route_scale", 1.0),
+        ),
+        expert_width=expert_width,
+        shared=SharedExpertsConfig(width=config.integer("num_shared_experts", 1, high=2**10) * expert_width),
+    )
+    rotated = read_attention(config, normalized="head", has_gate=True, gate_name="gate_proj")
+    period = config.integer("global_attn_every_n_layers", 4)
+    windows = read_windows(config, default=[(index + 1) % period != 0 for index in range(num_layers)])
+    attentions = {
+        window: dataclasses.replace(rotated, window=window, rotary=NO_ROTARY if window is None else rotated.rotary)
+        for window in set(windows)
+    }
+    num_dense = config.integer("num_dense_layers", 1, low=0)
+    feed_forwards = feed_forwards_of(config, moe, [index < num_dense for index in range(num_layers)])
+    layers = [
+        Layer((Block(attentions[window], is_normed=True), Block(feed_forward, is_normed=True)))
+        for window, feed_forward in zip(windows, feed_forwards, strict=True)
+    ]
+    factor = read_hidden_size(config) ** 0.5 if config.flag("mup_enabled", default=False) else 1.0
+    return dataclasses.replace(read_model(config, layers), embedding_factor=factor)
+
+
+AFMOE = Family(
+    name="AFMoE",
+    architecture="AfmoeForCausalLM",
+    model_type="afmoe",
+    read=read,
+    names=(
+        (r"\.post_attention_layernorm\.", ".self_attn_output_norm."),
+        (r"\.pre_mlp_layernorm\.", ".post_attention_layernorm."),
+        (r"\.post_mlp_layernorm\.", ".mlp_output_norm."),
+        (r"\.mlp\.router\.gate\.", ".mlp.gate."),
+        (r"\.mlp\.expert_bias$", ".mlp.gate.e_score_correction_bias"),
+    ),
+)

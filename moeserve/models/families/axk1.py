@@ -1,0 +1,47 @@
+"""A.X K1: DeepSeek-V3 with a norm behind the experts of each layer."""
+
+from __future__ import annotations
+
+from moeserve.layers.moe.layer import MoEConfig
+from moeserve.models.config_values import ConfigValues
+from moeserve.models.family import Family
+from moeserve.models.fields import (
+    read_corrected_router,
+    read_latent_attention,
+    read_listed_dense,
+    read_model,
+    read_shared_experts,
+    read_width,
+)
+from moeserve.models.model_config import Block, Layer, ModelConfig
+
+
+def read(config: ConfigValues) -> ModelConfig:
+    config.require("scoring_func", "sigmoid")
+    expert_width = read_width(config, "moe_intermediate_size")
+    moe = MoEConfig(
+        router=read_corrected_router(config),
+        expert_width=expert_width,
+        shared=read_shared_experts(config, expert_width),
+    )
+    attention = read_latent_attention(config, is_interleaved=config.flag("rope_interleave", default=True))
+    if attention.query_rank is None:
+        raise config.missing("q_lora_rank")
+    layers = [
+        Layer((Block(attention), Block(feed_forward, is_normed=feed_forward.moe is not None)))
+        for feed_forward in read_listed_dense(config, moe)
+    ]
+    return read_model(config, layers)
+
+
+AXK1 = Family(
+    name="A.X K1",
+    architecture="AXK1ForCausalLM",
+    model_type="axk1",
+    read=read,
+    names=(
+        (r"\.mlp\.post_mlp_layernorm\.", ".mlp_output_norm."),
+        # Published checkpoints have this norm beside the network, and for dense layers too, which do not use it.
+        (r"\.post_mlp_layernorm\.", ".mlp_output_norm."),
+    ),
+)

@@ -1,0 +1,64 @@
+"""K-EXAONE: windows in most layers, no rotary embedding in the others; routing is that of DeepSeek-V3."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from moeserve.layers.moe.layer import MoEConfig
+from moeserve.layers.moe.shared import SharedExpertsConfig
+from moeserve.layers.rotary import NO_ROTARY
+from moeserve.models.config_values import ConfigValues
+from moeserve.models.family import Family
+from moeserve.models.fields import (
+    read_attention,
+    read_corrected_router,
+    read_listed_dense,
+    read_model,
+    read_num_layers,
+    read_width,
+    read_windows,
+)
+from moeserve.models.model_config import Layer, ModelConfig
+
+
+def read(config: ConfigValues) -> ModelConfig:
+    expert_width = read_width(config, "moe_intermediate_size")
+    num_shared = config.integer("num_shared_experts", 1, high=2**10)
+    moe = MoEConfig(
+        router=read_corrected_router(config, "num_experts"),
+        expert_width=expert_width,
+        shared=SharedExpertsConfig(width=num_shared * expert_width),
+    )
+    rotated = read_attention(config, normalized="head", default_fraction=1.0)
+    windows = _read_windows(config)
+    # If no layer can have a window, all have a rotary embedding.
+    full = rotated if config.values.get("sliding_window", 0) is None else dataclasses.replace(rotated, rotary=NO_ROTARY)
+    layers = [
+        Layer.of(full if window is None else dataclasses.replace(rotated, window=window), feed_forward)
+        for window, feed_forward in zip(windows, read_listed_dense(config, moe), strict=True)
+    ]
+    return read_model(config, layers)
+
+
+def _read_windows(config: ConfigValues) -> list[int | None]:
+    """Return the window of each layer, None for full attention. Layers are listed, or every n-th has full attention."""
+    num_layers = read_num_layers(config)
+    if config.get("layer_types") is not None or config.values.get("sliding_window", 0) is None:
+        return read_windows(config, default=[False] * num_layers)
+    pattern = config.values.get("sliding_window_pattern")
+    if isinstance(pattern, str):  # such as "LLLG": a letter for each layer of a period, L for local
+        if not pattern or set(pattern) - {"L", "G"}:
+            raise config.wrong("sliding_window_pattern", "must be a number, or a text of L and G")
+        return read_windows(config, default=[pattern[index % len(pattern)] == "L" for index in range(num_layers)])
+    period = config.integer("sliding_window_pattern", 4)
+    return read_windows(config, default=[(index + 1) % period != 0 for index in range(num_layers)])
+
+
+EXAONE_MOE = Family(
+    name="K-EXAONE",
+    architecture="ExaoneMoeForCausalLM",
+    model_type="exaone_moe",
+    read=read,
+    left_out=("mtp",),
+    names=((r"\.mlp\.e_score_correction_bias$", ".mlp.gate.e_score_correction_bias"),),
+)

@@ -1,0 +1,54 @@
+"""Mellum 2: Qwen3-MoE with sliding windows, whose layers have rotary frequencies of their own."""
+
+from __future__ import annotations
+
+from moeserve.layers.moe.layer import MoEConfig
+from moeserve.models.config_values import ConfigValues
+from moeserve.models.family import Family
+from moeserve.models.fields import (
+    LAYER_TYPES,
+    feed_forwards_of,
+    read_attention,
+    read_model,
+    read_num_experts,
+    read_num_layers,
+    read_width,
+    read_windows,
+)
+from moeserve.models.model_config import Layer, ModelConfig
+from moeserve.ops.routing.interface import RouterConfig
+
+THETAS = (5e5, 1e4)  # of layers with full attention and with windows, unless the config has others
+
+
+def read(config: ConfigValues) -> ModelConfig:
+    num_layers = read_num_layers(config)
+    num_experts, top_k = read_num_experts(config, "num_experts", "num_local_experts")
+    is_normalized = config.flag("norm_topk_prob", default=True)
+    moe = MoEConfig(
+        router=RouterConfig(num_experts=num_experts, top_k=top_k, is_normalized=is_normalized),
+        expert_width=read_width(config, "moe_intermediate_size"),
+    )
+    is_dense = config.flags_of_layers("mlp_layer_types", ("sparse", "dense"), num_layers) or [False] * num_layers
+    has_bias = config.flag("attention_bias", default=False)
+    windows = read_windows(config, default=[False] * num_layers)
+    attentions = {
+        window: read_attention(
+            config.of_layer_type(LAYER_TYPES[window is not None]),
+            normalized="head",
+            has_bias=has_bias,
+            has_output_bias=has_bias,
+            window=window,
+            default_fraction=1.0,
+            default_theta=THETAS[window is not None],
+        )
+        for window in set(windows)
+    }
+    feed_forwards = feed_forwards_of(config, moe, is_dense)
+    layers = [Layer.of(attentions[window], feed) for window, feed in zip(windows, feed_forwards, strict=True)]
+    return read_model(config, layers)
+
+
+MELLUM = Family(
+    name="Mellum 2", architecture="MellumForCausalLM", model_type="mellum", read=read, left_out=("mtp.",)
+)
