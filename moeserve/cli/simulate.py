@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import re
 
@@ -47,23 +48,29 @@ def add_arguments(command: Parser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    from moeserve.planner import hardware, simulate, simulation_report, traffic
+    from moeserve.planner import hardware, layout, simulate, simulation_report, traffic
 
-    found = simulate.simulate(
+    experts = ExpertSettings(**given(options, ExpertSettings))
+    find = functools.partial(
+        layout.find_layouts,
         files_of(options).describe(),
-        hardware.read_hardware(options.hardware),
-        traffic.choose_traffic(options.traffic),
-        size_of(options),
+        dtype=None if options.dtype == "auto" else options.dtype,
         tp=options.tp,
         kv_cache_dtype=options.kv_cache_dtype,
         pp=options.pipeline_parallel_size,
         pipeline_layers=options.pipeline_layers,
-        dtype=None if options.dtype == "auto" else options.dtype,
-        loads=options.loads,
+        num_redundant=experts.num_redundant_experts,
         hf_overrides=options.hf_overrides,
+    )
+    found = simulate.simulate(
+        find,
+        hardware.read_hardware(options.hardware),
+        traffic.choose_traffic(options.traffic),
+        size_of(options),
+        loads=options.loads,
         assumptions=Assumptions(**given(options, Assumptions)),
         settings=SimulationSettings(**given(options, SimulationSettings)),
-        experts=ExpertSettings(**given(options, ExpertSettings)),
+        experts=experts,
     )
     print(json.dumps(dataclasses.asdict(found), indent=2) if options.json else simulation_report.as_text(found))
 

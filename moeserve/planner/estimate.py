@@ -9,6 +9,7 @@ import operator
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from moeserve.machine import shown_bytes
 from moeserve.models.registry import describe
@@ -112,40 +113,14 @@ def estimate_layouts(
     """
     assert found.num_ranks % ranks_per_node == 0
     description = describe(found.model, hf_overrides=found.hf_overrides)
-    lengths = traffic.lengths
 
     def estimate(layout: Layout) -> Estimate:
         def costs_at(speed: Speed, *, overlap: bool = assumptions.overlap) -> LayoutCosts:
             at_speed = replace(assumptions, speed=speed, overlap=overlap)
             return LayoutCosts(description, found, layout, hardware, at_speed, ranks_per_node)
 
-        def gain(speed: Speed, load: ReplicaLoad) -> OverlapGain:
-            return _overlap_gain(costs_at(speed, overlap=False), costs_at(speed, overlap=True), load)
-
-        optimum, calibrated = costs_at("optimum"), costs_at("calibrated")
-        costs = calibrated if assumptions.speed == "calibrated" else optimum
-
-        def phase(load: ReplicaLoad) -> PhaseEstimate:
-            return _phase(costs, optimum, calibrated, load, (gain("optimum", load), gain("calibrated", load)))
-
-        weights, cache, requests = memory_formulas(layout, costs, hardware, lengths)
-        cache_tokens, cache_requests = int(cache.value), int(requests.value)
-        decoding = -(-min(decode_requests, cache_requests) // layout.pp)
-        prefilling = min(prefill_tokens, cache_tokens)
-        decode = ReplicaLoad(num_decoding=decoding, decode_pairs=decoding * lengths.decode_context)
-        prefill = ReplicaLoad(num_prefill=prefilling, prefill_pairs=prefilling * lengths.pairs_per_prompt_token)
-        usable_bytes = hardware.memory * assumptions.memory_share
-        return Estimate(
-            tp=layout.tp,
-            dp=layout.dp,
-            pp=layout.pp,
-            weight_bytes=int(weights.value),
-            cache_tokens=cache_tokens,
-            cache_requests=cache_requests,
-            refusal=None if cache_requests else _shortage(weights.value, usable_bytes),
-            memory_formulas=(weights.as_text(), cache.as_text(), requests.as_text()),
-            decode=phase(decode) if decoding else None,
-            prefill=phase(prefill) if prefilling else None,
+        return _estimate(
+            layout, costs_at, assumptions.speed, hardware, traffic.lengths, decode_requests, prefill_tokens
         )
 
     return Estimates(
@@ -155,9 +130,52 @@ def estimate_layouts(
         weights=("fp8" if is_fp8(description, assumptions) else found.dtype)
         + (", experts in mxfp4" if has_mxfp4(description, assumptions, found.dtype) else ""),
         assumptions=assumptions,
-        lengths=lengths,
+        lengths=traffic.lengths,
         traffic_note=traffic.note,
         layouts=tuple(estimate(layout) for layout in found.layouts if layout.refusal is None),
+    )
+
+
+class _CostsAt(Protocol):
+    def __call__(self, speed: Speed, *, overlap: bool = ...) -> LayoutCosts: ...
+
+
+def _estimate(
+    layout: Layout,
+    costs_at: _CostsAt,
+    speed: Speed,
+    hardware: Hardware,
+    lengths: Lengths,
+    decode_requests: int,
+    prefill_tokens: int,
+) -> Estimate:
+    def gain(speed: Speed, load: ReplicaLoad) -> OverlapGain:
+        return _overlap_gain(costs_at(speed, overlap=False), costs_at(speed, overlap=True), load)
+
+    optimum, calibrated = costs_at("optimum"), costs_at("calibrated")
+    costs = calibrated if speed == "calibrated" else optimum
+
+    def phase(load: ReplicaLoad) -> PhaseEstimate:
+        return _phase(costs, optimum, calibrated, load, (gain("optimum", load), gain("calibrated", load)))
+
+    weights, cache, requests = memory_formulas(layout, costs, hardware, lengths)
+    cache_tokens, cache_requests = int(cache.value), int(requests.value)
+    decoding = -(-min(decode_requests, cache_requests) // layout.pp)
+    prefilling = min(prefill_tokens, cache_tokens)
+    decode = ReplicaLoad(num_decoding=decoding, decode_pairs=decoding * lengths.decode_context)
+    prefill = ReplicaLoad(num_prefill=prefilling, prefill_pairs=prefilling * lengths.pairs_per_prompt_token)
+    usable_bytes = hardware.memory * costs.assumptions.memory_share
+    return Estimate(
+        tp=layout.tp,
+        dp=layout.dp,
+        pp=layout.pp,
+        weight_bytes=int(weights.value),
+        cache_tokens=cache_tokens,
+        cache_requests=cache_requests,
+        refusal=None if cache_requests else _shortage(weights.value, usable_bytes),
+        memory_formulas=(weights.as_text(), cache.as_text(), requests.as_text()),
+        decode=phase(decode) if decoding else None,
+        prefill=phase(prefill) if prefilling else None,
     )
 
 

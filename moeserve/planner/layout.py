@@ -24,6 +24,7 @@ from moeserve.kv.layer_cache import CacheNeeds
 from moeserve.layers.moe.placement.eplb import imbalance, rank_loads
 from moeserve.layers.moe.placement.placement import Placement, read_loads
 from moeserve.machine import shown_bytes
+from moeserve.models.model_config import ModelConfig
 from moeserve.models.registry import Description, describe
 from moeserve.models.summary import Part, summarize
 
@@ -122,12 +123,9 @@ def find_layouts(
             the model does not support, or experts that cannot be sliced.
         CheckpointError: see `describe`.
     """
-    if not 1 <= num_ranks <= MAX_RANKS:
-        raise SettingsError(f"ranks={shown(num_ranks)} cannot be laid out; choose from 1 to {MAX_RANKS} ranks")
+    _refuse_ranks(num_ranks, pp)
     description = describe(folder, hf_overrides=hf_overrides)
     config, dtype = description.model, dtype or description.dtype
-    if pp < 1 or num_ranks % pp:
-        raise SettingsError(f"pipeline_parallel_size={shown(pp)} does not divide ranks={num_ranks}")
     stage_layers = layers_of_stages(len(config.layers), pp, pipeline_layers, config.first_layers)
     num_expert_ranks = num_ranks // pp
     sizes = [size for size in range(1, num_expert_ranks + 1) if num_expert_ranks % size == 0]
@@ -135,44 +133,47 @@ def find_layouts(
         _refuse_tp(description, tp, num_expert_ranks, sizes)
         sizes = [tp]
     # The placement depends only on the number of ranks of a stage, so all layouts share it.
-    loads_of_layer: Sequence[Sequence[float]] = ()
-    if loads is not None:
-        loads_of_layer = read_loads(loads, num_layers=config.num_sparse_layers, num_experts=config.num_experts)
-    placements = config.place_experts(num_expert_ranks, loads=loads_of_layer, num_redundant=num_redundant)
-    loads_of_layer = loads_of_layer or [(1.0,) * config.num_experts] * len(placements)
-    imbalances = list(map(imbalance, loads_of_layer, placements))
-    fullest_rank = sum(imbalances) / len(imbalances) if imbalances else 1.0
-
-    def is_sliced(tp: int) -> bool:
-        parallel = ParallelSettings(
-            tensor_parallel_size=tp,
-            num_redundant_experts=num_redundant,
-            expert_loads=None if loads is None else str(loads),
-            expert_parallel=expert_parallel,
-        )
-        quantization: QuantizationName | None = "mxfp4" if description.keeps_mxfp4(dtype) else None
-        numbers = Numbers(device="cpu", dtype=dtype, quantization=quantization, keeps_bytes=dtype != "float16")
-        return not resolve_expert_parallel(parallel, config.expert_shape, numbers)
-
+    placements, fullest_rank = _place(config, num_expert_ranks, loads, num_redundant)
+    parallel = ParallelSettings(
+        tensor_parallel_size=num_expert_ranks,
+        num_redundant_experts=num_redundant,
+        expert_loads=None if loads is None else str(loads),
+        expert_parallel=expert_parallel,
+    )
+    is_sliced = num_expert_ranks in sizes and _is_sliced(parallel, description, dtype)  # with a single replica
+    layouts = []
+    for size in sizes:
+        mesh = Mesh(tp=size, dp=num_expert_ranks // size, pp=pp)
+        placed = config.slice_experts(size) if is_sliced and mesh.dp == 1 else placements
+        layouts.append(_layout(description, mesh, dtype, kv_cache_dtype, placed, stage_layers, fullest_rank))
     return Layouts(
         model=str(folder),
         num_ranks=num_ranks,
         dtype=dtype,
         num_experts=config.num_experts,
         hf_overrides=hf_overrides,
-        layouts=tuple(
-            _layout(
-                description,
-                Mesh(tp=size, dp=num_expert_ranks // size, pp=pp),
-                dtype,
-                kv_cache_dtype,
-                config.slice_experts(size) if size == num_expert_ranks and is_sliced(size) else placements,
-                stage_layers,
-                fullest_rank,
-            )
-            for size in sizes
-        ),
+        layouts=tuple(layouts),
     )
+
+
+def _place(
+    config: ModelConfig, num_ranks: int, loads: Path | None, num_redundant: int
+) -> tuple[tuple[Placement, ...], float]:
+    """Return the placement of experts in each layer, and the rows of the fullest rank over the mean."""
+    loads_of_layer: Sequence[Sequence[float]] = ()
+    if loads is not None:
+        loads_of_layer = read_loads(loads, num_layers=config.num_sparse_layers, num_experts=config.num_experts)
+    placements = config.place_experts(num_ranks, loads=loads_of_layer, num_redundant=num_redundant)
+    loads_of_layer = loads_of_layer or [(1.0,) * config.num_experts] * len(placements)
+    imbalances = list(map(imbalance, loads_of_layer, placements))
+    return placements, sum(imbalances) / len(imbalances) if imbalances else 1.0
+
+
+def _is_sliced(parallel: ParallelSettings, description: Description, dtype: DtypeName) -> bool:
+    """Return True if each rank of a single replica on CPUs holds a slice of every expert."""
+    quantization: QuantizationName | None = "mxfp4" if description.keeps_mxfp4(dtype) else None
+    numbers = Numbers(device="cpu", dtype=dtype, quantization=quantization, keeps_bytes=dtype != "float16")
+    return not resolve_expert_parallel(parallel, description.model.expert_shape, numbers)
 
 
 def as_text(found: Layouts) -> str:
@@ -224,6 +225,14 @@ def _holder_line(holder: Holder, layout: Layout) -> str:
     stage = f" stage {holder.stage}," if layout.pp > 1 else ""
     share = f"1/{layout.expert_slices} of " if layout.expert_slices > 1 else ""
     return f"rank {holder.rank}: replica {holder.replica},{stage} {heads}, {share}{experts}"
+
+
+def _refuse_ranks(num_ranks: int, pp: int) -> None:
+    """Raise SettingsError for a number of ranks that is too large, or that the stages do not divide."""
+    if not 1 <= num_ranks <= MAX_RANKS:
+        raise SettingsError(f"ranks={shown(num_ranks)} cannot be laid out; choose from 1 to {MAX_RANKS} ranks")
+    if pp < 1 or num_ranks % pp:
+        raise SettingsError(f"pipeline_parallel_size={shown(pp)} does not divide ranks={num_ranks}")
 
 
 def _refuse_tp(description: Description, tp: int, num_ranks: int, sizes: list[int]) -> None:

@@ -7,20 +7,19 @@ cache transfer from its bytes. The result depends only on the arguments.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from moeserve.config.settings import CacheDtypeName, DtypeName
 from moeserve.errors import SettingsError
 from moeserve.layers.moe.placement.placement import read_loads
+from moeserve.models.model_config import ModelConfig
 from moeserve.models.registry import describe
 from moeserve.planner.costs import LayoutCosts
 from moeserve.planner.estimate import estimate_layouts
 from moeserve.planner.expert_balance import ExpertBalance, draw_loads
 from moeserve.planner.hardware import Hardware
-from moeserve.planner.layout import find_layouts
+from moeserve.planner.layout import Layouts
 from moeserve.planner.pool import PoolPlan
 from moeserve.planner.serving import ClusterPlan, serve
 from moeserve.planner.settings import Assumptions, ClusterSize, ExpertSettings, SimulationSettings
@@ -29,18 +28,12 @@ from moeserve.planner.traffic import Traffic
 
 
 def simulate(
-    model: Path,
+    find: Callable[[int], Layouts],
     hardware: Hardware,
     traffic: Traffic,
     size: ClusterSize,
     *,
-    tp: int = 1,
-    pp: int = 1,
-    pipeline_layers: Sequence[int] | None = None,
-    dtype: DtypeName | None = None,
-    kv_cache_dtype: CacheDtypeName = "auto",
     loads: Path | None = None,
-    hf_overrides: Mapping[str, Any] | None = None,
     assumptions: Assumptions,
     settings: SimulationSettings,
     experts: ExpertSettings,
@@ -48,52 +41,29 @@ def simulate(
     """Simulate one layout.
 
     Args:
-        model: folder with a config.json.
+        find: returns the layout of a pool for its number of ranks; see `find_layouts`.
         traffic: before its rate and lengths are scaled.
-        tp: ranks that share the heads of each replica.
-        pp: pipeline stages of each replica.
-        pipeline_layers: number of layers of each stage; None: even shares.
         loads: file of the initial expert loads; see `read_loads`. None: random loads.
-        hf_overrides: changes to config.json.
 
     Raises:
         SettingsError: an impossible layout, traffic that does not fit into it, or loads that belong to another model or
             are given twice.
         CheckpointError: see `describe`.
     """
-    if loads is not None and experts.skew:
-        raise SettingsError(f"skew={experts.skew:g} draws random loads, but loads={loads} gives them; use one of them")
-    traffic = _scaled(traffic, settings)
-    description = describe(model, hf_overrides=hf_overrides)
-    config = description.model
-    sizes = {"num_layers": config.num_sparse_layers, "num_experts": config.num_experts}
-    initial: Sequence[Sequence[float]]
-    if loads is not None:
-        initial = read_loads(loads, **sizes)
-    else:
-        initial = draw_loads(**sizes, skew=experts.skew, seed=settings.seed)
+    traffic, ranks_per_node = _scaled(traffic, settings), size.ranks_per_node
 
     def plan_pool(num_ranks: int, assumptions: Assumptions = assumptions) -> PoolPlan:
-        found = find_layouts(
-            model,
-            num_ranks,
-            dtype,
-            tp,
-            kv_cache_dtype=kv_cache_dtype,
-            pp=pp,
-            pipeline_layers=pipeline_layers,
-            num_redundant=experts.num_redundant_experts,
-            hf_overrides=hf_overrides,
-        )
+        found = find(num_ranks)
         (layout,) = found.layouts
-        estimates = estimate_layouts(found, hardware, traffic, assumptions, ranks_per_node=size.ranks_per_node)
-        (estimate,) = estimates.layouts
+        (estimate,) = estimate_layouts(found, hardware, traffic, assumptions, ranks_per_node=ranks_per_node).layouts
         if not estimate.cache_tokens:
-            fault = f"{num_ranks} ranks of {hardware.name}, tp={tp}: {estimate.refusal}"
+            fault = f"{num_ranks} ranks of {hardware.name}, tp={layout.tp}: {estimate.refusal}"
             raise SettingsError(f"{fault}; use more ranks or a larger tp")
-        costs = LayoutCosts(description, found, layout, hardware, assumptions, size.ranks_per_node)
+        description = describe(found.model, hf_overrides=found.hf_overrides)
+        costs = LayoutCosts(description, found, layout, hardware, assumptions, ranks_per_node)
+        initial = _initial_loads(description.model, loads, experts, settings.seed)
         return PoolPlan(
-            num_nodes=num_ranks // size.ranks_per_node,
+            num_nodes=num_ranks // ranks_per_node,
             costs=costs,
             balance=ExpertBalance(costs, experts, initial, settings.seed),
             cache_tokens=estimate.cache_tokens,
@@ -105,18 +75,29 @@ def simulate(
         prefill=tuple(plan_pool(num_ranks, replace(assumptions, exchange="by_node")) for num_ranks in size.prefill),
         resizes=tuple((resize.at_s, plan_pool(resize.num_ranks)) for resize in size.resizes),
     )
-    last_s = traffic.requests[-1].arrival_s
+    costs, last_s = plan.serving[0].costs, traffic.requests[-1].arrival_s
     return Simulation(
         hardware=hardware.name,
-        ranks_per_node=size.ranks_per_node,
-        tp=tp,
-        pp=pp,
+        ranks_per_node=ranks_per_node,
+        tp=costs.tp,
+        pp=costs.pp,
         num_requests=len(traffic.requests),
         requests_per_s=len(traffic.requests) / last_s if last_s else 0.0,
         first_token_limit=settings.first_token_limit,
         output_token_limit=settings.output_token_limit,
         outcome=serve(traffic, plan, settings),
     )
+
+
+def _initial_loads(
+    config: ModelConfig, loads: Path | None, experts: ExpertSettings, seed: int
+) -> Sequence[Sequence[float]]:
+    """Return the loads of experts at the start, by layer."""
+    if loads is None:
+        return draw_loads(config.num_sparse_layers, config.num_experts, experts.skew, seed)
+    if experts.skew:
+        raise SettingsError(f"skew={experts.skew:g} draws random loads, but loads={loads} gives them; use one of them")
+    return read_loads(loads, num_layers=config.num_sparse_layers, num_experts=config.num_experts)
 
 
 def _scaled(traffic: Traffic, settings: SimulationSettings) -> Traffic:
