@@ -24,7 +24,7 @@ from moeserve.server.hosts import hosts_for
 from moeserve.server.keys import Keys
 from moeserve.server.metrics import Metrics
 from moeserve.server.middleware import Entrance
-from moeserve.server.openai import chat, completions, responses
+from moeserve.server.openai import chat, completions, responses, stored_responses
 from moeserve.server.openai.response_store import ResponseStore
 from moeserve.server.operators import add_operator_routes
 from moeserve.server.scaling import add_scale_route
@@ -154,11 +154,11 @@ def _add_model_routes(app: FastAPI, service: Service, store: ResponseStore | Non
 
     @app.get("/v1/responses/{response_id}", response_model=responses.ResponseAnswer)
     async def retrieve_response(response_id: str, request: Request) -> Response:
-        return responses.retrieve(store, _client(request), response_id)
+        return stored_responses.retrieve(store, _client(request), response_id)
 
     @app.delete("/v1/responses/{response_id}")
-    async def delete_response(response_id: str, request: Request) -> responses.DeletedResponse:
-        return responses.delete(store, _client(request), response_id)
+    async def delete_response(response_id: str, request: Request) -> stored_responses.DeletedResponse:
+        return stored_responses.delete(store, _client(request), response_id)
 
     @app.post("/v1/messages", response_model=messages.MessageAnswer, responses=ANTHROPIC_ERRORS | EVENT_STREAM)
     async def create_message(body: messages.MessagesRequest, request: Request) -> Response:

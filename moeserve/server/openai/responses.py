@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 from pydantic import BaseModel, Field
-from starlette.responses import Response
 
 from moeserve.config.settings import LIMITS
 from moeserve.sampling_params import SamplingParams
@@ -18,18 +17,10 @@ from moeserve.server.blocks import Block, BlockEvent, Turn, block_events
 from moeserve.server.client import Client
 from moeserve.server.conversation import LONG_TOOL_NAME, Conversation, FunctionName, NamedTool, TurnDelta, turn_deltas
 from moeserve.server.errors import ApiError
-from moeserve.server.openai.response_items import (
-    ITEM,
-    ITEMS,
-    Item,
-    ItemReference,
-    Items,
-    MessageItem,
-    chat_messages,
-    encoded_reasoning,
-)
+from moeserve.server.openai.response_items import ITEMS, Item, Items, MessageItem, chat_messages, encoded_reasoning
 from moeserve.server.openai.response_store import ResponseStore, StoredResponse, joined
 from moeserve.server.openai.response_tools import OfferedTools, Tool, input_of_arguments
+from moeserve.server.openai.stored_responses import previous, without_references
 from moeserve.server.openai.truncation import shortened
 from moeserve.server.output_format import outputs_of_schema, requested_outputs
 from moeserve.server.reply import EVENTS, JSON, Reply, encode_json, event
@@ -171,12 +162,6 @@ class ResponseAnswer(BaseModel):
     usage: dict[str, Any]
 
 
-class DeletedResponse(BaseModel):
-    id: str
-    object: Literal["response"]
-    deleted: Literal[True]
-
-
 def answer(service: Service, store: ResponseStore | None, client: Client, body: ResponsesRequest) -> Reply:
     """Answer a request.
 
@@ -197,68 +182,6 @@ def answer(service: Service, store: ResponseStore | None, client: Client, body: 
     return Reply(turn.events(), EVENTS, error_event=turn.error_event) if body.stream else Reply(turn.whole(), JSON)
 
 
-def retrieve(store: ResponseStore | None, client: Client, response_id: str) -> Response:
-    """Return a stored response.
-
-    Raises:
-        ApiError: it is not stored, or no longer.
-    """
-    return Response(_stored(store, client, response_id).response, media_type=JSON)
-
-
-def delete(store: ResponseStore | None, client: Client, response_id: str) -> DeletedResponse:
-    """Delete a stored response.
-
-    Raises:
-        ApiError: it is not stored, or no longer.
-    """
-    _stored(store, client, response_id)
-    assert store is not None, "a response was found"
-    store.delete(client.name, response_id)
-    return DeletedResponse(id=response_id, object="response", deleted=True)
-
-
-def _stored(store: ResponseStore | None, client: Client, response_id: str) -> StoredResponse:
-    found = None if store is None else store.find(client.name, response_id)
-    if found is None:
-        raise ApiError(404, _not_stored(store, f"the response {response_id[:100]!r}"), code="response_not_found")
-    return found
-
-
-def _not_stored(store: ResponseStore | None, what: str) -> str:
-    why = "responses are not stored here" if store is None else "only recent responses are, in memory"
-    return f"{what} is not stored: {why}"
-
-
-def _previous(store: ResponseStore | None, client: Client, response_id: str) -> StoredResponse:
-    """Return the response that a request continues."""
-    found = None if store is None else store.find(client.name, response_id)
-    if found is None:
-        why = _not_stored(store, f"the previous response {response_id[:100]!r}")
-        raise ApiError(
-            400,
-            f"{why}. Send the whole conversation as input",
-            param="previous_response_id",
-            code="previous_response_not_found",
-        )
-    return found
-
-
-def _without_references(store: ResponseStore | None, client: Client, items: list[Item]) -> list[Item]:
-    """Return items in which stored ones replace references to them."""
-    return [_referred(store, client, item) if isinstance(item, ItemReference) else item for item in items]
-
-
-def _referred(store: ResponseStore | None, client: Client, reference: ItemReference) -> Item:
-    found = None if store is None else store.find_item(client.name, reference.id)
-    if found is None:
-        why = _not_stored(store, f"the item {reference.id[:100]!r}")
-        raise ApiError(
-            404, f"{why}. Send the item itself, as clients do with store=false", param="input", code="item_not_found"
-        )
-    return ITEM.validate_json(found)
-
-
 class _Answer:
     """The response to one request."""
 
@@ -275,10 +198,10 @@ class _Answer:
         self._client = client
         given: list[Item]
         given = [MessageItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
-        items = _without_references(store, client, given)
+        items = without_references(store, client, given)
         earlier: tuple[bytes, ...] = ()
         if body.previous_response_id is not None:
-            earlier = _previous(store, client, body.previous_response_id).context
+            earlier = previous(store, client, body.previous_response_id).context
         # The conversation before the response, as in `StoredResponse`.
         self._context = earlier if self._store is None else (*earlier, ITEMS.dump_json(items, exclude_none=True))
         if earlier:
