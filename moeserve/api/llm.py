@@ -23,7 +23,7 @@ from moeserve.config.resolve import shown_layout
 from moeserve.config.settings import EngineConfig
 from moeserve.config.validation import parse_settings
 from moeserve.config.vllm_options import ARGUMENTS, require_harmless
-from moeserve.errors import MoeserveError, RequestError, SettingsError, shown
+from moeserve.errors import RequestError, SettingsError, shown
 from moeserve.interrupts import interrupts_deferred
 from moeserve.layers.moe.placement.placement import Placement, write_placements
 from moeserve.models.checkpoint.packed_cache_writer import wait_for_cache_writers
@@ -162,11 +162,7 @@ class LLM:
                     unfinished = self.session.advance(unfinished, waits_for_others=bool(waiting))
                     progress.update(num_before - len(unfinished))
             outputs = [self.session.output(prompt_id) for prompt_id in prompt_ids]
-            try:
-                self.session.raise_error(prompt_ids)
-            except MoeserveError as error:
-                error.outputs = outputs
-                raise
+            self.session.raise_error(prompt_ids, outputs)
             return outputs
         finally:
             self.session.discard(prompt_ids)

@@ -161,8 +161,11 @@ class Session:
         """Return True if an error has ended a prompt; see `raise_error`."""
         return prompt_id in self._errors
 
-    def raise_error(self, prompt_ids: Iterable[str]) -> None:
+    def raise_error(self, prompt_ids: Iterable[str], outputs: Sequence[RequestOutput] = ()) -> None:
         """Raise the first error that has ended one of these prompts. Several threads may raise the same error.
+
+        Args:
+            outputs: `outputs` of the error.
 
         Raises:
             EngineError: the engine failed while it served the prompt.
@@ -170,8 +173,10 @@ class Session:
         """
         for prompt_id in prompt_ids:
             if prompt_id in self._errors:
-                error = self._errors[prompt_id]
-                raise type(error)(str(error)) from error.__cause__
+                cause = self._errors[prompt_id]
+                error = type(cause)(str(cause))
+                error.outputs = outputs
+                raise error from cause.__cause__
 
     def output(self, prompt_id: str) -> RequestOutput:
         """Return all outputs of a prompt so far."""

@@ -86,10 +86,7 @@ def start_engine(settings: Settings, *, show_progress: bool, reports_load: bool 
         SettingsError, CheckpointError, EngineError: as for `LLM`.
     """
     open_closed_streams()
-    if settings.model.seed is None:
-        seed = secrets.randbits(31)
-        logger.warning("seed=None: seed=%d was chosen at random; LLM(seed=%d) repeats the outputs", seed, seed)
-        settings = dataclasses.replace(settings, model=dataclasses.replace(settings.model, seed=seed))
+    settings = _with_seed(settings)
     overrides = settings.model.hf_overrides
     model = settings.model.model
     if model is None and overrides:  # the facts about the default model are those of its unchanged config.json
@@ -99,13 +96,7 @@ def start_engine(settings: Settings, *, show_progress: bool, reports_load: bool 
         files = find_model(model, revision=settings.model.revision, download_dir=settings.model.download_dir)
     tokenizer, hub_tokenizer = _find_tokenizer(settings.model)
     settings = dataclasses.replace(settings, model=dataclasses.replace(settings.model, tokenizer=tokenizer))
-    drafting = settings.scheduler.speculative_config
-    has_draft_layer = drafting is not None and drafting.method == "mtp"
-    facts = default_model.FACTS
-    if files is not None:
-        facts = registry.read_facts(
-            files.describe(), settings.model.model_impl, with_draft_layer=has_draft_layer, hf_overrides=overrides
-        )
+    facts = default_model.FACTS if files is None else _facts_of(files.describe(), settings)
     if reports_load and facts.num_sparse_layers and settings.telemetry.expert_load_window is None:
         telemetry = dataclasses.replace(settings.telemetry, expert_load_window=DEFAULT_LOAD_WINDOW)
         settings = dataclasses.replace(settings, telemetry=telemetry)
@@ -139,6 +130,23 @@ def start_engine(settings: Settings, *, show_progress: bool, reports_load: bool 
         engine = _start_engine(config, cluster, config_of, show_progress=show_progress)
         cleanup.pop_all()
         return StartedEngine(engine, observer, texts, has_experts=facts.num_sparse_layers > 0)
+
+
+def _with_seed(settings: Settings) -> Settings:
+    """Return the settings with a random seed, if the user wants one."""
+    if settings.model.seed is not None:
+        return settings
+    seed = secrets.randbits(31)
+    logger.warning("seed=None: seed=%d was chosen at random; LLM(seed=%d) repeats the outputs", seed, seed)
+    return dataclasses.replace(settings, model=dataclasses.replace(settings.model, seed=seed))
+
+
+def _facts_of(folder: Path, settings: Settings) -> CheckpointFacts:
+    model, drafting = settings.model, settings.scheduler.speculative_config
+    has_draft_layer = drafting is not None and drafting.method == "mtp"
+    return registry.read_facts(
+        folder, model.model_impl, with_draft_layer=has_draft_layer, hf_overrides=model.hf_overrides
+    )
 
 
 def _find_tokenizer(model: ModelSettings) -> tuple[str | None, HubModel | None]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import secrets
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ MAX_BYTES = 2**18  # larger tensors are limited by bandwidth, not latency
 ALIGNMENT = 16  # bytes that the kernel reads at once
 MAX_RANKS = 8  # each rank reads the memory of all others
 DTYPES = (torch.float32, torch.bfloat16)
+
+Result = TypeVar("Result")
 
 # Memory of closed groups is never freed: freeing waits for the device, where a kernel may wait for a dead rank.
 _leaked: list[Tensor] = []
@@ -52,50 +54,64 @@ def connect(
         TransportUnavailable: on all ranks, if one of them cannot use symmetric memory.
         TransportError: a rank does not connect in time.
     """
-    stage = 0
-
-    def agreed(do: Callable[[], object]) -> None:
-        """Run `do`. Raise TransportUnavailable on all ranks if it fails on any."""
-        nonlocal stage
-        stage += 1
-        refusal = ""
-        try:
-            do()
-        except Exception as error:  # a private API of torch: any name may be missing
-            refusal = " ".join(str(error).split()) or type(error).__name__
-        try:
-            agree(PrefixStore(f"stage{stage}", store), rank_in_group, num_ranks, refusal, timeout_s)
-        except RuntimeError as error:  # raised by the store
-            raise TransportError(f"not all ranks connected within {timeout_s:g} s") from error
-
-    def check_requirements() -> None:
-        if not is_one_host:
-            raise TransportUnavailable("the group's ranks are on several hosts")
-        if num_ranks > MAX_RANKS:
-            raise TransportUnavailable(f"the group has {num_ranks} ranks, more than {MAX_RANKS}")
-        if missing := library.missing(device):
-            raise TransportUnavailable(missing)
-
-    agreed(check_requirements)
+    attempts = _Attempts(store, rank_in_group, num_ranks, timeout_s)
+    attempts.make(lambda: _check_requirements(num_ranks, device, library, is_one_host=is_one_host))
     if rank_in_group == 0:
         store.set("name", f"moeserve/{secrets.token_hex(8)}")
     name = store.get("name").decode()
-    memory = torch.empty(0)
 
-    def allocate() -> None:
-        nonlocal memory
+    def allocate() -> Tensor:
         library.open(name, PrefixStore("memory", store), rank_in_group, num_ranks)
-        memory = library.allocate(name, MAX_BYTES, device)
+        return library.allocate(name, MAX_BYTES, device)
 
     try:
-        agreed(allocate)
-        agreed(lambda: library.map(name, memory))
+        memory = attempts.make(allocate)
+        attempts.make(lambda: library.map(name, memory))
         one_shot = OneShotAllReduce(library, name, memory)
-        agreed(lambda: _check(one_shot, rank_in_group, num_ranks, device))
+        attempts.make(lambda: _check(one_shot, rank_in_group, num_ranks, device))
     except BaseException:
         library.close(name)
         raise
     return one_shot
+
+
+class _Attempts:
+    """Attempts that succeed on all ranks of a group, or fail on all."""
+
+    def __init__(self, store: Store, rank_in_group: int, num_ranks: int, timeout_s: float) -> None:
+        self._store, self._rank, self._num_ranks, self._timeout_s = store, rank_in_group, num_ranks, timeout_s
+        self._num_made = 0
+
+    def make(self, do: Callable[[], Result]) -> Result:
+        """Return the result of `do`. collective: all ranks of the group.
+
+        Raises:
+            TransportUnavailable: on all ranks, if `do` fails on any.
+            TransportError: a rank does not come in time.
+        """
+        self._num_made += 1
+        results, refusal = [], ""
+        try:
+            results.append(do())
+        except Exception as error:  # a private API of torch: any name may be missing
+            refusal = " ".join(str(error).split()) or type(error).__name__
+        store = PrefixStore(f"stage{self._num_made}", self._store)
+        try:
+            agree(store, self._rank, self._num_ranks, refusal, self._timeout_s)
+        except RuntimeError as error:  # raised by the store
+            raise TransportError(f"not all ranks connected within {self._timeout_s:g} s") from error
+        return results[0]
+
+
+def _check_requirements(
+    num_ranks: int, device: torch.device, library: TorchSymmetricMemory, *, is_one_host: bool
+) -> None:
+    if not is_one_host:
+        raise TransportUnavailable("the group's ranks are on several hosts")
+    if num_ranks > MAX_RANKS:
+        raise TransportUnavailable(f"the group has {num_ranks} ranks, more than {MAX_RANKS}")
+    if missing := library.missing(device):
+        raise TransportUnavailable(missing)
 
 
 def _check(one_shot: OneShotAllReduce, rank_in_group: int, num_ranks: int, device: torch.device) -> None:

@@ -55,7 +55,7 @@ class LoadedModel:
 
 
 def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> LoadedModel:
-    """Return this rank's part of a checkpoint's model, with its weights.
+    """Return this rank's part of a checkpoint's model, with its weights. collective: all ranks.
 
     Raises:
         CheckpointError: the weights do not fit in memory, or do not match the config.
@@ -63,20 +63,12 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
     description = registry.describe(config.model_path, config.model_impl, config.hf_overrides)
     if config.has_draft_layer:
         description = description.with_draft_layer()
-    dtype, device = getattr(torch, config.dtype), torch.device(config.device)
-    if config.expert_parallel:
-        placements = tuple(map(Placement.from_json, config.placements)) or description.model.place_experts(
-            groups.ep.world_size,
-            loads=config.expert_loads,
-            num_redundant=config.num_redundant_experts,
-            node_of_rank=groups.ep.node_of_rank,
-        )
-    else:
-        placements = description.model.slice_experts(groups.ep.world_size)
+    device = torch.device(config.device)
+    placements = _place_experts(config, description, groups)
     context = ModelContext(
         _select_backend(config, device),
         groups,
-        dtype,
+        getattr(torch, config.dtype),
         device,
         quantization=config.quantization,
         has_float8_cache=config.has_float8_cache,
@@ -104,32 +96,40 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
         fill_randomly(model, config.seed)
         packer.finish()
         return LoadedModel(model.eval())
-    weight_format = description.weight_format
+    mapped_bytes = _load(config, description, model, placements, memory.kept, show_progress=show_progress)
+    return LoadedModel(model.eval(), mapped_bytes)
+
+
+def _load(
+    config: EngineConfig,
+    description: registry.Description,
+    model: Decoder,
+    placements: Sequence[Placement],
+    num_bytes: int,
+    *,
+    show_progress: bool,
+) -> int:
+    """Load a model's weights, of `num_bytes`. Return the size of those that are mapped from a file."""
+    weight_format, norm_offset = description.weight_format, description.family.norm_offset
     if config.quantization == "mxfp4":
         weight_format = weight_format.with_mxfp4_kept()
     checkpoint = open_checkpoint(Path(config.model_path), weight_format)
     checkpoint = translated(checkpoint, description.family, description.model.num_decoder_layers)
-    norm_offset = description.family.norm_offset
     if config.quantization == "int4" and weight_format.is_int4:
         keep_int4(checkpoint, destinations(model, norm_offset, checkpoint.shapes))
     cache = PackedWeightCache(cache_folder() / "packed", config.packed_cache)
     # Rebalancing writes to the weights, so they must not be mapped from the cache or be in use by a cache writer.
-    is_cached = (
-        config.rebalance == "off"
-        and config.packed_cache > 0
-        and config.device == "cpu"
-        and memory.kept >= MIN_CACHED_BYTES
-    )
+    has_cache = config.packed_cache > 0 and config.device == "cpu" and config.rebalance == "off"
+    is_cached = has_cache and num_bytes >= MIN_CACHED_BYTES
     key = _cache_key(config, model, placements, checkpoint) if is_cached else ""
     if is_cached and (state := cache.load(key)) is not None:
         if adopt_state(model, state):
-            return LoadedModel(model.eval(), mapped_bytes=sum(tensor.nbytes for tensor in state.values()))
+            return sum(tensor.nbytes for tensor in state.values())
         cache.remove(key)
     packer = Packer(model)
-    places = destinations(model, norm_offset, checkpoint.shapes)
     load_weights(
         checkpoint,
-        places,
+        destinations(model, norm_offset, checkpoint.shapes),
         on_filled=packer.on_filled,
         ignore_unused=config.ignore_unused_weights,
         show_progress=show_progress,
@@ -137,7 +137,20 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
     packer.finish()
     if is_cached:
         CacheWriter(model, cache, key, packed_state(model)).start()
-    return LoadedModel(model.eval())
+    return 0
+
+
+def _place_experts(config: EngineConfig, description: registry.Description, groups: Groups) -> tuple[Placement, ...]:
+    """Return the placement of experts in each layer that has them."""
+    model, num_ranks = description.model, groups.ep.world_size
+    if not config.expert_parallel:
+        return model.slice_experts(num_ranks)
+    return tuple(map(Placement.from_json, config.placements)) or model.place_experts(
+        num_ranks,
+        loads=config.expert_loads,
+        num_redundant=config.num_redundant_experts,
+        node_of_rank=groups.ep.node_of_rank,
+    )
 
 
 def _open_dispatchers(

@@ -91,12 +91,8 @@ class ModelRunner:
             step = in_halves(step, tp=self.context.mesh.tp, tp_rank=self.context.tp_rank)
         outputs = self.replay(step)
         if self.model.head is None:  # a later pipeline stage samples
-            return StartedStep(
-                chunks=[],
-                sampling=[],
-                reading=self.memory.start_reading([torch.zeros(0)]),
-                raise_failure=self.model.groups.raise_failure,
-            )
+            nothing = self.memory.start_reading([torch.zeros(0)])
+            return StartedStep(chunks=[], sampling=[], reading=nothing, raise_failure=self.model.groups.raise_failure)
         # Computing logits is collective, so all tp ranks do it.
         sampling = [chunk for chunk in chunks if chunk.samples]
         sampled = self._sample(outputs, step, chunks, sampling, previous) if sampling else None
@@ -109,16 +105,7 @@ class ModelRunner:
         if len(sampling) < len(chunks):
             last_rows_SD = outputs.hidden_TD.index_select(0, step.row_starts[1:] - 1)
             is_finite = last_rows_SD.isfinite().all(dim=1)
-        of_drafter: list[Tensor] = []
-        if self.drafter is not None:
-            sampled_step = SampledStep(
-                inputs=step,
-                chunks=chunks,
-                hidden_TD=outputs.hidden_TD,
-                tokens_L=sampled.tokens_L if sampled else None,
-                num_sampling=num_sampling,
-            )
-            of_drafter = self.drafter.start(sampled_step, self)
+        of_drafter = self._start_drafter(step, chunks, outputs, sampled, num_sampling)
         tensors = [
             is_finite,
             *(each for prompt in prompts for each in prompt),
@@ -138,6 +125,26 @@ class ModelRunner:
         if self.appends_samples:
             self.table.append_tokens(sampling, [UNKNOWN_TOKEN] * len(sampling))
         return started
+
+    def _start_drafter(
+        self,
+        step: StepInputs,
+        chunks: Sequence[Chunk],
+        outputs: StepOutputs,
+        sampled: SampledRows | None,
+        num_sampling: tuple[int, ...],
+    ) -> list[Tensor]:
+        """Start to draft after a step, and return the tensors that the drafter reads. Collective: all ranks."""
+        if self.drafter is None:
+            return []
+        sampled_step = SampledStep(
+            inputs=step,
+            chunks=chunks,
+            hidden_TD=outputs.hidden_TD,
+            tokens_L=sampled.tokens_L if sampled else None,
+            num_sampling=num_sampling,
+        )
+        return self.drafter.start(sampled_step, self)
 
     def skip(self, chunks: Sequence[Chunk]) -> None:
         """Append placeholder tokens after a failed step on the only rank, so that later plans can be run."""

@@ -45,7 +45,7 @@ from moeserve.worker.cuda_graphs import CudaGraphs, TorchCapture, graph_sizes, m
 from moeserve.worker.drafting import drafter_of
 from moeserve.worker.grammars import grammars_of
 from moeserve.worker.halves import HalvingLimits
-from moeserve.worker.loading import cache_share, load_model, store_key
+from moeserve.worker.loading import LoadedModel, cache_share, load_model, store_key
 from moeserve.worker.model_runner import ModelRunner
 from moeserve.worker.profiling import make_probe, profile_blocks, run_all_sizes
 from moeserve.worker.protocol import GroupFacts, Loaded, StoreFacts
@@ -90,14 +90,10 @@ class Worker:
         started = time.monotonic()
         loaded = load_model(config, groups, show_progress=show_progress)
         model, layers = loaded.model, loaded.model.moe_layers
-        backend = model.context.backend
         self._dispatchers: DispatcherFactory | None = model.dispatchers
         logger.info("loaded %s in %.1f s", config.model_path, time.monotonic() - started)
         # collective: all ranks; all have loaded, so what is free now is left for caches
         groups.wait_until_loaded(config.load_timeout, started)
-
-        needs = model.cache_needs
-        rules = needs.rules
         context = StepContext(
             mesh=groups.mesh,
             tp_rank=groups.tp.rank_in_group,
@@ -105,49 +101,29 @@ class Worker:
             max_blocks=-(-config.max_model_len // config.block_size),
             device=torch.device(config.device),
             halving=HalvingLimits(decode=config.overlap_decode_tokens, prefill=config.overlap_prefill_tokens),
-            rules=rules,
+            rules=model.cache_needs.rules,
         )
         replay = select_replay(config, model, groups, context)
-        probe = make_probe(model, context, config)
-        if backend.compiles_on_first_use:
-            run_all_sizes(probe, config)
         rebalances = config.rebalance == "auto" and bool(layers)
-        num_rows = num_states_of(config)
-        reserved_bytes = loaded.mapped_bytes + num_rows * needs.row_bytes + replay.reserved_bytes()
-        if rebalances:
-            reserved_bytes += spare_bytes(layers)
-        num_blocks = profile_blocks(config, probe, needs, reserved_bytes)
-        del probe  # its table has the size of the rank's
-        self.num_blocks = groups.world.all_reduce_minimum(num_blocks)  # collective: all ranks
+        reserved_bytes = replay.reserved_bytes() + (spare_bytes(layers) if rebalances else 0)
+        self.num_blocks = self._count_blocks(config, loaded, context, reserved_bytes)
 
         self.load_meter = LoadMeter({number: layer.load for number, layer in layers.items()}, groups)  # starts at zero
         side_stream = CudaSideStream() if config.device == "cuda" else None
         self.rebalancer = Rebalancer(layers, groups, config.rebalance_horizon, side_stream) if rebalances else None
         self._load: LoadWindow | None = None  # collected, not yet returned
-        places = Places(
-            tuple(CacheGroup(rule, min(self.num_blocks, most_blocks(config, rule))) for rule in rules.tables),
-            config.block_size,
-            num_rows,
-        )
-        caches = model.make_caches(places)
-        if backend.needs_finite_caches:  # a library's kernel may multiply values behind the end of a context by zero
-            for cache in caches:
-                cache.clear()
+        caches = self._make_caches(config, model)
         items = CachedItems(model.cache_items, caches, saved_rows_of(config))
         self._store, store_facts = self._open_store(config, model, items)
         self._sender, self._receiver = self._open_to_peers(config, model, items)
         self._transfers: Transfers | None = None  # set by `start_transfers`
         address = self._sender.address if self._sender else ""
-        other_groups = [*places.tables[1:]]
-        if rules.rows is not None:
-            other_groups.append(CacheGroup(rules.rows, len(saved_rows_of(config))))
-        self.facts = Loaded(self.num_blocks, store_facts, address, list(map(GroupFacts.of, other_groups)))
-        table = RequestTable(config.max_num_seqs, context.max_blocks, len(rules.tables))
+        self.facts = Loaded(self.num_blocks, store_facts, address, self._other_groups(config, model))
         self.runner = ModelRunner(
             model,
             context,
             replay.make(caches),
-            table,
+            RequestTable(config.max_num_seqs, context.max_blocks, len(context.rules.tables)),
             appends_samples=config.async_scheduling,
             grammars=grammars_of(config.tokenizer_path, config.vocab_size),
             drafter=drafter_of(config, model, caches),
@@ -157,11 +133,48 @@ class Worker:
         self._previous: StartedRound | None = None
         self._finished_s = 0.0  # when the last step was finished
         self._reports_state = config.debug_rank_state
-        logger.info("KV cache: %d blocks, %d tokens", self.num_blocks, self.num_blocks * config.block_size)
-        for group in other_groups:
-            logger.info("layers with %r have %d places", group.rule, group.num_places)
-        if groups.rank == 0 and (note := note_on_bytes(config, model.config, backend)):
+        if groups.rank == 0 and (note := note_on_bytes(config, model.config, model.context.backend)):
             (logger.warning if config.device == "cpu" else logger.info)(note)
+
+    def _count_blocks(
+        self, config: EngineConfig, loaded: LoadedModel, context: StepContext, reserved_bytes: int
+    ) -> int:
+        """Return the number of KV cache blocks on each rank. Collective: all ranks.
+
+        Args:
+            reserved_bytes: bytes of later allocations.
+        """
+        model, needs = loaded.model, loaded.model.cache_needs
+        probe = make_probe(model, context, config)
+        if model.context.backend.compiles_on_first_use:
+            run_all_sizes(probe, config)
+        reserved_bytes += loaded.mapped_bytes + num_states_of(config) * needs.row_bytes
+        num_blocks = profile_blocks(config, probe, needs, reserved_bytes)
+        return self.groups.world.all_reduce_minimum(num_blocks)  # collective: all ranks
+
+    def _groups_of_tables(self, config: EngineConfig, model: Decoder) -> tuple[CacheGroup, ...]:
+        """Return the cache groups of layers that keep blocks."""
+        rules = model.cache_needs.rules.tables
+        return tuple(CacheGroup(rule, min(self.num_blocks, most_blocks(config, rule))) for rule in rules)
+
+    def _make_caches(self, config: EngineConfig, model: Decoder) -> list[Any]:
+        """Return the cache of each block of the model."""
+        places = Places(self._groups_of_tables(config, model), config.block_size, num_states_of(config))
+        caches = model.make_caches(places)
+        if model.context.backend.needs_finite_caches:  # a library's kernel may multiply values behind a context by zero
+            for cache in caches:
+                cache.clear()
+        return caches
+
+    def _other_groups(self, config: EngineConfig, model: Decoder) -> list[GroupFacts]:
+        """Log the sizes of all cache groups, and return those besides the first."""
+        logger.info("KV cache: %d blocks, %d tokens", self.num_blocks, self.num_blocks * config.block_size)
+        groups = [*self._groups_of_tables(config, model)[1:]]
+        if (states := model.cache_needs.rules.rows) is not None:
+            groups.append(CacheGroup(states, len(saved_rows_of(config))))
+        for group in groups:
+            logger.info("layers with %r have %d places", group.rule, group.num_places)
+        return list(map(GroupFacts.of, groups))
 
     def _open_store(
         self, config: EngineConfig, model: Decoder, items: CachedItems
