@@ -72,10 +72,12 @@ class LimitProbe:
         weight = torch.randn(matmul_size, matmul_size).to(dtype)
         self._operations = 2 * rows.numel() * matmul_size
         self._products: list[Callable[[], object]] = [lambda: torch.nn.functional.linear(rows, weight)]
-        packing = products_ops.make_packing(select_backend(torch.device("cpu")))
+        backend = select_backend(torch.device("cpu"))
+        packing = products_ops.make_packing(backend)
         if packing is not None:
             packed_format: PackedFormat = "float32" if dtype == torch.float32 else "bfloat16"
-            product = packing.product(packing.pack(OpenWeights(weight[None]), packed_format, in_place=False))
+            packed = packing.pack(OpenWeights(weight[None]), packed_format, in_place=False)
+            product = products_ops.SINGLE.of_packed(backend.native, packed)
             self._products.append(lambda: product.multiply(rows))
         self.measure()  # the first pass touches pages and starts threads
 

@@ -46,7 +46,7 @@ from moeserve.layers.moe.experts import Experts
 from moeserve.layers.weights import allocate_weights
 from moeserve.ops import pairs as pairs_ops
 from moeserve.ops.pairs.interface import Keys
-from moeserve.ops.products.interface import MXFP4_GROUP, OpenWeights
+from moeserve.ops.products.interface import MXFP4_GROUP, OpenWeights, RowGroups
 from moeserve.ops.rows.activations import SwiGLU
 from moeserve.ops.select import select_backend
 from moeserve.ops.threads import set_num_threads
@@ -173,7 +173,8 @@ def own_experts(shape: Shape, quantization: QuantizationName | None) -> Seconds:
         def run(rows_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
             """Run the same code as `moe/dispatch/local.py` before and after the experts."""
             pair_of_row_R, counts_E = pairs.sort(ids_TK.long().flatten(), Keys(shape.num_experts))
-            output_RD = experts(PackedTokens(pairs.gather(rows_TD, pair_of_row_R, shape.top_k), counts_E))
+            rows_RD = pairs.gather(rows_TD, pair_of_row_R, shape.top_k)
+            output_RD = experts(PackedTokens(rows_RD, RowGroups(counts_E)))
             return pairs.weighted_sum(output_RD, pair_of_row_R, weights_TK, rows_TD.dtype)
 
         return run

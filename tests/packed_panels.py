@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from moeserve.ops.products.interface import PackedFormat, PackedWeights
+from moeserve.ops.rows.activations import num_parts_of
 
 MAGNITUDES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 E2M1 = torch.tensor(MAGNITUDES + [-magnitude for magnitude in MAGNITUDES], dtype=torch.float64)
@@ -17,11 +18,11 @@ def unpacked(packed: PackedWeights) -> Tensor:
 
 
 def _unpacked_one(panels: Tensor, packed: PackedWeights) -> Tensor:
-    parts = panels.view(packed.num_parts, -1)
-    num_outputs = packed.num_outputs // packed.num_parts
+    parts = panels.view(num_parts_of(packed.activation), -1)
+    num_outputs = packed.num_columns
     num_panels = -(-num_outputs // 32)
     rows = [_unpacked_panel(panel, packed.format) for part in parts for panel in part.view(num_panels, -1)]
-    whole_POI = torch.stack(rows).view(packed.num_parts, num_panels * 32, -1)
+    whole_POI = torch.stack(rows).view(num_parts_of(packed.activation), num_panels * 32, -1)
     assert not whole_POI[:, num_outputs:].any(), "outputs must be filled up with zeros"
     if packed.format != "int4":  # which has no zero
         assert not whole_POI[:, :, packed.num_inputs :].any(), "inputs must be filled up with zeros"

@@ -28,8 +28,9 @@ from moeserve.ops import products as products_ops
 from moeserve.ops.backend import REFERENCE, TRITON, Backend
 from moeserve.ops.measured import product_key
 from moeserve.ops.pairs.interface import Keys
+from moeserve.ops.products import GROUPED, SINGLE
 from moeserve.ops.products.deep_gemm import why_unavailable, with_deep_gemm
-from moeserve.ops.products.interface import Gather, InputChunks, OpenWeights, Product
+from moeserve.ops.products.interface import Gather, GroupedProduct, InputChunks, OpenWeights, Product, RowGroups
 from moeserve.ops.products.weight_blocks import num_blocks
 from moeserve.ops.rows.activations import Activation, ClampedSwiGLU, SwiGLU
 from moeserve.ops.rows.interface import Float8Rows
@@ -73,8 +74,10 @@ NUM_TOKENS = (1, 16, 128, 4096)
 PARTS = ("gate, up", "down")
 
 
-def product_of(kernels: Backend, weights: OpenWeights) -> Product:
-    return products_ops.make(kernels, in_float32(dequantized(weights)) if kernels is REFERENCE else weights)
+def product_of(
+    kind: products_ops.Kind[products_ops.AnyProduct], backend: Backend, weights: OpenWeights
+) -> products_ops.AnyProduct:
+    return kind.make(backend, in_float32(dequantized(weights)) if backend is REFERENCE else weights)
 
 
 def deep_gemm_kernels(source: Source, *weights: OpenWeights) -> dict[str, Backend]:
@@ -113,9 +116,11 @@ def multiply_rows_and_slots(source: Source, format: Format, name: str, part: str
     )
     inputs = rows_RI, slots_RI.unflatten(0, (-1, num_slots)), counts_E, gather
 
-    def call(product: Product, rows_RI: Tensor, slots_eSI: Tensor, counts_e: Tensor, gather: Gather | None) -> Any:
-        results = [product.multiply_rows(rows_RI, counts_e, True, gather, hint) for hint in hints]
-        return results, product.multiply_slots(slots_eSI, counts_e, num_rows)
+    def call(
+        product: GroupedProduct, rows_RI: Tensor, slots_eSI: Tensor, counts_e: Tensor, gather: Gather | None
+    ) -> Any:
+        results = [product.multiply(rows_RI, RowGroups(counts_e, True, hint), gather) for hint in hints]
+        return results, product.multiply_slots(slots_eSI, RowGroups(counts_e, expected_rows=num_rows))
 
     def defined(results: Any, rows_RI: Tensor, slots_eSI: Tensor, counts_e: Tensor, gather: Gather | None) -> Any:
         first, *others = (each[: int(counts_e.sum())] for each in results[0])
@@ -123,7 +128,7 @@ def multiply_rows_and_slots(source: Source, format: Format, name: str, part: str
         used = [slots_SC[:count] for slots_SC, count in zip(results[1], counts_e.tolist(), strict=True)]
         return first, torch.tensor(are_equal), torch.cat(used)
 
-    return Case(lambda kernels: partial(call, product_of(kernels, weights)), inputs, defined, SLACKS[format])
+    return Case(lambda backend: partial(call, product_of(GROUPED, backend, weights)), inputs, defined, SLACKS[format])
 
 
 @cases_of(
@@ -147,7 +152,7 @@ def multiply(source: Source, format: Format, num_outputs: int, num_inputs: int, 
         rows = Float8Rows(source.codes(num_rows, num_inputs), scales, source.dtype)
     num_bytes = bytes_of((weights, rows)) + 2 * num_rows * num_outputs // weights.num_parts
     return Case(
-        lambda kernels: product_of(kernels, weights).multiply,
+        lambda backend: product_of(SINGLE, backend, weights).multiply,
         (rows,),
         slack=CODES_SLACK if weights.feeds_blocks else SLACKS[format],
         libraries=deep_gemm_kernels(source, weights),
@@ -176,7 +181,7 @@ def multiply_in_order(source: Source, num_outputs: int, num_inputs: int, num_row
         return product.multiply(rows_TI), product.multiply(rows_TI[-1:])
 
     return Case(
-        lambda kernels: partial(call, product_of(kernels, weights)),
+        lambda backend: partial(call, product_of(SINGLE, backend, weights)),
         (source.normal(num_rows, num_inputs),),
         defined,
         is_ordered=True,
@@ -210,14 +215,18 @@ def experts(source: Source, format: Format, name: str, num_tokens: int) -> Case:
     operations = 6.0 * num_tokens * shape.top_k * shape.hidden * shape.width
     rate = "operations_per_second", 1000e12 if is_fp8 else 500e12
 
-    def call(pairs: Any, made: list[Product], hidden_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    def call(
+        pairs: Any, made: list[GroupedProduct], hidden_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor
+    ) -> Tensor:
         order_P, counts_E = pairs.order(experts_TK, Keys(shape.num_experts))
-        middle = made[0].multiply_rows(hidden_TD, counts_E, True, Gather(order_P, shape.top_k))
-        output = made[1].multiply_rows(middle, counts_E, True)
+        groups = RowGroups(counts_E, has_spare_rows=True)
+        output = made[1].multiply(made[0].multiply(hidden_TD, groups, Gather(order_P, shape.top_k)), groups)
         return pairs.weighted_sum(output, order_P, weights_TK, hidden_TD.dtype)
 
     return Case(
-        lambda kernels: partial(call, pairs_ops.make(kernels), [product_of(kernels, each) for each in weights]),
+        lambda backend: partial(
+            call, pairs_ops.make(backend), [product_of(GROUPED, backend, each) for each in weights]
+        ),
         (hidden_TD, experts_TK, weights_TK),
         slack=2 * CODES_SLACK if is_fp8 else FLOAT32_SLACK,  # rows and gates are rounded to 8 bits
         libraries=deep_gemm_kernels(source, *weights),

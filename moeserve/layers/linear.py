@@ -12,6 +12,7 @@ from moeserve.distributed.mesh import share_of, share_sizes
 from moeserve.layers.context import ModelContext
 from moeserve.layers.rows import At, Row, some_columns, whole
 from moeserve.layers.weights import DEFAULT_LIMITS, QuantizationLimits, Weights
+from moeserve.ops import products
 from moeserve.ops.products.interface import InputChunks
 from moeserve.ops.rows.interface import Rows
 
@@ -32,7 +33,8 @@ class Linear(nn.Module):
         chunks: InputChunks | None = None,
     ) -> None:
         super().__init__()
-        self.weights = Weights((1, num_outputs, num_inputs), context, has_bias=has_bias, limits=limits, chunks=chunks)
+        shape = 1, num_outputs, num_inputs
+        self.weights = Weights(products.SINGLE, shape, context, has_bias=has_bias, limits=limits, chunks=chunks)
 
     @property
     def weight(self) -> Tensor:
@@ -116,6 +118,7 @@ class OutputHead(nn.Module):
         self.share = share_of(vocab_size, self.tp.rank_in_group, self.tp.world_size)
         # The head picks the token: never quantise it below int8; fp8 is too coarse.
         self.weights = Weights(
+            products.SINGLE,
             (1, self.share_sizes[self.tp.rank_in_group], hidden_size),
             context,
             has_bias=has_bias,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from moeserve.layers.weights import Weights
+from moeserve.layers.weights import AnyWeights
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Destination:
     memory: Tensor  # a view with the elements of the part in order; dimensions may be split further
     shape: tuple[int, ...]  # shape of the whole tensor in the checkpoint
     part: tuple[slice, ...]  # slices of the tensor's leading dimensions; other dimensions are complete
-    owner: Weights | None = None  # the weights that own the memory; None: a parameter that is never packed
+    owner: AnyWeights | None = None  # the weights that own the memory; None: a parameter that is never packed
     offset: float = 0.0  # added to the checkpoint's values
     factor: float = 1.0  # multiplies them before
     mxfp4_scales: Tensor | None = None  # memory for the scales of a matrix in MXFP4; `memory` then gets its codes
@@ -78,22 +78,22 @@ class At:
         return self(name) in self.stored
 
 
-def whole(memory: Tensor, owner: Weights | None = None, offset: float = 0.0, factor: float = 1.0) -> Destination:
+def whole(memory: Tensor, owner: AnyWeights | None = None, offset: float = 0.0, factor: float = 1.0) -> Destination:
     """Return the destination of a whole tensor."""
     return Destination(memory, tuple(memory.shape), (), owner, offset, factor)
 
 
-def some_rows(memory: Tensor, share: slice, num_rows: int, owner: Weights | None = None) -> Destination:
+def some_rows(memory: Tensor, share: slice, num_rows: int, owner: AnyWeights | None = None) -> Destination:
     """Return the destination of some of a tensor's `num_rows` rows (its first dimension)."""
     return Destination(memory, (num_rows, *memory.shape[1:]), (share,), owner)
 
 
-def some_columns(memory: Tensor, share: slice, num_columns: int, owner: Weights | None = None) -> Destination:
+def some_columns(memory: Tensor, share: slice, num_columns: int, owner: AnyWeights | None = None) -> Destination:
     """Return the destination [rows, columns] of some of a matrix's `num_columns` columns."""
     return Destination(memory, (memory.shape[0], num_columns), (slice(0, memory.shape[0]), share), owner)
 
 
-def mxfp4_matrix(codes_OI: Tensor, scales_OG: Tensor, owner: Weights) -> Destination:
+def mxfp4_matrix(codes_OI: Tensor, scales_OG: Tensor, owner: AnyWeights) -> Destination:
     """Return the destination of a whole matrix in MXFP4 whose codes and scales are kept."""
     shape = codes_OI.shape[0], 2 * codes_OI.shape[1]
     return Destination(codes_OI, shape, (), owner, mxfp4_scales=scales_OG)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from moeserve.layers.rows import Destination, Row, rows_of_heads, some_rows
-from moeserve.layers.weights import Weights
+from moeserve.layers.weights import AnyWeights
 
 
 @dataclass(frozen=True)
@@ -16,12 +16,12 @@ class Part:
     """This rank's rows of a part, ordered by head. `share` is their range among the rows of all ranks."""
 
     memory: Tensor
-    owner: Weights | None
+    owner: AnyWeights | None
     share: slice
     num_rows: int  # number of rows of all ranks
 
     @classmethod
-    def of_heads(cls, memory: Tensor, heads: slice, num_heads: int, owner: Weights | None = None) -> Part:
+    def of_heads(cls, memory: Tensor, heads: slice, num_heads: int, owner: AnyWeights | None = None) -> Part:
         size = len(memory) // (heads.stop - heads.start)
         return cls(memory, owner, rows_of_heads(heads, size), num_heads * size)
 

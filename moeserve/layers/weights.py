@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Generic, Literal
 
 import torch
 from torch import Tensor, nn
 
 from moeserve.layers.context import ModelContext
-from moeserve.ops import products
+from moeserve.ops.products import AnyProduct, Kind, make_packing
 from moeserve.ops.products.interface import (
     INT4_GROUP,
     MXFP4_GROUP,
@@ -18,7 +18,6 @@ from moeserve.ops.products.interface import (
     OpenWeights,
     PackedFormat,
     PackedWeights,
-    Product,
 )
 from moeserve.ops.products.weight_blocks import BLOCK, CODES, num_blocks
 from moeserve.ops.rows.activations import Activation, num_parts_of
@@ -43,7 +42,7 @@ class QuantizationLimits:
 DEFAULT_LIMITS = QuantizationLimits()
 
 
-class Weights(nn.Module):
+class Weights(nn.Module, Generic[AnyProduct]):
     """Weights [e, O, I] of one shape side by side, and their product with rows.
 
     `memory` exists from `allocate` until the weights are packed, `panels` from then on. Where the kernels read open
@@ -53,6 +52,7 @@ class Weights(nn.Module):
     A destination that a checkpoint fills refers to its weights by this module.
 
     Args:
+        kind: the kind of product, such as `products.SINGLE`.
         shape: e, O and I.
         borrow: returns memory [e, O, I] of another module to use; it is left as it is.
         feeds: the weights whose product alone reads the results of this one.
@@ -63,10 +63,11 @@ class Weights(nn.Module):
     scales: nn.Parameter | None  # [e, G, B] float32; in MXFP4 [e, O, I / MXFP4_GROUP] uint8
     panels: Tensor | None  # [e, bytes] uint8
     int4_scales: Tensor | None  # from `keep_int4` until the weights are packed: see OpenWeights
-    product: Product  # from `allocate` on
+    product: AnyProduct  # from `allocate` on
 
     def __init__(
         self,
+        kind: Kind[AnyProduct],
         shape: tuple[int, int, int],
         context: ModelContext,
         *,
@@ -75,13 +76,14 @@ class Weights(nn.Module):
         limits: QuantizationLimits = DEFAULT_LIMITS,
         borrow: Callable[[], Tensor] | None = None,
         chunks: InputChunks | None = None,
-        feeds: Weights | None = None,
+        feeds: AnyWeights | None = None,
     ) -> None:
         super().__init__()
+        self._kind = kind
         self.shape = shape
         self.chunks = chunks
         self.context = context
-        self._packing = products.make_packing(context.backend)
+        self._packing = make_packing(context.backend)
         self.activation = activation
         self.limits = limits
         self.borrow = borrow
@@ -116,7 +118,7 @@ class Weights(nn.Module):
         """Make the product read the open memory, which must be allocated or borrowed by now."""
         if self.borrow is not None:
             self.memory = nn.Parameter(self.borrow(), requires_grad=False)
-        self.product = products.make(self.context.backend, self.open)
+        self.product = self._kind.make(self.context.backend, self.open)
 
     def input_of(self, rows: Rows) -> Rows:
         """Return rows in a form that the product takes."""
@@ -221,10 +223,11 @@ class Weights(nn.Module):
         return self.shape[0] * packing.num_bytes(self.open, packed_format)
 
     def _use(self, packed: PackedWeights) -> None:
-        packing = self._packing
-        assert packing is not None
         self.panels, self.memory, self.scales, self.int4_scales = packed.panels, None, None, None
-        self.product = packing.product(packed)
+        self.product = self._kind.of_packed(self.context.backend.native, packed)
+
+
+AnyWeights = Weights[Any]
 
 
 def allocate_weights(module: nn.Module) -> None:

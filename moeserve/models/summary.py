@@ -18,7 +18,7 @@ from moeserve.kv.layer_cache import CacheNeeds
 from moeserve.layers.context import ModelContext
 from moeserve.layers.moe.dispatch.factory import TorchDispatchers
 from moeserve.layers.moe.placement.placement import Placement
-from moeserve.layers.weights import Weights
+from moeserve.layers.weights import AnyWeights, Weights
 from moeserve.models.checkpoint.packing import weights_of
 from moeserve.models.decoder import Decoder
 from moeserve.models.model_config import ModelConfig
@@ -157,17 +157,17 @@ def _build_without_memory(
     return Decoder(config, placements, dispatchers, context, stage)
 
 
-def _kept_bytes(weights: Weights) -> int:
+def _kept_bytes(weights: AnyWeights) -> int:
     if weights.packs:
         return weights.num_packed_bytes
     return 0 if weights.is_borrowed else _open_bytes(weights)
 
 
-def _open_bytes(weights: Weights) -> int:
+def _open_bytes(weights: AnyWeights) -> int:
     return sum(tensor.nbytes for tensor in weights.open_tensors)
 
 
-def _is_replaced(weights: Weights) -> bool:
+def _is_replaced(weights: AnyWeights) -> bool:
     """Return True if the weights are packed into new memory, and the memory of the open weights is released."""
     return weights.packs and not weights.is_borrowed and not weights.packs_in_place
 

@@ -215,13 +215,13 @@ class ForeignExperts(nn.Module):
         dispatched = self.dispatcher.dispatch(hidden_TD, routing, step).wait()
         tokens = dispatched.tokens
         assert isinstance(tokens, PackedTokens), type(tokens)
-        self.load.count(tokens.counts_e)
+        self.load.count(tokens.groups.counts_e)
         rows_RD: Any = tokens.rows_RD
         if tokens.gather is not None:
             rows_RD = self.pairs.gather(rows_RD, tokens.gather.indices_R, tokens.gather.divisor)
         output_RD = torch.zeros_like(rows_RD) if tokens.out_RD is None else tokens.out_RD
         start = 0
-        for expert, num_rows in enumerate(tokens.counts_e.tolist()):
+        for expert, num_rows in enumerate(tokens.groups.counts_e.tolist()):
             rows = slice(start, start := start + num_rows)
             output_RD[rows] = self._run_expert(module, expert, rows_RD[rows])
         return dispatched.combine(output_RD).wait()

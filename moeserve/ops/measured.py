@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from moeserve.ops.attention.interface import AttentionShape
-from moeserve.ops.products.interface import Gather, OpenWeights, Product
+from moeserve.ops.products.interface import Gather, GroupedProduct, OpenWeights, Product, RowGroups
 from moeserve.ops.rows.interface import Float8Rows
 from moeserve.triton_kernels.tuning import file_name
 
@@ -50,40 +50,40 @@ def is_ever_fastest(name: str, device: torch.device) -> bool:
     return any(name in of_rows.values() for of_rows in measured_on(device).values())
 
 
+def fastest_of(of_rows: OfRows, num_rows: int) -> str:
+    """Return the implementation that was the fastest at the number of rows nearest by ratio."""
+    rows = max(num_rows, 1)
+    return of_rows[min(of_rows, key=lambda each: (abs(math.log(each / rows)), each))]
+
+
 @dataclass(frozen=True)
 class FastestProduct:
-    """A `Product` that uses the implementation measured to be fastest at the number of rows nearest by ratio."""
+    """A `Product` that uses the implementation that was the fastest at its number of rows."""
 
     products: Mapping[str, Product]
     of_rows: OfRows
 
-    def fastest(self, num_rows: int) -> Product:
-        rows = max(num_rows, 1)
-        return self.products[self.of_rows[min(self.of_rows, key=lambda each: (abs(math.log(each / rows)), each))]]
-
     def multiply(self, input_TI: Any) -> Any:
-        return self.fastest(len(input_TI)).multiply(input_TI)
+        return self.products[fastest_of(self.of_rows, len(input_TI))].multiply(input_TI)
 
-    def multiply_rows(
-        self,
-        rows_RI: Any,
-        counts_e: Tensor,
-        has_spare_rows: bool = False,
-        gather: Gather | None = None,
-        expected_rows: int | None = None,
-        out_RC: Tensor | None = None,
+
+@dataclass(frozen=True)
+class FastestGroupedProduct:
+    """A `GroupedProduct` that uses the implementation that was the fastest at its number of rows."""
+
+    products: Mapping[str, GroupedProduct]
+    of_rows: OfRows
+
+    def multiply(
+        self, rows_RI: Any, groups: RowGroups, gather: Gather | None = None, out_RC: Tensor | None = None
     ) -> Any:
-        num_rows = expected_rows or (len(rows_RI) if gather is None else len(gather.indices_R))
-        product = self.fastest(num_rows)
-        return product.multiply_rows(rows_RI, counts_e, has_spare_rows, gather, expected_rows, out_RC)
+        num_rows = groups.expected_rows or (len(rows_RI) if gather is None else len(gather.indices_R))
+        return self.products[fastest_of(self.of_rows, num_rows)].multiply(rows_RI, groups, gather, out_RC)
 
-    def multiply_slots(self, slots_eSI: Any, counts_e: Tensor, expected_rows: int | None = None) -> Any:
+    def multiply_slots(self, slots_eSI: Any, groups: RowGroups) -> Any:
         codes = slots_eSI.codes if isinstance(slots_eSI, Float8Rows) else slots_eSI
-        product = self.fastest(expected_rows or math.prod(codes.shape[:2]))
-        return product.multiply_slots(slots_eSI, counts_e, expected_rows)
-
-    def multiply_each(self, input_TeI: Tensor, out_TeC: Tensor | None = None) -> Tensor:
-        return self.products["triton"].multiply_each(input_TeI, out_TeC)
+        num_rows = groups.expected_rows or math.prod(codes.shape[:2])
+        return self.products[fastest_of(self.of_rows, num_rows)].multiply_slots(slots_eSI, groups)
 
 
 @functools.cache

@@ -221,23 +221,23 @@ def serve(dispatcher: Dispatcher[Any], case: Case, rank: int) -> tuple[Tensor, l
         hidden_TD = Float8Rows(*to_float8(hidden_TD), hidden_TD.dtype, hidden_TD)
     dispatched = dispatcher.dispatch(hidden_TD, case.routing(rank), case.step).wait()
     tokens = dispatched.tokens
-    assert tokens.counts_e.dtype == torch.int64
-    has_room = isinstance(tokens, SlottedTokens) or tokens.has_spare_rows
+    assert tokens.groups.counts_e.dtype == torch.int64
+    has_room = isinstance(tokens, SlottedTokens) or tokens.groups.has_spare_rows
     num_pairs = sum(map(len, case.experts)) * case.top_k
-    assert tokens.expected_rows == (math.ceil(num_pairs / len(case.experts)) if has_room else None)
+    assert tokens.groups.expected_rows == (math.ceil(num_pairs / len(case.experts)) if has_room else None)
     output = computed(tokens, case.logical_of_slot[rank])
     # A copy, since results of low-latency kernels must not be held
-    return dispatched.combine(output).wait().clone(), tokens.counts_e.tolist()
+    return dispatched.combine(output).wait().clone(), tokens.groups.counts_e.tolist()
 
 
 def computed(tokens: PackedTokens | SlottedTokens, logical_of_slot: list[int]) -> Tensor:
-    counts = tokens.counts_e.tolist()
+    counts = tokens.groups.counts_e.tolist()
     match tokens:
-        case PackedTokens(has_spare_rows=has_spare_rows, gather=gather):
+        case PackedTokens(groups=groups, gather=gather):
             rows_RD = plain_rows(tokens.rows_RD)
             if gather is not None:
                 rows_RD = rows_RD[gather.indices_R // gather.divisor]
-            assert has_spare_rows or len(rows_RD) == sum(counts)
+            assert groups.has_spare_rows or len(rows_RD) == sum(counts)
             output = torch.full_like(rows_RD, torch.nan)
             firsts = torch.tensor([0, *counts]).cumsum(0).tolist()
             for expert, first, count in zip(logical_of_slot, firsts, counts, strict=False):

@@ -126,7 +126,7 @@ def check_expected_rows(tokens: PackedTokens, case: Case, rank: int) -> None:
     num_slots = [*map(len, case.logical_of_slot)]
     num_pairs = sum(map(len, case.experts)) * case.top_k
     share = math.ceil(Fraction(num_pairs * num_slots[rank], sum(num_slots)))
-    assert tokens.expected_rows == (share if tokens.has_spare_rows else None)
+    assert tokens.groups.expected_rows == (share if tokens.groups.has_spare_rows else None)
 
 
 def serve(group: Any, case: Case, dispatcher: Dispatcher[Any]) -> tuple[Tensor, list[int]]:
@@ -137,7 +137,7 @@ def serve(group: Any, case: Case, dispatcher: Dispatcher[Any]) -> tuple[Tensor, 
     tokens = dispatched.tokens
     assert isinstance(tokens, PackedTokens)
     check_expected_rows(tokens, case, group.rank_in_group)
-    counts = tokens.counts_e.tolist()
+    counts = tokens.groups.counts_e.tolist()
     output = compute(tokens.rows_RD, counts, case.logical_of_slot[group.rank_in_group])
     output = output if tokens.out_RD is None else tokens.out_RD.copy_(output)
     return dispatched.combine(output).wait(), counts
@@ -367,7 +367,7 @@ def test_slices_of_experts_add_up_to_whole_ones(dtype: str, case: Case) -> None:
         dispatched = dispatcher.dispatch(hidden_TD, routing, case.step).wait()
         tokens = dispatched.tokens
         assert isinstance(tokens, PackedTokens)
-        counts = tokens.counts_e.tolist()
+        counts = tokens.groups.counts_e.tolist()
         output_RD = compute(tokens.rows_RD, counts, [*range(case.num_logical)])
         exponent = min(group.rank_in_group + 1, case.num_ranks - 1)  # the parts of all ranks are 1 together
         partial_RD = (output_RD.float() if adds_pairs else output_RD) * 2.0**-exponent
@@ -495,7 +495,7 @@ def test_host_waits_once(case_name: str, name: str, is_small: bool, keeps_bytes:
         routing = Routing(case.experts_TK(group.rank_in_group), weights_TK)
         with HostWaits() as mode:
             dispatched = dispatcher.dispatch(hidden_TD, routing, case.step).wait()
-        counts = dispatched.tokens.counts_e.tolist()
+        counts = dispatched.tokens.groups.counts_e.tolist()
         output = compute(dispatched.tokens.rows_RD, counts, case.logical_of_slot[group.rank_in_group])
         with mode:
             output_TD = dispatched.combine(output).wait()

@@ -431,13 +431,13 @@ class CountedPending:
     def wait(self) -> Dispatched:
         arrived, dispatcher = self.pending.wait(), self.dispatcher
         counts = torch.zeros(dispatcher.num_experts, dtype=torch.int64)
-        counts.index_add_(0, dispatcher.local_experts, arrived.tokens.counts_e)
+        counts.index_add_(0, dispatcher.local_experts, arrived.tokens.groups.counts_e)
         dispatcher.computed.append(counts.tolist())
         gather = arrived.tokens.gather
         num_rows = len(arrived.tokens.rows_RD if gather is None else gather.indices_R)
         num_counted = sum(dispatcher.computed[-1])
         dispatcher.arrived.append((arrived, num_rows))
-        has_spare_rows = arrived.tokens.has_spare_rows
+        has_spare_rows = arrived.tokens.groups.has_spare_rows
         assert num_counted == num_rows or (num_counted < num_rows and has_spare_rows), (
             "I2: as many rows come to the experts as are counted"
         )

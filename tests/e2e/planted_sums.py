@@ -17,16 +17,16 @@ def plant(name: str, place: str) -> None:
 
 def plant_in_chunks() -> None:
     """Make products add two chunks as one."""
-    from moeserve.ops.products.cpu import CpuPacking
+    from moeserve.ops.products import cpu
 
-    product = CpuPacking.product
+    native_weights = cpu.native_weights
 
-    def with_longer_chunks(self: CpuPacking, packed: Any) -> Any:
+    def with_longer_chunks(native: Any, packed: Any) -> Any:
         if packed.chunks is not None:
             packed = dataclasses.replace(packed, chunks=dataclasses.replace(packed.chunks, size=2 * packed.chunks.size))
-        return product(self, packed)
+        return native_weights(native, packed)
 
-    CpuPacking.product = with_longer_chunks  # type: ignore[method-assign]
+    cpu.native_weights = with_longer_chunks
 
 
 def plant_in_ranks() -> None:

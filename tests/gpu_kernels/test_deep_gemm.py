@@ -18,10 +18,11 @@ from moeserve.bench.gpu import page
 from moeserve.bench.gpu.inputs import Source, draw_rows, draw_weights
 from moeserve.errors import SettingsError
 from moeserve.ops import measured
-from moeserve.ops import products as products_ops
 from moeserve.ops.backend import TRITON
+from moeserve.ops.products import GROUPED, SINGLE
 from moeserve.ops.products.deep_gemm import (
     NEEDS,
+    DeepGemmGroupedProduct,
     DeepGemmProduct,
     LibraryUnusable,
     open_deep_gemm,
@@ -29,7 +30,7 @@ from moeserve.ops.products.deep_gemm import (
     why_unavailable,
     with_deep_gemm,
 )
-from moeserve.ops.products.interface import Gather, OpenWeights
+from moeserve.ops.products.interface import Gather, OpenWeights, RowGroups
 from moeserve.ops.rows.activations import SwiGLU
 
 pytestmark = pytest.mark.usefixtures("torch_conversions")
@@ -111,24 +112,24 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("is_gated", [False, True])
 def test_products_equal_those_of_our_kernels(is_gated: bool, stand_in: StandIn) -> None:
     """Weights without rows, spare rows, gathered rows, and slots."""
-    kernels = with_deep_gemm(TRITON, CPU, torch.bfloat16)
+    backend = with_deep_gemm(TRITON, CPU, torch.bfloat16)
     weights = weights_of(3, is_gated=is_gated)
-    ours, theirs = products_ops.make(TRITON, weights), products_ops.make(kernels, weights)
-    assert isinstance(theirs, DeepGemmProduct)
-    rows, counts = draw_rows(source(), 23, 128, is_fp8=True), torch.tensor([4, 0, 17])
-    assert_close(theirs.multiply_rows(rows, counts, True)[:21], ours.multiply_rows(rows, counts, True)[:21])
+    ours, theirs = (GROUPED.make(each, weights) for each in (TRITON, backend))
+    assert isinstance(theirs, DeepGemmGroupedProduct)
+    rows, groups = draw_rows(source(), 23, 128, is_fp8=True), RowGroups(torch.tensor([4, 0, 17]), has_spare_rows=True)
+    assert_close(theirs.multiply(rows, groups)[:21], ours.multiply(rows, groups)[:21])
     indices = torch.cat([torch.randperm(42, generator=source().generator)[:21], torch.tensor([-1, -1])])
     gather = Gather(indices, 2)
-    assert_close(
-        theirs.multiply_rows(rows, counts, True, gather)[:21], ours.multiply_rows(rows, counts, True, gather)[:21]
-    )
+    assert_close(theirs.multiply(rows, groups, gather)[:21], ours.multiply(rows, groups, gather)[:21])
     slots, counts = draw_rows(source(), 3 * 5, 128, is_fp8=True).unflatten(0, (3, 5)), torch.tensor([5, 0, 2])
-    found, expected = (each.multiply_slots(slots, counts, 7) for each in (theirs, ours))
+    found, expected = (each.multiply_slots(slots, RowGroups(counts, expected_rows=7)) for each in (theirs, ours))
     for each, count in enumerate(counts.tolist()):
         if count:
             assert_close(found[each, :count], expected[each, :count])
     single = weights_of(1, is_gated=is_gated)
-    assert_close(products_ops.make(kernels, single).multiply(rows), products_ops.make(TRITON, single).multiply(rows))
+    one, other = (SINGLE.make(each, single) for each in (backend, TRITON))
+    assert isinstance(one, DeepGemmProduct)
+    assert_close(one.multiply(rows), other.multiply(rows))
 
 
 @pytest.mark.parametrize("counts", [[0, 0, 0], [1, 0, 16], [33, 1, 7], [16, 16, 0]])
@@ -162,8 +163,9 @@ def test_padded_rows(counts: list[int]) -> None:
 )
 def test_shapes_that_run_on_our_kernels(weights: OpenWeights, value: str, stand_in: StandIn) -> None:
     assert value in str(why_unavailable(weights))
-    product = products_ops.make(with_deep_gemm(TRITON, CPU, torch.bfloat16), weights)
-    assert not isinstance(product, DeepGemmProduct)
+    backend = with_deep_gemm(TRITON, CPU, torch.bfloat16)
+    assert not isinstance(SINGLE.make(backend, weights), DeepGemmProduct)
+    assert not isinstance(GROUPED.make(backend, weights), DeepGemmGroupedProduct)
 
 
 def test_measured_products_run_where_they_were_the_fastest(
@@ -182,21 +184,23 @@ def test_measured_products_run_where_they_were_the_fastest(
     path = tmp_path / "gpu.jsonl"
     path.write_text("\n".join(map(json.dumps, [start, *rows])))
 
-    def make_product(weights: OpenWeights, *, dtype: torch.dtype = torch.bfloat16) -> Any:
-        return products_ops.make(with_deep_gemm(TRITON, CPU, dtype, only_fastest=True), weights)
+    def make_product(weights: OpenWeights, *, dtype: torch.dtype = torch.bfloat16, kind: Any = SINGLE) -> Any:
+        return kind.make(with_deep_gemm(TRITON, CPU, dtype, only_fastest=True), weights)
 
-    own = type(products_ops.make(TRITON, weights))
+    own = type(SINGLE.make(TRITON, weights))
     assert isinstance(make_product(weights), own), "there is no table"
     page.main([str(path), "--save"])
     product = make_product(weights)
-    assert [type(product.fastest(num_rows)) for num_rows in (0, 15, 17)] == [own, own, DeepGemmProduct]
+    fastest = [measured.fastest_of(product.of_rows, num_rows) for num_rows in (0, 15, 17)]
+    assert [type(product.products[name]) for name in fastest] == [own, own, DeepGemmProduct]
     assert isinstance(make_product(unknown), own)
     assert isinstance(make_product(weights, dtype=torch.float16), own), "the library cannot be used"
     rows_RI = torch.randn(17, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
-    counts = torch.tensor([17])
-    expected = products_ops.make(with_deep_gemm(TRITON, CPU, torch.bfloat16), weights).multiply(rows_RI)
-    for found in (product.multiply(rows_RI), product.multiply_rows(rows_RI, counts)):
-        assert torch.equal(found, expected)
+    expected = SINGLE.make(with_deep_gemm(TRITON, CPU, torch.bfloat16), weights).multiply(rows_RI)
+    assert torch.equal(product.multiply(rows_RI), expected)
+    grouped, groups = make_product(weights, kind=GROUPED), RowGroups(torch.tensor([17]))
+    assert torch.equal(grouped.multiply(rows_RI, groups), expected)
+    assert torch.equal(grouped.multiply_slots(rows_RI[None], groups)[0], expected)
 
 
 def test_reasons_why_it_cannot_be_used(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:

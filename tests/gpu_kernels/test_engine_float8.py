@@ -24,8 +24,9 @@ from torch.nn import functional
 from moeserve import LLM, SamplingParams
 from moeserve.config import resolve
 from moeserve.models.checkpoint.packing import weights_of
-from moeserve.ops.products.interface import Gather, OpenWeights
-from moeserve.ops.products.triton import TritonBlockProduct, TritonProduct
+from moeserve.ops.products.interface import Gather, OpenWeights, RowGroups
+from moeserve.ops.products.triton import TritonProduct
+from moeserve.ops.products.triton_blocks import TritonBlockGroupedProduct, TritonBlockProduct
 from moeserve.ops.rows.activations import SquaredReLU, SwiGLU, num_parts_of
 
 pytestmark = pytest.mark.usefixtures("torch_conversions", "gpu_kernels")
@@ -122,7 +123,7 @@ def test_logits_equal_those_with_rounded_weights_and_inputs(name: str, tmp_path:
         outputs = llm.generate(prompts, params, use_tqdm=False)
         own = logits_of(llm, prompts)
     in_blocks = [weights for weights in held.values() if weights.scales is not None]
-    assert all(isinstance(weights.product, TritonBlockProduct) for weights in in_blocks)
+    assert all(isinstance(weights.product, TritonBlockProduct | TritonBlockGroupedProduct) for weights in in_blocks)
     stored = [name for name in encoded if f"{name}_scale_inv" in encoded and "kv_b_proj" not in name]
     assert sum(weights.open.weight_eOI.nbytes for weights in in_blocks) == sum(encoded[name].numel() for name in stored)
 
@@ -152,7 +153,7 @@ def test_products(activation: Any) -> None:
     )
     values_eOI = codes_eOI.float() * scale_of_row_eOB.repeat_interleave(128, 2)[..., :num_inputs]
     bias_eO = torch.randn(num_weights, num_outputs)
-    product = TritonBlockProduct(OpenWeights(codes_eOI, bias_eO, activation, scales_eGB))
+    product = TritonBlockGroupedProduct(OpenWeights(codes_eOI, bias_eO, activation, scales_eGB))
 
     def expected(rows: Tensor, weight: int) -> Tensor:
         output = (rounded(rows).double() @ values_eOI[weight].double().T + bias_eO[weight]).float()
@@ -165,13 +166,13 @@ def test_products(activation: Any) -> None:
     rows = source[indices_R // 2]
     reference = torch.cat([expected(rows[:4], 0), expected(rows[4:6], 2)])
     for given in (
-        product.multiply_rows(rows, counts_e, has_spare_rows=True)[:6],
-        product.multiply_rows(source, counts_e, True, Gather(indices_R, 2))[:6],
+        product.multiply(rows, RowGroups(counts_e, has_spare_rows=True))[:6],
+        product.multiply(source, RowGroups(counts_e, has_spare_rows=True), Gather(indices_R, 2))[:6],
     ):
         torch.testing.assert_close(given, reference, atol=1e-3, rtol=1e-4)
     slots_eSI = torch.full((num_weights, 4, num_inputs), 1e30)
     slots_eSI[0], slots_eSI[2, :2] = rows[:4], rows[4:6]
-    given_eSC = product.multiply_slots(slots_eSI, counts_e)
+    given_eSC = product.multiply_slots(slots_eSI, RowGroups(counts_e))
     torch.testing.assert_close(torch.cat([given_eSC[0], given_eSC[2, :2]]), reference, atol=1e-3, rtol=1e-4)
 
     alone = TritonBlockProduct(OpenWeights(codes_eOI[1:2], bias_eO[1:2], activation, scales_eGB[1:2]))
@@ -189,5 +190,5 @@ def test_weights_that_cannot_be_divided_into_blocks_stay_float32(
         attention, moe = networks_of(llm.core.executor.worker.runner.model)[0]  # type: ignore[attr-defined]
         assert isinstance(attention.query_key_value.weights.product, TritonProduct)
         assert attention.query_key_value.weight.dtype == torch.float32
-        assert isinstance(moe.experts.down.product, TritonBlockProduct)
+        assert isinstance(moe.experts.down.product, TritonBlockGroupedProduct)
         assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)

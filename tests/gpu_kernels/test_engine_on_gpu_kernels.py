@@ -32,7 +32,8 @@ from moeserve.ops.attention.triton import TritonAttention
 from moeserve.ops.latent_attention.library import LibraryLatentAttention
 from moeserve.ops.pairs import triton as triton_pairs
 from moeserve.ops.pairs.triton import TritonPairs
-from moeserve.ops.products.triton import TritonProduct
+from moeserve.ops.products.interface import RowGroups
+from moeserve.ops.products.triton import TritonGroupedProduct
 from moeserve.ops.rows.activations import SwiGLU
 from moeserve.ops.select import select_backend
 from moeserve.triton_kernels import grouped_matmul
@@ -128,7 +129,7 @@ def test_tokens_equal_transformers(
             kernel = mixer.attend if isinstance(mixer, LinearAttention) else mixer.backend
             assert type(kernel).__module__.endswith(".triton")
         moe = next(iter(model.moe_layers.values()))
-        assert isinstance(moe.experts.gate_up.product, TritonProduct)
+        assert isinstance(moe.experts.gate_up.product, TritonGroupedProduct)
         assert isinstance(moe.dispatcher.pairs, TritonPairs)
         capture = Replayed(llm) if is_captured else None
         assert_greedy_tokens(llm, reference)
@@ -253,9 +254,9 @@ def test_expected_rows_determine_the_tiles_of_experts(gpu_kernels: None, monkeyp
     for weight in experts.parameters():
         weight.normal_()
     rows, counts_e = torch.randn(40, 16), torch.tensor([1, 2])
-    experts(PackedTokens(rows, counts_e, has_spare_rows=True, expected_rows=4))
-    experts(SlottedTokens(rows.view(2, 20, 16), counts_e, expected_rows=5))
-    experts(PackedTokens(rows, torch.tensor([20, 20])))
+    experts(PackedTokens(rows, RowGroups(counts_e, has_spare_rows=True, expected_rows=4)))
+    experts(SlottedTokens(rows.view(2, 20, 16), RowGroups(counts_e, expected_rows=5)))
+    experts(PackedTokens(rows, RowGroups(torch.tensor([20, 20]))))
     assert chosen == [4, 4, 5, 5, 40, 40]
 
 

@@ -55,10 +55,10 @@ OPERATIONS = {
     "hyper-connections": "streams.collapse streams.expand",
     "linear attention": "linear_attention",
     "short convolutions": "convolution",
-    "products of one weight": "products.multiply",
-    "products, bf16, gpt-oss-20b": "products.multiply_rows products.multiply_slots",
-    "products, fp8, Mixtral-8x7B": "products.multiply_rows products.multiply_slots",
-    "products, mxfp4, gpt-oss-20b": "products.multiply_rows products.multiply_slots",
+    "products of one weight": "products.SINGLE.multiply",
+    "products, bf16, gpt-oss-20b": "products.GROUPED.multiply products.GROUPED.multiply_slots",
+    "products, fp8, Mixtral-8x7B": "products.GROUPED.multiply products.GROUPED.multiply_slots",
+    "products, mxfp4, gpt-oss-20b": "products.GROUPED.multiply products.GROUPED.multiply_slots",
 }
 
 
@@ -104,7 +104,9 @@ def broken(operation: Callable[..., Any]) -> Callable[..., Any]:
     ("check", "name"), [(check, name) for check in OPERATIONS for name in OPERATIONS[check].split()]
 )
 def test_small_error_of_an_operation_is_detected(check: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, _, method = name.partition(".")
+    folder, *kind, method = name.split(".") if "." in name else (name, "")
+    module = getattr(ops, folder)
+    table = getattr(module, kind[0]).table if kind else module.TABLE
 
     def faulty(right: Any) -> Any:
         if not method:
@@ -115,7 +117,7 @@ def test_small_error_of_an_operation_is_detected(check: str, name: str, monkeypa
         setattr(wrong, method, broken(getattr(right, method)))
         return wrong
 
-    plant(monkeypatch, getattr(ops, folder).TABLE, "triton", faulty)
+    plant(monkeypatch, table, "triton", faulty)
     assert any(ratio > 1 for _, make in small_cases(check) for _, ratio in make().ratios(TRITON))
 
 
@@ -127,7 +129,7 @@ def test_every_operation_is_checked() -> None:
         own |= {f"{folder}.{name}" for name in operations if operations[name] is not reference[name]}
     for each in pkgutil.iter_modules(ops.__path__):
         if each.ispkg and each.name not in ("rows", "sampling"):
-            assert "triton" in getattr(ops, each.name).TABLE
+            assert each.name == "products" or "triton" in getattr(ops, each.name).TABLE
             own.add(each.name)
     names = {name for names in OPERATIONS.values() for name in names.split()}
     assert own == {name if name.startswith(("rows.", "sampling.")) else name.split(".")[0] for name in names}

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from moeserve.bench.gpu.inputs import Source, draw_weights
-from moeserve.ops.products.interface import Gather, OpenWeights
-from moeserve.ops.products.triton import TritonBlockProduct
+from moeserve.ops.products.interface import Gather, OpenWeights, RowGroups
+from moeserve.ops.products.triton_blocks import TritonBlockGroupedProduct, TritonBlockProduct
 from moeserve.ops.rows import triton as row_operations
 from moeserve.ops.rows.activations import SwiGLU
 from moeserve.ops.rows.interface import Float8Rows, plain_rows
@@ -107,13 +107,14 @@ def test_rows_in_8_bits_are_not_quantised_again(monkeypatch: pytest.MonkeyPatch)
     """Two products of a network, on packed rows, gathered rows, slots and a single weight."""
     rows, counts_e = source().normal(12, NUM_INPUTS), torch.tensor([3, 0, 6])
     up, down = (draw_weights(source(), 3, *shape, is_fp8=True) for shape in ((WIDTH, NUM_INPUTS), (64, WIDTH)))
-    feeding = TritonBlockProduct(OpenWeights(up.weight_eOI, scales_eGB=up.scales_eGB, feeds_blocks=True))
-    plain, last = TritonBlockProduct(up), TritonBlockProduct(down)
+    feeding = TritonBlockGroupedProduct(OpenWeights(up.weight_eOI, scales_eGB=up.scales_eGB, feeds_blocks=True))
+    plain, last = TritonBlockGroupedProduct(up), TritonBlockGroupedProduct(down)
+    groups, of_slots = RowGroups(counts_e, has_spare_rows=True), RowGroups(counts_e.clamp(max=4))
     gather = Gather(torch.tensor([*range(9), -1]), 1)
     expected = [
-        last.multiply_rows(plain.multiply_rows(rows, counts_e, True), counts_e, True)[:9],
-        last.multiply_rows(plain.multiply_rows(rows, counts_e, True, gather), counts_e, True)[:9],
-        last.multiply_slots(plain.multiply_slots(rows.view(3, 4, -1), counts_e.clamp(max=4)), counts_e.clamp(max=4)),
+        last.multiply(plain.multiply(rows, groups), groups)[:9],
+        last.multiply(plain.multiply(rows, groups, gather), groups)[:9],
+        last.multiply_slots(plain.multiply_slots(rows.view(3, 4, -1), of_slots), of_slots),
     ]
     single = [
         TritonBlockProduct(
@@ -131,9 +132,9 @@ def test_rows_in_8_bits_are_not_quantised_again(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(row_operations, "quantize_blocks", refuse)
     slots = Float8Rows(given.codes.view(3, 4, -1), given.scales.view(3, 4, -1), given.dtype)
     found = [
-        last.multiply_rows(feeding.multiply_rows(given, counts_e, True), counts_e, True)[:9],
-        last.multiply_rows(feeding.multiply_rows(given, counts_e, True, gather), counts_e, True)[:9],
-        last.multiply_slots(feeding.multiply_slots(slots, counts_e.clamp(max=4)), counts_e.clamp(max=4)),
+        last.multiply(feeding.multiply(given, groups), groups)[:9],
+        last.multiply(feeding.multiply(given, groups, gather), groups)[:9],
+        last.multiply_slots(feeding.multiply_slots(slots, of_slots), of_slots),
         single[2].multiply(single[0].multiply(given)),
     ]
     for one, other in zip(found, expected, strict=True):
@@ -151,7 +152,8 @@ def test_rows_in_8_bits_are_not_quantised_again(monkeypatch: pytest.MonkeyPatch)
 def test_products_quantise_only_rows_that_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Spare rows and slots are left out by the counts; the source of gathered rows has none."""
     counts_e, rows = torch.tensor([3, 0, 6]), source().normal(12, NUM_INPUTS)
-    product = TritonBlockProduct(draw_weights(source(), 3, 64, NUM_INPUTS, is_fp8=True))
+    product = TritonBlockGroupedProduct(draw_weights(source(), 3, 64, NUM_INPUTS, is_fp8=True))
+    groups = RowGroups(counts_e, has_spare_rows=True)
     given: list[Tensor | None] = []
 
     def record(x_TD: Tensor, *, counts_e: Tensor | None = None, **options: Any) -> tuple[Tensor, Tensor]:
@@ -159,7 +161,7 @@ def test_products_quantise_only_rows_that_count(monkeypatch: pytest.MonkeyPatch)
         return quantize_blocks(x_TD, counts_e=counts_e, **options)
 
     monkeypatch.setattr(row_operations, "quantize_blocks", record)
-    product.multiply_rows(rows, counts_e, True)
-    product.multiply_rows(rows, counts_e, True, Gather(torch.arange(9), 1))
-    product.multiply_slots(rows.view(3, 4, -1), counts_e.clamp(max=4))
+    product.multiply(rows, groups)
+    product.multiply(rows, groups, Gather(torch.arange(9), 1))
+    product.multiply_slots(rows.view(3, 4, -1), RowGroups(counts_e.clamp(max=4)))
     assert [None if each is None else each.tolist() for each in given] == [[3, 0, 6], None, [3, 0, 4]]

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from moeserve.ops.products.interface import OpenWeights
-from moeserve.ops.products.reference import TorchProduct
+from moeserve.ops.products.interface import OpenWeights, RowGroups
+from moeserve.ops.products.reference import TorchGroupedProduct
 from moeserve.ops.rows.activations import ClampedSwiGLU, CutSwiGLU, LimitedSwiGLU, SquaredReLU, SwiGLU
 from moeserve.triton_kernels import grouped_matmul as module
 from moeserve.triton_kernels.grouped_matmul import grouped_matmul, grouped_matmul_slots, max_tiles
@@ -44,7 +44,7 @@ NAMES = ["swapped", "straight"]
 def expected(rows_RI: Tensor, weight_eOI: Tensor, counts_e: Tensor, bias_eO: Tensor | None, name: str | None) -> Tensor:
     bias_eO = None if bias_eO is None else bias_eO.double()
     weights = OpenWeights(weight_eOI.double(), bias_eO, REFERENCE_ACTIVATIONS[name])
-    return TorchProduct(weights).multiply_rows(rows_RI.double(), counts_e)
+    return TorchGroupedProduct(weights).multiply(rows_RI.double(), RowGroups(counts_e))
 
 
 def assert_close(actual: Tensor, reference: Tensor, tolerance: float) -> None:

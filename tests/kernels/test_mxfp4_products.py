@@ -9,12 +9,12 @@ import pytest
 import torch
 from packed_panels import unpacked
 from paged_steps import INSTRUCTION_SETS, KERNELS, kernels, needs_kernels, settings_restored
-from test_products import ACTIVATIONS, assert_close, in_float64, native_product, quantized
+from test_products import ACTIVATIONS, assert_close, in_float64, native_grouped, native_product, quantized
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from moeserve.ops import products as products_ops
-from moeserve.ops.products.interface import OpenWeights, PackedWeights
+from moeserve.ops.products.interface import OpenWeights, PackedWeights, RowGroups
 from moeserve.ops.rows.activations import Activation, SwiGLU
 from moeserve.ops.threads import set_num_threads
 
@@ -104,14 +104,14 @@ def test_bytes_of_a_row_depend_on_nothing_else(dtype: torch.dtype) -> None:
     expected: tuple[Tensor, ...] = ()  # with each of the weights, row by row
     for isa in INSTRUCTION_SETS:
         kernels.set_isa(isa)
-        product = native_product(packed_of(weights))
+        product = native_grouped(packed_of(weights))
         for num_threads, count in itertools.product((1, 3), (1, 7, 19, 200)):
             set_num_threads(num_threads)
             expected = expected or tuple(
-                torch.cat([product.multiply_rows(row_1I, torch.tensor(counts)) for row_1I in rows_RI.split(1)])
+                torch.cat([product.multiply(row_1I, RowGroups(torch.tensor(counts))) for row_1I in rows_RI.split(1)])
                 for counts in ([1, 0], [0, 1])
             )
-            given = product.multiply_rows(rows_RI, torch.tensor([count, 200 - count]))
+            given = product.multiply(rows_RI, RowGroups(torch.tensor([count, 200 - count])))
             assert torch.equal(given, torch.cat([expected[0][:count], expected[1][count:]])), (isa, num_threads, count)
 
 

@@ -8,7 +8,7 @@ import hashlib
 import itertools
 import threading
 from collections.abc import Iterator
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import torch
@@ -18,8 +18,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from moeserve.ops import products as products_ops
-from moeserve.ops.products.interface import InputChunks, OpenWeights, PackedFormat, PackedWeights, Product
-from moeserve.ops.products.reference import TorchProduct
+from moeserve.ops.products.cpu import native_weights
+from moeserve.ops.products.interface import (
+    GroupedProduct,
+    InputChunks,
+    OpenWeights,
+    PackedFormat,
+    PackedWeights,
+    Product,
+    RowGroups,
+)
+from moeserve.ops.products.reference import TorchGroupedProduct, TorchHeadProduct
 from moeserve.ops.rows.activations import (
     Activation,
     ClampedSwiGLU,
@@ -84,9 +93,11 @@ def packed_copy(weights: OpenWeights, packed_format: PackedFormat) -> PackedWeig
 
 
 def native_product(packed: PackedWeights) -> Product:
-    packing = products_ops.make_packing(KERNELS)
-    assert packing is not None
-    return packing.product(packed)
+    return products_ops.SINGLE.of_packed(KERNELS.native, packed)
+
+
+def native_grouped(packed: PackedWeights) -> GroupedProduct:
+    return products_ops.GROUPED.of_packed(KERNELS.native, packed)
 
 
 def quantized(rows_RI: Tensor) -> Tensor:
@@ -248,7 +259,7 @@ def test_chunks_have_the_bytes_of_their_sums_on_any_number_of_ranks(
 
 def test_a_rank_without_inputs_has_partial_sums_of_zero() -> None:
     weights = OpenWeights(torch.empty(1, 5, 0).bfloat16(), chunks=InputChunks(3, keeps_float32=True))
-    product = products_ops.make(KERNELS, weights)
+    product = products_ops.SINGLE.make(KERNELS, weights)
     assert torch.equal(product.multiply(torch.empty(2, 0).bfloat16()), torch.zeros(2, 5))
 
 
@@ -315,47 +326,47 @@ def test_each_of_several_weights_has_the_bytes_of_its_own_product(
     """Products of rows, of slots, and of an input of each weight."""
     torch.manual_seed(sum(counts))
     weights = make(4, 96, 64, dtype, has_bias=True, activation=SwiGLU())
-    product = native_product(packed_copy(weights, packed_format))
+    packed = packed_copy(weights, packed_format)
+    product = native_grouped(packed)
     ones = [
         native_product(packed_copy(OpenWeights(weight[None], bias[None], weights.activation), packed_format))
         for weight, bias in zip(weights.weight_eOI, weights.bias_eO, strict=True)  # type: ignore[arg-type]
     ]
     rows_RI, counts_e = rows_and_counts(counts, 64, dtype)
     expected = [one.multiply(rows) for one, rows in zip(ones, rows_RI.split(counts), strict=True)]
-    assert torch.equal(product.multiply_rows(rows_RI, counts_e), torch.cat(expected))
+    assert torch.equal(product.multiply(rows_RI, RowGroups(counts_e)), torch.cat(expected))
     with_more_RI = torch.cat([rows_RI, torch.full((3, 64), float("nan"), dtype=dtype)])
-    assert torch.equal(
-        product.multiply_rows(with_more_RI, counts_e, has_spare_rows=True)[: len(rows_RI)], torch.cat(expected)
-    )
+    assert torch.equal(product.multiply(with_more_RI, RowGroups(counts_e, True))[: len(rows_RI)], torch.cat(expected))
 
     slots_eSI = torch.full((4, max(counts) + 1, 64), float("nan"), dtype=dtype)
     for slots, rows in zip(slots_eSI, rows_RI.split(counts), strict=True):
         slots[: len(rows)] = rows
-    slotted = product.multiply_slots(slots_eSI, counts_e)
+    slotted = product.multiply_slots(slots_eSI, RowGroups(counts_e))
     for given, rows in zip(slotted, expected, strict=True):
         assert torch.equal(given[: len(rows)], rows)
 
     input_TeI = torch.randn(5, 4, 64).to(dtype)
-    each = product.multiply_each(input_TeI)
+    each = products_ops.PER_HEAD.of_packed(KERNELS.native, packed).multiply(input_TeI)
     for weight, one in enumerate(ones):
         assert torch.equal(each[:, weight], one.multiply(input_TeI[:, weight].contiguous()))
 
 
 def test_one_thread_can_skip_products() -> None:
     """The thread that measures the memory of a step skips them while others serve."""
-    product = native_product(packed_copy(make(2, 64, 32, torch.float32), "float32"))
+    product = native_grouped(packed_copy(make(2, 64, 32, torch.float32), "float32"))
     rows_RI, counts_e = rows_and_counts([3, 5], 32, torch.float32)
-    expected = product.multiply_rows(rows_RI, counts_e)
+    groups = RowGroups(counts_e)
+    expected = product.multiply(rows_RI, groups)
     of_another: list[Tensor] = []
     with KERNELS.measure_memory_only():
-        left_out = product.multiply_rows(rows_RI, counts_e)
-        other = threading.Thread(target=lambda: of_another.append(product.multiply_rows(rows_RI, counts_e)))
+        left_out = product.multiply(rows_RI, groups)
+        other = threading.Thread(target=lambda: of_another.append(product.multiply(rows_RI, groups)))
         other.start()
         other.join()
     assert left_out.shape == expected.shape
     assert not left_out.any()
     assert torch.equal(of_another[0], expected)
-    assert torch.equal(product.multiply_rows(rows_RI, counts_e), expected)
+    assert torch.equal(product.multiply(rows_RI, groups), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -363,17 +374,22 @@ def test_one_thread_can_skip_products() -> None:
 def test_reference_and_kernels_agree(dtype: torch.dtype, activation: Activation | None) -> None:
     torch.manual_seed(5)
     weights = make(3, 64, 48, dtype, has_bias=True, activation=activation)
-    products: list[Product] = [TorchProduct(weights), native_product(packed_copy(weights, _same(dtype)))]
+    packed = packed_copy(weights, _same(dtype))
     rows_RI, counts_e = rows_and_counts([3, 0, 5], 48, dtype)
     slots_eSI, input_TeI = torch.randn(3, 6, 48).to(dtype), torch.randn(4, 3, 48).to(dtype)
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
-    for call in (
-        lambda p: p.multiply_rows(rows_RI, counts_e),
-        lambda p: p.multiply_slots(slots_eSI, counts_e)[:, :3][[0, 2]],
-        lambda p: p.multiply_each(input_TeI),
+    groups = RowGroups(counts_e)
+    reference, given = TorchGroupedProduct(weights), native_grouped(packed)
+    for one, other in (
+        (given.multiply(rows_RI, groups), reference.multiply(rows_RI, groups)),
+        (given.multiply_slots(slots_eSI, groups)[0, :3], reference.multiply_slots(slots_eSI, groups)[0, :3]),
+        (given.multiply_slots(slots_eSI, groups)[2, :5], reference.multiply_slots(slots_eSI, groups)[2, :5]),
+        (
+            products_ops.PER_HEAD.of_packed(KERNELS.native, packed).multiply(input_TeI),
+            TorchHeadProduct(weights).multiply(input_TeI),
+        ),
     ):
-        reference, given = (call(product) for product in products)
-        torch.testing.assert_close(given, reference, atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance)
 
 
 def _same(dtype: torch.dtype) -> PackedFormat:
@@ -396,10 +412,10 @@ def _same(dtype: torch.dtype) -> PackedFormat:
     ],
 )
 def test_wrong_arguments_are_refused(change: dict[str, Tensor], message: str) -> None:
-    native: Any = native_product(packed_copy(make(1, 64, 32, torch.float32), "float32"))
+    weights = native_weights(KERNELS.native, packed_copy(make(1, 64, 32, torch.float32), "float32"))
     arguments = dict(input_=torch.zeros(2, 32), counts=torch.tensor([2]), output=torch.zeros(2, 64)) | change
     with pytest.raises(ValueError, match=message):
-        native.weights.multiply_rows(arguments["input_"], arguments["counts"], False, arguments["output"])
+        weights.multiply_rows(arguments["input_"], arguments["counts"], False, arguments["output"])
 
 
 def test_panels_of_another_size_are_refused() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from moeserve import ops
+from moeserve.ops import products
 from moeserve.ops import rows as rows_ops
 from moeserve.ops import sampling as sampling_ops
 from moeserve.ops import select
@@ -81,8 +82,6 @@ def test_the_norm_of_plain_torch_equals_that_of_transformers_bit_for_bit(dtype: 
 
 # Implementations that do not exist, by operation, with the reason; of a group, its operations that are the reference's.
 MISSING = {
-    ("products", "cpu"): "C++ kernels multiply packed weights, whose products the packing makes",
-    ("products.PACKING", "triton"): "products on a GPU read open weights",
     ("routing.COPIES", "triton"): "torch chooses copies of experts",
     ("rows.add", "triton"): "torch adds",
     ("rows.add_scaled", "triton"): "torch adds",
@@ -102,7 +101,9 @@ def test_every_operation_has_each_implementation_or_none_is_expected() -> None:
     for folder in (each.name for each in pkgutil.iter_modules(ops.__path__) if each.ispkg):
         module = importlib.import_module(f"moeserve.ops.{folder}")
         tables = {name: each for name, each in vars(module).items() if name.isupper() and isinstance(each, dict)}
-        assert "TABLE" in tables
+        kinds = {name: each for name, each in vars(module).items() if isinstance(each, products.Kind)}
+        tables |= {name: each.table | {"cpu": each.of_packed} for name, each in kinds.items()}
+        assert tables
         for name, table in tables.items():
             operation = folder if name == "TABLE" else f"{folder}.{name}"
             assert "reference" in table

@@ -23,6 +23,7 @@ from moeserve.layers.moe.router import Routing
 from moeserve.layers.moe.shared import SharedExpertsConfig
 from moeserve.layers.network import Run
 from moeserve.layers.weights import allocate_weights
+from moeserve.ops.products.interface import RowGroups
 from moeserve.ops.routing.interface import RouterConfig
 from moeserve.ops.rows.activations import ClampedSwiGLU
 
@@ -123,7 +124,7 @@ def test_experts_with_biases_and_a_clamped_activation() -> None:
     assert down_weights.bias_eO is not None
     rows_RD = torch.randn(7, 8)
     counts = [4, 0, 3]
-    given = experts(PackedTokens(rows_RD, torch.tensor(counts))).double()
+    given = experts(PackedTokens(rows_RD, RowGroups(torch.tensor(counts)))).double()
 
     expert_of_row = [expert for expert, count in enumerate(counts) for _ in range(count)]
     for row, expert, output in zip(rows_RD.double(), expert_of_row, given, strict=True):
@@ -157,8 +158,8 @@ def test_experts_on_slots(counts: list[int], has_bias: bool, dtype: torch.dtype,
     for slots, rows in zip(slots_eSD, rows_RD.split(counts) if counts else [], strict=True):
         slots[: len(rows)] = rows
     counts_e = torch.tensor(counts, dtype=torch.int64)
-    packed_RD = experts(PackedTokens(rows_RD, counts_e))
-    slotted_eSD = experts(SlottedTokens(slots_eSD, counts_e))
+    packed_RD = experts(PackedTokens(rows_RD, RowGroups(counts_e)))
+    slotted_eSD = experts(SlottedTokens(slots_eSD, RowGroups(counts_e)))
 
     assert slotted_eSD.shape == slots_eSD.shape
     given_RD = slotted_eSD[torch.arange(5) < counts_e[:, None]]
@@ -178,7 +179,7 @@ def test_dispatch_sorts_by_expert_and_combine_restores(experts: list[list[int]])
     dispatched = dispatcher.dispatch(hidden_TD, Routing(experts_TK, weights_TK), NO_STEP).wait()
 
     assert isinstance(dispatched.tokens, PackedTokens)
-    assert dispatched.tokens.counts_e.tolist() == [sum(row.count(e) for row in experts) for e in range(4)]
+    assert dispatched.tokens.groups.counts_e.tolist() == [sum(row.count(e) for row in experts) for e in range(4)]
     sent = sorted((e, t) for t, row in enumerate(experts) for e in row)
     assert dispatched.tokens.rows_RD[:, 0].tolist() == [t + 1.0 for _, t in sent]
 

@@ -22,7 +22,7 @@ from moeserve.layers.norm import RMSNorm
 from moeserve.layers.rotary import RotaryConfig, Rotations
 from moeserve.layers.rows import At, Row, rows_of_heads, some_columns, some_rows, whole
 from moeserve.layers.weights import QuantizationLimits, Weights
-from moeserve.ops import compressed_attention, indexer, rows
+from moeserve.ops import compressed_attention, indexer, products, rows
 from moeserve.ops.compressed_attention.interface import CompressedAttention, CompressedCache, CompressedShape
 from moeserve.ops.indexer.interface import ChosenEntries, IndexerRule
 from moeserve.step_inputs import StepInputs
@@ -204,7 +204,7 @@ class CompressedSparseAttention(OverTP):
             self.indexer = Indexer(config.indexer, config, hidden_size, norm_epsilon, context)
         # No kernel multiplies 8-bit blocks with an input of its own for each group.
         group_shape = num_groups, config.group_rank, heads_per_group * size
-        self.group_maps = Weights(group_shape, context, limits=QuantizationLimits(8, None))
+        self.group_maps = Weights(products.PER_HEAD, group_shape, context, limits=QuantizationLimits(8, None))
         first_column = self.groups.start * config.group_rank
         num_inputs = config.num_groups * config.group_rank
         self.output = Linear(
@@ -294,7 +294,7 @@ class CompressedSparseAttention(OverTP):
         attended_TNH = self.backend.attend(query_TNH, chosen, self.sinks, cache, step, windows)
         attended_TNH = self._rotate(attended_TNH, config.reversed_rotary, rotations)
         in_groups = rearrange(attended_TNH, "T (G n) H -> T G (n H)", G=self.group_maps.shape[0])
-        return self.output(rearrange(self.group_maps.product.multiply_each(in_groups), "T G r -> T (G r)"))
+        return self.output(rearrange(self.group_maps.product.multiply(in_groups), "T G r -> T (G r)"))
 
     def _rotate(self, heads_TNH: Tensor, rotary: RotaryConfig, rotations: Rotations) -> Tensor:
         """Return heads with their last values rotated. The argument may be overwritten."""

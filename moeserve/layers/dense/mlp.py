@@ -11,6 +11,7 @@ from moeserve.layers.input_share import InputShare
 from moeserve.layers.linear import Linear
 from moeserve.layers.rows import At, Row, some_columns, some_rows
 from moeserve.layers.weights import QuantizationLimits, Weights
+from moeserve.ops import products
 from moeserve.ops.rows.activations import Activation, num_parts_of
 from moeserve.ops.rows.interface import Rows
 
@@ -37,6 +38,7 @@ class MLP(nn.Module):
         num_inner, limits = width.stop - width.start, QuantizationLimits(cuts=(width.start,))
         down = Linear(num_inner, hidden_size, context, limits=limits, chunks=share.chunks)
         self.gate_up = Weights(
+            products.SINGLE,
             (1, num_parts_of(activation) * num_inner, hidden_size),
             context,
             activation=activation,

@@ -21,7 +21,7 @@ from moeserve.layers.network import AttentionCosts, Build, NetworkConfig, OverTP
 from moeserve.layers.norm import RMSNorm, RowsForm
 from moeserve.layers.rotary import NO_ROTARY, RotaryConfig, TemperatureConfig, constant_factor
 from moeserve.layers.rows import At, Row, rows_of_heads, some_rows
-from moeserve.layers.weights import QuantizationLimits, Weights
+from moeserve.layers.weights import AnyWeights, QuantizationLimits
 from moeserve.ops import attention, rows
 from moeserve.ops.attention.interface import AttentionShape, KeyValueCache
 from moeserve.ops.rows.interface import Rows, plain_rows
@@ -186,7 +186,7 @@ class Attention(OverTP):
         queries, num_queries = rows_of_heads(self.heads, size), config.num_heads * size
         keys, values = (rows_of_heads(self.kv_heads, each) for each in config.kv_sizes)
         num_keys, num_values = (config.num_kv_heads * each for each in config.kv_sizes)
-        parts: list[tuple[Tensor, Weights | None, str]] = [(fused.weight, fused.weights, "weight")]
+        parts: list[tuple[Tensor, AnyWeights | None, str]] = [(fused.weight, fused.weights, "weight")]
         if fused.bias is not None:
             parts.append((fused.bias, None, "bias"))
         for memory, owner, kind in parts:

@@ -37,7 +37,7 @@ from moeserve.layers.rotary import RotaryConfig, TemperatureConfig
 from moeserve.layers.rows import At, Destination, Row, rows_of_heads, some_rows, whole
 from moeserve.layers.weights import QuantizationLimits, Weights
 from moeserve.memory import new_empty
-from moeserve.ops import latent_attention, rows
+from moeserve.ops import latent_attention, products, rows
 from moeserve.ops.latent_attention.interface import LatentShape
 from moeserve.ops.rows.interface import Rows, plain_rows
 from moeserve.step_inputs import StepInputs
@@ -361,8 +361,8 @@ class HeadMaps(nn.Module):
         # Errors in scores grow exponentially in the softmax, so the keys' map keeps 8 bits; the other map is as small.
         # No kernel multiplies 8-bit blocks with an input of its own for each head.
         limits = QuantizationLimits(min_bits=8, cuts=None)
-        self.keys = Weights((num_heads, config.latent_size, config.key_dim), context, limits=limits)  # [N, L, K]
-        self.values = Weights((num_heads, config.value_dim, config.latent_size), context, limits=limits)  # [N, V, L]
+        shapes = (num_heads, config.latent_size, config.key_dim), (num_heads, config.value_dim, config.latent_size)
+        self.keys, self.values = (Weights(products.PER_HEAD, shape, context, limits=limits) for shape in shapes)
 
     def rows(self, name: str, config: LatentAttentionConfig, heads: slice) -> Iterator[Row]:
         """Yield the rows. The tensor is ordered by head: the map [K, L] of the keys, then that [V, L] of the values."""
@@ -376,11 +376,11 @@ class HeadMaps(nn.Module):
 
     def absorb(self, query_TNK: Tensor, out_TNL: Tensor) -> None:
         """Write vectors whose products with latent vectors are those of the queries with the heads' keys."""
-        self.keys.product.multiply_each(query_TNK, out_TNL)
+        self.keys.product.multiply(query_TNK, out_TNL)
 
     def project(self, attended_TNL: Tensor) -> Tensor:
         """Return the heads' values [T, N, V] of sums of latent vectors."""
-        return self.values.product.multiply_each(attended_TNL)
+        return self.values.product.multiply(attended_TNL)
 
     def expand(self, latent_CL: Tensor, heads: slice = slice(None)) -> tuple[Tensor, Tensor]:
         """Return some heads' keys [n, C, K] and values [n, C, V]. The weights must be open."""

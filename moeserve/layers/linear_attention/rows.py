@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moeserve.layers.rows import At, Destination, Row, rows_of_heads, some_columns, some_rows, whole
 from moeserve.layers.rows_of_parts import Part, by_key_head, joined
-from moeserve.layers.weights import Weights
+from moeserve.layers.weights import AnyWeights
 
 if TYPE_CHECKING:
     from moeserve.layers.linear_attention.attention import LinearAttention
@@ -108,7 +108,7 @@ def _projections(layer: LinearAttention) -> dict[str, Part]:
     return parts
 
 
-def _queries_keys_values(layer: LinearAttention, memory: Tensor, owner: Weights | None = None) -> dict[str, Part]:
+def _queries_keys_values(layer: LinearAttention, memory: Tensor, owner: AnyWeights | None = None) -> dict[str, Part]:
     """Return the query, key and value parts of `memory`, which begins with their rows in this order."""
     query, key, value = memory[: sum(layer.projected_sizes[:3])].split(layer.projected_sizes[:3])
     num_heads, num_key_heads = layer.config.num_heads, layer.config.num_key_heads

@@ -8,9 +8,8 @@ from moeserve.layers.context import ModelContext
 from moeserve.layers.input_share import InputShare
 from moeserve.layers.moe.dispatch.base import PackedTokens, SlottedTokens
 from moeserve.layers.weights import QuantizationLimits, Weights
+from moeserve.ops import products
 from moeserve.ops.rows.activations import Activation, num_parts_of
-
-LIMITS = QuantizationLimits(can_be_mxfp4=True)
 
 
 class Experts(nn.Module):
@@ -39,9 +38,10 @@ class Experts(nn.Module):
         down_shape = num_experts, hidden_size, width.stop - width.start
         # One rank adds the bias.
         has_down_bias = has_bias and width.start == 0
-        down = Weights(down_shape, context, has_bias=has_down_bias, limits=LIMITS, chunks=share.chunks)
+        kind, limits = products.GROUPED, QuantizationLimits(can_be_mxfp4=True)
+        down = Weights(kind, down_shape, context, has_bias=has_down_bias, limits=limits, chunks=share.chunks)
         self.gate_up = Weights(
-            gate_up_shape, context, has_bias=has_bias, activation=activation, limits=LIMITS, feeds=down
+            kind, gate_up_shape, context, has_bias=has_bias, activation=activation, limits=limits, feeds=down
         )
         self.down = down
 
@@ -52,17 +52,13 @@ class Experts(nn.Module):
 
     def forward(self, tokens: PackedTokens | SlottedTokens) -> Tensor:
         """Return outputs in the layout of the tokens: [R, D] or [e, S, D]."""
-        gate_up, down, counts_e = self.gate_up.product, self.down.product, tokens.counts_e
+        gate_up, down, groups = self.gate_up.product, self.down.product, tokens.groups
+        output: Tensor
         match tokens:
             case PackedTokens():
-                has_spare_rows, expected_rows = tokens.has_spare_rows, tokens.expected_rows
-                rows_RD = self.gate_up.input_of(tokens.rows_RD)
-                middle = gate_up.multiply_rows(rows_RD, counts_e, has_spare_rows, tokens.gather, expected_rows)
-                output: Tensor = down.multiply_rows(
-                    middle, counts_e, has_spare_rows, expected_rows=expected_rows, out_RC=tokens.out_RD
-                )
+                middle = gate_up.multiply(self.gate_up.input_of(tokens.rows_RD), groups, tokens.gather)
+                output = down.multiply(middle, groups, out_RC=tokens.out_RD)
             case SlottedTokens():
-                slots_eSD = self.gate_up.input_of(tokens.slots_eSD)
-                middle = gate_up.multiply_slots(slots_eSD, counts_e, tokens.expected_rows)
-                output = down.multiply_slots(middle, counts_e, tokens.expected_rows)
+                middle = gate_up.multiply_slots(self.gate_up.input_of(tokens.slots_eSD), groups)
+                output = down.multiply_slots(middle, groups)
         return output

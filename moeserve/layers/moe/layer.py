@@ -219,5 +219,5 @@ class MoELayer(Network):
         """Return the outputs of this rank's experts, and how to combine them."""
         dispatched = pending.wait()
         if not dispatched.is_counted:
-            self.load.count(dispatched.tokens.counts_e)
+            self.load.count(dispatched.tokens.groups.counts_e)
         return self.experts(dispatched.tokens), dispatched.combine

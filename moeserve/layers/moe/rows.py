@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from moeserve.layers.rows import At, Destination, Row, mxfp4_matrix, rows_of_heads, some_columns, some_rows, whole
-from moeserve.layers.weights import Weights
+from moeserve.layers.weights import AnyWeights
 
 if TYPE_CHECKING:
     from moeserve.layers.moe.layer import MoELayer
@@ -77,7 +77,7 @@ def _separate(at: At, moe: MoELayer) -> Iterator[Row]:
             yield at(f"{expert}.{name}.bias"), None
 
 
-def _mxfp4_matrices(weights: Weights, slot: int, num_parts: int) -> Iterator[Destination]:
+def _mxfp4_matrices(weights: AnyWeights, slot: int, num_parts: int) -> Iterator[Destination]:
     """Yield the destinations of the matrices that are stacked in a weight, such as gate and up."""
     codes_eOI, scales_eOG = weights.open.weight_eOI, weights.open.scales_eGB
     assert scales_eOG is not None
@@ -150,7 +150,7 @@ def _interleaved(at: At, moe: MoELayer) -> Iterator[Row]:
     gate_up, down, share, width = moe.experts.gate_up, moe.experts.down, moe.experts.width, moe.config.expert_width
     num_experts, hidden_size = moe.placement.num_logical, down.shape[1]
     inputs, outputs = slice(0, hidden_size), rows_of_heads(share, 2)
-    table: list[tuple[str, Tensor, tuple[int, ...], tuple[slice, ...], Weights | None]] = []
+    table: list[tuple[str, Tensor, tuple[int, ...], tuple[slice, ...], AnyWeights | None]] = []
     if gate_up.is_mxfp4:
         table += _mxfp4_experts(gate_up, down)
     else:
@@ -171,8 +171,8 @@ def _interleaved(at: At, moe: MoELayer) -> Iterator[Row]:
 
 
 def _mxfp4_experts(
-    gate_up: Weights, down: Weights
-) -> Iterator[tuple[str, Tensor, tuple[int, ...], tuple[slice, ...], Weights | None]]:
+    gate_up: AnyWeights, down: AnyWeights
+) -> Iterator[tuple[str, Tensor, tuple[int, ...], tuple[slice, ...], AnyWeights | None]]:
     """Yield name, memory, shape, part and owner of codes and scales.
 
     Codes are stored as [experts, outputs, groups, 16], and scales as [experts, outputs, groups].

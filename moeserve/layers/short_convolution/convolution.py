@@ -17,7 +17,7 @@ from moeserve.layers.network import Build, NetworkConfig, OverTP, Run
 from moeserve.layers.rows import At, Row, some_rows
 from moeserve.layers.rows_of_parts import Part, joined
 from moeserve.layers.state_cache import StateCache
-from moeserve.layers.weights import QuantizationLimits, Weights
+from moeserve.layers.weights import AnyWeights, QuantizationLimits
 from moeserve.ops import convolution
 from moeserve.ops.convolution.interface import ConvolutionShape, ConvolutionWeights
 
@@ -94,7 +94,7 @@ class GatedConvolution(OverTP):
 
     def rows(self, at: At) -> Iterator[Row]:
         channels, num_channels = self.channels, self.config.num_channels
-        kinds: list[tuple[str, Tensor, Tensor, Weights | None]]
+        kinds: list[tuple[str, Tensor, Tensor, AnyWeights | None]]
         kinds = [("weight", self.input.weight, self.taps.T[:, None], self.input.weights)]
         if self.bias is not None:
             assert self.input.bias is not None

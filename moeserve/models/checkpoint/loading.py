@@ -19,7 +19,7 @@ from moeserve.errors import CheckpointError
 from moeserve.layers.moe.router import Router
 from moeserve.layers.norm import RMSNorm
 from moeserve.layers.rows import Destination
-from moeserve.layers.weights import Weights
+from moeserve.layers.weights import AnyWeights, Weights
 from moeserve.machine import shown_bytes
 from moeserve.models.checkpoint.integer_tensors import GroupedTensor
 from moeserve.models.checkpoint.shards import Checkpoint, Shards, list_names
@@ -72,7 +72,7 @@ def keep_int4(checkpoint: Checkpoint, destinations: Destinations) -> None:
     Raises:
         CheckpointError: a tensor in int4 has a wrong shape or dtype.
     """
-    is_kept: dict[Weights, bool] = {}
+    is_kept: dict[AnyWeights, bool] = {}
     shards = Shards()
     for name, places in destinations.into.items():
         tensor = checkpoint.tensors.get(name)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from moeserve.layers.rows import Destination
-from moeserve.layers.weights import Weights
+from moeserve.layers.weights import AnyWeights, Weights
 
 PACKED_STATE_VERSION = 8
 
@@ -73,6 +73,6 @@ def adopt_state(model: nn.Module, state: Mapping[str, Tensor]) -> bool:
     return True
 
 
-def weights_of(model: nn.Module) -> dict[str, Weights]:
+def weights_of(model: nn.Module) -> dict[str, AnyWeights]:
     """Return all weights of a model that can be packed, by module name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, Weights)}

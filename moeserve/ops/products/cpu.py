@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from moeserve.memory import new_empty
 from moeserve.ops.measured_step import is_measured
 from moeserve.ops.native import NATIVE_DTYPES
-from moeserve.ops.products.interface import Gather, OpenWeights, PackedFormat, PackedWeights
+from moeserve.ops.products.interface import Gather, OpenWeights, PackedFormat, PackedWeights, RowGroups
 from moeserve.ops.rows.activations import kernel_arguments
 
 # T tokens, R rows sorted by weight, S slots of each weight, e weights side by side, I inputs, O outputs, C columns:
@@ -19,68 +20,83 @@ from moeserve.ops.rows.activations import kernel_arguments
 MIN_LARGE_PAGES_BYTES = 2**22
 
 
-class CpuProduct:
-    """A batch-invariant `Product` in C++.
+def native_weights(native: ModuleType, packed: PackedWeights) -> Any:
+    """Return packed weights as an object of the C++ kernels.
 
     A result's bytes depend only on its row, its weight and the instruction set: not on other rows, their number, or
     the number of threads.
     """
+    return native.PackedWeights(
+        packed.format,
+        packed.panels,
+        packed.num_outputs,
+        packed.num_inputs,
+        packed.bias_eO,
+        **kernel_arguments(packed.activation),
+        chunk_inputs=None if packed.chunks is None else packed.chunks.size,
+    )
+
+
+class CpuProduct:
+    """A `Product` in C++."""
 
     def __init__(self, native: ModuleType, packed: PackedWeights) -> None:
-        self.num_columns = packed.num_outputs // packed.num_parts
-        self.keeps_float32 = packed.chunks is not None and packed.chunks.keeps_float32
-        self.weights = native.PackedWeights(
-            packed.format,
-            packed.panels,
-            packed.num_outputs,
-            packed.num_inputs,
-            packed.bias_eO,
-            **kernel_arguments(packed.activation),
-            chunk_inputs=None if packed.chunks is None else packed.chunks.size,
-        )
+        self._weights = native_weights(native, packed)
+        self._num_columns, self._keeps_float32 = packed.num_columns, packed.keeps_float32
 
     def multiply(self, input_TI: Tensor) -> Tensor:
-        dtype = torch.float32 if self.keeps_float32 else input_TI.dtype
-        output_TC = new_empty(input_TI, len(input_TI), self.num_columns, dtype=dtype)
+        dtype = torch.float32 if self._keeps_float32 else input_TI.dtype
+        output_TC = new_empty(input_TI, len(input_TI), self._num_columns, dtype=dtype)
         if is_measured():
             return output_TC.zero_()
-        self.weights.multiply(input_TI, output_TC)
+        self._weights.multiply(input_TI, output_TC)
         return output_TC
 
-    def multiply_rows(
-        self,
-        rows_RI: Tensor,
-        counts_e: Tensor,
-        has_spare_rows: bool = False,
-        gather: Gather | None = None,
-        expected_rows: int | None = None,
-        out_RC: Tensor | None = None,
+
+class CpuGroupedProduct:
+    """A `GroupedProduct` in C++."""
+
+    def __init__(self, native: ModuleType, packed: PackedWeights) -> None:
+        self._weights = native_weights(native, packed)
+        self._num_columns, self._keeps_float32 = packed.num_columns, packed.keeps_float32
+
+    def multiply(
+        self, rows_RI: Tensor, groups: RowGroups, gather: Gather | None = None, out_RC: Tensor | None = None
     ) -> Tensor:
         assert gather is None, "these kernels take gathered rows"
-        dtype = torch.float32 if self.keeps_float32 else rows_RI.dtype
-        output_RC = new_empty(rows_RI, len(rows_RI), self.num_columns, dtype=dtype) if out_RC is None else out_RC
+        if out_RC is None:
+            dtype = torch.float32 if self._keeps_float32 else rows_RI.dtype
+            out_RC = new_empty(rows_RI, len(rows_RI), self._num_columns, dtype=dtype)
         if is_measured():
-            return output_RC.zero_()
-        self.weights.multiply_rows(rows_RI, counts_e, has_spare_rows, output_RC)
-        return output_RC
+            return out_RC.zero_()
+        self._weights.multiply_rows(rows_RI, groups.counts_e, groups.has_spare_rows, out_RC)
+        return out_RC
 
-    def multiply_slots(self, slots_eSI: Tensor, counts_e: Tensor, expected_rows: int | None = None) -> Tensor:
-        is_used_eS = torch.arange(slots_eSI.shape[1]) < counts_e[:, None]
-        output_eSC = slots_eSI.new_zeros(*slots_eSI.shape[:2], self.num_columns)
-        output_eSC[is_used_eS] = self.multiply_rows(slots_eSI[is_used_eS], counts_e)
+    def multiply_slots(self, slots_eSI: Tensor, groups: RowGroups) -> Tensor:
+        is_used_eS = torch.arange(slots_eSI.shape[1]) < groups.counts_e[:, None]
+        output_eSC = slots_eSI.new_zeros(*slots_eSI.shape[:2], self._num_columns)
+        output_eSC[is_used_eS] = self.multiply(slots_eSI[is_used_eS], groups)
         return output_eSC
 
-    def multiply_each(self, input_TeI: Tensor, out_TeC: Tensor | None = None) -> Tensor:
+
+class CpuHeadProduct:
+    """A `HeadProduct` in C++."""
+
+    def __init__(self, native: ModuleType, packed: PackedWeights) -> None:
+        self._weights = native_weights(native, packed)
+        self._num_columns = packed.num_columns
+
+    def multiply(self, input_TeI: Tensor, out_TeC: Tensor | None = None) -> Tensor:
         if out_TeC is None:
-            out_TeC = new_empty(input_TeI, *input_TeI.shape[:2], self.num_columns)
+            out_TeC = new_empty(input_TeI, *input_TeI.shape[:2], self._num_columns)
         if is_measured():
             return out_TeC.zero_()
-        self.weights.multiply_each(input_TeI, out_TeC)
+        self._weights.multiply_each(input_TeI, out_TeC)
         return out_TeC
 
 
 class CpuPacking:
-    """A `WeightPacking` in C++. It also allocates weights, in large pages if the system supports them."""
+    """The packing of open weights in the order in which the C++ kernels read them."""
 
     def __init__(self, native: ModuleType) -> None:
         self._native = native
@@ -90,15 +106,18 @@ class CpuPacking:
         return has_format and weights.weight_eOI.numel() > 0
 
     def num_bytes(self, weights: OpenWeights, packed_format: PackedFormat) -> int:
+        """Return the bytes of each packed weight."""
         num_outputs, num_inputs = weights.weight_eOI.shape[1], weights.num_inputs
         chunk_inputs = None if weights.chunks is None else weights.chunks.size
         return int(self._native.packed_bytes(packed_format, num_outputs, num_inputs, weights.num_parts, chunk_inputs))
 
     def fits_in_place(self, weights: OpenWeights, packed_format: PackedFormat) -> bool:
+        """Return True if packed weights have the size and number format of the open ones."""
         is_same_format = packed_format == str(weights.weight_eOI.dtype).removeprefix("torch.")
         return is_same_format and self.num_bytes(weights, packed_format) == weights.weight_eOI[0].nbytes
 
     def pack(self, weights: OpenWeights, packed_format: PackedFormat, *, in_place: bool) -> PackedWeights:
+        """Return the packed weights, in new memory or, if `in_place`, in the memory of the open weights."""
         weight_eOI, size = weights.weight_eOI, self.num_bytes(weights, packed_format)
         if in_place:
             assert self.fits_in_place(weights, packed_format)
@@ -118,10 +137,8 @@ class CpuPacking:
             self._native.pack_weight(packed_format, weight_OI, panel, weights.num_parts, chunk_inputs, scales_OG)
         return PackedWeights.from_panels(weights, packed_format, panels)
 
-    def product(self, packed: PackedWeights) -> CpuProduct:
-        return CpuProduct(self._native, packed)
-
     def allocate_weights(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory for weights, in large pages if the system supports them."""
         memory = torch.empty(shape, dtype=dtype, device=device)
         if memory.nbytes >= MIN_LARGE_PAGES_BYTES:
             self._native.advise_large_pages(memory)

@@ -29,8 +29,8 @@ from torch import Tensor
 from moeserve.errors import SettingsError
 from moeserve.ops.backend import Backend
 from moeserve.ops.libraries import LibraryUnusable, capability
-from moeserve.ops.measured import FastestProduct, is_ever_fastest, measured_on, product_key
-from moeserve.ops.products.interface import Gather, OpenWeights, Product
+from moeserve.ops.measured import FastestGroupedProduct, FastestProduct, is_ever_fastest, measured_on, product_key
+from moeserve.ops.products.interface import Gather, GroupedProduct, OpenWeights, Product, RowGroups
 from moeserve.ops.products.triton import activated
 from moeserve.ops.rows.activations import kernel_arguments
 from moeserve.ops.rows.interface import Rows
@@ -65,13 +65,21 @@ class DeepGemm:
     measured: Mapping[str, Mapping[int, str]] | None
 
     def product(self, weights: OpenWeights, make_own: Callable[[], Product]) -> Product:
-        """Return the product of weights of a supported shape."""
+        """Return the product with one weight of a supported shape."""
         if self.measured is None:
             return DeepGemmProduct(self.package, weights)
-        of_rows = self.measured.get(product_key(weights))
-        if not of_rows:
-            return make_own()
-        return FastestProduct({"triton": make_own(), "deep_gemm": DeepGemmProduct(self.package, weights)}, of_rows)
+        if of_rows := self.measured.get(product_key(weights)):
+            return FastestProduct({"triton": make_own(), "deep_gemm": DeepGemmProduct(self.package, weights)}, of_rows)
+        return make_own()
+
+    def grouped_product(self, weights: OpenWeights, make_own: Callable[[], GroupedProduct]) -> GroupedProduct:
+        """Return the grouped product of weights of a supported shape."""
+        theirs = DeepGemmGroupedProduct(self.package, weights)
+        if self.measured is None:
+            return theirs
+        if of_rows := self.measured.get(product_key(weights)):
+            return FastestGroupedProduct({"triton": make_own(), "deep_gemm": theirs}, of_rows)
+        return make_own()
 
 
 def with_deep_gemm(own: Backend, device: torch.device, dtype: torch.dtype, *, only_fastest: bool = False) -> Backend:
@@ -139,77 +147,77 @@ def why_unavailable(weights: OpenWeights) -> str | None:
 
 
 class DeepGemmProduct:
-    """A `Product` by DeepGEMM. It first quantises rows, with one scale for each 128 values."""
+    """A `Product` by DeepGEMM."""
 
     def __init__(self, library: ModuleType, weights: OpenWeights) -> None:
         assert weights.scales_eGB is not None
         self._library = library
-        self._alignment = int(library.get_mk_alignment_for_contiguous_layout())
-        self._weight_eOI = weights.weight_eOI
-        self._scales_eGB = weights.scales_eGB
-        self._activation = weights.activation
-        self._feeds_blocks = weights.feeds_blocks
+        self._weights = weights
+        self._weight_and_scales = weights.weight_eOI[0], weights.scales_eGB[0]
 
     def multiply(self, input_TI: Rows) -> Any:
-        (weight_OI,), (scales_GB,) = self._weight_eOI, self._scales_eGB
         rows = quantize_rows(input_TI)
-        output_TO = rows.codes.new_empty(len(rows), len(weight_OI), dtype=rows.dtype)
+        output_TO = rows.codes.new_empty(len(rows), self._weights.weight_eOI.shape[1], dtype=rows.dtype)
         if len(rows):
-            self._library.fp8_gemm_nt(a=(rows.codes, rows.scales), b=(weight_OI, scales_GB), d=output_TO)
-        return self._finished(output_TO, None)
+            self._library.fp8_gemm_nt(a=(rows.codes, rows.scales), b=self._weight_and_scales, d=output_TO)
+        return _finished(self._weights, output_TO, None)
 
-    def multiply_rows(
-        self,
-        rows_RI: Rows,
-        counts_e: Tensor,
-        has_spare_rows: bool = False,
-        gather: Gather | None = None,
-        expected_rows: int | None = None,
-        out_RC: Tensor | None = None,
+
+class DeepGemmGroupedProduct:
+    """A `GroupedProduct` by DeepGEMM."""
+
+    def __init__(self, library: ModuleType, weights: OpenWeights) -> None:
+        self._library = library
+        self._alignment = int(library.get_mk_alignment_for_contiguous_layout())
+        self._weights = weights
+        self._weights_and_scales = weights.weight_eOI, weights.scales_eGB
+        self._num_outputs = weights.weight_eOI.shape[1]
+
+    def multiply(
+        self, rows_RI: Rows, groups: RowGroups, gather: Gather | None = None, out_RC: Tensor | None = None
     ) -> Any:
         assert out_RC is None, "these kernels allocate their results"
-        rows = quantize_rows(rows_RI, counts_e if has_spare_rows and gather is None else None)
+        counts_e = groups.counts_e
+        rows = quantize_rows(rows_RI, counts_e if groups.has_spare_rows and gather is None else None)
         num_rows = len(rows) if gather is None else len(gather.indices_R)
-        num_outputs = self._weight_eOI.shape[1]
         if not num_rows:
-            return self._finished(rows.codes.new_empty(0, num_outputs, dtype=rows.dtype), counts_e)
+            return _finished(self._weights, rows.codes.new_empty(0, self._num_outputs, dtype=rows.dtype), counts_e)
         padded = pad_rows(counts_e, num_rows, self._alignment)
         sources_Q = padded.row_Q
         if gather is not None:  # indices of spare rows are -1
             sources_Q = gather.indices_R[sources_Q].clamp(min=0) // gather.divisor
         codes_QI = rows.codes.view(torch.uint8)[sources_Q].view(rows.codes.dtype)
-        output_QO = rows.codes.new_empty(len(sources_Q), num_outputs, dtype=rows.dtype)
+        output_QO = rows.codes.new_empty(len(sources_Q), self._num_outputs, dtype=rows.dtype)
         self._library.m_grouped_fp8_gemm_nt_contiguous(
             a=(codes_QI, rows.scales[sources_Q]),
-            b=(self._weight_eOI, self._scales_eGB),
+            b=self._weights_and_scales,
             d=output_QO,
             grouped_layout=padded.weight_Q,
         )
-        return self._finished(output_QO[padded.place_R], counts_e)
+        return _finished(self._weights, output_QO[padded.place_R], counts_e)
 
-    def multiply_slots(self, slots_eSI: Rows, counts_e: Tensor, expected_rows: int | None = None) -> Any:
+    def multiply_slots(self, slots_eSI: Rows, groups: RowGroups) -> Any:
+        counts_e = groups.counts_e
         slots = quantize_rows(slots_eSI, counts_e)
         num_weights, num_slots, _ = slots.codes.shape
-        output_eSO = slots.codes.new_empty(num_weights, num_slots, self._weight_eOI.shape[1], dtype=slots.dtype)
+        output_eSO = slots.codes.new_empty(num_weights, num_slots, self._num_outputs, dtype=slots.dtype)
         if output_eSO.numel():
-            rows = num_weights * num_slots if expected_rows is None else expected_rows
+            rows = num_weights * num_slots if groups.expected_rows is None else groups.expected_rows
             self._library.m_grouped_fp8_gemm_nt_masked(
                 a=(slots.codes, slots.scales),
-                b=(self._weight_eOI, self._scales_eGB),
+                b=self._weights_and_scales,
                 d=output_eSO,
                 masked_m=counts_e.to(torch.int32),
                 expected_m=min(num_slots, max(1, -(-rows // num_weights))),
             )
-        return self._finished(output_eSO, counts_e)
+        return _finished(self._weights, output_eSO, counts_e)
 
-    def multiply_each(self, input_TeI: Tensor, out_TeC: Tensor | None = None) -> Tensor:
-        raise AssertionError("weights with an input of their own each are not held in blocks")
 
-    def _finished(self, output: Tensor, counts_e: Tensor | None) -> Any:
-        """Apply the activation to outputs [R, O] or [e, S, O], and quantise them if an FP8 product reads them."""
-        if self._feeds_blocks:
-            return quantize_rows(output, counts_e, **kernel_arguments(self._activation))
-        return activated(self._activation, output)
+def _finished(weights: OpenWeights, output: Tensor, counts_e: Tensor | None) -> Any:
+    """Apply the activation to outputs [R, O] or [e, S, O], and quantise them if an FP8 product reads them."""
+    if weights.feeds_blocks:
+        return quantize_rows(output, counts_e, **kernel_arguments(weights.activation))
+    return activated(weights.activation, output)
 
 
 @dataclass(frozen=True)

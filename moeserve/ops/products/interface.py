@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,8 +14,15 @@ from moeserve.ops.rows.activations import Activation, num_parts_of
 # as many after a gated activation (gates first, then ups)
 
 
-@dataclass(frozen=True)
-class Gather:
+class RowGroups(NamedTuple):
+    """The rows of each weight, ordered by weight: the first counts_e[0] rows belong to the first weight, and so on."""
+
+    counts_e: Tensor  # int64
+    has_spare_rows: bool = False  # rows may follow whose results are undefined; otherwise all rows are counted
+    expected_rows: int | None = None  # estimate of the number of counted rows; None: all. It affects only speed
+
+
+class Gather(NamedTuple):
     """Indices by which a product gathers its rows: row r is row indices_R[r] // divisor of the source."""
 
     indices_R: Tensor
@@ -59,6 +66,10 @@ class OpenWeights:
         return self.weight_eOI.dtype == torch.uint8
 
     @property
+    def is_in_blocks(self) -> bool:
+        return self.scales_eGB is not None and not self.is_mxfp4
+
+    @property
     def num_inputs(self) -> int:
         return self.weight_eOI.shape[2] * (2 if self.is_mxfp4 else 1)
 
@@ -67,50 +78,49 @@ class OpenWeights:
         """Number of parts of a weight's outputs: two before a gated activation (gates and ups), otherwise one."""
         return num_parts_of(self.activation)
 
+    @property
+    def num_columns(self) -> int:
+        return self.weight_eOI.shape[1] // self.num_parts
+
 
 class Product(Protocol):
-    """The operation activation(input @ weight.T + bias) for e weights of one shape.
+    """The operation activation(input @ weight.T + bias) for one weight.
 
-    Inputs and results are tensors. Results have contiguous rows and the dtype of the input, or float32 if
-    `InputChunks.keeps_float32`. Products of weights in 8-bit blocks also accept `Float8Rows`, and return them if
+    Here and below, inputs and results are tensors. Results have contiguous rows and the dtype of the input, or float32
+    if `InputChunks.keeps_float32`. Products of weights in 8-bit blocks also accept `Float8Rows`, and return them if
     `OpenWeights.feeds_blocks`.
     """
 
     def multiply(self, input_TI: Any) -> Any:
-        """Return [T, C]: the products with the only weight."""
+        """Return [T, C]."""
         ...
 
-    def multiply_rows(
-        self,
-        rows_RI: Any,
-        counts_e: Tensor,
-        has_spare_rows: bool = False,
-        gather: Gather | None = None,
-        expected_rows: int | None = None,
-        out_RC: Tensor | None = None,
+
+class GroupedProduct(Protocol):
+    """The same operation for weights of one shape, each with its own rows."""
+
+    def multiply(
+        self, rows_RI: Any, groups: RowGroups, gather: Gather | None = None, out_RC: Tensor | None = None
     ) -> Any:
-        """Return [R, C]: the first counts_e[0] rows with the first weight, and so on.
+        """Return [R, C].
 
         Args:
             rows_RI: the rows, or the source of `gather`.
-            counts_e: int64, rows of each weight. Their sum is R; with spare rows it may be less.
-            has_spare_rows: rows beyond the sum of the counts are spare, and their results are undefined.
             gather: allowed only if `Backend.products_gather_rows`.
-            expected_rows: estimate of the number of rows that are not spare; None: all. It affects only speed.
             out_RC: memory for the results, on CPUs only; None: new memory.
         """
         ...
 
-    def multiply_slots(self, slots_eSI: Any, counts_e: Tensor, expected_rows: int | None = None) -> Any:
-        """Return [e, S, C]. The first counts_e[i] slots of weight i hold rows; results of other slots are undefined.
-
-        Args:
-            expected_rows: estimate of the total number of rows; None: all slots. It affects only speed.
-        """
+    def multiply_slots(self, slots_eSI: Any, groups: RowGroups) -> Any:
+        """Return [e, S, C]. The rows of a weight are in its first slots; results of other slots are undefined."""
         ...
 
-    def multiply_each(self, input_TeI: Tensor, out_TeC: Tensor | None = None) -> Tensor:
-        """Return [T, e, C]: the products of each weight with its own input of every token.
+
+class HeadProduct(Protocol):
+    """The same operation for weights of one shape, each with an input of its own of every token."""
+
+    def multiply(self, input_TeI: Tensor, out_TeC: Tensor | None = None) -> Tensor:
+        """Return [T, e, C].
 
         Args:
             out_TeC: memory for the results, which may be a view of a wider tensor; None: new memory.
@@ -119,11 +129,7 @@ class Product(Protocol):
 
 
 PackedFormat = Literal["float32", "bfloat16", "int8", "int4", "mxfp4"]
-
-
 INT4_GROUP = 32  # inputs of int4 weights that share a scale and a zero point
-
-
 MXFP4_GROUP = 32  # inputs of weights in MXFP4 that share a scale
 
 
@@ -153,25 +159,9 @@ class PackedWeights:
         )
 
     @property
-    def num_parts(self) -> int:
-        return num_parts_of(self.activation)
+    def num_columns(self) -> int:
+        return self.num_outputs // num_parts_of(self.activation)
 
-
-class WeightPacking(Protocol):
-    """Packing of open weights for kernels that read them in another order."""
-
-    def supports(self, weights: OpenWeights) -> bool: ...
-
-    def num_bytes(self, weights: OpenWeights, packed_format: PackedFormat) -> int:
-        """Return the bytes of each packed weight."""
-        ...
-
-    def fits_in_place(self, weights: OpenWeights, packed_format: PackedFormat) -> bool:
-        """Return True if packed weights have the size and number format of the open ones."""
-        ...
-
-    def pack(self, weights: OpenWeights, packed_format: PackedFormat, *, in_place: bool) -> PackedWeights:
-        """Return the packed weights, in new memory or, if `in_place`, in the memory of the open weights."""
-        ...
-
-    def product(self, packed: PackedWeights) -> Product: ...
+    @property
+    def keeps_float32(self) -> bool:
+        return self.chunks is not None and self.chunks.keeps_float32

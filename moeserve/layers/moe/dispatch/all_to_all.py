@@ -16,6 +16,7 @@ from moeserve.distributed.coordinator import PendingTensor
 from moeserve.layers.moe.dispatch.base import Dispatched, PackedTokens
 from moeserve.layers.moe.dispatch.exchange import Exchange, Returns
 from moeserve.layers.moe.router import Routing
+from moeserve.ops.products.interface import RowGroups
 from moeserve.step_inputs import StepInputs
 
 # R pairs that this rank computes, U distinct tokens that its experts need, S rows that it sends (a token once to each
@@ -34,7 +35,9 @@ class PendingAllToAll:
 
     def wait(self) -> Dispatched:
         rows_RD = self.exchange.pairs.gather(self.pending_UD.wait(), self.token_of_row_R)
-        return Dispatched(PackedTokens(rows_RD, self.counts_e), partial(self.exchange.send_back, self.returns))
+        return Dispatched(
+            PackedTokens(rows_RD, RowGroups(self.counts_e)), partial(self.exchange.send_back, self.returns)
+        )
 
 
 class AllToAllDispatcher:

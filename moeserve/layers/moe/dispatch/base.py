@@ -11,7 +11,7 @@ from torch import Tensor
 from moeserve.layers.moe.dispatch.expert_copies import ExpertCopies
 from moeserve.layers.moe.router import Routing
 from moeserve.ops.pairs.interface import PairKernels
-from moeserve.ops.products.interface import Gather
+from moeserve.ops.products.interface import Gather, RowGroups
 from moeserve.ops.rows.interface import Rows, plain_rows
 from moeserve.step_inputs import StepInputs
 
@@ -23,10 +23,8 @@ class PackedTokens:
     """Rows sorted by local expert."""
 
     rows_RD: Rows  # with `gather`: the source of the rows
-    counts_e: Tensor  # int64: the rows of each local expert
-    has_spare_rows: bool = False  # true if rows may follow the last expert's that are not computed
+    groups: RowGroups  # the rows of each local expert
     gather: Gather | None = None  # for kernels that gather rows as they read them
-    expected_rows: int | None = None  # approximate number of computed rows if most are spare; None: nearly all
     out_RD: Tensor | None = None  # where experts must write their outputs; None: anywhere
 
 
@@ -35,8 +33,7 @@ class SlottedTokens:
     """Equally many slots for each local expert, so shapes do not depend on the routing."""
 
     slots_eSD: Rows  # each expert's rows are in its first slots; the others are neither computed nor read
-    counts_e: Tensor  # int64: the rows of each local expert
-    expected_rows: int | None = None  # approximate number of rows of all experts together; None: nearly every slot
+    groups: RowGroups  # the rows of each local expert
 
 
 class PendingOutput(Protocol):
@@ -94,12 +91,10 @@ def pack(
         expected_rows: if rows with pair -1 follow.
         gathers_late: `Backend.products_gather_rows`.
     """
-    has_spare_rows = expected_rows is not None
+    groups = RowGroups(counts_e, expected_rows is not None, expected_rows)
     if gathers_late:
-        gather = Gather(pair_of_row_R, top_k)
-        return PackedTokens(source_ND, counts_e, has_spare_rows, gather, expected_rows=expected_rows)
-    rows_RD = pairs.gather(plain_rows(source_ND), pair_of_row_R, top_k)
-    return PackedTokens(rows_RD, counts_e, has_spare_rows, expected_rows=expected_rows)
+        return PackedTokens(source_ND, groups, Gather(pair_of_row_R, top_k))
+    return PackedTokens(pairs.gather(plain_rows(source_ND), pair_of_row_R, top_k), groups)
 
 
 def share_of_pairs(tokens_per_rank: Sequence[int], top_k: int, num_own: int, num_all: int) -> int:

@@ -16,7 +16,7 @@ from moeserve.layers.moe.placement.placement import Placement
 from moeserve.layers.moe.router import Routing
 from moeserve.ops import pairs
 from moeserve.ops.pairs.interface import Keys
-from moeserve.ops.products.interface import Gather
+from moeserve.ops.products.interface import Gather, RowGroups
 from moeserve.ops.rows.interface import Rows, plain_rows
 from moeserve.step_inputs import StepInputs
 
@@ -56,10 +56,11 @@ class LocalDispatcher:
         top_k = experts_TK.shape[1]
         if self.gathers_late:
             pair_of_row_R, counts_e = self.pairs.order(experts_TK, self.keys, self.load_e)
-            tokens = PackedTokens(hidden_TD, counts_e, has_spare_rows=True, gather=Gather(pair_of_row_R, top_k))
+            groups = RowGroups(counts_e, has_spare_rows=True)
+            tokens = PackedTokens(hidden_TD, groups, Gather(pair_of_row_R, top_k))
         else:
             pair_of_row_R, counts_e = self.pairs.sort(experts_TK, self.keys)
-            tokens = PackedTokens(self.pairs.gather(plain_rows(hidden_TD), pair_of_row_R, top_k), counts_e)
+            tokens = PackedTokens(self.pairs.gather(plain_rows(hidden_TD), pair_of_row_R, top_k), RowGroups(counts_e))
         combine = partial(self._combine, pair_of_row_R, routing.weights_TK, hidden_TD.dtype)
         return ReadyDispatch(Dispatched(tokens, combine, is_counted=self.load_e is not None))
 

@@ -17,6 +17,7 @@ from moeserve.layers.moe.dispatch.base import Dispatched, PackedTokens
 from moeserve.layers.moe.dispatch.exchange import Exchange
 from moeserve.layers.moe.router import Routing
 from moeserve.ops.pairs.interface import PairKernels
+from moeserve.ops.products.interface import RowGroups
 from moeserve.step_inputs import StepInputs
 
 # N tokens of all ranks, P pairs of all ranks that are not padding, R of them that this rank computes, E slots of all
@@ -87,7 +88,8 @@ class PendingSharedRows:
         self.dispatcher.group.num_bytes_sent += (num_rows + num_own - 2 * num_here) * rows.row_bytes
         outputs = SharedOutputs(self.weights_TK, own_P, rows.output_PD[: len(own_P)])
         out_RD = rows.output_PD[first_row : first_row + num_rows]
-        return Dispatched(PackedTokens(rows_RD, counts_e, out_RD=out_RD), partial(self.dispatcher.combine, outputs))
+        tokens = PackedTokens(rows_RD, RowGroups(counts_e), out_RD=out_RD)
+        return Dispatched(tokens, partial(self.dispatcher.combine, outputs))
 
 
 @dataclass(frozen=True)

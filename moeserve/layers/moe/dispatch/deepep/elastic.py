@@ -25,6 +25,7 @@ from moeserve.layers.moe.dispatch.deepep.communicator import (
     to_float8,
 )
 from moeserve.ops import pairs
+from moeserve.ops.products.interface import RowGroups
 from moeserve.ops.rows.interface import Rows, plain_rows
 
 # R received rows, one for each pair that this rank computes and possibly spare ones
@@ -50,9 +51,9 @@ class PendingElasticDispatch:
         # The end of each expert's rows, [e] int32. There is no padding between experts.
         ends_e: Tensor = self.handle.psum_num_recv_tokens_per_expert
         counts_e = ends_e.to(torch.int64).diff(prepend=ends_e.new_zeros(1, dtype=torch.int64))
-        has_spare_rows = self.expected_rows is not None
+        groups = RowGroups(counts_e, self.expected_rows is not None, self.expected_rows)
         combine = partial(self.communicator.combine, self.handle, self.weights_R, self.num_tokens)
-        return Dispatched(PackedTokens(rows_RD, counts_e, has_spare_rows, expected_rows=self.expected_rows), combine)
+        return Dispatched(PackedTokens(rows_RD, groups), combine)
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from moeserve.layers.moe.dispatch.deepep.communicator import (
 from moeserve.layers.moe.dispatch.deepep.support import MAX_RANKS_OF_ONE_HOST
 from moeserve.ops import pairs
 from moeserve.ops.pairs.interface import Keys
+from moeserve.ops.products.interface import RowGroups
 from moeserve.ops.rows.interface import Rows, plain_rows
 
 # N distinct tokens that this rank received (in steps without a waiting host: all tokens of all ranks, most of them
@@ -75,8 +76,9 @@ class PendingLowLatencyDispatch:
     def wait(self) -> Dispatched:
         self.receive()
         slots_eSD = received_rows(self.received, self.communicator.shape.dtype)
-        tokens = SlottedTokens(slots_eSD, self.counts_e.to(torch.int64), self.expected_rows)
+        groups = RowGroups(self.counts_e.to(torch.int64), expected_rows=self.expected_rows)
         combine = self.communicator.combine_low_latency
+        tokens = SlottedTokens(slots_eSD, groups)
         return Dispatched(tokens, partial(combine, self.handle, self.experts_TK, self.weights_TK))
 
 
